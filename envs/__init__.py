@@ -1,0 +1,81 @@
+"""The registry of environments: adding one is adding one module to this directory.
+
+A module declares `AGENTS`, the `agent_ref.name`s it serves (those of NeMo-Gym's released blends),
+and `verify(row, response) -> Reward`, plain or async. An optional `check(row)` raises ValueError
+for a row it could not judge. Every module is imported: heavy libraries go inside functions.
+"""
+
+import functools
+import importlib
+import pkgutil
+import reprlib
+from dataclasses import dataclass, field
+from types import ModuleType
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass
+class Reward:
+    """What an environment thinks of one response."""
+
+    value: float  # its range is in the environment's docstring
+    info: dict = field(default_factory=dict)  # JSON values; `reason` says why nothing was graded
+
+
+@functools.cache
+def _registry() -> dict[str, ModuleType]:
+    names = sorted(entry.name for entry in pkgutil.iter_modules(__path__))
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return {agent: module for module in modules for agent in getattr(module, "AGENTS", ())}
+
+
+def environment(name: str) -> ModuleType:
+    """The module serving `agent_ref.name` == `name`; ValueError listing the known ones if none."""
+    known = _registry()
+    require(name in list(known), "agent_ref.name", name, "one of: " + ", ".join(sorted(known)))
+    return known[name]
+
+
+def check_row(row) -> None:
+    """Raises ValueError naming dotted path, value and expectation unless `row` is a Gym row."""
+    at = "responses_create_params.input"
+    messages = get(row, at, list, "a list of messages")
+    require(messages, at, messages, "at least one message")
+    for i, message in enumerate(messages):
+        role = get(message, "role", str, "a string", f"{at}[{i}].")
+        require(role in ROLES, f"{at}[{i}].role", role, "one of: " + ", ".join(ROLES))
+        content = get(message, "content", str | list, "text or a list of parts", f"{at}[{i}].")
+        for k, part in enumerate(content if isinstance(content, list) else ()):
+            get(part, "text", str, "a string", f"{at}[{i}].content[{k}].")
+    module = environment(get(row, "agent_ref.name", str, "the name of an environment"))
+    getattr(module, "check", lambda row: None)(row)
+
+
+def get(row, path: str, kind, expected: str, prefix: str = ""):
+    """The value at the dotted `path` of `row`; raises `require`'s ValueError unless a `kind`."""
+    value = row
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    require(isinstance(value, kind), prefix + path, value, expected)
+    return value
+
+
+def require(good, path: str, value, expected: str) -> None:
+    """Raise ValueError naming field, value and expectation unless `good`."""
+    if not good:
+        try:
+            shown = "missing or null" if value is None else reprlib.repr(value)
+        except ValueError:  # an int of more than 4,300 digits has no repr
+            shown = f"a huge {type(value).__name__}"
+        raise ValueError(f"{path} is {shown}, expected {expected}")
+
+
+def final_text(response: str) -> str:
+    """The text to judge: what follows the last `</think>`, stripped, or all where there is none."""
+    return response.rpartition("</think>")[2].strip()
+
+
+def unfinished(text: str) -> str | None:
+    """Why a `final_text` holds no answer: "empty", "truncated" (still thinking), or None."""
+    return "empty" if not text else "truncated" if "<think>" in text else None

@@ -1,0 +1,93 @@
+"""Peak memory and time of the chunked logprobs against the plain ones, forward and backward.
+
+    python bench/logprob_memory.py [--tokens 8192 --vocab 131072 --hidden 1024 --chunk 1024]
+
+plain is `(hidden @ W.T).float().log_softmax(-1).gather(...)`. Each runs in a process of its own, on
+the GPU in bf16 if there is one, else on the CPU in float32, where plain needs 17 GB at the default
+sizes. Peak is what the computation adds to its inputs, gradients included; a small run before it
+pays for what a library allocates once.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from policy.fsdp import TokenLogprobs  # noqa: E402
+
+
+def plain(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, chunk: int) -> Tensor:
+    logp_TV = (hidden_TH @ weight_VH.T).float().log_softmax(-1)
+    return logp_TV.gather(1, target_T[:, None]).squeeze(1)
+
+
+def chunked(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, chunk: int) -> Tensor:
+    return TokenLogprobs.apply(hidden_TH, weight_VH, target_T, 1.0, chunk)
+
+
+METHODS = {"plain": plain, "chunked": chunked}
+
+
+def peak_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
+
+
+def measure(method: str, tokens: int, vocab: int, hidden: int, chunk: int) -> dict:
+    """Peak bytes above the inputs, seconds, and two sums by which the methods are compared."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    hidden_TH = torch.randn(tokens, hidden, device=device, dtype=dtype).requires_grad_()
+    weight_VH = (torch.randn(vocab, hidden, device=device, dtype=dtype) / 32).requires_grad_()
+    target_T = torch.randint(vocab, (tokens,), device=device)
+    METHODS[method](hidden_TH[:64], weight_VH[:64], target_T[:64] % 64, chunk).sum().backward()
+    hidden_TH.grad = weight_VH.grad = None
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    baseline, began = peak_bytes(device), time.perf_counter()
+    logp_T = METHODS[method](hidden_TH, weight_VH, target_T, chunk)
+    logp_T.sum().backward()
+    checks = [logp_T.sum().item(), hidden_TH.grad.float().norm().item()]
+    seconds = time.perf_counter() - began
+    return {"peak": peak_bytes(device) - baseline, "seconds": seconds, "checks": checks}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in {"tokens": 8192, "vocab": 131072, "hidden": 1024, "chunk": 1024}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--method", choices=METHODS, help="measure one here, print JSON")
+    args = vars(parser.parse_args())
+    if args["method"]:
+        print(json.dumps(measure(**args)))
+        return
+    sizes = [f"--{name}={args[name]}" for name in ("tokens", "vocab", "hidden", "chunk")]
+    results = {}
+    for method in METHODS:
+        command = [sys.executable, __file__, "--method", method, *sizes]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        results[method] = json.loads(output.splitlines()[-1])
+    print("T={tokens} V={vocab} H={hidden} chunk={chunk}".format(**args))
+    print(f"{'':10}{'peak GB':>10}{'seconds':>10}{'ratio of peaks':>17}{'ratio of times':>17}")
+    base = results["plain"]
+    for method, got in results.items():
+        peak, seconds = got["peak"] / base["peak"], got["seconds"] / base["seconds"]
+        print(
+            f"{method:10}{got['peak'] / 1e9:10.2f}{got['seconds']:10.2f}{peak:17.3f}{seconds:17.3f}"
+        )
+        for ours, plains in zip(got["checks"], base["checks"], strict=True):
+            assert abs(ours - plains) <= 1e-3 * abs(plains), "the methods disagree"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""How a configuration is read: a file of assignments, then command-line flags over it."""
+
+import dataclasses
+import difflib
+import re
+import runpy
+import time
+import types
+from pathlib import Path
+
+import pydantic
+import tyro
+
+
+class InputError(ValueError):
+    """Something the user wrote is wrong; the message says where, what, and what was expected."""
+
+
+def load(Config: type, argv: list[str], default: str):
+    """The `Config` that `[--config FILE] [--field value ...]` asks for; FILE is `default` if absent.
+
+    A config file is plain Python assignments to field names; it may `import *` from another one.
+    Raises InputError for an unknown or malformed field; tyro exits with a message for bad flags.
+    """
+    path, flags = Path(__file__).parent.parent / default, list(argv)
+    if "--config" in flags:
+        at = flags.index("--config")
+        if at + 1 == len(flags):
+            raise InputError(f"--config: expected the path of a file, such as {default}")
+        path, flags = Path(flags[at + 1]), flags[:at] + flags[at + 2 :]
+    cfg = tyro.cli(Config, default=read(Config, path), args=flags, prog="grpo_async.py")
+    run_dir = cfg.run_dir.format(time=time.strftime("%Y%m%d-%H%M%S"), seed=cfg.seed)
+    return dataclasses.replace(cfg, run_dir=run_dir)
+
+
+def read(Config: type, path: Path):
+    """Runs a config file and checks its names and types. Raises InputError naming file and line."""
+    if not path.is_file():
+        found = ", ".join(sorted(str(p) for p in Path("configs").glob("[!_]*.py")))
+        raise InputError(f"{path}: no such config file; there are: {found}")
+    try:
+        assigned = runpy.run_path(str(path))
+    except Exception as error:
+        raise InputError(f"{path}: {type(error).__name__}: {error}") from error
+    chosen = {
+        name: value
+        for name, value in assigned.items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType | type)
+    }
+    known = [field.name for field in dataclasses.fields(Config)]
+    for name in sorted(chosen.keys() - set(known)):
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise InputError(f"{place(path, name)}: unknown field {name!r}{hint}")
+    try:
+        return Config(**chosen)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        at = place(path, str(first["loc"][0]))
+        raise InputError(f"{at}: {name} = {first['input']!r}: {first['msg']}") from None
+
+
+def place(path: Path, name: str) -> str:
+    """`file:line` of the last assignment to a name, or the file alone if it is inherited."""
+    lines = path.read_text().splitlines()
+    hits = [i for i, line in enumerate(lines, 1) if re.match(rf"{re.escape(name)}\s*[:=]", line)]
+    return f"{path}:{hits[-1]}" if hits else str(path)

@@ -1,0 +1,26 @@
+"""The default: a 1M-parameter model learns on a laptop CPU, by all the machinery of a cluster."""
+
+run_dir = "runs/tiny-{seed}-{time}"
+model = "models/tiny"
+train_data = "data/tiny/train.jsonl"
+val_data = "data/tiny/validation.jsonl"
+steps = 200
+val_period = 20
+save_period = 0
+
+prompts_per_step = 16
+group_size = 16
+max_model_len = 128
+max_response_tokens = 64
+max_num_seqs = 64
+
+lr = 1e-3
+warmup_lr = 1e-4
+row_tokens = 1024
+activation_checkpointing = False
+
+start_timeout = 180.0
+rollout_timeout = 60.0
+batch_timeout = 180.0
+train_timeout = 120.0
+sync_timeout = 60.0

@@ -1,0 +1,102 @@
+r"""Puzzles of the library reasoning-gym, judged by its own scorers: reward in [0, 1].
+
+Row: `question`, `answer` (null where the puzzle has many), `metadata` with `source_dataset`, as
+written by NeMo-Gym's resources_servers/reasoning_gym. Judged, as there: the last `<answer>` tag
+after `</think>`, else the first `\boxed{}`, else the whole text, stripped.
+
+Known of the library's rewards, which are passed on as they are:
+    partial credit        many scorers pay 0.01 to 0.1 for a well-formed wrong answer
+    game_of_life_halting  pays 1.0 for any answer at all: its rows teach nothing
+    complex_arithmetic    pays 1.0 for "nan"
+    evaluated answers     binary_matrix, countdown, n_queens, puzzle24, spiral_matrix,
+                          string_insertion, polynomial_multiplication and the integrations evaluate
+                          the answer as Python: they can hang, and a policy could run code. Scorers
+                          run in the killable children of envs.math, which are not a sandbox.
+"""
+
+import functools
+import math
+import re
+
+from envs import Reward, final_text, get, require, unfinished
+from envs.math import DEADLINE, Checkers
+
+AGENTS = ("reasoning_gym_simple_agent", "reasoning_gym")
+# These compare the answer with a tuple of tuples, which JSON turned into lists.
+BOARDS = ("arc_agi", "rearc")
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless the library has a scorer for the row."""
+    from reasoning_gym.factory import DATASETS
+
+    get(row, "question", str, "a string")
+    get(row, "answer", str | None, "a string or null")
+    name = get(row, "metadata.source_dataset", str, "the name of a reasoning-gym dataset")
+    # "composite" names a mixture; its entries carry the name of the dataset they came from.
+    known = name in DATASETS and name != "composite"
+    require(known, "metadata.source_dataset", name, "one of reasoning-gym's datasets")
+    if name in BOARDS:
+        board = get(row, "metadata.output", list, "a list of lists")
+        require(all(isinstance(line, list) for line in board), "metadata.output", board, "lists")
+
+
+async def verify(row: dict, response: str) -> Reward:
+    """The library's score; `info` has the extracted `answer`, and `scorer_errors` 1 if it raised.
+
+    An answer that makes the scorer raise, or run for 10 s, is a wrong one. Raises CheckerError
+    where no score could be had, and ValueError where the scorer raises for the row's own answer.
+    """
+    text = final_text(response)
+    if reason := unfinished(text):
+        return Reward(0.0, {"reason": reason})
+    entry = {key: row.get(key) for key in ("question", "answer", "metadata")}
+    verdict = await checkers.run(DEADLINE, entry=entry, text=text)
+    if "row_error" in verdict:
+        raise ValueError(verdict["row_error"])
+    return Reward(verdict.pop("value"), verdict)
+
+
+def make_check():
+    """The check that a child runs, its library imported."""
+    from reasoning_gym import get_score_answer_fn
+
+    scorer_of = functools.cache(get_score_answer_fn)
+
+    def check(entry: dict, text: str) -> dict:
+        metadata = entry["metadata"]
+        scorer = scorer_of(metadata["source_dataset"])
+        if metadata["source_dataset"] in BOARDS:
+            metadata["output"] = tuple(map(tuple, metadata["output"]))
+        answer = extract(text)
+        value, error = score(scorer, answer, entry)
+        verdict = {"value": value, "answer": answer[:200]}
+        if not error:
+            return verdict
+        if entry["answer"] is not None and score(scorer, entry["answer"], entry)[1]:
+            return {"row_error": f"metadata cannot be used by its scorer, which raised {error}"}
+        return verdict | {"reason": error, "scorer_errors": 1}
+
+    return check
+
+
+def extract(text: str) -> str:
+    r"""The last `<answer>` tag, else the first `\boxed{}`, else everything; stripped."""
+    from reasoning_gym.utils import extract_answer
+
+    if (tagged := extract_answer(text)) is not None:
+        return tagged
+    boxed = re.search(r"\\boxed\{([^}]+)\}", text)
+    return (boxed[1] if boxed else text).strip()
+
+
+def score(scorer, answer: str, entry: dict) -> tuple[float, str | None]:
+    """The scorer's value, or 0.0 and what it raised."""
+    try:
+        value = float(scorer(answer, entry))
+        return (value, None) if math.isfinite(value) else (0.0, f"a score of {value}")
+    except (Exception, SystemExit) as error:  # an evaluated answer may be "exit()"
+        return 0.0, f"{type(error).__name__}: {error}"[:200]
+
+
+checkers = Checkers("envs.reasoning_gym:make_check")

@@ -1,0 +1,1135 @@
+"""Asynchronous GRPO for large language models, in one file, read from top to bottom.
+
+    A_i  =  (r_i - mean_{j != i} r_j) / std_{j != i} r_j            leave-one-out advantage
+    w_t  =  min(pi_train(t) / pi_engine(t), 5)                      no gradient flows through it
+    loss = -sum_t  w_t  A_t  log pi_train(t)  /  (tokens kept in the whole batch)
+
+over the sequences whose mean exp|log pi_train - log pi_engine| is at most 2. This is the objective
+of every Nemotron 3 Super stage (one update per batch, so the PPO ratio is 1 and never clips).
+
+Two loops run at once and meet in a buffer. Prompts are numbered in file order; group i is trained
+at step i // P and nowhere else, and may start as soon as the policy has version i // P - max_lag:
+
+           prompts (JSONL, file order)                                  P groups of step s
+                 |  group i starts when version >= i // P - max_lag            |
+    RolloutWorker(s) --- token ids ---> Generator(s)                           v
+      environment, reward, advantage     vLLM  ^                          Trainer(s)   FSDP2
+                 |                             |  pause, keep requests and     |
+                 v                             |  KV, receive, label, resume   |
+           RolloutBuffer (driver)              +------- weights v + 1 ---------+
+
+The driver is one asyncio program that moves references and lengths, never tokens.
+
+Axes, as suffixes:  P prompts of a step    G samples of a prompt    T tokens of a packed row
+                    N sequences in that row    J the other samples of a group    R trainer ranks
+
+Policy version v = batches trained so far. Every sampled token carries the version that produced it.
+
+Deliberate deviations from NeMo-RL (branch super-v3), argued in docs/grpo_async.md: weights are
+synced before the first rollout; a group whose rollouts fail is refilled, never waited for; the
+sequence-error filter lives in the training forward; a spread of rounding noise never divides an
+advantage; groups that agree are counted in the divisor but not computed.
+
+    python grpo_async.py                                            a tiny model learns on a laptop
+    python grpo_async.py --config configs/gsm8k.py --steps 100      a file of overrides, then flags
+    python grpo_async.py --help                                     every field of Config
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+import json
+import math
+import pickle
+import sys
+import time
+import uuid
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
+from torch import Tensor
+
+import configs
+import envs
+from configs import InputError
+from envs import Reward
+from episodes import Episode, Sample, SampleInfo, Turn, describe, stitch
+from launch import cluster
+from launch.cluster import actor, within
+from metrics import Log, counts, extremes, k3, mismatch, reduce_stats, rollout_metrics, step_metrics
+from policy.weight_sync import buckets, sync_device, sync_group
+from rows import load_rows, load_tokenizer, render
+
+# === Config =======================================================================================
+
+
+@checked_dataclass(frozen=True, config={"extra": "forbid"})
+class Correction:
+    """What to do where trainer and engine disagree. One mechanism; the papers are points in it:
+
+    TIS                 token     truncate  0      5        (Nemotron 3 Super)
+    IcePop              token     mask      0.5    5
+    sequence-mask TIS   sequence  mask      0.999  1.002
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    """Judge each token's ratio, or the geometric mean of its sequence's ratios."""
+    action: Literal["truncate", "mask"] = "truncate"
+    """Clamp the ratio into [low, high], or zero the weight of what lies outside."""
+    low: float = 0.0
+    """Lower bound of pi_train / pi_engine."""
+    high: float = 5.0
+    """Upper bound of pi_train / pi_engine."""
+
+
+@checked_dataclass(frozen=True, config={"extra": "forbid"})
+class Config:
+    """Defaults are the Nemotron 3 Super RLVR recipe; files in configs/ override what differs."""
+
+    # --- the run
+    run_dir: str = "runs/{time}"
+    """Folder of metrics, rollouts and checkpoints; {time} and {seed} are filled in."""
+    seed: int = 1
+    """Seeds the trainer and every sample (with its slot and its place in the group)."""
+    steps: PositiveInt = 1000
+    """Batches to train; also the last policy version."""
+    save_period: NonNegativeInt = 100
+    """Export the policy every so many steps, and at the end; 0: only at the end."""
+    val_period: NonNegativeInt = 0
+    """Evaluate every so many steps, at the start and at the end; 0: never."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+    wandb: bool = False
+    """Log to Weights & Biases (install wandb yourself)."""
+
+    # --- model and data
+    model: str = "models/tiny"
+    """Folder of a Hugging Face causal LM: config.json, *.safetensors, tokenizer."""
+    train_data: str = "data/tiny/train.jsonl"
+    """NeMo-Gym rows, used in file order, again from the top when they end."""
+    val_data: str = ""
+    """NeMo-Gym rows for evaluation; empty: none."""
+    max_model_len: PositiveInt = 65536
+    """Tokens of prompt and response together."""
+    thinking: bool = True
+    """`enable_thinking` of the chat template, for models that have it."""
+
+    # --- sampling
+    prompts_per_step: PositiveInt = 256
+    """P, prompt groups in a batch."""
+    group_size: PositiveInt = 16
+    """G, samples of each prompt."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer divides its logits by it as well."""
+    max_response_tokens: PositiveInt = 65536
+    """Longest response; shorter where max_model_len leaves less room."""
+    max_num_seqs: PositiveInt = 256
+    """Sequences that one engine decodes at once; the others queue."""
+    gpu_memory_utilization: float = 0.85
+    """Share of a GPU that an engine may take."""
+
+    # --- the two loops
+    max_lag: NonNegativeInt = 1
+    """Steps between the policy that starts a group and the one that trains on it; 0: synchronous."""
+    generators: PositiveInt = 1
+    """vLLM engines."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that share one engine's weights."""
+    generator_gpus: float = 1.0
+    """Ray's GPU share of an engine; below 1 a GPU is shared with a trainer."""
+    trainers: PositiveInt = 1
+    """Trainer ranks."""
+    trainer_gpus: float = 1.0
+    """Ray's GPU share of a trainer rank."""
+    rollout_workers: PositiveInt = 1
+    """Processes that render prompts, run environments and compute advantages."""
+
+    # --- the algorithm
+    advantage_clip: float = 50.0
+    """Advantages are clamped to +- this."""
+    correction: Correction = dataclasses.field(default_factory=Correction)
+    """Importance weights of the tokens, pi_train / pi_engine."""
+    sequence_error_limit: float = 2.0
+    """Drop a sequence whose mean exp|logp_train - logp_engine| is above."""
+    updates_per_batch: PositiveInt = 1
+    """Optimizer steps per batch. 1: the PPO ratio is 1. More: PPO against recomputed logprobs."""
+    clip_low: float = 0.2
+    """PPO ratio is clipped below 1 - this."""
+    clip_high: float = 0.28
+    """PPO ratio is clipped above 1 + this (clip-higher, DAPO)."""
+    dual_clip: float | None = None
+    """Bound -A * ratio by -A * this where A < 0; must be above 1."""
+    kl_coef: float = 0.0
+    """Weight of the k3 KL to the initial policy; 0: no reference model is loaded."""
+    reduction: Literal["token", "sequence"] = "token"
+    """Every token weighs the same, or every sequence does."""
+    skip_zero_advantage: bool = True
+    """Count samples without advantage in the divisor but spend no compute on them."""
+    overlong_filtering: bool = False
+    """Truncated samples keep their place in the baseline and lose their loss."""
+    penalize_malformed: bool = False
+    """Messages with leftover tool-call markup or stray think tags get `penalty_advantage`."""
+    penalty_advantage: float = -5.0
+    """Advantage of every token of a flagged message, after the clip."""
+    low_effort_weight: float = 0.0
+    """Bonus of a short answer where the prompt asks for low effort; 0: off (Super: 0.2)."""
+    low_effort_tokens: int = 3000
+    """Answer length at which that bonus turns into a penalty."""
+    low_effort_penalty: float = 1.0
+    """Slope of the penalty beyond it."""
+
+    # --- optimisation
+    lr: PositiveFloat = 3e-6
+    """AdamW learning rate, constant after the warm-up."""
+    warmup_lr: float = 3e-7
+    """Learning rate of the first update."""
+    warmup_steps: NonNegativeInt = 10
+    """Updates of linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW moments."""
+    adam_eps: float = 1e-8
+    """AdamW epsilon."""
+    weight_decay: float = 0.0
+    """AdamW decoupled weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this global norm."""
+    row_tokens: PositiveInt = 65536
+    """Capacity of a packed row; a longer sample gets a row of its own."""
+    logprob_chunk: PositiveInt = 1024
+    """Tokens whose logits exist at once."""
+    activation_checkpointing: bool = True
+    """Recompute activations in the backward pass."""
+    attention: str = "sdpa"
+    """attn_implementation of transformers; flash_attention_2 where it is installed."""
+
+    # --- what may fail, and for how long we wait
+    rollout_attempts: PositiveInt = 3
+    """Tries of one prompt before it is dropped and its slot is refilled with the next."""
+    max_dropped_in_a_row: NonNegativeInt = 20
+    """Prompts dropped one after the other before the run ends with the last error."""
+    max_engine_restarts: NonNegativeInt = 3
+    """Engines replaced before the run ends."""
+    start_timeout: PositiveFloat = 900.0
+    """Seconds for actors to load models."""
+    rollout_timeout: PositiveFloat = 3600.0
+    """Seconds for one group's rollouts."""
+    batch_timeout: PositiveFloat = 7200.0
+    """Seconds the trainer waits for a step's groups."""
+    train_timeout: PositiveFloat = 3600.0
+    """Seconds for one training step."""
+    sync_timeout: PositiveFloat = 600.0
+    """Seconds for one weight update, from pause to resume."""
+
+    def __post_init__(self):
+        """Refuses combinations that cannot work, naming both sides."""
+        P, U, rule = self.prompts_per_step, self.updates_per_batch, self.correction
+        kl, skip, dual = self.kl_coef, self.skip_zero_advantage, self.dual_clip
+        val = f"val_period = {self.val_period} and val_data = {self.val_data!r}"
+        for holds, message in (
+            (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
+            (P % U == 0, f"prompts_per_step = {P} is no multiple of updates_per_batch = {U}"),
+            (dual is None or dual > 1, f"dual_clip = {dual}: expected more than 1"),
+            (bool(self.val_period) == bool(self.val_data), f"{val}: expected both or neither"),
+            (not (kl and skip), f"kl_coef = {kl} needs skip_zero_advantage = False, not True"),
+        ):
+            if not holds:
+                raise ValueError(message)
+
+
+def check_files(cfg: Config) -> None:
+    """Raises InputError where the model's folder is not one that save_pretrained writes."""
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (Path(cfg.model) / name).is_file():
+            raise InputError(f"model = {cfg.model!r}: expected a folder that holds {name}")
+
+
+# === Data =========================================================================================
+
+
+@dataclasses.dataclass
+class Group:
+    """A finished prompt group in the buffer; `samples` refers to list[Sample] in Ray's store."""
+
+    slot: int
+    version: int  # of the policy when the group was dispatched
+    infos: list[SampleInfo]
+    samples: Any
+
+
+@dataclasses.dataclass
+class Batch:
+    """A packed row of N sequences; `planned_*` are counts of the whole update, over all ranks."""
+
+    tokens_T: Tensor  # int64
+    positions_T: Tensor  # int64, from 0 in each sequence: what keeps them apart in attention
+    seq_T: Tensor  # int64, which sequence of the row
+    mask_T: Tensor  # bool, trained tokens; never the first of a sequence
+    engine_logp_T: Tensor  # float32
+    advantage_T: Tensor  # float32
+    reward_N: Tensor  # float32
+    planned_tokens: int
+    planned_sequences: int
+    old_logp_T: Tensor | None = None  # before the batch's first update, where there are several
+    ref_logp_T: Tensor | None = None  # of the frozen reference, where there is a KL term
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same row on another device."""
+        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return dataclasses.replace(self, **moved)
+
+
+# === The algorithm: pure functions of tensors =====================================================
+
+# Fifteen equal rewards of 0.9 can have a float32 spread of 1e-8: dividing by it trains on rounding.
+SPREAD_FLOOR = 1e-4
+
+
+def group_advantages(rewards_G: Tensor, clip: float) -> Tensor:
+    """Leave-one-out advantages [G] of one prompt's samples; all zero when the group agrees.
+
+    Each reward is compared with the mean and the (unbiased) std of the others, +1e-6; with a
+    spread below SPREAD_FLOOR the difference stays as it is. NeMo-RL algorithms/utils.py:34.
+    """
+    G = len(rewards_G)
+    if G < 2:
+        return torch.zeros_like(rewards_G)
+    r_G = rewards_G.double()
+    others_GJ = r_G.expand(G, G)[~torch.eye(G, dtype=torch.bool)].view(G, G - 1)
+    advantage_G = r_G - others_GJ.mean(1)
+    std_G = others_GJ.std(1) if G > 2 else torch.zeros_like(r_G)
+    advantage_G = torch.where(std_G > SPREAD_FLOOR, advantage_G / (std_G + 1e-6), advantage_G)
+    return advantage_G.clamp(-clip, clip).to(rewards_G.dtype)
+
+
+def low_effort_reward(reward: float, tokens: int, cfg: Config) -> float:
+    """Reward of an answer of `tokens` to a prompt that asks for low effort: short pays, long costs.
+
+    q = min(1, weight * (1 - tokens / limit));  r' = r + r * max(q, 0) + penalty * min(q, 0)
+    (NeMo-RL experience/rollouts.py:1098, Super RLVR: weight 0.2, limit 3000, penalty 1).
+    """
+    q = min(1.0, cfg.low_effort_weight * (1 - tokens / cfg.low_effort_tokens))
+    return reward + reward * max(q, 0.0) + cfg.low_effort_penalty * min(q, 0.0)
+
+
+def is_flagged(text: str, cfg: Config) -> bool:
+    """Whether a message carries markup that a well-formed one would not (NeMo-RL nemo_gym.py)."""
+    *thoughts, answer = text.split("</think>", 1)
+    calls = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
+    stray = "<think>" in answer or "</think>" in answer
+    repeated = any(thought.count("<think>") > 1 for thought in thoughts)
+    return cfg.penalize_malformed and (stray or repeated or any(tag in text for tag in calls))
+
+
+def importance_weights(gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, rule: Correction):
+    """(weight [T], inside [T]): pi_train / pi_engine where `gap_T` is its log, under `rule`.
+
+    Masking keeps the raw weight of what is inside; truncation clamps the judged one. Truncated
+    importance sampling: Yao et al. 2025; IcePop: Ling team 2025; sequence mask: NeMo-RL.
+    """
+    weight_T = gap_T.clamp(-20, 20).exp()  # must not overflow before the rule sees it
+    judged_T = weight_T
+    if rule.level == "sequence":
+        judged_T = sequence_mean(gap_T, mask_T, seq_T).clamp(-20, 20).exp()[seq_T]
+    inside_T = (rule.low <= judged_T) & (judged_T <= rule.high)  # positive: NaN is outside
+    if rule.action == "truncate":
+        return judged_T.clamp(rule.low, rule.high), inside_T
+    return torch.where(inside_T, weight_T, 0.0), inside_T
+
+
+def sequence_mean(x_T: Tensor, mask_T: Tensor, seq_T: Tensor) -> Tensor:
+    """Mean over each sequence's trained tokens [N]; 0 for a sequence that has none."""
+    total_N = x_T.new_zeros(int(seq_T.max()) + 1)
+    count_N = total_N.clone().index_add_(0, seq_T, mask_T.to(x_T.dtype))
+    return total_N.index_add_(0, seq_T, torch.where(mask_T, x_T, 0.0)) / count_N.clamp(min=1)
+
+
+def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped policy gradient of one packed row, and the sums that its metrics are made of.
+
+    `logp_T` [T] are the trainer's logprobs, with gradient. The loss is a sum over tokens divided
+    by the update's planned count; the gradients are rescaled once, by planned / kept, before the
+    optimizer step. So the filter costs no second forward pass, and packing changes nothing.
+    """
+    # With one update per batch the old policy is this one: the ratio is 1, its gradient counts.
+    old_logp_T = logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
+    mask_T = batch.mask_T & batch.engine_logp_T.isfinite()
+    gap_T = torch.where(mask_T, old_logp_T - batch.engine_logp_T, 0.0)
+
+    # Where trainer and engine disagree this much, the engine sampled from some other policy, and
+    # its tokens teach nothing about ours.
+    error_N = sequence_mean(gap_T.abs().clamp(max=20).exp(), mask_T, batch.seq_T)
+    trusted_N = error_N <= cfg.sequence_error_limit
+    mask_T = mask_T & trusted_N[batch.seq_T]
+    weight_T, inside_T = importance_weights(gap_T, mask_T, batch.seq_T, cfg.correction)
+
+    ratio_T = (logp_T - old_logp_T).clamp(-20, 20).exp()
+    clipped_T = ratio_T.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    if batch.old_logp_T is None:
+        clipped_T = ratio_T
+    A_T = batch.advantage_T
+    surrogate_T = torch.maximum(-A_T * ratio_T, -A_T * clipped_T)
+    if cfg.dual_clip is not None:
+        bounded_T = torch.minimum(surrogate_T, -A_T * cfg.dual_clip)
+        surrogate_T = torch.where(A_T < 0, bounded_T, surrogate_T)
+    loss_T = weight_T * surrogate_T
+
+    kl_T = torch.zeros_like(logp_T)
+    if batch.ref_logp_T is not None:
+        drift_T = torch.where(mask_T, logp_T.detach() - batch.engine_logp_T, 0.0)
+        kl_T = drift_T.clamp(-20, 20).exp() * k3(batch.ref_logp_T - logp_T)
+        loss_T = loss_T + cfg.kl_coef * kl_T
+
+    if cfg.reduction == "token":
+        loss = torch.where(mask_T, loss_T, 0.0).sum() / batch.planned_tokens
+    else:
+        loss = sequence_mean(loss_T, mask_T, batch.seq_T).sum() / batch.planned_sequences
+    tokens = {
+        "probs_ratio": ratio_T,
+        "probs_ratio_clamped": clipped_T,
+        "sampling_importance_ratio": weight_T,
+        "is_oob_ratio": 1.0 - inside_T.float(),
+        "kl_penalty": kl_T,
+    } | mismatch(logp_T.detach(), old_logp_T, batch.engine_logp_T)
+    with torch.no_grad():
+        stats = {k: torch.where(mask_T, v.detach(), 0.0).sum() for k, v in tokens.items()}
+        stats |= extremes(ratio_T, mask_T) | counts(batch, mask_T, error_N, trusted_N)
+    return loss, stats | {"loss": loss.detach()}
+
+
+# === Packing ======================================================================================
+
+
+@dataclasses.dataclass
+class Update:
+    """One optimizer step's share of a trainer rank: which samples lie in which packed row."""
+
+    planned_tokens: int  # the divisor: trained tokens of the whole update, over all ranks
+    planned_sequences: int
+    rows: list[list[tuple[int, int]]]  # (group, place in the group) of each sample of each row
+
+
+def plan_rows(lengths: list[int], capacity: int, ranks: int) -> list[list[list[int]]]:
+    """Distributes samples over packed rows: for each rank the same number of rows of indices.
+
+    Longest first, each into the row with the least attention work (sum of squared lengths) that
+    still has room. A sample longer than `capacity` gets a row of its own.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    count = max(1, math.ceil(sum(lengths) / capacity / ranks)) * ranks
+    while True:
+        rows, work, used = [[] for _ in range(count)], [0] * count, [0] * count
+        for i in order:
+            open_rows = [r for r in range(count) if not rows[r] or used[r] + lengths[i] <= capacity]
+            if not open_rows:
+                break
+            r = min(open_rows, key=work.__getitem__)
+            rows[r].append(i)
+            work[r] += lengths[i] ** 2
+            used[r] += lengths[i]
+        else:
+            break
+        count += ranks
+    heaviest_first = sorted(range(count), key=lambda r: -work[r])
+    # Back and forth over the ranks, so that the first does not get the heaviest row every round.
+    shares = [[] for _ in range(ranks)]
+    for turn, start in enumerate(range(0, count, ranks)):
+        for rank, r in enumerate(heaviest_first[start : start + ranks][:: 1 - 2 * (turn % 2)]):
+            shares[rank].append(rows[r])
+    return shares
+
+
+def plan_step(groups: list[Group], cfg: Config) -> list[list[Update]]:
+    """The updates of one batch for each trainer rank, from sample lengths alone."""
+    plans = [[] for _ in range(cfg.trainers)]
+    per_update = len(groups) // cfg.updates_per_batch
+    for start in range(0, len(groups), per_update):
+        places = [
+            (g, j) for g in range(start, start + per_update) for j in range(len(groups[g].infos))
+        ]
+        infos = [groups[g].infos[j] for g, j in places]
+        computed = [
+            i
+            for i, info in enumerate(infos)
+            if info.trained_tokens and (info.has_gradient or not cfg.skip_zero_advantage)
+        ]
+        shares = plan_rows([infos[i].tokens for i in computed], cfg.row_tokens, cfg.trainers)
+        tokens = sum(info.trained_tokens for info in infos)
+        sequences = sum(info.trained_tokens > 0 for info in infos)
+        for plan, rows in zip(plans, shares, strict=True):
+            samples = [[places[computed[i]] for i in row] for row in rows]
+            plan.append(Update(max(tokens, 1), max(sequences, 1), samples))
+    return plans
+
+
+def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
+    """One row of several samples; an empty row is a single token that trains nothing."""
+
+    def join(pieces, dtype, empty):
+        arrays = [np.asarray(piece) for piece in pieces]
+        return torch.from_numpy(np.concatenate(arrays) if arrays else np.array([empty])).to(dtype)
+
+    lengths = [len(s.tokens_T) for s in samples]
+    return Batch(
+        tokens_T=join((s.tokens_T for s in samples), torch.int64, 0),
+        positions_T=join((np.arange(n) for n in lengths), torch.int64, 0),
+        seq_T=join((np.full(n, i) for i, n in enumerate(lengths)), torch.int64, 0),
+        mask_T=join((s.mask_T for s in samples), torch.bool, False),
+        engine_logp_T=join((s.engine_logp_T for s in samples), torch.float32, 0.0),
+        advantage_T=join(
+            (np.where(s.flagged_T, cfg.penalty_advantage, s.advantage) for s in samples),
+            torch.float32,
+            0.0,
+        ),
+        reward_N=join(([s.reward] for s in samples), torch.float32, 0.0),
+        planned_tokens=update.planned_tokens,
+        planned_sequences=update.planned_sequences,
+    )
+
+
+# === Rollout buffer ===============================================================================
+
+
+class RolloutBuffer:
+    """Where the two loops meet: finished groups, by slot, and the rule of who may start.
+
+    Slot i trains at step i // P. It may be dispatched once the engines' policy version is at
+    least i // P - max_lag, so nothing is ever too old to train on, and nothing is thrown away.
+    """
+
+    def __init__(self, prompts_per_step: int, max_lag: int):
+        self.prompts_per_step, self.max_lag = prompts_per_step, max_lag
+        self.version = 0  # what the engines hold
+        self.running: dict[int, float] = {}  # slot -> time of dispatch
+        self.ready: dict[int, Group] = {}
+        self.idle_since, self.idle_seconds = time.monotonic(), 0.0  # the engines' wait
+        self.dropped: Counter[str] = Counter()  # reason -> prompts
+        self.changed = asyncio.Event()
+
+    def may_start(self, slot: int) -> bool:
+        """Whether the newest policy is recent enough for this slot."""
+        return self.version >= slot // self.prompts_per_step - self.max_lag
+
+    def start(self, slot: int) -> None:
+        """Marks a slot as being generated. Raises ValueError if it may not be."""
+        if not self.may_start(slot) or slot in self.running or slot in self.ready:
+            raise ValueError(f"slot {slot} cannot start now: {self.census()}")
+        if not self.running:
+            self.idle_seconds += time.monotonic() - self.idle_since
+        self.running[slot] = time.monotonic()
+
+    def put(self, group: Group) -> None:
+        """Hands in a finished group. Raises ValueError if its slot was not running."""
+        if self.running.pop(group.slot, None) is None:
+            raise ValueError(f"slot {group.slot} was not running: {self.census()}")
+        self.ready[group.slot] = group
+        self.idle_since = time.monotonic()
+        self._wake()
+
+    def drop(self, reason: str) -> None:
+        """Counts a prompt that was given up; its slot keeps running with the next prompt."""
+        self.dropped[reason] += 1
+
+    def advance(self, version: int) -> None:
+        """The engines hold `version` now: more slots may start."""
+        self.version = version
+        self._wake()
+
+    def is_complete(self, step: int) -> bool:
+        """Whether all P groups of a step are ready."""
+        return all(slot in self.ready for slot in self._slots(step))
+
+    def ready_samples(self) -> int:
+        """Samples ready for the step that is trained next."""
+        ready = (self.ready.get(slot) for slot in self._slots(self.version))
+        return sum(len(group.infos) for group in ready if group)
+
+    def take(self, step: int) -> list[Group]:
+        """Removes the P groups of a step, in slot order. Raises RuntimeError if one is too old."""
+        groups = [self.ready.pop(slot) for slot in self._slots(step)]
+        for group in groups:
+            if step - group.version > self.max_lag:
+                raise RuntimeError(f"slot {group.slot} is of version {group.version} at {step}")
+        return groups
+
+    async def until(self, holds: Callable[[int], bool], number: int) -> None:
+        """Waits for a condition on a slot or step; callers give it a deadline and a name."""
+        while not holds(number):
+            await self.changed.wait()
+
+    def meters(self) -> dict[str, float]:
+        """Seconds in which no slot was running since the last call, and prompts dropped so far."""
+        idle, self.idle_seconds = self.idle_seconds, 0.0
+        return {"wait_for_training": idle, "dropped_prompts": self.dropped.total()}
+
+    def census(self) -> str:
+        """One line for error messages: what is where, and for how long."""
+        oldest = max((time.monotonic() - t for t in self.running.values()), default=0.0)
+        dropped = dict(self.dropped) or "none"
+        return (
+            f"version {self.version}, {len(self.ready)} groups ready, {len(self.running)} running "
+            f"(oldest {oldest:.0f} s), dropped: {dropped}"
+        )
+
+    def _slots(self, step: int) -> range:
+        return range(step * self.prompts_per_step, (step + 1) * self.prompts_per_step)
+
+    def _wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+# === Generator: a vLLM engine =====================================================================
+
+
+class Generator:
+    """One vLLM engine, token ids in and token ids out. A plain class; an actor where it is used."""
+
+    def __init__(self, cfg: Config):
+        self.cfg, self.version = cfg, -1  # -1: no policy was ever synced
+
+    async def start(self) -> int:
+        """Builds the engine and returns its number of workers. Its weights come with version 0."""
+        from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        cfg, on_cpu = self.cfg, current_platform.is_cpu()
+        args = AsyncEngineArgs(
+            model=cfg.model,
+            load_format="dummy",  # a tensor that the sync forgot shows as noise, not as staleness
+            dtype="float32" if on_cpu else "bfloat16",
+            enforce_eager=on_cpu,
+            tensor_parallel_size=cfg.tensor_parallel,
+            max_model_len=cfg.max_model_len,
+            max_num_seqs=cfg.max_num_seqs,
+            gpu_memory_utilization=cfg.gpu_memory_utilization,
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls="policy.weight_sync.WeightReceiver",
+            seed=cfg.seed,
+        )
+        self.engine = AsyncLLM.from_engine_args(args)
+        return cfg.tensor_parallel
+
+    async def generate(self, prompt_ids: list[int], n: int, seed: int) -> list[Turn]:
+        """Samples n answers. Logprobs are of the policy that sampled, at the run's temperature.
+
+        vLLM labels each token with the policy version of its engine step; a running request keeps
+        its KV over an update, a new one never reuses another version's prefix (`cache_salt`).
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        room = self.cfg.max_model_len - len(prompt_ids)
+        params = SamplingParams(
+            n=n,
+            seed=seed,
+            temperature=self.cfg.temperature,
+            max_tokens=min(self.cfg.max_response_tokens, room),
+            logprobs=0,  # of the sampled token only
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": prompt_ids, "cache_salt": str(self.version)}
+        async for output in self.engine.generate(prompt, params, request_id=uuid.uuid4().hex):
+            answers = output.outputs
+        return [
+            Turn(
+                prompt_ids=prompt_ids,
+                token_ids=list(answer.token_ids),
+                logps=list(answer.logprobs.logprobs),
+                versions=[
+                    int(span.version)
+                    for span in answer.weight_versions
+                    for _ in range(span.start, span.end)
+                ],
+                finish_reason=answer.finish_reason,
+            )
+            for answer in sorted(answers, key=lambda a: a.index)
+        ]
+
+    async def join_sync_group(self, *args) -> None:
+        """Connects the engine's workers to trainer rank 0."""
+        await self.engine.collective_rpc("join_sync_group", args=args)
+
+    async def update_weights(self, version: int) -> dict[str, float]:
+        """Receives `version` in flight; returns the seconds of each phase. Any error is final."""
+        clock = [time.perf_counter()]
+        # Below pause_generation, which sleeps 20 ms for callers that care about event order.
+        await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        clock.append(time.perf_counter())
+        await self.engine.collective_rpc("receive_weights")
+        await self.engine.update_weight_version(str(version))
+        clock.append(time.perf_counter())
+        self.version = version
+        await self.engine.resume_generation()
+        clock.append(time.perf_counter())
+        pause, transfer, resume = (b - a for a, b in itertools.pairwise(clock))
+        return {"sync_pause": pause, "sync_transfer": transfer, "sync_resume": resume}
+
+    async def check_health(self) -> None:
+        """Raises if the engine is dead."""
+        await self.engine.check_health()
+
+
+# === Rollouts =====================================================================================
+
+
+class Policy:
+    """What an environment sees of the policy: token ids in, a Turn out, always the same engine."""
+
+    def __init__(self, generator, tokenizer, cfg: Config, seed: int):
+        self.generator, self.tokenizer, self.cfg = generator, tokenizer, cfg
+        self.seeds = itertools.count(seed, 1000)
+
+    async def generate(self, prompt_ids: list[int], n: int = 1) -> list[Turn]:
+        """n answers to one prompt, with their text."""
+        turns = await self.generator.generate.remote(prompt_ids, n, next(self.seeds))
+        for turn in turns:
+            turn.text = self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        return turns
+
+
+class RolloutWorker:
+    """Renders prompts, runs environments, computes advantages, and writes rollouts.jsonl."""
+
+    def __init__(self, cfg: Config, rank: int):
+        self.cfg = cfg
+        self.tokenizer = load_tokenizer(cfg.model)
+        suffix = f".{rank}" if cfg.rollout_workers > 1 else ""
+        self.file = open(Path(cfg.run_dir) / f"rollouts{suffix}.jsonl", "a")  # noqa: SIM115
+
+    async def rollout_group(
+        self, generator, row: dict, slot: int | str, n: int
+    ) -> tuple[list[SampleInfo], list[Sample]]:
+        """Samples, scores and compares n answers to one row. Raises what the environment raises."""
+        seed = zlib.crc32(f"{self.cfg.seed} {slot}".encode())
+        env = envs.environment(row["agent_ref"]["name"])
+        if hasattr(env, "rollout"):  # multi-turn
+            policies = (Policy(generator, self.tokenizer, self.cfg, seed + j) for j in range(n))
+            episodes = await asyncio.gather(*(env.rollout(row, policy) for policy in policies))
+        else:
+            policy = Policy(generator, self.tokenizer, self.cfg, seed)
+            prompt_ids = render(self.tokenizer, row, self.cfg.thinking)
+            turns = await policy.generate(prompt_ids, n)
+            rewards = await asyncio.gather(*(score(env, row, turn.text) for turn in turns))
+            episodes = [Episode([t], r) for t, r in zip(turns, rewards, strict=True)]
+        if hasattr(env, "score_group"):
+            texts = [episode.turns[-1].text for episode in episodes]
+            for episode, reward in zip(
+                episodes, await env.score_group([row] * n, texts), strict=True
+            ):
+                episode.reward = reward
+        return self.finish(row, slot, episodes)
+
+    def finish(self, row: dict, slot: int | str, episodes: list[Episode]):
+        """Rewards to advantages, episodes to samples, and one line of rollouts.jsonl for each."""
+        rewards_G = torch.tensor([shaped_reward(row, e, self.cfg) for e in episodes])
+        if not rewards_G.isfinite().all():
+            raise ValueError(f"rewards must be finite, got {rewards_G.tolist()}")
+        advantages_G = group_advantages(rewards_G, self.cfg.advantage_clip)
+        samples = []
+        for episode, reward, advantage in zip(
+            episodes, rewards_G.tolist(), advantages_G.tolist(), strict=True
+        ):
+            for sample in stitch(episode.turns, functools.partial(is_flagged, cfg=self.cfg)):
+                if self.cfg.overlong_filtering and sample.truncated:
+                    sample.mask_T[:] = False
+                sample.reward, sample.advantage = reward, advantage
+                samples.append(sample)
+            self.write(row, slot, episode, reward, advantage)
+        self.file.flush()
+        return [describe(sample) for sample in samples], samples
+
+    def write(self, row: dict, slot: int | str, episode, reward: float, advantage: float) -> None:
+        """One line of rollouts.jsonl; versions as [version, tokens] runs over the whole episode."""
+        versions = itertools.chain.from_iterable(turn.versions for turn in episode.turns)
+        line = {
+            "slot": slot,
+            "row": row["_line"],
+            "env": row["agent_ref"]["name"],
+            "prompt": self.tokenizer.decode(episode.turns[0].prompt_ids),
+            "response": [turn.text for turn in episode.turns],
+            "reward": reward,
+            "advantage": advantage,
+            "versions": [[v, len(list(run))] for v, run in itertools.groupby(versions)],
+            "finish_reason": episode.turns[-1].finish_reason,
+            "info": episode.reward.info,
+        }
+        if isinstance(slot, int):
+            line = {"step": slot // self.cfg.prompts_per_step + 1} | line
+        self.file.write(json.dumps(line, default=str) + "\n")
+
+
+async def score(env, row: dict, response: str) -> Reward:
+    """The environment's verdict; `verify` may be a function or a coroutine."""
+    reward = env.verify(row, response)
+    return await reward if inspect.isawaitable(reward) else reward
+
+
+def shaped_reward(row: dict, episode: Episode, cfg: Config) -> float:
+    """The environment's reward, shaped by length where the prompt asks for low effort."""
+    last = row["responses_create_params"]["input"][-1].get("content", "")
+    if cfg.low_effort_weight and "{reasoning effort: low}" in str(last):
+        return low_effort_reward(episode.reward.value, len(episode.turns[-1].token_ids), cfg)
+    return float(episode.reward.value)
+
+
+# === Trainer ======================================================================================
+
+
+class Trainer:
+    """One rank of the policy being trained. A plain class; an actor where it is used."""
+
+    def __init__(self, cfg: Config, rank: int):
+        self.cfg, self.rank = cfg, rank
+        self.host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+
+    def open_store(self, world: int) -> tuple[str, int]:
+        """Listens for `world` ranks; the port is bound before anyone is told about it."""
+        deadline = timedelta(seconds=self.cfg.start_timeout)
+        self.store = dist.TCPStore(self.host, 0, world, True, deadline, wait_for_workers=False)
+        return self.host, self.store.port
+
+    def start(self, host: str, port: int) -> list[tuple[str, tuple[int, ...], str]]:
+        """Joins the other ranks and loads the policy; returns what its weights look like."""
+        from policy.fsdp import FSDPPolicy
+
+        cfg = self.cfg
+        torch.manual_seed(cfg.seed)
+        store = self.store if self.rank == 0 else dist.TCPStore(host, port, cfg.trainers, False)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        deadline = timedelta(seconds=cfg.train_timeout)
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=cfg.trainers, timeout=deadline
+        )
+        self.policy = FSDPPolicy(cfg)
+        self.reference = FSDPPolicy(cfg, trainable=False) if cfg.kl_coef else None
+        self.metas = self.policy.weight_metas()
+        return self.metas
+
+    def train_step(self, updates: list[Update], *groups: list[Sample]) -> dict[str, float]:
+        """One batch, in one optimizer step or several; returns the mean of their metrics."""
+        began = time.perf_counter()
+        packed = [
+            [pack([groups[g][j] for g, j in row], update, self.cfg) for row in update.rows]
+            for update in updates
+        ]
+        for rows in packed:
+            if len(updates) > 1:
+                add(rows, "old_logp_T", self.policy.logprobs(rows))
+            if self.reference:
+                add(rows, "ref_logp_T", self.reference.logprobs(rows))
+        metrics = [self.update(rows) for rows in packed]
+        means = {k: sum(m[k] for m in metrics) / len(metrics) for k in metrics[0]}
+        return means | {"train_seconds": time.perf_counter() - began}
+
+    def update(self, rows: list[Batch]) -> dict[str, float]:
+        """Gradients over this rank's packed rows, then one optimizer step."""
+        loss_fn = functools.partial(policy_loss, cfg=self.cfg)
+        total = reduce_stats(self.policy.forward_backward(rows, loss_fn))
+        unit = "tokens" if self.cfg.reduction == "token" else "sequences"
+        planned = getattr(rows[0], f"planned_{unit}")
+        kept = planned - total[f"row_{unit}"] + total[f"kept_{unit}"]
+        grad_scale = planned / max(kept, 1)
+        metrics = step_metrics(total, rows[0].planned_tokens, grad_scale)
+        return metrics | self.policy.optimizer_step(grad_scale)
+
+    def join_sync_group(self, world: int) -> None:
+        """Meets the engines' workers at the store that `open_store` opened last."""
+        self.sync_group = sync_group(self.store, 0, world, self.cfg)
+
+    def send_weights(self) -> float:
+        """Broadcasts the policy to the engines, bucket by bucket; returns seconds."""
+        began, weights = time.perf_counter(), self.policy.named_weights()
+        device = sync_device(self.cfg)
+        for items, size in buckets(self.metas):
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            for (_, _, dtype, start, stop), (_, tensor) in zip(items, weights, strict=False):
+                buffer[start:stop].view(dtype).copy_(tensor.detach().reshape(-1))
+            if self.rank == 0:
+                self.sync_group.broadcast(buffer, 0).wait()
+        return time.perf_counter() - began
+
+    def export(self, folder: str) -> None:
+        """Writes the policy as a model that transformers and vLLM load."""
+        self.policy.export_hf(folder)
+
+
+def add(rows: list[Batch], field: str, values: list[Tensor]) -> None:
+    """Stores one tensor [T] with each packed row."""
+    for row, value in zip(rows, values, strict=True):
+        setattr(row, field, value)
+
+
+# === Weight sync: every engine from one policy version to the next, in flight =====================
+
+
+class Engines:
+    """All generators, kept at one policy version.
+
+    A failed update leaves an engine's layers half loaded, and no later update repairs them: who
+    does not acknowledge one is killed and replaced, and everybody joins a new process group.
+    """
+
+    def __init__(self, cfg: Config, trainers: list, metas: list):
+        self.cfg, self.trainers, self.metas = cfg, trainers, metas
+        self.load: dict[Any, int] = {}  # engine -> groups it is working on
+        self.synced, self.broken = asyncio.Event(), asyncio.Event()
+        self.repairs = 0
+
+    async def start(self, count: int) -> None:
+        """Starts `count` engines and connects all of them with trainer rank 0."""
+        cfg = self.cfg
+        fresh = [actor(Generator, cfg.generator_gpus).remote(cfg) for _ in range(count)]
+        self.load |= dict.fromkeys(fresh, 0)
+        starts = asyncio.gather(*(engine.start.remote() for engine in fresh))
+        await within(cfg.start_timeout, f"{count} engines to start", starts)
+        world = 1 + len(self.load) * cfg.tensor_parallel
+        host, port = await self.trainers[0].open_store.remote(world)
+        joins = [self.trainers[0].join_sync_group.remote(world)]
+        for engine, rank in zip(self.load, range(1, world, cfg.tensor_parallel), strict=True):
+            args = pickle.dumps(cfg), host, port, rank, world, self.metas
+            joins.append(engine.join_sync_group.remote(*args))
+        await within(cfg.start_timeout, "trainer and engines to connect", asyncio.gather(*joins))
+
+    @contextlib.asynccontextmanager
+    async def borrow(self):
+        """The least busy engine, once all hold a policy."""
+        limit = self.cfg.start_timeout + self.cfg.train_timeout + self.cfg.sync_timeout
+        await within(limit, "an engine that holds the policy", self.synced.wait())
+        engine = min(self.load, key=self.load.get)
+        self.load[engine] += 1
+        try:
+            yield engine
+        finally:
+            if engine in self.load:
+                self.load[engine] -= 1
+
+    async def is_alive(self, engine) -> bool:
+        """Whether an engine still serves; if not, nobody is given one until `sync` repaired it."""
+        try:
+            await within(60, "an engine's health check", engine.check_health.remote())
+        except Exception:
+            if engine in self.load:
+                self.synced.clear()
+                self.broken.set()
+        return engine in self.load and not self.broken.is_set()
+
+    async def sync(self, version: int) -> dict[str, float]:
+        """Brings all engines to `version`; returns the slowest engine's seconds by phase.
+
+        Raises RuntimeError after `max_engine_restarts` repairs, with the engines' last error.
+        """
+        while True:
+            sends = [asyncio.wrap_future(t.send_weights.remote().future()) for t in self.trainers]
+            updates = {
+                asyncio.wrap_future(engine.update_weights.remote(version).future()): engine
+                for engine in self.load
+            }
+            both = {*sends, *updates}
+            limit = self.cfg.sync_timeout
+            await asyncio.wait(both, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+            if all(task.done() and not task.exception() for task in both):
+                self.broken.clear()
+                self.synced.set()
+                phases = [task.result() for task in updates]
+                return {k: max(phase[k] for phase in phases) for k in phases[0]}
+            errors = [task.exception() for task in both if task.done() and task.exception()]
+            error = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
+            self.repairs += 1
+            if self.repairs > self.cfg.max_engine_restarts:
+                raise RuntimeError(f"engines did not take version {version}: {error}") from error
+            failed = [e for t, e in updates.items() if not t.done() or t.exception()]
+            await self.replace(failed, sends)
+
+    async def replace(self, failed: list, sends: list[asyncio.Future]) -> None:
+        """Kills engines that did not take an update and starts as many new ones."""
+        self.synced.clear()
+        for engine in failed:
+            ray.kill(engine)
+            self.load.pop(engine)
+        # Their sockets are closed now, so a send that waits for them ends with an error.
+        await within(self.cfg.sync_timeout, "the trainers' sends to end", asyncio.wait(sends))
+        await self.start(len(failed))
+
+
+# === The driver: two loops and what they share ====================================================
+
+
+class Run:
+    """One training run. `generate_forever` and `train_forever` meet in the buffer."""
+
+    def __init__(self, cfg: Config, rows: list[dict], val_rows: list[dict]):
+        self.cfg, self.val_rows = cfg, val_rows
+        self.stream = itertools.cycle(rows)  # file order is the curriculum: never shuffled
+        self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag)
+        self.training = asyncio.Lock()  # trainers hold a whole version, not one being computed
+        self.log = Log(cfg)
+        self.dropped_in_a_row = 0
+
+    async def start(self) -> None:
+        """Starts all actors and gives the engines version 0 before any rollout."""
+        cfg = self.cfg
+        self.workers = itertools.cycle(
+            actor(RolloutWorker, 0, max_restarts=-1, max_concurrency=100_000).remote(cfg, rank)
+            for rank in range(cfg.rollout_workers)
+        )
+        trainers = [actor(Trainer, cfg.trainer_gpus).remote(cfg, r) for r in range(cfg.trainers)]
+        self.trainers = trainers
+        address = await trainers[0].open_store.remote(cfg.trainers)
+        starts = asyncio.gather(*(trainer.start.remote(*address) for trainer in trainers))
+        metas = (await within(cfg.start_timeout, "the trainers to load", starts))[0]
+        self.engines = Engines(cfg, trainers, metas)
+        await self.engines.start(cfg.generators)
+        await self.engines.sync(0)
+
+    async def run(self) -> None:
+        """The whole run; any task that fails ends it."""
+        await self.start()
+        async with asyncio.TaskGroup() as tasks:
+            others = [self.generate_forever(), self.repair_forever()]
+            others = [tasks.create_task(loop) for loop in others]
+            await self.train_forever()
+            for task in others:
+                task.cancel()
+        self.log.close()
+
+    async def generate_forever(self) -> None:
+        """Starts each slot as soon as the policy is recent enough for it."""
+        async with asyncio.TaskGroup() as tasks:
+            for slot in range(self.cfg.steps * self.cfg.prompts_per_step):
+                await self.buffer.until(self.buffer.may_start, slot)
+                self.buffer.start(slot)
+                tasks.create_task(self.fill(slot))
+
+    async def train_forever(self) -> None:
+        """Takes each step's groups, trains, syncs; reads like synchronous GRPO."""
+        cfg, buffer, clock = self.cfg, self.buffer, time.perf_counter
+        await self.evaluate()
+        for step in range(cfg.steps):
+            began = clock()
+            ready = buffer.until(buffer.is_complete, step)
+            await within(cfg.batch_timeout, f"the groups of step {step + 1}", ready, buffer.census)
+            groups, waited = buffer.take(step), clock() - began
+            async with self.training:
+                metrics = await self.train(groups)
+                metrics |= await self.engines.sync(step + 1)
+                buffer.advance(step + 1)
+            metrics |= rollout_metrics(groups, step) | buffer.meters()
+            metrics |= {"wait_for_rollouts": waited, "step_seconds": clock() - began}
+            self.log.step(step + 1, metrics)
+            last = step + 1 == cfg.steps
+            if cfg.val_period and (last or (step + 1) % cfg.val_period == 0):
+                await self.evaluate()
+            if last or (cfg.save_period and (step + 1) % cfg.save_period == 0):
+                folder = Path(cfg.run_dir) / f"step_{step + 1:06d}" / "hf"
+                await self.on_trainers("export", str(folder))
+
+    async def train(self, groups: list[Group]) -> dict[str, float]:
+        """One batch on all trainer ranks, each with just the groups that it packs."""
+        calls = []
+        for trainer, updates in zip(self.trainers, plan_step(groups, self.cfg), strict=True):
+            used = sorted({g for u in updates for row in u.rows for g, _ in row})
+            for update in updates:
+                update.rows = [[(used.index(g), j) for g, j in row] for row in update.rows]
+            calls.append(trainer.train_step.remote(updates, *(groups[g].samples for g in used)))
+        every = asyncio.gather(*calls)
+        return (await within(self.cfg.train_timeout, "a training step", every))[0]
+
+    async def on_trainers(self, method: str, *args) -> None:
+        """The same call on every trainer rank."""
+        calls = asyncio.gather(*(getattr(t, method).remote(*args) for t in self.trainers))
+        await within(self.cfg.train_timeout, f"the trainers' {method}", calls)
+
+    async def fill(self, slot: int) -> None:
+        """Rolls out the next prompt for a slot; a prompt that keeps failing gives way to the next."""
+        while True:
+            row = next(self.stream)
+            try:
+                version, infos, samples = await self.roll_out(row, slot, self.cfg.group_size)
+                break
+            except Exception as error:
+                self.buffer.drop(type(error).__name__)
+                self.dropped_in_a_row += 1
+                self.log.note(f"{self.cfg.train_data}:{row['_line']} dropped: {error}")
+                if self.dropped_in_a_row > self.cfg.max_dropped_in_a_row:
+                    raise
+        self.dropped_in_a_row = 0
+        self.buffer.put(Group(slot, version, infos, samples))
+        self.log.rollouts(self.buffer.ready_samples())
+
+    async def roll_out(self, row: dict, slot: int | str, n: int):
+        """(version at dispatch, infos, reference to samples) of one row's n rollouts.
+
+        Tried `rollout_attempts` times, not counting those that an engine's death ended; then the
+        last error is raised. A failure is never a reward.
+        """
+        attempts = 0
+        while True:
+            async with self.engines.borrow() as engine:
+                version, worker = self.buffer.version, next(self.workers)
+                call = worker.rollout_group.options(num_returns=2).remote(engine, row, slot, n)
+                try:
+                    what = f"the rollouts of slot {slot}, line {row['_line']}"
+                    infos = await within(
+                        self.cfg.rollout_timeout, what, call[0], self.buffer.census
+                    )
+                    return version, infos, call[1]
+                except Exception:
+                    attempts += await self.engines.is_alive(engine)
+                    if attempts >= self.cfg.rollout_attempts:
+                        raise
+
+    async def repair_forever(self) -> None:
+        """Replaces engines that die while they serve."""
+        while True:
+            await self.engines.broken.wait()
+            async with self.training:
+                if self.engines.broken.is_set():
+                    await self.engines.sync(self.buffer.version)
+
+    async def evaluate(self) -> None:
+        """Mean validation reward, sampled as in training; no sync runs meanwhile."""
+        if not self.val_rows:
+            return
+        version = self.buffer.version
+        calls = [self.roll_out(row, f"val-{version}-{i}", 1) for i, row in enumerate(self.val_rows)]
+        rewards = [infos[0].reward for _, infos, _ in await asyncio.gather(*calls)]
+        self.log.write(version, {"validation_reward": sum(rewards) / len(rewards)})
+
+
+def main() -> None:
+    """Checks everything that can be checked without a process, then runs."""
+    try:
+        cfg = configs.load(Config, sys.argv[1:], default="configs/tiny.py")
+        check_files(cfg)
+        rows = load_rows(cfg.train_data, cfg)
+        val_rows = load_rows(cfg.val_data, cfg) if cfg.val_data else []
+    except InputError as error:
+        sys.exit(f"error: {error}")
+    cluster.connect(cfg)
+    try:
+        asyncio.run(Run(cfg, rows, val_rows).run())
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    # Actors find their classes by module name; in __main__ every process would get its own copy.
+    from grpo_async import main
+
+    main()

@@ -1,0 +1,1 @@
+"""The network being trained, behind one small interface."""

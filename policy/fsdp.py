@@ -1,0 +1,250 @@
+"""Any Hugging Face causal language model, trained under FSDP2.
+
+Axes:  T tokens of a packed row   N of them trained   C a chunk of N   V vocabulary   H hidden size
+
+A packed row is several sequences end to end: `tokens_T`, `positions_T` (restarting at 0, which
+keeps them apart) and `mask_T` (what the policy sampled). Only those N tokens meet the LM head, in
+chunks: no N x V tensor ever exists. Gradients are summed over ranks, not averaged: the loss divides
+once, by the token count of the whole batch.
+
+Every rank loads the checkpoint on its CPU and moves it to its GPU layer by layer, keeping a shard:
+simple, but at first a host holds 4 bytes x parameters x its ranks (256 GB for 8B on 8 GPUs).
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+
+def matmul(a: Tensor, b: Tensor, alpha: float = 1.0, into: Tensor | None = None) -> Tensor:
+    """`alpha * a @ b` in at least float32: bf16 would move a logit of 20 by up to 0.06."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    mixed = {"out_dtype": wide} if a.is_cuda and a.dtype != wide else {}
+    if not mixed:  # only GPUs multiply bf16 into a float32 accumulator
+        a, b = a.to(wide), b.to(wide)
+    out = a.new_empty(len(a), b.shape[1], dtype=wide) if into is None else into
+    return torch.addmm(out, a, b, beta=int(out is into), alpha=alpha, out=out, **mixed)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """logp_n = z_n[y_n] - logsumexp(z_n)  with  z_n = W h_n / temperature, `chunk` rows at a time.
+
+        d logp_n / d z_n = onehot(y_n) - softmax(z_n)
+
+    Saved are h, W, y and one logsumexp per token. Backward computes a chunk's logits again, turns
+    them into that difference in place and adds up d_W in float32: one matmul more than autograd's
+    three buys O(C V) memory instead of O(N V). After Cut Cross-Entropy (arXiv:2411.09009) and Liger
+    Kernel (arXiv:2410.10989); any function of logp [N], float32, may follow.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_NH, weight_VH, target_N, temperature: float, chunk: int):
+        wide = torch.promote_types(hidden_NH.dtype, torch.float32)
+        logp_N, lse_N = hidden_NH.new_empty(2, len(target_N), dtype=wide)
+        for start in range(0, len(target_N), chunk):
+            rows = slice(start, start + chunk)
+            logits_CV = matmul(hidden_NH[rows], weight_VH.T, 1 / temperature)
+            target_C1 = target_N[rows, None]
+            logp_N[rows] = logits_CV.log_softmax(1).gather(1, target_C1).squeeze(1)
+            lse_N[rows] = logits_CV.gather(1, target_C1).squeeze(1) - logp_N[rows]
+        ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return logp_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_logp_N):
+        hidden_NH, weight_VH, target_N, lse_N = ctx.saved_tensors
+        scale_N1 = -d_logp_N[:, None] / ctx.temperature
+        d_hidden_NH = torch.empty_like(hidden_NH)
+        d_weight_VH = torch.zeros_like(weight_VH, dtype=lse_N.dtype)
+        for start in range(0, len(target_N), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            error_CV = matmul(hidden_NH[rows], weight_VH.T, 1 / ctx.temperature)
+            error_CV.sub_(lse_N[rows, None]).exp_()
+            error_CV.scatter_(1, target_N[rows, None], -1, reduce="add")
+            error_CV = error_CV.to(weight_VH.dtype)  # only now: bf16 would lose p - 1 for p near 1
+            d_hidden_NH[rows] = matmul(error_CV, weight_VH) * scale_N1[rows]
+            scaled_CH = (hidden_NH[rows] * scale_N1[rows]).to(weight_VH.dtype)
+            matmul(error_CV.T, scaled_CH, into=d_weight_VH)
+        return d_hidden_NH, d_weight_VH.to(weight_VH.dtype), None, None, None
+
+
+class PackedModel(nn.Module):
+    """Decoder and chunked head in one forward: as FSDP's root it holds head and embedding whole."""
+
+    def __init__(self, lm: nn.Module, temperature: float, chunk: int):
+        super().__init__()
+        self.lm, self.temperature, self.chunk = lm, temperature, chunk
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, mask_T: Tensor) -> Tensor:
+        """Logprobs [T], float32, of the row's own tokens; 0 where `mask_T` is False."""
+        if (mask_T & (positions_T == 0)).any():
+            raise ValueError("mask_T is True at the start of a sequence, which nothing predicts")
+        decoder, head_VH = self.lm.get_decoder(), self.lm.get_output_embeddings().weight
+        row = decoder(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
+        at_N = mask_T.nonzero().squeeze(1)
+        h_NH = row.last_hidden_state[0].index_select(0, at_N - 1)
+        logp_N = TokenLogprobs.apply(h_NH, head_VH, tokens_T[at_N], self.temperature, self.chunk)
+        return torch.zeros_like(mask_T, dtype=logp_N.dtype).masked_scatter(mask_T, logp_N)
+
+    def plain(self, tokens_T: Tensor) -> Tensor:
+        """What forward must equal for one whole sequence: by the model's own logits, unpacked."""
+        logits_TV = self.lm(input_ids=tokens_T[None], use_cache=False).logits[0, :-1].float()
+        logp_TV = (logits_TV / self.temperature).log_softmax(1)
+        return nn.functional.pad(logp_TV.gather(1, tokens_T[1:, None]).squeeze(1), (1, 0))
+
+
+class FSDPPolicy:
+    """The network being trained, or with `trainable=False` the frozen reference of a KL term.
+
+    Needs the default process group. Weights, gradients and moments are float32 and sharded; on GPU
+    (the current device) the network computes in bf16. All but `weight_metas` is collective: every
+    rank calls it, with equally many batches. Raises RuntimeError where packing would mix sequences
+    or the head is more than a matrix.
+    """
+
+    def __init__(self, cfg, trainable: bool = True):
+        self.cfg, self.updates, gpu = cfg, 0, torch.cuda.is_available()
+        self.device = torch.device("cuda" if gpu else "cpu")
+        masters = {"dtype": torch.float32, "attn_implementation": cfg.attention}
+        self.lm = AutoModelForCausalLM.from_pretrained(cfg.model, **masters)
+        self.lm.eval().requires_grad_(trainable)
+        layers = [m for m in self.lm.modules() if type(m).__name__ in self.lm._no_split_modules]
+        # transformers' own checkpointing needs train(), and train() turns dropout on.
+        for layer in layers if cfg.activation_checkpointing else ():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        self.model = PackedModel(self.lm, cfg.temperature, cfg.logprob_chunk)
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in [*reversed(layers), self.model]:  # bottom-up, the root last
+            fully_shard(module, mesh=mesh, mp_policy=mixed if gpu else MixedPrecisionPolicy())
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        register_fsdp_forward_method(self.model, "plain")
+        if trainable:
+            rule = {"betas": cfg.betas, "eps": cfg.adam_eps, "weight_decay": cfg.weight_decay}
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), cfg.lr, **rule, fused=True)
+        self._check_architecture()
+
+    def forward_backward(self, batches: list, loss_fn: Callable) -> list[dict]:
+        """Add up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns the rows' stats.
+
+        A row whose mask is all False adds nothing: it keeps a rank with fewer rows in step.
+        """
+        stats = []
+        for row in (batch.to(self.device) for batch in batches):
+            logp_T = self.model(row.tokens_T, row.positions_T, row.mask_T)
+            loss, row_stats = loss_fn(logp_T, row)
+            # The zero keeps the network in the graph of a loss that does not depend on it.
+            (loss + 0 * logp_T.sum()).backward()
+            stats.append(row_stats)
+        return stats
+
+    @torch.no_grad()
+    def logprobs(self, batches: list) -> list[Tensor]:
+        """Logprobs [T] of each packed row, float32, 0 outside its mask."""
+        rows = (batch.to(self.device) for batch in batches)
+        logps = [self.model(row.tokens_T, row.positions_T, row.mask_T) for row in rows]
+        # FSDP reshards its root only in backward: left whole it would miss the next update.
+        self.model.reshard()
+        return logps
+
+    def optimizer_step(self, grad_scale: float = 1.0) -> dict:
+        """Scale the summed gradients, clip their global norm, AdamW at this update's lr, zero them.
+
+        `grad_norm` is the norm after scaling and before clipping; if it is not finite, every rank
+        raises FloatingPointError, its weights untouched and its gradients dropped.
+        """
+        cfg, done = self.cfg, self.updates
+        grads = [p.grad.to_local() for p in self.model.parameters() if p.grad is not None]
+        square = nn.utils.get_total_norm(grads).to(self.device) ** 2
+        dist.all_reduce(square)
+        norm = abs(grad_scale) * square.sqrt().item()
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad()
+            raise FloatingPointError(f"gradient norm is {norm} at update {done}")
+        torch._foreach_mul_(grads, grad_scale * min(1.0, cfg.max_grad_norm / (norm + 1e-6)))
+        warm = done / cfg.warmup_steps if done < cfg.warmup_steps else 1.0
+        lr = cfg.warmup_lr * (1 - warm) + cfg.lr * warm
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.updates += 1
+        return {"grad_norm": norm, "lr": lr}
+
+    def _weights(self) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+        """Sharded weights and whole buffers: checkpoint name, tensor, dtype to leave in."""
+        names = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            names.setdefault(tensor, name.removeprefix("lm."))  # tied weights have two names
+        for tensor, name in names.items():
+            halve = self.device.type == "cuda" and isinstance(tensor, DTensor)
+            yield name, tensor.detach(), torch.bfloat16 if halve else tensor.dtype
+
+    @torch.no_grad()
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights by checkpoint name, copied one at a time, bf16 on GPU; tied ones once."""
+        for name, tensor, dtype in self._weights():
+            copy = tensor.to(dtype, copy=True)
+            yield name, copy.full_tensor() if isinstance(copy, DTensor) else copy
+
+    def weight_metas(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Name, shape and dtype of what `named_weights` yields, in its order; no communication."""
+        return [(name, tuple(w.shape), str(dtype)[6:]) for name, w, dtype in self._weights()]
+
+    def export_hf(self, dir: str) -> None:
+        """Write a checkpoint for transformers and vLLM from rank 0's CPU; it appears whole."""
+        first, aside = dist.get_rank() == 0, f"{dir}.partial"
+        state = {name: weight.cpu() for name, weight in self.named_weights() if first}
+        if first:
+            self.lm.save_pretrained(aside, state_dict=state)
+            dtype = self.weight_metas()[0][2]  # what was written, not the masters' float32
+            AutoConfig.from_pretrained(aside, dtype=dtype).save_pretrained(aside)
+            AutoTokenizer.from_pretrained(self.cfg.model).save_pretrained(aside)
+            shutil.rmtree(dir, ignore_errors=True)
+            os.rename(aside, dir)
+        dist.barrier()
+
+    def save(self, dir: str) -> None:
+        """Write this rank's shards of weights and moments, and where the schedule stands."""
+        state = {"weights": self.model.state_dict(), "moments": self.optimizer.state_dict()}
+        torch.save(state | {"updates": self.updates}, f"{dir}/policy-{dist.get_rank()}.pt")
+
+    def load(self, dir: str) -> None:
+        """Go on from `save`, bitwise, on as many ranks."""
+        state = torch.load(f"{dir}/policy-{dist.get_rank()}.pt", self.device, weights_only=False)
+        self.model.load_state_dict(state["weights"])
+        self.optimizer.load_state_dict(state["moments"])
+        self.updates = state["updates"]
+
+    @torch.no_grad()
+    def _check_architecture(self) -> None:
+        """Compare a packed row with its two sequences alone, and those with the plain model."""
+        index_T = torch.arange(16, device=self.device)
+        tokens_T = 7919 * (index_T + 1) % len(self.lm.get_input_embeddings().weight)
+        row = (tokens_T, index_T % 8, index_T % 8 > 0)
+        plain_T = torch.cat([self.model.plain(half_T) for half_T in tokens_T.split(8)])
+        alone_T = torch.cat([self.model(*(x[i : i + 8] for x in row)) for i in (0, 8)])
+        gaps = [(alone_T - plain_T).abs().mean(), (self.model(*row) - alone_T).abs().mean()]
+        dist.all_reduce(gaps := torch.stack(gaps), dist.ReduceOp.MAX)
+        self.model.reshard()
+        limit = 0.1 if self.device.type == "cuda" else 1e-4  # what bf16, float32 kernels may differ
+        causes = (
+            "its head is more than hidden @ W.T (soft cap, scale, bias?): teach PackedModel that",
+            "its layers ignore position_ids (Mamba, linear attention?): use policy/megatron.py",
+        )
+        for gap, cause in zip(gaps.tolist(), causes, strict=True):
+            if not gap <= limit:
+                raise RuntimeError(f"{type(self.lm).__name__}, off by {gap:.2g} nats: {cause}")
