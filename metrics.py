@@ -6,6 +6,7 @@ Names and definitions are those of NeMo-RL's loss_functions.py; docs/grpo_async.
 import dataclasses
 import json
 import math
+import statistics
 import time
 from pathlib import Path
 
@@ -35,17 +36,20 @@ def mismatch(logp_T: Tensor, old_logp_T: Tensor, engine_logp_T: Tensor) -> dict[
     }
 
 
-def extremes(ratio_T: Tensor, mask_T: Tensor) -> dict[str, Tensor]:
-    """Smallest and largest PPO ratio of the row's trained tokens; 1 where it has none."""
-    ratio_T = torch.where(mask_T, ratio_T, 1.0)
-    return {"probs_ratio_min": ratio_T.min(), "probs_ratio_max": ratio_T.max()}
+@torch.no_grad()
+def row_stats(loss: Tensor, batch, mask_T, error_N, trusted_N, measured: dict) -> dict[str, Tensor]:
+    """What a packed row adds to the metrics: sums over its kept tokens `mask_T`, and counts.
 
-
-def counts(batch, mask_T: Tensor, error_N: Tensor, trusted_N: Tensor) -> dict[str, Tensor]:
-    """What the row planned to train, what it kept, and why the rest fell out."""
+    `measured` holds values [T] by name; a sequence's mean error [N] decided whether it is trusted.
+    """
+    sums = {k: torch.where(mask_T, v.detach(), 0.0).sum() for k, v in measured.items()}
+    ratio_T = torch.where(mask_T, measured["probs_ratio"].detach(), 1.0)
     present_N = torch.bincount(batch.seq_T[batch.mask_T], minlength=len(error_N)) > 0
     dropped_N = present_N & ~trusted_N
-    return {
+    return sums | {
+        "loss": loss.detach(),
+        "probs_ratio_min": ratio_T.min(),
+        "probs_ratio_max": ratio_T.max(),
         "row_tokens": batch.mask_T.sum(),
         "row_sequences": present_N.sum(),
         "kept_tokens": mask_T.sum(),
@@ -78,7 +82,8 @@ def step_metrics(total: dict[str, float], batch_tokens: int, grad_scale: float) 
         "probs_ratio probs_ratio_clamped sampling_importance_ratio is_oob_ratio kl_penalty "
         "token_mult_prob_error gen_kl_error policy_kl_error js_divergence_error approx_entropy"
     )
-    metrics = {k: total[k] / kept for k in per_token.split()}
+    # Where every group agreed nothing was computed, and 0 would be a false value.
+    metrics = {k: total[k] / kept for k in per_token.split() if total["kept_tokens"]}
     whole = "probs_ratio_min probs_ratio_max seq_mult_prob_error_max num_masked_seqs"
     metrics |= {k: total[k] for k in (whole + " nonfinite_engine_logprobs").split()}
     dropped_tokens = total["row_tokens"] - total["kept_tokens"]
@@ -89,6 +94,12 @@ def step_metrics(total: dict[str, float], batch_tokens: int, grad_scale: float) 
         "num_valid_samples": total["kept_sequences"],
         "global_valid_toks": batch_tokens - dropped_tokens,
     }
+
+
+def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Mean over a batch's updates of each metric, over those that have it."""
+    names = {name: None for metrics in updates for name in metrics}
+    return {k: statistics.fmean(m[k] for m in updates if k in m) for k in names}
 
 
 def rollout_metrics(groups: list, step: int) -> dict[str, float]:
@@ -113,7 +124,7 @@ def rollout_metrics(groups: list, step: int) -> dict[str, float]:
 
 
 class Log:
-    """metrics.jsonl always, TensorBoard and W&B if asked for, and two progress bars."""
+    """metrics.jsonl, TensorBoard, W&B if asked for, and two progress bars."""
 
     def __init__(self, cfg):
         folder = Path(cfg.run_dir)
@@ -121,11 +132,9 @@ class Log:
         settings = dataclasses.asdict(cfg)
         (folder / "config.json").write_text(json.dumps(settings, indent=1))
         self.file = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
-        self.board = self.wandb = None
-        if cfg.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # a second of imports, after all checks
 
-            self.board = SummaryWriter(str(folder))
+        self.board, self.wandb = SummaryWriter(str(folder)), None
         if cfg.wandb:
             import wandb
 
@@ -139,7 +148,7 @@ class Log:
         """Appends the metrics of the step that led to policy version `step`."""
         line = {"step": step, "seconds": time.time() - self.began} | metrics
         self.file.write(json.dumps(line) + "\n")
-        for name, value in metrics.items() if self.board else ():
+        for name, value in metrics.items():
             self.board.add_scalar(name, value, step)
         if self.wandb:
             self.wandb.log(metrics, step=step)
@@ -159,8 +168,7 @@ class Log:
 
     def rollouts(self, ready: int) -> None:
         """Shows how many samples of the step that the trainer waits for are ready."""
-        self.samples.n = ready
-        self.samples.refresh()
+        self.samples.update(ready - self.samples.n)
 
     def note(self, message: str) -> None:
         """A line above the bars."""
@@ -169,7 +177,6 @@ class Log:
     def close(self) -> None:
         """Ends the bars and flushes what is buffered."""
         for part in (self.samples, self.steps, self.file, self.board):
-            if part is not None:
-                part.close()
+            part.close()
         if self.wandb:
             self.wandb.finish()

@@ -17,7 +17,7 @@ class InputError(ValueError):
 
 
 def load(Config: type, argv: list[str], default: str):
-    """The `Config` that `[--config FILE] [--field value ...]` asks for; FILE is `default` if absent.
+    """The `Config` that `[--config FILE] [--field value ...]` asks for; FILE defaults to `default`.
 
     A config file is plain Python assignments to field names; it may `import *` from another one.
     Raises InputError for an unknown or malformed field; tyro exits with a message for bad flags.
@@ -66,3 +66,10 @@ def place(path: Path, name: str) -> str:
     lines = path.read_text().splitlines()
     hits = [i for i, line in enumerate(lines, 1) if re.match(rf"{re.escape(name)}\s*[:=]", line)]
     return f"{path}:{hits[-1]}" if hits else str(path)
+
+
+def check_model(path: str) -> None:
+    """Raises InputError unless the folder is one that transformers' save_pretrained writes."""
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (Path(path) / name).is_file():
+            raise InputError(f"model = {path!r}: expected a folder that holds {name}")

@@ -7,6 +7,7 @@ for a row it could not judge. Every module is imported: heavy libraries go insid
 
 import functools
 import importlib
+import inspect
 import pkgutil
 import reprlib
 from dataclasses import dataclass, field
@@ -25,8 +26,7 @@ class Reward:
 
 @functools.cache
 def _registry() -> dict[str, ModuleType]:
-    names = sorted(entry.name for entry in pkgutil.iter_modules(__path__))
-    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    modules = [importlib.import_module(f"envs.{e.name}") for e in pkgutil.iter_modules(__path__)]
     return {agent: module for module in modules for agent in getattr(module, "AGENTS", ())}
 
 
@@ -35,6 +35,12 @@ def environment(name: str) -> ModuleType:
     known = _registry()
     require(name in list(known), "agent_ref.name", name, "one of: " + ", ".join(sorted(known)))
     return known[name]
+
+
+async def verify(row: dict, response: str) -> Reward:
+    """The verdict of the row's environment, whose `verify` may be a function or a coroutine."""
+    reward = environment(row["agent_ref"]["name"]).verify(row, response)
+    return await reward if inspect.isawaitable(reward) else reward
 
 
 def check_row(row) -> None:

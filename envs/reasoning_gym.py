@@ -2,7 +2,8 @@ r"""Puzzles of the library reasoning-gym, judged by its own scorers: reward in [
 
 Row: `question`, `answer` (null where the puzzle has many), `metadata` with `source_dataset`, as
 written by NeMo-Gym's resources_servers/reasoning_gym. Judged, as there: the last `<answer>` tag
-after `</think>`, else the first `\boxed{}`, else the whole text, stripped.
+after `</think>`, else the first `\boxed{}`, else the whole text, stripped. Deliberate deviations: a
+response that never closes its `<think>` earns 0, and boards are compared as boards (see BOARDS).
 
 Known of the library's rewards, which are passed on as they are:
     partial credit        many scorers pay 0.01 to 0.1 for a well-formed wrong answer
@@ -22,7 +23,8 @@ from envs import Reward, final_text, get, require, unfinished
 from envs.math import DEADLINE, Checkers
 
 AGENTS = ("reasoning_gym_simple_agent", "reasoning_gym")
-# These compare the answer with a tuple of tuples, which JSON turned into lists.
+# Their scorers compare with a tuple of tuples, which JSON turned into lists: unless it is turned
+# back, the right answer earns 0.05.
 BOARDS = ("arc_agi", "rearc")
 
 

@@ -43,7 +43,7 @@ def connect(cfg) -> None:
 
 
 async def within(seconds: float, what: str, awaitable: Awaitable, state=lambda: ""):
-    """Awaits with a name and a deadline. Raises TimeoutError naming what was awaited, and `state`."""
+    """Awaits under a named deadline. Raises TimeoutError with that name and `state`."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             return await awaitable

@@ -133,9 +133,9 @@ class FSDPPolicy:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         register_fsdp_forward_method(self.model, "plain")
-        if trainable:
-            rule = {"betas": cfg.betas, "eps": cfg.adam_eps, "weight_decay": cfg.weight_decay}
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), cfg.lr, **rule, fused=True)
+        if trainable:  # AdamW's default betas (0.9, 0.999) and eps 1e-8 are the Nemotron recipe's
+            rule = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": True}
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), **rule)
         self._check_architecture()
 
     def forward_backward(self, batches: list, loss_fn: Callable) -> list[dict]:

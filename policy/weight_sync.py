@@ -33,19 +33,29 @@ def buckets(metas: list, limit: int = BUCKET_BYTES) -> Iterator[tuple[list, int]
     yield items, used
 
 
-def sync_device(cfg) -> str:
+def device(cfg) -> str:
     """Where buckets lie. NCCL refuses two ranks on one GPU, so a shared GPU syncs through gloo."""
     return "cuda" if torch.cuda.is_available() and cfg.trainer_gpus >= 1 else "cpu"
 
 
-def sync_group(store, rank: int, world: int, cfg):
+def group(store, rank: int, world: int, cfg):
     """A process group beside torch's default one: trainer rank 0 and every engine worker."""
     store, deadline = dist.PrefixStore("weights", store), timedelta(seconds=cfg.sync_timeout)
-    if sync_device(cfg) == "cpu":
+    if device(cfg) == "cpu":
         return dist.ProcessGroupGloo(store, rank, world, deadline)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = deadline
     return dist.ProcessGroupNCCL(store, rank, world, options)
+
+
+def send(weights: Iterator[tuple[str, Tensor]], metas: list, group, cfg) -> None:
+    """Broadcasts named weights, in the order of `metas`; ranks without a group only gather them."""
+    for items, size in buckets(metas):
+        buffer = torch.empty(size, dtype=torch.uint8, device=device(cfg))
+        for (_, _, dtype, start, stop), (_, tensor) in zip(items, weights, strict=False):
+            buffer[start:stop].view(dtype).copy_(tensor.reshape(-1))
+        if group:
+            group.broadcast(buffer, 0).wait()
 
 
 class WeightReceiver:
@@ -57,7 +67,7 @@ class WeightReceiver:
         deadline = timedelta(seconds=self.sync_cfg.sync_timeout)
         store = dist.TCPStore(host, port, world, False, deadline)
         rank = first_rank + self.vllm_config.parallel_config.rank
-        self.sync_group = sync_group(store, rank, world, self.sync_cfg)
+        self.sync_group = group(store, rank, world, self.sync_cfg)
 
     def receive_weights(self) -> None:
         """Takes a whole policy through vLLM's reload path.
@@ -81,7 +91,7 @@ class WeightReceiver:
     def incoming(self) -> Iterator[tuple[str, Tensor]]:
         """Named tensors, as they arrive. A bucket is never reused: layers keep views of it."""
         for items, size in buckets(self.sync_metas):
-            buffer = torch.empty(size, dtype=torch.uint8, device=sync_device(self.sync_cfg))
+            buffer = torch.empty(size, dtype=torch.uint8, device=device(self.sync_cfg))
             self.sync_group.broadcast(buffer, 0).wait()
             for name, shape, dtype, start, stop in items:
                 yield name, buffer[start:stop].view(dtype).view(shape)

@@ -15,8 +15,10 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.multiprocessing import spawn
 
+import policy.fsdp
 from policy.fsdp import FSDPPolicy, TokenLogprobs
 
 VOCAB, TEMPERATURE = 96, 0.7
@@ -91,8 +93,6 @@ def config(model: Path, **changes) -> SimpleNamespace:
         "lr": 1e-3,
         "warmup_steps": 2,
         "warmup_lr": 5e-4,
-        "betas": (0.9, 0.99),
-        "adam_eps": 1e-6,  # far above float32 noise in gradients that should be zero
         "weight_decay": 0.01,
         "max_grad_norm": 1.0,
     }
@@ -101,9 +101,12 @@ def config(model: Path, **changes) -> SimpleNamespace:
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    """One rank on the CPU, in float32, even where there are GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
@@ -250,6 +253,23 @@ def test_temperature_divides_the_logits(temperature, checkpoint):
     torch.testing.assert_close(policy.logprobs([SEQUENCES[2]])[0], expected_T, rtol=0, atol=1e-5)
 
 
+def test_bf16_compute_keeps_float32_masters_and_gradients(checkpoint, monkeypatch):
+    """The precision that GPUs get, here on the CPU."""
+    exact = FSDPPolicy(config(checkpoint("qwen3_tied")))
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    monkeypatch.setattr(policy.fsdp, "MixedPrecisionPolicy", lambda **_: mixed)
+    monkeypatch.setattr(FSDPPolicy, "_check_architecture", lambda self: None)  # has its own limit
+    rounded, row = FSDPPolicy(config(checkpoint("qwen3_tied"))), pack(*SEQUENCES)
+    logp_T, expected_T = rounded.logprobs([row])[0], exact.logprobs([row])[0]
+    assert logp_T.dtype == torch.float32
+    assert 1e-5 < (logp_T - expected_T).abs().max() < 0.1
+    for each in (exact, rounded):
+        each.forward_backward([row], loss_fn)
+    expected, actual = gradients(exact), gradients(rounded)
+    assert all(grad.dtype == torch.float32 for grad in actual.values())
+    assert_same(actual, expected, 0.05)
+
+
 def test_empty_rows_add_exactly_nothing(checkpoint):
     policy = FSDPPolicy(config(checkpoint("qwen3_tied")))
     prompt = sequence(5, 0)
@@ -286,7 +306,7 @@ def test_optimizer_step_is_scaled_clipped_adamw(checkpoint):
     cfg = config(checkpoint("llama"), max_grad_norm=0.5, warmup_steps=0)
     policy = FSDPPolicy(cfg)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
-    adamw = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.99), 1e-6, weight_decay=0.01)
+    adamw = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01)
     for scale in (3.0, 0.001):  # clipped, then not
         (scale * loss_fn(plain_logprobs(model, SEQUENCES[4]), SEQUENCES[4])[0]).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -405,6 +425,7 @@ def train(policy: FSDPPolicy, rank: int, world: int) -> list[dict]:
 def rank_main(rank: int, folder: str, models: dict[str, Path]) -> None:
     """One of two ranks; writes what it saw for the test to compare."""
     torch.set_num_threads(1)
+    torch.cuda.is_available = lambda: False
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     policy = FSDPPolicy(config(models["qwen3_tied"], activation_checkpointing=True))
     seen = {"history": train(policy, rank, 2), "metas": policy.weight_metas()}

@@ -1,0 +1,224 @@
+"""RolloutBuffer: who may start, in which order groups are trained, and how old they may be."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import grpo_async
+from grpo_async import Group, RolloutBuffer
+
+
+def group(slot: int, version: int, samples: int = 2) -> Group:
+    return Group(slot, version, [None] * samples, None)
+
+
+def complete(buffer: RolloutBuffer, step: int) -> None:
+    """Starts and finishes what is left of a step."""
+    P = buffer.prompts_per_step
+    for slot in range(step * P, (step + 1) * P):
+        buffer.start(slot)
+        buffer.put(group(slot, buffer.version))
+
+
+# --- admission ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "version", "first_refused"),
+    [(0, 0, 3), (0, 1, 6), (1, 0, 6), (1, 1, 9), (2, 0, 9), (2, 5, 24), (3, 0, 12), (3, 2, 18)],
+)
+def test_a_slot_may_start_when_the_policy_is_recent_enough(max_lag, version, first_refused):
+    buffer = RolloutBuffer(3, max_lag)
+    buffer.advance(version)
+    assert [buffer.may_start(slot) for slot in range(30)] == [s < first_refused for s in range(30)]
+    with pytest.raises(ValueError, match=f"slot {first_refused} cannot start now: version"):
+        buffer.start(first_refused)
+    assert not buffer.running
+
+
+def test_a_slot_starts_and_ends_once():
+    buffer = RolloutBuffer(2, 1)
+    with pytest.raises(ValueError, match="slot 0 was not running"):
+        buffer.put(group(0, 0))
+    buffer.start(0)
+    with pytest.raises(ValueError, match="slot 0 cannot start now"):
+        buffer.start(0)
+    buffer.put(group(0, 0))
+    with pytest.raises(ValueError, match="slot 0 was not running"):
+        buffer.put(group(0, 0))
+    with pytest.raises(ValueError, match="slot 0 cannot start now"):
+        buffer.start(0)
+    assert list(buffer.ready) == [0] and not buffer.running
+
+
+def test_a_step_is_taken_whole_and_in_slot_order():
+    buffer = RolloutBuffer(3, 1)
+    for slot in range(6):
+        buffer.start(slot)
+    for slot in (4, 2, 1, 5, 3):
+        buffer.put(group(slot, 0))
+        assert not buffer.is_complete(0)
+    assert buffer.is_complete(1) and buffer.ready_samples() == 4
+    buffer.put(group(0, 0))
+    assert buffer.is_complete(0) and buffer.ready_samples() == 6
+    assert [g.slot for g in buffer.take(0)] == [0, 1, 2]
+    assert sorted(buffer.ready) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_a_group_that_is_too_old_is_never_handed_out(max_lag):
+    buffer = RolloutBuffer(1, max_lag)
+    buffer.advance(5)
+    buffer.start(5)
+    buffer.put(group(5, 5 - max_lag))
+    assert [g.slot for g in buffer.take(5)] == [5]
+    buffer.start(6 if max_lag else 5)
+    slot = next(iter(buffer.running))
+    buffer.put(group(slot, slot - max_lag - 1))
+    with pytest.raises(RuntimeError, match=f"slot {slot} is of version {slot - max_lag - 1}"):
+        buffer.take(slot)
+
+
+# --- what it tells --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(grpo_async, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
+
+
+def test_census_says_what_is_where(clock):
+    buffer = RolloutBuffer(2, 1)
+    assert buffer.census() == ("version 0, 0 groups ready, 0 running (oldest 0 s), dropped: none")
+    buffer.start(0)
+    clock.seconds += 7
+    for slot in (1, 2):
+        buffer.start(slot)
+    buffer.put(group(1, 0))
+    buffer.dropped["TimeoutError"] += 2
+    clock.seconds += 5
+    assert buffer.census() == (
+        "version 0, 1 groups ready, 2 running (oldest 12 s), dropped: {'TimeoutError': 2}"
+    )
+
+
+def test_idle_seconds_are_those_in_which_nothing_ran(clock):
+    buffer = RolloutBuffer(2, 1)
+
+    def after(seconds: float, act, *args) -> None:
+        clock.seconds += seconds
+        act(*args)
+
+    after(3, buffer.start, 0)  # 3 s idle
+    after(10, buffer.start, 1)
+    after(10, buffer.put, group(0, 0))
+    after(10, buffer.put, group(1, 0))
+    after(4, buffer.start, 2)  # 4 s idle
+    assert buffer.meters() == {"wait_for_training": 7, "dropped_prompts": 0}
+    after(20, buffer.put, group(2, 0))
+    buffer.dropped["ValueError"] += 1
+    assert buffer.meters() == {"wait_for_training": 0, "dropped_prompts": 1}
+    after(5, buffer.start, 3)
+    assert buffer.meters() == {"wait_for_training": 5, "dropped_prompts": 1}
+
+
+def test_until_wakes_when_its_condition_holds():
+    async def main():
+        buffer = RolloutBuffer(2, 0)
+        waits = {
+            "start": asyncio.create_task(buffer.until(buffer.may_start, 2)),
+            "train": asyncio.create_task(buffer.until(buffer.is_complete, 0)),
+        }
+
+        async def done() -> list[str]:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            return [name for name, task in waits.items() if task.done()]
+
+        buffer.start(0)
+        buffer.start(1)
+        buffer.put(group(0, 0))
+        assert await done() == []
+        buffer.put(group(1, 0))
+        assert await done() == ["train"]
+        buffer.take(0)
+        buffer.advance(1)
+        assert await done() == ["start", "train"]
+        await asyncio.wait_for(buffer.until(buffer.may_start, 0), 1)  # holds already
+
+    asyncio.run(main())
+
+
+# --- any interleaving -----------------------------------------------------------------------------
+
+
+class Interleavings(RuleBasedStateMachine):
+    """The two loops as the driver runs them, in any order that asyncio could choose."""
+
+    @initialize(P=st.integers(1, 3), max_lag=st.integers(0, 3))
+    def begin(self, P, max_lag):
+        self.P, self.max_lag = P, max_lag
+        self.buffer = RolloutBuffer(P, max_lag)
+        self.next_slot, self.step = 0, 0
+        self.dispatched: dict[int, int] = {}  # slot -> version of its latest prompt
+        self.finished: set[int] = set()
+        self.trained: list[int] = []
+
+    @rule()
+    def dispatch(self):
+        slot = self.next_slot
+        if self.step >= slot // self.P - self.max_lag:
+            self.buffer.start(slot)
+            self.dispatched[slot] = self.buffer.version
+            self.next_slot += 1
+        else:
+            with pytest.raises(ValueError):
+                self.buffer.start(slot)
+
+    @precondition(lambda self: self.dispatched)
+    @rule(data=st.data())
+    def finish(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.dispatched)))
+        self.buffer.put(group(slot, self.dispatched.pop(slot)))
+        self.finished.add(slot)
+
+    @precondition(lambda self: self.dispatched)
+    @rule(data=st.data())
+    def drop_and_refill(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.dispatched)))
+        self.buffer.dropped["TimeoutError"] += 1
+        self.dispatched[slot] = self.buffer.version
+
+    @rule()
+    def train_and_advance(self):
+        slots = list(range(self.step * self.P, (self.step + 1) * self.P))
+        assert self.buffer.is_complete(self.step) == self.finished.issuperset(slots)
+        if self.buffer.is_complete(self.step):
+            taken = self.buffer.take(self.step)
+            assert all(0 <= self.step - g.version <= self.max_lag for g in taken)
+            self.trained += [g.slot for g in taken]
+            self.finished -= set(slots)
+            self.step += 1
+            self.buffer.advance(self.step)
+
+    @invariant()
+    def trained_in_order_and_nothing_is_lost(self):
+        if hasattr(self, "buffer"):
+            assert self.trained == list(range(self.step * self.P))
+            held = [*self.trained, *self.buffer.ready, *self.buffer.running]
+            assert sorted(held) == list(range(self.next_slot))
+            assert set(self.buffer.running) == set(self.dispatched)
+            assert len(self.buffer.ready) + len(self.buffer.running) <= self.P * (self.max_lag + 1)
+            first_held_back = (self.step + self.max_lag + 1) * self.P
+            assert not self.buffer.may_start(first_held_back)
+            assert self.buffer.may_start(first_held_back - 1)
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(deadline=None, max_examples=60, stateful_step_count=60)

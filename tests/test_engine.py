@@ -1,0 +1,191 @@
+"""A real vLLM engine and a real trainer in one process: parity, in-flight updates, prefix cache."""
+
+import asyncio
+import itertools
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.e2e
+TOLERANCE = 1e-5  # float32, dense model
+
+
+class Pair:
+    """One Trainer and one Generator that share a process group; Ray is not involved."""
+
+    def __init__(self, cfg, monkeypatch):
+        for name, value in {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        from grpo_async import Generator, Trainer
+
+        self.cfg, self.generator, self.trainer = cfg, Generator(cfg), Trainer(cfg, 0)
+        self.metas = self.trainer.start(*self.trainer.open_store(1))
+
+    async def start(self) -> None:
+        """Loads the engine, connects both and gives the engine version 0."""
+        await self.generator.start()
+        host, port = self.trainer.open_store(2)
+        await asyncio.gather(
+            asyncio.to_thread(self.trainer.join_sync_group, 2),
+            self.generator.join_sync_group(pickle.dumps(self.cfg), host, port, 1, 2, self.metas),
+        )
+        await self.sync(0)
+
+    async def sync(self, version: int) -> dict:
+        """What `Engines.sync` does, for one engine."""
+        send = asyncio.to_thread(self.trainer.send_weights)
+        _, phases = await asyncio.gather(send, self.generator.update_weights(version))
+        return phases
+
+    def stop(self) -> None:
+        """Ends the engine's process and the trainer's group."""
+        self.generator.engine.shutdown()
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def pair(tiny_config, monkeypatch):
+    """A running pair; the test calls `asyncio.run` once, because the engine lives in its loop."""
+    pair = Pair(tiny_config(max_model_len=512, max_response_tokens=300), monkeypatch)
+    yield pair
+    pair.stop()
+
+
+def prompt(i: int) -> list[int]:
+    """Twenty token ids that differ from prompt to prompt."""
+    return [5 + (7 * i + j * j) % 90 for j in range(20)]
+
+
+def snapshot(pair) -> dict[str, torch.Tensor]:
+    """A copy of the trainer's weights under checkpoint names."""
+    return {name: tensor.clone() for name, tensor in pair.trainer.policy.named_weights()}
+
+
+def perturb(pair) -> None:
+    """Moves every weight a little, as an optimizer step would."""
+    with torch.no_grad():
+        for weight in pair.trainer.policy.model.parameters():
+            weight.add_(0.01 * torch.randn_like(weight))
+
+
+def replay(model, weights_by_version: dict, turn) -> torch.Tensor:
+    """Logprobs of a turn's tokens, each forward under the version that the engine claims.
+
+    A token is sampled from the forward pass of the token before it; old tokens keep the KV that
+    the old weights made, as in the engine.
+    """
+    from transformers import DynamicCache
+
+    ids = turn.prompt_ids + turn.token_ids
+    producers = [turn.versions[0]] * (len(turn.prompt_ids) - 1) + turn.versions
+    cache, logits, start = DynamicCache(), [], 0
+    for version, run in itertools.groupby(producers):
+        stop = start + len(list(run))
+        model.load_state_dict(weights_by_version[version], strict=False)
+        out = model(torch.tensor([ids[start:stop]]), past_key_values=cache, use_cache=True)
+        logits.append(out.logits[0])
+        start = stop
+    logp = torch.cat(logits).log_softmax(-1)[len(turn.prompt_ids) - 1 :]
+    return logp.gather(1, torch.tensor(turn.token_ids)[:, None])[:, 0]
+
+
+def plain_model(cfg):
+    """The same architecture in transformers, weights to be loaded."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32).eval()
+
+
+def trainer_logprobs(pair, turns) -> list[torch.Tensor]:
+    """The trainer's own packed forward over the same tokens."""
+    from episodes import stitch
+    from grpo_async import Update, pack
+
+    samples = [sample for turn in turns for sample in stitch([turn])]
+    batch = pack(samples, Update(1, 1, []), pair.cfg)
+    (logp_T,) = pair.trainer.policy.logprobs([batch])
+    return logp_T[batch.mask_T]
+
+
+def test_logprobs_agree_before_and_after_updates(pair):
+    """What the engine reports is what the trainer computes, at every version, within 1e-5."""
+
+    async def scenario():
+        await pair.start()
+        for version in range(3):
+            groups = [pair.generator.generate(prompt(i), 3, seed=i) for i in range(4)]
+            turns = [turn for group in await asyncio.gather(*groups) for turn in group]
+            engine = torch.tensor([logp for turn in turns for logp in turn.logps])
+            gap = (trainer_logprobs(pair, turns) - engine).abs()
+            assert gap.max() < TOLERANCE, f"version {version}: off by {gap.max():.1e}"
+            assert {v for turn in turns for v in turn.versions} == {version}
+            perturb(pair)
+            await pair.sync(version + 1)
+
+    asyncio.run(scenario())
+
+
+@torch.no_grad()
+def test_every_token_replays_under_the_version_it_claims(pair):
+    """Updates in flight: requests go on, keep their KV, and label each token exactly."""
+    updates = 4
+
+    async def scenario():
+        await pair.start()
+        weights = {0: snapshot(pair)}
+        groups = [asyncio.ensure_future(pair.generator.generate(prompt(i), 2, i)) for i in range(8)]
+        for version in range(1, updates + 1):
+            await asyncio.sleep(0.03)
+            perturb(pair)
+            weights[version] = snapshot(pair)
+            await pair.sync(version)
+        return weights, [turn for group in await asyncio.gather(*groups) for turn in group]
+
+    weights, turns = asyncio.run(scenario())
+    assert len(turns) == 16 and all(turn.token_ids for turn in turns)
+    assert any(len(set(turn.versions)) > 2 for turn in turns), "no answer lived through an update"
+    model = plain_model(pair.cfg)
+    for turn in turns:
+        assert turn.versions == sorted(turn.versions)
+        gap = (replay(model, weights, turn) - torch.tensor(turn.logps)).abs().max()
+        assert gap < 2 * TOLERANCE, f"off by {gap:.1e}, versions {Counter(turn.versions)}"
+
+
+def test_no_prefix_is_shared_between_versions(pair):
+    """A prompt that starts after an update must not find the blocks of an older policy."""
+
+    async def scenario():
+        await pair.start()
+        long_prompt = [5 + j % 90 for j in range(400)]
+        (before,) = await pair.generator.generate(long_prompt, 1, seed=1)
+        perturb(pair)
+        await pair.sync(1)
+        (after,) = await pair.generator.generate(long_prompt, 1, seed=1)
+        return before, after
+
+    before, after = asyncio.run(scenario())
+    gap = (trainer_logprobs(pair, [after]) - torch.tensor(after.logps)).abs().max()
+    assert gap < TOLERANCE and before.versions[0] == 0 and after.versions[0] == 1
+
+
+def test_same_seed_same_answers(pair):
+    """Sampling is a function of weights, prompt and seed; samples of a group differ."""
+
+    async def scenario():
+        await pair.start()
+        first = await pair.generator.generate(prompt(0), 3, seed=7)
+        second = await pair.generator.generate(prompt(0), 3, seed=7)
+        return first, second
+
+    first, second = asyncio.run(scenario())
+    assert [t.token_ids for t in first] == [t.token_ids for t in second]
+    assert len({tuple(t.token_ids) for t in first}) == 3

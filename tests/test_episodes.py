@@ -1,0 +1,253 @@
+"""From turns to training samples: contiguity, masks, versions, flags, and shaped rewards."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envs import Reward
+from episodes import (
+    EMPTY,
+    Episode,
+    Sample,
+    Turn,
+    describe,
+    is_malformed,
+    record,
+    stitch,
+    token_versions,
+    verify,
+)
+from grpo_async import Config, shaped_reward
+
+
+def turn(prompt, tokens, version=0, text="fine", reason="stop") -> Turn:
+    logps = [-0.25 * t for t in tokens]
+    return Turn(list(prompt), list(tokens), logps, [version] * len(tokens), reason, text)
+
+
+def columns(sample: Sample) -> list[tuple]:
+    """(token, trained, logp, version, malformed) of each token."""
+    arrays = (sample.tokens_T, sample.mask_T, sample.engine_logp_T, sample.version_T)
+    return list(zip(*(a.tolist() for a in (*arrays, sample.malformed_T)), strict=True))
+
+
+# --- stitch ---------------------------------------------------------------------------------------
+
+
+def test_a_single_turn():
+    (sample,) = stitch([turn([7, 8], [1, 2], version=3)])
+    assert columns(sample) == [
+        (7, False, 0, -1, False),
+        (8, False, 0, -1, False),
+        (1, True, -0.25, 3, False),
+        (2, True, -0.5, 3, False),
+    ]
+    assert not sample.truncated and sample.advantage == 0
+
+
+def test_turns_that_continue_are_one_sample_and_the_environments_words_are_masked():
+    first = turn([7], [1, 2], version=3)
+    second = turn([7, 1, 2, 9, 9], [4], version=5, reason="length")
+    (sample,) = stitch([first, second])
+    assert columns(sample) == [
+        (7, False, 0, -1, False),
+        (1, True, -0.25, 3, False),
+        (2, True, -0.5, 3, False),
+        (9, False, 0, -1, False),
+        (9, False, 0, -1, False),
+        (4, True, -1.0, 5, False),
+    ]
+    assert sample.truncated
+
+
+def test_versions_within_a_turn_stay_with_their_tokens():
+    mixed = Turn([7], [1, 2, 3], [-1.0] * 3, [2, 2, 3], "stop")
+    (sample,) = stitch([mixed])
+    assert sample.version_T.tolist() == [-1, 2, 2, 3]
+    info = describe(sample)
+    assert (info.oldest_version, info.newest_version) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [7, 1, 3, 9],  # a sampled token came back as another one
+        [7, 1],  # history was cut
+        [9],  # history was rewritten
+        [],
+    ],
+)
+def test_a_violation_of_contiguity_starts_a_new_sample(prompt):
+    samples = stitch([turn([7], [1, 2]), turn(prompt, [4]), turn([*prompt, 4, 5], [6])])
+    assert [s.tokens_T.tolist() for s in samples] == [[7, 1, 2], [*prompt, 4, 5, 6]]
+    masks = [[False, True, True], [False] * len(prompt) + [True, False, True]]
+    assert [s.mask_T.tolist() for s in samples] == masks
+
+
+def test_malformed_turns_mark_their_own_tokens_only():
+    turns = [turn([7], [1, 2], text="<tool_call>"), turn([7, 1, 2, 9], [4])]
+    (sample,) = stitch(turns)
+    assert sample.malformed_T.tolist() == [False, True, True, False, False]
+    (sample,) = stitch([turn([7], [1]), turn([7, 1, 9], [4, 5], text="</think></think>")])
+    assert sample.malformed_T.tolist() == [False, False, False, True, True]
+
+
+def test_only_the_last_turn_tells_whether_a_sample_is_truncated():
+    turns = [turn([7], [1], reason="length"), turn([7, 1], [2])]
+    assert [s.truncated for s in stitch(turns)] == [False]
+    turns[1].prompt_ids = [8]
+    assert [s.truncated for s in stitch(turns)] == [True, False]
+
+
+IDS = st.lists(st.integers(0, 5), max_size=4)
+
+
+@given(st.lists(st.tuples(IDS, IDS.filter(len), st.booleans()), min_size=1, max_size=5))
+def test_stitching_neither_loses_nor_invents_a_token(steps):
+    turns, seen = [], []
+    for k, (added, answer, keeps) in enumerate(steps):
+        prompt = [*seen, *added] if keeps else [77 + k, *added]
+        turns.append(turn(prompt, answer, version=k))
+        seen = [*prompt, *answer]
+    samples = stitch(turns)
+    breaks = sum(not keeps for _, _, keeps in steps[1:])
+    assert len(samples) == 1 + breaks
+    sampled = [t for s in samples for t in s.tokens_T[s.mask_T].tolist()]
+    assert sampled == [t for _, answer, _ in steps for t in answer]
+    versions = [v for s in samples for v in s.version_T[s.mask_T].tolist()]
+    assert versions == [k for k, (_, answer, _) in enumerate(steps) for _ in answer]
+    logps = np.concatenate([s.engine_logp_T for s in samples])
+    tokens, mask = (
+        np.concatenate([getattr(s, k) for s in samples]) for k in ("tokens_T", "mask_T")
+    )
+    assert (logps == np.where(mask, -0.25 * tokens, 0)).all()
+    ends = [t.prompt_ids + t.token_ids for t in turns]
+    assert all(s.tokens_T.tolist() in ends for s in samples)
+
+
+# --- what is said about a sample ------------------------------------------------------------------
+
+
+def test_describe():
+    (sample,) = stitch([turn([7], [1, 2], 3), turn([7, 1, 2, 9], [4], 5, reason="length")])
+    sample.reward, sample.advantage = 0.5, -1.0
+    info = describe(sample)
+    assert vars(info) == {
+        "tokens": 5,
+        "trained_tokens": 3,
+        "reward": 0.5,
+        "has_gradient": True,
+        "response_tokens": 3,
+        "oldest_version": 3,
+        "newest_version": 5,
+        "truncated": True,
+    }
+
+
+def test_describe_counts_the_answer_of_a_sample_that_lost_its_loss():
+    (sample,) = stitch([turn([7], [1, 2], 3)])
+    sample.mask_T[:] = False  # overlong_filtering
+    info = describe(sample)
+    assert (info.trained_tokens, info.response_tokens, info.has_gradient) == (0, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "text", "expected"),
+    [(0.0, "fine", False), (0.5, "fine", True), (0.0, "<tool_call>", True)],
+)
+def test_a_malformed_sample_without_advantage_still_has_a_gradient(advantage, text, expected):
+    (sample,) = stitch([turn([7], [1], text=text)])
+    sample.advantage = advantage
+    assert describe(sample).has_gradient is expected
+
+
+def test_the_empty_sample_trains_nothing():
+    info = describe(EMPTY)
+    assert (info.tokens, info.trained_tokens, info.has_gradient) == (1, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "malformed"),
+    [
+        ("plain", False),
+        ("", False),
+        ("a thought</think>an answer", False),
+        ("<think>a thought</think>an answer", False),
+        ("<think>cut off", True),
+        ("</think>an answer", False),
+        ("a</think>b</think>c", True),
+        ("a</think>b<think>c", True),
+        ("<think><think>a</think>b", True),
+        ("<think>a</think><think>b</think>c", True),
+        ("a<tool_call>b", True),
+        ("a</tool_call>", True),
+        ("<function_call>", True),
+        ("</function_call>", True),
+        ("a<tool_call></think>answer", True),
+        ("I call a tool_call", False),
+        ("a < b and think > c", False),
+    ],
+)
+def test_is_malformed(text, malformed):
+    assert is_malformed(text) is malformed
+
+
+def test_record_is_one_line_of_json():
+    turns = [Turn([7], [1, 2, 3], [-1.0] * 3, [2, 2, 3], "stop", "a\nb"), turn([9], [4], 3, "c")]
+    episode = Episode(turns, Reward(1.0, {"reason": None, "path": object()}))
+    row = {"_line": 5, "agent_ref": {"name": "math"}}
+    sample = stitch(turns)[-1]
+    sample.reward, sample.advantage = 1.0, 0.25
+    tokenizer = SimpleNamespace(decode=lambda ids: f"<{ids}>")
+    line = record(tokenizer, row, 12, episode, sample)
+    assert line.endswith("\n") and line.count("\n") == 1
+    told = json.loads(line)
+    assert told["response"] == ["a\nb", "c"] and told["versions"] == [[2, 2], [3, 2]]
+    assert (told["slot"], told["row"], told["env"]) == (12, 5, "math")
+    assert (told["reward"], told["advantage"], told["prompt"]) == (1.0, 0.25, "<[7]>")
+
+
+def test_token_versions_spread_the_engines_spans():
+    spans = [
+        SimpleNamespace(start=0, end=2, version="4"),
+        SimpleNamespace(start=2, end=3, version="5"),
+    ]
+    assert token_versions(SimpleNamespace(weight_versions=spans)) == [4, 4, 5]
+
+
+def test_verify_may_be_a_function_or_a_coroutine():
+    async def later(row, response):
+        return Reward(len(response))
+
+    for method in (later, lambda row, response: Reward(len(response))):
+        env = SimpleNamespace(verify=method)
+        assert asyncio.run(verify(env, {}, "four")).value == 4
+
+
+# --- rewards --------------------------------------------------------------------------------------
+
+LOW = "{reasoning effort: low}"
+EFFORT = Config(low_effort_weight=1.0, low_effort_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("messages", "cfg", "expected"),
+    [
+        ([f"1 + 1? {LOW}"], EFFORT, 1.8),
+        (["1 + 1?"], EFFORT, 1.0),
+        ([LOW, "and now?"], EFFORT, 1.0),  # only the last message counts
+        (["before", f"now {LOW}"], EFFORT, 1.8),
+        ([f"1 + 1? {LOW}"], Config(), 1.0),  # off
+        ([[{"type": "input_text", "text": f"1 + 1? {LOW}"}]], EFFORT, 1.8),
+    ],
+)
+def test_low_effort_is_asked_for_by_the_last_message(messages, cfg, expected):
+    row = {"responses_create_params": {"input": [{"content": m} for m in messages]}}
+    turns = [turn([7], [1] * 9), turn([7, *[1] * 9], [2, 2])]  # the last answer's length counts
+    reward = shaped_reward(row, Episode(turns, Reward(1)), cfg)
+    assert reward == pytest.approx(expected) and isinstance(reward, float)

@@ -1,0 +1,184 @@
+"""From sample lengths to packed rows: planning, the divisor, and the tensors of a row."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from episodes import Sample, SampleInfo
+from grpo_async import Config, Group, Update, pack, plan_rows, plan_step
+
+LENGTHS = st.lists(st.integers(1, 150), max_size=40)
+
+
+def info(tokens: int, trained: int | None = None, gradient: bool = True) -> SampleInfo:
+    trained = tokens - 1 if trained is None else trained
+    return SampleInfo(tokens, trained, 0.0, gradient, trained, 0, 0, False)
+
+
+def config(**fields) -> Config:
+    return Config(**({"row_tokens": 100, "prompts_per_step": 4} | fields))
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 4))
+def test_rows_hold_every_sample_once_within_capacity(lengths, ranks):
+    plan = plan_rows(lengths, 100, ranks)
+    assert len(plan) == ranks and len({len(rows) for rows in plan}) == 1 and plan[0]
+    rows = [row for rows in plan for row in rows]
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    for row in rows:
+        assert sum(lengths[i] for i in row) <= 100 or len(row) == 1
+    least = max(1, -(-sum(min(n, 100) for n in lengths) // 100))
+    assert len(rows) <= 2 * least + 2 * ranks  # half-full rows at worst
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(2, 4))
+def test_ranks_differ_by_no_more_than_the_heaviest_row(lengths, ranks):
+    plan = plan_rows(lengths, 100, ranks)
+    work = [[sum(lengths[i] ** 2 for i in row) for row in rows] for rows in plan]
+    sums = [sum(rank) for rank in work]
+    assert max(sums) - min(sums) <= max(max(rank) for rank in work)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_rows_that_run_together_are_balanced(ranks):
+    lengths = np.random.default_rng(0).lognormal(7, 1, 1024).astype(int).clip(1, 8192).tolist()
+    plan = plan_rows(lengths, 8192, ranks)
+    work = np.array([[sum(lengths[i] ** 2 for i in row) for row in rows] for rows in plan])
+    assert work.max(0).sum() <= 1.05 * work.sum() / ranks  # every rank waits for the slowest row
+    assert sum(lengths) >= 0.9 * 8192 * work.size  # tokens of room
+
+
+# --- the step -------------------------------------------------------------------------------------
+
+
+def groups_of(*sizes: list[SampleInfo]) -> list[Group]:
+    return [Group(slot, 0, list(infos), None) for slot, infos in enumerate(sizes)]
+
+
+def places(update: Update) -> list[tuple[int, int]]:
+    return sorted(at for row in update.rows for at in row)
+
+
+@pytest.mark.parametrize(
+    ("fields", "computed"),
+    [
+        ({}, [(0, 0), (0, 1), (2, 0)]),
+        ({"skip_zero_advantage": False}, [(0, 0), (0, 1), (1, 0), (2, 0)]),
+        ({"skip_zero_advantage": False, "kl_coef": 0.1}, [(0, 0), (0, 1), (1, 0), (2, 0)]),
+    ],
+)
+def test_skipped_samples_stay_in_the_divisor_and_overlong_ones_leave_it(fields, computed):
+    groups = groups_of(
+        [info(11), info(21)],
+        [info(31, gradient=False)],  # no advantage: skipped, but planned
+        [info(41), info(51, trained=0)],  # filtered out: neither
+    )
+    ((update,),) = plan_step(groups, config(**fields))
+    assert (update.planned_tokens, update.planned_sequences) == (10 + 20 + 30 + 40, 4)
+    assert places(update) == computed
+
+
+def test_a_step_without_gradient_is_an_empty_row_for_every_rank():
+    plan = plan_step(groups_of([info(9, gradient=False)], [info(9, 0)]), config(trainers=3))
+    assert [u.rows for updates in plan for u in updates] == [[[]]] * 3
+    assert {(u.planned_tokens, u.planned_sequences) for us in plan for u in us} == {(8, 1)}
+    ((update,),) = plan_step(groups_of([info(9, 0)]), config())
+    assert (update.planned_tokens, update.planned_sequences) == (1, 1)  # never divides by zero
+
+
+def test_updates_split_the_batch_in_slot_order():
+    groups = groups_of(*([info(10 * g + 5), info(10 * g + 6)] for g in range(4)))
+    plan = plan_step(groups, config(updates_per_batch=2, trainers=2))
+    assert [len(updates) for updates in plan] == [2, 2]
+    for k, slots in enumerate(([0, 1], [2, 3])):
+        shares = [updates[k] for updates in plan]
+        seen = sorted(at for share in shares for at in places(share))
+        assert seen == [(g, j) for g in slots for j in (0, 1)]
+        assert len({len(share.rows) for share in shares}) == 1
+        tokens = sum(10 * g + 4 + 10 * g + 5 for g in slots)
+        assert {(s.planned_tokens, s.planned_sequences) for s in shares} == {(tokens, 4)}
+
+
+SAMPLE_INFOS = st.builds(info, st.integers(2, 120), st.sampled_from([None, 0]), st.booleans())
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(SAMPLE_INFOS, min_size=1, max_size=4), min_size=4, max_size=4),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_every_sample_is_computed_once_or_has_a_reason_not_to_be(infos, updates, ranks, skip):
+    fields = {"updates_per_batch": updates, "trainers": ranks, "skip_zero_advantage": skip}
+    plan = plan_step(groups_of(*infos), config(**fields))
+    seen = sorted(at for us in plan for update in us for at in places(update))
+    every = [(g, j, i) for g, group in enumerate(infos) for j, i in enumerate(group)]
+    expected = [(g, j) for g, j, i in every if i.trained_tokens and (i.has_gradient or not skip)]
+    assert seen == expected
+    planned = sum(u.planned_tokens for u in plan[0] if u.planned_tokens > 1)
+    assert planned == sum(t for _, _, i in every if (t := i.trained_tokens) > 1) or any(
+        i.trained_tokens == 1 for _, _, i in every
+    )
+
+
+# --- the row --------------------------------------------------------------------------------------
+
+
+@st.composite
+def samples(draw):
+    n = draw(st.integers(1, 9))
+    numbers = np.random.default_rng(draw(st.integers(0, 9)))
+    mask_T = numbers.random(n) < 0.6
+    mask_T[0] = False
+    return Sample(
+        numbers.integers(0, 200_000, n, dtype=np.int32),
+        mask_T,
+        np.where(mask_T, -numbers.random(n), 0).astype(np.float32),
+        np.where(mask_T, 3, -1).astype(np.int32),
+        mask_T & (numbers.random(n) < 0.3),
+        truncated=False,
+        reward=float(numbers.integers(0, 2)),
+        advantage=draw(st.sampled_from([-1.5, 0.0, 2.0])),
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(samples(), min_size=1, max_size=5))
+def test_a_row_is_its_samples_side_by_side(parts):
+    batch = pack(parts, Update(17, 3, []), config(penalty_advantage=-7.0))
+    assert (batch.planned_tokens, batch.planned_sequences) == (17, 3)
+    assert batch.old_logp_T is None and batch.ref_logp_T is None
+    start = 0
+    for i, part in enumerate(parts):
+        here = slice(start, start := start + len(part.tokens_T))
+        assert batch.tokens_T[here].tolist() == part.tokens_T.tolist()
+        assert batch.positions_T[here].tolist() == list(range(len(part.tokens_T)))
+        assert (batch.seq_T[here] == i).all()
+        assert batch.mask_T[here].tolist() == part.mask_T.tolist()
+        assert batch.engine_logp_T[here].tolist() == part.engine_logp_T.tolist()
+        expected = [-7.0 if bad else part.advantage for bad in part.malformed_T]
+        assert batch.advantage_T[here].tolist() == expected
+        assert batch.reward_N[i] == part.reward
+    assert len(batch.tokens_T) == start and len(batch.reward_N) == len(parts)
+
+
+def test_an_empty_row_is_one_token_that_trains_nothing():
+    batch = pack([], Update(5, 2, [[]]), config())
+    kinds = {k: str(v.dtype)[6:] for k, v in vars(batch).items() if hasattr(v, "dtype")}
+    assert kinds == {
+        "tokens_T": "int64",
+        "positions_T": "int64",
+        "seq_T": "int64",
+        "mask_T": "bool",
+        "engine_logp_T": "float32",
+        "advantage_T": "float32",
+        "reward_N": "float32",
+    }
+    assert len(batch.tokens_T) == 1 and not batch.mask_T.any()

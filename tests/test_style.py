@@ -1,0 +1,215 @@
+"""The budget of the code, enforced: what keeps grpo_async.py a file that one person can read."""
+
+import ast
+import re
+import statistics
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from episodes import Sample, describe
+from grpo_async import Config, Group, RolloutBuffer, Update, pack, policy_loss
+from metrics import reduce_stats, rollout_metrics, step_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTED = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"]
+FILES = [p for p in subprocess.check_output(LISTED, text=True).split("\n") if p]
+FILES = [path for path in FILES if (ROOT / path).is_file()]
+PYTHON = [path for path in FILES if path.endswith(".py")]
+PRODUCT = [path for path in PYTHON if not path.startswith("tests/")]
+CONFIGS = [p for p in PYTHON if p.startswith("configs/") and p != "configs/__init__.py"]
+MAIN = "grpo_async.py"
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+BLOCK = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try)
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def tree(path: str) -> ast.Module:
+    return ast.parse(read(path))
+
+
+def functions(path: str) -> list:
+    return [node for node in ast.walk(tree(path)) if isinstance(node, FUNCTION)]
+
+
+def length(node) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+def depth(node, elif_of=None) -> int:
+    """The deepest nesting of blocks below a node; `elif` is as deep as its `if`."""
+    inner = [
+        depth(child, node if is_elif(node, child) else None) for child in ast.iter_child_nodes(node)
+    ]
+    return (isinstance(node, BLOCK) and not elif_of) + max(inner, default=0)
+
+
+def is_elif(node, child) -> bool:
+    alone = isinstance(node, ast.If) and node.orelse == [child] and isinstance(child, ast.If)
+    return alone and child.col_offset == node.col_offset
+
+
+def arguments(node) -> int:
+    every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return sum(arg.arg not in ("self", "cls", "ctx") for arg in every)
+
+
+def test_the_measures_measure():
+    nested = "if a:\n for b in c:\n  pass\nelif d:\n pass\nelif e:\n with f:\n  g = 1\n"
+    assert depth(ast.parse(nested)) == 2
+    assert depth(ast.parse("if a:\n pass\nelse:\n if b:\n  pass\n else:\n  c = 1\n")) == 2
+    define = ast.parse("async def f(self, a, /, b, *c, d=1, **e):\n pass").body[0]
+    assert arguments(define) == 3 and length(define) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [(MAIN, 1000), ("policy/fsdp.py", 250), ("policy/megatron.py", 400)]
+    + [(path, 60) for path in CONFIGS]
+    + [(p, 150) for p in PYTHON if p.startswith("envs/") and p != "envs/__init__.py"]
+    + [(path, 90) for path in FILES if path.endswith(".sbatch")],
+)
+def test_files_stay_short(path, limit):
+    lines = len(read(path).splitlines()) if path in FILES else 0
+    assert lines <= limit
+
+
+@pytest.mark.parametrize("path", PRODUCT)
+def test_functions_stay_small(path):
+    for node in functions(path):
+        assert length(node) <= 80, f"{node.name} has {length(node)} lines"
+        assert depth(node) <= 4, f"{node.name} nests {depth(node)} deep"
+        assert arguments(node) <= 6, f"{node.name} has {arguments(node)} arguments"
+
+
+def test_the_main_file_is_made_of_short_functions_and_few_tries():
+    assert statistics.median(map(length, functions(MAIN))) <= 20
+    assert sum(isinstance(node, ast.Try) for node in ast.walk(tree(MAIN))) <= 4
+
+
+@pytest.mark.parametrize("path", PYTHON)
+def test_lines_fit_in_100_columns(path):
+    wide = [i for i, line in enumerate(read(path).splitlines(), 1) if len(line) > 100]
+    assert not wide
+
+
+def public(nodes: list) -> Iterator:
+    """Functions, classes and their methods that are not private."""
+    for node in nodes:
+        if isinstance(node, (*FUNCTION, ast.ClassDef)) and not node.name.startswith("_"):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                yield from public(node.body)
+
+
+@pytest.mark.parametrize("path", [path for path in PRODUCT if "/" not in path])
+def test_everything_public_has_a_docstring(path):
+    module = tree(path)
+    assert ast.get_docstring(module)
+    assert [node.name for node in public(module.body) if not ast.get_docstring(node)] == []
+
+
+def config_class(name: str) -> ast.ClassDef:
+    (node,) = (n for n in tree(MAIN).body if isinstance(n, ast.ClassDef) and n.name == name)
+    return node
+
+
+@pytest.mark.parametrize("name", ["Config", "Correction"])
+def test_every_field_is_followed_by_its_docstring(name):
+    body = config_class(name).body
+    fields = [i for i, node in enumerate(body) if isinstance(node, ast.AnnAssign)]
+    assert 0 < len(fields) <= 70
+    for i in fields:
+        after = getattr(body[i + 1], "value", None) if i + 1 < len(body) else None
+        told = isinstance(after, ast.Constant) and isinstance(after.value, str)
+        assert told and len(after.value) > 10, body[i].target.id
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_config_files_are_overrides_only(path):
+    known = set(vars(Config()))
+    docstring, *statements = tree(path).body
+    assert isinstance(docstring.value, ast.Constant)
+    for node in statements:
+        if isinstance(node, ast.ImportFrom):
+            assert node.module.startswith("configs.")
+            continue
+        assert isinstance(node, ast.Assign), f"line {node.lineno} is no assignment"
+        names = {target.id for target in node.targets}
+        assert names <= known, names - known
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_no_leftovers_and_no_paths_of_one_machine(path):
+    try:
+        text = read(path)
+    except UnicodeDecodeError:
+        return
+    assert not re.search(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b", text)
+    assert not re.search(r"(?<![\w.:~/-])/(?:wo" r"rk|ro" r"ot|ho" r"me)/", text)
+
+
+@pytest.mark.parametrize("path", [p for p in PRODUCT if p.startswith(("policy/", "envs/"))])
+def test_policies_and_environments_do_not_know_the_algorithm(path):
+    for node in ast.walk(tree(path)):
+        names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        assert "grpo_async" not in {name.partition(".")[0] for name in names if name}
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def literal_keys(path: str, function: str) -> set[str]:
+    """String keys of the dict literals in one function."""
+    (node,) = (f for f in functions(path) if f.name == function)
+    dicts = (d for d in ast.walk(node) if isinstance(d, ast.Dict))
+    return {k.value for d in dicts for k in d.keys if isinstance(k, ast.Constant)}
+
+
+def metric_keys() -> set[str]:
+    """Every key that a run writes to metrics.jsonl beside `step` and `seconds`."""
+    ones = np.ones(2, np.float32)
+    sample = Sample(ones.astype(np.int32), ones > 0, -ones, ones, ones < 0, False, 1.0, 1.0)
+    sample.mask_T[0] = False
+    batch = pack([sample], Update(1, 1, [[(0, 0)]]), Config())
+    stats = policy_loss(torch.zeros(2), batch, Config())[1]
+    keys = set(step_metrics(reduce_stats([stats]), 1, 1.0))
+    keys |= set(rollout_metrics([Group(0, 0, [describe(sample)], None)], 0))
+    keys |= set(RolloutBuffer(1, 1).meters())
+    for path, function in (
+        ("policy/fsdp.py", "optimizer_step"),
+        (MAIN, "train_step"),
+        (MAIN, "update_weights"),
+        (MAIN, "train_forever"),
+        (MAIN, "evaluate"),
+    ):
+        found = literal_keys(path, function) - {"betas", "eps", "weight_decay"}
+        assert found, f"{path} {function} writes no metric any more?"
+        keys |= found
+    return keys
+
+
+def test_metrics_are_few():
+    keys = metric_keys()
+    assert {"loss", "grad_norm", "reward", "sync_transfer", "validation_reward"} <= keys
+    assert len(keys) <= 40, sorted(keys)
+
+
+def test_metrics_are_those_of_the_glossary():
+    path = "docs/grpo_async.md"
+    if not (ROOT / path).is_file():
+        pytest.skip(f"{path} does not exist yet: nothing to compare the metric keys with")
+    heading, rest = re.search(r"^(#+) .*glossary.*$([\s\S]*)", read(path), re.M | re.I).groups()
+    section = re.split(rf"^#{{1,{len(heading)}}} ", rest, flags=re.M)[0]
+    first_cells = re.findall(r"^\|([^|]*)\|", section, re.M)
+    told = {key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)}
+    assert told - {"step", "seconds"} == metric_keys()
