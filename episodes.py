@@ -33,10 +33,13 @@ class Turn:
 
 
 class Policy:
-    """What an environment sees of the policy: token ids in, a Turn out, always the same engine."""
+    """What an environment sees of the policy: token ids in, a Turn out, always the same engine.
 
-    def __init__(self, generator, tokenizer, seed: int):
-        self.generator, self.tokenizer = generator, tokenizer
+    `cfg` tells it max_model_len and how prompts are rendered.
+    """
+
+    def __init__(self, generator, tokenizer, cfg, seed: int):
+        self.generator, self.tokenizer, self.cfg = generator, tokenizer, cfg
         self.seeds = itertools.count(seed, 1000)
 
     async def generate(self, prompt_ids: list[int], n: int = 1) -> list[Turn]:

@@ -59,6 +59,7 @@ from torch import Tensor
 import configs
 import envs
 import metrics
+import report
 from configs import InputError
 from episodes import EMPTY, Episode, Policy, Sample, SampleInfo, Turn, describe, record, stitch
 from launch import cluster
@@ -92,7 +93,7 @@ class Correction:
 
 @checked_dataclass(frozen=True, config={"extra": "forbid"})
 class Config:
-    """Defaults are the Nemotron 3 Super RLVR recipe; files in configs/ override what differs."""
+    """Defaults follow Nemotron 3 Super RLVR, penalties off; files in configs/ override the rest."""
 
     # --- the run
     run_dir: str = "runs/{time}"
@@ -277,7 +278,7 @@ def group_advantages(rewards_G: Tensor, clip: float) -> Tensor:
     """Leave-one-out advantages [G] of one prompt's samples; all zero when the group agrees.
 
     Each reward is compared with the mean and the (unbiased) std of the others, +1e-6; with a
-    spread below SPREAD_FLOOR the difference stays as it is. NeMo-RL algorithms/utils.py:34.
+    spread below SPREAD_FLOOR the difference stays as it is. NeMo-RL algorithms/utils.py:79.
     """
     G = len(rewards_G)
     if G < 2:
@@ -620,11 +621,12 @@ class RolloutWorker:
         seed = zlib.crc32(f"{self.cfg.seed} {slot}".encode())
         env = envs.environment(row["agent_ref"]["name"])
         if hasattr(env, "rollout"):
-            policies = [Policy(generator, self.tokenizer, seed + j) for j in range(n)]
+            policies = [Policy(generator, self.tokenizer, self.cfg, seed + j) for j in range(n)]
             episodes = await asyncio.gather(*(env.rollout(row, policy) for policy in policies))
         else:
             prompt_ids = render(self.tokenizer, row, self.cfg.thinking)
-            turns = await Policy(generator, self.tokenizer, seed).generate(prompt_ids, n)
+            policy = Policy(generator, self.tokenizer, self.cfg, seed)
+            turns = await policy.generate(prompt_ids, n)
             rewards = await asyncio.gather(*(envs.verify(row, turn.text) for turn in turns))
             episodes = [Episode([t], r) for t, r in zip(turns, rewards, strict=True)]
         if hasattr(env, "score_group"):
@@ -677,10 +679,8 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         store = self.store if self.rank == 0 else dist.TCPStore(host, port, cfg.trainers, False)
         ranks = {"rank": self.rank, "world_size": cfg.trainers}
-        limit, backend = (
-            timedelta(seconds=cfg.train_timeout),
-            "nccl" if torch.cuda.is_available() else "gloo",
-        )
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        limit = timedelta(seconds=cfg.train_timeout)
         dist.init_process_group(backend, store=store, timeout=limit, **ranks)
         self.policy = FSDPPolicy(cfg)
         self.reference = FSDPPolicy(cfg, trainable=False) if cfg.kl_coef else None
@@ -709,6 +709,7 @@ class Trainer:
         total = metrics.reduce_stats(self.policy.forward_backward(rows, loss_fn))
         unit = "tokens" if self.cfg.reduction == "token" else "sequences"
         planned = getattr(rows[0], f"planned_{unit}")
+        # Samples that were counted but not computed cannot fail the filter: they count as kept.
         kept = planned - total[f"row_{unit}"] + total[f"kept_{unit}"]
         grad_scale = planned / max(kept, 1)
         stats = metrics.step_metrics(total, rows[0].planned_tokens, grad_scale)
@@ -829,7 +830,6 @@ class Run:
     def __init__(self, cfg: Config, rows: list[dict], val_rows: list[dict]):
         self.cfg, self.val_rows = cfg, val_rows
         self.stream = itertools.cycle(rows)  # file order is the curriculum: never shuffled
-        self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag)
         self.training = asyncio.Lock()  # trainers hold a whole version, not one being computed
         self.log = metrics.Log(cfg)
         self.dropped_in_a_row = 0
@@ -849,6 +849,7 @@ class Run:
         self.engines = Engines(cfg, trainers, metas)
         await self.engines.start(cfg.generators)
         await self.engines.sync(0)
+        self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag)
 
     async def run(self) -> None:
         """The whole run; any task that fails ends it."""
@@ -860,6 +861,7 @@ class Run:
             for task in others:
                 task.cancel()
         self.log.close()
+        print(f"curves: {report.draw(self.cfg.run_dir)}")
 
     async def generate_forever(self) -> None:
         """Starts each slot as soon as the policy is recent enough for it."""
@@ -957,7 +959,13 @@ class Run:
             return
         version = self.buffer.version
         calls = [self.roll_out(row, f"val-{version}-{i}", 1) for i, row in enumerate(self.val_rows)]
-        rewards = [infos[0].reward for _, infos, _ in await asyncio.gather(*calls)]
+        done = await asyncio.gather(*calls, return_exceptions=True)
+        failed = [result for result in done if isinstance(result, BaseException)]
+        rewards = [result[1][0].reward for result in done if isinstance(result, tuple)]
+        if failed:
+            self.log.note(f"{len(failed)} validation rows failed, the last with: {failed[-1]}")
+        if not rewards:
+            raise failed[-1]
         self.log.write(version, {"validation_reward": sum(rewards) / len(rewards)})
 
 

@@ -1,6 +1,6 @@
 """What is measured beside the loss, and where it is written.
 
-Names and definitions are those of NeMo-RL's loss_functions.py; docs/grpo_async.md explains each.
+Names are those of NeMo-RL's loss_functions.py; docs/grpo_async.md defines each.
 """
 
 import dataclasses

@@ -28,9 +28,15 @@ def load(Config: type, argv: list[str], default: str):
         if at + 1 == len(flags):
             raise InputError(f"--config: expected the path of a file, such as {default}")
         path, flags = Path(flags[at + 1]), flags[:at] + flags[at + 2 :]
-    cfg = tyro.cli(Config, default=read(Config, path), args=flags, prog="grpo_async.py")
+    default = read(Config, path)
+    try:
+        cfg = tyro.cli(Config, default=default, args=flags, prog="grpo_async.py")
+    except pydantic.ValidationError as error:
+        raise InputError(f"flags: {explain(error)}") from None
     run_dir = cfg.run_dir.format(time=time.strftime("%Y%m%d-%H%M%S"), seed=cfg.seed)
-    return dataclasses.replace(cfg, run_dir=run_dir)
+    # Absolute, because actors have working directories of their own.
+    paths = {"run_dir": str(Path(run_dir).resolve()), "model": str(Path(cfg.model).resolve())}
+    return dataclasses.replace(cfg, **paths)
 
 
 def read(Config: type, path: Path):
@@ -55,10 +61,17 @@ def read(Config: type, path: Path):
     try:
         return Config(**chosen)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        at = place(path, str(first["loc"][0]))
-        raise InputError(f"{at}: {name} = {first['input']!r}: {first['msg']}") from None
+        field = error.errors()[0]["loc"][:1]
+        at = place(path, str(field[0])) if field else path
+        raise InputError(f"{at}: {explain(error)}") from None
+
+
+def explain(error: pydantic.ValidationError) -> str:
+    """The first problem in a line: field, value and what was expected, or a contradiction."""
+    first = error.errors()[0]
+    if not first["loc"]:
+        return str(first["ctx"]["error"])
+    return f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}"
 
 
 def place(path: Path, name: str) -> str:

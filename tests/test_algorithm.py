@@ -92,6 +92,7 @@ DUAL = {
 POP = {"A": COMMON["A"], "curr": [-1.0] * 3, "gen": [-0.5, -3.5, -0.8]}
 NEAR = {"A": COMMON["A"], "curr": [-1.0] * 3, "gen": [-1.0005] * 3}
 FAR = {"A": COMMON["A"], "curr": [-1.0] * 3, "gen": [-1.003] * 3}
+WIDE = {"A": COMMON["A"], "curr": [-1.0] * 3, "gen": [-1.5, -0.5, -1.0]}  # geometric mean 1
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,9 @@ FAR = {"A": COMMON["A"], "curr": [-1.0] * 3, "gen": [-1.003] * 3}
         (POP, {"correction": ICEPOP}, -0.747997),
         (NEAR, {"correction": SEQUENCE_MASK}, -0.667000),
         (FAR, {"correction": SEQUENCE_MASK}, 0.0),
+        (WIDE, {"correction": SEQUENCE_MASK}, -(math.exp(0.5) - math.exp(-0.5) + 2) / 3),
+        (WIDE, {"correction": Correction("sequence", "truncate")}, -2 / 3),
+        (FAR, {"correction": Correction("sequence", "truncate", 0, 0.9)}, -0.6),
         (UNIT, {"correction": TIS(0, 2)}, -1.033333),
         (UNIT, {"correction": TIS(0.5, 2)}, -1.166667),
     ],
@@ -263,7 +267,7 @@ def test_sequences_without_trained_tokens_are_no_part_of_the_error_metrics():
     metrics = metrics_of(off_by(2.0), off_by(4.0), hidden, sequence_error_limit=1.0)
     assert metrics["seq_mult_prob_error"] == pytest.approx(3.0)
     assert metrics["seq_mult_prob_error_max"] == pytest.approx(4.0)
-    assert metrics["num_masked_seqs"] == 2
+    assert metrics["num_masked_seqs"] == 2 and metrics["num_valid_samples"] == 0
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1.9, 0), (2.1, 1)])
@@ -387,12 +391,14 @@ def test_several_updates_weigh_by_the_policy_before_the_first():
     policy = TablePolicy([0.0, -1.0, -2.0], lr=0.5)
     group = [sample([1, 2], [-1.1, -1.9]), sample([1, 2], [-1.1, -1.9])]
     updates = [Update(2, 1, [[(0, 0)]]), Update(2, 1, [[(0, 1)]])]
-    trainer(policy, clip_high=0.9).train_step(updates, group)
+    rule = {"correction": TIS(0, 1.2), "clip_high": 0.9}
+    metrics = trainer(policy, **rule).train_step(updates, group)
     weight_V = torch.tensor([0.0, -1.0 + 1.1, -2.0 + 1.9]).exp() * torch.tensor([0.0, 1.0, 1.0])
     first_V = -weight_V / 2
     torch.testing.assert_close(policy.grads[0], first_V)
     ratio_V = (-0.5 * first_V).exp()
     torch.testing.assert_close(policy.grads[1], -weight_V * ratio_V / 2)
+    assert metrics["probs_ratio_max"] == pytest.approx((1 + ratio_V.max().item()) / 2)
 
 
 NAN, INF = math.nan, math.inf
@@ -419,12 +425,12 @@ def test_whatever_the_engine_says_the_loss_is_finite(data, rule, reduction, limi
         lists = functools.partial(st.lists, min_size=n, max_size=n)
         part = {
             "A": data.draw(lists(st.floats(-50, 50, width=32))),
-            "curr": data.draw(lists(st.floats(-40, 0, width=32))),
+            "curr": data.draw(lists(st.floats(-120, 0, width=32))),
             "gen": data.draw(lists(ENGINE)),
         }
         extra = {"old": old, "ref": ref}
         return part | {
-            k: data.draw(lists(st.floats(-40, 0, width=32))) for k, on in extra.items() if on
+            k: data.draw(lists(st.floats(-120, 0, width=32))) for k, on in extra.items() if on
         }
 
     logp_T, batch = make(*(sequence() for _ in range(data.draw(st.integers(1, 4)))))
@@ -523,6 +529,7 @@ THIRD = 0.258198
         ([1, 1, 0, 0], [1.154699, 1.154699, -1.154699, -1.154699]),
         ([0.9] * 16, [0] * 16),
         ([1] + [0.9] * 15, [0.1] + [-THIRD] * 15),  # NeMo-RL: 394
+        ([1] + [0.9, 0.9000001] * 5, [0.1] + [None] * 10),
         ([0, 0.001, 1], [None, None, 50]),
         ([0, 0.001, -1], [None, None, -50]),
     ],

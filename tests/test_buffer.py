@@ -66,7 +66,7 @@ def test_a_step_is_taken_whole_and_in_slot_order():
     buffer.put(group(0, 0))
     assert buffer.is_complete(0) and buffer.ready_samples() == 6
     assert [g.slot for g in buffer.take(0)] == [0, 1, 2]
-    assert sorted(buffer.ready) == [3, 4, 5]
+    assert sorted(buffer.ready) == [3, 4, 5] and buffer.ready_samples() == 6
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2])

@@ -47,9 +47,9 @@ def test_an_empty_file_is_the_defaults(write):
 
 def test_without_arguments_the_default_file_is_read():
     cfg = load()
-    assert cfg.model == "models/tiny" and cfg.run_dir != "runs/tiny-{seed}-{time}"
-    assert re.fullmatch(r"runs/tiny-1-\d{8}-\d{6}", cfg.run_dir)
-    assert load("--seed", 7).run_dir.startswith("runs/tiny-7-")
+    assert cfg.model.endswith("/models/tiny") and "{" not in cfg.run_dir
+    assert re.fullmatch(r".*/runs/tiny-1-\d{8}-\d{6}", cfg.run_dir)
+    assert "/runs/tiny-7-" in load("--seed", 7).run_dir
 
 
 def test_a_file_inherits_overrides_and_computes(write):
@@ -221,7 +221,7 @@ BAD_CONFIG = {
     "unknown_field": ("lr = 1.0\nstep = 1\n", r"mine\.py:2: unknown field 'step'; .* steps\?"),
     "missing_model": (
         "model = 'no/model'\n",
-        r"model = 'no/model': .* folder .*config\.json",
+        r"model = '.*no/model': .* folder .*config\.json",
     ),
     "missing_data": ("model = {model!r}\ntrain_data = 'no.jsonl'\n", r"no\.jsonl: .*No such file"),
     "contradiction": ("dual_clip = 0.5\n", r"mine\.py.*dual_clip = 0\.5: expected more than 1"),

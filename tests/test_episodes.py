@@ -9,25 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import envs
+import grpo_async
 from envs import Reward
-from episodes import (
-    EMPTY,
-    Episode,
-    Sample,
-    Turn,
-    describe,
-    is_malformed,
-    record,
-    stitch,
-    token_versions,
-    verify,
-)
-from grpo_async import Config, shaped_reward
+from episodes import EMPTY, Episode, Sample, Turn, describe, is_malformed, record, stitch
+from grpo_async import Config, RolloutWorker, shaped_reward
 
 
 def turn(prompt, tokens, version=0, text="fine", reason="stop") -> Turn:
     logps = [-0.25 * t for t in tokens]
     return Turn(list(prompt), list(tokens), logps, [version] * len(tokens), reason, text)
+
+
+TOKENIZER = SimpleNamespace(decode=lambda ids: f"<{ids}>")
 
 
 def columns(sample: Sample) -> list[tuple]:
@@ -178,7 +172,6 @@ def test_the_empty_sample_trains_nothing():
         ("", False),
         ("a thought</think>an answer", False),
         ("<think>a thought</think>an answer", False),
-        ("<think>cut off", True),
         ("</think>an answer", False),
         ("a</think>b</think>c", True),
         ("a</think>b<think>c", True),
@@ -197,36 +190,45 @@ def test_is_malformed(text, malformed):
     assert is_malformed(text) is malformed
 
 
-def test_record_is_one_line_of_json():
-    turns = [Turn([7], [1, 2, 3], [-1.0] * 3, [2, 2, 3], "stop", "a\nb"), turn([9], [4], 3, "c")]
-    episode = Episode(turns, Reward(1.0, {"reason": None, "path": object()}))
-    row = {"_line": 5, "agent_ref": {"name": "math"}}
+def test_record():
+    turns = [Turn([7], [1, 2, 3], [-1.0] * 3, [2, 2, 3], "stop", "a"), turn([9], [4], 3, "b")]
+    episode = Episode(turns, Reward(1.0, {"reason": None}))
     sample = stitch(turns)[-1]
     sample.reward, sample.advantage = 1.0, 0.25
-    tokenizer = SimpleNamespace(decode=lambda ids: f"<{ids}>")
-    line = record(tokenizer, row, 12, episode, sample)
-    assert line.endswith("\n") and line.count("\n") == 1
-    told = json.loads(line)
-    assert told["response"] == ["a\nb", "c"] and told["versions"] == [[2, 2], [3, 2]]
-    assert (told["slot"], told["row"], told["env"]) == (12, 5, "math")
-    assert (told["reward"], told["advantage"], told["prompt"]) == (1.0, 0.25, "<[7]>")
+    row = {"_line": 5, "agent_ref": {"name": "math"}}
+    assert record(TOKENIZER, row, episode, sample) == {
+        "row": 5,
+        "env": "math",
+        "prompt": "<[7]>",
+        "response": ["a", "b"],
+        "reward": 1.0,
+        "advantage": 0.25,
+        "versions": [[2, 2], [3, 2]],
+        "finish_reason": "stop",
+        "info": {"reason": None},
+    }
 
 
-def test_token_versions_spread_the_engines_spans():
-    spans = [
-        SimpleNamespace(start=0, end=2, version="4"),
-        SimpleNamespace(start=2, end=3, version="5"),
-    ]
-    assert token_versions(SimpleNamespace(weight_versions=spans)) == [4, 4, 5]
+def test_a_turn_takes_ids_logprobs_and_version_spans_from_vllm():
+    spans = [(0, 2, "4"), (2, 3, "5")]
+    answer = SimpleNamespace(
+        token_ids=(7, 8, 9),
+        logprobs=SimpleNamespace(logprobs=[-0.5, -1.0, -1.5]),
+        weight_versions=[SimpleNamespace(start=s, end=e, version=v) for s, e, v in spans],
+        finish_reason="length",
+    )
+    expected = Turn([1, 2], [7, 8, 9], [-0.5, -1.0, -1.5], [4, 4, 5], "length")
+    assert Turn.from_vllm([1, 2], answer) == expected
 
 
-def test_verify_may_be_a_function_or_a_coroutine():
+def test_verify_may_be_a_function_or_a_coroutine(monkeypatch):
     async def later(row, response):
         return Reward(len(response))
 
-    for method in (later, lambda row, response: Reward(len(response))):
-        env = SimpleNamespace(verify=method)
-        assert asyncio.run(verify(env, {}, "four")).value == 4
+    known = {"later": later, "now": lambda row, response: Reward(len(response))}
+    monkeypatch.setattr(envs, "environment", lambda name: SimpleNamespace(verify=known[name]))
+    for name in known:
+        assert asyncio.run(envs.verify({"agent_ref": {"name": name}}, "four")).value == 4
 
 
 # --- rewards --------------------------------------------------------------------------------------
@@ -251,3 +253,67 @@ def test_low_effort_is_asked_for_by_the_last_message(messages, cfg, expected):
     turns = [turn([7], [1] * 9), turn([7, *[1] * 9], [2, 2])]  # the last answer's length counts
     reward = shaped_reward(row, Episode(turns, Reward(1)), cfg)
     assert reward == pytest.approx(expected) and isinstance(reward, float)
+
+
+# --- what a rollout worker makes of a group -------------------------------------------------------
+
+ROW = {
+    "_line": 5,
+    "agent_ref": {"name": "math"},
+    "responses_create_params": {"input": [{"role": "user", "content": "1 + 1?"}]},
+}
+
+
+@pytest.fixture
+def finish(tmp_path, monkeypatch):
+    """Lets a worker finish episodes; returns its samples, their infos and what it wrote."""
+    monkeypatch.setattr(grpo_async, "load_tokenizer", lambda model: TOKENIZER)
+
+    def finish(episodes, slot=9, **fields):
+        cfg = Config(run_dir=str(tmp_path), prompts_per_step=4, **fields)
+        infos, samples = RolloutWorker(cfg, 0).finish(ROW, slot, episodes)
+        lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+        return samples, infos, [json.loads(line) for line in lines]
+
+    return finish
+
+
+def test_a_group_is_compared_and_written(finish):
+    two = [turn([7], [1], text="a\nb"), turn([9], [2, 3])]  # not contiguous: two samples
+    values = [(two, 3), ([turn([7], [4])], 1), ([turn([7], [5])], 2)]
+    samples, infos, lines = finish([Episode(t, Reward(v, {"x": set()})) for t, v in values])
+    assert [s.tokens_T.tolist() for s in samples] == [[7, 1], [9, 2, 3], [7, 4], [7, 5]]
+    assert [s.reward for s in samples] == [3, 3, 1, 2]
+    expected = [2.121317, 2.121317, -2.121317, 0]
+    assert [s.advantage for s in samples] == pytest.approx(expected, abs=1e-5)
+    assert infos == [describe(s) for s in samples]
+    told = [(line["step"], line["slot"], line["reward"], line["response"]) for line in lines]
+    assert told == [(3, 9, 3, ["a\nb", "fine"]), (3, 9, 1, ["fine"]), (3, 9, 2, ["fine"])]
+
+
+@pytest.mark.parametrize("filtering", [False, True])
+def test_overlong_filtering_keeps_the_reward_in_the_baseline(finish, filtering):
+    cut = Episode([turn([7], [1, 2], reason="length")], Reward(0))
+    done = Episode([turn([7], [3])], Reward(1))
+    samples, infos, _ = finish([cut, done], overlong_filtering=filtering)
+    assert [i.trained_tokens for i in infos] == [0 if filtering else 2, 1]
+    assert [s.advantage for s in samples] == [-1, 1]
+
+
+@pytest.mark.parametrize("penalize", [False, True])
+def test_malformed_messages_are_penalized_only_if_asked_for(finish, penalize):
+    episodes = [Episode([turn([7], [1], text="<tool_call>")], Reward(1)) for _ in range(2)]
+    samples, infos, _ = finish(episodes, penalize_malformed=penalize)
+    assert [s.malformed_T.any() for s in samples] == [penalize] * 2
+    assert [i.has_gradient for i in infos] == [penalize] * 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_an_error(finish, value):
+    with pytest.raises(ValueError, match="rewards must be finite"):
+        finish([Episode([turn([7], [1])], Reward(value)), Episode([turn([7], [1])], Reward(1))])
+
+
+def test_validation_rollouts_have_no_step(finish):
+    _, _, lines = finish([Episode([turn([7], [1])], Reward(1))], slot="val-3-0")
+    assert (lines[0]["step"], lines[0]["slot"], lines[0]["advantage"]) == (None, "val-3-0", 0)

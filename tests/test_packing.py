@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from episodes import Sample, SampleInfo
-from grpo_async import Config, Group, Update, pack, plan_rows, plan_step
+from grpo_async import Config, Group, Update, pack, plan_step
+from policy.packing import plan_rows
 
 LENGTHS = st.lists(st.integers(1, 150), max_size=40)
 
@@ -52,6 +53,12 @@ def test_rows_that_run_together_are_balanced(ranks):
     work = np.array([[sum(lengths[i] ** 2 for i in row) for row in rows] for rows in plan])
     assert work.max(0).sum() <= 1.05 * work.sum() / ranks  # every rank waits for the slowest row
     assert sum(lengths) >= 0.9 * 8192 * work.size  # tokens of room
+
+
+def test_a_small_batch_is_spread_over_the_ranks():
+    assert [len(rows[0]) for rows in plan_rows([10] * 8, 100, 4)] == [2, 2, 2, 2]
+    shares = plan_rows([30, 9, 30, 9, 9], 100, 3)
+    assert sorted(sorted(rows[0]) for rows in shares) == [[0], [1, 3, 4], [2]]
 
 
 # --- the step -------------------------------------------------------------------------------------
@@ -105,7 +112,7 @@ def test_updates_split_the_batch_in_slot_order():
         assert {(s.planned_tokens, s.planned_sequences) for s in shares} == {(tokens, 4)}
 
 
-SAMPLE_INFOS = st.builds(info, st.integers(2, 120), st.sampled_from([None, 0]), st.booleans())
+SAMPLE_INFOS = st.builds(info, st.integers(2, 120), st.sampled_from([None, 0, 1]), st.booleans())
 
 
 @settings(deadline=None)
@@ -122,10 +129,14 @@ def test_every_sample_is_computed_once_or_has_a_reason_not_to_be(infos, updates,
     every = [(g, j, i) for g, group in enumerate(infos) for j, i in enumerate(group)]
     expected = [(g, j) for g, j, i in every if i.trained_tokens and (i.has_gradient or not skip)]
     assert seen == expected
-    planned = sum(u.planned_tokens for u in plan[0] if u.planned_tokens > 1)
-    assert planned == sum(t for _, _, i in every if (t := i.trained_tokens) > 1) or any(
-        i.trained_tokens == 1 for _, _, i in every
-    )
+    for row in (row for us in plan for update in us for row in update.rows):
+        assert sum(infos[g][j].tokens for g, j in row) <= 100 or len(row) == 1
+    size = 4 // updates
+    for us in plan:
+        for k, update in enumerate(us):
+            part = [i.trained_tokens for group in infos[k * size : k * size + size] for i in group]
+            assert update.planned_tokens == max(sum(part), 1)
+            assert update.planned_sequences == max(sum(n > 0 for n in part), 1)
 
 
 # --- the row --------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def metric_keys() -> set[str]:
     sample = Sample(ones.astype(np.int32), ones > 0, -ones, ones, ones < 0, False, 1.0, 1.0)
     sample.mask_T[0] = False
     batch = pack([sample], Update(1, 1, [[(0, 0)]]), Config())
-    stats = policy_loss(torch.zeros(2), batch, Config())[1]
+    stats = policy_loss(-torch.ones(2), batch, Config())[1]
     keys = set(step_metrics(reduce_stats([stats]), 1, 1.0))
     keys |= set(rollout_metrics([Group(0, 0, [describe(sample)], None)], 0))
     keys |= set(RolloutBuffer(1, 1).meters())
