@@ -27,7 +27,7 @@ from envs import Reward, final_text, get, require, unfinished
 AGENTS = ("math_with_judge_simple_agent", "math_with_judge", "math")
 DEADLINE = 10.0  # seconds of one check, counted from when an idle child gets it
 START_DEADLINE = 120.0  # seconds; a child needs about one second of CPU
-CHILDREN = 4  # checks take milliseconds; several, so that a hanging one does not hold up the rest
+CHILDREN = 2  # checks take milliseconds; two, so that a hanging one does not hold up the rest
 CHILD_MEMORY = 4 << 30  # bytes of address space; a child uses 0.1 GB
 
 
