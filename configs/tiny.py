@@ -4,8 +4,8 @@ run_dir = "runs/tiny-{seed}-{time}"
 model = "models/tiny"
 train_data = "data/tiny/train.jsonl"
 val_data = "data/tiny/validation.jsonl"
-steps = 200
-val_period = 20
+steps = 150
+val_period = 15
 save_period = 0
 
 prompts_per_step = 16
@@ -14,9 +14,9 @@ max_model_len = 128
 max_response_tokens = 64
 max_num_seqs = 64
 
-lr = 1e-3
-warmup_lr = 1e-4
-row_tokens = 1024
+lr = 2e-4
+warmup_lr = 2e-5
+row_tokens = 384
 activation_checkpointing = False
 
 start_timeout = 180.0
