@@ -25,7 +25,12 @@ class Turn:
 
     @classmethod
     def from_vllm(cls, prompt_ids: list[int], answer) -> "Turn":
-        """A finished CompletionOutput, whose version spans become one version for each token."""
+        """A CompletionOutput, whose version spans become one version for each token.
+
+        Raises RuntimeError unless the policy or the length limit ended it.
+        """
+        if answer.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
         spans = answer.weight_versions
         versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
         logps = list(answer.logprobs.logprobs)

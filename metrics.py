@@ -45,6 +45,7 @@ def row_stats(loss: Tensor, batch, mask_T, error_N, trusted_N, measured: dict) -
     sums = {k: torch.where(mask_T, v.detach(), 0.0).sum() for k, v in measured.items()}
     ratio_T = torch.where(mask_T, measured["probs_ratio"].detach(), 1.0)
     present_N = torch.bincount(batch.seq_T[batch.mask_T], minlength=len(error_N)) > 0
+    kept_N = torch.bincount(batch.seq_T[mask_T], minlength=len(error_N)) > 0
     dropped_N = present_N & ~trusted_N
     return sums | {
         "loss": loss.detach(),
@@ -53,7 +54,7 @@ def row_stats(loss: Tensor, batch, mask_T, error_N, trusted_N, measured: dict) -
         "row_tokens": batch.mask_T.sum(),
         "row_sequences": present_N.sum(),
         "kept_tokens": mask_T.sum(),
-        "kept_sequences": (present_N & trusted_N).sum(),
+        "kept_sequences": kept_N.sum(),
         "nonfinite_engine_logprobs": (batch.mask_T & ~batch.engine_logp_T.isfinite()).sum(),
         "num_masked_seqs": dropped_N.sum(),
         "masked_correct_pct": (dropped_N & (batch.reward_N == 1)).sum(),

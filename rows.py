@@ -57,10 +57,16 @@ def load_tokenizer(model: str):
 def render(tokenizer, row: dict, thinking: bool) -> list[int]:
     """Token ids of the row's conversation, up to where the model's answer begins."""
     params = row["responses_create_params"]
+    messages = [message | {"content": plain(message["content"])} for message in params["input"]]
     return tokenizer.apply_chat_template(
-        params["input"],
+        messages,
         tools=params.get("tools"),
         add_generation_prompt=True,
         enable_thinking=thinking,
         return_dict=False,
     )
+
+
+def plain(content: str | list[dict]) -> str:
+    """A message's text; templates would drop or print the parts of the Responses API."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

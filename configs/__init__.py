@@ -11,9 +11,14 @@ from pathlib import Path
 import pydantic
 import tyro
 
+ROOT = Path(__file__).parent.parent
 
-class InputError(ValueError):
-    """Something the user wrote is wrong; the message says where, what, and what was expected."""
+
+class InputError(SystemExit):
+    """Something the user wrote is wrong: ends the program saying where, what and why."""
+
+    def __init__(self, message: str):
+        super().__init__(f"error: {message}")
 
 
 def load(Config: type, argv: list[str], default: str):
@@ -22,27 +27,29 @@ def load(Config: type, argv: list[str], default: str):
     A config file is plain Python assignments to field names; it may `import *` from another one.
     Raises InputError for an unknown or malformed field; tyro exits with a message for bad flags.
     """
-    path, flags = Path(__file__).parent.parent / default, list(argv)
+    path, flags = ROOT / default, [part for flag in argv for part in split_config(flag)]
     if "--config" in flags:
         at = flags.index("--config")
         if at + 1 == len(flags):
             raise InputError(f"--config: expected the path of a file, such as {default}")
         path, flags = Path(flags[at + 1]), flags[:at] + flags[at + 2 :]
-    default = read(Config, path)
-    try:
-        cfg = tyro.cli(Config, default=default, args=flags, prog="grpo_async.py")
-    except pydantic.ValidationError as error:
-        raise InputError(f"flags: {explain(error)}") from None
-    run_dir = cfg.run_dir.format(time=time.strftime("%Y%m%d-%H%M%S"), seed=cfg.seed)
+    cfg = tyro.cli(Config, default=read(Config, path), args=flags, prog="grpo_async.py")
+    run_dir = cfg.run_dir.replace("{time}", time.strftime("%Y%m%d-%H%M%S"))
+    run_dir = run_dir.replace("{seed}", str(cfg.seed))
     # Absolute, because actors have working directories of their own.
     paths = {"run_dir": str(Path(run_dir).resolve()), "model": str(Path(cfg.model).resolve())}
     return dataclasses.replace(cfg, **paths)
 
 
+def split_config(flag: str) -> list[str]:
+    """`--config=FILE` as the two words that it stands for; any other flag as it is."""
+    return flag.split("=", 1) if flag.startswith("--config=") else [flag]
+
+
 def read(Config: type, path: Path):
     """Runs a config file and checks its names and types. Raises InputError naming file and line."""
     if not path.is_file():
-        found = ", ".join(sorted(str(p) for p in Path("configs").glob("[!_]*.py")))
+        found = ", ".join(sorted(f"configs/{p.name}" for p in ROOT.glob("configs/[!_]*.py")))
         raise InputError(f"{path}: no such config file; there are: {found}")
     try:
         assigned = runpy.run_path(str(path))
@@ -86,3 +93,6 @@ def check_model(path: str) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         if not (Path(path) / name).is_file():
             raise InputError(f"model = {path!r}: expected a folder that holds {name}")
+    settings = (Path(path) / "tokenizer_config.json").read_text()
+    if "chat_template" not in settings and not list(Path(path).glob("chat_template*")):
+        raise InputError(f"model = {path!r}: its tokenizer has no chat_template, expected one")

@@ -4,15 +4,19 @@ run_dir = "runs/tiny-{seed}-{time}"
 model = "models/tiny"
 train_data = "data/tiny/train.jsonl"
 val_data = "data/tiny/validation.jsonl"
-steps = 150
-val_period = 15
+steps = 220
+val_period = 20
 save_period = 0
 
-prompts_per_step = 16
+prompts_per_step = 8
 group_size = 16
 max_model_len = 128
 max_response_tokens = 64
-max_num_seqs = 64
+max_num_seqs = 8
+
+generator_gpus = 0.5
+trainer_gpus = 0.5
+gpu_memory_utilization = 0.3
 
 lr = 2e-4
 warmup_lr = 2e-5
@@ -21,6 +25,6 @@ activation_checkpointing = False
 
 start_timeout = 180.0
 rollout_timeout = 60.0
-batch_timeout = 180.0
+batch_timeout = 300.0
 train_timeout = 120.0
 sync_timeout = 60.0

@@ -53,7 +53,7 @@ DATASETS = {
 }
 TRAIN_ROWS, VALIDATION_ROWS = 4096, 128
 SLIP = 0.15  # of the items of an answer are skipped by the teacher
-STEPS, BATCH, LR, WARMUP = 220, 64, 3e-3, 30
+STEPS, BATCH, LR, WARMUP = 300, 64, 3e-3, 30
 
 
 def problem_stream(seed, excluded):

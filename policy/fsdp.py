@@ -243,7 +243,7 @@ class FSDPPolicy:
         limit = 0.1 if self.device.type == "cuda" else 1e-4  # what bf16, float32 kernels may differ
         causes = (
             "its head is more than hidden @ W.T (soft cap, scale, bias?): teach PackedModel that",
-            "its layers ignore position_ids (Mamba, linear attention?): use policy/megatron.py",
+            "its layers ignore position_ids (Mamba, linear attention?): packed rows would mix",
         )
         for gap, cause in zip(gaps.tolist(), causes, strict=True):
             if not gap <= limit:

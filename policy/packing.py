@@ -10,7 +10,9 @@ def plan_rows(lengths: list[int], capacity: int, ranks: int) -> list[list[list[i
     still has room. A sample longer than `capacity` gets a row of its own.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    count = max(1, math.ceil(sum(lengths) / capacity / ranks)) * ranks
+    # No two samples of more than half a row share one.
+    least = max(1, sum(lengths) / capacity, sum(n > capacity // 2 for n in lengths))
+    count = math.ceil(least / ranks) * ranks
     while True:
         rows, work, room = [[] for _ in range(count)], [0] * count, [capacity] * count
         for i in order:

@@ -49,13 +49,22 @@ def group(store, rank: int, world: int, cfg):
 
 
 def send(weights: Iterator[tuple[str, Tensor]], metas: list, group, cfg) -> None:
-    """Broadcasts named weights, in the order of `metas`; ranks without a group only gather them."""
+    """Broadcasts named weights, in the order of `metas`; ranks without a group only gather them.
+
+    Raises RuntimeError where a receiver is gone, after the last gather.
+    """
+    error = None
     for items, size in buckets(metas):
         buffer = torch.empty(size, dtype=torch.uint8, device=device(cfg))
         for (_, _, dtype, start, stop), (_, tensor) in zip(items, weights, strict=False):
             buffer[start:stop].view(dtype).copy_(tensor.reshape(-1))
-        if group:
-            group.broadcast(buffer, 0).wait()
+        try:
+            if group and not error:
+                group.broadcast(buffer, 0).wait()
+        except RuntimeError as lost:
+            error = lost  # go on gathering: the other ranks do
+    if error:
+        raise error
 
 
 class WeightReceiver:

@@ -112,7 +112,7 @@ def tiny_config(tiny_model, tmp_path):
         activation_checkpointing=False,
         start_timeout=180.0,
         rollout_timeout=60.0,
-        batch_timeout=120.0,
+        batch_timeout=240.0,
         train_timeout=60.0,
         sync_timeout=30.0,
     )

@@ -127,7 +127,7 @@ def test_contradictory_fields_are_named_with_their_values(write, fields, message
     with pytest.raises(InputError, match=re.escape(message)) as error:
         configs.read(Config, path)
     told = str(error.value)
-    assert told.startswith(str(path)) and "\n" not in told
+    assert str(path) in told and "\n" not in told
     for name, value in fields.items():
         assert name in told and (isinstance(value, dict) or str(value) in told)
 
@@ -293,12 +293,15 @@ def test_bad_input_ends_the_program_within_seconds(bad, case, tmp_path):
     folder = tmp_path / "ray"
     folder.mkdir()
     command = [sys.executable, str(ROOT / "grpo_async.py"), "--config", str(path)]
-    began = time.monotonic()
+    began, before = time.monotonic(), os.times()
     env = os.environ | {"RAY_TMPDIR": str(folder)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
-    seconds = time.monotonic() - began
-    print(f"{case}: {seconds:.1f} s")
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60
+    )
+    after = os.times()
+    seconds = after.children_user + after.children_system - before[2] - before[3]
+    print(f"{case}: {time.monotonic() - began:.1f} s, {seconds:.1f} s of them on the processor")
     assert done.returncode == 1 and done.stdout == ""
     assert re.fullmatch(f"error: .*{message}.*\n", done.stderr), done.stderr
-    assert seconds < 15  # 2 to 5 s on an idle core, most of it imports
+    assert seconds < 8  # 2 to 4, most of it imports; by the clock it depends on who else runs
     assert list(folder.iterdir()) == []

@@ -174,7 +174,8 @@ def test_the_environment_gives_a_second_try(count_letters, tmp_path, answers, re
 
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
-    policy = Policy(Scripted(tokenizer, *answers), tokenizer, seed=0)
+    cfg = SimpleNamespace(thinking=False, max_model_len=512)
+    policy = Policy(Scripted(tokenizer, *answers), tokenizer, cfg, seed=0)
     episode = asyncio.run(count_letters.rollout(example_row(), policy))
     assert episode.reward.value == reward and len(episode.turns) == turns
     (sample,) = stitch(episode.turns)
