@@ -52,7 +52,7 @@ DATASETS = {
     },
 }
 TRAIN_ROWS, VALIDATION_ROWS = 4096, 128
-SLIP = 0.15  # of the items of an answer are skipped by the teacher
+SLIP = 0.17  # of the items of an answer are skipped by the teacher
 STEPS, BATCH, LR, WARMUP = 300, 64, 3e-3, 30
 
 
