@@ -12,7 +12,7 @@ prompts_per_step = 8
 group_size = 16
 max_model_len = 128
 max_response_tokens = 64
-max_num_seqs = 8
+max_num_seqs = 9
 
 generator_gpus = 0.5
 trainer_gpus = 0.5

@@ -7,7 +7,7 @@ The problems are reasoning-gym's: spell a word backward, sort numbers up or down
 library's question, answer and metadata for its scorer, and puts a short rendering into `input`,
 because a prompt is processed again for every sample that is trained on.
 
-    user         sort down 5 3 8
+    user         down 5 3 8
     assistant    5 3 8 <answer>[8,5,3]</answer>
 
 A response restates the items and then gives the answer. The model learns that by imitating a
@@ -80,8 +80,8 @@ def items_of(entry):
 def prompt_text(entry):
     items, metadata = items_of(entry), entry["metadata"]
     if metadata["source_dataset"] == "spell_backward":
-        return "reverse " + "".join(items)
-    return f"sort {'up' if metadata['direction'] == 'ascending' else 'down'} " + " ".join(items)
+        return "flip " + "".join(items)
+    return f"{'up' if metadata['direction'] == 'ascending' else 'down'} " + " ".join(items)
 
 
 def response_text(entry, rng):
