@@ -20,7 +20,7 @@ gpu_memory_utilization = 0.3
 
 lr = 2e-4
 warmup_lr = 2e-5
-row_tokens = 384
+row_tokens = 256
 activation_checkpointing = False
 
 start_timeout = 180.0

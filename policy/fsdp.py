@@ -120,15 +120,15 @@ class FSDPPolicy:
         self.device = torch.device("cuda" if gpu else "cpu")
         masters = {"dtype": torch.float32, "attn_implementation": cfg.attention}
         self.lm = AutoModelForCausalLM.from_pretrained(cfg.model, **masters)
-        self.lm.eval().requires_grad_(trainable)
+        self.lm.eval().requires_grad_(trainable)  # train(), for its checkpointing, brings dropout
         layers = [m for m in self.lm.modules() if type(m).__name__ in self.lm._no_split_modules]
-        # transformers' own checkpointing needs train(), and train() turns dropout on.
         for layer in layers if cfg.activation_checkpointing else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         self.model = PackedModel(self.lm, cfg.temperature, cfg.logprob_chunk)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for module in [*reversed(layers), self.model]:  # bottom-up, the root last
+        units = layers[::-1] if dist.get_world_size() > 1 else []  # one rank has nothing to shard
+        for module in [*units, self.model]:  # bottom-up, the root last
             fully_shard(module, mesh=mesh, mp_policy=mixed if gpu else MixedPrecisionPolicy())
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
