@@ -22,8 +22,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
-STREAMS = 64  # as max_num_seqs of the tiny job
 PROMPT, ANSWER = 16, 64  # tokens
+RESPONSE = 19  # mean tokens of a response in the tiny job
 BETWEEN = 0.25  # seconds of decoding between two updates
 
 
@@ -96,7 +96,7 @@ async def main() -> None:
 
     await update(0)
     load = Load(generator)
-    streams = [asyncio.ensure_future(load.stream(i)) for i in range(STREAMS)]
+    streams = [asyncio.ensure_future(load.stream(i)) for i in range(cfg.max_num_seqs)]
     await asyncio.sleep(2)  # warm
     began, before = time.perf_counter(), load.tokens
     await asyncio.sleep(max(10.0, updates * BETWEEN / 4))
@@ -108,25 +108,24 @@ async def main() -> None:
     disturbed = (load.tokens - before) / (time.perf_counter() - began)
     load.running = False
     await asyncio.gather(*streams)
-    report(rows, undisturbed, disturbed, load)
+    step_tokens = cfg.prompts_per_step * cfg.group_size * RESPONSE
+    report(rows, (undisturbed, disturbed), step_tokens, load)
     generator.engine.shutdown()
 
 
-def report(rows: list[dict], undisturbed: float, disturbed: float, load: Load) -> None:
+def report(rows: list[dict], rates: tuple[float, float], step_tokens: int, load: Load) -> None:
     """The table: phases, tokens, requests, and the last tenth of updates against the first."""
     seconds = [r["sync_pause"] + r["sync_transfer"] + r["sync_resume"] for r in rows]
     tenth = max(1, len(rows) // 10)
     first, last = rows[tenth : 2 * tenth] or rows, rows[-tenth:]  # the very first fill caches
-    print(f"{len(rows)} updates in flight, {STREAMS} streams, median ms of each phase:")
+    print(f"{len(rows)} updates in flight, median ms of each phase:")
     for phase in ("sync_pause", "sync_transfer", "sync_resume"):
         print(f"  {phase:16} {1e3 * statistics.median(r[phase] for r in rows):8.1f}")
-    lost = statistics.median(seconds) * undisturbed
-    print(
-        f"tokens/s undisturbed {undisturbed:8.0f}, with {1 / BETWEEN:.0f} updates/s {disturbed:.0f}"
-    )
+    lost = statistics.median(seconds) * rates[0]
+    print(f"tokens/s undisturbed {rates[0]:8.0f}")
+    print(f"tokens/s at {1 / BETWEEN:.0f} updates/s {rates[1]:7.0f}")
     print(f"tokens not generated per update {lost:8.0f}")
-    for step in (5120, 16384):
-        print(f"  of a step of {step:6} tokens     {lost / step:8.2%}   (goal 3 %)")
+    print(f"  of a step's {step_tokens:6} tokens      {lost / step_tokens:8.2%}   (goal 3 %)")
     prompts = counter("vllm:prompt_tokens_total") / PROMPT
     print(f"requests lost                {load.started - load.finished:8d}")
     print(f"requests prefilled twice     {prompts - load.started:8.0f}")
