@@ -589,8 +589,8 @@ class Generator:
         # Not through AsyncLLM.pause_generation, which adds 20 ms that vLLM calls unnecessary.
         await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         paused = clock()
-        await self.engine.collective_rpc("receive_weights")
-        await self.engine.update_weight_version(str(version))
+        label = self.engine.update_weight_version(str(version))
+        await asyncio.gather(self.engine.collective_rpc("receive_weights"), label)
         self.version, loaded = version, clock()
         await self.engine.resume_generation()
         phases = {"sync_pause": paused - began, "sync_transfer": loaded - paused}
@@ -663,6 +663,7 @@ class Trainer:
 
     def __init__(self, cfg: Config, rank: int):
         self.cfg, self.rank, self.sync_group = cfg, rank, None  # only rank 0 gets one
+        self.outgoing = None  # weights on their way to the engines, the first bucket gathered
         self.host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
 
     def open_store(self, world: int) -> tuple[str, int]:
@@ -700,6 +701,7 @@ class Trainer:
                 if self.reference:
                     (batch.ref_logp_T,) = self.reference.logprobs([batch])
         stats = [self.update(rows) for rows in packed]
+        self.stage_weights()
         return metrics.mean_metrics(stats) | {"train_seconds": time.perf_counter() - began}
 
     def update(self, rows: list[Batch]) -> dict[str, float]:
@@ -718,9 +720,17 @@ class Trainer:
         """Meets the engines' workers at the store that `open_store` opened last."""
         self.sync_group = weight_sync.group(self.store, 0, world, self.cfg)
 
+    def stage_weights(self) -> None:
+        """Gathers the first bucket while the engines still generate; collective over the ranks."""
+        packed = weight_sync.pack(self.policy.named_weights(), self.metas, self.cfg)
+        self.outgoing = itertools.chain([next(packed)], packed)
+
     def send_weights(self) -> None:
         """Broadcasts the policy to the engines; collective over the trainer ranks."""
-        weight_sync.send(self.policy.named_weights(), self.metas, self.sync_group, self.cfg)
+        if not self.outgoing:
+            self.stage_weights()
+        outgoing, self.outgoing = self.outgoing, None
+        weight_sync.send(outgoing, self.sync_group)
 
     def export(self, folder: str) -> None:
         """Writes the policy as a model that transformers and vLLM load."""

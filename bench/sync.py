@@ -2,19 +2,24 @@
 
     python bench/sync.py [UPDATES]
 
-One engine and one trainer in one process, on the tiny model; streams run all the time. Printed: the
-phases of an update, tokens not generated because of updates, requests lost, prompts prefilled
-twice, and how time and memory of the last updates compare with the first.
+One engine and one trainer, a process each, on the tiny model; streams run all the time. Printed:
+the phases of an update, tokens not generated because of it (windows of equal length with and
+without an update, in pairs), requests lost, prompts prefilled twice, and how time and memory of the
+last updates compare with the first.
 """
 
 import asyncio
+import functools
+import multiprocessing
 import os
 import pickle
 import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -23,8 +28,8 @@ os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 PROMPT, ANSWER = 16, 64  # tokens
-RESPONSE = 19  # mean tokens of a response in the tiny job
-BETWEEN = 0.25  # seconds of decoding between two updates
+RESPONSE = 22  # mean tokens of a response in the tiny job
+WINDOW = 0.25  # seconds of decoding, with an update or without
 
 
 def memory(pid: int) -> float:
@@ -62,19 +67,27 @@ class Load:
             self.finished += 1
 
 
-async def pair(cfg):
-    """A trainer and a generator that hold version 0."""
-    from grpo_async import Generator, Trainer
+def trainer(method: str, *args):
+    """Calls the trainer of this process, which the first call ("start") makes."""
+    if method == "start":
+        from grpo_async import Trainer
 
-    trainer, generator = Trainer(cfg, 0), Generator(cfg)
-    metas = trainer.start(*trainer.open_store(1))
+        trainer.rank = Trainer(*args, 0)
+        return trainer.rank.start(*trainer.rank.open_store(1))
+    return getattr(trainer.rank, method)(*args)
+
+
+async def pair(cfg, call):
+    """A generator that holds version 0 of the trainer that `call` reaches."""
+    from grpo_async import Generator
+
+    generator = Generator(cfg)
+    metas = await call("start", cfg)
     await generator.start()
-    host, port = trainer.open_store(2)
-    await asyncio.gather(
-        asyncio.to_thread(trainer.join_sync_group, 2),
-        generator.join_sync_group(pickle.dumps(cfg), host, port, 1, 2, metas),
-    )
-    return trainer, generator
+    host, port = await call("open_store", 2)
+    join = generator.join_sync_group(pickle.dumps(cfg), host, port, 1, 2, metas)
+    await asyncio.gather(call("join_sync_group", 2), join)
+    return generator
 
 
 async def main() -> None:
@@ -86,45 +99,54 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--run_dir", folder, "--max_response_tokens", str(ANSWER)]
         cfg = configs.load(Config, flags, default="configs/tiny.py")
-    trainer, generator = await pair(cfg)
+    process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    call = functools.partial(asyncio.get_running_loop().run_in_executor, process, trainer)
+    generator = await pair(cfg, call)
     engine_pid = generator.engine.engine_core.resources.engine_manager.processes[0].pid
 
     async def update(version: int) -> dict:
-        send = asyncio.to_thread(trainer.send_weights)
+        send = call("send_weights")
         _, phases = await asyncio.gather(send, generator.update_weights(version))
-        return phases | {"memory": memory(engine_pid), "sender_memory": memory(os.getpid())}
+        sender = next(iter(process._processes))
+        return phases | {"memory": memory(engine_pid), "sender_memory": memory(sender)}
 
     await update(0)
     load = Load(generator)
     streams = [asyncio.ensure_future(load.stream(i)) for i in range(cfg.max_num_seqs)]
     await asyncio.sleep(2)  # warm
-    began, before = time.perf_counter(), load.tokens
-    await asyncio.sleep(max(10.0, updates * BETWEEN / 4))
-    undisturbed = (load.tokens - before) / (time.perf_counter() - began)
-    began, before, rows = time.perf_counter(), load.tokens, []
+
+    async def window(work) -> tuple[float, Any]:
+        began, before = time.perf_counter(), counter("vllm:generation_tokens_total")
+        done = await work
+        await asyncio.sleep(WINDOW - (time.perf_counter() - began))
+        made = counter("vllm:generation_tokens_total") - before
+        return made / (time.perf_counter() - began) * WINDOW, done
+
+    rows = []
     for version in range(1, updates + 1):
-        await asyncio.sleep(BETWEEN)
-        rows.append(await update(version))
-    disturbed = (load.tokens - before) / (time.perf_counter() - began)
+        undisturbed, _ = await window(asyncio.sleep(0))
+        await call("stage_weights")  # as a training step ends
+        disturbed, row = await window(update(version))
+        rows.append(row | {"undisturbed": undisturbed, "lost": undisturbed - disturbed})
     load.running = False
     await asyncio.gather(*streams)
     step_tokens = cfg.prompts_per_step * cfg.group_size * RESPONSE
-    report(rows, (undisturbed, disturbed), step_tokens, load)
+    report(rows, step_tokens, load)
     generator.engine.shutdown()
 
 
-def report(rows: list[dict], rates: tuple[float, float], step_tokens: int, load: Load) -> None:
+def report(rows: list[dict], step_tokens: int, load: Load) -> None:
     """The table: phases, tokens, requests, and the last tenth of updates against the first."""
-    seconds = [r["sync_pause"] + r["sync_transfer"] + r["sync_resume"] for r in rows]
     tenth = max(1, len(rows) // 10)
     first, last = rows[tenth : 2 * tenth] or rows, rows[-tenth:]  # the very first fill caches
     print(f"{len(rows)} updates in flight, median ms of each phase:")
     for phase in ("sync_pause", "sync_transfer", "sync_resume"):
         print(f"  {phase:16} {1e3 * statistics.median(r[phase] for r in rows):8.1f}")
-    lost = statistics.median(seconds) * rates[0]
-    print(f"tokens/s undisturbed {rates[0]:8.0f}")
-    print(f"tokens/s at {1 / BETWEEN:.0f} updates/s {rates[1]:7.0f}")
-    print(f"tokens not generated per update {lost:8.0f}")
+    lost = statistics.fmean(r["lost"] for r in rows)
+    error = statistics.stdev(r["lost"] for r in rows) / len(rows) ** 0.5
+    rate = statistics.fmean(r["undisturbed"] for r in rows) / WINDOW
+    print(f"tokens/s undisturbed {rate:20.0f}")
+    print(f"tokens not generated per update {lost:9.0f} +- {error:.0f}")
     print(f"  of a step's {step_tokens:6} tokens      {lost / step_tokens:8.2%}   (goal 3 %)")
     prompts = counter("vllm:prompt_tokens_total") / PROMPT
     print(f"requests lost                {load.started - load.finished:8d}")

@@ -4,22 +4,22 @@ run_dir = "runs/tiny-{seed}-{time}"
 model = "models/tiny"
 train_data = "data/tiny/train.jsonl"
 val_data = "data/tiny/validation.jsonl"
-steps = 170
-val_period = 20
+steps = 250
+val_period = 25
 save_period = 0
 
-prompts_per_step = 6
+prompts_per_step = 10
 group_size = 16
 max_model_len = 128
 max_response_tokens = 64
-max_num_seqs = 7
+max_num_seqs = 11
 
 generator_gpus = 0.5
 trainer_gpus = 0.5
 gpu_memory_utilization = 0.3
 
-lr = 2e-4
-warmup_lr = 2e-5
+lr = 1.5e-4
+warmup_lr = 1.5e-5
 row_tokens = 256
 activation_checkpointing = False
 

@@ -41,10 +41,10 @@ CHAT_TEMPLATE = (
 )
 RESPONSE = re.compile(r"([a-z] )+<answer>[a-z]+</answer>|(\d )+<answer>\[\d(,\d)*\]</answer>")
 DATASETS = {
-    "spell_backward": {"min_word_len": 3, "max_word_len": 7},
+    "spell_backward": {"min_word_len": 3, "max_word_len": 8},
     "number_sorting": {
         "min_numbers": 3,
-        "max_numbers": 5,
+        "max_numbers": 6,
         "min_decimals": 0,
         "max_decimals": 0,
         "min_value": 0,
@@ -52,8 +52,8 @@ DATASETS = {
     },
 }
 TRAIN_ROWS, VALIDATION_ROWS = 4096, 128
-SLIP = 0.17  # of the items of an answer are skipped by the teacher
-STEPS, BATCH, LR, WARMUP = 300, 64, 3e-3, 30
+SLIP = 0.15  # of the items of an answer are skipped by the teacher
+STEPS, BATCH, LR, WARMUP = 330, 64, 3e-3, 30
 
 
 def problem_stream(seed, excluded):

@@ -48,16 +48,22 @@ def group(store, rank: int, world: int, cfg):
     return dist.ProcessGroupNCCL(store, rank, world, options)
 
 
-def send(weights: Iterator[tuple[str, Tensor]], metas: list, group, cfg) -> None:
-    """Broadcasts named weights, in the order of `metas`; ranks without a group only gather them.
-
-    Raises RuntimeError where a receiver is gone, after the last gather.
-    """
-    error = None
+def pack(weights: Iterator[tuple[str, Tensor]], metas: list, cfg) -> Iterator[Tensor]:
+    """Gathers named weights, in the order of `metas`, into the buffers to broadcast."""
     for items, size in buckets(metas):
         buffer = torch.empty(size, dtype=torch.uint8, device=device(cfg))
         for (_, _, dtype, start, stop), (_, tensor) in zip(items, weights, strict=False):
             buffer[start:stop].view(dtype).copy_(tensor.reshape(-1))
+        yield buffer
+
+
+def send(packed: Iterator[Tensor], group) -> None:
+    """Broadcasts what `pack` gathers; ranks without a group only gather.
+
+    Raises RuntimeError where a receiver is gone, after the last gather.
+    """
+    error = None
+    for buffer in packed:
         try:
             if group and not error:
                 group.broadcast(buffer, 0).wait()

@@ -41,7 +41,7 @@ def metas(tensors) -> list:
 def test_what_arrives_is_what_was_sent(monkeypatch, limit):
     monkeypatch.setattr(weight_sync.buckets, "__defaults__", (limit,))
     tensors, wire = weights(), Wire()
-    weight_sync.send(iter(tensors.items()), metas(tensors), wire, CFG)
+    weight_sync.send(weight_sync.pack(iter(tensors.items()), metas(tensors), CFG), wire)
     receiver = weight_sync.WeightReceiver()
     receiver.sync_cfg, receiver.sync_metas = CFG, metas(tensors)
     sent = iter(wire.sent)
@@ -69,5 +69,5 @@ def test_a_lost_receiver_does_not_stop_the_gathers_that_other_ranks_join(monkeyp
             yield name, tensor
 
     with pytest.raises(RuntimeError, match="connection closed"):
-        weight_sync.send(gather(), metas(tensors), Wire(breaks_at=1), CFG)
+        weight_sync.send(weight_sync.pack(gather(), metas(tensors), CFG), Wire(breaks_at=1))
     assert gathered == list(tensors)
