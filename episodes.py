@@ -3,13 +3,22 @@
 Tokens in, tokens out: what is trained are the ids that were sampled, never a re-tokenisation.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import itertools
 import math
+import os
+import uuid
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
 from envs import Reward
+
+DRAFT_SECONDS = 5.0  # what a lost engine may cost of an answer that it was writing
 
 
 @dataclasses.dataclass
@@ -20,36 +29,63 @@ class Turn:
     token_ids: list[int]
     logps: list[float]
     versions: list[int]
-    finish_reason: str  # "stop", or "length" where the answer was cut off
+    finish_reason: str  # "stop", "length" where the answer was cut off, "" for a draft
     text: str = ""
 
     @classmethod
     def from_vllm(cls, prompt_ids: list[int], answer) -> "Turn":
         """A CompletionOutput, whose version spans become one version for each token.
 
-        Raises RuntimeError unless the policy or the length limit ended it.
+        Raises RuntimeError where something else than the policy or the length limit ended it.
         """
-        if answer.finish_reason not in ("stop", "length"):
+        if answer.finish_reason not in ("stop", "length", ""):
             raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
-        spans = answer.weight_versions
+        spans = answer.weight_versions or ()
         versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
         logps = list(answer.logprobs.logprobs)
         return cls(prompt_ids, list(answer.token_ids), logps, versions, answer.finish_reason)
+
+    def extended(self, answer) -> "Turn":
+        """This draft and what a CompletionOutput adds to it."""
+        more = Turn.from_vllm(self.prompt_ids, answer)
+        ids, logps = self.token_ids + more.token_ids, self.logps + more.logps
+        versions = self.versions + more.versions
+        return Turn(self.prompt_ids, ids, logps, versions, more.finish_reason)
+
+
+EMPTY_TURN = Turn([], [], [], [], "")
+
+
+def unfinished(state):
+    """A CompletionOutput of a running vLLM request; vLLM tells versions only of finished ones."""
+    answer = state._new_completion_output([], None, None)
+    answer.finish_reason, answer.weight_versions = "", state._weight_version_spans()
+    return answer
 
 
 class Policy:
     """What an environment sees of the policy: token ids in, a Turn out, always the same engine.
 
-    `cfg` tells it max_model_len and how prompts are rendered.
+    `cfg` tells it max_model_len and how prompts are rendered. `drafts` outlives it: should the
+    engine be lost, the episode that runs again finds its answers there, as far as they had come.
     """
 
-    def __init__(self, generator, tokenizer, cfg, seed: int):
+    def __init__(self, generator, tokenizer, cfg, seed: int, drafts: list):
         self.generator, self.tokenizer, self.cfg = generator, tokenizer, cfg
-        self.seeds = itertools.count(seed, 1000)
+        self.seed, self.drafts, self.calls = seed, drafts, 0
 
     async def generate(self, prompt_ids: list[int], n: int = 1) -> list[Turn]:
         """n answers to one prompt, with their text."""
-        turns = await self.generator.generate.remote(prompt_ids, n, next(self.seeds))
+        k, self.calls, call = self.calls, self.calls + 1, uuid.uuid4().hex
+        if len(self.drafts) <= k or self.drafts[k][0] != prompt_ids:
+            self.drafts[k:] = [(prompt_ids, [])]
+        args = prompt_ids, n, self.seed + 1000 * k, call, self.drafts[k][1]
+        pending = asyncio.ensure_future(self.generator.generate.remote(*args))
+        while not (await asyncio.wait([pending], timeout=DRAFT_SECONDS))[0]:
+            with contextlib.suppress(Exception):  # a lost engine shows in `pending`
+                self.drafts[k] = prompt_ids, await self.generator.drafts.remote(call)
+        turns = await pending
+        self.drafts[k] = prompt_ids, turns
         for turn in turns:
             turn.text = self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         return turns
@@ -75,6 +111,7 @@ class Sample:
     truncated: bool
     reward: float = math.nan
     advantage: float = 0.0
+    env: str = ""
 
 
 @dataclasses.dataclass
@@ -89,6 +126,7 @@ class SampleInfo:
     oldest_version: int
     newest_version: int
     truncated: bool
+    env: str
 
 
 def is_malformed(text: str) -> bool:
@@ -149,6 +187,7 @@ def describe(sample: Sample) -> SampleInfo:
         oldest_version=int(versions.min(initial=2**31 - 1)),
         newest_version=int(versions.max(initial=-1)),
         truncated=sample.truncated,
+        env=sample.env,
     )
 
 
@@ -170,3 +209,58 @@ def record(tokenizer, row: dict, episode: Episode, sample: Sample) -> dict:
 
 # What a packed row without samples holds: one token that trains nothing.
 EMPTY = Sample(*(np.zeros(1, kind) for kind in ("i4", "?", "f4", "i4", "?")), False, reward=0.0)
+
+HEAD = ("slot", "version", "line")
+PER_TOKEN = ("tokens", "mask", "engine_logp", "version", "malformed")
+PER_SAMPLE = ("reward", "advantage", "truncated", "env")
+
+
+def write_groups(path: str, heads: list, places: list[list], *refs) -> None:
+    """Writes groups of samples as one .npz file: `heads` are (slot, version, line) of each.
+
+    `refs` are, for each list of places (group, place in it), the trainer's logprobs [T] of the
+    samples there; then the groups.
+    """
+    scores, groups = refs[: len(places)], refs[len(places) :]
+    pairs = zip(itertools.chain(*places), itertools.chain(*scores), strict=True)
+    logps = dict(pairs)
+    every = [(at, sample) for g, group in enumerate(groups) for at, sample in _places(g, group)]
+    columns = dict(zip(HEAD, np.array(heads).reshape(-1, 3).T, strict=True))
+    columns["group"] = np.array([g for (g, _), _ in every], np.int32)
+    columns["length"] = np.array([len(sample.tokens_T) for _, sample in every], np.int32)
+    columns |= {k: np.array([getattr(sample, k) for _, sample in every]) for k in PER_SAMPLE}
+    for name in PER_TOKEN:
+        pieces = [getattr(sample, f"{name}_T") for _, sample in every]
+        columns[f"{name}_T"] = np.concatenate([EMPTY.mask_T[:0], *pieces])
+    blank = [np.full(len(sample.tokens_T), np.nan, np.float32) for _, sample in every]
+    pieces = [logps.get(at, nan) for (at, _), nan in zip(every, blank, strict=True)]
+    columns["logp_T"] = np.concatenate([EMPTY.engine_logp_T[:0], *pieces])
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    aside = f"{path}.partial.npz"
+    np.savez(aside, **columns)
+    os.replace(aside, path)
+
+
+def _places(g: int, group: list[Sample]) -> Iterator:
+    return (((g, j), sample) for j, sample in enumerate(group))
+
+
+def read_groups(path: str) -> tuple:
+    """What `write_groups` wrote: [(slot, version, line, infos)], then the samples of each group.
+
+    Raises ValueError naming a file that is not of that kind.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            columns = dict(file)
+        heads = [tuple(map(int, h)) for h in zip(*(columns[k] for k in HEAD), strict=True)]
+        groups = [[] for _ in heads]
+        ends = np.cumsum(columns["length"])
+        for i, (g, end) in enumerate(zip(columns["group"], ends, strict=True)):
+            part = slice(end - columns["length"][i], end)
+            tokens = {f"{k}_T": columns[f"{k}_T"][part] for k in PER_TOKEN}
+            groups[g].append(Sample(**tokens, **{k: columns[k][i].item() for k in PER_SAMPLE}))
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path}: expected groups of samples: {error}") from None
+    infos = ([describe(sample) for sample in group] for group in groups)
+    return [(*head, info) for head, info in zip(heads, infos, strict=True)], *groups

@@ -33,11 +33,10 @@ Deviations from NeMo-RL (branch super-v3) are argued in docs/grpo_async.md.
 
 import asyncio
 import dataclasses
-import functools
 import itertools
 import json
-import pickle
 import sys
+import threading
 import time
 import uuid
 import zlib
@@ -55,13 +54,29 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
+import checkpoints
 import configs
+import dry_run
 import envs
 import metrics
+import modes
 import report
-from episodes import EMPTY, Episode, Policy, Sample, SampleInfo, Turn, describe, record, stitch
+from episodes import (
+    EMPTY,
+    EMPTY_TURN,
+    Episode,
+    Policy,
+    Sample,
+    SampleInfo,
+    Turn,
+    describe,
+    record,
+    stitch,
+    unfinished,
+)
 from launch import cluster
 from launch.cluster import actor, within
+from launch.fleet import Fleet
 from metrics import k3
 from policy import weight_sync
 from policy.packing import plan_rows
@@ -101,11 +116,32 @@ class Config:
     steps: PositiveInt = 1000
     """Batches to train; also the last policy version."""
     save_period: NonNegativeInt = 100
-    """Export the policy every so many steps, and at the end; 0: only at the end."""
+    """Save and export every so many steps, and at the end; 0: only at the end."""
+    keep_last: PositiveInt = 2
+    """Checkpoints that can be resumed; of older ones only the exported model stays."""
+    save_before: NonNegativeInt = 0
+    """Save and leave so many seconds before the Slurm job ends; 0: never."""
     val_period: NonNegativeInt = 0
     """Evaluate every so many steps, at the start and at the end; 0: never."""
+    val_samples: PositiveInt = 1
+    """Answers to each validation prompt; k of pass@k."""
+    sample_period: NonNegativeInt = 0
+    """Write all tokens and logprobs of every so many steps, for report and --replay; 0: never."""
     wandb: bool = False
     """Log to Weights & Biases (install wandb yourself)."""
+    # --- what to do with all this; the default is to train from the start
+    resume: str = ""
+    """Go on in run_dir: from the newest good checkpoint ("auto") or from this folder."""
+    dry_run: bool = False
+    """Print what the run would need and where it would be bound; start nothing."""
+    eval_only: bool = False
+    """Evaluate the model, or the checkpoint that `resume` names, and leave."""
+    rollout_only: bool = False
+    """Write each step's samples with the initial policy; train nothing."""
+    replay: str = ""
+    """Train on the samples that this run folder holds, without an engine."""
+    export: NonNegativeInt = 0
+    """Write this step's checkpoint as a model for transformers and vLLM, and leave."""
     # --- model and data
     model: str = "models/tiny"
     """Folder of a Hugging Face causal LM: config.json, *.safetensors, tokenizer."""
@@ -113,6 +149,8 @@ class Config:
     """NeMo-Gym rows, used in file order, again from the top when they end."""
     val_data: str = ""
     """NeMo-Gym rows for evaluation; empty: none."""
+    max_bad_rows: NonNegativeInt = 0
+    """Malformed rows that a data file may hold; they go to quarantine.jsonl in the run folder."""
     max_model_len: PositiveInt = 65536
     """Tokens of prompt and response together."""
     thinking: bool = True
@@ -214,12 +252,15 @@ class Config:
     """Seconds for one training step."""
     sync_timeout: PositiveFloat = 600.0
     """Seconds for one weight update, from pause to resume."""
+    verify_sync_every: NonNegativeInt = 0
+    """Prove the engines' weights every so many steps, as is done with new engines; 0: only then."""
 
     def __post_init__(self):
         """Refuses combinations that cannot work, naming both sides."""
         P, U, rule = self.prompts_per_step, self.updates_per_batch, self.correction
         kl, skip, dual = self.kl_coef, self.skip_zero_advantage, self.dual_clip
         waits, tries = self.rollout_attempts * self.rollout_timeout, "rollout attempts * timeout"
+        asked = [k for k in ("eval_only", "rollout_only", "replay", "export") if getattr(self, k)]
         val = f"val_period = {self.val_period} and val_data = {self.val_data!r}"
         for holds, message in (
             (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
@@ -227,6 +268,8 @@ class Config:
             (dual is None or dual > 1, f"dual_clip = {dual}: expected more than 1"),
             (bool(self.val_period) == bool(self.val_data), f"{val}: expected both or neither"),
             (not (kl and skip), f"kl_coef = {kl} needs skip_zero_advantage = False, not True"),
+            (len(asked) < 2, f"{' and '.join(asked)} exclude each other"),
+            (not (self.resume and self.replay), f"resume = {self.resume!r} excludes replay"),
             (waits < self.batch_timeout, f"{tries} = {waits} leaves batch_timeout no room"),
         ):
             if not holds:
@@ -242,6 +285,7 @@ class Group:
 
     slot: int
     version: int  # of the policy when the group was dispatched
+    line: int  # of the data file
     infos: list[SampleInfo]
     samples: Any
 
@@ -471,12 +515,18 @@ class RolloutBuffer:
             raise ValueError(f"slot {group.slot} was not running: {self.census()}")
         self.ready[group.slot] = group
         self.idle_since = time.monotonic()
-        self._wake()
+        self.wake()
 
     def advance(self, version: int) -> None:
         """The engines hold `version` now: more slots may start."""
         self.version = version
-        self._wake()
+        self.wake()
+
+    def restore(self, version: int, ready: list[Group], dropped: dict[str, int]) -> None:
+        """Goes on where a checkpoint was taken; what was running then must be started again."""
+        self.version = self.next_step = version
+        self.ready = {group.slot: group for group in ready}
+        self.dropped.update(dropped)
 
     def is_complete(self, step: int) -> bool:
         """Whether all P groups of a step are ready."""
@@ -514,12 +564,13 @@ class RolloutBuffer:
         )
         return f"{ready} (oldest {oldest:.0f} s), dropped: {dict(self.dropped) or 'none'}"
 
-    def _slots(self, step: int) -> range:
-        return range(step * self.prompts_per_step, (step + 1) * self.prompts_per_step)
-
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Lets everybody who waits look again."""
         self.changed.set()
         self.changed = asyncio.Event()
+
+    def _slots(self, step: int) -> range:
+        return range(step * self.prompts_per_step, (step + 1) * self.prompts_per_step)
 
 
 # === Generator: a vLLM engine =====================================================================
@@ -530,6 +581,7 @@ class Generator:
 
     def __init__(self, cfg: Config):
         self.cfg, self.version = cfg, -1  # -1: no policy was ever synced
+        self.written: dict[str, list[Turn]] = {}  # request -> its answers, or drafts of them
 
     async def start(self) -> None:
         """Builds the engine; its weights come with version 0."""
@@ -549,52 +601,84 @@ class Generator:
             max_num_seqs=cfg.max_num_seqs,
             gpu_memory_utilization=cfg.gpu_memory_utilization,
             logprobs_mode="processed_logprobs",
+            scheduling_policy="priority",
             worker_extension_cls="policy.weight_sync.WeightReceiver",
             seed=cfg.seed,
         )
         self.engine = AsyncLLM.from_engine_args(args)
 
-    async def generate(self, prompt_ids: list[int], n: int, seed: int) -> list[Turn]:
-        """Samples n answers. Logprobs are of the policy that sampled, at the run's temperature.
+    async def generate(self, prompt_ids: list[int], n: int, seed: int, call="", drafts=()):
+        """n Turns. `drafts` are what a lost engine had written of them; `call` names the request.
 
-        vLLM labels each token with the policy version of its engine step; a running request keeps
-        its KV over an update, one submitted after it never hits an older prefix (`cache_salt`).
+        Logprobs are of the policy that sampled, at the run's temperature. vLLM labels each token
+        with the policy version of its engine step; a running request keeps its KV over an update,
+        one submitted after it never hits an older prefix (`cache_salt`).
         """
+        call, drafts = call or uuid.uuid4().hex, drafts or [EMPTY_TURN] * n
+        self.written[call] = list(drafts)
+        limit = self.cfg.max_response_tokens
+        answers = (self.answer(prompt_ids, seed + j, call, j, limit) for j in range(n))
+        try:
+            return await asyncio.gather(*answers)
+        finally:
+            del self.written[call]
+
+    async def probe(self) -> Turn:
+        """A short answer, for the trainer to score; goes before all that waits."""
+        self.written["probe"] = [EMPTY_TURN]
+        return await self.answer(PROBE, self.cfg.seed, "probe", 0, limit=32)
+
+    async def answer(self, prompt_ids: list[int], seed: int, call: str, j: int, limit: int) -> Turn:
+        """Sample j of a request, from where its draft ends."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        room = self.cfg.max_model_len - len(prompt_ids)
+        draft = self.written[call][j]
+        if draft.finish_reason:
+            return draft
+        ids = prompt_ids + draft.token_ids
         params = SamplingParams(
-            n=n,
-            seed=seed,
+            seed=seed + 1_000_003 * len(draft.token_ids),  # other noise than the draft had
             temperature=self.cfg.temperature,
-            max_tokens=min(self.cfg.max_response_tokens, room),
+            max_tokens=min(limit - len(draft.token_ids), self.cfg.max_model_len - len(ids)),
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = {"prompt_token_ids": prompt_ids, "cache_salt": str(self.version)}
-        async for output in self.engine.generate(prompt, params, request_id=uuid.uuid4().hex):
-            answers = sorted(output.outputs, key=lambda answer: answer.index)
-        return [Turn.from_vllm(prompt_ids, answer) for answer in answers]
+        prompt = {"prompt_token_ids": ids, "cache_salt": str(self.version)}
+        first = -1 if call == "probe" else 0
+        outputs = self.engine.generate(prompt, params, f"{call}-{j}", priority=first)
+        async for output in outputs:
+            self.written[call][j] = draft.extended(output.outputs[0])
+        return dataclasses.replace(self.written[call][j], prompt_ids=prompt_ids)
+
+    def drafts(self, call: str) -> list[Turn]:
+        """What there is by now of a request's answers, for when this engine is lost."""
+        turns = list(self.written.get(call, ()))
+        for state in self.engine.output_processor.request_states.values():
+            name, _, j = state.external_req_id.rpartition("-")
+            if name == call:
+                turns[int(j)] = turns[int(j)].extended(unfinished(state))
+        return turns
 
     async def join_sync_group(self, *args) -> None:
         """Connects the engine's workers to trainer rank 0."""
         await self.engine.collective_rpc("join_sync_group", args=args)
 
-    async def update_weights(self, version: int) -> dict[str, float]:
-        """Receives `version` in flight; returns the seconds of each phase. Any error is final."""
+    async def update_weights(self, version: int, verify: bool):
+        """Receives `version` in flight: (seconds by phase, checksums). Any error is final."""
         clock, began = time.perf_counter, time.perf_counter()
         # Not through AsyncLLM.pause_generation, which adds 20 ms that vLLM calls unnecessary.
         await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         paused = clock()
         label = self.engine.update_weight_version(str(version))
-        await asyncio.gather(self.engine.collective_rpc("receive_weights"), label)
+        receive = self.engine.collective_rpc("receive_weights", args=(verify,))
+        (sums, *_), _ = await asyncio.gather(receive, label)
         self.version, loaded = version, clock()
         await self.engine.resume_generation()
         phases = {"sync_pause": paused - began, "sync_transfer": loaded - paused}
-        return phases | {"sync_resume": clock() - loaded}
+        return phases | {"sync_resume": clock() - loaded}, sums
 
     async def check_health(self) -> None:
         """Raises if the engine is dead."""
@@ -609,6 +693,7 @@ class RolloutWorker:
 
     def __init__(self, cfg: Config, rank: int):
         self.cfg, self.tokenizer = cfg, load_tokenizer(cfg.model)
+        self.drafts: dict = {}  # (slot, line) -> for each policy, answers that a retry starts from
         suffix = f".{rank}" if cfg.rollout_workers > 1 else ""
         self.file = open(Path(cfg.run_dir) / f"rollouts{suffix}.jsonl", "a")  # noqa: SIM115
 
@@ -616,16 +701,19 @@ class RolloutWorker:
         """(list[SampleInfo], list[Sample]) of n scored and compared answers to one row.
 
         An environment has `verify(row, response)`, or `rollout(row, policy)` for several turns,
-        and `score_group(rows, responses)` where rewards compare. Raises what it raises.
+        and `score_group(rows, responses)` where rewards compare. Raises what it raises; called
+        again, it goes on from the answers that it had.
         """
+        drafts = self.drafts.setdefault((slot, row["_line"]), [[] for _ in range(n)])
         seed = zlib.crc32(f"{self.cfg.seed} {slot}".encode())
         env = envs.environment(row["agent_ref"]["name"])
         if hasattr(env, "rollout"):
-            policies = [Policy(generator, self.tokenizer, self.cfg, seed + j) for j in range(n)]
+            shared = generator, self.tokenizer, self.cfg
+            policies = [Policy(*shared, seed + j, draft) for j, draft in enumerate(drafts)]
             episodes = await asyncio.gather(*(env.rollout(row, policy) for policy in policies))
         else:
             prompt_ids = render(self.tokenizer, row, self.cfg.thinking)
-            policy = Policy(generator, self.tokenizer, self.cfg, seed)
+            policy = Policy(generator, self.tokenizer, self.cfg, seed, drafts[0])
             turns = await policy.generate(prompt_ids, n)
             rewards = await asyncio.gather(*(envs.verify(row, turn.text) for turn in turns))
             episodes = [Episode([t], r) for t, r in zip(turns, rewards, strict=True)]
@@ -633,6 +721,7 @@ class RolloutWorker:
             texts = [episode.turns[-1].text for episode in episodes]
             rewards = await env.score_group([row] * n, texts)
             episodes = [Episode(e.turns, r) for e, r in zip(episodes, rewards, strict=True)]
+        del self.drafts[slot, row["_line"]]
         return self.finish(row, slot, episodes)
 
     def finish(self, row: dict, slot: int | str, episodes: list[Episode]):
@@ -647,6 +736,7 @@ class RolloutWorker:
                 sample.mask_T &= not (cfg.overlong_filtering and sample.truncated)
                 sample.malformed_T &= cfg.penalize_malformed
                 sample.reward, sample.advantage = float(reward), float(advantage)
+                sample.env = row["agent_ref"]["name"]
                 samples.append(sample)
             step = slot // cfg.prompts_per_step + 1 if isinstance(slot, int) else None
             line = {"step": step, "slot": slot} | record(self.tokenizer, row, episode, samples[-1])
@@ -654,11 +744,19 @@ class RolloutWorker:
         self.file.flush()
         return [describe(sample) for sample in samples], samples
 
+    def forget(self, slot: int | str, line: int) -> None:
+        """Drops the drafts of a prompt that is given up."""
+        self.drafts.pop((slot, line), None)
+
+    def call(self, function: Callable, *args):
+        """Runs a function where samples may be, which is not in the driver."""
+        return function(*args)
+
 
 # === Trainer ======================================================================================
 
 
-class Trainer:
+class Trainer(checkpoints.Saver):
     """One rank of the policy being trained. A plain class; an actor where it is used."""
 
     def __init__(self, cfg: Config, rank: int):
@@ -687,26 +785,37 @@ class Trainer:
         self.metas = self.policy.weight_metas()
         return self.metas
 
-    def train_step(self, updates: list[Update], *groups: list[Sample]) -> dict[str, float]:
-        """One batch, in one optimizer step or several; returns the mean of their metrics."""
+    def train_step(self, step: int, updates: list[Update], *groups: list[Sample]):
+        """One batch: (its updates' mean metrics, mismatch table, logprobs [T] of each sample)."""
         began = time.perf_counter()
+        rows = [[[groups[g][j] for g, j in row] for row in update.rows] for update in updates]
         packed = [
-            [pack([groups[g][j] for g, j in row], update, self.cfg) for row in update.rows]
-            for update in updates
+            [pack(samples, update, self.cfg) for samples in of_update]
+            for of_update, update in zip(rows, updates, strict=True)
         ]
-        for rows in packed:  # all of them before the first update moves the policy
-            for batch in rows:
-                if len(updates) > 1:
-                    (batch.old_logp_T,) = self.policy.logprobs([batch])
-                if self.reference:
-                    (batch.ref_logp_T,) = self.reference.logprobs([batch])
-        stats = [self.update(rows) for rows in packed]
+        for batch in itertools.chain(*packed):  # before the first update moves the policy
+            if len(updates) > 1:
+                (batch.old_logp_T,) = self.policy.logprobs([batch])
+            if self.reference:
+                (batch.ref_logp_T,) = self.reference.logprobs([batch])
+        stats, scores = zip(*(self.update(batches) for batches in packed), strict=True)
         self.stage_weights()
-        return metrics.mean_metrics(stats) | {"train_seconds": time.perf_counter() - began}
+        seconds = {"train_seconds": time.perf_counter() - began}
+        samples, logps = list(itertools.chain(*itertools.chain(*rows))), []
+        for row, logp_T in zip(itertools.chain(*rows), itertools.chain(*scores), strict=True):
+            lengths = [len(sample.tokens_T) for sample in row or [EMPTY]]
+            logps += [part.numpy() for part in logp_T.cpu().split(lengths)][: len(row)]
+        table = metrics.mismatch_table(samples, logps, step, self.cfg.sequence_error_limit)
+        return metrics.mean_metrics(stats) | seconds, table, logps
 
-    def update(self, rows: list[Batch]) -> dict[str, float]:
-        """Gradients over this rank's packed rows, then one optimizer step."""
-        loss_fn = functools.partial(policy_loss, cfg=self.cfg)
+    def update(self, rows: list[Batch]) -> tuple[dict[str, float], list[Tensor]]:
+        """Gradients over this rank's packed rows, then one optimizer step: (metrics, logprobs)."""
+        scores = []
+
+        def loss_fn(logp_T, batch):
+            scores.append(logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T)
+            return policy_loss(logp_T, batch, self.cfg)
+
         total = metrics.reduce_stats(self.policy.forward_backward(rows, loss_fn))
         unit = "tokens" if self.cfg.reduction == "token" else "sequences"
         planned = getattr(rows[0], f"planned_{unit}")
@@ -714,7 +823,16 @@ class Trainer:
         kept = planned - total[f"row_{unit}"] + total[f"kept_{unit}"]
         grad_scale = planned / max(kept, 1)
         stats = metrics.step_metrics(total, rows[0].planned_tokens, grad_scale)
-        return stats | self.policy.optimizer_step(grad_scale)
+        return stats | self.policy.optimizer_step(grad_scale), scores
+
+    def score(self, turns: list[Turn]) -> list[float]:
+        """Mean |logp - engine_logp| of each turn's tokens; collective over the ranks."""
+        gaps = []
+        for turn in turns:
+            batch = pack(stitch([turn]), Update(1, 1, []), self.cfg).to(self.policy.device)
+            (logp_T,) = self.policy.logprobs([batch])
+            gaps.append(float((logp_T - batch.engine_logp_T)[batch.mask_T].abs().mean()))
+        return gaps
 
     def join_sync_group(self, world: int) -> None:
         """Meets the engines' workers at the store that `open_store` opened last."""
@@ -725,87 +843,38 @@ class Trainer:
         packed = weight_sync.pack(self.policy.named_weights(), self.metas, self.cfg)
         self.outgoing = itertools.chain([next(packed)], packed)
 
-    def send_weights(self) -> None:
-        """Broadcasts the policy to the engines; collective over the trainer ranks."""
+    def send_weights(self, verify: bool) -> dict[str, int]:
+        """Broadcasts the policy to the engines; collective. Returns checksums if `verify`."""
         if not self.outgoing:
             self.stage_weights()
         outgoing, self.outgoing = self.outgoing, None
-        weight_sync.send(outgoing, self.sync_group)
+        return weight_sync.send(outgoing, self.metas, self.sync_group, verify)
 
-    def export(self, folder: str) -> None:
-        """Writes the policy as a model that transformers and vLLM load."""
-        self.policy.export_hf(folder)
+    def watch(self) -> None:
+        """Never returns, so that its end tells the driver of this rank's."""
+        threading.Event().wait()
 
 
 # === Weight sync: every engine from one policy version to the next, in flight =====================
 
 
-class Engines:
+PROBE = list(range(1, 17))  # token ids that every vocabulary has
+
+
+class Engines(Fleet):
     """All generators, kept at one policy version.
 
     A failed update leaves an engine's layers half loaded, and no later update repairs them: who
     does not acknowledge one is killed and replaced, and everybody joins a new process group.
     """
 
-    def __init__(self, cfg: Config, trainers: list, metas: list):
-        self.cfg, self.trainers, self.metas = cfg, trainers, metas
-        self.load: dict[Any, int] = {}  # engine -> groups it is working on
-        self.synced, self.missing = asyncio.Event(), asyncio.Event()
-        self.repairs, self.error = 0, None
-
-    async def start(self, count: int) -> None:
-        """Starts `count` engines and connects all of them with trainer rank 0."""
-        cfg, gpus = self.cfg, self.cfg.generator_gpus * self.cfg.tensor_parallel
-        options = {"max_concurrency": 100_000}  # control calls must not queue behind rollouts
-        fresh = [actor(Generator, gpus, **options).remote(cfg) for _ in range(count)]
-        self.load |= dict.fromkeys(fresh, 0)
-        starts = asyncio.gather(*(engine.start.remote() for engine in fresh))
-        await within(cfg.start_timeout, f"{count} engines to start", starts)
-        world = 1 + len(self.load) * cfg.tensor_parallel
-        store = self.trainers[0].open_store.remote(world)
-        address = await within(cfg.start_timeout, "trainer rank 0 to listen", store)
-        joins = [self.trainers[0].join_sync_group.remote(world)]
-        for engine, rank in zip(self.load, range(1, world, cfg.tensor_parallel), strict=True):
-            args = pickle.dumps(cfg), *address, rank, world, self.metas
-            joins.append(engine.join_sync_group.remote(*args))
-        await within(cfg.start_timeout, "trainer and engines to connect", asyncio.gather(*joins))
-
-    async def pick(self):
-        """The least busy engine, once there is one that holds a policy; give it back."""
-        limit = 2 * self.cfg.start_timeout + self.cfg.train_timeout + self.cfg.sync_timeout
-        await within(limit, "an engine that holds the policy", self.synced.wait())
-        engine = min(self.load, key=self.load.get)
-        self.load[engine] += 1
-        return engine
-
-    def release(self, engine) -> None:
-        """Gives an engine back."""
-        if engine in self.load:  # it may have been lost meanwhile
-            self.load[engine] -= 1
-
-    async def is_alive(self, engine) -> bool:
-        """Whether an engine still serves; a dead one is discarded."""
-        try:
-            await within(60, "an engine's health check", engine.check_health.remote())
-        except Exception as error:
-            self.discard([engine], error)
-        return engine in self.load
-
-    def discard(self, engines: list, error: Exception) -> None:
-        """Kills engines that failed; the next `sync` starts others in their place."""
-        for engine in engines:
-            if self.load.pop(engine, None) is not None:
-                ray.kill(engine)
-                self.error = error
-                self.missing.set()
-        if not self.load:
-            self.synced.clear()
-
     async def sync(self, version: int) -> dict[str, float]:
         """Brings all engines to `version`; returns the slowest engine's seconds by phase.
 
-        Raises RuntimeError after `max_engine_restarts` repairs, with the engines' last error.
+        Raises RuntimeError after `max_engine_restarts` repairs, with the engines' last error, or
+        where an engine turns out to hold other weights than the trainer.
         """
+        every = self.cfg.verify_sync_every
         while True:
             lost = self.cfg.generators - len(self.load)
             self.repairs += lost > 0
@@ -815,31 +884,46 @@ class Engines:
                 if lost:
                     self.synced.clear()
                     await self.start(lost)
-                phases = await self.broadcast(version)
+                verify = self.unproven or bool(every and version % every == 0)
+                phases = await self.broadcast(version, verify)
+                gaps = await self.probe() if verify else []
             except Exception as error:
                 self.discard(list(self.load), error)
                 continue
+            allowed = 0.1 if "bfloat16" in {meta[2] for meta in self.metas} else 1e-3
+            if not all(gap <= allowed for gap in gaps):
+                raise RuntimeError(f"engines score unlike the trainer at {version}: {gaps} nats")
+            self.unproven = False
             self.missing.clear()
             self.synced.set()
             return {k: max(phase[k] for phase in phases) for k in phases[0]}
 
-    async def broadcast(self, version: int) -> list[dict[str, float]]:
+    async def broadcast(self, version: int, verify: bool) -> list[dict[str, float]]:
         """Each engine's seconds by phase; raises the first error once no send is left waiting."""
-        sends = [asyncio.wrap_future(t.send_weights.remote().future()) for t in self.trainers]
+        sends = [asyncio.wrap_future(t.send_weights.remote(verify).future()) for t in self.trainers]
         updates = {
-            asyncio.wrap_future(engine.update_weights.remote(version).future()): engine
+            asyncio.wrap_future(engine.update_weights.remote(version, verify).future()): engine
             for engine in self.load
         }
         both, limit = {*sends, *updates}, self.cfg.sync_timeout
         await asyncio.wait(both, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
         errors = [task.exception() for task in both if task.done() and task.exception()]
         if not errors and all(task.done() for task in both):
-            return [task.result() for task in updates]
+            for task in updates:
+                weight_sync.compare(sends[0].result(), task.result()[1])
+            return [task.result()[0] for task in updates]
         error = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
         self.discard([e for t, e in updates.items() if not t.done() or t.exception()], error)
         # The dead engines' sockets are closed now, so a send that waits for them ends as well.
         await within(limit, "the trainers' sends to end", asyncio.wait(sends))
         raise error
+
+    async def probe(self) -> list[float]:
+        """Each engine's answer to one prompt, scored by the trainer: mean gap of the logprobs."""
+        limit, answers = self.cfg.sync_timeout, (engine.probe.remote() for engine in self.load)
+        turns = await within(limit, "the engines to answer a probe", asyncio.gather(*answers))
+        scores = [trainer.score.remote(turns) for trainer in self.trainers]
+        return (await within(limit, "the trainers to score it", asyncio.gather(*scores)))[0]
 
 
 # === The driver: two loops and what they share ====================================================
@@ -848,123 +932,197 @@ class Engines:
 class Run:
     """One training run. `generate_forever` and `train_forever` meet in the buffer."""
 
+    Group = Group
+
     def __init__(self, cfg: Config, rows: list[dict], val_rows: list[dict]):
-        self.cfg, self.val_rows = cfg, val_rows
-        self.stream = itertools.cycle(rows)  # file order is the curriculum: never shuffled
+        self.cfg, self.rows, self.val_rows = cfg, rows, val_rows
+        self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag)
+        # Of the prompts, in file order again and again: never shuffled, order is the curriculum.
+        self.next_slot, self.position = 0, 0
+        self.in_flight: dict[int, int] = {}  # slot -> position of the prompt that fills it
+        self.dropped_in_a_row = 0
         # Held from optimizer step to sync: a repair must never send weights without a version.
         self.training = asyncio.Lock()
-        self.log = metrics.Log(cfg)
-        self.dropped_in_a_row = 0
+        self.saving: asyncio.Task | None = None  # the checkpoint that is being written
+        self.leaving = ""
 
     async def start(self) -> None:
-        """Starts all actors and gives the engines version 0 before any rollout."""
+        """Starts all actors and gives the engines the policy before any rollout."""
+        await self.start_trainers()
+        state = await checkpoints.resume(self)
+        checkpoints.rewind(self.cfg.run_dir, state)
+        self.start_workers()
+        if state:
+            await checkpoints.restore(self, state)
+        await self.start_engines()
+
+    async def start_trainers(self) -> None:
+        """Starts the trainer ranks on the model of the configuration."""
         cfg = self.cfg
-        self.workers = itertools.cycle(
-            actor(RolloutWorker, 0, max_restarts=-1, max_concurrency=100_000).remote(cfg, rank)
-            for rank in range(cfg.rollout_workers)
-        )
-        trainers = [actor(Trainer, cfg.trainer_gpus).remote(cfg, r) for r in range(cfg.trainers)]
-        self.trainers = trainers
-        store = trainers[0].open_store.remote(cfg.trainers)
+        threads = {"concurrency_groups": {"io": 1, "watch": 1}}
+        self.trainers = [
+            actor(Trainer, cfg.trainer_gpus, cfg, **threads).remote(cfg, rank)
+            for rank in range(cfg.trainers)
+        ]
+        store = self.trainers[0].open_store.remote(cfg.trainers)
         address = await within(cfg.start_timeout, "trainer rank 0 to start", store)
-        starts = asyncio.gather(*(trainer.start.remote(*address) for trainer in trainers))
-        metas = (await within(cfg.start_timeout, "the trainers to load", starts))[0]
-        self.engines = Engines(cfg, trainers, metas)
-        await self.engines.start(cfg.generators)
-        await self.engines.sync(0)
-        self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag)
+        starts = asyncio.gather(*(trainer.start.remote(*address) for trainer in self.trainers))
+        self.metas = (await within(cfg.start_timeout, "the trainers to load", starts))[0]
+
+    def start_workers(self) -> None:
+        """Starts the rollout workers and opens the log."""
+        self.log = metrics.Log(self.cfg, self.buffer.version)
+        options = {"max_restarts": -1, "max_concurrency": 100_000}
+        self.workers = itertools.cycle(
+            actor(RolloutWorker, 0, self.cfg, **options).remote(self.cfg, rank)
+            for rank in range(self.cfg.rollout_workers)
+        )
+
+    async def start_engines(self) -> None:
+        """Starts the engines and gives them the trainers' policy."""
+        self.engines = Engines(Generator, self.cfg, self.trainers, self.metas)
+        await self.engines.start(self.cfg.generators)
+        await self.engines.sync(self.buffer.version)
 
     async def run(self) -> None:
         """The whole run; any task that fails ends it."""
+        cluster.on_signal(self.leave, self.cfg.save_before)
         await self.start()
-        async with asyncio.TaskGroup() as tasks:
-            loops = self.generate_forever(), self.repair_forever()
-            others = [tasks.create_task(loop) for loop in loops]
+        async with asyncio.TaskGroup() as self.tasks:
+            loops = [self.generate_forever(), self.repair_forever()]
+            loops += [self.watch(trainer) for trainer in self.trainers]
+            others = [self.tasks.create_task(loop) for loop in loops]
             await self.train_forever()
             for task in others:
                 task.cancel()
         self.log.close()
-        print(f"curves: {report.draw(self.cfg.run_dir)}")
+        report.draw(self.cfg.run_dir)
+        print(f"report: {report.write(self.cfg.run_dir)}")
+
+    def leave(self, reason: str) -> None:
+        """Saves and ends the run as soon as the step that is being trained is done."""
+        self.leaving = reason
+        self.buffer.wake()
+
+    async def watch(self, trainer) -> None:
+        """Ends the run as soon as a trainer rank dies, whether or not anybody waits for it."""
+        await trainer.watch.options(concurrency_group="watch").remote()
 
     async def generate_forever(self) -> None:
         """Starts each slot as soon as the policy is recent enough for it."""
+        last = self.cfg.steps * self.cfg.prompts_per_step
         async with asyncio.TaskGroup() as tasks:
-            for slot in range(self.cfg.steps * self.cfg.prompts_per_step):
+            for slot in [*sorted(self.in_flight), *range(self.next_slot, last)]:
                 await self.buffer.until(self.buffer.may_start, slot)
                 self.buffer.start(slot)
+                if slot == self.next_slot:
+                    self.next_slot += 1
+                    self.assign(slot)
                 tasks.create_task(self.fill(slot))
+
+    def assign(self, slot: int) -> None:
+        """Gives a slot the next prompt."""
+        self.in_flight[slot] = self.position
+        self.position += 1
 
     async def train_forever(self) -> None:
         """Takes each step's groups, trains, syncs; reads like synchronous GRPO."""
         cfg, buffer, clock = self.cfg, self.buffer, time.perf_counter
-        await self.evaluate()
-        for step in range(cfg.steps):
+        saved = buffer.version
+        if not saved:
+            await self.evaluate()
+        for step in range(buffer.version, cfg.steps):
             began = clock()
-            ready = buffer.until(buffer.is_complete, step)
+            ready = buffer.until(lambda step: self.leaving or buffer.is_complete(step), step)
             await within(cfg.batch_timeout, f"the groups of step {step + 1}", ready, buffer.census)
+            if self.leaving:
+                break
             groups, waited = buffer.take(step), clock() - began
             async with self.training:
-                stats = await self.train(groups)
+                stats = await self.train(step, groups)
                 stats |= await self.engines.sync(step + 1)
                 buffer.advance(step + 1)
             stats |= metrics.rollout_metrics(groups, step) | buffer.meters()
             stats |= {"wait_for_rollouts": waited, "step_seconds": clock() - began}
             self.log.step(step + 1, stats | {"engine_repairs": self.engines.repairs})
-            last = step + 1 == cfg.steps
-            if last or (cfg.val_period and (step + 1) % cfg.val_period == 0):
+            if self.is_due(cfg.val_period):
                 await self.evaluate()
-            if last or (cfg.save_period and (step + 1) % cfg.save_period == 0):
-                folder = f"{cfg.run_dir}/step_{step + 1:06d}/hf"
-                async with self.training:
-                    exports = asyncio.gather(*(t.export.remote(folder) for t in self.trainers))
-                    await within(cfg.train_timeout, "the export of the policy", exports)
+            if self.is_due(cfg.save_period):
+                saved = step + 1
+                await checkpoints.save(self)
+        if saved != buffer.version:
+            await checkpoints.save(self)
+        if self.saving:
+            await self.saving
+        if self.leaving:
+            self.log.note(f"left at step {buffer.version} ({self.leaving}); --resume auto goes on")
 
-    async def train(self, groups: list[Group]) -> dict[str, float]:
+    def is_due(self, period: int) -> bool:
+        """Whether something is to be done at this version: every `period`, and at the end."""
+        version = self.buffer.version
+        return version == self.cfg.steps or bool(period and version % period == 0)
+
+    async def train(self, step: int, groups: list[Group]) -> dict[str, float]:
         """One batch on all trainer ranks, each with just the groups that it packs."""
-        calls = []
-        for trainer, updates in zip(self.trainers, plan_step(groups, self.cfg), strict=True):
-            used = sorted({g for u in updates for row in u.rows for g, _ in row})
+        calls, places = [], []
+        plans = await asyncio.to_thread(plan_step, groups, self.cfg)
+        for trainer, updates in zip(self.trainers, plans, strict=True):
+            places.append([at for update in updates for row in update.rows for at in row])
+            used = sorted({g for g, _ in places[-1]})
             for update in updates:
                 update.rows = [[(used.index(g), j) for g, j in row] for row in update.rows]
-            calls.append(trainer.train_step.remote(updates, *(groups[g].samples for g in used)))
-        every = asyncio.gather(*calls)
-        return (await within(self.cfg.train_timeout, "a training step", every))[0]
+            train = trainer.train_step.options(num_returns=3)
+            calls.append(train.remote(step, updates, *(groups[g].samples for g in used)))
+        stats, tables, scores = zip(*calls, strict=True)
+        every = asyncio.gather(*stats, *tables)
+        stats = await within(self.cfg.train_timeout, "a training step", every)
+        self.log.mismatch(step + 1, stats[len(calls) :])
+        if self.cfg.sample_period and (step + 1) % self.cfg.sample_period == 0:
+            path = f"{self.cfg.run_dir}/samples/step_{step + 1:06d}.npz"
+            writing = checkpoints.write_groups(self, path, groups, places, scores)
+            self.tasks.create_task(writing)
+        return stats[0]
 
     async def fill(self, slot: int) -> None:
-        """Rolls out the next prompt for a slot; one that keeps failing gives way to the next."""
+        """Rolls out a slot's prompt; one that keeps failing gives way to the next."""
         while True:
-            row = next(self.stream)
+            row = self.rows[self.in_flight[slot] % len(self.rows)]
             try:
                 version, infos, samples = await self.roll_out(row, slot, self.cfg.group_size)
                 break
             except Exception as error:
                 self.buffer.dropped[type(error).__name__] += 1
                 self.dropped_in_a_row += 1
-                self.log.note(f"{self.cfg.train_data}:{row['_line']} dropped: {error}")
+                self.log.drop(slot, f"{self.cfg.train_data}:{row['_line']}", error)
                 if self.dropped_in_a_row > self.cfg.max_dropped_in_a_row:
                     raise
+                self.assign(slot)
         self.dropped_in_a_row = 0
-        self.buffer.put(Group(slot, version, infos, samples))
+        del self.in_flight[slot]
+        self.buffer.put(Group(slot, version, row["_line"], infos, samples))
         self.log.rollouts(self.buffer.ready_samples())
 
     async def roll_out(self, row: dict, slot: int | str, n: int):
         """(version at dispatch, infos, reference to samples) of one row's n rollouts.
 
         Tried `rollout_attempts` times, not counting those that an engine's death ended; then the
-        last error is raised. A failure is never a reward.
+        last error is raised. A failure is never a reward. One worker has all tries of a prompt: it
+        keeps what lost engines had written.
         """
         attempts, what = 0, f"the rollouts of slot {slot}, line {row['_line']}"
+        worker, version = next(self.workers), self.buffer.version
         while True:
-            engine = await self.engines.pick()
-            version, worker = self.buffer.version, next(self.workers)
-            call = worker.rollout_group.options(num_returns=2).remote(engine, row, slot, n)
+            engine, call = await self.engines.pick(), []
             try:
+                call = worker.rollout_group.options(num_returns=2).remote(engine, row, slot, n)
                 infos = await within(self.cfg.rollout_timeout, what, call[0], self.buffer.census)
                 return version, infos, call[1]
             except Exception:
-                ray.cancel(call[0])
+                for ref in call[:1]:
+                    ray.cancel(ref)
                 attempts += await self.engines.is_alive(engine)
                 if attempts >= self.cfg.rollout_attempts:
+                    worker.forget.remote(slot, row["_line"])
                     raise
                 await asyncio.sleep(2**attempts)
             finally:
@@ -979,28 +1137,36 @@ class Run:
                     await self.engines.sync(self.buffer.version)
 
     async def evaluate(self) -> None:
-        """Mean validation reward, sampled as in training; no sync runs meanwhile."""
+        """Validation rewards and pass@k, sampled as in training; no sync runs meanwhile."""
         if not self.val_rows:
             return
-        version = self.buffer.version
-        calls = [self.roll_out(row, f"val-{version}-{i}", 1) for i, row in enumerate(self.val_rows)]
+        version, n, by_env = self.buffer.version, self.cfg.val_samples, {}
+        names = [f"val-{version}-{i}" for i in range(len(self.val_rows))]
+        calls = (self.roll_out(row, s, n) for row, s in zip(self.val_rows, names, strict=True))
         done = await asyncio.gather(*calls, return_exceptions=True)
-        rewards = [result[1][0].reward for result in done if isinstance(result, tuple)]
-        for error in (result for result in done if not isinstance(result, tuple)):
-            self.log.note(f"a validation row failed: {error}")
-            if not rewards:
-                raise error
-        self.log.write(version, {"validation_reward": sum(rewards) / len(rewards)})
+        for row, result in zip(self.val_rows, done, strict=True):
+            if isinstance(result, BaseException):
+                self.log.drop("val", f"{self.cfg.val_data}:{row['_line']}", result)
+                continue
+            rewards = [info.reward for info in result[1]]
+            by_env.setdefault(row["agent_ref"]["name"], []).append(rewards)
+        if not by_env:
+            raise RuntimeError("every validation row failed") from done[0]
+        self.log.write(version, metrics.validation_metrics(by_env, n))
 
 
 def main() -> None:
     """Checks everything that can be checked without a process, then runs."""
     cfg = configs.load(Config, sys.argv[1:], default="configs/tiny.py")
     configs.check_model(cfg.model)
+    if cfg.dry_run:
+        return print(dry_run.explain(cfg, Config))
     rows = load_rows(cfg.train_data, cfg)
     val_rows = load_rows(cfg.val_data, cfg) if cfg.val_data else []
-    cluster.connect(cfg)
-    asyncio.run(Run(cfg, rows, val_rows).run())
+    run, lock = modes.of(cfg, Run)(cfg, rows, val_rows), checkpoints.claim(cfg)
+    with cluster.connected(cfg):
+        asyncio.run(run.run())
+    return lock.close()
 
 
 if __name__ == "__main__":

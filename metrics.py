@@ -10,10 +10,13 @@ import statistics
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
+
+ALARM = 1.05  # of token_mult_prob_error: NeMo-RL's rule of thumb
 
 
 def k3(log_ratio_T: Tensor) -> Tensor:
@@ -103,6 +106,72 @@ def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     return {k: statistics.fmean(m[k] for m in updates if k in m) for k in names}
 
 
+def mismatch_table(samples: list, logps: list, step: int, limit: float) -> dict:
+    """How far trainer and engine are apart, by environment, lag and place in the answer.
+
+    `logps` are the trainer's logprobs [T] of each sample. Returns for each (by, key): tokens, those
+    of trusted sequences, and sum, summed k3 and maximum of |logp - engine_logp|. Tokens whose
+    engine logprob is not finite are left out.
+    """
+    used = [np.flatnonzero(s.mask_T & np.isfinite(s.engine_logp_T)) for s in samples]
+    count_S = np.array([len(at) for at in used], int)
+    if not count_S.sum():
+        return {}
+    triples = zip(samples, logps, used, strict=True)
+    gap_N = np.concatenate([(logp_T - s.engine_logp_T)[at] for s, logp_T, at in triples])
+    gap_N = gap_N.astype(np.float64)
+    size_N, of_N = np.abs(gap_N), np.repeat(np.arange(len(samples)), count_S)
+    error_S = np.bincount(of_N, np.exp(size_N.clip(max=20)), len(samples)) / count_S.clip(1)
+    k3_N = np.expm1(gap_N.clip(-20, 20)) - gap_N.clip(-20, 20)
+    versions = [s.version_T[at] for s, at in zip(samples, used, strict=True)]
+    power_N = np.log2(np.concatenate([1 + np.arange(n) for n in count_S])).astype(int) // 2
+    bins = np.array([f"{4**p}-{4 ** (p + 1) - 1}" for p in range(power_N.max() + 1)])
+    labels = {
+        "all": np.zeros(len(gap_N), "U1"),
+        "env": np.array([s.env for s in samples])[of_N],
+        "lag": (step - np.concatenate(versions)).astype(str),
+        "position": bins[power_N],
+    }
+    table = {}
+    for by, label_N in labels.items():
+        keys, index_N = np.unique(label_N, return_inverse=True)
+        peak_K = np.zeros(len(keys))
+        np.maximum.at(peak_K, index_N, size_N)
+        weights = None, (error_S <= limit)[of_N], size_N, k3_N
+        columns = [*(np.bincount(index_N, w, len(keys)) for w in weights), peak_K]
+        for key, row in zip(keys, np.stack(columns, 1), strict=True):
+            table[by, str(key)] = row.tolist()
+    return table
+
+
+def mismatch_rows(tables: list[dict]) -> list[dict]:
+    """One row for each (by, key) over all ranks: tokens, mean, max, k3 and kept fraction."""
+    rows = []
+    for by, key in sorted({at for table in tables for at in table}):
+        found = np.array([table[by, key] for table in tables if (by, key) in table])
+        n, kept, total, k3_sum, _ = found.sum(0).tolist()
+        row = {"by": by, "key": key, "tokens": int(n), "mean": total / n}
+        rows.append(row | {"max": found[:, 4].max(), "k3": k3_sum / n, "kept": kept / n})
+    return rows
+
+
+def validation_metrics(by_env: dict[str, list[list[float]]], k: int) -> dict[str, float]:
+    """Mean reward and, of several answers, the share of prompts with a right one (reward 1).
+
+    `by_env` holds for each environment the rewards of each prompt's k answers.
+    """
+    found = {}
+    parts = {"": [rewards for prompts in by_env.values() for rewards in prompts]}
+    parts |= {f"/{env}": prompts for env, prompts in by_env.items()}
+    for suffix, prompts in parts.items():
+        answers = [reward for rewards in prompts for reward in rewards]
+        found[f"validation_reward{suffix}"] = statistics.fmean(answers)
+        if k > 1:
+            right = statistics.fmean(max(rewards) >= 1 for rewards in prompts)
+            found[f"validation_pass@{k}{suffix}"] = right
+    return found
+
+
 def rollout_metrics(groups: list, step: int) -> dict[str, float]:
     """What a batch of groups was made of; `step` is the version that trains on it."""
     infos = [info for group in groups for info in group.infos]
@@ -111,7 +180,10 @@ def rollout_metrics(groups: list, step: int) -> dict[str, float]:
     def mean(values) -> float:
         return sum(values) / len(infos)
 
-    return {
+    by_env = {}
+    for info in infos:
+        by_env.setdefault(info.env, []).append(info.reward)
+    return {f"reward/{env}": statistics.fmean(rewards) for env, rewards in by_env.items()} | {
         "reward": mean(info.reward for info in infos),
         "lag_mean": mean(lags),
         "lag_max": max(lags),
@@ -120,35 +192,40 @@ def rollout_metrics(groups: list, step: int) -> dict[str, float]:
         "truncated_samples": mean(info.truncated for info in infos),
         "zero_variance_groups": sum(not any(i.has_gradient for i in g.infos) for g in groups)
         / len(groups),
-        "global_valid_seqs": sum(info.trained_tokens > 0 for info in infos),
     }
 
 
 class Log:
     """metrics.jsonl, TensorBoard, W&B if asked for, and two progress bars."""
 
-    def __init__(self, cfg):
+    FILES = ("metrics", "mismatch", "dropped")
+
+    def __init__(self, cfg, version: int):
         folder = Path(cfg.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         settings = dataclasses.asdict(cfg)
         (folder / "config.json").write_text(json.dumps(settings, indent=1))
-        self.file = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+        self.files = {
+            name: open(folder / f"{name}.jsonl", "a", buffering=1)  # noqa: SIM115
+            for name in self.FILES
+        }
         from torch.utils.tensorboard import SummaryWriter  # a second of imports, after all checks
 
-        self.board, self.wandb = SummaryWriter(str(folder)), None
+        self.board, self.wandb = SummaryWriter(str(folder), purge_step=version + 1), None
         if cfg.wandb:
             import wandb
 
-            self.wandb = wandb.init(dir=folder, name=folder.name, config=settings)
+            name = {"dir": folder, "name": folder.name, "id": folder.name, "resume": "allow"}
+            self.wandb = wandb.init(config=settings, **name)
         self.began = time.time()
-        self.steps = tqdm(total=cfg.steps, desc="steps", unit="step", position=0)
+        bar = {"initial": version, "desc": "steps", "unit": "step", "position": 0}
+        self.steps = tqdm(total=cfg.steps, **bar)
         samples = cfg.prompts_per_step * cfg.group_size
         self.samples = tqdm(total=samples, desc="rollouts", unit="sample", position=1, leave=False)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Appends the metrics of the step that led to policy version `step`."""
-        line = {"step": step, "seconds": time.time() - self.began} | metrics
-        self.file.write(json.dumps(line) + "\n")
+        self.line("metrics", {"step": step, "seconds": time.time() - self.began} | metrics)
         for name, value in metrics.items():
             self.board.add_scalar(name, value, step)
         if self.wandb:
@@ -156,10 +233,31 @@ class Log:
         if "validation_reward" in metrics:
             self.note(f"step {step}: validation reward {metrics['validation_reward']:.3f}")
 
+    def line(self, name: str, content: dict) -> None:
+        """Appends a line to one of the files."""
+        self.files[name].write(json.dumps(content) + "\n")
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file by now; a checkpoint goes back to them."""
+        return {f"{name}.jsonl": file.tell() for name, file in self.files.items()}
+
+    def mismatch(self, step: int, tables: list[dict]) -> None:
+        """Writes a step's mismatch table."""
+        self.line("mismatch", {"step": step, "rows": mismatch_rows(tables)})
+
+    def drop(self, slot: int | str, row: str, error: BaseException) -> None:
+        """Writes down a prompt that was given up, and why."""
+        told = {"slot": slot, "row": row, "reason": type(error).__name__, "error": str(error)}
+        self.line("dropped", told)
+        self.note(f"{row} dropped: {error}")
+
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Writes a training step and moves its bar on."""
         self.write(step, metrics)
         self.steps.update()
+        if metrics.get("token_mult_prob_error", 1.0) > ALARM:
+            error = f"token_mult_prob_error {metrics['token_mult_prob_error']:.3f} > {ALARM}"
+            self.note(f"step {step}: {error}: trainer and engine disagree, see docs/debugging.md")
         self.steps.set_postfix(
             reward=f"{metrics['reward']:.3f}",
             lag=f"{metrics['lag_mean']:.2f}",
@@ -177,7 +275,7 @@ class Log:
 
     def close(self) -> None:
         """Ends the bars and flushes what is buffered."""
-        for part in (self.samples, self.steps, self.file, self.board):
+        for part in (self.samples, self.steps, *self.files.values(), self.board):
             part.close()
         if self.wandb:
             self.wandb.finish()

@@ -1,8 +1,175 @@
-"""The curves of a run: `python report.py RUN_DIR` -> RUN_DIR/reward.png."""
+"""The page of a run: `python report.py RUN_DIR` -> RUN_DIR/report.html, one file without network.
 
+All but the tokenizer comes from the run's folder, and the run may still be going: lines and
+archives that are half written are left out, and so is what a missing file would have shown.
+"""
+
+import itertools
 import json
+import math
 import sys
+import time
+import zipfile
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
+
+# What one page holds: a browser stays quick up to some 50 MB, and long runs write far more.
+LIMITS = {
+    "mismatch": 1000,
+    "rollouts": 2000,
+    "characters": 30_000_000,
+    "samples": 256,
+    "samples_per_step": 64,
+    "tokens": 500_000,
+}
+
+
+def write(run_dir: str) -> Path:
+    """Writes the page of a run; returns its path."""
+    run = Path(run_dir)
+    path = run / "config.json"
+    config = json.loads(path.read_text()) if path.exists() else {}
+    data = {
+        "name": run.resolve().name,
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "limits": LIMITS,
+        "config": config,
+        "columns": columns(read(run / "metrics.jsonl")),
+        "mismatch": list(read(run / "mismatch.jsonl"))[-LIMITS["mismatch"] :],
+        "rollouts": rollouts(sorted(run.glob("rollouts*.jsonl"))),
+        "samples": samples(sorted((run / "samples").glob("step_*.npz")), config.get("model", "")),
+    }
+    template = Path(__file__).with_suffix(".html").read_text()
+    # Rollouts are untrusted text: without "<" nothing in them can end the script element.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    page = run / "report.html"
+    page.write_text(template.replace("{{data}}", text, 1))
+    return page
+
+
+def parse(lines: Iterable[str]) -> Iterator[dict]:
+    """The lines that are whole; NaN and the infinities, which browsers cannot read, become None."""
+    for line in lines:
+        with suppress(ValueError):
+            yield json.loads(line, parse_constant=lambda name: None)
+
+
+def read(path: Path) -> Iterator[dict]:
+    """The lines of a JSONL file; none if it is missing."""
+    if path.exists():
+        with open(path, errors="replace") as file:
+            yield from parse(file)
+
+
+def columns(lines: Iterable[dict]) -> dict[str, list]:
+    """Every numeric metric, and `step`, as one value for each step; None where it has none."""
+    rows = defaultdict(dict)
+    for line in lines:
+        rows[line["step"]] |= {k: v for k, v in line.items() if type(v) in (int, float)}
+    steps = sorted(rows)
+    names = dict.fromkeys(name for step in steps for name in rows[step])
+    return {name: [short(rows[step].get(name), 8) for step in steps] for name in names}
+
+
+def short(value: float | None, digits: int) -> float | None:
+    """A number without the digits that nobody reads; None where it is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def rollouts(paths: list[Path]) -> dict:
+    """The newest lines of all workers' files together, newest first, and how many there are."""
+    kept, total = [], 0
+    for path in paths:
+        with open(path, errors="replace") as file:
+            lines, count = newest(file, len(paths))
+        kept += parse(lines)
+        total += count
+    return {"rows": sorted(kept, key=age), "total": total}
+
+
+def newest(lines: Iterable[str], share: int) -> tuple[deque[str], int]:
+    """As many of the last lines as one of `share` files may bring to a page, and their total."""
+    kept, size, total = deque(), 0, 0
+    for line in lines:
+        total += 1
+        size += len(line)
+        kept.append(line)
+        while len(kept) > LIMITS["rollouts"] // share or size > LIMITS["characters"] // share:
+            size -= len(kept.popleft())
+    return kept, total
+
+
+def age(rollout: dict) -> tuple:
+    """Sorts newest steps first; a validation rollout comes before the step after it."""
+    if rollout["step"] is not None:
+        return -rollout["step"], 1, rollout["slot"]
+    _, version, index = rollout["slot"].split("-")
+    return -int(version), 0, int(index)
+
+
+def samples(paths: list[Path], model: str) -> dict:
+    """Samples token by token, newest steps first, and the text of each token id in them."""
+    every = itertools.chain.from_iterable(map(unpack, reversed(paths)))
+    kept, tokens = [], 0
+    for sample in itertools.islice(every, LIMITS["samples"]):
+        tokens += len(sample["tokens"])
+        if kept and tokens > LIMITS["tokens"]:
+            break
+        kept.append(sample)
+    text, problem = texts(model, {i for s in kept for i in s["tokens"]}) if kept else ({}, "")
+    return {"rows": kept, "files": len(paths), "text": text, "problem": problem}
+
+
+def unpack(path: Path) -> Iterator[dict]:
+    """The first samples of one step's archive; none of an archive that is half written."""
+    with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        with np.load(path) as archive:
+            a = dict(archive)
+        ends = np.cumsum(a["length"])
+        for i, end in enumerate(ends[: LIMITS["samples_per_step"]]):
+            cut, group = slice(end - a["length"][i], end), a["group"][i]
+            sampled = a["version_T"][cut] >= 0
+            engine = np.where(sampled, a["engine_logp_T"][cut], np.nan)
+            yield {
+                "step": int(path.stem.removeprefix("step_")),
+                "of": len(ends),
+                "slot": int(a["slot"][group]),
+                "line": int(a["line"][group]),
+                "dispatched": int(a["version"][group]),
+                "env": str(a["env"][i]),
+                "reward": short(float(a["reward"][i]), 6),
+                "advantage": short(float(a["advantage"][i]), 6),
+                "truncated": bool(a["truncated"][i]),
+                "tokens": a["tokens_T"][cut].tolist(),
+                "versions": runs(a["version_T"][cut].tolist()),
+                "mask": runs(a["mask_T"][cut].tolist()),
+                "malformed": runs(a["malformed_T"][cut].tolist()),
+                "engine": [short(x, 5) for x in engine.tolist()],
+                # The two agree to many digits: their difference is kept, not the second number.
+                "gap": [short(x, 3) for x in (a["logp_T"][cut] - engine).tolist()],
+            }
+
+
+def runs(values: list) -> list[list]:
+    """Equal neighbours as [value, count]."""
+    return [[value, len(list(run))] for value, run in itertools.groupby(values)]
+
+
+def texts(model: str, ids: set[int]) -> tuple[dict[int, str], str]:
+    """The text of each token alone; without the model's tokenizer none, and the reason."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except Exception as error:  # whatever a foreign folder provokes, ids can still be shown
+        return {}, f"{type(error).__name__}: the tokenizer of {model!r} cannot be loaded"
+    return {i: tokenizer.decode([i]) for i in sorted(ids)}, ""
 
 
 def draw(run_dir: str) -> Path:
@@ -12,8 +179,7 @@ def draw(run_dir: str) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    text = (Path(run_dir) / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = list(read(Path(run_dir) / "metrics.jsonl"))
     trained = [line for line in lines if "reward" in line]
     validated = [line for line in lines if "validation_reward" in line]
     figure, (top, bottom) = pyplot.subplots(
@@ -47,4 +213,4 @@ def draw(run_dir: str) -> Path:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python report.py RUN_DIR")
-    print(draw(sys.argv[1]))
+    print(write(sys.argv[1]))

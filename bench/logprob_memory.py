@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from policy.fsdp import TokenLogprobs  # noqa: E402
+from policy.logprobs import TokenLogprobs  # noqa: E402
 
 
 def plain(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, chunk: int) -> Tensor:

@@ -1,18 +1,75 @@
 """Ray: the cluster, its actors, and waits that have a name and a deadline."""
 
 import asyncio
+import contextlib
+import faulthandler
 import os
-from collections.abc import Awaitable
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import ray
 import torch
+from tqdm import tqdm
 
 
-def actor(cls: type, gpus: float, **options):
-    """A Ray actor of a plain class; without GPUs in the cluster it asks for none."""
+def actor(cls: type, gpus: float, cfg, **options):
+    """A Ray actor of a plain class; what it prints goes to a file in the run folder's logs.
+
+    Without GPUs in the cluster it asks for none.
+    """
     gpus = gpus if ray.cluster_resources().get("GPU") else 0
-    return ray.remote(cls).options(num_cpus=0, num_gpus=gpus, **options)
+    groups = {k: options.pop(k) for k in ("concurrency_groups",) if k in options}
+
+    class Logged(cls):
+        def __init__(self, *args):
+            redirect(Path(cfg.run_dir) / "logs", cls.__name__)
+            super().__init__(*args)
+
+    Logged.__name__ = Logged.__qualname__ = cls.__name__
+    made = ray.remote(num_cpus=0, **groups)(Logged)
+    return made.options(num_gpus=gpus, **options)
+
+
+def redirect(folder: Path, name: str) -> None:
+    """Sends this process's output, and that of its children, to a file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    host = os.uname().nodename
+    with open(folder / f"{name}-{host}-{os.getpid()}.log", "a", buffering=1) as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    faulthandler.enable()
+
+
+def last_words(cfg, lines: int = 8) -> str:
+    """The last lines of each actor's log, the latest first, for an error message."""
+    paths = sorted(Path(cfg.run_dir).glob("logs/*.log"), key=os.path.getmtime, reverse=True)
+    texts = [(path.name, path.read_text(errors="replace").splitlines()) for path in paths[:6]]
+    return "\n".join(f"--- {name}\n" + "\n".join(t[-lines:]) for name, t in texts if t)
+
+
+def on_signal(leave: Callable[[str], None], save_before: float) -> None:
+    """Calls `leave` with a reason on SIGTERM and SIGUSR1, and before the Slurm job ends."""
+    loop, end = asyncio.get_running_loop(), os.environ.get("SLURM_JOB_END_TIME")
+    for name in ("SIGTERM", "SIGUSR1"):
+        loop.add_signal_handler(getattr(signal, name), leave, name)
+    if save_before and end:
+        loop.call_later(max(0, float(end) - time.time() - save_before), leave, "end of the job")
+
+
+@contextlib.contextmanager
+def connected(cfg):
+    """A cluster while it lasts; an error leaves with the last lines that the actors logged."""
+    connect(cfg)
+    try:
+        yield
+    except Exception:
+        print(last_words(cfg), file=sys.stderr)
+        raise
+    finally:
+        ray.shutdown()
 
 
 def connect(cfg) -> None:
@@ -43,7 +100,15 @@ def connect(cfg) -> None:
 
 
 async def within(seconds: float, what: str, awaitable: Awaitable, state=lambda: ""):
-    """Awaits under a named deadline. Raises TimeoutError with that name and `state`."""
+    """Awaits under a named deadline. Raises TimeoutError with that name and `state`.
+
+    Says so in a line of its own when half of that time has gone.
+    """
+
+    def warn():
+        tqdm.write(f"waiting for {what} since {seconds / 2:.0f} s of {seconds:.0f}. {state()}")
+
+    warning = asyncio.get_running_loop().call_later(seconds / 2, warn)
     try:
         async with asyncio.timeout(seconds) as deadline:
             return await awaitable
@@ -51,3 +116,5 @@ async def within(seconds: float, what: str, awaitable: Awaitable, state=lambda: 
         if not deadline.expired():
             raise
         raise TimeoutError(f"waited {seconds:.0f} s for {what}. {state()}") from None
+    finally:
+        warning.cancel()

@@ -1,6 +1,6 @@
 """Any Hugging Face causal language model, trained under FSDP2.
 
-Axes:  T tokens of a packed row   N of them trained   C a chunk of N   V vocabulary   H hidden size
+Axes:  T tokens of a packed row   N of them trained   V vocabulary   H hidden size
 
 A packed row is several sequences end to end: `tokens_T`, `positions_T` (restarting at 0, which
 keeps them apart) and `mask_T` (what the policy sampled). Only those N tokens meet the LM head, in
@@ -11,6 +11,7 @@ Every rank loads the checkpoint on its CPU and moves it to its GPU layer by laye
 simple, but at first a host holds 4 bytes x parameters x its ranks (256 GB for 8B on 8 GPUs).
 """
 
+import copy
 import math
 import os
 import shutil
@@ -19,66 +20,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint_io
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-
-def matmul(a: Tensor, b: Tensor, alpha: float = 1.0, into: Tensor | None = None) -> Tensor:
-    """`alpha * a @ b` in at least float32: bf16 would move a logit of 20 by up to 0.06."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    mixed = {"out_dtype": wide} if a.is_cuda and a.dtype != wide else {}
-    if not mixed:  # only GPUs multiply bf16 into a float32 accumulator
-        a, b = a.to(wide), b.to(wide)
-    out = a.new_empty(len(a), b.shape[1], dtype=wide) if into is None else into
-    return torch.addmm(out, a, b, beta=int(out is into), alpha=alpha, out=out, **mixed)
-
-
-class TokenLogprobs(torch.autograd.Function):
-    """logp_n = z_n[y_n] - logsumexp(z_n)  with  z_n = W h_n / temperature, `chunk` rows at a time.
-
-        d logp_n / d z_n = onehot(y_n) - softmax(z_n)
-
-    Saved are h, W, y and one logsumexp per token. Backward computes a chunk's logits again, turns
-    them into that difference in place and adds up d_W in float32: one matmul more than autograd's
-    three buys O(C V) memory instead of O(N V). After Cut Cross-Entropy (arXiv:2411.09009) and Liger
-    Kernel (arXiv:2410.10989); any function of logp [N], float32, may follow.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, target_N, temperature: float, chunk: int):
-        wide = torch.promote_types(hidden_NH.dtype, torch.float32)
-        logp_N, lse_N = hidden_NH.new_empty(2, len(target_N), dtype=wide)
-        for start in range(0, len(target_N), chunk):
-            rows = slice(start, start + chunk)
-            logits_CV = matmul(hidden_NH[rows], weight_VH.T, 1 / temperature)
-            target_C1 = target_N[rows, None]
-            logp_N[rows] = logits_CV.log_softmax(1).gather(1, target_C1).squeeze(1)
-            lse_N[rows] = logits_CV.gather(1, target_C1).squeeze(1) - logp_N[rows]
-        ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        return logp_N
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_logp_N):
-        hidden_NH, weight_VH, target_N, lse_N = ctx.saved_tensors
-        scale_N1 = -d_logp_N[:, None] / ctx.temperature
-        d_hidden_NH = torch.empty_like(hidden_NH)
-        d_weight_VH = torch.zeros_like(weight_VH, dtype=lse_N.dtype)
-        for start in range(0, len(target_N), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            error_CV = matmul(hidden_NH[rows], weight_VH.T, 1 / ctx.temperature)
-            error_CV.sub_(lse_N[rows, None]).exp_()
-            error_CV.scatter_(1, target_N[rows, None], -1, reduce="add")
-            error_CV = error_CV.to(weight_VH.dtype)  # only now: bf16 would lose p - 1 for p near 1
-            d_hidden_NH[rows] = matmul(error_CV, weight_VH) * scale_N1[rows]
-            scaled_CH = (hidden_NH[rows] * scale_N1[rows]).to(weight_VH.dtype)
-            matmul(error_CV.T, scaled_CH, into=d_weight_VH)
-        return d_hidden_NH, d_weight_VH.to(weight_VH.dtype), None, None, None
+from policy.logprobs import TokenLogprobs
 
 
 class PackedModel(nn.Module):
@@ -124,6 +74,10 @@ class FSDPPolicy:
         layers = [m for m in self.lm.modules() if type(m).__name__ in self.lm._no_split_modules]
         for layer in layers if cfg.activation_checkpointing else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        with torch.device("meta"):  # whose state dict has no FSDP hooks: written beside training
+            kept = {"dtype": torch.bfloat16 if gpu else torch.float32}
+            self.shell = AutoModelForCausalLM.from_config(copy.deepcopy(self.lm.config), **kept)
+        self.shell.generation_config = self.lm.generation_config
         self.model = PackedModel(self.lm, cfg.temperature, cfg.logprob_chunk)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -136,6 +90,8 @@ class FSDPPolicy:
         if trainable:  # AdamW's default betas (0.9, 0.999) and eps 1e-8 are the Nemotron recipe's
             rule = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": True}
             self.optimizer = torch.optim.AdamW(self.model.parameters(), **rule)
+            # Its own, because a checkpoint is written while training communicates.
+            self.save_group = dist.new_group(backend="gloo")
         self._check_architecture()
 
     def forward_backward(self, batches: list, loss_fn: Callable) -> list[dict]:
@@ -204,30 +160,42 @@ class FSDPPolicy:
         """Name, shape and dtype of what `named_weights` yields, in its order; no communication."""
         return [(name, tuple(w.shape), str(dtype)[6:]) for name, w, dtype in self._weights()]
 
-    def export_hf(self, dir: str) -> None:
-        """Write a checkpoint for transformers and vLLM from rank 0's CPU; it appears whole."""
-        first, aside = dist.get_rank() == 0, f"{dir}.partial"
-        state = {name: weight.cpu() for name, weight in self.named_weights() if first}
-        if first:
-            self.lm.save_pretrained(aside, state_dict=state)
-            dtype = self.weight_metas()[0][2]  # what was written, not the masters' float32
-            AutoConfig.from_pretrained(aside, dtype=dtype).save_pretrained(aside)
-            AutoTokenizer.from_pretrained(self.cfg.model).save_pretrained(aside)
-            shutil.rmtree(dir, ignore_errors=True)
-            os.rename(aside, dir)
-        dist.barrier()
+    def export_hf(self, dir: str) -> Callable[[], None]:
+        """Gather a checkpoint for transformers and vLLM on rank 0's CPU; what returns writes it."""
+        state = {name: w.cpu() for name, w in self.named_weights() if dist.get_rank() == 0}
+        return partial(self._write_hf, dir, state) if state else lambda: None
 
-    def save(self, dir: str) -> None:
-        """Write this rank's shards of weights and moments, and where the schedule stands."""
-        state = {"weights": self.model.state_dict(), "moments": self.optimizer.state_dict()}
-        torch.save(state | {"updates": self.updates}, f"{dir}/policy-{dist.get_rank()}.pt")
+    def _write_hf(self, dir: str, state: dict[str, Tensor]) -> None:
+        aside = f"{dir}.partial"
+        self.shell.save_pretrained(aside, state_dict=state)
+        AutoTokenizer.from_pretrained(self.cfg.model).save_pretrained(aside)
+        shutil.rmtree(dir, ignore_errors=True)
+        os.rename(aside, dir)
+
+    def _state(self) -> dict:
+        """All that training changes, by parameter name: what `save` writes and `load` fills."""
+        parameters = dict(self.model.named_parameters())
+        for p in parameters.values():
+            if p not in self.optimizer.state:
+                zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[p] = {"step": torch.tensor(0.0)} | zeros
+        moments = {name: self.optimizer.state[p] for name, p in parameters.items()}
+        progress = {"updates": torch.tensor(self.updates), "rng": torch.get_rng_state()}
+        return {"weights": parameters, "moments": moments} | progress
+
+    def save(self, dir: str) -> Callable[[], None]:
+        """Copy this rank's shards to memory and start writing them; what returns waits for it."""
+        writing = checkpoint_io.async_save(
+            self._state(), checkpoint_id=dir, process_group=self.save_group
+        )
+        return writing.result
 
     def load(self, dir: str) -> None:
-        """Go on from `save`, bitwise, on as many ranks."""
-        state = torch.load(f"{dir}/policy-{dist.get_rank()}.pt", self.device, weights_only=False)
-        self.model.load_state_dict(state["weights"])
-        self.optimizer.load_state_dict(state["moments"])
-        self.updates = state["updates"]
+        """Go on from `save`, bitwise; on any number of ranks, each reads what it needs."""
+        state = self._state()
+        checkpoint_io.load(state, checkpoint_id=dir, process_group=self.save_group)
+        self.updates = int(state["updates"])
+        torch.set_rng_state(state["rng"])
 
     @torch.no_grad()
     def _check_architecture(self) -> None:

@@ -1,5 +1,6 @@
 """How samples are laid out in packed rows: bin packing from lengths alone."""
 
+import heapq
 import math
 
 
@@ -7,24 +8,37 @@ def plan_rows(lengths: list[int], capacity: int, ranks: int) -> list[list[list[i
     """Distributes samples over packed rows: for each rank the same number of rows of indices.
 
     Longest first, each into the row with the least attention work (sum of squared lengths) that
-    still has room. A sample longer than `capacity` gets a row of its own.
+    still has room; where none has, every rank gets one row more. A sample longer than `capacity`
+    gets a row of its own. Equal lengths give equal plans. O(n log n).
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    # No two samples of more than half a row share one.
-    least = max(1, sum(lengths) / capacity, sum(n > capacity // 2 for n in lengths))
-    count = math.ceil(least / ranks) * ranks
-    while True:
-        rows, work, room = [[] for _ in range(count)], [0] * count, [capacity] * count
-        for i in order:
-            fits = (r for r in range(count) if not rows[r] or room[r] >= lengths[i])
-            r = min(fits, key=work.__getitem__, default=None)
-            if r is None:
-                break
-            rows[r].append(i)
-            work[r] += lengths[i] ** 2
-            room[r] -= lengths[i]
-        else:
-            break
-        count += ranks
-    heaviest_first = sorted(range(count), key=lambda r: -work[r])
+    # Of the samples at least as long as one, no more than capacity // its length share a row.
+    crowds = (k / max(1, capacity // max(1, lengths[i])) for k, i in enumerate(order, 1))
+    least = max([1, sum(lengths) / capacity, *crowds])
+    rows: list[list[int]] = []
+    usable: list[tuple[int, int, int]] = []  # heap of (work, row, room)
+    crowded: list[tuple[int, int, int]] = []  # heap of (-room, row, work)
+
+    def add_rows(count: int) -> None:
+        for _ in range(count):
+            heapq.heappush(usable, (0, len(rows), capacity))
+            rows.append([])
+
+    add_rows(math.ceil(least / ranks) * ranks)
+    for i in order:
+        length = lengths[i]
+        # No later sample is longer: what has room for this one stays usable until it is used.
+        while crowded and -crowded[0][0] >= length:
+            minus_room, r, work = heapq.heappop(crowded)
+            heapq.heappush(usable, (work, r, -minus_room))
+        while usable and usable[0][2] < length and rows[usable[0][1]]:
+            work, r, room = heapq.heappop(usable)
+            heapq.heappush(crowded, (-room, r, work))
+        if not usable:
+            add_rows(ranks)
+        work, r, room = usable[0]
+        heapq.heapreplace(usable, (work + length**2, r, room - length))
+        rows[r].append(i)
+    total = [sum(lengths[i] ** 2 for i in row) for row in rows]
+    heaviest_first = sorted(range(len(rows)), key=lambda r: -total[r])
     return [[rows[r] for r in heaviest_first[rank::ranks]] for rank in range(ranks)]

@@ -57,13 +57,15 @@ def pack(weights: Iterator[tuple[str, Tensor]], metas: list, cfg) -> Iterator[Te
         yield buffer
 
 
-def send(packed: Iterator[Tensor], group) -> None:
-    """Broadcasts what `pack` gathers; ranks without a group only gather.
+def send(packed: Iterator[Tensor], metas: list, group, verify: bool) -> dict[str, int]:
+    """Broadcasts what `pack` gathers; ranks without a group only gather. Checksums if `verify`.
 
     Raises RuntimeError where a receiver is gone, after the last gather.
     """
-    error = None
-    for buffer in packed:
+    error, sums = None, {}
+    for buffer, (items, _) in zip(packed, buckets(metas), strict=True):
+        if verify:
+            sums |= {name: checksum(buffer[start:stop]) for name, _, _, start, stop in items}
         try:
             if group and not error:
                 group.broadcast(buffer, 0).wait()
@@ -71,6 +73,22 @@ def send(packed: Iterator[Tensor], group) -> None:
             error = lost  # go on gathering: the other ranks do
     if error:
         raise error
+    return sums
+
+
+def checksum(bytes_B: Tensor) -> int:
+    """Of a tensor's bytes, each weighed by its place: it changes if two of them change places."""
+    total, place = 0, torch.arange(1, 1 + 65521, device=bytes_B.device)
+    for i, part in enumerate(bytes_B.split(len(place))):
+        total += (i + 1) * int((part.long() * place[: len(part)]).sum())
+    return total
+
+
+def compare(sent: dict[str, int], received: dict[str, int]) -> None:
+    """Raises RuntimeError naming the first tensor whose checksums differ."""
+    for name in sent:
+        if received.get(name) != sent[name]:
+            raise RuntimeError(f"{name} arrived at an engine other than it was sent")
 
 
 class WeightReceiver:
@@ -84,29 +102,49 @@ class WeightReceiver:
         rank = first_rank + self.vllm_config.parallel_config.rank
         self.sync_group = group(store, rank, world, self.sync_cfg)
 
-    def receive_weights(self) -> None:
-        """Takes a whole policy through vLLM's reload path.
+    def receive_weights(self, verify: bool = False) -> dict[str, int]:
+        """Takes a whole policy through vLLM's reload path; checksums of what came if `verify`.
 
         `model.load_weights` alone is a silent no-op on packed layers (vllm#42821, SkyRL#1680).
+        With `verify` all parameters are NaN before, and RuntimeError names one that stays so.
         """
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self.vllm_config):
-            self.model_runner.reload_weights(weights_iterator=self.incoming())
+        model, sums = self.model_runner.get_model(), {}
+        names = {name for name, p in model.named_parameters() if p.is_floating_point()}
+        for name in names if verify else ():
+            model.get_parameter(name).data.fill_(torch.nan)
+        load = model.load_weights
+        if verify:
+            model.load_weights = lambda weights: names.difference_update(load(weights) or ())
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self.model_runner.reload_weights(weights_iterator=self.incoming(sums, verify))
+        finally:
+            vars(model).pop("load_weights", None)
+        self.refresh_tied_head(model)
+        left = [name for name, p in model.named_parameters() if verify and p.isnan().any()]
+        if verify and (left or names):
+            raise RuntimeError(f"the weight update does not write {min([*left, *names])}")
+        return sums
+
+    def refresh_tied_head(self, model) -> None:
+        """On CPU a tied head multiplies by a packed copy of the embedding, made once at start."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             return
-        # On CPU a tied head multiplies by a packed copy of the embedding, made once at start.
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-        for layer in self.model_runner.get_model().modules():
+        for layer in model.modules():
             if isinstance(layer, ParallelLMHead):
                 layer.quant_method.process_weights_after_loading(layer)
 
-    def incoming(self) -> Iterator[tuple[str, Tensor]]:
+    def incoming(self, sums: dict, verify: bool) -> Iterator[tuple[str, Tensor]]:
         """Named tensors, as they arrive. A bucket is never reused: layers keep views of it."""
         for items, size in buckets(self.sync_metas):
             buffer = torch.empty(size, dtype=torch.uint8, device=device(self.sync_cfg))
             self.sync_group.broadcast(buffer, 0).wait()
             for name, shape, dtype, start, stop in items:
+                if verify:
+                    sums[name] = checksum(buffer[start:stop])
                 yield name, buffer[start:stop].view(dtype).view(shape)

@@ -328,6 +328,9 @@ class TablePolicy:
     def logprobs(self, batches):
         return [self.table_V.detach()[batch.tokens_T] for batch in batches]
 
+    def named_weights(self):
+        return iter(())
+
     def optimizer_step(self, grad_scale):
         self.grads.append(self.table_V.grad * grad_scale)
         self.table_V.data -= self.lr * self.grads[-1]
@@ -337,7 +340,7 @@ class TablePolicy:
 
 def trainer(policy: TablePolicy, **fields) -> Trainer:
     made = Trainer(config(**fields), 0)
-    made.policy, made.reference = policy, None
+    made.policy, made.reference, made.metas = policy, None, []
     return made
 
 
@@ -363,7 +366,7 @@ def gradient(samples: list[Sample], rows: list[list[int]], table, **fields) -> t
     present = [s for s in samples if s.mask_T.any()]
     planned = max(sum(int(s.mask_T.sum()) for s in present), 1), max(len(present), 1)
     update = Update(*planned, [[(0, i) for i in row] for row in rows])
-    trainer(policy, **fields).train_step([update], samples)
+    trainer(policy, **fields).train_step(0, [update], samples)
     return policy.grads[0]
 
 
@@ -382,7 +385,7 @@ def test_samples_that_were_skipped_stay_in_the_divisor():
     policy = TablePolicy([0.0, -1.0])
     update = Update(planned_tokens=10, planned_sequences=5, rows=[[(0, 0)], [(0, 1)]])
     group = [sample([1, 1], [-1.0, -1.0]), sample([1, 1], [-9.0, -9.0])]
-    metrics = trainer(policy, sequence_error_limit=2.0).train_step([update], group)
+    metrics, *_ = trainer(policy, sequence_error_limit=2.0).train_step(0, [update], group)
     assert policy.grads[0][1].item() == pytest.approx(-2 / (10 - 2))
     assert metrics["global_valid_toks"] == 8 and metrics["loss"] == pytest.approx(-2 / 8)
 
@@ -392,7 +395,7 @@ def test_several_updates_weigh_by_the_policy_before_the_first():
     group = [sample([1, 2], [-1.1, -1.9]), sample([1, 2], [-1.1, -1.9])]
     updates = [Update(2, 1, [[(0, 0)]]), Update(2, 1, [[(0, 1)]])]
     rule = {"correction": TIS(0, 1.2), "clip_high": 0.9}
-    metrics = trainer(policy, **rule).train_step(updates, group)
+    metrics, *_ = trainer(policy, **rule).train_step(0, updates, group)
     weight_V = torch.tensor([0.0, -1.0 + 1.1, -2.0 + 1.9]).exp() * torch.tensor([0.0, 1.0, 1.0])
     first_V = -weight_V / 2
     torch.testing.assert_close(policy.grads[0], first_V)
@@ -620,6 +623,6 @@ def test_low_effort_known_answers(fields, reward, tokens, expected):
 def test_empty_row_trains_nothing():
     policy = TablePolicy([-1.0, -1.0])
     update = Update(planned_tokens=1, planned_sequences=1, rows=[[]])
-    metrics = trainer(policy).train_step([update])
+    metrics, *_ = trainer(policy).train_step(0, [update])
     assert (policy.grads[0] == 0).all() and all(math.isfinite(v) for v in metrics.values())
     assert pack([], update, config()).mask_T.tolist() == [False]

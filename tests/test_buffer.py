@@ -13,7 +13,7 @@ from grpo_async import Group, RolloutBuffer
 
 
 def group(slot: int, version: int, samples: int = 2) -> Group:
-    return Group(slot, version, [None] * samples, None)
+    return Group(slot, version, 1, [None] * samples, None)
 
 
 def complete(buffer: RolloutBuffer, step: int) -> None:

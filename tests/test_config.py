@@ -210,7 +210,7 @@ BAD_DATA = {
     "missing_field": (lines(ROW, "", UNANSWERED), r"train\.jsonl:3: expected_answer is missing"),
     "unknown_environment": (lines(STRANGE), r"jsonl:1: agent_ref\.name is 'maths', .*one of: math"),
     "no_row": (lines([1]), r"train\.jsonl:1: responses_create_params\.input is missing"),
-    "not_utf8": (b'{"a": "\xff"}', r"train\.jsonl: expected UTF-8"),
+    "not_utf8": (b'{"a": "\xff"}', r"train\.jsonl:1: expected UTF-8: byte 0xff"),
     "long_prompt": (lines(ROW, LONG), r"jsonl:2: .* is 200 tokens long, .*max_model_len = 128"),
 }
 BAD_CONFIG = {

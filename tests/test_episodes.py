@@ -140,6 +140,7 @@ def test_describe():
         "oldest_version": 3,
         "newest_version": 5,
         "truncated": True,
+        "env": "",
     }
 
 

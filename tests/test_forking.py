@@ -152,7 +152,7 @@ class Scripted:
         self.tokenizer, self.answers, self.generate = tokenizer, list(answers), SimpleNamespace()
         self.generate.remote = self.answer
 
-    async def answer(self, prompt_ids, n, seed):
+    async def answer(self, prompt_ids, n, seed, call, drafts):
         """One Turn for each call."""
         text, reason = self.answers.pop(0)
         ids = self.tokenizer.encode(text) + [1] * (reason == "stop")
@@ -175,7 +175,7 @@ def test_the_environment_gives_a_second_try(count_letters, tmp_path, answers, re
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     cfg = SimpleNamespace(thinking=False, max_model_len=512)
-    policy = Policy(Scripted(tokenizer, *answers), tokenizer, cfg, seed=0)
+    policy = Policy(Scripted(tokenizer, *answers), tokenizer, cfg, 0, drafts=[])
     episode = asyncio.run(count_letters.rollout(example_row(), policy))
     assert episode.reward.value == reward and len(episode.turns) == turns
     (sample,) = stitch(episode.turns)

@@ -1,5 +1,9 @@
 """From sample lengths to packed rows: planning, the divisor, and the tensors of a row."""
 
+import math
+import random
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +18,7 @@ LENGTHS = st.lists(st.integers(1, 150), max_size=40)
 
 def info(tokens: int, trained: int | None = None, gradient: bool = True) -> SampleInfo:
     trained = tokens - 1 if trained is None else trained
-    return SampleInfo(tokens, trained, 0.0, gradient, trained, 0, 0, False)
+    return SampleInfo(tokens, trained, 0.0, gradient, trained, 0, 0, False, "")
 
 
 def config(**fields) -> Config:
@@ -61,11 +65,92 @@ def test_a_small_batch_is_spread_over_the_ranks():
     assert sorted(sorted(rows[0]) for rows in shares) == [[0], [1, 3, 4], [2]]
 
 
+def plan_by_search(lengths: list[int], capacity: int, ranks: int) -> list[list[list[int]]]:
+    """The same rule without a heap: looks at every row for every sample, and starts over."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    least = max(1, sum(lengths) / capacity, sum(n > capacity // 2 for n in lengths))
+    count = math.ceil(least / ranks) * ranks
+    while True:
+        rows, work, room = [[] for _ in range(count)], [0] * count, [capacity] * count
+        for i in order:
+            fits = (r for r in range(count) if not rows[r] or room[r] >= lengths[i])
+            r = min(fits, key=work.__getitem__, default=None)
+            if r is None:
+                break
+            rows[r].append(i)
+            work[r] += lengths[i] ** 2
+            room[r] -= lengths[i]
+        else:
+            break
+        count += ranks
+    heaviest_first = sorted(range(count), key=lambda r: -work[r])
+    return [[rows[r] for r in heaviest_first[rank::ranks]] for rank in range(ranks)]
+
+
+def waited_for(plan: list[list[list[int]]], lengths: list[int]) -> int:
+    """Work until the last rank is done, where rows that run together wait for the heaviest."""
+    work = [[sum(lengths[i] ** 2 for i in row) for row in rows] for rows in plan]
+    return sum(map(max, zip(*work, strict=True)))
+
+
+def test_the_heap_balances_as_well_as_the_search():
+    numbers = random.Random(0)
+    same, rows, waits = [], [], []
+    for _ in range(2000):
+        longest, ranks = numbers.choice([10, 30, 40, 60, 100, 150]), numbers.randint(1, 8)
+        lengths = [numbers.randint(1, longest) for _ in range(numbers.randint(1, 60))]
+        plans = plan_rows(lengths, 100, ranks), plan_by_search(lengths, 100, ranks)
+        same.append(plans[0] == plans[1])
+        rows.append([len(plan[0]) for plan in plans])
+        waits.append([waited_for(plan, lengths) for plan in plans])
+    rows, waits = np.array(rows), np.array(waits)
+    assert np.mean(same) > 0.9
+    assert rows.sum(0)[0] <= rows.sum(0)[1] and (rows[:, 0] <= rows[:, 1] + 1).all()
+    ratios = waits[:, 0] / waits[:, 1]
+    assert ratios.mean() <= 1.001 and ratios.max() <= 1.25
+
+
+def operations(plan, lengths: list[int]) -> int:
+    """Bytecodes that a plan executes in its own file."""
+    count, outer = 0, sys.gettrace()
+
+    def trace(frame, event, _):
+        nonlocal count
+        if frame.f_code.co_filename != plan.__code__.co_filename:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        plan(lengths, 8192, 4)
+    finally:
+        sys.settrace(outer)
+    return count
+
+
+@pytest.mark.parametrize("shape", ["lognormal", "just_over_a_third", "half"])
+def test_four_times_the_samples_cost_four_times_the_work(shape):
+    lengths = {
+        "lognormal": np.random.default_rng(0).lognormal(7, 1, 1024).astype(int).clip(1, 8192),
+        "just_over_a_third": np.full(1024, 8192 // 3 + 1),
+        "half": np.full(1024, 8192 // 2),
+    }[shape].tolist()
+    growth = operations(plan_rows, lengths) / operations(plan_rows, lengths[::4])
+    assert 3 < growth < 5
+
+
+def test_the_count_of_operations_tells_a_quadratic_plan():
+    lengths = np.random.default_rng(0).lognormal(7, 1, 512).astype(int).clip(1, 8192).tolist()
+    assert operations(plan_by_search, lengths) > 8 * operations(plan_by_search, lengths[::4])
+
+
 # --- the step -------------------------------------------------------------------------------------
 
 
 def groups_of(*sizes: list[SampleInfo]) -> list[Group]:
-    return [Group(slot, 0, list(infos), None) for slot, infos in enumerate(sizes)]
+    return [Group(slot, 0, 1, list(infos), None) for slot, infos in enumerate(sizes)]
 
 
 def places(update: Update) -> list[tuple[int, int]]:

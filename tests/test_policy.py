@@ -19,7 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.multiprocessing import spawn
 
 import policy.fsdp
-from policy.fsdp import FSDPPolicy, TokenLogprobs
+from policy.fsdp import FSDPPolicy
+from policy.logprobs import TokenLogprobs
 
 VOCAB, TEMPERATURE = 96, 0.7
 SIZES = {
@@ -362,7 +363,7 @@ def test_export_is_what_transformers_loads(checkpoint, tmp_path):
     for _ in range(2):  # the second replaces the first
         policy.forward_backward([SEQUENCES[0]], loss_fn)
         policy.optimizer_step()
-        policy.export_hf(str(folder))
+        policy.export_hf(str(folder))()
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -378,15 +379,18 @@ def test_save_and_load_continue_bitwise(checkpoint, tmp_path):
         policy.optimizer_step()
 
     policy, resumed = (FSDPPolicy(config(checkpoint("qwen3_tied"))) for _ in range(2))
-    policy.save(str(tmp_path))
+    wait = policy.save(f"{tmp_path}/start")
     start = weights(policy)
-    step(policy)
-    policy.load(str(tmp_path))
+    step(policy)  # while the checkpoint is being written
+    wait()
+    policy.load(f"{tmp_path}/start")
     assert_same(weights(policy), start, 0)
+    assert policy.updates == 0
     step(policy)
-    policy.save(str(tmp_path))
+    wait = policy.save(f"{tmp_path}/one")
     step(policy)
-    resumed.load(str(tmp_path))
+    wait()
+    resumed.load(f"{tmp_path}/one")
     step(resumed)
     assert_same(weights(resumed), weights(policy), 0)
     assert resumed.updates == policy.updates == 2
@@ -429,17 +433,18 @@ def rank_main(rank: int, folder: str, models: dict[str, Path]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     policy = FSDPPolicy(config(models["qwen3_tied"], activation_checkpointing=True))
     seen = {"history": train(policy, rank, 2), "metas": policy.weight_metas()}
-    policy.export_hf(f"{folder}/export")
-    policy.save(folder)
+    write, wait = policy.export_hf(f"{folder}/export"), policy.save(f"{folder}/saved")
     # Only rank 0's loss is poisoned, both must stop.
     policy.forward_backward([SEQUENCES[0]], poison if rank == 0 else loss_fn)
     with pytest.raises(FloatingPointError):
         policy.optimizer_step()
     seen["poisoned"] = weights(policy)
+    write()
     policy.forward_backward(split_rows(rank, 2), loss_fn)
     policy.optimizer_step()
     seen["fourth"] = weights(policy)
-    policy.load(folder)
+    wait()
+    policy.load(f"{folder}/saved")
     seen["logprobs"] = policy.logprobs([pack(*SEQUENCES)])
     policy.forward_backward(split_rows(rank, 2), loss_fn)
     policy.optimizer_step()
@@ -471,3 +476,6 @@ def test_two_ranks_train_as_one(checkpoint, tmp_path):
         torch.testing.assert_close(
             ours["logprobs"][0], policy.logprobs([pack(*SEQUENCES)])[0], rtol=0, atol=1e-4
         )
+    policy.load(f"{tmp_path}/saved")  # one rank reads what two wrote
+    assert_same(weights(policy), seen[0]["history"][2]["weights"], 0)
+    assert policy.updates == 3

@@ -41,7 +41,8 @@ def metas(tensors) -> list:
 def test_what_arrives_is_what_was_sent(monkeypatch, limit):
     monkeypatch.setattr(weight_sync.buckets, "__defaults__", (limit,))
     tensors, wire = weights(), Wire()
-    weight_sync.send(weight_sync.pack(iter(tensors.items()), metas(tensors), CFG), wire)
+    packed = weight_sync.pack(iter(tensors.items()), metas(tensors), CFG)
+    sent_sums = weight_sync.send(packed, metas(tensors), wire, verify=True)
     receiver = weight_sync.WeightReceiver()
     receiver.sync_cfg, receiver.sync_metas = CFG, metas(tensors)
     sent = iter(wire.sent)
@@ -51,7 +52,8 @@ def test_what_arrives_is_what_was_sent(monkeypatch, limit):
         return SimpleNamespace(wait=lambda: None)
 
     receiver.sync_group = SimpleNamespace(broadcast=receive)
-    arrived = dict(receiver.incoming())
+    arrived = dict(receiver.incoming(sums := {}, verify=True))
+    assert sums == sent_sums and list(sums) == list(tensors)
     assert list(arrived) == list(tensors)
     assert all(torch.equal(arrived[name], tensors[name]) for name in tensors)
     assert len(wire.sent) == (
@@ -69,5 +71,21 @@ def test_a_lost_receiver_does_not_stop_the_gathers_that_other_ranks_join(monkeyp
             yield name, tensor
 
     with pytest.raises(RuntimeError, match="connection closed"):
-        weight_sync.send(weight_sync.pack(gather(), metas(tensors), CFG), Wire(breaks_at=1))
+        packed = weight_sync.pack(gather(), metas(tensors), CFG)
+        weight_sync.send(packed, metas(tensors), Wire(breaks_at=1), verify=False)
     assert gathered == list(tensors)
+
+
+def test_a_checksum_sees_a_flipped_bit_and_swapped_bytes():
+    torch.manual_seed(0)
+    bytes_B = torch.randint(0, 256, (200_000,), dtype=torch.uint8)
+    right = weight_sync.checksum(bytes_B)
+    assert weight_sync.checksum(bytes_B.clone()) == right
+    for place in (0, 65_520, 65_521, 199_999):
+        flipped = bytes_B.clone()
+        flipped[place] ^= 1
+        assert weight_sync.checksum(flipped) != right
+    for a, b in ((0, 1), (5, 65_526), (70_000, 199_999)):
+        swapped = bytes_B.clone()
+        swapped[a], swapped[b] = bytes_B[b], bytes_B[a]
+        assert bytes_B[a] == bytes_B[b] or weight_sync.checksum(swapped) != right

@@ -1,0 +1,119 @@
+"""What the driver costs at the size of Nemotron 3 Super: 256 x 16 samples a step, 144 engines.
+
+    python bench/controller.py [STEPS]
+
+The real `Run`, `Engines`, `RolloutBuffer`, `plan_step` and `Log` run against actors that do nothing
+and answer after a few milliseconds, in any order. Seconds are CPU seconds of this process, so the
+stubs count as well; what Ray itself spends on a call does not, as none is made.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import pickle
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import grpo_async  # noqa: E402
+from episodes import SampleInfo  # noqa: E402
+
+PROMPTS, SAMPLES, LONGEST = 256, 16, 65536
+EDGE = 3  # steps at either end, in which the pipeline fills and drains
+ANSWERS = {
+    "open_store": ("127.0.0.1", 0),
+    "train_step": {f"metric_{i}": 1.0 for i in range(21)},
+    "update_weights": {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0},
+}
+
+
+def infos(numbers: np.random.Generator) -> bytes:
+    """A group's SampleInfos, as they come over the wire."""
+    lengths = numbers.lognormal(9, 1, SAMPLES).clip(64, LONGEST).astype(int).tolist()
+    return pickle.dumps([SampleInfo(n, n - 9, n % 2, True, n - 9, 0, 0, False) for n in lengths])
+
+
+GROUPS = [infos(np.random.default_rng(i)) for i in range(500)]
+
+
+class Answer:
+    """What a call returns: awaited as an ObjectRef would be, or turned into a future."""
+
+    def __init__(self, value: bytes, seconds: float = 0.0):
+        self.value, self.seconds = value, seconds
+
+    def __await__(self):
+        if self.seconds:
+            yield from asyncio.sleep(self.seconds).__await__()
+        return pickle.loads(self.value)
+
+    def future(self) -> concurrent.futures.Future:
+        """The answer for those who wait with a timeout."""
+        future = concurrent.futures.Future()
+        future.set_result(pickle.loads(self.value))
+        return future
+
+
+class Actor:
+    """Answers every method at once, and `rollout_group` after a while."""
+
+    def __getattr__(self, name: str):
+        answer = Answer(pickle.dumps(ANSWERS.get(name)))
+        method = SimpleNamespace(remote=lambda *args: answer)
+        if name == "rollout_group":
+            method.options = lambda num_returns: SimpleNamespace(remote=self.roll_out)
+        return method
+
+    def roll_out(self, *args) -> tuple[Answer, None]:
+        """Infos of a group and the reference to its samples."""
+        return Answer(random.choice(GROUPS), random.uniform(0.001, 0.02)), None
+
+
+def measure(steps: int) -> np.ndarray:
+    """One run; for each step, when it is planned: CPU seconds, those of its plan, and bytes."""
+    marks, plan_step = [], grpo_async.plan_step
+
+    def plan(groups, cfg):
+        began = time.process_time()
+        planned = plan_step(groups, cfg)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        marks.append((began, time.process_time() - began, pages * os.sysconf("SC_PAGE_SIZE")))
+        return planned
+
+    grpo_async.plan_step = plan
+    grpo_async.actor = lambda cls, gpus, **options: SimpleNamespace(remote=lambda *args: Actor())
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+        sizes = {"steps": steps + 2 * EDGE + 1, "prompts_per_step": PROMPTS, "group_size": SAMPLES}
+        sizes |= {"generators": 144, "trainers": 128, "rollout_workers": 32, "save_period": 0}
+        cfg = grpo_async.Config(run_dir=folder, **sizes)
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            asyncio.run(grpo_async.Run(cfg, [{"_line": 1}], []).run())
+    return np.array(marks)
+
+
+def main() -> None:
+    """Prints one table."""
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+    seconds, plans, size = measure(steps)[EDGE:-EDGE].T
+    ends = [steps // 4, steps // 2, steps]
+    cost = np.diff(seconds[[0, *ends]]) / np.diff([0, *ends])
+    print(f"{'groups trained':24}", *(f"{end * PROMPTS:9,}" for end in ends))
+    print(f"{'driver ms a group':24}", *(f"{1e3 * c / PROMPTS:9.3f}" for c in cost))
+    print(f"{'driver s a step':24}", *(f"{c:9.3f}" for c in cost))
+    print(f"{'share of a 60 s step':24}", *(f"{c / 60:9.3%}" for c in cost), "  (goal 0.5%)")
+    print(f"{'last over first':24} {cost[-1] / cost[0]:9.2f}   (linear: 1)")
+    share = plans[1:].sum() / (seconds[-1] - seconds[0])
+    print(f"{'packing plan':24} {plans.mean():9.4f} s a step, {share:.0%} of the driver")
+    growth = 100 * np.polyfit(np.arange(steps + 1), size, 1)[0] / size[-1]
+    print(f"{'resident memory':24} {size[-1] / 2**20:9.0f} MiB, {growth:+.2%} in 100 steps")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""Checkpoint folders that are whole or not there, and run folders that one run at a time may use.
+
+A checkpoint is written aside, flushed to the disk, renamed, and marked last. The marker holds size
+and CRC-32 of every file, so a truncated, half-written or bit-flipped one is recognised and the one
+before it is used.
+
+    step_000100/policy/         shards of weights and AdamW moments (torch.distributed.checkpoint)
+    step_000100/groups.npz      finished groups that no step has taken yet
+    step_000100/state.json      the driver's state
+    step_000100/hf/             the same policy for transformers and vLLM
+    step_000100/complete.json   the marker
+"""
+
+import asyncio
+import dataclasses
+import fcntl
+import itertools
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import episodes
+from configs import InputError
+from launch.cluster import within
+
+MARKER = "complete.json"
+BLOCK = 1 << 24
+
+
+def crc32(path: Path) -> int:
+    """CRC-32 of a file, in O(1) memory."""
+    value = 0
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def sums(folder: str, part: int = 0, parts: int = 1) -> dict[str, tuple[int, int]]:
+    """Flushes every `parts`-th file below a folder; its size and CRC-32 by relative name."""
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    found = {}
+    for path in files[part::parts]:
+        flush(path)
+        found[str(path.relative_to(folder))] = (path.stat().st_size, crc32(path))
+    return found
+
+
+def flush(path: Path) -> None:
+    """fsync of a file or a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def commit(aside: str, folder: str, files: dict[str, tuple[int, int]]) -> None:
+    """Makes a written folder appear under its name: rename first, marker last, both flushed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(aside, folder)
+    marker = Path(folder) / f"{MARKER}.partial"
+    marker.write_text(json.dumps(files, indent=1))
+    flush(marker)
+    marker.rename(marker.with_name(MARKER))
+    flush(Path(folder))
+    flush(Path(folder).parent)
+
+
+def damage(folder: str, part: int = 0, parts: int = 1) -> str:
+    """What is wrong with every `parts`-th file of a checkpoint; empty if nothing is."""
+    try:
+        expected = json.loads((Path(folder) / MARKER).read_text())
+        files = sorted(expected.items())[part::parts]
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{folder}/{MARKER}: {error}"
+    for name, (size, crc) in files:
+        path = Path(folder) / name
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != size:
+            return f"{path}: {actual} bytes, expected {size}"
+        if crc32(path) != crc:
+            return f"{path}: its CRC-32 is not the one in {MARKER}"
+    return ""
+
+
+def step_of(folder: Path) -> int:
+    """The step of a folder named step_000100; -1 for another name."""
+    match = re.fullmatch(r"step_(\d+)", folder.name)
+    return int(match[1]) if match else -1
+
+
+def newest_first(run_dir: str) -> list[Path]:
+    """The checkpoint folders of a run that once were complete."""
+    folders = [path.parent for path in Path(run_dir).glob(f"step_*/{MARKER}")]
+    return sorted(folders, key=step_of, reverse=True)
+
+
+def prune(run_dir: str, keep: int) -> None:
+    """Deletes what resuming needs from all but the newest `keep` checkpoints; hf/ stays."""
+    for folder in newest_first(run_dir)[keep:]:
+        (folder / MARKER).unlink()  # first: what is half deleted must not look complete
+        for path in folder.iterdir():
+            if path.name == "hf":
+                continue
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def claim(cfg):
+    """Takes the run folder for this process; keep what it returns as long as the run lives.
+
+    Raises InputError where another run is alive in it, or was and is not to be continued.
+    """
+    run_dir, folder = cfg.run_dir, Path(cfg.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / "lock", "a+")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip()
+        raise InputError(f"run_dir = {run_dir!r} is in use by {owner}") from None
+    metrics = folder / "metrics.jsonl"
+    if not (cfg.resume or cfg.export) and metrics.exists() and metrics.stat().st_size:
+        told = "expected an empty folder, or --resume auto to go on"
+        raise InputError(f"run_dir = {run_dir!r} holds a run already: {told}")
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+    lock.flush()
+    return lock
+
+
+class Saver:
+    """What a trainer rank does for checkpoints; its `policy` does the work."""
+
+    def save(self, folder: str) -> None:
+        """Copies this rank's state to memory and starts writing it; collective."""
+        self.writes = [self.policy.save(f"{folder}/policy"), self.policy.export_hf(f"{folder}/hf")]
+
+    def saved(self) -> None:
+        """Returns when what `save` began is written; runs beside the training."""
+        for write in self.writes:
+            write()
+
+    def export(self, folder: str) -> None:
+        """Writes the policy as a model that transformers and vLLM load; collective."""
+        self.policy.export_hf(folder)()
+
+    def load(self, folder: str) -> None:
+        """Goes on from a checkpoint, bitwise; collective."""
+        self.policy.load(f"{folder}/policy")
+
+    def call(self, function: Callable, *args):
+        """Runs a function here, with this rank and how many there are."""
+        return function(*args, self.rank, self.cfg.trainers)
+
+
+async def save(run) -> None:
+    """Copies this moment of a Run, while it waits, and writes it while it goes on.
+
+    Raises what the previous checkpoint's writing raised.
+    """
+    if run.saving:
+        await run.saving
+    folder, limit = f"{run.cfg.run_dir}/step_{run.buffer.version:06d}", run.cfg.train_timeout
+    state, ready = state_of(run), list(run.buffer.ready.values())
+    shutil.rmtree(f"{folder}.partial", ignore_errors=True)
+    copies = asyncio.gather(*(t.save.remote(f"{folder}.partial") for t in run.trainers))
+    await within(limit, "the trainers to copy their state", copies)
+    run.saving = run.tasks.create_task(write(run, folder, state, ready))
+
+
+def state_of(run) -> dict:
+    """What a checkpoint holds beside the policy and the finished groups."""
+    return {
+        "version": run.buffer.version,
+        "next_slot": run.next_slot,
+        "position": run.position,
+        "in_flight": list(run.in_flight.items()),
+        "ready": list(run.buffer.ready),
+        "dropped": run.buffer.dropped,
+        "files": run.log.sizes(),
+        "config": dataclasses.asdict(run.cfg),
+    }
+
+
+async def write(run, folder: str, state: dict, ready: list) -> None:
+    """Makes a checkpoint of what was copied."""
+    aside, limit = f"{folder}.partial", run.cfg.train_timeout
+    parts = (t.saved.options(concurrency_group="io").remote() for t in run.trainers)
+    await within(limit, f"{aside} to be written", asyncio.gather(*parts))
+    await write_groups(run, f"{aside}/groups.npz", ready)
+    Path(aside, "state.json").write_text(json.dumps(state, indent=1))
+    calls = (t.call.options(concurrency_group="io").remote(sums, aside) for t in run.trainers)
+    files = await within(limit, f"{aside} to be flushed", asyncio.gather(*calls))
+    commit(aside, folder, dict(itertools.chain(*(part.items() for part in files))))
+    prune(run.cfg.run_dir, run.cfg.keep_last)
+
+
+async def write_groups(run, path: str, groups: list, places=(), scores=()) -> None:
+    """A worker writes groups, with the trainers' logprobs at their places where there are any."""
+    heads = [(group.slot, group.version, group.line) for group in groups]
+    call = next(run.workers).call.options(max_task_retries=3)
+    refs = *scores, *(group.samples for group in groups)
+    written = call.remote(episodes.write_groups, path, heads, list(places), *refs)
+    await within(run.cfg.train_timeout, f"{path} to be written", written)
+
+
+async def resume(run) -> dict:
+    """Loads the checkpoint that is asked for into the trainers; its state, {} for none.
+
+    Raises InputError where there are checkpoints and all are damaged, or of another run.
+    """
+    folders, notes, limit = candidates(run.cfg), [], run.cfg.start_timeout
+    for folder in folders:
+        checks = asyncio.gather(*(t.call.remote(damage, folder) for t in run.trainers))
+        damages = [text for text in await within(limit, f"{folder} to be read", checks) if text]
+        if damages:
+            notes += damages[:1]
+            print(f"not resumed from {folder}: {damages[0]}")
+            continue
+        state = json.loads(Path(folder, "state.json").read_text())
+        compare(state["config"], run.cfg, folder)
+        loads = asyncio.gather(*(t.load.remote(folder) for t in run.trainers))
+        await within(limit, f"{folder} to be loaded", loads)
+        print(f"resumed from {folder}")
+        return state | {"folder": folder}
+    if folders:
+        raise InputError("no checkpoint is whole: " + "; ".join(notes))
+    return {}
+
+
+def candidates(cfg) -> list[str]:
+    """The checkpoints to try, best first; none where the run is to start anew."""
+    if cfg.resume == "auto":
+        return [str(folder) for folder in newest_first(cfg.run_dir)]
+    if cfg.resume and not (Path(cfg.resume) / MARKER).is_file():
+        raise InputError(f"resume = {cfg.resume!r}: expected auto or a folder with {MARKER}")
+    return [cfg.resume] if cfg.resume else []
+
+
+def compare(saved: dict, cfg, folder: str) -> None:
+    """Raises InputError where a configuration counts or reads prompts unlike the saved one."""
+    for name in ("prompts_per_step", "group_size", "train_data"):
+        if saved[name] != getattr(cfg, name):
+            told = f"{folder} was saved with {name} = {saved[name]!r}"
+            raise InputError(f"{told}, not {getattr(cfg, name)!r}")
+
+
+async def restore(run, state: dict) -> None:
+    """Puts a Run where `state` was taken: its stream, its finished groups and those under way."""
+    run.next_slot, run.position = state["next_slot"], state["position"]
+    run.in_flight = dict(state["in_flight"])
+    path, count, groups = f"{state['folder']}/groups.npz", len(state["ready"]), []
+    if count:
+        read = next(run.workers).call.options(num_returns=1 + count)
+        heads, *refs = read.remote(episodes.read_groups, path)
+        heads = await within(run.cfg.start_timeout, f"{path} to be read", heads)
+        groups = [run.Group(*head, ref) for head, ref in zip(heads, refs, strict=True)]
+    run.buffer.restore(state["version"], groups, state["dropped"])
+
+
+def rewind(run_dir: str, state: dict) -> None:
+    """Takes back what a run folder's files tell of the time after a checkpoint."""
+    for path in Path(run_dir).glob("*.jsonl"):
+        if not path.name.startswith("rollouts"):
+            size = state.get("files", {}).get(path.name, 0)
+            os.truncate(path, min(size, path.stat().st_size))
+            continue
+        aside = path.with_suffix(".partial")
+        with open(path, "rb") as old, open(aside, "wb") as new:
+            new.writelines(line for line in old if is_kept(line, state))
+        aside.replace(path)
+
+
+def is_kept(line: bytes, state: dict) -> bool:
+    """Whether a line of rollouts.jsonl is of a group that the checkpoint has or has trained."""
+    try:
+        slot = json.loads(line)["slot"]
+    except ValueError:  # cut off in the middle
+        return False
+    version = state.get("version", -1)
+    if isinstance(slot, str):
+        return int(slot.split("-")[1]) <= version
+    done = version * state["config"]["prompts_per_step"] if state else 0
+    return slot < done or slot in state["ready"]

@@ -1,0 +1,123 @@
+"""What a configuration is good for beside training from the start.
+
+Each class changes a few methods of Run, whichever file that comes from: `of` puts both together.
+
+python grpo_async.py --config X --resume auto            go on in the same folder
+python grpo_async.py --config X --resume auto --eval_only
+python grpo_async.py --config X --rollout_only           samples/ of the initial policy
+python grpo_async.py --config X --replay runs/NAME       train on another run's samples/
+python grpo_async.py --config X --run_dir D --export 100
+python grpo_async.py --config X --dry_run
+"""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import checkpoints
+import episodes
+import metrics
+from configs import InputError
+from launch.cluster import within
+
+
+class Evaluation:
+    """Evaluates one policy; what it finds is written below run_dir/evaluation."""
+
+    async def run(self) -> None:
+        """Starts everything but the loops."""
+        await self.start_trainers()
+        state = await checkpoints.resume(self)
+        self.buffer.version = state.get("version", 0)
+        self.cfg = dataclasses.replace(self.cfg, run_dir=f"{self.cfg.run_dir}/evaluation")
+        self.start_workers()
+        await self.start_engines()
+        await self.evaluate()
+        self.log.close()
+
+
+class Collection:
+    """Generates and scores with the initial policy; each step's groups become a file."""
+
+    async def train_forever(self) -> None:
+        """Takes each step's groups and writes them; admission goes on as if they were trained."""
+        cfg, buffer = self.cfg, self.buffer
+        for step in range(cfg.steps):
+            ready = buffer.until(lambda step: self.leaving or buffer.is_complete(step), step)
+            await within(cfg.batch_timeout, f"the groups of step {step + 1}", ready, buffer.census)
+            if self.leaving:
+                return
+            groups = buffer.take(step)
+            path = f"{cfg.run_dir}/samples/step_{step + 1:06d}.npz"
+            await checkpoints.write_groups(self, path, groups)
+            self.log.step(step + 1, metrics.rollout_metrics(groups, 0) | buffer.meters())
+            buffer.advance(step + 1)
+
+
+class NoEngines:
+    """Stands where the engines would: nothing has to be brought to a version."""
+
+    repairs = 0
+
+    async def sync(self, version: int) -> dict[str, float]:
+        """There is nobody to sync."""
+        return {}
+
+
+class Replay:
+    """Trains on saved samples, in the order of their steps."""
+
+    def __init__(self, cfg, rows: list[dict], val_rows: list[dict]):
+        self.files = sorted(Path(cfg.replay).glob("samples/step_*.npz"))
+        if not self.files:
+            raise InputError(f"replay = {cfg.replay!r}: expected a folder with samples/step_*.npz")
+        steps = min(cfg.steps, len(self.files))
+        super().__init__(dataclasses.replace(cfg, steps=steps), rows, [])
+        self.buffer.max_lag = steps  # its samples are as old as they are
+
+    async def start_engines(self) -> None:
+        """Replaying needs none."""
+        self.engines = NoEngines()
+
+    async def repair_forever(self) -> None:
+        """Nothing can break."""
+
+    async def generate_forever(self) -> None:
+        """Hands in each file's groups, two steps ahead of the trainer."""
+        P, cfg, buffer = self.cfg.prompts_per_step, self.cfg, self.buffer
+        for step, path in enumerate(self.files[: cfg.steps]):
+            await buffer.until(lambda step: buffer.next_step >= step - 1, step)
+            read = next(self.workers).call.options(num_returns=1 + P)
+            heads, *samples = read.remote(episodes.read_groups, str(path))
+            heads = await within(cfg.rollout_timeout, f"{path} to be read", heads)
+            if len(heads) != P:
+                raise InputError(f"{path} holds {len(heads)} groups, not prompts_per_step = {P}")
+            for p, ((_, _, line, infos), ref) in enumerate(zip(heads, samples, strict=True)):
+                buffer.start(step * P + p)
+                buffer.put(self.Group(step * P + p, step, line, infos, ref))
+
+
+class Export:
+    """Writes a checkpoint of run_dir as a model."""
+
+    async def run(self) -> None:
+        """Starts the trainers, loads the checkpoint and exports it."""
+        cfg = self.cfg
+        folder = Path(cfg.run_dir) / f"step_{cfg.export:06d}"
+        self.cfg = dataclasses.replace(cfg, resume=str(folder))
+        await self.start_trainers()
+        await checkpoints.resume(self)
+        calls = asyncio.gather(*(t.export.remote(f"{folder}/hf") for t in self.trainers))
+        await within(cfg.train_timeout, "the export of the policy", calls)
+        print(f"exported: {folder}/hf")
+
+
+def of(cfg, Run: type) -> type:
+    """The kind of Run that a configuration asks for."""
+    asked = zip(
+        (cfg.eval_only, cfg.rollout_only, cfg.replay, cfg.export),
+        (Evaluation, Collection, Replay, Export),
+        strict=True,
+    )
+    kinds = tuple(kind for wanted, kind in asked if wanted)
+    return type("Run", (*kinds, Run), {}) if kinds else Run

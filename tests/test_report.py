@@ -1,0 +1,374 @@
+"""The page of a run, opened in a browser: its curves, tables, rollouts and tokens."""
+
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import save_tokenizer
+
+import report
+
+CHROMIUM = shutil.which("chromium")
+browser = pytest.mark.skipif(not CHROMIUM, reason="chromium is absent: the page was not opened")
+ATTACK = "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title=1\">"
+ENVS = ["math", "code"]
+STEPS = 30
+
+
+def write_lines(path: Path, lines: list[dict], rest: str = "") -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + rest)
+
+
+def metric_lines() -> list[dict]:
+    """STEPS training lines, and validation at every tenth."""
+    lines = []
+    for step in range(STEPS + 1):
+        reward = step / STEPS
+        if step:
+            line = {"step": step, "seconds": 9.0 * step, "reward": reward, "lag_mean": 0.5}
+            line |= {f"reward/{env}": reward / (i + 1) for i, env in enumerate(ENVS)}
+            line |= {"token_mult_prob_error": 1 + 1e-6 * step, "gen_kl_error": 1e-9 * (step - 1)}
+            line |= {"step_seconds": 5.0, "wait_for_rollouts": 1.0, "train_seconds": 2.0}
+            line |= {"sync_pause": 0.1, "sync_transfer": 0.2, "sync_resume": 0.1}
+            lines.append(line | {"grad_norm": math.nan if step == 7 else 1.0, "novel.key": 3})
+        if step % 10 == 0:
+            lines.append({"step": step, "validation_reward": reward, "validation_pass@4": reward})
+    return lines
+
+
+def rollout(step: int | None, slot: int | str, i: int) -> dict:
+    return {
+        "step": step,
+        "slot": slot,
+        "row": 3,
+        "env": ENVS[i % 2],
+        "prompt": f"question {i}",
+        "response": [f"answer {i}", "second turn"],
+        "reward": i / 3,
+        "advantage": i - 1.5,
+        "versions": [[0, 5], [1, 2]],
+        "finish_reason": "stop",
+        "info": {"answer": i},
+    }
+
+
+def save_samples(path: Path) -> None:
+    """Two groups of two samples: "hi" was given, and "yes\\n" sampled by versions 8, 8, 9, 9."""
+    path.parent.mkdir()
+    ids = [77, 78, 94, 74, 88, 100]
+    given = [0.0, 0.0]
+    np.savez(
+        path,
+        slot=np.array([18, 19]),
+        version=np.array([8, 8]),
+        line=np.array([4, 5]),
+        group=np.array([0, 0, 1, 1], np.int32),
+        length=np.full(4, 6, np.int32),
+        reward=np.array([1, 0, 1, 1 / 3], np.float32),
+        advantage=np.array([1, -1, 0, 0], np.float32),
+        truncated=np.array([False, True, False, False]),
+        env=np.array(["math", "math", "code", "code"]),
+        tokens_T=np.array(ids * 4, np.int32),
+        mask_T=np.array(([False] * 2 + [True] * 4) * 4),
+        engine_logp_T=np.array((given + [-0.1, -0.5, -1.0, -2.0]) * 4, np.float32),
+        version_T=np.array([-1, -1, 8, 8, 9, 9] * 4, np.int32),
+        malformed_T=np.zeros(24, bool),
+        logp_T=np.array((given + [-0.1, -0.4, -1.0, np.nan]) * 4, np.float32),
+    )
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    """A run that is still going: the last line of each file is half written."""
+    folder = tmp_path_factory.mktemp("runs") / "demo"
+    folder.mkdir()
+    save_tokenizer(folder / "model")
+    config = {"model": str(folder / "model"), "steps": 100, "group_size": 2, "penalty": ATTACK}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_lines(folder / "metrics.jsonl", metric_lines(), '{"step": 31, "rew')
+    row = {"by": "all", "key": "all", "tokens": 1000, "mean": 0.01, "max": 2.0, "k3": 1e-4}
+    tables = [
+        [row | {"kept": 0.5}, row | {"by": "env", "key": ATTACK, "kept": 1.0, "k3": math.nan}]
+    ] * 2
+    mismatch = [{"step": i + 1, "rows": rows} for i, rows in enumerate(tables)]
+    write_lines(folder / "mismatch.jsonl", mismatch, '{"step": 3, "rows": [{"by"')
+    every = [rollout(None, f"val-0-{i}", i) for i in range(2)]
+    every += [rollout(step, slot, i) for step in (1, 10) for slot in (18, 19) for i in range(20)]
+    every[-1] |= {"env": ATTACK, "prompt": ATTACK, "response": [ATTACK], "info": {"x": ATTACK}}
+    write_lines(folder / "rollouts.jsonl", every, '{"step": 11, "slot')
+    save_samples(folder / "samples" / "step_000010.npz")
+    (folder / "samples" / "step_000020.npz").write_bytes(b"PK half an archive")
+    report.write(str(folder))
+    return folder
+
+
+def chromium(page: Path, *flags: str) -> str:
+    """Opens a page; returns what was printed, after checking that the page had no complaint."""
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", *flags)
+    command = [CHROMIUM, *flags, "--virtual-time-budget=3000", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "INFO:CONSOLE" not in done.stderr
+    return done.stdout
+
+
+def evaluate(page: Path, script: str):
+    """What a function body returns in the opened page."""
+    probe = page.with_suffix(".probe.html")
+    shown = "document.body.append(html('pre', {id: 'probe'}, JSON.stringify(result)))"
+    code = f"<script>{{ const result = (() => {{ {script} }})(); {shown}; }}</script></html>"
+    probe.write_text(page.read_text().replace("</html>", code))
+    dom = chromium(probe, "--dump-dom")
+    return json.loads(html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', dom, re.S)[1]))
+
+
+@browser
+def test_curves_have_a_point_for_each_value(run_dir):
+    result = evaluate(
+        run_dir / "report.html",
+        """
+        const paths = [...document.querySelectorAll("#curves path[data-key]")];
+        const bare = paths.filter((p) => p.getAttribute("opacity") === "1");
+        return {
+          points: Object.fromEntries(bare.map((p) => [p.dataset.key, +p.dataset.points])),
+          faint: paths.length - bare.length,
+          circles: document.querySelectorAll("#curves circle").length,
+          options: [...document.querySelectorAll("#curves option")].map((o) => o.value),
+          picked: document.querySelector("#curves select").value,
+          alarm: document.querySelectorAll("#curves [stroke-dasharray]").length,
+          tiles: document.querySelector(".tiles").textContent,
+        };
+        """,
+    )
+    points = result["points"]
+    assert points["reward"] == points["reward/math"] == points["reward/code"] == STEPS
+    assert points["validation_reward"] == points["validation_pass@4"] == 4
+    assert points["grad_norm"] == STEPS - 1, "NaN is no point"
+    assert points["gen_kl_error"] == STEPS - 1, "0 has no place on a log scale"
+    phases = {"wait for rollouts", "train", "weight sync", "rest"}
+    assert {key: points[key] for key in phases} == dict.fromkeys(phases, STEPS)
+    assert result["faint"] == 3 and result["circles"] == 8 and result["alarm"] == 1
+    assert result["picked"] == "novel.key" and "lag_mean" in result["options"]
+    assert "30of 100" in result["tiles"] and "1at step 30" in result["tiles"]
+
+
+@browser
+def test_hovering_tells_the_values(run_dir):
+    told = evaluate(
+        run_dir / "report.html",
+        """
+        const told = {};
+        for (const plot of document.querySelectorAll("#curves svg")) {
+          const box = plot.getBoundingClientRect();
+          plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 9}));
+          told[plot.getAttribute("aria-label")] = document.querySelector("#tip").innerText;
+        }
+        return told;
+        """,
+    )
+    assert told["Probability mismatch"].split("\n") == [
+        "step 30",
+        "token_mult_prob_error",
+        "1 + 3.0e-5",
+    ]
+    phases = ["wait for rollouts", "1", "train", "2", "weight sync", "0.4", "rest", "1.6"]
+    assert told["Step time by phase"].split("\n")[1:] == phases
+
+
+@browser
+def test_the_mismatch_table_follows_its_slider(run_dir):
+    result = evaluate(
+        run_dir / "report.html",
+        """
+        const slider = document.querySelector("#mismatch input");
+        const shown = () => document.querySelector("#mismatch output").textContent;
+        const rows = [...document.querySelectorAll("#mismatch tr")].slice(1);
+        const last = shown();
+        slider.value = 0;
+        slider.dispatchEvent(new Event("input"));
+        return [last, shown(), rows.map((row) => [...row.cells].map((c) => c.textContent))];
+        """,
+    )
+    last, first, rows = result
+    assert last.startswith("step 2,") and first.startswith("step 1,")
+    assert rows[0] == ["all", "all", "1,000", "0.01", "2", "1.00e-4", "50.00 %"]
+    assert rows[1] == ["env", ATTACK, "1,000", "0.01", "2", "–", "100.00 %"]
+
+
+@browser
+def test_rollouts_are_listed_filtered_and_opened(run_dir):
+    result = evaluate(
+        run_dir / "report.html",
+        """
+        const form = document.querySelector("#rollouts form"), fields = form.elements;
+        const details = () => [...document.querySelectorAll("#list details")];
+        const found = (values) => {
+          form.reset();
+          for (const [name, value] of Object.entries(values)) fields[name].value = value;
+          form.dispatchEvent(new Event("input"));
+          return [details().length, form.querySelector("output").textContent];
+        };
+        const counts = [found({}), found({step: "10"}), found({step: "validation 0"}),
+          found({env: "code"}), found({low: "1", high: "1.34"}), found({text: "ANSWER 7"})];
+        found({});
+        fields.next.click();
+        const second = form.querySelector("output").textContent;
+        found({text: "answer 7"});
+        const one = details()[0];
+        one.open = true;
+        one.ontoggle();
+        const unsaved = one.querySelector("button");
+        found({step: "10", text: "answer 1"});
+        const saved = details().find((each) => each.textContent.startsWith("1019code0.3333"));
+        saved.open = true;
+        saved.ontoggle();
+        saved.querySelector("button").click();
+        const chosen = samples.sample.selectedOptions[0].textContent;
+        return {counts, second, text: one.textContent, unsaved, chosen};
+        """,
+    )
+    assert result["counts"] == [
+        [25, "82 found, page 1 of 4"],
+        [25, "40 found, page 1 of 2"],
+        [2, "2 found, page 1 of 1"],
+        [25, "40 found, page 1 of 2"],
+        [8, "8 found, page 1 of 1"],
+        [4, "4 found, page 1 of 1"],
+    ]
+    assert result["second"] == "82 found, page 2 of 4"
+    assert "question 7" in result["text"] and "second turn" in result["text"]
+    assert "0 (5 tokens), 1 (2 tokens)" in result["text"]
+    assert result["unsaved"] is None, "no sample of that reward was saved"
+    assert result["chosen"].startswith("slot 19, row 5, code: reward 0.3333,")
+
+
+@browser
+def test_tokens_carry_version_colour_and_explanation(run_dir):
+    result = evaluate(
+        run_dir / "report.html",
+        """
+        const section = document.querySelector("#samples");
+        const {sample, colour} = section.querySelector("form").elements;
+        const spans = () => [...section.querySelectorAll(".tokens span")];
+        const colours = {};
+        for (const option of colour.options) {
+          colour.value = option.value;
+          colour.onchange();
+          colours[option.value] = spans().map((span) => span.dataset.color);
+        }
+        const tips = [0, 3, 5].map((i) => {
+          spans()[i].dispatchEvent(new PointerEvent("pointermove", {bubbles: true}));
+          return document.querySelector("#tip").innerText.replaceAll("\\n", " ");
+        });
+        return {
+          colours, tips, samples: sample.options.length, told: section.textContent,
+          text: spans().map((s) => s.textContent), versions: spans().map((s) => s.dataset.version),
+          given: spans().map((span) => span.className),
+          painted: spans().map((span) => getComputedStyle(span).backgroundColor),
+        };
+        """,
+    )
+    assert result["text"] == ["h", "i", "y", "e", "s", "↵\n"]
+    assert result["versions"] == ["-1", "-1", "8", "8", "9", "9"]
+    assert result["given"] == ["given", "given", "", "", "", ""]
+    none = ["none", "none"]
+    assert result["colours"] == {
+        "policy version": [*none, "c0 35", "c0 35", "c1 35", "c1 35"],
+        "advantage": [*none, *["c0 35"] * 4],
+        "probability mismatch": [*none, "c4 0", "c4 47", "c4 0", "none"],
+        "engine probability": [*none, "c3 7", "c3 28", "c3 44", "c3 61"],
+    }
+    assert result["painted"][0] == "rgba(0, 0, 0, 0)" != result["painted"][3]
+    given, changed, uncomputed = result["tips"]
+    assert "not sampled" in given and "id 77" in given
+    for words in ("policy version 8", "engine -0.5", "trainer -0.4", "ratio 1.105"):
+        assert words in changed
+    assert "trainer not computed" in uncomputed
+    assert result["samples"] == 4
+    assert "4 of the 4 samples of 1 steps" in result["told"]
+    assert "2 steps are saved" in result["told"]
+
+
+@browser
+def test_text_of_rollouts_cannot_run(run_dir):
+    page = run_dir / "report.html"
+    assert page.read_text().count("</script>") == 2
+    title, shown = evaluate(
+        page,
+        """
+        const [form, list] = ["form", "#list"].map((s) => document.querySelector("#rollouts " + s));
+        form.elements.text.value = "pwned";
+        form.oninput();
+        const one = list.querySelector("details");
+        one.open = true;
+        one.ontoggle();
+        return [document.title, [...one.querySelectorAll("pre")].map((p) => p.textContent)];
+        """,
+    )
+    assert title == "demo"
+    assert shown[:2] == [ATTACK, ATTACK] and json.loads(shown[2]) == {"x": ATTACK}
+
+
+@browser
+def test_light_and_dark(run_dir, tmp_path):
+    from matplotlib.image import imread
+
+    brightness = []
+    for scheme in (1, 0):
+        picture = tmp_path / f"{scheme}.png"
+        flags = f"--blink-settings=preferredColorScheme={scheme}", "--window-size=1280,2400"
+        chromium(run_dir / "report.html", f"--screenshot={picture}", *flags)
+        brightness.append(float(imread(picture)[..., :3].mean()))
+    assert brightness[0] > 0.85 and brightness[1] < 0.2
+
+
+@browser
+def test_an_empty_run_has_a_page(tmp_path):
+    page = report.write(str(tmp_path))
+    text = evaluate(page, "return document.body.innerText;")
+    assert "No metrics yet." in text and "Rollouts" not in text and "Token by token" not in text
+
+
+def test_a_page_has_limits(tmp_path, monkeypatch):
+    monkeypatch.setitem(report.LIMITS, "rollouts", 10)
+    for worker in range(2):
+        every = [rollout(step, 2 * step + worker, 0) for step in range(1, 21)]
+        write_lines(tmp_path / f"rollouts.{worker}.jsonl", every)
+    paths = sorted(tmp_path.glob("rollouts*.jsonl"))
+    found = report.rollouts(paths)
+    assert found["total"] == 40
+    newest = [(step, 2 * step + worker) for step in range(20, 15, -1) for worker in range(2)]
+    assert [(r["step"], r["slot"]) for r in found["rows"]] == newest
+    monkeypatch.setitem(report.LIMITS, "characters", 1000)
+    assert 2 <= len(report.rollouts(paths)["rows"]) < 10
+
+    save_samples(tmp_path / "samples" / "step_000010.npz")
+    shutil.copy(tmp_path / "samples/step_000010.npz", tmp_path / "samples/step_000011.npz")
+    paths = sorted((tmp_path / "samples").iterdir())
+    monkeypatch.setitem(report.LIMITS, "samples_per_step", 3)
+    monkeypatch.setitem(report.LIMITS, "tokens", 24)
+    found = report.samples(paths, str(tmp_path / "absent"))
+    assert [(s["step"], s["of"]) for s in found["rows"]] == [(11, 4)] * 3 + [(10, 4)]
+    assert found["text"] == {} and "cannot be loaded" in found["problem"]
+
+
+def test_the_page_is_small_and_needs_no_network():
+    template = Path(report.__file__).with_suffix(".html").read_text()
+    assert len(template.encode()) < 60_000
+    namespaces = {"http://www.w3.org/1999/xhtml", "http://www.w3.org/2000/svg"}
+    assert set(re.findall(r"https?://[^\"']+", template)) == namespaces
+
+
+def test_the_picture_of_a_run_that_is_still_going(run_dir):
+    lines = [line | {"mixed_version_samples": 0.0} for line in metric_lines()]
+    folder = run_dir.parent / "picture"
+    folder.mkdir()
+    write_lines(folder / "metrics.jsonl", lines, '{"step"')
+    picture = report.draw(str(folder))
+    assert picture == folder / "reward.png" and picture.stat().st_size > 5000
