@@ -105,8 +105,8 @@ async def main() -> None:
     engine_pid = generator.engine.engine_core.resources.engine_manager.processes[0].pid
 
     async def update(version: int) -> dict:
-        send = call("send_weights")
-        _, phases = await asyncio.gather(send, generator.update_weights(version))
+        send = call("send_weights", False)
+        _, (phases, _) = await asyncio.gather(send, generator.update_weights(version, False))
         sender = next(iter(process._processes))
         return phases | {"memory": memory(engine_pid), "sender_memory": memory(sender)}
 

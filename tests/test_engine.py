@@ -40,10 +40,11 @@ class Pair:
         )
         await self.sync(0)
 
-    async def sync(self, version: int) -> dict:
+    async def sync(self, version: int, verify: bool = False) -> dict:
         """What `Engines.sync` does, for one engine."""
-        send = asyncio.to_thread(self.trainer.send_weights)
-        _, phases = await asyncio.gather(send, self.generator.update_weights(version))
+        send = asyncio.to_thread(self.trainer.send_weights, verify)
+        update = self.generator.update_weights(version, verify)
+        self.sent, (phases, self.received) = await asyncio.gather(send, update)
         return phases
 
     def stop(self) -> None:
