@@ -26,6 +26,7 @@ from pathlib import Path
 import episodes
 from configs import InputError
 from launch.cluster import within
+from metrics import Log
 
 MARKER = "complete.json"
 BLOCK = 1 << 24
@@ -43,6 +44,7 @@ def crc32(path: Path) -> int:
 def sums(folder: str, part: int = 0, parts: int = 1) -> dict[str, tuple[int, int]]:
     """Flushes every `parts`-th file below a folder; its size and CRC-32 by relative name."""
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    files = [path for path in files if path.parent.name != "hf"]  # can be made again
     found = {}
     for path in files[part::parts]:
         flush(path)
@@ -184,7 +186,7 @@ def state_of(run) -> dict:
         "position": run.position,
         "in_flight": list(run.in_flight.items()),
         "ready": list(run.buffer.ready),
-        "dropped": run.buffer.dropped,
+        "dropped": dict(run.buffer.dropped),
         "files": run.log.sizes(),
         "config": dataclasses.asdict(run.cfg),
     }
@@ -268,11 +270,15 @@ async def restore(run, state: dict) -> None:
 
 def rewind(run_dir: str, state: dict) -> None:
     """Takes back what a run folder's files tell of the time after a checkpoint."""
-    for path in Path(run_dir).glob("*.jsonl"):
-        if not path.name.startswith("rollouts"):
+    for folder in newest_first(run_dir):
+        if step_of(folder) > state.get("version", -1):
+            (folder / MARKER).unlink()  # of a future that is given up
+    for name in Log.FILES:
+        path = Path(run_dir, f"{name}.jsonl")
+        if path.exists():
             size = state.get("files", {}).get(path.name, 0)
             os.truncate(path, min(size, path.stat().st_size))
-            continue
+    for path in Path(run_dir).glob("rollouts*.jsonl"):
         aside = path.with_suffix(".partial")
         with open(path, "rb") as old, open(aside, "wb") as new:
             new.writelines(line for line in old if is_kept(line, state))
@@ -289,4 +295,4 @@ def is_kept(line: bytes, state: dict) -> bool:
     if isinstance(slot, str):
         return int(slot.split("-")[1]) <= version
     done = version * state["config"]["prompts_per_step"] if state else 0
-    return slot < done or slot in state["ready"]
+    return slot < done or slot in state.get("ready", ())

@@ -260,7 +260,7 @@ def read_groups(path: str) -> tuple:
             part = slice(end - columns["length"][i], end)
             tokens = {f"{k}_T": columns[f"{k}_T"][part] for k in PER_TOKEN}
             groups[g].append(Sample(**tokens, **{k: columns[k][i].item() for k in PER_SAMPLE}))
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: expected groups of samples: {error}") from None
     infos = ([describe(sample) for sample in group] for group in groups)
     return [(*head, info) for head, info in zip(heads, infos, strict=True)], *groups

@@ -261,6 +261,7 @@ class Config:
         kl, skip, dual = self.kl_coef, self.skip_zero_advantage, self.dual_clip
         waits, tries = self.rollout_attempts * self.rollout_timeout, "rollout attempts * timeout"
         asked = [k for k in ("eval_only", "rollout_only", "replay", "export") if getattr(self, k)]
+        goes_on = "resume = 'auto'" * (self.resume == "auto") or "export" * bool(self.export)
         val = f"val_period = {self.val_period} and val_data = {self.val_data!r}"
         for holds, message in (
             (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
@@ -269,7 +270,15 @@ class Config:
             (bool(self.val_period) == bool(self.val_data), f"{val}: expected both or neither"),
             (not (kl and skip), f"kl_coef = {kl} needs skip_zero_advantage = False, not True"),
             (len(asked) < 2, f"{' and '.join(asked)} exclude each other"),
-            (not (self.resume and self.replay), f"resume = {self.resume!r} excludes replay"),
+            (
+                self.eval_only or not (asked and self.resume),
+                f"resume and {asked} exclude each other",
+            ),
+            (self.val_data or not self.eval_only, "eval_only = True and val_data = '': needs rows"),
+            (
+                not (goes_on and "{time}" in self.run_dir),
+                f"{goes_on} needs run_dir without {{time}}",
+            ),
             (waits < self.batch_timeout, f"{tries} = {waits} leaves batch_timeout no room"),
         ):
             if not holds:

@@ -12,6 +12,7 @@ python grpo_async.py --config X --dry_run
 
 import asyncio
 import dataclasses
+import time
 from pathlib import Path
 
 import checkpoints
@@ -24,25 +25,31 @@ from launch.cluster import within
 class Evaluation:
     """Evaluates one policy; what it finds is written below run_dir/evaluation."""
 
-    async def run(self) -> None:
-        """Starts everything but the loops."""
+    async def start(self) -> None:
+        """Starts everything, on the policy of the checkpoint."""
         await self.start_trainers()
         state = await checkpoints.resume(self)
         self.buffer.version = state.get("version", 0)
         self.cfg = dataclasses.replace(self.cfg, run_dir=f"{self.cfg.run_dir}/evaluation")
         self.start_workers()
         await self.start_engines()
+
+    async def generate_forever(self) -> None:
+        """Only validation rows are rolled out."""
+
+    async def train_forever(self) -> None:
+        """One evaluation."""
         await self.evaluate()
-        self.log.close()
 
 
 class Collection:
     """Generates and scores with the initial policy; each step's groups become a file."""
 
     async def train_forever(self) -> None:
-        """Takes each step's groups and writes them; admission goes on as if they were trained."""
+        """Takes each step's groups and writes them; the next may start as if they were trained."""
         cfg, buffer = self.cfg, self.buffer
         for step in range(cfg.steps):
+            began = time.perf_counter()
             ready = buffer.until(lambda step: self.leaving or buffer.is_complete(step), step)
             await within(cfg.batch_timeout, f"the groups of step {step + 1}", ready, buffer.census)
             if self.leaving:
@@ -50,8 +57,10 @@ class Collection:
             groups = buffer.take(step)
             path = f"{cfg.run_dir}/samples/step_{step + 1:06d}.npz"
             await checkpoints.write_groups(self, path, groups)
-            self.log.step(step + 1, metrics.rollout_metrics(groups, 0) | buffer.meters())
-            buffer.advance(step + 1)
+            stats = {"wait_for_rollouts": time.perf_counter() - began} | buffer.meters()
+            self.log.step(step + 1, metrics.rollout_metrics(groups, 0) | stats)
+            buffer.max_lag += 1  # the next groups may start, on the same version
+            buffer.wake()
 
 
 class NoEngines:

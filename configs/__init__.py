@@ -37,8 +37,14 @@ def load(Config: type, argv: list[str], default: str):
     run_dir = cfg.run_dir.replace("{time}", time.strftime("%Y%m%d-%H%M%S"))
     run_dir = run_dir.replace("{seed}", str(cfg.seed))
     # Absolute, because actors have working directories of their own.
-    paths = {"run_dir": str(Path(run_dir).resolve()), "model": str(Path(cfg.model).resolve())}
-    return dataclasses.replace(cfg, **paths)
+    paths = {name: str(Path(getattr(cfg, name)).resolve()) for name in ("model", *chosen(cfg))}
+    return dataclasses.replace(cfg, run_dir=str(Path(run_dir).resolve()), **paths)
+
+
+def chosen(cfg) -> list[str]:
+    """The fields that name a folder to go on from."""
+    folders = {"resume": cfg.resume.removeprefix("auto"), "replay": cfg.replay}
+    return [name for name, folder in folders.items() if folder]
 
 
 def split_config(flag: str) -> list[str]:

@@ -45,7 +45,7 @@ def redirect(folder: Path, name: str) -> None:
 
 def last_words(cfg, lines: int = 8) -> str:
     """The last lines of each actor's log, the latest first, for an error message."""
-    paths = sorted(Path(cfg.run_dir).glob("logs/*.log"), key=os.path.getmtime, reverse=True)
+    paths = sorted(Path(cfg.run_dir).glob("**/logs/*.log"), key=os.path.getmtime, reverse=True)
     texts = [(path.name, path.read_text(errors="replace").splitlines()) for path in paths[:6]]
     return "\n".join(f"--- {name}\n" + "\n".join(t[-lines:]) for name, t in texts if t)
 

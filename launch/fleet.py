@@ -5,6 +5,7 @@ import pickle
 from typing import Any
 
 import ray
+from tqdm import tqdm
 
 from launch.cluster import actor, within
 
@@ -73,6 +74,7 @@ class Fleet:
             if self.load.pop(engine, None) is not None:
                 ray.kill(engine)
                 self.error = error
+                tqdm.write(f"an engine is lost: {error}")
                 self.missing.set()
         if not self.load:
             self.synced.clear()

@@ -190,3 +190,73 @@ def test_same_seed_same_answers(pair):
     first, second = asyncio.run(scenario())
     assert [t.token_ids for t in first] == [t.token_ids for t in second]
     assert len({tuple(t.token_ids) for t in first}) == 3
+
+
+def test_a_checked_update_compares_every_tensor_and_names_one_that_is_missing(pair, monkeypatch):
+    """Checksums of what was sent and what came agree; a forgotten tensor is found and named."""
+    from policy import weight_sync
+
+    async def scenario():
+        await pair.start()
+        perturb(pair)
+        await pair.sync(1, verify=True)
+        assert set(pair.sent) == {name for name, *_ in pair.metas}
+        weight_sync.compare(pair.sent, pair.received)
+        last = pair.metas[-1][0]
+        with pytest.raises(RuntimeError, match=last):
+            weight_sync.compare(pair.sent, pair.received | {last: 1})
+        turn = await pair.generator.probe()
+        (gap,) = pair.trainer.score([turn])
+        assert gap < TOLERANCE and len(turn.token_ids) <= 32
+
+        gone = "model.layers.1.mlp.down_proj.weight"
+        everything = pair.trainer.policy.named_weights
+        fewer = ((name, weight) for name, weight in everything() if name != gone)
+        monkeypatch.setattr(pair.trainer.policy, "named_weights", lambda: fewer)
+        pair.trainer.metas = [meta for meta in pair.metas if meta[0] != gone]
+        host, port = pair.trainer.open_store(2)
+        args = pickle.dumps(pair.cfg), host, port, 1, 2, pair.trainer.metas
+        joined = pair.generator.join_sync_group(*args)
+        await asyncio.gather(asyncio.to_thread(pair.trainer.join_sync_group, 2), joined)
+        with pytest.raises(Exception, match=f"does not write {gone}"):
+            await pair.sync(2, verify=True)
+
+    asyncio.run(scenario())
+
+
+@torch.no_grad()
+def test_an_answer_goes_on_from_its_draft(pair):
+    """What a lost engine had written is kept, with its versions; the rest is sampled after it."""
+
+    async def scenario():
+        await pair.start()
+        args = prompt(3), 4, 5, "call"
+        first = asyncio.ensure_future(pair.generator.generate(*args))
+        drafts = []
+        while not drafts or min(len(draft.token_ids) for draft in drafts) < 8:
+            await asyncio.sleep(0.01)
+            drafts = pair.generator.drafts("call")
+            assert not first.done()
+        first.cancel()
+        weights = {0: snapshot(pair)}
+        perturb(pair)
+        await pair.sync(1)
+        weights[1] = snapshot(pair)
+        return weights, drafts, await pair.generator.generate(*args[:3], "again", drafts)
+
+    weights, drafts, turns = asyncio.run(scenario())
+    model = plain_model(pair.cfg)
+    for draft, turn in zip(drafts, turns, strict=True):
+        n = len(draft.token_ids)
+        assert turn.token_ids[:n] == draft.token_ids and turn.logps[:n] == draft.logps
+        assert turn.prompt_ids == prompt(3) and turn.finish_reason in ("stop", "length")
+        assert turn.versions == [0] * n + [1] * (len(turn.token_ids) - n)
+        for version, part in ((0, slice(0, n)), (1, slice(n, None))):
+            model.load_state_dict(weights[version], strict=False)
+            ids = torch.tensor([turn.prompt_ids + turn.token_ids])
+            logp = model(ids).logits[0, len(turn.prompt_ids) - 1 : -1].log_softmax(-1)
+            logp = logp.gather(1, torch.tensor(turn.token_ids)[:, None])[:, 0]
+            gap = (logp - torch.tensor(turn.logps))[part].abs()
+            assert not len(gap) or gap.max() < 2 * TOLERANCE, (version, gap)
+    assert any(len(t.token_ids) > len(d.token_ids) for t, d in zip(turns, drafts, strict=True))
+    assert len({tuple(turn.token_ids) for turn in turns}) == 4

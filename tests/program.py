@@ -1,0 +1,133 @@
+"""grpo_async as a process of its own, that a test watches, disturbs and ends."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+class Program:
+    """`python grpo_async.py --config ... [flags]`; `script` may stand for grpo_async.py."""
+
+    def __init__(self, cfg, *flags: str, script: str = "grpo_async.py", root: Path = ROOT):
+        self.folder = Path(cfg.run_dir)
+        config = self.folder.with_suffix(".py")
+        values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+        values.pop("correction")
+        config.write_text("".join(f"{name} = {value!r}\n" for name, value in values.items()))
+        command = [sys.executable, script, "--config", str(config), *flags]
+        self.output = open(self.folder.with_suffix(".out"), "a+")  # noqa: SIM115
+        self.started = time.time()
+        self.process = subprocess.Popen(
+            command, cwd=root, stdout=self.output, stderr=self.output, start_new_session=True
+        )
+
+    def told(self) -> str:
+        """All that this and earlier programs of the folder printed."""
+        self.output.seek(0)
+        return self.output.read()
+
+    def wait_until(self, holds: Callable[[], bool], seconds: float = 180) -> float:
+        """Waits for a condition while the program runs; returns the seconds that it took."""
+        began = time.monotonic()
+        while not holds():
+            assert self.process.poll() is None, self.told()[-4000:]
+            assert time.monotonic() - began < seconds, self.told()[-4000:]
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def ends(self, seconds: float = 180) -> int:
+        """Waits for the program's end; returns its exit status."""
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends the program, whatever it does."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends the driver a signal."""
+        self.process.send_signal(number)
+
+    def pids(self, role: str) -> list[int]:
+        """Living actors of this program, by the name of their class."""
+        logs = self.folder.glob(f"logs/{role}-*.log")
+        new = (p for p in logs if p.stat().st_ctime >= self.started - 1)
+        pids = sorted(int(path.stem.rsplit("-", 1)[1]) for path in new)
+        return [pid for pid in pids if is_alive(pid)]
+
+    def engine_cores(self) -> list[int]:
+        """vLLM's own processes, the children of the Generators."""
+        parents, found = set(self.pids("Generator")), []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rsplit(")", 1)[1].split()
+                name = (stat.parent / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if int(fields[1]) in parents and b"EngineCore" in name:
+                found.append(int(stat.parent.name))
+        return sorted(found)
+
+    def lines(self, name: str) -> list[dict]:
+        """The whole lines of a JSONL file of the run."""
+        path = self.folder / name
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def steps(self) -> list[dict]:
+        """The metrics of the steps so far."""
+        return [line for line in self.lines("metrics.jsonl") if "loss" in line]
+
+    def check_slots(self, cfg, rows: int) -> None:
+        """Every step once, every slot once, its prompt the next of the file, or dropped by name."""
+        assert [m["step"] for m in self.steps()] == list(range(1, cfg.steps + 1))
+        seen = {}
+        for line in self.lines("rollouts.jsonl"):
+            if isinstance(line["slot"], int):
+                seen.setdefault(line["slot"], []).append(line["row"])
+        assert sorted(seen) == list(range(cfg.steps * cfg.prompts_per_step))
+        dropped = {line["slot"] for line in self.lines("dropped.jsonl")}
+        for slot, used in seen.items():
+            assert len(used) == cfg.group_size and len(set(used)) == 1, (slot, used)
+            assert dropped or used[0] == slot % rows + 1
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def descendants(pid: int) -> set[int]:
+    """All living processes of the session that a program started, and of their children."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+    found, fresh = set(), {pid}
+    while fresh:
+        fresh = {child for child, parent in parents.items() if parent in fresh} - found
+        found |= fresh
+    return found
+
+
+def end(pid: int) -> None:
+    """SIGKILL, as the kernel's out-of-memory killer would."""
+    os.kill(pid, signal.SIGKILL)

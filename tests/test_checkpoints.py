@@ -1,0 +1,287 @@
+"""Checkpoint folders, run folders, saved groups: whole or not there, one owner, nothing twice."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import checkpoints
+from configs import InputError
+from episodes import Sample, describe, read_groups, write_groups
+from launch.cluster import within
+from metrics import mismatch_rows, mismatch_table, validation_metrics
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_checkpoint(run_dir: Path, step: int) -> Path:
+    """A small complete checkpoint."""
+    aside = run_dir / f"step_{step:06d}.partial"
+    (aside / "policy").mkdir(parents=True)
+    (aside / "hf").mkdir()
+    (aside / "policy" / "__0_0.distcp").write_bytes(os.urandom(5000))
+    (aside / "hf" / "model.safetensors").write_bytes(b"weights")
+    (aside / "state.json").write_text(json.dumps({"version": step}))
+    folder = run_dir / f"step_{step:06d}"
+    files = checkpoints.sums(str(aside), 0, 2) | checkpoints.sums(str(aside), 1, 2)
+    checkpoints.commit(str(aside), str(folder), files)
+    return folder
+
+
+def damaged(folder: Path) -> list[str]:
+    """What two ranks find together."""
+    return [d for r in range(2) if (d := checkpoints.damage(str(folder), r, 2))]
+
+
+def test_a_whole_checkpoint_is_whole(tmp_path):
+    folder = write_checkpoint(tmp_path, 3)
+    assert not damaged(folder) and not list(tmp_path.glob("*.partial"))
+    assert checkpoints.newest_first(str(tmp_path)) == [folder]
+
+
+@pytest.mark.parametrize("name", ["policy/__0_0.distcp", "state.json", "complete.json"])
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "absent", "empty"])
+def test_damage_is_found_and_names_the_file(tmp_path, name, kind):
+    folder = write_checkpoint(tmp_path, 3)
+    path = folder / name
+    content = path.read_bytes()
+    if kind == "absent":
+        path.unlink()
+    elif kind == "flipped":
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :])
+    else:
+        path.write_bytes(content[: len(content) // 2] if kind == "truncated" else b"")
+    told = " ".join(damaged(folder))
+    assert told and (Path(name).name in told or name == "complete.json")
+
+
+def test_one_that_was_being_written_is_not_seen(tmp_path):
+    write_checkpoint(tmp_path, 3)
+    (tmp_path / "step_000004.partial").mkdir()
+    (tmp_path / "step_000005").mkdir()  # renamed, not yet marked
+    assert [f.name for f in checkpoints.newest_first(str(tmp_path))] == ["step_000003"]
+
+
+def test_the_newest_by_number_comes_first(tmp_path):
+    for step in (9, 1_000_001, 10):
+        write_checkpoint(tmp_path, step)
+    found = [checkpoints.step_of(f) for f in checkpoints.newest_first(str(tmp_path))]
+    assert found == [1_000_001, 10, 9]
+
+
+def test_pruning_keeps_the_newest_and_all_exports(tmp_path):
+    for step in range(1, 5):
+        write_checkpoint(tmp_path, step)
+    checkpoints.prune(str(tmp_path), 2)
+    assert [checkpoints.step_of(f) for f in checkpoints.newest_first(str(tmp_path))] == [4, 3]
+    assert [p.name for p in (tmp_path / "step_000001").iterdir()] == ["hf"]
+    assert (tmp_path / "step_000001" / "hf" / "model.safetensors").read_bytes() == b"weights"
+
+
+def ask(run_dir: Path, **fields) -> SimpleNamespace:
+    return SimpleNamespace(run_dir=str(run_dir), **{"resume": "", "export": 0} | fields)
+
+
+def test_two_runs_never_share_a_folder(tmp_path):
+    program = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "import checkpoints, time; from types import SimpleNamespace\n"
+        f"c = SimpleNamespace(run_dir={str(tmp_path)!r}, resume='', export=0)\n"
+        "lock = checkpoints.claim(c); print('mine', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout.readline() == "mine\n"
+            with pytest.raises(InputError, match=f"in use by process {first.pid} on "):
+                checkpoints.claim(ask(tmp_path))
+            with pytest.raises(InputError, match="in use"):
+                checkpoints.claim(ask(tmp_path, resume="auto"))
+        finally:
+            first.kill()
+    checkpoints.claim(ask(tmp_path)).close()  # a dead owner holds nothing
+
+
+def test_a_folder_with_a_run_is_not_taken_for_an_empty_one(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(InputError, match="--resume auto"):
+        checkpoints.claim(ask(tmp_path))
+    checkpoints.claim(ask(tmp_path, resume="auto")).close()
+
+
+def test_the_checkpoint_that_is_asked_for_must_be_one(tmp_path):
+    with pytest.raises(InputError, match="complete.json"):
+        checkpoints.candidates(ask(tmp_path, resume=str(tmp_path)))
+    folder = write_checkpoint(tmp_path, 7)
+    assert checkpoints.candidates(ask(tmp_path, resume=str(folder))) == [str(folder)]
+    assert checkpoints.candidates(ask(tmp_path, resume="auto")) == [str(folder)]
+    assert checkpoints.candidates(ask(tmp_path)) == []
+
+
+def test_another_schedule_is_refused():
+    saved = {"prompts_per_step": 8, "group_size": 16, "train_data": "a.jsonl"}
+    checkpoints.compare(saved, SimpleNamespace(**saved), "x")
+    for name, value in (("prompts_per_step", 4), ("group_size", 8), ("train_data", "b.jsonl")):
+        with pytest.raises(InputError, match=name):
+            checkpoints.compare(saved, SimpleNamespace(**saved | {name: value}), "x")
+
+
+def test_rewinding_takes_back_what_came_after(tmp_path):
+    def slots(lines: list) -> str:
+        return "".join(json.dumps({"slot": slot}) + "\n" for slot in lines)
+
+    (tmp_path / "metrics.jsonl").write_text("0123456789")
+    (tmp_path / "mismatch.jsonl").write_text("new since then")
+    order = ["val-0-1", 0, 1, 3, 2, 5, "val-2-0", 4, 6, "val-3-0"]
+    (tmp_path / "rollouts.jsonl").write_text(slots(order) + '{"slot": 7, "cut')
+    state = {"version": 2, "ready": [5], "files": {"metrics.jsonl": 4}}
+    checkpoints.rewind(str(tmp_path), state | {"config": {"prompts_per_step": 2}})
+    assert (tmp_path / "metrics.jsonl").read_text() == "0123"
+    assert (tmp_path / "mismatch.jsonl").read_text() == ""
+    kept = ["val-0-1", 0, 1, 3, 2, 5, "val-2-0"]
+    assert (tmp_path / "rollouts.jsonl").read_text() == slots(kept)
+    checkpoints.rewind(str(tmp_path), {})  # from the start again
+    assert (tmp_path / "rollouts.jsonl").read_text() == ""
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of half a megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a small file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_told_and_leaves_the_last_checkpoint(small_disk):
+    folder = write_checkpoint(small_disk, 1)
+    sample = make_sample(np.random.default_rng(0), 20_000)
+    with pytest.raises(OSError, match="No space left"):
+        write_groups(str(small_disk / "groups.npz"), [(0, 0, 1)], [], [sample] * 4)
+    assert not (small_disk / "groups.npz").exists() and not damaged(folder)
+
+
+# --- saved groups ---------------------------------------------------------------------------------
+
+
+def make_sample(random, tokens: int, env: str = "", **fields) -> Sample:
+    return Sample(
+        random.integers(0, 1000, tokens).astype(np.int32),
+        random.random(tokens) < 0.5,
+        -random.random(tokens).astype(np.float32),
+        random.integers(-1, 9, tokens).astype(np.int32),
+        random.random(tokens) < 0.1,
+        **{"truncated": False, "reward": float(random.normal()), "env": env} | fields,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=4), seed=st.integers(0, 99))
+def test_groups_survive_a_file_bitwise(tmp_path_factory, sizes, seed):
+    random = np.random.default_rng(seed)
+    path = str(tmp_path_factory.mktemp("groups") / "deep" / "groups.npz")
+    groups = [[make_sample(random, n, f"env{n}", truncated=n > 5) for n in g] for g in sizes]
+    heads = [(10 + g, g // 2, 3 * g) for g in range(len(groups))]
+    places = [[(g, j) for g, group in enumerate(groups) for j in range(len(group))][::2]]
+    logps = [np.full(len(groups[g][j].tokens_T), g + j, np.float32) for g, j in places[0]]
+    write_groups(path, heads, places, logps, *groups)
+    told, *read = read_groups(path)
+    assert [head[:3] for head in told] == heads and len(read) == len(groups)
+    for (*_, infos), old, new in zip(told, groups, read, strict=True):
+        assert infos == [describe(sample) for sample in old]
+        for a, b in zip(old, new, strict=True):
+            for name, value in vars(a).items():
+                assert np.array_equal(getattr(b, name), value) and type(value) is type(
+                    getattr(b, name)
+                )
+    with np.load(path) as file:
+        computed = np.isfinite(file["logp_T"]).sum()
+    assert computed == sum(map(len, logps))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"not an archive at all", b"\0" * 5000])
+def test_a_file_that_holds_no_groups_is_named(tmp_path, content):
+    path = tmp_path / "groups.npz"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="groups.npz: expected groups"):
+        read_groups(str(path))
+
+
+# --- what is reported -----------------------------------------------------------------------------
+
+
+def test_the_mismatch_table_is_what_a_loop_over_tokens_finds():
+    random, step, limit = np.random.default_rng(0), 9, 1.3
+    samples = [make_sample(random, n, env) for n, env in ((70, "a"), (5, "b"), (30, "a"), (1, "b"))]
+    samples[0].engine_logp_T[3] = np.nan
+    logps = [s.engine_logp_T + random.normal(0, 0.3, len(s.mask_T)) for s in samples]
+    expected = {}
+    for sample, logp_T in zip(samples, logps, strict=True):
+        used = [t for t in range(len(logp_T)) if sample.mask_T[t]]
+        used = [t for t in used if np.isfinite(sample.engine_logp_T[t])]
+        gaps = [float(logp_T[t] - sample.engine_logp_T[t]) for t in used]
+        trusted = bool(gaps) and np.mean([np.exp(abs(g)) for g in gaps]) <= limit
+        for place, (t, gap) in enumerate(zip(used, gaps, strict=True), 1):
+            edges = next((4**p, 4 ** (p + 1) - 1) for p in range(9) if place < 4 ** (p + 1))
+            lag = str(step - sample.version_T[t])
+            keys = {"all": "", "env": sample.env, "lag": lag, "position": f"{edges[0]}-{edges[1]}"}
+            for at in keys.items():
+                row = (abs(gap), np.exp(gap) - 1 - gap, trusted)
+                expected.setdefault(at, []).append(row)
+    half = mismatch_table(samples[:2], logps[:2], step, limit)
+    rows = mismatch_rows([half, mismatch_table(samples[2:], logps[2:], step, limit), {}])
+    assert {(row["by"], row["key"]) for row in rows} == set(expected)
+    for row in rows:
+        values = np.array(expected[row["by"], row["key"]])
+        assert row["tokens"] == len(values)
+        assert row["max"] == pytest.approx(values[:, 0].max(), rel=1e-5)
+        for column, name in enumerate(("mean", "k3", "kept")):
+            assert row[name] == pytest.approx(values[:, column].mean(), rel=1e-4, abs=1e-9)
+
+
+def test_validation_known_answers():
+    found = validation_metrics({"a": [[1.0, 0.0], [0.5, 0.0]], "b": [[1.0, 1.0]]}, 2)
+    assert found == {
+        "validation_reward": pytest.approx(3.5 / 6),
+        "validation_pass@2": pytest.approx(2 / 3),
+        "validation_reward/a": pytest.approx(1.5 / 4),
+        "validation_pass@2/a": 0.5,
+        "validation_reward/b": 1.0,
+        "validation_pass@2/b": 1.0,
+    }
+    assert "validation_pass@1" not in validation_metrics({"a": [[1.0]]}, 1)
+
+
+# --- waits ----------------------------------------------------------------------------------------
+
+
+def test_a_wait_warns_halfway_and_ends_with_its_name_and_the_state(capsys):
+    async def wait():
+        await within(0.2, "the groups of step 7", asyncio.sleep(5), lambda: "3 groups ready")
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"for the groups of step 7\. 3 groups ready"):
+        asyncio.run(wait())
+    assert time.monotonic() - began < 2
+    assert "waiting for the groups of step 7" in capsys.readouterr().out
+
+
+def test_a_wait_that_ends_in_time_says_nothing(capsys):
+    async def wait():
+        return await within(5, "nothing", asyncio.sleep(0, "done"))
+
+    assert asyncio.run(wait()) == "done"
+    assert capsys.readouterr().out == ""

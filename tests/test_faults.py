@@ -1,0 +1,120 @@
+"""What may die, dies: each time the run recovers, or ends with an error that names what died."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import write_rows
+from program import ROOT, Program, descendants, end, is_alive
+
+pytestmark = pytest.mark.e2e
+DROPPED = "dropped.jsonl"
+
+
+def test_engines_and_workers_that_are_killed_are_replaced(tiny_config):
+    """An engine while it serves, the actor around another, a rollout worker: nothing is lost."""
+    fields = {"steps": 40, "generators": 2, "max_response_tokens": 64, "max_engine_restarts": 5}
+    cfg = tiny_config(save_period=0, sample_period=5, **fields)
+    program = Program(cfg)
+    try:
+        for number, victims in enumerate(("cores", "Generator", "RolloutWorker"), 1):
+            program.wait_until(lambda n=number: len(program.steps()) >= 2 * n)
+            pids = program.engine_cores() if victims == "cores" else program.pids(victims)
+            end(pids[0])
+            repairs = min(number, 2)
+            seen = len(program.steps())
+            took = program.wait_until(
+                lambda s=seen, r=repairs: (
+                    len(program.steps()) >= s + 2 and program.steps()[-1]["engine_repairs"] >= r
+                )
+            )
+            print(f"{victims}: {took:.1f} s until two more steps were trained")
+        assert program.ends() == 0, program.told()[-4000:]
+    finally:
+        program.stop()
+    program.check_slots(cfg, rows=64)
+    assert not program.lines("dropped.jsonl") and not program.pids("Generator")
+
+
+def test_a_killed_trainer_ends_the_run_by_name_and_resuming_loses_nothing(tiny_config):
+    """Both while it waits and while it trains; the driver tells within seconds."""
+    cfg = tiny_config(steps=8, save_period=1, trainers=2, max_response_tokens=48)
+    for number in (1, 2):
+        program = Program(cfg, "--resume", "auto")
+        program.wait_until(lambda p=program, n=number: len(p.steps()) >= 2 * n)
+        began = time.monotonic()
+        end(program.pids("Trainer")[-1])
+        assert program.ends(60) != 0
+        print(f"ended after {time.monotonic() - began:.1f} s")
+        assert "Trainer" in program.told() and "died" in program.told()
+    program = Program(cfg, "--resume", "auto")
+    assert program.ends() == 0, program.told()[-4000:]
+    program.check_slots(cfg, rows=64)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_the_driver(tiny_config, number):
+    """Ctrl-C, and even SIGKILL, leave no process behind."""
+    program = Program(tiny_config(steps=1000))
+    program.wait_until(lambda: len(program.steps()) >= 1)
+    family = descendants(program.process.pid)
+    family |= {pid for child in family for pid in descendants(child)}
+    assert len(family) >= 4
+    os.kill(program.process.pid, number)
+    program.ends(60)
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, family)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not [pid for pid in family if is_alive(pid)]
+
+
+BROKEN_ENVIRONMENT = """
+import asyncio, math, random
+from envs import Reward
+
+AGENTS = ("broken",)
+
+async def verify(row, response):
+    if row["kind"] == "raise":
+        raise KeyError("broken on purpose")
+    if row["kind"] == "hang":
+        await asyncio.sleep(1000)
+    return Reward(math.nan if row["kind"] == "nan" else random.random())
+"""
+
+
+def test_an_environment_that_fails_costs_its_prompt_and_never_becomes_a_reward(
+    tiny_config, tmp_path
+):
+    """Raising, hanging and NaN: tried again, then the next prompt takes the slot, all counted."""
+    root = tmp_path / "fork"
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT)
+    for name in listed.decode().split():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    (root / "envs" / "broken.py").write_text(BROKEN_ENVIRONMENT)
+    kinds = {3: "raise", 6: "hang", 9: "nan"}
+    rows = [
+        {
+            "responses_create_params": {"input": [{"role": "user", "content": f"row {i}"}]},
+            "agent_ref": {"name": "broken"},
+            "kind": kinds.get(i, "well"),
+        }
+        for i in range(1, 33)
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    fields = {"rollout_attempts": 2, "rollout_timeout": 8.0, "train_data": data, "steps": 4}
+    cfg = tiny_config(**fields)
+    program = Program(cfg, root=root)
+    assert program.ends() == 0, program.told()[-4000:]
+    program.check_slots(cfg, rows=32)
+    dropped = {(line["row"].rsplit(":", 1)[1], line["reason"]) for line in program.lines(DROPPED)}
+    assert {row for row, _ in dropped} == {"3", "6", "9"}
+    assert dict(dropped)["6"] == "TimeoutError"
+    used = {line["row"] for line in program.lines("rollouts.jsonl")}
+    assert used == set(range(1, 20)) - set(kinds)
+    assert all(0 < line["reward"] <= 1 for line in program.lines("rollouts.jsonl"))
+    assert program.steps()[-1]["dropped_prompts"] == 3
