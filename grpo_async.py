@@ -270,15 +270,9 @@ class Config:
             (bool(self.val_period) == bool(self.val_data), f"{val}: expected both or neither"),
             (not (kl and skip), f"kl_coef = {kl} needs skip_zero_advantage = False, not True"),
             (len(asked) < 2, f"{' and '.join(asked)} exclude each other"),
-            (
-                self.eval_only or not (asked and self.resume),
-                f"resume and {asked} exclude each other",
-            ),
-            (self.val_data or not self.eval_only, "eval_only = True and val_data = '': needs rows"),
-            (
-                not (goes_on and "{time}" in self.run_dir),
-                f"{goes_on} needs run_dir without {{time}}",
-            ),
+            (self.eval_only or not (asked and self.resume), f"resume excludes {asked}"),
+            (self.val_data or not self.eval_only, "eval_only = True and val_data = '': no rows"),
+            (not (goes_on and "{time}" in self.run_dir), f"{goes_on}: run_dir has {{time}}"),
             (waits < self.batch_timeout, f"{tries} = {waits} leaves batch_timeout no room"),
         ):
             if not holds:

@@ -113,7 +113,7 @@ class Export:
         """Starts the trainers, loads the checkpoint and exports it."""
         cfg = self.cfg
         folder = Path(cfg.run_dir) / f"step_{cfg.export:06d}"
-        self.cfg = dataclasses.replace(cfg, resume=str(folder))
+        self.cfg = dataclasses.replace(cfg, resume=str(folder), export=0)
         await self.start_trainers()
         await checkpoints.resume(self)
         calls = asyncio.gather(*(t.export.remote(f"{folder}/hf") for t in self.trainers))
