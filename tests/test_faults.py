@@ -41,16 +41,13 @@ def test_engines_and_workers_that_are_killed_are_replaced(tiny_config):
 
 
 def test_a_killed_trainer_ends_the_run_by_name_and_resuming_loses_nothing(tiny_config):
-    """Both while it waits and while it trains; the driver tells within seconds."""
+    """The driver tells within seconds, whatever it was waiting for."""
     cfg = tiny_config(steps=8, save_period=1, trainers=2, max_response_tokens=48)
-    for number in (1, 2):
-        program = Program(cfg, "--resume", "auto")
-        program.wait_until(lambda p=program, n=number: len(p.steps()) >= 2 * n)
-        began = time.monotonic()
-        end(program.pids("Trainer")[-1])
-        assert program.ends(60) != 0
-        print(f"ended after {time.monotonic() - began:.1f} s")
-        assert "Trainer" in program.told() and "died" in program.told()
+    program = Program(cfg)
+    program.wait_until(lambda: len(program.steps()) >= 2)
+    end(program.pids("Trainer")[-1])
+    assert program.ends(60) != 0
+    assert "Trainer" in program.told() and "died" in program.told()
     program = Program(cfg, "--resume", "auto")
     assert program.ends() == 0, program.told()[-4000:]
     program.check_slots(cfg, rows=64)
@@ -63,9 +60,8 @@ def test_nothing_outlives_the_driver(tiny_config, number):
     program.wait_until(lambda: len(program.steps()) >= 1)
     family = descendants(program.process.pid)
     if number == signal.SIGKILL:
-        family = {
-            pid for pid in family if b"Agent" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-        }
+        names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family}
+        family = {pid for pid, name in names.items() if b"Agent" not in name}
     assert len(family) >= 4
     os.kill(program.process.pid, number)
     program.ends(60)
