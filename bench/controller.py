@@ -24,20 +24,26 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import grpo_async  # noqa: E402
 from episodes import SampleInfo  # noqa: E402
+from launch import fleet  # noqa: E402
 
 PROMPTS, SAMPLES, LONGEST = 256, 16, 65536
 EDGE = 3  # steps at either end, in which the pipeline fills and drains
 ANSWERS = {
     "open_store": ("127.0.0.1", 0),
-    "train_step": {f"metric_{i}": 1.0 for i in range(21)},
-    "update_weights": {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0},
+    "start": [],
+    "score": [0.0],
+    "send_weights": {},
+    "update_weights": ({"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}, {}),
 }
+TABLE = {("position", str(i)): [1e6, 1e6, 1e4, 1e3, 0.1] for i in range(12)}
+STEP = {f"metric_{i}": 1.0 for i in range(21)}, TABLE, []
 
 
 def infos(numbers: np.random.Generator) -> bytes:
     """A group's SampleInfos, as they come over the wire."""
     lengths = numbers.lognormal(9, 1, SAMPLES).clip(64, LONGEST).astype(int).tolist()
-    return pickle.dumps([SampleInfo(n, n - 9, n % 2, True, n - 9, 0, 0, False) for n in lengths])
+    shared = 0, 0, False, "math"
+    return pickle.dumps([SampleInfo(n, n - 9, n % 2, True, n - 9, *shared) for n in lengths])
 
 
 GROUPS = [infos(np.random.default_rng(i)) for i in range(500)]
@@ -67,9 +73,16 @@ class Actor:
     def __getattr__(self, name: str):
         answer = Answer(pickle.dumps(ANSWERS.get(name)))
         method = SimpleNamespace(remote=lambda *args: answer)
-        if name == "rollout_group":
-            method.options = lambda num_returns: SimpleNamespace(remote=self.roll_out)
+        method.options = lambda **_: SimpleNamespace(
+            remote={"rollout_group": self.roll_out, "train_step": self.train}.get(
+                name, method.remote
+            )
+        )
         return method
+
+    def train(self, *args) -> list[Answer]:
+        """Metrics, mismatch table and logprobs of a rank."""
+        return [Answer(pickle.dumps(part)) for part in STEP]
 
     def roll_out(self, *args) -> tuple[Answer, None]:
         """Infos of a group and the reference to its samples."""
@@ -88,7 +101,9 @@ def measure(steps: int) -> np.ndarray:
         return planned
 
     grpo_async.plan_step = plan
-    grpo_async.actor = lambda cls, gpus, **options: SimpleNamespace(remote=lambda *args: Actor())
+    handle = SimpleNamespace(remote=lambda *args: Actor())
+    grpo_async.actor = fleet.actor = lambda cls, gpus, cfg, **options: handle
+    grpo_async.checkpoints.save = lambda run: asyncio.sleep(0)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         sizes = {"steps": steps + 2 * EDGE + 1, "prompts_per_step": PROMPTS, "group_size": SAMPLES}
         sizes |= {"generators": 144, "trainers": 128, "rollout_workers": 32, "save_period": 0}

@@ -1,5 +1,6 @@
 """grpo_async as a process of its own, that a test watches, disturbs and ends."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -80,6 +81,20 @@ class Program:
                 found.append(int(stat.parent.name))
         return sorted(found)
 
+    def family(self) -> dict[int, bytes]:
+        """Command lines of all living processes that descend from the program, by pid."""
+        parents, found = {}, {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        fresh = {self.process.pid}
+        while fresh:
+            fresh = {child for child, parent in parents.items() if parent in fresh} - set(found)
+            for pid in fresh:
+                with contextlib.suppress(OSError):
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return found
+
     def lines(self, name: str) -> list[dict]:
         """The whole lines of a JSONL file of the run."""
         path = self.folder / name
@@ -112,20 +127,12 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def descendants(pid: int) -> set[int]:
-    """All living processes of the session that a program started, and of their children."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        parents[int(stat.parent.name)] = int(fields[1])
-    found, fresh = set(), {pid}
-    while fresh:
-        fresh = {child for child, parent in parents.items() if parent in fresh} - found
-        found |= fresh
-    return found
+def survivors(family: dict[int, bytes], seconds: float = 30) -> dict[int, bytes]:
+    """Which processes are still there after so long."""
+    deadline = time.monotonic() + seconds
+    while any(map(is_alive, family)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return {pid: name for pid, name in family.items() if is_alive(pid)}
 
 
 def end(pid: int) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -285,3 +286,30 @@ def test_a_wait_that_ends_in_time_says_nothing(capsys):
 
     assert asyncio.run(wait()) == "done"
     assert capsys.readouterr().out == ""
+
+
+def test_going_back_gives_up_the_checkpoints_after(tmp_path):
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step)
+    checkpoints.rewind(str(tmp_path), {"version": 2, "files": {}})
+    assert [checkpoints.step_of(f) for f in checkpoints.newest_first(str(tmp_path))] == [2, 1]
+
+
+def test_a_damaged_export_does_not_spoil_its_checkpoint(tmp_path):
+    folder = write_checkpoint(tmp_path, 1)
+    (folder / "hf" / "model.safetensors").write_bytes(b"")
+    assert not damaged(folder)
+
+
+def test_stores_bind_a_free_port_before_anybody_is_told(tiny_config):
+    """Many ranks that start at once on one machine never take each other's port."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from grpo_async import Trainer
+
+    trainers = [Trainer(tiny_config(), 0) for _ in range(100)]
+    with ThreadPoolExecutor(20) as pool:
+        addresses = list(pool.map(lambda trainer: trainer.open_store(2), trainers))
+    assert len({port for _, port in addresses}) == 100
+    for host, port in addresses:
+        socket.create_connection((host, port), timeout=5).close()

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from program import Program
+from program import Program, survivors
 
 pytestmark = pytest.mark.e2e
 TIMES = ("seconds", "wait_for", "sync_")
@@ -93,8 +93,11 @@ def test_sigterm_saves_and_leaves_and_a_damaged_checkpoint_is_passed_over(tiny_c
     program = Program(cfg, "--resume", "auto")
     program.wait_until(lambda: len(program.steps()) >= left_at + 1)
     assert f"not resumed from {newest}: {shard}: its CRC-32" in program.told()
+    family = {pid: name for pid, name in program.family().items() if b"Agent" not in name}
+    assert len(family) >= 4
     program.signal(signal.SIGKILL)
     program.stop()
+    assert not survivors(family), "only the agents of Ray's own node may stay for a while"
 
     program = Program(cfg, "--resume", "auto")
     assert program.ends() == 0, program.told()[-4000:]
