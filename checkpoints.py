@@ -129,7 +129,9 @@ def claim(cfg):
         owner = lock.read().strip()
         raise InputError(f"run_dir = {run_dir!r} is in use by {owner}") from None
     metrics = folder / "metrics.jsonl"
-    if not (cfg.resume or cfg.export) and metrics.exists() and metrics.stat().st_size:
+    here = cfg.resume == "auto" or (cfg.resume and Path(cfg.resume).parent == folder)
+    goes_on = here or cfg.export or (cfg.resume and cfg.eval_only)
+    if not goes_on and metrics.exists() and metrics.stat().st_size:
         told = "expected an empty folder, or --resume auto to go on"
         raise InputError(f"run_dir = {run_dir!r} holds a run already: {told}")
     lock.truncate(0)
@@ -201,8 +203,9 @@ async def write(run, folder: str, state: dict, ready: list) -> None:
     Path(aside, "state.json").write_text(json.dumps(state, indent=1))
     calls = (t.call.options(concurrency_group="io").remote(sums, aside) for t in run.trainers)
     files = await within(limit, f"{aside} to be flushed", asyncio.gather(*calls))
-    commit(aside, folder, dict(itertools.chain(*(part.items() for part in files))))
-    prune(run.cfg.run_dir, run.cfg.keep_last)
+    merged = dict(itertools.chain(*(part.items() for part in files)))
+    await asyncio.to_thread(commit, aside, folder, merged)  # the driver must not stand still
+    await asyncio.to_thread(prune, run.cfg.run_dir, run.cfg.keep_last)
 
 
 async def write_groups(run, path: str, groups: list, places=(), scores=()) -> None:
@@ -249,6 +252,8 @@ def candidates(cfg) -> list[str]:
 
 def compare(saved: dict, cfg, folder: str) -> None:
     """Raises InputError where a configuration counts or reads prompts unlike the saved one."""
+    if saved["max_lag"] > cfg.max_lag:  # what is ready may be as old as that
+        raise InputError(f"{folder} was saved with max_lag = {saved['max_lag']}: not less")
     for name in ("prompts_per_step", "group_size", "train_data"):
         if saved[name] != getattr(cfg, name):
             told = f"{folder} was saved with {name} = {saved[name]!r}"
@@ -273,10 +278,12 @@ def rewind(run_dir: str, state: dict) -> None:
     for folder in newest_first(run_dir):
         if step_of(folder) > state.get("version", -1):
             (folder / MARKER).unlink()  # of a future that is given up
+    for aside in Path(run_dir).glob("step_*.partial"):
+        shutil.rmtree(aside)
     for name in Log.FILES:
         path = Path(run_dir, f"{name}.jsonl")
         if path.exists():
-            size = state.get("files", {}).get(path.name, 0)
+            size = state["files"].get(path.name, 0) if state else 0
             os.truncate(path, min(size, path.stat().st_size))
     for path in Path(run_dir).glob("rollouts*.jsonl"):
         aside = path.with_suffix(".partial")

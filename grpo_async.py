@@ -724,7 +724,7 @@ class RolloutWorker:
             texts = [episode.turns[-1].text for episode in episodes]
             rewards = await env.score_group([row] * n, texts)
             episodes = [Episode(e.turns, r) for e, r in zip(episodes, rewards, strict=True)]
-        del self.drafts[slot, row["_line"]]
+        self.drafts.pop((slot, row["_line"]), None)
         return self.finish(row, slot, episodes)
 
     def finish(self, row: dict, slot: int | str, episodes: list[Episode]):
@@ -883,6 +883,7 @@ class Engines(Fleet):
             self.repairs += lost > 0
             if self.repairs > self.cfg.max_engine_restarts:
                 raise RuntimeError(f"no engines for version {version}: {self.error}")
+            known = self.discarded
             try:
                 if lost:
                     self.synced.clear()
@@ -891,7 +892,11 @@ class Engines(Fleet):
                 phases = await self.broadcast(version, verify)
                 gaps = await self.probe() if verify else []
             except Exception as error:
-                self.discard(list(self.load), error)
+                await asyncio.gather(*map(self.is_alive, list(self.load)))
+                if self.discarded == known:  # nobody is found guilty: all are suspect
+                    self.discard(list(self.load), error)
+                continue
+            if len(self.load) < self.cfg.generators:  # one died after it had acknowledged
                 continue
             allowed = 0.1 if "bfloat16" in {meta[2] for meta in self.metas} else 1e-3
             if not all(gap <= allowed for gap in gaps):
@@ -975,7 +980,7 @@ class Run:
     def start_workers(self) -> None:
         """Starts the rollout workers and opens the log."""
         self.log = metrics.Log(self.cfg, self.buffer.version)
-        options = {"max_restarts": -1, "max_concurrency": 100_000}
+        options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 100_000}
         self.workers = itertools.cycle(
             actor(RolloutWorker, 0, self.cfg, **options).remote(self.cfg, rank)
             for rank in range(self.cfg.rollout_workers)
@@ -1015,7 +1020,7 @@ class Run:
         """Starts each slot as soon as the policy is recent enough for it."""
         last = self.cfg.steps * self.cfg.prompts_per_step
         async with asyncio.TaskGroup() as tasks:
-            for slot in [*sorted(self.in_flight), *range(self.next_slot, last)]:
+            for slot in itertools.chain(sorted(self.in_flight), range(self.next_slot, last)):
                 await self.buffer.until(self.buffer.may_start, slot)
                 self.buffer.start(slot)
                 if slot == self.next_slot:
@@ -1032,7 +1037,7 @@ class Run:
         """Takes each step's groups, trains, syncs; reads like synchronous GRPO."""
         cfg, buffer, clock = self.cfg, self.buffer, time.perf_counter
         saved = buffer.version
-        if not saved:
+        if not saved and not self.leaving:
             await self.evaluate()
         for step in range(buffer.version, cfg.steps):
             began = clock()
@@ -1048,7 +1053,7 @@ class Run:
             stats |= metrics.rollout_metrics(groups, step) | buffer.meters()
             stats |= {"wait_for_rollouts": waited, "step_seconds": clock() - began}
             self.log.step(step + 1, stats | {"engine_repairs": self.engines.repairs})
-            if self.is_due(cfg.val_period):
+            if self.is_due(cfg.val_period) and not self.leaving:
                 await self.evaluate()
             if self.is_due(cfg.save_period):
                 saved = step + 1

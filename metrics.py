@@ -4,6 +4,7 @@ Names are those of NeMo-RL's loss_functions.py; docs/grpo_async.md defines each.
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import statistics
@@ -215,7 +216,8 @@ class Log:
         if cfg.wandb:
             import wandb
 
-            name = {"dir": folder, "name": folder.name, "id": folder.name, "resume": "allow"}
+            unique = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+            name = {"dir": folder, "name": folder.name, "id": unique, "resume": "allow"}
             self.wandb = wandb.init(config=settings, **name)
         self.began = time.time()
         bar = {"initial": version, "desc": "steps", "unit": "step", "position": 0}

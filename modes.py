@@ -102,6 +102,7 @@ class Replay:
             if len(heads) != P:
                 raise InputError(f"{path} holds {len(heads)} groups, not prompts_per_step = {P}")
             for p, ((_, _, line, infos), ref) in enumerate(zip(heads, samples, strict=True)):
+                self.next_slot = self.position = step * P + p + 1
                 buffer.start(step * P + p)
                 buffer.put(self.Group(step * P + p, step, line, infos, ref))
 

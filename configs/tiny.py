@@ -4,7 +4,7 @@ run_dir = "runs/tiny-{seed}-{time}"
 model = "models/tiny"
 train_data = "data/tiny/train.jsonl"
 val_data = "data/tiny/validation.jsonl"
-steps = 300
+steps = 220
 val_period = 30
 save_period = 0
 

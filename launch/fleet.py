@@ -20,7 +20,7 @@ class Fleet:
         self.Generator, self.cfg, self.trainers, self.metas = Generator, cfg, trainers, metas
         self.load: dict[Any, int] = {}  # engine -> groups it is working on
         self.synced, self.missing = asyncio.Event(), asyncio.Event()
-        self.repairs, self.error = 0, None
+        self.repairs, self.discarded, self.error = 0, 0, None
         self.unproven, self.watches = True, set()
 
     async def start(self, count: int) -> None:
@@ -31,7 +31,11 @@ class Fleet:
         self.load |= dict.fromkeys(fresh, 0)
         self.unproven = True
         starts = asyncio.gather(*(engine.start.remote() for engine in fresh))
-        await within(cfg.start_timeout, f"{count} engines to start", starts)
+        try:
+            await within(cfg.start_timeout, f"{count} engines to start", starts)
+        except Exception as error:
+            self.discard(fresh, error)
+            raise
         world = 1 + len(self.load) * cfg.tensor_parallel
         store = self.trainers[0].open_store.remote(world)
         address = await within(cfg.start_timeout, "trainer rank 0 to listen", store)
@@ -45,10 +49,16 @@ class Fleet:
     async def pick(self):
         """The least busy engine, once there is one that holds a policy; give it back."""
         limit = 2 * self.cfg.start_timeout + self.cfg.train_timeout + self.cfg.sync_timeout
-        await within(limit, "an engine that holds the policy", self.synced.wait())
+        await within(limit, "an engine that holds the policy", self.any_synced())
         engine = min(self.load, key=self.load.get)
         self.load[engine] += 1
         return engine
+
+    async def any_synced(self) -> None:
+        """Waits for an engine that lives and holds a policy."""
+        while not (self.synced.is_set() and self.load):
+            self.synced.clear()
+            await self.synced.wait()
 
     def release(self, engine) -> None:
         """Gives an engine back."""
@@ -74,6 +84,7 @@ class Fleet:
             if self.load.pop(engine, None) is not None:
                 ray.kill(engine)
                 self.error = error
+                self.discarded += 1
                 tqdm.write(f"an engine is lost: {error}")
                 self.missing.set()
         if not self.load:

@@ -178,7 +178,7 @@ class FSDPPolicy:
         for p in parameters.values():
             if p not in self.optimizer.state:
                 zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[p] = {"step": torch.tensor(0.0)} | zeros
+                self.optimizer.state[p] = {"step": torch.zeros((), device=self.device)} | zeros
         moments = {name: self.optimizer.state[p] for name, p in parameters.items()}
         progress = {"updates": torch.tensor(self.updates), "rng": torch.get_rng_state()}
         return {"weights": parameters, "moments": moments} | progress

@@ -90,14 +90,16 @@ def test_pruning_keeps_the_newest_and_all_exports(tmp_path):
 
 
 def ask(run_dir: Path, **fields) -> SimpleNamespace:
-    return SimpleNamespace(run_dir=str(run_dir), **{"resume": "", "export": 0} | fields)
+    return SimpleNamespace(
+        run_dir=str(run_dir), **{"resume": "", "export": 0, "eval_only": False} | fields
+    )
 
 
 def test_two_runs_never_share_a_folder(tmp_path):
     program = (
         "import sys; sys.path.insert(0, '.')\n"
         "import checkpoints, time; from types import SimpleNamespace\n"
-        f"c = SimpleNamespace(run_dir={str(tmp_path)!r}, resume='', export=0)\n"
+        f"c = SimpleNamespace(run_dir={str(tmp_path)!r}, resume='', export=0, eval_only=0)\n"
         "lock = checkpoints.claim(c); print('mine', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", program]
@@ -129,10 +131,22 @@ def test_the_checkpoint_that_is_asked_for_must_be_one(tmp_path):
     assert checkpoints.candidates(ask(tmp_path)) == []
 
 
+def test_a_checkpoint_of_another_folder_does_not_overwrite_a_run(tmp_path):
+    other, folder = tmp_path / "a", tmp_path / "b"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    saved = write_checkpoint(other, 100)
+    with pytest.raises(InputError, match="holds a run already"):
+        checkpoints.claim(ask(folder, resume=str(saved)))
+    (other / "metrics.jsonl").write_text('{"step": 1}\n')
+    checkpoints.claim(ask(other, resume=str(saved))).close()
+
+
 def test_another_schedule_is_refused():
-    saved = {"prompts_per_step": 8, "group_size": 16, "train_data": "a.jsonl"}
+    saved = {"prompts_per_step": 8, "group_size": 16, "train_data": "a.jsonl", "max_lag": 1}
     checkpoints.compare(saved, SimpleNamespace(**saved), "x")
-    for name, value in (("prompts_per_step", 4), ("group_size", 8), ("train_data", "b.jsonl")):
+    changes = {"prompts_per_step": 4, "group_size": 8, "train_data": "b.jsonl", "max_lag": 0}
+    for name, value in changes.items():
         with pytest.raises(InputError, match=name):
             checkpoints.compare(saved, SimpleNamespace(**saved | {name: value}), "x")
 
