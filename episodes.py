@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import ray
 
 from envs import Reward
 
@@ -80,10 +81,15 @@ class Policy:
         if len(self.drafts) <= k or self.drafts[k][0] != prompt_ids:
             self.drafts[k:] = [(prompt_ids, [])]
         args = prompt_ids, n, self.seed + 1000 * k, call, self.drafts[k][1]
-        pending = asyncio.ensure_future(self.generator.generate.remote(*args))
-        while not (await asyncio.wait([pending], timeout=DRAFT_SECONDS))[0]:
-            with contextlib.suppress(Exception):  # a lost engine shows in `pending`
-                self.drafts[k] = prompt_ids, await self.generator.drafts.remote(call)
+        request = self.generator.generate.remote(*args)
+        pending = asyncio.ensure_future(request)
+        try:
+            while not (await asyncio.wait([pending], timeout=DRAFT_SECONDS))[0]:
+                with contextlib.suppress(Exception):  # a lost engine shows in `pending`
+                    self.drafts[k] = prompt_ids, await self.generator.drafts.remote(call)
+        finally:
+            if not pending.done():  # we are given up: the engine must not go on for nobody
+                ray.cancel(request)
         turns = await pending
         self.drafts[k] = prompt_ids, turns
         for turn in turns:

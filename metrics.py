@@ -102,9 +102,16 @@ def step_metrics(total: dict[str, float], batch_tokens: int, grad_scale: float) 
 
 
 def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Mean over a batch's updates of each metric, over those that have it."""
+    """A batch's metrics from its updates': extremes by their suffix, sums of counts, else means.
+
+    Of those updates that have the metric.
+    """
+    counts = "num_masked_seqs num_valid_samples global_valid_toks nonfinite_engine_logprobs"
+    merge = dict.fromkeys(counts.split(), sum)
     names = {name: None for metrics in updates for name in metrics}
-    return {k: statistics.fmean(m[k] for m in updates if k in m) for k in names}
+    for name in names:
+        merge.setdefault(name, {"_min": min, "_max": max}.get(name[-4:], statistics.fmean))
+    return {k: merge[k]([m[k] for m in updates if k in m]) for k in names}
 
 
 def mismatch_table(samples: list, logps: list, step: int, limit: float) -> dict:

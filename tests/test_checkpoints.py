@@ -19,7 +19,7 @@ import checkpoints
 from configs import InputError
 from episodes import Sample, describe, read_groups, write_groups
 from launch.cluster import within
-from metrics import mismatch_rows, mismatch_table, validation_metrics
+from metrics import mean_metrics, mismatch_rows, mismatch_table, validation_metrics
 
 ROOT = Path(__file__).parent.parent
 
@@ -265,6 +265,14 @@ def test_the_mismatch_table_is_what_a_loop_over_tokens_finds():
         assert row["max"] == pytest.approx(values[:, 0].max(), rel=1e-5)
         for column, name in enumerate(("mean", "k3", "kept")):
             assert row[name] == pytest.approx(values[:, column].mean(), rel=1e-4, abs=1e-9)
+
+
+def test_metrics_of_several_updates_known_answers():
+    first = {"probs_ratio_max": 9.0, "probs_ratio_min": 0.5, "num_masked_seqs": 4.0, "loss": 1.0}
+    second = {"probs_ratio_max": 1.0, "probs_ratio_min": 0.9, "num_masked_seqs": 0.0, "kl": 2.0}
+    merged = {"probs_ratio_max": 9.0, "probs_ratio_min": 0.5, "num_masked_seqs": 4.0}
+    assert mean_metrics([first, second]) == merged | {"loss": 1.0, "kl": 2.0}
+    assert mean_metrics([{"loss": 1.0}, {"loss": 2.0}]) == {"loss": 1.5}
 
 
 def test_validation_known_answers():

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import envs
+import episodes
 import grpo_async
 from envs import Reward
 from episodes import EMPTY, Episode, Sample, Turn, describe, is_malformed, record, stitch
@@ -318,3 +319,58 @@ def test_a_reward_that_is_no_number_is_an_error(finish, value):
 def test_validation_rollouts_have_no_step(finish):
     _, _, lines = finish([Episode([turn([7], [1])], Reward(1))], slot="val-3-0")
     assert (lines[0]["step"], lines[0]["slot"], lines[0]["advantage"]) == (None, "val-3-0", 0)
+
+
+def test_an_answer_that_nobody_waits_for_is_cancelled(monkeypatch):
+    cancelled = []
+    monkeypatch.setattr(episodes.ray, "cancel", cancelled.append)
+
+    async def give_up():
+        request = asyncio.get_running_loop().create_future()
+        generator = SimpleNamespace(generate=SimpleNamespace(remote=lambda *args: request))
+        policy = episodes.Policy(generator, None, None, 0, drafts=[])
+        task = asyncio.ensure_future(policy.generate([1, 2]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return request
+
+    assert cancelled == [asyncio.run(give_up())]
+
+
+def test_a_retry_starts_from_what_was_written(monkeypatch):
+    """The second try hands the engine the first one's drafts, as long as the prompt is the same."""
+    monkeypatch.setattr(episodes, "DRAFT_SECONDS", 0.01)
+    draft = episodes.Turn([], [5], [-1.0], [0], "")
+    asked = []
+
+    class Engine:
+        """Lost during the first request, well afterwards."""
+
+        def __init__(self):
+            self.generate = SimpleNamespace(remote=self.answer)
+            self.drafts = SimpleNamespace(remote=self.written)
+
+        async def written(self, call):
+            return [draft]
+
+        async def answer(self, prompt_ids, n, seed, call, drafts):
+            asked.append((prompt_ids, list(drafts)))
+            if len(asked) == 1:
+                await asyncio.sleep(0.1)
+                raise RuntimeError("lost")
+            return [episodes.Turn(prompt_ids, [5, 6], [-1.0] * 2, [0, 1], "stop")]
+
+    async def twice():
+        drafts, tokenizer = [], SimpleNamespace(decode=lambda ids, **_: str(ids))
+        first = episodes.Policy(Engine(), tokenizer, None, 0, drafts)
+        with pytest.raises(RuntimeError, match="lost"):
+            await first.generate([1, 2])
+        (turn,) = await episodes.Policy(Engine(), tokenizer, None, 0, drafts).generate([1, 2])
+        await episodes.Policy(Engine(), tokenizer, None, 0, drafts).generate([9])
+        return turn
+
+    assert asyncio.run(twice()).token_ids == [5, 6]
+    assert asked == [([1, 2], []), ([1, 2], [draft]), ([9], [])]
