@@ -75,7 +75,7 @@ def main() -> None:
             if program.process.poll() is not None:
                 done = len(program.steps())
                 program = Program(cfg, "--resume", "auto")
-                program.wait_until(lambda p=program, n=done: len(p.steps()) >= n)
+                program.wait_until(lambda p=program, n=done: len(p.steps()) > n)
         program.signal(signal.SIGTERM)
         assert program.ends(120) == 0, program.told()[-4000:]
         check(program, cfg)
