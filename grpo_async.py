@@ -940,7 +940,7 @@ class Engines(Fleet):
 class Run:
     """One training run. `generate_forever` and `train_forever` meet in the buffer."""
 
-    Group = Group
+    Group = Group  # for checkpoints and modes, which must not import this file: a fork is another
 
     def __init__(self, cfg: Config, rows: list[dict], val_rows: list[dict]):
         self.cfg, self.rows, self.val_rows = cfg, rows, val_rows

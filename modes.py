@@ -2,12 +2,12 @@
 
 Each class changes a few methods of Run, whichever file that comes from: `of` puts both together.
 
-python grpo_async.py --config X --resume auto            go on in the same folder
-python grpo_async.py --config X --resume auto --eval_only
-python grpo_async.py --config X --rollout_only           samples/ of the initial policy
-python grpo_async.py --config X --replay runs/NAME       train on another run's samples/
-python grpo_async.py --config X --run_dir D --export 100
-python grpo_async.py --config X --dry_run
+    python grpo_async.py --config X --resume auto            go on in the same folder
+    python grpo_async.py --config X --resume auto --eval_only
+    python grpo_async.py --config X --rollout_only           samples/ of the initial policy
+    python grpo_async.py --config X --replay runs/NAME       train on another run's samples/
+    python grpo_async.py --config X --run_dir D --export 100
+    python grpo_async.py --config X --dry_run
 """
 
 import asyncio
