@@ -172,7 +172,7 @@ async def save(run) -> None:
     """
     if run.saving:
         await run.saving
-    folder, limit = f"{run.cfg.run_dir}/step_{run.buffer.version:06d}", run.cfg.train_timeout
+    folder, limit = f"{run.cfg.run_dir}/step_{run.buffer.version:06d}", run.cfg.timeouts.train
     state, ready = state_of(run), list(run.buffer.ready.values())
     shutil.rmtree(f"{folder}.partial", ignore_errors=True)
     copies = asyncio.gather(*(t.save.remote(f"{folder}.partial") for t in run.trainers))
@@ -196,7 +196,7 @@ def state_of(run) -> dict:
 
 async def write(run, folder: str, state: dict, ready: list) -> None:
     """Makes a checkpoint of what was copied."""
-    aside, limit = f"{folder}.partial", run.cfg.train_timeout
+    aside, limit = f"{folder}.partial", run.cfg.timeouts.train
     parts = (t.saved.options(concurrency_group="io").remote() for t in run.trainers)
     await within(limit, f"{aside} to be written", asyncio.gather(*parts))
     await write_groups(run, f"{aside}/groups.npz", ready)
@@ -214,7 +214,7 @@ async def write_groups(run, path: str, groups: list, places=(), scores=()) -> No
     call = next(run.workers).call.options(max_task_retries=3)
     refs = *scores, *(group.samples for group in groups)
     written = call.remote(episodes.write_groups, path, heads, list(places), *refs)
-    await within(run.cfg.train_timeout, f"{path} to be written", written)
+    await within(run.cfg.timeouts.train, f"{path} to be written", written)
 
 
 async def resume(run) -> dict:
@@ -222,7 +222,7 @@ async def resume(run) -> dict:
 
     Raises InputError where there are checkpoints and all are damaged, or of another run.
     """
-    folders, notes, limit = candidates(run.cfg), [], run.cfg.start_timeout
+    folders, notes, limit = candidates(run.cfg), [], run.cfg.timeouts.start
     for folder in folders:
         checks = asyncio.gather(*(t.call.remote(damage, folder) for t in run.trainers))
         damages = [text for text in await within(limit, f"{folder} to be read", checks) if text]
@@ -268,7 +268,7 @@ async def restore(run, state: dict) -> None:
     if count:
         read = next(run.workers).call.options(num_returns=1 + count)
         heads, *refs = read.remote(episodes.read_groups, path)
-        heads = await within(run.cfg.start_timeout, f"{path} to be read", heads)
+        heads = await within(run.cfg.timeouts.start, f"{path} to be read", heads)
         groups = [run.Group(*head, ref) for head, ref in zip(heads, refs, strict=True)]
     run.buffer.restore(state["version"], groups, state["dropped"])
 

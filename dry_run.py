@@ -168,7 +168,7 @@ def slurm_rows(model: Model, cfg, gpu: float) -> list[str]:
     """The allocation to ask for, and when a job must be told that it ends."""
     gpus, step = len(pace.place(cfg)), pace.step_seconds(model, cfg, gpu)
     nodes, margin = math.ceil(gpus / pace.NODE_GPUS) or 1, pace.signal_seconds(model, cfg, step)
-    run = cfg.start_timeout + cfg.steps * step + margin
+    run = cfg.timeouts.start + cfg.steps * step + margin
     minutes = math.ceil(min(JOB_SECONDS, run) / 60)
     return [
         f"Slurm, for {cfg.steps:,} steps = {cfg.steps * step / 3600:,.1f} h",

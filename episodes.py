@@ -225,11 +225,11 @@ def write_groups(path: str, heads: list, places: list[list], *refs) -> None:
     """Writes groups of samples as one .npz file: `heads` are (slot, version, line) of each.
 
     `refs` are, for each list of places (group, place in it), the trainer's logprobs [T] of the
-    samples there; then the groups.
+    samples there, or nothing; then the groups.
     """
     scores, groups = refs[: len(places)], refs[len(places) :]
-    pairs = zip(itertools.chain(*places), itertools.chain(*scores), strict=True)
-    logps = dict(pairs)
+    told = ((at, logps) for at, logps in zip(places, scores, strict=True) if logps)
+    logps = dict(itertools.chain(*(zip(at, logps, strict=True) for at, logps in told)))
     every = [(at, sample) for g, group in enumerate(groups) for at, sample in _places(g, group)]
     columns = dict(zip(HEAD, np.array(heads).reshape(-1, 3).T, strict=True))
     columns["group"] = np.array([g for (g, _), _ in every], np.int32)

@@ -75,7 +75,7 @@ from episodes import (
     unfinished,
 )
 from launch import cluster
-from launch.cluster import actor, within
+from launch.cluster import Timeouts, actor, within
 from launch.fleet import Fleet
 from metrics import k3
 from policy import weight_sync
@@ -102,6 +102,18 @@ class Correction:
     """Lower bound of pi_train / pi_engine."""
     high: float = 5.0
     """Upper bound of pi_train / pi_engine."""
+
+
+@checked_dataclass(frozen=True, config={"extra": "forbid"})
+class LowEffort:
+    """Reward by length where the last message holds `{reasoning effort: low}`."""
+
+    weight: float = 0.0
+    """Bonus of a short answer; 0: off (Super: 0.2)."""
+    tokens: PositiveInt = 3000
+    """Answer length at which that bonus turns into a penalty."""
+    penalty: float = 1.0
+    """Slope of the penalty beyond it."""
 
 
 @checked_dataclass(frozen=True, config={"extra": "forbid"})
@@ -210,12 +222,8 @@ class Config:
     """Messages with leftover tool-call markup or stray think tags get `penalty_advantage`."""
     penalty_advantage: float = -5.0
     """Advantage of every token of a flagged message, after the clip."""
-    low_effort_weight: float = 0.0
-    """Bonus of a short answer where the prompt asks for low effort; 0: off (Super: 0.2)."""
-    low_effort_tokens: int = 3000
-    """Answer length at which that bonus turns into a penalty."""
-    low_effort_penalty: float = 1.0
-    """Slope of the penalty beyond it."""
+    low_effort: LowEffort = dataclasses.field(default_factory=LowEffort)
+    """Reward of answers to prompts that ask for low effort, by their length."""
     # --- optimisation
     lr: PositiveFloat = 3e-6
     """AdamW learning rate, constant after the warm-up."""
@@ -235,6 +243,18 @@ class Config:
     """Recompute activations in the backward pass."""
     attention: str = "sdpa"
     """attn_implementation of transformers; flash_attention_2 where it is installed."""
+    policy: Literal["fsdp", "megatron"] = "fsdp"
+    """Any Hugging Face model under FSDP2, or the families of policy/hf_weights.py on Megatron."""
+    tp: PositiveInt = 1
+    """Trainer ranks that share every matrix, and the sequence between them; Megatron only."""
+    pp: PositiveInt = 1
+    """Pipeline stages of layers; Megatron only."""
+    cp: PositiveInt = 1
+    """Trainer ranks that share every sequence; Megatron only."""
+    ep: PositiveInt = 1
+    """Trainer ranks, of several replicas, that share the experts; Megatron only."""
+    replay_routing: bool = False
+    """Train each token with the experts that the engine chose for it (R3); Megatron only."""
     # --- what may fail, and for how long we wait
     rollout_attempts: PositiveInt = 3
     """Tries of one prompt before it is dropped and its slot is refilled with the next."""
@@ -242,41 +262,19 @@ class Config:
     """Prompts dropped one after the other before the run ends with the last error."""
     max_engine_restarts: NonNegativeInt = 3
     """Times that lost engines are replaced before the run ends."""
-    start_timeout: PositiveFloat = 900.0
-    """Seconds for actors to load models."""
-    rollout_timeout: PositiveFloat = 3600.0
-    """Seconds for one group's rollouts."""
-    batch_timeout: PositiveFloat = 14400.0
-    """Seconds the trainer waits for a step's groups."""
-    train_timeout: PositiveFloat = 3600.0
-    """Seconds for one training step."""
-    sync_timeout: PositiveFloat = 600.0
-    """Seconds for one weight update, from pause to resume."""
+    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
+    """Deadlines of all waits."""
     verify_sync_every: NonNegativeInt = 0
     """Prove the engines' weights every so many steps, as is done with new engines; 0: only then."""
 
+    @property
+    def replicas(self) -> int:
+        """Groups of trainer ranks that share one copy of the policy, each with rows of its own."""
+        return self.trainers // (self.tp * self.pp * self.cp)
+
     def __post_init__(self):
         """Refuses combinations that cannot work, naming both sides."""
-        P, U, rule = self.prompts_per_step, self.updates_per_batch, self.correction
-        kl, skip, dual = self.kl_coef, self.skip_zero_advantage, self.dual_clip
-        waits, tries = self.rollout_attempts * self.rollout_timeout, "rollout attempts * timeout"
-        asked = [k for k in ("eval_only", "rollout_only", "replay", "export") if getattr(self, k)]
-        goes_on = "resume = 'auto'" * (self.resume == "auto") or "export" * bool(self.export)
-        val = f"val_period = {self.val_period} and val_data = {self.val_data!r}"
-        for holds, message in (
-            (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
-            (P % U == 0, f"prompts_per_step = {P} is no multiple of updates_per_batch = {U}"),
-            (dual is None or dual > 1, f"dual_clip = {dual}: expected more than 1"),
-            (bool(self.val_period) == bool(self.val_data), f"{val}: expected both or neither"),
-            (not (kl and skip), f"kl_coef = {kl} needs skip_zero_advantage = False, not True"),
-            (len(asked) < 2, f"{' and '.join(asked)} exclude each other"),
-            (self.eval_only or not (asked and self.resume), f"resume excludes {asked}"),
-            (self.val_data or not self.eval_only, "eval_only = True and val_data = '': no rows"),
-            (not (goes_on and "{time}" in self.run_dir), f"{goes_on}: run_dir has {{time}}"),
-            (waits < self.batch_timeout, f"{tries} = {waits} leaves batch_timeout no room"),
-        ):
-            if not holds:
-                raise ValueError(message)
+        configs.refuse_contradictions(self)
 
 
 # === Data =========================================================================================
@@ -344,14 +342,14 @@ def low_effort_reward(reward: float, tokens: int, cfg: Config) -> float:
     q = min(1, weight * (1 - tokens / limit));  r' = r + r * max(q, 0) + penalty * min(q, 0)
     (NeMo-RL experience/rollouts.py:1098, Super RLVR: weight 0.2, limit 3000, penalty 1).
     """
-    q = min(1.0, cfg.low_effort_weight * (1 - tokens / cfg.low_effort_tokens))
-    return reward + reward * max(q, 0.0) + cfg.low_effort_penalty * min(q, 0.0)
+    q = min(1.0, cfg.low_effort.weight * (1 - tokens / cfg.low_effort.tokens))
+    return reward + reward * max(q, 0.0) + cfg.low_effort.penalty * min(q, 0.0)
 
 
 def shaped_reward(row: dict, episode: Episode, cfg: Config) -> float:
     """The environment's reward, shaped by length where the prompt asks for low effort."""
     last = row["responses_create_params"]["input"][-1].get("content", "")
-    if cfg.low_effort_weight and "{reasoning effort: low}" in str(last):
+    if cfg.low_effort.weight and "{reasoning effort: low}" in str(last):
         return low_effort_reward(episode.reward.value, len(episode.turns[-1].token_ids), cfg)
     return float(episode.reward.value)
 
@@ -440,8 +438,8 @@ class Update:
 
 
 def plan_step(groups: list[Group], cfg: Config) -> list[list[Update]]:
-    """The updates of one batch for each trainer rank, from sample lengths alone."""
-    plans = [[] for _ in range(cfg.trainers)]
+    """The updates of one batch for each replica of the policy, from sample lengths alone."""
+    plans = [[] for _ in range(cfg.replicas)]
     size = len(groups) // cfg.updates_per_batch
     for start in range(0, len(groups), size):
         part = range(start, start + size)
@@ -451,7 +449,7 @@ def plan_step(groups: list[Group], cfg: Config) -> list[list[Update]]:
         computed = [
             at for at, info in trained.items() if info.has_gradient or not cfg.skip_zero_advantage
         ]
-        shares = plan_rows([every[at].tokens for at in computed], cfg.row_tokens, cfg.trainers)
+        shares = plan_rows([every[at].tokens for at in computed], cfg.row_tokens, cfg.replicas)
         for plan, rows in zip(plans, shares, strict=True):
             places = [[computed[i] for i in row] for row in rows]
             plan.append(Update(max(tokens, 1), max(len(trained), 1), places))
@@ -769,22 +767,24 @@ class Trainer(checkpoints.Saver):
 
     def open_store(self, world: int) -> tuple[str, int]:
         """Listens for `world` ranks; the port is bound before anyone is told about it."""
-        limit = timedelta(seconds=self.cfg.start_timeout)
+        limit = timedelta(seconds=self.cfg.timeouts.start)
         self.store = dist.TCPStore(self.host, 0, world, True, limit, wait_for_workers=False)
         return self.host, self.store.port
 
     def start(self, host: str, port: int) -> list[tuple[str, tuple[int, ...], str]]:
         """Joins the other ranks and loads the policy; returns what its weights look like."""
-        from policy.fsdp import FSDPPolicy
-
         cfg = self.cfg
+        if cfg.policy == "megatron":
+            from policy.megatron import MegatronPolicy as Network
+        else:
+            from policy.fsdp import FSDPPolicy as Network
         torch.manual_seed(cfg.seed)
         store = self.store if self.rank == 0 else dist.TCPStore(host, port, cfg.trainers, False)
         ranks = {"rank": self.rank, "world_size": cfg.trainers}
-        ranks |= {"store": store, "timeout": timedelta(seconds=cfg.train_timeout)}
+        ranks |= {"store": store, "timeout": timedelta(seconds=cfg.timeouts.train)}
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", **ranks)
-        self.policy = FSDPPolicy(cfg)
-        self.reference = FSDPPolicy(cfg, trainable=False) if cfg.kl_coef else None
+        self.policy = Network(cfg)
+        self.reference = Network(cfg, trainable=False) if cfg.kl_coef else None
         self.metas = self.policy.weight_metas()
         return self.metas
 
@@ -803,13 +803,15 @@ class Trainer(checkpoints.Saver):
                 (batch.ref_logp_T,) = self.reference.logprobs([batch])
         stats, scores = zip(*(self.update(batches) for batches in packed), strict=True)
         self.stage_weights()
-        seconds = {"train_seconds": time.perf_counter() - began}
+        measured = metrics.mean_metrics(stats) | {"train_seconds": time.perf_counter() - began}
+        if not self.policy.speaks:  # another rank of this replica tells of the same rows
+            return measured, {}, []
         samples, logps = list(itertools.chain(*itertools.chain(*rows))), []
         for row, logp_T in zip(itertools.chain(*rows), itertools.chain(*scores), strict=True):
             lengths = [len(sample.tokens_T) for sample in row or [EMPTY]]
             logps += [part.numpy() for part in logp_T.cpu().split(lengths)][: len(row)]
         table = metrics.mismatch_table(samples, logps, step, self.cfg.sequence_error_limit)
-        return metrics.mean_metrics(stats) | seconds, table, logps
+        return measured, table, logps
 
     def update(self, rows: list[Batch]) -> tuple[dict[str, float], list[Tensor]]:
         """Gradients over this rank's packed rows, then one optimizer step: (metrics, logprobs)."""
@@ -819,7 +821,8 @@ class Trainer(checkpoints.Saver):
             scores.append(logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T)
             return policy_loss(logp_T, batch, self.cfg)
 
-        total = metrics.reduce_stats(self.policy.forward_backward(rows, loss_fn))
+        stats = self.policy.forward_backward(rows, loss_fn)
+        total = metrics.reduce_stats(stats, self.policy.dp_group)
         unit = "tokens" if self.cfg.reduction == "token" else "sequences"
         planned = getattr(rows[0], f"planned_{unit}")
         # Samples that were counted but not computed cannot fail the filter: they count as kept.
@@ -913,7 +916,7 @@ class Engines(Fleet):
             asyncio.wrap_future(engine.update_weights.remote(version, verify).future()): engine
             for engine in self.load
         }
-        both, limit = {*sends, *updates}, self.cfg.sync_timeout
+        both, limit = {*sends, *updates}, self.cfg.timeouts.sync
         await asyncio.wait(both, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
         errors = [task.exception() for task in both if task.done() and task.exception()]
         if not errors and all(task.done() for task in both):
@@ -928,7 +931,7 @@ class Engines(Fleet):
 
     async def probe(self) -> list[float]:
         """Each engine's answer to one prompt, scored by the trainer: mean gap of the logprobs."""
-        limit, answers = self.cfg.sync_timeout, (engine.probe.remote() for engine in self.load)
+        limit, answers = self.cfg.timeouts.sync, (engine.probe.remote() for engine in self.load)
         turns = await within(limit, "the engines to answer a probe", asyncio.gather(*answers))
         scores = [trainer.score.remote(turns) for trainer in self.trainers]
         return (await within(limit, "the trainers to score it", asyncio.gather(*scores)))[0]
@@ -973,9 +976,9 @@ class Run:
             for rank in range(cfg.trainers)
         ]
         store = self.trainers[0].open_store.remote(cfg.trainers)
-        address = await within(cfg.start_timeout, "trainer rank 0 to start", store)
+        address = await within(cfg.timeouts.start, "trainer rank 0 to start", store)
         starts = asyncio.gather(*(trainer.start.remote(*address) for trainer in self.trainers))
-        self.metas = (await within(cfg.start_timeout, "the trainers to load", starts))[0]
+        self.metas = (await within(cfg.timeouts.start, "the trainers to load", starts))[0]
 
     def start_workers(self) -> None:
         """Starts the rollout workers and opens the log."""
@@ -1042,7 +1045,7 @@ class Run:
         for step in range(buffer.version, cfg.steps):
             began = clock()
             ready = buffer.until(lambda step: self.leaving or buffer.is_complete(step), step)
-            await within(cfg.batch_timeout, f"the groups of step {step + 1}", ready, buffer.census)
+            await within(cfg.timeouts.batch, f"the groups of step {step + 1}", ready, buffer.census)
             if self.leaving:
                 break
             groups, waited = buffer.take(step), clock() - began
@@ -1074,16 +1077,19 @@ class Run:
         """One batch on all trainer ranks, each with just the groups that it packs."""
         calls, places = [], []
         plans = await asyncio.to_thread(plan_step, groups, self.cfg)
-        for trainer, updates in zip(self.trainers, plans, strict=True):
+        for rank, trainer in enumerate(self.trainers):
+            updates = plans[rank // (self.cfg.tp * self.cfg.cp) % self.cfg.replicas]
             places.append([at for update in updates for row in update.rows for at in row])
             used = sorted({g for g, _ in places[-1]})
-            for update in updates:
-                update.rows = [[(used.index(g), j) for g, j in row] for row in update.rows]
+            local = [
+                dataclasses.replace(update, rows=[[(used.index(g), j) for g, j in r] for r in rows])
+                for update, rows in ((update, update.rows) for update in updates)
+            ]
             train = trainer.train_step.options(num_returns=3)
-            calls.append(train.remote(step, updates, *(groups[g].samples for g in used)))
+            calls.append(train.remote(step, local, *(groups[g].samples for g in used)))
         stats, tables, scores = zip(*calls, strict=True)
         every = asyncio.gather(*stats, *tables)
-        stats = await within(self.cfg.train_timeout, "a training step", every)
+        stats = await within(self.cfg.timeouts.train, "a training step", every)
         self.log.mismatch(step + 1, stats[len(calls) :])
         if self.cfg.sample_period and (step + 1) % self.cfg.sample_period == 0:
             path = f"{self.cfg.run_dir}/samples/step_{step + 1:06d}.npz"
@@ -1123,7 +1129,7 @@ class Run:
             engine, call = await self.engines.pick(), []
             try:
                 call = worker.rollout_group.options(num_returns=2).remote(engine, row, slot, n)
-                infos = await within(self.cfg.rollout_timeout, what, call[0], self.buffer.census)
+                infos = await within(self.cfg.timeouts.rollout, what, call[0], self.buffer.census)
                 return version, infos, call[1]
             except Exception:
                 for ref in call[:1]:
@@ -1167,6 +1173,10 @@ def main() -> None:
     """Checks everything that can be checked without a process, then runs."""
     cfg = configs.load(Config, sys.argv[1:], default="configs/tiny.py")
     configs.check_model(cfg.model)
+    if cfg.policy == "megatron":
+        from policy.check import check_policy  # and transformers, which takes 2 s
+
+        check_policy(cfg)
     if cfg.dry_run:
         return print(dry_run.explain(cfg, Config))
     rows = load_rows(cfg.train_data, cfg)

@@ -67,15 +67,18 @@ def row_stats(loss: Tensor, batch, mask_T, error_N, trusted_N, measured: dict) -
     }
 
 
-def reduce_stats(rows: list[dict[str, Tensor]]) -> dict[str, float]:
-    """One dict of the rows' stats, over all rows and ranks: sums, and extremes by their suffix."""
+def reduce_stats(rows: list[dict[str, Tensor]], group=None) -> dict[str, float]:
+    """One dict of the rows' stats, over all rows and ranks: sums, and extremes by their suffix.
+
+    The ranks of `group` (None: all) have different rows.
+    """
     sign = {k: {"_min": -1, "_max": 1}.get(k[-4:], 0) for k in rows[0]}
     table = torch.stack([torch.stack([r[k].double() for k in sign]) for r in rows])
     sign_K = torch.tensor(list(sign.values()), device=table.device)
     sums, peaks = table.sum(0), (table * sign_K).amax(0)
     if dist.is_initialized():
-        dist.all_reduce(sums)
-        dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
     picked = torch.where(sign_K == 0, sums, peaks).tolist()
     return {k: -v if s < 0 else v for (k, s), v in zip(sign.items(), picked, strict=True)}
 

@@ -51,7 +51,7 @@ class Collection:
         for step in range(cfg.steps):
             began = time.perf_counter()
             ready = buffer.until(lambda step: self.leaving or buffer.is_complete(step), step)
-            await within(cfg.batch_timeout, f"the groups of step {step + 1}", ready, buffer.census)
+            await within(cfg.timeouts.batch, f"the groups of step {step + 1}", ready, buffer.census)
             if self.leaving:
                 return
             groups = buffer.take(step)
@@ -98,7 +98,7 @@ class Replay:
             await buffer.until(lambda step: buffer.next_step >= step - 1, step)
             read = next(self.workers).call.options(num_returns=1 + P)
             heads, *samples = read.remote(episodes.read_groups, str(path))
-            heads = await within(cfg.rollout_timeout, f"{path} to be read", heads)
+            heads = await within(cfg.timeouts.rollout, f"{path} to be read", heads)
             if len(heads) != P:
                 raise InputError(f"{path} holds {len(heads)} groups, not prompts_per_step = {P}")
             for p, ((_, _, line, infos), ref) in enumerate(zip(heads, samples, strict=True)):
@@ -118,7 +118,7 @@ class Export:
         await self.start_trainers()
         await checkpoints.resume(self)
         calls = asyncio.gather(*(t.export.remote(f"{folder}/hf") for t in self.trainers))
-        await within(cfg.train_timeout, "the export of the policy", calls)
+        await within(cfg.timeouts.train, "the export of the policy", calls)
         print(f"exported: {folder}/hf")
 
 

@@ -79,6 +79,43 @@ def read(Config: type, path: Path):
         raise InputError(f"{at}: {explain(error)}") from None
 
 
+def refuse_contradictions(cfg) -> None:
+    """Raises ValueError for fields that exclude each other, naming both."""
+    P, U, rule = cfg.prompts_per_step, cfg.updates_per_batch, cfg.correction
+    kl, skip, dual = cfg.kl_coef, cfg.skip_zero_advantage, cfg.dual_clip
+    waits, tries = cfg.rollout_attempts * cfg.timeouts.rollout, "rollout attempts * timeout"
+    asked = [k for k in ("eval_only", "rollout_only", "replay", "export") if getattr(cfg, k)]
+    goes_on = "resume = 'auto'" * (cfg.resume == "auto") or "export" * bool(cfg.export)
+    val = f"val_period = {cfg.val_period} and val_data = {cfg.val_data!r}"
+    ranks, unit = cfg.tp * cfg.pp * cfg.cp, 2 * cfg.cp * cfg.tp
+    shared = f"tp * pp * cp = {cfg.tp} * {cfg.pp} * {cfg.cp}"
+    experts = f"ep = {cfg.ep} must divide trainers / pp = {cfg.trainers // cfg.pp}"
+    alone = ranks == cfg.ep == 1 and not cfg.replay_routing
+    layout = f"{shared}, ep = {cfg.ep}, replay_routing = {cfg.replay_routing}"
+    room = cfg.row_tokens // unit * unit or unit
+    for holds, message in (
+        (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
+        (P % U == 0, f"prompts_per_step = {P} is no multiple of updates_per_batch = {U}"),
+        (dual is None or dual > 1, f"dual_clip = {dual}: expected more than 1"),
+        (bool(cfg.val_period) == bool(cfg.val_data), f"{val}: expected both or neither"),
+        (not (kl and skip), f"kl_coef = {kl} needs skip_zero_advantage = False, not True"),
+        (len(asked) < 2, f"{' and '.join(asked)} exclude each other"),
+        (cfg.eval_only or not (asked and cfg.resume), f"resume excludes {asked}"),
+        (cfg.val_data or not cfg.eval_only, "eval_only = True and val_data = '': no rows"),
+        (not (goes_on and "{time}" in cfg.run_dir), f"{goes_on}: run_dir has {{time}}"),
+        (waits < cfg.timeouts.batch, f"{tries} = {waits} leaves timeouts.batch no room"),
+        (cfg.policy == "megatron" or alone, f"{layout} need policy = 'megatron', not 'fsdp'"),
+        (cfg.trainers % ranks == 0, f"trainers = {cfg.trainers} is no multiple of {shared}"),
+        (cfg.trainers // cfg.pp % cfg.ep == 0, experts),
+        (
+            cfg.cp == 1 or cfg.row_tokens % unit == 0,
+            f"row_tokens = {cfg.row_tokens} is no multiple of 2 * cp * tp = {unit}: try {room}",
+        ),
+    ):
+        if not holds:
+            raise ValueError(message)
+
+
 def explain(error: pydantic.ValidationError) -> str:
     """The first problem in a line: field, value and what was expected, or a contradiction."""
     first = error.errors()[0]

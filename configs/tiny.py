@@ -23,8 +23,4 @@ warmup_lr = 1.5e-5
 row_tokens = 256
 activation_checkpointing = False
 
-start_timeout = 180.0
-rollout_timeout = 60.0
-batch_timeout = 300.0
-train_timeout = 120.0
-sync_timeout = 60.0
+timeouts = {"start": 180.0, "rollout": 60.0, "batch": 300.0, "train": 120.0, "sync": 60.0}

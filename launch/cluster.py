@@ -12,7 +12,25 @@ from pathlib import Path
 
 import ray
 import torch
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass as checked_dataclass
 from tqdm import tqdm
+
+
+@checked_dataclass(frozen=True, config={"extra": "forbid"})
+class Timeouts:
+    """Seconds after which a wait ends with an error that names it."""
+
+    start: PositiveFloat = 900.0
+    """For actors to load models."""
+    rollout: PositiveFloat = 3600.0
+    """For one group's rollouts."""
+    batch: PositiveFloat = 14400.0
+    """For a step's groups, which the trainer waits for."""
+    train: PositiveFloat = 3600.0
+    """For one training step."""
+    sync: PositiveFloat = 600.0
+    """For one weight update, from pause to resume."""
 
 
 def actor(cls: type, gpus: float, cfg, **options):
@@ -75,7 +93,7 @@ def connected(cfg):
 def connect(cfg) -> None:
     """Joins the cluster that RAY_ADDRESS names, or starts one on this machine."""
     env = {
-        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "PYTHONPATH": f"{Path(__file__).parent.parent}:{os.environ.get('PYTHONPATH', '')}",
         "PYTHONDONTWRITEBYTECODE": "",  # without .pyc files each process recompiles 5,000 modules
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

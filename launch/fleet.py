@@ -32,23 +32,23 @@ class Fleet:
         self.unproven = True
         starts = asyncio.gather(*(engine.start.remote() for engine in fresh))
         try:
-            await within(cfg.start_timeout, f"{count} engines to start", starts)
+            await within(cfg.timeouts.start, f"{count} engines to start", starts)
         except Exception as error:
             self.discard(fresh, error)
             raise
         world = 1 + len(self.load) * cfg.tensor_parallel
         store = self.trainers[0].open_store.remote(world)
-        address = await within(cfg.start_timeout, "trainer rank 0 to listen", store)
+        address = await within(cfg.timeouts.start, "trainer rank 0 to listen", store)
         joins = [self.trainers[0].join_sync_group.remote(world)]
         for engine, rank in zip(self.load, range(1, world, cfg.tensor_parallel), strict=True):
             args = pickle.dumps(cfg), *address, rank, world, self.metas
             joins.append(engine.join_sync_group.remote(*args))
-        await within(cfg.start_timeout, "trainer and engines to connect", asyncio.gather(*joins))
+        await within(cfg.timeouts.start, "trainer and engines to connect", asyncio.gather(*joins))
         self.watches |= {asyncio.create_task(self.watch(engine)) for engine in fresh}
 
     async def pick(self):
         """The least busy engine, once there is one that holds a policy; give it back."""
-        limit = 2 * self.cfg.start_timeout + self.cfg.train_timeout + self.cfg.sync_timeout
+        limit = 2 * self.cfg.timeouts.start + self.cfg.timeouts.train + self.cfg.timeouts.sync
         await within(limit, "an engine that holds the policy", self.any_synced())
         engine = min(self.load, key=self.load.get)
         self.load[engine] += 1

@@ -67,6 +67,7 @@ class FSDPPolicy:
 
     def __init__(self, cfg, trainable: bool = True):
         self.cfg, self.updates, gpu = cfg, 0, torch.cuda.is_available()
+        self.dp_group, self.speaks = None, True  # every rank trains rows of its own
         self.device = torch.device("cuda" if gpu else "cpu")
         masters = {"dtype": torch.float32, "attn_implementation": cfg.attention}
         self.lm = AutoModelForCausalLM.from_pretrained(cfg.model, **masters)

@@ -40,7 +40,7 @@ def device(cfg) -> str:
 
 def group(store, rank: int, world: int, cfg):
     """A process group beside torch's default one: trainer rank 0 and every engine worker."""
-    store, deadline = dist.PrefixStore("weights", store), timedelta(seconds=cfg.sync_timeout)
+    store, deadline = dist.PrefixStore("weights", store), timedelta(seconds=cfg.timeouts.sync)
     if device(cfg) == "cpu":
         return dist.ProcessGroupGloo(store, rank, world, deadline)
     options = dist.ProcessGroupNCCL.Options()
@@ -97,7 +97,7 @@ class WeightReceiver:
     def join_sync_group(self, cfg: bytes, host: str, port: int, first_rank: int, world: int, metas):
         """Meets trainer rank 0; `metas` tells what each broadcast will hold."""
         self.sync_cfg, self.sync_metas = pickle.loads(cfg), metas
-        deadline = timedelta(seconds=self.sync_cfg.sync_timeout)
+        deadline = timedelta(seconds=self.sync_cfg.timeouts.sync)
         store = dist.TCPStore(host, port, world, False, deadline)
         rank = first_rank + self.vllm_config.parallel_config.rank
         self.sync_group = group(store, rank, world, self.sync_cfg)

@@ -110,11 +110,7 @@ def tiny_config(tiny_model, tmp_path):
         warmup_steps=0,
         row_tokens=128,
         activation_checkpointing=False,
-        start_timeout=180.0,
-        rollout_timeout=60.0,
-        batch_timeout=240.0,
-        train_timeout=60.0,
-        sync_timeout=30.0,
+        timeouts={"start": 180.0, "rollout": 60.0, "batch": 240.0, "train": 60.0, "sync": 30.0},
     )
     return lambda **fields: dataclasses.replace(base, **fields)
 

@@ -313,6 +313,8 @@ def test_reductions_against_plain_formulas():
 class TablePolicy:
     """A policy whose logprob of a token is a table entry: gradients are easy to compare."""
 
+    dp_group, speaks = None, True
+
     def __init__(self, table, lr: float = 1.0):
         self.table_V = torch.tensor(table, requires_grad=True)
         self.lr, self.grads = lr, []
@@ -597,9 +599,9 @@ def test_advantages_are_finite_and_clipped(rewards):
 
 # --- effort ---------------------------------------------------------------------------------------
 
-SUPER = {"low_effort_weight": 0.2, "low_effort_tokens": 3000, "low_effort_penalty": 1.0}
-PLAIN = {"low_effort_weight": 1.0, "low_effort_tokens": 1000}
-STEEP = {"low_effort_weight": 1.0, "low_effort_tokens": 100, "low_effort_penalty": 2.0}
+SUPER = {"weight": 0.2, "tokens": 3000, "penalty": 1.0}
+PLAIN = {"weight": 1.0, "tokens": 1000}
+STEEP = {"weight": 1.0, "tokens": 100, "penalty": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -613,11 +615,11 @@ STEEP = {"low_effort_weight": 1.0, "low_effort_tokens": 100, "low_effort_penalty
         (SUPER, 1.0, 30000, 1 - 1.8),
         (SUPER, 0.0, 0, 0.0),
         (SUPER, 0.0, 6000, -0.2),
-        (PLAIN | {"low_effort_weight": 9.0}, 1.0, 0, 2.0),
+        (PLAIN | {"weight": 9.0}, 1.0, 0, 2.0),
     ],
 )
 def test_low_effort_known_answers(fields, reward, tokens, expected):
-    assert low_effort_reward(reward, tokens, Config(**fields)) == pytest.approx(expected)
+    assert low_effort_reward(reward, tokens, Config(low_effort=fields)) == pytest.approx(expected)
 
 
 def test_empty_row_trains_nothing():

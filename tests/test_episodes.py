@@ -236,7 +236,7 @@ def test_verify_may_be_a_function_or_a_coroutine(monkeypatch):
 # --- rewards --------------------------------------------------------------------------------------
 
 LOW = "{reasoning effort: low}"
-EFFORT = Config(low_effort_weight=1.0, low_effort_tokens=10)
+EFFORT = Config(low_effort={"weight": 1.0, "tokens": 10})
 
 
 @pytest.mark.parametrize(

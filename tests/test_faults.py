@@ -96,7 +96,7 @@ def test_an_environment_that_fails_costs_its_prompt_and_never_becomes_a_reward(
         for i in range(1, 33)
     ]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    fields = {"rollout_attempts": 2, "rollout_timeout": 8.0, "train_data": data, "steps": 4}
+    fields = {"rollout_attempts": 2, "timeouts.rollout": 8.0, "train_data": data, "steps": 4}
     cfg = tiny_config(**fields)
     program = Program(cfg, root=root)
     assert program.ends() == 0, program.told()[-4000:]

@@ -41,7 +41,7 @@ def test_killed_after_every_step_it_is_bitwise_the_run_that_never_was(tiny_confi
 
     GRPO_KILLS=8 takes four minutes.
     """
-    steps = 1 + int(os.environ.get("GRPO_KILLS", 2))
+    steps = 1 + int(os.environ.get("GRPO_KILLS", 1))
     fields = {"steps": steps, "max_lag": 0, "save_period": 1, "keep_last": 99}
     fields |= {"max_response_tokens": 8, "skip_zero_advantage": False}
     whole = tiny_config(run_dir=str(tmp_path / "whole"), **fields)

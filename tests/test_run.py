@@ -65,8 +65,7 @@ def finished(tiny_model, tmp_path_factory):
         row_tokens=128,
         skip_zero_advantage=False,
         activation_checkpointing=False,
-        start_timeout=180.0,
-        train_timeout=60.0,
+        timeouts={"start": 180.0, "train": 60.0},
     )
     return run(cfg), cfg
 

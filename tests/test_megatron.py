@@ -1,0 +1,225 @@
+"""policy/megatron.py on real Megatron-Core: every family under every layout, against transformers.
+
+Each layout is a handful of processes on gloo that compute all families; tests/cpu stands in for
+CUDA, Transformer Engine and the Mamba kernel.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_worker import config, rows
+from safetensors.torch import load_file
+from tiny_models import FAMILIES, make
+from transformers import AutoModelForCausalLM
+
+from grpo_async import policy_loss
+from metrics import reduce_stats
+from policy.fsdp import FSDPPolicy
+
+ROOT = Path(__file__).parent.parent
+DENSE = ["llama", "qwen2", "qwen3"]
+MAMBA = ["nemotron_dense", "nemotron_moe"]
+EVERY = [*DENSE, "qwen3_moe", *MAMBA]
+LAYOUTS = {
+    "one": ({}, 1, EVERY),
+    "tp2": ({"tp": 2}, 2, EVERY),
+    "cp2": ({"cp": 2}, 2, EVERY),
+    "pp2": ({"pp": 2}, 2, EVERY),
+    "tp2 ep2": ({"tp": 2, "ep": 2}, 4, ["qwen3_moe", "nemotron_moe"]),
+}
+ROWS = 2
+
+
+def ranks(job: dict, world: int, folder: Path) -> dict:
+    """Runs megatron_worker.py on `world` ranks; what rank 0 wrote."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = folder / f"{job['name']}.json"
+    path.write_text(json.dumps(job))
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+    env |= {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "tests/megatron_worker.py", str(path)]
+    log = open(folder / f"{job['name']}.log", "w+")  # noqa: SIM115
+    every = [
+        subprocess.Popen(command, cwd=ROOT, env=env | {"RANK": str(r)}, stdout=log, stderr=log)
+        for r in range(world)
+    ]
+    try:
+        codes = [process.wait(timeout=240) for process in every]
+    finally:
+        for process in every:
+            process.kill()
+    log.seek(0)
+    assert codes == [0] * world, log.read()[-6000:]
+    return torch.load(path.with_suffix(".pt"), weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tiny_model) -> dict[str, str]:
+    """A folder for every family."""
+    folder = tmp_path_factory.mktemp("families")
+    return {family: make(family, folder / family, tiny_model) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def measured(models, tmp_path_factory):
+    """What a layout computes, by family; each layout runs once."""
+    folder, found = tmp_path_factory.mktemp("layouts"), {}
+
+    def of(name: str) -> dict:
+        if name not in found:
+            layout, world, families = LAYOUTS[name]
+            job = {"name": name, "layout": layout, "rows": ROWS, "save": name in ("one", "tp2")}
+            found[name] = ranks(job | {"models": [models[f] for f in families]}, world, folder)
+        return found[name]
+
+    of.folder = folder
+    return of
+
+
+CASES = [(name, family) for name, (_, _, families) in LAYOUTS.items() for family in families]
+
+
+@pytest.fixture(scope="module")
+def references(models):
+    """Of a family the plain model's logits [T, V] of each row, its sequences one by one."""
+    found = {}
+
+    def of(family: str) -> list[torch.Tensor]:
+        if family not in found:
+            lm = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32).eval()
+            with torch.no_grad():
+                found[family] = [
+                    torch.cat([lm(input_ids=t[None]).logits[0] for t in sequences(row)])
+                    for row in rows(ROWS)
+                ]
+        return found[family]
+
+    return of
+
+
+def sequences(row) -> list[torch.Tensor]:
+    """The token ids of each sequence in a packed row."""
+    return list(row.tokens_T.split(torch.bincount(row.seq_T).tolist()))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_logits_equal_transformers(name, family, measured, references):
+    logits = measured(name)[family]["logits"]
+    limit = 1e-3 if family in MAMBA else 1e-5
+    assert len(logits) == ROWS
+    for ours, theirs in zip(logits, references(family), strict=True):
+        assert (ours - theirs).abs().max() < limit
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_hf_to_megatron_to_hf_is_bitwise(name, family, measured, models):
+    found, original = measured(name)[family], load_file(f"{models[family]}/model.safetensors")
+    assert found["before"].keys() == original.keys()
+    assert all(torch.equal(found["before"][name], w) for name, w in original.items())
+    shapes = [(name, tuple(w.shape), "float32") for name, w in found["before"].items()]
+    assert found["metas"] == shapes
+
+
+@pytest.fixture(scope="module")
+def fsdp(models, tmp_path_factory):
+    """Of a family: stats, step and weights after it with policy/fsdp.py, routers frozen."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    found = {}
+
+    def of(family: str) -> tuple:
+        if family not in found:
+            cfg = config(models[family], policy="fsdp")
+            policy = FSDPPolicy(cfg)
+            for name, parameter in policy.lm.named_parameters():
+                parameter.requires_grad_(not name.endswith("mlp.gate.weight"))
+            stats = policy.forward_backward(rows(ROWS), lambda *at: policy_loss(*at, cfg))
+            total, step = reduce_stats(stats), policy.optimizer_step(1.5)
+            path = tmp_path_factory.mktemp(family) / "hf"
+            policy.export_hf(str(path))()
+            found[family] = total, step, load_file(path / "model.safetensors")
+        return found[family]
+
+    yield of
+    dist.destroy_process_group()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("name", "family"), [case for case in CASES if case[1] not in MAMBA])
+def test_one_step_is_that_of_fsdp(name, family, measured, fsdp):
+    found, (total, step, weights) = measured(name)[family], fsdp(family)
+    assert found["total"].keys() == total.keys()
+    for key, value in total.items():
+        assert found["total"][key] == pytest.approx(value, rel=1e-4, abs=1e-4), key
+    assert found["step"]["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-5)
+    assert found["step"]["lr"] == step["lr"]
+    for key, tensor in weights.items():
+        assert (found["after"][key] - tensor).abs().max() < 1e-5, key
+        assert (found["before"][key] - tensor).abs().max() > 1e-4 or "gate.weight" in key, key
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("name", "family"), [c for c in CASES if c[1] in MAMBA and c[0] != "one"])
+def test_one_step_with_mamba_is_that_of_one_rank(name, family, measured):
+    found, alone = measured(name)[family], measured("one")[family]
+    assert found["step"]["grad_norm"] == pytest.approx(alone["step"]["grad_norm"], rel=1e-4)
+    assert found["total"]["loss"] == pytest.approx(alone["total"]["loss"], rel=1e-4)
+    for key, tensor in alone["after"].items():
+        assert (found["after"][key] - tensor).abs().max() < 1e-5, key
+
+
+@pytest.mark.e2e
+def test_expert_biases_move_towards_balance_and_routers_stay(measured):
+    found = measured("one")["nemotron_moe"]
+    for key, before in found["before"].items():
+        moved = found["after"][key] - before
+        if key.endswith("e_score_correction_bias"):
+            assert torch.allclose(moved.abs()[moved != 0], torch.tensor(1e-3), atol=1e-6)
+            assert moved.abs().max() > 0
+        elif key.endswith("gate.weight"):
+            assert not moved.any()
+        else:
+            assert moved.abs().max() > 0, key
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("family", EVERY)
+def test_a_checkpoint_of_one_layout_is_that_of_another(family, measured, models):
+    saved, folder = measured("tp2")[family], measured.folder
+    for name, layout, world in (("one again", {}, 1), ("pp2 again", {"pp": 2}, 2)):
+        if not (folder / f"{name}.pt").exists():
+            job = {"name": name, "layout": layout, "rows": ROWS, "load": True}
+            ranks(job | {"models": [models[f] for f in EVERY]}, world, folder)
+        found = torch.load(folder / f"{name}.pt", weights_only=False)[family]
+        assert all(torch.equal(found["weights"][k], w) for k, w in saved["after"].items())
+    # Moments and schedule too: the next step is the same under both layouts.
+    one, two = (
+        torch.load(folder / f"{name}.pt", weights_only=False)[family]
+        for name in ("one again", "pp2 again")
+    )
+    assert one["step"]["grad_norm"] == pytest.approx(two["step"]["grad_norm"], rel=1e-4)
+    for key, tensor in one["after"].items():
+        assert (two["after"][key] - tensor).abs().max() < 1e-5, key
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("family", EVERY)
+def test_the_export_is_what_transformers_loads(family, measured):
+    after = measured("tp2")[family]["after"]
+    folder = measured.folder / f"export-{family}"
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert {"tokenizer.json", "config.json", "model.safetensors"} <= set(os.listdir(folder))
+    loaded = load_file(folder / "model.safetensors")
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in after.items())
+    assert lm(input_ids=torch.arange(9)[None]).logits.isfinite().all()
