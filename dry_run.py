@@ -7,6 +7,7 @@ the config.json of its model. What is assumed about the hardware is printed with
 import dataclasses
 import math
 
+from configs import InputError
 from launch import pace
 from policy import sizes
 from policy.sizes import GIB, Model
@@ -16,7 +17,14 @@ JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
 
 
 def explain(cfg, Config: type, gpu_gib: float = GPU_GIB) -> str:
-    """The whole table, for GPUs of `gpu_gib` GiB. Raises OSError without a config.json."""
+    """The whole table, for GPUs of `gpu_gib` GiB. Raises OSError without a config.json.
+
+    Raises InputError for Megatron, whose ranks it cannot count.
+    """
+    if cfg.policy == "megatron":
+        raise InputError(
+            "dry_run counts policy = 'fsdp' alone; see docs/megatron.md for 'megatron'"
+        )
     model, gpu = sizes.read_model(cfg.model), gpu_gib * GIB
     active = f", {model.active:,.0f} of them active" if model.routed else ""
     wrong = problems(model, cfg, gpu)

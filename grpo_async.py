@@ -253,8 +253,6 @@ class Config:
     """Trainer ranks that share every sequence; Megatron only."""
     ep: PositiveInt = 1
     """Trainer ranks, of several replicas, that share the experts; Megatron only."""
-    replay_routing: bool = False
-    """Train each token with the experts that the engine chose for it (R3); Megatron only."""
     # --- what may fail, and for how long we wait
     rollout_attempts: PositiveInt = 3
     """Tries of one prompt before it is dropped and its slot is refilled with the next."""
@@ -696,7 +694,7 @@ class RolloutWorker:
         self.cfg, self.tokenizer = cfg, load_tokenizer(cfg.model)
         self.drafts: dict = {}  # (slot, line) -> for each policy, answers that a retry starts from
         suffix = f".{rank}" if cfg.rollout_workers > 1 else ""
-        self.file = open(Path(cfg.run_dir) / f"rollouts{suffix}.jsonl", "a")  # noqa: SIM115
+        self.file = metrics.append_to(Path(cfg.run_dir) / f"rollouts{suffix}.jsonl")
 
     async def rollout_group(self, generator, row: dict, slot: int | str, n: int):
         """(list[SampleInfo], list[Sample]) of n scored and compared answers to one row.
@@ -727,7 +725,7 @@ class RolloutWorker:
 
     def finish(self, row: dict, slot: int | str, episodes: list[Episode]):
         """Rewards to advantages, episodes to samples, and one line of rollouts.jsonl for each."""
-        cfg, samples = self.cfg, []
+        cfg, samples, lines = self.cfg, [], []
         rewards_G = torch.tensor([shaped_reward(row, episode, cfg) for episode in episodes])
         if not rewards_G.isfinite().all():
             raise ValueError(f"rewards must be finite, got {rewards_G.tolist()}")
@@ -741,8 +739,8 @@ class RolloutWorker:
                 samples.append(sample)
             step = slot // cfg.prompts_per_step + 1 if isinstance(slot, int) else None
             line = {"step": step, "slot": slot} | record(self.tokenizer, row, episode, samples[-1])
-            self.file.write(json.dumps(line, default=str) + "\n")
-        self.file.flush()
+            lines.append(json.dumps(line, default=str) + "\n")
+        self.file.write("".join(lines).encode())  # at once: who is killed leaves no half line
         return [describe(sample) for sample in samples], samples
 
     def forget(self, slot: int | str, line: int) -> None:

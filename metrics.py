@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import statistics
 import time
 from pathlib import Path
@@ -204,6 +205,15 @@ def rollout_metrics(groups: list, step: int) -> dict[str, float]:
         "zero_variance_groups": sum(not any(i.has_gradient for i in g.infos) for g in groups)
         / len(groups),
     }
+
+
+def append_to(path: Path):
+    """An unbuffered file to append lines to; half a line that a killed writer left is cut off."""
+    file = open(path, "ab+", buffering=0)  # noqa: SIM115
+    size = file.seek(0, os.SEEK_END)
+    start = file.seek(max(0, size - (1 << 26)))  # no line is longer
+    file.truncate(start + file.read().rfind(b"\n") + 1)
+    return file
 
 
 class Log:

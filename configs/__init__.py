@@ -90,8 +90,8 @@ def refuse_contradictions(cfg) -> None:
     ranks, unit = cfg.tp * cfg.pp * cfg.cp, 2 * cfg.cp * cfg.tp
     shared = f"tp * pp * cp = {cfg.tp} * {cfg.pp} * {cfg.cp}"
     experts = f"ep = {cfg.ep} must divide trainers / pp = {cfg.trainers // cfg.pp}"
-    alone = ranks == cfg.ep == 1 and not cfg.replay_routing
-    layout = f"{shared}, ep = {cfg.ep}, replay_routing = {cfg.replay_routing}"
+    alone = ranks == cfg.ep == 1
+    layout = f"{shared}, ep = {cfg.ep}"
     room = cfg.row_tokens // unit * unit or unit
     for holds, message in (
         (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),

@@ -71,8 +71,6 @@ def check_layout(cfg, hf) -> None:
     if layers and "linear_attention" in layers:
         rules += [("tp", tp, hf.n_groups, "n_groups of Mamba")]
         rules += [("tp * cp", shared, hf.mamba_num_heads, "mamba_num_heads")]
-    if cfg.replay_routing and not experts:
-        raise InputError(f"replay_routing = True: {hf.model_type} has no experts to replay")
     for field, value, whole, what in rules:
         if whole % value:
             near = min(

@@ -150,12 +150,12 @@ class Duplicated(nn.Linear):
 
 
 class Row(PackedSeqParams):
-    """Which places of a padded row are one sequence, which are real, which experts they had."""
+    """Which places of a padded row are one sequence, and which are real."""
 
-    def __init__(self, ends: Tensor, real_L: Tensor, routes_LXK: Tensor | None = None):
+    def __init__(self, ends: Tensor, real_L: Tensor):
         longest = int(ends.diff().max())
         super().__init__("thd", ends, ends, ends, ends, longest, longest)
-        self.real_L, self.routes_LXK = real_L, routes_LXK
+        self.real_L = real_L
 
 
 class ExpertLayer(TransformerLayer):
@@ -167,35 +167,12 @@ class ExpertLayer(TransformerLayer):
 
 
 class Router(TopKRouter):
-    """Counts no padding, and chooses the experts that the engine chose where it is told (R3).
-
-    arXiv:2510.11370. Its tokens are those of this tensor parallel rank.
-    """
-
-    def _mine(self, x_L: Tensor) -> Tensor:
-        return x_L.chunk(self.tp_group.size())[self.tp_group.rank()]
-
-    def forward(self, *args, **rest):
-        if self.router_replay:
-            layer = (self.layer_number - 1) // (1 if self.config.is_hybrid_model else 2)
-            self.router_replay = Replay(self._mine(self.row.routes_LXK[:, layer]))
-        return super().forward(*args, **rest)
+    """Counts the tokens of each expert, of those that are no padding."""
 
     def _apply_expert_bias(self, routing_map, padding_mask=None):
         if self.enable_expert_bias and torch.is_grad_enabled():  # once: not in what is recomputed
-            self.local_tokens_per_expert += routing_map[self._mine(self.row.real_L)].sum(0)
-
-
-class Replay:
-    """Stands where Megatron's RouterReplay would; -1 is where the engine told nothing."""
-
-    def __init__(self, route_LK: Tensor):
-        self.route_LK = route_LK
-
-    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, choose=None):
-        own_LK = choose(scores, topk, num_groups, group_topk)[1]
-        chosen_LK = torch.where(self.route_LK >= 0, self.route_LK.to(own_LK), own_LK)
-        return scores.gather(1, chosen_LK), chosen_LK
+            mine_L = self.row.real_L.chunk(self.tp_group.size())[self.tp_group.rank()]
+            self.local_tokens_per_expert += routing_map[mine_L].sum(0)
 
 
 class TorchModules(LocalSpecProvider):
@@ -279,7 +256,6 @@ def build(cfg, hf, dtype: torch.dtype) -> MambaModel:
         bias_activation_fusion=False,
         apply_rope_fusion=HAVE_TE,
         moe_token_dispatcher_type="alltoall",
-        moe_enable_routing_replay=cfg.replay_routing,
     )
     rotary = hf.model_type != "nemotron_h"  # Nemotron-H's attention knows no positions
     last = mpu.is_pipeline_last_stage()

@@ -20,8 +20,7 @@ class Program:
     def __init__(self, cfg, *flags: str, script: str = "grpo_async.py", root: Path = ROOT):
         self.folder = Path(cfg.run_dir)
         config = self.folder.with_suffix(".py")
-        values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-        values.pop("correction")
+        values = dataclasses.asdict(cfg)
         config.write_text("".join(f"{name} = {value!r}\n" for name, value in values.items()))
         command = [sys.executable, script, "--config", str(config), *flags]
         self.output = open(self.folder.with_suffix(".out"), "a+")  # noqa: SIM115

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checkpoints
+import metrics
 from configs import InputError
 from episodes import Sample, describe, read_groups, write_groups
 from launch.cluster import within
@@ -335,3 +336,15 @@ def test_stores_bind_a_free_port_before_anybody_is_told(tiny_config):
     assert len({port for _, port in addresses}) == 100
     for host, port in addresses:
         socket.create_connection((host, port), timeout=5).close()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("", ""), ("a\n", "a\n"), ("a\nb", "a\n"), ("b", ""), ("a\nb\n", "a\nb\n")],
+)
+def test_half_a_line_of_a_killed_writer_is_cut_off(before, after, tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(before)
+    with metrics.append_to(path) as file:
+        file.write(b"c\n")
+    assert path.read_text() == after + "c\n"

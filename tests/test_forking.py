@@ -207,9 +207,9 @@ def test_the_forked_trainer_trains_on_the_new_environment(fork, tiny_config, tmp
         row_tokens=320,
         skip_zero_advantage=False,
     )
-    fields = (f.name for f in dataclasses.fields(cfg) if f.name != "correction")
     config = tmp_path / "config.py"
-    config.write_text("".join(f"{name} = {getattr(cfg, name)!r}\n" for name in fields))
+    values = dataclasses.asdict(cfg)
+    config.write_text("".join(f"{name} = {value!r}\n" for name, value in values.items()))
     command = [sys.executable, "my_grpo.py", "--config", str(config)]
     done = subprocess.run(command, cwd=fork, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]

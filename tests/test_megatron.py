@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_worker import config, rows
+from program import Program
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, make
 from transformers import AutoModelForCausalLM
@@ -223,3 +224,18 @@ def test_the_export_is_what_transformers_loads(family, measured):
     loaded = load_file(folder / "model.safetensors")
     assert all(torch.equal(loaded[key], tensor) for key, tensor in after.items())
     assert lm(input_ids=torch.arange(9)[None]).logits.isfinite().all()
+
+
+@pytest.mark.e2e
+def test_it_trains_what_vllm_samples(models, tiny_config, monkeypatch):
+    """Five steps of the whole program on two tensor parallel ranks, in-flight sync included."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/cpu")
+    layout = {"policy": "megatron", "trainers": 2, "tp": 2, "skip_zero_advantage": False}
+    cfg = tiny_config(model=models["qwen3_moe"], steps=5, lr=1e-4, verify_sync_every=1, **layout)
+    program = Program(cfg)
+    assert program.ends() == 0, program.told()[-4000:]
+    assert len(program.steps()) == 5
+    tables = [line["rows"] for line in program.lines("mismatch.jsonl")]
+    fresh = [row for rows in tables for row in rows if row["by"] == "lag" and row["key"] == "0"]
+    assert fresh and max(row["mean"] for row in fresh) < 1e-5
+    AutoModelForCausalLM.from_pretrained(program.folder / "step_000005" / "hf")

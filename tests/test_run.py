@@ -19,11 +19,7 @@ pytestmark = pytest.mark.e2e
 
 def run(cfg, timeout: float = 240) -> Path:
     """`python grpo_async.py` with this configuration; returns its run folder."""
-    lines = [
-        f"{field.name} = {getattr(cfg, field.name)!r}"
-        for field in dataclasses.fields(cfg)
-        if field.name != "correction"
-    ]
+    lines = [f"{name} = {value!r}" for name, value in dataclasses.asdict(cfg).items()]
     config = Path(cfg.run_dir).with_suffix(".py")
     config.write_text("\n".join(lines))
     command = [sys.executable, "grpo_async.py", "--config", str(config)]

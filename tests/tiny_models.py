@@ -24,7 +24,7 @@ SHAPE = {
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
     "bos_token_id": None,

@@ -33,7 +33,10 @@ def install():
         if self.moe_config.is_act_and_mul:
             pack(self, layer)
 
-    def apply_any(self, output, x, w1, w2, weights, ids, activation, *rest, **more):
+    def apply_any(
+        self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, *rest, **more
+    ):
+        x, weights, ids = hidden_states, topk_weights, topk_ids
         if self.moe_config.is_act_and_mul:
             apply(self, output, x, w1, w2, weights, ids, activation, *rest, **more)
             return
