@@ -26,7 +26,7 @@ Axes, as suffixes:  P prompts of a step    G samples of a prompt    T tokens of 
 Policy version v = batches trained so far. Every sampled token carries the version that produced it.
 
 Deviations from NeMo-RL (branch super-v3) are argued in docs/grpo_async.md.
-    python grpo_async.py                                            a tiny model learns on a laptop
+    bash launch/local.sh                                            a tiny model learns on a laptop
     python grpo_async.py --config configs/gsm8k.py --steps 100      a file of overrides, then flags
     python grpo_async.py --help                                     every field of Config
 """
@@ -186,7 +186,7 @@ class Config:
     generators: PositiveInt = 1
     """vLLM engines."""
     tensor_parallel: PositiveInt = 1
-    """GPUs that share one engine's weights."""
+    """GPUs that share one engine's weights; the trainer's is `tp`."""
     generator_gpus: float = 1.0
     """Ray's GPU share of an engine; below 1 a GPU is shared with a trainer."""
     trainers: PositiveInt = 1
@@ -242,9 +242,9 @@ class Config:
     activation_checkpointing: bool = True
     """Recompute activations in the backward pass."""
     attention: str = "sdpa"
-    """attn_implementation of transformers; flash_attention_2 where it is installed."""
+    """attn_implementation of transformers, for fsdp; flash_attention_2 where it is installed."""
     policy: Literal["fsdp", "megatron"] = "fsdp"
-    """Any Hugging Face model under FSDP2, or the families of policy/hf_weights.py on Megatron."""
+    """Any Hugging Face model under FSDP2, or those of policy/families.py on Megatron-Core."""
     tp: PositiveInt = 1
     """Trainer ranks that share every matrix, and the sequence between them; Megatron only."""
     pp: PositiveInt = 1
@@ -321,7 +321,8 @@ def group_advantages(rewards_G: Tensor, clip: float) -> Tensor:
     """Leave-one-out advantages [G] of one prompt's samples; all zero when the group agrees.
 
     Each reward is compared with the mean and the (unbiased) std of the others, +1e-6; with a
-    spread below SPREAD_FLOOR the difference stays as it is. NeMo-RL algorithms/utils.py:79.
+    spread below SPREAD_FLOOR the difference stays as it is. NeMo-RL algorithms/utils.py:79. Must be
+    exactly 0 where nothing is to be learned: `plan_step` skips those samples.
     """
     G = len(rewards_G)
     if G < 2:
@@ -794,11 +795,11 @@ class Trainer(checkpoints.Saver):
             [pack(samples, update, self.cfg) for samples in of_update]
             for of_update, update in zip(rows, updates, strict=True)
         ]
-        for batch in itertools.chain(*packed):  # before the first update moves the policy
-            if len(updates) > 1:
-                (batch.old_logp_T,) = self.policy.logprobs([batch])
-            if self.reference:
-                (batch.ref_logp_T,) = self.reference.logprobs([batch])
+        batches = list(itertools.chain(*packed))
+        old = self.policy.logprobs(batches) if len(updates) > 1 else []  # before it moves
+        ref = self.reference.logprobs(batches) if self.reference else []
+        for batch, old_logp_T, ref_logp_T in itertools.zip_longest(batches, old, ref):
+            batch.old_logp_T, batch.ref_logp_T = old_logp_T, ref_logp_T
         stats, scores = zip(*(self.update(batches) for batches in packed), strict=True)
         self.stage_weights()
         measured = metrics.mean_metrics(stats) | {"train_seconds": time.perf_counter() - began}
@@ -946,7 +947,7 @@ class Run:
     def __init__(self, cfg: Config, rows: list[dict], val_rows: list[dict]):
         self.cfg, self.rows, self.val_rows = cfg, rows, val_rows
         self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag)
-        # Of the prompts, in file order again and again: never shuffled, order is the curriculum.
+        # First slot never started; next prompt. Never shuffled: file order is the curriculum.
         self.next_slot, self.position = 0, 0
         self.in_flight: dict[int, int] = {}  # slot -> position of the prompt that fills it
         self.dropped_in_a_row = 0
@@ -1172,9 +1173,9 @@ def main() -> None:
     cfg = configs.load(Config, sys.argv[1:], default="configs/tiny.py")
     configs.check_model(cfg.model)
     if cfg.policy == "megatron":
-        from policy.check import check_policy  # and transformers, which takes 2 s
+        from policy.check import check_megatron  # and transformers, which takes 2 s
 
-        check_policy(cfg)
+        check_megatron(cfg)
     if cfg.dry_run:
         return print(dry_run.explain(cfg, Config))
     rows = load_rows(cfg.train_data, cfg)

@@ -135,7 +135,8 @@ def check_model(path: str) -> None:
     """Raises InputError unless the folder is one that transformers' save_pretrained writes."""
     for name in ("config.json", "tokenizer_config.json"):
         if not (Path(path) / name).is_file():
-            raise InputError(f"model = {path!r}: expected a folder that holds {name}")
+            hint = " (launch/tiny.py makes models/tiny)" if path.endswith("models/tiny") else ""
+            raise InputError(f"model = {path!r}: expected a folder that holds {name}{hint}")
     settings = (Path(path) / "tokenizer_config.json").read_text()
     if "chat_template" not in settings and not list(Path(path).glob("chat_template*")):
         raise InputError(f"model = {path!r}: its tokenizer has no chat_template, expected one")

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from configs import InputError
+from policy.families import FAMILIES, padded
 from rows import load_tokenizer
 
-MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe", "nemotron_h")
 ASIDE = re.compile(r"mtp\.|.*rotary_emb\.inv_freq$")  # never trained, exported as they came
 
 
@@ -39,15 +39,14 @@ class Checkpoint:
         return cut[:, start:stop] if dim else cut[start:stop]
 
 
-def check_policy(cfg) -> None:
+def check_megatron(cfg) -> None:
     """Raises InputError naming the tensor or the field, and what was expected."""
     hf = AutoConfig.from_pretrained(cfg.model)
     at = f"model = {cfg.model!r}"
-    if cfg.policy == "megatron":
-        if hf.model_type not in MEGATRON:
-            known = ", ".join(MEGATRON)
-            raise InputError(f"{at}: policy = 'megatron' knows {known}, not {hf.model_type}")
-        check_layout(cfg, hf)
+    if hf.model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise InputError(f"{at}: policy = 'megatron' knows {known}, not {hf.model_type}")
+    check_layout(cfg, hf)
     check_tensors(cfg.model, hf)
     words = len(load_tokenizer(cfg.model))
     if words > hf.vocab_size:
@@ -64,6 +63,7 @@ def check_layout(cfg, hf) -> None:
         ("tp", tp, hf.intermediate_size, "intermediate_size"),
         ("pp", cfg.pp, depth, "the number of layers, attention and MLP counted as two"),
     ]
+    rules += [("tp", tp, padded(hf.vocab_size), "vocab_size, padded to a multiple of 128")]
     experts = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", 0)
     if cfg.ep > 1 and not experts:
         raise InputError(f"ep = {cfg.ep}: {hf.model_type} has no experts, expected 1")

@@ -6,8 +6,8 @@ or more tensors of the checkpoint in another order:
     as the checkpoint has them            q q q q   k k   v v
     as Megatron has them, two groups      q q k v   q q k v
 
-So one table tells for each Megatron name the checkpoint's names and how their rows alternate.
-Loading reads it from right to left, exporting from left to right; a family of models is a table.
+A table of policy/families.py tells for each Megatron name the checkpoint's names and how their rows
+alternate. Loading reads it from right to left, exporting from left to right.
 """
 
 import re
@@ -20,53 +20,9 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
 from policy.check import ASIDE, Checkpoint
+from policy.families import FAMILIES, padded
 
-# Megatron's name | how it lies | names in the checkpoint, {} being a layer's prefix.
-#   whole: on every rank.  rows, columns: cut over the ranks, in order.
-#   groups: rows alternate by query group.  ranks: they alternate by tensor parallel rank.
-LLAMA = r"""
-embedding.word_embeddings.weight       | rows    | model.embed_tokens.weight
-decoder.final_norm.weight              | whole   | model.norm.weight
-output_layer.weight                    | rows    | lm_head.weight
-input_layernorm.weight                 | whole   | {}input_layernorm.weight
-self_attention.linear_qkv.(weight|bias)| groups  | {}self_attn.[qkv]_proj.\1
-self_attention.([qk])_layernorm.weight | whole   | {}self_attn.\1_norm.weight
-self_attention.linear_proj.weight      | columns | {}self_attn.o_proj.weight
-pre_mlp_layernorm.weight               | whole   | {}post_attention_layernorm.weight
-mlp.linear_fc1.weight                  | ranks   | {}mlp.[gate,up]_proj.weight
-mlp.linear_fc2.weight                  | columns | {}mlp.down_proj.weight
-mlp.router.weight                      | whole   | {}mlp.gate.weight
-mlp.experts.(\d+).linear_fc1.weight    | ranks   | {}mlp.experts.\1.[gate,up]_proj.weight
-mlp.experts.(\d+).linear_fc2.weight    | columns | {}mlp.experts.\1.down_proj.weight
-"""
-NEMOTRON_H = r"""
-embedding.word_embeddings.weight       | rows    | backbone.embeddings.weight
-decoder.final_norm.weight              | whole   | backbone.norm_f.weight
-output_layer.weight                    | rows    | lm_head.weight
-(?:norm|.*_layernorm).weight           | whole   | {}norm.weight
-mixer.(in_proj|conv1d).(weight|bias)   | ranks   | {}mixer.\1.\2
-mixer.(A_log|D|dt_bias|norm.weight)    | rows    | {}mixer.\1
-mixer.out_proj.weight                  | columns | {}mixer.out_proj.weight
-self_attention.linear_qkv.weight       | groups  | {}mixer.[qkv]_proj.weight
-self_attention.linear_proj.weight      | columns | {}mixer.o_proj.weight
-mlp.(|shared_experts.)linear_fc1.weight| rows    | {}mixer.\1up_proj.weight
-mlp.(|shared_experts.)linear_fc2.weight| columns | {}mixer.\1down_proj.weight
-mlp.(fc._latent_proj).weight           | whole   | {}mixer.\1.weight
-mlp.router.weight                      | whole   | {}mixer.gate.weight
-mlp.router.expert_bias                 | whole   | {}mixer.gate.e_score_correction_bias
-mlp.experts.(\d+).linear_fc1.weight    | rows    | {}mixer.experts.\1.up_proj.weight
-mlp.experts.(\d+).linear_fc2.weight    | columns | {}mixer.experts.\1.down_proj.weight
-"""
-# model_type -> table, prefix of a layer, Megatron layers to each of the checkpoint's
-TRANSFORMER = (LLAMA, "model.layers.{}.", 2)
-FAMILIES = dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe"), TRANSFORMER)
-FAMILIES["nemotron_h"] = (NEMOTRON_H, "backbone.layers.{}.", 1)
 PADDING = ""  # the name of rows that no checkpoint has
-
-
-def padded(vocab: int) -> int:
-    """Rows of Megatron's embedding: tensor parallel ranks must have equally many."""
-    return -(-vocab // 128) * 128
 
 
 class Place(NamedTuple):

@@ -89,8 +89,8 @@ class MegatronPolicy:
 
     Needs the default process group, of TP x CP x PP x replicas ranks. On GPU parameters are bf16
     with float32 main parameters, and gradients are summed in float32; on CPU all is float32. All
-    but `weight_metas` is collective. Routers are frozen, and the bias by which experts are chosen
-    moves by 1e-3 a step towards those that are chosen too rarely (arXiv:2408.15664). Raises
+    but `weight_metas` is collective. Routers are frozen, and the bias by which Nemotron-H chooses
+    experts moves by 1e-3 a step towards those chosen too rarely (arXiv:2408.15664). Raises
     ValueError naming a tensor that the checkpoint or the model lacks.
     """
 
@@ -99,7 +99,7 @@ class MegatronPolicy:
         self.device = torch.device("cuda" if gpu else "cpu")
         join_groups(cfg)
         hf = AutoConfig.from_pretrained(cfg.model)
-        self.model = build(cfg, hf, torch.bfloat16 if gpu else torch.float32)
+        self.model = build(cfg, hf, torch.bfloat16 if gpu else torch.float32).to(self.device)
         self.weights, self.vocab = hf_weights.Weights(cfg.model, hf, self.model), hf.vocab_size
         self.dp_group = mpu.get_data_parallel_group()  # the ranks that train other rows
         others = (mpu.get_tensor_model_parallel_rank(), mpu.get_context_parallel_rank())

@@ -36,7 +36,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from policy.hf_weights import padded
+from policy.families import padded
 
 SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 
@@ -170,7 +170,8 @@ class Router(TopKRouter):
     """Counts the tokens of each expert, of those that are no padding."""
 
     def _apply_expert_bias(self, routing_map, padding_mask=None):
-        if self.enable_expert_bias and torch.is_grad_enabled():  # once: not in what is recomputed
+        # Once: of a checkpointed layer only the second forward pass has gradients.
+        if self.enable_expert_bias and torch.is_grad_enabled():
             mine_L = self.row.real_L.chunk(self.tp_group.size())[self.tp_group.rank()]
             self.local_tokens_per_expert += routing_map[mine_L].sum(0)
 

@@ -13,7 +13,7 @@ from tiny_models import make
 
 from configs import InputError
 from grpo_async import Config
-from policy.check import check_policy
+from policy.check import check_megatron
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory, tiny_model):
 def refusal(model: str, **fields) -> str:
     """The error of a configuration on Megatron."""
     with pytest.raises(InputError) as error:
-        check_policy(Config(model=model, policy="megatron", **fields))
+        check_megatron(Config(model=model, policy="megatron", **fields))
     return str(error.value)
 
 
@@ -49,7 +49,7 @@ def refusal(model: str, **fields) -> str:
 )
 def test_every_family_passes(family, folder):
     fields = {"ep": 2} if "moe" in family else {}
-    check_policy(Config(model=folder(family), policy="megatron", trainers=4, tp=2, **fields))
+    check_megatron(Config(model=folder(family), policy="megatron", trainers=4, tp=2, **fields))
 
 
 def test_an_unknown_architecture_names_those_that_are_known(folder, tiny_model):
@@ -75,7 +75,7 @@ def test_heads_of_prediction_are_kept_aside(folder):
     def add(state):
         state["mtp.layers.0.norm.weight"] = state["backbone.norm_f.weight"] + 0
 
-    check_policy(Config(model=folder("nemotron_moe", tensors=add), policy="megatron"))
+    check_megatron(Config(model=folder("nemotron_moe", tensors=add), policy="megatron"))
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):

@@ -96,8 +96,8 @@ def test_an_environment_that_fails_costs_its_prompt_and_never_becomes_a_reward(
         for i in range(1, 33)
     ]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    fields = {"rollout_attempts": 2, "timeouts.rollout": 8.0, "train_data": data, "steps": 4}
-    cfg = tiny_config(**fields)
+    waits = {"start": 180.0, "rollout": 8.0, "batch": 240.0, "train": 60.0, "sync": 30.0}
+    cfg = tiny_config(rollout_attempts=2, timeouts=waits, train_data=data, steps=4)
     program = Program(cfg, root=root)
     assert program.ends() == 0, program.told()[-4000:]
     program.check_slots(cfg, rows=32)

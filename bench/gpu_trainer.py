@@ -1,0 +1,170 @@
+"""One training step of policy/fsdp.py on one GPU: tokens/s, MFU against a measured matmul, memory.
+
+    python bench/gpu_trainer.py [ATTENTION]     transformers' attn_implementation, flex_attention
+
+Needs torch, transformers, triton and safetensors alone; weights are random. Rows are packed with
+sequences of 8,192 tokens. MFU counts the forward and backward pass of the network once, 6 FLOPs a
+parameter and token and 6 n^2 Q a layer and sequence of n tokens for causal attention, not what
+checkpointing computes again. On a CPU it checks itself on tiny sizes.
+"""
+
+import sys
+import time
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import policy.fsdp
+from policy.fsdp import FSDPPolicy
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+SEQUENCE = 8192 if GPU else 32
+QWEN3 = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
+SMALL = {"hidden_size": 1024, "num_attention_heads": 16, "tie_word_embeddings": True}
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+TINY |= {"head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 128}
+EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True}
+
+
+def models() -> dict:
+    """Configurations by name: of Qwen3's sizes on a GPU, tiny ones elsewhere."""
+    dense, sparse = transformers.Qwen3Config, transformers.Qwen3MoeConfig
+    if not GPU:
+        few = EXPERTS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        return {"tiny": dense(**TINY), "tiny experts": sparse(**TINY | few)}
+    four = {"hidden_size": 2560, "num_attention_heads": 32, "tie_word_embeddings": True}
+    return {
+        "0.6B": dense(**QWEN3, **SMALL, num_hidden_layers=28, intermediate_size=3072),
+        "4B": dense(**QWEN3, **four, num_hidden_layers=36, intermediate_size=9728),
+        "experts": sparse(
+            **QWEN3, **SMALL, **EXPERTS, num_hidden_layers=16, moe_intermediate_size=512
+        ),
+    }
+
+
+class Row:
+    """A packed row of which all but the first token of each sequence is trained."""
+
+    def __init__(self, tokens: int, vocab: int):
+        index_T = torch.arange(tokens, device=DEVICE)
+        self.tokens_T = torch.randint(vocab, (tokens,), device=DEVICE)
+        self.positions_T = index_T % SEQUENCE
+        self.mask_T = self.positions_T > 0
+
+    def to(self, device) -> "Row":
+        return self
+
+
+def timed(work) -> float:
+    """Seconds of the second of two calls."""
+    for _ in range(2):
+        if GPU:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        if GPU:
+            torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def matmul_flops(size: int) -> float:
+    """FLOP/s of one bf16 (CPU: float32) matmul."""
+    kind = torch.bfloat16 if GPU else torch.float32
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=kind) for _ in range(2))
+    return 20 * 2 * size**3 / timed(lambda: [a @ b for _ in range(20)])
+
+
+def train_flops(config, lm, tokens: int) -> float:
+    """Of a step without recomputation."""
+    share = 1.0
+    if hasattr(config, "num_experts"):
+        share = config.num_experts_per_tok / config.num_experts
+    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    met = sum(p.numel() * (share if ".experts." in n else 1) for n, p in lm.named_parameters())
+    Q = config.num_attention_heads * config.head_dim
+    attention = 6 * config.num_hidden_layers * Q * SEQUENCE * tokens
+    return 6 * (met - looked_up) * tokens + attention
+
+
+def full_logits(model, row: Row) -> torch.Tensor:
+    """What the chunked head replaces: all logits at once."""
+    lm = model.lm
+    hidden = lm.get_decoder()(
+        input_ids=row.tokens_T[None], position_ids=row.positions_T[None], use_cache=False
+    ).last_hidden_state[0]
+    logits_TV = (hidden @ lm.get_output_embeddings().weight.T.to(hidden.dtype)).float()
+    logp_T = logits_TV[:-1].log_softmax(1).gather(1, row.tokens_T[1:, None]).squeeze(1)
+    return torch.nn.functional.pad(logp_T, (1, 0)) * row.mask_T
+
+
+def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> None:
+    """Prints the line of one model and row length."""
+    settings = {"model": "", "attention": attention, "temperature": 1.0, "logprob_chunk": 1024}
+    settings |= {"activation_checkpointing": True, "lr": 1e-6, "warmup_lr": 1e-6}
+    settings |= {"warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    policy.fsdp.AutoModelForCausalLM = SimpleNamespace(
+        from_pretrained=lambda path, **how: transformers.AutoModelForCausalLM.from_config(
+            config, **how
+        ),
+        from_config=transformers.AutoModelForCausalLM.from_config,
+    )
+    trained = FSDPPolicy(SimpleNamespace(**settings))
+    row = Row(tokens, config.vocab_size)
+
+    trained.model.full_logits = MethodType(full_logits, trained.model)
+    register_fsdp_forward_method(trained.model, "full_logits")
+
+    def step(forward=None):
+        if forward:
+            (-forward(row).mean()).backward()
+        else:
+            trained.forward_backward([row], lambda logp_T, row: (-logp_T.mean(), {}))
+        trained.optimizer_step()
+
+    peaks = []
+    for forward in (None, trained.model.full_logits):
+        if GPU:
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            seconds = timed(lambda forward=forward: step(forward))
+        except torch.OutOfMemoryError:
+            seconds = float("nan")
+            trained.optimizer.zero_grad()
+        peaks.append((seconds, torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0))
+    (seconds, peak), (plain_seconds, plain_peak) = peaks
+    rate = train_flops(config, trained.lm, tokens) / seconds
+    print(
+        f"{name:13}{tokens:8,}{tokens / seconds:12,.0f}{rate / 1e12:9.2f}{rate / ceiling:8.2f}"
+        f"{peak:10.1f}{plain_peak:12.1f}{plain_seconds / seconds:12.2f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Prints one table."""
+    attention = sys.argv[1] if len(sys.argv) > 1 else "flex_attention" if GPU else "sdpa"
+    store = dist.HashStore()
+    dist.init_process_group("nccl" if GPU else "gloo", store=store, rank=0, world_size=1)
+    ceiling = matmul_flops(8192 if GPU else 512)
+    print(f"{torch.cuda.get_device_name() if GPU else 'CPU'}: matmul {ceiling / 1e12:.2f} TFLOP/s")
+    print(f"{'':21}{'':12}{'':9}{'of the':>8}{'peak':>10}{'with full logits':>24}")
+    print(
+        f"{'model':13}{'tokens':>8}{'tokens/s':>12}{'TFLOP/s':>9}{'matmul':>8}{'GiB':>10}"
+        f"{'GiB':>12}{'time x':>12}"
+    )
+    for name, config in models().items():
+        for tokens in (16384, 65536) if GPU else (64, 128):
+            measure(name, config, tokens, attention, ceiling)
+            if GPU:
+                torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
