@@ -1074,18 +1074,18 @@ class Run:
 
     async def train(self, step: int, groups: list[Group]) -> dict[str, float]:
         """One batch on all trainer ranks, each with just the groups that it packs."""
-        calls, places = [], []
-        plans = await asyncio.to_thread(plan_step, groups, self.cfg)
-        for rank, trainer in enumerate(self.trainers):
-            updates = plans[rank // (self.cfg.tp * self.cfg.cp) % self.cfg.replicas]
-            places.append([at for update in updates for row in update.rows for at in row])
-            used = sorted({g for g, _ in places[-1]})
-            local = [
-                dataclasses.replace(update, rows=[[(used.index(g), j) for g, j in r] for r in rows])
-                for update, rows in ((update, update.rows) for update in updates)
-            ]
+        calls, places, shares, cfg = [], [], [], self.cfg
+        for updates in await asyncio.to_thread(plan_step, groups, cfg):
+            at = [place for update in updates for row in update.rows for place in row]
+            used = sorted({g for g, _ in at})
+            for update in updates:
+                update.rows = [[(used.index(g), j) for g, j in row] for row in update.rows]
+            shares.append((at, updates, [groups[g].samples for g in used]))
+        for rank, trainer in enumerate(self.trainers):  # those of a replica get the same share
+            at, updates, samples = shares[rank // (cfg.tp * cfg.cp) % cfg.replicas]
+            places.append(at)
             train = trainer.train_step.options(num_returns=3)
-            calls.append(train.remote(step, local, *(groups[g].samples for g in used)))
+            calls.append(train.remote(step, updates, *samples))
         stats, tables, scores = zip(*calls, strict=True)
         every = asyncio.gather(*stats, *tables)
         stats = await within(self.cfg.timeouts.train, "a training step", every)
