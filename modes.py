@@ -31,6 +31,7 @@ class Evaluation:
         state = await checkpoints.resume(self)
         self.buffer.version = state.get("version", 0)
         self.cfg = dataclasses.replace(self.cfg, run_dir=f"{self.cfg.run_dir}/evaluation")
+        self.engines.cfg = self.cfg
         self.start_workers()
         await self.start_engines()
 
@@ -66,7 +67,15 @@ class Collection:
 class NoEngines:
     """Stands where the engines would: nothing has to be brought to a version."""
 
-    repairs = 0
+    def meters(self) -> dict[str, int]:
+        """There is nobody to count."""
+        return {}
+
+    def launch(self) -> None:
+        """There is nobody to start."""
+
+    async def start(self, trainers: list, metas: list) -> None:
+        """There is nobody to connect."""
 
     async def sync(self, version: int) -> dict[str, float]:
         """There is nobody to sync."""
@@ -83,9 +92,6 @@ class Replay:
         steps = min(cfg.steps, len(self.files))
         super().__init__(dataclasses.replace(cfg, steps=steps), rows, [])
         self.buffer.max_lag = steps  # its samples are as old as they are
-
-    async def start_engines(self) -> None:
-        """Replaying needs none."""
         self.engines = NoEngines()
 
     async def repair_forever(self) -> None:

@@ -174,7 +174,7 @@ def copy_ours(folder: Path) -> None:
     """What a user has, and an environment of theirs."""
     for name in ("bench", "configs", "envs", "launch", "policy"):
         shutil.copytree(ROOT / name, folder / name)
-    for path in ROOT.glob("*.py"):
+    for path in (*ROOT.glob("*.py"), ROOT / "report.html"):
         shutil.copy(path, folder)
     (folder / "envs" / "vowels.py").write_text(ENVIRONMENT)
     (folder / "configs" / "bench.py").write_text(CONFIG)

@@ -105,6 +105,10 @@ def refuse_contradictions(cfg) -> None:
         (not (goes_on and "{time}" in cfg.run_dir), f"{goes_on}: run_dir has {{time}}"),
         (waits < cfg.timeouts.batch, f"{tries} = {waits} leaves timeouts.batch no room"),
         (cfg.policy == "megatron" or alone, f"{layout} need policy = 'megatron', not 'fsdp'"),
+        (
+            cfg.policy == "megatron" or not cfg.replay_routing,
+            "replay_routing = True needs policy = 'megatron', not 'fsdp'",
+        ),
         (cfg.trainers % ranks == 0, f"trainers = {cfg.trainers} is no multiple of {shared}"),
         (cfg.trainers // cfg.pp % cfg.ep == 0, experts),
         (

@@ -51,6 +51,11 @@ def actor(cls: type, gpus: float, cfg, **options):
     return made.options(num_gpus=gpus, **options)
 
 
+def shares_gpus(cfg) -> bool:
+    """Whether trainers and engines use the same GPUs."""
+    return cfg.trainer_gpus < 1 and bool(ray.cluster_resources().get("GPU"))
+
+
 def redirect(folder: Path, name: str) -> None:
     """Sends this process's output, and that of its children, to a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)

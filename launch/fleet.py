@@ -1,4 +1,4 @@
-"""Which engines there are: started, chosen by load, watched, discarded when they fail."""
+"""Which engines there are: started, chosen by load, watched, replaced when they fail."""
 
 import asyncio
 import pickle
@@ -13,50 +13,104 @@ from launch.cluster import actor, within
 class Fleet:
     """Actors of a Generator class, and their process group with trainer rank 0.
 
-    `missing` is set while some are lost, `synced` while those that live hold a policy.
+    `missing` is set while some are lost, `synced` while there is one that holds a policy. A lost
+    engine's successor loads while the others serve, and is `fresh` until it gets a policy.
     """
 
-    def __init__(self, Generator: type, cfg, trainers: list, metas: list):
-        self.Generator, self.cfg, self.trainers, self.metas = Generator, cfg, trainers, metas
+    def __init__(self, Generator: type, cfg):
+        self.Generator, self.cfg = Generator, cfg
+        self.launched: dict[Any, asyncio.Future] = {}  # engine -> its start
         self.load: dict[Any, int] = {}  # engine -> groups it is working on
+        self.fresh, self.grouped, self.watches = set(), set(), set()
         self.synced, self.missing = asyncio.Event(), asyncio.Event()
         self.repairs, self.discarded, self.error = 0, 0, None
-        self.unproven, self.watches = True, set()
 
-    async def start(self, count: int) -> None:
-        """Starts `count` engines and connects all of them with trainer rank 0."""
+    def launch(self) -> None:
+        """Starts as many engines as are missing; `started` waits for them.
+
+        Raises RuntimeError after `max_engine_restarts` repairs, with the engines' last error.
+        """
         cfg, gpus = self.cfg, self.cfg.generator_gpus * self.cfg.tensor_parallel
+        lacking = cfg.generators - len(self.load) - len(self.launched)
+        if lacking and self.error:
+            if self.repairs == cfg.max_engine_restarts:
+                told = f"engines were lost more often than max_engine_restarts = {self.repairs}"
+                raise RuntimeError(f"{told}: {self.error}") from self.error
+            self.repairs += 1
         options = {"max_concurrency": 100_000}  # control calls must not queue behind rollouts
-        fresh = [actor(self.Generator, gpus, cfg, **options).remote(cfg) for _ in range(count)]
-        self.load |= dict.fromkeys(fresh, 0)
-        self.unproven = True
-        starts = asyncio.gather(*(engine.start.remote() for engine in fresh))
+        for _ in range(lacking):
+            engine = actor(self.Generator, gpus, cfg, **options).remote(cfg)
+            self.launched[engine] = asyncio.wrap_future(engine.start.remote().future())
+
+    async def started(self) -> None:
+        """Waits until those that were launched serve or are discarded."""
+        launched, limit = dict(self.launched), self.cfg.timeouts.start
+        if not launched:
+            return
+        starts = asyncio.wait(launched.values())
         try:
-            await within(cfg.timeouts.start, f"{count} engines to start", starts)
-        except Exception as error:
-            self.discard(fresh, error)
-            raise
-        world = 1 + len(self.load) * cfg.tensor_parallel
+            await within(limit, f"{len(launched)} engines to start", starts)
+        except TimeoutError as error:
+            self.discard([e for e, start in launched.items() if not start.done()], error)
+        for engine, start in launched.items():
+            if start.done() and start.exception():
+                self.discard([engine], start.exception())
+
+    async def start(self, trainers: list, metas: list) -> None:
+        """Waits for all engines, which will get these trainers' weights; none may fail at first."""
+        self.trainers, self.metas = trainers, metas
+        self.launch()
+        await self.started()
+        if self.error:
+            raise self.error
+
+    async def connect(self) -> None:
+        """A process group of trainer rank 0 and all engines that have started, if it is another.
+
+        Waits for engines only where there is none.
+        """
+        self.welcome()
+        while not self.load:
+            self.launch()
+            await self.started()
+            self.welcome()
+        if self.grouped == set(self.load):
+            return
+        cfg, world = self.cfg, 1 + len(self.load) * self.cfg.tensor_parallel
         store = self.trainers[0].open_store.remote(world)
         address = await within(cfg.timeouts.start, "trainer rank 0 to listen", store)
+        members = set(self.load)
         joins = [self.trainers[0].join_sync_group.remote(world)]
         for engine, rank in zip(self.load, range(1, world, cfg.tensor_parallel), strict=True):
             args = pickle.dumps(cfg), *address, rank, world, self.metas
             joins.append(engine.join_sync_group.remote(*args))
         await within(cfg.timeouts.start, "trainer and engines to connect", asyncio.gather(*joins))
-        self.watches |= {asyncio.create_task(self.watch(engine)) for engine in fresh}
+        self.grouped = members
+
+    def welcome(self) -> None:
+        """Takes in those launched engines that have started."""
+        for engine, start in list(self.launched.items()):
+            if start.done() and not start.exception():
+                del self.launched[engine]
+                self.load[engine] = 0
+                self.fresh.add(engine)
+                self.watches.add(asyncio.create_task(self.watch(engine)))
 
     async def pick(self):
         """The least busy engine, once there is one that holds a policy; give it back."""
         limit = 2 * self.cfg.timeouts.start + self.cfg.timeouts.train + self.cfg.timeouts.sync
-        await within(limit, "an engine that holds the policy", self.any_synced())
-        engine = min(self.load, key=self.load.get)
+        await within(limit, "an engine that holds the policy", self.any_serving())
+        engine = min(self.serving(), key=self.load.get)
         self.load[engine] += 1
         return engine
 
-    async def any_synced(self) -> None:
+    def serving(self) -> list:
+        """The engines that hold a policy."""
+        return [engine for engine in self.load if engine not in self.fresh]
+
+    async def any_serving(self) -> None:
         """Waits for an engine that lives and holds a policy."""
-        while not (self.synced.is_set() and self.load):
+        while not self.serving():
             self.synced.clear()
             await self.synced.wait()
 
@@ -79,13 +133,24 @@ class Fleet:
             await asyncio.sleep(5)
 
     def discard(self, engines: list, error: Exception) -> None:
-        """Kills engines that failed; the next `sync` starts others in their place."""
+        """Kills engines that failed; `launch` starts others in their place."""
         for engine in engines:
-            if self.load.pop(engine, None) is not None:
-                ray.kill(engine)
-                self.error = error
-                self.discarded += 1
-                tqdm.write(f"an engine is lost: {error}")
-                self.missing.set()
-        if not self.load:
-            self.synced.clear()
+            if self.load.pop(engine, self.launched.pop(engine, None)) is None:
+                continue
+            ray.kill(engine)
+            self.fresh.discard(engine)
+            self.error = error
+            self.discarded += 1
+            tqdm.write(f"an engine is lost: {error}")
+            self.missing.set()
+
+    def meters(self) -> dict[str, int]:
+        """How many engines serve."""
+        return {"engines": len(self.serving())}
+
+    def all_synced(self) -> None:
+        """All engines that are connected hold the policy now."""
+        self.fresh.clear()
+        self.synced.set()
+        if len(self.load) == self.cfg.generators:
+            self.missing.clear()

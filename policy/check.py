@@ -65,6 +65,8 @@ def check_layout(cfg, hf) -> None:
     ]
     rules += [("tp", tp, padded(hf.vocab_size), "vocab_size, padded to a multiple of 128")]
     experts = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", 0)
+    if cfg.replay_routing and not experts:
+        raise InputError(f"replay_routing = True: {hf.model_type} has no experts, expected False")
     if cfg.ep > 1 and not experts:
         raise InputError(f"ep = {cfg.ep}: {hf.model_type} has no experts, expected 1")
     rules += [("ep", cfg.ep, experts, "the number of experts")] if experts else []

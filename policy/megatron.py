@@ -41,7 +41,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from policy import hf_weights
 from policy.logprobs import TokenLogprobs
-from policy.megatron_model import Row, build, local_places
+from policy.megatron_model import Replay, Row, build, local_places
 
 
 class Shard:
@@ -66,7 +66,12 @@ class Shard:
         target_L = source_S.roll(-1)[mine_L]
         self.at_N = ((target_L >= 0) & row.mask_T[target_L]).nonzero().squeeze(1)
         self.target_N = target_L[self.at_N]
-        self.packed = Row(ends, source_L >= 0)
+        real_L, routes_L = source_L >= 0, None
+        if row.routes_T is not None:
+            routes_L = torch.where(real_L[:, None, None], row.routes_T[source_L], -1)
+        # The engine never read the last token of a sequence, so it chose no experts for it.
+        read_L = real_L & (target_L >= 0) & (row.positions_T[target_L] > 0)
+        self.packed = Row(ends, real_L, read_L, routes_L)
 
 
 def join_groups(cfg) -> None:
@@ -104,6 +109,7 @@ class MegatronPolicy:
         self.dp_group = mpu.get_data_parallel_group()  # the ranks that train other rows
         others = (mpu.get_tensor_model_parallel_rank(), mpu.get_context_parallel_rank())
         self.speaks = mpu.is_pipeline_last_stage() and others == (0, 0)  # for its replica
+        self.replays = [m for m in self.model.modules() if isinstance(m, Replay)]
         self.chunk = self.model.requires_grad_(False) if not trainable else None
         if trainable:
             ddp = DistributedDataParallelConfig(
@@ -188,9 +194,10 @@ class MegatronPolicy:
         """Sum the gradients over ranks, scale them, clip their global norm, AdamW, zero them.
 
         `grad_norm` is the norm after scaling and before clipping; if it is not finite, every rank
-        raises FloatingPointError, its weights untouched and its gradients dropped.
+        raises FloatingPointError, its weights untouched and its gradients dropped. So it does with
+        RuntimeError where experts of the engine could not be replayed.
         """
-        cfg, done = self.cfg, self.updates
+        cfg, done, replayed = self.cfg, self.updates, self._replayed()
         biases = [b for name, b in self.model.named_buffers() if name.endswith("expert_bias")]
         before = [bias.clone() for bias in biases]
         finalize_model_grads([self.chunk])
@@ -209,7 +216,23 @@ class MegatronPolicy:
         self.optimizer.step()
         self._zero_grad()
         self.updates += 1
-        return {"grad_norm": norm, "lr": lr}
+        return {"grad_norm": norm, "lr": lr} | replayed
+
+    def _replayed(self) -> dict[str, float]:
+        """The share of the engine's routes that the last rows followed. Raises RuntimeError."""
+        if not self.cfg.replay_routing:
+            return {}
+        counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+        for replay in self.replays:
+            counts += torch.stack([replay.followed, replay.wanted])
+            replay.followed.zero_(), replay.wanted.zero_()
+        dist.all_reduce(counts)
+        followed, wanted = counts.tolist()
+        if followed < wanted:
+            self._zero_grad()
+            told = f"{followed} of {wanted} tokens, counted once for each layer, had a whole route"
+            raise RuntimeError(f"replay_routing: {told}; does the engine return them?")
+        return {"routing_replay_hit_rate": followed / wanted if wanted else 1.0}
 
     def _zero_grad(self) -> None:
         self.chunk.zero_grad_buffer()

@@ -150,12 +150,15 @@ class Duplicated(nn.Linear):
 
 
 class Row(PackedSeqParams):
-    """Which places of a padded row are one sequence, and which are real."""
+    """Which places of a padded row are one sequence, which are real, and their experts.
 
-    def __init__(self, ends: Tensor, real_L: Tensor):
+    read_L [L] are those that the engine read, routes_L [L, layers, experts] what it chose there.
+    """
+
+    def __init__(self, ends: Tensor, real_L: Tensor, read_L: Tensor, routes_L: Tensor | None):
         longest = int(ends.diff().max())
         super().__init__("thd", ends, ends, ends, ends, longest, longest)
-        self.real_L = real_L
+        self.real_L, self.read_L, self.routes_L = real_L, read_L, routes_L
 
 
 class ExpertLayer(TransformerLayer):
@@ -169,11 +172,44 @@ class ExpertLayer(TransformerLayer):
 class Router(TopKRouter):
     """Counts the tokens of each expert, of those that are no padding."""
 
+    def mine(self, x_L: Tensor) -> Tensor:
+        """Of something for each place, what belongs to this rank's share of the sequence."""
+        return x_L.chunk(self.tp_group.size())[self.tp_group.rank()]
+
     def _apply_expert_bias(self, routing_map, padding_mask=None):
         # Once: of a checkpointed layer only the second forward pass has gradients.
         if self.enable_expert_bias and torch.is_grad_enabled():
-            mine_L = self.row.real_L.chunk(self.tp_group.size())[self.tp_group.rank()]
-            self.local_tokens_per_expert += routing_map[mine_L].sum(0)
+            self.local_tokens_per_expert += routing_map[self.mine(self.row.real_L)].sum(0)
+
+
+class Replay(nn.Module):
+    """Has a router choose the experts that the engine chose, which `layer` numbers (R3).
+
+    Trainer and engine round differently, and a token that one sends to other experts than the other
+    has another logprob: arXiv:2510.11370. A place without a whole route chooses for itself.
+    """
+
+    def __init__(self, router: Router, layer: int):
+        super().__init__()
+        self.layer, self.share = layer, router.mine
+        self.row = lambda: router.row
+        for name in ("followed", "wanted"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def get_replay_topk(self, scores_LE, topk, groups, group_topk, choose: Callable):
+        """(scores, experts) [L, topk]; the interface of Megatron's RouterReplay."""
+        values_LK, chosen_LK = choose(scores_LE, topk, groups, group_topk)
+        row = self.row()
+        read_L = self.share(row.read_L)
+        self.wanted += read_L.sum()
+        if row.routes_L is None:
+            return values_LK, chosen_LK
+        route_LK = self.share(row.routes_L)[:, self.layer].long()
+        sorted_LK = route_LK.sort(1).values  # experts named twice are no route
+        whole_L = (sorted_LK[:, 0] >= 0) & (sorted_LK.diff() > 0).all(1)
+        self.followed += (read_L & whole_L).sum()
+        chosen_LK = torch.where(whole_L[:, None], route_LK, chosen_LK)
+        return scores_LE.gather(1, chosen_LK), chosen_LK
 
 
 class TorchModules(LocalSpecProvider):
@@ -281,6 +317,11 @@ def build(cfg, hf, dtype: torch.dtype) -> MambaModel:
         model.output_layer.forward = lambda hidden, *_, **unused: (hidden, None)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith("router.weight"))
+    for layer in model.decoder.layers if cfg.replay_routing else ():
+        if isinstance(layer, ExpertLayer):
+            at = layer.layer_number - 1  # attention and experts are two layers here
+            router = layer.mlp.router
+            router.router_replay = Replay(router, at if hf.model_type == "nemotron_h" else at // 2)
     for layer in model.decoder.layers if cfg.activation_checkpointing else ():
         layer.forward = partial(checkpointed, layer.forward)
     return model

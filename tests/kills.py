@@ -1,14 +1,19 @@
-"""Kills what a run is made of, again and again, and tells how each time ended.
+"""Kills what a run is made of at every point of its life, and tells how each time ended.
 
-    python tests/kills.py [KILLS] [SEED]
+    python tests/kills.py [KILLS] [SEED] [SIGNAL]     half a minute each; alone on the machine
 
-Needs models/tiny and data/tiny (launch/tiny.py). Saving and verifying after each step, so that many
-of the kills hit them. After a kill of an engine (vLLM's process or the actor around it) or of a
-rollout worker the run must train two more steps within 30 s. A dead trainer or driver must end it
-within 60 s, by name, and `--resume auto` must go on. At the end every slot was trained once, with
-the prompt of its place in the file, or was dropped with a reason.
+Needs models/tiny and data/tiny (launch/tiny.py). Each kill hits one of the points of
+points/sitecustomize.py: a role, and what it is about to do or has just done; saving and verifying
+after each step. After a kill of an engine (the actor, or vLLM's process in it) or of a rollout
+worker the run must have trained two more steps within 30 s, and be served by all its engines again.
+A dead trainer or driver must end it within 60 s, by name, and `--resume auto` must go on. At the
+end every slot was trained once, with the prompt of its place in the file, or was dropped with a
+reason.
+
+With SIGSTOP nothing dies: the process stands still, and it is the deadlines that must notice.
 """
 
+import os
 import random
 import signal
 import sys
@@ -17,60 +22,75 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from program import Program, end
+from points.sitecustomize import POINTS
+from program import ROOT, Program
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(ROOT))
 import configs  # noqa: E402
 from grpo_async import Config  # noqa: E402
 
 FLAGS = {"steps": 100_000, "save_period": 1, "verify_sync_every": 1, "val_period": 0}
 FLAGS |= {"val_data": "", "generators": 2, "rollout_workers": 2, "max_engine_restarts": 10**6}
-FATAL = ("Trainer", "driver")
-ROLES = ("EngineCore", "Generator", "RolloutWorker", *FATAL)
+FLAGS |= {f"timeouts.{name}": 20 for name in ("rollout", "train", "sync")}
+FATAL = ("trainer", "driver")
 
 
-def strike(program: Program, role: str, dice: random.Random) -> None:
-    """Kills one process of a role."""
-    if role == "driver":
-        return program.process.kill()
-    pids = program.engine_cores() if role == "EngineCore" else program.pids(role)
-    return end(dice.choice(pids))
-
-
-def survive(program: Program, role: str) -> str:
+def survive(program: Program, limit: float) -> str:
     """How a run takes the loss of something that it can replace."""
     seen = len(program.steps())
+
+    def well() -> bool:
+        steps = program.steps()
+        return len(steps) >= seen + 2 and steps[-1]["engines"] == FLAGS["generators"]
+
     try:
-        took = program.wait_until(lambda: len(program.steps()) >= seen + 2, 60)
-        return f"recovered in {took:.0f} s" if took <= 30 else f"LATE: {took:.0f} s"
+        took = program.wait_until(well, 4 * limit)
+        return f"recovered in {took:.0f} s" if took <= limit else f"LATE: {took:.0f} s"
     except AssertionError:
         named = "Error" in program.told()[-8000:]
         return "ended with a named error" if named else "SILENT"
 
 
+def fall(program: Program, role: str, name: str) -> str:
+    """How a run ends that cannot go on."""
+    began = time.monotonic()
+    if role == "driver" and name == "SIGSTOP":
+        time.sleep(5)
+        program.process.kill()
+    status = program.ends(60)
+    named = role == "driver" or "died" in program.told() or "waited" in program.told()
+    assert status != 0
+    return f"ended in {time.monotonic() - began:.0f} s" if named else "SILENT"
+
+
 def main() -> None:
     """Prints a line for each kill and a summary."""
-    kills, seed = (int(word) for word in (*sys.argv[1:], "100", "0")[:2])
-    dice, ends = random.Random(seed), Counter()
+    given = sys.argv[1:]
+    kills, seed, name = (*given, *("100", "0", "SIGKILL")[len(given) :])
+    dice, ends = random.Random(int(seed)), Counter()
+    points = [(role, what) for role, of_role in POINTS.items() for what in of_role]
+    limit = 30 if name == "SIGKILL" else 90
     with tempfile.TemporaryDirectory() as folder:
+        armed = Path(folder) / "armed"
+        os.environ["KILL_FILE"] = str(armed)
+        os.environ["PYTHONPATH"] = str(ROOT / "tests" / "points")
         flags = FLAGS | {"run_dir": f"{folder}/run"}
         words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
         cfg = configs.load(Config, words, default="configs/tiny.py")
         program = Program(cfg, "--resume", "auto")
         program.wait_until(lambda: len(program.steps()) >= 2)
-        for number in range(1, kills + 1):
-            role = dice.choice(ROLES)
+        for number in range(1, int(kills) + 1):
+            if (number - 1) % len(points) == 0:
+                dice.shuffle(points)
+            role, what = points[(number - 1) % len(points)]
             time.sleep(dice.uniform(0, 2))
-            strike(program, role, dice)
-            if role not in FATAL:
-                told = survive(program, role)
-            else:
-                began = time.monotonic()
-                status = program.ends(60)
-                named = role == "driver" or "died" in program.told()
-                told = f"ended in {time.monotonic() - began:.0f} s" if named else "SILENT"
-                assert status != 0
-            print(f"{number:4} {role:14} {told}", flush=True)
+            (Path(folder) / "next").write_text(f"{role} {what} {name}")
+            (Path(folder) / "next").rename(armed)
+            while armed.exists():  # the driver may be gone as soon as it is not
+                time.sleep(0.005)
+                assert program.process.poll() is None, program.told()[-4000:]
+            told = fall(program, role, name) if role in FATAL else survive(program, limit)
+            print(f"{number:4} {role:12} {what:34} {told}", flush=True)
             ends[role, told.split(" in ")[0].split(":")[0]] += 1
             if program.process.poll() is not None:
                 done = len(program.steps())

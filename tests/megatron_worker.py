@@ -58,6 +58,8 @@ def rows(count: int, vocab: int = 101) -> list[Batch]:
                 reward_N=torch.zeros(len(lengths)),
                 planned_tokens=100,
                 planned_sequences=6,
+                # Four layers, of each two of four experts.
+                routes_T=torch.rand(T, 4, 4, generator=draw).argsort(-1)[..., :2].short(),
             )
         )
     return made
@@ -117,7 +119,32 @@ def measure(model: str, job: dict, folder: Path) -> dict:
         policy.save(str(folder / f"saved-{Path(model).name}"))()
         policy.export_hf(str(folder / f"export-{Path(model).name}"))()
     found = {"before": before, "after": after, "logps": logps, "metas": policy.weight_metas()}
-    return found | {"logits": told, "total": total, "step": step}
+    found |= {"logits": told, "total": total, "step": step}
+    return found | ({"replayed": replay(cfg, mine)} if model.endswith("_moe") else {})
+
+
+def replay(cfg: Config, mine: list[Batch]) -> dict:
+    """The same with the rows' random routes: logits, the step and the weights after it."""
+    from policy.megatron import MegatronPolicy
+
+    cfg = dataclasses.replace(cfg, replay_routing=True)
+    policy = MegatronPolicy(cfg)
+    seen = watch_logits(policy)
+    policy.logprobs(mine)
+    logits = gathered_objects(list(seen) if policy.speaks else [])
+    del policy._logp
+    policy.forward_backward(mine, lambda logp_T, row: policy_loss(logp_T, row, cfg))
+    step = policy.optimizer_step(1.5)
+    lacking = [dataclasses.replace(row, routes_T=row.routes_T.clone()) for row in mine]
+    lacking[0].routes_T[4, :, 1] = lacking[0].routes_T[4, :, 0]  # the same expert twice
+    policy.forward_backward(lacking, lambda logp_T, row: policy_loss(logp_T, row, cfg))
+    try:
+        policy.optimizer_step()
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+    after = dict(policy.named_weights())
+    return {"logits": logits, "step": step, "after": after, "refused": refused}
 
 
 def gathered_objects(mine: list) -> list:

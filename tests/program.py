@@ -104,14 +104,18 @@ class Program:
         """The metrics of the steps so far."""
         return [line for line in self.lines("metrics.jsonl") if "loss" in line]
 
-    def check_slots(self, cfg, rows: int) -> None:
-        """Every step once, every slot once, its prompt the next of the file, or dropped by name."""
-        assert [m["step"] for m in self.steps()] == list(range(1, cfg.steps + 1))
+    def check_slots(self, cfg, rows: int, steps: int = 0) -> None:
+        """Every step once, every slot once, its prompt the next of the file, or dropped by name.
+
+        `steps` are those of a run that was told to leave.
+        """
+        steps = steps or cfg.steps
+        assert [m["step"] for m in self.steps()] == list(range(1, steps + 1))
         seen = {}
         for line in self.lines("rollouts.jsonl"):
-            if isinstance(line["slot"], int):
+            if isinstance(line["slot"], int) and line["slot"] < steps * cfg.prompts_per_step:
                 seen.setdefault(line["slot"], []).append(line["row"])
-        assert sorted(seen) == list(range(cfg.steps * cfg.prompts_per_step))
+        assert sorted(seen) == list(range(steps * cfg.prompts_per_step))
         dropped = {line["slot"] for line in self.lines("dropped.jsonl")}
         for slot, used in seen.items():
             assert len(used) == cfg.group_size and len(set(used)) == 1, (slot, used)

@@ -21,11 +21,11 @@ from grpo_async import (
     Update,
     group_advantages,
     importance_weights,
-    low_effort_reward,
     pack,
     policy_loss,
 )
 from metrics import k3, reduce_stats, step_metrics
+from rewards import LowEffort, low_effort_reward
 
 OFF = Correction(low=1, high=1)  # every weight is 1
 RAW = Correction(high=math.inf)
@@ -619,7 +619,7 @@ STEEP = {"weight": 1.0, "tokens": 100, "penalty": 2.0}
     ],
 )
 def test_low_effort_known_answers(fields, reward, tokens, expected):
-    assert low_effort_reward(reward, tokens, Config(low_effort=fields)) == pytest.approx(expected)
+    assert low_effort_reward(reward, tokens, LowEffort(**fields)) == pytest.approx(expected)
 
 
 def test_empty_row_trains_nothing():

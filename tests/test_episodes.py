@@ -14,7 +14,8 @@ import episodes
 import grpo_async
 from envs import Reward
 from episodes import EMPTY, Episode, Sample, Turn, describe, is_malformed, record, stitch
-from grpo_async import Config, RolloutWorker, shaped_reward
+from grpo_async import Config, RolloutWorker
+from rewards import shaped_reward
 
 
 def turn(prompt, tokens, version=0, text="fine", reason="stop") -> Turn:
@@ -217,6 +218,7 @@ def test_a_turn_takes_ids_logprobs_and_version_spans_from_vllm():
         token_ids=(7, 8, 9),
         logprobs=SimpleNamespace(logprobs=[-0.5, -1.0, -1.5]),
         weight_versions=[SimpleNamespace(start=s, end=e, version=v) for s, e, v in spans],
+        routed_experts=None,
         finish_reason="length",
     )
     expected = Turn([1, 2], [7, 8, 9], [-0.5, -1.0, -1.5], [4, 4, 5], "length")
@@ -253,8 +255,56 @@ EFFORT = Config(low_effort={"weight": 1.0, "tokens": 10})
 def test_low_effort_is_asked_for_by_the_last_message(messages, cfg, expected):
     row = {"responses_create_params": {"input": [{"content": m} for m in messages]}}
     turns = [turn([7], [1] * 9), turn([7, *[1] * 9], [2, 2])]  # the last answer's length counts
-    reward = shaped_reward(row, Episode(turns, Reward(1)), cfg)
+    reward = shaped_reward(row, Episode(turns, Reward(1)), cfg.low_effort)
     assert reward == pytest.approx(expected) and isinstance(reward, float)
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+def routed(prompt, tokens, first: int) -> Turn:
+    """A turn whose tokens, but the last, were read by experts that are counted up."""
+    made = turn(prompt, tokens)
+    n = len(prompt) + len(tokens) - 1
+    made.routes = np.arange(first, first + 6 * n, dtype=np.uint16).reshape(n, 3, 2)
+    return made
+
+
+def test_a_token_keeps_the_experts_that_read_it_first():
+    turns = [routed([7, 8], [1, 2], 0), routed([7, 8, 1, 2, 9], [4], 100)]
+    (sample,) = stitch(turns)
+    assert sample.routes_T.dtype == np.int16 and sample.routes_T.shape == (6, 3, 2)
+    assert (sample.routes_T[:3] == turns[0].routes).all()
+    assert (sample.routes_T[3:5] == turns[1].routes[3:]).all()
+    assert (sample.routes_T[5] == -1).all(), "the engine never read the last token"
+    (plain,) = stitch([turn([7], [1])])
+    assert plain.routes_T is None
+    (partly,) = stitch([turns[0], turn([7, 8, 1, 2, 9], [4])])
+    assert partly.routes_T is None, "half of them would be taken for all"
+
+
+def test_an_answer_that_another_engine_finished_has_the_experts_of_that_one():
+    answer = SimpleNamespace(
+        token_ids=(9,),
+        logprobs=SimpleNamespace(logprobs=[-1.5]),
+        weight_versions=[SimpleNamespace(start=0, end=1, version="5")],
+        routed_experts=np.ones((3, 3, 2), np.uint16),  # it read prompt and draft
+        finish_reason="stop",
+    )
+    whole = turn([7, 8], [1]).extended(answer)
+    (sample,) = stitch([whole])
+    assert (sample.routes_T[:3] == 1).all() and len(sample.routes_T) == 4
+
+
+def test_a_row_has_the_experts_of_all_its_samples_or_none():
+    (one,), (two,) = stitch([routed([7], [1, 2], 0)]), stitch([routed([7, 8], [1], 50)])
+    update = grpo_async.Update(1, 1, [])
+    batch = grpo_async.pack([one, two], update, Config())
+    expected = np.concatenate([one.routes_T, two.routes_T])
+    assert (batch.routes_T.numpy() == expected).all()
+    two.routes_T = None
+    assert grpo_async.pack([one, two], update, Config()).routes_T is None
+    assert grpo_async.pack([], update, Config()).routes_T is None
 
 
 # --- what a rollout worker makes of a group -------------------------------------------------------

@@ -7,11 +7,17 @@ import importlib.abc
 import importlib.machinery
 import sys
 
-PATCHES = {"megatron.core": "megatron_on_cpu", "vllm.model_executor.layers.fused_moe": "vllm_moe"}
+PATCHES = {
+    "megatron.core": "megatron_on_cpu.install",
+    "vllm.model_executor.layers.fused_moe": "vllm_moe.install",
+    "vllm.model_executor.models.config": "vllm_moe.chunk_mamba",
+    "vllm.config.vllm": "vllm_routes.allow",
+    "vllm.v1.worker.cpu_model_runner": "vllm_routes.capture",
+}
 
 
 class Loader(importlib.abc.Loader):
-    """Runs a patch right after the package that it mends."""
+    """Runs a patch right after the module that it mends."""
 
     def __init__(self, loader, patch: str):
         self.loader, self.patch = loader, patch
@@ -21,11 +27,12 @@ class Loader(importlib.abc.Loader):
 
     def exec_module(self, module):
         self.loader.exec_module(module)
-        __import__(self.patch).install()
+        name, function = self.patch.split(".")
+        getattr(__import__(name), function)()
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Wraps the loader of the packages in PATCHES."""
+    """Wraps the loader of the modules in PATCHES."""
 
     def find_spec(self, name, path=None, target=None):
         if name not in PATCHES:

