@@ -1,15 +1,15 @@
 """What a run would need and what would limit it, as a table: nothing is started, no weight is read.
 
-`explain` counts memory (policy/sizes.py) and estimates seconds (launch/pace.py) from a Config and
-the config.json of its model. What is assumed about the hardware is printed with the result.
+`explain` counts memory (policy/sizes.py; policy/megatron_sizes.py also what is sent) and estimates
+seconds (launch/pace.py) from a Config and the config.json of its model. What is assumed about the
+hardware is printed with the result.
 """
 
 import dataclasses
 import math
 
-from configs import InputError
 from launch import pace
-from policy import sizes
+from policy import megatron_sizes, sizes
 from policy.sizes import GIB, Model
 
 GPU_GIB = 80.0  # NVIDIA H100 SXM data sheet
@@ -19,12 +19,9 @@ JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
 def explain(cfg, Config: type, gpu_gib: float = GPU_GIB) -> str:
     """The whole table, for GPUs of `gpu_gib` GiB. Raises OSError without a config.json.
 
-    Raises InputError for Megatron, whose ranks it cannot count.
+    Raises InputError for a model or a layout that Megatron cannot train.
     """
-    if cfg.policy == "megatron":
-        raise InputError(
-            "dry_run counts policy = 'fsdp' alone; see docs/megatron.md for 'megatron'"
-        )
+    megatron = cfg.policy == "megatron"
     model, gpu = sizes.read_model(cfg.model), gpu_gib * GIB
     active = f", {model.active:,.0f} of them active" if model.routed else ""
     wrong = problems(model, cfg, gpu)
@@ -32,7 +29,7 @@ def explain(cfg, Config: type, gpu_gib: float = GPU_GIB) -> str:
         f"{model.name}: {model.params:,} parameters{active}",
         *changed(cfg, Config),
         *gpu_rows(cfg),
-        *trainer_rows(model, cfg, gpu),
+        *(megatron_rows(cfg, gpu) if megatron else trainer_rows(model, cfg, gpu)),
         *engine_rows(model, cfg, gpu),
         *step_rows(model, cfg, gpu),
         *slurm_rows(model, cfg, gpu),
@@ -125,6 +122,49 @@ def trainer_rows(model: Model, cfg, gpu: float) -> list[str]:
     ]
 
 
+def megatron_rows(cfg, gpu: float) -> list[str]:
+    """What the fullest rank of a Megatron layout holds, and what a rank sends."""
+    shape = megatron_sizes.read_shape(cfg)
+    stage = megatron_sizes.fullest_stage(shape, cfg)
+    states = megatron_sizes.state_bytes(shape, cfg, stage)
+    moments = megatron_sizes.moments(shape, cfg, stage)
+    spread, experts = megatron_sizes.replicas(cfg)
+    other = dataclasses.replace(cfg, activation_checkpointing=not cfg.activation_checkpointing)
+    kept, unlike = (gib(megatron_sizes.kept_bytes(shape, c, stage)) for c in (cfg, other))
+    on, off = ("with", "without") if cfg.activation_checkpointing else ("without", "with")
+    routed = f", of experts 1 / {experts}" if "E" in shape.layers else ""
+    notes = {
+        "weights": f"bf16, cut by tp {cfg.tp} and pp {cfg.pp}, experts by ep {cfg.ep} and pp",
+        "optimizer": f"main parameters and moments: 1 / {spread} of them{routed}",
+        "at the head": "layers keep, logits, the head's gradient",
+        "in a layer": "layers keep, a layer at work",
+        "in the update": "square roots of AdamW's second moments",
+    }
+    fullest, peak = max(moments, key=moments.get), megatron_sizes.trainer_bytes(shape, cfg)
+    marks = {name: "+ " if name == fullest else "or " for name in moments}
+    rows = f"{cfg.pp - stage} x T = {sizes.longest_row(cfg):,} / cp {cfg.cp}"
+    return [
+        f"memory of a trainer rank, GiB: stage {stage + 1} of {cfg.pp}, {cfg.replicas} replicas",
+        *(row(name, gib(size), notes.get(name, "")) for name, size in states.items()),
+        *(row(marks[name] + name, gib(size), notes[name]) for name, size in moments.items()),
+        row("= peak, with reserve", gib(peak), f"of {gib(gpu)}"),
+        row("layers keep", kept, f"{on} checkpointing ({unlike} {off}); {rows}"),
+        *traffic_rows(shape, cfg),
+    ]
+
+
+def traffic_rows(shape: megatron_sizes.Shape, cfg) -> list[str]:
+    """What a Megatron rank sends for each token of its rows, and at each update."""
+    tokens, steps = (f(shape, cfg) for f in (megatron_sizes.token_bytes, megatron_sizes.step_bytes))
+    seconds = {k: f"{v:,.2f} s a step" for k, v in pace.traffic_seconds(shape, cfg).items()}
+    nvlink = f"{pace.NVLINK_BYTES_S / 1e9:g} GB/s inside a node"
+    return [
+        f"sent by a trainer rank; nothing overlaps, {nvlink}",
+        *(row(k, f"{v:,.0f}", f"bytes a token; {seconds[k]}") for k, v in tokens.items()),
+        *(row(k, gib(v), f"GiB an update; {seconds[k]}") for k, v in steps.items()),
+    ]
+
+
 def engine_rows(model: Model, cfg, gpu: float) -> list[str]:
     """What an engine holds on each of its GPUs."""
     tp, tokens = cfg.tensor_parallel, sizes.kv_tokens(model, cfg, gpu)
@@ -189,14 +229,15 @@ def slurm_rows(model: Model, cfg, gpu: float) -> list[str]:
 def problems(model: Model, cfg, gpu: float) -> list[str]:
     """What does not fit, with the fields to change."""
     tp, share, limit = cfg.tensor_parallel, cfg.generator_gpus, cfg.max_model_len
-    trainer, engine = sizes.trainer_bytes(model, cfg), cfg.gpu_memory_utilization * gpu
+    trainer, engine = pace.trainer_bytes(model, cfg), cfg.gpu_memory_utilization * gpu
     held = [g.get("trainer", 0) * trainer + g.get("engine", 0) * engine for g in pace.place(cfg)]
     most, tokens = max(held, default=trainer), sizes.kv_tokens(model, cfg, gpu)
     save = "" if cfg.activation_checkpointing else ", set activation_checkpointing"
+    spread = "trainers" if cfg.policy == "fsdp" else "tp, cp, pp or ep"
     checks = (
         (
             trainer > gpu,
-            f"a trainer rank takes {gib(trainer)} of {gib(gpu)} GiB: raise trainers, lower"
+            f"a trainer rank takes {gib(trainer)} of {gib(gpu)} GiB: raise {spread}, lower"
             f" row_tokens and max_model_len{save}",
         ),
         (
@@ -210,6 +251,7 @@ def problems(model: Model, cfg, gpu: float) -> list[str]:
         ),
         (tp > 1 and share < 1, f"generator_gpus = {share}: tensor_parallel = {tp} needs 1"),
         (model.heads % tp, f"tensor_parallel = {tp} must divide {model.heads} heads"),
+        (cfg.tp > pace.NODE_GPUS, f"tp = {cfg.tp}: a node has {pace.NODE_GPUS} GPUs"),
         (tp > pace.NODE_GPUS, f"tensor_parallel = {tp}: a node has {pace.NODE_GPUS} GPUs"),
         (cfg.trainer_gpus > 1, f"trainer_gpus = {cfg.trainer_gpus}: a rank uses one GPU"),
     )

@@ -1121,13 +1121,23 @@ class Run:
                     await self.engines.sync(self.buffer.version)
 
     async def evaluate(self) -> None:
-        """Validation rewards and pass@k, sampled as in training; no sync runs meanwhile."""
+        """Validation rewards and pass@k, sampled as in training; given up when the run is to leave.
+
+        No policy is trained meanwhile.
+        """
         if not self.val_rows:
             return
         version, n, by_env = self.buffer.version, self.cfg.val_samples, {}
         names = [f"val-{version}-{i}" for i in range(len(self.val_rows))]
         calls = (self.roll_out(row, s, n) for row, s in zip(self.val_rows, names, strict=True))
-        done = await asyncio.gather(*calls, return_exceptions=True)
+        rolled = asyncio.gather(*calls, return_exceptions=True)
+        told = asyncio.create_task(self.buffer.until(lambda _: bool(self.leaving), version))
+        await asyncio.wait((rolled, told), return_when=asyncio.FIRST_COMPLETED)
+        if not rolled.done():
+            rolled.cancel()
+            return
+        told.cancel()
+        done = rolled.result()
         for row, result in zip(self.val_rows, done, strict=True):
             if isinstance(result, BaseException):
                 self.log.drop("val", f"{self.cfg.val_data}:{row['_line']}", result)

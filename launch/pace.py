@@ -6,7 +6,7 @@ Only responses are counted, prompts come on top; `gpu` is the memory of one GPU 
 import dataclasses
 import math
 
-from policy import sizes
+from policy import megatron_sizes, sizes
 from policy.sizes import Model
 
 PEAK_FLOPS = 989e12  # dense bf16; NVIDIA H100 SXM data sheet, as is the next
@@ -14,6 +14,7 @@ HBM_BYTES_S = 3.35e12
 MFU = 0.3  # assumed; prime-rl measured 0.15 (rows of 16k tokens) to 0.36 (65k) for a 4B model
 LAUNCH_S = 3e-3  # assumed: an engine step beside its arithmetic and memory traffic
 NETWORK_BYTES_S = 50e9  # InfiniBand NDR: 400 Gb/s per GPU
+NVLINK_BYTES_S = 450e9  # inside a node; the data sheet's 900 GB/s are both directions together
 DISK_BYTES_S = 1e9  # assumed: a node's writes to shared storage
 MEAN_SHARE = 0.25  # assumed: mean response over longest response
 NODE_GPUS = 8
@@ -117,6 +118,21 @@ def sync_seconds(model: Model) -> float:
     return 2 * model.params / NETWORK_BYTES_S
 
 
+def traffic_seconds(shape: megatron_sizes.Shape, cfg) -> dict[str, float]:
+    """Seconds of a step in which a Megatron rank sends, by axis, if nothing overlapped.
+
+    Ranks are numbered with tp innermost, then cp, replicas, pp; experts are spread over neighbours.
+    """
+    tokens = MEAN_SHARE * step_tokens(cfg) / cfg.replicas
+    sent = {k: v * tokens for k, v in megatron_sizes.token_bytes(shape, cfg).items()}
+    for name, size in megatron_sizes.step_bytes(shape, cfg).items():
+        sent[name] = size * cfg.updates_per_batch
+    span = dict.fromkeys(("gradients", "parameters"), cfg.trainers // cfg.pp)
+    span |= {"tp": cfg.tp, "cp": cfg.tp * cfg.cp, "pp": cfg.trainers, "ep": cfg.ep}
+    inside = {axis: ranks <= NODE_GPUS for axis, ranks in span.items()}
+    return {k: v / (NVLINK_BYTES_S if inside[k] else NETWORK_BYTES_S) for k, v in sent.items()}
+
+
 def limits(model: Model, cfg, gpu: float) -> dict[str, float]:
     """Seconds of what may bind a step, the largest does; a rollout has max_lag + 1 steps."""
     generation, training = generation_seconds(model, cfg, gpu), train_seconds(model, cfg)
@@ -131,6 +147,13 @@ def step_seconds(model: Model, cfg, gpu: float) -> float:
     return max(limits(model, cfg, gpu).values()) + sync_seconds(model)
 
 
+def trainer_bytes(model: Model, cfg) -> float:
+    """Peak of a trainer rank under its policy, with the reserve."""
+    if cfg.policy == "fsdp":
+        return sizes.trainer_bytes(model, cfg)
+    return megatron_sizes.trainer_bytes(megatron_sizes.read_shape(cfg), cfg)
+
+
 def balance(model: Model, cfg, gpu: float):
     """cfg with the fastest split of as many whole GPUs that holds the trainer; None: there is none.
 
@@ -138,9 +161,10 @@ def balance(model: Model, cfg, gpu: float):
     """
     total, tp = len(place(cfg)), cfg.tensor_parallel
     whole = dataclasses.replace(cfg, generator_gpus=1.0, trainer_gpus=1.0)
-    engines = range(1, (total - 1) // tp + 1)
+    unit = math.lcm(cfg.tp * cfg.cp * cfg.pp, cfg.pp * cfg.ep)  # 1 under FSDP
+    engines = (g for g in range(1, (total - 1) // tp + 1) if (total - g * tp) % unit == 0)
     splits = [dataclasses.replace(whole, generators=g, trainers=total - g * tp) for g in engines]
-    splits = [split for split in splits if sizes.trainer_bytes(model, split) <= gpu]
+    splits = [split for split in splits if trainer_bytes(model, split) <= gpu]
 
     def seconds(split) -> float:
         both = generation_seconds(model, split, gpu), train_seconds(model, split)

@@ -48,3 +48,15 @@ FAMILIES["nemotron_h"] = (NEMOTRON_H, "backbone.layers.{}.", 1)
 def padded(vocab: int) -> int:
     """Rows of Megatron's embedding: tensor parallel ranks must have equally many."""
     return -(-vocab // 128) * 128
+
+
+SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+
+
+def pattern(hf) -> str:
+    """Megatron's layers of a config.json: M Mamba-2, * attention, - MLP, E experts."""
+    if kinds := getattr(hf, "layers_block_type", None):
+        return "".join(SYMBOLS[kind] for kind in kinds)
+    step, dense = getattr(hf, "decoder_sparse_step", 0), getattr(hf, "mlp_only_layers", [])
+    sparse = (step and (i + 1) % step == 0 and i not in dense for i in range(hf.num_hidden_layers))
+    return "".join("*E" if has else "*-" for has in sparse)

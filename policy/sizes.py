@@ -117,9 +117,9 @@ def mask_bytes(cfg) -> tuple[int, int]:
     """What keeps a row's sequences apart: (bool, for the whole row; bf16, for each layer at work).
 
     row_tokens squared, from transformers' sdpa_mask, which torch's SDPA converts; flash attention
-    has none.
+    and policy/megatron.py have none.
     """
-    square = cfg.row_tokens**2 if cfg.attention == "sdpa" else 0
+    square = cfg.row_tokens**2 if (cfg.policy, cfg.attention) == ("fsdp", "sdpa") else 0
     return square, 2 * square
 
 

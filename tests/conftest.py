@@ -93,12 +93,18 @@ def write_rows(path: Path, rows: list[dict]) -> str:
 @pytest.fixture
 def tiny_config(tiny_model, tmp_path):
     """A function that makes a small Config for a run in the test's folder."""
+    base = make_config(tiny_model, tmp_path)
+    return lambda **fields: dataclasses.replace(base, **fields)
+
+
+def make_config(model: str, folder: Path):
+    """A small Config for a run in a folder."""
     from grpo_async import Config
 
-    base = Config(
-        run_dir=str(tmp_path / "run"),
-        model=tiny_model,
-        train_data=write_rows(tmp_path / "train.jsonl", spelling_rows(64)),
+    return Config(
+        run_dir=str(folder / "run"),
+        model=model,
+        train_data=write_rows(folder / "train.jsonl", spelling_rows(64)),
         steps=3,
         prompts_per_step=4,
         group_size=4,
@@ -112,7 +118,6 @@ def tiny_config(tiny_model, tmp_path):
         activation_checkpointing=False,
         timeouts={"start": 180.0, "rollout": 60.0, "batch": 240.0, "train": 60.0, "sync": 30.0},
     )
-    return lambda **fields: dataclasses.replace(base, **fields)
 
 
 @pytest.fixture(scope="session")

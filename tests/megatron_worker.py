@@ -1,8 +1,8 @@
 """One rank of a Megatron layout: what the families of tiny models compute, for tests to compare.
 
-    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; python tests/megatron_worker.py JOB.json
+    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; python tests/megatron_worker.py JOB.json...
 
-Rank 0 writes OUT.pt: for each family logits, logprobs, loss, gradient norm, weights after a step.
+Rank 0 writes JOB.pt: for each family logits, logprobs, loss, gradient norm, weights after a step.
 """
 
 import dataclasses
@@ -168,17 +168,21 @@ def reload(model: str, job: dict, folder: Path) -> dict:
     return {"weights": weights, "after": dict(policy.named_weights()), "step": step}
 
 
-def main(path: str) -> None:
-    """Does the job of a file on this rank."""
-    job = json.loads(Path(path).read_text())
+def main(paths: list[str]) -> None:
+    """Does the jobs of some files on this rank, one layout after the other."""
+    from policy.megatron import mpu
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    work = reload if job.get("load") else measure
-    found = {Path(m).name: work(m, job, Path(path).parent) for m in job["models"]}
-    if dist.get_rank() == 0:
-        torch.save(found, Path(path).with_suffix(".pt"))
-    dist.barrier()
+    for path in map(Path, paths):
+        job = json.loads(path.read_text())
+        work = reload if job.get("load") else measure
+        found = {Path(m).name: work(m, job, path.parent) for m in job["models"]}
+        if dist.get_rank() == 0:
+            torch.save(found, path.with_suffix(".pt"))
+        dist.barrier()
+        mpu.destroy_model_parallel()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

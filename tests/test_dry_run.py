@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,15 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from peak import Peak
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 import configs
 import dry_run
 from grpo_async import Config
 from launch import pace
-from policy import fsdp, logprobs, sizes
+from policy import fsdp, logprobs, megatron_sizes, sizes
 from policy.sizes import GIB, Model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -195,33 +193,10 @@ def test_a_mask_is_the_square_of_a_row_unless_attention_is_flash():
     assert sizes.mask_bytes(Config(attention="flash_attention_2")) == (0, 0)
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes of storage that were alive at the end of any operation."""
-
-    def __init__(self, tensors):
-        super().__init__()
-        self.live, self.bytes, self.counting = {}, 0, True
-        self.add(tensors)
-
-    def add(self, tree) -> None:
-        for tensor in tree_iter(tree):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, fsdp.DTensor):
-                storage = tensor.untyped_storage()
-                key = storage._cdata
-                if key not in self.live:
-                    forget = lambda _, key=key: self.live.pop(key, None)  # noqa: E731
-                    self.live[key] = weakref.ref(storage, forget)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if self.counting:
-            self.add((args, kwargs, out))
-            storages = [ref() for ref in list(self.live.values())]
-            self.bytes = max(self.bytes, sum(s.nbytes() for s in storages if s is not None))
-        return out
+class AsOnGPU(Peak):
+    """With logprobs.matmul as on a GPU, which allocates no float32 copies of what it multiplies."""
 
     def matmul(self, a, b, alpha=1.0, into=None):
-        """logprobs.matmul as on a GPU, which allocates no float32 copies of what it multiplies."""
         out = a.new_empty(len(a), b.shape[1], dtype=torch.float32) if into is None else into
         self.counting = False
         torch.add(0 if into is None else out, a.float() @ b.float(), alpha=alpha, out=out)
@@ -276,7 +251,7 @@ def test_a_trainer_rank_holds_what_is_printed(tmp_path, monkeypatch, ranks, chec
         policy.optimizer.step()
         policy.optimizer.zero_grad()
         moments = [moment for state in policy.optimizer.state.values() for moment in state.values()]
-        peak = Peak([getattr(t, "_local_tensor", t) for t in [*parameters, *moments]])
+        peak = AsOnGPU([getattr(t, "_local_tensor", t) for t in [*parameters, *moments]])
         monkeypatch.setattr(logprobs, "matmul", peak.matmul)
         T = cfg.row_tokens
         row = SimpleNamespace(
@@ -514,6 +489,53 @@ def max_of_limits(cfg: Config, gpu: float) -> float:
     return max(*both, pace.longest_seconds(model, cfg) / 2) + 2 * model.params / 50e9
 
 
+NANO = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+NANO |= {"num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8}
+NANO |= {"tie_word_embeddings": False, "vocab_size": 151936, "head_dim": 128}
+
+
+def test_the_table_of_a_megatron_layout(folder):
+    path = folder("30B", "Qwen3MoeConfig", num_key_value_heads=4, **NANO)
+    layout = {"policy": "megatron", "trainers": 16, "tp": 2, "cp": 2, "pp": 2, "ep": 4}
+    cfg = Config(model=path, generators=16, **layout)
+    text = dry_run.explain(cfg, Config)
+    assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 100
+    shape = megatron_sizes.read_shape(cfg)
+    states = megatron_sizes.state_bytes(shape, cfg, 0)
+    assert "GiB: stage 1 of 2, 2 replicas" in text  # the first keeps two rows
+    for label, value in states.items():
+        assert float(cell(text, label)) == pytest.approx(value / GIB, abs=5e-3), label
+    peak = megatron_sizes.trainer_bytes(shape, cfg)
+    assert float(cell(text, "= peak, with reserve")) == pytest.approx(peak / GIB, abs=5e-3)
+    for label, value in megatron_sizes.token_bytes(shape, cfg).items():
+        assert cell(text, label) == f"{value:,.0f}"
+    tokens = 256 * 16 * 65536 * pace.MEAN_SHARE / 2
+    seconds = pace.traffic_seconds(shape, cfg)
+    sent = megatron_sizes.token_bytes(shape, cfg)
+    assert seconds["tp"] == pytest.approx(sent["tp"] * tokens / 450e9)
+    assert seconds["pp"] == pytest.approx(sent["pp"] * tokens / 50e9)  # 16 ranks are two nodes
+    assert "mask" not in text
+
+
+def test_what_megatron_cannot_train_is_refused(folder):
+    cfg = Config(model=folder("8B", **QWEN_8B), policy="megatron", trainers=3, tp=3)
+    with pytest.raises(configs.InputError, match="tp = 3 does not divide num_attention_heads = 32"):
+        dry_run.explain(cfg, Config)
+    gpt = folder("gpt", "GPT2Config")
+    with pytest.raises(configs.InputError, match="nemotron_h, not gpt2"):
+        dry_run.explain(Config(model=gpt, policy="megatron"), Config)
+
+
+def test_splits_of_megatron_hold_whole_layouts(folder):
+    layout = {"policy": "megatron", "tp": 2, "ep": 4}
+    nano = folder("30B", "Qwen3MoeConfig", num_key_value_heads=4, **NANO)
+    cfg = Config(model=nano, generators=16, trainers=16, row_tokens=16384, **layout)
+    model = sizes.read_model(nano)
+    best = pace.balance(model, cfg, 141 * GIB)
+    assert best.trainers % 4 == 0 and best.generators + best.trainers == 32
+    assert pace.trainer_bytes(model, best) <= 141 * GIB
+
+
 def test_only_changed_fields_are_listed():
     text = "\n".join(dry_run.changed(Config(lr=1e-6), Config))
     assert text == "changed (from)\n  lr 1e-06 (3e-06)"
@@ -529,6 +551,9 @@ def test_only_changed_fields_are_listed():
         ({"tensor_parallel": 3}, ["tensor_parallel = 3 must divide 32 heads"]),
         ({"tensor_parallel": 2, "generator_gpus": 0.5}, ["tensor_parallel = 2 needs 1"]),
         ({"trainer_gpus": 2.0}, ["a rank uses one GPU"]),
+        ({"policy": "megatron"}, ["a trainer rank takes", "raise tp, cp, pp or ep"]),
+        ({"policy": "megatron", "tp": 16}, ["tp = 16: a node has 8 GPUs"]),
+        ({"policy": "megatron", "tp": 8, "cp": 2}, []),
         (
             {"generators": 16, "generator_gpus": 0.5, "trainer_gpus": 0.5},
             ["a shared GPU takes", "lower gpu_memory_utilization"],

@@ -1,6 +1,7 @@
 """A real vLLM engine and a real trainer in one process: parity, in-flight updates, prefix cache."""
 
 import asyncio
+import dataclasses
 import itertools
 import pickle
 from collections import Counter
@@ -8,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import make_config
 
 pytestmark = pytest.mark.e2e
 TOLERANCE = 1e-5  # float32, dense model
@@ -27,6 +29,7 @@ class Pair:
             monkeypatch.setenv(name, value)
         from grpo_async import Generator, Trainer
 
+        self.version = 0
         self.cfg, self.generator, self.trainer = cfg, Generator(cfg), Trainer(cfg, 0)
         self.metas = self.trainer.start(*self.trainer.open_store(1))
 
@@ -45,7 +48,16 @@ class Pair:
         send = asyncio.to_thread(self.trainer.send_weights, verify)
         update = self.generator.update_weights(version, verify)
         self.sent, (phases, self.received) = await asyncio.gather(send, update)
+        self.version = version
         return phases
+
+    async def next(self, verify: bool = False) -> int:
+        """Moves every weight a little, as an optimizer step would, and gives it to the engine."""
+        with torch.no_grad():
+            for weight in self.trainer.policy.model.parameters():
+                weight.add_(0.01 * torch.randn_like(weight))
+        await self.sync(self.version + 1, verify)
+        return self.version
 
     def stop(self) -> None:
         """Ends the engine's process and the trainer's group."""
@@ -53,12 +65,20 @@ class Pair:
         dist.destroy_process_group()
 
 
-@pytest.fixture
-def pair(tiny_config, monkeypatch):
-    """A running pair; the test calls `asyncio.run` once, because the engine lives in its loop."""
-    pair = Pair(tiny_config(max_model_len=512, max_response_tokens=300), monkeypatch)
-    yield pair
-    pair.stop()
+@pytest.fixture(scope="module")
+def pair(tiny_model, tmp_path_factory):
+    """A running pair that all tests share, as it takes long to start; each goes on to new versions.
+
+    `pair.run` runs a coroutine in the event loop in which the engine lives.
+    """
+    config = make_config(tiny_model, tmp_path_factory.mktemp("pair"))
+    config = dataclasses.replace(config, max_model_len=512, max_response_tokens=300)
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        pair = Pair(config, patch)
+        pair.run = runner.run
+        pair.run(pair.start())
+        yield pair
+        pair.stop()
 
 
 def prompt(i: int) -> list[int]:
@@ -69,13 +89,6 @@ def prompt(i: int) -> list[int]:
 def snapshot(pair) -> dict[str, torch.Tensor]:
     """A copy of the trainer's weights under checkpoint names."""
     return {name: tensor.clone() for name, tensor in pair.trainer.policy.named_weights()}
-
-
-def perturb(pair) -> None:
-    """Moves every weight a little, as an optimizer step would."""
-    with torch.no_grad():
-        for weight in pair.trainer.policy.model.parameters():
-            weight.add_(0.01 * torch.randn_like(weight))
 
 
 def replay(model, weights_by_version: dict, turn) -> torch.Tensor:
@@ -121,18 +134,17 @@ def test_logprobs_agree_before_and_after_updates(pair):
     """What the engine reports is what the trainer computes, at every version, within 1e-5."""
 
     async def scenario():
-        await pair.start()
-        for version in range(3):
+        for _ in range(3):
+            version = pair.version
             groups = [pair.generator.generate(prompt(i), 3, seed=i) for i in range(4)]
             turns = [turn for group in await asyncio.gather(*groups) for turn in group]
             engine = torch.tensor([logp for turn in turns for logp in turn.logps])
             gap = (trainer_logprobs(pair, turns) - engine).abs()
             assert gap.max() < TOLERANCE, f"version {version}: off by {gap.max():.1e}"
             assert {v for turn in turns for v in turn.versions} == {version}
-            perturb(pair)
-            await pair.sync(version + 1)
+            await pair.next()
 
-    asyncio.run(scenario())
+    pair.run(scenario())
 
 
 @torch.no_grad()
@@ -141,17 +153,15 @@ def test_every_token_replays_under_the_version_it_claims(pair):
     updates = 4
 
     async def scenario():
-        await pair.start()
-        weights = {0: snapshot(pair)}
+        weights = {pair.version: snapshot(pair)}
         groups = [asyncio.ensure_future(pair.generator.generate(prompt(i), 2, i)) for i in range(8)]
-        for version in range(1, updates + 1):
+        for _ in range(updates):
             await asyncio.sleep(0.03)
-            perturb(pair)
+            version = await pair.next()
             weights[version] = snapshot(pair)
-            await pair.sync(version)
         return weights, [turn for group in await asyncio.gather(*groups) for turn in group]
 
-    weights, turns = asyncio.run(scenario())
+    weights, turns = pair.run(scenario())
     assert len(turns) == 16 and all(turn.token_ids for turn in turns)
     assert any(len(set(turn.versions)) > 2 for turn in turns), "no answer lived through an update"
     model = plain_model(pair.cfg)
@@ -165,41 +175,76 @@ def test_no_prefix_is_shared_between_versions(pair):
     """A prompt that starts after an update must not find the blocks of an older policy."""
 
     async def scenario():
-        await pair.start()
         long_prompt = [5 + j % 90 for j in range(400)]
         (before,) = await pair.generator.generate(long_prompt, 1, seed=1)
-        perturb(pair)
-        await pair.sync(1)
+        await pair.next()
         (after,) = await pair.generator.generate(long_prompt, 1, seed=1)
         return before, after
 
-    before, after = asyncio.run(scenario())
+    before, after = pair.run(scenario())
     gap = (trainer_logprobs(pair, [after]) - torch.tensor(after.logps)).abs().max()
-    assert gap < TOLERANCE and before.versions[0] == 0 and after.versions[0] == 1
+    assert gap < TOLERANCE and after.versions[0] == before.versions[0] + 1 == pair.version
 
 
 def test_same_seed_same_answers(pair):
     """Sampling is a function of weights, prompt and seed; samples of a group differ."""
 
     async def scenario():
-        await pair.start()
         first = await pair.generator.generate(prompt(0), 3, seed=7)
         second = await pair.generator.generate(prompt(0), 3, seed=7)
         return first, second
 
-    first, second = asyncio.run(scenario())
+    first, second = pair.run(scenario())
     assert [t.token_ids for t in first] == [t.token_ids for t in second]
     assert len({tuple(t.token_ids) for t in first}) == 3
 
 
+@torch.no_grad()
+def test_an_answer_goes_on_from_its_draft(pair):
+    """What a lost engine had written is kept, with its versions; the rest is sampled after it."""
+
+    async def scenario():
+        args = prompt(3), 4, 5, "call"
+        first = asyncio.ensure_future(pair.generator.generate(*args))
+        drafts = []
+        while not drafts or min(len(draft.token_ids) for draft in drafts) < 8:
+            await asyncio.sleep(0.01)
+            drafts = pair.generator.drafts("call")
+            assert not first.done()
+        first.cancel()
+        weights = [snapshot(pair)]
+        await pair.next()
+        weights.append(snapshot(pair))
+        return weights, drafts, await pair.generator.generate(*args[:3], "again", drafts)
+
+    weights, drafts, turns = pair.run(scenario())
+    model = plain_model(pair.cfg)
+    for draft, turn in zip(drafts, turns, strict=True):
+        n = len(draft.token_ids)
+        assert turn.token_ids[:n] == draft.token_ids and turn.logps[:n] == draft.logps
+        assert turn.prompt_ids == prompt(3) and turn.finish_reason in ("stop", "length")
+        new = len(turn.token_ids) - n
+        assert turn.versions == [pair.version - 1] * n + [pair.version] * new
+        for version, part in ((0, slice(0, n)), (1, slice(n, None))):
+            model.load_state_dict(weights[version], strict=False)
+            ids = torch.tensor([turn.prompt_ids + turn.token_ids])
+            logp = model(ids).logits[0, len(turn.prompt_ids) - 1 : -1].log_softmax(-1)
+            logp = logp.gather(1, torch.tensor(turn.token_ids)[:, None])[:, 0]
+            gap = (logp - torch.tensor(turn.logps))[part].abs()
+            assert not len(gap) or gap.max() < 2 * TOLERANCE, (version, gap)
+    assert any(len(t.token_ids) > len(d.token_ids) for t, d in zip(turns, drafts, strict=True))
+    assert len({tuple(turn.token_ids) for turn in turns}) == 4
+
+
 def test_a_checked_update_compares_every_tensor_and_names_one_that_is_missing(pair, monkeypatch):
-    """Checksums of what was sent and what came agree; a forgotten tensor is found and named."""
+    """Checksums of what was sent and what came agree; a forgotten tensor is found and named.
+
+    The last test: no update repairs an engine after one that failed.
+    """
     from policy import weight_sync
 
     async def scenario():
-        await pair.start()
-        perturb(pair)
-        await pair.sync(1, verify=True)
+        await pair.next(verify=True)
         assert set(pair.sent) == {name for name, *_ in pair.metas}
         weight_sync.compare(pair.sent, pair.received)
         last = pair.metas[-1][0]
@@ -219,44 +264,6 @@ def test_a_checked_update_compares_every_tensor_and_names_one_that_is_missing(pa
         joined = pair.generator.join_sync_group(*args)
         await asyncio.gather(asyncio.to_thread(pair.trainer.join_sync_group, 2), joined)
         with pytest.raises(Exception, match=f"does not write {gone}"):
-            await pair.sync(2, verify=True)
+            await pair.sync(pair.version + 1, verify=True)
 
-    asyncio.run(scenario())
-
-
-@torch.no_grad()
-def test_an_answer_goes_on_from_its_draft(pair):
-    """What a lost engine had written is kept, with its versions; the rest is sampled after it."""
-
-    async def scenario():
-        await pair.start()
-        args = prompt(3), 4, 5, "call"
-        first = asyncio.ensure_future(pair.generator.generate(*args))
-        drafts = []
-        while not drafts or min(len(draft.token_ids) for draft in drafts) < 8:
-            await asyncio.sleep(0.01)
-            drafts = pair.generator.drafts("call")
-            assert not first.done()
-        first.cancel()
-        weights = {0: snapshot(pair)}
-        perturb(pair)
-        await pair.sync(1)
-        weights[1] = snapshot(pair)
-        return weights, drafts, await pair.generator.generate(*args[:3], "again", drafts)
-
-    weights, drafts, turns = asyncio.run(scenario())
-    model = plain_model(pair.cfg)
-    for draft, turn in zip(drafts, turns, strict=True):
-        n = len(draft.token_ids)
-        assert turn.token_ids[:n] == draft.token_ids and turn.logps[:n] == draft.logps
-        assert turn.prompt_ids == prompt(3) and turn.finish_reason in ("stop", "length")
-        assert turn.versions == [0] * n + [1] * (len(turn.token_ids) - n)
-        for version, part in ((0, slice(0, n)), (1, slice(n, None))):
-            model.load_state_dict(weights[version], strict=False)
-            ids = torch.tensor([turn.prompt_ids + turn.token_ids])
-            logp = model(ids).logits[0, len(turn.prompt_ids) - 1 : -1].log_softmax(-1)
-            logp = logp.gather(1, torch.tensor(turn.token_ids)[:, None])[:, 0]
-            gap = (logp - torch.tensor(turn.logps))[part].abs()
-            assert not len(gap) or gap.max() < 2 * TOLERANCE, (version, gap)
-    assert any(len(t.token_ids) > len(d.token_ids) for t, d in zip(turns, drafts, strict=True))
-    assert len({tuple(turn.token_ids) for turn in turns}) == 4
+    pair.run(scenario())

@@ -39,27 +39,22 @@ def test_engines_and_workers_that_are_killed_are_replaced(tiny_config):
 
 
 def test_a_killed_trainer_ends_the_run_by_name_and_resuming_loses_nothing(tiny_config):
-    """The driver tells within seconds, whatever it was waiting for."""
-    cfg = tiny_config(steps=8, save_period=1, trainers=2, max_response_tokens=48)
+    """The driver tells within seconds, whatever it waits for. Then Ctrl-C: nothing is left."""
+    cfg = tiny_config(steps=1000, save_period=1, trainers=2, max_response_tokens=48)
     program = Program(cfg)
     program.wait_until(lambda: len(program.steps()) >= 2)
     end(program.pids("Trainer")[-1])
     assert program.ends(60) != 0
     assert "Trainer" in program.told() and "died" in program.told()
+    done = len(program.steps())
     program = Program(cfg, "--resume", "auto")
-    assert program.ends() == 0, program.told()[-4000:]
-    program.check_slots(cfg, rows=64)
-
-
-def test_nothing_outlives_a_run_that_is_interrupted(tiny_config):
-    """Ctrl-C leaves no process behind."""
-    program = Program(tiny_config(steps=1000))
-    program.wait_until(lambda: len(program.steps()) >= 1)
+    program.wait_until(lambda: len(program.steps()) >= done + 3)
     family = program.family()
     assert len(family) >= 4
     program.signal(signal.SIGINT)
     program.ends(60)
     assert not survivors(family)
+    program.check_slots(cfg, rows=64, steps=len(program.steps()))
 
 
 BROKEN_ENVIRONMENT = """
@@ -97,7 +92,7 @@ def test_an_environment_that_fails_costs_its_prompt_and_never_becomes_a_reward(
         for i in range(1, 33)
     ]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    waits = {"start": 180.0, "rollout": 8.0, "batch": 240.0, "train": 60.0, "sync": 30.0}
+    waits = {"start": 180.0, "rollout": 5.0, "batch": 240.0, "train": 60.0, "sync": 30.0}
     cfg = tiny_config(rollout_attempts=2, timeouts=waits, train_data=data, steps=4)
     program = Program(cfg, root=root)
     assert program.ends() == 0, program.told()[-4000:]

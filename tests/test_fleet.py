@@ -5,7 +5,7 @@ import concurrent.futures
 
 import pytest
 
-from grpo_async import Config, Engines
+from grpo_async import Config, Engines, Run
 from launch import fleet
 
 PHASES = {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}
@@ -228,5 +228,26 @@ def test_the_least_busy_engine_is_picked(house):
         lose(home, picked[0])
         engines.release(picked[0])  # it is gone: nothing to give back
         assert engines.serving() == [e for e in home.made if e is not picked[0]]
+
+    asyncio.run(main())
+
+
+def test_an_evaluation_is_given_up_when_the_run_is_to_leave(monkeypatch):
+    async def main():
+        rows = [{"_line": i, "agent_ref": {"name": "any"}} for i in range(3)]
+        run, ended = Run(Config(), [], rows), []
+
+        async def for_ever(*args):
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                ended.append(args)
+
+        monkeypatch.setattr(run, "roll_out", for_ever)
+        evaluation = asyncio.create_task(run.evaluate())
+        await asyncio.sleep(0.01)
+        run.leave("SIGTERM")
+        await asyncio.wait_for(evaluation, 5)
+        assert len(ended) == 3, "nothing may go on for nobody"
 
     asyncio.run(main())

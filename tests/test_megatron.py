@@ -28,39 +28,40 @@ ROOT = Path(__file__).parent.parent
 DENSE = ["llama", "qwen2", "qwen3"]
 MAMBA = ["nemotron_dense", "nemotron_moe"]
 EVERY = [*DENSE, "qwen3_moe", *MAMBA]
-LAYOUTS = {
-    "one": ({}, 1, EVERY),
+LAYOUTS = {  # ranks that can do one after the other start once
     "tp2": ({"tp": 2}, 2, EVERY),
     "cp2": ({"cp": 2}, 2, EVERY),
     "pp2": ({"pp": 2}, 2, EVERY),
+    "one": ({}, 1, EVERY),
     "tp2 ep2": ({"tp": 2, "ep": 2}, 4, ["qwen3_moe", "nemotron_moe"]),
 }
+AGAIN = {"pp2 again": ({"pp": 2}, 2), "one again": ({}, 1)}  # from what tp2 saved
 ROWS = 2
 
 
-def ranks(job: dict, world: int, folder: Path) -> dict:
-    """Runs megatron_worker.py on `world` ranks; what rank 0 wrote."""
+def ranks(jobs: list[dict], world: int, folder: Path) -> None:
+    """Runs megatron_worker.py on `world` ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    path = folder / f"{job['name']}.json"
-    path.write_text(json.dumps(job))
+    paths = [folder / f"{job['name']}.json" for job in jobs]
+    for path, job in zip(paths, jobs, strict=True):
+        path.write_text(json.dumps(job))
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
     env |= {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "tests/megatron_worker.py", str(path)]
-    log = open(folder / f"{job['name']}.log", "w+")  # noqa: SIM115
+    command = [sys.executable, "-W", "ignore", "tests/megatron_worker.py", *map(str, paths)]
+    log = open(folder / f"{world}.log", "w+")  # noqa: SIM115
     every = [
         subprocess.Popen(command, cwd=ROOT, env=env | {"RANK": str(r)}, stdout=log, stderr=log)
         for r in range(world)
     ]
     try:
-        codes = [process.wait(timeout=240) for process in every]
+        codes = [process.wait(timeout=400) for process in every]
     finally:
         for process in every:
             process.kill()
     log.seek(0)
     assert codes == [0] * world, log.read()[-6000:]
-    return torch.load(path.with_suffix(".pt"), weights_only=False)
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +73,27 @@ def models(tmp_path_factory, tiny_model) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def measured(models, tmp_path_factory):
-    """What a layout computes, by family; each layout runs once."""
-    folder, found = tmp_path_factory.mktemp("layouts"), {}
+    """What each layout computes, by family."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for world in (2, 1, 4):  # two ranks first: others load what they save
+        jobs = [
+            {"name": name, "layout": layout, "models": families, "save": name == "tp2"}
+            for name, (layout, size, families) in LAYOUTS.items()
+            if size == world
+        ]
+        jobs += [
+            {"name": name, "layout": layout, "models": EVERY, "load": True}
+            for name, (layout, size) in AGAIN.items()
+            if size == world
+        ]
+        for job in jobs:
+            job |= {"rows": ROWS, "models": [models[family] for family in job["models"]]}
+        ranks(jobs, world, folder)
+    found = {}
 
     def of(name: str) -> dict:
         if name not in found:
-            layout, world, families = LAYOUTS[name]
-            job = {"name": name, "layout": layout, "rows": ROWS, "save": name in ("one", "tp2")}
-            found[name] = ranks(job | {"models": [models[f] for f in families]}, world, folder)
+            found[name] = torch.load(folder / f"{name}.pt", weights_only=False)
         return found[name]
 
     of.folder = folder
@@ -238,19 +252,12 @@ def test_expert_biases_move_towards_balance_and_routers_stay(measured):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("family", EVERY)
-def test_a_checkpoint_of_one_layout_is_that_of_another(family, measured, models):
-    saved, folder = measured("tp2")[family], measured.folder
-    for name, layout, world in (("one again", {}, 1), ("pp2 again", {"pp": 2}, 2)):
-        if not (folder / f"{name}.pt").exists():
-            job = {"name": name, "layout": layout, "rows": ROWS, "load": True}
-            ranks(job | {"models": [models[f] for f in EVERY]}, world, folder)
-        found = torch.load(folder / f"{name}.pt", weights_only=False)[family]
-        assert all(torch.equal(found["weights"][k], w) for k, w in saved["after"].items())
+def test_a_checkpoint_of_one_layout_is_that_of_another(family, measured):
+    one, two = (measured(name)[family] for name in ("one again", "pp2 again"))
+    for found in (one, two):
+        saved = measured("tp2")[family]["after"]
+        assert all(torch.equal(found["weights"][k], w) for k, w in saved.items())
     # Moments and schedule too: the next step is the same under both layouts.
-    one, two = (
-        torch.load(folder / f"{name}.pt", weights_only=False)[family]
-        for name in ("one again", "pp2 again")
-    )
     assert one["step"]["grad_norm"] == pytest.approx(two["step"]["grad_norm"], rel=1e-4)
     for key, tensor in one["after"].items():
         assert (two["after"][key] - tensor).abs().max() < 1e-5, key

@@ -35,7 +35,7 @@ def read(path: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def finished(tiny_model, tmp_path_factory):
-    """One asynchronous run on two engines and two trainer ranks, and its configuration."""
+    """One asynchronous run on two engines, and its configuration."""
     from conftest import spelling_rows, write_rows
 
     from grpo_async import Config
@@ -54,7 +54,6 @@ def finished(tiny_model, tmp_path_factory):
         max_response_tokens=48,
         max_num_seqs=8,
         generators=2,
-        trainers=2,
         lr=1e-3,
         warmup_lr=1e-3,
         warmup_steps=0,

@@ -1,0 +1,223 @@
+"""What tp, cp, pp and ep cost a trainer rank: bytes sent and peak memory, measured and counted.
+
+    python bench/megatron_layouts.py        3 minutes on two cores; needs no model, no GPU
+
+Small random models train two rows a replica under policy/megatron.py on gloo, with tests/cpu in the
+place of CUDA. Sent are the tensors given to torch.distributed, by the ring algorithms' count, the
+mean of all ranks; held are the most bytes of tensors alive at once, on the fullest rank. Counted is
+what --dry_run prints (policy/megatron_sizes.py), in float32. Exits with 1 where measured / counted
+is not within 0.9 to 1.1. Of the hybrid nothing is said about memory: on a CPU its Mamba kernel is a
+loop over tokens that keeps every state.
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.utils._pytree import tree_iter
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from peak import Peak  # noqa: E402
+
+from grpo_async import Config  # noqa: E402
+from policy import megatron_sizes as counted  # noqa: E402
+
+SEQUENCE, ROWS, FLOAT32 = 32, 2, 4
+SHAPE = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+MAMBA = {"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 2}
+MAMBA |= {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
+MAMBA |= {"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 128, "moe_latent_size": 64}
+MODELS = {  # and tokens of a row
+    "dense": (lambda: transformers.Qwen3Config(**SHAPE, num_hidden_layers=2), 1024),
+    "experts": (
+        lambda: transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts=8, num_hidden_layers=2),
+        1024,
+    ),
+    "hybrid": (lambda: transformers.NemotronHConfig(**SHAPE, **EXPERTS, **MAMBA), 64),
+}
+LAYOUTS = {"one": {}, "tp2": {"tp": 2}, "cp2": {"cp": 2}, "pp2": {"pp": 2}, "ep2": {"ep": 2}}
+
+
+class Row:
+    """A packed row of which all but the first token of each sequence is trained."""
+
+    routes_T = None
+
+    def __init__(self, tokens: int, seed: int):
+        draw, index_T = torch.Generator().manual_seed(seed), torch.arange(tokens)
+        self.tokens_T = torch.randint(SHAPE["vocab_size"], (tokens,), generator=draw)
+        self.positions_T, self.seq_T = index_T % SEQUENCE, index_T // SEQUENCE
+        self.mask_T = self.positions_T > 0
+
+    def to(self, device: torch.device) -> "Row":
+        """The row: its device is the CPU."""
+        return self
+
+
+class Meter(Peak):
+    """Also counts what c10d operations send: {(process group, operation): bytes}."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent: dict[tuple[str, str], float] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "c10d":
+            name, scripts = func.name(), [a for a in args if isinstance(a, torch.ScriptObject)]
+            group = dist.ProcessGroup.unbox(scripts[0])
+            key = group.group_desc, "gather" if "allgather" in name else "other"
+            self.sent[key] = self.sent.get(key, 0) + sent_bytes(name, args, group)
+        return out
+
+
+def sent_bytes(name: str, args: tuple, group) -> float:
+    """What a rank of a ring sends in one c10d operation, whose first arguments are outputs."""
+    first, second = (sum(t.nbytes for t in tree_iter(x) if torch.is_tensor(t)) for x in args[:2])
+    share = counted.ring(group.size())
+    if "alltoall" in name:
+        own = args[4][group.rank()] / sum(args[4]) if args[4] else 1 - share
+        return second * (1 - own)
+    if "recv" in name:
+        return 0
+    if "send" in name:
+        return first
+    return share * (2 * first if "allreduce" in name else max(first, second))
+
+
+def measure(cfg: Config, tokens: int) -> dict:
+    """A rank's second step, the first one having made the moments: peak, bytes sent by whom."""
+    from policy.megatron import MegatronPolicy, mpu
+
+    def loss(logp_T, row):
+        return logp_T.sum(), {}
+
+    with Meter() as meter:
+        policy = MegatronPolicy(cfg)
+        seeds = range(
+            mpu.get_data_parallel_rank() * ROWS, (mpu.get_data_parallel_rank() + 1) * ROWS
+        )
+        rows = [Row(tokens, seed) for seed in seeds]
+        policy.forward_backward(rows, loss)
+        policy.optimizer_step()
+        meter.bytes, meter.sent = 0, {}
+        policy.forward_backward(rows, loss)
+        trained, meter.sent = meter.sent, {}
+        policy.optimizer_step()
+    axes = {"TENSOR_MODEL": "tp", "CONTEXT": "cp", "PIPELINE": "pp", "EXPERT": "ep"}
+    sent = dict.fromkeys(("tp", "cp", "pp", "ep", "gradients", "parameters"), 0.0)
+    for (group, _), size in trained.items():
+        sent[next(axis for name, axis in axes.items() if group.startswith(name))] += size
+    for (_, operation), size in meter.sent.items():
+        sent["parameters" if operation == "gather" else "gradients"] += size
+    for axis in axes.values():
+        sent[axis] /= ROWS * tokens
+    return sent | {"memory": meter.bytes}
+
+
+def settings(model: str, layout: dict, world: int) -> tuple[Config, int]:
+    """The configuration of a model's folder under a layout, without checkpointing; tokens a row."""
+    tokens = MODELS[Path(model).name][1]
+    fields = {"row_tokens": tokens, "max_model_len": SEQUENCE, "logprob_chunk": 256}
+    fields |= {"activation_checkpointing": False, "trainers": world, "policy": "megatron"}
+    return Config(model=model, **fields, **layout), tokens
+
+
+def work(models: list[str], layout: dict) -> None:
+    """One rank; rank 0 writes the means over the ranks, of memory the most, to its output."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for model in models:
+        cfg, tokens = settings(model, layout, dist.get_world_size())
+        for checkpointing in (False, True):
+            cfg = dataclasses.replace(cfg, activation_checkpointing=checkpointing)
+            every = [None] * dist.get_world_size()
+            dist.all_gather_object(every, measure(cfg, tokens))
+            found = {key: sum(one[key] for one in every) / len(every) for key in every[0]}
+            found["memory"] = max(one["memory"] for one in every)
+            if dist.get_rank() == 0:
+                print(json.dumps([model, checkpointing, found]))
+
+
+def start(models: list[str], layout: dict) -> list:
+    """Runs the ranks of a layout; what rank 0 wrote: [model, checkpointing, what was measured]."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = 2 if layout else 1
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+    env |= {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}", "OMP_NUM_THREADS": "1"}
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+    pipes = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
+    command = [sys.executable, "-W", "ignore", __file__, json.dumps(models), json.dumps(layout)]
+    ranks = [subprocess.Popen(command, env=env | {"RANK": str(r)}, **pipes) for r in range(world)]
+    told = [rank.communicate(timeout=600)[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        log.seek(0)
+        sys.exit(f"{layout}: a rank failed\n{log.read()[-4000:]}")
+    return [json.loads(line) for line in told[0].splitlines() if line.startswith("[")]
+
+
+def arithmetic(cfg: Config) -> dict[str, float]:
+    """What is counted for a layout; memory where it is."""
+    shape = counted.read_shape(cfg)
+    every = counted.token_bytes(shape, cfg, FLOAT32)
+    if not cfg.activation_checkpointing:  # which changes nothing of an update
+        every |= counted.step_bytes(shape, cfg, FLOAT32)
+    if "M" in shape.layers:
+        return every
+    fullest = counted.fullest_stage(shape, cfg, FLOAT32)
+    return every | {"memory": counted.stage_bytes(shape, cfg, fullest, FLOAT32)}
+
+
+def compare(name: str, found: dict, expected: dict) -> bool:
+    """Prints a line for each thing that there is; whether all are within a tenth."""
+    close, units = True, {"memory": (2**20, "MiB")}
+    units |= dict.fromkeys(("gradients", "parameters"), (2**10, "KiB an update"))
+    for key, value in expected.items():
+        if not value and found[key] < 64:  # a gradient norm
+            continue
+        size, unit = units.get(key, (1, "bytes a token"))
+        ratio = found[key] / value if value else float("inf")
+        close &= 0.9 <= ratio <= 1.1
+        numbers = f"{found[key] / size:>10,.1f} {value / size:>10,.1f}  {unit:<14}{ratio:>6.2f}"
+        print(f"{name:<28}{key:<12}{numbers}", flush=True)
+    return close
+
+
+def main() -> None:
+    """Prints the table."""
+    close = True
+    print(f"{'model, layout':<28}{'what':<12}{'measured':>10} {'counted':>10}{'ratio':>22}")
+    with tempfile.TemporaryDirectory() as folder:
+        models = [f"{folder}/{name}" for name in MODELS]
+        for model in models:
+            torch.manual_seed(0)
+            config = MODELS[Path(model).name][0]()
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+        for name, layout in LAYOUTS.items():
+            able = [m for m in models if name != "ep2" or not m.endswith("dense")]
+            for model, checkpointing, found in start(able, layout):
+                cfg, _ = settings(model, layout, 2 if layout else 1)
+                cfg = dataclasses.replace(cfg, activation_checkpointing=checkpointing)
+                again = ", checkpointing" * checkpointing
+                close &= compare(f"{Path(model).name} {name}{again}", found, arithmetic(cfg))
+    sys.exit(not close)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        work(*map(json.loads, sys.argv[1:]))
+    else:
+        main()
