@@ -70,6 +70,8 @@ class Fleet:
         Waits for engines only where there is none.
         """
         self.welcome()
+        if self.grouped != set(self.load):  # whoever is dead by now would keep the others waiting
+            await asyncio.gather(*map(self.is_alive, self.load))
         while not self.load:
             self.launch()
             await self.started()

@@ -36,13 +36,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from policy.families import padded
-
-SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+from policy.families import padded, pattern
 
 
 def architecture(hf) -> tuple[str, dict]:
     """A config.json as (pattern of layers, fields of TransformerConfig)."""
+    layers = pattern(hf)
     fields = {
         "hidden_size": hf.hidden_size,
         "num_attention_heads": hf.num_attention_heads,
@@ -51,12 +50,11 @@ def architecture(hf) -> tuple[str, dict]:
         "ffn_hidden_size": hf.intermediate_size,
     }
     if hf.model_type == "nemotron_h":
-        pattern = "".join(SYMBOLS[kind] for kind in hf.layers_block_type)
         fields |= {"layernorm_epsilon": hf.layer_norm_epsilon, "activation_func": squared_relu}
         fields |= {"is_hybrid_model": True, "mamba_state_dim": hf.ssm_state_size}
         fields |= {"mamba_num_heads": hf.mamba_num_heads, "mamba_head_dim": hf.mamba_head_dim}
         fields |= {"mamba_num_groups": hf.n_groups}
-        if "E" in pattern:
+        if "E" in layers:
             fields |= {
                 "num_moe_experts": hf.n_routed_experts,
                 "moe_router_score_function": "sigmoid",
@@ -69,23 +67,17 @@ def architecture(hf) -> tuple[str, dict]:
                 "moe_latent_size": hf.moe_latent_size,
             }
     else:
-        step = getattr(hf, "decoder_sparse_step", 0)  # only models with experts have it
-        dense = getattr(hf, "mlp_only_layers", [])
-        experts = [
-            step and (i + 1) % step == 0 and i not in dense for i in range(hf.num_hidden_layers)
-        ]
-        pattern = "".join("*E" if has else "*-" for has in experts)
         fields |= {"layernorm_epsilon": hf.rms_norm_eps, "activation_func": F.silu}
         fields |= {"gated_linear_unit": True, "add_qkv_bias": hf.model_type == "qwen2"}
         fields |= {"qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe")}
-        if "E" in pattern:
+        if "E" in layers:
             fields |= {"num_moe_experts": hf.num_experts}
             fields |= {"moe_router_pre_softmax": not hf.norm_topk_prob}
-    if "E" in pattern:
+    if "E" in layers:
         fields |= {"moe_router_topk": hf.num_experts_per_tok, "moe_router_dtype": "fp32"}
         fields |= {"moe_ffn_hidden_size": hf.moe_intermediate_size, "moe_grouped_gemm": HAVE_TE}
         fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
-    return pattern, fields | {"num_layers": len(pattern), "normalization": "RMSNorm"}
+    return layers, fields | {"num_layers": len(layers), "normalization": "RMSNorm"}
 
 
 class RMSNorm(nn.Module):
@@ -270,7 +262,7 @@ def stack_spec(config) -> ModuleSpec:
 
 def build(cfg, hf, dtype: torch.dtype) -> MambaModel:
     """This rank's part of the network, without weights."""
-    pattern, fields = architecture(hf)
+    layers, fields = architecture(hf)
     config = TransformerConfig(
         **fields,
         tensor_model_parallel_size=cfg.tp,
@@ -301,7 +293,7 @@ def build(cfg, hf, dtype: torch.dtype) -> MambaModel:
         stack_spec(config),
         vocab_size=padded(hf.vocab_size),
         max_sequence_length=cfg.max_model_len,
-        hybrid_override_pattern=pattern,
+        hybrid_override_pattern=layers,
         pre_process=mpu.is_pipeline_first_stage(),
         post_process=last,
         share_embeddings_and_output_weights=hf.tie_word_embeddings,

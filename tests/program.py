@@ -26,7 +26,12 @@ class Program:
         self.output = open(self.folder.with_suffix(".out"), "a+")  # noqa: SIM115
         self.started = time.time()
         self.process = subprocess.Popen(
-            command, cwd=root, stdout=self.output, stderr=self.output, start_new_session=True
+            command,
+            cwd=root,
+            env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+            stdout=self.output,
+            stderr=self.output,
+            start_new_session=True,
         )
 
     def told(self) -> str:
@@ -44,9 +49,13 @@ class Program:
         return time.monotonic() - began
 
     def ends(self, seconds: float = 180) -> int:
-        """Waits for the program's end; returns its exit status."""
+        """Waits for the program's end; returns its exit status. Fails, with stacks, if it hangs."""
         try:
             return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGABRT)
+            self.process.wait(10)
+            raise AssertionError(f"no end in {seconds:.0f} s: {self.told()[-8000:]}") from None
         finally:
             self.stop()
 

@@ -130,6 +130,20 @@ def test_a_group_without_a_lost_engine_is_made_before_the_next_update(house):
     asyncio.run(main())
 
 
+def test_an_engine_that_died_unnoticed_is_not_waited_for_in_a_new_group(house):
+    async def main():
+        home = house(3)
+        engines = await home.open()
+        home.slow = True
+        lose(home, home.made[0])
+        home.made[1].answers["check_health"] = RuntimeError("its process is gone")
+        await engines.sync(1)
+        worlds = [call[1] for call in home.trainer.calls if call[0] == "join_sync_group"]
+        assert worlds == [4, 2] and engines.serving() == [home.made[2]]
+
+    asyncio.run(main())
+
+
 def test_an_update_waits_where_nobody_is_left(house):
     async def main():
         home = house(1)
