@@ -175,8 +175,9 @@ async def save(run) -> None:
     folder, limit = f"{run.cfg.run_dir}/step_{run.buffer.version:06d}", run.cfg.timeouts.train
     state, ready = state_of(run), list(run.buffer.ready.values())
     shutil.rmtree(f"{folder}.partial", ignore_errors=True)
-    copies = asyncio.gather(*(t.save.remote(f"{folder}.partial") for t in run.trainers))
-    await within(limit, "the trainers to copy their state", copies)
+    async with run.training:  # an engine's repair must not queue behind it and call it a fault
+        copies = asyncio.gather(*(t.save.remote(f"{folder}.partial") for t in run.trainers))
+        await within(limit, "the trainers to copy their state", copies)
     run.saving = run.tasks.create_task(write(run, folder, state, ready))
 
 
@@ -254,8 +255,8 @@ def compare(saved: dict, cfg, folder: str) -> None:
     """Raises InputError where a configuration counts or reads prompts unlike the saved one."""
     if saved["max_lag"] > cfg.max_lag:  # what is ready may be as old as that
         raise InputError(f"{folder} was saved with max_lag = {saved['max_lag']}: not less")
-    for name in ("prompts_per_step", "group_size", "train_data"):
-        if saved[name] != getattr(cfg, name):
+    for name in ("prompts_per_step", "group_size", "train_data", "replay_routing"):
+        if saved.get(name, getattr(cfg, name)) != getattr(cfg, name):
             told = f"{folder} was saved with {name} = {saved[name]!r}"
             raise InputError(f"{told}, not {getattr(cfg, name)!r}")
 

@@ -7,7 +7,9 @@ hardware is printed with the result.
 
 import dataclasses
 import math
+from pathlib import Path
 
+from configs import InputError
 from launch import pace
 from policy import megatron_sizes, sizes
 from policy.sizes import GIB, Model
@@ -17,10 +19,12 @@ JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
 
 
 def explain(cfg, Config: type, gpu_gib: float = GPU_GIB) -> str:
-    """The whole table, for GPUs of `gpu_gib` GiB. Raises OSError without a config.json.
+    """The whole table, for GPUs of `gpu_gib` GiB, from the model's config.json alone.
 
-    Raises InputError for a model or a layout that Megatron cannot train.
+    Raises InputError where there is none, and for a model or a layout that Megatron cannot train.
     """
+    if not (Path(cfg.model) / "config.json").is_file():
+        raise InputError(f"model = {cfg.model!r}: expected a folder that holds config.json")
     megatron = cfg.policy == "megatron"
     model, gpu = sizes.read_model(cfg.model), gpu_gib * GIB
     active = f", {model.active:,.0f} of them active" if model.routed else ""
@@ -159,7 +163,7 @@ def traffic_rows(shape: megatron_sizes.Shape, cfg) -> list[str]:
     seconds = {k: f"{v:,.2f} s a step" for k, v in pace.traffic_seconds(shape, cfg).items()}
     nvlink = f"{pace.NVLINK_BYTES_S / 1e9:g} GB/s inside a node"
     return [
-        f"sent by a trainer rank; nothing overlaps, {nvlink}",
+        f"sent by a trainer rank, not in the step below; {nvlink}",
         *(row(k, f"{v:,.0f}", f"bytes a token; {seconds[k]}") for k, v in tokens.items()),
         *(row(k, gib(v), f"GiB an update; {seconds[k]}") for k, v in steps.items()),
     ]

@@ -89,7 +89,7 @@ class Policy:
         try:
             while not (await asyncio.wait([pending], timeout=DRAFT_SECONDS))[0]:
                 with contextlib.suppress(Exception):  # a lost engine shows in `pending`
-                    self.drafts[k] = prompt_ids, await self.generator.drafts.remote(call)
+                    await self.note(k, call)
         finally:
             if not pending.done():  # we are given up: the engine must not go on for nobody
                 ray.cancel(request)
@@ -98,6 +98,15 @@ class Policy:
         for turn in turns:
             turn.text = self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         return turns
+
+    async def note(self, k: int, call: str) -> None:
+        """Takes down what there is of the k-th request's answers; finished ones travel once."""
+        prompt_ids, old = self.drafts[k]
+        known = [j for j, turn in enumerate(old) if turn.finish_reason]
+        new = await self.generator.drafts.remote(call, known)
+        if new:
+            turns = [old[j] if turn is None else turn for j, turn in enumerate(new)]
+            self.drafts[k] = prompt_ids, turns
 
 
 @dataclasses.dataclass
@@ -254,8 +263,11 @@ def write_groups(path: str, heads: list, places: list[list], *refs) -> None:
     for name in PER_TOKEN:
         pieces = [getattr(sample, f"{name}_T") for _, sample in every]
         columns[f"{name}_T"] = np.concatenate([EMPTY.mask_T[:0], *pieces])
-    if every and every[0][1].routes_T is not None:
-        columns["routes_T"] = np.concatenate([sample.routes_T for _, sample in every])
+    routes = [sample.routes_T for _, sample in every]
+    if shapes := {r.shape[1:] for r in routes if r is not None}:
+        unknown = [np.full((n, *min(shapes)), -1, np.int16) for n in columns["length"]]
+        known = (u if r is None else r for r, u in zip(routes, unknown, strict=True))
+        columns["routes_T"] = np.concatenate(list(known))
     blank = [np.full(len(sample.tokens_T), np.nan, np.float32) for _, sample in every]
     pieces = [logps.get(at, nan) for (at, _), nan in zip(every, blank, strict=True)]
     columns["logp_T"] = np.concatenate([EMPTY.engine_logp_T[:0], *pieces])

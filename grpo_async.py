@@ -249,7 +249,7 @@ class Config:
     max_dropped_in_a_row: NonNegativeInt = 20
     """Prompts dropped one after the other before the run ends with the last error."""
     max_engine_restarts: NonNegativeInt = 3
-    """Times that lost engines are replaced before the run ends."""
+    """Times that lost engines are replaced; then the run goes on with those that are left."""
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
     """Deadlines of all waits."""
     verify_sync_every: NonNegativeInt = 0
@@ -606,12 +606,12 @@ class Generator:
 
     async def answer(self, prompt_ids: list[int], seed: int, call: str, j: int, limit: int) -> Turn:
         """Sample j of a request, from where its draft ends."""
+        draft = dataclasses.replace(self.written[call][j], prompt_ids=prompt_ids)
+        if draft.finish_reason:
+            return draft
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        draft = self.written[call][j]
-        if draft.finish_reason:
-            return draft
         ids = prompt_ids + draft.token_ids
         params = SamplingParams(
             seed=seed + 1_000_003 * len(draft.token_ids),  # other noise than the draft had
@@ -627,11 +627,12 @@ class Generator:
         outputs = self.engine.generate(prompt, params, f"{call}-{j}", priority=first)
         async for output in outputs:
             self.written[call][j] = draft.extended(output.outputs[0])
-        return dataclasses.replace(self.written[call][j], prompt_ids=prompt_ids)
+        return self.written[call][j]
 
-    def drafts(self, call: str) -> list[Turn]:
-        """What there is by now of a request's answers, for when this engine is lost."""
-        turns = list(self.written.get(call, ()))
+    def drafts(self, call: str, known=()) -> list[Turn | None]:
+        """What there is of a request's answers, but those `known`, for when this engine is lost."""
+        written = enumerate(self.written.get(call, ()))
+        turns = [None if j in known else turn for j, turn in written]
         for state in self.engine.output_processor.request_states.values():
             name, _, j = state.external_req_id.rpartition("-")
             if name == call:
@@ -852,8 +853,9 @@ class Engines(Fleet):
     async def sync(self, version: int) -> dict[str, float]:
         """Brings all engines to `version`; returns the slowest engine's seconds by phase.
 
-        Raises RuntimeError after `max_engine_restarts` repairs, with the engines' last error, or
-        where an engine turns out to hold other weights than the trainer.
+        Raises RuntimeError where none is left after `max_engine_restarts` repairs, with the last
+        error, or where an engine turns out to hold other weights than the trainer; and whatever the
+        first update of all raises.
         """
         every = self.cfg.verify_sync_every
         while True:
@@ -863,8 +865,10 @@ class Engines(Fleet):
                 await self.connect()
                 verify = bool(self.fresh or (every and version % every == 0))
                 phases = await self.broadcast(version, verify)
-                gaps = await self.probe() if verify else []
+                gaps = await self.probe(list(self.fresh or self.load)) if verify else []
             except Exception as error:
+                if not self.proven:  # what never worked is not mended by another start
+                    raise
                 await asyncio.gather(*map(self.is_alive, list(self.load)))
                 if self.discarded == known:  # nobody is found guilty: all are suspect
                     self.discard(list(self.load), error)
@@ -886,6 +890,8 @@ class Engines(Fleet):
         both, limit = {*sends, *updates}, self.cfg.timeouts.sync
         await asyncio.wait(both, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
         errors = [task.exception() for task in both if task.done() and task.exception()]
+        if errors:  # those that have all they need are done in a moment, and innocent
+            await asyncio.wait(updates, timeout=2)
         if not errors and all(task.done() for task in both):
             for task in updates:
                 weight_sync.compare(sends[0].result(), task.result()[1])
@@ -896,9 +902,9 @@ class Engines(Fleet):
         await within(limit, "the trainers' sends to end", asyncio.wait(sends))
         raise error
 
-    async def probe(self) -> list[float]:
-        """Each engine's answer to one prompt, scored by the trainer: mean gap of the logprobs."""
-        limit, answers = self.cfg.timeouts.sync, (engine.probe.remote() for engine in self.load)
+    async def probe(self, engines: list) -> list[float]:
+        """Each one's answer to a prompt, scored by the trainer: mean gap of the logprobs."""
+        limit, answers = self.cfg.timeouts.sync, (engine.probe.remote() for engine in engines)
         turns = await within(limit, "the engines to answer a probe", asyncio.gather(*answers))
         scores = [trainer.score.remote(turns) for trainer in self.trainers]
         return (await within(limit, "the trainers to score it", asyncio.gather(*scores)))[0]
@@ -1099,9 +1105,11 @@ class Run:
                 call = worker.rollout_group.options(num_returns=2).remote(engine, row, slot, n)
                 infos = await within(self.cfg.timeouts.rollout, what, call[0], self.buffer.census)
                 return version, infos, call[1]
-            except Exception:
+            except BaseException as error:
                 for ref in call[:1]:
                     ray.cancel(ref)
+                if not isinstance(error, Exception):  # nobody waits for it any more
+                    raise
                 attempts += await self.engines.is_alive(engine)
                 if attempts >= self.cfg.rollout_attempts:
                     worker.forget.remote(slot, row["_line"])
@@ -1114,10 +1122,11 @@ class Run:
         """Replaces engines that die while they serve; the others go on, and so does training."""
         while True:
             await self.engines.missing.wait()
+            await asyncio.sleep(1)  # those that are lost together are replaced together
             self.engines.launch()
-            await self.engines.started()
+            ready = await self.engines.started()
             async with self.training:
-                if self.engines.missing.is_set():
+                if ready and self.engines.missing.is_set():
                     await self.engines.sync(self.buffer.version)
 
     async def evaluate(self) -> None:
@@ -1135,6 +1144,8 @@ class Run:
         await asyncio.wait((rolled, told), return_when=asyncio.FIRST_COMPLETED)
         if not rolled.done():
             rolled.cancel()
+            await asyncio.wait((rolled,))
+            rolled.exception()  # asked for, or asyncio complains about it
             return
         told.cancel()
         done = rolled.result()
@@ -1152,15 +1163,15 @@ class Run:
 def main() -> None:
     """Checks everything that can be checked without a process, then runs."""
     cfg = configs.load(Config, sys.argv[1:], default="configs/tiny.py")
-    configs.check_model(cfg.model)
-    if cfg.policy == "megatron":
-        from policy.check import check_megatron  # and transformers, which takes 2 s
-
-        check_megatron(cfg)
     if cfg.dry_run:
-        from dry_run import explain
+        from dry_run import explain  # and transformers, which takes 3 s
 
         return print(explain(cfg, Config))
+    configs.check_model(cfg.model)
+    if cfg.policy == "megatron":
+        from policy.check import check_megatron
+
+        check_megatron(cfg)
     rows = load_rows(cfg.train_data, cfg)
     val_rows = load_rows(cfg.val_data, cfg) if cfg.val_data else []
     run, lock = modes.of(cfg, Run)(cfg, rows, val_rows), checkpoints.claim(cfg)

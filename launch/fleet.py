@@ -13,8 +13,8 @@ from launch.cluster import actor, within
 class Fleet:
     """Actors of a Generator class, and their process group with trainer rank 0.
 
-    `missing` is set while some are lost, `synced` while there is one that holds a policy. A lost
-    engine's successor loads while the others serve, and is `fresh` until it gets a policy.
+    `missing` is set while some are lost; `synced` wakes those who wait for one that holds a policy.
+    A lost engine's successor loads while the others serve, and is `fresh` until it gets a policy.
     """
 
     def __init__(self, Generator: type, cfg):
@@ -23,17 +23,20 @@ class Fleet:
         self.load: dict[Any, int] = {}  # engine -> groups it is working on
         self.fresh, self.grouped, self.watches = set(), set(), set()
         self.synced, self.missing = asyncio.Event(), asyncio.Event()
-        self.repairs, self.discarded, self.error = 0, 0, None
+        self.repairs, self.discarded, self.error, self.proven = 0, 0, None, False
 
     def launch(self) -> None:
         """Starts as many engines as are missing; `started` waits for them.
 
-        Raises RuntimeError after `max_engine_restarts` repairs, with the engines' last error.
+        None after `max_engine_restarts` repairs: those that are left go on. Raises RuntimeError
+        where there are none, with the last error.
         """
         cfg, gpus = self.cfg, self.cfg.generator_gpus * self.cfg.tensor_parallel
         lacking = cfg.generators - len(self.load) - len(self.launched)
         if lacking and self.error:
             if self.repairs == cfg.max_engine_restarts:
+                if self.load or self.launched:
+                    return
                 told = f"engines were lost more often than max_engine_restarts = {self.repairs}"
                 raise RuntimeError(f"{told}: {self.error}") from self.error
             self.repairs += 1
@@ -42,11 +45,11 @@ class Fleet:
             engine = actor(self.Generator, gpus, cfg, **options).remote(cfg)
             self.launched[engine] = asyncio.wrap_future(engine.start.remote().future())
 
-    async def started(self) -> None:
-        """Waits until those that were launched serve or are discarded."""
+    async def started(self) -> bool:
+        """Waits for those that were launched, discards those that fail; whether some did not."""
         launched, limit = dict(self.launched), self.cfg.timeouts.start
         if not launched:
-            return
+            return False
         starts = asyncio.wait(launched.values())
         try:
             await within(limit, f"{len(launched)} engines to start", starts)
@@ -55,6 +58,7 @@ class Fleet:
         for engine, start in launched.items():
             if start.done() and start.exception():
                 self.discard([engine], start.exception())
+        return any(start.done() and not start.exception() for start in launched.values())
 
     async def start(self, trainers: list, metas: list) -> None:
         """Waits for all engines, which will get these trainers' weights; none may fail at first."""
@@ -78,16 +82,17 @@ class Fleet:
             self.welcome()
         if self.grouped == set(self.load):
             return
-        cfg, world = self.cfg, 1 + len(self.load) * self.cfg.tensor_parallel
-        store = self.trainers[0].open_store.remote(world)
+        cfg, tp = self.cfg, self.cfg.tensor_parallel
+        store = self.trainers[0].open_store.remote(1 + cfg.generators * tp)
         address = await within(cfg.timeouts.start, "trainer rank 0 to listen", store)
-        members = set(self.load)
+        members = list(self.load)  # from here on nobody may be missing: the others would wait
+        world = 1 + len(members) * tp
         joins = [self.trainers[0].join_sync_group.remote(world)]
-        for engine, rank in zip(self.load, range(1, world, cfg.tensor_parallel), strict=True):
+        for engine, rank in zip(members, range(1, world, tp), strict=True):
             args = pickle.dumps(cfg), *address, rank, world, self.metas
             joins.append(engine.join_sync_group.remote(*args))
         await within(cfg.timeouts.start, "trainer and engines to connect", asyncio.gather(*joins))
-        self.grouped = members
+        self.grouped = set(members)
 
     def welcome(self) -> None:
         """Takes in those launched engines that have started."""
@@ -153,6 +158,7 @@ class Fleet:
     def all_synced(self) -> None:
         """All engines that are connected hold the policy now."""
         self.fresh.clear()
+        self.proven = True
         self.synced.set()
         if len(self.load) == self.cfg.generators:
             self.missing.clear()

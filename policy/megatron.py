@@ -230,8 +230,10 @@ class MegatronPolicy:
         followed, wanted = counts.tolist()
         if followed < wanted:
             self._zero_grad()
-            told = f"{followed} of {wanted} tokens, counted once for each layer, had a whole route"
-            raise RuntimeError(f"replay_routing: {told}; does the engine return them?")
+            told = (
+                f"the trainer could follow {followed / wanted:.2%} of the engine's routes, not all"
+            )
+            raise RuntimeError(f"replay_routing: {told}; does it return them?")
         return {"routing_replay_hit_rate": followed / wanted if wanted else 1.0}
 
     def _zero_grad(self) -> None:

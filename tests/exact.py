@@ -72,7 +72,7 @@ class ExactGenerator:
         reason = "stop" if new[-1] == 1 else "length"
         return Turn(list(prompt_ids), new, logps, [self.version] * len(new), reason)
 
-    def drafts(self, call):
+    def drafts(self, call, known=()):
         """Nothing is ever half written."""
         return []
 

@@ -145,8 +145,10 @@ def test_a_checkpoint_of_another_folder_does_not_overwrite_a_run(tmp_path):
 
 def test_another_schedule_is_refused():
     saved = {"prompts_per_step": 8, "group_size": 16, "train_data": "a.jsonl", "max_lag": 1}
+    saved |= {"replay_routing": False}
     checkpoints.compare(saved, SimpleNamespace(**saved), "x")
     changes = {"prompts_per_step": 4, "group_size": 8, "train_data": "b.jsonl", "max_lag": 0}
+    changes |= {"replay_routing": True}
     for name, value in changes.items():
         with pytest.raises(InputError, match=name):
             checkpoints.compare(saved, SimpleNamespace(**saved | {name: value}), "x")
@@ -226,6 +228,16 @@ def test_groups_survive_a_file_bitwise(tmp_path_factory, sizes, seed):
     with np.load(path) as file:
         computed = np.isfinite(file["logp_T"]).sum()
     assert computed == sum(map(len, logps))
+
+
+def test_experts_that_are_unknown_for_some_are_written_as_such(tmp_path):
+    random, path = np.random.default_rng(0), str(tmp_path / "groups.npz")
+    routes_T = random.integers(0, 99, (4, 2, 3)).astype(np.int16)
+    group = [make_sample(random, 5), make_sample(random, 4, routes_T=routes_T)]
+    write_groups(path, [(0, 0, 1)], [], group)
+    _, (without, known) = read_groups(path)
+    assert (without.routes_T == -1).all() and without.routes_T.shape == (5, 2, 3)
+    assert (known.routes_T == routes_T).all()
 
 
 def test_experts_survive_a_file(tmp_path):

@@ -296,6 +296,15 @@ def test_an_answer_that_another_engine_finished_has_the_experts_of_that_one():
     assert (sample.routes_T[:3] == 1).all() and len(sample.routes_T) == 4
 
 
+def test_an_answer_that_was_finished_before_its_engine_died_keeps_its_prompt():
+    """The engine that goes on hands it back whole; it does not answer again."""
+    generator = grpo_async.Generator(Config())
+    draft = Turn([], [5, 1], [-1.0, -2.0], [0, 0], "stop")
+    (turn,) = asyncio.run(generator.generate([7, 8], 1, seed=0, call="again", drafts=[draft]))
+    assert turn == Turn([7, 8], [5, 1], [-1.0, -2.0], [0, 0], "stop")
+    assert stitch([turn])[0].mask_T.tolist() == [False, False, True, True]
+
+
 def test_a_row_has_the_experts_of_all_its_samples_or_none():
     (one,), (two,) = stitch([routed([7], [1, 2], 0)]), stitch([routed([7, 8], [1], 50)])
     update = grpo_async.Update(1, 1, [])
@@ -394,7 +403,8 @@ def test_a_retry_starts_from_what_was_written(monkeypatch):
     """The second try hands the engine the first one's drafts, as long as the prompt is the same."""
     monkeypatch.setattr(episodes, "DRAFT_SECONDS", 0.01)
     draft = episodes.Turn([], [5], [-1.0], [0], "")
-    asked = []
+    whole = episodes.Turn([], [7], [-1.0], [0], "stop")
+    asked, known = [], []
 
     class Engine:
         """Lost during the first request, well afterwards."""
@@ -403,8 +413,9 @@ def test_a_retry_starts_from_what_was_written(monkeypatch):
             self.generate = SimpleNamespace(remote=self.answer)
             self.drafts = SimpleNamespace(remote=self.written)
 
-        async def written(self, call):
-            return [draft]
+        async def written(self, call, finished):
+            known.append(finished)
+            return [draft, None if finished else whole]
 
         async def answer(self, prompt_ids, n, seed, call, drafts):
             asked.append((prompt_ids, list(drafts)))
@@ -423,4 +434,5 @@ def test_a_retry_starts_from_what_was_written(monkeypatch):
         return turn
 
     assert asyncio.run(twice()).token_ids == [5, 6]
-    assert asked == [([1, 2], []), ([1, 2], [draft]), ([9], [])]
+    assert asked == [([1, 2], []), ([1, 2], [draft, whole]), ([9], [])]
+    assert known[:2] == [[], [1]], "what is finished travels once"

@@ -2,6 +2,8 @@
 
 import asyncio
 import concurrent.futures
+import gc
+import itertools
 
 import pytest
 
@@ -174,6 +176,69 @@ def test_an_engine_that_fails_an_update_is_replaced_and_the_others_get_it(house)
     asyncio.run(main())
 
 
+def test_an_engine_that_is_nearly_done_when_another_fails_is_kept(house):
+    async def main():
+        home = house(3)
+        engines = await home.open()
+        first, *others = home.made
+        first.answers["update_weights"] = RuntimeError("out of memory")
+        slow = [Ref(...), Ref(...)]
+        for engine, ref in zip(others, slow, strict=True):
+            engine.answers["update_weights"] = ref
+        update = asyncio.create_task(engines.sync(1))
+        await asyncio.sleep(0.05)
+        for engine, ref in zip(others, slow, strict=True):
+            engine.answers["update_weights"] = (PHASES, {})
+            ref.told.set_result((PHASES, {}))
+        await asyncio.wait_for(update, 5)
+        assert home.killed == [first] and engines.serving() == others
+
+    asyncio.run(main())
+
+
+def test_the_first_update_of_all_must_work(house):
+    async def main():
+        home = house(2)
+        home.trainer.answers["send_weights"] = {"w": 1}  # nothing that came has this checksum
+        with pytest.raises(RuntimeError, match="w arrived at an engine other than it was sent"):
+            await home.open()
+        assert len(home.made) == 2, "what never worked is not mended by another start"
+
+    asyncio.run(main())
+
+
+def test_a_replacement_that_fails_to_start_disturbs_nobody(house, monkeypatch):
+    async def main():
+        home = house(2)
+        engines = await home.open()
+        run = Run(Config(generators=2), [], [])
+        run.engines = engines
+        naps = asyncio.sleep
+        monkeypatch.setattr(asyncio, "sleep", lambda seconds: naps(seconds / 100))
+        home.broken = RuntimeError("no memory left")
+        lose(home, home.made[0])
+        repair = asyncio.create_task(run.repair_forever())
+        await naps(0.2)
+        repair.cancel()
+        assert home.updates(home.made[1]) == [0] and engines.repairs == 3
+
+    asyncio.run(main())
+
+
+def test_the_run_goes_on_with_those_that_are_left(house):
+    async def main():
+        home = house(2, max_engine_restarts=0)
+        engines = await home.open()
+        lose(home, home.made[0])
+        await engines.sync(1)
+        assert engines.serving() == home.made[1:] and len(home.made) == 2
+        lose(home, home.made[1])
+        with pytest.raises(RuntimeError, match="max_engine_restarts = 0: it died"):
+            await engines.sync(2)
+
+    asyncio.run(main())
+
+
 def test_too_many_losses_end_the_run_with_the_last_error(house):
     async def main():
         home = house(1, max_engine_restarts=2)
@@ -249,19 +314,27 @@ def test_the_least_busy_engine_is_picked(house):
 def test_an_evaluation_is_given_up_when_the_run_is_to_leave(monkeypatch):
     async def main():
         rows = [{"_line": i, "agent_ref": {"name": "any"}} for i in range(3)]
-        run, ended = Run(Config(), [], rows), []
+        run, cancelled, complaints = Run(Config(), [], rows), [], []
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+        monkeypatch.setattr(fleet.ray, "cancel", cancelled.append)
 
-        async def for_ever(*args):
-            try:
-                await asyncio.sleep(1000)
-            finally:
-                ended.append(args)
+        class Worker(Actor):
+            class rollout_group:
+                options = staticmethod(lambda **_: Worker.rollout_group)
+                remote = staticmethod(lambda *args: (Ref(...), None))
 
-        monkeypatch.setattr(run, "roll_out", for_ever)
+        async def picked():
+            return "engine"
+
+        run.workers = itertools.cycle([Worker()])
+        monkeypatch.setattr(run.engines, "pick", picked)
         evaluation = asyncio.create_task(run.evaluate())
         await asyncio.sleep(0.01)
         run.leave("SIGTERM")
         await asyncio.wait_for(evaluation, 5)
-        assert len(ended) == 3, "nothing may go on for nobody"
+        assert len(cancelled) == 3, "nothing may go on for nobody"
+        del evaluation
+        gc.collect()
+        assert not complaints
 
     asyncio.run(main())
