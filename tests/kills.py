@@ -5,7 +5,7 @@
 Needs models/tiny and data/tiny (launch/tiny.py). Each kill hits one of the points of
 points/sitecustomize.py: a role, and what it is about to do or has just done; saving and verifying
 after each step. After a kill of an engine (the actor, or vLLM's process in it) or of a rollout
-worker the run must have trained two more steps within 30 s, and be served by all its engines again.
+worker the run must have trained two more steps within 30 s; told is also when all engines serve.
 A dead trainer or driver must end it within 60 s, by name, and `--resume auto` must go on. At the
 end every slot was trained once, with the prompt of its place in the file, or was dropped with a
 reason.
@@ -39,13 +39,16 @@ def survive(program: Program, limit: float) -> str:
     """How a run takes the loss of something that it can replace."""
     seen = len(program.steps())
 
-    def well() -> bool:
-        steps = program.steps()
-        return len(steps) >= seen + 2 and steps[-1]["engines"] == FLAGS["generators"]
+    def trains() -> bool:
+        return len(program.steps()) >= seen + 2
+
+    def whole() -> bool:
+        return trains() and program.steps()[-1]["engines"] == FLAGS["generators"]
 
     try:
-        took = program.wait_until(well, 4 * limit)
-        return f"recovered in {took:.0f} s" if took <= limit else f"LATE: {took:.0f} s"
+        took = program.wait_until(trains, 4 * limit)
+        late = "recovered" if took <= limit else "LATE"
+        return f"{late} in {took:.0f} s, whole {program.wait_until(whole, 4 * limit):.0f} s later"
     except AssertionError:
         named = "Error" in program.told()[-8000:]
         return "ended with a named error" if named else "SILENT"
@@ -91,7 +94,7 @@ def main() -> None:
                 assert program.process.poll() is None, program.told()[-4000:]
             told = fall(program, role, name) if role in FATAL else survive(program, limit)
             print(f"{number:4} {role:12} {what:34} {told}", flush=True)
-            ends[role, told.split(" in ")[0].split(":")[0]] += 1
+            ends[role, told.split(" in ")[0]] += 1
             if program.process.poll() is not None:
                 done = len(program.steps())
                 program = Program(cfg, "--resume", "auto")
