@@ -32,6 +32,8 @@ class Program:
             stdout=self.output,
             stderr=self.output,
             start_new_session=True,
+            # A shell's background job ignores Ctrl-C, and so would its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def told(self) -> str:
