@@ -312,3 +312,15 @@ def test_replayed_experts_bring_trainer_and_engine_together_in_bf16(models):
     assert told["hit rate"] == 1 and told["other experts"] > 0
     assert told["replayed"]["max"] < told["free"]["max"] / 3
     assert told["replayed"]["mean"] < told["free"]["mean"]
+
+
+@pytest.mark.e2e
+def test_vllm_loads_the_export_and_scores_the_same(models):
+    """Families whose tiny heads its CPU attention knows; with experts first, for their group."""
+    env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests"}
+    families = ["qwen3_moe", "nemotron_moe", "qwen3", "nemotron_dense"]
+    command = [sys.executable, "-W", "ignore", "tests/loaded.py", *(models[f] for f in families)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    gaps = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert set(gaps) == set(families) and max(gaps.values()) < 1e-5, gaps
