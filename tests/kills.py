@@ -76,7 +76,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         armed = Path(folder) / "armed"
         os.environ["KILL_FILE"] = str(armed)
-        os.environ["PYTHONPATH"] = str(ROOT / "tests" / "points")
+        os.environ["PYTHONPATH"] = f"{ROOT}/tests/points:{ROOT}/tests/cpu"
         flags = FLAGS | {"run_dir": f"{folder}/run"}
         words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
         cfg = configs.load(Config, words, default="configs/tiny.py")

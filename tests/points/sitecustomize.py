@@ -1,16 +1,14 @@
-"""With this folder on PYTHONPATH a process of a run ends itself at a point that a test has armed.
+"""With this folder and tests/cpu on PYTHONPATH a process of a run ends itself at an armed point.
 
 KILL_FILE=FILE; FILE holds "POINT SIGNAL": whoever gets there first removes it and takes that
 signal. Test support: nothing of it is imported by the product.
 """
 
+import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
 import inspect
 import os
 import signal
-import sys
 from pathlib import Path
 
 # role: what it is about to do, or has just done -> the function that does it
@@ -66,26 +64,28 @@ def strike(point: str) -> None:
         return
 
 
-def watched(function, before: list[str], after: list[str]):
+@contextlib.contextmanager
+def between(before: list[str], after: list[str]):
+    """Strikes at the points before and after what is done in it."""
+    for point in before:
+        strike(point)
+    yield
+    for point in after:
+        strike(point)
+
+
+def watched(function, *points):
     """The function, with its points."""
 
     @functools.wraps(function)
     def plain(*args, **named):
-        for point in before:
-            strike(point)
-        found = function(*args, **named)
-        for point in after:
-            strike(point)
-        return found
+        with between(*points):
+            return function(*args, **named)
 
     @functools.wraps(function)
     async def awaited(*args, **named):
-        for point in before:
-            strike(point)
-        found = await function(*args, **named)
-        for point in after:
-            strike(point)
-        return found
+        with between(*points):
+            return await function(*args, **named)
 
     return awaited if inspect.iscoroutinefunction(function) else plain
 
@@ -105,34 +105,7 @@ def mend(module) -> None:
         setattr(holder, function, watched(getattr(holder, function), before, after))
 
 
-class Loader(importlib.abc.Loader):
-    """Mends a module right after it was imported."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module):
-        self.loader.exec_module(module)
-        mend(module)
-
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-
-
-class Finder(importlib.abc.MetaPathFinder):
-    """Wraps the loaders of the modules that have points."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name not in ("grpo_async", "checkpoints", "policy.weight_sync"):
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec:
-            spec.loader = Loader(spec.loader)
-        return spec
-
-
 if FILE:
-    sys.meta_path.insert(0, Finder())
+    from import_hooks import after_import
+
+    after_import(dict.fromkeys(("grpo_async", "checkpoints", "policy.weight_sync"), mend))
