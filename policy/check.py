@@ -41,16 +41,22 @@ class Checkpoint:
 
 def check_megatron(cfg) -> None:
     """Raises InputError naming the tensor or the field, and what was expected."""
-    hf = AutoConfig.from_pretrained(cfg.model)
-    at = f"model = {cfg.model!r}"
-    if hf.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise InputError(f"{at}: policy = 'megatron' knows {known}, not {hf.model_type}")
-    check_layout(cfg, hf)
+    hf = read_config(cfg)
     check_tensors(cfg.model, hf)
     words = len(load_tokenizer(cfg.model))
     if words > hf.vocab_size:
-        raise InputError(f"{at}: its tokenizer has {words} tokens, its embedding {hf.vocab_size}")
+        told = f"its tokenizer has {words} tokens, its embedding {hf.vocab_size}"
+        raise InputError(f"model = {cfg.model!r}: {told}")
+
+
+def read_config(cfg):
+    """The model's config.json. Raises InputError for a family or layout that cannot be trained."""
+    hf = AutoConfig.from_pretrained(cfg.model)
+    if hf.model_type not in FAMILIES:
+        told = f"policy = 'megatron' knows {', '.join(FAMILIES)}, not {hf.model_type}"
+        raise InputError(f"model = {cfg.model!r}: {told}")
+    check_layout(cfg, hf)
+    return hf
 
 
 def check_layout(cfg, hf) -> None:

@@ -14,11 +14,8 @@ Mamba's activations only those of its projections are, and the layers are those 
 Transformer Engine keeps less, and with cp its backward sends keys and values once more.
 """
 
-from transformers import AutoConfig
-
-from configs import InputError
-from policy.check import check_layout
-from policy.families import FAMILIES, padded, pattern
+from policy.check import read_config
+from policy.families import padded, pattern
 from policy.sizes import RESERVE, longest_row
 
 
@@ -53,12 +50,7 @@ class Shape:
 
 def read_shape(cfg) -> Shape:
     """The model of cfg. Raises InputError for one, or a layout, that Megatron cannot train here."""
-    hf = AutoConfig.from_pretrained(cfg.model)
-    if hf.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise InputError(f"model = {cfg.model!r}: expected one of {known}, not {hf.model_type}")
-    check_layout(cfg, hf)
-    return Shape(hf)
+    return Shape(read_config(cfg))
 
 
 # --- parameters -----------------------------------------------------------------------------------
