@@ -119,6 +119,7 @@ def test_contradictions_of_a_layout(fields, told):
     assert told in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_program_tells_it_within_seconds(folder):
     flags = ["--model", folder("qwen3"), "--policy", "megatron", "--tp", "3", "--trainers", "3"]
     began = time.monotonic()

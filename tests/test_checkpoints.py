@@ -96,6 +96,7 @@ def ask(run_dir: Path, **fields) -> SimpleNamespace:
     )
 
 
+@pytest.mark.slow
 def test_two_runs_never_share_a_folder(tmp_path):
     program = (
         "import sys; sys.path.insert(0, '.')\n"
@@ -348,6 +349,7 @@ def test_a_damaged_export_does_not_spoil_its_checkpoint(tmp_path):
     assert not damaged(folder)
 
 
+@pytest.mark.slow
 def test_stores_bind_a_free_port_before_anybody_is_told(tiny_config):
     """Many ranks that start at once on one machine never take each other's port."""
     from concurrent.futures import ThreadPoolExecutor

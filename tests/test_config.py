@@ -287,6 +287,7 @@ def test_good_input_reaches_ray(bad, monkeypatch):
         grpo_async.main()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["unknown_field", "malformed_json", "long_prompt"])
 def test_bad_input_ends_the_program_within_seconds(bad, case, tmp_path):
     path, message = bad(case)

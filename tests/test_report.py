@@ -129,6 +129,7 @@ def evaluate(page: Path, script: str):
 
 
 @browser
+@pytest.mark.slow
 def test_curves_have_a_point_for_each_value(run_dir):
     result = evaluate(
         run_dir / "report.html",
@@ -159,6 +160,7 @@ def test_curves_have_a_point_for_each_value(run_dir):
 
 
 @browser
+@pytest.mark.slow
 def test_hovering_tells_the_values(run_dir):
     told = evaluate(
         run_dir / "report.html",
@@ -182,6 +184,7 @@ def test_hovering_tells_the_values(run_dir):
 
 
 @browser
+@pytest.mark.slow
 def test_the_mismatch_table_follows_its_slider(run_dir):
     result = evaluate(
         run_dir / "report.html",
@@ -202,6 +205,7 @@ def test_the_mismatch_table_follows_its_slider(run_dir):
 
 
 @browser
+@pytest.mark.slow
 def test_rollouts_are_listed_filtered_and_opened(run_dir):
     result = evaluate(
         run_dir / "report.html",
@@ -249,6 +253,7 @@ def test_rollouts_are_listed_filtered_and_opened(run_dir):
 
 
 @browser
+@pytest.mark.slow
 def test_tokens_carry_version_colour_and_explanation(run_dir):
     result = evaluate(
         run_dir / "report.html",
@@ -296,6 +301,7 @@ def test_tokens_carry_version_colour_and_explanation(run_dir):
 
 
 @browser
+@pytest.mark.slow
 def test_text_of_rollouts_cannot_run(run_dir):
     page = run_dir / "report.html"
     assert page.read_text().count("</script>") == 2
@@ -316,6 +322,7 @@ def test_text_of_rollouts_cannot_run(run_dir):
 
 
 @browser
+@pytest.mark.slow
 def test_light_and_dark(run_dir, tmp_path):
     from matplotlib.image import imread
 
@@ -329,6 +336,7 @@ def test_light_and_dark(run_dir, tmp_path):
 
 
 @browser
+@pytest.mark.slow
 def test_an_empty_run_has_a_page(tmp_path):
     page = report.write(str(tmp_path))
     text = evaluate(page, "return document.body.innerText;")
