@@ -89,7 +89,8 @@ def house(monkeypatch):
 
 def lose(house, engine) -> None:
     """An engine dies: nothing of it answers any more."""
-    engine.answers = dict.fromkeys(("check_health", "update_weights"), RuntimeError("it died"))
+    calls = "check_health", "update_weights", "probe"
+    engine.answers = dict.fromkeys(calls, RuntimeError("it died"))
     house.engines.discard([engine], RuntimeError("it died"))
 
 
@@ -192,6 +193,23 @@ def test_an_engine_that_is_nearly_done_when_another_fails_is_kept(house):
             ref.told.set_result((PHASES, {}))
         await asyncio.wait_for(update, 5)
         assert home.killed == [first] and engines.serving() == others
+
+    asyncio.run(main())
+
+
+def test_a_replacement_that_is_lost_before_it_was_synced_harms_nobody(house):
+    async def main():
+        home = house(2)
+        engines = await home.open()
+        well = home.made[1]
+        lose(home, home.made[0])
+        engines.launch()
+        await engines.started()
+        engines.welcome()
+        lose(home, home.made[2])
+        home.slow = True
+        await asyncio.wait_for(engines.sync(1), 5)
+        assert engines.serving() == [well] and well not in home.killed
 
     asyncio.run(main())
 
