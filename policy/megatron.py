@@ -23,9 +23,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint_io
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -127,6 +134,7 @@ class MegatronPolicy:
             )
             # Without overrides weights decay alike, as under policy/fsdp.py: norms and biases too.
             self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides={})
+            self.save_group = dist.new_group(backend="gloo")  # used while training communicates
 
     def forward_backward(self, batches: list, loss_fn: Callable) -> list[dict]:
         """Add up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns the rows' stats.
@@ -280,10 +288,11 @@ class MegatronPolicy:
         return {"model": model, "optimizer": moments, "updates": self.updates}
 
     def save(self, dir: str) -> Callable[[], None]:
-        """Write this rank's shards; what returns has nothing left to wait for."""
+        """Copy this rank's shards to memory; what returns writes them, beside the training."""
         Path(dir).mkdir(parents=True, exist_ok=True)
-        dist_checkpointing.save(self._state(loading=False), dir)
-        return lambda: None
+        copied = Copied(self.save_group)
+        dist_checkpointing.save(self._state(loading=False), dir, copied)
+        return copied.write
 
     def load(self, dir: str) -> None:
         """Go on from `save`; on any layout of ranks, each reads what it needs."""
@@ -297,6 +306,29 @@ class MegatronPolicy:
             if "step" in moments:  # which Megatron gives to all parameters as one tensor
                 moments["step"] = moments["step"].clone()
         self.updates = state["updates"]
+
+
+class Copied(TorchDistSaveShardedStrategy):
+    """Megatron's way to save, but for when it writes: `save` copies and `write` does the rest.
+
+    Megatron's own asynchronous way forks the trainer and ends with messages in the group that the
+    training uses meanwhile. `write` has a group of its own.
+    """
+
+    def __init__(self, group):
+        super().__init__("torch_dist", 1)
+        self.group = group
+
+    def save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> None:
+        """Keep a copy of the shards that this rank is to write."""
+        shards = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)[0]
+        for shard in itertools.chain(*shards.values()):
+            if isinstance(shard.data, Tensor):
+                shard.data = shard.data.detach().to("cpu", copy=True)
+        planner = MCoreSavePlanner(flatten_state_dict=False)
+        tensors = mcore_to_pyt_state_dict(shards)
+        how = {"checkpoint_id": checkpoint_dir, "planner": planner, "process_group": self.group}
+        self.write = partial(checkpoint_io.save, tensors, **how)
 
 
 def prepare_adam(part) -> None:

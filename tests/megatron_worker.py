@@ -6,6 +6,7 @@ Rank 0 writes JOB.pt: for each family logits, logprobs, loss, gradient norm, wei
 """
 
 import dataclasses
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -116,11 +117,25 @@ def measure(model: str, job: dict, folder: Path) -> dict:
     step = policy.optimizer_step(1.5)
     after = dict(policy.named_weights())
     if job.get("save"):
-        policy.save(str(folder / f"saved-{Path(model).name}"))()
-        policy.export_hf(str(folder / f"export-{Path(model).name}"))()
+        after = {name: w.clone() for name, w in after.items()}
+        writes = [policy.save(str(folder / f"saved-{Path(model).name}"))]
+        writes += [policy.export_hf(str(folder / f"export-{Path(model).name}"))]
+        spoil(policy)  # what was saved is that moment's, whenever it is written
+        for write in writes:
+            write()
     found = {"before": before, "after": after, "logps": logps, "metas": policy.weight_metas()}
     found |= {"logits": told, "total": total, "step": step}
     return found | ({"replayed": replay(cfg, mine)} if model.endswith("_moe") else {})
+
+
+@torch.no_grad()
+def spoil(policy) -> None:
+    """Changes all that a checkpoint holds."""
+    for tensor in (*policy.model.parameters(), *policy.model.buffers()):
+        tensor.fill_(7)
+    for part in policy.optimizer.chained_optimizers:
+        for tensor in itertools.chain(*(s.values() for s in part.optimizer.state.values())):
+            tensor.fill_(7)
 
 
 def replay(cfg: Config, mine: list[Batch]) -> dict:
