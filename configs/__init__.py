@@ -83,6 +83,7 @@ def refuse_contradictions(cfg) -> None:
     """Raises ValueError for fields that exclude each other, naming both."""
     P, U, rule = cfg.prompts_per_step, cfg.updates_per_batch, cfg.correction
     kl, skip, dual = cfg.kl_coef, cfg.skip_zero_advantage, cfg.dual_clip
+    error = cfg.sequence_error_limit
     waits, tries = cfg.rollout_attempts * cfg.timeouts.rollout, "rollout attempts * timeout"
     asked = [k for k in ("eval_only", "rollout_only", "replay", "export") if getattr(cfg, k)]
     goes_on = "resume = 'auto'" * (cfg.resume == "auto") or "export" * bool(cfg.export)
@@ -97,6 +98,8 @@ def refuse_contradictions(cfg) -> None:
         (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
         (P % U == 0, f"prompts_per_step = {P} is no multiple of updates_per_batch = {U}"),
         (dual is None or dual > 1, f"dual_clip = {dual}: expected more than 1"),
+        (error >= 1, f"sequence_error_limit = {error}: expected 1, for no error, or more"),
+        (asked or cfg.group_size > 1, "group_size = 1: expected 2 or more, to compare"),
         (bool(cfg.val_period) == bool(cfg.val_data), f"{val}: expected both or neither"),
         (not (kl and skip), f"kl_coef = {kl} needs skip_zero_advantage = False, not True"),
         (len(asked) < 2, f"{' and '.join(asked)} exclude each other"),

@@ -119,6 +119,9 @@ def test_a_wrong_file_is_refused_by_place_and_value(write, text, message):
         ({"val_period": 0, "val_data": "some.jsonl"}, "expected both or neither"),
         ({"kl_coef": 0.1, "skip_zero_advantage": True}, "needs skip_zero_advantage = False"),
         ({"dual_clip": 0.5}, "more than 1"),
+        ({"sequence_error_limit": 0.9}, "sequence_error_limit = 0.9: expected 1"),
+        ({"group_size": 1}, "group_size = 1: expected 2"),
+        ({"advantage_clip": -1.0}, "advantage_clip"),
         ({"correction": {"low": 3, "high": 2}}, "correction.low = 3.0 > correction.high = 2.0"),
     ],
 )
