@@ -82,8 +82,7 @@ def test_the_measures_measure():
     + [(path, 90) for path in FILES if path.endswith(".sbatch")],
 )
 def test_files_stay_short(path, limit):
-    lines = len(read(path).splitlines()) if path in FILES else 0
-    assert lines <= limit
+    assert len(read(path).splitlines()) <= limit
 
 
 @pytest.mark.parametrize("path", PRODUCT)
@@ -215,8 +214,6 @@ def test_metrics_are_few():
 
 def test_metrics_are_those_of_the_glossary():
     path = "docs/grpo_async.md"
-    if not (ROOT / path).is_file():
-        pytest.skip(f"{path} does not exist yet: nothing to compare the metric keys with")
     heading, rest = re.search(r"^(#+) .*glossary.*$([\s\S]*)", read(path), re.M | re.I).groups()
     section = re.split(rf"^#{{1,{len(heading)}}} ", rest, flags=re.M)[0]
     first_cells = re.findall(r"^\|([^|]*)\|", section, re.M)
