@@ -49,10 +49,13 @@ def group(store, rank: int, world: int, cfg):
 
 
 def pack(weights: Iterator[tuple[str, Tensor]], metas: list, cfg) -> Iterator[Tensor]:
-    """Gathers named weights, in the order of `metas`, into the buffers to broadcast."""
+    """Gathers named weights into the buffers to broadcast; ValueError unless they are `metas`."""
     for items, size in buckets(metas):
         buffer = torch.empty(size, dtype=torch.uint8, device=device(cfg))
-        for (_, _, dtype, start, stop), (_, tensor) in zip(items, weights, strict=False):
+        for name, _, dtype, start, stop in items:
+            given, tensor = next(weights, ("nothing", None))
+            if given != name:
+                raise ValueError(f"the policy sends {given} where {name} was announced")
             buffer[start:stop].view(dtype).copy_(tensor.reshape(-1))
         yield buffer
 
@@ -84,11 +87,10 @@ def checksum(bytes_B: Tensor) -> int:
     return total
 
 
-def compare(sent: dict[str, int], received: dict[str, int]) -> None:
-    """Raises RuntimeError naming the first tensor whose checksums differ."""
-    for name in sent:
-        if received.get(name) != sent[name]:
-            raise RuntimeError(f"{name} arrived at an engine other than it was sent")
+def difference(sent: dict[str, int], received: list[dict[str, int]]) -> str:
+    """The first tensor whose checksum at some worker of an engine differs, "" for none."""
+    names = (name for name in sent if any(sums.get(name) != sent[name] for sums in received))
+    return next(names, "")
 
 
 class WeightReceiver:

@@ -76,6 +76,14 @@ def test_a_lost_receiver_does_not_stop_the_gathers_that_other_ranks_join(monkeyp
     assert gathered == list(tensors)
 
 
+@pytest.mark.parametrize("drop", ["a", "c", "e"])
+def test_weights_that_were_not_announced_are_refused(drop):
+    tensors = weights()
+    given = {name: tensor for name, tensor in tensors.items() if name != drop}
+    with pytest.raises(ValueError, match=f"where {drop} was announced"):
+        list(weight_sync.pack(iter(given.items()), metas(tensors), CFG))
+
+
 def test_a_checksum_sees_a_flipped_bit_and_swapped_bytes():
     torch.manual_seed(0)
     bytes_B = torch.randint(0, 256, (200_000,), dtype=torch.uint8)
