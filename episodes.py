@@ -32,6 +32,7 @@ class Turn:
     versions: list[int]
     finish_reason: str  # "stop", "length" where the answer was cut off, "" for a draft
     text: str = ""
+    opening: str = ""  # "<think>" where the prompt has begun the answer so
     # Which experts saw each token of prompt and answer but the last, which the engine did not read.
     routes: np.ndarray | None = None  # [tokens - 1, layers, experts]
 
@@ -39,39 +40,49 @@ class Turn:
     def from_vllm(cls, prompt_ids: list[int], answer) -> "Turn":
         """A CompletionOutput, whose version spans become one version for each token.
 
-        Raises RuntimeError where something else than the policy or the length limit ended it.
+        Raises RuntimeError where something else than the policy or the length limit ended it, or
+        where not every token has a logprob and a version.
         """
         if answer.finish_reason not in ("stop", "length", ""):
             raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
-        spans = answer.weight_versions or ()
-        versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
+        versions = []
+        for span in answer.weight_versions or ():
+            versions += [int(span.version)] * (span.end - span.start)
         logps = list(answer.logprobs.logprobs)
         ids, routes = list(answer.token_ids), answer.routed_experts
+        if not len(ids) == len(logps) == len(versions):
+            told = f"{len(logps)} logprobs and {len(versions)} versions"
+            raise RuntimeError(f"vLLM returned {len(ids)} tokens with {told}")
         return cls(prompt_ids, ids, logps, versions, answer.finish_reason, routes=routes)
 
-    def extended(self, answer) -> "Turn":
-        """This draft and what a CompletionOutput adds to it."""
-        more = Turn.from_vllm(self.prompt_ids, answer)
+    def extended(self, more: "Turn") -> "Turn":
+        """This draft and what came after it."""
         ids, logps = self.token_ids + more.token_ids, self.logps + more.logps
         versions = self.versions + more.versions
         return Turn(self.prompt_ids, ids, logps, versions, more.finish_reason, routes=more.routes)
+
+    def after(self, n: int) -> "Turn":
+        """What came after the first n tokens; without the prompt, which whoever asks has."""
+        rest = self.token_ids[n:], self.logps[n:], self.versions[n:]
+        return Turn([], *rest, self.finish_reason, routes=self.routes)
 
 
 EMPTY_TURN = Turn([], [], [], [], "")
 
 
-def unfinished(state):
-    """A CompletionOutput of a running vLLM request; vLLM tells versions only of finished ones."""
+def unfinished(state) -> Turn:
+    """What a running vLLM request has sampled; vLLM tells versions only of finished ones."""
     answer = state._new_completion_output([], None, None)
     answer.finish_reason, answer.weight_versions = "", state._weight_version_spans()
-    return answer
+    return Turn.from_vllm([], answer)
 
 
 class Policy:
     """What an environment sees of the policy: token ids in, a Turn out, always the same engine.
 
     `cfg` tells it max_model_len and how prompts are rendered. `drafts` outlives it: should the
-    engine be lost, the episode that runs again finds its answers there, as far as they had come.
+    engine be lost, the episode that runs again finds its answers there, as far as they had come:
+    for each of its calls the prompt and a Turn for each answer.
     """
 
     def __init__(self, generator, tokenizer, cfg, seed: int, drafts: list):
@@ -95,18 +106,21 @@ class Policy:
                 ray.cancel(request)
         turns = await pending
         self.drafts[k] = prompt_ids, turns
+        end = self.tokenizer.decode(prompt_ids[-16:]).rstrip()
         for turn in turns:
             turn.text = self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+            turn.opening = "<think>" if end.endswith("<think>") else ""
         return turns
 
     async def note(self, k: int, call: str) -> None:
-        """Takes down what there is of the k-th request's answers; finished ones travel once."""
+        """Takes down what is new of the k-th request's answers: no token travels twice."""
         prompt_ids, old = self.drafts[k]
-        known = [j for j, turn in enumerate(old) if turn.finish_reason]
+        known = [None if turn.finish_reason else len(turn.token_ids) for turn in old]
         new = await self.generator.drafts.remote(call, known)
         if new:
-            turns = [old[j] if turn is None else turn for j, turn in enumerate(new)]
-            self.drafts[k] = prompt_ids, turns
+            old = old or [Turn(prompt_ids, [], [], [], "")] * len(new)
+            pairs = zip(old, new, strict=True)
+            self.drafts[k] = prompt_ids, [o if n is None else o.extended(n) for o, n in pairs]
 
 
 @dataclasses.dataclass

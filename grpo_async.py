@@ -74,7 +74,7 @@ from episodes import (
     unfinished,
 )
 from launch import cluster
-from launch.cluster import Timeouts, actor, within
+from launch.cluster import Timeouts, actor, together, within
 from launch.fleet import Fleet
 from metrics import k3
 from policy import weight_sync
@@ -184,12 +184,12 @@ class Config:
     rollout_workers: PositiveInt = 1
     """Processes that render prompts, run environments and compute advantages."""
     # --- the algorithm
-    advantage_clip: float = 50.0
+    advantage_clip: PositiveFloat = 50.0
     """Advantages are clamped to +- this."""
     correction: Correction = dataclasses.field(default_factory=Correction)
     """Importance weights of the tokens, pi_train / pi_engine."""
     sequence_error_limit: float = 2.0
-    """Drop a sequence whose mean exp|logp_train - logp_engine| is above."""
+    """Drop a sequence whose mean exp|logp_train - logp_engine|, 1 without error, is above."""
     updates_per_batch: PositiveInt = 1
     """Optimizer steps per batch. 1: the PPO ratio is 1. More: PPO against recomputed logprobs."""
     clip_low: float = 0.2
@@ -595,7 +595,7 @@ class Generator:
         limit = self.cfg.max_response_tokens
         answers = (self.answer(prompt_ids, seed + j, call, j, limit) for j in range(n))
         try:
-            return await asyncio.gather(*answers)
+            return await together(answers)
         finally:
             del self.written[call]
 
@@ -626,32 +626,38 @@ class Generator:
         first = -1 if call == "probe" else 0
         outputs = self.engine.generate(prompt, params, f"{call}-{j}", priority=first)
         async for output in outputs:
-            self.written[call][j] = draft.extended(output.outputs[0])
+            self.written[call][j] = draft.extended(Turn.from_vllm([], output.outputs[0]))
         return self.written[call][j]
 
-    def drafts(self, call: str, known=()) -> list[Turn | None]:
-        """What there is of a request's answers, but those `known`, for when this engine is lost."""
-        written = enumerate(self.written.get(call, ()))
-        turns = [None if j in known else turn for j, turn in written]
+    def drafts(self, call: str, known: list[int | None]) -> list[Turn | None]:
+        """What a request's answers have beyond `known` tokens each, for when this engine is lost.
+
+        None for an answer that is known whole. All is new where `known` is empty.
+        """
+        turns = list(self.written.get(call, ()))
         for state in self.engine.output_processor.request_states.values():
             name, _, j = state.external_req_id.rpartition("-")
             if name == call:
                 turns[int(j)] = turns[int(j)].extended(unfinished(state))
-        return turns
+        counts = known or [0] * len(turns)
+        return [None if n is None else t.after(n) for t, n in zip(turns, counts, strict=False)]
 
     async def join_sync_group(self, *args) -> None:
         """Connects the engine's workers to trainer rank 0."""
         await self.engine.collective_rpc("join_sync_group", args=args)
 
     async def update_weights(self, version: int, verify: bool):
-        """Receives `version` in flight: (seconds by phase, checksums). Any error is final."""
+        """Receives `version` in flight: (seconds by phase, each worker's checksums).
+
+        Any error is final.
+        """
         clock, began = time.perf_counter, time.perf_counter()
         # Not through AsyncLLM.pause_generation, which adds 20 ms that vLLM calls unnecessary.
         await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         paused = clock()
         label = self.engine.update_weight_version(str(version))
         receive = self.engine.collective_rpc("receive_weights", args=(verify,))
-        (sums, *_), _ = await asyncio.gather(receive, label)
+        sums, _ = await asyncio.gather(receive, label)
         self.version, loaded = version, clock()
         await self.engine.resume_generation()
         phases = {"sync_pause": paused - began, "sync_transfer": loaded - paused}
@@ -681,21 +687,22 @@ class RolloutWorker:
         and `score_group(rows, responses)` where rewards compare. Raises what it raises; called
         again, it goes on from the answers that it had.
         """
-        drafts = self.drafts.setdefault((slot, row["_line"]), [[] for _ in range(n)])
+        old = self.drafts.get((slot, row["_line"]), [[]] * n)
+        drafts = self.drafts[slot, row["_line"]] = [list(draft) for draft in old]
         seed = zlib.crc32(f"{self.cfg.seed} {slot}".encode())
         env = envs.environment(row["agent_ref"]["name"])
         if hasattr(env, "rollout"):
             shared = generator, self.tokenizer, self.cfg
             policies = [Policy(*shared, seed + j, draft) for j, draft in enumerate(drafts)]
-            episodes = await asyncio.gather(*(env.rollout(row, policy) for policy in policies))
+            episodes = await together(env.rollout(row, policy) for policy in policies)
         else:
             prompt_ids = render(self.tokenizer, row, self.cfg.thinking)
             policy = Policy(generator, self.tokenizer, self.cfg, seed, drafts[0])
             turns = await policy.generate(prompt_ids, n)
-            rewards = await asyncio.gather(*(envs.verify(row, turn.text) for turn in turns))
+            rewards = await together(envs.verify(row, t.opening + t.text) for t in turns)
             episodes = [Episode([t], r) for t, r in zip(turns, rewards, strict=True)]
         if hasattr(env, "score_group"):
-            texts = [episode.turns[-1].text for episode in episodes]
+            texts = [e.turns[-1].opening + e.turns[-1].text for e in episodes]
             rewards = await env.score_group([row] * n, texts)
             episodes = [Episode(e.turns, r) for e, r in zip(episodes, rewards, strict=True)]
         self.drafts.pop((slot, row["_line"]), None)
@@ -890,12 +897,17 @@ class Engines(Fleet):
         both, limit = {*sends, *updates}, self.cfg.timeouts.sync
         await asyncio.wait(both, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
         errors = [task.exception() for task in both if task.done() and task.exception()]
-        if errors:  # those that have all they need are done in a moment, and innocent
+        if errors:  # those that have all buckets are done in a moment; the others never
             await asyncio.wait(updates, timeout=2)
-        if not errors and all(task.done() for task in both):
-            for task in updates:
-                weight_sync.compare(sends[0].result(), task.result()[1])
-            return [task.result()[0] for task in updates]
+        elif all(task.done() for task in both):
+            for task, engine in updates.items():
+                name = weight_sync.difference(sends[0].result(), task.result()[1])
+                if name:
+                    told = f"{name} arrived at an engine other than it was sent"
+                    errors.append(RuntimeError(told))
+                    self.discard([engine], errors[-1])
+            if not errors:
+                return [task.result()[0] for task in updates]
         error = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
         self.discard([e for t, e in updates.items() if not t.done() or t.exception()], error)
         # The dead engines' sockets are closed now, so a send that waits for them ends as well.

@@ -122,6 +122,17 @@ def connect(cfg) -> None:
     )
 
 
+async def together(awaitables) -> list:
+    """asyncio.gather, but an error ends the others too, before it is raised: no orphan works on."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 async def within(seconds: float, what: str, awaitable: Awaitable, state=lambda: ""):
     """Awaits under a named deadline. Raises TimeoutError with that name and `state`.
 

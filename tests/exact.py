@@ -44,7 +44,7 @@ class ExactGenerator:
         state = await asyncio.to_thread(lambda: dict(self.receiver.incoming(sums, verify)))
         self.model.load_state_dict(state, strict=False)
         self.version = version
-        return {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}, sums
+        return {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}, [sums]
 
     async def generate(self, prompt_ids, n, seed, call="", drafts=()):
         """n answers, each with its own random numbers."""
@@ -72,7 +72,7 @@ class ExactGenerator:
         reason = "stop" if new[-1] == 1 else "length"
         return Turn(list(prompt_ids), new, logps, [self.version] * len(new), reason)
 
-    def drafts(self, call, known=()):
+    def drafts(self, call, known):
         """Nothing is ever half written."""
         return []
 

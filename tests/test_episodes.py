@@ -291,7 +291,7 @@ def test_an_answer_that_another_engine_finished_has_the_experts_of_that_one():
         routed_experts=np.ones((3, 3, 2), np.uint16),  # it read prompt and draft
         finish_reason="stop",
     )
-    whole = turn([7, 8], [1]).extended(answer)
+    whole = turn([7, 8], [1]).extended(Turn.from_vllm([], answer))
     (sample,) = stitch([whole])
     assert (sample.routes_T[:3] == 1).all() and len(sample.routes_T) == 4
 
@@ -402,8 +402,6 @@ def test_an_answer_that_nobody_waits_for_is_cancelled(monkeypatch):
 def test_a_retry_starts_from_what_was_written(monkeypatch):
     """The second try hands the engine the first one's drafts, as long as the prompt is the same."""
     monkeypatch.setattr(episodes, "DRAFT_SECONDS", 0.01)
-    draft = episodes.Turn([], [5], [-1.0], [0], "")
-    whole = episodes.Turn([], [7], [-1.0], [0], "stop")
     asked, known = [], []
 
     class Engine:
@@ -413,9 +411,10 @@ def test_a_retry_starts_from_what_was_written(monkeypatch):
             self.generate = SimpleNamespace(remote=self.answer)
             self.drafts = SimpleNamespace(remote=self.written)
 
-        async def written(self, call, finished):
-            known.append(finished)
-            return [draft, None if finished else whole]
+        async def written(self, call, counts):
+            known.append(counts)
+            first = [turn([], [5], reason=""), turn([], [7])]
+            return [turn([], [6], reason=""), None] if counts else first
 
         async def answer(self, prompt_ids, n, seed, call, drafts):
             asked.append((prompt_ids, list(drafts)))
@@ -434,5 +433,74 @@ def test_a_retry_starts_from_what_was_written(monkeypatch):
         return turn
 
     assert asyncio.run(twice()).token_ids == [5, 6]
-    assert asked == [([1, 2], []), ([1, 2], [draft, whole]), ([9], [])]
-    assert known[:2] == [[], [1]], "what is finished travels once"
+    assert [prompt_ids for prompt_ids, _ in asked] == [[1, 2], [1, 2], [9]]
+    (_, first), (_, (draft, whole)), (_, last) = asked
+    assert first == last == [] and draft.prompt_ids == whole.prompt_ids == [1, 2]
+    assert draft.token_ids == [5] + [6] * (len(known) - 1) and not draft.finish_reason
+    assert (whole.token_ids, whole.finish_reason) == ([7], "stop")
+    assert known[:3] == [[], [1, None], [2, None]], "no token travels twice"
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """A rollout worker with a character tokenizer, an environment and no engine."""
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
+    monkeypatch.setattr(grpo_async, "load_tokenizer", lambda model: tokenizer)
+    env = SimpleNamespace()
+    monkeypatch.setattr(grpo_async.envs, "environment", lambda name: env)
+    made = RolloutWorker(Config(run_dir=str(tmp_path)), 0)
+    made.finish = lambda row, slot, episodes: episodes
+    return made, env
+
+
+def test_an_error_in_one_rollout_ends_its_siblings_and_no_retry_reads_what_they_write(worker):
+    made, env = worker
+    alive, handed = [], []
+
+    async def rollout(row, policy):
+        handed.append(policy.drafts)
+        if len(handed) % 2 == 0:
+            raise ConnectionError("the tool server is gone")
+        alive.append(policy)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            policy.drafts.append(([1], [turn([1], [2])]))  # an orphan's last word
+            alive.remove(policy)
+
+    async def twice():
+        for _ in range(2):
+            with pytest.raises(ConnectionError):
+                await made.rollout_group(None, ROW, 0, 2)
+            assert not alive
+
+    env.rollout = rollout
+    asyncio.run(twice())
+    assert len(handed) == 4 and len({id(drafts) for drafts in handed}) == 4
+
+
+@pytest.mark.parametrize(("prompt", "judged"), [("go<think>\n", "<think>4"), ("go\n", "4")])
+def test_thinking_that_the_prompt_began_is_judged_with_the_answer(
+    worker, monkeypatch, prompt, judged
+):
+    """Templates of reasoning models end with `<think>`; an answer cut off there is no answer."""
+    made, env = worker
+    seen = []
+
+    async def answer(prompt_ids, *rest):
+        return [turn(prompt_ids, [ord("4")], text="") for _ in range(2)]
+
+    async def verify(row, text):
+        seen.append(text)
+        return Reward(0)
+
+    async def score_group(rows, texts):
+        seen.extend(texts)
+        return [Reward(0)] * 2
+
+    monkeypatch.setattr(grpo_async, "render", lambda *args: list(map(ord, prompt)))
+    monkeypatch.setattr(grpo_async.envs, "verify", verify)
+    env.score_group = score_group
+    generator = SimpleNamespace(generate=SimpleNamespace(remote=answer))
+    groups = asyncio.run(made.rollout_group(generator, ROW, 0, 2))
+    assert seen == [judged] * 4 and [e.turns[0].text for e in groups] == ["4"] * 2

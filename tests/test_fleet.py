@@ -66,7 +66,7 @@ class House:
     def make(self, cfg):
         """A new engine; while the house is `slow` it does not get ready by itself."""
         start = Ref(... if self.slow else self.broken)
-        engine = Actor(start=start, update_weights=(PHASES, {}))
+        engine = Actor(start=start, update_weights=(PHASES, [{}]))
         self.made.append(engine)
         return engine
 
@@ -189,8 +189,8 @@ def test_an_engine_that_is_nearly_done_when_another_fails_is_kept(house):
         update = asyncio.create_task(engines.sync(1))
         await asyncio.sleep(0.05)
         for engine, ref in zip(others, slow, strict=True):
-            engine.answers["update_weights"] = (PHASES, {})
-            ref.told.set_result((PHASES, {}))
+            engine.answers["update_weights"] = (PHASES, [{}])
+            ref.told.set_result((PHASES, [{}]))
         await asyncio.wait_for(update, 5)
         assert home.killed == [first] and engines.serving() == others
 
@@ -221,6 +221,22 @@ def test_the_first_update_of_all_must_work(house):
         with pytest.raises(RuntimeError, match="w arrived at an engine other than it was sent"):
             await home.open()
         assert len(home.made) == 2, "what never worked is not mended by another start"
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_got_other_weights_is_replaced_alone(house):
+    """With several workers in an engine each must have got them."""
+
+    async def main():
+        home = house(2)
+        engines = await home.open()
+        home.trainer.answers["send_weights"] = {"w": 1}
+        home.made[0].answers["update_weights"] = (PHASES, [{"w": 1}, {"w": 2}])
+        home.made[1].answers["update_weights"] = (PHASES, [{"w": 1}, {"w": 1}])
+        home.slow = True
+        await asyncio.wait_for(engines.sync(1), 5)
+        assert home.killed == home.made[:1] and "w arrived" in str(engines.error)
 
     asyncio.run(main())
 
