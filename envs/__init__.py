@@ -47,6 +47,7 @@ def check_row(row) -> None:
     """Raises ValueError naming dotted path, value and expectation unless `row` is a Gym row."""
     at = "responses_create_params.input"
     messages = get(row, at, list, "a list of messages")
+    get(row, "responses_create_params.tools", list | None, "a list or null")
     require(messages, at, messages, "at least one message")
     for i, message in enumerate(messages):
         role = get(message, "role", str, "a string", f"{at}[{i}].")

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envs
+import envs.checkers as checkers
 import envs.math as maths
 import envs.reasoning_gym as puzzles
-from envs.math import CheckerError, Checkers
+from envs.checkers import CheckerError, Checkers
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "../shared/data"
@@ -240,7 +241,7 @@ def test_64_checks_at_once():
 @pytest.fixture
 def one_child(monkeypatch):
     """A pool of a single child, and the list of processes it has started."""
-    monkeypatch.setattr(maths, "CHILDREN", 1)
+    monkeypatch.setattr(checkers, "CHILDREN", 1)
     pool, started = Checkers("envs.math:make_check"), []
     start = pool._start
     monkeypatch.setattr(pool, "_start", lambda: started.append(start()) or started[-1])
@@ -276,6 +277,72 @@ def test_a_dead_or_starved_child_is_an_error_and_no_reward(one_child, cause):
         return await pool.run(1.0, expected="2", text="2")
 
     assert asyncio.run(main())["value"] == 1
+
+
+def peculiar():
+    """A check that evaluates what it is given, as some of reasoning-gym's do."""
+
+    def check(text: str) -> dict:
+        try:
+            return {"value": float(eval(text))}
+        except BaseException as error:
+            return {"value": 0.0, "reason": type(error).__name__}
+
+    return check
+
+
+@pytest.fixture
+def evaluating(monkeypatch):
+    """A pool of one child that evaluates answers."""
+    monkeypatch.setattr(checkers, "CHILDREN", 1)
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    pool = Checkers("test_envs:peculiar")
+    yield lambda text, deadline=1.0: asyncio.run(pool.run(deadline, text=text))
+    child = pool.threads.submit(lambda: pool.own.child).result()
+    child.kill()
+    child.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("input()", "EOFError"),
+        ("__import__('time').sleep(60)", "timeout"),
+        ("exit()", "SystemExit"),
+        ("exec('while True: pass')", "timeout"),
+    ],
+)
+def test_an_answer_that_waits_or_hangs_is_wrong_and_no_failure(evaluating, text, reason):
+    assert evaluating(text) == {"value": 0.0, "reason": reason}
+    assert evaluating("1") == {"value": 1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fd", range(3, 8))
+def test_a_forged_verdict_is_none_and_harms_no_later_answer(evaluating, fd):
+    forged = evaluating(f"__import__('os').write({fd}, b'{{\"value\": 9}}\\n')")
+    assert forged["value"] != 9
+    assert [evaluating(text)["value"] for text in ("0.5", "0.25")] == [0.5, 0.25]
+
+
+@pytest.mark.slow
+def test_a_check_that_others_keep_from_a_cpu_gets_more_time(evaluating):
+    """With a third of a core 0.6 s of CPU take longer than the deadline of 1 s."""
+    core = min(os.sched_getaffinity(0))
+    burn = "import time\nwhile time.process_time() - began < 0.6: pass"
+    text = f"__import__('os').sched_setaffinity(0, [{core}]), (began := __import__('time')"
+    text = f"({text}.process_time()), exec({burn!r}, {{'began': began}}), 1)[-1]"
+    others = [
+        subprocess.Popen(["taskset", "-c", str(core), sys.executable, "-c", "while True: pass"])
+        for _ in range(2)
+    ]
+    try:
+        assert evaluating(text) == {"value": 1.0}
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 @pytest.mark.slow
