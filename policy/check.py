@@ -39,6 +39,11 @@ class Checkpoint:
         return cut[:, start:stop] if dim else cut[start:stop]
 
 
+# Fields of a config.json that change the network without changing its tensors.
+FIXED = {"hidden_act": "silu", "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
+FIXED |= {"use_sliding_window": False}
+
+
 def check_megatron(cfg) -> None:
     """Raises InputError naming the tensor or the field, and what was expected."""
     hf = read_config(cfg)
@@ -55,6 +60,11 @@ def read_config(cfg):
     if hf.model_type not in FAMILIES:
         told = f"policy = 'megatron' knows {', '.join(FAMILIES)}, not {hf.model_type}"
         raise InputError(f"model = {cfg.model!r}: {told}")
+    fixed = FIXED | ({"norm_topk_prob": True} if hf.model_type == "nemotron_h" else {})
+    for name, value in fixed.items():
+        if getattr(hf, name, value) != value:
+            told = f"{name} = {getattr(hf, name)!r}, policy = 'megatron' trains {value!r} only"
+            raise InputError(f"model = {cfg.model!r}: its config.json has {told}")
     check_layout(cfg, hf)
     return hf
 

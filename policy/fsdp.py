@@ -61,8 +61,8 @@ class FSDPPolicy:
 
     Needs the default process group. Weights, gradients and moments are float32 and sharded; on GPU
     (the current device) the network computes in bf16. All but `weight_metas` is collective: every
-    rank calls it, with equally many batches. Raises RuntimeError where packing would mix sequences
-    or the head is more than a matrix.
+    rank calls it, with equally many batches. Raises ValueError where the checkpoint lacks a tensor,
+    RuntimeError where packing would mix sequences or the head is more than a matrix.
     """
 
     def __init__(self, cfg, trainable: bool = True):
@@ -70,7 +70,13 @@ class FSDPPolicy:
         self.dp_group, self.speaks = None, True  # every rank trains rows of its own
         self.device = torch.device("cuda" if gpu else "cpu")
         masters = {"dtype": torch.float32, "attn_implementation": cfg.attention}
-        self.lm = AutoModelForCausalLM.from_pretrained(cfg.model, **masters)
+        masters |= {"output_loading_info": True}
+        self.lm, loaded = AutoModelForCausalLM.from_pretrained(cfg.model, **masters)
+        if lacking := sorted(loaded["missing_keys"]):
+            told = (
+                f"{len(lacking)} tensors that {type(self.lm).__name__} needs, such as {lacking[0]}"
+            )
+            raise ValueError(f"model = {cfg.model!r} lacks {told}")
         self.lm.eval().requires_grad_(trainable)  # train(), for its checkpointing, brings dropout
         layers = [m for m in self.lm.modules() if type(m).__name__ in self.lm._no_split_modules]
         for layer in layers if cfg.activation_checkpointing else ():

@@ -328,8 +328,9 @@ def checkpointed(forward: Callable, hidden_states: Tensor, **rest):
 def rotary_frequencies(hf) -> Tensor:
     """The inverse frequencies [head dimension / 2] that transformers uses, scaled ones included."""
     rotary = LlamaRotaryEmbedding(hf)
-    if rotary.attention_scaling != 1:
-        raise ValueError(f"rope_parameters = {hf.rope_parameters}: YaRN is not supported")
+    if rotary.attention_scaling != 1 or rotary.rope_type not in ("default", "linear", "llama3"):
+        told = "expected rope_type default, linear or llama3"
+        raise ValueError(f"rope_parameters = {hf.rope_parameters}: {told}")
     return rotary.inv_freq.clone()
 
 

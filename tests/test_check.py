@@ -71,6 +71,25 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
     assert "model.norm.weight is [63], expected [64]" in refusal(folder("qwen2", tensors=cut))
 
 
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("qwen3", "hidden_act", "relu"),
+        ("llama", "hidden_act", "gelu"),
+        ("qwen2", "use_sliding_window", True),
+        ("qwen3_moe", "use_sliding_window", True),
+        ("nemotron_dense", "mlp_hidden_act", "silu"),
+        ("nemotron_dense", "mamba_hidden_act", "gelu"),
+        ("nemotron_moe", "norm_topk_prob", False),
+    ],
+)
+def test_fields_that_change_the_network_and_not_its_tensors_are_refused(
+    family, field, value, folder
+):
+    told = refusal(folder(family, edit={field: value}))
+    assert f"its config.json has {field} = {value!r}, policy = 'megatron' trains" in told
+
+
 def test_heads_of_prediction_are_kept_aside(folder):
     def add(state):
         state["mtp.layers.0.norm.weight"] = state["backbone.norm_f.weight"] + 0

@@ -4,6 +4,7 @@ Axes, as suffixes:  T tokens of a packed row   N tokens   V vocabulary   H hidde
 """
 
 import json
+import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -403,6 +404,17 @@ def test_save_and_load_continue_bitwise(checkpoint, tmp_path):
 def test_what_cannot_be_packed_or_chunked_is_refused(family, part, checkpoint):
     with pytest.raises(RuntimeError, match=f"ForCausalLM.*{part}"):
         FSDPPolicy(config(checkpoint(family), attention="eager"))
+
+
+@pytest.mark.parametrize("lost", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(lost, checkpoint, tmp_path):
+    """transformers would fill it with noise and train that."""
+    folder = shutil.copytree(checkpoint("qwen3_tied"), tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    del state[lost]
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"lacks 1 tensors that Qwen3.*, such as {lost}"):
+        FSDPPolicy(config(folder))
 
 
 def rows_of(rank: int, world: int) -> list[Row]:
