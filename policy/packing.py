@@ -14,7 +14,7 @@ def plan_rows(lengths: list[int], capacity: int, ranks: int) -> list[list[list[i
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     # Of the samples at least as long as one, no more than capacity // its length share a row.
     crowds = (k / max(1, capacity // max(1, lengths[i])) for k, i in enumerate(order, 1))
-    least = max([1, sum(lengths) / capacity, *crowds])
+    least = max([1, sum(min(n, capacity) for n in lengths) / capacity, *crowds])
     rows: list[list[int]] = []
     usable: list[tuple[int, int, int]] = []  # heap of (work, row, room)
     crowded: list[tuple[int, int, int]] = []  # heap of (-room, row, work)

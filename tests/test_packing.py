@@ -59,6 +59,13 @@ def test_rows_that_run_together_are_balanced(ranks):
     assert sum(lengths) >= 0.9 * 8192 * work.size  # tokens of room
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_samples_longer_than_a_row_cost_no_empty_rows(ranks):
+    assert all(row for rows in plan_rows([50_000] * 8, 100, ranks) for row in rows)
+    plan = plan_rows([50_000] * 100 + [50] * 100, 100, ranks)
+    assert sum(map(len, plan)) in range(150, 150 + ranks)
+
+
 def test_a_small_batch_is_spread_over_the_ranks():
     assert [len(rows[0]) for rows in plan_rows([10] * 8, 100, 4)] == [2, 2, 2, 2]
     shares = plan_rows([30, 9, 30, 9, 9], 100, 3)
@@ -68,7 +75,8 @@ def test_a_small_batch_is_spread_over_the_ranks():
 def plan_by_search(lengths: list[int], capacity: int, ranks: int) -> list[list[list[int]]]:
     """The same rule without a heap: looks at every row for every sample, and starts over."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    least = max(1, sum(lengths) / capacity, sum(n > capacity // 2 for n in lengths))
+    least = max(1, sum(min(n, capacity) for n in lengths) / capacity)
+    least = max(least, sum(n > capacity // 2 for n in lengths))
     count = math.ceil(least / ranks) * ranks
     while True:
         rows, work, room = [[] for _ in range(count)], [0] * count, [capacity] * count
