@@ -81,9 +81,10 @@ def send(packed: Iterator[Tensor], metas: list, group, verify: bool) -> dict[str
 
 def checksum(bytes_B: Tensor) -> int:
     """Of a tensor's bytes, each weighed by its place: it changes if two of them change places."""
-    total, place = 0, torch.arange(1, 1 + 65521, device=bytes_B.device)
+    total, place = 0, torch.arange(1, 1 + (1 << 16), device=bytes_B.device)
     for i, part in enumerate(bytes_B.split(len(place))):
-        total += (i + 1) * int((part.long() * place[: len(part)]).sum())
+        part = part.long()
+        total += i * len(place) * int(part.sum()) + int((part * place[: len(part)]).sum())
     return total
 
 
