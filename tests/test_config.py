@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import os
 import re
 import subprocess
@@ -122,11 +123,20 @@ def test_a_wrong_file_is_refused_by_place_and_value(write, text, message):
         ({"sequence_error_limit": 0.9}, "sequence_error_limit = 0.9: expected 1"),
         ({"group_size": 1}, "group_size = 1: expected 2"),
         ({"advantage_clip": -1.0}, "advantage_clip"),
+        ({"warmup_lr": math.nan}, "warmup_lr = nan: expected a finite number"),
+        ({"lr": math.inf}, "lr = inf: expected a finite number"),
+        ({"kl_coef": -0.1}, "kl_coef = -0.1: expected a finite"),
+        ({"trainer_gpus": -3.0}, "trainer_gpus = -3.0: expected a finite number"),
+        ({"clip_low": 2.0}, "clip_low = 2.0: ratios are 0 or more"),
+        ({"gpu_memory_utilization": 7.0}, "gpu_memory_utilization = 7.0: expected a share"),
+        ({"low_effort": {"weight": math.nan}}, "low_effort.weight = nan: expected a finite"),
+        ({"correction": {"low": -2, "high": -1}}, "correction.low = -2.0: ratios are 0 or more"),
         ({"correction": {"low": 3, "high": 2}}, "correction.low = 3.0 > correction.high = 2.0"),
     ],
 )
 def test_contradictory_fields_are_named_with_their_values(write, fields, message):
-    path = write("".join(f"{name} = {value!r}\n" for name, value in fields.items()))
+    lines = "".join(f"{name} = {value!r}\n" for name, value in fields.items())
+    path = write(re.sub(r"\b(nan|inf)\b", r"float('\1')", lines))
     with pytest.raises(InputError, match=re.escape(message)) as error:
         configs.read(Config, path)
     told = str(error.value)
