@@ -8,7 +8,7 @@ from episodes import Episode
 
 @checked_dataclass(frozen=True, config={"extra": "forbid"})
 class LowEffort:
-    """Reward by length where the last message holds `{reasoning effort: low}`."""
+    """Reward by length where the last user message holds `{reasoning effort: low}`."""
 
     weight: float = 0.0
     """Bonus of a short answer; 0: off (Super: 0.2)."""
@@ -30,7 +30,8 @@ def low_effort_reward(reward: float, tokens: int, rule: LowEffort) -> float:
 
 def shaped_reward(row: dict, episode: Episode, rule: LowEffort) -> float:
     """The environment's reward, shaped by length where the prompt asks for low effort."""
-    last = row["responses_create_params"]["input"][-1].get("content", "")
-    if rule.weight and "{reasoning effort: low}" in str(last):
+    messages = row["responses_create_params"]["input"]
+    asked = [m["content"] for m in messages if m.get("role", "user") == "user"]
+    if rule.weight and "{reasoning effort: low}" in str(asked[-1:]):
         return low_effort_reward(episode.reward.value, len(episode.turns[-1].token_ids), rule)
     return float(episode.reward.value)
