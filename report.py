@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from configs import InputError
+
 # What one page holds: a browser stays quick up to some 50 MB, and long runs write far more.
 LIMITS = {
     "mismatch": 1000,
@@ -29,10 +31,13 @@ LIMITS = {
 
 
 def write(run_dir: str) -> Path:
-    """Writes the page of a run; returns its path."""
+    """Writes the page of a run; returns its path. Raises InputError where there is no folder."""
     run = Path(run_dir)
-    path = run / "config.json"
-    config = json.loads(path.read_text()) if path.exists() else {}
+    if not run.is_dir():
+        raise InputError(f"{run_dir}: expected the folder of a run")
+    config = {}
+    with suppress(OSError, ValueError):  # it may be half written
+        config = json.loads((run / "config.json").read_text())
     data = {
         "name": run.resolve().name,
         "written": time.strftime("%Y-%m-%d %H:%M"),

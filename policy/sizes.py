@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from configs import InputError
 from policy.weight_sync import BUCKET_BYTES
 
 GIB = 2**30
@@ -50,10 +51,17 @@ class Model:
 
 
 def read_model(folder: str) -> Model:
-    """Counts the model of a folder's config.json, built without storage on the meta device."""
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config)
+    """Counts the model of a folder's config.json, built without storage on the meta device.
+
+    Raises InputError where that is none of a language model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # transformers raises whatever it stumbles over
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError(f"model = {folder!r}: config.json describes no model: {told}") from None
     text = config.get_text_config()
 
     def get(*names, default=0):

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import configs
 import dry_run
+from configs import InputError
 from grpo_async import Config
 from launch import pace
 from policy import fsdp, logprobs, megatron_sizes, sizes
@@ -567,3 +568,10 @@ def test_what_does_not_fit_names_the_field_to_change(folder, fields, told):
     text = dry_run.explain(cfg, Config)
     assert [part for part in told if part not in text] == []
     assert ("PROBLEM" in text) == bool(told) and ("everything fits" in text) != bool(told)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "granite9"}', '{"model_type": "t5"}'])
+def test_a_config_that_is_none_of_a_language_model_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=f"model = '{tmp_path}': config.json describes no model"):
+        sizes.read_model(str(tmp_path))

@@ -13,6 +13,7 @@ import pytest
 from conftest import save_tokenizer
 
 import report
+from configs import InputError
 
 CHROMIUM = shutil.which("chromium")
 browser = pytest.mark.skipif(not CHROMIUM, reason="chromium is absent: the page was not opened")
@@ -380,3 +381,10 @@ def test_the_picture_of_a_run_that_is_still_going(run_dir):
     write_lines(folder / "metrics.jsonl", lines, '{"step"')
     picture = report.draw(str(folder))
     assert picture == folder / "reward.png" and picture.stat().st_size > 5000
+
+
+def test_a_folder_that_is_absent_or_half_written(tmp_path):
+    with pytest.raises(InputError, match="nowhere: expected the folder of a run"):
+        report.write(str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text('{"model": "/x')
+    assert report.write(str(tmp_path)).is_file()
