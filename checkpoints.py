@@ -77,10 +77,12 @@ def damage(folder: str, part: int = 0, parts: int = 1) -> str:
     """What is wrong with every `parts`-th file of a checkpoint; empty if nothing is."""
     try:
         expected = json.loads((Path(folder) / MARKER).read_text())
-        files = sorted(expected.items())[part::parts]
-    except (OSError, ValueError, AttributeError) as error:
+        files = sorted((name, tuple(told)) for name, told in expected.items())
+        if {len(told) for _, told in files} != {2}:
+            raise ValueError("expected the size and CRC-32 of each file")
+    except (OSError, TypeError, ValueError, AttributeError) as error:
         return f"{folder}/{MARKER}: {error}"
-    for name, (size, crc) in files:
+    for name, (size, crc) in files[part::parts]:
         path = Path(folder) / name
         actual = path.stat().st_size if path.is_file() else None
         if actual != size:

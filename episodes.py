@@ -144,6 +144,7 @@ class Sample:
     reward: float = math.nan
     advantage: float = 0.0
     env: str = ""
+    continues: bool = False  # an episode whose earlier tokens are in another sequence
     routes_T: np.ndarray | None = None  # int16 [T, layers, experts], -1 where unknown
 
 
@@ -160,6 +161,7 @@ class SampleInfo:
     newest_version: int
     truncated: bool
     env: str
+    continues: bool = False
 
 
 def is_malformed(text: str) -> bool:
@@ -184,10 +186,10 @@ def stitch(turns: list[Turn]) -> list[Sample]:
             runs.append([])
         runs[-1].append(turn)
         seen = turn.prompt_ids + turn.token_ids
-    return [join(run) for run in runs]
+    return [join(run, continues=run is not runs[0]) for run in runs]
 
 
-def join(turns: list[Turn]) -> Sample:
+def join(turns: list[Turn], continues: bool) -> Sample:
     """One sequence: in turn, what the environment added and what the policy answered."""
     tokens, mask, logps, versions, flags = [], [], [], [], []
     for turn in turns:
@@ -207,6 +209,7 @@ def join(turns: list[Turn]) -> Sample:
         np.array(flags, bool),
         truncated=turns[-1].finish_reason == "length",
         routes_T=routes,
+        continues=continues,
     )
 
 
@@ -233,6 +236,7 @@ def describe(sample: Sample) -> SampleInfo:
         newest_version=int(versions.max(initial=-1)),
         truncated=sample.truncated,
         env=sample.env,
+        continues=sample.continues,
     )
 
 
@@ -257,7 +261,7 @@ EMPTY = Sample(*(np.zeros(1, kind) for kind in ("i4", "?", "f4", "i4", "?")), Fa
 
 HEAD = ("slot", "version", "line")
 PER_TOKEN = ("tokens", "mask", "engine_logp", "version", "malformed")
-PER_SAMPLE = ("reward", "advantage", "truncated", "env")
+PER_SAMPLE = ("reward", "advantage", "truncated", "env", "continues")
 
 
 def write_groups(path: str, heads: list, places: list[list], *refs) -> None:
@@ -306,12 +310,16 @@ def read_groups(path: str) -> tuple:
         heads = [tuple(map(int, h)) for h in zip(*(columns[k] for k in HEAD), strict=True)]
         groups = [[] for _ in heads]
         ends = np.cumsum(columns["length"])
+        if (columns["length"] < 0).any() or (columns["group"] < 0).any():
+            raise ValueError("lengths and groups must be 0 or more")
+        if any(len(columns[f"{name}_T"]) != sum(columns["length"]) for name in PER_TOKEN):
+            raise ValueError("its tokens must be as many as its lengths tell")
         for i, (g, end) in enumerate(zip(columns["group"], ends, strict=True)):
             part = slice(end - columns["length"][i], end)
             tokens = {f"{k}_T": columns[f"{k}_T"][part] for k in PER_TOKEN}
             tokens |= {k: columns[k][part] for k in ("routes_T",) if k in columns}
             groups[g].append(Sample(**tokens, **{k: columns[k][i].item() for k in PER_SAMPLE}))
-    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: expected groups of samples: {error}") from None
     infos = ([describe(sample) for sample in group] for group in groups)
     return [(*head, info) for head, info in zip(heads, infos, strict=True)], *groups

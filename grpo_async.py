@@ -363,7 +363,7 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> tuple[Tensor, dict
 
     # Where trainer and engine disagree this much, the engine sampled from some other policy, and
     # its tokens teach nothing about ours.
-    error_N = sequence_mean(gap_T.abs().clamp(max=20).exp(), mask_T, batch.seq_T)
+    error_N = 1 + sequence_mean(gap_T.abs().clamp(max=20).expm1(), mask_T, batch.seq_T)
     trusted_N = error_N <= cfg.sequence_error_limit
     mask_T = mask_T & trusted_N[batch.seq_T]
     weight_T, inside_T = importance_weights(gap_T, mask_T, batch.seq_T, cfg.correction)
@@ -1165,7 +1165,7 @@ class Run:
             if isinstance(result, BaseException):
                 self.log.drop("val", f"{self.cfg.val_data}:{row['_line']}", result)
                 continue
-            rewards = [info.reward for info in result[1]]
+            rewards = [info.reward for info in result[1] if not info.continues]
             by_env.setdefault(row["agent_ref"]["name"], []).append(rewards)
         if not by_env:
             raise RuntimeError("every validation row failed") from done[0]

@@ -187,17 +187,21 @@ def validation_metrics(by_env: dict[str, list[list[float]]], k: int) -> dict[str
 def rollout_metrics(groups: list, step: int) -> dict[str, float]:
     """What a batch of groups was made of; `step` is the version that trains on it."""
     infos = [info for group in groups for info in group.infos]
-    lags = [step - info.oldest_version for info in infos]
+    answers = [info for info in infos if not info.continues]
+    lags = [step - info.oldest_version for info in infos if info.response_tokens] or [0]
 
     def mean(values) -> float:
         return sum(values) / len(infos)
 
     by_env = {}
-    for info in infos:
+    for info in answers:
         by_env.setdefault(info.env, []).append(info.reward)
-    return {f"reward/{env}": statistics.fmean(rewards) for env, rewards in by_env.items()} | {
-        "reward": mean(info.reward for info in infos),
-        "lag_mean": mean(lags),
+    broken = len(infos) - len(answers)
+    found = {"broken_prefixes": broken} if broken else {}
+    found |= {f"reward/{env}": statistics.fmean(rewards) for env, rewards in by_env.items()}
+    return found | {
+        "reward": statistics.fmean(info.reward for info in answers),
+        "lag_mean": statistics.fmean(lags),
         "lag_max": max(lags),
         "mixed_version_samples": mean(i.oldest_version < i.newest_version for i in infos),
         "response_tokens": mean(info.response_tokens for info in infos),

@@ -86,7 +86,8 @@ class Replay:
     """Trains on saved samples, in the order of their steps."""
 
     def __init__(self, cfg, rows: list[dict], val_rows: list[dict]):
-        self.files = sorted(Path(cfg.replay).glob("samples/step_*.npz"))
+        found = Path(cfg.replay).glob("samples/step_*.npz")
+        self.files = sorted(path for path in found if path.stem.removeprefix("step_").isdigit())
         if not self.files:
             raise InputError(f"replay = {cfg.replay!r}: expected a folder with samples/step_*.npz")
         steps = min(cfg.steps, len(self.files))

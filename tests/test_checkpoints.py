@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 import checkpoints
 import metrics
+import modes
 from configs import InputError
-from episodes import Sample, describe, read_groups, write_groups
+from episodes import Sample, Turn, describe, read_groups, stitch, write_groups
+from grpo_async import Config, Run
 from launch.cluster import within
 from metrics import mean_metrics, mismatch_rows, mismatch_table, validation_metrics
 
@@ -374,3 +376,59 @@ def test_half_a_line_of_a_killed_writer_is_cut_off(before, after, tmp_path):
     with metrics.append_to(path) as file:
         file.write(b"c\n")
     assert path.read_text() == after + "c\n"
+
+
+def test_answers_count_once_in_how_many_sequences_they_lie():
+    """One of three sequences at reward 1, one of a single one at reward 0: the mean is a half."""
+    turns = [Turn(ids, [3], [-1.0], [4], "stop") for ids in ([1, 2], [9, 9], [8, 8])]
+    long, short = stitch(turns), stitch(turns[:1])
+    for sample in long:
+        sample.reward = 1.0
+    short[0].reward = 0.0
+    infos = [describe(sample) for sample in long + short]
+    found = metrics.rollout_metrics([SimpleNamespace(infos=infos)], 5)
+    assert (found["reward"], found["broken_prefixes"], found["lag_max"]) == (0.5, 2, 1)
+    whole = metrics.rollout_metrics([SimpleNamespace(infos=infos[:1])], 5)
+    assert "broken_prefixes" not in whole
+
+
+def test_an_answer_without_tokens_has_no_lag():
+    samples = stitch([Turn([1, 2], [], [], [], "stop")]) + stitch([Turn([1], [3], [-1.0], [4], "")])
+    infos = [describe(sample) for sample in samples]
+    for info in infos:
+        info.reward = 0.0
+    found = metrics.rollout_metrics([SimpleNamespace(infos=infos)], 5)
+    assert (found["lag_mean"], found["lag_max"]) == (1.0, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"length": np.array([-1])},
+        {"length": np.array([100])},
+        {"length": np.array([2.5])},
+        {"group": np.array([-1])},
+        {"group": np.array([7])},
+        {"tokens_T": np.arange(1)},
+        {"slot": np.array(3)},
+    ],
+)
+def test_groups_that_are_no_groups_are_refused_by_file(tmp_path, change):
+    path = str(tmp_path / "step_000001.npz")
+    write_groups(path, [(0, 0, 1)], [], [make_sample(np.random.default_rng(0), 5)])
+    np.savez(path, **dict(np.load(path)) | change)
+    with pytest.raises(ValueError, match=f"{path}: expected groups of samples"):
+        read_groups(path)
+
+
+def test_a_file_that_is_being_written_is_not_replayed(tmp_path):
+    write_groups(str(tmp_path / "samples/step_000001.npz"), [], [])
+    (tmp_path / "samples/step_000002.npz.partial.npz").write_bytes(b"half")
+    cfg = Config(replay=str(tmp_path), prompts_per_step=1)
+    assert [path.name for path in modes.of(cfg, Run)(cfg, [], []).files] == ["step_000001.npz"]
+
+
+@pytest.mark.parametrize("marker", ["{}", "[]", "5", '{"a": 1}', '{"a": [1]}'])
+def test_a_marker_that_is_none_is_damage(tmp_path, marker):
+    (tmp_path / "complete.json").write_text(marker)
+    assert "complete.json" in checkpoints.damage(str(tmp_path))

@@ -143,6 +143,7 @@ def test_describe():
         "newest_version": 5,
         "truncated": True,
         "env": "",
+        "continues": False,
     }
 
 
@@ -249,11 +250,14 @@ EFFORT = Config(low_effort={"weight": 1.0, "tokens": 10})
         ([LOW, "and now?"], EFFORT, 1.0),  # only the last message counts
         (["before", f"now {LOW}"], EFFORT, 1.8),
         ([f"1 + 1? {LOW}"], Config(), 1.0),  # off
+        ([f"1 + 1? {LOW}", ("assistant", "a call"), ("tool", "its result")], EFFORT, 1.8),
+        (["1 + 1?", ("assistant", LOW)], EFFORT, 1.0),
         ([[{"type": "input_text", "text": f"1 + 1? {LOW}"}]], EFFORT, 1.8),
     ],
 )
-def test_low_effort_is_asked_for_by_the_last_message(messages, cfg, expected):
-    row = {"responses_create_params": {"input": [{"content": m} for m in messages]}}
+def test_low_effort_is_asked_for_by_the_last_user_message(messages, cfg, expected):
+    pairs = [m if isinstance(m, tuple) else ("user", m) for m in messages]
+    row = {"responses_create_params": {"input": [{"role": r, "content": m} for r, m in pairs]}}
     turns = [turn([7], [1] * 9), turn([7, *[1] * 9], [2, 2])]  # the last answer's length counts
     reward = shaped_reward(row, Episode(turns, Reward(1)), cfg.low_effort)
     assert reward == pytest.approx(expected) and isinstance(reward, float)
@@ -345,6 +349,7 @@ def test_a_group_is_compared_and_written(finish):
     samples, infos, lines = finish([Episode(t, Reward(v, {"x": set()})) for t, v in values])
     assert [s.tokens_T.tolist() for s in samples] == [[7, 1], [9, 2, 3], [7, 4], [7, 5]]
     assert [s.reward for s in samples] == [3, 3, 1, 2]
+    assert [s.continues for s in samples] == [False, True, False, False]
     expected = [2.121317, 2.121317, -2.121317, 0]
     assert [s.advantage for s in samples] == pytest.approx(expected, abs=1e-5)
     assert infos == [describe(s) for s in samples]
@@ -419,7 +424,8 @@ def test_a_retry_starts_from_what_was_written(monkeypatch):
         async def answer(self, prompt_ids, n, seed, call, drafts):
             asked.append((prompt_ids, list(drafts)))
             if len(asked) == 1:
-                await asyncio.sleep(0.1)
+                while len(known) < 3:
+                    await asyncio.sleep(0.01)
                 raise RuntimeError("lost")
             return [episodes.Turn(prompt_ids, [5, 6], [-1.0] * 2, [0, 1], "stop")]
 
