@@ -63,7 +63,7 @@ class Checkers:
             slept = child.poll() is None and Clock(child.pid).slept_since(began)
             child.kill()
             child.communicate()
-            if slept or child.returncode == -signal.SIGPROF:
+            if not reply and (slept or child.returncode == -signal.SIGPROF):
                 return {"value": 0.0, "reason": "timeout"}
             if not reply:
                 raise CheckerError(f"{self.factory}: code {child.returncode}, no verdict")
@@ -89,33 +89,37 @@ class Checkers:
         One that works ends itself after `deadline` seconds of CPU; where others have the CPUs it
         gets thrice that time.
         """
-        began = Clock(child.pid)
+        began, speaks = Clock(child.pid), False
+        last = threading.Timer(4 * deadline, child.kill)  # an answer may write half a line
+        last.start()
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(line)
             child.stdin.flush()
         for _ in range(3):
-            if select.select([child.stdout], [], [], deadline)[0]:
-                if not (reply := child.stdout.readline()):
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        child.wait(1)
-                return reply
-            if Clock(child.pid).slept_since(began):
+            speaks = bool(select.select([child.stdout], [], [], deadline)[0])
+            if speaks or Clock(child.pid).slept_since(began):
                 break
-        return ""
+        reply = child.stdout.readline() if speaks else ""
+        last.cancel()
+        if speaks and not reply:  # it is ending: its exit code tells why
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(1)
+        return reply
 
 
 class Clock:
-    """When a process ran: seconds that it worked or waited for a CPU, and where it stands."""
+    """What a process did so far: seconds of work or of waiting for a CPU; is it held by others?"""
 
     def __init__(self, pid: int):
         folder, self.now = Path(f"/proc/{pid}"), time.monotonic()
         ran, queued, _ = (folder / "schedstat").read_text().split()
         self.busy = (int(ran) + int(queued)) / 1e9
-        self.stopped = (folder / "stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        self.held = state in "TtD"  # stopped, or waiting for a disk
 
     def slept_since(self, began: "Clock") -> bool:
         """Whether it had nothing to do most of the time, by its own choice."""
-        return not self.stopped and self.busy - began.busy < (self.now - began.now) / 2
+        return not self.held and self.busy - began.busy < (self.now - began.now) / 2
 
 
 def serve() -> None:

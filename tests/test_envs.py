@@ -310,6 +310,10 @@ def evaluating(monkeypatch):
         ("input()", "EOFError"),
         ("__import__('time').sleep(60)", "timeout"),
         ("exit()", "SystemExit"),
+        (
+            "[__import__('os').write(fd, b'half') for fd in (4, 5)][0:0] or exit()",
+            "forged a verdict",
+        ),
         ("exec('while True: pass')", "timeout"),
     ],
 )
