@@ -113,7 +113,8 @@ def connect(cfg) -> None:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-    local = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    # Never a cluster that somebody else has left running here.
+    local = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     ray.init(
         runtime_env={"env_vars": env},
         log_to_driver=False,
