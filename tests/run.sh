@@ -13,4 +13,13 @@ fi
 unset PYTHONDONTWRITEBYTECODE
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-exec .venv/bin/python -m pytest "$@"
+[ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
+# Unit tests run beside those that wait for programs to start.
+units=$(mktemp)
+nice .venv/bin/python -m pytest -m "not e2e and not slow" >"$units" 2>&1 &
+beside=$!
+trap 'kill $beside 2>/dev/null; cat "$units"; rm "$units"' EXIT
+failed=0
+.venv/bin/python -m pytest -m "e2e or slow" || failed=$?
+wait $beside || failed=$?
+exit $failed

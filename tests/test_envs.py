@@ -304,29 +304,23 @@ def evaluating(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
+def test_an_answer_that_waits_or_hangs_is_wrong_and_no_failure(evaluating):
+    for text, reason in (
         ("input()", "EOFError"),
         ("__import__('time').sleep(60)", "timeout"),
         ("exit()", "SystemExit"),
-        (
-            "[__import__('os').write(fd, b'half') for fd in (4, 5)][0:0] or exit()",
-            "forged a verdict",
-        ),
         ("exec('while True: pass')", "timeout"),
-    ],
-)
-def test_an_answer_that_waits_or_hangs_is_wrong_and_no_failure(evaluating, text, reason):
-    assert evaluating(text) == {"value": 0.0, "reason": reason}
+    ):
+        assert evaluating(text) == {"value": 0.0, "reason": reason}
     assert evaluating("1") == {"value": 1.0}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fd", range(3, 8))
-def test_a_forged_verdict_is_none_and_harms_no_later_answer(evaluating, fd):
-    forged = evaluating(f"__import__('os').write({fd}, b'{{\"value\": 9}}\\n')")
-    assert forged["value"] != 9
+@pytest.mark.parametrize("line", ['{"value": 9}\\n', "half"])
+def test_a_forged_verdict_is_none_and_harms_no_later_answer(evaluating, line):
+    """The answer writes to whatever file the verdicts may go to."""
+    write = f"import os\nfor fd in range(3, 9):\n try: os.write(fd, b'{line}')\n except OSError: 0"
+    assert evaluating(f"exec({write!r})") == {"value": 0.0, "reason": "forged a verdict"}
     assert [evaluating(text)["value"] for text in ("0.5", "0.25")] == [0.5, 0.25]
 
 

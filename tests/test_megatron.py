@@ -299,15 +299,37 @@ def test_it_trains_what_vllm_samples(family, layout, limit, models, tiny_config,
     AutoModelForCausalLM.from_pretrained(program.folder / "step_000005" / "hf")
 
 
-@pytest.mark.e2e
-def test_replayed_experts_bring_trainer_and_engine_together_in_bf16(models):
-    """Both compute in bf16: where they choose other experts, their logprobs part."""
+LOADED = ["qwen3_moe", "nemotron_moe", "qwen3", "nemotron_dense"]
+
+
+@pytest.fixture(scope="module")
+def scripts(models):
+    """Two programs that hold an engine each, started together as they mostly start: `told` each."""
     env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests"}
     env |= {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "tests/replayed.py", models["qwen3_moe"]]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    wanted = {"replayed": [models["qwen3_moe"]], "loaded": [models[f] for f in LOADED]}
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, "-W", "ignore", f"tests/{name}.py", *args], cwd=ROOT, env=env, **pipes
+        )
+        for name, args in wanted.items()
+    }
+
+    def told(name: str) -> dict:
+        output, errors = running[name].communicate(timeout=300)
+        assert running[name].returncode == 0, errors[-4000:]
+        return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+
+    yield told
+    for process in running.values():
+        process.kill()
+
+
+@pytest.mark.e2e
+def test_replayed_experts_bring_trainer_and_engine_together_in_bf16(scripts):
+    """Both compute in bf16: where they choose other experts, their logprobs part."""
+    told = scripts("replayed")
     print(told)
     assert told["hit rate"] == 1 and told["other experts"] > 0
     assert told["replayed"]["max"] < told["free"]["max"] / 3
@@ -315,12 +337,7 @@ def test_replayed_experts_bring_trainer_and_engine_together_in_bf16(models):
 
 
 @pytest.mark.e2e
-def test_vllm_loads_the_export_and_scores_the_same(models):
+def test_vllm_loads_the_export_and_scores_the_same(scripts):
     """Families whose tiny heads its CPU attention knows; with experts first, for their group."""
-    env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests"}
-    families = ["qwen3_moe", "nemotron_moe", "qwen3", "nemotron_dense"]
-    command = [sys.executable, "-W", "ignore", "tests/loaded.py", *(models[f] for f in families)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    gaps = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    assert set(gaps) == set(families) and max(gaps.values()) < 1e-5, gaps
+    gaps = scripts("loaded")
+    assert set(gaps) == set(LOADED) and max(gaps.values()) < 1e-5, gaps

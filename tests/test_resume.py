@@ -45,8 +45,7 @@ def test_killed_after_every_step_it_is_bitwise_the_run_that_never_was(tiny_confi
     fields = {"steps": steps, "max_lag": 0, "save_period": 1, "keep_last": 99}
     fields |= {"max_response_tokens": 8, "skip_zero_advantage": False}
     whole = tiny_config(run_dir=str(tmp_path / "whole"), **fields)
-    calm = Program(whole, script="tests/exact.py")
-    assert calm.ends() == 0, calm.told()[-4000:]
+    calm = Program(whole, script="tests/exact.py")  # beside the other: both mostly start
 
     cfg = tiny_config(run_dir=str(tmp_path / "killed"), **fields)
     for k in range(1, steps):
@@ -57,6 +56,7 @@ def test_killed_after_every_step_it_is_bitwise_the_run_that_never_was(tiny_confi
         assert not (program.folder / f"step_{k + 2:06d}").exists(), "killed too late to tell"
     program = Program(cfg, "--resume", "auto", script="tests/exact.py")
     assert program.ends() == 0, program.told()[-4000:]
+    assert calm.ends() == 0, calm.told()[-4000:]
 
     for step in range(1, steps + 1):
         name = f"step_{step:06d}"
