@@ -18,7 +18,7 @@ unset PYTHONDONTWRITEBYTECODE
 units=$(mktemp)
 nice .venv/bin/python -m pytest -m "not e2e and not slow" >"$units" 2>&1 &
 beside=$!
-trap 'kill $beside 2>/dev/null; cat "$units"; rm "$units"' EXIT
+trap 'kill $beside 2>/dev/null || cat "$units"; rm "$units"' EXIT
 failed=0
 .venv/bin/python -m pytest -m "e2e or slow" || failed=$?
 wait $beside || failed=$?

@@ -284,16 +284,19 @@ def test_the_export_is_what_transformers_loads(family, measured):
     ],
 )
 def test_it_trains_what_vllm_samples(family, layout, limit, models, tiny_config, monkeypatch):
-    """Five steps of the whole program, in-flight sync included."""
+    """Five steps of the whole program, each sampled by the policy that trains on it.
+
+    With a lag a token's context may be older than the token, and no recomputation agrees.
+    """
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/cpu")
     fields = {"policy": "megatron", "skip_zero_advantage": False, "verify_sync_every": 1}
-    cfg = tiny_config(model=models[family], steps=5, lr=1e-4, **fields | layout)
+    cfg = tiny_config(model=models[family], steps=5, lr=1e-4, max_lag=0, **fields | layout)
     program = Program(cfg)
     assert program.ends() == 0, program.told()[-4000:]
     assert len(program.steps()) == 5
     tables = [line["rows"] for line in program.lines("mismatch.jsonl")]
-    fresh = [row for rows in tables for row in rows if row["by"] == "lag" and row["key"] == "0"]
-    assert fresh and max(row["mean"] for row in fresh) < limit
+    means = [row["mean"] for rows in tables for row in rows if row["by"] == "all"]
+    assert len(means) == 5 and max(means) < limit
     if "replay_routing" in layout:
         assert all(line["routing_replay_hit_rate"] == 1 for line in program.steps())
     AutoModelForCausalLM.from_pretrained(program.folder / "step_000005" / "hf")
