@@ -44,13 +44,13 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
@@ -98,13 +98,13 @@ class Correction:
     """Judge each token's ratio, or the geometric mean of its sequence's ratios."""
     action: Literal["truncate", "mask"] = "truncate"
     """Clamp the ratio into [low, high], or zero the weight of what lies outside."""
-    low: float = 0.0
+    low: NonNegativeFloat = 0.0
     """Lower bound of pi_train / pi_engine."""
-    high: float = 5.0
+    high: PositiveFloat = 5.0
     """Upper bound of pi_train / pi_engine."""
 
 
-@checked_dataclass(frozen=True, config={"extra": "forbid"})
+@checked_dataclass(frozen=True, config={"extra": "forbid", "allow_inf_nan": False})
 class Config:
     """Defaults follow Nemotron 3 Super RLVR, penalties off; files in configs/ override the rest."""
 
@@ -166,7 +166,7 @@ class Config:
     """Longest response; shorter where max_model_len leaves less room."""
     max_num_seqs: PositiveInt = 256
     """Sequences that one engine decodes at once; the others queue."""
-    gpu_memory_utilization: float = 0.85
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Share of a GPU that an engine may take."""
     # --- the two loops
     max_lag: NonNegativeInt = 1
@@ -175,11 +175,11 @@ class Config:
     """vLLM engines."""
     tensor_parallel: PositiveInt = 1
     """GPUs that share one engine's weights; the trainer's is `tp`."""
-    generator_gpus: float = 1.0
+    generator_gpus: NonNegativeFloat = 1.0
     """Ray's GPU share of an engine; below 1 a GPU is shared with a trainer."""
     trainers: PositiveInt = 1
     """Trainer ranks."""
-    trainer_gpus: float = 1.0
+    trainer_gpus: NonNegativeFloat = 1.0
     """Ray's GPU share of a trainer rank."""
     rollout_workers: PositiveInt = 1
     """Processes that render prompts, run environments and compute advantages."""
@@ -188,17 +188,17 @@ class Config:
     """Advantages are clamped to +- this."""
     correction: Correction = dataclasses.field(default_factory=Correction)
     """Importance weights of the tokens, pi_train / pi_engine."""
-    sequence_error_limit: float = 2.0
+    sequence_error_limit: Annotated[float, Field(ge=1, allow_inf_nan=True)] = 2.0
     """Drop a sequence whose mean exp|logp_train - logp_engine|, 1 without error, is above."""
     updates_per_batch: PositiveInt = 1
     """Optimizer steps per batch. 1: the PPO ratio is 1. More: PPO against recomputed logprobs."""
-    clip_low: float = 0.2
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """PPO ratio is clipped below 1 - this."""
-    clip_high: float = 0.28
+    clip_high: NonNegativeFloat = 0.28
     """PPO ratio is clipped above 1 + this (clip-higher, DAPO)."""
     dual_clip: float | None = None
     """Bound -A * ratio by -A * this where A < 0; must be above 1."""
-    kl_coef: float = 0.0
+    kl_coef: NonNegativeFloat = 0.0
     """Weight of the k3 KL to the initial policy; 0: no reference model is loaded."""
     reduction: Literal["token", "sequence"] = "token"
     """Every token weighs the same, or every sequence does."""
@@ -215,11 +215,11 @@ class Config:
     # --- optimisation
     lr: PositiveFloat = 3e-6
     """AdamW learning rate, constant after the warm-up."""
-    warmup_lr: float = 3e-7
+    warmup_lr: NonNegativeFloat = 3e-7
     """Learning rate of the first update."""
     warmup_steps: NonNegativeInt = 10
     """Updates of linear warm-up."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """AdamW decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
@@ -362,7 +362,7 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> tuple[Tensor, dict
     gap_T = torch.where(mask_T, old_logp_T - batch.engine_logp_T, 0.0)
 
     # Where trainer and engine disagree this much, the engine sampled from some other policy, and
-    # its tokens teach nothing about ours.
+    # its tokens teach nothing about ours. (A float32 sum of numbers near 1 would lose the error.)
     error_N = 1 + sequence_mean(gap_T.abs().clamp(max=20).expm1(), mask_T, batch.seq_T)
     trusted_N = error_N <= cfg.sequence_error_limit
     mask_T = mask_T & trusted_N[batch.seq_T]
@@ -647,10 +647,7 @@ class Generator:
         await self.engine.collective_rpc("join_sync_group", args=args)
 
     async def update_weights(self, version: int, verify: bool):
-        """Receives `version` in flight: (seconds by phase, each worker's checksums).
-
-        Any error is final.
-        """
+        """Receives `version` in flight: (seconds by phase, sums by worker). Any error is final."""
         clock, began = time.perf_counter, time.perf_counter()
         # Not through AsyncLLM.pause_generation, which adds 20 ms that vLLM calls unnecessary.
         await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
@@ -699,10 +696,10 @@ class RolloutWorker:
             prompt_ids = render(self.tokenizer, row, self.cfg.thinking)
             policy = Policy(generator, self.tokenizer, self.cfg, seed, drafts[0])
             turns = await policy.generate(prompt_ids, n)
-            rewards = await together(envs.verify(row, t.opening + t.text) for t in turns)
+            rewards = await together(envs.verify(row, turn.judged) for turn in turns)
             episodes = [Episode([t], r) for t, r in zip(turns, rewards, strict=True)]
         if hasattr(env, "score_group"):
-            texts = [e.turns[-1].opening + e.turns[-1].text for e in episodes]
+            texts = [episode.turns[-1].judged for episode in episodes]
             rewards = await env.score_group([row] * n, texts)
             episodes = [Episode(e.turns, r) for e, r in zip(episodes, rewards, strict=True)]
         self.drafts.pop((slot, row["_line"]), None)

@@ -1,20 +1,20 @@
 """Rewards that are shaped after an environment has given them: by the length of the answer."""
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from episodes import Episode
 
 
-@checked_dataclass(frozen=True, config={"extra": "forbid"})
+@checked_dataclass(frozen=True, config={"extra": "forbid", "allow_inf_nan": False})
 class LowEffort:
     """Reward by length where the last user message holds `{reasoning effort: low}`."""
 
-    weight: float = 0.0
+    weight: NonNegativeFloat = 0.0
     """Bonus of a short answer; 0: off (Super: 0.2)."""
     tokens: PositiveInt = 3000
     """Answer length at which that bonus turns into a penalty."""
-    penalty: float = 1.0
+    penalty: NonNegativeFloat = 1.0
     """Slope of the penalty beyond it."""
 
 
