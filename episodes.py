@@ -36,6 +36,11 @@ class Turn:
     # Which experts saw each token of prompt and answer but the last, which the engine did not read.
     routes: np.ndarray | None = None  # [tokens - 1, layers, experts]
 
+    @property
+    def judged(self) -> str:
+        """What an environment judges: the text, and the `<think>` that the prompt had opened."""
+        return self.opening + self.text
+
     @classmethod
     def from_vllm(cls, prompt_ids: list[int], answer) -> "Turn":
         """A CompletionOutput, whose version spans become one version for each token.

@@ -63,11 +63,12 @@ class Checkers:
             slept = child.poll() is None and Clock(child.pid).slept_since(began)
             child.kill()
             child.communicate()
-            if not reply and (slept or child.returncode == -signal.SIGPROF):
+            if reply:  # perhaps an earlier answer left it in the pipe
+                continue
+            if slept or child.returncode == -signal.SIGPROF:
                 return {"value": 0.0, "reason": "timeout"}
-            if not reply:
-                raise CheckerError(f"{self.factory}: code {child.returncode}, no verdict")
-        # Not what an earlier answer left in the pipe: this child was new.
+            raise CheckerError(f"{self.factory}: code {child.returncode}, no verdict")
+        # In a new child it is this answer's own.
         return {"value": 0.0, "reason": "forged a verdict"}
 
     def _start(self) -> subprocess.Popen:
