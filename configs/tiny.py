@@ -4,15 +4,15 @@ run_dir = "runs/tiny-{seed}-{time}"
 model = "models/tiny"
 train_data = "data/tiny/train.jsonl"
 val_data = "data/tiny/validation.jsonl"
-steps = 220
-val_period = 30
+steps = 160
+val_period = 40
 save_period = 0
 
 prompts_per_step = 7
 group_size = 16
 max_model_len = 128
 max_response_tokens = 64
-max_num_seqs = 8
+max_num_seqs = 10
 
 generator_gpus = 0.5
 trainer_gpus = 0.5
