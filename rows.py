@@ -39,8 +39,7 @@ def load_rows(path: str, cfg) -> list[dict]:
     if not rows:
         all_bad = f"; {first_of(bad)}" if bad else ""
         raise InputError(f"{path}: holds no rows, expected at least one{all_bad}")
-    if bad:
-        quarantine(bad, cfg)
+    quarantine(path, bad, cfg)
     return rows
 
 
@@ -51,17 +50,26 @@ def first_of(bad: list[dict]) -> str:
     return f"{bad[0]['file']}:{bad[0]['line']}: {bad[0]['reason']}{more}"
 
 
-def quarantine(bad: list[dict], cfg) -> None:
-    """Appends the bad rows' file, line, reason and start to the run folder; prints their number."""
-    folder = Path(cfg.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "quarantine.jsonl", "a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in bad)
+def quarantine(file: str, bad: list[dict], cfg) -> None:
+    """Writes a file's bad rows to the run folder, in place of those of an earlier start.
+
+    With line, reason and start of each; prints how many there are.
+    """
+    path = Path(cfg.run_dir) / "quarantine.jsonl"
+    told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [row for row in told if row["file"] != file] + bad
+    if found != told:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".partial")
+        aside.write_text("".join(json.dumps(row) + "\n" for row in found))
+        aside.replace(path)
+    if not bad:
+        return
     # "responses_create_params.input[3].role is 5, expected ..." is counted under its field.
     kinds = (re.split(r" is |: ", row["reason"])[0] for row in bad)
     counts = Counter(re.sub(r"\[\d+\]", "[]", kind) for kind in kinds)
     told = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
-    print(f"{bad[0]['file']}: {len(bad)} bad rows are in {folder / 'quarantine.jsonl'}: {told}")
+    print(f"{file}: {len(bad)} bad rows are in {path}: {told}")
 
 
 def read_lines(path: str) -> Iterator[str]:

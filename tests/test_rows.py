@@ -110,6 +110,13 @@ def test_bad_rows_are_set_aside_up_to_a_number(cfg, tmp_path, capsys):
     (told,) = capsys.readouterr().out.splitlines()
     assert f"{path}: 3 bad rows are in {cfg.run_dir}" in told
     assert told.endswith(": expected JSON 1, expected UTF-8 1, answer 1")
+    other = write_lines(tmp_path / "val.jsonl", [GOOD, b"{"])
+    for start in (path, other, path):  # resumed, it tells the same once more
+        load_rows(start, cfg)
+    assert sorted(row["line"] for row in quarantined(cfg)) == [2, 2, 4, 6]
+    write_lines(tmp_path / "train.jsonl", [GOOD])
+    load_rows(path, cfg)
+    assert [row["file"] for row in quarantined(cfg)] == [other], "it was mended"
 
 
 def test_a_file_of_bad_rows_is_refused(cfg, tmp_path):
