@@ -12,6 +12,7 @@ before it is used.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import fcntl
 import itertools
@@ -26,7 +27,6 @@ from pathlib import Path
 import episodes
 from configs import InputError
 from launch.cluster import within
-from metrics import Log
 
 MARKER = "complete.json"
 BLOCK = 1 << 24
@@ -61,7 +61,7 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def commit(aside: str, folder: str, files: dict[str, tuple[int, int]]) -> None:
+def commit(aside: str, folder: str, files: dict[str, tuple[int, int]], *_) -> None:
     """Makes a written folder appear under its name: rename first, marker last, both flushed."""
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(aside, folder)
@@ -104,10 +104,16 @@ def newest_first(run_dir: str) -> list[Path]:
     return sorted(folders, key=step_of, reverse=True)
 
 
-def prune(run_dir: str, keep: int) -> None:
-    """Deletes what resuming needs from all but the newest `keep` checkpoints; hf/ stays."""
-    for folder in newest_first(run_dir)[keep:]:
-        (folder / MARKER).unlink()  # first: what is half deleted must not look complete
+def prune(run_dir: str, keep: int, *_) -> None:
+    """Deletes what resuming needs from all but the newest `keep` checkpoints; hf/ stays.
+
+    Also what is left of those that were given up, or were half deleted when their run died.
+    """
+    kept = newest_first(run_dir)[:keep]
+    for folder in Path(run_dir).glob("step_*"):
+        if step_of(folder) < 0 or folder in kept:
+            continue
+        (folder / MARKER).unlink(missing_ok=True)  # first: half of it must not look complete
         for path in folder.iterdir():
             if path.name == "hf":
                 continue
@@ -122,6 +128,8 @@ def claim(cfg):
     Raises InputError where another run is alive in it, or was and is not to be continued.
     """
     run_dir, folder = cfg.run_dir, Path(cfg.run_dir)
+    if cfg.replay == run_dir:
+        raise InputError(f"replay = run_dir = {run_dir!r}: expected another run_dir")
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "a+")  # noqa: SIM115
     try:
@@ -130,10 +138,13 @@ def claim(cfg):
         lock.seek(0)
         owner = lock.read().strip()
         raise InputError(f"run_dir = {run_dir!r} is in use by {owner}") from None
+    except OSError as error:
+        raise InputError(f"run_dir = {run_dir!r} cannot be locked: {error.strerror}") from None
     metrics = folder / "metrics.jsonl"
+    holds = metrics.exists() and metrics.stat().st_size or newest_first(run_dir)
     here = cfg.resume == "auto" or (cfg.resume and Path(cfg.resume).parent == folder)
     goes_on = here or cfg.export or (cfg.resume and cfg.eval_only)
-    if not goes_on and metrics.exists() and metrics.stat().st_size:
+    if not goes_on and holds:
         told = "expected an empty folder, or --resume auto to go on"
         raise InputError(f"run_dir = {run_dir!r} holds a run already: {told}")
     lock.truncate(0)
@@ -172,15 +183,26 @@ async def save(run) -> None:
 
     Raises what the previous checkpoint's writing raised.
     """
-    if run.saving:
-        await run.saving
+    await written(run)
     folder, limit = f"{run.cfg.run_dir}/step_{run.buffer.version:06d}", run.cfg.timeouts.train
     state, ready = state_of(run), list(run.buffer.ready.values())
-    shutil.rmtree(f"{folder}.partial", ignore_errors=True)
     async with run.training:  # an engine's repair must not queue behind it and call it a fault
         copies = asyncio.gather(*(t.save.remote(f"{folder}.partial") for t in run.trainers))
         await within(limit, "the trainers to copy their state", copies)
     run.saving = run.tasks.create_task(write(run, folder, state, ready))
+
+
+async def settle(run) -> None:
+    """Saves a run that came from another folder: from now on it goes on from its own."""
+    if run.buffer.version and not newest_first(run.cfg.run_dir):
+        await save(run)
+        await written(run)
+
+
+async def written(run) -> None:
+    """Returns when no checkpoint is being written. Raises what the writing of one raised."""
+    if run.saving:
+        await run.saving
 
 
 def state_of(run) -> dict:
@@ -189,12 +211,18 @@ def state_of(run) -> dict:
         "version": run.buffer.version,
         "next_slot": run.next_slot,
         "position": run.position,
+        "prompt": fingerprint(run, run.position),
         "in_flight": list(run.in_flight.items()),
         "ready": list(run.buffer.ready),
         "dropped": dict(run.buffer.dropped),
-        "files": run.log.sizes(),
         "config": dataclasses.asdict(run.cfg),
     }
+
+
+def fingerprint(run, position: int) -> int:
+    """CRC-32 of the prompt that was taken last: another one if the stream has shifted since."""
+    row = run.rows[(position - 1) % len(run.rows)]
+    return zlib.crc32(json.dumps(row | {"_line": 0}).encode())
 
 
 async def write(run, folder: str, state: dict, ready: list) -> None:
@@ -207,8 +235,11 @@ async def write(run, folder: str, state: dict, ready: list) -> None:
     calls = (t.call.options(concurrency_group="io").remote(sums, aside) for t in run.trainers)
     files = await within(limit, f"{aside} to be flushed", asyncio.gather(*calls))
     merged = dict(itertools.chain(*(part.items() for part in files)))
-    await asyncio.to_thread(commit, aside, folder, merged)  # the driver must not stand still
-    await asyncio.to_thread(prune, run.cfg.run_dir, run.cfg.keep_last)
+    # Not in the driver: a thread that hangs in a file system would not let it end.
+    call = run.trainers[0].call.options(concurrency_group="io").remote
+    await within(limit, f"{folder} to be committed", call(commit, aside, folder, merged))
+    deleted = call(prune, run.cfg.run_dir, run.cfg.keep_last)
+    await within(limit, "old checkpoints to be deleted", deleted)
 
 
 async def write_groups(run, path: str, groups: list, places=(), scores=()) -> None:
@@ -220,10 +251,21 @@ async def write_groups(run, path: str, groups: list, places=(), scores=()) -> No
     await within(run.cfg.timeouts.train, f"{path} to be written", written)
 
 
-async def resume(run) -> dict:
+async def go_on(run) -> dict:
+    """Puts trainers and run folder where a checkpoint left them; `restore` does the rest.
+
+    Returns its state, {} for none. Raises InputError where it is of another stream of prompts.
+    """
+    state = await resume(run, compare)
+    run.buffer.version, run.evaluated = state.get("version", 0), rewind(run.cfg.run_dir, state)
+    return state
+
+
+async def resume(run, check=lambda state, run: None) -> dict:
     """Loads the checkpoint that is asked for into the trainers; its state, {} for none.
 
-    Raises InputError where there are checkpoints and all are damaged, or of another run.
+    Raises InputError where there are checkpoints and all are damaged, what `check` raises of the
+    state, and where one is to be evaluated and there is none.
     """
     folders, notes, limit = candidates(run.cfg), [], run.cfg.timeouts.start
     for folder in folders:
@@ -233,14 +275,19 @@ async def resume(run) -> dict:
             notes += damages[:1]
             print(f"not resumed from {folder}: {damages[0]}")
             continue
-        state = json.loads(Path(folder, "state.json").read_text())
-        compare(state["config"], run.cfg, folder)
+        state = json.loads(Path(folder, "state.json").read_text()) | {"folder": folder}
+        check(state, run)
         loads = asyncio.gather(*(t.load.remote(folder) for t in run.trainers))
         await within(limit, f"{folder} to be loaded", loads)
         print(f"resumed from {folder}")
-        return state | {"folder": folder}
+        return state
     if folders:
         raise InputError("no checkpoint is whole: " + "; ".join(notes))
+    if run.cfg.resume:
+        told = f"run_dir = {run.cfg.run_dir!r} holds no checkpoint"
+        if run.cfg.eval_only:
+            raise InputError(told)
+        print(f"{told}: this is {run.cfg.model}")
     return {}
 
 
@@ -253,14 +300,21 @@ def candidates(cfg) -> list[str]:
     return [cfg.resume] if cfg.resume else []
 
 
-def compare(saved: dict, cfg, folder: str) -> None:
-    """Raises InputError where a configuration counts or reads prompts unlike the saved one."""
+def compare(state: dict, run) -> None:
+    """Raises InputError where a Run counts or reads prompts unlike the one that was saved."""
+    saved, folder, cfg = state["config"], state["folder"], run.cfg
+    if cfg.replay and saved["replay"] != cfg.replay:
+        raise InputError(f"{folder} is of no replay of {cfg.replay}")
     if saved["max_lag"] > cfg.max_lag:  # what is ready may be as old as that
         raise InputError(f"{folder} was saved with max_lag = {saved['max_lag']}: not less")
     for name in ("prompts_per_step", "group_size", "train_data", "replay_routing"):
         if saved.get(name, getattr(cfg, name)) != getattr(cfg, name):
             told = f"{folder} was saved with {name} = {saved[name]!r}"
             raise InputError(f"{told}, not {getattr(cfg, name)!r}")
+    if state["prompt"] != fingerprint(run, state["position"]):
+        told = f"prompt {state['position']} is another one than {folder} was saved with"
+        why = "were rows added or removed, or are others quarantined now"
+        raise InputError(f"train_data = {cfg.train_data!r}: {told}: {why}?")
 
 
 async def restore(run, state: dict) -> None:
@@ -276,33 +330,53 @@ async def restore(run, state: dict) -> None:
     run.buffer.restore(state["version"], groups, state["dropped"])
 
 
-def rewind(run_dir: str, state: dict) -> None:
-    """Takes back what a run folder's files tell of the time after a checkpoint."""
+def rewind(run_dir: str, state: dict) -> int:
+    """Takes back what a run folder's files tell of the time after a checkpoint.
+
+    Returns the last version up to the checkpoint's whose evaluation ended, -1 for none: also one
+    that ended after the checkpoint was taken stays.
+    """
+    version, evaluated = state.get("version", -1), -1
+    trained = version * state["config"]["prompts_per_step"] if state else 0
+    in_flight = dict(state.get("in_flight", ())).values()
+
+    def is_past(line: dict) -> bool:
+        nonlocal evaluated
+        if line["step"] <= version and "validation_reward" in line:
+            evaluated = line["step"]
+        return line["step"] <= version
+
+    def is_trained(line: dict) -> bool:
+        if isinstance(line["slot"], str):
+            return int(line["slot"].split("-")[1]) <= evaluated
+        return line["slot"] < trained or line["slot"] in state.get("ready", ())
+
+    def was_dropped(line: dict) -> bool:
+        if isinstance(line["slot"], str):
+            return is_trained(line)
+        return line["prompt"] < state.get("position", 0) and line["prompt"] not in in_flight
+
     for folder in newest_first(run_dir):
-        if step_of(folder) > state.get("version", -1):
+        if step_of(folder) > version:
             (folder / MARKER).unlink()  # of a future that is given up
     for aside in Path(run_dir).glob("step_*.partial"):
         shutil.rmtree(aside)
-    for name in Log.FILES:
-        path = Path(run_dir, f"{name}.jsonl")
-        if path.exists():
-            size = state["files"].get(path.name, 0) if state else 0
-            os.truncate(path, min(size, path.stat().st_size))
-    for path in Path(run_dir).glob("rollouts*.jsonl"):
-        aside = path.with_suffix(".partial")
-        with open(path, "rb") as old, open(aside, "wb") as new:
-            new.writelines(line for line in old if is_kept(line, state))
-        aside.replace(path)
+    for path in Path(run_dir).glob("samples/step_*.npz"):
+        if state and step_of(path.with_suffix("")) > version:
+            path.unlink()
+    rules = {"metrics": is_past, "mismatch": is_past, "dropped": was_dropped}
+    for name, rule in (rules | {"rollouts*": is_trained}).items():
+        for path in Path(run_dir).glob(f"{name}.jsonl"):
+            keep(path, rule)
+    return evaluated
 
 
-def is_kept(line: bytes, state: dict) -> bool:
-    """Whether a line of rollouts.jsonl is of a group that the checkpoint has or has trained."""
-    try:
-        slot = json.loads(line)["slot"]
-    except ValueError:  # cut off in the middle
-        return False
-    version = state.get("version", -1)
-    if isinstance(slot, str):
-        return int(slot.split("-")[1]) <= version
-    done = version * state["config"]["prompts_per_step"] if state else 0
-    return slot < done or slot in state.get("ready", ())
+def keep(path: Path, rule: Callable[[dict], bool]) -> None:
+    """Leaves those whole lines of a JSONL file that obey a rule."""
+    aside = path.with_suffix(".partial")
+    with open(path, "rb") as old, open(aside, "wb") as new:
+        for line in old:
+            with contextlib.suppress(ValueError):  # cut off in the middle
+                if rule(json.loads(line)):
+                    new.write(line)
+    aside.replace(path)

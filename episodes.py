@@ -304,6 +304,15 @@ def _places(g: int, group: list[Sample]) -> Iterator:
     return (((g, j), sample) for j, sample in enumerate(group))
 
 
+def count_groups(path: str) -> int:
+    """How many groups a file holds. Raises ValueError naming a file that is not of that kind."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return len(file["slot"])
+    except (OSError, EOFError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path}: expected groups of samples: {error}") from None
+
+
 def read_groups(path: str) -> tuple:
     """What `write_groups` wrote: [(slot, version, line, infos)], then the samples of each group.
 

@@ -935,6 +935,7 @@ class Run:
         self.next_slot, self.position = 0, 0
         self.in_flight: dict[int, int] = {}  # slot -> position of the prompt that fills it
         self.dropped_in_a_row = 0
+        self.evaluated = -1  # last policy version that was
         # Held from optimizer step to sync: a repair must never send weights without a version.
         self.training = asyncio.Lock()
         self.saving: asyncio.Task | None = None  # the checkpoint that is being written
@@ -945,8 +946,7 @@ class Run:
         if not cluster.shares_gpus(self.cfg):  # else an engine must see what a trainer leaves it
             self.engines.launch()
         await self.start_trainers()
-        state = await checkpoints.resume(self)
-        checkpoints.rewind(self.cfg.run_dir, state)
+        state = await checkpoints.go_on(self)
         self.start_workers()
         if state:
             await checkpoints.restore(self, state)
@@ -1023,7 +1023,8 @@ class Run:
         """Takes each step's groups, trains, syncs; reads like synchronous GRPO."""
         cfg, buffer, clock = self.cfg, self.buffer, time.perf_counter
         saved = buffer.version
-        if not saved and not self.leaving:
+        await checkpoints.settle(self)
+        if self.is_due(cfg.val_period):
             await self.evaluate()
         for step in range(buffer.version, cfg.steps):
             began = clock()
@@ -1039,15 +1040,14 @@ class Run:
             stats |= metrics.rollout_metrics(groups, step) | buffer.meters()
             stats |= {"wait_for_rollouts": waited, "step_seconds": clock() - began}
             self.log.step(step + 1, stats | self.engines.meters())
-            if self.is_due(cfg.val_period) and not self.leaving:
-                await self.evaluate()
             if self.is_due(cfg.save_period):
                 saved = step + 1
                 await checkpoints.save(self)
+            if self.is_due(cfg.val_period):
+                await self.evaluate()
         if saved != buffer.version:
             await checkpoints.save(self)
-        if self.saving:
-            await self.saving
+        await checkpoints.written(self)
         if self.leaving:
             self.log.note(f"left at step {buffer.version} ({self.leaving}); --resume auto goes on")
 
@@ -1090,7 +1090,8 @@ class Run:
             except Exception as error:
                 self.buffer.dropped[type(error).__name__] += 1
                 self.dropped_in_a_row += 1
-                self.log.drop(slot, f"{self.cfg.train_data}:{row['_line']}", error)
+                at = self.in_flight[slot], f"{self.cfg.train_data}:{row['_line']}"
+                self.log.drop(slot, *at, error)
                 if self.dropped_in_a_row > self.cfg.max_dropped_in_a_row:
                     raise
                 self.assign(slot)
@@ -1141,9 +1142,9 @@ class Run:
     async def evaluate(self) -> None:
         """Validation rewards and pass@k, sampled as in training; given up when the run is to leave.
 
-        No policy is trained meanwhile.
+        Once for each version; no policy is trained meanwhile.
         """
-        if not self.val_rows:
+        if self.leaving or not self.val_rows or self.evaluated == self.buffer.version:
             return
         version, n, by_env = self.buffer.version, self.cfg.val_samples, {}
         names = [f"val-{version}-{i}" for i in range(len(self.val_rows))]
@@ -1158,15 +1159,17 @@ class Run:
             return
         told.cancel()
         done = rolled.result()
-        for row, result in zip(self.val_rows, done, strict=True):
+        for i, (row, result) in enumerate(zip(self.val_rows, done, strict=True)):
             if isinstance(result, BaseException):
-                self.log.drop("val", f"{self.cfg.val_data}:{row['_line']}", result)
+                self.log.drop(names[i], i, f"{self.cfg.val_data}:{row['_line']}", result)
                 continue
             rewards = [info.reward for info in result[1] if not info.continues]
             by_env.setdefault(row["agent_ref"]["name"], []).append(rewards)
         if not by_env:
+            await checkpoints.written(self)  # or the end of the run would cancel it
             raise RuntimeError("every validation row failed") from done[0]
         self.log.write(version, metrics.validation_metrics(by_env, n))
+        self.evaluated = version
 
 
 def main() -> None:

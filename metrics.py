@@ -243,6 +243,8 @@ class Log:
             unique = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
             name = {"dir": folder, "name": folder.name, "id": unique, "resume": "allow"}
             self.wandb = wandb.init(config=settings, **name)
+            # Its own step never goes back, as that of a run does which is resumed.
+            self.wandb.define_metric("*", step_metric="step")
         self.began = time.time()
         bar = {"initial": version, "desc": "steps", "unit": "step", "position": 0}
         self.steps = tqdm(total=cfg.steps, **bar)
@@ -255,7 +257,7 @@ class Log:
         for name, value in metrics.items():
             self.board.add_scalar(name, value, step)
         if self.wandb:
-            self.wandb.log(metrics, step=step)
+            self.wandb.log({"step": step} | metrics)
         if "validation_reward" in metrics:
             self.note(f"step {step}: validation reward {metrics['validation_reward']:.3f}")
 
@@ -263,18 +265,14 @@ class Log:
         """Appends a line to one of the files."""
         self.files[name].write(json.dumps(content) + "\n")
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each file by now; a checkpoint goes back to them."""
-        return {f"{name}.jsonl": file.tell() for name, file in self.files.items()}
-
     def mismatch(self, step: int, tables: list[dict]) -> None:
         """Writes a step's mismatch table."""
         self.line("mismatch", {"step": step, "rows": mismatch_rows(tables)})
 
-    def drop(self, slot: int | str, row: str, error: BaseException) -> None:
-        """Writes down a prompt that was given up, and why."""
-        told = {"slot": slot, "row": row, "reason": type(error).__name__, "error": str(error)}
-        self.line("dropped", told)
+    def drop(self, slot: int | str, prompt: int, row: str, error: BaseException) -> None:
+        """Writes down a prompt that was given up, its place in the stream, and why."""
+        told = {"slot": slot, "prompt": prompt, "row": row}
+        self.line("dropped", told | {"reason": type(error).__name__, "error": str(error)})
         self.note(f"{row} dropped: {error}")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:

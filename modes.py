@@ -39,8 +39,10 @@ class Evaluation:
         """Only validation rows are rolled out."""
 
     async def train_forever(self) -> None:
-        """One evaluation."""
+        """One evaluation. Raises RuntimeError where it was told to leave before its end."""
         await self.evaluate()
+        if self.evaluated < 0:
+            raise RuntimeError(f"left before the evaluation was done ({self.leaving})")
 
 
 class Collection:
@@ -54,6 +56,7 @@ class Collection:
             ready = buffer.until(lambda step: self.leaving or buffer.is_complete(step), step)
             await within(cfg.timeouts.batch, f"the groups of step {step + 1}", ready, buffer.census)
             if self.leaving:
+                self.log.note(f"left after {step} steps ({self.leaving})")
                 return
             groups = buffer.take(step)
             path = f"{cfg.run_dir}/samples/step_{step + 1:06d}.npz"
@@ -83,14 +86,21 @@ class NoEngines:
 
 
 class Replay:
-    """Trains on saved samples, in the order of their steps."""
+    """Trains on saved samples, in the order of their steps; can be resumed with the same folder."""
 
     def __init__(self, cfg, rows: list[dict], val_rows: list[dict]):
         found = Path(cfg.replay).glob("samples/step_*.npz")
         self.files = sorted(path for path in found if path.stem.removeprefix("step_").isdigit())
         if not self.files:
             raise InputError(f"replay = {cfg.replay!r}: expected a folder with samples/step_*.npz")
-        steps = min(cfg.steps, len(self.files))
+        steps, P = min(cfg.steps, len(self.files)), cfg.prompts_per_step
+        try:
+            counts = [episodes.count_groups(str(path)) for path in self.files[:steps]]
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        for path, count in zip(self.files, counts, strict=False):
+            if count != P:
+                raise InputError(f"{path} holds {count} groups, not prompts_per_step = {P}")
         super().__init__(dataclasses.replace(cfg, steps=steps), rows, [])
         self.buffer.max_lag = steps  # its samples are as old as they are
         self.engines = NoEngines()
@@ -101,13 +111,12 @@ class Replay:
     async def generate_forever(self) -> None:
         """Hands in each file's groups, two steps ahead of the trainer."""
         P, cfg, buffer = self.cfg.prompts_per_step, self.cfg, self.buffer
-        for step, path in enumerate(self.files[: cfg.steps]):
+        for step in range(self.next_slot // P, cfg.steps):
             await buffer.until(lambda step: buffer.next_step >= step - 1, step)
+            path = self.files[step]
             read = next(self.workers).call.options(num_returns=1 + P)
             heads, *samples = read.remote(episodes.read_groups, str(path))
             heads = await within(cfg.timeouts.rollout, f"{path} to be read", heads)
-            if len(heads) != P:
-                raise InputError(f"{path} holds {len(heads)} groups, not prompts_per_step = {P}")
             for p, ((_, _, line, infos), ref) in enumerate(zip(heads, samples, strict=True)):
                 self.next_slot = self.position = step * P + p + 1
                 buffer.start(step * P + p)

@@ -101,7 +101,7 @@ def refuse_contradictions(cfg) -> None:
         (bool(cfg.val_period) == bool(cfg.val_data), f"{val}: expected both or neither"),
         (not (kl and skip), f"kl_coef = {kl} needs skip_zero_advantage = False, not True"),
         (len(asked) < 2, f"{' and '.join(asked)} exclude each other"),
-        (cfg.eval_only or not (asked and cfg.resume), f"resume excludes {asked}"),
+        (cfg.eval_only or cfg.replay or not (asked and cfg.resume), f"resume excludes {asked}"),
         (cfg.val_data or not cfg.eval_only, "eval_only = True and val_data = '': no rows"),
         (not (goes_on and "{time}" in cfg.run_dir), f"{goes_on}: run_dir has {{time}}"),
         (waits < cfg.timeouts.batch, f"{tries} = {waits} leaves timeouts.batch no room"),

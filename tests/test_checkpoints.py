@@ -93,9 +93,8 @@ def test_pruning_keeps_the_newest_and_all_exports(tmp_path):
 
 
 def ask(run_dir: Path, **fields) -> SimpleNamespace:
-    return SimpleNamespace(
-        run_dir=str(run_dir), **{"resume": "", "export": 0, "eval_only": False} | fields
-    )
+    asked = {"resume": "", "export": 0, "eval_only": False, "replay": ""}
+    return SimpleNamespace(run_dir=str(run_dir), **asked | fields)
 
 
 @pytest.mark.slow
@@ -103,7 +102,7 @@ def test_two_runs_never_share_a_folder(tmp_path):
     program = (
         "import sys; sys.path.insert(0, '.')\n"
         "import checkpoints, time; from types import SimpleNamespace\n"
-        f"c = SimpleNamespace(run_dir={str(tmp_path)!r}, resume='', export=0, eval_only=0)\n"
+        f"c = SimpleNamespace(run_dir={str(tmp_path)!r}, replay='', resume='', export=0)\n"
         "lock = checkpoints.claim(c); print('mine', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", program]
@@ -121,6 +120,13 @@ def test_two_runs_never_share_a_folder(tmp_path):
 
 def test_a_folder_with_a_run_is_not_taken_for_an_empty_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(InputError, match="--resume auto"):
+        checkpoints.claim(ask(tmp_path))
+    checkpoints.claim(ask(tmp_path, resume="auto")).close()
+
+
+def test_a_folder_that_holds_but_a_checkpoint_is_not_empty(tmp_path):
+    write_checkpoint(tmp_path, 3)
     with pytest.raises(InputError, match="--resume auto"):
         checkpoints.claim(ask(tmp_path))
     checkpoints.claim(ask(tmp_path, resume="auto")).close()
@@ -146,33 +152,84 @@ def test_a_checkpoint_of_another_folder_does_not_overwrite_a_run(tmp_path):
     checkpoints.claim(ask(other, resume=str(saved))).close()
 
 
-def test_another_schedule_is_refused():
+ROWS = [{"_line": i + 1, "question": i} for i in range(10)]
+
+
+def resumable(position: int = 4, **fields) -> tuple[dict, SimpleNamespace]:
+    """What a run has saved that gave out so many of ROWS, and that run."""
     saved = {"prompts_per_step": 8, "group_size": 16, "train_data": "a.jsonl", "max_lag": 1}
-    saved |= {"replay_routing": False}
-    checkpoints.compare(saved, SimpleNamespace(**saved), "x")
+    saved |= {"replay_routing": False, "replay": ""}
+    run = SimpleNamespace(cfg=SimpleNamespace(**saved | fields), rows=ROWS)
+    prompt = checkpoints.fingerprint(run, position)
+    return {"config": saved, "folder": "x", "position": position, "prompt": prompt}, run
+
+
+def test_another_schedule_is_refused():
+    checkpoints.compare(*resumable())
     changes = {"prompts_per_step": 4, "group_size": 8, "train_data": "b.jsonl", "max_lag": 0}
-    changes |= {"replay_routing": True}
+    changes |= {"replay_routing": True, "replay": "collected"}
     for name, value in changes.items():
         with pytest.raises(InputError, match=name):
-            checkpoints.compare(saved, SimpleNamespace(**saved | {name: value}), "x")
+            checkpoints.compare(*resumable(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "position", "goes_on"),
+    [
+        (ROWS, 23, True),
+        ([row | {"_line": row["_line"] + 1} for row in ROWS], 4, True),  # after a blank line
+        (ROWS + ROWS[:1], 4, True),  # behind what was used
+        (ROWS + ROWS[:1], 23, False),  # it was read twice: what came third is another row now
+        (ROWS[:2] + ROWS[3:], 4, False),
+        (ROWS[:1] * 2 + ROWS[1:], 4, False),
+        (ROWS[::-1], 4, False),
+    ],
+)
+def test_a_data_file_that_has_shifted_is_refused(rows, position, goes_on):
+    state, run = resumable(position)
+    run.rows = rows
+    if goes_on:
+        return checkpoints.compare(state, run)
+    with pytest.raises(InputError, match=f"'a.jsonl': prompt {position} is another one than x was"):
+        checkpoints.compare(state, run)
+    return None
 
 
 def test_rewinding_takes_back_what_came_after(tmp_path):
-    def slots(lines: list) -> str:
-        return "".join(json.dumps({"slot": slot}) + "\n" for slot in lines)
+    """Of each file what the checkpoint's time has left, and evaluations that ended, whole."""
 
-    (tmp_path / "metrics.jsonl").write_text("0123456789")
-    (tmp_path / "mismatch.jsonl").write_text("new since then")
+    def text(name: str, values: list) -> str:
+        return "".join(json.dumps({name: value}) + "\n" for value in values)
+
+    def told(name: str) -> str:
+        return (tmp_path / f"{name}.jsonl").read_text()
+
+    evaluated = '{"step": 2, "validation_reward": 0.5}\n'
+    for name, line in (("metrics", evaluated), ("mismatch", "")):
+        content = text("step", [1, 2]) + line + text("step", [3, 4]) + '{"step": 5, "cu'
+        (tmp_path / f"{name}.jsonl").write_text(content)
     order = ["val-0-1", 0, 1, 3, 2, 5, "val-2-0", 4, 6, "val-3-0"]
-    (tmp_path / "rollouts.jsonl").write_text(slots(order) + '{"slot": 7, "cut')
-    state = {"version": 2, "ready": [5], "files": {"metrics.jsonl": 4}}
-    checkpoints.rewind(str(tmp_path), state | {"config": {"prompts_per_step": 2}})
-    assert (tmp_path / "metrics.jsonl").read_text() == "0123"
-    assert (tmp_path / "mismatch.jsonl").read_text() == ""
-    kept = ["val-0-1", 0, 1, 3, 2, 5, "val-2-0"]
-    assert (tmp_path / "rollouts.jsonl").read_text() == slots(kept)
-    checkpoints.rewind(str(tmp_path), {})  # from the start again
-    assert (tmp_path / "rollouts.jsonl").read_text() == ""
+    (tmp_path / "rollouts.0.jsonl").write_text(text("slot", order) + '{"slot": 7, "cut')
+    drops = [(5, 3), (5, 5), (6, 7), (5, 6), (7, 8), ("val-2-1", 1), ("val-3-1", 1)]
+    drops = [json.dumps({"slot": slot, "prompt": prompt}) + "\n" for slot, prompt in drops]
+    (tmp_path / "dropped.jsonl").write_text("".join(drops))
+    (tmp_path / "samples").mkdir()
+    for step in (2, 3):
+        (tmp_path / f"samples/step_{step:06d}.npz").touch()
+    state = {"version": 2, "ready": [4], "position": 8, "in_flight": [[5, 6], [6, 7]]}
+    state["config"] = {"prompts_per_step": 2}
+    for _ in range(2):  # it may be killed and do it again
+        assert checkpoints.rewind(str(tmp_path), state) == 2
+        assert told("metrics") == told("mismatch") + evaluated == text("step", [1, 2]) + evaluated
+        kept = ["val-0-1", 0, 1, 3, 2, "val-2-0", 4]
+        assert told("rollouts.0") == text("slot", kept)
+        assert told("dropped") == drops[0] + drops[1] + drops[5]
+        assert [path.name for path in tmp_path.glob("samples/*")] == ["step_000002.npz"]
+    (tmp_path / "metrics.jsonl").write_text(text("step", [1, 2]))  # killed as it evaluated 2
+    assert checkpoints.rewind(str(tmp_path), state) == -1
+    assert told("rollouts.0") == text("slot", [0, 1, 3, 2, 4])
+    assert checkpoints.rewind(str(tmp_path), {}) == -1  # from the start again
+    assert told("rollouts.0") == told("dropped") == told("metrics") == ""
 
 
 @pytest.fixture
@@ -341,8 +398,12 @@ def test_a_wait_that_ends_in_time_says_nothing(capsys):
 def test_going_back_gives_up_the_checkpoints_after(tmp_path):
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step)
-    checkpoints.rewind(str(tmp_path), {"version": 2, "files": {}})
+    checkpoints.rewind(str(tmp_path), {"version": 2, "config": {"prompts_per_step": 1}})
     assert [checkpoints.step_of(f) for f in checkpoints.newest_first(str(tmp_path))] == [2, 1]
+    write_checkpoint(tmp_path, 4)
+    checkpoints.prune(str(tmp_path), 2)
+    left = {path.parent.name for path in tmp_path.glob("step_*/policy")}
+    assert left == {"step_000002", "step_000004"}, "the third must not fill the disk for ever"
 
 
 def test_a_damaged_export_does_not_spoil_its_checkpoint(tmp_path):
@@ -422,10 +483,21 @@ def test_groups_that_are_no_groups_are_refused_by_file(tmp_path, change):
 
 
 def test_a_file_that_is_being_written_is_not_replayed(tmp_path):
-    write_groups(str(tmp_path / "samples/step_000001.npz"), [], [])
+    write_groups(str(tmp_path / "samples/step_000001.npz"), [(0, 0, 1)], [], [])
     (tmp_path / "samples/step_000002.npz.partial.npz").write_bytes(b"half")
     cfg = Config(replay=str(tmp_path), prompts_per_step=1)
     assert [path.name for path in modes.of(cfg, Run)(cfg, [], []).files] == ["step_000001.npz"]
+
+
+def test_files_that_cannot_be_replayed_are_named_at_once(tmp_path):
+    path = tmp_path / "samples/step_000001.npz"
+    write_groups(str(path), [(0, 0, 1)], [], [make_sample(np.random.default_rng(0), 5)])
+    cfg = Config(replay=str(tmp_path), prompts_per_step=2)
+    with pytest.raises(InputError, match=f"{path} holds 1 groups, not prompts_per_step = 2"):
+        modes.of(cfg, Run)(cfg, [], [])
+    path.write_bytes(b"PK")
+    with pytest.raises(InputError, match=f"{path}: expected groups"):
+        modes.of(cfg, Run)(cfg, [], [])
 
 
 @pytest.mark.parametrize("marker", ["{}", "[]", "5", '{"a": 1}', '{"a": [1]}'])

@@ -74,9 +74,13 @@ def test_killed_after_every_step_it_is_bitwise_the_run_that_never_was(tiny_confi
     program.check_slots(cfg, rows=64)
 
 
-def test_sigterm_saves_and_leaves_and_a_damaged_checkpoint_is_passed_over(tiny_config):
+def test_sigterm_saves_and_leaves_and_a_damaged_checkpoint_is_passed_over(tiny_config, tmp_path):
     """With vLLM: leave on SIGTERM, damage the newest checkpoint, kill, go on: nothing is lost."""
-    cfg = tiny_config(steps=10, save_period=2, keep_last=3, max_response_tokens=48, generators=1)
+    from conftest import spelling_rows, write_rows
+
+    val = {"val_data": write_rows(tmp_path / "val.jsonl", spelling_rows(4, 1)), "val_period": 2}
+    fields = {"save_period": 2, "keep_last": 3, "max_response_tokens": 48, "generators": 1} | val
+    cfg = tiny_config(steps=10, **fields)
     program = Program(cfg)
     program.wait_until(lambda: len(program.steps()) >= 3)
     program.signal(signal.SIGTERM)
@@ -103,6 +107,8 @@ def test_sigterm_saves_and_leaves_and_a_damaged_checkpoint_is_passed_over(tiny_c
     assert program.ends() == 0, program.told()[-4000:]
     program.check_slots(cfg, rows=64)
     assert all(m["lag_max"] <= cfg.max_lag for m in program.steps())
+    told = [m["step"] for m in program.lines("metrics.jsonl") if "validation_reward" in m]
+    assert told == [0, 2, 4, 6, 8, 10], "each version once, whatever ended the run meanwhile"
     again = Program(cfg)
     assert again.ends(60) != 0 and "holds a run already" in again.told()
 

@@ -39,15 +39,15 @@ POINTS = {
         "before it copies a checkpoint": "checkpoints.Saver.save",
         "before it writes one": "checkpoints.Saver.saved",
         "after it wrote one": "checkpoints.Saver.saved",
+        "before it renames a checkpoint": "checkpoints.commit",
+        "after a checkpoint is there": "checkpoints.commit",
+        "before it deletes an old one": "checkpoints.prune",
     },
     "driver": {
         "before it takes a step's groups": "grpo_async.RolloutBuffer.take",
         "after it planned a step": "grpo_async.plan_step",
         "after a step was trained": "grpo_async.Run.train",
         "after the engines were synced": "grpo_async.Engines.sync",
-        "before it renames a checkpoint": "checkpoints.commit",
-        "after a checkpoint is there": "checkpoints.commit",
-        "before it deletes an old one": "checkpoints.prune",
     },
 }
 FILE = os.environ.get("KILL_FILE", "")
