@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint_io
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -99,6 +100,8 @@ class FSDPPolicy:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), **rule)
             # Its own, because a checkpoint is written while training communicates.
             self.save_group = dist.new_group(backend="gloo")
+            # One copy in memory for all checkpoints: fresh pages cost more than the copying.
+            self.stager = DefaultStager(StagingOptions(False, False, False, False))
         self._check_architecture()
 
     def forward_backward(self, batches: list, loss_fn: Callable) -> list[dict]:
@@ -193,7 +196,10 @@ class FSDPPolicy:
     def save(self, dir: str) -> Callable[[], None]:
         """Copy this rank's shards to memory and start writing them; what returns waits for it."""
         writing = checkpoint_io.async_save(
-            self._state(), checkpoint_id=dir, process_group=self.save_group
+            self._state(),
+            checkpoint_id=dir,
+            process_group=self.save_group,
+            async_stager=self.stager,
         )
         return writing.result
 
