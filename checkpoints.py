@@ -61,7 +61,7 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def commit(aside: str, folder: str, files: dict[str, tuple[int, int]], *_) -> None:
+def commit(aside: str, folder: str, files: dict[str, tuple[int, int]]) -> None:
     """Makes a written folder appear under its name: rename first, marker last, both flushed."""
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(aside, folder)
@@ -104,7 +104,7 @@ def newest_first(run_dir: str) -> list[Path]:
     return sorted(folders, key=step_of, reverse=True)
 
 
-def prune(run_dir: str, keep: int, *_) -> None:
+def prune(run_dir: str, keep: int) -> None:
     """Deletes what resuming needs from all but the newest `keep` checkpoints; hf/ stays.
 
     Also what is left of those that were given up, or were half deleted when their run died.
@@ -174,8 +174,8 @@ class Saver:
         self.policy.load(f"{folder}/policy")
 
     def call(self, function: Callable, *args):
-        """Runs a function here, with this rank and how many there are."""
-        return function(*args, self.rank, self.cfg.trainers)
+        """Runs a function here, where the driver would have to wait for it."""
+        return function(*args)
 
 
 async def save(run) -> None:
@@ -232,13 +232,13 @@ async def write(run, folder: str, state: dict, ready: list) -> None:
     await within(limit, f"{aside} to be written", asyncio.gather(*parts))
     await write_groups(run, f"{aside}/groups.npz", ready)
     Path(aside, "state.json").write_text(json.dumps(state, indent=1))
-    calls = (t.call.options(concurrency_group="io").remote(sums, aside) for t in run.trainers)
-    files = await within(limit, f"{aside} to be flushed", asyncio.gather(*calls))
-    merged = dict(itertools.chain(*(part.items() for part in files)))
     # Not in the driver: a thread that hangs in a file system would not let it end.
-    call = run.trainers[0].call.options(concurrency_group="io").remote
-    await within(limit, f"{folder} to be committed", call(commit, aside, folder, merged))
-    deleted = call(prune, run.cfg.run_dir, run.cfg.keep_last)
+    calls = [t.call.options(concurrency_group="io").remote for t in run.trainers]
+    parts = (call(sums, aside, part, len(calls)) for part, call in enumerate(calls))
+    files = await within(limit, f"{aside} to be flushed", asyncio.gather(*parts))
+    merged = dict(itertools.chain(*(part.items() for part in files)))
+    await within(limit, f"{folder} to be committed", calls[0](commit, aside, folder, merged))
+    deleted = calls[0](prune, run.cfg.run_dir, run.cfg.keep_last)
     await within(limit, "old checkpoints to be deleted", deleted)
 
 
@@ -268,9 +268,11 @@ async def resume(run, check=lambda state, run: None) -> dict:
     state, and where one is to be evaluated and there is none.
     """
     folders, notes, limit = candidates(run.cfg), [], run.cfg.timeouts.start
+    ranks = list(enumerate(run.trainers))
     for folder in folders:
-        checks = asyncio.gather(*(t.call.remote(damage, folder) for t in run.trainers))
-        damages = [text for text in await within(limit, f"{folder} to be read", checks) if text]
+        checks = (t.call.remote(damage, folder, part, len(ranks)) for part, t in ranks)
+        found = await within(limit, f"{folder} to be read", asyncio.gather(*checks))
+        damages = [text for text in found if text]
         if damages:
             notes += damages[:1]
             print(f"not resumed from {folder}: {damages[0]}")

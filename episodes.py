@@ -304,13 +304,20 @@ def _places(g: int, group: list[Sample]) -> Iterator:
     return (((g, j), sample) for j, sample in enumerate(group))
 
 
-def count_groups(path: str) -> int:
-    """How many groups a file holds. Raises ValueError naming a file that is not of that kind."""
+@contextlib.contextmanager
+def _opened(path: str):
+    """The columns of a file of groups; what goes wrong with them is a ValueError that names it."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            return len(file["slot"])
+            yield file
     except (OSError, EOFError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: expected groups of samples: {error}") from None
+
+
+def count_groups(path: str) -> int:
+    """How many groups a file holds. Raises ValueError naming a file that is not of that kind."""
+    with _opened(path) as columns:
+        return len(columns["slot"])
 
 
 def read_groups(path: str) -> tuple:
@@ -318,9 +325,8 @@ def read_groups(path: str) -> tuple:
 
     Raises ValueError naming a file that is not of that kind.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            columns = dict(file)
+    with _opened(path) as file:
+        columns = dict(file)
         heads = [tuple(map(int, h)) for h in zip(*(columns[k] for k in HEAD), strict=True)]
         groups = [[] for _ in heads]
         ends = np.cumsum(columns["length"])
@@ -333,7 +339,5 @@ def read_groups(path: str) -> tuple:
             tokens = {f"{k}_T": columns[f"{k}_T"][part] for k in PER_TOKEN}
             tokens |= {k: columns[k][part] for k in ("routes_T",) if k in columns}
             groups[g].append(Sample(**tokens, **{k: columns[k][i].item() for k in PER_SAMPLE}))
-    except (OSError, EOFError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: expected groups of samples: {error}") from None
     infos = ([describe(sample) for sample in group] for group in groups)
     return [(*head, info) for head, info in zip(heads, infos, strict=True)], *groups
