@@ -54,13 +54,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
-import checkpoints
-import configs
 import envs
-import metrics
-import modes
 import report
-from episodes import (
+from envs.episode import (
     EMPTY,
     EMPTY_TURN,
     Episode,
@@ -73,14 +69,15 @@ from episodes import (
     stitch,
     unfinished,
 )
-from launch import cluster
-from launch.cluster import Timeouts, actor, together, within
-from launch.fleet import Fleet
-from metrics import k3
+from envs.rows import load_rows, load_tokenizer, render
 from policy import weight_sync
 from policy.packing import plan_rows
 from rewards import LowEffort, shaped_reward
-from rows import load_rows, load_tokenizer, render
+from runtime import checkpoints, cluster, config, log, metrics, modes
+from runtime.cluster import Timeouts, actor
+from runtime.fleet import Fleet
+from runtime.metrics import k3
+from runtime.waits import together, within
 
 # === Config =======================================================================================
 
@@ -232,7 +229,7 @@ class Config:
     attention: str = "sdpa"
     """attn_implementation of transformers, for fsdp; flash_attention_2 where it is installed."""
     policy: Literal["fsdp", "megatron"] = "fsdp"
-    """Any Hugging Face model under FSDP2, or those of policy/families.py on Megatron-Core."""
+    """Any Hugging Face model under FSDP2, or policy/megatron's families on Megatron-Core."""
     tp: PositiveInt = 1
     """Trainer ranks that share every matrix, and the sequence between them; Megatron only."""
     pp: PositiveInt = 1
@@ -262,7 +259,7 @@ class Config:
 
     def __post_init__(self):
         """Refuses combinations that cannot work, naming both sides."""
-        configs.refuse_contradictions(self)
+        config.refuse_contradictions(self)
 
 
 # === Data =========================================================================================
@@ -675,7 +672,7 @@ class RolloutWorker:
         self.cfg, self.tokenizer = cfg, load_tokenizer(cfg.model)
         self.drafts: dict = {}  # (slot, line) -> for each policy, answers that a retry starts from
         suffix = f".{rank}" if cfg.rollout_workers > 1 else ""
-        self.file = metrics.append_to(Path(cfg.run_dir) / f"rollouts{suffix}.jsonl")
+        self.file = log.append_to(Path(cfg.run_dir) / f"rollouts{suffix}.jsonl")
 
     async def rollout_group(self, generator, row: dict, slot: int | str, n: int):
         """(list[SampleInfo], list[Sample]) of n scored and compared answers to one row.
@@ -755,7 +752,7 @@ class Trainer(checkpoints.Saver):
         """Joins the other ranks and loads the policy; returns what its weights look like."""
         cfg = self.cfg
         if cfg.policy == "megatron":
-            from policy.megatron import MegatronPolicy as Network
+            from policy.megatron.policy import MegatronPolicy as Network
         else:
             from policy.fsdp import FSDPPolicy as Network
         torch.manual_seed(cfg.seed)
@@ -967,7 +964,7 @@ class Run:
 
     def start_workers(self) -> None:
         """Starts the rollout workers and opens the log."""
-        self.log = metrics.Log(self.cfg, self.buffer.version)
+        self.log = log.Log(self.cfg, self.buffer.version)
         options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 100_000}
         worker = actor(RolloutWorker, 0, self.cfg, **options)
         ranks = range(self.cfg.rollout_workers)
@@ -1174,14 +1171,14 @@ class Run:
 
 def main() -> None:
     """Checks everything that can be checked without a process, then runs."""
-    cfg = configs.load(Config, sys.argv[1:], default="configs/tiny.py")
+    cfg = config.load(Config, sys.argv[1:], default="configs/tiny.py")
     if cfg.dry_run:
         from dry_run import explain  # and transformers, which takes 3 s
 
         return print(explain(cfg, Config))
-    configs.check_model(cfg.model)
+    config.check_model(cfg.model)
     if cfg.policy == "megatron":
-        from policy.check import check_megatron
+        from policy.megatron.check import check_megatron
 
         check_megatron(cfg)
     rows = load_rows(cfg.train_data, cfg)

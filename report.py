@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import InputError
+from runtime.config import InputError
 
 # What one page holds: a browser stays quick up to some 50 MB, and long runs write far more.
 LIMITS = {
@@ -48,7 +48,7 @@ def write(run_dir: str) -> Path:
         "rollouts": rollouts(sorted(run.glob("rollouts*.jsonl"))),
         "samples": samples(sorted((run / "samples").glob("step_*.npz")), config.get("model", "")),
     }
-    template = Path(__file__).with_suffix(".html").read_text()
+    template = (Path(__file__).parent / "runtime/report_page.html").read_text()
     # Rollouts are untrusted text: without "<" nothing in them can end the script element.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = run / "report.html"

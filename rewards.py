@@ -3,7 +3,7 @@
 from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from episodes import Episode
+from envs.episode import Episode
 
 
 @checked_dataclass(frozen=True, config={"extra": "forbid", "allow_inf_nan": False})

@@ -23,8 +23,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import grpo_async  # noqa: E402
-from episodes import SampleInfo  # noqa: E402
-from launch import fleet  # noqa: E402
+from envs.episode import SampleInfo  # noqa: E402
+from runtime import fleet  # noqa: E402
 
 PROMPTS, SAMPLES, LONGEST = 256, 16, 65536
 EDGE = 3  # steps at either end, in which the pipeline fills and drains

@@ -13,10 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from program import Program, end  # noqa: E402
-
-import configs  # noqa: E402
 from grpo_async import Config  # noqa: E402
+from runtime import config  # noqa: E402
+from support.program import Program, end  # noqa: E402
 
 FIRST, EVERY = 5, 20  # steps before the clock starts; steps from one kill to the next
 FLAGS = {"val_period": 0, "val_data": "", "generators": 2, "max_engine_restarts": 99}
@@ -27,7 +26,7 @@ def seconds(folder: str, prompts: int, steps: int, kills: bool) -> float:
     flags = FLAGS | {"run_dir": f"{folder}/run-{kills}", "steps": FIRST + steps}
     flags |= {"prompts_per_step": prompts, "save_period": 0}
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    program = Program(configs.load(Config, words, default="configs/tiny.py"))
+    program = Program(config.load(Config, words, default="configs/tiny.py"))
     try:
         for step in range(FIRST + EVERY // 2, FIRST + steps, EVERY) if kills else ():
             program.wait_until(lambda s=step: len(program.steps()) >= s, 900)

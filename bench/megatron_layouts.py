@@ -2,10 +2,10 @@
 
     python bench/megatron_layouts.py        3 minutes on two cores; needs no model, no GPU
 
-Small random models train two rows a replica under policy/megatron.py on gloo, with tests/cpu in the
+Small random models train two rows a replica under policy/megatron on gloo, with tests/cpu in the
 place of CUDA. Sent are the tensors given to torch.distributed, by the ring algorithms' count, the
 mean of all ranks; held are the most bytes of tensors alive at once, on the fullest rank. Counted is
-what --dry_run prints (policy/megatron_sizes.py), in float32. Exits with 1 where measured / counted
+what --dry_run prints (dry_run/megatron_sizes.py), in float32. Exits with 1 where measured / counted
 is not within 0.9 to 1.1. Of the hybrid nothing is said about memory: on a CPU its Mamba kernel is a
 loop over tokens that keeps every state.
 """
@@ -26,10 +26,9 @@ from torch.utils._pytree import tree_iter
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from peak import Peak  # noqa: E402
-
+from dry_run import megatron_sizes as counted  # noqa: E402
 from grpo_async import Config  # noqa: E402
-from policy import megatron_sizes as counted  # noqa: E402
+from support.tensor_memory import Peak  # noqa: E402
 
 SEQUENCE, ROWS, FLOAT32 = 32, 2, 4
 SHAPE = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
@@ -98,7 +97,7 @@ def sent_bytes(name: str, args: tuple, group) -> float:
 
 def measure(cfg: Config, tokens: int) -> dict:
     """A rank's second step, the first one having made the moments: peak, bytes sent by whom."""
-    from policy.megatron import MegatronPolicy, mpu
+    from policy.megatron.policy import MegatronPolicy, mpu
 
     def loss(logp_T, row):
         return logp_T.sum(), {}

@@ -92,13 +92,13 @@ async def pair(cfg, call):
 
 async def main() -> None:
     """Measures decoding with and without updates, and prints one table."""
-    import configs
     from grpo_async import Config
+    from runtime import config
 
     updates = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--run_dir", folder, "--max_response_tokens", str(ANSWER)]
-        cfg = configs.load(Config, flags, default="configs/tiny.py")
+        cfg = config.load(Config, flags, default="configs/tiny.py")
     process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     call = functools.partial(asyncio.get_running_loop().run_in_executor, process, trainer)
     generator = await pair(cfg, call)

@@ -63,7 +63,7 @@ def make_inputs(folder: Path) -> None:
     import torch
 
     sys.path.insert(0, str(ROOT))
-    from launch.tiny import make_model, make_tokenizer
+    from launch.make_tiny import make_model, make_tokenizer
 
     torch.manual_seed(0)
     tokenizer, letters = make_tokenizer(), random.Random(0)
@@ -111,7 +111,7 @@ def install_trl() -> None:
     if not (VENV / "bin" / "python").exists():
         subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, VENV], check=True)
     install = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", VENV]
-    install += ["--override", "launch/overrides.txt", "-r", "requirements-bench.txt"]
+    install += ["--override", "requirements-overrides.txt", "-r", "requirements-bench.txt"]
     install += [] if found else ["--torch-backend=cpu"]
     subprocess.run(install, cwd=ROOT, env=env, check=True)
 

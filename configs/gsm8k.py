@@ -1,7 +1,7 @@
 """Qwen3-0.6B on GSM8K, one GPU shared by engine and trainer.
 
 Two GPUs: --generator_gpus 1 --trainer_gpus 1 --gpu_memory_utilization 0.85
-Data: python launch/gsm8k.py FOLDER; model: any local folder, --model PATH.
+Data: python launch/make_gsm8k.py FOLDER; model: any local folder, --model PATH.
 """
 
 run_dir = "runs/gsm8k-{seed}-{time}"

@@ -2,15 +2,16 @@
 
 A module declares `AGENTS`, the `agent_ref.name`s it serves (those of NeMo-Gym's released blends),
 and `verify(row, response) -> Reward`, plain or async. An optional `check(row)` raises ValueError
-for a row it could not judge. Every module is imported: heavy libraries go inside functions.
+for a row it could not judge. A module is imported when the first row names one of its agents.
 """
 
+import ast
 import functools
 import importlib
 import inspect
-import pkgutil
 import reprlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -25,16 +26,41 @@ class Reward:
 
 
 @functools.cache
-def _registry() -> dict[str, ModuleType]:
-    modules = [importlib.import_module(f"envs.{e.name}") for e in pkgutil.iter_modules(__path__)]
-    return {agent: module for module in modules for agent in getattr(module, "AGENTS", ())}
+def _registry() -> dict[str, str]:
+    """Agent name -> module name, read from the files. Raises ValueError where two claim a name."""
+    claimed: dict[str, str] = {}
+    for path in sorted(Path(__path__[0]).glob("*.py")):
+        for agent in _agents(path):
+            if agent in claimed:
+                files = f"envs/{claimed[agent]}.py and envs/{path.name}"
+                raise ValueError(f"{files} both declare the agent {agent!r}, expected one of them")
+            claimed[agent] = path.stem
+    return claimed
+
+
+def _agents(path: Path) -> tuple[str, ...]:
+    """What a module's top-level `AGENTS = (...)` says, without importing it; () where it has none.
+
+    Raises ValueError where it is no literal tuple or list of strings.
+    """
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "AGENTS":
+            try:
+                agents = tuple(ast.literal_eval(node.value))
+            except (TypeError, ValueError):
+                agents = (None,)
+            if isinstance(node.value, ast.Constant) or not all(isinstance(a, str) for a in agents):
+                shown = ast.unparse(node.value)
+                raise ValueError(f"{path}: AGENTS is {shown}, expected a literal tuple of names")
+            return agents
+    return ()
 
 
 def environment(name: str) -> ModuleType:
     """The module serving `agent_ref.name` == `name`; ValueError listing the known ones if none."""
     known = _registry()
     require(name in list(known), "agent_ref.name", name, "one of: " + ", ".join(sorted(known)))
-    return known[name]
+    return importlib.import_module(f"envs.{known[name]}")
 
 
 async def verify(row: dict, response: str) -> Reward:

@@ -6,11 +6,11 @@ in NeMo-Gym's resources_servers/math_with_judge without its judge. Deliberate de
 that never closes its `<think>` was cut off and earns 0.
 
 SymPy hangs on answers such as 9^{9^{9^9}}, and no thread or signal handler can interrupt it. So
-checks run in the child processes of envs/checkers.py.
+checks run in the child processes of envs/shared/checkers.py.
 """
 
 from envs import Reward, final_text, get, require, unfinished
-from envs.checkers import DEADLINE, Checkers
+from envs.shared.checkers import DEADLINE, Checkers
 
 AGENTS = ("math_with_judge_simple_agent", "math_with_judge", "math")
 

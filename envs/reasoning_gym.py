@@ -12,7 +12,7 @@ Known of the library's rewards, which are passed on as they are:
     evaluated answers     binary_matrix, countdown, n_queens, puzzle24, spiral_matrix,
                           string_insertion, polynomial_multiplication and the integrations evaluate
                           the answer as Python: they can hang, and a policy could run code. Scorers
-                          run in the killable children of envs/checkers.py, which are not a sandbox.
+                          run in killable child processes, which are no sandbox.
 """
 
 import functools
@@ -20,7 +20,7 @@ import math
 import re
 
 from envs import Reward, final_text, get, require, unfinished
-from envs.checkers import DEADLINE, Checkers
+from envs.shared.checkers import DEADLINE, Checkers
 
 AGENTS = ("reasoning_gym_simple_agent", "reasoning_gym")
 # Their scorers compare with a tuple of tuples, which JSON turned into lists: unless it is turned

@@ -7,5 +7,5 @@ config=configs/tiny.py
 case "${1:-}" in *.py) config=$1 && shift ;; esac
 bash launch/setup.sh
 unset PYTHONDONTWRITEBYTECODE
-[ "$config" = configs/tiny.py ] && .venv/bin/python launch/tiny.py
+[ "$config" = configs/tiny.py ] && .venv/bin/python launch/make_tiny.py
 exec .venv/bin/python grpo_async.py --config "$config" "$@"

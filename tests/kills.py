@@ -2,13 +2,13 @@
 
     python tests/kills.py [KILLS] [SEED] [SIGNAL]     half a minute each; alone on the machine
 
-Needs models/tiny and data/tiny (launch/tiny.py). Each kill hits one of the points of
-points/sitecustomize.py: a role, and what it is about to do or has just done; saving and verifying
-after each step. After a kill of an engine (the actor, or vLLM's process in it) or of a rollout
-worker the run must have trained two more steps within 30 s; told is also when all engines serve.
-A dead trainer or driver must end it within 60 s, by name, and `--resume auto` must go on. At the
-end every slot was trained once, with the prompt of its place in the file, or was dropped with a
-reason.
+Needs models/tiny and data/tiny (launch/make_tiny.py). Each kill hits one of the points of
+support/kill_points/sitecustomize.py: a role, and what it is about to do or has just done; saving
+and verifying after each step. After a kill of an engine (the actor, or vLLM's process in it) or of
+a rollout worker the run must have trained two more steps within 30 s; told is also when all
+engines serve. A dead trainer or driver must end it within 60 s, by name, and `--resume auto` must
+go on. At the end every slot was trained once, with the prompt of its place in the file, or was
+dropped with a reason.
 
 With SIGSTOP nothing dies: the process stands still, and it is the deadlines that must notice.
 """
@@ -22,12 +22,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from points.sitecustomize import POINTS
-from program import ROOT, Program
+from support.kill_points.sitecustomize import POINTS
+from support.program import ROOT, Program
 
 sys.path.insert(0, str(ROOT))
-import configs  # noqa: E402
 from grpo_async import Config  # noqa: E402
+from runtime import config  # noqa: E402
 
 FLAGS = {"steps": 100_000, "save_period": 1, "verify_sync_every": 1, "val_period": 0}
 FLAGS |= {"val_data": "", "generators": 2, "rollout_workers": 2, "max_engine_restarts": 10**6}
@@ -76,10 +76,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         armed = Path(folder) / "armed"
         os.environ["KILL_FILE"] = str(armed)
-        os.environ["PYTHONPATH"] = f"{ROOT}/tests/points:{ROOT}/tests/cpu"
+        os.environ["PYTHONPATH"] = f"{ROOT}/tests/support/kill_points:{ROOT}/tests/cpu"
         flags = FLAGS | {"run_dir": f"{folder}/run"}
         words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-        cfg = configs.load(Config, words, default="configs/tiny.py")
+        cfg = config.load(Config, words, default="configs/tiny.py")
         program = Program(cfg, "--resume", "auto")
         program.wait_until(lambda: len(program.steps()) >= 2)
         for number in range(1, int(kills) + 1):

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from episodes import Sample
+from envs.episode import Sample
 from grpo_async import (
     Batch,
     Config,
@@ -24,8 +24,8 @@ from grpo_async import (
     pack,
     policy_loss,
 )
-from metrics import k3, reduce_stats, step_metrics
 from rewards import LowEffort, low_effort_reward
+from runtime.metrics import k3, reduce_stats, step_metrics
 
 OFF = Correction(low=1, high=1)  # every weight is 1
 RAW = Correction(high=math.inf)

@@ -112,7 +112,7 @@ def test_each_metric_is_explained_once():
 
 def test_each_field_of_a_rollout_is_explained_once():
     from envs import Reward
-    from episodes import Episode, Turn, record, stitch
+    from envs.episode import Episode, Turn, record, stitch
 
     turn = Turn([1], [2], [-1.0], [0], "stop")
     row = {"_line": 1, "agent_ref": {"name": "any"}}

@@ -6,7 +6,8 @@ import subprocess
 
 import pytest
 from conftest import write_rows
-from program import ROOT, Program, end, survivors
+
+from support.program import ROOT, Program, end, survivors
 
 pytestmark = pytest.mark.e2e
 DROPPED = "dropped.jsonl"

@@ -19,7 +19,7 @@ import torch
 from conftest import save_tokenizer, write_rows
 
 import envs
-from episodes import Policy, Sample, Turn, stitch
+from envs.episode import Policy, Sample, Turn, stitch
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "models", "data", "tests", "bench")
@@ -170,7 +170,7 @@ class Scripted:
 )
 def test_the_environment_gives_a_second_try(count_letters, tmp_path, answers, reward, turns):
     """Both turns are one sample, the hint masked out: no id is tokenised again."""
-    from rows import load_tokenizer
+    from envs.rows import load_tokenizer
 
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))

@@ -6,11 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import checkpoints
-import metrics
-import modes
-from episodes import write_groups
 from grpo_async import Config, Group, Run
+from runtime import checkpoints, metrics, modes
+from runtime.archive import write_groups
 
 ROW = {"_line": 1, "agent_ref": {"name": "any"}}
 

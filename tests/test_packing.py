@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from episodes import Sample, SampleInfo
+from envs.episode import Sample, SampleInfo
 from grpo_async import Config, Group, Update, pack, plan_step
 from policy.packing import plan_rows
 

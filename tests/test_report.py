@@ -13,7 +13,7 @@ import pytest
 from conftest import save_tokenizer
 
 import report
-from configs import InputError
+from runtime.config import InputError
 
 CHROMIUM = shutil.which("chromium")
 browser = pytest.mark.skipif(not CHROMIUM, reason="chromium is absent: the page was not opened")
@@ -368,7 +368,7 @@ def test_a_page_has_limits(tmp_path, monkeypatch):
 
 
 def test_the_page_is_small_and_needs_no_network():
-    template = Path(report.__file__).with_suffix(".html").read_text()
+    template = (Path(report.__file__).parent / "runtime/report_page.html").read_text()
     assert len(template.encode()) < 60_000
     namespaces = {"http://www.w3.org/1999/xhtml", "http://www.w3.org/2000/svg"}
     assert set(re.findall(r"https?://[^\"']+", template)) == namespaces

@@ -5,7 +5,8 @@ import signal
 
 import pytest
 import torch
-from program import Program, survivors
+
+from support.program import Program, survivors
 
 pytestmark = pytest.mark.e2e
 TIMES = ("seconds", "wait_for", "sync_")
@@ -45,16 +46,16 @@ def test_killed_after_every_step_it_is_bitwise_the_run_that_never_was(tiny_confi
     fields = {"steps": steps, "max_lag": 0, "save_period": 1, "keep_last": 99}
     fields |= {"max_response_tokens": 8, "skip_zero_advantage": False}
     whole = tiny_config(run_dir=str(tmp_path / "whole"), **fields)
-    calm = Program(whole, script="tests/exact.py")  # beside the other: both mostly start
+    calm = Program(whole, script="tests/support/deterministic_engine.py")
 
     cfg = tiny_config(run_dir=str(tmp_path / "killed"), **fields)
     for k in range(1, steps):
-        program = Program(cfg, "--resume", "auto", script="tests/exact.py")
+        program = Program(cfg, "--resume", "auto", script="tests/support/deterministic_engine.py")
         marker = program.folder / f"step_{k:06d}" / "complete.json"
         program.wait_until(marker.exists)
         program.stop()
         assert not (program.folder / f"step_{k + 2:06d}").exists(), "killed too late to tell"
-    program = Program(cfg, "--resume", "auto", script="tests/exact.py")
+    program = Program(cfg, "--resume", "auto", script="tests/support/deterministic_engine.py")
     assert program.ends() == 0, program.told()[-4000:]
     assert calm.ends() == 0, calm.told()[-4000:]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_engine import Pair
+from test_generator import Pair
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.e2e
@@ -140,8 +140,8 @@ def plain_synchronous_grpo(pair, rows) -> list[dict]:
     """Textbook GRPO: sample, score, compare, one gradient step; no buffer, packing or Ray."""
     from reasoning_gym import get_score_answer_fn
 
-    from episodes import stitch
-    from rows import load_tokenizer, render
+    from envs.episode import stitch
+    from envs.rows import load_tokenizer, render
 
     cfg, tokenizer = pair.cfg, load_tokenizer(pair.cfg.model)
     score = get_score_answer_fn("spell_backward")
@@ -224,7 +224,7 @@ def test_lag_zero_is_synchronous_grpo_step_for_step(tiny_config, monkeypatch):
 
 def test_gsm8k_config_trains_on_real_rows(tiny_model, shared_data, tmp_path):
     """configs/gsm8k.py on a CPU: two steps of a tiny random model on the real questions."""
-    from launch.gsm8k import convert
+    from launch.make_gsm8k import convert
 
     for name in ("train", "test"):
         source = tmp_path / f"{name}.raw"

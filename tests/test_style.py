@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from episodes import Sample, describe
+from envs.episode import Sample, describe
 from grpo_async import Config, Group, RolloutBuffer, Update, pack, policy_loss
-from metrics import reduce_stats, rollout_metrics, step_metrics, validation_metrics
+from runtime.metrics import reduce_stats, rollout_metrics, step_metrics, validation_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTED = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"]
@@ -22,7 +22,8 @@ FILES = [p for p in subprocess.check_output(LISTED, text=True).split("\n") if p]
 FILES = [path for path in FILES if (ROOT / path).is_file()]
 PYTHON = [path for path in FILES if path.endswith(".py")]
 PRODUCT = [path for path in PYTHON if not path.startswith("tests/")]
-CONFIGS = [p for p in PYTHON if p.startswith("configs/") and p != "configs/__init__.py"]
+CONFIGS = [p for p in PYTHON if p.startswith("configs/") and p != "runtime/config.py"]
+ENVIRONMENTS = [p for p in PYTHON if re.match(r"envs/(?!(__init__|episode|rows)\.py)\w+\.py", p)]
 MAIN = "grpo_async.py"
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 BLOCK = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try)
@@ -75,11 +76,11 @@ def test_the_measures_measure():
     [
         (MAIN, 1200),
         ("policy/fsdp.py", 250),
-        ("policy/megatron.py", 400),
-        ("policy/hf_weights.py", 200),
+        ("policy/megatron/policy.py", 400),
+        ("policy/megatron/hf_weights.py", 200),
     ]
     + [(path, 60) for path in CONFIGS]
-    + [(p, 150) for p in PYTHON if p.startswith("envs/") and p != "envs/__init__.py"]
+    + [(path, 150) for path in ENVIRONMENTS]
     + [(path, 90) for path in FILES if path.endswith(".sbatch")],
 )
 def test_files_stay_short(path, limit):
@@ -196,8 +197,8 @@ def metric_keys() -> set[str]:
     keys = {key.replace("@2", "@k").removesuffix("/env") for key in keys}
     for path, function in (
         ("policy/fsdp.py", "optimizer_step"),
-        ("policy/megatron.py", "_replayed"),
-        ("launch/fleet.py", "meters"),
+        ("policy/megatron/policy.py", "_replayed"),
+        ("runtime/fleet.py", "meters"),
         (MAIN, "train_step"),
         (MAIN, "update_weights"),
         (MAIN, "train_forever"),

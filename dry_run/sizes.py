@@ -1,0 +1,213 @@
+"""What a model weighs on one GPU, and what a rank of `policy/fsdp.py` holds at its fullest: bytes.
+
+Axes:  T tokens of the longest row   H hidden size   Q, K width of all query, all key heads
+       V vocabulary   C logprob_chunk
+
+Read from config.json alone. The peaks are within a tenth of what torch allocates for Qwen3, dense
+and with experts (a test compares them). Of Mamba or linear attention only weights are counted.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from policy.weight_sync import BUCKET_BYTES
+from runtime.config import InputError
+
+GIB = 2**30
+RESERVE = 4 * GIB  # assumed: CUDA context and graphs, NCCL, an engine's activations, fragmentation
+# Layer types of transformers that keep no KV; of an unknown one, KV is counted.
+WITHOUT_KV = {"linear_attention", "mamba", "conv", "moe", "mlp", "sparse", "dense"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a causal LM. Counts are of parameters, tied ones once."""
+
+    name: str
+    params: int
+    routed: int  # in routed experts
+    expert_share: float  # of the routed experts, met by one token
+    embedding: int  # that are only looked up: 0 where the head is tied to them
+    root: int  # outside of decoder layers
+    layer: int  # in the largest decoder layer
+    biggest: int  # in the largest tensor
+    layers: int
+    kv_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    latent: int  # width of a compressed KV (MLA), which all heads share; 0: none
+    ffn: int  # bytes that a feed-forward saves of each token for its backward, in bf16
+    vocab: int
+
+    @property
+    def active(self) -> float:
+        """Parameters that one token meets, embedding and head included."""
+        return self.params - self.routed * (1 - self.expert_share)
+
+
+def read_model(folder: str) -> Model:
+    """Counts the model of a folder's config.json, built without storage on the meta device.
+
+    Raises InputError where that is none of a language model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # transformers raises whatever it stumbles over
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError(f"model = {folder!r}: config.json describes no model: {told}") from None
+    text = config.get_text_config()
+
+    def get(*names, default=0):
+        return next((v for v in (getattr(text, name, None) for name in names) if v), default)
+
+    sizes = {name: p.numel() for name, p in lm.named_parameters()}
+    units = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
+    layers = [sum(p.numel() for p in unit.parameters()) for unit in units]
+    embedding, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
+    vocab, hidden = head.shape
+    latent, heads = get("kv_lora_rank"), text.num_attention_heads
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
+    experts = get("num_experts", "n_routed_experts", "num_local_experts")
+    return Model(
+        name=Path(folder).name,
+        params=sum(sizes.values()),
+        routed=sum(size for name, size in sizes.items() if ".experts." in name),
+        expert_share=get("num_experts_per_tok") / experts if experts else 1.0,
+        embedding=0 if embedding is head else embedding.numel(),
+        root=sum(sizes.values()) - sum(layers),
+        layer=max(layers),
+        biggest=max(sizes.values()),
+        layers=len(layers),
+        kv_layers=sum(kind not in WITHOUT_KV for kind in kinds),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=get("num_key_value_heads", default=heads),
+        head_dim=get("head_dim", default=hidden // heads),
+        latent=latent and latent + get("qk_rope_head_dim"),
+        ffn=feed_forward_bytes(hidden, get),
+        vocab=vocab,
+    )
+
+
+def feed_forward_bytes(hidden: int, get) -> int:
+    """Bytes a token that `down(silu(gate) * up)` saves: four bf16 tensors as wide as it is inside.
+
+    Each of a token's experts also copies its input and its output. `get` reads the config.
+    """
+    inside = get("intermediate_size")
+    if not get("num_experts", "n_routed_experts", "num_local_experts"):
+        return 8 * inside
+    inside = get("moe_intermediate_size", default=inside)
+    shared = get("shared_expert_intermediate_size", default=get("n_shared_experts") * inside)
+    return get("num_experts_per_tok") * (8 * inside + 4 * hidden) + 8 * shared
+
+
+def states(model: Model, cfg) -> dict[str, float]:
+    """What a rank always holds: float32, sharded over the ranks, 4 bytes x parameters each."""
+    shard = 4 * model.params / cfg.trainers
+    held = {"weights, float32": shard, "gradients, float32": shard, "AdamW moments": 2 * shard}
+    return held | ({"reference of the KL": shard} if cfg.kl_coef else {})
+
+
+def longest_row(cfg) -> int:
+    """T: a sample above row_tokens has a row of its own."""
+    return max(cfg.row_tokens, cfg.max_model_len)
+
+
+def mask_bytes(cfg) -> tuple[int, int]:
+    """What keeps a row's sequences apart: (bool, for the whole row; bf16, for each layer at work).
+
+    row_tokens squared, from transformers' sdpa_mask, which torch's SDPA converts; flash attention
+    and policy/megatron/policy.py have none.
+    """
+    square = cfg.row_tokens**2 if (cfg.policy, cfg.attention) == ("fsdp", "sdpa") else 0
+    return square, 2 * square
+
+
+def layer_bytes(model: Model, cfg) -> int:
+    """What a decoder layer saves for its backward: bf16, and float32 in norms, as Qwen3 has them.
+
+    T (16 H + 10 Q + 10 K + ffn); a mask repeats keys and values: T (16 H + 14 Q + 6 K + ffn).
+    """
+    Q, K, mask = model.heads * model.head_dim, model.kv_heads * model.head_dim, mask_bytes(cfg)[1]
+    attention = 14 * Q + 6 * K if mask else 10 * Q + 10 * K
+    return longest_row(cfg) * (16 * model.hidden + attention + model.ffn) + mask
+
+
+def saved_bytes(model: Model, cfg) -> int:
+    """What all layers keep until backward: with checkpointing their bf16 inputs, 2 T H each."""
+    inputs = 2 * longest_row(cfg) * model.hidden
+    return model.layers * (inputs if cfg.activation_checkpointing else layer_bytes(model, cfg))
+
+
+def head_bytes(C: int, V: int, H: int) -> int:
+    """Most that fsdp.TokenLogprobs allocates at once, beside inputs and outputs as long as the row.
+
+    Forward: logits and their log-softmax, 8 C V. Backward: a chunk in float32, the one before in
+    bf16, and the head's float32 gradient, 6 C V + 4 V H; at last its bf16 copy, 2 C V + 6 V H.
+    """
+    return max(8 * C * V, 6 * C * V + 4 * V * H, 2 * C * V + 6 * V * H)
+
+
+def moments(model: Model, cfg) -> dict[str, int]:
+    """Bytes beside the states at the four moments at which a rank may be fullest.
+
+    Of the layers, FSDP2 holds two gathered in bf16, one's bf16 gradients and one's float32 input of
+    the reduction: 10 bytes a parameter; the root stays whole. A single rank has one unit, the root,
+    and torch 2.13 copies it twice more where it reduces (_fsdp_collectives.py, foreach_reduce).
+    """
+    alone, T = cfg.trainers == 1, longest_row(cfg)
+    root, layer = (model.params, 0) if alone else (model.root, model.layer)
+    row = 2 * root + saved_bytes(model, cfg) + mask_bytes(cfg)[0]
+    # The last norm works in float32; its bf16 input and output, the trained ones, their gradients.
+    hidden = 12 * T * model.hidden
+    recomputed = layer_bytes(model, cfg) if cfg.activation_checkpointing else 0
+    head = head_bytes(cfg.logprob_chunk, model.vocab, model.hidden)
+    bucket = min(max(BUCKET_BYTES, 2 * model.biggest), 2 * model.params)
+    return {
+        "at the head": row + hidden + head + 4 * layer,
+        "in a layer": row + 2 * root + recomputed + T * model.ffn // 2 + 10 * layer,
+        "reducing": (12 if alone else 6) * root,
+        "sending weights": 2 * bucket + 4 * model.biggest,
+    }
+
+
+def trainer_bytes(model: Model, cfg) -> float:
+    """Peak of a rank: its states, its fullest moment, the reserve."""
+    return sum(states(model, cfg).values()) + max(moments(model, cfg).values()) + RESERVE
+
+
+def kv_bytes(model: Model, tp: int) -> int:
+    """KV of one token on one GPU of an engine: layers x (key, value) x heads x width, bf16.
+
+    vLLM gives a GPU at least one KV head, and a compressed KV (MLA) whole.
+    """
+    width = model.latent or 2 * max(1, model.kv_heads // tp) * model.head_dim
+    return 2 * model.kv_layers * width
+
+
+def kv_budget(model: Model, cfg, gpu: float) -> float:
+    """Bytes that an engine leaves for KV of a GPU of `gpu` bytes.
+
+    gpu_memory_utilization of it, without the bf16 weights / tensor_parallel and the reserve.
+    """
+    weights = 2 * model.params / cfg.tensor_parallel
+    return cfg.gpu_memory_utilization * gpu - weights - RESERVE
+
+
+def kv_tokens(model: Model, cfg, gpu: float) -> int:
+    """Tokens whose KV an engine holds."""
+    per_token = max(kv_bytes(model, cfg.tensor_parallel), 1)
+    return max(0, int(kv_budget(model, cfg, gpu) // per_token))
+
+
+def host_bytes(model: Model, ranks: int) -> int:
+    """CPU memory of a node whose `ranks` load: each reads the whole checkpoint in float32."""
+    return 4 * model.params * ranks

@@ -1,0 +1,167 @@
+"""NeMo-Gym rows: reading them, checking them before anything runs, rendering their prompts."""
+
+import functools
+import json
+import math
+import re
+import reprlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import envs
+from runtime.config import InputError
+
+LONGEST_LINE = 1 << 26  # characters; what is longer is no row but a file without line breaks
+# Characters per token that no text reaches: a prompt with more is not worth minutes of tokenising.
+DENSEST = 32
+
+
+def load_rows(path: str, cfg) -> list[dict]:
+    """The rows of a JSONL file, in order, each with its line number under `_line`.
+
+    A line that is malformed, of an unknown environment, or longer than the model allows goes to
+    `quarantine.jsonl` in the run folder. Raises InputError naming file, line and field where there
+    are more than `cfg.max_bad_rows` of them, or nothing else.
+    """
+    rows, bad = [], []
+    for number, line in enumerate(read_lines(path), 1):
+        if line.isspace():
+            continue
+        try:
+            rows.append(parse(line, cfg) | {"_line": number})
+        except (ValueError, RecursionError) as error:
+            start = line[:200].rstrip("\n")
+            bad.append({"file": path, "line": number, "reason": str(error), "text": start})
+        if len(bad) > cfg.max_bad_rows:
+            limit = f", more than max_bad_rows = {cfg.max_bad_rows}" if cfg.max_bad_rows else ""
+            raise InputError(first_of(bad) + limit)
+    if not rows:
+        all_bad = f"; {first_of(bad)}" if bad else ""
+        raise InputError(f"{path}: holds no rows, expected at least one{all_bad}")
+    quarantine(path, bad, cfg)
+    return rows
+
+
+def first_of(bad: list[dict]) -> str:
+    """What is wrong with the first bad row, and where the others are."""
+    lines = ", ".join(str(row["line"]) for row in bad[:10]) + ", ..." * (len(bad) > 10)
+    more = f" ({len(bad)} bad rows: lines {lines})" if len(bad) > 1 else ""
+    return f"{bad[0]['file']}:{bad[0]['line']}: {bad[0]['reason']}{more}"
+
+
+def quarantine(file: str, bad: list[dict], cfg) -> None:
+    """Writes a file's bad rows to the run folder, in place of those of an earlier start.
+
+    With line, reason and start of each; prints how many there are.
+    """
+    path = Path(cfg.run_dir) / "quarantine.jsonl"
+    told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [row for row in told if row["file"] != file] + bad
+    if found != told:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".partial")
+        aside.write_text("".join(json.dumps(row) + "\n" for row in found))
+        aside.replace(path)
+    if not bad:
+        return
+    # "responses_create_params.input[3].role is 5, expected ..." is counted under its field.
+    kinds = (re.split(r" is |: ", row["reason"])[0] for row in bad)
+    counts = Counter(re.sub(r"\[\d+\]", "[]", kind) for kind in kinds)
+    told = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
+    print(f"{file}: {len(bad)} bad rows are in {path}: {told}")
+
+
+def read_lines(path: str) -> Iterator[str]:
+    """The lines of a file, bytes that are no UTF-8 as surrogates; an endless one is cut off.
+
+    Raises InputError where the file cannot be read.
+    """
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+            while line := file.readline(LONGEST_LINE + 1):
+                yield line
+                while len(line) > LONGEST_LINE and not line.endswith("\n"):
+                    line = file.readline(LONGEST_LINE + 1)
+    except OSError as error:
+        raise InputError(f"{path}: expected a JSONL file: {error.strerror}") from None
+
+
+def parse(line: str, cfg) -> dict:
+    """The row of a line. Raises ValueError saying what is wrong with it."""
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"the line is longer than {LONGEST_LINE:,} characters")
+    try:
+        size = len(line.encode())
+        row = json.loads(line, object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
+        if re.search(r"\\u[dD][89a-fA-F]", line):  # half a surrogate pair is no character
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        is_byte = 0xDC80 <= code <= 0xDCFF
+        what = f"byte {code - 0xDC00:#x}" if is_byte else f"half a pair, \\u{code:x},"
+        raise ValueError(f"expected UTF-8: {what} at character {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected JSON: {error}") from None
+    envs.check_row(row)
+    if size + 256 > cfg.max_model_len:  # a token is at least one byte: shorter lines fit
+        check_length(row, cfg)
+    return row
+
+
+def unique(pairs: list[tuple]) -> dict:
+    """A JSON object. Raises ValueError for one that says a thing twice."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {reprlib.repr(twice)} appears twice")
+    return row
+
+
+def finite(number: str) -> float:
+    """A JSON number. Raises ValueError for NaN, and for what overflows."""
+    if not math.isfinite(float(number)):
+        raise ValueError(f"{reprlib.repr(number)} is not finite")
+    return float(number)
+
+
+def check_length(row: dict, cfg) -> None:
+    """Raises ValueError unless the prompt leaves the model room for an answer."""
+    params, limit = row["responses_create_params"], cfg.max_model_len
+    at = "responses_create_params.input"
+    expected = f"expected less than max_model_len = {limit}"
+    size = len(json.dumps([params["input"], params.get("tools")], ensure_ascii=False))
+    if size > DENSEST * limit:
+        raise ValueError(f"{at} is {size} characters long, {expected} tokens")
+    try:
+        length = len(render(load_tokenizer(cfg.model), row, cfg.thinking))
+    except Exception as error:  # a chat template is the model's own code
+        raise ValueError(f"{at} is refused by the chat template: {error}") from None
+    if length >= limit:
+        raise ValueError(f"{at} is {length} tokens long, {expected}")
+
+
+@functools.cache
+def load_tokenizer(model: str):
+    """The model's tokenizer. transformers takes 2 s to import, so it waits until it is needed."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def render(tokenizer, row: dict, thinking: bool) -> list[int]:
+    """Token ids of the row's conversation, up to where the model's answer begins."""
+    params = row["responses_create_params"]
+    messages = [message | {"content": plain(message["content"])} for message in params["input"]]
+    return tokenizer.apply_chat_template(
+        messages,
+        tools=params.get("tools"),
+        add_generation_prompt=True,
+        enable_thinking=thinking,
+        return_dict=False,
+    )
+
+
+def plain(content: str | list[dict]) -> str:
+    """A message's text; templates would drop or print the parts of the Responses API."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

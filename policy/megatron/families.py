@@ -1,0 +1,62 @@
+"""What the tensors of a model are called: by Megatron, and in a checkpoint of its family.
+
+policy/megatron/hf_weights.py reads these tables in both directions.
+"""
+
+# Megatron's name | how it lies | names in the checkpoint, {} being a layer's prefix.
+#   whole: on every rank.  rows, columns: cut over the ranks, in order.
+#   groups: rows alternate by query group.  ranks: they alternate by tensor parallel rank.
+LLAMA = r"""
+embedding.word_embeddings.weight       | rows    | model.embed_tokens.weight
+decoder.final_norm.weight              | whole   | model.norm.weight
+output_layer.weight                    | rows    | lm_head.weight
+input_layernorm.weight                 | whole   | {}input_layernorm.weight
+self_attention.linear_qkv.(weight|bias)| groups  | {}self_attn.[qkv]_proj.\1
+self_attention.([qk])_layernorm.weight | whole   | {}self_attn.\1_norm.weight
+self_attention.linear_proj.weight      | columns | {}self_attn.o_proj.weight
+pre_mlp_layernorm.weight               | whole   | {}post_attention_layernorm.weight
+mlp.linear_fc1.weight                  | ranks   | {}mlp.[gate,up]_proj.weight
+mlp.linear_fc2.weight                  | columns | {}mlp.down_proj.weight
+mlp.router.weight                      | whole   | {}mlp.gate.weight
+mlp.experts.(\d+).linear_fc1.weight    | ranks   | {}mlp.experts.\1.[gate,up]_proj.weight
+mlp.experts.(\d+).linear_fc2.weight    | columns | {}mlp.experts.\1.down_proj.weight
+"""
+NEMOTRON_H = r"""
+embedding.word_embeddings.weight       | rows    | backbone.embeddings.weight
+decoder.final_norm.weight              | whole   | backbone.norm_f.weight
+output_layer.weight                    | rows    | lm_head.weight
+(?:norm|.*_layernorm).weight           | whole   | {}norm.weight
+mixer.(in_proj|conv1d).(weight|bias)   | ranks   | {}mixer.\1.\2
+mixer.(A_log|D|dt_bias|norm.weight)    | rows    | {}mixer.\1
+mixer.out_proj.weight                  | columns | {}mixer.out_proj.weight
+self_attention.linear_qkv.weight       | groups  | {}mixer.[qkv]_proj.weight
+self_attention.linear_proj.weight      | columns | {}mixer.o_proj.weight
+mlp.(|shared_experts.)linear_fc1.weight| rows    | {}mixer.\1up_proj.weight
+mlp.(|shared_experts.)linear_fc2.weight| columns | {}mixer.\1down_proj.weight
+mlp.(fc._latent_proj).weight           | whole   | {}mixer.\1.weight
+mlp.router.weight                      | whole   | {}mixer.gate.weight
+mlp.router.expert_bias                 | whole   | {}mixer.gate.e_score_correction_bias
+mlp.experts.(\d+).linear_fc1.weight    | rows    | {}mixer.experts.\1.up_proj.weight
+mlp.experts.(\d+).linear_fc2.weight    | columns | {}mixer.experts.\1.down_proj.weight
+"""
+# model_type -> table, prefix of a layer, Megatron layers to each of the checkpoint's
+TRANSFORMER = (LLAMA, "model.layers.{}.", 2)
+FAMILIES = dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe"), TRANSFORMER)
+FAMILIES["nemotron_h"] = (NEMOTRON_H, "backbone.layers.{}.", 1)
+
+
+def padded(vocab: int) -> int:
+    """Rows of Megatron's embedding: tensor parallel ranks must have equally many."""
+    return -(-vocab // 128) * 128
+
+
+SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+
+
+def pattern(hf) -> str:
+    """Megatron's layers of a config.json: M Mamba-2, * attention, - MLP, E experts."""
+    if kinds := getattr(hf, "layers_block_type", None):
+        return "".join(SYMBOLS[kind] for kind in kinds)
+    step, dense = getattr(hf, "decoder_sparse_step", 0), getattr(hf, "mlp_only_layers", [])
+    sparse = (step and (i + 1) % step == 0 and i not in dense for i in range(hf.num_hidden_layers))
+    return "".join("*E" if has else "*-" for has in sparse)

@@ -1,0 +1,354 @@
+"""Megatron-Core behind the interface of policy/fsdp.py: one model over TP x PP x CP x EP ranks.
+
+Axes:  T tokens of a packed row   S its tokens padded so that all ranks have equally many
+       L those of this context parallel rank   N trained ones   H hidden size   V vocabulary
+
+A replica's ranks (TP x CP x PP) train the same packed rows: tensor parallel ranks hold slices of
+every matrix and of the sequence between them (sequence parallelism), context parallel ranks parts
+of every sequence, pipeline stages some layers, expert parallel ranks, across replicas, experts.
+
+The loss is a sum divided once by the count of the whole batch, so gradients are summed, never
+averaged: over replicas and context parallel ranks by DistributedDataParallel, over sequence shards
+by finalize_model_grads. Each rank computes the loss of its whole row; of its gradient it passes on
+what belongs to its own tokens.
+"""
+
+import itertools
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint_io
+import torch.nn.functional as F
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+
+from policy.logprobs import TokenLogprobs
+from policy.megatron import hf_weights
+from policy.megatron.model import Replay, Row, build, local_places
+
+
+class Shard:
+    """This context parallel rank's part of a packed row.
+
+    A sequence is padded at its end, where nothing that counts can see it, to a multiple of 2 x CP;
+    the last one further, so that the TP ranks share the rest evenly.
+    """
+
+    def __init__(self, row, cp: int, tp: int):
+        length_N = torch.bincount(row.seq_T)
+        unit = 2 * cp if cp > 1 else 1
+        padded_N = -(-length_N // unit) * unit
+        padded_N[-1] += -padded_N.sum() % math.lcm(unit, cp * tp)
+        ends = F.pad(padded_N.cumsum(0), (1, 0)).to(torch.int32)
+        source_S = torch.full((int(ends[-1]),), -1, device=row.tokens_T.device)
+        source_S[ends[row.seq_T] + row.positions_T] = torch.arange(len(row.seq_T)).to(source_S)
+        mine_L = local_places(ends, cp, mpu.get_context_parallel_rank())
+        source_L = source_S[mine_L]
+        self.tokens_L = torch.where(source_L < 0, 0, row.tokens_T[source_L])
+        # The token of the row that each place predicts; of those that are trained, N.
+        target_L = source_S.roll(-1)[mine_L]
+        self.at_N = ((target_L >= 0) & row.mask_T[target_L]).nonzero().squeeze(1)
+        self.target_N = target_L[self.at_N]
+        real_L, routes_L = source_L >= 0, None
+        if row.routes_T is not None:
+            routes_L = torch.where(real_L[:, None, None], row.routes_T[source_L], -1)
+        # The engine never read the last token of a sequence, so it chose no experts for it.
+        read_L = real_L & (target_L >= 0) & (row.positions_T[target_L] > 0)
+        self.packed = Row(ends, real_L, read_L, routes_L)
+
+
+def join_groups(cfg) -> None:
+    """Megatron's process groups: tensor parallel ranks side by side, pipeline stages far apart."""
+    if mpu.model_parallel_is_initialized():
+        return
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=cfg.tp,
+        pipeline_model_parallel_size=cfg.pp,
+        context_parallel_size=cfg.cp,
+        expert_model_parallel_size=cfg.ep,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=max(1, round(cfg.timeouts.train / 60)),
+    )
+    model_parallel_cuda_manual_seed(cfg.seed)
+
+
+class MegatronPolicy:
+    """The network being trained, or with `trainable=False` the frozen reference of a KL term.
+
+    Needs the default process group, of TP x CP x PP x replicas ranks. On GPU parameters are bf16
+    with float32 main parameters, and gradients are summed in float32; on CPU all is float32. All
+    but `weight_metas` is collective. Routers are frozen, and the bias by which Nemotron-H chooses
+    experts moves by 1e-3 a step towards those chosen too rarely (arXiv:2408.15664). Raises
+    ValueError naming a tensor that the checkpoint or the model lacks.
+    """
+
+    def __init__(self, cfg, trainable: bool = True):
+        self.cfg, self.updates, gpu = cfg, 0, torch.cuda.is_available()
+        self.device = torch.device("cuda" if gpu else "cpu")
+        join_groups(cfg)
+        hf = AutoConfig.from_pretrained(cfg.model)
+        self.model = build(cfg, hf, torch.bfloat16 if gpu else torch.float32).to(self.device)
+        self.weights, self.vocab = hf_weights.Weights(cfg.model, hf, self.model), hf.vocab_size
+        self.dp_group = mpu.get_data_parallel_group()  # the ranks that train other rows
+        others = (mpu.get_tensor_model_parallel_rank(), mpu.get_context_parallel_rank())
+        self.speaks = mpu.is_pipeline_last_stage() and others == (0, 0)  # for its replica
+        self.replays = [m for m in self.model.modules() if isinstance(m, Replay)]
+        self.chunk = self.model.requires_grad_(False) if not trainable else None
+        if trainable:
+            ddp = DistributedDataParallelConfig(
+                use_distributed_optimizer=True, grad_reduce_in_fp32=True
+            )
+            self.chunk = DistributedDataParallel(self.model.config, ddp, self.model)
+            adam = OptimizerConfig(
+                optimizer="adam",
+                lr=cfg.lr,
+                weight_decay=cfg.weight_decay,
+                clip_grad=cfg.max_grad_norm,
+                use_distributed_optimizer=True,
+                bf16=gpu,
+                params_dtype=torch.bfloat16 if gpu else torch.float32,
+            )
+            # Without overrides weights decay alike, as under policy/fsdp.py: norms and biases too.
+            self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides={})
+            self.save_group = dist.new_group(backend="gloo")  # used while training communicates
+
+    def forward_backward(self, batches: list, loss_fn: Callable) -> list[dict]:
+        """Add up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns the rows' stats.
+
+        Every rank of a replica passes the same rows and gets the same stats; `loss_fn` is called on
+        the last pipeline stage.
+        """
+        return self._schedule(batches, loss_fn)
+
+    @torch.no_grad()
+    def logprobs(self, batches: list) -> list[Tensor]:
+        """Logprobs [T] of each packed row, float32, 0 outside its mask; the same on every rank."""
+        return self._schedule(batches, None)
+
+    def _schedule(self, batches: list, loss_fn: Callable | None) -> list:
+        """Megatron's pipeline schedule over packed rows; what the last stage made of each."""
+        results: list = []
+
+        def forward_step(rows: Iterator, model):
+            row = next(rows).to(self.device)
+            shard = Shard(row, self.cfg.cp, self.cfg.tp)
+            packed = {"attention_mask": None, "packed_seq_params": shard.packed}
+            hidden = model(shard.tokens_L[None], None, **packed)
+            return hidden, partial(finish, row, shard)
+
+        def finish(row, shard: Shard, hidden_1LH: Tensor):
+            logp_T = self._logp(hidden_1LH[0], row, shard)
+            loss, result = loss_fn(logp_T, row) if loss_fn else (logp_T.sum(), logp_T)
+            results.append(result)
+            # The zero keeps the network in the graph of a loss that does not depend on it.
+            return loss + 0 * logp_T.sum(), torch.tensor(0), {}
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[self.chunk],
+            num_microbatches=len(batches),
+            seq_length=self.cfg.row_tokens,
+            micro_batch_size=1,
+            forward_only=loss_fn is None,
+        )
+        told, last = [move(results, "cpu")], mpu.get_pipeline_model_parallel_last_rank()
+        if self.cfg.pp > 1:
+            dist.broadcast_object_list(told, last, mpu.get_pipeline_model_parallel_group())
+        return move(told[0], self.device)
+
+    def _logp(self, h_LH: Tensor, row, shard: Shard) -> Tensor:
+        """Logprobs [T] of a row's trained tokens, of all its context parallel ranks."""
+        if self.cfg.tp > 1:  # backward sums the gradients of all slices of the vocabulary
+            h_LH = tensor_parallel.gather_from_sequence_parallel_region(h_LH)
+        head_VH = self.model.output_layer.weight
+        if head_VH is None:
+            head_VH = self.model.shared_embedding_or_output_weight()
+        first = len(head_VH) * mpu.get_tensor_model_parallel_rank()
+        rule = (self.cfg.temperature, self.cfg.logprob_chunk)
+        part = (mpu.get_tensor_model_parallel_group(), first, self.vocab)
+        target_N = row.tokens_T[shard.target_N]
+        logp_N = TokenLogprobs.apply(h_LH[shard.at_N], head_VH, target_N, *rule, part)
+        logp_T = logp_N.new_zeros(len(row.tokens_T)).index_add(0, shard.target_N, logp_N)
+        # Every rank goes on with the whole row; backward passes each the gradient of its tokens.
+        cp = mpu.get_context_parallel_group()
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(logp_T, group=cp)
+
+    def optimizer_step(self, grad_scale: float = 1.0) -> dict:
+        """Sum the gradients over ranks, scale them, clip their global norm, AdamW, zero them.
+
+        `grad_norm` is the norm after scaling and before clipping; if it is not finite, every rank
+        raises FloatingPointError, its weights untouched and its gradients dropped. So it does with
+        RuntimeError where experts of the engine could not be replayed.
+        """
+        cfg, done, replayed = self.cfg, self.updates, self._replayed()
+        biases = [b for name, b in self.model.named_buffers() if name.endswith("expert_bias")]
+        before = [bias.clone() for bias in biases]
+        finalize_model_grads([self.chunk])
+        self.chunk.scale_gradients(grad_scale)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            for bias, old in zip(biases, before, strict=True):
+                bias.copy_(old)
+            self._zero_grad()
+            raise FloatingPointError(f"gradient norm is {norm} at update {done}")
+        warm = done / cfg.warmup_steps if done < cfg.warmup_steps else 1.0
+        lr = cfg.warmup_lr * (1 - warm) + cfg.lr * warm
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self._zero_grad()
+        self.updates += 1
+        return {"grad_norm": norm, "lr": lr} | replayed
+
+    def _replayed(self) -> dict[str, float]:
+        """The share of the engine's routes that the last rows followed. Raises RuntimeError."""
+        if not self.cfg.replay_routing:
+            return {}
+        counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+        for replay in self.replays:
+            counts += torch.stack([replay.followed, replay.wanted])
+            replay.followed.zero_(), replay.wanted.zero_()
+        dist.all_reduce(counts)
+        followed, wanted = counts.tolist()
+        if followed < wanted:
+            self._zero_grad()
+            told = (
+                f"the trainer could follow {followed / wanted:.2%} of the engine's routes, not all"
+            )
+            raise RuntimeError(f"replay_routing: {told}; does it return them?")
+        return {"routing_replay_hit_rate": followed / wanted if wanted else 1.0}
+
+    def _zero_grad(self) -> None:
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights by checkpoint name, one at a time, on every rank; tied ones once."""
+        return self.weights.export()
+
+    def weight_metas(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Name, shape and dtype of what `named_weights` yields, in its order; no communication."""
+        return self.weights.metas()
+
+    def export_hf(self, dir: str) -> Callable[[], None]:
+        """Gather a checkpoint for transformers and vLLM on rank 0's CPU; what returns writes it."""
+        first = dist.get_rank() == 0
+        state = {name: w.cpu() for name, w in self.named_weights() if first}
+        return partial(self._write_hf, dir, state) if first else lambda: None
+
+    def _write_hf(self, dir: str, state: dict[str, Tensor]) -> None:
+        """Beside it what is never trained: config, tokenizer, tensors unknown to training."""
+        aside, source = Path(f"{dir}.partial"), self.weights.file
+        untouched = (name for name in source.files if hf_weights.ASIDE.match(name))
+        state |= {name: source.files[name].get_tensor(name) for name in untouched}
+        aside.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {k: w.contiguous() for k, w in state.items()},
+            aside / "model.safetensors",
+            {"format": "pt"},
+        )
+        for name in ("config.json", "generation_config.json"):
+            if (Path(self.cfg.model) / name).is_file():
+                shutil.copy(Path(self.cfg.model) / name, aside)
+        AutoTokenizer.from_pretrained(self.cfg.model).save_pretrained(aside)
+        shutil.rmtree(dir, ignore_errors=True)
+        os.rename(aside, dir)
+
+    def _state(self, loading: bool) -> dict:
+        """All that training changes, by what it is in the whole model: for any layout of ranks."""
+        how = {"distrib_optim_sharding_type": "fully_reshardable"}
+        model = self.model.sharded_state_dict(metadata=how)
+        moments = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=how)
+        return {"model": model, "optimizer": moments, "updates": self.updates}
+
+    def save(self, dir: str) -> Callable[[], None]:
+        """Copy this rank's shards to memory; what returns writes them, beside the training."""
+        Path(dir).mkdir(parents=True, exist_ok=True)
+        copied = Copied(self.save_group)
+        dist_checkpointing.save(self._state(loading=False), dir, copied)
+        return copied.write
+
+    def load(self, dir: str) -> None:
+        """Go on from `save`; on any layout of ranks, each reads what it needs."""
+        adams = [part.optimizer for part in self.optimizer.chained_optimizers]
+        for part in self.optimizer.chained_optimizers if not HAVE_TE else ():
+            prepare_adam(part)
+        state = dist_checkpointing.load(self._state(loading=True), dir)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for moments in itertools.chain(*(adam.state.values() for adam in adams)):
+            if "step" in moments:  # which Megatron gives to all parameters as one tensor
+                moments["step"] = moments["step"].clone()
+        self.updates = state["updates"]
+
+
+class Copied(TorchDistSaveShardedStrategy):
+    """Megatron's way to save, but for when it writes: `save` copies and `write` does the rest.
+
+    Megatron's own asynchronous way forks the trainer and ends with messages in the group that the
+    training uses meanwhile. `write` has a group of its own.
+    """
+
+    def __init__(self, group):
+        super().__init__("torch_dist", 1)
+        self.group = group
+
+    def save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> None:
+        """Keep a copy of the shards that this rank is to write."""
+        shards = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)[0]
+        for shard in itertools.chain(*shards.values()):
+            if isinstance(shard.data, Tensor):
+                shard.data = shard.data.detach().to("cpu", copy=True)
+        planner = MCoreSavePlanner(flatten_state_dict=False)
+        tensors = mcore_to_pyt_state_dict(shards)
+        how = {"checkpoint_id": checkpoint_dir, "planner": planner, "process_group": self.group}
+        self.write = partial(checkpoint_io.save, tensors, **how)
+
+
+def prepare_adam(part) -> None:
+    """Torch's AdamW has no moments before its first step, and Megatron none of its `step`."""
+    adam, fill = part.optimizer, part._set_main_param_and_optimizer_states
+    for parameter in itertools.chain(*(group["params"] for group in adam.param_groups)):
+        zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        adam.state.setdefault(parameter, {"step": torch.zeros(())} | zeros)
+
+    def fill_all_but_step(parameter, tensors: dict) -> None:
+        step = part._get_main_param_and_optimizer_states(parameter)["step"]
+        fill(parameter, {"step": step} | tensors)
+
+    part._set_main_param_and_optimizer_states = fill_all_but_step
+
+
+def move(x, device):
+    """Tensors, in lists and dicts, to a device."""
+    if isinstance(x, list):
+        return [move(item, device) for item in x]
+    return (
+        {k: move(v, device) for k, v in x.items()} if isinstance(x, dict) else x.detach().to(device)
+    )

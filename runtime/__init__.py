@@ -1,0 +1,1 @@
+"""What any algorithm needs and no paper mentions: actors, waits, engines, checkpoints, metrics."""

@@ -1,0 +1,577 @@
+"""The arithmetic of a dry run against numbers worked out by hand, and against what torch holds."""
+
+import dataclasses
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import dry_run
+from dry_run import megatron_sizes, pace, sizes
+from dry_run.sizes import GIB, Model
+from grpo_async import Config
+from policy import fsdp, logprobs
+from runtime import config
+from runtime.config import InputError
+from support.tensor_memory import Peak
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+}
+QWEN_8B = QWEN | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
+QWEN_06B = QWEN | {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+# Nemotron 3 Super: 40 Mamba, 40 expert and 8 attention layers, 512 experts of which 22 are met.
+SUPER = Model(
+    name="super",
+    params=120_600_000_000,
+    routed=112_700_000_000,
+    expert_share=22 / 512,
+    embedding=131072 * 4096,
+    root=2 * 131072 * 4096,
+    layer=2_900_000_000,
+    biggest=131072 * 4096,
+    layers=88,
+    kv_layers=8,
+    hidden=4096,
+    heads=32,
+    kv_heads=2,
+    head_dim=128,
+    latent=0,
+    ffn=22 * (8 * 2688 + 4 * 4096),
+    vocab=131072,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes the config.json of a model, and nothing else, into a folder of a given name."""
+
+    def write(name: str, kind: str = "Qwen3Config", **fields) -> str:
+        getattr(transformers, kind)(**fields).save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    return write
+
+
+def cell(text: str, label: str) -> str:
+    """The value in the row of a table that starts with a label."""
+    (value,) = re.findall(rf"^  (?:[+=]|or)? ?{re.escape(label)} {{2,}}(\S+)", text, re.M)
+    return value
+
+
+# --- counting -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [QWEN_8B, QWEN_06B], ids=["8B", "0.6B"])
+def test_a_dense_model_is_counted_to_the_last_parameter(folder, size):
+    model = sizes.read_model(folder("qwen", **size))
+    H, inner, D = size["hidden_size"], size["intermediate_size"], size["head_dim"]
+    Q, K, V = D * size["num_attention_heads"], D * 8, 151936
+    layer = 2 * H * Q + 2 * H * K + 3 * H * inner + 2 * H + 2 * D
+    heads = 1 if size["tie_word_embeddings"] else 2
+    assert model.layer == layer and model.root == heads * V * H + H
+    assert model.params == size["num_hidden_layers"] * layer + heads * V * H + H
+    assert model.params == {1: 596_049_920, 2: 8_190_735_360}[heads]
+    assert model.embedding == (0 if heads == 1 else V * H) and model.biggest == V * H
+    assert (model.active, model.routed) == (model.params, 0)
+    assert (model.kv_layers, model.kv_heads, model.head_dim) == (size["num_hidden_layers"], 8, 128)
+
+
+def test_of_experts_a_token_meets_its_share(folder):
+    path = folder(
+        "moe",
+        "Qwen3MoeConfig",
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=False,
+    )
+    model = sizes.read_model(path)
+    attention, router = 2 * 32 * 32 + 2 * 32 * 16 + 2 * 8, 8 * 32
+    routed = 3 * 8 * 3 * 24 * 32
+    rest = 3 * (attention + router + 2 * 32) + 2 * 100 * 32 + 32
+    assert (model.routed, model.params) == (routed, routed + rest)
+    assert model.active == rest + routed / 4
+    assert model.ffn == 2 * (8 * 24 + 4 * 32)
+    counted = f"moe: {model.params:,} parameters, {model.active:,.0f} of them active"
+    assert dry_run.explain(Config(model=path), Config).startswith(counted)
+
+
+def test_only_attention_layers_of_a_hybrid_keep_kv(folder):
+    kinds = ["mamba", "moe", "attention", "mlp", "mamba", "attention"]
+    path = folder(
+        "hybrid",
+        "NemotronHConfig",
+        vocab_size=64,
+        hidden_size=32,
+        layers_block_type=kinds,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=4,
+    )
+    model = sizes.read_model(path)
+    assert (model.layers, model.kv_layers) == (6, 2)
+    assert sizes.kv_bytes(model, 1) == 2 * 2 * 2 * 8 * 2
+
+
+def test_a_compressed_kv_is_shared_by_all_heads(folder):
+    path = folder(
+        "mla",
+        "DeepseekV3Config",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        kv_lora_rank=24,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        first_k_dense_replace=1,
+    )
+    model = sizes.read_model(path)
+    assert model.latent == 24 + 8
+    assert sizes.kv_bytes(model, 1) == sizes.kv_bytes(model, 4) == 2 * 32 * 2
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_states_are_sixteen_bytes_a_parameter_and_four_for_a_reference():
+    cfg = Config(trainers=8, kl_coef=1e-4, skip_zero_advantage=False)
+    held = sizes.states(SUPER, cfg)
+    assert sum(held.values()) == pytest.approx(20 * 120.6e9 / 8)
+    assert sum(sizes.states(SUPER, Config(trainers=8)).values()) == pytest.approx(16 * 120.6e9 / 8)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "vocab", "hidden", "expected"),
+    [
+        (4096, 1000, 8, 8 * 4096 * 1000),  # forward: two float32 chunks
+        (1024, 1000, 1024, 10 * 1024 * 1000),  # backward: a chunk and the gradient, both float32
+        (16, 1000, 1024, 2 * 16 * 1000 + 6 * 1000 * 1024),  # its end: that gradient twice
+    ],
+)
+def test_the_head_is_fullest_at_one_of_three_places(chunk, vocab, hidden, expected):
+    assert sizes.head_bytes(chunk, vocab, hidden) == expected
+
+
+def test_a_mask_is_the_square_of_a_row_unless_attention_is_flash():
+    assert sizes.mask_bytes(Config(row_tokens=65536)) == (4 * GIB, 8 * GIB)
+    assert sizes.mask_bytes(Config(attention="flash_attention_2")) == (0, 0)
+
+
+class AsOnGPU(Peak):
+    """With logprobs.matmul as on a GPU, which allocates no float32 copies of what it multiplies."""
+
+    def matmul(self, a, b, alpha=1.0, into=None):
+        out = a.new_empty(len(a), b.shape[1], dtype=torch.float32) if into is None else into
+        self.counting = False
+        torch.add(0 if into is None else out, a.float() @ b.float(), alpha=alpha, out=out)
+        self.counting = True
+        return out
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"row_tokens": 512},  # activations are most of it
+        {"row_tokens": 64, "vocab_size": 8192, "hidden_size": 128},  # the head
+        {"row_tokens": 64, "hidden_size": 256, "intermediate_size": 768},  # the layers' weights
+        {"row_tokens": 256, "vocab_size": 8192, "logprob_chunk": 256, "tie_word_embeddings": False},
+        {
+            "row_tokens": 512,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+        },
+    ],
+    ids=["row", "head", "layers", "chunk", "experts"],
+)
+def test_a_trainer_rank_holds_what_is_printed(tmp_path, monkeypatch, ranks, checkpointing, shape):
+    size = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
+    size |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    size |= {"tie_word_embeddings": True} | shape
+    fields = {k: size.pop(k) for k in ("row_tokens", "logprob_chunk") if k in size}
+    torch.manual_seed(0)
+    kind = transformers.Qwen3MoeConfig if "num_experts" in size else transformers.Qwen3Config
+    transformers.AutoModelForCausalLM.from_config(kind(**size)).save_pretrained(tmp_path)
+    cfg = Config(
+        model=str(tmp_path),
+        trainers=ranks,
+        max_model_len=32,
+        activation_checkpointing=checkpointing,
+        **{"logprob_chunk": 64} | fields,
+    )
+    backend, store = ("fake", FakeStore()) if ranks > 1 else ("gloo", dist.HashStore())
+    bf16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    monkeypatch.setattr(fsdp, "MixedPrecisionPolicy", lambda **_: bf16)  # as on a GPU
+    monkeypatch.setattr(fsdp.FSDPPolicy, "_check_architecture", lambda _: None)  # 7 ranks are fake
+    monkeypatch.setattr(dist, "new_group", lambda **_: None)
+    dist.init_process_group(backend, rank=0, world_size=ranks, store=store)
+    try:
+        policy = fsdp.FSDPPolicy(cfg)
+        parameters = list(policy.model.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        policy.optimizer.step()
+        policy.optimizer.zero_grad()
+        moments = [moment for state in policy.optimizer.state.values() for moment in state.values()]
+        peak = AsOnGPU([getattr(t, "_local_tensor", t) for t in [*parameters, *moments]])
+        monkeypatch.setattr(logprobs, "matmul", peak.matmul)
+        T = cfg.row_tokens
+        row = SimpleNamespace(
+            tokens_T=torch.randint(size["vocab_size"], (T,)), positions_T=torch.arange(T) % 32
+        )
+        row.mask_T, row.to = row.positions_T > 0, lambda _: row
+        with peak:
+            policy.forward_backward([row, row], lambda logp_T, _: (logp_T.sum(), {}))
+    finally:
+        dist.destroy_process_group()
+    model = sizes.read_model(cfg.model)
+    during = sizes.moments(model, cfg)
+    del during["sending weights"]
+    printed = sum(sizes.states(model, cfg).values()) + max(during.values())
+    assert 0.99 <= printed / peak.bytes <= 1.1, (printed, peak.bytes)
+
+
+def test_kv_of_a_token():
+    assert sizes.kv_bytes(SUPER, 1) == 8 << 10  # 64k tokens: 512 MiB
+    assert sizes.kv_bytes(SUPER, 2) == sizes.kv_bytes(SUPER, 4) == 4 << 10  # one head at least
+
+
+def test_kv_gets_what_an_engine_may_take_without_weights_and_reserve():
+    cfg = Config(tensor_parallel=4, gpu_memory_utilization=0.8)
+    budget = 0.8 * 141 * GIB - 120.6e9 * 2 / 4 - 4 * GIB
+    assert sizes.kv_budget(SUPER, cfg, 141 * GIB) == pytest.approx(budget)
+    assert sizes.kv_tokens(SUPER, cfg, 141 * GIB) == int(budget // 4096)
+    assert sizes.kv_tokens(SUPER, Config(), 80 * GIB) == 0  # 241 GB of weights leave nothing
+
+
+def test_every_rank_of_a_node_loads_the_model():
+    assert sizes.host_bytes(dataclasses.replace(SUPER, params=8_000_000_000), 8) == 256e9
+    assert pace.ranks_per_node(Config(trainers=32)) == 8
+    assert pace.ranks_per_node(Config(trainers=3)) == 3
+
+
+# --- seconds --------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_super_and_the_floor_of_its_sync():
+    assert pace.step_tokens(Config()) == 256 * 16 * 65536 == 268_435_456
+    assert pace.sync_seconds(SUPER) == pytest.approx(4.824)
+    short = Config(max_response_tokens=1024, max_model_len=512)
+    assert pace.response_limit(short) == 512
+
+
+def test_decoding_reads_the_weights_that_the_batch_meets(monkeypatch):
+    monkeypatch.setattr(pace, "HBM_BYTES_S", 4.8e12)  # H200; TP 4, as in the recipe
+    always = 120.6e9 - 112.7e9 - 131072 * 4096
+    for batch in (1, 28, 57):
+        met = always + 112.7e9 * (1 - (490 / 512) ** batch)
+        kv = batch * 6000 * 4096
+        seconds = pace.LAUNCH_S + (2 * met / 4 + kv) / 4.8e12
+        assert pace.decode_seconds(SUPER, 4, batch, 6000) == pytest.approx(seconds)
+    # A roofline that also counts the Mamba states says 4.4, 12.8 and 15.9 ms.
+    measured = [1e3 * pace.decode_seconds(SUPER, 4, batch, 6000) for batch in (1, 28, 57)]
+    assert measured == pytest.approx([4.4, 12.8, 15.9], rel=0.07)
+
+
+def test_a_large_batch_is_bound_by_matmuls():
+    batch = 100_000
+    flops = 2 * (SUPER.active - SUPER.embedding) * batch / 4
+    seconds = pace.LAUNCH_S + flops / pace.PEAK_FLOPS
+    assert pace.decode_seconds(SUPER, 4, batch, 0) == pytest.approx(seconds)
+
+
+def test_the_longest_rollout_has_max_lag_plus_one_steps():
+    cfg = Config(tensor_parallel=4, generators=144, trainers=256, max_model_len=49152)
+    longest = pace.longest_seconds(SUPER, cfg)
+    assert longest == pytest.approx(49152 * pace.decode_seconds(SUPER, 4, 1, 24576))
+    for lag in (1, 3):
+        limits = pace.limits(SUPER, dataclasses.replace(cfg, max_lag=lag), 141 * GIB)
+        assert limits["longest rollout"] == pytest.approx(longest / (1 + lag))
+
+
+def test_training_costs_six_flops_a_parameter_and_more_for_what_runs_again():
+    cfg = Config(attention="flash_attention_2", max_model_len=49152, activation_checkpointing=False)
+    tokens = 4096 * 12288
+    matmuls = 6 * (SUPER.active - SUPER.embedding) * tokens
+    attention = 6 * 2 * 32 * 128 * 8 * 6144 * tokens
+    assert matmuls == pytest.approx(3.6e18, rel=0.03)
+    plain = pace.train_flops(SUPER, cfg)
+    assert plain == pytest.approx(matmuls + attention)
+    again = {"activation_checkpointing": True, "updates_per_batch": 2}
+    kl = {"kl_coef": 1e-4, "skip_zero_advantage": False}
+    assert pace.train_flops(SUPER, dataclasses.replace(cfg, **again)) == pytest.approx(
+        plain * 5 / 3
+    )
+    assert pace.train_flops(SUPER, dataclasses.replace(cfg, **kl)) == pytest.approx(plain * 4 / 3)
+    masked = dataclasses.replace(cfg, attention="sdpa")
+    expected = matmuls + attention * 65536 / 6144
+    assert pace.train_flops(SUPER, masked) == pytest.approx(expected)
+
+
+def test_engines_decode_no_more_than_slots_rollouts_and_kv_allow():
+    cfg = Config(
+        max_num_seqs=64, generators=4, prompts_per_step=16, group_size=4, tensor_parallel=4
+    )
+    gpu = 141 * GIB
+    assert pace.batch_size(SUPER, cfg, gpu) == 2 * 16 * 4 / 4
+    assert pace.batch_size(SUPER, dataclasses.replace(cfg, generators=1), gpu) == 64
+    small = dataclasses.replace(cfg, gpu_memory_utilization=0.44)
+    tokens = sizes.kv_tokens(SUPER, small, gpu)
+    assert 0 < tokens < 32 * 16384
+    assert pace.batch_size(SUPER, small, gpu) == tokens / 16384
+
+
+def test_generation_is_rounds_times_seconds_of_one():
+    cfg = Config(max_num_seqs=64, generators=4, tensor_parallel=4)
+    rounds = 4096 * 16384 / (4 * 64)
+    each = pace.decode_seconds(SUPER, 4, 64, 8192)
+    assert pace.generation_seconds(SUPER, cfg, 141 * GIB) == pytest.approx(rounds * each)
+
+
+@pytest.mark.parametrize(
+    ("counts", "shares", "expected"),
+    [
+        ((2, 2, 3), (1.0, 1.0), [{"engine": 1}] * 4 + [{"trainer": 1}] * 3),
+        ((1, 1, 1), (0.5, 0.5), [{"engine": 1, "trainer": 1}]),
+        ((1, 1, 1), (0.6, 0.6), [{"engine": 1}, {"trainer": 1}]),
+        ((2, 1, 1), (0.25, 0.5), [{"engine": 2, "trainer": 1}]),
+        ((3, 1, 1), (0.1, 0.7), [{"engine": 3, "trainer": 1}]),
+        ((1, 1, 1), (0.0, 1.0), [{"trainer": 1}]),
+    ],
+)
+def test_gpus_are_whole_or_shared(counts, shares, expected):
+    fields = dict(zip(("generators", "tensor_parallel", "trainers"), counts, strict=True))
+    fields |= dict(zip(("generator_gpus", "trainer_gpus"), shares, strict=True))
+    assert pace.place(Config(**fields)) == expected
+
+
+def test_loops_that_share_a_gpu_or_have_no_lag_take_turns():
+    cfg = Config(max_model_len=1024)
+    model, gpu = dataclasses.replace(SUPER, params=10**9, routed=0), 80 * GIB
+    generation, training = pace.generation_seconds(model, cfg, gpu), pace.train_seconds(model, cfg)
+    apart = pace.limits(model, cfg, gpu)
+    assert (apart["generation"], apart["training"]) == (generation, training)
+    shared = {"generator_gpus": 0.5, "trainer_gpus": 0.5}
+    for fields in ({"max_lag": 0}, shared):
+        other = dataclasses.replace(cfg, **fields)
+        (seconds,) = pace.limits(model, other, gpu).values()
+        assert seconds >= pace.generation_seconds(model, other, gpu) + training
+    assert pace.step_seconds(model, cfg, gpu) == max(apart.values()) + pace.sync_seconds(model)
+
+
+def test_the_balanced_split_is_the_fastest_that_fits(folder):
+    model, gpu = sizes.read_model(folder("8B", **QWEN_8B)), 80 * GIB
+    fields = {"max_response_tokens": 16384, "max_model_len": 18432, "row_tokens": 32768}
+    cfg = Config(generators=8, trainers=8, attention="flash_attention_2", **fields)
+    best = pace.balance(model, cfg, gpu)
+    assert best.generators + best.trainers == 16
+    splits = [dataclasses.replace(cfg, generators=g, trainers=16 - g) for g in range(1, 16)]
+    fits = [s for s in splits if sizes.trainer_bytes(model, s) <= gpu]
+    assert pace.step_seconds(model, best, gpu) == min(
+        pace.step_seconds(model, s, gpu) for s in fits
+    )
+    tight = sizes.trainer_bytes(model, best) - 1  # now that many trainers are too few
+    assert pace.balance(model, cfg, tight).trainers > best.trainers
+    assert pace.balance(model, cfg, 1) is None
+
+
+def test_a_job_is_told_a_step_a_checkpoint_and_a_minute_before_its_end():
+    model = dataclasses.replace(SUPER, params=8 * 10**9)
+    assert pace.signal_seconds(model, Config(trainers=8), 100.0) == 100 + 14 * 8 + 60
+    assert pace.signal_seconds(model, Config(trainers=32), 100.0) == 100 + 5 * 8 + 60
+    assert pace.signal_seconds(model, Config(), 1e6) == 65535
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def test_the_table_of_the_tiny_job(tmp_path):
+    from launch import make_tiny
+
+    make_tiny.make_model(make_tiny.make_tokenizer()).config.save_pretrained(tmp_path / "tiny")
+    cfg = config.read(Config, ROOT / "configs/tiny.py")
+    cfg = dataclasses.replace(cfg, model=str(tmp_path / "tiny"))
+    text = dry_run.explain(cfg, Config)
+    assert text.startswith("tiny: 1,003,648 parameters\n")
+    assert f"prompts_per_step {cfg.prompts_per_step} (256)" in text and "lr 0.00015 (3e-06)" in text
+    samples = cfg.prompts_per_step * 16
+    assert "group_size" not in text and "max_lag" not in text
+    assert (cell(text, "samples"), cell(text, "tokens, at most")) == (
+        f"{samples:,}",
+        f"{64 * samples:,}",
+    )
+    assert (cell(text, "together"), cell(text, "engines")) == ("1", "0.5")
+    assert float(cell(text, "AdamW moments")) == pytest.approx(8 * 1_003_648 / GIB, abs=5e-5)
+    assert cell(text, "KV bytes per token") == f"{4 * 2 * 2 * 32 * 2:,}"
+    assert text.endswith("everything fits")
+
+
+def test_the_table_of_gsm8k(folder):
+    cfg = config.read(Config, ROOT / "configs/gsm8k.py")
+    cfg = dataclasses.replace(cfg, model=folder("Qwen3-0.6B", **QWEN_06B))
+    text = dry_run.explain(cfg, Config)
+    assert text.startswith("Qwen3-0.6B: 596,049,920 parameters\n")
+    for label, value in {
+        "weights, float32": 4 * 596_049_920,
+        "AdamW moments": 8 * 596_049_920,
+        "reducing": 12 * 596_049_920,
+        "layers keep": 28 * 2 * 8192 * 1024,
+        "= peak, with reserve": 28 * 596_049_920 + 4 * GIB,
+        "weights, bf16": 2 * 596_049_920,
+        "KV": 0.4 * 80 * GIB - 2 * 596_049_920 - 4 * GIB,
+        "host, while loading": 4 * 596_049_920,
+    }.items():
+        assert float(cell(text, label)) == pytest.approx(value / GIB, abs=5e-3), label
+    assert cell(text, "mask of a row") == f"{8192**2 / GIB:.4f}"
+    assert (cell(text, "samples"), cell(text, "tokens, at most")) == ("256", "262,144")
+    assert cell(text, "KV bytes per token") == "114,688"
+    assert "GPUs shared by both: 1" in text and "generation + training" in text
+    assert "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --time=00:3" in text
+    assert re.search(r"--signal=USR1@(\d+)\n.*SLURM_JOB_END_TIME - \1 ", text)
+    assert text.endswith("everything fits")
+
+
+def test_the_table_fits_a_screen_and_follows_the_gpu(folder):
+    cfg = Config(model=folder("8B", **QWEN_8B), generators=12, trainers=12)
+    text = dry_run.explain(cfg, Config, gpu_gib=141.0)
+    assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 100
+    assert "assumed: 141 GiB" in text and "of 141.00" in text
+    assert "nodes of 8: 3" in text and "--nodes=3 --ntasks-per-node=1 --gpus-per-node=8" in text
+    assert cell(text, "weight update") == "0.33"
+    longest, least = re.search(
+        r"longest rollout +([\d.]+) .*at lag 1 a step of ([\d.]+) at least", text
+    ).groups()
+    assert float(least) == pytest.approx(float(longest) / 2, abs=0.01)
+    assert cell(text, "= step") == f"{max_of_limits(cfg, 141 * GIB):,.2f}"
+
+
+def max_of_limits(cfg: Config, gpu: float) -> float:
+    model = sizes.read_model(cfg.model)
+    both = pace.generation_seconds(model, cfg, gpu), pace.train_seconds(model, cfg)
+    return max(*both, pace.longest_seconds(model, cfg) / 2) + 2 * model.params / 50e9
+
+
+NANO = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+NANO |= {"num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8}
+NANO |= {"tie_word_embeddings": False, "vocab_size": 151936, "head_dim": 128}
+
+
+def test_the_table_of_a_megatron_layout(folder):
+    path = folder("30B", "Qwen3MoeConfig", num_key_value_heads=4, **NANO)
+    layout = {"policy": "megatron", "trainers": 16, "tp": 2, "cp": 2, "pp": 2, "ep": 4}
+    cfg = Config(model=path, generators=16, **layout)
+    text = dry_run.explain(cfg, Config)
+    assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 100
+    shape = megatron_sizes.read_shape(cfg)
+    states = megatron_sizes.state_bytes(shape, cfg, 0)
+    assert "GiB: stage 1 of 2, 2 replicas" in text  # the first keeps two rows
+    for label, value in states.items():
+        assert float(cell(text, label)) == pytest.approx(value / GIB, abs=5e-3), label
+    peak = megatron_sizes.trainer_bytes(shape, cfg)
+    assert float(cell(text, "= peak, with reserve")) == pytest.approx(peak / GIB, abs=5e-3)
+    for label, value in megatron_sizes.token_bytes(shape, cfg).items():
+        assert cell(text, label) == f"{value:,.0f}"
+    tokens = 256 * 16 * 65536 * pace.MEAN_SHARE / 2
+    seconds = pace.traffic_seconds(shape, cfg)
+    sent = megatron_sizes.token_bytes(shape, cfg)
+    assert seconds["tp"] == pytest.approx(sent["tp"] * tokens / 450e9)
+    assert seconds["pp"] == pytest.approx(sent["pp"] * tokens / 50e9)  # 16 ranks are two nodes
+    assert "mask" not in text
+
+
+def test_what_megatron_cannot_train_is_refused(folder):
+    cfg = Config(model=folder("8B", **QWEN_8B), policy="megatron", trainers=3, tp=3)
+    with pytest.raises(config.InputError, match="tp = 3 does not divide num_attention_heads = 32"):
+        dry_run.explain(cfg, Config)
+    gpt = folder("gpt", "GPT2Config")
+    with pytest.raises(config.InputError, match="nemotron_h, not gpt2"):
+        dry_run.explain(Config(model=gpt, policy="megatron"), Config)
+
+
+def test_splits_of_megatron_hold_whole_layouts(folder):
+    layout = {"policy": "megatron", "tp": 2, "ep": 4}
+    nano = folder("30B", "Qwen3MoeConfig", num_key_value_heads=4, **NANO)
+    cfg = Config(model=nano, generators=16, trainers=16, row_tokens=16384, **layout)
+    model = sizes.read_model(nano)
+    best = pace.balance(model, cfg, 141 * GIB)
+    assert best.trainers % 4 == 0 and best.generators + best.trainers == 32
+    assert pace.trainer_bytes(model, best) <= 141 * GIB
+
+
+def test_only_changed_fields_are_listed():
+    text = "\n".join(dry_run.changed(Config(lr=1e-6), Config))
+    assert text == "changed (from)\n  lr 1e-06 (3e-06)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"trainers": 1}, ["a trainer rank takes", "raise trainers, lower row_tokens"]),
+        ({"activation_checkpointing": False}, ["set activation_checkpointing"]),
+        ({"gpu_memory_utilization": 0.25}, ["max_model_len = 65,536: raise tensor_parallel"]),
+        ({"tensor_parallel": 16}, ["tensor_parallel = 16: a node has 8 GPUs"]),
+        ({"tensor_parallel": 3}, ["tensor_parallel = 3 must divide 32 heads"]),
+        ({"tensor_parallel": 2, "generator_gpus": 0.5}, ["tensor_parallel = 2 needs 1"]),
+        ({"trainer_gpus": 2.0}, ["a rank uses one GPU"]),
+        ({"policy": "megatron"}, ["a trainer rank takes", "raise tp, cp, pp or ep"]),
+        ({"policy": "megatron", "tp": 16}, ["tp = 16: a node has 8 GPUs"]),
+        ({"policy": "megatron", "tp": 8, "cp": 2}, []),
+        (
+            {"generators": 16, "generator_gpus": 0.5, "trainer_gpus": 0.5},
+            ["a shared GPU takes", "lower gpu_memory_utilization"],
+        ),
+        ({}, []),
+    ],
+)
+def test_what_does_not_fit_names_the_field_to_change(folder, fields, told):
+    base = {"trainers": 16, "row_tokens": 16384, "attention": "flash_attention_2"}
+    cfg = Config(model=folder("8B", **QWEN_8B), **base | fields)
+    text = dry_run.explain(cfg, Config)
+    assert [part for part in told if part not in text] == []
+    assert ("PROBLEM" in text) == bool(told) and ("everything fits" in text) != bool(told)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "granite9"}', '{"model_type": "t5"}'])
+def test_a_config_that_is_none_of_a_language_model_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=f"model = '{tmp_path}': config.json describes no model"):
+        sizes.read_model(str(tmp_path))

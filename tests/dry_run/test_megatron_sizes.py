@@ -1,0 +1,201 @@
+"""The arithmetic of dry_run/megatron_sizes.py against numbers worked out by hand.
+
+bench/megatron_layouts.py compares it with what is measured.
+"""
+
+import pytest
+import transformers
+
+from dry_run import megatron_sizes, sizes
+from dry_run.megatron_sizes import Shape
+from grpo_async import Config
+from policy.megatron import families
+
+TINY = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 2}
+TINY |= {"intermediate_size": 256, "vocab_size": 128, "num_hidden_layers": 2}
+TINY |= {"tie_word_embeddings": False}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+KINDS = ["linear_attention", "moe", "full_attention", "mlp"]
+MAMBA = {"layers_block_type": KINDS, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2}
+MAMBA |= {"ssm_state_size": 16, "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 32}
+H, Q, K, D, F, V = 64, 128, 32, 16, 256, 128
+ATTENTION, MLP = H * (Q + 2 * K) + Q * H, 3 * H * F
+
+
+def dense(**fields) -> Shape:
+    return Shape(transformers.Qwen3Config(**TINY | fields))
+
+
+def sparse(**fields) -> Shape:
+    return Shape(transformers.Qwen3MoeConfig(**TINY | EXPERTS | fields))
+
+
+def hybrid() -> transformers.NemotronHConfig:
+    return transformers.NemotronHConfig(**TINY | EXPERTS | MAMBA, moe_latent_size=32)
+
+
+def config(trainers: int = 1, **fields) -> Config:
+    """Rows of 1,024 tokens on Megatron."""
+    rows = {"row_tokens": 1024, "max_model_len": 32, "logprob_chunk": 16}
+    return Config(policy="megatron", trainers=trainers, **rows | fields)
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "hf",
+    [
+        transformers.Qwen3Config(**TINY),
+        transformers.Qwen3Config(**TINY | {"tie_word_embeddings": True}),
+        transformers.Qwen2Config(**TINY),
+        transformers.LlamaConfig(**TINY),
+        transformers.Qwen3MoeConfig(**TINY, **EXPERTS, mlp_only_layers=[1]),
+        hybrid(),
+    ],
+    ids=["qwen3", "tied", "qwen2", "llama", "experts", "hybrid"],
+)
+def test_one_rank_has_every_parameter_of_transformers(hf, tmp_path):
+    hf.save_pretrained(tmp_path)
+    counted = megatron_sizes.rank_params(Shape(hf), config(), 0)
+    assert sum(counted) == sizes.read_model(str(tmp_path)).params
+
+
+def test_layers_of_a_config():
+    assert families.pattern(hybrid()) == "ME*-"
+    assert sparse(mlp_only_layers=[0]).layers == "*-*E"
+    assert sparse(decoder_sparse_step=2).layers == "*-*E"
+    assert dense().layers == "*-*-"
+
+
+def test_what_a_rank_of_a_layout_has():
+    cut = 2 * (ATTENTION + MLP) + 2 * V * H
+    whole = 2 * (2 * H + 2 * D) + H
+    assert megatron_sizes.rank_params(dense(), config(2, tp=2), 0) == (cut / 2 + whole, 0, 0)
+    first = ATTENTION + MLP + V * H + 2 * H + 2 * D
+    assert megatron_sizes.rank_params(dense(), config(2, pp=2), 0) == (first, 0, 0)
+    assert megatron_sizes.rank_params(dense(), config(2, pp=2), 1) == (first + H, 0, 0)
+    tied = dense(tie_word_embeddings=True)  # both ends have a copy
+    assert megatron_sizes.rank_params(tied, config(2, pp=2), 1) == (first + H, 0, 0)
+    routed, frozen = 2 * 4 * 3 * H * 48, 2 * 4 * H
+    assert megatron_sizes.rank_params(sparse(), config(2, tp=2, ep=2), 0)[1:] == (
+        routed / 2,
+        frozen,
+    )
+
+
+def test_states_of_a_parameter_on_a_gpu_and_on_a_cpu():
+    shared, routed, frozen = megatron_sizes.rank_params(sparse(), config(8, cp=2, ep=4), 0)
+    held = megatron_sizes.state_bytes(sparse(), config(8, cp=2, ep=4), 0)
+    expected = (2 + 4 + 12 / 8) * shared + (2 + 4 + 12 / 2) * routed + 2 * frozen
+    assert sum(held.values()) == pytest.approx(expected)
+    held = megatron_sizes.state_bytes(sparse(), config(8, cp=2, ep=4), 0, b=4)
+    expected = (4 + 4 + 8 / 8) * shared + (4 + 4 + 8 / 2) * routed + 4 * frozen
+    assert sum(held.values()) == pytest.approx(expected)
+    kl = {"kl_coef": 1e-4, "skip_zero_advantage": False}
+    held = megatron_sizes.state_bytes(sparse(), config(1, **kl), 0)
+    assert held["reference of the KL"] == held["weights"]
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_what_a_layer_saves_of_a_place():
+    one, two = config(), config(4, tp=2, cp=2)
+    # Norm, q k v, q twice, k once, angles, output.
+    attention = H + Q + 2 * K + Q + Q + K + 4 * D + Q
+    assert megatron_sizes.saved(dense(), one, "*") == attention
+    assert megatron_sizes.saved(dense(), one, "*", b=4) == attention + H + Q + K + Q
+    shared = (H + 4 * Q + 2 * K) / 2 + 4 * D + 2 * 2 * K / 2  # keys and values of both cp ranks
+    assert megatron_sizes.saved(dense(), two, "*") == shared
+    assert megatron_sizes.saved(dense(), one, "-") == H + 5 * F
+    assert megatron_sizes.saved(dense(), two, "-", b=4) == (2 * H + 5 * F) / 2
+    assert megatron_sizes.saved(sparse(), one, "E") == H + 2 * (H + 6 * 48)
+    mixed = Shape(hybrid())
+    assert megatron_sizes.saved(mixed, one, "-") == H + 2 * F
+    assert megatron_sizes.saved(mixed, one, "E") == H + 2 * (32 + 3 * 48) + 2 * 32 + 32
+    assert megatron_sizes.saved(mixed, one, "M") == H + 2 * (128 + 32) + 8 + 128
+
+
+def test_a_layer_at_work():
+    assert megatron_sizes.at_work(dense(), config(2, tp=2), "-") == (2 * F + 2 * H) / 2
+    assert megatron_sizes.at_work(dense(), config(), "*") == 2 * Q + 2 * K + 2 * H
+    assert megatron_sizes.at_work(sparse(), config(), "E") == 3 * 2 * H + H
+    assert megatron_sizes.at_work(sparse(), config(2, ep=2), "E") == 4 * 2 * H + H
+
+
+def test_earlier_stages_keep_more_rows():
+    cfg = config(2, pp=2)
+    kept = [megatron_sizes.kept_bytes(dense(), cfg, stage) for stage in (0, 1)]
+    assert kept == [2 * 1024 * 2 * 3 * H, 2 * 1024 * 2 * H]
+    cfg = config(2, pp=2, activation_checkpointing=False)
+    each = sum(megatron_sizes.saved(dense(), cfg, kind) for kind in "*-")
+    assert megatron_sizes.kept_bytes(dense(), cfg, 1) == 2 * 1024 * (2 * H + each)
+
+
+def test_the_moments_of_a_rank():
+    found = megatron_sizes.moments(dense(), config(2, tp=2), 0)
+    kept = 2 * 1024 * (4 * H / 2 + H)  # inputs of layers, and the buffer of gathers
+    assert found["in a layer"] == kept + 2 * 1024 * ((H + 5 * F) / 2 + (2 * F + 2 * H) / 2)
+    head = max(6 * 16 * 64 + 4 * 64 * H, 2 * 16 * 64 + 6 * 64 * H)
+    assert found["at the head"] == kept + 2 * 1024 * (H / 2 + 2 * H) + head
+    tied = dense(tie_word_embeddings=True)
+    plain = [megatron_sizes.moments(s, config(), 0)["in a layer"] for s in (dense(), tied)]
+    assert plain[1] - plain[0] == 2 * V * H
+    assert "at the head" not in megatron_sizes.moments(dense(), config(2, pp=2), 0)
+
+
+def test_the_head_in_bf16_is_that_of_fsdp():
+    for C, wide, narrow in ((4096, 1000, 8), (1024, 1000, 1024), (16, 1000, 1024)):
+        expected = sizes.head_bytes(C, wide, narrow)
+        assert megatron_sizes.head_bytes(C, wide, narrow) == expected
+    assert megatron_sizes.head_bytes(16, 1000, 64, b=4) == 8 * 16 * 1000 + 4 * 1000 * 64
+
+
+# --- communication --------------------------------------------------------------------------------
+
+
+def test_nothing_is_sent_by_one_rank():
+    for shape in (dense(), sparse(), Shape(hybrid())):
+        cfg = config()
+        sent = megatron_sizes.token_bytes(shape, cfg) | megatron_sizes.step_bytes(shape, cfg)
+        assert set(sent.values()) == {0}
+
+
+@pytest.mark.parametrize(("again", "passes"), [(False, 2), (True, 3)])
+def test_bytes_of_a_token(again, passes):
+    def sent(shape, axis, trainers=2, **layout):
+        cfg = config(trainers, activation_checkpointing=again, **layout)
+        return megatron_sizes.token_bytes(shape, cfg)[axis]
+
+    times = 2 * passes + 1  # 5 for each layer, 7 with checkpointing
+    assert sent(dense(), "tp", tp=2) == ((times * 4 + 4) * H * 2 + 16) / 2
+    assert sent(dense(), "tp", 4, tp=2, cp=2) == ((times * 4 + 4) * H * 2 + 16) / 4
+    wide = passes * 2 * (Q + 2 * K)  # four ranks share two heads of keys
+    assert sent(dense(), "tp", 4, tp=4) == ((times * 4 * H + 4 * H + wide) * 2 + 32) * 3 / 4
+    assert sent(sparse(), "tp", tp=2) == ((times * 2 + 4) * H * 2 + 16) / 2
+    assert sent(dense(), "cp", cp=2) == (passes * 2 * 2 * K * 2 + 8) / 2
+    assert sent(dense(), "cp", 4, cp=2, tp=2) == (passes * 2 * 2 * K / 2 * 2 + 8) / 2
+    assert sent(dense(), "pp", 4, pp=4) == 2 * H * 2 * 3 / 4
+    assert sent(sparse(), "ep", ep=2) == passes * 2 * 2 * (2 * 2 * H + 4) / 2
+    mamba = (3 * 128 + 2 * 2 * 16 + 8) / 2  # of both cp ranks: gate, x, B, C, dt; the output
+    assert sent(Shape(hybrid()), "cp", cp=2) == (passes * (2 * K + mamba) * 2 + 8) / 2
+    assert sent(Shape(hybrid()), "ep", ep=2) == passes * 2 * (2 * 2 * 32 + 4) / 2
+    assert sent(Shape(hybrid()), "tp", tp=2) == ((times * 4 + 4) * H * 2 + 16) / 2
+
+
+def test_bytes_of_an_update():
+    shared, _, _ = megatron_sizes.rank_params(dense(), config(4, cp=2), 0)
+    sent = megatron_sizes.step_bytes(dense(), config(4, cp=2))
+    assert sent == {"gradients": 4 * shared * 3 / 4, "parameters": 2 * shared * 3 / 4}
+    norms = 2 * (2 * H + 2 * D) + H
+    sent = megatron_sizes.step_bytes(dense(), config(2, tp=2))
+    assert sent == {"gradients": 4 * 2 * norms / 2, "parameters": 0}
+    tied = dense(tie_word_embeddings=True)
+    sent = megatron_sizes.step_bytes(tied, config(2, pp=2))
+    assert sent == {"gradients": 4 * 2 * V * H / 2, "parameters": 0}
+    # Experts have an optimizer of their own, after which all parameters are gathered again.
+    shared, routed, _ = megatron_sizes.rank_params(sparse(), config(4, ep=2), 0)
+    scattered = shared * 3 / 4 + routed / 2
+    sent = megatron_sizes.step_bytes(sparse(), config(4, ep=2))
+    assert sent == pytest.approx({"gradients": 4 * scattered, "parameters": 2 * 2 * scattered})

@@ -1,0 +1,445 @@
+"""Environments: the registry, the check of rows, known answers, and checks that hang or crash."""
+
+import asyncio
+import copy
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import envs
+import envs.math as maths
+import envs.reasoning_gym as puzzles
+import envs.shared.checkers as checkers
+from envs.shared.checkers import CheckerError, Checkers
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "../shared/data"
+HANGS = "\\boxed{9^{9^{9^9}}}"
+MATH_ROW = {
+    "responses_create_params": {"input": [{"role": "user", "content": "1 + 1?"}]},
+    "agent_ref": {"type": "responses_api_agents", "name": "math_with_judge_simple_agent"},
+    "question": "1 + 1?",
+    "expected_answer": "2",
+}
+PUZZLE_ROW = {
+    "responses_create_params": {"input": [{"role": "user", "content": "How many legs?"}]},
+    "agent_ref": {"type": "responses_api_agents", "name": "reasoning_gym_simple_agent"},
+    "question": "How many legs?",
+    "answer": "383",
+    "metadata": {"source_dataset": "leg_counting"},
+}
+
+
+def read(name: str) -> list[dict]:
+    path = DATA / name
+    if not path.exists():
+        pytest.skip(f"needs the reference data: ../shared/data/{name} is absent")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def verify_all(module, pairs) -> list[envs.Reward]:
+    async def main():
+        return await asyncio.gather(*(module.verify(row, response) for row, response in pairs))
+
+    return asyncio.run(main())
+
+
+def verify(module, row: dict, response: str) -> envs.Reward:
+    return verify_all(module, [(row, response)])[0]
+
+
+def with_answer(expected: str) -> dict:
+    return MATH_ROW | {"expected_answer": expected}
+
+
+# --- registry and rows ----------------------------------------------------------------------------
+
+
+def test_every_agent_name_finds_its_module():
+    for module in (maths, puzzles):
+        assert all(envs.environment(name) is module for name in module.AGENTS)
+
+
+@pytest.mark.parametrize("name", ["no_such_agent", "", None, 3, ["math"], {"math": 1}])
+def test_unknown_environment_lists_the_known(name):
+    with pytest.raises(ValueError, match="agent_ref.name is .*expected.*math.*reasoning_gym"):
+        envs.environment(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('AGENTS = ("math",)', "envs/copied.py and envs/math.py both declare the agent 'math'"),
+        ('AGENTS = ("mine")', r"copied.py: AGENTS is 'mine', expected a literal tuple of names"),
+        ("AGENTS = names()", r"copied.py: AGENTS is names\(\), expected a literal tuple of names"),
+    ],
+)
+def test_a_copied_environment_does_not_take_over_an_agent(tmp_path, monkeypatch, text, problem):
+    """The copy of a module whose AGENTS nobody changed must not decide rewards in silence."""
+    for path in Path(envs.__file__).parent.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "copied.py").write_text(f"{text}\n")
+    monkeypatch.setattr(envs, "__path__", [str(tmp_path)])
+    envs._registry.cache_clear()
+    with pytest.raises(ValueError, match=problem):
+        envs.environment("math")
+    envs._registry.cache_clear()
+
+
+def test_scanning_imports_no_heavy_library():
+    heavy = "{'asyncio', 'sympy', 'math_verify', 'reasoning_gym', 'numpy', 'torch'}"
+    code = f"import envs, sys; envs.environment('math'); print({heavy} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert out.stdout == "set()\n", out
+
+
+def test_released_rows_pass():
+    for name, row in (("math_with_judge", MATH_ROW), ("reasoning_gym", PUZZLE_ROW)):
+        for released in read(f"gym_rows/{name}.jsonl"):
+            envs.check_row(released | {"agent_ref": row["agent_ref"]})
+    parts = [{"type": "input_text", "text": "1 + "}, {"type": "input_text", "text": "1?"}]
+    message = {"role": "user", "type": "message", "content": parts}
+    envs.check_row(MATH_ROW | {"responses_create_params": {"input": [message]}})
+
+
+def replaced(row: dict, path: list, value) -> dict:
+    row = copy.deepcopy(row)
+    inner = row
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return row
+
+
+INPUT = ["responses_create_params", "input"]
+
+
+@pytest.mark.parametrize(
+    ("row", "path", "value", "message"),
+    [
+        (MATH_ROW, INPUT, "1 + 1?", r"responses_create_params\.input is '1 \+ 1\?', expected a li"),
+        (MATH_ROW, INPUT, [], r"input is \[\], expected at least one message"),
+        (MATH_ROW, INPUT, [7], r"input\[0\]\.role is missing or null"),
+        (MATH_ROW, [*INPUT, 0, "role"], "robot", r"input\[0\]\.role is 'robot', expected.*user"),
+        (MATH_ROW, [*INPUT, 0, "content"], None, r"input\[0\]\.content is missing"),
+        (MATH_ROW, [*INPUT, 0, "content"], [{"image": 1}], r"input\[0\]\.content\[0\]\.text is "),
+        (MATH_ROW, ["agent_ref"], "math", r"agent_ref\.name is missing or null"),
+        (MATH_ROW, ["expected_answer"], 2, "expected_answer is 2, expected a string"),
+        (MATH_ROW, ["expected_answer"], " ", "expected_answer is ' ', expected an answer"),
+        (PUZZLE_ROW, ["answer"], 383, "answer is 383, expected a string or null"),
+        (PUZZLE_ROW, ["metadata"], None, r"metadata\.source_dataset is missing"),
+        (PUZZLE_ROW, ["metadata", "source_dataset"], "legs", r"source_dataset is 'legs', expected"),
+        (PUZZLE_ROW, ["metadata", "source_dataset"], "composite", "'composite', expected"),
+        (PUZZLE_ROW, ["metadata"], {"source_dataset": "rearc", "output": [1]}, "metadata.output"),
+    ],
+)
+def test_a_bad_row_is_refused_by_name(row, path, value, message):
+    envs.check_row(row)
+    with pytest.raises(ValueError, match=message):
+        envs.check_row(replaced(row, path, value))
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+JUNK = st.recursive(
+    LEAVES,
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3),
+    max_leaves=8,
+)
+PATHS = [
+    ["responses_create_params"],
+    INPUT,
+    [*INPUT, 0],
+    [*INPUT, 0, "role"],
+    [*INPUT, 0, "content"],
+    ["agent_ref"],
+    ["agent_ref", "name"],
+]
+
+
+def refuses_politely(row) -> None:
+    try:
+        envs.check_row(row)
+    except ValueError as error:
+        assert type(error) is ValueError and len(str(error)) < 500
+
+
+@settings(max_examples=300, deadline=None)
+@given(JUNK, st.sampled_from([MATH_ROW, PUZZLE_ROW]), st.data())
+def test_any_json_is_accepted_or_refused_with_value_error(junk, row, data):
+    refuses_politely(junk)
+    own = [["expected_answer"]] if row is MATH_ROW else [["answer"], ["metadata"], ["question"]]
+    if row is PUZZLE_ROW:
+        own.append(["metadata", "source_dataset"])
+    refuses_politely(replaced(row, data.draw(st.sampled_from(PATHS + own)), junk))
+
+
+def test_huge_values_are_refused_with_value_error():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    for junk in (deep, {"a": deep}, 10**5000, "x" * 10**7, list(range(10**6)), "\ud800"):
+        refuses_politely(junk)
+        for path in PATHS:
+            refuses_politely(replaced(MATH_ROW, path, junk))
+    while deep:  # freeing it in one go would overflow the C stack
+        deep = deep.pop()
+
+
+def test_final_text_is_what_follows_the_thinking():
+    assert envs.final_text("<think>1</think> 2\n") == "2"
+    assert envs.final_text("1</think>2</think>3") == "3"
+    assert envs.final_text("<think>1") == "<think>1"
+    assert envs.final_text("<think>1</think>\n") == ""
+
+
+# --- mathematics ----------------------------------------------------------------------------------
+
+
+def test_math_known_answers():
+    cases = read("known_answers/math.jsonl")
+    pairs = [(with_answer(case["reference"]), case["response"]) for case in cases]
+    rewards = verify_all(maths, pairs)
+    wrong = [c for c, r in zip(cases, rewards, strict=True) if r.value != c["expected_reward"]]
+    assert not wrong
+
+
+def test_gsm8k_solutions_are_right_and_other_answers_are_wrong():
+    right, wrong = [], []
+    for row in read("gsm8k/test.jsonl")[:100]:
+        solution, _, reference = row["answer"].partition("\n#### ")
+        for pairs, answer in ((right, reference), (wrong, reference + "1")):
+            pairs.append((with_answer(reference), f"{solution}\nSo it is $\\boxed{{{answer}}}$."))
+    assert all(reward.value == 1 for reward in verify_all(maths, right))
+    assert all(reward.value == 0 for reward in verify_all(maths, wrong))
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("", "empty"),
+        (" \n", "empty"),
+        ("<think>\\boxed{2}</think>", "empty"),
+        ("<think>it must be \\boxed{2}", "truncated"),
+        ("\\boxed{2", "no answer found"),
+        ("I do not know.", "no answer found"),
+    ],
+)
+def test_no_answer_earns_nothing(response, reason):
+    assert verify(maths, MATH_ROW, response) == envs.Reward(0.0, {"reason": reason})
+
+
+def test_thinking_is_not_judged():
+    assert verify(maths, MATH_ROW, "<think>\\boxed{2}</think>\\boxed{3}").value == 0
+    assert verify(maths, MATH_ROW, "<think>\\boxed{3}</think>\\boxed{2}").value == 1
+
+
+@pytest.mark.slow
+def test_a_hanging_check_is_killed_and_the_next_one_works(monkeypatch):
+    monkeypatch.setattr(maths, "DEADLINE", 1.0)
+    verify(maths, MATH_ROW, "\\boxed{2}")
+    began = time.monotonic()
+    assert verify(maths, MATH_ROW, HANGS) == envs.Reward(0.0, {"reason": "timeout"})
+    assert time.monotonic() - began < 3
+    assert verify(maths, MATH_ROW, "\\boxed{2}").value == 1
+
+
+@pytest.mark.slow
+def test_64_checks_at_once():
+    pairs = [(with_answer(str(n % 7)), f"\\boxed{{{n % 5}}}") for n in range(64)]
+    rewards = verify_all(maths, pairs)
+    assert [reward.value for reward in rewards] == [float(n % 7 == n % 5) for n in range(64)]
+
+
+@pytest.fixture
+def one_child(monkeypatch):
+    """A pool of a single child, and the list of processes it has started."""
+    monkeypatch.setattr(checkers, "CHILDREN", 1)
+    pool, started = Checkers("envs.math:make_check"), []
+    start = pool._start
+    monkeypatch.setattr(pool, "_start", lambda: started.append(start()) or started[-1])
+    asyncio.run(pool.run(10, expected="2", text="2"))
+    yield pool, started
+    started[-1].kill()
+    started[-1].communicate()
+
+
+@pytest.mark.slow
+def test_the_deadline_does_not_count_the_queue(one_child):
+    pool, started = one_child
+
+    async def main():
+        texts = [HANGS, HANGS, "2", "2"]
+        return await asyncio.gather(*(pool.run(1.0, expected="2", text=text) for text in texts))
+
+    assert [verdict["value"] for verdict in asyncio.run(main())] == [0, 0, 1, 1]
+    assert len(started) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_starved_child_is_an_error_and_no_reward(one_child, cause):
+    pool, started = one_child
+
+    async def main():
+        check = asyncio.create_task(pool.run(2.0, expected="2", text=HANGS))
+        await asyncio.sleep(0.1)
+        os.kill(started[0].pid, cause)
+        with pytest.raises(CheckerError):
+            await check
+        return await pool.run(1.0, expected="2", text="2")
+
+    assert asyncio.run(main())["value"] == 1
+
+
+def peculiar():
+    """A check that evaluates what it is given, as some of reasoning-gym's do."""
+
+    def check(text: str) -> dict:
+        try:
+            return {"value": float(eval(text))}
+        except BaseException as error:
+            return {"value": 0.0, "reason": type(error).__name__}
+
+    return check
+
+
+@pytest.fixture
+def evaluating(monkeypatch):
+    """A pool of one child that evaluates answers."""
+    monkeypatch.setattr(checkers, "CHILDREN", 1)
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    pool = Checkers("test_envs:peculiar")
+    yield lambda text, deadline=1.0: asyncio.run(pool.run(deadline, text=text))
+    child = pool.threads.submit(lambda: pool.own.child).result()
+    child.kill()
+    child.communicate()
+
+
+@pytest.mark.slow
+def test_an_answer_that_waits_or_hangs_is_wrong_and_no_failure(evaluating):
+    for text, reason in (
+        ("input()", "EOFError"),
+        ("__import__('time').sleep(60)", "timeout"),
+        ("exit()", "SystemExit"),
+        ("exec('while True: pass')", "timeout"),
+    ):
+        assert evaluating(text) == {"value": 0.0, "reason": reason}
+    assert evaluating("1") == {"value": 1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ['{"value": 9}\\n', "half"])
+def test_a_forged_verdict_is_none_and_harms_no_later_answer(evaluating, line):
+    """The answer writes to whatever file the verdicts may go to."""
+    write = f"import os\nfor fd in range(3, 9):\n try: os.write(fd, b'{line}')\n except OSError: 0"
+    assert evaluating(f"exec({write!r})") == {"value": 0.0, "reason": "forged a verdict"}
+    assert [evaluating(text)["value"] for text in ("0.5", "0.25")] == [0.5, 0.25]
+
+
+@pytest.mark.slow
+def test_a_check_that_others_keep_from_a_cpu_gets_more_time(evaluating):
+    """With a third of a core 0.6 s of CPU take longer than the deadline of 1 s."""
+    core = min(os.sched_getaffinity(0))
+    burn = "import time\nwhile time.process_time() - began < 0.6: pass"
+    text = f"__import__('os').sched_setaffinity(0, [{core}]), (began := __import__('time')"
+    text = f"({text}.process_time()), exec({burn!r}, {{'began': began}}), 1)[-1]"
+    others = [
+        subprocess.Popen(["taskset", "-c", str(core), sys.executable, "-c", "while True: pass"])
+        for _ in range(2)
+    ]
+    try:
+        assert evaluating(text) == {"value": 1.0}
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factory", ["os:abort", "envs.math:no_such_function"])
+def test_a_child_that_cannot_start_is_an_error(factory):
+    with pytest.raises(CheckerError, match="at its start"):
+        asyncio.run(Checkers(factory).run(1.0))
+
+
+@pytest.mark.slow
+def test_a_hanging_child_does_not_outlive_a_killed_parent():
+    code = f"""
+import asyncio, envs.math as m
+start = m.Checkers._start
+m.Checkers._start = lambda self: print((child := start(self)).pid, flush=True) or child
+asyncio.run(m.checkers.run(1.0, expected="2", text={HANGS!r}))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    pid = int(parent.stdout.readline())
+    time.sleep(0.2)
+    parent.kill()
+    parent.communicate()
+    until = time.monotonic() + 10
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text():
+        assert time.monotonic() < until, "the child is still running"
+        time.sleep(0.1)
+
+
+# --- puzzles --------------------------------------------------------------------------------------
+
+
+def test_puzzle_known_answers():
+    cases = read("known_answers/reasoning_gym.jsonl")
+    pairs = [
+        (PUZZLE_ROW | {"answer": c["reference"], "metadata": c["metadata"]}, c["response"])
+        for c in cases
+    ]
+    for case, reward in zip(cases, verify_all(puzzles, pairs), strict=True):
+        expected = case["expected_reward"]
+        if isinstance(expected, str):  # what the scorer raised
+            assert reward.value == 0 and reward.info["scorer_errors"] == 1
+        elif case["kind"] == "oracle_spaces":  # the file scored it with its spaces, we strip them
+            assert reward.value == 1
+        else:
+            assert reward.value == expected, case
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        ("<answer>383</answer>", 1),
+        ("<answer>1</answer> no, <answer>\n  383 </answer>", 1),
+        ("\\boxed{383} or \\boxed{1}", 1),
+        ("\\boxed{383} or <answer>1</answer>", 0),
+        (" 383\n", 1),
+        ("<think>1</think>383", 1),
+        ("<think><answer>383</answer></think>", 0),
+        ("<think><answer>383</answer>", 0),
+        ("", 0),
+    ],
+)
+def test_which_answer_is_scored(response, value):
+    assert verify(puzzles, PUZZLE_ROW, response).value == value
+
+
+def test_a_row_that_its_scorer_cannot_use_is_an_error_and_no_reward():
+    row = PUZZLE_ROW | {"metadata": {"source_dataset": "boxnet"}}
+    with pytest.raises(ValueError, match="metadata"):
+        verify(puzzles, row, "[]")
+
+
+@pytest.mark.slow
+def test_answers_that_the_scorer_evaluates(monkeypatch):
+    monkeypatch.setattr(puzzles, "DEADLINE", 1.0)
+    metadata = {"source_dataset": "binary_matrix", "matrix": [[0]], "solution": [[0]]}
+    row = PUZZLE_ROW | {"answer": "0", "metadata": metadata}
+    assert verify(puzzles, row, "9**9**9**9").info == {"reason": "timeout"}
+    assert verify(puzzles, row, "exit()").value == 0
+    with pytest.raises(CheckerError, match="code 3"):
+        verify(puzzles, row, "__import__('os')._exit(3)")
+    assert verify(puzzles, row, "0").value == 1

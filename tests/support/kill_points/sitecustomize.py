@@ -1,0 +1,111 @@
+"""With this folder and tests/cpu on PYTHONPATH a process of a run ends itself at an armed point.
+
+KILL_FILE=FILE; FILE holds "POINT SIGNAL": whoever gets there first removes it and takes that
+signal. Test support: nothing of it is imported by the product.
+"""
+
+import contextlib
+import functools
+import inspect
+import os
+import signal
+from pathlib import Path
+
+# role: what it is about to do, or has just done -> the function that does it
+POINTS = {
+    "engine": {
+        "before it answers": "grpo_async.Generator.answer",
+        "before it pauses for an update": "grpo_async.Generator.update_weights",
+        "after it was resumed": "grpo_async.Generator.update_weights",
+        "before it answers a probe": "grpo_async.Generator.probe",
+    },
+    "engine core": {
+        "before it receives weights": "policy.weight_sync.WeightReceiver.receive_weights",
+        "before it takes the first bucket": "policy.weight_sync.WeightReceiver.incoming",
+        "after it loaded them": "policy.weight_sync.WeightReceiver.receive_weights",
+    },
+    "worker": {
+        "before it asks for a group": "grpo_async.RolloutWorker.rollout_group",
+        "before it compares a group": "grpo_async.RolloutWorker.finish",
+        "after it wrote a group down": "grpo_async.RolloutWorker.finish",
+    },
+    "trainer": {
+        "before a step": "grpo_async.Trainer.train_step",
+        "after the optimizer": "grpo_async.Trainer.update",
+        "after a step": "grpo_async.Trainer.train_step",
+        "before it sends weights": "grpo_async.Trainer.send_weights",
+        "after it sent them": "grpo_async.Trainer.send_weights",
+        "before it scores a probe": "grpo_async.Trainer.score",
+        "before it copies a checkpoint": "runtime.checkpoints.Saver.save",
+        "before it writes one": "runtime.checkpoints.Saver.saved",
+        "after it wrote one": "runtime.checkpoints.Saver.saved",
+        "before it renames a checkpoint": "runtime.checkpoints.commit",
+        "after a checkpoint is there": "runtime.checkpoints.commit",
+        "before it deletes an old one": "runtime.checkpoints.prune",
+    },
+    "driver": {
+        "before it takes a step's groups": "grpo_async.RolloutBuffer.take",
+        "after it planned a step": "grpo_async.plan_step",
+        "after a step was trained": "grpo_async.Run.train",
+        "after the engines were synced": "grpo_async.Engines.sync",
+    },
+}
+FILE = os.environ.get("KILL_FILE", "")
+
+
+def strike(point: str) -> None:
+    """Ends this process if the point is armed and no other process came first."""
+    try:
+        armed, name = Path(FILE).read_text().rsplit(" ", 1)
+        if armed == point:
+            os.rename(FILE, f"{FILE}.{os.getpid()}")
+            os.kill(os.getpid(), getattr(signal, name))
+    except (OSError, ValueError):
+        return
+
+
+@contextlib.contextmanager
+def between(before: list[str], after: list[str]):
+    """Strikes at the points before and after what is done in it."""
+    for point in before:
+        strike(point)
+    yield
+    for point in after:
+        strike(point)
+
+
+def watched(function, *points):
+    """The function, with its points."""
+
+    @functools.wraps(function)
+    def plain(*args, **named):
+        with between(*points):
+            return function(*args, **named)
+
+    @functools.wraps(function)
+    async def awaited(*args, **named):
+        with between(*points):
+            return await function(*args, **named)
+
+    return awaited if inspect.iscoroutinefunction(function) else plain
+
+
+def mend(module) -> None:
+    """Puts the points into a module that has just been imported."""
+    places = {}
+    for role, points in POINTS.items():
+        for what, place in points.items():
+            when = 0 if what.startswith("before") else 1
+            places.setdefault(place, ([], []))[when].append(f"{role} {what}")
+    for place, (before, after) in places.items():
+        if not place.startswith(f"{module.__name__}."):
+            continue
+        *holders, function = place.removeprefix(f"{module.__name__}.").split(".")
+        holder = functools.reduce(getattr, holders, module)
+        setattr(holder, function, watched(getattr(holder, function), before, after))
+
+
+if FILE:
+    from import_hooks import after_import
+
+    after_import(dict.fromkeys(("grpo_async", "runtime.checkpoints", "policy.weight_sync"), mend))

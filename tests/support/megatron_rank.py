@@ -1,0 +1,203 @@
+"""One rank of a Megatron layout: what the families of tiny models compute, for tests to compare.
+
+    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; python tests/support/megatron_rank.py JOB.json...
+
+Rank 0 writes JOB.pt: for each family logits, logprobs, loss, gradient norm, weights after a step.
+"""
+
+import dataclasses
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from grpo_async import Batch, Config, policy_loss
+from runtime.metrics import reduce_stats
+
+LENGTHS = [13, 22, 7]  # of the sequences in each packed row
+
+
+def config(model: str, **fields) -> Config:
+    """Of a policy whose step is proportional to its gradient.
+
+    AdamW's first step is g / (|g| + 1e-8): clipped to a norm of 1e-7 it does not blow up what is
+    rounding in elements that are nearly 0.
+    """
+    base = Config(
+        model=model,
+        policy="megatron",
+        lr=0.1,
+        max_grad_norm=1e-7,
+        sequence_error_limit=1e9,
+        warmup_steps=0,
+        row_tokens=64,
+        logprob_chunk=16,
+        max_model_len=64,
+    )
+    return dataclasses.replace(base, **fields)
+
+
+def rows(count: int, vocab: int = 101) -> list[Batch]:
+    """Packed rows of unequal sequences whose first tokens are a prompt; no token is the pad, 0."""
+    made = []
+    for seed in range(count):
+        draw = torch.Generator().manual_seed(seed)
+        lengths = [LENGTHS[0] + seed, *LENGTHS[1:]]
+        T = sum(lengths)
+        positions_T = torch.cat([torch.arange(n) for n in lengths])
+        made.append(
+            Batch(
+                tokens_T=torch.randint(1, vocab, (T,), generator=draw),
+                positions_T=positions_T,
+                seq_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+                mask_T=positions_T > 2,
+                engine_logp_T=-4 - torch.rand(T, generator=draw),
+                advantage_T=torch.randn(T, generator=draw),
+                reward_N=torch.zeros(len(lengths)),
+                planned_tokens=100,
+                planned_sequences=6,
+                # Four layers, of each two of four experts.
+                routes_T=torch.rand(T, 4, 4, generator=draw).argsort(-1)[..., :2].short(),
+            )
+        )
+    return made
+
+
+def watch_logits(policy) -> list[torch.Tensor]:
+    """A list that fills with the logits [S, V] of each row's padded places, in order."""
+    from policy.megatron import policy as megatron
+    from policy.megatron.model import local_places
+
+    seen, head = [], policy._logp
+
+    def logp(h_LH, row, shard):
+        whole_LH, cfg = h_LH.detach(), policy.cfg
+        if cfg.tp > 1:
+            whole_LH = megatron.tensor_parallel.gather_from_sequence_parallel_region(whole_LH)
+        weight_VH = policy.model.output_layer.weight
+        if weight_VH is None:
+            weight_VH = policy.model.shared_embedding_or_output_weight()
+        slice_LV = whole_LH @ weight_VH.T
+        logits_LV = gathered(slice_LV, megatron.mpu.get_tensor_model_parallel_group(), 1)
+        logits_SV = gathered(logits_LV, megatron.mpu.get_context_parallel_group(), 0)
+        ends = shard.packed.cu_seqlens_q
+        order_S = torch.cat([local_places(ends, cfg.cp, rank) for rank in range(cfg.cp)])
+        real_T = ends[row.seq_T] + row.positions_T
+        seen.append(logits_SV[order_S.argsort()][real_T][:, : policy.vocab])
+        return head(h_LH, row, shard)
+
+    policy._logp = logp
+    return seen
+
+
+def gathered(x, group, dim: int):
+    """The parts of all ranks of a group."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.detach().contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def measure(model: str, job: dict, folder: Path) -> dict:
+    """What one family computes under the job's layout."""
+    from policy.megatron.policy import MegatronPolicy, mpu
+
+    cfg = config(model, trainers=dist.get_world_size(), **job["layout"])
+    policy = MegatronPolicy(cfg)
+    mine = rows(job["rows"])[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
+    before = {name: w.clone() for name, w in policy.named_weights()}
+    seen = watch_logits(policy)
+    logps = policy.logprobs(mine)
+    told = gathered_objects(list(seen) if policy.speaks else [])
+    del policy._logp
+    stats = policy.forward_backward(mine, lambda logp_T, row: policy_loss(logp_T, row, cfg))
+    total = reduce_stats(stats, policy.dp_group)
+    step = policy.optimizer_step(1.5)
+    after = dict(policy.named_weights())
+    if job.get("save"):
+        after = {name: w.clone() for name, w in after.items()}
+        writes = [policy.save(str(folder / f"saved-{Path(model).name}"))]
+        writes += [policy.export_hf(str(folder / f"export-{Path(model).name}"))]
+        spoil(policy)  # what was saved is that moment's, whenever it is written
+        for write in writes:
+            write()
+    found = {"before": before, "after": after, "logps": logps, "metas": policy.weight_metas()}
+    found |= {"logits": told, "total": total, "step": step}
+    return found | ({"replayed": replay(cfg, mine)} if model.endswith("_moe") else {})
+
+
+@torch.no_grad()
+def spoil(policy) -> None:
+    """Changes all that a checkpoint holds."""
+    for tensor in (*policy.model.parameters(), *policy.model.buffers()):
+        tensor.fill_(7)
+    for part in policy.optimizer.chained_optimizers:
+        for tensor in itertools.chain(*(s.values() for s in part.optimizer.state.values())):
+            tensor.fill_(7)
+
+
+def replay(cfg: Config, mine: list[Batch]) -> dict:
+    """The same with the rows' random routes: logits, the step and the weights after it."""
+    from policy.megatron.policy import MegatronPolicy
+
+    cfg = dataclasses.replace(cfg, replay_routing=True)
+    policy = MegatronPolicy(cfg)
+    seen = watch_logits(policy)
+    policy.logprobs(mine)
+    logits = gathered_objects(list(seen) if policy.speaks else [])
+    del policy._logp
+    policy.forward_backward(mine, lambda logp_T, row: policy_loss(logp_T, row, cfg))
+    step = policy.optimizer_step(1.5)
+    lacking = [dataclasses.replace(row, routes_T=row.routes_T.clone()) for row in mine]
+    lacking[0].routes_T[4, :, 1] = lacking[0].routes_T[4, :, 0]  # the same expert twice
+    policy.forward_backward(lacking, lambda logp_T, row: policy_loss(logp_T, row, cfg))
+    try:
+        policy.optimizer_step()
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+    after = dict(policy.named_weights())
+    return {"logits": logits, "step": step, "after": after, "refused": refused}
+
+
+def gathered_objects(mine: list) -> list:
+    """What all ranks have, in the order of their ranks."""
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return [item for items in every for item in items]
+
+
+def reload(model: str, job: dict, folder: Path) -> dict:
+    """Logprobs of a checkpoint that another layout saved, and one more step from it."""
+    from policy.megatron.policy import MegatronPolicy, mpu
+
+    policy = MegatronPolicy(config(model, trainers=dist.get_world_size(), **job["layout"]))
+    policy.load(str(folder / f"saved-{Path(model).name}"))
+    mine = rows(job["rows"])[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
+    weights = {name: w.clone() for name, w in policy.named_weights()}
+    loss = lambda logp_T, row: policy_loss(logp_T, row, policy.cfg)  # noqa: E731
+    policy.forward_backward(mine, loss)
+    step = policy.optimizer_step(1.5)
+    return {"weights": weights, "after": dict(policy.named_weights()), "step": step}
+
+
+def main(paths: list[str]) -> None:
+    """Does the jobs of some files on this rank, one layout after the other."""
+    from policy.megatron.policy import mpu
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for path in map(Path, paths):
+        job = json.loads(path.read_text())
+        work = reload if job.get("load") else measure
+        found = {Path(m).name: work(m, job, path.parent) for m in job["models"]}
+        if dist.get_rank() == 0:
+            torch.save(found, path.with_suffix(".pt"))
+        dist.barrier()
+        mpu.destroy_model_parallel()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

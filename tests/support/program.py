@@ -1,0 +1,154 @@
+"""grpo_async as a process of its own, that a test watches, disturbs and ends."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Program:
+    """`python grpo_async.py --config ... [flags]`; `script` may stand for grpo_async.py."""
+
+    def __init__(self, cfg, *flags: str, script: str = "grpo_async.py", root: Path = ROOT):
+        self.folder = Path(cfg.run_dir)
+        config = self.folder.with_suffix(".py")
+        values = dataclasses.asdict(cfg)
+        config.write_text("".join(f"{name} = {value!r}\n" for name, value in values.items()))
+        command = [sys.executable, script, "--config", str(config), *flags]
+        self.output = open(self.folder.with_suffix(".out"), "a+")  # noqa: SIM115
+        self.started = time.time()
+        self.process = subprocess.Popen(
+            command,
+            cwd=root,
+            env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+            stdout=self.output,
+            stderr=self.output,
+            start_new_session=True,
+            # A shell's background job ignores Ctrl-C, and so would its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def told(self) -> str:
+        """All that this and earlier programs of the folder printed."""
+        self.output.seek(0)
+        return self.output.read()
+
+    def wait_until(self, holds: Callable[[], bool], seconds: float = 180) -> float:
+        """Waits for a condition while the program runs; returns the seconds that it took."""
+        began = time.monotonic()
+        while not holds():
+            assert self.process.poll() is None, self.told()[-4000:]
+            assert time.monotonic() - began < seconds, self.told()[-4000:]
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def ends(self, seconds: float = 180) -> int:
+        """Waits for the program's end; returns its exit status. Fails, with stacks, if it hangs."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGABRT)
+            self.process.wait(10)
+            raise AssertionError(f"no end in {seconds:.0f} s: {self.told()[-8000:]}") from None
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends the program, whatever it does."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends the driver a signal."""
+        self.process.send_signal(number)
+
+    def pids(self, role: str) -> list[int]:
+        """Living actors of this program, by the name of their class."""
+        logs = self.folder.glob(f"logs/{role}-*.log")
+        new = (p for p in logs if p.stat().st_ctime >= self.started - 1)
+        pids = sorted(int(path.stem.rsplit("-", 1)[1]) for path in new)
+        return [pid for pid in pids if is_alive(pid)]
+
+    def engine_cores(self) -> list[int]:
+        """vLLM's own processes, the children of the Generators."""
+        parents, found = set(self.pids("Generator")), []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rsplit(")", 1)[1].split()
+                name = (stat.parent / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if int(fields[1]) in parents and b"EngineCore" in name:
+                found.append(int(stat.parent.name))
+        return sorted(found)
+
+    def family(self) -> dict[int, bytes]:
+        """Command lines of all living processes that descend from the program, by pid."""
+        parents, found = {}, {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        fresh = {self.process.pid}
+        while fresh:
+            fresh = {child for child, parent in parents.items() if parent in fresh} - set(found)
+            for pid in fresh:
+                with contextlib.suppress(OSError):
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return found
+
+    def lines(self, name: str) -> list[dict]:
+        """The whole lines of a JSONL file of the run."""
+        path = self.folder / name
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def steps(self) -> list[dict]:
+        """The metrics of the steps so far."""
+        return [line for line in self.lines("metrics.jsonl") if "loss" in line]
+
+    def check_slots(self, cfg, rows: int, steps: int = 0) -> None:
+        """Every step once, every slot once, its prompt the next of the file, or dropped by name.
+
+        `steps` are those of a run that was told to leave.
+        """
+        steps = steps or cfg.steps
+        assert [m["step"] for m in self.steps()] == list(range(1, steps + 1))
+        seen = {}
+        for line in self.lines("rollouts.jsonl"):
+            if isinstance(line["slot"], int) and line["slot"] < steps * cfg.prompts_per_step:
+                seen.setdefault(line["slot"], []).append(line["row"])
+        assert sorted(seen) == list(range(steps * cfg.prompts_per_step))
+        dropped = {line["slot"] for line in self.lines("dropped.jsonl")}
+        for slot, used in seen.items():
+            assert len(used) == cfg.group_size and len(set(used)) == 1, (slot, used)
+            assert dropped or used[0] == slot % rows + 1
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def survivors(family: dict[int, bytes], seconds: float = 30) -> dict[int, bytes]:
+    """Which processes are still there after so long."""
+    deadline = time.monotonic() + seconds
+    while any(map(is_alive, family)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return {pid: name for pid, name in family.items() if is_alive(pid)}
+
+
+def end(pid: int) -> None:
+    """SIGKILL, as the kernel's out-of-memory killer would."""
+    os.kill(pid, signal.SIGKILL)

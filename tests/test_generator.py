@@ -1,0 +1,272 @@
+"""A real vLLM engine and a real trainer in one process: parity, in-flight updates, prefix cache."""
+
+import asyncio
+import dataclasses
+import itertools
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import make_config
+
+pytestmark = pytest.mark.e2e
+TOLERANCE = 1e-5  # float32, dense model
+
+
+class Pair:
+    """One Trainer and one Generator that share a process group; Ray is not involved."""
+
+    def __init__(self, cfg, monkeypatch):
+        for name, value in {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        from grpo_async import Generator, Trainer
+
+        self.version = 0
+        self.cfg, self.generator, self.trainer = cfg, Generator(cfg), Trainer(cfg, 0)
+        self.metas = self.trainer.start(*self.trainer.open_store(1))
+
+    async def start(self) -> None:
+        """Loads the engine, connects both and gives the engine version 0."""
+        await self.generator.start()
+        host, port = self.trainer.open_store(2)
+        await asyncio.gather(
+            asyncio.to_thread(self.trainer.join_sync_group, 2),
+            self.generator.join_sync_group(pickle.dumps(self.cfg), host, port, 1, 2, self.metas),
+        )
+        await self.sync(0)
+
+    async def sync(self, version: int, verify: bool = False) -> dict:
+        """What `Engines.sync` does, for one engine."""
+        send = asyncio.to_thread(self.trainer.send_weights, verify)
+        update = self.generator.update_weights(version, verify)
+        self.sent, (phases, self.received) = await asyncio.gather(send, update)
+        self.version = version
+        return phases
+
+    async def next(self, verify: bool = False) -> int:
+        """Moves every weight a little, as an optimizer step would, and gives it to the engine."""
+        with torch.no_grad():
+            for weight in self.trainer.policy.model.parameters():
+                weight.add_(0.01 * torch.randn_like(weight))
+        await self.sync(self.version + 1, verify)
+        return self.version
+
+    def stop(self) -> None:
+        """Ends the engine's process and the trainer's group."""
+        self.generator.engine.shutdown()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model, tmp_path_factory):
+    """A running pair that all tests share, as it takes long to start; each goes on to new versions.
+
+    `pair.run` runs a coroutine in the event loop in which the engine lives.
+    """
+    config = make_config(tiny_model, tmp_path_factory.mktemp("pair"))
+    config = dataclasses.replace(config, max_model_len=512, max_response_tokens=300)
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        pair = Pair(config, patch)
+        pair.run = runner.run
+        pair.run(pair.start())
+        yield pair
+        pair.stop()
+
+
+def prompt(i: int) -> list[int]:
+    """Twenty token ids that differ from prompt to prompt."""
+    return [5 + (7 * i + j * j) % 90 for j in range(20)]
+
+
+def snapshot(pair) -> dict[str, torch.Tensor]:
+    """A copy of the trainer's weights under checkpoint names."""
+    return {name: tensor.clone() for name, tensor in pair.trainer.policy.named_weights()}
+
+
+def replay(model, weights_by_version: dict, turn) -> torch.Tensor:
+    """Logprobs of a turn's tokens, each forward under the version that the engine claims.
+
+    A token is sampled from the forward pass of the token before it; old tokens keep the KV that
+    the old weights made, as in the engine.
+    """
+    from transformers import DynamicCache
+
+    ids = turn.prompt_ids + turn.token_ids
+    producers = [turn.versions[0]] * (len(turn.prompt_ids) - 1) + turn.versions
+    cache, logits, start = DynamicCache(), [], 0
+    for version, run in itertools.groupby(producers):
+        stop = start + len(list(run))
+        model.load_state_dict(weights_by_version[version], strict=False)
+        out = model(torch.tensor([ids[start:stop]]), past_key_values=cache, use_cache=True)
+        logits.append(out.logits[0])
+        start = stop
+    logp = torch.cat(logits).log_softmax(-1)[len(turn.prompt_ids) - 1 :]
+    return logp.gather(1, torch.tensor(turn.token_ids)[:, None])[:, 0]
+
+
+def plain_model(cfg):
+    """The same architecture in transformers, weights to be loaded."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32).eval()
+
+
+def trainer_logprobs(pair, turns) -> list[torch.Tensor]:
+    """The trainer's own packed forward over the same tokens."""
+    from envs.episode import stitch
+    from grpo_async import Update, pack
+
+    samples = [sample for turn in turns for sample in stitch([turn])]
+    batch = pack(samples, Update(1, 1, []), pair.cfg)
+    (logp_T,) = pair.trainer.policy.logprobs([batch])
+    return logp_T[batch.mask_T]
+
+
+def test_logprobs_agree_before_and_after_updates(pair):
+    """What the engine reports is what the trainer computes, at every version, within 1e-5."""
+
+    async def scenario():
+        for _ in range(3):
+            version = pair.version
+            groups = [pair.generator.generate(prompt(i), 3, seed=i) for i in range(4)]
+            turns = [turn for group in await asyncio.gather(*groups) for turn in group]
+            engine = torch.tensor([logp for turn in turns for logp in turn.logps])
+            gap = (trainer_logprobs(pair, turns) - engine).abs()
+            assert gap.max() < TOLERANCE, f"version {version}: off by {gap.max():.1e}"
+            assert {v for turn in turns for v in turn.versions} == {version}
+            await pair.next()
+
+    pair.run(scenario())
+
+
+@torch.no_grad()
+def test_every_token_replays_under_the_version_it_claims(pair):
+    """Updates in flight: requests go on, keep their KV, and label each token exactly."""
+    updates = 4
+
+    async def scenario():
+        weights = {pair.version: snapshot(pair)}
+        groups = [asyncio.ensure_future(pair.generator.generate(prompt(i), 2, i)) for i in range(8)]
+        for _ in range(updates):
+            await asyncio.sleep(0.03)
+            version = await pair.next()
+            weights[version] = snapshot(pair)
+        return weights, [turn for group in await asyncio.gather(*groups) for turn in group]
+
+    weights, turns = pair.run(scenario())
+    assert len(turns) == 16 and all(turn.token_ids for turn in turns)
+    assert any(len(set(turn.versions)) > 2 for turn in turns), "no answer lived through an update"
+    model = plain_model(pair.cfg)
+    for turn in turns:
+        assert turn.versions == sorted(turn.versions)
+        gap = (replay(model, weights, turn) - torch.tensor(turn.logps)).abs().max()
+        assert gap < 2 * TOLERANCE, f"off by {gap:.1e}, versions {Counter(turn.versions)}"
+
+
+def test_no_prefix_is_shared_between_versions(pair):
+    """A prompt that starts after an update must not find the blocks of an older policy."""
+
+    async def scenario():
+        long_prompt = [5 + j % 90 for j in range(400)]
+        (before,) = await pair.generator.generate(long_prompt, 1, seed=1)
+        await pair.next()
+        (after,) = await pair.generator.generate(long_prompt, 1, seed=1)
+        return before, after
+
+    before, after = pair.run(scenario())
+    gap = (trainer_logprobs(pair, [after]) - torch.tensor(after.logps)).abs().max()
+    assert gap < TOLERANCE and after.versions[0] == before.versions[0] + 1 == pair.version
+
+
+def test_same_seed_same_answers(pair):
+    """Sampling is a function of weights, prompt and seed; samples of a group differ."""
+
+    async def scenario():
+        first = await pair.generator.generate(prompt(0), 3, seed=7)
+        second = await pair.generator.generate(prompt(0), 3, seed=7)
+        return first, second
+
+    first, second = pair.run(scenario())
+    assert [t.token_ids for t in first] == [t.token_ids for t in second]
+    assert len({tuple(t.token_ids) for t in first}) == 3
+
+
+@torch.no_grad()
+def test_an_answer_goes_on_from_its_draft(pair):
+    """What a lost engine had written is kept, with its versions; the rest is sampled after it."""
+
+    async def scenario():
+        args = prompt(3), 4, 5, "call"
+        first = asyncio.ensure_future(pair.generator.generate(*args))
+        drafts = []
+        while not drafts or min(len(draft.token_ids) for draft in drafts) < 8:
+            await asyncio.sleep(0.01)
+            drafts = pair.generator.drafts("call", [])
+            assert not first.done()
+        more = pair.generator.drafts("call", [8, None, 0, 10**6])
+        assert more[1] is None and not more[3].token_ids
+        assert more[0] == drafts[0].after(8) and more[2].token_ids[:8] == drafts[2].token_ids[:8]
+        first.cancel()
+        weights = [snapshot(pair)]
+        await pair.next()
+        weights.append(snapshot(pair))
+        return weights, drafts, await pair.generator.generate(*args[:3], "again", drafts)
+
+    weights, drafts, turns = pair.run(scenario())
+    model = plain_model(pair.cfg)
+    for draft, turn in zip(drafts, turns, strict=True):
+        n = len(draft.token_ids)
+        assert turn.token_ids[:n] == draft.token_ids and turn.logps[:n] == draft.logps
+        assert turn.prompt_ids == prompt(3) and turn.finish_reason in ("stop", "length")
+        new = len(turn.token_ids) - n
+        assert turn.versions == [pair.version - 1] * n + [pair.version] * new
+        for version, part in ((0, slice(0, n)), (1, slice(n, None))):
+            model.load_state_dict(weights[version], strict=False)
+            ids = torch.tensor([turn.prompt_ids + turn.token_ids])
+            logp = model(ids).logits[0, len(turn.prompt_ids) - 1 : -1].log_softmax(-1)
+            logp = logp.gather(1, torch.tensor(turn.token_ids)[:, None])[:, 0]
+            gap = (logp - torch.tensor(turn.logps))[part].abs()
+            assert not len(gap) or gap.max() < 2 * TOLERANCE, (version, gap)
+    assert any(len(t.token_ids) > len(d.token_ids) for t, d in zip(turns, drafts, strict=True))
+    assert len({tuple(turn.token_ids) for turn in turns}) == 4
+
+
+def test_a_checked_update_compares_every_tensor_and_names_one_that_is_missing(pair, monkeypatch):
+    """Checksums of what was sent and what came agree; a forgotten tensor is found and named.
+
+    The last test: no update repairs an engine after one that failed.
+    """
+    from policy import weight_sync
+
+    async def scenario():
+        await pair.next(verify=True)
+        assert set(pair.sent) == {name for name, *_ in pair.metas}
+        assert not weight_sync.difference(pair.sent, pair.received)
+        last = pair.metas[-1][0]
+        assert weight_sync.difference(pair.sent, [*pair.received, {last: 1}]) == pair.metas[0][0]
+        assert weight_sync.difference(pair.sent, [pair.received[0] | {last: 1}]) == last
+        turn = await pair.generator.probe()
+        (gap,) = pair.trainer.score([turn])
+        assert gap < TOLERANCE and len(turn.token_ids) <= 32
+
+        gone = "model.layers.1.mlp.down_proj.weight"
+        everything = pair.trainer.policy.named_weights
+        fewer = ((name, weight) for name, weight in everything() if name != gone)
+        monkeypatch.setattr(pair.trainer.policy, "named_weights", lambda: fewer)
+        pair.trainer.metas = [meta for meta in pair.metas if meta[0] != gone]
+        host, port = pair.trainer.open_store(2)
+        args = pickle.dumps(pair.cfg), host, port, 1, 2, pair.trainer.metas
+        joined = pair.generator.join_sync_group(*args)
+        await asyncio.gather(asyncio.to_thread(pair.trainer.join_sync_group, 2), joined)
+        with pytest.raises(Exception, match=f"does not write {gone}"):
+            await pair.sync(pair.version + 1, verify=True)
+
+    pair.run(scenario())
