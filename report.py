@@ -14,9 +14,11 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from envs.shared.markup import FLAWS
 from runtime.config import InputError
 
 # What one page holds: a browser stays quick up to some 50 MB, and long runs write far more.
@@ -72,7 +74,7 @@ def read(path: Path) -> Iterator[dict]:
 
 def columns(lines: Iterable[dict]) -> dict[str, list]:
     """Every numeric metric, and `step`, as one value for each step; None where it has none."""
-    rows = defaultdict(dict)
+    rows: dict[int, dict[str, float]] = defaultdict(dict)
     for line in lines:
         rows[line["step"]] |= {k: v for k, v in line.items() if type(v) in (int, float)}
     steps = sorted(rows)
@@ -89,46 +91,57 @@ def short(value: float | None, digits: int) -> float | None:
 
 def rollouts(paths: list[Path]) -> dict:
     """The newest lines of all workers' files together, newest first, and how many there are."""
-    kept, total = [], 0
+    kept: list[dict] = []
+    total = 0
     for path in paths:
         with open(path, errors="replace") as file:
-            lines, count = newest(file, len(paths))
-        kept += parse(lines)
-        total += count
+            last = newest(file, len(paths))
+        kept += parse(last.lines)
+        total += last.total
     return {"rows": sorted(kept, key=age), "total": total}
 
 
-def newest(lines: Iterable[str], share: int) -> tuple[deque[str], int]:
-    """As many of the last lines as one of `share` files may bring to a page, and their total."""
-    kept, size, total = deque(), 0, 0
+class Newest(NamedTuple):
+    """The last lines of a file, and how many lines it has."""
+
+    lines: deque[str]
+    total: int
+
+
+def newest(lines: Iterable[str], share: int) -> Newest:
+    """As many of the last lines as one of `share` files may bring to a page."""
+    kept: deque[str] = deque()
+    size = 0
+    total = 0
     for line in lines:
         total += 1
         size += len(line)
         kept.append(line)
         while len(kept) > LIMITS["rollouts"] // share or size > LIMITS["characters"] // share:
             size -= len(kept.popleft())
-    return kept, total
+    return Newest(kept, total)
 
 
-def age(rollout: dict) -> tuple:
+def age(rollout: dict) -> tuple[int, int, int]:
     """Sorts newest steps first; a validation rollout comes before the step after it."""
-    if rollout["step"] is not None:
+    if rollout["evaluation"] is None:
         return -rollout["step"], 1, rollout["slot"]
-    _, version, index = rollout["slot"].split("-")
-    return -int(version), 0, int(index)
+    return -rollout["evaluation"], 0, rollout["slot"]
 
 
 def samples(paths: list[Path], model: str) -> dict:
     """Samples token by token, newest steps first, and the text of each token id in them."""
     every = itertools.chain.from_iterable(map(unpack, reversed(paths)))
-    kept, tokens = [], 0
+    kept: list[dict] = []
+    tokens = 0
     for sample in itertools.islice(every, LIMITS["samples"]):
         tokens += len(sample["tokens"])
         if kept and tokens > LIMITS["tokens"]:
             break
         kept.append(sample)
-    text, problem = texts(model, {i for s in kept for i in s["tokens"]}) if kept else ({}, "")
-    return {"rows": kept, "files": len(paths), "text": text, "problem": problem}
+    ids = {i for sample in kept for i in sample["tokens"]}
+    decoded = texts(model, ids) if kept else Texts({}, "")
+    return {"rows": kept, "files": len(paths), **decoded._asdict()}
 
 
 def unpack(path: Path) -> Iterator[dict]:
@@ -138,7 +151,8 @@ def unpack(path: Path) -> Iterator[dict]:
             a = dict(archive)
         ends = np.cumsum(a["length"])
         for i, end in enumerate(ends[: LIMITS["samples_per_step"]]):
-            cut, group = slice(end - a["length"][i], end), a["group"][i]
+            cut = slice(end - a["length"][i], end)
+            group = a["group"][i]
             sampled = a["version_T"][cut] >= 0
             engine = np.where(sampled, a["engine_logp_T"][cut], np.nan)
             yield {
@@ -154,7 +168,7 @@ def unpack(path: Path) -> Iterator[dict]:
                 "tokens": a["tokens_T"][cut].tolist(),
                 "versions": runs(a["version_T"][cut].tolist()),
                 "mask": runs(a["mask_T"][cut].tolist()),
-                "malformed": runs(a["malformed_T"][cut].tolist()),
+                "flaws": runs([FLAWS[i] for i in a["flaw_T"][cut].tolist()]),
                 "engine": [short(x, 5) for x in engine.tolist()],
                 # The two agree to many digits: their difference is kept, not the second number.
                 "gap": [short(x, 3) for x in (a["logp_T"][cut] - engine).tolist()],
@@ -166,15 +180,22 @@ def runs(values: list) -> list[list]:
     return [[value, len(list(run))] for value, run in itertools.groupby(values)]
 
 
-def texts(model: str, ids: set[int]) -> tuple[dict[int, str], str]:
+class Texts(NamedTuple):
     """The text of each token alone; without the model's tokenizer none, and the reason."""
+
+    text: dict[int, str]
+    problem: str
+
+
+def texts(model: str, ids: set[int]) -> Texts:
+    """The text of each token id, from the tokenizer in the folder `model`."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except Exception as error:  # whatever a foreign folder provokes, ids can still be shown
-        return {}, f"{type(error).__name__}: the tokenizer of {model!r} cannot be loaded"
-    return {i: tokenizer.decode([i]) for i in sorted(ids)}, ""
+        return Texts({}, f"{type(error).__name__}: the tokenizer of {model!r} cannot be loaded")
+    return Texts({i: tokenizer.decode([i]) for i in sorted(ids)}, "")
 
 
 def draw(run_dir: str) -> Path:

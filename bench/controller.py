@@ -2,9 +2,9 @@
 
     python bench/controller.py [STEPS]
 
-The real `Run`, `Engines`, `RolloutBuffer`, `plan_step` and `Log` run against actors that do nothing
-and answer after a few milliseconds, in any order. Seconds are CPU seconds of this process, so the
-stubs count as well; what Ray itself spends on a call does not, as none is made.
+The real `Run`, `Engines`, `Dispatcher`, `RolloutBuffer`, `plan_step` and `Log` run against actors
+that do nothing and answer after a few milliseconds, in any order. Seconds are CPU seconds of this
+process, so the stubs count as well; what Ray itself spends on a call does not, as none is made.
 """
 
 import asyncio
@@ -24,16 +24,21 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import grpo_async  # noqa: E402
 from envs.episode import SampleInfo  # noqa: E402
-from runtime import fleet  # noqa: E402
+from runtime import cluster, fleet, modes  # noqa: E402
+from runtime.fleet import Received  # noqa: E402
 
-PROMPTS, SAMPLES, LONGEST = 256, 16, 65536
+PROMPTS = 256
+SAMPLES = 16
+LONGEST = 65536
+PHASES = {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}
 EDGE = 3  # steps at either end, in which the pipeline fills and drains
 ANSWERS = {
     "open_store": ("127.0.0.1", 0),
     "start": [],
-    "score": [0.0],
+    "generate": [None],
+    "score": [0.0] * 144,
     "send_weights": {},
-    "update_weights": ({"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}, {}),
+    "update_weights": Received(PHASES, []),
 }
 TABLE = {("position", str(i)): [1e6, 1e6, 1e4, 1e3, 0.1] for i in range(12)}
 STEP = {f"metric_{i}": 1.0 for i in range(21)}, TABLE, []
@@ -42,8 +47,23 @@ STEP = {f"metric_{i}": 1.0 for i in range(21)}, TABLE, []
 def infos(numbers: np.random.Generator) -> bytes:
     """A group's SampleInfos, as they come over the wire."""
     lengths = numbers.lognormal(9, 1, SAMPLES).clip(64, LONGEST).astype(int).tolist()
-    shared = 0, 0, False, "math"
-    return pickle.dumps([SampleInfo(n, n - 9, n % 2, True, n - 9, *shared) for n in lengths])
+    return pickle.dumps([info(length) for length in lengths])
+
+
+def info(tokens: int) -> SampleInfo:
+    """What the driver knows of a sample."""
+    return SampleInfo(
+        tokens=tokens,
+        trained_tokens=tokens - 9,
+        reward=tokens % 2,
+        score=tokens % 2,
+        has_gradient=True,
+        response_tokens=tokens - 9,
+        oldest_version=0,
+        newest_version=0,
+        truncated=False,
+        env="math",
+    )
 
 
 GROUPS = [infos(np.random.default_rng(i)) for i in range(500)]
@@ -53,7 +73,8 @@ class Answer:
     """What a call returns: awaited as an ObjectRef would be, or turned into a future."""
 
     def __init__(self, value: bytes, seconds: float = 0.0):
-        self.value, self.seconds = value, seconds
+        self.value = value
+        self.seconds = seconds
 
     def __await__(self):
         if self.seconds:
@@ -73,11 +94,9 @@ class Actor:
     def __getattr__(self, name: str):
         answer = Answer(pickle.dumps(ANSWERS.get(name)))
         method = SimpleNamespace(remote=lambda *args: answer)
-        method.options = lambda **_: SimpleNamespace(
-            remote={"rollout_group": self.roll_out, "train_step": self.train}.get(
-                name, method.remote
-            )
-        )
+        several = {"rollout_group": self.roll_out, "train_step": self.train}
+        with_options = SimpleNamespace(remote=several.get(name, method.remote))
+        method.options = lambda **_: with_options
         return method
 
     def train(self, *args) -> list[Answer]:
@@ -91,7 +110,8 @@ class Actor:
 
 def measure(steps: int) -> np.ndarray:
     """One run; for each step, when it is planned: CPU seconds, those of its plan, and bytes."""
-    marks, plan_step = [], grpo_async.plan_step
+    marks = []
+    plan_step = grpo_async.plan_step
 
     def plan(groups, cfg):
         began = time.process_time()
@@ -102,14 +122,23 @@ def measure(steps: int) -> np.ndarray:
 
     grpo_async.plan_step = plan
     handle = SimpleNamespace(remote=lambda *args: Actor())
-    grpo_async.actor = fleet.actor = lambda cls, gpus, cfg, **options: handle
-    grpo_async.checkpoints.save = lambda run: asyncio.sleep(0)
+    cluster.actor = fleet.actor = lambda cls, gpus, cfg, **options: handle
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
-        sizes = {"steps": steps + 2 * EDGE + 1, "prompts_per_step": PROMPTS, "group_size": SAMPLES}
-        sizes |= {"generators": 144, "trainers": 128, "rollout_workers": 32, "save_period": 0}
-        cfg = grpo_async.Config(run_dir=folder, **sizes)
+        cfg = grpo_async.Config(
+            run_dir=folder,
+            steps=steps + 2 * EDGE + 1,
+            prompts_per_step=PROMPTS,
+            group_size=SAMPLES,
+            rollout_workers=32,
+            save_period=0,
+            engine={"count": 144},
+            policy={"ranks": 128},
+        )
+        run = grpo_async.Run(cfg, [{"_line": 1}], [])
+        run.cluster.shares_gpus = lambda: False
+        run.save = lambda: asyncio.sleep(0)
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            asyncio.run(grpo_async.Run(cfg, [{"_line": 1}], []).run())
+            asyncio.run(run.run(modes.loops(run)))
     return np.array(marks)
 
 

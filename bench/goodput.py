@@ -17,8 +17,9 @@ from grpo_async import Config  # noqa: E402
 from runtime import config  # noqa: E402
 from support.program import Program, end  # noqa: E402
 
-FIRST, EVERY = 5, 20  # steps before the clock starts; steps from one kill to the next
-FLAGS = {"val_period": 0, "val_data": "", "generators": 2, "max_engine_restarts": 99}
+FIRST = 5  # steps before the clock starts
+EVERY = 20  # steps from one kill to the next
+FLAGS = {"val_period": 0, "data.val": "", "engine.count": 2, "engine.max_restarts": 99}
 
 
 def seconds(folder: str, prompts: int, steps: int, kills: bool) -> float:

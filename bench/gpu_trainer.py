@@ -105,18 +105,26 @@ def full_logits(model, row: Row) -> torch.Tensor:
 
 def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> None:
     """Prints the line of one model and row length."""
-    settings = {"model": "", "attention": attention, "temperature": 1.0, "logprob_chunk": 1024}
-    settings |= {"activation_checkpointing": True, "lr": 1e-6, "warmup_lr": 1e-6}
-    settings |= {"warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1.0}
-    policy.fsdp.AutoModelForCausalLM = SimpleNamespace(
-        from_pretrained=lambda path, **how: transformers.AutoModelForCausalLM.from_config(
-            config, **how
-        ),
-        from_config=transformers.AutoModelForCausalLM.from_config,
+    # In the place of PolicySettings, which needs pydantic.
+    settings = SimpleNamespace(
+        attention=attention,
+        activation_checkpointing=True,
+        lr=1e-6,
+        warmup_lr=1e-6,
+        warmup_steps=0,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
     )
-    trained = FSDPPolicy(SimpleNamespace(**settings))
-    row = Row(tokens, config.vocab_size)
 
+    def random_weights(path, output_loading_info, **how):
+        """Stands for from_pretrained, which also returns what it did not find."""
+        return make(config, **how), {"missing_keys": []}
+
+    make = transformers.AutoModelForCausalLM.from_config
+    names = {"from_pretrained": random_weights, "from_config": make}
+    policy.fsdp.AutoModelForCausalLM = SimpleNamespace(**names)
+    trained = FSDPPolicy("", settings, temperature=1.0)
+    row = Row(tokens, config.vocab_size)
     trained.model.full_logits = MethodType(full_logits, trained.model)
     register_fsdp_forward_method(trained.model, "full_logits")
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from policy.logprobs import TokenLogprobs  # noqa: E402
+from policy.logprobs import CHUNK, TokenLogprobs  # noqa: E402
 
 
 def plain(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, chunk: int) -> Tensor:
@@ -64,7 +64,7 @@ def measure(method: str, tokens: int, vocab: int, hidden: int, chunk: int) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in {"tokens": 8192, "vocab": 131072, "hidden": 1024, "chunk": 1024}.items():
+    for name, default in {"tokens": 8192, "vocab": 131072, "hidden": 1024, "chunk": CHUNK}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--method", choices=METHODS, help="measure one here, print JSON")
     args = vars(parser.parse_args())

@@ -10,7 +10,6 @@ is not within 0.9 to 1.1. Of the hybrid nothing is said about memory: on a CPU i
 loop over tokens that keeps every state.
 """
 
-import dataclasses
 import json
 import os
 import socket
@@ -28,9 +27,14 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from dry_run import megatron_sizes as counted  # noqa: E402
 from grpo_async import Config  # noqa: E402
+from policy import logprobs  # noqa: E402
+from support.configs import changed  # noqa: E402
 from support.tensor_memory import Peak  # noqa: E402
 
-SEQUENCE, ROWS, FLOAT32 = 32, 2, 4
+SEQUENCE = 32
+ROWS = 2
+FLOAT32 = 4
+logprobs.CHUNK = 256
 SHAPE = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
@@ -103,11 +107,10 @@ def measure(cfg: Config, tokens: int) -> dict:
         return logp_T.sum(), {}
 
     with Meter() as meter:
-        policy = MegatronPolicy(cfg)
-        seeds = range(
-            mpu.get_data_parallel_rank() * ROWS, (mpu.get_data_parallel_rank() + 1) * ROWS
-        )
-        rows = [Row(tokens, seed) for seed in seeds]
+        rest = (cfg.sampling.temperature, cfg.seed, cfg.timeouts.train)
+        policy = MegatronPolicy(cfg.model, cfg.policy, *rest)
+        first = mpu.get_data_parallel_rank() * ROWS
+        rows = [Row(tokens, seed) for seed in range(first, first + ROWS)]
         policy.forward_backward(rows, loss)
         policy.optimizer_step()
         meter.bytes, meter.sent = 0, {}
@@ -128,9 +131,9 @@ def measure(cfg: Config, tokens: int) -> dict:
 def settings(model: str, layout: dict, world: int) -> tuple[Config, int]:
     """The configuration of a model's folder under a layout, without checkpointing; tokens a row."""
     tokens = MODELS[Path(model).name][1]
-    fields = {"row_tokens": tokens, "max_model_len": SEQUENCE, "logprob_chunk": 256}
-    fields |= {"activation_checkpointing": False, "trainers": world, "policy": "megatron"}
-    return Config(model=model, **fields, **layout), tokens
+    fields = {"row_tokens": tokens, "max_model_len": SEQUENCE, "kind": "megatron"}
+    fields |= {"activation_checkpointing": False, "ranks": world}
+    return changed(Config(model=model), **fields, **layout), tokens
 
 
 def work(models: list[str], layout: dict) -> None:
@@ -140,7 +143,7 @@ def work(models: list[str], layout: dict) -> None:
     for model in models:
         cfg, tokens = settings(model, layout, dist.get_world_size())
         for checkpointing in (False, True):
-            cfg = dataclasses.replace(cfg, activation_checkpointing=checkpointing)
+            cfg = changed(cfg, activation_checkpointing=checkpointing)
             every = [None] * dist.get_world_size()
             dist.all_gather_object(every, measure(cfg, tokens))
             found = {key: sum(one[key] for one in every) / len(every) for key in every[0]}
@@ -161,19 +164,19 @@ def start(models: list[str], layout: dict) -> list:
     pipes = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
     command = [sys.executable, "-W", "ignore", __file__, json.dumps(models), json.dumps(layout)]
     ranks = [subprocess.Popen(command, env=env | {"RANK": str(r)}, **pipes) for r in range(world)]
-    told = [rank.communicate(timeout=600)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         log.seek(0)
         sys.exit(f"{layout}: a rank failed\n{log.read()[-4000:]}")
-    return [json.loads(line) for line in told[0].splitlines() if line.startswith("[")]
+    return [json.loads(line) for line in outputs[0].splitlines() if line.startswith("[")]
 
 
 def arithmetic(cfg: Config) -> dict[str, float]:
     """What is counted for a layout; memory where it is."""
-    shape = counted.read_shape(cfg)
-    every = counted.token_bytes(shape, cfg, FLOAT32)
-    if not cfg.activation_checkpointing:  # which changes nothing of an update
-        every |= counted.step_bytes(shape, cfg, FLOAT32)
+    shape = counted.read_shape(cfg.model, cfg.policy)
+    every = counted.token_bytes(shape, cfg.policy, FLOAT32)
+    if not cfg.policy.activation_checkpointing:  # which changes nothing of an update
+        every |= counted.step_bytes(shape, cfg.policy, FLOAT32)
     if "M" in shape.layers:
         return every
     fullest = counted.fullest_stage(shape, cfg, FLOAT32)
@@ -209,7 +212,7 @@ def main() -> None:
             able = [m for m in models if name != "ep2" or not m.endswith("dense")]
             for model, checkpointing, found in start(able, layout):
                 cfg, _ = settings(model, layout, 2 if layout else 1)
-                cfg = dataclasses.replace(cfg, activation_checkpointing=checkpointing)
+                cfg = changed(cfg, activation_checkpointing=checkpointing)
                 again = ", checkpointing" * checkpointing
                 close &= compare(f"{Path(model).name} {name}{again}", found, arithmetic(cfg))
     sys.exit(not close)

@@ -3,7 +3,7 @@
     python bench/overlap.py [STEPS]
 
 Both runs train with a learning rate of zero, so that every step has the same work. The synchronous
-run tells how long each side takes alone; the efficiency of the asynchronous one is the longer of
+run shows how long each side takes alone; the efficiency of the asynchronous one is the longer of
 the two over the time of a step.
 """
 
@@ -22,8 +22,8 @@ SKIPPED = 5  # steps in which both sides still warm up
 def measure(max_lag: int, steps: int, folder: str) -> dict[str, float]:
     """Medians over the steps of one run of configs/tiny.py."""
     run_dir = f"{folder}/lag{max_lag}"
-    flags = {"max_lag": max_lag, "steps": steps, "run_dir": run_dir, "lr": 1e-12}
-    flags |= {"warmup_lr": 1e-12, "val_period": 0, "val_data": ""}
+    flags = {"max_lag": max_lag, "steps": steps, "run_dir": run_dir}
+    flags |= {"policy.lr": 1e-12, "policy.warmup_lr": 1e-12, "val_period": 0, "data.val": ""}
     command = [sys.executable, "grpo_async.py"]
     command += [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -19,7 +19,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from grpo_async import Config  # noqa: E402
+from policy.settings import PolicySettings  # noqa: E402
 from runtime import checkpoints  # noqa: E402
 
 ROUNDS = 5
@@ -37,7 +37,7 @@ def policy(folder: str, millions: int):
     layers = max(1, round((1e6 * millions - 8192 * 512) / layer))
     config = Qwen3Config(**size, num_hidden_layers=layers, tie_word_embeddings=True)
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    made = FSDPPolicy(Config(model=folder))
+    made = FSDPPolicy(folder, PolicySettings(), 1.0)
     for parameter in made.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     made.optimizer.step()
@@ -47,7 +47,8 @@ def policy(folder: str, millions: int):
 
 def main() -> None:
     """Saves a few times and prints the medians."""
-    millions, rows = int(sys.argv[1]) if len(sys.argv) > 1 else 50, []
+    millions = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         made = policy(f"{folder}/model", millions)

@@ -27,7 +27,11 @@ os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
-PROMPT, ANSWER = 16, 64  # tokens
+from envs.sampler import Request  # noqa: E402
+from policy.weight_sync import Wire  # noqa: E402
+
+PROMPT = 16  # tokens
+ANSWER = 64
 RESPONSE = 22  # mean tokens of a response in the tiny job
 WINDOW = 0.25  # seconds of decoding, with an update or without
 
@@ -54,15 +58,19 @@ class Load:
     """Streams that restart as soon as they end, each with a prompt of its own."""
 
     def __init__(self, generator):
-        self.generator, self.tokens, self.started, self.finished = generator, 0, 0, 0
+        self.generator = generator
+        self.tokens = 0
+        self.started = 0
+        self.finished = 0
         self.running = True
 
     async def stream(self, i: int) -> None:
-        """Answers one prompt after the other until told to stop."""
+        """Answers one prompt after the other while `running`."""
         while self.running:
             self.started += 1
             prompt = [7 + (self.started * 31 + 5 * j * j + i) % 30 for j in range(PROMPT)]
-            (turn,) = await self.generator.generate(prompt, 1, seed=self.started)
+            request = Request(f"{self.started}", prompt, 1, self.started, [])
+            (turn,) = await self.generator.generate(request)
             self.tokens += len(turn.token_ids)
             self.finished += 1
 
@@ -73,7 +81,9 @@ def trainer(method: str, *args):
         from grpo_async import Trainer
 
         trainer.rank = Trainer(*args, 0)
-        return trainer.rank.start(*trainer.rank.open_store(1))
+        return trainer.rank.start(trainer.rank.open_store(1))
+    if method == "stage":
+        return trainer.rank.sender.stage()
     return getattr(trainer.rank, method)(*args)
 
 
@@ -85,7 +95,8 @@ async def pair(cfg, call):
     metas = await call("start", cfg)
     await generator.start()
     host, port = await call("open_store", 2)
-    join = generator.join_sync_group(pickle.dumps(cfg), host, port, 1, 2, metas)
+    wire = pickle.dumps(Wire(metas, cfg.timeouts.sync, cfg.gpu_share < 1))
+    join = generator.join_sync_group(wire, host, port, 1, 2)
     await asyncio.gather(call("join_sync_group", 2), join)
     return generator
 
@@ -97,7 +108,7 @@ async def main() -> None:
 
     updates = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--run_dir", folder, "--max_response_tokens", str(ANSWER)]
+        flags = ["--run_dir", folder, "--sampling.max_response_tokens", str(ANSWER)]
         cfg = config.load(Config, flags, default="configs/tiny.py")
     process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     call = functools.partial(asyncio.get_running_loop().run_in_executor, process, trainer)
@@ -106,17 +117,20 @@ async def main() -> None:
 
     async def update(version: int) -> dict:
         send = call("send_weights", False)
-        _, (phases, _) = await asyncio.gather(send, generator.update_weights(version, False))
+        _, received = await asyncio.gather(send, generator.update_weights(version, False))
         sender = next(iter(process._processes))
-        return phases | {"memory": memory(engine_pid), "sender_memory": memory(sender)}
+        return received.phases | {"memory": memory(engine_pid), "sender_memory": memory(sender)}
 
     await update(0)
     load = Load(generator)
-    streams = [asyncio.ensure_future(load.stream(i)) for i in range(cfg.max_num_seqs)]
+    streams = [
+        asyncio.ensure_future(load.stream(i)) for i in range(cfg.engine.arguments["max_num_seqs"])
+    ]
     await asyncio.sleep(2)  # warm
 
     async def window(work) -> tuple[float, Any]:
-        began, before = time.perf_counter(), counter("vllm:generation_tokens_total")
+        began = time.perf_counter()
+        before = counter("vllm:generation_tokens_total")
         done = await work
         await asyncio.sleep(WINDOW - (time.perf_counter() - began))
         made = counter("vllm:generation_tokens_total") - before
@@ -125,7 +139,7 @@ async def main() -> None:
     rows = []
     for version in range(1, updates + 1):
         undisturbed, _ = await window(asyncio.sleep(0))
-        await call("stage_weights")  # as a training step ends
+        await call("stage")  # as a training step ends
         disturbed, row = await window(update(version))
         rows.append(row | {"undisturbed": undisturbed, "lost": undisturbed - disturbed})
     load.running = False
@@ -138,7 +152,8 @@ async def main() -> None:
 def report(rows: list[dict], step_tokens: int, load: Load) -> None:
     """The table: phases, tokens, requests, and the last tenth of updates against the first."""
     tenth = max(1, len(rows) // 10)
-    first, last = rows[tenth : 2 * tenth] or rows, rows[-tenth:]  # the very first fill caches
+    first = rows[tenth : 2 * tenth] or rows  # the very first fill caches
+    last = rows[-tenth:]
     print(f"{len(rows)} updates in flight, median ms of each phase:")
     for phase in ("sync_pause", "sync_transfer", "sync_resume"):
         print(f"  {phase:16} {1e3 * statistics.median(r[phase] for r in rows):8.1f}")

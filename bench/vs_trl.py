@@ -26,14 +26,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = Path(os.environ.get("BENCH_VENV", ROOT / ".venv-bench")).absolute()
-SKIPPED, TRIED = 4, 6  # steps of warm-up, and steps for which each of TRL's settings is tried
-P, G, LONGEST, MEAN = 16, 16, 256, 30
+SKIPPED = 4  # steps of warm-up
+TRIED = 6  # steps for which each of TRL's settings is tried
+P = 16
+G = 16
+LONGEST = 256
+MEAN = 30
 
 CONFIG = f"""from configs.tiny import *
-model, train_data, val_data, run_dir = "model", "train.jsonl", "", "run"
-val_period, skip_zero_advantage, lr, warmup_lr = 0, False, 1e-12, 1e-12
-prompts_per_step, group_size, max_response_tokens = {P}, {G}, {LONGEST}
-max_model_len, row_tokens, max_num_seqs = {LONGEST + 32}, 512, 64
+model = "model"
+run_dir = "run"
+data = {{"train": "train.jsonl", "val": ""}}
+val_period = 0
+prompts_per_step = {P}
+group_size = {G}
+loss = {{"skip_zero_advantage": False}}
+policy = {{"lr": 1e-12, "warmup_lr": 1e-12, "row_tokens": 512}}
+sampling = {{"max_response_tokens": {LONGEST}, "max_model_len": {LONGEST + 32}}}
+engine = {{"args": {{"max_num_seqs": 64}}}}
 """
 ENVIRONMENT = """from bench.vs_trl import reward
 from envs import Reward
@@ -66,7 +76,8 @@ def make_inputs(folder: Path) -> None:
     from launch.make_tiny import make_model, make_tokenizer
 
     torch.manual_seed(0)
-    tokenizer, letters = make_tokenizer(), random.Random(0)
+    tokenizer = make_tokenizer()
+    letters = random.Random(0)
     words = ["".join(letters.choices("abcdefgh", k=letters.randint(6, 10))) for _ in range(1024)]
     chats = [[{"role": "user", "content": f"reverse {word}"}] for word in words]
     agent = {"agent_ref": {"name": "vowels"}}
@@ -105,7 +116,8 @@ def fit_eos(model, prompts, eos: int) -> None:
 def install_trl() -> None:
     """Makes or completes TRL's virtual environment, as launch/setup.sh makes ours."""
     scripts = Path(sys.executable).parent
-    uv, links = str(scripts / "uv"), [str(scripts / "pip"), "config", "get", "global.find-links"]
+    uv = str(scripts / "uv")
+    links = [str(scripts / "pip"), "config", "get", "global.find-links"]
     found = subprocess.run(links, capture_output=True, text=True).stdout.strip()
     env = os.environ | ({"UV_FIND_LINKS": found} if found else {})
     if not (VENV / "bin" / "python").exists():
@@ -172,9 +184,9 @@ def run_trl(folder: Path, name: str, steps: int) -> dict:
 
 def copy_ours(folder: Path) -> None:
     """What a user has, and an environment of theirs."""
-    for name in ("bench", "configs", "envs", "launch", "policy"):
+    for name in ("bench", "configs", "dry_run", "envs", "launch", "policy", "runtime"):
         shutil.copytree(ROOT / name, folder / name)
-    for path in (*ROOT.glob("*.py"), ROOT / "report.html"):
+    for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
     (folder / "envs" / "vowels.py").write_text(ENVIRONMENT)
     (folder / "configs" / "bench.py").write_text(CONFIG)
@@ -212,7 +224,8 @@ def run(command: list, folder: Path, env) -> None:
 
 def summary(ends: list[float], lengths: list[list[int]]) -> dict:
     """Rate over all steps after the warm-up, the median step, and the lengths of responses."""
-    ends, lengths = ends[SKIPPED - 1 :], sum(lengths, [])
+    ends = ends[SKIPPED - 1 :]
+    lengths = sum(lengths, [])
     return {
         "samples/s": P * G * (len(ends) - 1) / (ends[-1] - ends[0]),
         "median step": statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False)),
@@ -254,7 +267,8 @@ def main() -> None:
         columns = ("samples/s", "median step", "mean tokens", "median tokens", "max tokens")
         print(f"{'':40}" + "".join(f"{column:>14}" for column in columns))
         best = fastest(folder)
-        ours, trl = [], []
+        ours = []
+        trl = []
         for turn in (0, 1, 1, 0):
             result = run_trl(folder, best, steps) if turn else run_ours(folder, steps)
             (trl if turn else ours).append(result["samples/s"])

@@ -2,25 +2,17 @@
 
 run_dir = "runs/tiny-{seed}-{time}"
 model = "models/tiny"
-train_data = "data/tiny/train.jsonl"
-val_data = "data/tiny/validation.jsonl"
+data = {"train": "data/tiny/train.jsonl", "val": "data/tiny/validation.jsonl"}
 steps = 160
 val_period = 40
 save_period = 0
 
 prompts_per_step = 7
 group_size = 16
-max_model_len = 128
-max_response_tokens = 64
-max_num_seqs = 10
+sampling = {"max_model_len": 128, "max_response_tokens": 64}
 
-generator_gpus = 0.5
-trainer_gpus = 0.5
-gpu_memory_utilization = 0.3
+gpu_share = 0.5
+engine = {"args": {"max_num_seqs": 10, "gpu_memory_utilization": 0.3}}
+policy = {"lr": 1.5e-4, "warmup_lr": 1.5e-5, "row_tokens": 256, "activation_checkpointing": False}
 
-lr = 1.5e-4
-warmup_lr = 1.5e-5
-row_tokens = 256
-activation_checkpointing = False
-
-timeouts = {"start": 180.0, "rollout": 60.0, "batch": 300.0, "train": 120.0, "sync": 60.0}
+timeouts = {"start": 180.0, "rollout": 60.0, "train": 120.0, "sync": 60.0}

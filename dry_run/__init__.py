@@ -1,31 +1,37 @@
 """What a run would need and what would limit it, as a table: nothing is started, no weight is read.
 
 `explain` counts memory (sizes.py; megatron_sizes.py also what is sent) and estimates seconds
-(pace.py) from a Config and the config.json of its model. What is assumed about the
-hardware is printed with the result.
+(pace.py) from a Config and the config.json of its model. What is assumed about the hardware is
+printed with the result.
 """
 
 import dataclasses
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dry_run import megatron_sizes, pace, sizes
 from dry_run.sizes import GIB, Model
-from runtime.config import InputError
+from policy import logprobs
+from runtime.config import InputError, flatten
+
+if TYPE_CHECKING:
+    from grpo_async import Config as AnyConfig  # a fork has one of its own
 
 GPU_GIB = 80.0  # NVIDIA H100 SXM data sheet
 JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
 
 
-def explain(cfg, Config: type, gpu_gib: float = GPU_GIB) -> str:
+def explain(cfg: "AnyConfig", Config: type, gpu_gib: float = GPU_GIB) -> str:
     """The whole table, for GPUs of `gpu_gib` GiB, from the model's config.json alone.
 
     Raises InputError where there is none, and for a model or a layout that Megatron cannot train.
     """
     if not (Path(cfg.model) / "config.json").is_file():
         raise InputError(f"model = {cfg.model!r}: expected a folder that holds config.json")
-    megatron = cfg.policy == "megatron"
-    model, gpu = sizes.read_model(cfg.model), gpu_gib * GIB
+    megatron = cfg.policy.kind == "megatron"
+    model = sizes.read_model(cfg.model)
+    gpu = gpu_gib * GIB
     active = f", {model.active:,.0f} of them active" if model.routed else ""
     wrong = problems(model, cfg, gpu)
     lines = [
@@ -45,7 +51,8 @@ def explain(cfg, Config: type, gpu_gib: float = GPU_GIB) -> str:
 
 def assumptions(gpu_gib: float) -> list[str]:
     """The hardware behind the numbers, and the one thing that is assumed about the rollouts."""
-    network, launch = f"{pace.NETWORK_BYTES_S * 8e-9:g} Gb/s network", f"{pace.LAUNCH_S * 1e3:g} ms"
+    network = f"{pace.NETWORK_BYTES_S * 8e-9:g} Gb/s network"
+    launch = f"{pace.LAUNCH_S * 1e3:g} ms"
     flops = f"{pace.PEAK_FLOPS / 1e12:g} TFLOP/s (a trainer reaches {pace.MFU:.0%})"
     return [
         f"assumed: {gpu_gib:g} GiB a GPU ({sizes.RESERVE / GIB:g} reserved), {flops},"
@@ -65,14 +72,15 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.2f}" if size > GIB / 10 or not size else f"{size / GIB:.4f}"
 
 
-def changed(cfg, Config: type) -> list[str]:
+def changed(cfg: "AnyConfig", Config: type) -> list[str]:
     """The fields that differ from their default, and that default; two to a line."""
-    lines, usual = ["changed (from)"], Config()
-    for name in (field.name for field in dataclasses.fields(Config)):
-        value, default = getattr(cfg, name), getattr(usual, name)
-        cell = f"{name} {value} ({'empty' if default == '' else default})"
-        if value == default:
+    lines = ["changed (from)"]
+    usual = flatten(Config())
+    for path, value in flatten(cfg).items():
+        default = usual[path]
+        if value == default or path.startswith("command."):
             continue
+        cell = f"{path} {value} ({'empty' if default == '' else default})"
         if len(lines) > 1 and len(lines[-1]) < 48 and len(cell) < 50:
             lines[-1] = f"{lines[-1]:<50}{cell}"
         else:
@@ -80,74 +88,91 @@ def changed(cfg, Config: type) -> list[str]:
     return lines
 
 
-def gpu_rows(cfg) -> list[str]:
+def gpu_rows(cfg: "AnyConfig") -> list[str]:
     """GPUs by role, and the nodes that hold them."""
-    gpus, tp = pace.place(cfg), cfg.tensor_parallel
+    gpus = pace.place(cfg)
+    count = cfg.engine.count
+    tp = cfg.engine.tensor_parallel
+    ranks = cfg.policy.ranks
+    share = cfg.gpu_share
     nodes = f"nodes of {pace.NODE_GPUS}: {math.ceil(len(gpus) / pace.NODE_GPUS)}"
     shared = f"GPUs shared by both: {sum(len(gpu) > 1 for gpu in gpus)}"
-    engines, trainers = cfg.generators * tp * cfg.generator_gpus, cfg.trainers * cfg.trainer_gpus
-    engine = f"{cfg.generators} x tensor_parallel {tp} x share {cfg.generator_gpus:g}"
+    engine = f"{count} x tensor_parallel {tp} x share {share:g}"
     return [
         "GPUs",
-        row("engines", f"{engines:g}", engine),
-        row("trainers", f"{trainers:g}", f"{cfg.trainers} x share {cfg.trainer_gpus:g}"),
+        row("engines", f"{count * tp * share:g}", engine),
+        row("trainers", f"{ranks * share:g}", f"{ranks} x share {share:g}"),
         row("together", f"{len(gpus)}", f"{nodes}; {shared}"),
     ]
 
 
-def trainer_rows(model: Model, cfg, gpu: float) -> list[str]:
+def other_checkpointing(cfg: "AnyConfig") -> "AnyConfig":
+    """cfg with activation checkpointing where it has none, or without."""
+    other = not cfg.policy.activation_checkpointing
+    layout = dataclasses.replace(cfg.policy, activation_checkpointing=other)
+    return dataclasses.replace(cfg, policy=layout)
+
+
+def trainer_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
     """What a trainer rank always holds, and beside it at each of four moments."""
-    moments, (mask, at_work) = sizes.moments(model, cfg), sizes.mask_bytes(cfg)
-    other = dataclasses.replace(cfg, activation_checkpointing=not cfg.activation_checkpointing)
-    on, off = ("with", "without") if cfg.activation_checkpointing else ("without", "with")
-    kept, layer = gib(sizes.saved_bytes(model, cfg)), gib(sizes.layer_bytes(model, cfg))
-    head = gib(sizes.head_bytes(cfg.logprob_chunk, model.vocab, model.hidden))
+    states = sizes.states(model, cfg)
+    moments = sizes.moments(model, cfg)
+    mask = sizes.mask_bytes(cfg.policy)
+    on, off = ("with", "without") if cfg.policy.activation_checkpointing else ("without", "with")
+    kept = gib(sizes.saved_bytes(model, cfg))
+    layer = gib(sizes.layer_bytes(model, cfg))
+    head = gib(sizes.head_bytes(logprobs.CHUNK, model.vocab, model.hidden))
     notes = {
         "at the head": f"layers keep {kept}; logits and the head's gradient {head}",
-        "in a layer": f"layers keep {kept}; this one saves {layer}, its mask {gib(at_work)}",
+        "in a layer": f"layers keep {kept}; this one saves {layer}, its mask {gib(mask.layer)}",
         "reducing": "gradients of the root unit in float32",
         "sending weights": "two buckets and a gathered tensor in bf16",
     }
-    fullest, states = max(moments, key=moments.get), sizes.states(model, cfg)
-    unlike = f"{on} checkpointing, {gib(sizes.saved_bytes(model, other))} {off}"
+    fullest = max(moments, key=lambda name: moments[name])
+    marks = {name: "+ " if name == fullest else "or " for name in moments}
+    unlike = gib(sizes.saved_bytes(model, other_checkpointing(cfg)))
+    rows = f"{on} checkpointing, {unlike} {off}; T = {sizes.longest_row(cfg):,}"
     ranks = pace.ranks_per_node(cfg)
+    shard = f"sharded: 1 / {cfg.policy.ranks}"
+    attention = f"bool, policy.attention = {cfg.policy.attention!r}"
     return [
         "memory of a trainer rank, GiB",
-        *(row(name, gib(size), f"sharded: 1 / {cfg.trainers}") for name, size in states.items()),
-        *(
-            row(("+ " if name == fullest else "or ") + name, gib(size), notes[name])
-            for name, size in moments.items()
-        ),
+        *(row(name, gib(size), shard) for name, size in states.items()),
+        *(row(marks[name] + name, gib(size), notes[name]) for name, size in moments.items()),
         row("= peak, with reserve", gib(sizes.trainer_bytes(model, cfg)), f"of {gib(gpu)}"),
-        row("layers keep", kept, f"{unlike}; T = {sizes.longest_row(cfg):,}"),
-        row("mask of a row", gib(mask), f"bool, attention = {cfg.attention!r}"),
+        row("layers keep", kept, rows),
+        row("mask of a row", gib(mask.row), attention),
         row("host, while loading", gib(sizes.host_bytes(model, ranks)), f"{ranks} ranks of a node"),
     ]
 
 
-def megatron_rows(cfg, gpu: float) -> list[str]:
+def megatron_rows(cfg: "AnyConfig", gpu: float) -> list[str]:
     """What the fullest rank of a Megatron layout holds, and what a rank sends."""
-    shape = megatron_sizes.read_shape(cfg)
+    layout = cfg.policy
+    shape = megatron_sizes.read_shape(cfg.model, layout)
     stage = megatron_sizes.fullest_stage(shape, cfg)
     states = megatron_sizes.state_bytes(shape, cfg, stage)
     moments = megatron_sizes.moments(shape, cfg, stage)
-    spread, experts = megatron_sizes.replicas(cfg)
-    other = dataclasses.replace(cfg, activation_checkpointing=not cfg.activation_checkpointing)
-    kept, unlike = (gib(megatron_sizes.kept_bytes(shape, c, stage)) for c in (cfg, other))
-    on, off = ("with", "without") if cfg.activation_checkpointing else ("without", "with")
-    routed = f", of experts 1 / {experts}" if "E" in shape.layers else ""
+    spread = megatron_sizes.optimizer_spread(layout)
+    kept = gib(megatron_sizes.kept_bytes(shape, cfg, stage))
+    unlike = gib(megatron_sizes.kept_bytes(shape, other_checkpointing(cfg), stage))
+    on, off = ("with", "without") if layout.activation_checkpointing else ("without", "with")
+    routed = f", of experts 1 / {spread.routed}" if "E" in shape.layers else ""
     notes = {
-        "weights": f"bf16, cut by tp {cfg.tp} and pp {cfg.pp}, experts by ep {cfg.ep} and pp",
-        "optimizer": f"main parameters and moments: 1 / {spread} of them{routed}",
+        "weights": f"bf16, cut by tp {layout.tp} and pp {layout.pp}, experts by ep {layout.ep}"
+        " and pp",
+        "optimizer": f"main parameters and moments: 1 / {spread.shared} of them{routed}",
         "at the head": "layers keep, logits, the head's gradient",
         "in a layer": "layers keep, a layer at work",
         "in the update": "square roots of AdamW's second moments",
     }
-    fullest, peak = max(moments, key=moments.get), megatron_sizes.trainer_bytes(shape, cfg)
+    peak = megatron_sizes.trainer_bytes(shape, cfg)
+    fullest = max(moments, key=lambda name: moments[name])
     marks = {name: "+ " if name == fullest else "or " for name in moments}
-    rows = f"{cfg.pp - stage} x T = {sizes.longest_row(cfg):,} / cp {cfg.cp}"
+    rows = f"{layout.pp - stage} x T = {sizes.longest_row(cfg):,} / cp {layout.cp}"
+    where = f"stage {stage + 1} of {layout.pp}, {layout.replicas} replicas"
     return [
-        f"memory of a trainer rank, GiB: stage {stage + 1} of {cfg.pp}, {cfg.replicas} replicas",
+        f"memory of a trainer rank, GiB: {where}",
         *(row(name, gib(size), notes.get(name, "")) for name, size in states.items()),
         *(row(marks[name] + name, gib(size), notes[name]) for name, size in moments.items()),
         row("= peak, with reserve", gib(peak), f"of {gib(gpu)}"),
@@ -156,9 +181,10 @@ def megatron_rows(cfg, gpu: float) -> list[str]:
     ]
 
 
-def traffic_rows(shape: megatron_sizes.Shape, cfg) -> list[str]:
+def traffic_rows(shape: megatron_sizes.Shape, cfg: "AnyConfig") -> list[str]:
     """What a Megatron rank sends for each token of its rows, and at each update."""
-    tokens, steps = (f(shape, cfg) for f in (megatron_sizes.token_bytes, megatron_sizes.step_bytes))
+    tokens = megatron_sizes.token_bytes(shape, cfg.policy)
+    steps = megatron_sizes.step_bytes(shape, cfg.policy)
     seconds = {k: f"{v:,.2f} s a step" for k, v in pace.traffic_seconds(shape, cfg).items()}
     nvlink = f"{pace.NVLINK_BYTES_S / 1e9:g} GB/s inside a node"
     return [
@@ -168,57 +194,72 @@ def traffic_rows(shape: megatron_sizes.Shape, cfg) -> list[str]:
     ]
 
 
-def engine_rows(model: Model, cfg, gpu: float) -> list[str]:
+def engine_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
     """What an engine holds on each of its GPUs."""
-    tp, tokens = cfg.tensor_parallel, sizes.kv_tokens(model, cfg, gpu)
-    share = f"{cfg.gpu_memory_utilization:g} of {gib(gpu)}, less weights and reserve"
-    layers, whole = f"{model.kv_layers} of {model.layers} layers", tokens / cfg.max_model_len
-    more = "" if whole >= cfg.max_num_seqs else f"; not max_num_seqs = {cfg.max_num_seqs}"
+    tp = cfg.engine.tensor_parallel
+    at_once = cfg.engine.arguments["max_num_seqs"]
+    utilization = cfg.engine.arguments["gpu_memory_utilization"]
+    length = cfg.sampling.max_model_len
+    tokens = sizes.kv_tokens(model, cfg, gpu)
+    share = f"{utilization:g} of {gib(gpu)}, less weights and reserve"
+    layers = f"{model.kv_layers} of {model.layers} layers"
+    whole = tokens / length
+    more = "" if whole >= at_once else f"; not max_num_seqs = {at_once}"
     return [
         "memory of an engine's GPU, GiB",
         row("weights, bf16", gib(2 * model.params / tp), f"1 / {tp} of them"),
         row("KV", gib(sizes.kv_budget(model, cfg, gpu)), share),
         row("KV bytes per token", f"{sizes.kv_bytes(model, tp):,}", f"{layers} keep it"),
-        row("KV tokens", f"{tokens:,}", f"{whole:,.1f} sequences of {cfg.max_model_len:,}{more}"),
+        row("KV tokens", f"{tokens:,}", f"{whole:,.1f} sequences of {length:,}{more}"),
     ]
 
 
-def step_rows(model: Model, cfg, gpu: float) -> list[str]:
+def step_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
     """What a step costs, and which side of it binds."""
-    limit, batch = pace.response_limit(cfg), pace.batch_size(model, cfg, gpu)
-    samples, tokens = cfg.prompts_per_step * cfg.group_size, pace.step_tokens(cfg)
-    longest, seconds = pace.longest_seconds(model, cfg), pace.limits(model, cfg, gpu)
+    limit = pace.response_limit(cfg)
+    batch = pace.batch_size(model, cfg, gpu)
+    samples = cfg.prompts_per_step * cfg.group_size
+    tokens = pace.step_tokens(cfg)
+    longest = pace.longest_seconds(model, cfg)
     alone = f"{limit:,} tokens x {longest / limit * 1e3:.2f} ms"
     least = f"at lag {cfg.max_lag} a step of {longest / (cfg.max_lag + 1):,.2f}"
-    flops, flash = pace.train_flops(model, cfg), {"attention": "flash_attention_2"}
-    ratio = flops / pace.train_flops(model, dataclasses.replace(cfg, **flash))
+    flash = dataclasses.replace(cfg.policy, attention="flash_attention_2")
+    flops = pace.train_flops(model, cfg)
+    ratio = flops / pace.train_flops(model, dataclasses.replace(cfg, policy=flash))
     waste = f", {ratio:.1f} x those of flash_attention_2" if ratio > 1 else ""
-    binds, best = max(seconds, key=seconds.get), pace.balance(model, cfg, gpu)
-    split, faster = "-", "no other split of whole GPUs holds a trainer rank"
-    if best:
-        split = f"{best.generators * best.tensor_parallel} + {best.trainers}"
-        faster = f"GPUs, engines + trainers: a step of {pace.step_seconds(model, best, gpu):,.2f}"
+    seconds = pace.limits(model, cfg, gpu)
+    binds = max(seconds, key=lambda name: seconds[name])
+    generation = pace.generation_seconds(model, cfg, gpu)
     return [
         "a step, seconds",
         row("samples", f"{samples:,}", f"{cfg.prompts_per_step} prompts x {cfg.group_size}"),
         row("tokens, at most", f"{tokens:,}", f"mean {pace.MEAN_SHARE * tokens:,.0f}"),
-        row(
-            "generation",
-            f"{pace.generation_seconds(model, cfg, gpu):,.2f}",
-            f"{batch:,.0f} sequences at once in each engine",
-        ),
+        row("generation", f"{generation:,.2f}", f"{batch:,.0f} sequences at once in each engine"),
         row("training", f"{pace.train_seconds(model, cfg):,.2f}", f"{flops:.3g} FLOPs{waste}"),
         row("longest rollout", f"{longest:,.2f}", f"{alone}; {least} at least"),
         row("weight update", f"{pace.sync_seconds(model):,.2f}", "floor: one broadcast, bf16"),
         row("= step", f"{pace.step_seconds(model, cfg, gpu):,.2f}", f"bound by {binds}"),
-        row("balanced split", split, faster),
+        balance_row(model, cfg, gpu),
     ]
 
 
-def slurm_rows(model: Model, cfg, gpu: float) -> list[str]:
-    """The allocation to ask for, and when a job must be told that it ends."""
-    gpus, step = len(pace.place(cfg)), pace.step_seconds(model, cfg, gpu)
-    nodes, margin = math.ceil(gpus / pace.NODE_GPUS) or 1, pace.signal_seconds(model, cfg, step)
+def balance_row(model: Model, cfg: "AnyConfig", gpu: float) -> str:
+    """The fastest split of as many GPUs."""
+    best = pace.balance(model, cfg, gpu)
+    if not best:
+        return row("balanced split", "-", "no other split of whole GPUs holds a trainer rank")
+    engines = best.engine.count * best.engine.tensor_parallel
+    seconds = pace.step_seconds(model, best, gpu)
+    note = f"GPUs, engines + trainers: a step of {seconds:,.2f}"
+    return row("balanced split", f"{engines} + {best.policy.ranks}", note)
+
+
+def slurm_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
+    """The allocation to ask for, and when a job needs the signal that it ends."""
+    gpus = len(pace.place(cfg))
+    step = pace.step_seconds(model, cfg, gpu)
+    nodes = math.ceil(gpus / pace.NODE_GPUS) or 1
+    margin = pace.signal_seconds(model, cfg, step)
     run = cfg.timeouts.start + cfg.steps * step + margin
     minutes = math.ceil(min(JOB_SECONDS, run) / 60)
     return [
@@ -229,33 +270,42 @@ def slurm_rows(model: Model, cfg, gpu: float) -> list[str]:
     ]
 
 
-def problems(model: Model, cfg, gpu: float) -> list[str]:
+def problems(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
     """What does not fit, with the fields to change."""
-    tp, share, limit = cfg.tensor_parallel, cfg.generator_gpus, cfg.max_model_len
-    trainer, engine = pace.trainer_bytes(model, cfg), cfg.gpu_memory_utilization * gpu
+    tp = cfg.engine.tensor_parallel
+    length = cfg.sampling.max_model_len
+    trainer = pace.trainer_bytes(model, cfg)
+    engine = cfg.engine.arguments["gpu_memory_utilization"] * gpu
     held = [g.get("trainer", 0) * trainer + g.get("engine", 0) * engine for g in pace.place(cfg)]
-    most, tokens = max(held, default=trainer), sizes.kv_tokens(model, cfg, gpu)
-    save = "" if cfg.activation_checkpointing else ", set activation_checkpointing"
-    spread = "trainers" if cfg.policy == "fsdp" else "tp, cp, pp or ep"
+    most = max(held, default=trainer)
+    tokens = sizes.kv_tokens(model, cfg, gpu)
+    save = "" if cfg.policy.activation_checkpointing else ", set policy.activation_checkpointing"
+    fsdp = cfg.policy.kind == "fsdp"
+    spread = "policy.ranks" if fsdp else "policy.tp, policy.cp, policy.pp or policy.ep"
     checks = (
         (
             trainer > gpu,
             f"a trainer rank takes {gib(trainer)} of {gib(gpu)} GiB: raise {spread}, lower"
-            f" row_tokens and max_model_len{save}",
+            f" policy.row_tokens and sampling.max_model_len{save}",
         ),
         (
             trainer <= gpu < most,
-            f"a shared GPU takes {gib(most)} of {gib(gpu)} GiB: lower gpu_memory_utilization",
+            f"a shared GPU takes {gib(most)} of {gib(gpu)} GiB: lower gpu_memory_utilization"
+            " in engine.args",
         ),
         (
-            tokens < limit,
-            f"an engine's KV holds {tokens:,} tokens, max_model_len = {limit:,}: raise"
-            " tensor_parallel or gpu_memory_utilization",
+            tokens < length,
+            f"an engine's KV holds {tokens:,} tokens, sampling.max_model_len = {length:,}: raise"
+            " engine.tensor_parallel or, in engine.args, gpu_memory_utilization",
         ),
-        (tp > 1 and share < 1, f"generator_gpus = {share}: tensor_parallel = {tp} needs 1"),
-        (model.heads % tp, f"tensor_parallel = {tp} must divide {model.heads} heads"),
-        (cfg.tp > pace.NODE_GPUS, f"tp = {cfg.tp}: a node has {pace.NODE_GPUS} GPUs"),
-        (tp > pace.NODE_GPUS, f"tensor_parallel = {tp}: a node has {pace.NODE_GPUS} GPUs"),
-        (cfg.trainer_gpus > 1, f"trainer_gpus = {cfg.trainer_gpus}: a rank uses one GPU"),
+        (model.heads % tp, f"engine.tensor_parallel = {tp} must divide {model.heads} heads"),
+        (
+            tp > pace.NODE_GPUS,
+            f"engine.tensor_parallel = {tp}: a node has {pace.NODE_GPUS} GPUs",
+        ),
+        (
+            cfg.policy.tp > pace.NODE_GPUS,
+            f"policy.tp = {cfg.policy.tp}: a node has {pace.NODE_GPUS} GPUs",
+        ),
     )
     return [message for bad, message in checks if bad]

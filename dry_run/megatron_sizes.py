@@ -1,7 +1,8 @@
 """What a rank of policy/megatron sends and what it holds at its fullest, from config.json alone.
 
 Axes:  T places of a packed row   H hidden size   Q, K width of all query, all key heads
-       F width inside a feed-forward   k experts of a token   V padded vocabulary   C logprob_chunk
+       F width inside a feed-forward   k experts of a token   V padded vocabulary
+       C tokens whose logits exist at once
        b bytes of a weight and of an activation: 2 on a GPU; 4 on a CPU, where all is float32
 
 Ring algorithms send, of a tensor of S bytes over n ranks: all-gather and reduce-scatter
@@ -14,22 +15,31 @@ Mamba's activations only those of its projections are, and the layers are those 
 Transformer Engine keeps less, and with cp its backward sends keys and values once more.
 """
 
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 from dry_run.sizes import RESERVE, longest_row
+from policy import logprobs
 from policy.megatron.check import read_config
 from policy.megatron.families import padded, pattern
+
+if TYPE_CHECKING:
+    from grpo_async import Config
+    from policy.settings import PolicySettings
 
 
 class Shape:
     """Widths of a model's layers, whole; 0 where it has no such layer. `hf` is its config.json."""
 
-    def __init__(self, hf):
-        def get(*names):
+    def __init__(self, hf: Any):
+        def get(*names: str) -> int:
             return next((v for v in (getattr(hf, name, None) for name in names) if v), 0)
 
         self.layers = pattern(hf)  # M Mamba-2, * attention, - MLP, E experts
-        self.hidden, self.ffn = hf.hidden_size, get("intermediate_size")
+        self.hidden = hf.hidden_size
+        self.ffn = get("intermediate_size")
         self.vocab = padded(hf.vocab_size)
-        self.tied, self.bias = hf.tie_word_embeddings, hf.model_type == "qwen2"
+        self.tied = hf.tie_word_embeddings
+        self.bias = hf.model_type == "qwen2"
         self.qk_norm = hf.model_type in ("qwen3", "qwen3_moe")
         # silu(gate) * up and rotary angles, or relu(up)^2 and attention that knows no positions
         self.gated = self.rotary = hf.model_type != "nemotron_h"
@@ -42,95 +52,134 @@ class Shape:
         self.shared_ffn = get("moe_shared_expert_intermediate_size")
         self.latent = get("moe_latent_size")
         self.seen = self.latent or self.hidden  # by an expert
-        self.mamba_heads, self.groups = get("mamba_num_heads"), get("n_groups")
-        self.mamba, self.state = self.mamba_heads * get("mamba_head_dim"), get("ssm_state_size")
+        self.mamba_heads = get("mamba_num_heads")
+        self.groups = get("n_groups")
+        self.mamba = self.mamba_heads * get("mamba_head_dim")
+        self.state = get("ssm_state_size")
         # Of the input projection: gate, x, B, C, dt.
         self.mamba_in = 2 * (self.mamba + self.groups * self.state) + self.mamba_heads
 
 
-def read_shape(cfg) -> Shape:
-    """The model of cfg. Raises InputError for one, or a layout, that Megatron cannot train here."""
-    return Shape(read_config(cfg))
+def read_shape(model: str, settings: "PolicySettings") -> Shape:
+    """The shape of a model's folder.
+
+    Raises InputError for a model, or a layout, that Megatron cannot train here.
+    """
+    return Shape(read_config(model, settings))
 
 
 # --- parameters -----------------------------------------------------------------------------------
 
 
-def layer_params(s: Shape, kind: str) -> tuple[int, int, int, int]:
-    """Parameters of a layer: cut over tp, on every rank, cut over ep, frozen on every rank."""
-    H, matrices = s.hidden, 3 if s.gated else 2
+class LayerParams(NamedTuple):
+    """Parameters of a layer."""
+
+    cut: int  # over tp
+    whole: int  # on every rank
+    routed: int  # cut over ep
+    frozen: int  # on every rank
+
+
+class RankParams(NamedTuple):
+    """Parameters of a rank."""
+
+    shared: float  # all but the next two
+    routed: float  # of experts
+    frozen: float
+
+
+class Spread(NamedTuple):
+    """Over how many ranks the optimizer's state is spread."""
+
+    shared: int
+    routed: int  # of experts
+
+
+def layer_params(s: Shape, kind: str) -> LayerParams:
+    """Parameters of a layer of a kind."""
+    H = s.hidden
+    matrices = 3 if s.gated else 2
     if kind == "*":
         qkv = s.query + 2 * s.key
-        return qkv * (H + s.bias) + s.query * H, H + 2 * s.head_dim * s.qk_norm, 0, 0
+        cut = qkv * (H + s.bias) + s.query * H
+        return LayerParams(cut, H + 2 * s.head_dim * s.qk_norm, 0, 0)
     if kind == "-":
-        return matrices * H * s.ffn, H, 0, 0
+        return LayerParams(matrices * H * s.ffn, H, 0, 0)
     if kind == "E":
         routed = s.experts * matrices * s.seen * s.expert_ffn
-        return matrices * H * s.shared_ffn, H + 2 * H * s.latent, routed, s.experts * H
+        cut = matrices * H * s.shared_ffn
+        return LayerParams(cut, H + 2 * H * s.latent, routed, s.experts * H)
     conv = s.mamba + 2 * s.groups * s.state  # 4 taps and a bias
     vectors = 5 * conv + 3 * s.mamba_heads + s.mamba
-    return H * (s.mamba_in + s.mamba) + vectors, H, 0, 0
+    return LayerParams(H * (s.mamba_in + s.mamba) + vectors, H, 0, 0)
 
 
-def stage_layers(s: Shape, cfg, stage: int) -> str:
+def stage_layers(s: Shape, layout: "PolicySettings", stage: int) -> str:
     """The layers of a pipeline stage."""
-    depth = len(s.layers) // cfg.pp
+    depth = len(s.layers) // layout.pp
     return s.layers[stage * depth : (stage + 1) * depth]
 
 
-def rank_params(s: Shape, cfg, stage: int) -> tuple[float, float, float]:
-    """Parameters of a rank of a stage: all but experts, routed experts, frozen ones.
+def rank_params(s: Shape, layout: "PolicySettings", stage: int) -> RankParams:
+    """Parameters of a rank of a stage.
 
     Tied weights are twice there where first and last stage differ.
     """
-    each = [layer_params(s, kind) for kind in stage_layers(s, cfg, stage)]
-    cut, whole, routed, frozen = map(sum, zip(*each, strict=True))
-    last = stage == cfg.pp - 1
-    tables = (stage == 0) + last - (s.tied and cfg.pp == 1)
-    shared = (cut + tables * s.vocab * s.hidden) / cfg.tp + whole + last * s.hidden
-    return shared, routed / cfg.ep, frozen
+    each = [layer_params(s, kind) for kind in stage_layers(s, layout, stage)]
+    cut = sum(layer.cut for layer in each)
+    whole = sum(layer.whole for layer in each)
+    routed = sum(layer.routed for layer in each)
+    frozen = sum(layer.frozen for layer in each)
+    last = stage == layout.pp - 1
+    tables = (stage == 0) + last - (s.tied and layout.pp == 1)
+    shared = (cut + tables * s.vocab * s.hidden) / layout.tp + whole + last * s.hidden
+    return RankParams(shared, routed / layout.ep, frozen)
 
 
-def replicas(cfg) -> tuple[int, int]:
+def optimizer_spread(layout: "PolicySettings") -> Spread:
     """Over how many ranks the optimizer's state of a tensor, and of an expert, is spread."""
-    return cfg.replicas * cfg.cp, cfg.trainers // cfg.pp // cfg.ep
+    return Spread(layout.replicas * layout.cp, layout.ranks // layout.pp // layout.ep)
 
 
-def state_bytes(s: Shape, cfg, stage: int, b: int = 2) -> dict[str, float]:
+def state_bytes(s: Shape, cfg: "Config", stage: int, b: int = 2) -> dict[str, float]:
     """What a rank always holds; bf16 weights have float32 main parameters beside the moments."""
-    shared, routed, frozen = rank_params(s, cfg, stage)
-    spread, experts = replicas(cfg)
-    weights = b * (shared + routed + frozen)
+    params = rank_params(s, cfg.policy, stage)
+    spread = optimizer_spread(cfg.policy)
+    weights = b * sum(params)
+    each = 12 if b < 4 else 8
     held = {
         "weights": weights,
-        "gradients, float32": 4 * (shared + routed),
-        "optimizer": (12 if b < 4 else 8) * (shared / spread + routed / experts),
+        "gradients, float32": 4 * (params.shared + params.routed),
+        "optimizer": each * (params.shared / spread.shared + params.routed / spread.routed),
     }
-    return held | ({"reference of the KL": weights} if cfg.kl_coef else {})
+    return held | ({"reference of the KL": weights} if cfg.has_reference else {})
 
 
 # --- activations ----------------------------------------------------------------------------------
 
 
-def key_width(s: Shape, cfg) -> float:
+def key_width(s: Shape, layout: "PolicySettings") -> float:
     """K of a tensor parallel rank: one head at least."""
-    return max(s.key / cfg.tp, s.head_dim)
+    return max(s.key / layout.tp, s.head_dim)
 
 
-def saved(s: Shape, cfg, kind: str, b: int = 2) -> float:
+def saved(s: Shape, layout: "PolicySettings", kind: str, b: int = 2) -> float:
     """Numbers that a layer, beside its input, saves of each of a rank's places for its backward.
 
     A feed-forward saves 5 F: gate and up, silu(gate), up + 0, their product; an expert also the
     product scaled by its router. On a CPU RMSNorm saves what it has normalised, and the outputs of
     attention are put together from those of single sequences.
     """
-    tp, cpu, inside = cfg.tp, b == 4, 5 if s.gated else 2
+    tp = layout.tp
+    cpu = b == 4
+    inside = 5 if s.gated else 2
     norm = (1 + cpu) * s.hidden / tp
     if kind == "*":
-        Q, K = s.query / tp, key_width(s, cfg)
+        Q = s.query / tp
+        K = key_width(s, layout)
         norms = s.qk_norm * (Q + cpu * (Q + K))
         # q and k are copies, with rotary angles for both; all ranks' k and v are gathered.
-        keys = 2 * cfg.cp * K if cfg.cp > 1 else s.rotary * K
+        keys = 2 * layout.cp * K if layout.cp > 1 else s.rotary * K
         return norm + Q + 2 * K + norms + Q + keys + 4 * s.head_dim * s.rotary + (1 + cpu) * Q
     if kind == "-":
         return norm + inside * s.ffn / tp
@@ -140,18 +189,19 @@ def saved(s: Shape, cfg, kind: str, b: int = 2) -> float:
     return norm + (s.mamba_in + s.mamba) / tp
 
 
-def at_work(s: Shape, cfg, kind: str) -> float:
-    """Numbers of each place that are there beside, where a layer at work is at its fullest.
+def at_work(s: Shape, layout: "PolicySettings", kind: str) -> float:
+    """Numbers of each place, beside the saved ones, where a layer at work is at its fullest.
 
     Experts are fullest in forward: their tokens in the order of the row, after the all-to-all, and
     as outputs in two orders. The others in backward, by gradients: of the feed-forward inside twice
     (a third takes the place of the product), or of q, k, v and the output; of output and input.
     """
-    H, tp = s.hidden, cfg.tp
+    H = s.hidden
+    tp = layout.tp
     if kind == "E":
-        return ((3 + (cfg.ep > 1)) * s.chosen * s.seen + H) / tp
+        return ((3 + (layout.ep > 1)) * s.chosen * s.seen + H) / tp
     if kind == "*":
-        return (2 * s.query + 2 * H) / tp + 2 * key_width(s, cfg)
+        return (2 * s.query + 2 * H) / tp + 2 * key_width(s, layout)
     return ((2 * s.ffn if kind == "-" else s.mamba_in + s.mamba) + 2 * H) / tp
 
 
@@ -161,54 +211,59 @@ def head_bytes(C: int, V: float, H: int, b: int = 2) -> float:
     return max(8 * C * V, (4 + b) * C * V + 4 * V * H, b * C * V + 4 * V * H + copy)
 
 
-def kept_bytes(s: Shape, cfg, stage: int, b: int = 2) -> float:
+def kept_bytes(s: Shape, cfg: "Config", stage: int, b: int = 2) -> float:
     """What the layers of a stage keep until backward, of as many rows as the pipeline has begun.
 
     Each layer's input, and what `saved` counts without checkpointing; a stage's output stays too.
     """
-    layers, last = stage_layers(s, cfg, stage), stage == cfg.pp - 1
-    each = (len(layers) + (not last)) * s.hidden / cfg.tp
-    if not cfg.activation_checkpointing:
-        each += sum(saved(s, cfg, kind, b) for kind in layers)
-    return b * longest_row(cfg) / cfg.cp * (cfg.pp - stage) * each
+    layout = cfg.policy
+    layers = stage_layers(s, layout, stage)
+    last = stage == layout.pp - 1
+    each = (len(layers) + (not last)) * s.hidden / layout.tp
+    if not layout.activation_checkpointing:
+        each += sum(saved(s, layout, kind, b) for kind in layers)
+    return b * longest_row(cfg) / layout.cp * (layout.pp - stage) * each
 
 
-def moments(s: Shape, cfg, stage: int, b: int = 2) -> dict[str, float]:
+def moments(s: Shape, cfg: "Config", stage: int, b: int = 2) -> dict[str, float]:
     """Bytes beside the states at the moments at which a rank may be fullest.
 
     With tp all gathers before a matrix share one buffer, T H. The gradient of a tied head waits for
     that of the embedding. torch's AdamW takes all its square roots at once.
     """
-    H, V, C = s.hidden, s.vocab / cfg.tp, cfg.logprob_chunk
-    places, spread = longest_row(cfg) / cfg.cp, replicas(cfg)
-    shared, routed, _ = rank_params(s, cfg, stage)
-    kept = kept_bytes(s, cfg, stage, b) + b * places * H * (cfg.tp > 1)
-    again = cfg.activation_checkpointing
-    kinds = set(stage_layers(s, cfg, stage))
-    layer = max(again * saved(s, cfg, kind, b) + at_work(s, cfg, kind) for kind in kinds)
-    tied = b * V * H if s.tied and cfg.pp == 1 else 0
+    layout = cfg.policy
+    H = s.hidden
+    V = s.vocab / layout.tp
+    places = longest_row(cfg) / layout.cp
+    spread = optimizer_spread(layout)
+    params = rank_params(s, layout, stage)
+    kept = kept_bytes(s, cfg, stage, b) + b * places * H * (layout.tp > 1)
+    again = layout.activation_checkpointing
+    kinds = set(stage_layers(s, layout, stage))
+    layer = max(again * saved(s, layout, k, b) + at_work(s, layout, k) for k in kinds)
+    tied = b * V * H if s.tied and layout.pp == 1 else 0
     found = {
         "in a layer": kept + b * places * layer + tied,
-        "in the update": 4 * (shared / spread[0] + routed / spread[1]),
+        "in the update": 4 * (params.shared / spread.shared + params.routed / spread.routed),
     }
-    if stage < cfg.pp - 1:
+    if stage < layout.pp - 1:
         return found
     # The last norm's input and what it saves; the trained places and their gradient, whole.
-    hidden = b * places * H * ((1 + (b == 4)) / cfg.tp + 2)
-    return {"at the head": kept + hidden + head_bytes(C, V, H, b)} | found
+    hidden = b * places * H * ((1 + (b == 4)) / layout.tp + 2)
+    return {"at the head": kept + hidden + head_bytes(logprobs.CHUNK, V, H, b)} | found
 
 
-def stage_bytes(s: Shape, cfg, stage: int, b: int = 2) -> float:
+def stage_bytes(s: Shape, cfg: "Config", stage: int, b: int = 2) -> float:
     """Peak of a rank of a stage: its states and its fullest moment."""
     return sum(state_bytes(s, cfg, stage, b).values()) + max(moments(s, cfg, stage, b).values())
 
 
-def fullest_stage(s: Shape, cfg, b: int = 2) -> int:
+def fullest_stage(s: Shape, cfg: "Config", b: int = 2) -> int:
     """The stage whose ranks hold most: the first keeps most rows, the last has the head."""
-    return max(range(cfg.pp), key=lambda stage: stage_bytes(s, cfg, stage, b))
+    return max(range(cfg.policy.pp), key=lambda stage: stage_bytes(s, cfg, stage, b))
 
 
-def trainer_bytes(s: Shape, cfg) -> float:
+def trainer_bytes(s: Shape, cfg: "Config") -> float:
     """Peak of the fullest rank on a GPU, with the reserve."""
     return stage_bytes(s, cfg, fullest_stage(s, cfg)) + RESERVE
 
@@ -221,7 +276,7 @@ def ring(n: int) -> float:
     return (n - 1) / n
 
 
-def token_bytes(s: Shape, cfg, b: int = 2) -> dict[str, float]:
+def token_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:
     """Bytes that a rank sends for each place of the rows it trains, by axis; means over the stages.
 
     Forward, backward, and forward again with checkpointing. tp: of the two matrices of a layer the
@@ -229,8 +284,13 @@ def token_bytes(s: Shape, cfg, b: int = 2) -> dict[str, float]:
     output (and gathers its gradient); embedding and head do one of each. pp: activations forward,
     gradients back. ep: tokens to their experts and back, with a float32 weight.
     """
-    H, K, tp, cp, pp = s.hidden, key_width(s, cfg), cfg.tp, cfg.cp, cfg.pp
-    again, count = cfg.activation_checkpointing, s.layers.count
+    H = s.hidden
+    K = key_width(s, layout)
+    tp = layout.tp
+    cp = layout.cp
+    pp = layout.pp
+    again = layout.activation_checkpointing
+    count = s.layers.count
     pairs = count("*") + count("-") + count("M") + count("E") * (s.shared_ffn > 0)
     split = tp * s.head_dim > s.key  # then all slices of q, k, v are gathered
     qkv = (2 + again) * count("*") * split * (s.query + 2 * s.key)
@@ -244,23 +304,24 @@ def token_bytes(s: Shape, cfg, b: int = 2) -> dict[str, float]:
         "tp": ring(tp) * (b * gathered + 8 * tp) / (cp * pp),
         "cp": ring(cp) * (b * attention + 8) / pp,  # and the row's float32 logprobs, all-reduced
         "pp": 2 * ring(pp) * b * H / (tp * cp),
-        "ep": ring(cfg.ep) * routed / (tp * cp * pp),
+        "ep": ring(layout.ep) * routed / (tp * cp * pp),
     }
 
 
-def step_bytes(s: Shape, cfg, b: int = 2) -> dict[str, float]:
+def step_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:
     """Bytes that a rank sends at each update; means over the stages.
 
     Gradients in float32: reduce-scatter over what shares the weights, all-reduce of norms over tp
     and of a tied head between first and last stage. Parameters: all-gather; Megatron-Core 0.16.1
     has an optimizer of its own for experts, and either gathers the parameters of both.
     """
-    stages, spread = range(cfg.pp), replicas(cfg)
-    each = [rank_params(s, cfg, stage) for stage in stages]
-    shared, routed = (sum(params[i] for params in each) / cfg.pp for i in (0, 1))
-    scattered = ring(spread[0]) * shared + ring(spread[1]) * routed
-    whole = sum(layer_params(s, kind)[1] for kind in s.layers) + s.hidden
-    ends = 2 * s.vocab * s.hidden / cfg.tp if s.tied and cfg.pp > 1 else 0
-    reduced = 2 * (ring(cfg.tp) * whole + ring(2) * ends) / cfg.pp
+    spread = optimizer_spread(layout)
+    each = [rank_params(s, layout, stage) for stage in range(layout.pp)]
+    shared = sum(params.shared for params in each) / layout.pp
+    routed = sum(params.routed for params in each) / layout.pp
+    scattered = ring(spread.shared) * shared + ring(spread.routed) * routed
+    whole = sum(layer_params(s, kind).whole for kind in s.layers) + s.hidden
+    ends = 2 * s.vocab * s.hidden / layout.tp if s.tied and layout.pp > 1 else 0
+    reduced = 2 * (ring(layout.tp) * whole + ring(2) * ends) / layout.pp
     optimizers = 1 + ("E" in s.layers)
     return {"gradients": 4 * (scattered + reduced), "parameters": b * optimizers * scattered}

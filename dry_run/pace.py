@@ -5,9 +5,13 @@ Only responses are counted, prompts come on top; `gpu` is the memory of one GPU 
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 from dry_run import megatron_sizes, sizes
 from dry_run.sizes import Model
+
+if TYPE_CHECKING:
+    from grpo_async import Config
 
 PEAK_FLOPS = 989e12  # dense bf16; NVIDIA H100 SXM data sheet, as is the next
 HBM_BYTES_S = 3.35e12
@@ -20,12 +24,13 @@ MEAN_SHARE = 0.25  # assumed: mean response over longest response
 NODE_GPUS = 8
 
 
-def place(cfg) -> list[dict[str, int]]:
+def place(cfg: "Config") -> list[dict[str, int]]:
     """How many engines and trainer ranks each GPU holds: Ray gives whole GPUs or a share of one."""
-    gpus, room = [], []
+    gpus: list[dict[str, int]] = []
+    room: list[float] = []
     for role, count, share in (
-        ("engine", cfg.generators, cfg.generator_gpus * cfg.tensor_parallel),
-        ("trainer", cfg.trainers, cfg.trainer_gpus),
+        ("engine", cfg.engine.count, cfg.gpu_share * cfg.engine.tensor_parallel),
+        ("trainer", cfg.policy.ranks, cfg.gpu_share),
     ):
         for _ in range(count if share else 0):
             fits = (i for i, left in enumerate(room) if share < 1 and left > share - 1e-9)
@@ -39,34 +44,34 @@ def place(cfg) -> list[dict[str, int]]:
     return gpus
 
 
-def ranks_per_node(cfg) -> int:
+def ranks_per_node(cfg: "Config") -> int:
     """Trainer ranks that start on the fullest node, where engines leave them all its GPUs."""
-    return min(cfg.trainers, int(NODE_GPUS / cfg.trainer_gpus)) if cfg.trainer_gpus else 1
+    return min(cfg.policy.ranks, int(NODE_GPUS / cfg.gpu_share)) if cfg.gpu_share else 1
 
 
-def takes_turns(cfg) -> bool:
+def takes_turns(cfg: "Config") -> bool:
     """Whether the two loops cannot overlap: without lag, or where they share a GPU."""
     return not cfg.max_lag or any(len(gpu) > 1 for gpu in place(cfg))
 
 
-def response_limit(cfg) -> int:
+def response_limit(cfg: "Config") -> int:
     """Tokens of the longest response."""
-    return min(cfg.max_response_tokens, cfg.max_model_len)
+    return min(cfg.sampling.max_response_tokens, cfg.sampling.max_model_len)
 
 
-def step_tokens(cfg) -> int:
+def step_tokens(cfg: "Config") -> int:
     """Response tokens of a batch at most: P x G x the longest."""
     return cfg.prompts_per_step * cfg.group_size * response_limit(cfg)
 
 
-def batch_size(model: Model, cfg, gpu: float) -> float:
+def batch_size(model: Model, cfg: "Config", gpu: float) -> float:
     """Sequences that an engine decodes at once: max_num_seqs, or fewer where KV or rollouts end.
 
     (max_lag + 1) P G rollouts may be in flight; each holds a mean response.
     """
-    in_flight = (cfg.max_lag + 1) * cfg.prompts_per_step * cfg.group_size / cfg.generators
+    in_flight = (cfg.max_lag + 1) * cfg.prompts_per_step * cfg.group_size / cfg.engine.count
     room = sizes.kv_tokens(model, cfg, gpu) / (MEAN_SHARE * response_limit(cfg))
-    return max(1.0, min(cfg.max_num_seqs, in_flight, room))
+    return max(1.0, min(cfg.engine.arguments["max_num_seqs"], in_flight, room))
 
 
 def decode_seconds(model: Model, tp: int, batch: float, context: float) -> float:
@@ -81,36 +86,41 @@ def decode_seconds(model: Model, tp: int, batch: float, context: float) -> float
     return LAUNCH_S + max(memory, 2 * (model.active - model.embedding) * batch / tp / PEAK_FLOPS)
 
 
-def generation_seconds(model: Model, cfg, gpu: float) -> float:
+def generation_seconds(model: Model, cfg: "Config", gpu: float) -> float:
     """Seconds in which all engines sample a batch of mean responses, read half written."""
-    batch, mean = batch_size(model, cfg, gpu), MEAN_SHARE * response_limit(cfg)
-    rounds = MEAN_SHARE * step_tokens(cfg) / (cfg.generators * batch)
-    return rounds * decode_seconds(model, cfg.tensor_parallel, batch, mean / 2)
+    batch = batch_size(model, cfg, gpu)
+    mean = MEAN_SHARE * response_limit(cfg)
+    rounds = MEAN_SHARE * step_tokens(cfg) / (cfg.engine.count * batch)
+    return rounds * decode_seconds(model, cfg.engine.tensor_parallel, batch, mean / 2)
 
 
-def longest_seconds(model: Model, cfg) -> float:
+def longest_seconds(model: Model, cfg: "Config") -> float:
     """Seconds of the longest response, alone in its engine."""
     limit = response_limit(cfg)
-    return limit * decode_seconds(model, cfg.tensor_parallel, 1, limit / 2)
+    return limit * decode_seconds(model, cfg.engine.tensor_parallel, 1, limit / 2)
 
 
-def train_flops(model: Model, cfg) -> float:
+def train_flops(model: Model, cfg: "Config") -> float:
     """FLOPs of a batch of mean responses: 2 N + 4 Q keys per layer, a token and pass.
 
-    Passes: forward, two in backward, one to recompute, one before several updates, one of a KL
-    reference. N: active parameters without the lookup. Masked SDPA multiplies a whole row, flash
-    attention half a sequence on average. Kaplan et al. 2020 (arXiv:2001.08361), section 2.1.
+    Passes: forward, two in backward, one to recompute, and those that only score. N: active
+    parameters without the lookup. Masked SDPA multiplies a whole row, flash attention half a
+    sequence on average. Kaplan et al. 2020 (arXiv:2001.08361), section 2.1.
     """
-    passes = 3 + cfg.activation_checkpointing + (cfg.updates_per_batch > 1) + bool(cfg.kl_coef)
-    keys = cfg.row_tokens if sizes.mask_bytes(cfg)[0] else MEAN_SHARE * response_limit(cfg) / 2
+    passes = 3 + cfg.policy.activation_checkpointing + cfg.scoring_passes
+    keys = (
+        cfg.policy.row_tokens
+        if sizes.mask_bytes(cfg.policy).row
+        else MEAN_SHARE * response_limit(cfg) / 2
+    )
     attention = 4 * model.heads * model.head_dim * model.kv_layers * keys
     tokens = MEAN_SHARE * step_tokens(cfg)
     return passes * (2 * (model.active - model.embedding) + attention) * tokens
 
 
-def train_seconds(model: Model, cfg) -> float:
+def train_seconds(model: Model, cfg: "Config") -> float:
     """Seconds in which all trainer ranks train a batch of mean responses."""
-    return train_flops(model, cfg) / (cfg.trainers * MFU * PEAK_FLOPS)
+    return train_flops(model, cfg) / (cfg.policy.ranks * MFU * PEAK_FLOPS)
 
 
 def sync_seconds(model: Model) -> float:
@@ -118,66 +128,80 @@ def sync_seconds(model: Model) -> float:
     return 2 * model.params / NETWORK_BYTES_S
 
 
-def traffic_seconds(shape: megatron_sizes.Shape, cfg) -> dict[str, float]:
+def traffic_seconds(shape: megatron_sizes.Shape, cfg: "Config") -> dict[str, float]:
     """Seconds of a step in which a Megatron rank sends, by axis, if nothing overlapped.
 
-    Ranks are numbered with tp innermost, then cp, replicas, pp; experts are spread over neighbours.
+    One update of the weights is counted. Ranks are numbered with tp innermost, then cp, replicas,
+    pp; experts are spread over neighbours.
     """
-    tokens = MEAN_SHARE * step_tokens(cfg) / cfg.replicas
-    sent = {k: v * tokens for k, v in megatron_sizes.token_bytes(shape, cfg).items()}
-    for name, size in megatron_sizes.step_bytes(shape, cfg).items():
-        sent[name] = size * cfg.updates_per_batch
-    span = dict.fromkeys(("gradients", "parameters"), cfg.trainers // cfg.pp)
-    span |= {"tp": cfg.tp, "cp": cfg.tp * cfg.cp, "pp": cfg.trainers, "ep": cfg.ep}
+    layout = cfg.policy
+    tokens = MEAN_SHARE * step_tokens(cfg) / layout.replicas
+    sent = {k: v * tokens for k, v in megatron_sizes.token_bytes(shape, layout).items()}
+    sent |= megatron_sizes.step_bytes(shape, layout)
+    span = dict.fromkeys(("gradients", "parameters"), layout.ranks // layout.pp)
+    span |= {"tp": layout.tp, "cp": layout.tp * layout.cp, "pp": layout.ranks, "ep": layout.ep}
     inside = {axis: ranks <= NODE_GPUS for axis, ranks in span.items()}
     return {k: v / (NVLINK_BYTES_S if inside[k] else NETWORK_BYTES_S) for k, v in sent.items()}
 
 
-def limits(model: Model, cfg, gpu: float) -> dict[str, float]:
-    """Seconds of what may bind a step, the largest does; a rollout has max_lag + 1 steps."""
-    generation, training = generation_seconds(model, cfg, gpu), train_seconds(model, cfg)
+def limits(model: Model, cfg: "Config", gpu: float) -> dict[str, float]:
+    """Seconds of what may bind a step; the largest does. A rollout has max_lag + 1 steps."""
+    generation = generation_seconds(model, cfg, gpu)
+    training = train_seconds(model, cfg)
     longest = longest_seconds(model, cfg) / (cfg.max_lag + 1)
     if takes_turns(cfg):
         return {"generation + training": max(generation, longest) + training}
     return {"generation": generation, "training": training, "longest rollout": longest}
 
 
-def step_seconds(model: Model, cfg, gpu: float) -> float:
+def step_seconds(model: Model, cfg: "Config", gpu: float) -> float:
     """Seconds of a step: what binds it, and the weight update."""
     return max(limits(model, cfg, gpu).values()) + sync_seconds(model)
 
 
-def trainer_bytes(model: Model, cfg) -> float:
+def trainer_bytes(model: Model, cfg: "Config") -> float:
     """Peak of a trainer rank under its policy, with the reserve."""
-    if cfg.policy == "fsdp":
+    if cfg.policy.kind == "fsdp":
         return sizes.trainer_bytes(model, cfg)
-    return megatron_sizes.trainer_bytes(megatron_sizes.read_shape(cfg), cfg)
+    shape = megatron_sizes.read_shape(cfg.model, cfg.policy)
+    return megatron_sizes.trainer_bytes(shape, cfg)
 
 
-def balance(model: Model, cfg, gpu: float):
+def split(cfg: "Config", engines: int, ranks: int) -> "Config":
+    """The same run on so many engines and trainer ranks, each on GPUs of its own."""
+    return dataclasses.replace(
+        cfg,
+        gpu_share=1.0,
+        engine=dataclasses.replace(cfg.engine, count=engines),
+        policy=dataclasses.replace(cfg.policy, ranks=ranks),
+    )
+
+
+def balance(model: Model, cfg: "Config", gpu: float) -> "Config | None":
     """cfg with the fastest split of as many whole GPUs that holds the trainer; None: there is none.
 
     Where the loops overlap, the slower counts, else their sum; N_g / N_t = W_g / W_t in the ideal.
     """
-    total, tp = len(place(cfg)), cfg.tensor_parallel
-    whole = dataclasses.replace(cfg, generator_gpus=1.0, trainer_gpus=1.0)
-    unit = math.lcm(cfg.tp * cfg.cp * cfg.pp, cfg.pp * cfg.ep)  # 1 under FSDP
+    total = len(place(cfg))
+    tp = cfg.engine.tensor_parallel
+    layout = cfg.policy
+    unit = math.lcm(layout.tp * layout.cp * layout.pp, layout.pp * layout.ep)  # 1 under FSDP
     engines = (g for g in range(1, (total - 1) // tp + 1) if (total - g * tp) % unit == 0)
-    splits = [dataclasses.replace(whole, generators=g, trainers=total - g * tp) for g in engines]
-    splits = [split for split in splits if trainer_bytes(model, split) <= gpu]
+    splits = [split(cfg, g, total - g * tp) for g in engines]
+    fitting = [other for other in splits if trainer_bytes(model, other) <= gpu]
 
-    def seconds(split) -> float:
-        both = generation_seconds(model, split, gpu), train_seconds(model, split)
+    def seconds(other: "Config") -> float:
+        both = (generation_seconds(model, other, gpu), train_seconds(model, other))
         return max(both) if cfg.max_lag else sum(both)
 
-    return min(splits, key=seconds, default=None)
+    return min(fitting, key=seconds, default=None)
 
 
-def signal_seconds(model: Model, cfg, step: float) -> int:
-    """How long before its end a job must be told: a step, a checkpoint, Slurm's own 60 s.
+def signal_seconds(model: Model, cfg: "Config", step: float) -> int:
+    """How long before its end a job needs a signal: a step, a checkpoint, Slurm's own 60 s.
 
     The checkpoint: 12 bytes a parameter by all trainer nodes, 2 by one, at DISK_BYTES_S each.
     """
-    nodes = math.ceil(cfg.trainers * cfg.trainer_gpus / NODE_GPUS) or 1
+    nodes = math.ceil(cfg.policy.ranks * cfg.gpu_share / NODE_GPUS) or 1
     checkpoint = (12 / nodes + 2) * model.params / DISK_BYTES_S
     return min(65535, math.ceil(step + checkpoint + 60))  # Slurm takes 16 bits

@@ -1,7 +1,7 @@
 """What a model weighs on one GPU, and what a rank of `policy/fsdp.py` holds at its fullest: bytes.
 
 Axes:  T tokens of the longest row   H hidden size   Q, K width of all query, all key heads
-       V vocabulary   C logprob_chunk
+       V vocabulary   C tokens whose logits exist at once
 
 Read from config.json alone. The peaks are within a tenth of what torch allocates for Qwen3, dense
 and with experts (a test compares them). Of Mamba or linear attention only weights are counted.
@@ -9,12 +9,18 @@ and with experts (a test compares them). Of Mamba or linear attention only weigh
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from policy import logprobs
 from policy.weight_sync import BUCKET_BYTES
 from runtime.config import InputError
+
+if TYPE_CHECKING:
+    from grpo_async import Config
+    from policy.settings import PolicySettings
 
 GIB = 2**30
 RESERVE = 4 * GIB  # assumed: CUDA context and graphs, NCCL, an engine's activations, fragmentation
@@ -53,26 +59,28 @@ class Model:
 def read_model(folder: str) -> Model:
     """Counts the model of a folder's config.json, built without storage on the meta device.
 
-    Raises InputError where that is none of a language model.
+    Raises InputError where transformers makes no language model of it.
     """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers raises whatever it stumbles over
-        told = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise InputError(f"model = {folder!r}: config.json describes no model: {told}") from None
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError(f"model = {folder!r}: config.json describes no model: {why}") from None
     text = config.get_text_config()
 
-    def get(*names, default=0):
+    def get(*names: str, default: int = 0) -> int:
         return next((v for v in (getattr(text, name, None) for name in names) if v), default)
 
     sizes = {name: p.numel() for name, p in lm.named_parameters()}
     units = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
     layers = [sum(p.numel() for p in unit.parameters()) for unit in units]
-    embedding, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
+    embedding = lm.get_input_embeddings().weight
+    head = lm.get_output_embeddings().weight
     vocab, hidden = head.shape
-    latent, heads = get("kv_lora_rank"), text.num_attention_heads
+    latent = get("kv_lora_rank")
+    heads = text.num_attention_heads
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
     experts = get("num_experts", "n_routed_experts", "num_local_experts")
     return Model(
@@ -96,7 +104,13 @@ def read_model(folder: str) -> Model:
     )
 
 
-def feed_forward_bytes(hidden: int, get) -> int:
+class Get(Protocol):
+    """The first field of a config.json, of several names, that is there and not 0."""
+
+    def __call__(self, *names: str, default: int = 0) -> int: ...
+
+
+def feed_forward_bytes(hidden: int, get: Get) -> int:
     """Bytes a token that `down(silu(gate) * up)` saves: four bf16 tensors as wide as it is inside.
 
     Each of a token's experts also copies its input and its output. `get` reads the config.
@@ -109,46 +123,56 @@ def feed_forward_bytes(hidden: int, get) -> int:
     return get("num_experts_per_tok") * (8 * inside + 4 * hidden) + 8 * shared
 
 
-def states(model: Model, cfg) -> dict[str, float]:
+def states(model: Model, cfg: "Config") -> dict[str, float]:
     """What a rank always holds: float32, sharded over the ranks, 4 bytes x parameters each."""
-    shard = 4 * model.params / cfg.trainers
+    shard = 4 * model.params / cfg.policy.ranks
     held = {"weights, float32": shard, "gradients, float32": shard, "AdamW moments": 2 * shard}
-    return held | ({"reference of the KL": shard} if cfg.kl_coef else {})
+    return held | ({"reference of the KL": shard} if cfg.has_reference else {})
 
 
-def longest_row(cfg) -> int:
+def longest_row(cfg: "Config") -> int:
     """T: a sample above row_tokens has a row of its own."""
-    return max(cfg.row_tokens, cfg.max_model_len)
+    return max(cfg.policy.row_tokens, cfg.sampling.max_model_len)
 
 
-def mask_bytes(cfg) -> tuple[int, int]:
-    """What keeps a row's sequences apart: (bool, for the whole row; bf16, for each layer at work).
+class Mask(NamedTuple):
+    """Bytes of what keeps a row's sequences apart."""
 
-    row_tokens squared, from transformers' sdpa_mask, which torch's SDPA converts; flash attention
-    and policy/megatron/policy.py have none.
+    row: int  # bool, for the whole row
+    layer: int  # bf16, for each layer at work
+
+
+def mask_bytes(settings: "PolicySettings") -> Mask:
+    """row_tokens squared, from transformers' sdpa_mask, which torch's SDPA converts.
+
+    Flash attention and policy/megatron have none.
     """
-    square = cfg.row_tokens**2 if (cfg.policy, cfg.attention) == ("fsdp", "sdpa") else 0
-    return square, 2 * square
+    masked = settings.kind == "fsdp" and settings.attention == "sdpa"
+    square = settings.row_tokens**2 if masked else 0
+    return Mask(square, 2 * square)
 
 
-def layer_bytes(model: Model, cfg) -> int:
+def layer_bytes(model: Model, cfg: "Config") -> int:
     """What a decoder layer saves for its backward: bf16, and float32 in norms, as Qwen3 has them.
 
     T (16 H + 10 Q + 10 K + ffn); a mask repeats keys and values: T (16 H + 14 Q + 6 K + ffn).
     """
-    Q, K, mask = model.heads * model.head_dim, model.kv_heads * model.head_dim, mask_bytes(cfg)[1]
+    Q = model.heads * model.head_dim
+    K = model.kv_heads * model.head_dim
+    mask = mask_bytes(cfg.policy).layer
     attention = 14 * Q + 6 * K if mask else 10 * Q + 10 * K
     return longest_row(cfg) * (16 * model.hidden + attention + model.ffn) + mask
 
 
-def saved_bytes(model: Model, cfg) -> int:
+def saved_bytes(model: Model, cfg: "Config") -> int:
     """What all layers keep until backward: with checkpointing their bf16 inputs, 2 T H each."""
     inputs = 2 * longest_row(cfg) * model.hidden
-    return model.layers * (inputs if cfg.activation_checkpointing else layer_bytes(model, cfg))
+    again = cfg.policy.activation_checkpointing
+    return model.layers * (inputs if again else layer_bytes(model, cfg))
 
 
 def head_bytes(C: int, V: int, H: int) -> int:
-    """Most that fsdp.TokenLogprobs allocates at once, beside inputs and outputs as long as the row.
+    """Most that TokenLogprobs allocates at once, beside inputs and outputs as long as the row.
 
     Forward: logits and their log-softmax, 8 C V. Backward: a chunk in float32, the one before in
     bf16, and the head's float32 gradient, 6 C V + 4 V H; at last its bf16 copy, 2 C V + 6 V H.
@@ -156,20 +180,21 @@ def head_bytes(C: int, V: int, H: int) -> int:
     return max(8 * C * V, 6 * C * V + 4 * V * H, 2 * C * V + 6 * V * H)
 
 
-def moments(model: Model, cfg) -> dict[str, int]:
+def moments(model: Model, cfg: "Config") -> dict[str, int]:
     """Bytes beside the states at the four moments at which a rank may be fullest.
 
     Of the layers, FSDP2 holds two gathered in bf16, one's bf16 gradients and one's float32 input of
     the reduction: 10 bytes a parameter; the root stays whole. A single rank has one unit, the root,
     and torch 2.13 copies it twice more where it reduces (_fsdp_collectives.py, foreach_reduce).
     """
-    alone, T = cfg.trainers == 1, longest_row(cfg)
+    alone = cfg.policy.ranks == 1
+    T = longest_row(cfg)
     root, layer = (model.params, 0) if alone else (model.root, model.layer)
-    row = 2 * root + saved_bytes(model, cfg) + mask_bytes(cfg)[0]
+    row = 2 * root + saved_bytes(model, cfg) + mask_bytes(cfg.policy).row
     # The last norm works in float32; its bf16 input and output, the trained ones, their gradients.
     hidden = 12 * T * model.hidden
-    recomputed = layer_bytes(model, cfg) if cfg.activation_checkpointing else 0
-    head = head_bytes(cfg.logprob_chunk, model.vocab, model.hidden)
+    recomputed = layer_bytes(model, cfg) if cfg.policy.activation_checkpointing else 0
+    head = head_bytes(logprobs.CHUNK, model.vocab, model.hidden)
     bucket = min(max(BUCKET_BYTES, 2 * model.biggest), 2 * model.params)
     return {
         "at the head": row + hidden + head + 4 * layer,
@@ -179,7 +204,7 @@ def moments(model: Model, cfg) -> dict[str, int]:
     }
 
 
-def trainer_bytes(model: Model, cfg) -> float:
+def trainer_bytes(model: Model, cfg: "Config") -> float:
     """Peak of a rank: its states, its fullest moment, the reserve."""
     return sum(states(model, cfg).values()) + max(moments(model, cfg).values()) + RESERVE
 
@@ -193,18 +218,18 @@ def kv_bytes(model: Model, tp: int) -> int:
     return 2 * model.kv_layers * width
 
 
-def kv_budget(model: Model, cfg, gpu: float) -> float:
+def kv_budget(model: Model, cfg: "Config", gpu: float) -> float:
     """Bytes that an engine leaves for KV of a GPU of `gpu` bytes.
 
-    gpu_memory_utilization of it, without the bf16 weights / tensor_parallel and the reserve.
+    gpu_memory_utilization of it, without its share of the bf16 weights and the reserve.
     """
-    weights = 2 * model.params / cfg.tensor_parallel
-    return cfg.gpu_memory_utilization * gpu - weights - RESERVE
+    weights = 2 * model.params / cfg.engine.tensor_parallel
+    return cfg.engine.arguments["gpu_memory_utilization"] * gpu - weights - RESERVE
 
 
-def kv_tokens(model: Model, cfg, gpu: float) -> int:
+def kv_tokens(model: Model, cfg: "Config", gpu: float) -> int:
     """Tokens whose KV an engine holds."""
-    per_token = max(kv_bytes(model, cfg.tensor_parallel), 1)
+    per_token = max(kv_bytes(model, cfg.engine.tensor_parallel), 1)
     return max(0, int(kv_budget(model, cfg, gpu) // per_token))
 
 

@@ -1,25 +1,37 @@
 """The registry of environments: adding one is adding one module to this directory.
 
 A module declares `AGENTS`, the `agent_ref.name`s it serves (those of NeMo-Gym's released blends),
-and `verify(row, response) -> Reward`, plain or async. An optional `check(row)` raises ValueError
-for a row it could not judge. A module is imported when the first row names one of its agents.
+and what it does with a row:
+
+    one turn     verify(row, response) -> Reward or a number, plain or async
+    many turns   async rollout(row, sampler) -> Episode, in place of verify
+    comparison   async score_group(rows, responses) -> list of Rewards, after either of them
+
+An optional `check(row)` raises ValueError for a row it could not judge. A module is imported when
+the first row names one of its agents.
 """
 
 import ast
 import functools
 import importlib
 import inspect
+import numbers
 import reprlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, UnionType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from envs.episode import Episode
+    from envs.sampler import Sampler
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass
 class Reward:
-    """What an environment thinks of one response."""
+    """An environment's verdict on one response."""
 
     value: float  # its range is in the environment's docstring
     info: dict = field(default_factory=dict)  # JSON values; `reason` says why nothing was graded
@@ -63,13 +75,60 @@ def environment(name: str) -> ModuleType:
     return importlib.import_module(f"envs.{known[name]}")
 
 
+async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
+    """One scored episode of the row for each sampler.
+
+    In an environment of one turn the first sampler generates all answers. Raises what the
+    environment raises, TypeError for what is no reward, and ValueError for an episode without
+    turns.
+    """
+    from envs.episode import Episode
+    from runtime.waits import together
+
+    name = row["agent_ref"]["name"]
+    module = environment(name)
+    if hasattr(module, "rollout"):
+        episodes = await together(module.rollout(row, sampler) for sampler in samplers)
+    else:
+        params = row["responses_create_params"]
+        prompt_ids = samplers[0].render(params["input"], params.get("tools"))
+        turns = await samplers[0].generate(prompt_ids, len(samplers))
+        rewards = await together(verify(row, turn.judged) for turn in turns)
+        episodes = [Episode([turn], reward) for turn, reward in zip(turns, rewards, strict=True)]
+    for episode in episodes:
+        if not episode.turns:
+            raise ValueError(f"environment {name!r} returned an episode without turns")
+    if hasattr(module, "score_group"):
+        texts = [episode.turns[-1].judged for episode in episodes]
+        rewards = await module.score_group([row] * len(texts), texts)
+        if len(rewards) != len(texts):
+            returned = f"score_group of environment {name!r} returned {len(rewards)} rewards"
+            raise ValueError(f"{returned}, expected one for each of {len(texts)} responses")
+    else:
+        rewards = [episode.reward for episode in episodes]
+    pairs = zip(episodes, rewards, strict=True)
+    return [replace(episode, reward=_as_reward(name, reward)) for episode, reward in pairs]
+
+
 async def verify(row: dict, response: str) -> Reward:
-    """The verdict of the row's environment, whose `verify` may be a function or a coroutine."""
-    reward = environment(row["agent_ref"]["name"]).verify(row, response)
-    return await reward if inspect.isawaitable(reward) else reward
+    """The verdict of the row's environment, whose `verify` may be a function or a coroutine.
+
+    Raises TypeError where it is neither a Reward nor a number.
+    """
+    name = row["agent_ref"]["name"]
+    verdict = environment(name).verify(row, response)
+    return _as_reward(name, await verdict if inspect.isawaitable(verdict) else verdict)
 
 
-def check_row(row) -> None:
+def _as_reward(name: str, verdict: object) -> Reward:
+    value = verdict.value if isinstance(verdict, Reward) else verdict
+    if not isinstance(value, numbers.Real):
+        returned = f"environment {name!r} returned {reprlib.repr(verdict)}"
+        raise TypeError(f"{returned}, expected a number or a Reward with one")
+    return verdict if isinstance(verdict, Reward) else Reward(float(value))
+
+
+def check_row(row: Any) -> None:
     """Raises ValueError naming dotted path, value and expectation unless `row` is a Gym row."""
     at = "responses_create_params.input"
     messages = get(row, at, list, "a list of messages")
@@ -85,7 +144,7 @@ def check_row(row) -> None:
     getattr(module, "check", lambda row: None)(row)
 
 
-def get(row, path: str, kind, expected: str, prefix: str = ""):
+def get(row: Any, path: str, kind: type | UnionType, expected: str, prefix: str = "") -> Any:
     """The value at the dotted `path` of `row`; raises `require`'s ValueError unless a `kind`."""
     value = row
     for key in path.split("."):
@@ -94,7 +153,7 @@ def get(row, path: str, kind, expected: str, prefix: str = ""):
     return value
 
 
-def require(good, path: str, value, expected: str) -> None:
+def require(good: object, path: str, value: object, expected: str) -> None:
     """Raise ValueError naming field, value and expectation unless `good`."""
     if not good:
         try:

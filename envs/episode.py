@@ -3,19 +3,21 @@
 Tokens in, tokens out: what is trained are the ids that were sampled, never a re-tokenisation.
 """
 
-import asyncio
-import contextlib
 import dataclasses
 import itertools
 import math
-import uuid
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import ray
 
 from envs import Reward
+from envs.shared.markup import FLAWS, flaw
 
-DRAFT_SECONDS = 5.0  # what a lost engine may cost of an answer that it was writing
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput
 
 
 @dataclasses.dataclass
@@ -38,115 +40,40 @@ class Turn:
         return self.opening + self.text
 
     @classmethod
-    def from_vllm(cls, prompt_ids: list[int], answer) -> "Turn":
-        """A CompletionOutput, whose version spans become one version for each token.
+    def from_vllm(cls, prompt_ids: list[int], answer: "CompletionOutput") -> "Turn":
+        """An answer of vLLM, whose spans of versions become one version for each token.
 
         Raises RuntimeError where something else than the policy or the length limit ended it, or
         where not every token has a logprob and a version.
         """
         if answer.finish_reason not in ("stop", "length", ""):
             raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
-        versions = []
+        versions: list[int] = []
         for span in answer.weight_versions or ():
             versions += [int(span.version)] * (span.end - span.start)
-        logps = list(answer.logprobs.logprobs)
-        ids, routes = list(answer.token_ids), answer.routed_experts
+        logps = list(cast("FlatLogprobs", answer.logprobs).logprobs)
+        ids = list(answer.token_ids)
         if not len(ids) == len(logps) == len(versions):
-            told = f"{len(logps)} logprobs and {len(versions)} versions"
-            raise RuntimeError(f"vLLM returned {len(ids)} tokens with {told}")
+            counts = f"{len(ids)} tokens, {len(logps)} logprobs and {len(versions)} versions"
+            raise RuntimeError(f"vLLM returned {counts}, expected equally many")
+        routes = answer.routed_experts
         return cls(prompt_ids, ids, logps, versions, answer.finish_reason, routes=routes)
 
     def extended(self, more: "Turn") -> "Turn":
         """This draft and what came after it."""
-        ids, logps = self.token_ids + more.token_ids, self.logps + more.logps
-        versions = self.versions + more.versions
-        return Turn(self.prompt_ids, ids, logps, versions, more.finish_reason, routes=more.routes)
+        return Turn(
+            self.prompt_ids,
+            self.token_ids + more.token_ids,
+            self.logps + more.logps,
+            self.versions + more.versions,
+            more.finish_reason,
+            routes=more.routes,
+        )
 
     def after(self, n: int) -> "Turn":
         """What came after the first n tokens; without the prompt, which whoever asks has."""
-        rest = self.token_ids[n:], self.logps[n:], self.versions[n:]
+        rest = (self.token_ids[n:], self.logps[n:], self.versions[n:])
         return Turn([], *rest, self.finish_reason, routes=self.routes)
-
-
-EMPTY_TURN = Turn([], [], [], [], "")
-
-
-def unfinished(state) -> Turn:
-    """What a running vLLM request has sampled; vLLM tells versions only of finished ones."""
-    answer = state._new_completion_output([], None, None)
-    answer.finish_reason, answer.weight_versions = "", state._weight_version_spans()
-    return Turn.from_vllm([], answer)
-
-
-class Policy:
-    """What an environment sees of the policy: token ids in, a Turn out, always the same engine.
-
-    `cfg` tells it max_model_len and how prompts are rendered. `drafts` outlives it: should the
-    engine be lost, the episode that runs again finds its answers there, as far as they had come:
-    for each of its calls the prompt and a Turn for each answer.
-    """
-
-    def __init__(self, generator, tokenizer, cfg, seed: int, drafts: list):
-        self.generator, self.tokenizer, self.cfg = generator, tokenizer, cfg
-        self.seed, self.drafts, self.calls = seed, drafts, 0
-
-    async def generate(self, prompt_ids: list[int], n: int = 1) -> list[Turn]:
-        """n answers to one prompt, with their text."""
-        k, self.calls, call = self.calls, self.calls + 1, uuid.uuid4().hex
-        if len(self.drafts) <= k or self.drafts[k][0] != prompt_ids:
-            self.drafts[k:] = [(prompt_ids, [])]
-        args = prompt_ids, n, self.seed + 1000 * k, call, self.drafts[k][1]
-        request = self.generator.generate.remote(*args)
-        pending = asyncio.ensure_future(request)
-        try:
-            while not (await asyncio.wait([pending], timeout=DRAFT_SECONDS))[0]:
-                with contextlib.suppress(Exception):  # a lost engine shows in `pending`
-                    await self.note(k, call)
-        finally:
-            if not pending.done():  # we are given up: the engine must not go on for nobody
-                ray.cancel(request)
-        turns = await pending
-        self.drafts[k] = prompt_ids, turns
-        end = self.tokenizer.decode(prompt_ids[-16:]).rstrip()
-        for turn in turns:
-            turn.text = self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
-            turn.opening = "<think>" if end.endswith("<think>") else ""
-        return turns
-
-    async def note(self, k: int, call: str) -> None:
-        """Takes down what is new of the k-th request's answers: no token travels twice."""
-        prompt_ids, old = self.drafts[k]
-        known = [None if turn.finish_reason else len(turn.token_ids) for turn in old]
-        new = await self.generator.drafts.remote(call, known)
-        if new:
-            old = old or [Turn(prompt_ids, [], [], [], "")] * len(new)
-            pairs = zip(old, new, strict=True)
-            self.drafts[k] = prompt_ids, [o if n is None else o.extended(n) for o, n in pairs]
-
-
-@dataclasses.dataclass
-class Episode:
-    """One rollout: the policy's turns in order, and their reward."""
-
-    turns: list[Turn]
-    reward: Reward
-
-
-@dataclasses.dataclass
-class Sample:
-    """One token sequence to train on: prompts and the environment's words, masked out, and ours."""
-
-    tokens_T: np.ndarray  # int32
-    mask_T: np.ndarray  # bool, True where the policy sampled the token
-    engine_logp_T: np.ndarray  # float32, 0 where not sampled
-    version_T: np.ndarray  # int32, -1 where not sampled
-    malformed_T: np.ndarray  # bool, tokens of messages with stray markup
-    truncated: bool
-    reward: float = math.nan
-    advantage: float = 0.0
-    env: str = ""
-    continues: bool = False  # an episode whose earlier tokens are in another sequence
-    routes_T: np.ndarray | None = None  # int16 [T, layers, experts], -1 where unknown
 
 
 @dataclasses.dataclass
@@ -156,6 +83,7 @@ class SampleInfo:
     tokens: int
     trained_tokens: int
     reward: float
+    score: float
     has_gradient: bool
     response_tokens: int
     oldest_version: int
@@ -165,20 +93,100 @@ class SampleInfo:
     continues: bool = False
 
 
-def is_malformed(text: str) -> bool:
-    """Whether a message carries markup that a well-formed one would not (NeMo-RL nemo_gym.py)."""
-    *thoughts, answer = text.split("</think>", 1)
-    calls = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
-    stray = "<think>" in answer or "</think>" in answer
-    repeated = any(thought.count("<think>") > 1 for thought in thoughts)
-    return stray or repeated or any(tag in text for tag in calls)
+@dataclasses.dataclass
+class Sample:
+    """One token sequence to train on: prompts and the environment's words, masked out, and ours.
+
+    A field that ends in `_T` has one entry for each token. runtime/archive.py writes every field
+    to disk, so one that a fork adds is there after resume and replay.
+    """
+
+    tokens_T: np.ndarray  # int32
+    mask_T: np.ndarray  # bool, True where the policy sampled the token
+    engine_logp_T: np.ndarray  # float32, 0 where not sampled
+    version_T: np.ndarray  # int32, -1 where not sampled
+    flaw_T: np.ndarray  # int8, index into FLAWS, the same for all sampled tokens of a turn
+    truncated: bool  # the episode was cut off in its last turn
+    reward: float = math.nan
+    advantage: float = 0.0
+    score: float = math.nan  # the environment's reward, before it was shaped
+    env: str = ""
+    continues: bool = False  # an episode whose earlier tokens are in another sequence
+    routes_T: np.ndarray | None = None  # int16 [T, layers, experts], -1 where unknown
+
+    @classmethod
+    def empty(cls) -> "Sample":
+        """What a packed row without samples holds: one token that trains nothing."""
+        one = np.zeros(1, np.int32)
+        return cls(
+            tokens_T=one,
+            mask_T=one.astype(bool),
+            engine_logp_T=one.astype(np.float32),
+            version_T=one,
+            flaw_T=one.astype(np.int8),
+            truncated=False,
+            reward=0.0,
+            score=0.0,
+        )
+
+    def flawed(self, name: str) -> np.ndarray:
+        """Which tokens [T] belong to a message with the flaw of that name, one of FLAWS."""
+        return self.flaw_T == FLAWS.index(name)
+
+    def keep_flaws(self, names: Iterable[str]) -> None:
+        """Forgets all flaws but those of these names."""
+        self.flaw_T[~np.isin(self.flaw_T, [FLAWS.index(name) for name in names])] = 0
+
+    def info(self) -> SampleInfo:
+        """What the driver needs to know of this sample."""
+        versions = self.version_T[self.version_T >= 0]
+        return SampleInfo(
+            tokens=len(self.tokens_T),
+            trained_tokens=int(self.mask_T.sum()),
+            reward=self.reward,
+            score=self.score,
+            has_gradient=bool(self.advantage or self.flaw_T.any()),
+            response_tokens=len(versions),
+            oldest_version=int(versions.min(initial=2**31 - 1)),
+            newest_version=int(versions.max(initial=-1)),
+            truncated=self.truncated,
+            env=self.env,
+            continues=self.continues,
+        )
+
+
+@dataclasses.dataclass
+class Episode:
+    """One rollout: the policy's turns in order, and their reward."""
+
+    turns: list[Turn]
+    reward: Reward
+
+    def record(self, tokenizer: "PreTrainedTokenizerBase", row: dict, sample: Sample) -> dict:
+        """A line of rollouts.jsonl without step and slot; versions as [version, tokens] runs.
+
+        `sample` is any sample of this episode, with its reward and advantage.
+        """
+        versions = itertools.chain.from_iterable(turn.versions for turn in self.turns)
+        return {
+            "row": row["_line"],
+            "env": row["agent_ref"]["name"],
+            "prompt": tokenizer.decode(self.turns[0].prompt_ids),
+            "response": [turn.text for turn in self.turns],
+            "reward": sample.reward,
+            "advantage": sample.advantage,
+            "versions": [[version, len(list(run))] for version, run in itertools.groupby(versions)],
+            "finish_reason": self.turns[-1].finish_reason,
+            "info": self.reward.info,
+        }
 
 
 def stitch(turns: list[Turn]) -> list[Sample]:
     """Turns to sequences: each prompt must start with the exact ids before it, or a new one starts.
 
-    What the environment added is masked out; malformed answers are marked. NeMo-RL
-    (environments/nemo_gym.py:280) asserts the same contiguity.
+    What the environment added is masked out; flawed answers are marked. All sequences of an episode
+    that was cut off are `truncated`. NeMo-RL (environments/nemo_gym.py:280) asserts the same
+    contiguity.
     """
     runs: list[list[Turn]] = []
     seen: list[int] = []
@@ -187,12 +195,20 @@ def stitch(turns: list[Turn]) -> list[Sample]:
             runs.append([])
         runs[-1].append(turn)
         seen = turn.prompt_ids + turn.token_ids
-    return [join(run, continues=run is not runs[0]) for run in runs]
+    samples = [join(run) for run in runs]
+    for i, sample in enumerate(samples):
+        sample.continues = i > 0
+        sample.truncated = turns[-1].finish_reason == "length"
+    return samples
 
 
-def join(turns: list[Turn], continues: bool) -> Sample:
+def join(turns: list[Turn]) -> Sample:
     """One sequence: in turn, what the environment added and what the policy answered."""
-    tokens, mask, logps, versions, flags = [], [], [], [], []
+    tokens: list[int] = []
+    mask: list[bool] = []
+    logps: list[float] = []
+    versions: list[int] = []
+    flaws: list[int] = []
     for turn in turns:
         added = turn.prompt_ids[len(tokens) :]
         answered = len(turn.token_ids)
@@ -200,62 +216,24 @@ def join(turns: list[Turn], continues: bool) -> Sample:
         mask += [False] * len(added) + [True] * answered
         logps += [0.0] * len(added) + turn.logps
         versions += [-1] * len(added) + turn.versions
-        flags += [False] * len(added) + [is_malformed(turn.text)] * answered
-    routes = join_routes(turns, len(tokens))
+        flaws += [0] * len(added) + [FLAWS.index(flaw(turn.judged))] * answered
     return Sample(
-        np.array(tokens, np.int32),
-        np.array(mask, bool),
-        np.array(logps, np.float32),
-        np.array(versions, np.int32),
-        np.array(flags, bool),
+        tokens_T=np.array(tokens, np.int32),
+        mask_T=np.array(mask, bool),
+        engine_logp_T=np.array(logps, np.float32),
+        version_T=np.array(versions, np.int32),
+        flaw_T=np.array(flaws, np.int8),
         truncated=turns[-1].finish_reason == "length",
-        routes_T=routes,
-        continues=continues,
+        routes_T=join_routes(turns, len(tokens)),
     )
 
 
 def join_routes(turns: list[Turn], tokens: int) -> np.ndarray | None:
     """The experts of each token when the engine first read it; the last token it never read."""
-    if any(turn.routes is None for turn in turns):
+    routes = [turn.routes for turn in turns if turn.routes is not None]
+    if len(routes) < len(turns):
         return None
-    routes_T = np.full((tokens, *turns[0].routes.shape[1:]), -1, np.int16)
-    for turn in reversed(turns):  # the earlier ones are the ones that were sampled with
-        routes_T[: len(turn.routes)] = turn.routes[:tokens]
+    routes_T = np.full((tokens, *routes[0].shape[1:]), -1, np.int16)
+    for of_turn in reversed(routes):  # the earlier ones are the ones that were sampled with
+        routes_T[: len(of_turn)] = of_turn[:tokens]
     return routes_T
-
-
-def describe(sample: Sample) -> SampleInfo:
-    """What the driver needs to know of a sample."""
-    versions = sample.version_T[sample.version_T >= 0]
-    return SampleInfo(
-        tokens=len(sample.tokens_T),
-        trained_tokens=int(sample.mask_T.sum()),
-        reward=sample.reward,
-        has_gradient=bool(sample.advantage or sample.malformed_T.any()),
-        response_tokens=len(versions),
-        oldest_version=int(versions.min(initial=2**31 - 1)),
-        newest_version=int(versions.max(initial=-1)),
-        truncated=sample.truncated,
-        env=sample.env,
-        continues=sample.continues,
-    )
-
-
-def record(tokenizer, row: dict, episode: Episode, sample: Sample) -> dict:
-    """What rollouts.jsonl tells of an episode; versions as [version, tokens] runs."""
-    versions = itertools.chain.from_iterable(turn.versions for turn in episode.turns)
-    return {
-        "row": row["_line"],
-        "env": row["agent_ref"]["name"],
-        "prompt": tokenizer.decode(episode.turns[0].prompt_ids),
-        "response": [turn.text for turn in episode.turns],
-        "reward": sample.reward,
-        "advantage": sample.advantage,
-        "versions": [[version, len(list(run))] for version, run in itertools.groupby(versions)],
-        "finish_reason": episode.turns[-1].finish_reason,
-        "info": episode.reward.info,
-    }
-
-
-# What a packed row without samples holds: one token that trains nothing.
-EMPTY = Sample(*(np.zeros(1, kind) for kind in ("i4", "?", "f4", "i4", "?")), False, reward=0.0)

@@ -9,6 +9,8 @@ SymPy hangs on answers such as 9^{9^{9^9}}, and no thread or signal handler can 
 checks run in the child processes of envs/shared/checkers.py.
 """
 
+from collections.abc import Callable
+
 from envs import Reward, final_text, get, require, unfinished
 from envs.shared.checkers import DEADLINE, Checkers
 
@@ -30,7 +32,7 @@ async def verify(row: dict, response: str) -> Reward:
     return Reward(verdict.pop("value"), verdict)
 
 
-def make_check():
+def make_check() -> Callable[..., dict]:
     """The check that a child runs, its library imported and warm."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

@@ -18,6 +18,7 @@ Known of the library's rewards, which are passed on as they are:
 import functools
 import math
 import re
+from collections.abc import Callable
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.shared.checkers import DEADLINE, Checkers
@@ -59,7 +60,7 @@ async def verify(row: dict, response: str) -> Reward:
     return Reward(verdict.pop("value"), verdict)
 
 
-def make_check():
+def make_check() -> Callable[..., dict]:
     """The check that a child runs, its library imported."""
     from reasoning_gym import get_score_answer_fn
 
@@ -92,7 +93,9 @@ def extract(text: str) -> str:
     return (boxed[1] if boxed else text).strip()
 
 
-def score(scorer, answer: str, entry: dict) -> tuple[float, str | None]:
+def score(
+    scorer: Callable[[str, dict], float], answer: str, entry: dict
+) -> tuple[float, str | None]:
     """The scorer's value, or 0.0 and what it raised."""
     try:
         value = float(scorer(answer, entry))

@@ -5,26 +5,35 @@ import json
 import math
 import re
 import reprlib
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import envs
 from runtime.config import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from runtime.settings import RunSettings
 
 LONGEST_LINE = 1 << 26  # characters; what is longer is no row but a file without line breaks
 # Characters per token that no text reaches: a prompt with more is not worth minutes of tokenising.
 DENSEST = 32
 
 
-def load_rows(path: str, cfg) -> list[dict]:
+def load_rows(path: str, cfg: "RunSettings") -> list[dict]:
     """The rows of a JSONL file, in order, each with its line number under `_line`.
 
     A line that is malformed, of an unknown environment, or longer than the model allows goes to
     `quarantine.jsonl` in the run folder. Raises InputError naming file, line and field where there
-    are more than `cfg.max_bad_rows` of them, or nothing else.
+    are more than `data.max_bad_rows` of them, or nothing else.
     """
-    rows, bad = [], []
+    rows = []
+    bad: list[dict] = []
+    allowed = cfg.data.max_bad_rows
     for number, line in enumerate(read_lines(path), 1):
         if line.isspace():
             continue
@@ -33,13 +42,13 @@ def load_rows(path: str, cfg) -> list[dict]:
         except (ValueError, RecursionError) as error:
             start = line[:200].rstrip("\n")
             bad.append({"file": path, "line": number, "reason": str(error), "text": start})
-        if len(bad) > cfg.max_bad_rows:
-            limit = f", more than max_bad_rows = {cfg.max_bad_rows}" if cfg.max_bad_rows else ""
+        if len(bad) > allowed:
+            limit = f", more than data.max_bad_rows = {allowed}" if allowed else ""
             raise InputError(first_of(bad) + limit)
     if not rows:
         all_bad = f"; {first_of(bad)}" if bad else ""
         raise InputError(f"{path}: holds no rows, expected at least one{all_bad}")
-    quarantine(path, bad, cfg)
+    quarantine(path, bad, cfg.run_dir)
     return rows
 
 
@@ -50,15 +59,16 @@ def first_of(bad: list[dict]) -> str:
     return f"{bad[0]['file']}:{bad[0]['line']}: {bad[0]['reason']}{more}"
 
 
-def quarantine(file: str, bad: list[dict], cfg) -> None:
-    """Writes a file's bad rows to the run folder, in place of those of an earlier start.
+def quarantine(file: str, bad: list[dict], run_dir: str) -> None:
+    """Writes a file's bad rows to the run folder and prints how many there are.
 
-    With line, reason and start of each; prints how many there are.
+    Each has its line number, reason and first characters. They replace the rows that an earlier
+    start wrote for the same file.
     """
-    path = Path(cfg.run_dir) / "quarantine.jsonl"
-    told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    found = [row for row in told if row["file"] != file] + bad
-    if found != told:
+    path = Path(run_dir) / "quarantine.jsonl"
+    old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [row for row in old if row["file"] != file] + bad
+    if found != old:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".partial")
         aside.write_text("".join(json.dumps(row) + "\n" for row in found))
@@ -68,8 +78,8 @@ def quarantine(file: str, bad: list[dict], cfg) -> None:
     # "responses_create_params.input[3].role is 5, expected ..." is counted under its field.
     kinds = (re.split(r" is |: ", row["reason"])[0] for row in bad)
     counts = Counter(re.sub(r"\[\d+\]", "[]", kind) for kind in kinds)
-    told = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
-    print(f"{file}: {len(bad)} bad rows are in {path}: {told}")
+    summary = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
+    print(f"{file}: {len(bad)} bad rows are in {path}: {summary}")
 
 
 def read_lines(path: str) -> Iterator[str]:
@@ -87,7 +97,7 @@ def read_lines(path: str) -> Iterator[str]:
         raise InputError(f"{path}: expected a JSONL file: {error.strerror}") from None
 
 
-def parse(line: str, cfg) -> dict:
+def parse(line: str, cfg: "RunSettings") -> dict:
     """The row of a line. Raises ValueError saying what is wrong with it."""
     if len(line) > LONGEST_LINE:
         raise ValueError(f"the line is longer than {LONGEST_LINE:,} characters")
@@ -104,13 +114,13 @@ def parse(line: str, cfg) -> dict:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON: {error}") from None
     envs.check_row(row)
-    if size + 256 > cfg.max_model_len:  # a token is at least one byte: shorter lines fit
+    if size + 256 > cfg.sampling.max_model_len:  # a token is at least one byte: shorter lines fit
         check_length(row, cfg)
     return row
 
 
 def unique(pairs: list[tuple]) -> dict:
-    """A JSON object. Raises ValueError for one that says a thing twice."""
+    """A JSON object. Raises ValueError for one that has a key twice."""
     row = dict(pairs)
     if len(row) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -125,41 +135,61 @@ def finite(number: str) -> float:
     return float(number)
 
 
-def check_length(row: dict, cfg) -> None:
+def check_length(row: dict, cfg: "RunSettings") -> None:
     """Raises ValueError unless the prompt leaves the model room for an answer."""
-    params, limit = row["responses_create_params"], cfg.max_model_len
+    params = row["responses_create_params"]
+    limit = cfg.sampling.max_model_len
     at = "responses_create_params.input"
-    expected = f"expected less than max_model_len = {limit}"
+    expected = f"expected less than sampling.max_model_len = {limit}"
     size = len(json.dumps([params["input"], params.get("tools")], ensure_ascii=False))
     if size > DENSEST * limit:
         raise ValueError(f"{at} is {size} characters long, {expected} tokens")
     try:
-        length = len(render(load_tokenizer(cfg.model), row, cfg.thinking))
+        tokenizer = load_tokenizer(cfg.model)
+        length = len(render(tokenizer, row, cfg.sampling.chat_template_kwargs))
     except Exception as error:  # a chat template is the model's own code
         raise ValueError(f"{at} is refused by the chat template: {error}") from None
     if length >= limit:
         raise ValueError(f"{at} is {length} tokens long, {expected}")
 
 
+def fingerprint(rows: list[dict], position: int) -> int:
+    """CRC-32 of the prompt before `position` in the stream; it differs where rows have shifted."""
+    row = rows[(position - 1) % len(rows)]
+    return zlib.crc32(json.dumps(row | {"_line": 0}).encode())
+
+
 @functools.cache
-def load_tokenizer(model: str):
+def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     """The model's tokenizer. transformers takes 2 s to import, so it waits until it is needed."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model)
 
 
-def render(tokenizer, row: dict, thinking: bool) -> list[int]:
+def render(
+    tokenizer: "PreTrainedTokenizerBase", row: dict, chat_template_kwargs: dict[str, Any]
+) -> list[int]:
     """Token ids of the row's conversation, up to where the model's answer begins."""
     params = row["responses_create_params"]
-    messages = [message | {"content": plain(message["content"])} for message in params["input"]]
-    return tokenizer.apply_chat_template(
-        messages,
-        tools=params.get("tools"),
+    return render_messages(tokenizer, params["input"], params.get("tools"), chat_template_kwargs)
+
+
+def render_messages(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[dict],
+    tools: list | None,
+    chat_template_kwargs: dict[str, Any],
+) -> list[int]:
+    """Token ids of a conversation, up to where the model's answer begins."""
+    ids = tokenizer.apply_chat_template(
+        [message | {"content": plain(message["content"])} for message in messages],
+        tools=tools,
         add_generation_prompt=True,
-        enable_thinking=thinking,
         return_dict=False,
+        **chat_template_kwargs,
     )
+    return cast(list[int], ids)
 
 
 def plain(content: str | list[dict]) -> str:

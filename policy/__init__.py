@@ -1,1 +1,108 @@
-"""The network being trained, behind one small interface."""
+"""The network being trained: its interface. Its settings are in policy/settings.py.
+
+`open_policy` makes one: policy/fsdp.py trains any dense Hugging Face causal LM, policy/megatron
+those that need tensor, pipeline, context or expert parallelism, Mamba layers or experts.
+
+Axes, as suffixes:  T tokens of a packed row    N sequences in that row
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from policy.settings import PolicySettings
+
+
+class WeightMeta(NamedTuple):
+    """What one tensor of a weight update looks like."""
+
+    name: str  # in the Hugging Face checkpoint
+    shape: tuple[int, ...]
+    dtype: str  # of torch: "bfloat16"
+
+
+class Row(Protocol):
+    """A packed row: N sequences end to end, the same T tokens on every rank of a replica."""
+
+    tokens_T: "Tensor"  # int64
+    positions_T: "Tensor"  # int64, from 0 in each sequence: what keeps them apart in attention
+    seq_T: "Tensor"  # int64, which sequence of the row
+    mask_T: "Tensor"  # bool, trained tokens; never the first of a sequence
+    routes_T: "Tensor | None"  # int16 [T, layers, experts], chosen by the engine; -1: unknown
+
+    def to(self, device: "torch.device") -> Self:
+        """The same row on another device."""
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+LossFn = Callable[["Tensor", AnyRow], tuple["Tensor", Any]]  # (logp_T, row) -> (loss, stats)
+
+
+class Policy(Protocol):
+    """The network of one trainer rank.
+
+    Its methods are collective over the trainer ranks; `weight_metas` alone is not.
+    """
+
+    device: "torch.device"  # where rows are computed
+    dp_group: "ProcessGroup | None"  # the ranks with rows of their own; None: all
+    reports: bool  # one rank of a replica does; the others computed the same rows
+
+    def forward_backward(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow]) -> list[Any]:
+        """Adds up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns all stats.
+
+        `logp_T` [T] are float32 logprobs of the row's own tokens at the sampling temperature, with
+        gradient; 0 outside its mask. Every rank passes equally many rows. A row whose mask is all
+        False adds nothing: it keeps a rank with fewer rows in step.
+        """
+
+    def logprobs(self, rows: Sequence[AnyRow]) -> list["Tensor"]:
+        """`logp_T` [T] of each row, without gradient."""
+
+    def optimizer_step(self, grad_scale: float = 1.0) -> dict[str, float]:
+        """Scales the summed gradients, clips their norm, takes a step of AdamW and zeroes them.
+
+        Returns metrics. Raises FloatingPointError on every rank where the norm is not finite; no
+        weight has changed then.
+        """
+
+    def weight_metas(self) -> list[WeightMeta]:
+        """What `named_weights` yields, in its order; no communication."""
+
+    def named_weights(self) -> Iterator[tuple[str, "Tensor"]]:
+        """Whole tensors by checkpoint name, one at a time; tied ones once."""
+
+    def save(self, dir: str) -> Callable[[], object]:
+        """Copies this rank's shards to memory. What it returns writes them, beside the training."""
+
+    def load(self, dir: str) -> None:
+        """Continues from what `save` wrote, bitwise, on any number of ranks."""
+
+    def export_hf(self, dir: str) -> Callable[[], None]:
+        """Gathers a model for transformers and vLLM. What it returns writes the model."""
+
+
+def open_policy(
+    model: str,
+    settings: "PolicySettings",
+    temperature: float = 1.0,
+    seed: int = 1,
+    collective_seconds: float = 3600.0,
+    trainable: bool = True,
+) -> Policy:
+    """The network in the folder `model`, or with `trainable=False` a frozen copy of it.
+
+    Needs torch's default process group, which all trainer ranks have joined.
+    `collective_seconds` is the deadline of a collective call.
+    """
+    if settings.kind == "megatron":
+        from policy.megatron.policy import MegatronPolicy
+
+        return MegatronPolicy(model, settings, temperature, seed, collective_seconds, trainable)
+    from policy.fsdp import FSDPPolicy
+
+    return FSDPPolicy(model, settings, temperature, trainable)

@@ -2,21 +2,23 @@
 
 Axes:  T tokens of a packed row   N of them trained   V vocabulary   H hidden size
 
-A packed row is several sequences end to end: `tokens_T`, `positions_T` (restarting at 0, which
-keeps them apart) and `mask_T` (what the policy sampled). Only those N tokens meet the LM head, in
-chunks: no N x V tensor ever exists. Gradients are summed over ranks, not averaged: the loss divides
-once, by the token count of the whole batch.
+A packed row is several sequences end to end: `tokens_T`, `positions_T` (from 0 in each sequence,
+which keeps them apart) and `mask_T` (what the policy sampled). Only those N tokens meet the LM
+head, in chunks: no N x V tensor ever exists. Gradients are summed over ranks, not averaged: the
+loss divides once, by the token count of the whole batch.
 
-Every rank loads the checkpoint on its CPU and moves it to its GPU layer by layer, keeping a shard:
-simple, but at first a host holds 4 bytes x parameters x its ranks (256 GB for 8B on 8 GPUs).
+Every rank loads the checkpoint on its CPU and moves it to its GPU layer by layer, keeping a shard.
+That is simple, but at first a host holds 4 bytes x parameters x its ranks (256 GB for 8B on 8
+GPUs).
 """
 
 import copy
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,27 +29,42 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from policy.logprobs import TokenLogprobs
+from policy import AnyRow, LossFn, WeightMeta, logprobs
+
+if TYPE_CHECKING:  # pydantic is not needed to train
+    from policy.settings import PolicySettings
+
+
+class Outgoing(NamedTuple):
+    """A sharded weight or a whole buffer, as it is sent or exported."""
+
+    name: str  # in the checkpoint
+    tensor: Tensor
+    dtype: torch.dtype  # to leave in
 
 
 class PackedModel(nn.Module):
     """Decoder and chunked head in one forward: as FSDP's root it holds head and embedding whole."""
 
-    def __init__(self, lm: nn.Module, temperature: float, chunk: int):
+    def __init__(self, lm: PreTrainedModel, temperature: float, chunk: int):
         super().__init__()
-        self.lm, self.temperature, self.chunk = lm, temperature, chunk
+        self.lm = lm
+        self.temperature = temperature
+        self.chunk = chunk
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, mask_T: Tensor) -> Tensor:
         """Logprobs [T], float32, of the row's own tokens; 0 where `mask_T` is False."""
         if (mask_T & (positions_T == 0)).any():
             raise ValueError("mask_T is True at the start of a sequence, which nothing predicts")
-        decoder, head_VH = self.lm.get_decoder(), self.lm.get_output_embeddings().weight
+        decoder = self.lm.get_decoder()
+        head_VH = self.lm.get_output_embeddings().weight
         row = decoder(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         at_N = mask_T.nonzero().squeeze(1)
         h_NH = row.last_hidden_state[0].index_select(0, at_N - 1)
-        logp_N = TokenLogprobs.apply(h_NH, head_VH, tokens_T[at_N], self.temperature, self.chunk)
+        rule = (self.temperature, self.chunk)
+        logp_N = logprobs.TokenLogprobs.apply(h_NH, head_VH, tokens_T[at_N], *rule)
         return torch.zeros_like(mask_T, dtype=logp_N.dtype).masked_scatter(mask_T, logp_N)
 
     def plain(self, tokens_T: Tensor) -> Tensor:
@@ -58,59 +75,76 @@ class PackedModel(nn.Module):
 
 
 class FSDPPolicy:
-    """The network being trained, or with `trainable=False` the frozen reference of a KL term.
+    """A `Policy` for any dense Hugging Face model; `trainable=False` makes a frozen copy.
 
     Needs the default process group. Weights, gradients and moments are float32 and sharded; on GPU
-    (the current device) the network computes in bf16. All but `weight_metas` is collective: every
-    rank calls it, with equally many batches. Raises ValueError where the checkpoint lacks a tensor,
-    RuntimeError where packing would mix sequences or the head is more than a matrix.
+    (the current device) the network computes in bf16. Raises ValueError where the checkpoint lacks
+    a tensor, RuntimeError where packing would mix sequences or the head is more than a matrix.
     """
 
-    def __init__(self, cfg, trainable: bool = True):
-        self.cfg, self.updates, gpu = cfg, 0, torch.cuda.is_available()
-        self.dp_group, self.speaks = None, True  # every rank trains rows of its own
+    def __init__(
+        self, model: str, settings: "PolicySettings", temperature: float, trainable: bool = True
+    ):
+        gpu = torch.cuda.is_available()
+        self.folder = model
+        self.settings = settings
+        self.updates = 0
+        self.dp_group: dist.ProcessGroup | None = None
+        self.reports = True  # every rank trains rows of its own
         self.device = torch.device("cuda" if gpu else "cpu")
-        masters = {"dtype": torch.float32, "attn_implementation": cfg.attention}
-        masters |= {"output_loading_info": True}
-        self.lm, loaded = AutoModelForCausalLM.from_pretrained(cfg.model, **masters)
-        if lacking := sorted(loaded["missing_keys"]):
-            told = (
-                f"{len(lacking)} tensors that {type(self.lm).__name__} needs, such as {lacking[0]}"
-            )
-            raise ValueError(f"model = {cfg.model!r} lacks {told}")
+        self.lm = self._read()
         self.lm.eval().requires_grad_(trainable)  # train(), for its checkpointing, brings dropout
-        layers = [m for m in self.lm.modules() if type(m).__name__ in self.lm._no_split_modules]
-        for layer in layers if cfg.activation_checkpointing else ():
+        kinds = self.lm._no_split_modules or ()
+        layers = [module for module in self.lm.modules() if type(module).__name__ in kinds]
+        for layer in layers if settings.activation_checkpointing else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         with torch.device("meta"):  # whose state dict has no FSDP hooks: written beside training
-            kept = {"dtype": torch.bfloat16 if gpu else torch.float32}
-            self.shell = AutoModelForCausalLM.from_config(copy.deepcopy(self.lm.config), **kept)
+            dtype = torch.bfloat16 if gpu else torch.float32
+            config = copy.deepcopy(self.lm.config)
+            self.shell = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.shell.generation_config = self.lm.generation_config
-        self.model = PackedModel(self.lm, cfg.temperature, cfg.logprob_chunk)
+        # Any: fully_shard adds methods to what it shards.
+        self.model: Any = PackedModel(self.lm, temperature, logprobs.CHUNK)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         units = layers[::-1] if dist.get_world_size() > 1 else []  # one rank has nothing to shard
-        for module in [*units, self.model]:  # bottom-up, the root last
+        modules: list[Any] = [*units, self.model]
+        for module in modules:  # bottom-up, the root last
             fully_shard(module, mesh=mesh, mp_policy=mixed if gpu else MixedPrecisionPolicy())
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         register_fsdp_forward_method(self.model, "plain")
         if trainable:  # AdamW's default betas (0.9, 0.999) and eps 1e-8 are the Nemotron recipe's
-            rule = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": True}
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), **rule)
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(),
+                lr=settings.lr,
+                weight_decay=settings.weight_decay,
+                fused=True,
+            )
             # Its own, because a checkpoint is written while training communicates.
             self.save_group = dist.new_group(backend="gloo")
             # One copy in memory for all checkpoints: fresh pages cost more than the copying.
             self.stager = DefaultStager(StagingOptions(False, False, False, False))
         self._check_architecture()
 
-    def forward_backward(self, batches: list, loss_fn: Callable) -> list[dict]:
-        """Add up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns the rows' stats.
+    def _read(self) -> PreTrainedModel:
+        """The checkpoint in float32 on the CPU. Raises ValueError naming a tensor that it lacks."""
+        read: Any = AutoModelForCausalLM.from_pretrained  # typed as if it returned a model alone
+        lm, loaded = read(
+            self.folder,
+            dtype=torch.float32,
+            attn_implementation=self.settings.attention,
+            output_loading_info=True,
+        )
+        if lacking := sorted(loaded["missing_keys"]):
+            needed = f"{len(lacking)} tensors that {type(lm).__name__} needs"
+            raise ValueError(f"model = {self.folder!r} lacks {needed}, such as {lacking[0]}")
+        return lm
 
-        A row whose mask is all False adds nothing: it keeps a rank with fewer rows in step.
-        """
+    def forward_backward(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow]) -> list[Any]:
+        """Adds up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns all stats."""
         stats = []
-        for row in (batch.to(self.device) for batch in batches):
+        for row in (row.to(self.device) for row in rows):
             logp_T = self.model(row.tokens_T, row.positions_T, row.mask_T)
             loss, row_stats = loss_fn(logp_T, row)
             # The zero keeps the network in the graph of a loss that does not depend on it.
@@ -119,21 +153,23 @@ class FSDPPolicy:
         return stats
 
     @torch.no_grad()
-    def logprobs(self, batches: list) -> list[Tensor]:
+    def logprobs(self, rows: Sequence[AnyRow]) -> list[Tensor]:
         """Logprobs [T] of each packed row, float32, 0 outside its mask."""
-        rows = (batch.to(self.device) for batch in batches)
-        logps = [self.model(row.tokens_T, row.positions_T, row.mask_T) for row in rows]
+        moved = (row.to(self.device) for row in rows)
+        logps = [self.model(row.tokens_T, row.positions_T, row.mask_T) for row in moved]
         # FSDP reshards its root only in backward: left whole it would miss the next update.
         self.model.reshard()
         return logps
 
-    def optimizer_step(self, grad_scale: float = 1.0) -> dict:
-        """Scale the summed gradients, clip their global norm, AdamW at this update's lr, zero them.
+    def optimizer_step(self, grad_scale: float = 1.0) -> dict[str, float]:
+        """Scales the summed gradients, clips their global norm, updates by AdamW and zeroes them.
 
-        `grad_norm` is the norm after scaling and before clipping; if it is not finite, every rank
-        raises FloatingPointError, its weights untouched and its gradients dropped.
+        Returns the learning rate, and as `grad_norm` the norm after scaling and before clipping.
+        If the norm is not finite, every rank raises FloatingPointError; its weights are untouched
+        and its gradients dropped.
         """
-        cfg, done = self.cfg, self.updates
+        settings = self.settings
+        done = self.updates
         grads = [p.grad.to_local() for p in self.model.parameters() if p.grad is not None]
         square = nn.utils.get_total_norm(grads).to(self.device) ** 2
         dist.all_reduce(square)
@@ -141,49 +177,52 @@ class FSDPPolicy:
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
             raise FloatingPointError(f"gradient norm is {norm} at update {done}")
-        torch._foreach_mul_(grads, grad_scale * min(1.0, cfg.max_grad_norm / (norm + 1e-6)))
-        warm = done / cfg.warmup_steps if done < cfg.warmup_steps else 1.0
-        lr = cfg.warmup_lr * (1 - warm) + cfg.lr * warm
+        torch._foreach_mul_(grads, grad_scale * min(1.0, settings.max_grad_norm / (norm + 1e-6)))
+        warm = done / settings.warmup_steps if done < settings.warmup_steps else 1.0
+        lr = settings.warmup_lr * (1 - warm) + settings.lr * warm
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1
         return {"grad_norm": norm, "lr": lr}
 
-    def _weights(self) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-        """Sharded weights and whole buffers: checkpoint name, tensor, dtype to leave in."""
-        names = {}
+    def _weights(self) -> Iterator[Outgoing]:
+        """All sharded weights and whole buffers, tied ones once."""
+        names: dict[Tensor, str] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             names.setdefault(tensor, name.removeprefix("lm."))  # tied weights have two names
         for tensor, name in names.items():
             halve = self.device.type == "cuda" and isinstance(tensor, DTensor)
-            yield name, tensor.detach(), torch.bfloat16 if halve else tensor.dtype
+            yield Outgoing(name, tensor.detach(), torch.bfloat16 if halve else tensor.dtype)
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights by checkpoint name, copied one at a time, bf16 on GPU; tied ones once."""
         for name, tensor, dtype in self._weights():
-            copy = tensor.to(dtype, copy=True)
-            yield name, copy.full_tensor() if isinstance(copy, DTensor) else copy
+            sent = tensor.to(dtype, copy=True)
+            yield name, sent.full_tensor() if isinstance(sent, DTensor) else sent
 
-    def weight_metas(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """Name, shape and dtype of what `named_weights` yields, in its order; no communication."""
-        return [(name, tuple(w.shape), str(dtype)[6:]) for name, w, dtype in self._weights()]
+    def weight_metas(self) -> list[WeightMeta]:
+        """What `named_weights` yields, in its order; no communication."""
+        return [
+            WeightMeta(name, tuple(tensor.shape), str(dtype).removeprefix("torch."))
+            for name, tensor, dtype in self._weights()
+        ]
 
     def export_hf(self, dir: str) -> Callable[[], None]:
-        """Gather a checkpoint for transformers and vLLM on rank 0's CPU; what returns writes it."""
+        """Gathers a model for transformers and vLLM on rank 0's CPU. What it returns writes it."""
         state = {name: w.cpu() for name, w in self.named_weights() if dist.get_rank() == 0}
         return partial(self._write_hf, dir, state) if state else lambda: None
 
     def _write_hf(self, dir: str, state: dict[str, Tensor]) -> None:
         aside = f"{dir}.partial"
         self.shell.save_pretrained(aside, state_dict=state)
-        AutoTokenizer.from_pretrained(self.cfg.model).save_pretrained(aside)
+        AutoTokenizer.from_pretrained(self.folder).save_pretrained(aside)
         shutil.rmtree(dir, ignore_errors=True)
         os.rename(aside, dir)
 
-    def _state(self) -> dict:
-        """All that training changes, by parameter name: what `save` writes and `load` fills."""
+    def _state(self) -> dict[str, Any]:
+        """All that training changes, by parameter name: `save` writes it and `load` fills it."""
         parameters = dict(self.model.named_parameters())
         for p in parameters.values():
             if p not in self.optimizer.state:
@@ -193,9 +232,9 @@ class FSDPPolicy:
         progress = {"updates": torch.tensor(self.updates), "rng": torch.get_rng_state()}
         return {"weights": parameters, "moments": moments} | progress
 
-    def save(self, dir: str) -> Callable[[], None]:
-        """Copy this rank's shards to memory and start writing them; what returns waits for it."""
-        writing = checkpoint_io.async_save(
+    def save(self, dir: str) -> Callable[[], object]:
+        """Copies this rank's shards to memory and starts to write. What it returns waits for it."""
+        writing: Any = checkpoint_io.async_save(
             self._state(),
             checkpoint_id=dir,
             process_group=self.save_group,
@@ -204,7 +243,7 @@ class FSDPPolicy:
         return writing.result
 
     def load(self, dir: str) -> None:
-        """Go on from `save`, bitwise; on any number of ranks, each reads what it needs."""
+        """Continues from what `save` wrote, bitwise; each rank reads what it needs."""
         state = self._state()
         checkpoint_io.load(state, checkpoint_id=dir, process_group=self.save_group)
         self.updates = int(state["updates"])
@@ -212,14 +251,16 @@ class FSDPPolicy:
 
     @torch.no_grad()
     def _check_architecture(self) -> None:
-        """Compare a packed row with its two sequences alone, and those with the plain model."""
+        """Compares a packed row with its two sequences alone, and those with the plain model."""
         index_T = torch.arange(16, device=self.device)
-        tokens_T = 7919 * (index_T + 1) % len(self.lm.get_input_embeddings().weight)
+        words: Any = self.lm.get_input_embeddings().weight
+        tokens_T = 7919 * (index_T + 1) % len(words)
         row = (tokens_T, index_T % 8, index_T % 8 > 0)
         plain_T = torch.cat([self.model.plain(half_T) for half_T in tokens_T.split(8)])
         alone_T = torch.cat([self.model(*(x[i : i + 8] for x in row)) for i in (0, 8)])
-        gaps = [(alone_T - plain_T).abs().mean(), (self.model(*row) - alone_T).abs().mean()]
-        dist.all_reduce(gaps := torch.stack(gaps), dist.ReduceOp.MAX)
+        means = [(alone_T - plain_T).abs().mean(), (self.model(*row) - alone_T).abs().mean()]
+        gaps = torch.stack(means)
+        dist.all_reduce(gaps, dist.ReduceOp.MAX)
         self.model.reshard()
         limit = 0.1 if self.device.type == "cuda" else 1e-4  # what bf16, float32 kernels may differ
         causes = (

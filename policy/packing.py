@@ -2,6 +2,58 @@
 
 import heapq
 import math
+from typing import NamedTuple
+
+Place = tuple[int, int]  # (group of the batch, place in the group) of a sample
+
+
+class Update(NamedTuple):
+    """One optimizer step's share of a trainer rank: which samples lie in which packed row."""
+
+    planned_tokens: int  # trained tokens of the whole update, over all ranks
+    planned_sequences: int
+    rows: list[list[Place]]
+
+
+class Share(NamedTuple):
+    """What one replica of the policy trains in a step."""
+
+    groups: list[int]  # of the batch, those that it needs
+    updates: list[Update]  # whose rows name a group by its place in `groups`
+
+    @property
+    def places(self) -> list[Place]:
+        """Where in the batch its samples are, in the order of the rows."""
+        samples = (at for update in self.updates for row in update.rows for at in row)
+        return [(self.groups[g], j) for g, j in samples]
+
+
+def plan_shares(
+    planned: list[tuple[Update, dict[Place, int]]], capacity: int, replicas: int
+) -> list[Share]:
+    """Spreads the samples of each update over the replicas of the policy.
+
+    `planned` has an update without rows, and the lengths of its samples, for each update of a step.
+    """
+    shares: list[list[Update]] = [[] for _ in range(replicas)]
+    for update, lengths in planned:
+        places = list(lengths)
+        for share, rows in zip(
+            shares, plan_rows(list(lengths.values()), capacity, replicas), strict=True
+        ):
+            share.append(update._replace(rows=[[places[i] for i in row] for row in rows]))
+    return [with_needed_groups(updates) for updates in shares]
+
+
+def with_needed_groups(updates: list[Update]) -> Share:
+    """Numbers the groups among those that the rows need."""
+    groups = sorted({g for update in updates for row in update.rows for g, _ in row})
+    number = {g: k for k, g in enumerate(groups)}
+    renumbered = [
+        update._replace(rows=[[(number[g], j) for g, j in row] for row in update.rows])
+        for update in updates
+    ]
+    return Share(groups, renumbered)
 
 
 def plan_rows(lengths: list[int], capacity: int, ranks: int) -> list[list[list[int]]]:

@@ -1,91 +1,120 @@
 """How weights travel: trainer rank 0 broadcasts buckets, the engines' workers load them.
 
-One code path on CPU and GPU; only the backend differs (gloo or nccl). vLLM's own transfer engines
-(nccl, ipc, ...) do not run on a CPU.
+There is one code path for CPU and GPU; only the backend differs (gloo or nccl). vLLM's own transfer
+engines (nccl, ipc, ...) do not run on a CPU.
 """
 
+import itertools
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from policy import WeightMeta
+
+if TYPE_CHECKING:
+    from policy import Policy
 
 BUCKET_BYTES = 256 << 20
 
 
-def buckets(metas: list, limit: int = BUCKET_BYTES) -> Iterator[tuple[list, int]]:
-    """Cuts (name, shape, dtype) into broadcasts of at most `limit` bytes, alike on both sides.
+class Wire(NamedTuple):
+    """What both sides of a weight update know before it. It is pickled to the engines."""
 
-    Yields ([(name, shape, dtype, start, stop)], bytes); a larger tensor travels alone.
+    metas: list[WeightMeta]  # of all tensors, in the order in which they are sent
+    seconds: float  # deadline of a broadcast
+    shares_gpu: bool  # whether an engine and a trainer rank may have the same GPU
+
+    @property
+    def device(self) -> str:
+        """Where buckets lie. NCCL refuses two ranks on one GPU: a shared GPU syncs through gloo."""
+        return "cuda" if torch.cuda.is_available() and not self.shares_gpu else "cpu"
+
+    def group(
+        self, store: dist.Store, rank: int, world: int
+    ) -> "dist.ProcessGroupGloo | dist.ProcessGroupNCCL":
+        """A process group beside torch's default one: trainer rank 0 and every engine worker."""
+        prefixed = dist.PrefixStore("weights", store)
+        deadline = timedelta(seconds=self.seconds)
+        if self.device == "cpu":
+            return dist.ProcessGroupGloo(prefixed, rank, world, deadline)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = deadline
+        return dist.ProcessGroupNCCL(prefixed, rank, world, options)
+
+
+class Slice(NamedTuple):
+    """Where a tensor lies in a bucket."""
+
+    meta: WeightMeta
+    start: int  # byte
+    stop: int
+
+
+class Bucket(NamedTuple):
+    """The tensors of one broadcast."""
+
+    slices: list[Slice]
+    size: int  # bytes
+
+
+def buckets(metas: Iterable[WeightMeta], limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
+    """Cuts tensors into broadcasts of at most `limit` bytes, alike on both sides.
+
+    A larger tensor travels alone.
     """
-    items, used = [], 0
-    for name, shape, dtype_name in metas:
-        dtype = getattr(torch, dtype_name)
-        size = math.prod(shape) * dtype.itemsize
-        if items and used + size > limit:
-            yield items, used
-            items, used = [], 0
-        items.append((name, shape, dtype, used, used + size))
+    slices: list[Slice] = []
+    used = 0
+    for meta in metas:
+        size = math.prod(meta.shape) * getattr(torch, meta.dtype).itemsize
+        if slices and used + size > limit:
+            yield Bucket(slices, used)
+            slices = []
+            used = 0
+        slices.append(Slice(meta, used, used + size))
         used += -(-size // 16) * 16  # a view as another dtype needs an aligned start
-    yield items, used
+    yield Bucket(slices, used)
 
 
-def device(cfg) -> str:
-    """Where buckets lie. NCCL refuses two ranks on one GPU, so a shared GPU syncs through gloo."""
-    return "cuda" if torch.cuda.is_available() and cfg.trainer_gpus >= 1 else "cpu"
+def tensor_in(buffer: Tensor, place: Slice) -> Tensor:
+    """A view of one tensor of a bucket."""
+    flat = buffer[place.start : place.stop].view(getattr(torch, place.meta.dtype))
+    return flat.view(place.meta.shape)
 
 
-def group(store, rank: int, world: int, cfg):
-    """A process group beside torch's default one: trainer rank 0 and every engine worker."""
-    store, deadline = dist.PrefixStore("weights", store), timedelta(seconds=cfg.timeouts.sync)
-    if device(cfg) == "cpu":
-        return dist.ProcessGroupGloo(store, rank, world, deadline)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = deadline
-    return dist.ProcessGroupNCCL(store, rank, world, options)
+def pack(weights: Iterator[tuple[str, Tensor]], wire: Wire) -> Iterator[Tensor]:
+    """Gathers named weights into the buffers to broadcast.
 
-
-def pack(weights: Iterator[tuple[str, Tensor]], metas: list, cfg) -> Iterator[Tensor]:
-    """Gathers named weights into the buffers to broadcast; ValueError unless they are `metas`."""
-    for items, size in buckets(metas):
-        buffer = torch.empty(size, dtype=torch.uint8, device=device(cfg))
-        for name, _, dtype, start, stop in items:
-            given, tensor = next(weights, ("nothing", None))
-            if given != name:
-                raise ValueError(f"the policy sends {given} where {name} was announced")
-            buffer[start:stop].view(dtype).copy_(tensor.reshape(-1))
-        yield buffer
-
-
-def send(packed: Iterator[Tensor], metas: list, group, verify: bool) -> dict[str, int]:
-    """Broadcasts what `pack` gathers; ranks without a group only gather. Checksums if `verify`.
-
-    Raises RuntimeError where a receiver is gone, after the last gather.
+    Raises ValueError unless they are those that `wire` announces.
     """
-    error, sums = None, {}
-    for buffer, (items, _) in zip(packed, buckets(metas), strict=True):
-        if verify:
-            sums |= {name: checksum(buffer[start:stop]) for name, _, _, start, stop in items}
-        try:
-            if group and not error:
-                group.broadcast(buffer, 0).wait()
-        except RuntimeError as lost:
-            error = lost  # go on gathering: the other ranks do
-    if error:
-        raise error
-    return sums
+    for bucket in buckets(wire.metas):
+        buffer = torch.empty(bucket.size, dtype=torch.uint8, device=wire.device)
+        for place in bucket.slices:
+            name, tensor = next(weights, ("nothing", None))
+            if name != place.meta.name or tensor is None:
+                raise ValueError(f"the policy sends {name} where {place.meta.name} was announced")
+            tensor_in(buffer, place).copy_(tensor)
+        yield buffer
 
 
 def checksum(bytes_B: Tensor) -> int:
     """Of a tensor's bytes, each weighed by its place: it changes if two of them change places."""
-    total, place = 0, torch.arange(1, 1 + (1 << 16), device=bytes_B.device)
+    total = 0
+    place = torch.arange(1, 1 + (1 << 16), device=bytes_B.device)
     for i, part in enumerate(bytes_B.split(len(place))):
         part = part.long()
         total += i * len(place) * int(part.sum()) + int((part * place[: len(part)]).sum())
     return total
+
+
+def checksums(buffer: Tensor, bucket: Bucket) -> dict[str, int]:
+    """The checksum of each tensor of a bucket, by name."""
+    return {place.meta.name: checksum(buffer[place.start : place.stop]) for place in bucket.slices}
 
 
 def difference(sent: dict[str, int], received: list[dict[str, int]]) -> str:
@@ -94,26 +123,79 @@ def difference(sent: dict[str, int], received: list[dict[str, int]]) -> str:
     return next(names, "")
 
 
+class Sender:
+    """The trainer's side of weight updates. Every rank has one; only rank 0 joins the engines."""
+
+    def __init__(self, policy: "Policy", seconds: float, shares_gpu: bool):
+        self.policy = policy
+        self.wire = Wire(policy.weight_metas(), seconds, shares_gpu)
+        self.group: Any = None  # of rank 0 and the engines' workers
+        self.staged: Iterator[Tensor] | None = None  # buffers, the first of them gathered
+
+    @property
+    def metas(self) -> list[WeightMeta]:
+        """What the policy's tensors look like, in the order in which they are sent."""
+        return self.wire.metas
+
+    def join(self, store: dist.Store, world: int) -> None:
+        """Meets the engines' workers at a store; rank 0 of the trainer alone calls it."""
+        self.group = self.wire.group(store, 0, world)
+
+    def stage(self) -> None:
+        """Gathers the first bucket while the engines still generate; collective over the ranks."""
+        packed = pack(self.policy.named_weights(), self.wire)
+        self.staged = itertools.chain([next(packed)], packed)
+
+    def send(self, verify: bool) -> dict[str, int]:
+        """Gathers all weights and, on rank 0, broadcasts them; collective over the ranks.
+
+        Returns checksums if `verify`. Raises RuntimeError where a receiver is gone, after the last
+        gather.
+        """
+        packed = self.staged or pack(self.policy.named_weights(), self.wire)
+        self.staged = None
+        error = None
+        sums: dict[str, int] = {}
+        for buffer, bucket in zip(packed, buckets(self.wire.metas), strict=True):
+            if verify:
+                sums |= checksums(buffer, bucket)
+            try:
+                if self.group and not error:
+                    self.group.broadcast(buffer, 0).wait()
+            except RuntimeError as lost:
+                error = lost  # the gathering goes on: the other ranks take part in it
+        if error:
+            raise error
+        return sums
+
+
 class WeightReceiver:
     """Mixed into vLLM's workers through `worker_extension_cls`."""
 
-    def join_sync_group(self, cfg: bytes, host: str, port: int, first_rank: int, world: int, metas):
-        """Meets trainer rank 0; `metas` tells what each broadcast will hold."""
-        self.sync_cfg, self.sync_metas = pickle.loads(cfg), metas
-        deadline = timedelta(seconds=self.sync_cfg.timeouts.sync)
+    vllm_config: Any  # of the worker that this is mixed into, as are the next two
+    model_runner: Any
+    device: torch.device
+
+    def join_sync_group(
+        self, wire: bytes, host: str, port: int, first_rank: int, world: int
+    ) -> None:
+        """Meets trainer rank 0. `wire` is a pickled `Wire`: vLLM passes bytes on unchanged."""
+        self.sync_wire: Wire = pickle.loads(wire)
+        deadline = timedelta(seconds=self.sync_wire.seconds)
         store = dist.TCPStore(host, port, world, False, deadline)
         rank = first_rank + self.vllm_config.parallel_config.rank
-        self.sync_group = group(store, rank, world, self.sync_cfg)
+        self.sync_group: Any = self.sync_wire.group(store, rank, world)
 
     def receive_weights(self, verify: bool = False) -> dict[str, int]:
         """Takes a whole policy through vLLM's reload path; checksums of what came if `verify`.
 
         `model.load_weights` alone is a silent no-op on packed layers (vllm#42821, SkyRL#1680).
-        With `verify` all parameters are NaN before, and RuntimeError names one that stays so.
+        With `verify` all parameters are set to NaN first. RuntimeError names one that stays NaN.
         """
         from vllm.config import set_current_vllm_config
 
-        model, sums = self.model_runner.get_model(), {}
+        model = self.model_runner.get_model()
+        sums: dict[str, int] = {}
         names = {name for name, p in model.named_parameters() if p.is_floating_point()}
         for name in names if verify else ():
             model.get_parameter(name).data.fill_(torch.nan)
@@ -131,7 +213,7 @@ class WeightReceiver:
             raise RuntimeError(f"the weight update does not write {min([*left, *names])}")
         return sums
 
-    def refresh_tied_head(self, model) -> None:
+    def refresh_tied_head(self, model: nn.Module) -> None:
         """On CPU a tied head multiplies by a packed copy of the embedding, made once at start."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -142,12 +224,15 @@ class WeightReceiver:
             if isinstance(layer, ParallelLMHead):
                 layer.quant_method.process_weights_after_loading(layer)
 
-    def incoming(self, sums: dict, verify: bool) -> Iterator[tuple[str, Tensor]]:
-        """Named tensors, as they arrive. A bucket is never reused: layers keep views of it."""
-        for items, size in buckets(self.sync_metas):
-            buffer = torch.empty(size, dtype=torch.uint8, device=device(self.sync_cfg))
+    def incoming(self, sums: dict[str, int], verify: bool) -> Iterator[tuple[str, Tensor]]:
+        """Named tensors, as they arrive; with `verify` it adds their checksums to `sums`.
+
+        A bucket is never reused: layers keep views of it.
+        """
+        for bucket in buckets(self.sync_wire.metas):
+            buffer = torch.empty(bucket.size, dtype=torch.uint8, device=self.sync_wire.device)
             self.sync_group.broadcast(buffer, 0).wait()
-            for name, shape, dtype, start, stop in items:
-                if verify:
-                    sums[name] = checksum(buffer[start:stop])
-                yield name, buffer[start:stop].view(dtype).view(shape)
+            if verify:
+                sums |= checksums(buffer, bucket)
+            for place in bucket.slices:
+                yield place.meta.name, tensor_in(buffer, place)

@@ -1,59 +1,99 @@
-"""Groups of samples on disk: one .npz file, written aside and renamed."""
+"""Groups of samples on disk: one .npz file, written aside and renamed.
+
+The file has a column for each field of `Sample`. Columns that end in `_T` hold the tokens of all
+samples end to end, the others one entry for each sample. Beside them are `slot`, `version` and
+`line` of each group, `group` and `length` of each sample, and `logp_T`, the trainer's logprobs,
+NaN where it computed none.
+"""
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from envs.episode import EMPTY, Sample, describe
+from envs.episode import Sample
 
 HEAD = ("slot", "version", "line")
-PER_TOKEN = ("tokens", "mask", "engine_logp", "version", "malformed")
-PER_SAMPLE = ("reward", "advantage", "truncated", "env", "continues")
+OWN = (*HEAD, "group", "length", "logp_T")  # columns that are no field of a sample
 
 
-def write_groups(path: str, heads: list, places: list[list], *refs) -> None:
+def write_groups(
+    path: str, heads: list[tuple[int, int, int]], places: list[list[tuple[int, int]]], *refs: Any
+) -> None:
     """Writes groups of samples as one .npz file: `heads` are (slot, version, line) of each.
 
-    `refs` are, for each list of places (group, place in it), the trainer's logprobs [T] of the
-    samples there, or nothing; then the groups.
+    `refs` are first, for each list of places (group, place in it), the trainer's logprobs [T] of
+    the samples there, end to end, or nothing. Then come the groups. Raises TypeError for a field of
+    a sample that has no place in such a file.
     """
-    scores, groups = refs[: len(places)], refs[len(places) :]
-    told = ((at, logps) for at, logps in zip(places, scores, strict=True) if logps)
-    logps = dict(itertools.chain(*(zip(at, logps, strict=True) for at, logps in told)))
-    every = [(at, sample) for g, group in enumerate(groups) for at, sample in _places(g, group)]
-    columns = dict(zip(HEAD, np.array(heads).reshape(-1, 3).T, strict=True))
-    columns["group"] = np.array([g for (g, _), _ in every], np.int32)
-    columns["length"] = np.array([len(sample.tokens_T) for _, sample in every], np.int32)
-    columns |= {k: np.array([getattr(sample, k) for _, sample in every]) for k in PER_SAMPLE}
-    for name in PER_TOKEN:
-        pieces = [getattr(sample, f"{name}_T") for _, sample in every]
-        columns[f"{name}_T"] = np.concatenate([EMPTY.mask_T[:0], *pieces])
-    routes = [sample.routes_T for _, sample in every]
-    if shapes := {r.shape[1:] for r in routes if r is not None}:
-        unknown = [np.full((n, *min(shapes)), -1, np.int16) for n in columns["length"]]
-        known = (u if r is None else r for r, u in zip(routes, unknown, strict=True))
-        columns["routes_T"] = np.concatenate(list(known))
-    blank = [np.full(len(sample.tokens_T), np.nan, np.float32) for _, sample in every]
-    pieces = [logps.get(at, nan) for (at, _), nan in zip(every, blank, strict=True)]
-    columns["logp_T"] = np.concatenate([EMPTY.engine_logp_T[:0], *pieces])
+    groups = refs[len(places) :]
+    logps: dict[tuple[int, int], np.ndarray] = {}
+    for at, logp_T in zip(places, refs[: len(places)], strict=True):
+        if len(logp_T):
+            ends = np.cumsum([len(groups[g][j].tokens_T) for g, j in at])
+            logps |= zip(at, np.split(logp_T, ends[:-1]), strict=True)
+    samples = list(itertools.chain(*groups))
+    lengths = [len(sample.tokens_T) for sample in samples]
+    columns: dict[str, Any] = dict(zip(HEAD, np.array(heads).reshape(-1, 3).T, strict=True))
+    columns["group"] = np.repeat(np.arange(len(groups), dtype=np.int32), [len(g) for g in groups])
+    columns["length"] = np.array(lengths, np.int32)
+    scored = [logps.get((g, j)) for g, group in enumerate(groups) for j in range(len(group))]
+    nowhere = np.full(sum(lengths), np.nan, np.float32)
+    columns["logp_T"] = _tokens(scored, lengths) if logps else nowhere
+    for field in dataclasses.fields(Sample):
+        if field.name in OWN:
+            raise TypeError(f"Sample.{field.name} has the name of a column, expected another name")
+        values = [getattr(sample, field.name) for sample in samples]
+        column = _tokens(values, lengths) if field.name.endswith("_T") else _plain(values)
+        if column is None:
+            continue
+        if column.dtype == object:
+            raise TypeError(f"Sample.{field.name} is {values[0]!r}, expected numbers or text")
+        columns[field.name] = column
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     aside = f"{path}.partial.npz"
     np.savez(aside, **columns)
     os.replace(aside, path)
 
 
-def _places(g: int, group: list[Sample]) -> Iterator:
-    return (((g, j), sample) for j, sample in enumerate(group))
+def _tokens(values: list, lengths: list[int]) -> np.ndarray | None:
+    """One column from the arrays [T, ...] of a field; None where all of them are None."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None if values else np.zeros(0)
+    blank = _blank(known[0])
+    shape = known[0].shape[1:]
+    pieces = zip(values, lengths, strict=True)
+    whole = [np.full((n, *shape), blank, known[0].dtype) if v is None else v for v, n in pieces]
+    return np.concatenate(whole)
+
+
+def _plain(values: list) -> np.ndarray | None:
+    """One column from the values of a field; None where all of them are None."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None if values else np.zeros(0)
+    try:
+        return np.array([_blank(known[0]) if value is None else value for value in values])
+    except ValueError:  # sequences of different lengths
+        return np.array([None])
+
+
+def _blank(example: Any) -> Any:
+    """What stands in a column for a missing value: NaN, -1, False or no text."""
+    kind = np.asarray(example).dtype.kind
+    return {"f": np.nan, "i": -1, "b": False, "U": ""}.get(kind)
 
 
 @contextlib.contextmanager
-def _opened(path: str):
-    """The columns of a file of groups; what goes wrong with them is a ValueError that names it."""
+def _opened(path: str) -> Iterator[Any]:
+    """The columns of a file of groups; an error in reading them is a ValueError that names it."""
     try:
         with np.load(path, allow_pickle=False) as file:
             yield file
@@ -70,21 +110,32 @@ def count_groups(path: str) -> int:
 def read_groups(path: str) -> tuple:
     """What `write_groups` wrote: [(slot, version, line, infos)], then the samples of each group.
 
-    Raises ValueError naming a file that is not of that kind.
+    A column that the file lacks gets the default of its field. Raises ValueError naming a file
+    that is not of that kind.
     """
     with _opened(path) as file:
         columns = dict(file)
         heads = [tuple(map(int, h)) for h in zip(*(columns[k] for k in HEAD), strict=True)]
-        groups = [[] for _ in heads]
-        ends = np.cumsum(columns["length"])
-        if (columns["length"] < 0).any() or (columns["group"] < 0).any():
+        groups: list[list[Sample]] = [[] for _ in heads]
+        lengths = columns["length"]
+        if (lengths < 0).any() or (columns["group"] < 0).any():
             raise ValueError("lengths and groups must be 0 or more")
-        if any(len(columns[f"{name}_T"]) != sum(columns["length"]) for name in PER_TOKEN):
-            raise ValueError("its tokens must be as many as its lengths tell")
-        for i, (g, end) in enumerate(zip(columns["group"], ends, strict=True)):
-            part = slice(end - columns["length"][i], end)
-            tokens = {f"{k}_T": columns[f"{k}_T"][part] for k in PER_TOKEN}
-            tokens |= {k: columns[k][part] for k in ("routes_T",) if k in columns}
-            groups[g].append(Sample(**tokens, **{k: columns[k][i].item() for k in PER_SAMPLE}))
-    infos = ([describe(sample) for sample in group] for group in groups)
+        for name, column in columns.items():
+            if name.endswith("_T") and len(column) != sum(lengths):
+                raise ValueError(f"{name} has {len(column)} tokens, expected {sum(lengths)}")
+        starts = np.cumsum(lengths) - lengths
+        for i, g in enumerate(columns["group"]):
+            part = slice(starts[i], starts[i] + lengths[i])
+            groups[g].append(Sample(**_fields(columns, i, part)))
+    infos = ([sample.info() for sample in group] for group in groups)
     return [(*head, info) for head, info in zip(heads, infos, strict=True)], *groups
+
+
+def _fields(columns: dict[str, np.ndarray], i: int, part: slice) -> dict[str, Any]:
+    """The fields of sample i, whose tokens are `part` of the columns."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Sample):
+        if field.name in columns:
+            column = columns[field.name]
+            values[field.name] = column[part] if field.name.endswith("_T") else column[i].tolist()
+    return values

@@ -1,4 +1,4 @@
-"""Checkpoint folders that are whole or not there, and run folders that one run at a time may use.
+"""Checkpoint folders that are whole or not there, and a run folder that goes back to one.
 
 A checkpoint is written aside, flushed to the disk, renamed, and marked last. The marker holds size
 and CRC-32 of every file, so a truncated, half-written or bit-flipped one is recognised and the one
@@ -14,18 +14,21 @@ before it is used.
 import asyncio
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from envs.rows import fingerprint
 from runtime import archive
+from runtime.cluster import Cluster
 from runtime.config import InputError
+from runtime.settings import RunSettings
 from runtime.waits import within
 
 MARKER = "complete.json"
@@ -77,8 +80,8 @@ def damage(folder: str, part: int = 0, parts: int = 1) -> str:
     """What is wrong with every `parts`-th file of a checkpoint; empty if nothing is."""
     try:
         expected = json.loads((Path(folder) / MARKER).read_text())
-        files = sorted((name, tuple(told)) for name, told in expected.items())
-        if {len(told) for _, told in files} != {2}:
+        files = sorted((name, tuple(sizes)) for name, sizes in expected.items())
+        if {len(sizes) for _, sizes in files} != {2}:
             raise ValueError("expected the size and CRC-32 of each file")
     except (OSError, TypeError, ValueError, AttributeError) as error:
         return f"{folder}/{MARKER}: {error}"
@@ -122,225 +125,183 @@ def prune(run_dir: str, keep: int) -> None:
             folder.rmdir()
 
 
-def claim(cfg):
-    """Takes the run folder for this process; keep what it returns as long as the run lives.
+class Checkpoints:
+    """Saves, finds and loads a run's checkpoints; trainers and workers of the cluster do the work.
 
-    Raises InputError where another run is alive in it, or was and is not to be continued.
+    A checkpoint's state is a dictionary of JSON values. The run chooses what is in it, and finds it
+    again with `folder` and `evaluated` added. `rows` is the stream of prompts. `Group` makes a
+    group of slot, version, line, infos, and the reference to its samples.
     """
-    run_dir, folder = cfg.run_dir, Path(cfg.run_dir)
-    if cfg.replay == run_dir:
-        raise InputError(f"replay = run_dir = {run_dir!r}: expected another run_dir")
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / "lock", "a+")  # noqa: SIM115
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read().strip()
-        raise InputError(f"run_dir = {run_dir!r} is in use by {owner}") from None
-    except OSError as error:
-        raise InputError(f"run_dir = {run_dir!r} cannot be locked: {error.strerror}") from None
-    metrics = folder / "metrics.jsonl"
-    holds = metrics.exists() and metrics.stat().st_size or newest_first(run_dir)
-    here = cfg.resume == "auto" or (cfg.resume and Path(cfg.resume).parent == folder)
-    goes_on = here or cfg.export or (cfg.resume and cfg.eval_only)
-    if not goes_on and holds:
-        told = "expected an empty folder, or --resume auto to go on"
-        raise InputError(f"run_dir = {run_dir!r} holds a run already: {told}")
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-    lock.flush()
-    return lock
+
+    def __init__(self, cfg: RunSettings, cluster: Cluster, rows: list[dict], Group: Callable):
+        self.cfg = cfg
+        self.cluster = cluster
+        self.rows = rows
+        self.Group = Group
+        self.saving: asyncio.Task | None = None  # the checkpoint that is being written
+
+    def exist(self) -> bool:
+        """Whether the run folder holds a checkpoint."""
+        return bool(newest_first(self.cfg.run_dir))
+
+    async def save(self, state: dict, groups: list, tasks: asyncio.TaskGroup) -> None:
+        """Copies this moment, while the caller waits, and writes it as one of `tasks`.
+
+        Raises what the previous checkpoint's writing raised.
+        """
+        await self.written()
+        folder = f"{self.cfg.run_dir}/step_{state['version']:06d}"
+        state = state | {"config": dataclasses.asdict(self.cfg)}
+        state["prompt"] = fingerprint(self.rows, state["progress"]["next_prompt"])
+        state["ready"] = [group.slot for group in groups]
+        copies = (t.save.remote(f"{folder}.partial") for t in self.cluster.trainers)
+        limit = self.cfg.timeouts.train
+        await within(limit, "the trainers to copy their state", asyncio.gather(*copies))
+        self.saving = tasks.create_task(self.write(folder, state, groups))
+
+    async def written(self) -> None:
+        """Returns when no checkpoint is being written. Raises what the writing of one raised."""
+        if self.saving:
+            await self.saving
+
+    async def write(self, folder: str, state: dict, groups: list) -> None:
+        """Makes a checkpoint of what was copied."""
+        aside = f"{folder}.partial"
+        limit = self.cfg.timeouts.train
+        trainers = self.cluster.trainers
+        parts = (t.saved.options(concurrency_group="io").remote() for t in trainers)
+        await within(limit, f"{aside} to be written", asyncio.gather(*parts))
+        await self.write_groups(f"{aside}/groups.npz", groups)
+        Path(aside, "state.json").write_text(json.dumps(state, indent=1))
+        # Not in the driver: a thread that hangs in a file system would not let it end.
+        calls = [t.call.options(concurrency_group="io").remote for t in trainers]
+        parts = (call(sums, aside, part, len(calls)) for part, call in enumerate(calls))
+        files = await within(limit, f"{aside} to be flushed", asyncio.gather(*parts))
+        merged = dict(itertools.chain(*(part.items() for part in files)))
+        await within(limit, f"{folder} to be committed", calls[0](commit, aside, folder, merged))
+        deleted = calls[0](prune, self.cfg.run_dir, self.cfg.keep_last)
+        await within(limit, "old checkpoints to be deleted", deleted)
+
+    async def write_groups(self, path: str, groups: list, scores: Sequence[tuple] = ()) -> None:
+        """A worker writes groups; `scores` are (places, logprobs) of what trainers computed."""
+        heads = [(group.slot, group.version, group.line) for group in groups]
+        call = self.cluster.workers[0].call.options(max_task_retries=3)
+        places = [at for at, _ in scores]
+        refs = *(logps for _, logps in scores), *(group.samples for group in groups)
+        writing = call.remote(archive.write_groups, path, heads, places, *refs)
+        await within(self.cfg.timeouts.train, f"{path} to be written", writing)
+
+    async def write_samples(self, step: int, groups: list, scores: Sequence[tuple] = ()) -> None:
+        """Writes a step's groups below samples/, for report and --replay."""
+        await self.write_groups(f"{self.cfg.run_dir}/samples/step_{step:06d}.npz", groups, scores)
+
+    async def read_groups(self, path: str, count: int) -> list:
+        """A worker reads what `write_groups` wrote: `count` groups, their samples by reference."""
+        read = self.cluster.workers[0].call.options(num_returns=1 + count)
+        heads, *samples = read.remote(archive.read_groups, path)
+        heads = await within(self.cfg.timeouts.start, f"{path} to be read", heads)
+        return [self.Group(*head, ref) for head, ref in zip(heads, samples, strict=True)]
+
+    async def read_ready(self, state: dict) -> list:
+        """The finished groups of the checkpoint that `state` is from."""
+        count = len(state["ready"])
+        path = f"{state['folder']}/groups.npz"
+        return await self.read_groups(path, count) if count else []
+
+    async def load(self, must_match: Sequence[str] | None = None) -> dict:
+        """Puts trainers and run folder where the checkpoint that is asked for left them.
+
+        Returns its state, {} for none. With `must_match` None it is not gone on from: the run
+        folder stays as it is, and any stream of prompts will do. Raises InputError where there are
+        checkpoints and all are damaged, where one is of another stream of prompts or differs in a
+        setting that `must_match` names, and where one is to be evaluated and there is none.
+        """
+        state = await self.newest(must_match)
+        if must_match is not None:
+            state = state | {"evaluated": rewind(self.cfg.run_dir, state)}
+        return state if state.get("folder") else {}
+
+    async def newest(self, must_match: Sequence[str] | None) -> dict:
+        """Loads the newest checkpoint that is whole into the trainers; its state, {} for none."""
+        limit = self.cfg.timeouts.start
+        ranks = list(enumerate(self.cluster.trainers))
+        notes = []
+        for folder in candidates(self.cfg):
+            checks = (t.call.remote(damage, folder, part, len(ranks)) for part, t in ranks)
+            found = await within(limit, f"{folder} to be read", asyncio.gather(*checks))
+            problems = [text for text in found if text]
+            if problems:
+                notes.append(problems[0])
+                print(f"not resumed from {folder}: {problems[0]}")
+                continue
+            state = json.loads(Path(folder, "state.json").read_text()) | {"folder": folder}
+            if must_match is not None:
+                refuse_other_stream(state, self.cfg, self.rows, must_match)
+            loads = asyncio.gather(*(t.load.remote(folder) for _, t in ranks))
+            await within(limit, f"{folder} to be loaded", loads)
+            print(f"resumed from {folder}")
+            return state
+        if notes:
+            raise InputError("no checkpoint is whole: " + "; ".join(notes))
+        if self.cfg.command.resume:
+            message = f"run_dir = {self.cfg.run_dir!r} holds no checkpoint"
+            if self.cfg.command.eval_only:
+                raise InputError(message)
+            print(f"{message}: this is {self.cfg.model}")
+        return {}
 
 
-class Saver:
-    """What a trainer rank does for checkpoints; its `policy` does the work."""
-
-    def save(self, folder: str) -> None:
-        """Copies this rank's state to memory and starts writing it; collective."""
-        self.writes = [self.policy.save(f"{folder}/policy"), self.policy.export_hf(f"{folder}/hf")]
-
-    def saved(self) -> None:
-        """Returns when what `save` began is written; runs beside the training."""
-        for write in self.writes:
-            write()
-
-    def export(self, folder: str) -> None:
-        """Writes the policy as a model that transformers and vLLM load; collective."""
-        self.policy.export_hf(folder)()
-
-    def load(self, folder: str) -> None:
-        """Goes on from a checkpoint, bitwise; collective."""
-        self.policy.load(f"{folder}/policy")
-
-    def call(self, function: Callable, *args):
-        """Runs a function here, where the driver would have to wait for it."""
-        return function(*args)
-
-
-async def save(run) -> None:
-    """Copies this moment of a Run, while it waits, and writes it while it goes on.
-
-    Raises what the previous checkpoint's writing raised.
-    """
-    await written(run)
-    folder, limit = f"{run.cfg.run_dir}/step_{run.buffer.version:06d}", run.cfg.timeouts.train
-    state, ready = state_of(run), list(run.buffer.ready.values())
-    async with run.training:  # an engine's repair must not queue behind it and call it a fault
-        copies = asyncio.gather(*(t.save.remote(f"{folder}.partial") for t in run.trainers))
-        await within(limit, "the trainers to copy their state", copies)
-    run.saving = run.tasks.create_task(write(run, folder, state, ready))
-
-
-async def settle(run) -> None:
-    """Saves a run that came from another folder: from now on it goes on from its own."""
-    if run.buffer.version and not newest_first(run.cfg.run_dir):
-        await save(run)
-        await written(run)
-
-
-async def written(run) -> None:
-    """Returns when no checkpoint is being written. Raises what the writing of one raised."""
-    if run.saving:
-        await run.saving
-
-
-def state_of(run) -> dict:
-    """What a checkpoint holds beside the policy and the finished groups."""
-    return {
-        "version": run.buffer.version,
-        "next_slot": run.next_slot,
-        "position": run.position,
-        "prompt": fingerprint(run, run.position),
-        "in_flight": list(run.in_flight.items()),
-        "ready": list(run.buffer.ready),
-        "dropped": dict(run.buffer.dropped),
-        "config": dataclasses.asdict(run.cfg),
-    }
-
-
-def fingerprint(run, position: int) -> int:
-    """CRC-32 of the prompt that was taken last: another one if the stream has shifted since."""
-    row = run.rows[(position - 1) % len(run.rows)]
-    return zlib.crc32(json.dumps(row | {"_line": 0}).encode())
-
-
-async def write(run, folder: str, state: dict, ready: list) -> None:
-    """Makes a checkpoint of what was copied."""
-    aside, limit = f"{folder}.partial", run.cfg.timeouts.train
-    parts = (t.saved.options(concurrency_group="io").remote() for t in run.trainers)
-    await within(limit, f"{aside} to be written", asyncio.gather(*parts))
-    await write_groups(run, f"{aside}/groups.npz", ready)
-    Path(aside, "state.json").write_text(json.dumps(state, indent=1))
-    # Not in the driver: a thread that hangs in a file system would not let it end.
-    calls = [t.call.options(concurrency_group="io").remote for t in run.trainers]
-    parts = (call(sums, aside, part, len(calls)) for part, call in enumerate(calls))
-    files = await within(limit, f"{aside} to be flushed", asyncio.gather(*parts))
-    merged = dict(itertools.chain(*(part.items() for part in files)))
-    await within(limit, f"{folder} to be committed", calls[0](commit, aside, folder, merged))
-    deleted = calls[0](prune, run.cfg.run_dir, run.cfg.keep_last)
-    await within(limit, "old checkpoints to be deleted", deleted)
-
-
-async def write_groups(run, path: str, groups: list, places=(), scores=()) -> None:
-    """A worker writes groups, with the trainers' logprobs at their places where there are any."""
-    heads = [(group.slot, group.version, group.line) for group in groups]
-    call = next(run.workers).call.options(max_task_retries=3)
-    refs = *scores, *(group.samples for group in groups)
-    written = call.remote(archive.write_groups, path, heads, list(places), *refs)
-    await within(run.cfg.timeouts.train, f"{path} to be written", written)
-
-
-async def go_on(run) -> dict:
-    """Puts trainers and run folder where a checkpoint left them; `restore` does the rest.
-
-    Returns its state, {} for none. Raises InputError where it is of another stream of prompts.
-    """
-    state = await resume(run, compare)
-    run.buffer.version, run.evaluated = state.get("version", 0), rewind(run.cfg.run_dir, state)
-    return state
-
-
-async def resume(run, check=lambda state, run: None) -> dict:
-    """Loads the checkpoint that is asked for into the trainers; its state, {} for none.
-
-    Raises InputError where there are checkpoints and all are damaged, what `check` raises of the
-    state, and where one is to be evaluated and there is none.
-    """
-    folders, notes, limit = candidates(run.cfg), [], run.cfg.timeouts.start
-    ranks = list(enumerate(run.trainers))
-    for folder in folders:
-        checks = (t.call.remote(damage, folder, part, len(ranks)) for part, t in ranks)
-        found = await within(limit, f"{folder} to be read", asyncio.gather(*checks))
-        damages = [text for text in found if text]
-        if damages:
-            notes += damages[:1]
-            print(f"not resumed from {folder}: {damages[0]}")
-            continue
-        state = json.loads(Path(folder, "state.json").read_text()) | {"folder": folder}
-        check(state, run)
-        loads = asyncio.gather(*(t.load.remote(folder) for t in run.trainers))
-        await within(limit, f"{folder} to be loaded", loads)
-        print(f"resumed from {folder}")
-        return state
-    if folders:
-        raise InputError("no checkpoint is whole: " + "; ".join(notes))
-    if run.cfg.resume:
-        told = f"run_dir = {run.cfg.run_dir!r} holds no checkpoint"
-        if run.cfg.eval_only:
-            raise InputError(told)
-        print(f"{told}: this is {run.cfg.model}")
-    return {}
-
-
-def candidates(cfg) -> list[str]:
+def candidates(cfg: RunSettings) -> list[str]:
     """The checkpoints to try, best first; none where the run is to start anew."""
-    if cfg.resume == "auto":
+    resume = cfg.command.resume
+    if resume == "auto":
         return [str(folder) for folder in newest_first(cfg.run_dir)]
-    if cfg.resume and not (Path(cfg.resume) / MARKER).is_file():
-        raise InputError(f"resume = {cfg.resume!r}: expected auto or a folder with {MARKER}")
-    return [cfg.resume] if cfg.resume else []
+    if resume and not (Path(resume) / MARKER).is_file():
+        raise InputError(f"resume = {resume!r}: expected auto or a folder with {MARKER}")
+    return [resume] if resume else []
 
 
-def compare(state: dict, run) -> None:
-    """Raises InputError where a Run counts or reads prompts unlike the one that was saved."""
-    saved, folder, cfg = state["config"], state["folder"], run.cfg
-    if cfg.replay and saved["replay"] != cfg.replay:
-        raise InputError(f"{folder} is of no replay of {cfg.replay}")
-    if saved["max_lag"] > cfg.max_lag:  # what is ready may be as old as that
+def refuse_other_stream(
+    state: dict, cfg: RunSettings, rows: list[dict], must_match: Sequence[str]
+) -> None:
+    """Raises InputError where a run counts or reads prompts unlike the one that was saved."""
+    saved = state["config"]
+    now = dataclasses.asdict(cfg)
+    folder = state["folder"]
+    replay = cfg.command.replay
+    if replay and saved["command"]["replay"] != replay:
+        raise InputError(f"{folder} is of no replay of {replay}")
+    if saved["max_lag"] > now["max_lag"]:  # what is ready may be as old as that
         raise InputError(f"{folder} was saved with max_lag = {saved['max_lag']}: not less")
-    for name in ("prompts_per_step", "group_size", "train_data", "replay_routing"):
-        if saved.get(name, getattr(cfg, name)) != getattr(cfg, name):
-            told = f"{folder} was saved with {name} = {saved[name]!r}"
-            raise InputError(f"{told}, not {getattr(cfg, name)!r}")
-    if state["prompt"] != fingerprint(run, state["position"]):
-        told = f"prompt {state['position']} is another one than {folder} was saved with"
-        why = "were rows added or removed, or are others quarantined now"
-        raise InputError(f"train_data = {cfg.train_data!r}: {told}: {why}?")
+    for name in must_match:
+        before, after = (leaf_of(config, name) for config in (saved, now))
+        if before != after:
+            raise InputError(f"{folder} was saved with {name} = {before!r}, not {after!r}")
+    prompt = state["progress"]["next_prompt"]
+    if state["prompt"] != fingerprint(rows, prompt):
+        message = f"prompt {prompt} is another one than {folder} was saved with"
+        why = "were rows added or removed, or are others quarantined now?"
+        raise InputError(f"data.train = {cfg.data.train!r}: {message}: {why}")
 
 
-async def restore(run, state: dict) -> None:
-    """Puts a Run where `state` was taken: its stream, its finished groups and those under way."""
-    run.next_slot, run.position = state["next_slot"], state["position"]
-    run.in_flight = dict(state["in_flight"])
-    path, count, groups = f"{state['folder']}/groups.npz", len(state["ready"]), []
-    if count:
-        read = next(run.workers).call.options(num_returns=1 + count)
-        heads, *refs = read.remote(archive.read_groups, path)
-        heads = await within(run.cfg.timeouts.start, f"{path} to be read", heads)
-        groups = [run.Group(*head, ref) for head, ref in zip(heads, refs, strict=True)]
-    run.buffer.restore(state["version"], groups, state["dropped"])
+def leaf_of(config: dict, name: str) -> Any:
+    """The value of `group.leaf` in nested dictionaries."""
+    for part in name.split("."):
+        config = config[part]
+    return config
 
 
 def rewind(run_dir: str, state: dict) -> int:
-    """Takes back what a run folder's files tell of the time after a checkpoint.
+    """Takes back what a run folder's files hold of the time after a checkpoint.
 
     Returns the last version up to the checkpoint's whose evaluation ended, -1 for none: also one
     that ended after the checkpoint was taken stays.
     """
-    version, evaluated = state.get("version", -1), -1
+    version = state.get("version", -1)
+    evaluated = -1
     trained = version * state["config"]["prompts_per_step"] if state else 0
-    in_flight = dict(state.get("in_flight", ())).values()
+    progress = state.get("progress", {"next_prompt": 0, "in_flight": {}})
+    in_flight = progress["in_flight"].values()
 
     def is_past(line: dict) -> bool:
         nonlocal evaluated
@@ -349,14 +310,14 @@ def rewind(run_dir: str, state: dict) -> int:
         return line["step"] <= version
 
     def is_trained(line: dict) -> bool:
-        if isinstance(line["slot"], str):
-            return int(line["slot"].split("-")[1]) <= evaluated
+        if line["evaluation"] is not None:
+            return line["evaluation"] <= evaluated
         return line["slot"] < trained or line["slot"] in state.get("ready", ())
 
     def was_dropped(line: dict) -> bool:
-        if isinstance(line["slot"], str):
+        if line["evaluation"] is not None:
             return is_trained(line)
-        return line["prompt"] < state.get("position", 0) and line["prompt"] not in in_flight
+        return line["prompt"] < progress["next_prompt"] and line["prompt"] not in in_flight
 
     for folder in newest_first(run_dir):
         if step_of(folder) > version:

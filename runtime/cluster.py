@@ -1,58 +1,151 @@
-"""Ray: the cluster and its actors."""
+"""A run's processes: its folder, its Ray cluster, its actors, and the trainer ranks' group."""
 
 import asyncio
-import contextlib
 import faulthandler
+import fcntl
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, TextIO
 
 import ray
 import torch
-from pydantic import PositiveFloat
-from pydantic.dataclasses import dataclass as checked_dataclass
+import torch.distributed as dist
+
+from runtime.config import InputError
+from runtime.settings import RunSettings
+from runtime.waits import within
+
+ROOT = Path(__file__).parent.parent
 
 
-@checked_dataclass(frozen=True, config={"extra": "forbid"})
-class Timeouts:
-    """Seconds after which a wait ends with an error that names it."""
+class Ranks:
+    """How a trainer rank meets others: the ranks of its policy, and the engines' workers."""
 
-    start: PositiveFloat = 900.0
-    """For actors to load models."""
-    rollout: PositiveFloat = 3600.0
-    """For one group's rollouts."""
-    batch: PositiveFloat = 14400.0
-    """For a step's groups, which the trainer waits for."""
-    train: PositiveFloat = 3600.0
-    """For one training step."""
-    sync: PositiveFloat = 600.0
-    """For one weight update, from pause to resume."""
+    def __init__(self, rank: int, cfg: RunSettings):
+        self.rank = rank
+        self.cfg = cfg
+        self.host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+        self.store: Any = None  # the TCPStore that this rank opened last
+
+    def open_store(self, world: int) -> tuple[str, int]:
+        """Listens for `world` processes; the port is bound before anyone hears of it.
+
+        Choosing a free port first and binding it later collides (vLLM issue 28498).
+        """
+        limit = timedelta(seconds=self.cfg.timeouts.start)
+        self.store = dist.TCPStore(self.host, 0, world, True, limit, wait_for_workers=False)
+        return self.host, self.store.port
+
+    def join(self, address: tuple[str, int]) -> None:
+        """Makes torch's default process group of all ranks, who meet at rank 0's store."""
+        world = self.cfg.policy.ranks
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=self.store if self.rank == 0 else dist.TCPStore(*address, world, False),
+            rank=self.rank,
+            world_size=world,
+            timeout=timedelta(seconds=self.cfg.timeouts.train),
+        )
 
 
-def actor(cls: type, gpus: float, cfg, **options):
-    """A Ray actor of a plain class; what it prints goes to a file in the run folder's logs.
+class Cluster:
+    """The run folder and a Ray cluster, held while `with` lasts, and the actors of a run."""
+
+    def __init__(self, cfg: RunSettings, Trainer: type, RolloutWorker: type):
+        self.cfg = cfg
+        self.Trainer = Trainer
+        self.RolloutWorker = RolloutWorker
+        self.trainers: list[Any] = []
+        self.metas: list = []  # what the policy's weights look like
+        self.workers: list[Any] = []
+
+    def __enter__(self) -> "Cluster":
+        """Raises InputError where the run folder cannot be had."""
+        self.lock = claim(self.cfg)
+        connect(self.cfg)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """An error leaves with the last lines that the actors logged."""
+        if isinstance(error, Exception):
+            print(last_lines(self.cfg), file=sys.stderr)
+        ray.shutdown()
+        self.lock.close()
+
+    def shares_gpus(self) -> bool:
+        """Whether trainers and engines use the same GPUs."""
+        return self.cfg.gpu_share < 1 and bool(ray.cluster_resources().get("GPU"))
+
+    def on_signal(self, leave: Callable[[str], None]) -> None:
+        """Calls `leave` with a reason on SIGTERM and SIGUSR1, and before the Slurm job ends."""
+        loop = asyncio.get_running_loop()
+        for name in ("SIGTERM", "SIGUSR1"):
+            loop.add_signal_handler(getattr(signal, name), leave, name)
+        end = os.environ.get("SLURM_JOB_END_TIME")
+        if self.cfg.save_before and end:
+            seconds = float(end) - time.time() - self.cfg.save_before
+            loop.call_later(max(0, seconds), leave, "end of the job")
+
+    async def start_trainers(self) -> None:
+        """Starts the trainer ranks, which load the model of the configuration."""
+        cfg = self.cfg
+        threads = {"io": 1, "watch": 1}  # beside the one that trains
+        options = {"concurrency_groups": threads}
+        self.trainers = [
+            actor(self.Trainer, cfg.gpu_share, cfg, **options).remote(cfg, rank)
+            for rank in range(cfg.policy.ranks)
+        ]
+        store = self.trainers[0].open_store.remote(cfg.policy.ranks)
+        address = await within(cfg.timeouts.start, "trainer rank 0 to start", store)
+        starts = asyncio.gather(*(trainer.start.remote(address) for trainer in self.trainers))
+        self.metas = (await within(cfg.timeouts.start, "the trainers to load", starts))[0]
+
+    def start_workers(self) -> None:
+        """Starts the rollout workers; Ray starts one again that dies, and repeats its calls."""
+        options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 100_000}
+        worker = actor(self.RolloutWorker, 0, self.cfg, **options)
+        ranks = range(self.cfg.rollout_workers)
+        self.workers = [worker.remote(self.cfg, rank) for rank in ranks]
+
+    async def watch(self, trainer: Any) -> None:
+        """Raises as soon as a trainer rank dies, whether or not anybody waits for it."""
+        await trainer.watch.options(concurrency_group="watch").remote()
+
+
+def actor(cls: type, gpus: float, cfg: RunSettings, **options: Any) -> Any:
+    """A Ray actor of a plain class, which gets what `Process` adds.
 
     Without GPUs in the cluster it asks for none.
     """
     gpus = gpus if ray.cluster_resources().get("GPU") else 0
     groups = {k: options.pop(k) for k in ("concurrency_groups",) if k in options}
+    folder = Path(cfg.run_dir) / "logs"
 
-    class Logged(cls):
-        def __init__(self, *args):
-            redirect(Path(cfg.run_dir) / "logs", cls.__name__)
+    class Process(cls):
+        """What every actor of a run can do beside its own methods."""
+
+        def __init__(self, *args: Any):
+            redirect(folder, cls.__name__)
             super().__init__(*args)
 
-    Logged.__name__ = Logged.__qualname__ = cls.__name__
-    made = ray.remote(num_cpus=0, **groups)(Logged)
+        def call(self, function: Callable, *args: Any) -> Any:
+            """Runs a function here, where its data is, or where the driver need not wait."""
+            return function(*args)
+
+        def watch(self) -> None:
+            """Never returns, so that its end shows the driver the end of this process."""
+            threading.Event().wait()
+
+    Process.__name__ = cls.__name__
+    Process.__qualname__ = cls.__name__
+    made = ray.remote(num_cpus=0, **groups)(Process)
     return made.options(num_gpus=gpus, **options)
-
-
-def shares_gpus(cfg) -> bool:
-    """Whether trainers and engines use the same GPUs."""
-    return cfg.trainer_gpus < 1 and bool(ray.cluster_resources().get("GPU"))
 
 
 def redirect(folder: Path, name: str) -> None:
@@ -65,39 +158,52 @@ def redirect(folder: Path, name: str) -> None:
     faulthandler.enable()
 
 
-def last_words(cfg, lines: int = 8) -> str:
+def last_lines(cfg: RunSettings, lines: int = 8) -> str:
     """The last lines of each actor's log, the latest first, for an error message."""
     paths = sorted(Path(cfg.run_dir).glob("**/logs/*.log"), key=os.path.getmtime, reverse=True)
     texts = [(path.name, path.read_text(errors="replace").splitlines()) for path in paths[:6]]
     return "\n".join(f"--- {name}\n" + "\n".join(t[-lines:]) for name, t in texts if t)
 
 
-def on_signal(leave: Callable[[str], None], save_before: float) -> None:
-    """Calls `leave` with a reason on SIGTERM and SIGUSR1, and before the Slurm job ends."""
-    loop, end = asyncio.get_running_loop(), os.environ.get("SLURM_JOB_END_TIME")
-    for name in ("SIGTERM", "SIGUSR1"):
-        loop.add_signal_handler(getattr(signal, name), leave, name)
-    if save_before and end:
-        loop.call_later(max(0, float(end) - time.time() - save_before), leave, "end of the job")
+def claim(cfg: RunSettings) -> TextIO:
+    """Takes the run folder for this process; keep what it returns as long as the run lives.
 
-
-@contextlib.contextmanager
-def connected(cfg):
-    """A cluster while it lasts; an error leaves with the last lines that the actors logged."""
-    connect(cfg)
+    Raises InputError where another run is alive in it, or was and is not to be continued.
+    """
+    command = cfg.command
+    folder = Path(cfg.run_dir)
+    if command.replay == cfg.run_dir:
+        raise InputError(f"replay = run_dir = {cfg.run_dir!r}: expected another run_dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / "lock", "a+")  # noqa: SIM115
     try:
-        yield
-    except Exception:
-        print(last_words(cfg), file=sys.stderr)
-        raise
-    finally:
-        ray.shutdown()
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip()
+        raise InputError(f"run_dir = {cfg.run_dir!r} is in use by {owner}") from None
+    except OSError as error:
+        reason = f"cannot be locked: {error.strerror}"
+        raise InputError(f"run_dir = {cfg.run_dir!r} {reason}") from None
+    metrics = folder / "metrics.jsonl"
+    holds_run = (metrics.exists() and metrics.stat().st_size) or any(
+        folder.glob("step_*/complete.json")
+    )
+    here = command.resume == "auto" or (command.resume and Path(command.resume).parent == folder)
+    goes_on = here or command.export or (command.resume and command.eval_only)
+    if not goes_on and holds_run:
+        expected = "expected an empty folder, or --resume auto to go on"
+        raise InputError(f"run_dir = {cfg.run_dir!r} holds a run already: {expected}")
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+    lock.flush()
+    return lock
 
 
-def connect(cfg) -> None:
+def connect(cfg: RunSettings) -> None:
     """Joins the cluster that RAY_ADDRESS names, or starts one on this machine."""
     env = {
-        "PYTHONPATH": f"{Path(__file__).parent.parent}:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
         "PYTHONDONTWRITEBYTECODE": "",  # without .pyc files each process recompiles 5,000 modules
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -105,7 +211,7 @@ def connect(cfg) -> None:
     }
     if not torch.cuda.is_available():
         # Two busy processes with two threads each spin on two cores: 5 times slower.
-        threads = max(1, (os.cpu_count() or 1) // (cfg.trainers + cfg.generators))
+        threads = max(1, (os.cpu_count() or 1) // (cfg.policy.ranks + cfg.engine.count))
         env |= {
             "OMP_NUM_THREADS": str(threads),
             "TORCH_COMPILE_DISABLE": "1",

@@ -2,16 +2,39 @@
 
 import dataclasses
 import difflib
+import json
 import re
-import runpy
+import sys
 import time
 import types
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 import pydantic
 import tyro
 
+if TYPE_CHECKING:
+    from runtime.settings import RunSettings
+
 ROOT = Path(__file__).parent.parent
+C = TypeVar("C", bound="RunSettings")
+
+
+REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@REGISTRY.primitive_rule
+def dictionaries(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+    """On the command line a dictionary is JSON: --engine.args '{"max_num_seqs": 512}'."""
+    if get_origin(info.type) is not dict:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda words: json.loads(words[0]),
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    )
 
 
 class InputError(SystemExit):
@@ -21,30 +44,84 @@ class InputError(SystemExit):
         super().__init__(f"error: {message}")
 
 
-def load(Config: type, argv: list[str], default: str):
+class Merged(dict):
+    """The names of a config file. A dictionary that is assigned again is merged into the old one.
+
+    So a file that inherits `policy = {"tp": 4}` and assigns `policy = {"lr": 1e-6}` keeps tp.
+    """
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, merge(self.get(name), value))
+
+
+def merge(old: Any, new: Any) -> Any:
+    """`new`; where both are dictionaries, `old` with the entries of `new`, at any depth."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {name: merge(old.get(name), value) for name, value in new.items()}
+
+
+def load(Config: type[C], argv: list[str], default: str) -> C:
     """The `Config` that `[--config FILE] [--field value ...]` asks for; FILE defaults to `default`.
 
     A config file is plain Python assignments to field names; it may `import *` from another one.
     Raises InputError for an unknown or malformed field; tyro exits with a message for bad flags.
+    With --dry_run it prints what the run would need, and raises SystemExit.
     """
-    path, flags = ROOT / default, [part for flag in argv for part in split_config(flag)]
+    path = ROOT / default
+    flags = [part for flag in argv for part in split_config(flag)]
     if "--config" in flags:
         at = flags.index("--config")
         if at + 1 == len(flags):
             raise InputError(f"--config: expected the path of a file, such as {default}")
-        path, flags = Path(flags[at + 1]), flags[:at] + flags[at + 2 :]
-    cfg = tyro.cli(Config, default=read(Config, path), args=flags, prog="grpo_async.py")
+        path = Path(flags[at + 1])
+        del flags[at : at + 2]
+    base = read(Config, path)
+    shown = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+    base = dataclasses.replace(base, command=dataclasses.replace(base.command, config=shown))
+    program = Path(sys.argv[0]).name
+    about = f"{(Config.__doc__ or '').strip()}\n\nThe defaults below are those of {shown}."
+    cfg = tyro.cli(
+        Config, default=base, args=flags, prog=program, description=about, registry=REGISTRY
+    )
+    cfg = with_paths(with_entries(base, cfg))
+    if cfg.command.dry_run:
+        from dry_run import explain  # and transformers, which takes 3 s
+
+        print(explain(cfg, Config))
+        raise SystemExit
+    check_model(cfg)
+    return cfg
+
+
+def with_entries(base: C, cfg: C) -> C:
+    """`cfg`, whose dictionaries keep the entries of those of `base` that they do not override."""
+    changes = {}
+    for field in dataclasses.fields(cfg):
+        old, new = (getattr(settings, field.name) for settings in (base, cfg))
+        if dataclasses.is_dataclass(new):
+            changes[field.name] = with_entries(old, new)
+        elif isinstance(new, dict):
+            changes[field.name] = merge(old, new)
+    return dataclasses.replace(cfg, **changes)
+
+
+def with_paths(cfg: C) -> C:
+    """The same with absolute paths, because actors have working directories of their own."""
     run_dir = cfg.run_dir.replace("{time}", time.strftime("%Y%m%d-%H%M%S"))
     run_dir = run_dir.replace("{seed}", str(cfg.seed))
-    # Absolute, because actors have working directories of their own.
-    paths = {name: str(Path(getattr(cfg, name)).resolve()) for name in ("model", *chosen(cfg))}
-    return dataclasses.replace(cfg, run_dir=str(Path(run_dir).resolve()), **paths)
-
-
-def chosen(cfg) -> list[str]:
-    """The fields that name a folder to go on from."""
-    folders = {"resume": cfg.resume.removeprefix("auto"), "replay": cfg.replay}
-    return [name for name, folder in folders.items() if folder]
+    command = cfg.command
+    folders: dict[str, Any] = {}
+    if command.resume not in ("", "auto"):
+        folders["resume"] = str(Path(command.resume).resolve())
+    if command.replay:
+        folders["replay"] = str(Path(command.replay).resolve())
+    return dataclasses.replace(
+        cfg,
+        run_dir=str(Path(run_dir).resolve()),
+        model=str(Path(cfg.model).resolve()),
+        command=dataclasses.replace(command, **folders),
+    )
 
 
 def split_config(flag: str) -> list[str]:
@@ -52,13 +129,14 @@ def split_config(flag: str) -> list[str]:
     return flag.split("=", 1) if flag.startswith("--config=") else [flag]
 
 
-def read(Config: type, path: Path):
+def read(Config: type[C], path: Path) -> C:
     """Runs a config file and checks its names and types. Raises InputError naming file and line."""
     if not path.is_file():
         found = ", ".join(sorted(f"configs/{p.name}" for p in ROOT.glob("configs/[!_]*.py")))
         raise InputError(f"{path}: no such config file; there are: {found}")
+    assigned = Merged()
     try:
-        assigned = runpy.run_path(str(path))
+        exec(compile(path.read_text(), str(path), "exec"), {"__file__": str(path)}, assigned)
     except Exception as error:
         raise InputError(f"{path}: {type(error).__name__}: {error}") from error
     chosen = {
@@ -66,82 +144,77 @@ def read(Config: type, path: Path):
         for name, value in assigned.items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType | type)
     }
-    known = [field.name for field in dataclasses.fields(Config)]
-    for name in sorted(chosen.keys() - set(known)):
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise InputError(f"{place(path, name)}: unknown field {name!r}{hint}")
+    fields = {field.name: field.type for field in dataclasses.fields(Config)}
+    if "command" in chosen:
+        at = place(path, "command")
+        raise InputError(f"{at}: command: expected on the command line, not in a config file")
+    for name in sorted(chosen.keys() - fields.keys()):
+        raise InputError(f"{place(path, name)}: unknown field {name!r}{hint(Config, name)}")
     try:
-        return Config(**chosen)
+        return with_entries(Config(), Config(**chosen))
     except pydantic.ValidationError as error:
-        field = error.errors()[0]["loc"][:1]
-        at = place(path, str(field[0])) if field else path
-        raise InputError(f"{at}: {explain(error)}") from None
+        where = error.errors()[0]["loc"]
+        at = place(path, *map(str, where[:2])) if where else str(path)
+        raise InputError(f"{at}: {explain(Config, error)}") from None
 
 
-def refuse_contradictions(cfg) -> None:
-    """Raises ValueError for fields that exclude each other, naming both."""
-    P, U, rule = cfg.prompts_per_step, cfg.updates_per_batch, cfg.correction
-    kl, skip, dual = cfg.kl_coef, cfg.skip_zero_advantage, cfg.dual_clip
-    waits, tries = cfg.rollout_attempts * cfg.timeouts.rollout, "rollout attempts * timeout"
-    asked = [k for k in ("eval_only", "rollout_only", "replay", "export") if getattr(cfg, k)]
-    goes_on = "resume = 'auto'" * (cfg.resume == "auto") or "export" * bool(cfg.export)
-    val = f"val_period = {cfg.val_period} and val_data = {cfg.val_data!r}"
-    ranks, unit = cfg.tp * cfg.pp * cfg.cp, 2 * cfg.cp * cfg.tp
-    shared = f"tp * pp * cp = {cfg.tp} * {cfg.pp} * {cfg.cp}"
-    experts = f"ep = {cfg.ep} must divide trainers / pp = {cfg.trainers // cfg.pp}"
-    alone = ranks == cfg.ep == 1
-    layout = f"{shared}, ep = {cfg.ep}"
-    room = cfg.row_tokens // unit * unit or unit
-    for holds, message in (
-        (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
-        (P % U == 0, f"prompts_per_step = {P} is no multiple of updates_per_batch = {U}"),
-        (dual is None or dual > 1, f"dual_clip = {dual}: expected more than 1"),
-        (asked or cfg.group_size > 1, "group_size = 1: expected 2 or more, to compare"),
-        (bool(cfg.val_period) == bool(cfg.val_data), f"{val}: expected both or neither"),
-        (not (kl and skip), f"kl_coef = {kl} needs skip_zero_advantage = False, not True"),
-        (len(asked) < 2, f"{' and '.join(asked)} exclude each other"),
-        (cfg.eval_only or cfg.replay or not (asked and cfg.resume), f"resume excludes {asked}"),
-        (cfg.val_data or not cfg.eval_only, "eval_only = True and val_data = '': no rows"),
-        (not (goes_on and "{time}" in cfg.run_dir), f"{goes_on}: run_dir has {{time}}"),
-        (waits < cfg.timeouts.batch, f"{tries} = {waits} leaves timeouts.batch no room"),
-        (cfg.policy == "megatron" or alone, f"{layout} need policy = 'megatron', not 'fsdp'"),
-        (
-            cfg.policy == "megatron" or not cfg.replay_routing,
-            "replay_routing = True needs policy = 'megatron', not 'fsdp'",
-        ),
-        (cfg.trainers % ranks == 0, f"trainers = {cfg.trainers} is no multiple of {shared}"),
-        (cfg.trainers // cfg.pp % cfg.ep == 0, experts),
-        (
-            cfg.cp == 1 or cfg.row_tokens % unit == 0,
-            f"row_tokens = {cfg.row_tokens} is no multiple of 2 * cp * tp = {unit}: try {room}",
-        ),
-    ):
-        if not holds:
-            raise ValueError(message)
+def leaves(Config: type, prefix: str = "") -> dict[str, Any]:
+    """Every setting that is no group, by its dotted name, with its default."""
+    return flatten(Config(), prefix)
 
 
-def explain(error: pydantic.ValidationError) -> str:
+def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of all settings that are no group, by their dotted names."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= flatten(value, f"{prefix}{field.name}.")
+        else:
+            found[f"{prefix}{field.name}"] = value
+    return found
+
+
+def hint(Config: type, name: str) -> str:
+    """The setting that was probably meant, as the end of an error message."""
+    known = leaves(Config)
+    same_leaf = [path for path in known if path.rpartition(".")[2] == name]
+    close = same_leaf or difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def explain(Config: type, error: pydantic.ValidationError) -> str:
     """The first problem in a line: field, value and what was expected, or a contradiction."""
     first = error.errors()[0]
-    if not first["loc"]:
+    name = ".".join(map(str, first["loc"]))
+    if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    return f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}"
+    if first["type"] == "unexpected_keyword_argument":
+        return f"unknown field {name!r}{hint(Config, str(first['loc'][-1]))}"
+    return f"{name} = {first['input']!r}: {first['msg']}"
 
 
-def place(path: Path, name: str) -> str:
-    """`file:line` of the last assignment to a name, or the file alone if it is inherited."""
+def place(path: Path, name: str, leaf: str = "") -> str:
+    """`file:line` of the last assignment to a name, or of its `leaf`; the file if inherited."""
     lines = path.read_text().splitlines()
-    hits = [i for i, line in enumerate(lines, 1) if re.match(rf"{re.escape(name)}\s*[:=]", line)]
-    return f"{path}:{hits[-1]}" if hits else str(path)
+    hits = [i for i, line in enumerate(lines, 1) if re.match(rf"{re.escape(name)}\s*[:=|]", line)]
+    if not hits:
+        return str(path)
+    inside = [i for i, line in enumerate(lines, 1) if i >= hits[-1] and f'"{leaf}"' in line]
+    return f"{path}:{inside[0] if leaf and inside else hits[-1]}"
 
 
-def check_model(path: str) -> None:
-    """Raises InputError unless the folder is one that transformers' save_pretrained writes."""
+def check_model(cfg: "RunSettings") -> None:
+    """Raises InputError unless the folder is a model that this configuration can train."""
+    model = cfg.model
     for name in ("config.json", "tokenizer_config.json"):
-        if not (Path(path) / name).is_file():
-            hint = " (launch/make_tiny.py makes it)" if path.endswith("models/tiny") else ""
-            raise InputError(f"model = {path!r}: expected a folder that holds {name}{hint}")
-    settings = (Path(path) / "tokenizer_config.json").read_text()
-    if "chat_template" not in settings and not list(Path(path).glob("chat_template*")):
-        raise InputError(f"model = {path!r}: its tokenizer has no chat_template, expected one")
+        if not (Path(model) / name).is_file():
+            made = " (launch/make_tiny.py makes it)" if model.endswith("models/tiny") else ""
+            raise InputError(f"model = {model!r}: expected a folder that holds {name}{made}")
+    settings = (Path(model) / "tokenizer_config.json").read_text()
+    if "chat_template" not in settings and not list(Path(model).glob("chat_template*")):
+        raise InputError(f"model = {model!r}: its tokenizer has no chat_template, expected one")
+    if cfg.policy.kind == "megatron":
+        from policy.megatron.check import check_megatron
+
+        check_megatron(model, cfg.policy)

@@ -1,14 +1,33 @@
-"""Which engines there are: started, chosen by load, watched, replaced when they fail."""
+"""Which engines there are: started, leased by load, watched, replaced when they fail.
+
+launched --started--> fresh --first update--> serving --death, failed update--> discarded
+    ^                                                                                |
+    +-------------------------- `launch`, at most max_restarts times ----------------+
+"""
 
 import asyncio
+import contextlib
 import pickle
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
 
 import ray
 from tqdm import tqdm
 
-from runtime.cluster import actor
+from envs.sampler import Request
+from policy.weight_sync import Wire, difference
+from runtime.cluster import Cluster, actor
+from runtime.settings import RunSettings
 from runtime.waits import within
+
+PROBE = list(range(1, 17))  # token ids that every vocabulary has
+
+
+class Received(NamedTuple):
+    """What an engine says of a weight update: seconds by phase, and checksums by its workers."""
+
+    phases: dict[str, float]
+    checksums: list[dict[str, int]]
 
 
 class Fleet:
@@ -18,29 +37,44 @@ class Fleet:
     A lost engine's successor loads while the others serve, and is `fresh` until it gets a policy.
     """
 
-    def __init__(self, Generator: type, cfg):
-        self.Generator, self.cfg = Generator, cfg
+    def __init__(self, Generator: type, cfg: RunSettings, cluster: Cluster):
+        self.Generator = Generator
+        self.cfg = cfg
+        self.cluster = cluster
         self.launched: dict[Any, asyncio.Future] = {}  # engine -> its start
-        self.load: dict[Any, int] = {}  # engine -> groups it is working on
-        self.fresh, self.grouped, self.watches = set(), set(), set()
-        self.synced, self.missing = asyncio.Event(), asyncio.Event()
-        self.repairs, self.discarded, self.error, self.proven = 0, 0, None, False
+        self.load: dict[Any, int] = {}  # started engine -> groups that it is working on
+        self.fresh: set[Any] = set()  # started, without a policy
+        self.grouped: set[Any] = set()  # members of the process group
+        self.watches: set[asyncio.Task] = set()
+        self.synced = asyncio.Event()
+        self.missing = asyncio.Event()
+        self.repairs = 0
+        self.discarded = 0
+        self.error: BaseException | None = None  # of the engine that was lost last
+        self.proven = False  # one update of all has worked
+
+    @property
+    def allowed_gap(self) -> float:
+        """How far an engine's logprobs may be from the trainer's, nats, mean of a probe."""
+        return 0.1 if "bfloat16" in {meta.dtype for meta in self.cluster.metas} else 1e-3
 
     def launch(self) -> None:
         """Starts as many engines as are missing; `started` waits for them.
 
-        None after `max_engine_restarts` repairs: those that are left go on. Raises RuntimeError
+        None after `engine.max_restarts` repairs: those that are left go on. Raises RuntimeError
         where there are none, with the last error.
         """
-        cfg, gpus = self.cfg, self.cfg.generator_gpus * self.cfg.tensor_parallel
-        lacking = cfg.generators - len(self.load) - len(self.launched)
+        cfg = self.cfg
+        limit = cfg.engine.max_restarts
+        lacking = cfg.engine.count - len(self.load) - len(self.launched)
         if lacking and self.error:
-            if self.repairs == cfg.max_engine_restarts:
+            if self.repairs == limit:
                 if self.load or self.launched:
                     return
-                told = f"engines were lost more often than max_engine_restarts = {self.repairs}"
-                raise RuntimeError(f"{told}: {self.error}") from self.error
+                message = f"engines were lost more often than engine.max_restarts = {limit}"
+                raise RuntimeError(f"{message}: {self.error}") from self.error
             self.repairs += 1
+        gpus = cfg.gpu_share * cfg.engine.tensor_parallel
         options = {"max_concurrency": 100_000}  # control calls must not queue behind rollouts
         for _ in range(lacking):
             engine = actor(self.Generator, gpus, cfg, **options).remote(cfg)
@@ -48,7 +82,8 @@ class Fleet:
 
     async def started(self) -> bool:
         """Waits for those that were launched, discards those that fail; whether some did not."""
-        launched, limit = dict(self.launched), self.cfg.timeouts.start
+        launched = dict(self.launched)
+        limit = self.cfg.timeouts.start
         if not launched:
             return False
         starts = asyncio.wait(launched.values())
@@ -61,9 +96,8 @@ class Fleet:
                 self.discard([engine], start.exception())
         return any(start.done() and not start.exception() for start in launched.values())
 
-    async def start(self, trainers: list, metas: list) -> None:
-        """Waits for all engines, which will get these trainers' weights; none may fail at first."""
-        self.trainers, self.metas = trainers, metas
+    async def start(self) -> None:
+        """Waits for all engines; none may fail at first."""
         self.launch()
         await self.started()
         if self.error:
@@ -83,15 +117,17 @@ class Fleet:
             self.welcome()
         if self.grouped == set(self.load):
             return
-        cfg, tp = self.cfg, self.cfg.tensor_parallel
-        store = self.trainers[0].open_store.remote(1 + cfg.generators * tp)
+        cfg = self.cfg
+        tp = cfg.engine.tensor_parallel
+        first_rank = self.cluster.trainers[0]
+        store = first_rank.open_store.remote(1 + cfg.engine.count * tp)
         address = await within(cfg.timeouts.start, "trainer rank 0 to listen", store)
         members = list(self.load)  # from here on nobody may be missing: the others would wait
         world = 1 + len(members) * tp
-        joins = [self.trainers[0].join_sync_group.remote(world)]
+        wire = pickle.dumps(Wire(self.cluster.metas, cfg.timeouts.sync, cfg.gpu_share < 1))
+        joins = [first_rank.join_sync_group.remote(world)]
         for engine, rank in zip(members, range(1, world, tp), strict=True):
-            args = pickle.dumps(cfg), *address, rank, world, self.metas
-            joins.append(engine.join_sync_group.remote(*args))
+            joins.append(engine.join_sync_group.remote(wire, *address, rank, world))
         await within(cfg.timeouts.start, "trainer and engines to connect", asyncio.gather(*joins))
         self.grouped = set(members)
 
@@ -104,13 +140,18 @@ class Fleet:
                 self.fresh.add(engine)
                 self.watches.add(asyncio.create_task(self.watch(engine)))
 
-    async def pick(self):
-        """The least busy engine, once there is one that holds a policy; give it back."""
+    @contextlib.asynccontextmanager
+    async def lease(self) -> AsyncIterator[Any]:
+        """The least busy engine for a group's rollouts, once there is one that holds a policy."""
         limit = 2 * self.cfg.timeouts.start + self.cfg.timeouts.train + self.cfg.timeouts.sync
         await within(limit, "an engine that holds the policy", self.any_serving())
-        engine = min(self.serving(), key=self.load.get)
+        engine = min(self.serving(), key=self.load.__getitem__)
         self.load[engine] += 1
-        return engine
+        try:
+            yield engine
+        finally:
+            if engine in self.load:  # it may have been lost meanwhile
+                self.load[engine] -= 1
 
     def serving(self) -> list:
         """The engines that hold a policy."""
@@ -122,12 +163,7 @@ class Fleet:
             self.synced.clear()
             await self.synced.wait()
 
-    def release(self, engine) -> None:
-        """Gives an engine back."""
-        if engine in self.load:  # it may have been lost meanwhile
-            self.load[engine] -= 1
-
-    async def is_alive(self, engine) -> bool:
+    async def is_alive(self, engine: Any) -> bool:
         """Whether an engine still serves; a dead one is discarded."""
         try:
             await within(30, "an engine's health check", engine.check_health.remote())
@@ -135,12 +171,12 @@ class Fleet:
             self.discard([engine], error)
         return engine in self.load
 
-    async def watch(self, engine) -> None:
+    async def watch(self, engine: Any) -> None:
         """Notices the death of an engine that nobody uses."""
         while await self.is_alive(engine):
             await asyncio.sleep(5)
 
-    def discard(self, engines: list, error: Exception) -> None:
+    def discard(self, engines: list, error: BaseException) -> None:
         """Kills engines that failed; `launch` starts others in their place."""
         for engine in engines:
             if self.load.pop(engine, self.launched.pop(engine, None)) is None:
@@ -152,14 +188,81 @@ class Fleet:
             tqdm.write(f"an engine is lost: {error}")
             self.missing.set()
 
-    def meters(self) -> dict[str, int]:
-        """How many engines serve."""
-        return {"engines": len(self.serving())}
+    async def replaced(self) -> None:
+        """Waits for engines to be lost, and for their successors to start."""
+        while True:
+            await self.missing.wait()
+            await asyncio.sleep(1)  # those that are lost together are replaced together
+            self.launch()
+            if await self.started():
+                return
+
+    async def exchange(self, sends: list[Any], updates: dict[Any, Any]) -> list[Received]:
+        """One weight update: the trainers' `sends`, and each engine's call in `updates`.
+
+        Raises the first error once no send is left waiting, and discards the engines that failed,
+        did not answer, or received other bytes than were sent.
+        """
+        limit = self.cfg.timeouts.sync
+        sent = [asyncio.wrap_future(send.future()) for send in sends]
+        received = {asyncio.wrap_future(call.future()): e for e, call in updates.items()}
+        both = {*sent, *received}
+        await asyncio.wait(both, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        failures = (task.exception() for task in both if task.done())
+        errors = [error for error in failures if error]
+        if not errors and all(task.done() for task in both):
+            updates = {engine: task.result() for task, engine in received.items()}
+            return self.compare(sent[0].result(), updates)
+        # Engines that have all buckets are done in a moment; the others never.
+        await asyncio.wait(received, timeout=2 if errors else 0)
+        error = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
+        self.discard([e for t, e in received.items() if not t.done() or t.exception()], error)
+        # The dead engines' sockets are closed now, so a send that waits for them ends as well.
+        await within(limit, "the trainers' sends to end", asyncio.wait(sent))
+        raise error
+
+    def compare(self, sent: dict[str, int], received: dict[Any, Received]) -> list[Received]:
+        """Discards engines whose checksums are not those that were sent. Raises RuntimeError."""
+        error = None
+        for engine, update in received.items():
+            name = difference(sent, update.checksums)
+            if name:
+                error = RuntimeError(f"{name} arrived at an engine other than it was sent")
+                self.discard([engine], error)
+        if error:
+            raise error
+        return list(received.values())
+
+    async def blame(self, error: Exception, discarded: int) -> None:
+        """Discards the engines that are dead after a failed update.
+
+        `discarded` is the count before it. Where none is found guilty, all are suspect. Raises the
+        error where no update has ever worked: another start would not mend that.
+        """
+        if not self.proven:
+            raise error
+        await asyncio.gather(*map(self.is_alive, list(self.load)))
+        if self.discarded == discarded:
+            self.discard(list(self.load), error)
+
+    async def probe(self, seed: int) -> list[float]:
+        """New engines' (or all engines') answers to a prompt, scored by the trainer.
+
+        Returns the mean gap of the logprobs, nats, of each.
+        """
+        limit = self.cfg.timeouts.sync
+        request = Request("probe", PROBE, 1, seed, [], max_tokens=32, priority=-1)
+        engines = list(self.fresh or self.load)
+        answers = asyncio.gather(*(engine.generate.remote(request) for engine in engines))
+        turns = [turn for (turn,) in await within(limit, "the engines to answer a probe", answers)]
+        trainers = self.cluster.trainers
+        scores = asyncio.gather(*(trainer.score.remote(turns) for trainer in trainers))
+        return (await within(limit, "the trainers to score it", scores))[0]
 
     def all_synced(self) -> None:
         """All engines that are connected hold the policy now."""
         self.fresh.clear()
         self.proven = True
         self.synced.set()
-        if len(self.load) == self.cfg.generators:
+        if len(self.load) == self.cfg.engine.count:
             self.missing.clear()

@@ -5,41 +5,59 @@ Names are those of NeMo-RL's loss_functions.py; docs/grpo_async.md defines each.
 
 import math
 import statistics
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from envs.episode import Sample, SampleInfo
 
-def k3(log_ratio_T: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(p || q) per token [T]: log_ratio = log q - log p, x ~ p."""
+if TYPE_CHECKING:
+    from grpo_async import Batch, Group
+
+
+def excess(log_ratio_T: Tensor) -> Tensor:
+    """exp(x) - 1 - x of each log-ratio [T]: the k3 estimate of a KL divergence, never negative."""
     log_ratio_T = log_ratio_T.clamp(-20, 20)
-    return log_ratio_T.exp() - 1 - log_ratio_T
+    return log_ratio_T.expm1() - log_ratio_T
 
 
 def mismatch(logp_T: Tensor, old_logp_T: Tensor, engine_logp_T: Tensor) -> dict[str, Tensor]:
     """Per-token measures [T] of how far the trainer is from the engine that sampled."""
     gap_T = old_logp_T - engine_logp_T
     mixture_T = torch.logaddexp(old_logp_T, engine_logp_T) - math.log(2)
-    divergence_T = k3(old_logp_T - mixture_T) + k3(engine_logp_T - mixture_T)
+    divergence_T = excess(old_logp_T - mixture_T) + excess(engine_logp_T - mixture_T)
     return {
         "token_mult_prob_error": gap_T.abs().clamp(max=20).exp(),
-        "gen_kl_error": k3(gap_T),
-        "policy_kl_error": k3(-gap_T),
+        "gen_kl_error": excess(gap_T),
+        "policy_kl_error": excess(-gap_T),
         "js_divergence_error": divergence_T / 2,
         "approx_entropy": -(logp_T - engine_logp_T).clamp(-20, 20).exp() * logp_T,
     }
 
 
 @torch.no_grad()
-def row_stats(loss: Tensor, batch, mask_T, error_N, trusted_N, measured: dict) -> dict[str, Tensor]:
+def row_stats(
+    loss: Tensor,
+    batch: "Batch",
+    mask_T: Tensor,
+    error_N: Tensor,
+    trusted_N: Tensor,
+    measured: dict[str, Tensor],
+) -> dict[str, Tensor]:
     """What a packed row adds to the metrics: sums over its kept tokens `mask_T`, and counts.
 
-    `measured` holds values [T] by name; a sequence's mean error [N] decided whether it is trusted.
+    `measured` holds values [T] by name, and the trainer's `logp` and `old_logp`; a sequence's mean
+    error [N] decided whether it is trusted.
     """
-    sums = {k: torch.where(mask_T, v.detach(), 0.0).sum() for k, v in measured.items()}
-    ratio_T = torch.where(mask_T, measured["probs_ratio"].detach(), 1.0)
+    measured = {name: x_T.detach() for name, x_T in measured.items()}
+    logp_T = measured.pop("logp")
+    measured |= mismatch(logp_T, measured.pop("old_logp"), batch.engine_logp_T)
+    sums = {k: torch.where(mask_T, v, 0.0).sum() for k, v in measured.items()}
+    ratio_T = torch.where(mask_T, measured["probs_ratio"], 1.0)
     present_N = torch.bincount(batch.seq_T[batch.mask_T], minlength=len(error_N)) > 0
     kept_N = torch.bincount(batch.seq_T[mask_T], minlength=len(error_N)) > 0
     dropped_N = present_N & ~trusted_N
@@ -53,13 +71,15 @@ def row_stats(loss: Tensor, batch, mask_T, error_N, trusted_N, measured: dict) -
         "kept_sequences": kept_N.sum(),
         "nonfinite_engine_logprobs": (batch.mask_T & ~batch.engine_logp_T.isfinite()).sum(),
         "num_masked_seqs": dropped_N.sum(),
-        "masked_correct_pct": (dropped_N & (batch.reward_N == 1)).sum(),
+        "masked_correct_pct": (dropped_N & (batch.score_N == 1)).sum(),
         "seq_mult_prob_error": torch.where(present_N, error_N, 0.0).sum(),
         "seq_mult_prob_error_max": torch.where(present_N, error_N, 0.0).max(),
     }
 
 
-def reduce_stats(rows: list[dict[str, Tensor]], group=None) -> dict[str, float]:
+def reduce_stats(
+    rows: list[dict[str, Tensor]], group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
     """One dict of the rows' stats, over all rows and ranks: sums, and extremes by their suffix.
 
     The ranks of `group` (None: all) have different rows.
@@ -102,28 +122,33 @@ def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     Of those updates that have the metric.
     """
     counts = "num_masked_seqs num_valid_samples global_valid_toks nonfinite_engine_logprobs"
-    merge = dict.fromkeys(counts.split(), sum)
+    merge: dict[str, Callable[[list[float]], float]] = dict.fromkeys(counts.split(), sum)
+    by_suffix: dict[str, Callable[[list[float]], float]] = {"_min": min, "_max": max}
     names = {name: None for metrics in updates for name in metrics}
     for name in names:
-        merge.setdefault(name, {"_min": min, "_max": max}.get(name[-4:], statistics.fmean))
+        merge.setdefault(name, by_suffix.get(name[-4:], statistics.fmean))
     return {k: merge[k]([m[k] for m in updates if k in m]) for k in names}
 
 
-def mismatch_table(samples: list, logps: list, step: int, limit: float) -> dict:
+def mismatch_table(
+    samples: list[Sample], logp_T: np.ndarray, step: int, limit: float
+) -> dict[tuple[str, str], list[float]]:
     """How far trainer and engine are apart, by environment, lag and place in the answer.
 
-    `logps` are the trainer's logprobs [T] of each sample. Returns for each (by, key): tokens, those
-    of trusted sequences, and sum, summed k3 and maximum of |logp - engine_logp|. Tokens whose
-    engine logprob is not finite are left out.
+    `logp_T` [T] are the trainer's logprobs of the samples, one after the other. Returns for each
+    (by, key): tokens, those of trusted sequences, and sum, summed k3 and maximum of
+    |logp - engine_logp|. Tokens whose engine logprob is not finite are left out.
     """
     used = [np.flatnonzero(s.mask_T & np.isfinite(s.engine_logp_T)) for s in samples]
     count_S = np.array([len(at) for at in used], int)
     if not count_S.sum():
         return {}
+    logps = np.split(logp_T, np.cumsum([len(s.tokens_T) for s in samples])[:-1])
     triples = zip(samples, logps, used, strict=True)
-    gap_N = np.concatenate([(logp_T - s.engine_logp_T)[at] for s, logp_T, at in triples])
+    gap_N = np.concatenate([(logp - s.engine_logp_T)[at] for s, logp, at in triples])
     gap_N = gap_N.astype(np.float64)
-    size_N, of_N = np.abs(gap_N), np.repeat(np.arange(len(samples)), count_S)
+    size_N = np.abs(gap_N)
+    of_N = np.repeat(np.arange(len(samples)), count_S)
     error_S = np.bincount(of_N, np.exp(size_N.clip(max=20)), len(samples)) / count_S.clip(1)
     k3_N = np.expm1(gap_N.clip(-20, 20)) - gap_N.clip(-20, 20)
     versions = [s.version_T[at] for s, at in zip(samples, used, strict=True)]
@@ -158,37 +183,40 @@ def mismatch_rows(tables: list[dict]) -> list[dict]:
     return rows
 
 
-def validation_metrics(by_env: dict[str, list[list[float]]], k: int) -> dict[str, float]:
-    """Mean reward and, of several answers, the share of prompts with a right one (reward 1).
+def validation_metrics(answered: list[list[SampleInfo]], k: int) -> dict[str, float]:
+    """Mean reward and, of k > 1 answers, the share of prompts with a right one (score 1).
 
-    `by_env` holds for each environment the rewards of each prompt's k answers.
+    `answered` holds the answers to each prompt. Rewards are shaped, scores are not.
     """
+    parts: dict[str, list[list[SampleInfo]]] = {"": []}
+    for infos in answered:
+        last = [info for info in infos if not info.continues]  # an episode in pieces counts once
+        parts[""].append(last)
+        parts.setdefault(f"/{last[0].env}", []).append(last)
     found = {}
-    parts = {"": [rewards for prompts in by_env.values() for rewards in prompts]}
-    parts |= {f"/{env}": prompts for env, prompts in by_env.items()}
     for suffix, prompts in parts.items():
-        answers = [reward for rewards in prompts for reward in rewards]
-        found[f"validation_reward{suffix}"] = statistics.fmean(answers)
+        rewards = [info.reward for infos in prompts for info in infos]
+        found[f"validation_reward{suffix}"] = statistics.fmean(rewards)
         if k > 1:
-            right = statistics.fmean(max(rewards) >= 1 for rewards in prompts)
+            right = statistics.fmean(any(i.score >= 1 for i in infos) for infos in prompts)
             found[f"validation_pass@{k}{suffix}"] = right
     return found
 
 
-def rollout_metrics(groups: list, step: int) -> dict[str, float]:
+def rollout_metrics(groups: list["Group"], step: int) -> dict[str, float]:
     """What a batch of groups was made of; `step` is the version that trains on it."""
     infos = [info for group in groups for info in group.infos]
     answers = [info for info in infos if not info.continues]
     lags = [step - info.oldest_version for info in infos if info.response_tokens] or [0]
 
-    def mean(values) -> float:
+    def mean(values: Iterable[float]) -> float:
         return sum(values) / len(infos)
 
-    by_env = {}
+    by_env: dict[str, list[float]] = {}
     for info in answers:
         by_env.setdefault(info.env, []).append(info.reward)
     broken = len(infos) - len(answers)
-    found = {"broken_prefixes": broken} if broken else {}
+    found: dict[str, float] = {"broken_prefixes": broken} if broken else {}
     found |= {f"reward/{env}": statistics.fmean(rewards) for env, rewards in by_env.items()}
     return found | {
         "reward": statistics.fmean(info.reward for info in answers),
@@ -196,7 +224,7 @@ def rollout_metrics(groups: list, step: int) -> dict[str, float]:
         "lag_max": max(lags),
         "mixed_version_samples": mean(i.oldest_version < i.newest_version for i in infos),
         "response_tokens": mean(info.response_tokens for info in infos),
-        "truncated_samples": mean(info.truncated for info in infos),
+        "truncated_samples": statistics.fmean(info.truncated for info in answers),
         "zero_variance_groups": sum(not any(i.has_gradient for i in g.infos) for g in groups)
         / len(groups),
     }

@@ -1,6 +1,6 @@
 """What a configuration is good for beside training from the start.
 
-Each class changes a few methods of Run, whichever file that comes from: `of` puts both together.
+A mode is three things handed to a run: how it starts, what generates groups, what takes them.
 
     python grpo_async.py --config X --resume auto            go on in the same folder
     python grpo_async.py --config X --resume auto --eval_only
@@ -13,135 +13,169 @@ Each class changes a few methods of Run, whichever file that comes from: `of` pu
 import asyncio
 import dataclasses
 import time
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from runtime import archive, checkpoints, metrics
+from runtime import archive
 from runtime.config import InputError
 from runtime.waits import within
 
+if TYPE_CHECKING:
+    from grpo_async import Run
 
-class Evaluation:
-    """Evaluates one policy; what it finds is written below run_dir/evaluation."""
-
-    async def start(self) -> None:
-        """Starts everything, on the policy of the checkpoint."""
-        await self.start_trainers()
-        state = await checkpoints.resume(self)
-        self.buffer.version = state.get("version", 0)
-        self.cfg = dataclasses.replace(self.cfg, run_dir=f"{self.cfg.run_dir}/evaluation")
-        self.engines.cfg = self.cfg
-        self.start_workers()
-        await self.start_engines()
-
-    async def generate_forever(self) -> None:
-        """Only validation rows are rolled out."""
-
-    async def train_forever(self) -> None:
-        """One evaluation. Raises RuntimeError where it was told to leave before its end."""
-        await self.evaluate()
-        if self.evaluated < 0:
-            raise RuntimeError(f"left before the evaluation was done ({self.leaving})")
+Step = Callable[[], Coroutine[Any, Any, None]]
 
 
-class Collection:
-    """Generates and scores with the initial policy; each step's groups become a file."""
+class Loops(NamedTuple):
+    """What `Run.run` does: `start`, then `generate` beside `train`, whose end is the run's."""
 
-    async def train_forever(self) -> None:
-        """Takes each step's groups and writes them; the next may start as if they were trained."""
-        cfg, buffer = self.cfg, self.buffer
-        for step in range(cfg.steps):
-            began = time.perf_counter()
-            ready = buffer.until(lambda step: self.leaving or buffer.is_complete(step), step)
-            await within(cfg.timeouts.batch, f"the groups of step {step + 1}", ready, buffer.census)
-            if self.leaving:
-                self.log.note(f"left after {step} steps ({self.leaving})")
-                return
-            groups = buffer.take(step)
-            path = f"{cfg.run_dir}/samples/step_{step + 1:06d}.npz"
-            await checkpoints.write_groups(self, path, groups)
-            stats = {"wait_for_rollouts": time.perf_counter() - began} | buffer.meters()
-            self.log.step(step + 1, metrics.rollout_metrics(groups, 0) | stats)
-            buffer.max_lag += 1  # the next groups may start, on the same version
-            buffer.wake()
+    start: Step
+    generate: Step
+    train: Step
+
+
+def loops(run: "Run") -> Loops:
+    """The loops that the command asks for. Raises InputError where they cannot work."""
+    command = run.cfg.command
+    if command.eval_only:
+        return Loops(partial(start_evaluation, run), nothing, partial(evaluate, run))
+    if command.rollout_only:
+        return Loops(run.start, run.generate_forever, partial(collect, run))
+    if command.replay:
+        files = replayed_files(run)
+        return Loops(run.start, partial(read_forever, run, files), run.train_forever)
+    if command.export:
+        return Loops(partial(start_export, run), nothing, partial(export, run))
+    return Loops(run.start, run.generate_forever, run.train_forever)
+
+
+async def nothing() -> None:
+    """Generates no groups."""
+
+
+# --- eval_only
+
+
+async def start_evaluation(run: "Run") -> None:
+    """Starts everything on the policy of the checkpoint; writes below run_dir/evaluation."""
+    await run.cluster.start_trainers()
+    state = await run.checkpoints.load()
+    run.cfg = dataclasses.replace(run.cfg, run_dir=f"{run.cfg.run_dir}/evaluation")
+    run.cluster.cfg = run.cfg
+    run.engines.fleet.cfg = run.cfg
+    await run.start_rollouts(state.get("version", 0))
+
+
+async def evaluate(run: "Run") -> None:
+    """One evaluation. Raises RuntimeError where it was asked to leave before its end."""
+    await run.evaluate()
+    if run.evaluated < 0:
+        raise RuntimeError(f"left before the evaluation was done ({run.leaving})")
+
+
+# --- rollout_only
+
+
+async def collect(run: "Run") -> None:
+    """Takes each step's groups and writes them; the next may start as if they were trained."""
+    for step in range(run.cfg.steps):
+        began = time.perf_counter()
+        groups = await run.take(step)
+        if not groups:
+            run.log.note(f"left after {step} steps ({run.leaving})")
+            return
+        await run.checkpoints.write_samples(step + 1, groups)
+        stats = {"wait_for_rollouts": time.perf_counter() - began}
+        run.log.step(step + 1, groups, stats | run.buffer.meters())
+        run.buffer.max_lag += 1  # the next groups may start, on the same version
+        run.buffer.wake()
+
+
+# --- replay
 
 
 class NoEngines:
-    """Stands where the engines would: nothing has to be brought to a version."""
+    """Stands where the engines would be: none is started, nothing is brought to a version."""
 
-    def meters(self) -> dict[str, int]:
-        """There is nobody to count."""
-        return {}
+    def __init__(self) -> None:
+        self.fleet = self
 
     def launch(self) -> None:
-        """There is nobody to start."""
+        """Starts nothing."""
 
-    async def start(self, trainers: list, metas: list) -> None:
-        """There is nobody to connect."""
+    async def start(self) -> None:
+        """Waits for nothing."""
+
+    async def repair_forever(self, run: "Run") -> None:
+        """Repairs nothing."""
 
     async def sync(self, version: int) -> dict[str, float]:
-        """There is nobody to sync."""
+        """Sends nothing, and measures nothing."""
         return {}
 
 
-class Replay:
-    """Trains on saved samples, in the order of their steps; can be resumed with the same folder."""
+def replayed_files(run: "Run") -> list[Path]:
+    """The files to train on, in the order of their steps; prepares the run for them.
 
-    def __init__(self, cfg, rows: list[dict], val_rows: list[dict]):
-        found = Path(cfg.replay).glob("samples/step_*.npz")
-        self.files = sorted(path for path in found if path.stem.removeprefix("step_").isdigit())
-        if not self.files:
-            raise InputError(f"replay = {cfg.replay!r}: expected a folder with samples/step_*.npz")
-        steps, P = min(cfg.steps, len(self.files)), cfg.prompts_per_step
+    Raises InputError where there is none, or one that does not hold a step's groups.
+    """
+    cfg = run.cfg
+    source = cfg.command.replay
+    found = Path(source).glob("samples/step_*.npz")
+    files = sorted(path for path in found if path.stem.removeprefix("step_").isdigit())
+    if not files:
+        raise InputError(f"replay = {source!r}: expected a folder with samples/step_*.npz")
+    files = files[: cfg.steps]
+    for path in files:
         try:
-            counts = [archive.count_groups(str(path)) for path in self.files[:steps]]
+            count = archive.count_groups(str(path))
         except ValueError as error:
             raise InputError(str(error)) from None
-        for path, count in zip(self.files, counts, strict=False):
-            if count != P:
-                raise InputError(f"{path} holds {count} groups, not prompts_per_step = {P}")
-        super().__init__(dataclasses.replace(cfg, steps=steps), rows, [])
-        self.buffer.max_lag = steps  # its samples are as old as they are
-        self.engines = NoEngines()
-
-    async def repair_forever(self) -> None:
-        """Nothing can break."""
-
-    async def generate_forever(self) -> None:
-        """Hands in each file's groups, two steps ahead of the trainer."""
-        P, cfg, buffer = self.cfg.prompts_per_step, self.cfg, self.buffer
-        for step in range(self.next_slot // P, cfg.steps):
-            await buffer.until(lambda step: buffer.next_step >= step - 1, step)
-            path = self.files[step]
-            read = next(self.workers).call.options(num_returns=1 + P)
-            heads, *samples = read.remote(archive.read_groups, str(path))
-            heads = await within(cfg.timeouts.rollout, f"{path} to be read", heads)
-            for p, ((_, _, line, infos), ref) in enumerate(zip(heads, samples, strict=True)):
-                self.next_slot = self.position = step * P + p + 1
-                buffer.start(step * P + p)
-                buffer.put(self.Group(step * P + p, step, line, infos, ref))
+        if count != cfg.prompts_per_step:
+            expected = f"prompts_per_step = {cfg.prompts_per_step}"
+            raise InputError(f"{path} holds {count} groups, expected {expected}")
+    run.cfg = dataclasses.replace(cfg, steps=len(files))
+    run.val_rows = []
+    run.buffer.max_lag = len(files)  # its samples are as old as they are
+    run.engines = NoEngines()
+    return files
 
 
-class Export:
-    """Writes a checkpoint of run_dir as a model."""
-
-    async def run(self) -> None:
-        """Starts the trainers, loads the checkpoint and exports it."""
-        cfg = self.cfg
-        folder = Path(cfg.run_dir) / f"step_{cfg.export:06d}"
-        self.cfg = dataclasses.replace(cfg, resume=str(folder), export=0)
-        await self.start_trainers()
-        await checkpoints.resume(self)
-        calls = asyncio.gather(*(t.export.remote(f"{folder}/hf") for t in self.trainers))
-        await within(cfg.timeouts.train, "the export of the policy", calls)
-        print(f"exported: {folder}/hf")
+async def read_forever(run: "Run", files: list[Path]) -> None:
+    """Hands in each file's groups, two steps ahead of the trainer."""
+    P = run.cfg.prompts_per_step
+    for step in range(run.progress.next_slot // P, run.cfg.steps):
+        await run.buffer.until(partial(is_near, run, step))
+        for place, group in enumerate(await run.checkpoints.read_groups(str(files[step]), P)):
+            slot = step * P + place
+            run.progress.next_slot = slot + 1
+            run.progress.next_prompt = slot + 1
+            run.buffer.start(slot)
+            run.buffer.put(dataclasses.replace(group, slot=slot, version=step))
 
 
-def of(cfg, Run: type) -> type:
-    """The kind of Run that a configuration asks for."""
-    asked = zip(
-        (cfg.eval_only, cfg.rollout_only, cfg.replay, cfg.export),
-        (Evaluation, Collection, Replay, Export),
-        strict=True,
-    )
-    kinds = tuple(kind for wanted, kind in asked if wanted)
-    return type("Run", (*kinds, Run), {}) if kinds else Run
+def is_near(run: "Run", step: int) -> bool:
+    """Whether the trainer is at most two steps behind."""
+    return run.buffer.next_step >= step - 1
+
+
+# --- export
+
+
+async def start_export(run: "Run") -> None:
+    """Starts the trainers on the checkpoint."""
+    folder = f"{run.cfg.run_dir}/step_{run.cfg.command.export:06d}"
+    command = dataclasses.replace(run.cfg.command, resume=folder, export=0)
+    run.checkpoints.cfg = dataclasses.replace(run.cfg, command=command)
+    await run.cluster.start_trainers()
+    await run.checkpoints.load()
+
+
+async def export(run: "Run") -> None:
+    """Writes the policy as a model."""
+    folder = f"{run.cfg.run_dir}/step_{run.cfg.command.export:06d}/hf"
+    calls = asyncio.gather(*(t.export.remote(folder) for t in run.cluster.trainers))
+    await within(run.cfg.timeouts.train, "the export of the policy", calls)
+    print(f"exported: {folder}")

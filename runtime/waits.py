@@ -1,12 +1,15 @@
 """Waits that have a name and a deadline."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+T = TypeVar("T")
 
-async def together(awaitables) -> list:
+
+async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
     """asyncio.gather, but an error ends the others too, before it is raised: no orphan works on."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
@@ -14,16 +17,34 @@ async def together(awaitables) -> list:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def within(seconds: float, what: str, awaitable: Awaitable, state=lambda: ""):
+async def unless(stop: Coroutine, work: asyncio.Future[T]) -> T | None:
+    """The result of `work`; None where `stop` returns first, and `work` is cancelled."""
+    stopped = asyncio.create_task(stop)
+    try:
+        await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        work.cancel()
+        await asyncio.wait((work,))
+        if not work.cancelled():
+            work.exception()  # asyncio complains about an exception that nobody asked for
+        return None
+    finally:
+        stopped.cancel()
+
+
+async def within(
+    seconds: float, what: str, awaitable: Awaitable[T], state: Callable[[], Any] = lambda: ""
+) -> T:
     """Awaits under a named deadline. Raises TimeoutError with that name and `state`.
 
-    Says so in a line of its own when half of that time has gone.
+    A line of its own warns when half of that time has gone.
     """
 
-    def warn():
+    def warn() -> None:
         tqdm.write(f"waiting for {what} since {seconds / 2:.0f} s of {seconds:.0f}. {state()}")
 
     warning = asyncio.get_running_loop().call_later(seconds / 2, warn)

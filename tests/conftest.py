@@ -1,12 +1,13 @@
 """Small models, rows and configurations that the tests share."""
 
-import dataclasses
 import json
 import os
 import random
 from pathlib import Path
 
 import pytest
+
+from support.configs import changed
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -94,29 +95,31 @@ def write_rows(path: Path, rows: list[dict]) -> str:
 def tiny_config(tiny_model, tmp_path):
     """A function that makes a small Config for a run in the test's folder."""
     base = make_config(tiny_model, tmp_path)
-    return lambda **fields: dataclasses.replace(base, **fields)
+    return lambda **fields: changed(base, **fields)
 
 
-def make_config(model: str, folder: Path):
-    """A small Config for a run in a folder."""
-    from grpo_async import Config
+def make_config(model: str, folder: Path, Config=None):
+    """A small Config, or one of a fork's class, for a run in a folder."""
+    if Config is None:
+        from grpo_async import Config
 
-    return Config(
+    return changed(
+        Config(),
         run_dir=str(folder / "run"),
         model=model,
-        train_data=write_rows(folder / "train.jsonl", spelling_rows(64)),
+        data={"train": write_rows(folder / "train.jsonl", spelling_rows(64))},
+        engine={"args": {"max_num_seqs": 16}},
+        timeouts={"start": 180.0, "rollout": 60.0, "train": 60.0, "sync": 30.0},
         steps=3,
         prompts_per_step=4,
         group_size=4,
         max_model_len=96,
         max_response_tokens=16,
-        max_num_seqs=16,
         lr=1e-3,
         warmup_lr=1e-3,
         warmup_steps=0,
         row_tokens=128,
         activation_checkpointing=False,
-        timeouts={"start": 180.0, "rollout": 60.0, "batch": 240.0, "train": 60.0, "sync": 30.0},
     )
 
 

@@ -1,11 +1,11 @@
-"""Kills what a run is made of at every point of its life, and tells how each time ended.
+"""Kills what a run is made of at every point of its life, and prints how each time ended.
 
     python tests/kills.py [KILLS] [SEED] [SIGNAL]     half a minute each; alone on the machine
 
 Needs models/tiny and data/tiny (launch/make_tiny.py). Each kill hits one of the points of
 support/kill_points/sitecustomize.py: a role, and what it is about to do or has just done; saving
 and verifying after each step. After a kill of an engine (the actor, or vLLM's process in it) or of
-a rollout worker the run must have trained two more steps within 30 s; told is also when all
+a rollout worker the run must have trained two more steps within 30 s; also printed is when all
 engines serve. A dead trainer or driver must end it within 60 s, by name, and `--resume auto` must
 go on. At the end every slot was trained once, with the prompt of its place in the file, or was
 dropped with a reason.
@@ -29,8 +29,10 @@ sys.path.insert(0, str(ROOT))
 from grpo_async import Config  # noqa: E402
 from runtime import config  # noqa: E402
 
-FLAGS = {"steps": 100_000, "save_period": 1, "verify_sync_every": 1, "val_period": 0}
-FLAGS |= {"val_data": "", "generators": 2, "rollout_workers": 2, "max_engine_restarts": 10**6}
+ENGINES = 2
+FLAGS = {"steps": 100_000, "save_period": 1, "engine.verify_sync_every": 1, "val_period": 0}
+FLAGS |= {"data.val": "", "engine.count": ENGINES, "rollout_workers": 2}
+FLAGS |= {"engine.max_restarts": 10**6}
 FLAGS |= {f"timeouts.{name}": 20 for name in ("rollout", "train", "sync")}
 FATAL = ("trainer", "driver")
 
@@ -43,7 +45,7 @@ def survive(program: Program, limit: float) -> str:
         return len(program.steps()) >= seen + 2
 
     def whole() -> bool:
-        return trains() and program.steps()[-1]["engines"] == FLAGS["generators"]
+        return trains() and program.steps()[-1]["engines"] == ENGINES
 
     try:
         took = program.wait_until(trains, 4 * limit)
@@ -70,7 +72,8 @@ def main() -> None:
     """Prints a line for each kill and a summary."""
     given = sys.argv[1:]
     kills, seed, name = (*given, *("100", "0", "SIGKILL")[len(given) :])
-    dice, ends = random.Random(int(seed)), Counter()
+    dice = random.Random(int(seed))
+    ends = Counter()
     points = [(role, what) for role, of_role in POINTS.items() for what in of_role]
     limit = 30 if name == "SIGKILL" else 90
     with tempfile.TemporaryDirectory() as folder:
@@ -92,9 +95,9 @@ def main() -> None:
             while armed.exists():  # the driver may be gone as soon as it is not
                 time.sleep(0.005)
                 assert program.process.poll() is None, program.told()[-4000:]
-            told = fall(program, role, name) if role in FATAL else survive(program, limit)
-            print(f"{number:4} {role:12} {what:34} {told}", flush=True)
-            ends[role, told.split(" in ")[0]] += 1
+            end = fall(program, role, name) if role in FATAL else survive(program, limit)
+            print(f"{number:4} {role:12} {what:34} {end}", flush=True)
+            ends[role, end.split(" in ")[0]] += 1
             if program.process.poll() is not None:
                 done = len(program.steps())
                 program = Program(cfg, "--resume", "auto")
@@ -102,8 +105,8 @@ def main() -> None:
         program.signal(signal.SIGTERM)
         assert program.ends(120) == 0, program.told()[-4000:]
         check(program, cfg)
-    for (role, told), count in sorted(ends.items()):
-        print(f"{role:14} {told:30} {count}")
+    for (role, end), count in sorted(ends.items()):
+        print(f"{role:14} {end:30} {count}")
 
 
 def check(program: Program, cfg) -> None:

@@ -3,7 +3,7 @@
 #   bash tests/run.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash launch/setup.sh
+bash launch/setup.sh test
 # test_report.py opens a page in a browser; without one its tests are skipped.
 if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     export DEBIAN_FRONTEND=noninteractive
@@ -14,9 +14,9 @@ unset PYTHONDONTWRITEBYTECODE
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 [ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
-# Unit tests run beside those that wait for programs to start.
+# The type checker and unit tests run beside those that wait for programs to start.
 units=$(mktemp)
-nice .venv/bin/python -m pytest -m "not e2e and not slow" >"$units" 2>&1 &
+{ nice .venv/bin/mypy && nice .venv/bin/python -m pytest -m "not e2e and not slow"; } >"$units" 2>&1 &
 beside=$!
 trap 'kill $beside 2>/dev/null || cat "$units"; rm "$units"' EXIT
 failed=0

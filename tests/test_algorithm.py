@@ -3,6 +3,7 @@
 Axes, as suffixes:  T tokens of a packed row   G samples of a prompt
 """
 
+import dataclasses
 import functools
 import math
 
@@ -12,21 +13,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.episode import Sample
+from envs import Reward
+from envs.episode import Sample, Turn
+from envs.shared.markup import FLAWS
 from grpo_async import (
+    Advantage,
     Batch,
     Config,
     Correction,
+    Episode,
+    LowEffort,
     Trainer,
     Update,
     group_advantages,
     importance_weights,
+    k3,
     pack,
     policy_loss,
+    shaped_reward,
 )
-from rewards import LowEffort, low_effort_reward
-from runtime.metrics import k3, reduce_stats, step_metrics
+from policy.weight_sync import Sender
+from runtime.metrics import reduce_stats, step_metrics, validation_metrics
+from support.configs import changed
 
+SUPER = Correction()  # of Nemotron 3 Super
 OFF = Correction(low=1, high=1)  # every weight is 1
 RAW = Correction(high=math.inf)
 TIS = functools.partial(Correction, "token", "truncate")
@@ -42,9 +52,12 @@ COMMON = {
 UNIT = {"A": [1.0] * 3, "gen": [0.0] * 3, "curr": [math.log(x) for x in (0.1, 1, 3)]}
 
 
-def config(**fields) -> Config:
+def config(
+    correction: Correction = SUPER, sequence_error_limit: float = math.inf, **fields
+) -> Config:
     """Symmetric clip and no sequence filter, as in the reference's tests."""
-    return Config(**({"clip_high": 0.2, "sequence_error_limit": math.inf} | fields))
+    rule = dataclasses.replace(correction, sequence_error_limit=sequence_error_limit)
+    return changed(Config(), **{"ratio_clip": (0.2, 0.2), "correction": rule} | fields)
 
 
 def make(*sequences: dict, tokens: int = 0, count: int = 0) -> tuple[torch.Tensor, Batch]:
@@ -64,7 +77,7 @@ def make(*sequences: dict, tokens: int = 0, count: int = 0) -> tuple[torch.Tenso
         mask_T=mask_T,
         engine_logp_T=join("gen", math.nan),
         advantage_T=join("A", 77.0),
-        reward_N=torch.tensor([s.get("reward", 0.0) for s in sequences]),
+        score_N=torch.tensor([s.get("score", 0.0) for s in sequences]),
         planned_tokens=tokens or int(mask_T.sum()),
         planned_sequences=count or len(lengths),
         **optional,
@@ -99,7 +112,7 @@ WIDE = {"A": COMMON["A"], "curr": [-1.0] * 3, "gen": [-1.5, -0.5, -1.0]}  # geom
     ("sequence", "fields", "expected"),
     [
         (ppo(COMMON), {"correction": OFF}, -0.633333),
-        (ppo(COMMON), {"correction": OFF, "clip_high": 0.28}, -0.686666),
+        (ppo(COMMON), {"correction": OFF, "ratio_clip": (0.2, 0.28)}, -0.686666),
         (ppo(COMMON), {"correction": RAW}, -0.206499),
         (ppo(COMMON), {"correction": TIS(0, 0.8)}, -0.474421),
         (forced(COMMON), {"correction": OFF}, -0.666667),
@@ -244,6 +257,16 @@ def test_k3_is_finite_and_not_negative():
     assert k3_T.isfinite().all() and (k3_T >= 0).all() and k3_T[3] == 0
 
 
+def test_k3_of_small_ratios_is_not_negative_in_float32():
+    random = torch.Generator().manual_seed(0)
+    x_T = 1e-4 * torch.randn(100_000, generator=random)
+    k3_T = k3(x_T)
+    assert k3_T.dtype == torch.float32 and (k3_T >= 0).all()
+    exact_T = x_T.double().expm1() - x_T.double()
+    torch.testing.assert_close(k3_T.double(), exact_T, rtol=0, atol=2e-11)  # an ulp of 1e-4
+    assert (x_T.exp() - 1 - x_T < 0).sum() > 10_000  # the plain formula
+
+
 # --- the sequence error filter, and one divisor ---------------------------------------------------
 
 
@@ -254,7 +277,7 @@ def off_by(error: float, n: int = 2, **more) -> dict:
 
 
 def test_sequence_error_filter_known_answers():
-    sequences = [off_by(1.047), off_by(1.288, 3, reward=1.0), off_by(1.764, 4)]
+    sequences = [off_by(1.047), off_by(1.288, 3, score=1.0), off_by(1.764, 4)]
     metrics = metrics_of(*sequences, sequence_error_limit=1.2)
     assert metrics["num_masked_seqs"] == 2 and metrics["num_valid_samples"] == 1
     assert metrics["masked_correct_pct"] == 0.5 and metrics["global_valid_toks"] == 2
@@ -313,11 +336,13 @@ def test_reductions_against_plain_formulas():
 class TablePolicy:
     """A policy whose logprob of a token is a table entry: gradients are easy to compare."""
 
-    dp_group, speaks = None, True
+    dp_group = None
+    reports = True
 
     def __init__(self, table, lr: float = 1.0):
         self.table_V = torch.tensor(table, requires_grad=True)
-        self.lr, self.grads = lr, []
+        self.lr = lr
+        self.grads = []
 
     def forward_backward(self, batches, loss_fn):
         every = []
@@ -333,6 +358,9 @@ class TablePolicy:
     def named_weights(self):
         return iter(())
 
+    def weight_metas(self):
+        return []
+
     def optimizer_step(self, grad_scale):
         self.grads.append(self.table_V.grad * grad_scale)
         self.table_V.data -= self.lr * self.grads[-1]
@@ -342,7 +370,9 @@ class TablePolicy:
 
 def trainer(policy: TablePolicy, **fields) -> Trainer:
     made = Trainer(config(**fields), 0)
-    made.policy, made.reference, made.metas = policy, None, []
+    made.policy = policy
+    made.reference = None
+    made.sender = Sender(policy, 60.0, False)
     return made
 
 
@@ -350,13 +380,14 @@ def sample(tokens, gen, advantage=1.0, **more) -> Sample:
     """A sample of the table policy: one prompt token, then `tokens`."""
     n = len(tokens)
     return Sample(
-        np.array([0, *tokens], np.int32),
-        np.array([False] + [True] * n),
-        np.array([0.0, *gen], np.float32),
-        np.zeros(n + 1, np.int32),
-        np.zeros(n + 1, bool),
+        tokens_T=np.array([0, *tokens], np.int32),
+        mask_T=np.array([False] + [True] * n),
+        engine_logp_T=np.array([0.0, *gen], np.float32),
+        version_T=np.zeros(n + 1, np.int32),
+        flaw_T=np.zeros(n + 1, np.int8),
         truncated=False,
         reward=0.0,
+        score=0.0,
         advantage=advantage,
         **more,
     )
@@ -366,8 +397,9 @@ def gradient(samples: list[Sample], rows: list[list[int]], table, **fields) -> t
     """The scaled gradient that one update of these samples, packed so, hands to the optimizer."""
     policy = TablePolicy(table)
     present = [s for s in samples if s.mask_T.any()]
-    planned = max(sum(int(s.mask_T.sum()) for s in present), 1), max(len(present), 1)
-    update = Update(*planned, [[(0, i) for i in row] for row in rows])
+    tokens = sum(int(s.mask_T.sum()) for s in present)
+    places = [[(0, i) for i in row] for row in rows]
+    update = Update(max(tokens, 1), max(len(present), 1), places)
     trainer(policy, **fields).train_step(0, [update], samples)
     return policy.grads[0]
 
@@ -396,7 +428,7 @@ def test_several_updates_weigh_by_the_policy_before_the_first():
     policy = TablePolicy([0.0, -1.0, -2.0], lr=0.5)
     group = [sample([1, 2], [-1.1, -1.9]), sample([1, 2], [-1.1, -1.9])]
     updates = [Update(2, 1, [[(0, 0)]]), Update(2, 1, [[(0, 1)]])]
-    rule = {"correction": TIS(0, 1.2), "clip_high": 0.9}
+    rule = {"correction": TIS(0, 1.2), "ratio_clip": (0.2, 0.9)}
     metrics, *_ = trainer(policy, **rule).train_step(0, updates, group)
     weight_V = torch.tensor([0.0, -1.0 + 1.1, -2.0 + 1.9]).exp() * torch.tensor([0.0, 1.0, 1.0])
     first_V = -weight_V / 2
@@ -455,7 +487,8 @@ def test_whatever_the_engine_says_the_loss_is_finite(data, rule, reduction, limi
 @given(st.lists(st.one_of(st.floats(width=32)), min_size=1, max_size=8), RULES)
 def test_weights_stay_within_their_bounds(gaps, rule):
     gap_T = torch.tensor(gaps)
-    mask_T, seq_T = torch.ones(len(gaps), dtype=torch.bool), torch.zeros(len(gaps)).long()
+    mask_T = torch.ones(len(gaps), dtype=torch.bool)
+    seq_T = torch.zeros(len(gaps)).long()
     weight_T, inside_T = importance_weights(gap_T, mask_T, seq_T, rule)
     if rule.level == "token":
         ratio_T = gap_T.double().exp()
@@ -540,26 +573,85 @@ THIRD = 0.258198
     ],
 )
 def test_advantages_known_answers(rewards, expected):
-    advantages = group_advantages(torch.tensor(rewards, dtype=torch.float32), 50.0).tolist()
-    for value, wanted in zip(advantages, expected, strict=True):
+    rewards_G = torch.tensor(rewards, dtype=torch.float32)
+    for value, wanted in zip(
+        group_advantages(rewards_G, Advantage()).tolist(), expected, strict=True
+    ):
         assert wanted is None or value == pytest.approx(wanted, abs=1e-5)
 
 
-def test_advantage_clip_is_the_callers():
-    assert group_advantages(torch.tensor([0, 0.001, 1]), 100.0)[2] == 100
+@pytest.mark.parametrize(
+    ("clip", "expected"),
+    [((-50.0, 100.0), (100, -50)), ((-2.0, 3.0), (3, -2)), ((0.0, math.inf), (1411.5103, 0))],
+)
+def test_advantages_are_clamped_into_an_interval(clip, expected):
+    rule = Advantage(clip=clip)
+    highest = group_advantages(torch.tensor([0, 0.001, 1]), rule)[2].item()
+    lowest = group_advantages(torch.tensor([0, 0.001, -1]), rule)[2].item()
+    assert (highest, lowest) == pytest.approx(expected)
+
+
+def test_advantages_that_are_not_clamped():
+    rule = Advantage(clip=(-math.inf, math.inf))
+    low, middle, high = group_advantages(torch.tensor([0, 0.001, 1]), rule).tolist()
+    spread = 0.001 / math.sqrt(2) + 1e-6
+    assert high == pytest.approx((1 - 0.0005) / spread, rel=1e-4)
+    assert low < 0 and middle < 0
 
 
 GROUPS = st.lists(st.integers(-20, 20).map(lambda n: n / 4), min_size=2, max_size=16)
 
 
-def advantages(rewards, clip: float = 1e9) -> np.ndarray:
-    return group_advantages(torch.tensor(rewards, dtype=torch.float32), clip).double().numpy()
+def advantages(rewards, clip: float = 1e9, **rule) -> np.ndarray:
+    rewards_G = torch.tensor(rewards, dtype=torch.float32)
+    return group_advantages(rewards_G, Advantage(clip=(-clip, clip), **rule)).double().numpy()
+
+
+@settings(deadline=None)
+@given(GROUPS)
+def test_baseline_mean_compares_with_all_of_the_group(rewards):
+    A_G = advantages(rewards, baseline="mean")
+    spread = np.std(rewards, ddof=1)
+    scale = spread + 1e-6 if spread else 1.0
+    expected = [(r - np.mean(rewards)) / scale for r in rewards]
+    np.testing.assert_allclose(A_G, expected, rtol=1e-5, atol=1e-6)
+
+
+@settings(deadline=None)
+@given(GROUPS)
+def test_without_normalisation_the_difference_stays_as_it_is(rewards):
+    total = sum(rewards)
+    others = [(total - r) / (len(rewards) - 1) for r in rewards]
+    expected = [r - mean for r, mean in zip(rewards, others, strict=True)]
+    assert advantages(rewards, normalize=False) == pytest.approx(expected, abs=1e-5)
+    expected = [r - total / len(rewards) for r in rewards]
+    A_G = advantages(rewards, normalize=False, baseline="mean")
+    np.testing.assert_allclose(A_G, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-5])
+def test_rewards_of_a_small_scale_are_normalised(scale):
+    rewards = [scale * r for r in (0.0, 0.25, 0.5, 1.0)]
+    expected = []
+    for i, r in enumerate(rewards):
+        others = np.array(rewards[:i] + rewards[i + 1 :])
+        expected.append((r - others.mean()) / (others.std(ddof=1) + 1e-6))
+    assert advantages(rewards) == pytest.approx(expected, rel=1e-5)
+    assert max(expected) > 0.2
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e3])
+def test_a_spread_of_rounding_is_not_divided_by(scale):
+    """One reward of ten above fifteen equal ones, at any scale."""
+    rewards = [scale * 1.0] + [scale * 0.9] * 15
+    assert advantages(rewards)[0] == pytest.approx(scale * 0.1, rel=1e-5)
 
 
 @settings(deadline=None)
 @given(GROUPS)
 def test_advantages_against_a_plain_loop(rewards):
-    A_G, weighted = advantages(rewards), 0.0
+    A_G = advantages(rewards)
+    weighted = 0.0
     for i, r in enumerate(rewards):
         others = np.array(rewards[:i] + rewards[i + 1 :])
         spread = others.std(ddof=1) if len(others) > 1 else 0.0
@@ -599,27 +691,76 @@ def test_advantages_are_finite_and_clipped(rewards):
 
 # --- effort ---------------------------------------------------------------------------------------
 
-SUPER = {"weight": 0.2, "tokens": 3000, "penalty": 1.0}
-PLAIN = {"weight": 1.0, "tokens": 1000}
-STEEP = {"weight": 1.0, "tokens": 100, "penalty": 2.0}
+SHORT = LowEffort(weight=0.2, tokens=3000, penalty=1.0)  # of Nemotron 3 Super
+PLAIN = LowEffort(weight=1.0, tokens=1000)
+STEEP = LowEffort(weight=1.0, tokens=100, penalty=2.0)
+
+
+def reward_of(value: float, tokens: int, rule: LowEffort, content: str) -> float:
+    """The shaped reward of an answer of so many tokens to a message."""
+    row = {"responses_create_params": {"input": [{"role": "user", "content": content}]}}
+    turn = Turn([7], [1] * tokens, [-1.0] * tokens, [0] * tokens, "stop")
+    return shaped_reward(row, Episode([turn], Reward(value)), rule)
 
 
 @pytest.mark.parametrize(
-    ("fields", "reward", "tokens", "expected"),
+    ("rule", "reward", "tokens", "expected"),
     [
         (PLAIN, 1.0, 100, 1.9),
         (STEEP, 1.0, 200, -1.0),
-        (SUPER, 1.0, 0, 1.2),
-        (SUPER, 1.0, 3000, 1.0),
-        (SUPER, 1.0, 6000, 0.8),
-        (SUPER, 1.0, 30000, 1 - 1.8),
-        (SUPER, 0.0, 0, 0.0),
-        (SUPER, 0.0, 6000, -0.2),
-        (PLAIN | {"weight": 9.0}, 1.0, 0, 2.0),
+        (SHORT, 1.0, 0, 1.2),
+        (SHORT, 1.0, 3000, 1.0),
+        (SHORT, 1.0, 3300, 0.98),
+        (SHORT, 1.0, 6000, 0.8),
+        (SHORT, 1.0, 30000, 1 - 1.8),
+        (SHORT, 0.0, 0, 0.0),
+        (SHORT, 0.0, 6000, -0.2),
+        (LowEffort(weight=9.0, tokens=1000), 1.0, 0, 2.0),
     ],
 )
-def test_low_effort_known_answers(fields, reward, tokens, expected):
-    assert low_effort_reward(reward, tokens, LowEffort(**fields)) == pytest.approx(expected)
+def test_low_effort_known_answers(rule, reward, tokens, expected):
+    assert reward_of(reward, tokens, rule, f"? {rule.marker}") == pytest.approx(expected)
+    assert reward_of(reward, tokens, rule, "?") == reward
+
+
+def test_the_marker_of_low_effort_is_a_setting():
+    rule = dataclasses.replace(PLAIN, marker="be brief")
+    assert reward_of(1.0, 100, rule, "1 + 1? be brief") == pytest.approx(1.9)
+    assert reward_of(1.0, 100, rule, f"1 + 1? {PLAIN.marker}") == 1.0
+
+
+def test_a_right_answer_passes_whatever_its_shaped_reward():
+    """pass@k counts scores: 3,300 tokens under low effort are a reward of 0.98, and right."""
+    right = sample([1], [-1.0])
+    right.reward = reward_of(1.0, 3300, SHORT, SHORT.marker)
+    right.score = 1.0
+    wrong = sample([1], [-1.0])
+    wrong.reward = 1.2
+    found = validation_metrics([[right.info(), wrong.info()], [wrong.info(), wrong.info()]], 2)
+    assert right.reward == pytest.approx(0.98)
+    assert found["validation_pass@2"] == 0.5
+    assert found["validation_reward"] == pytest.approx((0.98 + 3 * 1.2) / 4)
+
+
+# --- penalties ------------------------------------------------------------------------------------
+
+
+def test_each_flaw_has_a_penalty_of_its_own():
+    flawed = sample([1, 2, 3], [-1.0] * 3, advantage=0.5)
+    flawed.flaw_T[2] = FLAWS.index("tool_call")
+    flawed.flaw_T[3] = FLAWS.index("thinking")
+    update = Update(3, 1, [])
+    for penalties, expected in (
+        ({}, [0.5, 0.5, 0.5, 0.5]),
+        ({"tool_call": -5.0}, [0.5, 0.5, -5.0, 0.5]),
+        ({"thinking": -2.0}, [0.5, 0.5, 0.5, -2.0]),
+        ({"tool_call": -60.0, "thinking": -2.0}, [0.5, 0.5, -60.0, -2.0]),  # after the clip
+    ):
+        batch = pack([flawed], update, config(penalties=penalties))
+        assert batch.advantage_T.tolist() == expected
+
+
+# --- an empty row ---------------------------------------------------------------------------------
 
 
 def test_empty_row_trains_nothing():

@@ -1,4 +1,4 @@
-"""What may die, dies: each time the run recovers, or ends with an error that names what died."""
+"""Processes are killed: the run recovers, or ends with an error that names what died."""
 
 import shutil
 import signal
@@ -15,8 +15,9 @@ DROPPED = "dropped.jsonl"
 
 def test_engines_and_workers_that_are_killed_are_replaced(tiny_config):
     """An engine while it serves, the actor around another, a rollout worker: nothing is lost."""
-    fields = {"steps": 10_000, "generators": 2, "max_response_tokens": 64, "verify_sync_every": 3}
-    cfg = tiny_config(save_period=0, sample_period=5, **fields)
+    engine = {"count": 2, "verify_sync_every": 3}
+    fields = {"steps": 10_000, "max_response_tokens": 64, "save_period": 0, "sample_period": 5}
+    cfg = tiny_config(engine=engine, **fields)
     program = Program(cfg)
     try:
         for number, victims in enumerate(("cores", "Generator", "RolloutWorker"), 1):
@@ -27,7 +28,7 @@ def test_engines_and_workers_that_are_killed_are_replaced(tiny_config):
             took = program.wait_until(
                 lambda s=seen: (
                     len(program.steps()) >= s + 2
-                    and program.steps()[-1]["engines"] == cfg.generators
+                    and program.steps()[-1]["engines"] == cfg.engine.count
                 )
             )
             print(f"{victims}: {took:.1f} s until all serve and two more steps were trained")
@@ -40,8 +41,8 @@ def test_engines_and_workers_that_are_killed_are_replaced(tiny_config):
 
 
 def test_a_killed_trainer_ends_the_run_by_name_and_resuming_loses_nothing(tiny_config):
-    """The driver tells within seconds, whatever it waits for. Then Ctrl-C: nothing is left."""
-    cfg = tiny_config(steps=1000, save_period=1, trainers=2, max_response_tokens=48)
+    """The driver ends within seconds, whatever it waits for. Then Ctrl-C: nothing is left."""
+    cfg = tiny_config(steps=1000, save_period=1, ranks=2, max_response_tokens=48)
     program = Program(cfg)
     program.wait_until(lambda: len(program.steps()) >= 2)
     end(program.pids("Trainer")[-1])
@@ -93,8 +94,8 @@ def test_an_environment_that_fails_costs_its_prompt_and_never_becomes_a_reward(
         for i in range(1, 33)
     ]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    waits = {"start": 180.0, "rollout": 5.0, "batch": 240.0, "train": 60.0, "sync": 30.0}
-    cfg = tiny_config(rollout_attempts=2, timeouts=waits, train_data=data, steps=4)
+    fields = {"timeouts": {"rollout": 5.0}, "data": {"train": data}}
+    cfg = tiny_config(rollout_attempts=2, steps=4, **fields)
     program = Program(cfg, root=root)
     assert program.ends() == 0, program.told()[-4000:]
     program.check_slots(cfg, rows=32)

@@ -1,25 +1,32 @@
-"""docs/forking.md, carried out: its two diffs apply to a scratch copy, and the result runs."""
+"""The commands of docs/forking.md: its diffs apply to a scratch copy, and the result runs."""
 
 import asyncio
-import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import save_tokenizer, write_rows
+from conftest import make_config, save_tokenizer, write_rows
+from test_algorithm import TablePolicy, sample
 
 import envs
-from envs.episode import Policy, Sample, Turn, stitch
+from envs.episode import Sample, Turn, stitch
+from envs.sampler import Sampler
+from runtime.dispatch import Slot
+from runtime.settings import Sampling
+from support.configs import changed
+from support.program import Program
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "models", "data", "tests", "bench")
@@ -28,12 +35,12 @@ WORDS = "strawberry banana committee possessed mississippi"
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory) -> Path:
-    """A scratch copy of the repository with both forks in it, made by the documented commands."""
+    """A scratch copy of the repository with all forks in it, made by the documented commands."""
     folder = tmp_path_factory.mktemp("fork") / "repo"
     shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
     guide = (ROOT / "docs/forking.md").read_text()
     commands = re.findall(r"^(?:cp|git apply) .*", guide, re.M)
-    assert len(commands) == 3
+    assert len(commands) == 5
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
     for command in commands:
         done = subprocess.run(command.split(), cwd=folder, env=env, capture_output=True, text=True)
@@ -41,14 +48,25 @@ def fork(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def my_grpo(fork, monkeypatch):
-    """The forked trainer as a module."""
-    spec = importlib.util.spec_from_file_location("my_grpo", fork / "my_grpo.py")
+def load(fork: Path, name: str, monkeypatch) -> ModuleType:
+    """A forked trainer as a module."""
+    spec = importlib.util.spec_from_file_location(name, fork / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "my_grpo", module)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def my_grpo(fork, monkeypatch) -> ModuleType:
+    """The trainer with OPO's advantages."""
+    return load(fork, "my_grpo", monkeypatch)
+
+
+@pytest.fixture
+def dr_grpo(fork, monkeypatch) -> ModuleType:
+    """The trainer with Dr. GRPO's advantages and divisor."""
+    return load(fork, "dr_grpo", monkeypatch)
 
 
 @pytest.fixture
@@ -67,10 +85,34 @@ def example_row() -> dict:
     return json.loads(block)
 
 
-@pytest.mark.parametrize("name", ["opo", "count_letters"])
-def test_diffs_are_short(name):
+@pytest.mark.parametrize(("name", "most"), [("opo", 40), ("dr_grpo", 40), ("count_letters", 50)])
+def test_diffs_are_short(name, most):
     lines = (ROOT / f"docs/forks/{name}.diff").read_text().splitlines()
-    assert len(lines) < 60 and all(len(line) <= 101 for line in lines)
+    assert sum(line[0] in "+-" for line in lines[2:]) < most
+    assert all(len(line) <= 101 for line in lines)
+
+
+WHICH_CLASSES = """
+import runpy, sys
+import bare
+
+def main():
+    print(bare.Run.__module__, bare.Trainer.__module__, "grpo_async" in sys.modules)
+
+bare.main = main
+runpy.run_path("bare.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_bare_copy_runs_its_own_classes(fork):
+    """No line of the copy names the file: neither its classes nor its usage are grpo_async's."""
+    shutil.copy(ROOT / "grpo_async.py", fork / "bare.py")
+    run = partial(subprocess.run, cwd=fork, capture_output=True, text=True, timeout=100)
+    done = run([sys.executable, "-c", WHICH_CLASSES])
+    assert done.stdout.split() == ["bare", "bare", "False"], done.stderr
+    done = run([sys.executable, "bare.py", "--help"])
+    assert done.stdout.startswith("usage: bare.py "), done.stderr
 
 
 # --- a new estimator ------------------------------------------------------------------------------
@@ -79,18 +121,20 @@ def test_diffs_are_short(name):
 def test_advantages_are_over_the_length_weighted_mean(my_grpo):
     """By hand: rewards 1, 0, 0, 1 at lengths 10, 30, 40, 20 have the baseline 30 / 100."""
     lengths_G = torch.tensor([10, 30, 40, 20])
-    advantages_G = my_grpo.group_advantages(torch.tensor([1.0, 0, 0, 1]), lengths_G, 50)
+    rule = my_grpo.Advantage()
+    advantages_G = my_grpo.group_advantages(torch.tensor([1.0, 0, 0, 1]), lengths_G, rule)
     torch.testing.assert_close(advantages_G, torch.tensor([0.7, -0.3, -0.3, 0.7]))
     assert (advantages_G * lengths_G).sum().abs() < 1e-5
 
 
 def test_a_group_that_agrees_has_no_advantage(my_grpo):
     generator = torch.Generator().manual_seed(0)
+    rule = my_grpo.Advantage()
     for reward in (0.9, 1 / 3, 1e-3, 123.4):
         lengths_G = torch.randint(1, 65536, (16,), generator=generator)
-        advantages_G = my_grpo.group_advantages(torch.full((16,), reward), lengths_G, 50)
+        advantages_G = my_grpo.group_advantages(torch.full((16,), reward), lengths_G, rule)
         assert advantages_G.tolist() == [0.0] * 16
-    assert my_grpo.group_advantages(torch.ones(1), torch.tensor([7]), 50).tolist() == [0.0]
+    assert my_grpo.group_advantages(torch.ones(1), torch.tensor([7]), rule).tolist() == [0.0]
 
 
 def test_the_forks_rollouts_use_it_and_its_loss_is_the_policy_gradient(my_grpo, tmp_path):
@@ -106,8 +150,8 @@ def test_the_forks_rollouts_use_it_and_its_loss_is_the_policy_gradient(my_grpo, 
     turns = [Turn([7, 8], [9] * n, [-0.5] * n, [0] * n, "stop") for n in (1, 3)]
     rewards = (envs.Reward(1.0), envs.Reward(0.0))
     episodes = [my_grpo.Episode([t], r) for t, r in zip(turns, rewards, strict=True)]
-    _, samples = worker.finish(row, 0, episodes)
-    assert [sample.advantage for sample in samples] == [0.75, -0.25]
+    samples = worker.finish(row, Slot(0), episodes).samples
+    assert [s.advantage for s in samples] == [0.75, -0.25]
 
     batch = my_grpo.pack(samples, my_grpo.Update(4, 2, []), cfg)
     logp_T = torch.where(batch.mask_T, -0.5, 0.0).requires_grad_()
@@ -116,6 +160,45 @@ def test_the_forks_rollouts_use_it_and_its_loss_is_the_policy_gradient(my_grpo, 
     expected_T = torch.tensor([0, 0, -0.75, 0, 0, 0.25, 0.25, 0.25]) / 4
     torch.testing.assert_close(logp_T.grad, expected_T)
     assert stats["kept_tokens"] == 4 and loss.item() == pytest.approx(0.0)
+
+
+# --- a new divisor --------------------------------------------------------------------------------
+
+
+REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5]
+ANSWERS = [[1, 2], [2, 3, 3], [1], [3, 1, 2, 2], [2, 2]]
+TABLE = [0.0, -1.0, -1.5, -0.7]
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_dr_grpo_divides_by_a_constant_whatever_the_filter_drops(dr_grpo, dropped):
+    """By hand: d loss / d logp(v) = -sum w A / (1 * 5 * 7), of the sequences that are kept."""
+    cfg = changed(dr_grpo.Config(), prompts_per_step=1, group_size=5, max_response_tokens=7)
+    advantages_G = dr_grpo.group_advantages(torch.tensor(REWARDS), cfg.advantage)
+    torch.testing.assert_close(advantages_G, torch.tensor(REWARDS) - 0.5)
+    samples = []
+    expected_V = torch.zeros(4)
+    for j, (ids, advantage) in enumerate(zip(ANSWERS, advantages_G.tolist(), strict=True)):
+        gap = -3.0 if dropped and j == 1 else 0.2  # trainer - engine; exp(3) is above the limit, 2
+        samples.append(sample(ids, [TABLE[v] - gap for v in ids], advantage))
+        for v in ids if gap > 0 else []:
+            expected_V[v] -= math.exp(gap) * advantage / (1 * 5 * 7)
+
+    (share,) = dr_grpo.plan_step([dr_grpo.Group(0, 0, 1, [s.info() for s in samples], None)], cfg)
+    trainer = dr_grpo.Trainer(cfg, 0)
+    trainer.policy = TablePolicy(TABLE)
+    (update,) = share.updates
+    rows = [[samples[j] for _, j in row] for row in update.rows]
+    batches = [dr_grpo.pack(of_row, update, cfg) for of_row in rows]
+    metrics = trainer.update(batches).metrics
+    torch.testing.assert_close(trainer.policy.grads[0], expected_V)
+    assert metrics["num_masked_seqs"] == dropped
+
+
+def test_dr_grpo_has_no_advantage_where_a_group_agrees(dr_grpo):
+    for reward in (0.9, 1 / 3, 1e-3, 123.4):
+        rewards_G = torch.full((16,), reward)
+        assert dr_grpo.group_advantages(rewards_G, dr_grpo.Advantage()).tolist() == [0.0] * 16
 
 
 # --- a new environment ----------------------------------------------------------------------------
@@ -145,18 +228,19 @@ def test_the_environment_verifies(count_letters, response, reward):
     assert asyncio.run(envs.verify(example_row(), response)).value == reward
 
 
-class Scripted:
-    """A generator that says what it is told to; each call must continue what was said before."""
+class ScriptedEngine:
+    """An engine with given answers; each call must continue what was said before."""
 
     def __init__(self, tokenizer, *answers):
-        self.tokenizer, self.answers, self.generate = tokenizer, list(answers), SimpleNamespace()
-        self.generate.remote = self.answer
+        self.tokenizer = tokenizer
+        self.answers = list(answers)
+        self.generate = SimpleNamespace(remote=self.answer)
 
-    async def answer(self, prompt_ids, n, seed, call, drafts):
+    async def answer(self, request):
         """One Turn for each call."""
         text, reason = self.answers.pop(0)
         ids = self.tokenizer.encode(text) + [1] * (reason == "stop")
-        return [Turn(prompt_ids, ids, [-1.0] * len(ids), [0] * len(ids), reason)]
+        return [Turn(request.prompt_ids, ids, [-1.0] * len(ids), [0] * len(ids), reason)]
 
 
 @pytest.mark.parametrize(
@@ -174,15 +258,15 @@ def test_the_environment_gives_a_second_try(count_letters, tmp_path, answers, re
 
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
-    cfg = SimpleNamespace(thinking=False, max_model_len=512)
-    policy = Policy(Scripted(tokenizer, *answers), tokenizer, cfg, 0, drafts=[])
-    episode = asyncio.run(count_letters.rollout(example_row(), policy))
+    engine = ScriptedEngine(tokenizer, *answers)
+    sampler = Sampler(engine, tokenizer, Sampling(max_model_len=512), 0, [], False)
+    episode = asyncio.run(count_letters.rollout(example_row(), sampler))
     assert episode.reward.value == reward and len(episode.turns) == turns
-    (sample,) = stitch(episode.turns)
-    assert isinstance(sample, Sample)
-    trained = tokenizer.decode(sample.tokens_T[sample.mask_T], skip_special_tokens=True)
+    (joined,) = stitch(episode.turns)
+    assert isinstance(joined, Sample)
+    trained = tokenizer.decode(joined.tokens_T[joined.mask_T], skip_special_tokens=True)
     assert trained == "".join(text for text, _ in answers)
-    whole = tokenizer.decode(sample.tokens_T)
+    whole = tokenizer.decode(joined.tokens_T)
     assert ("Count again" in whole) == (turns == 2)
 
 
@@ -190,37 +274,37 @@ def test_the_environment_gives_a_second_try(count_letters, tmp_path, answers, re
 
 
 @pytest.mark.e2e
-def test_the_forked_trainer_trains_on_the_new_environment(fork, tiny_config, tmp_path):
-    """Two steps with real Ray and vLLM; advantages add up to zero over the tokens of each group."""
+def test_forked_trainers_train_on_the_new_environment(fork, my_grpo, tiny_model, tmp_path):
+    """Two steps of OPO with real Ray and vLLM; Dr. GRPO trains on the same samples once more.
+
+    OPO's advantages add up to zero over the tokens of each group.
+    """
     rows = []
     for word in WORDS.split():
         for letter in sorted(set(word)):
             message = {"role": "user", "content": f"How many {letter} are in {word}?"}
             params = {"responses_create_params": {"input": [message]}}
             rows.append(example_row() | params | {"word": word, "letter": letter})
-    cfg = tiny_config(
-        train_data=write_rows(tmp_path / "letters.jsonl", rows),
+    cfg = changed(
+        make_config(tiny_model, tmp_path, my_grpo.Config),
+        data={"train": write_rows(tmp_path / "letters.jsonl", rows)},
         steps=2,
         group_size=8,
         max_model_len=320,
         max_response_tokens=64,
         row_tokens=320,
         skip_zero_advantage=False,
+        sample_period=1,
     )
-    config = tmp_path / "config.py"
-    values = dataclasses.asdict(cfg)
-    config.write_text("".join(f"{name} = {value!r}\n" for name, value in values.items()))
-    command = [sys.executable, "my_grpo.py", "--config", str(config)]
-    done = subprocess.run(command, cwd=fork, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    program = Program(cfg, script="my_grpo.py", root=fork)
+    assert program.ends(240) == 0, program.told()[-3000:]
 
-    folder = Path(cfg.run_dir)
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in metrics] == [1, 2]
-    assert all(np.isfinite(m["loss"]) for m in metrics) and metrics[-1]["grad_norm"] >= 0
-    assert abs(metrics[0]["token_mult_prob_error"] - 1) < 1e-5
+    steps = program.steps()
+    assert [m["step"] for m in steps] == [1, 2]
+    assert all(np.isfinite(m["loss"]) for m in steps) and steps[-1]["grad_norm"] >= 0
+    assert abs(steps[0]["token_mult_prob_error"] - 1) < 1e-5
 
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    lines = program.lines("rollouts.jsonl")
     assert {line["env"] for line in lines} == {"count_letters"}
     assert {len(line["response"]) for line in lines} == {1, 2}, "some answers got a second try"
     groups = defaultdict(list)
@@ -229,3 +313,10 @@ def test_the_forked_trainer_trains_on_the_new_environment(fork, tiny_config, tmp
         groups[line["slot"]].append(tokens * line["advantage"])
     assert len(groups) == 8 and any(any(group) for group in groups.values())
     assert all(abs(sum(group)) < 1e-3 for group in groups.values())
+
+    again = changed(cfg, run_dir=str(tmp_path / "again"), sample_period=0)
+    replayed = Program(again, "--replay", cfg.run_dir, script="dr_grpo.py", root=fork)
+    assert replayed.ends(240) == 0, replayed.told()[-3000:]
+    kept = steps[0]["global_valid_toks"]
+    ours, theirs = (p.steps()[0]["loss"] for p in (replayed, program))
+    assert ours * (4 * 8 * 64) == pytest.approx(theirs * kept, rel=1e-4, abs=1e-4)

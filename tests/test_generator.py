@@ -1,15 +1,19 @@
 """A real vLLM engine and a real trainer in one process: parity, in-flight updates, prefix cache."""
 
 import asyncio
-import dataclasses
 import itertools
 import pickle
+import uuid
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import make_config
+
+from envs.sampler import Request
+from runtime.fleet import PROBE
+from support.configs import changed
 
 pytestmark = pytest.mark.e2e
 TOLERANCE = 1e-5  # float32, dense model
@@ -30,26 +34,39 @@ class Pair:
         from grpo_async import Generator, Trainer
 
         self.version = 0
-        self.cfg, self.generator, self.trainer = cfg, Generator(cfg), Trainer(cfg, 0)
-        self.metas = self.trainer.start(*self.trainer.open_store(1))
+        self.cfg = cfg
+        self.generator = Generator(cfg)
+        self.trainer = Trainer(cfg, 0)
+        self.trainer.start(self.trainer.open_store(1))
 
     async def start(self) -> None:
         """Loads the engine, connects both and gives the engine version 0."""
         await self.generator.start()
-        host, port = self.trainer.open_store(2)
+        await self.connect()
+        await self.sync(0)
+
+    async def connect(self) -> None:
+        """What `Fleet.connect` does, for one engine."""
+        address = self.trainer.open_store(2)
+        wire = pickle.dumps(self.trainer.sender.wire)
         await asyncio.gather(
             asyncio.to_thread(self.trainer.join_sync_group, 2),
-            self.generator.join_sync_group(pickle.dumps(self.cfg), host, port, 1, 2, self.metas),
+            self.generator.join_sync_group(wire, *address, 1, 2),
         )
-        await self.sync(0)
+
+    async def generate(self, prompt_ids, n, seed, name="", drafts=()) -> list:
+        """n answers of the engine to one prompt."""
+        request = Request(name or uuid.uuid4().hex, prompt_ids, n, seed, list(drafts))
+        return await self.generator.generate(request)
 
     async def sync(self, version: int, verify: bool = False) -> dict:
         """What `Engines.sync` does, for one engine."""
         send = asyncio.to_thread(self.trainer.send_weights, verify)
         update = self.generator.update_weights(version, verify)
-        self.sent, (phases, self.received) = await asyncio.gather(send, update)
+        self.sent, received = await asyncio.gather(send, update)
+        self.received = received.checksums
         self.version = version
-        return phases
+        return received.phases
 
     async def next(self, verify: bool = False) -> int:
         """Moves every weight a little, as an optimizer step would, and gives it to the engine."""
@@ -72,7 +89,7 @@ def pair(tiny_model, tmp_path_factory):
     `pair.run` runs a coroutine in the event loop in which the engine lives.
     """
     config = make_config(tiny_model, tmp_path_factory.mktemp("pair"))
-    config = dataclasses.replace(config, max_model_len=512, max_response_tokens=300)
+    config = changed(config, max_model_len=512, max_response_tokens=300)
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         pair = Pair(config, patch)
         pair.run = runner.run
@@ -101,7 +118,9 @@ def replay(model, weights_by_version: dict, turn) -> torch.Tensor:
 
     ids = turn.prompt_ids + turn.token_ids
     producers = [turn.versions[0]] * (len(turn.prompt_ids) - 1) + turn.versions
-    cache, logits, start = DynamicCache(), [], 0
+    cache = DynamicCache()
+    logits = []
+    start = 0
     for version, run in itertools.groupby(producers):
         stop = start + len(list(run))
         model.load_state_dict(weights_by_version[version], strict=False)
@@ -136,7 +155,7 @@ def test_logprobs_agree_before_and_after_updates(pair):
     async def scenario():
         for _ in range(3):
             version = pair.version
-            groups = [pair.generator.generate(prompt(i), 3, seed=i) for i in range(4)]
+            groups = [pair.generate(prompt(i), 3, seed=i) for i in range(4)]
             turns = [turn for group in await asyncio.gather(*groups) for turn in group]
             engine = torch.tensor([logp for turn in turns for logp in turn.logps])
             gap = (trainer_logprobs(pair, turns) - engine).abs()
@@ -154,7 +173,7 @@ def test_every_token_replays_under_the_version_it_claims(pair):
 
     async def scenario():
         weights = {pair.version: snapshot(pair)}
-        groups = [asyncio.ensure_future(pair.generator.generate(prompt(i), 2, i)) for i in range(8)]
+        groups = [asyncio.ensure_future(pair.generate(prompt(i), 2, i)) for i in range(8)]
         for _ in range(updates):
             await asyncio.sleep(0.03)
             version = await pair.next()
@@ -176,9 +195,9 @@ def test_no_prefix_is_shared_between_versions(pair):
 
     async def scenario():
         long_prompt = [5 + j % 90 for j in range(400)]
-        (before,) = await pair.generator.generate(long_prompt, 1, seed=1)
+        (before,) = await pair.generate(long_prompt, 1, seed=1)
         await pair.next()
-        (after,) = await pair.generator.generate(long_prompt, 1, seed=1)
+        (after,) = await pair.generate(long_prompt, 1, seed=1)
         return before, after
 
     before, after = pair.run(scenario())
@@ -190,8 +209,8 @@ def test_same_seed_same_answers(pair):
     """Sampling is a function of weights, prompt and seed; samples of a group differ."""
 
     async def scenario():
-        first = await pair.generator.generate(prompt(0), 3, seed=7)
-        second = await pair.generator.generate(prompt(0), 3, seed=7)
+        first = await pair.generate(prompt(0), 3, seed=7)
+        second = await pair.generate(prompt(0), 3, seed=7)
         return first, second
 
     first, second = pair.run(scenario())
@@ -204,8 +223,7 @@ def test_an_answer_goes_on_from_its_draft(pair):
     """What a lost engine had written is kept, with its versions; the rest is sampled after it."""
 
     async def scenario():
-        args = prompt(3), 4, 5, "call"
-        first = asyncio.ensure_future(pair.generator.generate(*args))
+        first = asyncio.ensure_future(pair.generate(prompt(3), 4, 5, "call"))
         drafts = []
         while not drafts or min(len(draft.token_ids) for draft in drafts) < 8:
             await asyncio.sleep(0.01)
@@ -218,7 +236,7 @@ def test_an_answer_goes_on_from_its_draft(pair):
         weights = [snapshot(pair)]
         await pair.next()
         weights.append(snapshot(pair))
-        return weights, drafts, await pair.generator.generate(*args[:3], "again", drafts)
+        return weights, drafts, await pair.generate(prompt(3), 4, 5, "again", drafts)
 
     weights, drafts, turns = pair.run(scenario())
     model = plain_model(pair.cfg)
@@ -248,12 +266,14 @@ def test_a_checked_update_compares_every_tensor_and_names_one_that_is_missing(pa
 
     async def scenario():
         await pair.next(verify=True)
-        assert set(pair.sent) == {name for name, *_ in pair.metas}
+        metas = pair.trainer.sender.metas
+        assert set(pair.sent) == {meta.name for meta in metas}
         assert not weight_sync.difference(pair.sent, pair.received)
-        last = pair.metas[-1][0]
-        assert weight_sync.difference(pair.sent, [*pair.received, {last: 1}]) == pair.metas[0][0]
+        last = metas[-1].name
+        assert weight_sync.difference(pair.sent, [*pair.received, {last: 1}]) == metas[0].name
         assert weight_sync.difference(pair.sent, [pair.received[0] | {last: 1}]) == last
-        turn = await pair.generator.probe()
+        probe = Request("probe", PROBE, 1, 0, [], max_tokens=32)
+        (turn,) = await pair.generator.generate(probe)
         (gap,) = pair.trainer.score([turn])
         assert gap < TOLERANCE and len(turn.token_ids) <= 32
 
@@ -261,11 +281,9 @@ def test_a_checked_update_compares_every_tensor_and_names_one_that_is_missing(pa
         everything = pair.trainer.policy.named_weights
         fewer = ((name, weight) for name, weight in everything() if name != gone)
         monkeypatch.setattr(pair.trainer.policy, "named_weights", lambda: fewer)
-        pair.trainer.metas = [meta for meta in pair.metas if meta[0] != gone]
-        host, port = pair.trainer.open_store(2)
-        args = pickle.dumps(pair.cfg), host, port, 1, 2, pair.trainer.metas
-        joined = pair.generator.join_sync_group(*args)
-        await asyncio.gather(asyncio.to_thread(pair.trainer.join_sync_group, 2), joined)
+        fewer_metas = [meta for meta in metas if meta.name != gone]
+        pair.trainer.sender.wire = pair.trainer.sender.wire._replace(metas=fewer_metas)
+        await pair.connect()
         with pytest.raises(Exception, match=f"does not write {gone}"):
             await pair.sync(pair.version + 1, verify=True)
 

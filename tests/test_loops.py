@@ -1,61 +1,77 @@
 """The driver's loops without their actors: in which order a run trains, saves and evaluates."""
 
 import asyncio
-import itertools
+import dataclasses
+import gc
+import json
 from types import SimpleNamespace
 
 import pytest
 
-from grpo_async import Config, Group, Run
-from runtime import checkpoints, metrics, modes
+import grpo_async
+from grpo_async import Config, Group, Progress, Run
+from runtime import dispatch, modes
 from runtime.archive import write_groups
+from runtime.dispatch import Rollouts
+from support.actors import Actor, Answer
+from support.configs import changed
 
 ROW = {"_line": 1, "agent_ref": {"name": "any"}}
+INFO = SimpleNamespace(reward=1.0, score=1.0, continues=False, env="any")
 
 
-@pytest.fixture
-def told(monkeypatch):
-    """What a run did and at which version, in order; `made` makes one with all groups ready."""
-    events = []
+def make_run(val_rows: int = 1, **fields) -> Run:
+    """A run of which nothing is started; what it logs is lost."""
+    run = Run(changed(Config(), **fields), [ROW], [ROW | {"_line": i} for i in range(val_rows)])
+    run.log = SimpleNamespace(
+        **dict.fromkeys(("step", "note", "drop", "write", "evaluation"), lambda *_: None)
+    )
+    return run
 
-    def made(version: int = 0, **fields) -> Run:
-        fields |= {"val_data": "val.jsonl", "prompts_per_step": 1}
-        run = Run(Config(**fields), [ROW], [ROW])
+
+class History:
+    """What a run did and at which version, in order; `make` makes one with all groups ready."""
+
+    def __init__(self):
+        self.events: list[tuple[str, int]] = []
+
+    def make(self, version: int = 0, **fields) -> Run:
+        run = make_run(**fields | {"data": {"val": "val.jsonl"}, "prompts_per_step": 1})
         run.buffer.version = version
         for slot in range(version, run.cfg.steps):
             run.buffer.ready[slot] = Group(slot, slot, 1, [], None)
 
-        def tell(name: str, answer=None):
+        def record(name: str, answer=None):
             async def happens(*_):
-                events.append((name, run.buffer.version))
+                self.events.append((name, run.buffer.version))
                 return answer
 
             return happens
 
-        async def saved(run):
+        async def save(state: dict, groups: list, tasks: asyncio.TaskGroup) -> None:
             async def write(version: int):
                 for _ in range(50):
                     await asyncio.sleep(0)
-                events.append(("written", version))
+                self.events.append(("written", version))
 
-            await checkpoints.written(run)
-            events.append(("save", run.buffer.version))
-            run.saving = run.tasks.create_task(write(run.buffer.version))
+            await run.checkpoints.written()
+            self.events.append(("save", state["version"]))
+            run.checkpoints.saving = tasks.create_task(write(state["version"]))
 
-        nothing = dict.fromkeys(("step", "note", "drop", "write"), lambda *_: None)
-        run.log = SimpleNamespace(**nothing)
-        run.train, run.engines.sync = tell("train", {}), tell("sync", {})
-        run.evaluate = tell("evaluate")
-        monkeypatch.setattr(checkpoints, "save", saved)
-        monkeypatch.setattr(metrics, "rollout_metrics", lambda *_: {})
+        run.train = record("train", {})
+        run.engines.sync = record("sync", {})
+        run.evaluate = record("evaluate")
+        run.checkpoints.save = save
         return run
 
-    return SimpleNamespace(events=events, made=made)
+    def of(self, *names: str) -> str:
+        """The events of these names, as `save 2, evaluate 2`."""
+        return ", ".join(f"{name} {version}" for name, version in self.events if name in names)
 
 
-def order(told, *names: str) -> str:
-    """The events of these names, as `save 2, evaluate 2`."""
-    return ", ".join(f"{name} {version}" for name, version in told.events if name in names)
+@pytest.fixture
+def history():
+    return History()
 
 
 def train(run: Run) -> None:
@@ -68,57 +84,52 @@ def train(run: Run) -> None:
     asyncio.run(main())
 
 
-def test_a_checkpoint_does_not_wait_for_an_evaluation(told):
-    train(told.made(steps=4, val_period=2, save_period=2))
+def test_a_checkpoint_does_not_wait_for_an_evaluation(history):
+    train(history.make(steps=4, val_period=2, save_period=2))
     expected = "evaluate 0, save 2, evaluate 2, save 4, evaluate 4"
-    assert order(told, "evaluate", "save") == expected
-    assert order(told, "written") == "written 2, written 4"
+    assert history.of("evaluate", "save") == expected
+    assert history.of("written") == "written 2, written 4"
 
 
-def test_an_evaluation_that_fails_costs_no_checkpoint(told):
-    run = told.made(steps=2, val_period=2, save_period=0)
+def test_an_evaluation_that_fails_costs_no_checkpoint(history):
+    run = history.make(steps=2, val_period=2, save_period=0)
     del run.evaluate  # the real one
-    info = SimpleNamespace(reward=1.0, continues=False)
 
     async def breaks(*_):
         if run.buffer.version:
             raise ValueError("the judge is down")
-        return 0, [info], None
+        return Rollouts([INFO], None)
 
-    run.roll_out = breaks
+    run.dispatcher.roll_out = breaks
     with pytest.raises(ExceptionGroup) as error:
         train(run)
     assert "every validation row failed" in str(error.value.exceptions)
-    assert order(told, "written") == "written 2"
+    assert history.of("written") == "written 2"
 
 
 @pytest.mark.parametrize("version", [2, 4])
-def test_a_run_that_goes_on_makes_up_for_the_evaluation_it_owes(told, tmp_path, version):
+def test_a_run_that_goes_on_makes_up_for_a_missing_evaluation(history, tmp_path, version):
     """Also after the last step. `evaluate` itself leaves out what was done."""
     (tmp_path / f"step_{version:06d}").mkdir()
     (tmp_path / f"step_{version:06d}" / "complete.json").touch()
     fields = {"steps": 4, "val_period": 2, "save_period": 0, "run_dir": str(tmp_path)}
-    train(told.made(version, **fields))
-    assert order(told, "save", "evaluate").startswith(f"evaluate {version}")
+    train(history.make(version, **fields))
+    assert history.of("save", "evaluate").startswith(f"evaluate {version}")
 
 
-def test_a_run_from_another_folder_saves_before_all_else(told, tmp_path):
+def test_a_run_from_another_folder_saves_before_all_else(history, tmp_path):
     fields = {"steps": 4, "val_period": 1, "save_period": 0, "run_dir": str(tmp_path)}
-    train(told.made(2, **fields))
+    train(history.make(2, **fields))
     expected = "save 2, written 2, evaluate 2, evaluate 3, save 4, evaluate 4, written 4"
-    assert order(told, "save", "written", "evaluate") == expected
+    assert history.of("save", "written", "evaluate") == expected
 
 
 def test_each_version_is_evaluated_once_and_none_by_a_run_that_leaves():
     async def main():
-        run, asked = Run(Config(), [ROW], [ROW]), []
-        run.log = SimpleNamespace(write=lambda version, _: asked.append(version))
-        info = SimpleNamespace(reward=1.0, continues=False)
-
-        async def rolled(*_):
-            return 0, [info], None
-
-        run.roll_out = rolled
+        run = make_run()
+        evaluated = []
+        run.log.evaluation = lambda version, _: evaluated.append(version)
+        run.dispatcher.roll_out = lambda *_: asyncio.sleep(0, Rollouts([INFO], None))
         await run.evaluate()
         await run.evaluate()
         run.buffer.version = 3
@@ -126,20 +137,115 @@ def test_each_version_is_evaluated_once_and_none_by_a_run_that_leaves():
         await run.evaluate()
         run.leaving = ""
         await run.evaluate()
-        assert asked == [0, 3]
+        assert evaluated == [0, 3]
 
     asyncio.run(main())
 
 
+def test_an_evaluation_leaves_out_rows_that_fail_and_names_them():
+    async def main():
+        run = make_run(val_rows=3, data={"val": "val.jsonl", "val_samples": 2}, val_period=1)
+        run.buffer.version = 4
+        logged = []
+        dropped = []
+        run.log.evaluation = lambda *line: logged.append(line)
+        run.log.drop = lambda *line: dropped.append(line)
+
+        async def roll_out(row, slot, n):
+            assert n == 2 and slot == (row["_line"], 4)
+            if slot.number == 1:
+                raise ValueError("the judge is down")
+            return Rollouts([INFO] * n, None)
+
+        run.dispatcher.roll_out = roll_out
+        await run.evaluate()
+        assert logged == [(4, [[INFO] * 2] * 2)]
+        ((slot, prompt, row, error),) = dropped
+        assert (slot, prompt, row, str(error)) == ((1, 4), 1, "val.jsonl:1", "the judge is down")
+
+    asyncio.run(main())
+
+
+def test_an_evaluation_is_given_up_when_the_run_is_to_leave(monkeypatch):
+    async def main():
+        run = make_run(val_rows=3)
+        cancelled = []
+        complaints = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
+        monkeypatch.setattr(dispatch.ray, "cancel", cancelled.append)
+        fleet = run.engines.fleet
+        fleet.load["engine"] = 0
+        run.cluster.workers = [Actor(rollout_group=lambda *_: (Answer(...), None))]
+        evaluation = asyncio.create_task(run.evaluate())
+        await asyncio.sleep(0.01)
+        assert fleet.load == {"engine": 3}
+        run.leave("SIGTERM")
+        await asyncio.wait_for(evaluation, 5)
+        assert len(cancelled) == 3, "nothing may go on for nobody"
+        assert fleet.load == {"engine": 0}
+        del evaluation
+        gc.collect()
+        assert not complaints
+
+    asyncio.run(main())
+
+
+# --- prompts that fail ----------------------------------------------------------------------------
+
+
+def test_a_prompt_that_fails_gives_way_to_the_next():
+    async def main():
+        run = make_run(max_dropped_in_a_row=2, prompts_per_step=1)
+        run.rows = [ROW | {"_line": line} for line in (1, 2, 3, 4)]
+        dropped = []
+        run.log.drop = lambda *line: dropped.append(line[:3])
+        run.log.show_ready = lambda count: None
+
+        async def roll_out(row, slot, n):
+            if row["_line"] in (1, 2):
+                raise ValueError("unanswerable")
+            return Rollouts([INFO], "samples")
+
+        run.dispatcher.roll_out = roll_out
+        run.progress.next_slot = 1
+        run.buffer.start(0)
+        run.assign(0)
+        await run.fill(0)
+        assert run.buffer.ready[0].line == 3 and run.buffer.ready[0].samples == "samples"
+        assert dropped == [((0, None), i, f"data/tiny/train.jsonl:{i + 1}") for i in (0, 1)]
+        assert run.buffer.dropped == {"ValueError": 2} and run.dropped_in_a_row == 0
+        assert run.progress == Progress(1, 3, {})
+
+    asyncio.run(main())
+
+
+def test_too_many_prompts_that_fail_end_the_run():
+    async def main():
+        run = make_run(max_dropped_in_a_row=2)
+
+        async def fails(*_):
+            raise ValueError("the judge is down")
+
+        run.dispatcher.roll_out = fails
+        run.buffer.start(0)
+        run.assign(0)
+        with pytest.raises(ValueError, match="the judge is down"):
+            await run.fill(0)
+        assert run.buffer.dropped == {"ValueError": 3}
+
+    asyncio.run(main())
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+
 def test_an_evaluation_that_is_cut_short_does_not_end_well():
     async def main():
-        run = modes.of(Config(eval_only=True, val_data="v", val_period=1), Run)(
-            Config(), [ROW], [ROW]
-        )
-        run.roll_out = lambda *_: asyncio.sleep(60)
+        run = make_run(eval_only=True, data={"val": "v"}, val_period=1)
+        run.dispatcher.roll_out = lambda *_: asyncio.sleep(60)
         asyncio.get_running_loop().call_later(0.01, run.leave, "SIGTERM")
         with pytest.raises(RuntimeError, match="before the evaluation was done .SIGTERM."):
-            await run.train_forever()
+            await modes.loops(run).train()
         assert run.evaluated == -1
 
     asyncio.run(main())
@@ -151,24 +257,101 @@ def test_a_replay_goes_on_with_the_files_that_were_not_trained(tmp_path):
     async def main():
         for step in range(1, 5):
             write_groups(str(tmp_path / f"samples/step_{step:06d}.npz"), [(0, 0, step)], [], [])
-        cfg = Config(replay=str(tmp_path), resume="auto", run_dir="x", prompts_per_step=1)
-        run, read = modes.of(cfg, Run)(cfg, [ROW], []), []
+        fields = {"replay": str(tmp_path), "resume": "auto", "run_dir": "x"}
+        run = make_run(prompts_per_step=1, **fields)
+        loops = modes.loops(run)
+        read = []
 
-        def remote(_, path):
+        def call(_, path):
             read.append(path[-10:-4])
-            return asyncio.sleep(0, [(0, 0, int(path[-5]), [])]), None
+            return [(0, 0, int(path[-5]), [])], "samples"
 
-        call = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote))
-        run.workers = itertools.cycle([SimpleNamespace(call=call)])
-        run.buffer.restore(1, [Group(1, 0, 2, [], None)], {})
-        run.next_slot = 2
-        reading = asyncio.create_task(run.generate_forever())
+        run.cluster.workers = [Actor(call=call)]
+        run.restore(
+            {
+                "version": 1,
+                "dropped": {},
+                "evaluated": -1,
+                "progress": {"next_slot": 2, "next_prompt": 2, "in_flight": {}},
+            },
+            [Group(1, 0, 2, [], None)],
+        )
+        reading = asyncio.create_task(loops.generate())
         lines = []
         for step in (1, 2, 3):
-            await run.buffer.until(run.buffer.is_complete, step)
+            await run.buffer.until(lambda step=step: run.buffer.is_complete(step))
             lines += [group.line for group in run.buffer.take(step)]
             run.buffer.wake()
         await reading
         assert read == ["000003", "000004"] and lines == [2, 3, 4]
+        assert run.progress == Progress(4, 4, {})
 
     asyncio.run(main())
+
+
+COMMANDS = {
+    "eval_only": {"eval_only": True, "data": {"val": "v"}},
+    "rollout_only": {"rollout_only": True},
+    "export": {"export": 3, "run_dir": "x"},
+    "replay": {"replay": "elsewhere"},
+    "train": {},
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_fork_that_renames_the_training_loop_never_trains_by_mistake(name, monkeypatch):
+    """What needs the loop fails by its name before anything is started; the rest works."""
+    loop = Run.train_forever
+    monkeypatch.delattr(Run, "train_forever")
+    monkeypatch.setattr(Run, "learn_forever", loop, raising=False)
+    monkeypatch.setattr(modes, "replayed_files", lambda run: [])
+    run = make_run(**COMMANDS[name])
+    if name in ("train", "replay"):
+        with pytest.raises(AttributeError, match="no attribute 'train_forever'"):
+            modes.loops(run)
+        return
+    chosen = modes.loops(run)
+    assert chosen.train.func in (modes.evaluate, modes.collect, modes.export)
+
+
+# --- what a checkpoint holds ----------------------------------------------------------------------
+
+
+def through_json(state: dict) -> dict:
+    return json.loads(json.dumps(state))
+
+
+def test_the_state_of_a_run_comes_back():
+    run = make_run()
+    run.progress = Progress(next_slot=9, next_prompt=11, in_flight={7: 8, 8: 10})
+    run.buffer.version = 3
+    run.buffer.dropped["ValueError"] += 2
+    state = through_json(run.state()) | {"evaluated": 2}
+    other = make_run()
+    other.restore(state, [Group(6, 2, 1, [], None)])
+    assert other.progress == run.progress and other.evaluated == 2
+    assert (other.buffer.version, other.buffer.next_step) == (3, 3)
+    assert other.buffer.dropped == {"ValueError": 2} and list(other.buffer.ready) == [6]
+
+
+@grpo_async.checked_dataclass
+class ForkedProgress(Progress):
+    """With fields that a fork has added."""
+
+    difficulty: float = 0.5
+    solved: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+def test_a_field_that_a_fork_adds_to_progress_is_saved_and_restored(monkeypatch):
+    """A checkpoint from before that field gives its default."""
+    monkeypatch.setattr(grpo_async, "Progress", ForkedProgress)
+    run = make_run()
+    run.progress.difficulty = 0.75
+    run.progress.solved = {4: 1}
+    state = through_json(run.state()) | {"evaluated": -1}
+    other = make_run()
+    other.restore(state, [])
+    assert (other.progress.difficulty, other.progress.solved) == (0.75, {4: 1})
+    del state["progress"]["difficulty"]
+    other.restore(state, [])
+    assert other.progress.difficulty == 0.5

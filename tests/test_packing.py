@@ -11,18 +11,19 @@ from hypothesis import strategies as st
 
 from envs.episode import Sample, SampleInfo
 from grpo_async import Config, Group, Update, pack, plan_step
-from policy.packing import plan_rows
+from policy.packing import Share, plan_rows
+from support.configs import changed
 
 LENGTHS = st.lists(st.integers(1, 150), max_size=40)
 
 
 def info(tokens: int, trained: int | None = None, gradient: bool = True) -> SampleInfo:
     trained = tokens - 1 if trained is None else trained
-    return SampleInfo(tokens, trained, 0.0, gradient, trained, 0, 0, False, "")
+    return SampleInfo(tokens, trained, 0.0, 0.0, gradient, trained, 0, 0, False, "")
 
 
 def config(**fields) -> Config:
-    return Config(**({"row_tokens": 100, "prompts_per_step": 4} | fields))
+    return changed(Config(), **({"row_tokens": 100, "prompts_per_step": 4} | fields))
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -79,7 +80,9 @@ def plan_by_search(lengths: list[int], capacity: int, ranks: int) -> list[list[l
     least = max(least, sum(n > capacity // 2 for n in lengths))
     count = math.ceil(least / ranks) * ranks
     while True:
-        rows, work, room = [[] for _ in range(count)], [0] * count, [capacity] * count
+        rows = [[] for _ in range(count)]
+        work = [0] * count
+        room = [capacity] * count
         for i in order:
             fits = (r for r in range(count) if not rows[r] or room[r] >= lengths[i])
             r = min(fits, key=work.__getitem__, default=None)
@@ -103,30 +106,36 @@ def waited_for(plan: list[list[list[int]]], lengths: list[int]) -> int:
 
 def test_the_heap_balances_as_well_as_the_search():
     numbers = random.Random(0)
-    same, rows, waits = [], [], []
+    same = []
+    rows = []
+    waits = []
     for _ in range(2000):
-        longest, ranks = numbers.choice([10, 30, 40, 60, 100, 150]), numbers.randint(1, 8)
+        longest = numbers.choice([10, 30, 40, 60, 100, 150])
+        ranks = numbers.randint(1, 8)
         lengths = [numbers.randint(1, longest) for _ in range(numbers.randint(1, 60))]
         plans = plan_rows(lengths, 100, ranks), plan_by_search(lengths, 100, ranks)
         same.append(plans[0] == plans[1])
         rows.append([len(plan[0]) for plan in plans])
         waits.append([waited_for(plan, lengths) for plan in plans])
-    rows, waits = np.array(rows), np.array(waits)
+    ours, theirs = np.array(rows).T
     assert np.mean(same) > 0.9
-    assert rows.sum(0)[0] <= rows.sum(0)[1] and (rows[:, 0] <= rows[:, 1] + 1).all()
+    assert ours.sum() <= theirs.sum() and (ours <= theirs + 1).all()
+    waits = np.array(waits)
     ratios = waits[:, 0] / waits[:, 1]
     assert ratios.mean() <= 1.001 and ratios.max() <= 1.25
 
 
 def operations(plan, lengths: list[int]) -> int:
     """Bytecodes that a plan executes in its own file."""
-    count, outer = 0, sys.gettrace()
+    count = 0
+    outer = sys.gettrace()
 
     def trace(frame, event, _):
         nonlocal count
         if frame.f_code.co_filename != plan.__code__.co_filename:
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
         count += event == "opcode"
         return trace
 
@@ -149,7 +158,7 @@ def test_four_times_the_samples_cost_four_times_the_work(shape):
     assert 3 < growth < 5
 
 
-def test_the_count_of_operations_tells_a_quadratic_plan():
+def test_the_count_of_operations_detects_a_quadratic_plan():
     lengths = np.random.default_rng(0).lognormal(7, 1, 512).astype(int).clip(1, 8192).tolist()
     assert operations(plan_by_search, lengths) > 8 * operations(plan_by_search, lengths[::4])
 
@@ -161,8 +170,9 @@ def groups_of(*sizes: list[SampleInfo]) -> list[Group]:
     return [Group(slot, 0, 1, list(infos), None) for slot, infos in enumerate(sizes)]
 
 
-def places(update: Update) -> list[tuple[int, int]]:
-    return sorted(at for row in update.rows for at in row)
+def places(share: Share, k: int = 0) -> list[tuple[int, int]]:
+    """The samples of a replica's update k, by (group of the batch, place in the group)."""
+    return sorted((share.groups[g], j) for row in share.updates[k].rows for g, j in row)
 
 
 @pytest.mark.parametrize(
@@ -179,30 +189,35 @@ def test_skipped_samples_stay_in_the_divisor_and_overlong_ones_leave_it(fields, 
         [info(31, gradient=False)],  # no advantage: skipped, but planned
         [info(41), info(51, trained=0)],  # filtered out: neither
     )
-    ((update,),) = plan_step(groups, config(**fields))
+    (share,) = plan_step(groups, config(**fields))
+    (update,) = share.updates
     assert (update.planned_tokens, update.planned_sequences) == (10 + 20 + 30 + 40, 4)
-    assert places(update) == computed
+    assert places(share) == computed
+    assert share.groups == sorted({g for g, _ in computed})
 
 
 def test_a_step_without_gradient_is_an_empty_row_for_every_rank():
-    plan = plan_step(groups_of([info(9, gradient=False)], [info(9, 0)]), config(trainers=3))
-    assert [u.rows for updates in plan for u in updates] == [[[]]] * 3
-    assert {(u.planned_tokens, u.planned_sequences) for us in plan for u in us} == {(8, 1)}
-    ((update,),) = plan_step(groups_of([info(9, 0)]), config())
+    plan = plan_step(groups_of([info(9, gradient=False)], [info(9, 0)]), config(ranks=3))
+    updates = [update for share in plan for update in share.updates]
+    assert [update.rows for update in updates] == [[[]]] * 3
+    assert [share.groups for share in plan] == [[]] * 3
+    assert {(u.planned_tokens, u.planned_sequences) for u in updates} == {(8, 1)}
+    (share,) = plan_step(groups_of([info(9, 0)]), config())
+    (update,) = share.updates
     assert (update.planned_tokens, update.planned_sequences) == (1, 1)  # never divides by zero
 
 
 def test_updates_split_the_batch_in_slot_order():
     groups = groups_of(*([info(10 * g + 5), info(10 * g + 6)] for g in range(4)))
-    plan = plan_step(groups, config(updates_per_batch=2, trainers=2))
-    assert [len(updates) for updates in plan] == [2, 2]
+    plan = plan_step(groups, config(updates_per_batch=2, ranks=2))
+    assert [len(share.updates) for share in plan] == [2, 2]
     for k, slots in enumerate(([0, 1], [2, 3])):
-        shares = [updates[k] for updates in plan]
-        seen = sorted(at for share in shares for at in places(share))
+        updates = [share.updates[k] for share in plan]
+        seen = sorted(at for share in plan for at in places(share, k))
         assert seen == [(g, j) for g in slots for j in (0, 1)]
-        assert len({len(share.rows) for share in shares}) == 1
+        assert len({len(update.rows) for update in updates}) == 1
         tokens = sum(10 * g + 4 + 10 * g + 5 for g in slots)
-        assert {(s.planned_tokens, s.planned_sequences) for s in shares} == {(tokens, 4)}
+        assert {(u.planned_tokens, u.planned_sequences) for u in updates} == {(tokens, 4)}
 
 
 SAMPLE_INFOS = st.builds(info, st.integers(2, 120), st.sampled_from([None, 0, 1]), st.booleans())
@@ -216,17 +231,22 @@ SAMPLE_INFOS = st.builds(info, st.integers(2, 120), st.sampled_from([None, 0, 1]
     st.booleans(),
 )
 def test_every_sample_is_computed_once_or_has_a_reason_not_to_be(infos, updates, ranks, skip):
-    fields = {"updates_per_batch": updates, "trainers": ranks, "skip_zero_advantage": skip}
+    fields = {"updates_per_batch": updates, "ranks": ranks, "skip_zero_advantage": skip}
     plan = plan_step(groups_of(*infos), config(**fields))
-    seen = sorted(at for us in plan for update in us for at in places(update))
+    seen = sorted(at for share in plan for k in range(updates) for at in places(share, k))
     every = [(g, j, i) for g, group in enumerate(infos) for j, i in enumerate(group)]
     expected = [(g, j) for g, j, i in every if i.trained_tokens and (i.has_gradient or not skip)]
     assert seen == expected
-    for row in (row for us in plan for update in us for row in update.rows):
-        assert sum(infos[g][j].tokens for g, j in row) <= 100 or len(row) == 1
+    for share in plan:
+        rows = [row for update in share.updates for row in update.rows]
+        for row in rows:
+            lengths = [infos[share.groups[g]][j].tokens for g, j in row]
+            assert sum(lengths) <= 100 or len(lengths) == 1
+        assert share.groups == sorted({g for k in range(updates) for g, _ in places(share, k)})
+        assert share.places == [(share.groups[g], j) for row in rows for g, j in row]
     size = 4 // updates
-    for us in plan:
-        for k, update in enumerate(us):
+    for share in plan:
+        for k, update in enumerate(share.updates):
             part = [i.trained_tokens for group in infos[k * size : k * size + size] for i in group]
             assert update.planned_tokens == max(sum(part), 1)
             assert update.planned_sequences == max(sum(n > 0 for n in part), 1)
@@ -242,13 +262,14 @@ def samples(draw):
     mask_T = numbers.random(n) < 0.6
     mask_T[0] = False
     return Sample(
-        numbers.integers(0, 200_000, n, dtype=np.int32),
-        mask_T,
-        np.where(mask_T, -numbers.random(n), 0).astype(np.float32),
-        np.where(mask_T, 3, -1).astype(np.int32),
-        mask_T & (numbers.random(n) < 0.3),
+        tokens_T=numbers.integers(0, 200_000, n, dtype=np.int32),
+        mask_T=mask_T,
+        engine_logp_T=np.where(mask_T, -numbers.random(n), 0).astype(np.float32),
+        version_T=np.where(mask_T, 3, -1).astype(np.int32),
+        flaw_T=np.where(mask_T, numbers.integers(0, 3, n), 0).astype(np.int8),
         truncated=False,
         reward=float(numbers.integers(0, 2)),
+        score=float(numbers.integers(0, 2)),
         advantage=draw(st.sampled_from([-1.5, 0.0, 2.0])),
     )
 
@@ -256,7 +277,8 @@ def samples(draw):
 @settings(deadline=None)
 @given(st.lists(samples(), min_size=1, max_size=5))
 def test_a_row_is_its_samples_side_by_side(parts):
-    batch = pack(parts, Update(17, 3, []), config(penalty_advantage=-7.0))
+    penalties = {"tool_call": -7.0, "thinking": -3.0}
+    batch = pack(parts, Update(17, 3, []), config(penalties=penalties))
     assert (batch.planned_tokens, batch.planned_sequences) == (17, 3)
     assert batch.old_logp_T is None and batch.ref_logp_T is None
     start = 0
@@ -267,10 +289,10 @@ def test_a_row_is_its_samples_side_by_side(parts):
         assert (batch.seq_T[here] == i).all()
         assert batch.mask_T[here].tolist() == part.mask_T.tolist()
         assert batch.engine_logp_T[here].tolist() == part.engine_logp_T.tolist()
-        expected = [-7.0 if bad else part.advantage for bad in part.malformed_T]
+        expected = [(part.advantage, -7.0, -3.0)[flaw] for flaw in part.flaw_T]
         assert batch.advantage_T[here].tolist() == expected
-        assert batch.reward_N[i] == part.reward
-    assert len(batch.tokens_T) == start and len(batch.reward_N) == len(parts)
+        assert batch.score_N[i] == part.score
+    assert len(batch.tokens_T) == start and len(batch.score_N) == len(parts)
 
 
 def test_an_empty_row_is_one_token_that_trains_nothing():
@@ -283,6 +305,6 @@ def test_an_empty_row_is_one_token_that_trains_nothing():
         "mask_T": "bool",
         "engine_logp_T": "float32",
         "advantage_T": "float32",
-        "reward_N": "float32",
+        "score_N": "float32",
     }
     assert len(batch.tokens_T) == 1 and not batch.mask_T.any()

@@ -43,10 +43,11 @@ def metric_lines() -> list[dict]:
     return lines
 
 
-def rollout(step: int | None, slot: int | str, i: int) -> dict:
+def rollout(step: int | None, slot: int, i: int, evaluation: int | None = None) -> dict:
     return {
         "step": step,
         "slot": slot,
+        "evaluation": evaluation,
         "row": 3,
         "env": ENVS[i % 2],
         "prompt": f"question {i}",
@@ -79,7 +80,7 @@ def save_samples(path: Path) -> None:
         mask_T=np.array(([False] * 2 + [True] * 4) * 4),
         engine_logp_T=np.array((given + [-0.1, -0.5, -1.0, -2.0]) * 4, np.float32),
         version_T=np.array([-1, -1, 8, 8, 9, 9] * 4, np.int32),
-        malformed_T=np.zeros(24, bool),
+        flaw_T=np.array(([0] * 6) * 3 + [0, 0, 1, 1, 2, 2], np.int8),
         logp_T=np.array((given + [-0.1, -0.4, -1.0, np.nan]) * 4, np.float32),
     )
 
@@ -90,7 +91,8 @@ def run_dir(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "demo"
     folder.mkdir()
     save_tokenizer(folder / "model")
-    config = {"model": str(folder / "model"), "steps": 100, "group_size": 2, "penalty": ATTACK}
+    config = {"model": str(folder / "model"), "steps": 100, "group_size": 2, "more": ATTACK}
+    config |= {"policy": {"lr": 1e-3}, "advantage": {"penalties": {"tool_call": -5.0}}}
     (folder / "config.json").write_text(json.dumps(config))
     write_lines(folder / "metrics.jsonl", metric_lines(), '{"step": 31, "rew')
     row = {"by": "all", "key": "all", "tokens": 1000, "mean": 0.01, "max": 2.0, "k3": 1e-4}
@@ -99,7 +101,7 @@ def run_dir(tmp_path_factory) -> Path:
     ] * 2
     mismatch = [{"step": i + 1, "rows": rows} for i, rows in enumerate(tables)]
     write_lines(folder / "mismatch.jsonl", mismatch, '{"step": 3, "rows": [{"by"')
-    every = [rollout(None, f"val-0-{i}", i) for i in range(2)]
+    every = [rollout(None, i, i, evaluation=0) for i in range(2)]
     every += [rollout(step, slot, i) for step in (1, 10) for slot in (18, 19) for i in range(20)]
     every[-1] |= {"env": ATTACK, "prompt": ATTACK, "response": [ATTACK], "info": {"x": ATTACK}}
     write_lines(folder / "rollouts.jsonl", every, '{"step": 11, "slot')
@@ -162,26 +164,26 @@ def test_curves_have_a_point_for_each_value(run_dir):
 
 @browser
 @pytest.mark.slow
-def test_hovering_tells_the_values(run_dir):
-    told = evaluate(
+def test_hovering_shows_the_values(run_dir):
+    shown = evaluate(
         run_dir / "report.html",
         """
-        const told = {};
+        const shown = {};
         for (const plot of document.querySelectorAll("#curves svg")) {
           const box = plot.getBoundingClientRect();
           plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 9}));
-          told[plot.getAttribute("aria-label")] = document.querySelector("#tip").innerText;
+          shown[plot.getAttribute("aria-label")] = document.querySelector("#tip").innerText;
         }
-        return told;
+        return shown;
         """,
     )
-    assert told["Probability mismatch"].split("\n") == [
+    assert shown["Probability mismatch"].split("\n") == [
         "step 30",
         "token_mult_prob_error",
         "1 + 3.0e-5",
     ]
     phases = ["wait for rollouts", "1", "train", "2", "weight sync", "0.4", "rest", "1.6"]
-    assert told["Step time by phase"].split("\n")[1:] == phases
+    assert shown["Step time by phase"].split("\n")[1:] == phases
 
 
 @browser
@@ -273,7 +275,7 @@ def test_tokens_carry_version_colour_and_explanation(run_dir):
           return document.querySelector("#tip").innerText.replaceAll("\\n", " ");
         });
         return {
-          colours, tips, samples: sample.options.length, told: section.textContent,
+          colours, tips, samples: sample.options.length, note: section.textContent,
           text: spans().map((s) => s.textContent), versions: spans().map((s) => s.dataset.version),
           given: spans().map((span) => span.className),
           painted: spans().map((span) => getComputedStyle(span).backgroundColor),
@@ -297,8 +299,27 @@ def test_tokens_carry_version_colour_and_explanation(run_dir):
         assert words in changed
     assert "trainer not computed" in uncomputed
     assert result["samples"] == 4
-    assert "4 of the 4 samples of 1 steps" in result["told"]
-    assert "2 steps are saved" in result["told"]
+    assert "4 of the 4 samples of 1 steps" in result["note"]
+    assert "2 steps are saved" in result["note"]
+
+
+@browser
+@pytest.mark.slow
+def test_flawed_tokens_have_the_advantage_of_their_penalty(run_dir):
+    """Only tool_call has a penalty, -5. A field that a fork deleted is no error."""
+    script = """
+        const flawed = tokens(data.samples.rows[3]).slice(2);
+        const shown = flawed.map((t) => explain(t).filter(([name]) => name.startsWith("flaw")));
+        const penalised = flawed.map((t) => t.advantage);
+        delete config.advantage;
+        const without = tokens(data.samples.rows[3]).slice(2).map((t) => t.advantage);
+        return {shown, penalised, without, settings: document.querySelector(".config").textContent};
+        """
+    result = evaluate(run_dir / "report.html", script)
+    assert result["penalised"] == [-5, -5, 0, 0] and result["without"] == [0, 0, 0, 0]
+    label = "flaw of its message"
+    assert result["shown"] == [[[label, "tool_call"]]] * 2 + [[[label, "thinking"]]] * 2
+    assert "policy.lr 0.001" in result["settings"] and "loss" not in result["settings"]
 
 
 @browser

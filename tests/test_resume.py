@@ -1,4 +1,4 @@
-"""A run that is killed and goes on is the run that was never killed."""
+"""A run that is killed and resumed equals the undisturbed run."""
 
 import os
 import signal
@@ -18,7 +18,8 @@ def contents(folder) -> dict:
 
     whole = folder / "whole.pt"
     dcp_to_torch_save(folder / "policy", whole)
-    state, flat = torch.load(whole, weights_only=False), {}
+    state = torch.load(whole, weights_only=False)
+    flat = {}
     whole.unlink()
 
     def flatten(prefix: str, value) -> None:
@@ -37,7 +38,7 @@ def timeless(line: dict) -> dict:
     return {k: v for k, v in line.items() if not any(t in k for t in TIMES)}
 
 
-def test_killed_after_every_step_it_is_bitwise_the_run_that_never_was(tiny_config, tmp_path):
+def test_a_run_killed_after_every_step_equals_the_undisturbed_run(tiny_config, tmp_path):
     """SIGKILL after each checkpoint: weights, moments, metrics and rollouts are the same.
 
     GRPO_KILLS=8 takes four minutes.
@@ -54,14 +55,15 @@ def test_killed_after_every_step_it_is_bitwise_the_run_that_never_was(tiny_confi
         marker = program.folder / f"step_{k:06d}" / "complete.json"
         program.wait_until(marker.exists)
         program.stop()
-        assert not (program.folder / f"step_{k + 2:06d}").exists(), "killed too late to tell"
+        assert not (program.folder / f"step_{k + 2:06d}").exists(), "killed too late"
     program = Program(cfg, "--resume", "auto", script="tests/support/deterministic_engine.py")
     assert program.ends() == 0, program.told()[-4000:]
     assert calm.ends() == 0, calm.told()[-4000:]
 
     for step in range(1, steps + 1):
         name = f"step_{step:06d}"
-        ours, theirs = contents(program.folder / name), contents(calm.folder / name)
+        ours = contents(program.folder / name)
+        theirs = contents(calm.folder / name)
         assert list(ours) == list(theirs) and int(ours["/updates"]) == step
         for key, value in theirs.items():
             assert torch.equal(ours[key], value), (step, key)
@@ -79,9 +81,9 @@ def test_sigterm_saves_and_leaves_and_a_damaged_checkpoint_is_passed_over(tiny_c
     """With vLLM: leave on SIGTERM, damage the newest checkpoint, kill, go on: nothing is lost."""
     from conftest import spelling_rows, write_rows
 
-    val = {"val_data": write_rows(tmp_path / "val.jsonl", spelling_rows(4, 1)), "val_period": 2}
-    fields = {"save_period": 2, "keep_last": 3, "max_response_tokens": 48, "generators": 1} | val
-    cfg = tiny_config(steps=10, **fields)
+    val = write_rows(tmp_path / "val.jsonl", spelling_rows(4, 1))
+    fields = {"save_period": 2, "keep_last": 3, "max_response_tokens": 48}
+    cfg = tiny_config(steps=10, data={"val": val}, val_period=2, **fields)
     program = Program(cfg)
     program.wait_until(lambda: len(program.steps()) >= 3)
     program.signal(signal.SIGTERM)
@@ -108,8 +110,8 @@ def test_sigterm_saves_and_leaves_and_a_damaged_checkpoint_is_passed_over(tiny_c
     assert program.ends() == 0, program.told()[-4000:]
     program.check_slots(cfg, rows=64)
     assert all(m["lag_max"] <= cfg.max_lag for m in program.steps())
-    told = [m["step"] for m in program.lines("metrics.jsonl") if "validation_reward" in m]
-    assert told == [0, 2, 4, 6, 8, 10], "each version once, whatever ended the run meanwhile"
+    validated = [m["step"] for m in program.lines("metrics.jsonl") if "validation_reward" in m]
+    assert validated == [0, 2, 4, 6, 8, 10], "each version once, whatever ended the run meanwhile"
     again = Program(cfg)
     assert again.ends(60) != 0 and "holds a run already" in again.told()
 
@@ -127,7 +129,8 @@ def test_saved_samples_train_again_without_an_engine(tiny_config, tmp_path):
     assert files == ["step_000001.npz", "step_000002.npz"]
 
     fields = {"run_dir": str(tmp_path / "replayed"), "skip_zero_advantage": False}
-    cfg = tiny_config(steps=9, val_data=val, val_period=1, val_samples=2, **fields)
+    data = {"val": val, "val_samples": 2}
+    cfg = tiny_config(steps=9, data=data, val_period=1, **fields)
     replayed = Program(cfg, "--replay", str(collected.folder))
     assert replayed.ends() == 0, replayed.told()[-4000:]
     assert not replayed.pids("Generator") and len(replayed.steps()) == 2

@@ -1,7 +1,6 @@
 """Whole runs with real Ray, vLLM and FSDP, started as a user starts them."""
 
 import asyncio
-import dataclasses
 import json
 import os
 import subprocess
@@ -13,19 +12,18 @@ import pytest
 import torch
 from test_generator import Pair
 
+from support.configs import changed
+from support.program import Program
+
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.e2e
 
 
 def run(cfg, timeout: float = 240) -> Path:
     """`python grpo_async.py` with this configuration; returns its run folder."""
-    lines = [f"{name} = {value!r}" for name, value in dataclasses.asdict(cfg).items()]
-    config = Path(cfg.run_dir).with_suffix(".py")
-    config.write_text("\n".join(lines))
-    command = [sys.executable, "grpo_async.py", "--config", str(config)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return Path(cfg.run_dir)
+    program = Program(cfg)
+    assert program.ends(timeout) == 0, program.told()[-3000:]
+    return program.folder
 
 
 def read(path: Path) -> list[dict]:
@@ -41,19 +39,21 @@ def finished(tiny_model, tmp_path_factory):
     from grpo_async import Config
 
     folder = tmp_path_factory.mktemp("async")
-    cfg = Config(
+    cfg = changed(
+        Config(),
         run_dir=str(folder / "run"),
         model=tiny_model,
-        train_data=write_rows(folder / "train.jsonl", spelling_rows(64)),
-        val_data=write_rows(folder / "val.jsonl", spelling_rows(8, seed=1)),
+        data={
+            "train": write_rows(folder / "train.jsonl", spelling_rows(64)),
+            "val": write_rows(folder / "val.jsonl", spelling_rows(8, seed=1)),
+        },
+        engine={"count": 2, "args": {"max_num_seqs": 8}},
         val_period=3,
         steps=6,
         prompts_per_step=4,
         group_size=4,
         max_model_len=96,
         max_response_tokens=48,
-        max_num_seqs=8,
-        generators=2,
         lr=1e-3,
         warmup_lr=1e-3,
         warmup_steps=0,
@@ -81,7 +81,7 @@ def test_metrics_of_a_run(finished):
 def test_rollouts_of_a_run(finished):
     """Every slot once, with prompt, response, reward, advantage and its tokens' versions."""
     folder, cfg = finished
-    lines = [r for r in read(folder / "rollouts.jsonl") if isinstance(r["slot"], int)]
+    lines = [r for r in read(folder / "rollouts.jsonl") if r["evaluation"] is None]
     slots = sorted(r["slot"] for r in lines)
     assert slots == sorted(list(range(cfg.steps * cfg.prompts_per_step)) * cfg.group_size)
     for line in lines:
@@ -141,26 +141,30 @@ def plain_synchronous_grpo(pair, rows) -> list[dict]:
     from reasoning_gym import get_score_answer_fn
 
     from envs.episode import stitch
-    from envs.rows import load_tokenizer, render
+    from envs.rows import load_tokenizer, render_messages
 
-    cfg, tokenizer = pair.cfg, load_tokenizer(pair.cfg.model)
+    cfg = pair.cfg
+    tokenizer = load_tokenizer(cfg.model)
     score = get_score_answer_fn("spell_backward")
 
     async def one_step(step):
-        samples, rewards, advantages = [], [], []
+        samples = []
+        rewards = []
+        advantages = []
         for p in range(cfg.prompts_per_step):
             slot = step * cfg.prompts_per_step + p
             seed = zlib.crc32(f"{cfg.seed} {slot}".encode())
             row = rows[slot % len(rows)]
-            prompt = render(tokenizer, row, cfg.thinking)
-            turns = await pair.generator.generate(prompt, cfg.group_size, seed + 0)
+            messages = row["responses_create_params"]["input"]
+            prompt = render_messages(tokenizer, messages, None, cfg.sampling.chat_template_kwargs)
+            turns = await pair.generate(prompt, cfg.group_size, seed)
             texts = [tokenizer.decode(t.token_ids, skip_special_tokens=True) for t in turns]
             r = torch.tensor([score(text.strip(), row) if text.strip() else 0.0 for text in texts])
             for i in range(len(r)):
                 others = torch.cat([r[:i], r[i + 1 :]]).double()
                 spread = others.std()
                 raw = r[i] - others.mean()
-                advantages.append(float(raw / (spread + 1e-6) if spread > 1e-4 else raw))
+                advantages.append(float(raw / (spread + 1e-6) if spread > 1e-6 else raw))
             rewards += r.tolist()
             samples += [stitch([turn])[0] for turn in turns]
         step_on(samples, advantages)
@@ -234,21 +238,22 @@ def test_gsm8k_config_trains_on_real_rows(tiny_model, shared_data, tmp_path):
     flags = {
         "model": tiny_model,
         "run_dir": tmp_path / "run",
-        "train_data": tmp_path / "train.jsonl",
-        "val_data": tmp_path / "test.jsonl",
+        "data.train": tmp_path / "train.jsonl",
+        "data.val": tmp_path / "test.jsonl",
         "steps": 2,
         "val_period": 2,
         "prompts_per_step": 4,
         "group_size": 4,
-        "max_response_tokens": 32,
+        "sampling.max_response_tokens": 32,
     }
     command = [sys.executable, "grpo_async.py", "--config", "configs/gsm8k.py"]
     command += [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
-    command += ["--no-skip_zero_advantage"]  # a random model earns no reward to learn from
+    command += ["--loss.no-skip_zero_advantage"]  # a random model earns no reward to learn from
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = [m for m in read(tmp_path / "run" / "metrics.jsonl") if "loss" in m]
     assert len(steps) == 2 and abs(steps[0]["token_mult_prob_error"] - 1) < 1e-5
     rollouts = read(tmp_path / "run" / "rollouts.jsonl")
     assert {r["env"] for r in rollouts} == {"math_with_judge_simple_agent"}
-    assert "Natalia sold clips" in next(r for r in rollouts if r["slot"] == 0)["prompt"]
+    first = next(r for r in rollouts if r["evaluation"] is None and r["slot"] == 0)
+    assert "Natalia sold clips" in first["prompt"]

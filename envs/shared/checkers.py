@@ -37,11 +37,12 @@ class Checkers:
     no sandbox: code that a check evaluates has this user's rights.
     """
 
-    def __init__(self, factory: str):
-        self.factory, self.own = factory, threading.local()  # each thread has its own child
+    def __init__(self, factory: str) -> None:
+        self.factory = factory
+        self.own = threading.local()  # each thread has its own child
         self.threads = ThreadPoolExecutor(CHILDREN)
 
-    async def run(self, deadline: float, **request) -> dict:
+    async def run(self, deadline: float, **request: object) -> dict:
         """The function's answer to `request`; value 0.0 with reason "timeout" after `deadline`.
 
         In seconds of CPU, or of sleep; neither the wait for a free child nor that for a CPU
@@ -56,7 +57,8 @@ class Checkers:
             child = getattr(self.own, "child", None)
             if child is None or child.poll() is not None:
                 child = self.own.child = self._start()
-            began, token = Clock(child.pid), secrets.token_hex(8)
+            began = Clock(child.pid)
+            token = secrets.token_hex(8)
             reply = self._ask(child, json.dumps([token, deadline, request]) + "\n", deadline)
             if reply.startswith(token):
                 return json.loads(reply.removeprefix(token))
@@ -75,9 +77,14 @@ class Checkers:
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
         # Address space for the stacks of 128 BLAS threads would alone exceed the memory limit.
         env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        pipes["start_new_session"] = True  # Ctrl-C is meant for the parent
-        child = subprocess.Popen([sys.executable, "-c", code, self.factory], env=env, **pipes)
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, self.factory],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is meant for the parent
+        )
         if not self._ask(child, "", START_DEADLINE):
             child.kill()
             child.communicate()
@@ -90,7 +97,9 @@ class Checkers:
         One that works ends itself after `deadline` seconds of CPU; where others have the CPUs it
         gets thrice that time.
         """
-        began, speaks = Clock(child.pid), False
+        assert child.stdin and child.stdout
+        began = Clock(child.pid)
+        speaks = False
         last = threading.Timer(4 * deadline, child.kill)  # an answer may write half a line
         last.start()
         with contextlib.suppress(BrokenPipeError):
@@ -102,7 +111,7 @@ class Checkers:
                 break
         reply = child.stdout.readline() if speaks else ""
         last.cancel()
-        if speaks and not reply:  # it is ending: its exit code tells why
+        if speaks and not reply:  # it is ending: its exit code shows why
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(1)
         return reply
@@ -111,8 +120,9 @@ class Checkers:
 class Clock:
     """What a process did so far: seconds of work or of waiting for a CPU; is it held by others?"""
 
-    def __init__(self, pid: int):
-        folder, self.now = Path(f"/proc/{pid}"), time.monotonic()
+    def __init__(self, pid: int) -> None:
+        folder = Path(f"/proc/{pid}")
+        self.now = time.monotonic()
         ran, queued, _ = (folder / "schedstat").read_text().split()
         self.busy = (int(ran) + int(queued)) / 1e9
         state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
@@ -125,7 +135,8 @@ class Clock:
 
 def serve() -> None:
     """A child's life: answer requests until the parent closes the pipe."""
-    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    requests = os.fdopen(os.dup(0))
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a check may print, read, and even close its stdin
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     logging.disable(logging.CRITICAL)

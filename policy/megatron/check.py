@@ -1,4 +1,4 @@
-"""What can be wrong between a model's folder and a configuration, found before any actor starts.
+"""What can be wrong between a model's folder and its settings, found before any actor starts.
 
 Only config.json and the headers of the *.safetensors files are read.
 """
@@ -6,16 +6,20 @@ Only config.json and the headers of the *.safetensors files are read.
 import difflib
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from envs.rows import load_tokenizer
 from policy.megatron.families import FAMILIES, padded
 from runtime.config import InputError
+
+if TYPE_CHECKING:
+    from policy.settings import PolicySettings
 
 ASIDE = re.compile(r"mtp\.|.*rotary_emb\.inv_freq$")  # never trained, exported as they came
 
@@ -40,67 +44,100 @@ class Checkpoint:
 
 
 # Fields of a config.json that change the network without changing its tensors.
-FIXED = {"hidden_act": "silu", "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
-FIXED |= {"use_sliding_window": False}
+FIXED = {
+    "hidden_act": "silu",
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
+    "use_sliding_window": False,
+}
 
 
-def check_megatron(cfg) -> None:
-    """Raises InputError naming the tensor or the field, and what was expected."""
-    hf = read_config(cfg)
-    check_tensors(cfg.model, hf)
-    words = len(load_tokenizer(cfg.model))
+def check_megatron(model: str, settings: "PolicySettings") -> None:
+    """Checks a model's folder against settings.
+
+    Raises InputError naming the tensor or the field, and what was expected.
+    """
+    hf = read_config(model, settings)
+    check_tensors(model, hf)
+    words = len(load_tokenizer(model))
     if words > hf.vocab_size:
-        told = f"its tokenizer has {words} tokens, its embedding {hf.vocab_size}"
-        raise InputError(f"model = {cfg.model!r}: {told}")
+        sizes = f"its tokenizer has {words} tokens, its embedding {hf.vocab_size}"
+        raise InputError(f"model = {model!r}: {sizes}")
 
 
-def read_config(cfg):
+def read_config(model: str, settings: "PolicySettings") -> PretrainedConfig:
     """The model's config.json. Raises InputError for a family or layout that cannot be trained."""
-    hf = AutoConfig.from_pretrained(cfg.model)
+    hf = AutoConfig.from_pretrained(model)
     if hf.model_type not in FAMILIES:
-        told = f"policy = 'megatron' knows {', '.join(FAMILIES)}, not {hf.model_type}"
-        raise InputError(f"model = {cfg.model!r}: {told}")
+        known = f"policy.kind = 'megatron' knows {', '.join(FAMILIES)}"
+        raise InputError(f"model = {model!r}: {known}, not {hf.model_type}")
     fixed = FIXED | ({"norm_topk_prob": True} if hf.model_type == "nemotron_h" else {})
     for name, value in fixed.items():
         if getattr(hf, name, value) != value:
-            told = f"{name} = {getattr(hf, name)!r}, policy = 'megatron' trains {value!r} only"
-            raise InputError(f"model = {cfg.model!r}: its config.json has {told}")
-    check_layout(cfg, hf)
+            found = f"its config.json has {name} = {getattr(hf, name)!r}"
+            only = f"policy.kind = 'megatron' trains {value!r} only"
+            raise InputError(f"model = {model!r}: {found}, {only}")
+    check_layout(settings, hf)
     return hf
 
 
-def check_layout(cfg, hf) -> None:
-    """What must divide what, with the nearest value that does."""
+class Divisor(NamedTuple):
+    """A setting that must divide a size of the model."""
+
+    field: str
+    value: int
+    size: int
+    what: str
+
+
+def check_layout(settings: "PolicySettings", hf: PretrainedConfig) -> None:
+    """What must divide what. Raises InputError with the nearest value that does."""
+    experts = getattr(hf, "num_local_experts", 0) or getattr(hf, "num_experts", 0) or 0
+    no_experts = f"{hf.model_type} has no experts"
+    if settings.replay_routing and not experts:
+        raise InputError(f"policy.replay_routing = True: {no_experts}, expected False")
+    if settings.ep > 1 and not experts:
+        raise InputError(f"policy.ep = {settings.ep}: {no_experts}, expected 1")
+    for rule in divisors(settings, hf, experts):
+        if rule.size % rule.value:
+            divide = (n for n in range(1, rule.size + 1) if rule.size % n == 0)
+            near = min(divide, key=lambda n: abs(n - rule.value))
+            raise InputError(
+                f"{rule.field} = {rule.value} does not divide {rule.what} = {rule.size}: try {near}"
+            )
+    groups = hf.num_key_value_heads
+    if groups % settings.tp and settings.tp % groups:
+        both = f"policy.tp = {settings.tp} and num_key_value_heads = {groups}"
+        raise InputError(f"{both}: one must divide the other")
+
+
+def divisors(settings: "PolicySettings", hf: PretrainedConfig, experts: int) -> list[Divisor]:
+    """All that must divide something, in the order in which it is checked."""
+    tp = settings.tp
     layers = getattr(hf, "layers_block_type", None)
     depth = len(layers) if layers else 2 * hf.num_hidden_layers  # attention and MLP are two
-    groups, tp, shared = hf.num_key_value_heads, cfg.tp, cfg.tp * cfg.cp
+    counted = "the number of layers, attention and MLP counted as two"
+    words = "vocab_size, padded to a multiple of 128"
     rules = [
-        ("tp", tp, hf.num_attention_heads, "num_attention_heads"),
-        ("tp", tp, hf.intermediate_size, "intermediate_size"),
-        ("pp", cfg.pp, depth, "the number of layers, attention and MLP counted as two"),
+        Divisor("policy.tp", tp, hf.num_attention_heads, "num_attention_heads"),
+        Divisor("policy.tp", tp, hf.intermediate_size, "intermediate_size"),
+        Divisor("policy.pp", settings.pp, depth, counted),
+        Divisor("policy.tp", tp, padded(hf.vocab_size), words),
     ]
-    rules += [("tp", tp, padded(hf.vocab_size), "vocab_size, padded to a multiple of 128")]
-    experts = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", 0)
-    if cfg.replay_routing and not experts:
-        raise InputError(f"replay_routing = True: {hf.model_type} has no experts, expected False")
-    if cfg.ep > 1 and not experts:
-        raise InputError(f"ep = {cfg.ep}: {hf.model_type} has no experts, expected 1")
-    rules += [("ep", cfg.ep, experts, "the number of experts")] if experts else []
+    if experts:
+        rules.append(Divisor("policy.ep", settings.ep, experts, "the number of experts"))
     if layers and "linear_attention" in layers:
-        rules += [("tp", tp, hf.n_groups, "n_groups of Mamba")]
-        rules += [("tp * cp", shared, hf.mamba_num_heads, "mamba_num_heads")]
-    for field, value, whole, what in rules:
-        if whole % value:
-            near = min(
-                (n for n in range(1, whole + 1) if not whole % n), key=lambda n: abs(n - value)
-            )
-            raise InputError(f"{field} = {value} does not divide {what} = {whole}: try {near}")
-    if groups % tp and tp % groups:
-        raise InputError(f"tp = {tp} and num_key_value_heads = {groups}: one must divide the other")
+        heads = hf.mamba_num_heads
+        rules.append(Divisor("policy.tp", tp, hf.n_groups, "n_groups of Mamba"))
+        rules.append(Divisor("policy.tp * policy.cp", tp * settings.cp, heads, "mamba_num_heads"))
+    return rules
 
 
-def check_tensors(folder: str, hf) -> None:
-    """The tensors of a checkpoint against those of its architecture, by name and shape."""
+def check_tensors(folder: str, hf: PretrainedConfig) -> None:
+    """Compares a checkpoint's tensors with those of its architecture, by name and shape.
+
+    Raises InputError naming the first that is wrong.
+    """
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(hf)
     state = revert_weight_conversion(lm, dict(lm.state_dict()))

@@ -1,7 +1,11 @@
-"""What the tensors of a model are called: by Megatron, and in a checkpoint of its family.
+"""The names of a model's tensors: those of Megatron, and those in a checkpoint of its family.
 
 policy/megatron/hf_weights.py reads these tables in both directions.
 """
+
+from typing import NamedTuple
+
+from transformers import PretrainedConfig
 
 # Megatron's name | how it lies | names in the checkpoint, {} being a layer's prefix.
 #   whole: on every rank.  rows, columns: cut over the ranks, in order.
@@ -39,10 +43,19 @@ mlp.router.expert_bias                 | whole   | {}mixer.gate.e_score_correcti
 mlp.experts.(\d+).linear_fc1.weight    | rows    | {}mixer.experts.\1.up_proj.weight
 mlp.experts.(\d+).linear_fc2.weight    | columns | {}mixer.experts.\1.down_proj.weight
 """
-# model_type -> table, prefix of a layer, Megatron layers to each of the checkpoint's
-TRANSFORMER = (LLAMA, "model.layers.{}.", 2)
-FAMILIES = dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe"), TRANSFORMER)
-FAMILIES["nemotron_h"] = (NEMOTRON_H, "backbone.layers.{}.", 1)
+
+
+class Family(NamedTuple):
+    """How a family's checkpoints name what Megatron has."""
+
+    table: str
+    prefix: str  # of a layer's tensors
+    split: int  # Megatron layers to each of the checkpoint's
+
+
+TRANSFORMER = Family(LLAMA, "model.layers.{}.", 2)
+FAMILIES = dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe"), TRANSFORMER)  # by model_type
+FAMILIES["nemotron_h"] = Family(NEMOTRON_H, "backbone.layers.{}.", 1)
 
 
 def padded(vocab: int) -> int:
@@ -53,10 +66,11 @@ def padded(vocab: int) -> int:
 SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 
 
-def pattern(hf) -> str:
+def pattern(hf: PretrainedConfig) -> str:
     """Megatron's layers of a config.json: M Mamba-2, * attention, - MLP, E experts."""
     if kinds := getattr(hf, "layers_block_type", None):
         return "".join(SYMBOLS[kind] for kind in kinds)
-    step, dense = getattr(hf, "decoder_sparse_step", 0), getattr(hf, "mlp_only_layers", [])
+    step = getattr(hf, "decoder_sparse_step", 0)
+    dense = getattr(hf, "mlp_only_layers", [])
     sparse = (step and (i + 1) % step == 0 and i not in dense for i in range(hf.num_hidden_layers))
     return "".join("*E" if has else "*-" for has in sparse)

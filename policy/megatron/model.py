@@ -8,6 +8,7 @@ Axes:  S places of a padded packed row   L those of this context parallel rank  
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.mamba import MambaModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -38,11 +40,21 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from policy.megatron.families import padded, pattern
 
+if TYPE_CHECKING:
+    from policy.settings import PolicySettings
 
-def architecture(hf) -> tuple[str, dict]:
-    """A config.json as (pattern of layers, fields of TransformerConfig)."""
+
+class Architecture(NamedTuple):
+    """A config.json in Megatron's terms."""
+
+    layers: str  # families.pattern of it
+    fields: dict[str, Any]  # of TransformerConfig
+
+
+def architecture(hf: Any) -> Architecture:
+    """What Megatron is to build for a config.json."""
     layers = pattern(hf)
-    fields = {
+    fields: dict[str, Any] = {
         "hidden_size": hf.hidden_size,
         "num_attention_heads": hf.num_attention_heads,
         "num_query_groups": hf.num_key_value_heads,
@@ -77,20 +89,23 @@ def architecture(hf) -> tuple[str, dict]:
         fields |= {"moe_router_topk": hf.num_experts_per_tok, "moe_router_dtype": "fp32"}
         fields |= {"moe_ffn_hidden_size": hf.moe_intermediate_size, "moe_grouped_gemm": HAVE_TE}
         fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
-    return layers, fields | {"num_layers": len(layers), "normalization": "RMSNorm"}
+    fields |= {"num_layers": len(layers), "normalization": "RMSNorm"}
+    return Architecture(layers, fields)
 
 
 class RMSNorm(nn.Module):
-    """Megatron's torch norm refuses sequence parallelism; its gradient must know of it."""
+    """The norm under sequence parallelism, which Megatron's own torch norm refuses."""
 
-    def __init__(self, config, hidden_size: int, eps: float | None = None):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float | None = None):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        weight.sequence_parallel = config.sequence_parallel  # read where gradients are summed
+        self.weight = weight
         self.eps = eps or config.layernorm_epsilon
 
-    def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        """Of Megatron's interface."""
+        return F.rms_norm(x, list(self.weight.shape), self.weight, self.eps)
 
 
 class PackedAttention(MegatronModule):
@@ -100,24 +115,38 @@ class PackedAttention(MegatronModule):
     rows nor context parallelism.
     """
 
-    def __init__(self, config, pg_collection=None, **unused):
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, **unused: Any
+    ):
         super().__init__(config)
         self.cp = pg_collection.cp
 
-    def forward(self, q, k, v, mask=None, packed_seq_params=None, **unused):
-        ends, n = packed_seq_params.cu_seqlens_q, self.cp.size()
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: None = None,
+        packed_seq_params: Any = None,
+        **unused: Any,
+    ) -> Tensor:
+        """Of Megatron's interface."""
+        ends = packed_seq_params.cu_seqlens_q
+        n = self.cp.size()
         if q.is_cuda and n == 1:
             from torch.nn.attention.varlen import varlen_attn
 
-            longest, causal = packed_seq_params.max_seqlen_q, (-1, 0)
+            longest = packed_seq_params.max_seqlen_q
             limits = (ends, ends, longest, longest)
-            return varlen_attn(q, k, v, *limits, window_size=causal, enable_gqa=True)
+            out: Any = varlen_attn(q, k, v, *limits, window_size=(-1, 0), enable_gqa=True)
+            return out
         if n > 1:
             order_S = torch.cat([local_places(ends, n, rank) for rank in range(n)]).argsort()
             gather = tensor_parallel.gather_from_sequence_parallel_region
             k, v = (gather(x, group=self.cp).index_select(0, order_S) for x in (k, v))
-        out, at = [], 0
-        for first, start, stop in chunks(ends, n, self.cp.rank()):
+        parts = []
+        at = 0
+        for first, start, stop in runs(ends, n, self.cp.rank()):
             heads = (q[at : at + stop - start], k[first:stop], v[first:stop])
             q_1HCD, k_1HCD, v_1HCD = (x.transpose(0, 1)[None] for x in heads)
             seen = torch.ones(stop - start, stop - first, dtype=torch.bool, device=q.device)
@@ -125,116 +154,154 @@ class PackedAttention(MegatronModule):
             o_1HCD = F.scaled_dot_product_attention(
                 q_1HCD, k_1HCD, v_1HCD, attn_mask=seen, enable_gqa=True
             )
-            out.append(o_1HCD[0].transpose(0, 1))
+            parts.append(o_1HCD[0].transpose(0, 1))
             at += stop - start
-        return torch.cat(out).flatten(1)
+        return torch.cat(parts).flatten(1)
 
 
 class Duplicated(nn.Linear):
-    """What TELinear is to the latent projections of experts: the same on every rank."""
+    """Stands for TELinear in the latent projections of experts: the same on every rank."""
 
-    def __init__(self, inputs: int, outputs: int, config, **unused):
+    def __init__(self, inputs: int, outputs: int, config: TransformerConfig, **unused: Any):
         super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel  # read where gradients are summed
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
+        """The product and no bias, which is Megatron's interface of a linear layer."""
         return super().forward(x), None
 
 
+class Places(NamedTuple):
+    """What a router must know of this context parallel rank's places of a padded row."""
+
+    read_L: Tensor  # bool: the engine read this token, so it chose experts for it
+    counted_L: Tensor  # bool: of a sample that is trained, so the balance of experts counts it
+    routes_L: Tensor | None  # [L, layers, experts], what the engine chose; -1: unknown
+
+
 class Row(PackedSeqParams):
-    """Which places of a padded row are one sequence, which are real, and their experts.
+    """Where the sequences of a padded row end, and what routers must know of its places."""
 
-    read_L [L] are those that the engine read, routes_L [L, layers, experts] what it chose there.
-    """
-
-    def __init__(self, ends: Tensor, real_L: Tensor, read_L: Tensor, routes_L: Tensor | None):
+    def __init__(self, ends: Tensor, places: Places):
         longest = int(ends.diff().max())
         super().__init__("thd", ends, ends, ends, ends, longest, longest)
-        self.real_L, self.read_L, self.routes_L = real_L, read_L, routes_L
+        self.places = places
 
 
 class ExpertLayer(TransformerLayer):
-    """Tells its router about the row: also in backward, when it is computed again."""
+    """Gives its router the row: also in backward, when the layer is computed again."""
 
-    def forward(self, *args, packed_seq_params: Row, **rest):
-        self.mlp.router.row = packed_seq_params
+    def forward(self, *args: Any, packed_seq_params: Row, **rest: Any) -> Any:
+        """Of Megatron's interface."""
+        self.mlp.router.places = packed_seq_params.places
         return super().forward(*args, packed_seq_params=packed_seq_params, **rest)
 
 
 class Router(TopKRouter):
-    """Counts the tokens of each expert, of those that are no padding."""
+    """Counts the tokens of each expert, of those that belong to a trained sample.
+
+    Megatron moves the bias of each expert by a constant, up or down. Tokens that train nothing,
+    such as that of a row that keeps a rank in step, would move it as far as a whole batch does.
+    """
+
+    places: Places  # of the row at hand
 
     def mine(self, x_L: Tensor) -> Tensor:
         """Of something for each place, what belongs to this rank's share of the sequence."""
         return x_L.chunk(self.tp_group.size())[self.tp_group.rank()]
 
-    def _apply_expert_bias(self, routing_map, padding_mask=None):
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         # Once: of a checkpointed layer only the second forward pass has gradients.
         if self.enable_expert_bias and torch.is_grad_enabled():
-            self.local_tokens_per_expert += routing_map[self.mine(self.row.real_L)].sum(0)
+            self.local_tokens_per_expert += routing_map[self.mine(self.places.counted_L)].sum(0)
+
+
+class Chosen(NamedTuple):
+    """The experts of each place, and their scores."""
+
+    scores_LK: Tensor
+    experts_LK: Tensor
 
 
 class Replay(nn.Module):
     """Has a router choose the experts that the engine chose, which `layer` numbers (R3).
 
-    Trainer and engine round differently, and a token that one sends to other experts than the other
-    has another logprob: arXiv:2510.11370. A place without a whole route chooses for itself.
+    Trainer and engine round differently. A token that both send to different experts has different
+    logprobs: arXiv:2510.11370. A place without a whole route chooses for itself.
     """
+
+    followed: Tensor
+    wanted: Tensor
 
     def __init__(self, router: Router, layer: int):
         super().__init__()
-        self.layer, self.share = layer, router.mine
-        self.row = lambda: router.row
+        self.layer = layer
+        self.share = router.mine
+        self.places = lambda: router.places
         for name in ("followed", "wanted"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64), persistent=False)
 
-    def get_replay_topk(self, scores_LE, topk, groups, group_topk, choose: Callable):
-        """(scores, experts) [L, topk]; the interface of Megatron's RouterReplay."""
-        values_LK, chosen_LK = choose(scores_LE, topk, groups, group_topk)
-        row = self.row()
-        read_L = self.share(row.read_L)
+    def get_replay_topk(
+        self,
+        scores_LE: Tensor,
+        topk: int,
+        groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+    ) -> Chosen:
+        """Takes the engine's experts; the interface of Megatron's RouterReplay."""
+        own = Chosen(*choose(scores_LE, topk, groups, group_topk))
+        places = self.places()
+        read_L = self.share(places.read_L)
         self.wanted += read_L.sum()
-        if row.routes_L is None:
-            return values_LK, chosen_LK
-        route_LK = self.share(row.routes_L)[:, self.layer].long()
+        if places.routes_L is None:
+            return own
+        route_LK = self.share(places.routes_L)[:, self.layer].long()
         sorted_LK = route_LK.sort(1).values  # experts named twice are no route
         whole_L = (sorted_LK[:, 0] >= 0) & (sorted_LK.diff() > 0).all(1)
         self.followed += (read_L & whole_L).sum()
-        chosen_LK = torch.where(whole_L[:, None], route_LK, chosen_LK)
-        return scores_LE.gather(1, chosen_LK), chosen_LK
+        experts_LK = torch.where(whole_L[:, None], route_LK, own.experts_LK)
+        return Chosen(scores_LE.gather(1, experts_LK), experts_LK)
 
 
 class TorchModules(LocalSpecProvider):
     """Megatron's own layers, and ours where it has none without Transformer Engine."""
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False):
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """Of Megatron's interface."""
         return RMSNorm
 
-    def core_attention(self):
+    def core_attention(self) -> type:
+        """Of Megatron's interface."""
         return PackedAttention
 
 
-def modules():
+def modules() -> Any:
     """Transformer Engine's layers where it is installed, else those of torch."""
     if HAVE_TE:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
         return TESpecProvider()
-    moe_layer.HAVE_TE, moe_layer.TELinear = True, Duplicated  # latent projections name it
+    moe_layer.HAVE_TE = True  # what latent projections ask for, and the layer that they name
+    moe_layer.TELinear = Duplicated
     return TorchModules()
 
 
-def stack_spec(config) -> ModuleSpec:
+def stack_spec(config: TransformerConfig) -> ModuleSpec:
     """The four kinds of layers of a stack."""
-    kind, bda = modules(), get_bias_dropout_add
-    column, row, norm = kind.column_parallel_linear(), kind.row_parallel_linear(), kind.layer_norm()
+    kind = modules()
+    bda = get_bias_dropout_add
+    column = kind.column_parallel_linear()
+    row = kind.row_parallel_linear()
+    norm = kind.layer_norm()
     qk_norm = kind.layer_norm(for_qk=True) if config.qk_layernorm else None
     attention = SelfAttentionSubmodules(column, kind.core_attention(), row, qk_norm, qk_norm)
     causal = {"attn_mask_type": AttnMaskType.causal}
     mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(column, row))
     layers = TransformerLayerSubmodules
-    grouped = {"num_experts": config.num_moe_experts or 1, "moe_grouped_gemm": HAVE_TE}
-    experts = get_moe_module_spec_for_backend(kind, **grouped)
+    count = config.num_moe_experts or 1
+    experts = get_moe_module_spec_for_backend(kind, num_experts=count, moe_grouped_gemm=HAVE_TE)
     experts.submodules.router = Router
     mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
     subs = MambaStackSubmodules(
@@ -260,16 +327,17 @@ def stack_spec(config) -> ModuleSpec:
     return ModuleSpec(MambaStack, params={"post_layer_norm": False}, submodules=subs)
 
 
-def build(cfg, hf, dtype: torch.dtype) -> MambaModel:
-    """This rank's part of the network, without weights."""
-    layers, fields = architecture(hf)
-    config = TransformerConfig(
+def transformer_config(
+    settings: "PolicySettings", fields: dict[str, Any], dtype: torch.dtype
+) -> TransformerConfig:
+    """Megatron's settings of a network: `fields` of its architecture, its layout, no dropout."""
+    return TransformerConfig(
         **fields,
-        tensor_model_parallel_size=cfg.tp,
-        sequence_parallel=cfg.tp > 1,
-        pipeline_model_parallel_size=cfg.pp,
-        context_parallel_size=cfg.cp,
-        expert_model_parallel_size=cfg.ep,
+        tensor_model_parallel_size=settings.tp,
+        sequence_parallel=settings.tp > 1,
+        pipeline_model_parallel_size=settings.pp,
+        context_parallel_size=settings.cp,
+        expert_model_parallel_size=settings.ep,
         expert_tensor_parallel_size=1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -286,13 +354,19 @@ def build(cfg, hf, dtype: torch.dtype) -> MambaModel:
         apply_rope_fusion=HAVE_TE,
         moe_token_dispatcher_type="alltoall",
     )
+
+
+def build(settings: "PolicySettings", hf: Any, dtype: torch.dtype) -> MambaModel:
+    """This rank's part of the network of a config.json, without weights."""
+    layers, fields = architecture(hf)
+    config = transformer_config(settings, fields, dtype)
     rotary = hf.model_type != "nemotron_h"  # Nemotron-H's attention knows no positions
     last = mpu.is_pipeline_last_stage()
     model = MambaModel(
         config,
         stack_spec(config),
         vocab_size=padded(hf.vocab_size),
-        max_sequence_length=cfg.max_model_len,
+        max_sequence_length=settings.row_tokens,  # only learned positions, which none has, need it
         hybrid_override_pattern=layers,
         pre_process=mpu.is_pipeline_first_stage(),
         post_process=last,
@@ -309,33 +383,44 @@ def build(cfg, hf, dtype: torch.dtype) -> MambaModel:
         model.output_layer.forward = lambda hidden, *_, **unused: (hidden, None)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith("router.weight"))
-    for layer in model.decoder.layers if cfg.replay_routing else ():
+    for layer in model.decoder.layers if settings.replay_routing else ():
         if isinstance(layer, ExpertLayer):
             at = layer.layer_number - 1  # attention and experts are two layers here
             router = layer.mlp.router
             router.router_replay = Replay(router, at if hf.model_type == "nemotron_h" else at // 2)
-    for layer in model.decoder.layers if cfg.activation_checkpointing else ():
+    for layer in model.decoder.layers if settings.activation_checkpointing else ():
         layer.forward = partial(checkpointed, layer.forward)
     return model
 
 
-def checkpointed(forward: Callable, hidden_states: Tensor, **rest):
+def checkpointed(forward: Callable[..., Any], hidden_states: Tensor, **rest: Any) -> Any:
     """A layer that keeps its input alone; MambaStack does not know `recompute_granularity`."""
     again = partial(forward, **rest)
     return tensor_parallel.checkpoint(lambda x: again(hidden_states=x), False, hidden_states)
 
 
-def rotary_frequencies(hf) -> Tensor:
-    """The inverse frequencies [head dimension / 2] that transformers uses, scaled ones included."""
-    rotary = LlamaRotaryEmbedding(hf)
+def rotary_frequencies(hf: Any) -> Tensor:
+    """The inverse frequencies [head dimension / 2] that transformers uses, scaled ones included.
+
+    Raises ValueError for a kind of scaling that Megatron cannot be given this way.
+    """
+    rotary: Any = LlamaRotaryEmbedding(hf)
     if rotary.attention_scaling != 1 or rotary.rope_type not in ("default", "linear", "llama3"):
-        told = "expected rope_type default, linear or llama3"
-        raise ValueError(f"rope_parameters = {hf.rope_parameters}: {told}")
+        kinds = "rope_type default, linear or llama3"
+        raise ValueError(f"rope_parameters = {hf.rope_parameters}: expected {kinds}")
     return rotary.inv_freq.clone()
 
 
-def chunks(ends: Tensor, n: int, rank: int) -> Iterator[tuple[int, int, int]]:
-    """(first of the sequence, start, stop) of each run of places of context parallel rank `rank`.
+class Run(NamedTuple):
+    """Neighbouring places of a padded row, of one sequence."""
+
+    first: int  # of the sequence
+    start: int
+    stop: int
+
+
+def runs(ends: Tensor, n: int, rank: int) -> Iterator[Run]:
+    """The runs of places that context parallel rank `rank` of n has.
 
     Of a sequence in 2 n parts it has the rank-th from the front and from the back, so that all have
     the same work under a causal mask: Transformer Engine's layout for packed rows.
@@ -344,13 +429,13 @@ def chunks(ends: Tensor, n: int, rank: int) -> Iterator[tuple[int, int, int]]:
     for first, last in zip(every, every[1:], strict=False):
         size = (last - first) // (2 * n)
         if n == 1:
-            yield first, first, last
+            yield Run(first, first, last)
         else:
-            yield first, first + rank * size, first + (rank + 1) * size
-            yield first, last - (rank + 1) * size, last - rank * size
+            yield Run(first, first + rank * size, first + (rank + 1) * size)
+            yield Run(first, last - (rank + 1) * size, last - rank * size)
 
 
 def local_places(ends: Tensor, n: int, rank: int) -> Tensor:
     """The places [L] of the padded row that a context parallel rank has, in its order."""
-    runs = (torch.arange(start, stop) for _, start, stop in chunks(ends, n, rank))
-    return torch.cat(list(runs)).to(ends.device)
+    places = [torch.arange(run.start, run.stop) for run in runs(ends, n, rank)]
+    return torch.cat(places).to(ends.device)

@@ -1,4 +1,4 @@
-"""Megatron-Core behind the interface of policy/fsdp.py: one model over TP x PP x CP x EP ranks.
+"""A policy on Megatron-Core: one model over TP x PP x CP x EP ranks.
 
 Axes:  T tokens of a packed row   S its tokens padded so that all ranks have equally many
        L those of this context parallel rank   N trained ones   H hidden size   V vocabulary
@@ -17,9 +17,10 @@ import itertools
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -46,9 +47,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from policy.logprobs import TokenLogprobs
+import policy
+from policy import AnyRow, LossFn, WeightMeta, logprobs
 from policy.megatron import hf_weights
-from policy.megatron.model import Replay, Row, build, local_places
+from policy.megatron.model import Places, Replay, Row, build, local_places
+
+if TYPE_CHECKING:
+    from policy.settings import PolicySettings
 
 
 class Shard:
@@ -58,7 +63,7 @@ class Shard:
     the last one further, so that the TP ranks share the rest evenly.
     """
 
-    def __init__(self, row, cp: int, tp: int):
+    def __init__(self, row: policy.Row, cp: int, tp: int):
         length_N = torch.bincount(row.seq_T)
         unit = 2 * cp if cp > 1 else 1
         padded_N = -(-length_N // unit) * unit
@@ -68,99 +73,127 @@ class Shard:
         source_S[ends[row.seq_T] + row.positions_T] = torch.arange(len(row.seq_T)).to(source_S)
         mine_L = local_places(ends, cp, mpu.get_context_parallel_rank())
         source_L = source_S[mine_L]
-        self.tokens_L = torch.where(source_L < 0, 0, row.tokens_T[source_L])
+        real_L = source_L >= 0
+        self.tokens_L = torch.where(real_L, row.tokens_T[source_L], 0)
         # The token of the row that each place predicts; of those that are trained, N.
         target_L = source_S.roll(-1)[mine_L]
         self.at_N = ((target_L >= 0) & row.mask_T[target_L]).nonzero().squeeze(1)
         self.target_N = target_L[self.at_N]
-        real_L, routes_L = source_L >= 0, None
-        if row.routes_T is not None:
-            routes_L = torch.where(real_L[:, None, None], row.routes_T[source_L], -1)
         # The engine never read the last token of a sequence, so it chose no experts for it.
         read_L = real_L & (target_L >= 0) & (row.positions_T[target_L] > 0)
-        self.packed = Row(ends, real_L, read_L, routes_L)
+        trained_N = torch.bincount(row.seq_T[row.mask_T], minlength=len(length_N)) > 0
+        counted_L = real_L & trained_N[row.seq_T][source_L]
+        routes_L = None
+        if row.routes_T is not None:
+            routes_L = torch.where(real_L[:, None, None], row.routes_T[source_L], -1)
+        self.packed = Row(ends, Places(read_L, counted_L, routes_L))
 
 
-def join_groups(cfg) -> None:
+def join_groups(settings: "PolicySettings", seed: int, collective_seconds: float) -> None:
     """Megatron's process groups: tensor parallel ranks side by side, pipeline stages far apart."""
     if mpu.model_parallel_is_initialized():
         return
     mpu.initialize_model_parallel(
-        tensor_model_parallel_size=cfg.tp,
-        pipeline_model_parallel_size=cfg.pp,
-        context_parallel_size=cfg.cp,
-        expert_model_parallel_size=cfg.ep,
+        tensor_model_parallel_size=settings.tp,
+        pipeline_model_parallel_size=settings.pp,
+        context_parallel_size=settings.cp,
+        expert_model_parallel_size=settings.ep,
         expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=max(1, round(cfg.timeouts.train / 60)),
+        distributed_timeout_minutes=max(1, round(collective_seconds / 60)),
     )
-    model_parallel_cuda_manual_seed(cfg.seed)
+    model_parallel_cuda_manual_seed(seed)
 
 
 class MegatronPolicy:
-    """The network being trained, or with `trainable=False` the frozen reference of a KL term.
+    """A `Policy` on Megatron-Core; `trainable=False` makes a frozen copy.
 
     Needs the default process group, of TP x CP x PP x replicas ranks. On GPU parameters are bf16
-    with float32 main parameters, and gradients are summed in float32; on CPU all is float32. All
-    but `weight_metas` is collective. Routers are frozen, and the bias by which Nemotron-H chooses
-    experts moves by 1e-3 a step towards those chosen too rarely (arXiv:2408.15664). Raises
-    ValueError naming a tensor that the checkpoint or the model lacks.
+    with float32 main parameters, and gradients are summed in float32; on CPU all is float32.
+    Routers are frozen. The bias by which Nemotron-H chooses experts moves by 1e-3 a step towards
+    those chosen too rarely (arXiv:2408.15664). Raises ValueError naming a tensor that the
+    checkpoint or the model lacks.
     """
 
-    def __init__(self, cfg, trainable: bool = True):
-        self.cfg, self.updates, gpu = cfg, 0, torch.cuda.is_available()
+    def __init__(
+        self,
+        model: str,
+        settings: "PolicySettings",
+        temperature: float,
+        seed: int,
+        collective_seconds: float,
+        trainable: bool = True,
+    ):
+        gpu = torch.cuda.is_available()
+        self.folder = model
+        self.settings = settings
+        self.temperature = temperature
+        self.updates = 0
         self.device = torch.device("cuda" if gpu else "cpu")
-        join_groups(cfg)
-        hf = AutoConfig.from_pretrained(cfg.model)
-        self.model = build(cfg, hf, torch.bfloat16 if gpu else torch.float32).to(self.device)
-        self.weights, self.vocab = hf_weights.Weights(cfg.model, hf, self.model), hf.vocab_size
+        join_groups(settings, seed, collective_seconds)
+        hf = AutoConfig.from_pretrained(model)
+        dtype = torch.bfloat16 if gpu else torch.float32
+        self.model = build(settings, hf, dtype).to(self.device)
+        self.weights = hf_weights.Weights(model, hf, self.model)
+        self.vocab = hf.vocab_size
         self.dp_group = mpu.get_data_parallel_group()  # the ranks that train other rows
         others = (mpu.get_tensor_model_parallel_rank(), mpu.get_context_parallel_rank())
-        self.speaks = mpu.is_pipeline_last_stage() and others == (0, 0)  # for its replica
+        self.reports = mpu.is_pipeline_last_stage() and others == (0, 0)
         self.replays = [m for m in self.model.modules() if isinstance(m, Replay)]
-        self.chunk = self.model.requires_grad_(False) if not trainable else None
+        # Any: what the schedule runs is the model, or Megatron's wrapper that sums its gradients.
+        self.chunk: Any = self.model
         if trainable:
-            ddp = DistributedDataParallelConfig(
-                use_distributed_optimizer=True, grad_reduce_in_fp32=True
-            )
-            self.chunk = DistributedDataParallel(self.model.config, ddp, self.model)
-            adam = OptimizerConfig(
-                optimizer="adam",
-                lr=cfg.lr,
-                weight_decay=cfg.weight_decay,
-                clip_grad=cfg.max_grad_norm,
-                use_distributed_optimizer=True,
-                bf16=gpu,
-                params_dtype=torch.bfloat16 if gpu else torch.float32,
-            )
-            # Without overrides weights decay alike, as under policy/fsdp.py: norms and biases too.
-            self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides={})
-            self.save_group = dist.new_group(backend="gloo")  # used while training communicates
+            self._make_optimizer(dtype)
+        else:
+            self.model.requires_grad_(False)
 
-    def forward_backward(self, batches: list, loss_fn: Callable) -> list[dict]:
-        """Add up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns the rows' stats.
+    def _make_optimizer(self, dtype: torch.dtype) -> None:
+        """Wraps the model to sum its gradients, and spreads AdamW's state over the replicas."""
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True
+        )
+        self.chunk = DistributedDataParallel(self.model.config, ddp, self.model)
+        adam = OptimizerConfig(
+            optimizer="adam",
+            lr=self.settings.lr,
+            weight_decay=self.settings.weight_decay,
+            clip_grad=self.settings.max_grad_norm,
+            use_distributed_optimizer=True,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+        )
+        # Without overrides weights decay alike, as under policy/fsdp.py: norms and biases too.
+        self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides={})
+        self.save_group = dist.new_group(backend="gloo")  # used while training communicates
+
+    def forward_backward(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow]) -> list[Any]:
+        """Adds up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns all stats.
 
         Every rank of a replica passes the same rows and gets the same stats; `loss_fn` is called on
         the last pipeline stage.
         """
-        return self._schedule(batches, loss_fn)
+        return self._schedule(rows, loss_fn)
 
     @torch.no_grad()
-    def logprobs(self, batches: list) -> list[Tensor]:
+    def logprobs(self, rows: Sequence[AnyRow]) -> list[Tensor]:
         """Logprobs [T] of each packed row, float32, 0 outside its mask; the same on every rank."""
-        return self._schedule(batches, None)
+        return self._schedule(rows, None)
 
-    def _schedule(self, batches: list, loss_fn: Callable | None) -> list:
-        """Megatron's pipeline schedule over packed rows; what the last stage made of each."""
-        results: list = []
+    def _schedule(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow] | None) -> list[Any]:
+        """Megatron's pipeline schedule over packed rows; returns what the last stage made of each.
 
-        def forward_step(rows: Iterator, model):
-            row = next(rows).to(self.device)
-            shard = Shard(row, self.cfg.cp, self.cfg.tp)
-            packed = {"attention_mask": None, "packed_seq_params": shard.packed}
-            hidden = model(shard.tokens_L[None], None, **packed)
+        These are stats, or without `loss_fn` logprobs.
+        """
+        results: list[Any] = []
+
+        def forward_step(waiting: Iterator[AnyRow], model: Any) -> tuple[Tensor, Callable]:
+            row = next(waiting).to(self.device)
+            shard = Shard(row, self.settings.cp, self.settings.tp)
+            hidden = model(
+                shard.tokens_L[None], None, attention_mask=None, packed_seq_params=shard.packed
+            )
             return hidden, partial(finish, row, shard)
 
-        def finish(row, shard: Shard, hidden_1LH: Tensor):
+        def finish(row: AnyRow, shard: Shard, hidden_1LH: Tensor) -> tuple[Tensor, Tensor, dict]:
             logp_T = self._logp(hidden_1LH[0], row, shard)
             loss, result = loss_fn(logp_T, row) if loss_fn else (logp_T.sum(), logp_T)
             results.append(result)
@@ -169,43 +202,51 @@ class MegatronPolicy:
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
+            data_iterator=iter(rows),
             model=[self.chunk],
-            num_microbatches=len(batches),
-            seq_length=self.cfg.row_tokens,
+            num_microbatches=len(rows),
+            seq_length=self.settings.row_tokens,
             micro_batch_size=1,
             forward_only=loss_fn is None,
         )
-        told, last = [move(results, "cpu")], mpu.get_pipeline_model_parallel_last_rank()
-        if self.cfg.pp > 1:
-            dist.broadcast_object_list(told, last, mpu.get_pipeline_model_parallel_group())
-        return move(told[0], self.device)
+        shared = [move(results, "cpu")]
+        if self.settings.pp > 1:
+            last = mpu.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(shared, last, mpu.get_pipeline_model_parallel_group())
+        return move(shared[0], self.device)
 
-    def _logp(self, h_LH: Tensor, row, shard: Shard) -> Tensor:
+    def _logp(self, h_LH: Tensor, row: policy.Row, shard: Shard) -> Tensor:
         """Logprobs [T] of a row's trained tokens, of all its context parallel ranks."""
-        if self.cfg.tp > 1:  # backward sums the gradients of all slices of the vocabulary
+        if self.settings.tp > 1:  # backward sums the gradients of all slices of the vocabulary
             h_LH = tensor_parallel.gather_from_sequence_parallel_region(h_LH)
         head_VH = self.model.output_layer.weight
         if head_VH is None:
             head_VH = self.model.shared_embedding_or_output_weight()
         first = len(head_VH) * mpu.get_tensor_model_parallel_rank()
-        rule = (self.cfg.temperature, self.cfg.logprob_chunk)
-        part = (mpu.get_tensor_model_parallel_group(), first, self.vocab)
-        target_N = row.tokens_T[shard.target_N]
-        logp_N = TokenLogprobs.apply(h_LH[shard.at_N], head_VH, target_N, *rule, part)
+        logp_N = logprobs.TokenLogprobs.apply(
+            h_LH[shard.at_N],
+            head_VH,
+            row.tokens_T[shard.target_N],
+            self.temperature,
+            logprobs.CHUNK,
+            logprobs.Part(mpu.get_tensor_model_parallel_group(), first, self.vocab),
+        )
         logp_T = logp_N.new_zeros(len(row.tokens_T)).index_add(0, shard.target_N, logp_N)
         # Every rank goes on with the whole row; backward passes each the gradient of its tokens.
         cp = mpu.get_context_parallel_group()
         return tensor_parallel.reduce_from_tensor_model_parallel_region(logp_T, group=cp)
 
-    def optimizer_step(self, grad_scale: float = 1.0) -> dict:
-        """Sum the gradients over ranks, scale them, clip their global norm, AdamW, zero them.
+    def optimizer_step(self, grad_scale: float = 1.0) -> dict[str, float]:
+        """Sums the gradients over ranks, scales and clips them, updates by AdamW and zeroes them.
 
-        `grad_norm` is the norm after scaling and before clipping; if it is not finite, every rank
-        raises FloatingPointError, its weights untouched and its gradients dropped. So it does with
-        RuntimeError where experts of the engine could not be replayed.
+        Returns the learning rate, and as `grad_norm` the norm after scaling and before clipping.
+        If the norm is not finite, every rank raises FloatingPointError; its weights are untouched
+        and its gradients dropped. The same holds for RuntimeError, which it raises where experts
+        of the engine could not be replayed.
         """
-        cfg, done, replayed = self.cfg, self.updates, self._replayed()
+        settings = self.settings
+        done = self.updates
+        replayed = self._replayed()
         biases = [b for name, b in self.model.named_buffers() if name.endswith("expert_bias")]
         before = [bias.clone() for bias in biases]
         finalize_model_grads([self.chunk])
@@ -217,8 +258,8 @@ class MegatronPolicy:
                 bias.copy_(old)
             self._zero_grad()
             raise FloatingPointError(f"gradient norm is {norm} at update {done}")
-        warm = done / cfg.warmup_steps if done < cfg.warmup_steps else 1.0
-        lr = cfg.warmup_lr * (1 - warm) + cfg.lr * warm
+        warm = done / settings.warmup_steps if done < settings.warmup_steps else 1.0
+        lr = settings.warmup_lr * (1 - warm) + settings.lr * warm
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -228,20 +269,19 @@ class MegatronPolicy:
 
     def _replayed(self) -> dict[str, float]:
         """The share of the engine's routes that the last rows followed. Raises RuntimeError."""
-        if not self.cfg.replay_routing:
+        if not self.settings.replay_routing:
             return {}
         counts = torch.zeros(2, dtype=torch.int64, device=self.device)
         for replay in self.replays:
             counts += torch.stack([replay.followed, replay.wanted])
-            replay.followed.zero_(), replay.wanted.zero_()
+            replay.followed.zero_()
+            replay.wanted.zero_()
         dist.all_reduce(counts)
         followed, wanted = counts.tolist()
         if followed < wanted:
             self._zero_grad()
-            told = (
-                f"the trainer could follow {followed / wanted:.2%} of the engine's routes, not all"
-            )
-            raise RuntimeError(f"replay_routing: {told}; does it return them?")
+            share = f"the trainer could follow {followed / wanted:.2%} of the engine's routes"
+            raise RuntimeError(f"policy.replay_routing: {share}, not all; does it return them?")
         return {"routing_replay_hit_rate": followed / wanted if wanted else 1.0}
 
     def _zero_grad(self) -> None:
@@ -252,19 +292,20 @@ class MegatronPolicy:
         """Whole weights by checkpoint name, one at a time, on every rank; tied ones once."""
         return self.weights.export()
 
-    def weight_metas(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """Name, shape and dtype of what `named_weights` yields, in its order; no communication."""
+    def weight_metas(self) -> list[WeightMeta]:
+        """What `named_weights` yields, in its order; no communication."""
         return self.weights.metas()
 
     def export_hf(self, dir: str) -> Callable[[], None]:
-        """Gather a checkpoint for transformers and vLLM on rank 0's CPU; what returns writes it."""
+        """Gathers a model for transformers and vLLM on rank 0's CPU. What it returns writes it."""
         first = dist.get_rank() == 0
         state = {name: w.cpu() for name, w in self.named_weights() if first}
         return partial(self._write_hf, dir, state) if first else lambda: None
 
     def _write_hf(self, dir: str, state: dict[str, Tensor]) -> None:
-        """Beside it what is never trained: config, tokenizer, tensors unknown to training."""
-        aside, source = Path(f"{dir}.partial"), self.weights.file
+        """Writes also what is never trained: config, tokenizer, tensors unknown to training."""
+        aside = Path(f"{dir}.partial")
+        source = self.weights.file
         untouched = (name for name in source.files if hf_weights.ASIDE.match(name))
         state |= {name: source.files[name].get_tensor(name) for name in untouched}
         aside.mkdir(parents=True, exist_ok=True)
@@ -274,28 +315,28 @@ class MegatronPolicy:
             {"format": "pt"},
         )
         for name in ("config.json", "generation_config.json"):
-            if (Path(self.cfg.model) / name).is_file():
-                shutil.copy(Path(self.cfg.model) / name, aside)
-        AutoTokenizer.from_pretrained(self.cfg.model).save_pretrained(aside)
+            if (Path(self.folder) / name).is_file():
+                shutil.copy(Path(self.folder) / name, aside)
+        AutoTokenizer.from_pretrained(self.folder).save_pretrained(aside)
         shutil.rmtree(dir, ignore_errors=True)
         os.rename(aside, dir)
 
-    def _state(self, loading: bool) -> dict:
-        """All that training changes, by what it is in the whole model: for any layout of ranks."""
+    def _state(self, loading: bool) -> dict[str, Any]:
+        """All that training changes, in terms of the whole model: for any layout of ranks."""
         how = {"distrib_optim_sharding_type": "fully_reshardable"}
         model = self.model.sharded_state_dict(metadata=how)
         moments = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=how)
         return {"model": model, "optimizer": moments, "updates": self.updates}
 
     def save(self, dir: str) -> Callable[[], None]:
-        """Copy this rank's shards to memory; what returns writes them, beside the training."""
+        """Copies this rank's shards to memory. What it returns writes them, beside the training."""
         Path(dir).mkdir(parents=True, exist_ok=True)
         copied = Copied(self.save_group)
         dist_checkpointing.save(self._state(loading=False), dir, copied)
         return copied.write
 
     def load(self, dir: str) -> None:
-        """Go on from `save`; on any layout of ranks, each reads what it needs."""
+        """Continues from what `save` wrote, on any layout of ranks; each reads what it needs."""
         adams = [part.optimizer for part in self.optimizer.chained_optimizers]
         for part in self.optimizer.chained_optimizers if not HAVE_TE else ():
             prepare_adam(part)
@@ -309,46 +350,55 @@ class MegatronPolicy:
 
 
 class Copied(TorchDistSaveShardedStrategy):
-    """Megatron's way to save, but for when it writes: `save` copies and `write` does the rest.
+    """Megatron's way to save, in two parts: `save` copies the shards and `write` writes them.
 
     Megatron's own asynchronous way forks the trainer and ends with messages in the group that the
     training uses meanwhile. `write` has a group of its own.
     """
 
-    def __init__(self, group):
+    write: Callable[[], None]
+
+    def __init__(self, group: dist.ProcessGroup):
         super().__init__("torch_dist", 1)
         self.group = group
 
     def save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> None:
-        """Keep a copy of the shards that this rank is to write."""
+        """Keeps a copy of the shards that this rank is to write."""
         shards = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)[0]
         for shard in itertools.chain(*shards.values()):
             if isinstance(shard.data, Tensor):
                 shard.data = shard.data.detach().to("cpu", copy=True)
-        planner = MCoreSavePlanner(flatten_state_dict=False)
-        tensors = mcore_to_pyt_state_dict(shards)
-        how = {"checkpoint_id": checkpoint_dir, "planner": planner, "process_group": self.group}
-        self.write = partial(checkpoint_io.save, tensors, **how)
+        self.write = partial(
+            checkpoint_io.save,
+            mcore_to_pyt_state_dict(shards),
+            checkpoint_id=checkpoint_dir,
+            planner=MCoreSavePlanner(flatten_state_dict=False),
+            process_group=self.group,
+        )
 
 
-def prepare_adam(part) -> None:
-    """Torch's AdamW has no moments before its first step, and Megatron none of its `step`."""
-    adam, fill = part.optimizer, part._set_main_param_and_optimizer_states
+def prepare_adam(part: Any) -> None:
+    """Makes an optimizer ready to be loaded.
+
+    Torch's AdamW has no moments before its first step, and Megatron has none of its `step`.
+    """
+    adam = part.optimizer
+    fill = part._set_main_param_and_optimizer_states
     for parameter in itertools.chain(*(group["params"] for group in adam.param_groups)):
         zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         adam.state.setdefault(parameter, {"step": torch.zeros(())} | zeros)
 
-    def fill_all_but_step(parameter, tensors: dict) -> None:
+    def fill_all_but_step(parameter: Tensor, tensors: dict[str, Any]) -> None:
         step = part._get_main_param_and_optimizer_states(parameter)["step"]
         fill(parameter, {"step": step} | tensors)
 
     part._set_main_param_and_optimizer_states = fill_all_but_step
 
 
-def move(x, device):
-    """Tensors, in lists and dicts, to a device."""
+def move(x: Any, device: torch.device | str) -> Any:
+    """Tensors, in lists and dicts, on a device."""
     if isinstance(x, list):
         return [move(item, device) for item in x]
-    return (
-        {k: move(v, device) for k, v in x.items()} if isinstance(x, dict) else x.detach().to(device)
-    )
+    if isinstance(x, dict):
+        return {key: move(value, device) for key, value in x.items()}
+    return x.detach().to(device)

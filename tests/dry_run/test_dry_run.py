@@ -16,8 +16,10 @@ from dry_run import megatron_sizes, pace, sizes
 from dry_run.sizes import GIB, Model
 from grpo_async import Config
 from policy import fsdp, logprobs
+from policy.settings import PolicySettings
 from runtime import config
 from runtime.config import InputError
+from support.configs import changed
 from support.tensor_memory import Peak
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,10 +173,12 @@ def test_a_compressed_kv_is_shared_by_all_heads(folder):
 
 
 def test_states_are_sixteen_bytes_a_parameter_and_four_for_a_reference():
-    cfg = Config(trainers=8, kl_coef=1e-4, skip_zero_advantage=False)
+    cfg = changed(Config(), ranks=8, kl_coef=1e-4, skip_zero_advantage=False)
     held = sizes.states(SUPER, cfg)
     assert sum(held.values()) == pytest.approx(20 * 120.6e9 / 8)
-    assert sum(sizes.states(SUPER, Config(trainers=8)).values()) == pytest.approx(16 * 120.6e9 / 8)
+    assert sum(sizes.states(SUPER, changed(Config(), ranks=8)).values()) == pytest.approx(
+        16 * 120.6e9 / 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,8 +194,9 @@ def test_the_head_is_fullest_at_one_of_three_places(chunk, vocab, hidden, expect
 
 
 def test_a_mask_is_the_square_of_a_row_unless_attention_is_flash():
-    assert sizes.mask_bytes(Config(row_tokens=65536)) == (4 * GIB, 8 * GIB)
-    assert sizes.mask_bytes(Config(attention="flash_attention_2")) == (0, 0)
+    assert sizes.mask_bytes(PolicySettings(row_tokens=65536)) == (4 * GIB, 8 * GIB)
+    assert sizes.mask_bytes(PolicySettings(attention="flash_attention_2")) == (0, 0)
+    assert sizes.mask_bytes(PolicySettings(kind="megatron")) == (0, 0)
 
 
 class AsOnGPU(Peak):
@@ -213,7 +218,7 @@ class AsOnGPU(Peak):
         {"row_tokens": 512},  # activations are most of it
         {"row_tokens": 64, "vocab_size": 8192, "hidden_size": 128},  # the head
         {"row_tokens": 64, "hidden_size": 256, "intermediate_size": 768},  # the layers' weights
-        {"row_tokens": 256, "vocab_size": 8192, "logprob_chunk": 256, "tie_word_embeddings": False},
+        {"row_tokens": 256, "vocab_size": 8192, "chunk": 256, "tie_word_embeddings": False},
         {
             "row_tokens": 512,
             "num_experts": 8,
@@ -227,16 +232,17 @@ def test_a_trainer_rank_holds_what_is_printed(tmp_path, monkeypatch, ranks, chec
     size = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
     size |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     size |= {"tie_word_embeddings": True} | shape
-    fields = {k: size.pop(k) for k in ("row_tokens", "logprob_chunk") if k in size}
+    row_tokens = size.pop("row_tokens")
+    monkeypatch.setattr(logprobs, "CHUNK", size.pop("chunk", 64))
     torch.manual_seed(0)
     kind = transformers.Qwen3MoeConfig if "num_experts" in size else transformers.Qwen3Config
     transformers.AutoModelForCausalLM.from_config(kind(**size)).save_pretrained(tmp_path)
-    cfg = Config(
-        model=str(tmp_path),
-        trainers=ranks,
+    cfg = changed(
+        Config(model=str(tmp_path)),
+        ranks=ranks,
         max_model_len=32,
         activation_checkpointing=checkpointing,
-        **{"logprob_chunk": 64} | fields,
+        row_tokens=row_tokens,
     )
     backend, store = ("fake", FakeStore()) if ranks > 1 else ("gloo", dist.HashStore())
     bf16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -245,7 +251,7 @@ def test_a_trainer_rank_holds_what_is_printed(tmp_path, monkeypatch, ranks, chec
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
     dist.init_process_group(backend, rank=0, world_size=ranks, store=store)
     try:
-        policy = fsdp.FSDPPolicy(cfg)
+        policy = fsdp.FSDPPolicy(cfg.model, cfg.policy, temperature=1.0)
         parameters = list(policy.model.parameters())
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -254,9 +260,9 @@ def test_a_trainer_rank_holds_what_is_printed(tmp_path, monkeypatch, ranks, chec
         moments = [moment for state in policy.optimizer.state.values() for moment in state.values()]
         peak = AsOnGPU([getattr(t, "_local_tensor", t) for t in [*parameters, *moments]])
         monkeypatch.setattr(logprobs, "matmul", peak.matmul)
-        T = cfg.row_tokens
         row = SimpleNamespace(
-            tokens_T=torch.randint(size["vocab_size"], (T,)), positions_T=torch.arange(T) % 32
+            tokens_T=torch.randint(size["vocab_size"], (row_tokens,)),
+            positions_T=torch.arange(row_tokens) % 32,
         )
         row.mask_T, row.to = row.positions_T > 0, lambda _: row
         with peak:
@@ -276,7 +282,7 @@ def test_kv_of_a_token():
 
 
 def test_kv_gets_what_an_engine_may_take_without_weights_and_reserve():
-    cfg = Config(tensor_parallel=4, gpu_memory_utilization=0.8)
+    cfg = changed(Config(), tensor_parallel=4, engine={"args": {"gpu_memory_utilization": 0.8}})
     budget = 0.8 * 141 * GIB - 120.6e9 * 2 / 4 - 4 * GIB
     assert sizes.kv_budget(SUPER, cfg, 141 * GIB) == pytest.approx(budget)
     assert sizes.kv_tokens(SUPER, cfg, 141 * GIB) == int(budget // 4096)
@@ -285,8 +291,8 @@ def test_kv_gets_what_an_engine_may_take_without_weights_and_reserve():
 
 def test_every_rank_of_a_node_loads_the_model():
     assert sizes.host_bytes(dataclasses.replace(SUPER, params=8_000_000_000), 8) == 256e9
-    assert pace.ranks_per_node(Config(trainers=32)) == 8
-    assert pace.ranks_per_node(Config(trainers=3)) == 3
+    assert pace.ranks_per_node(changed(Config(), ranks=32)) == 8
+    assert pace.ranks_per_node(changed(Config(), ranks=3)) == 3
 
 
 # --- seconds --------------------------------------------------------------------------------------
@@ -295,7 +301,7 @@ def test_every_rank_of_a_node_loads_the_model():
 def test_a_batch_of_super_and_the_floor_of_its_sync():
     assert pace.step_tokens(Config()) == 256 * 16 * 65536 == 268_435_456
     assert pace.sync_seconds(SUPER) == pytest.approx(4.824)
-    short = Config(max_response_tokens=1024, max_model_len=512)
+    short = changed(Config(), max_response_tokens=1024, max_model_len=512)
     assert pace.response_limit(short) == 512
 
 
@@ -320,7 +326,7 @@ def test_a_large_batch_is_bound_by_matmuls():
 
 
 def test_the_longest_rollout_has_max_lag_plus_one_steps():
-    cfg = Config(tensor_parallel=4, generators=144, trainers=256, max_model_len=49152)
+    cfg = changed(Config(), tensor_parallel=4, count=144, ranks=256, max_model_len=49152)
     longest = pace.longest_seconds(SUPER, cfg)
     assert longest == pytest.approx(49152 * pace.decode_seconds(SUPER, 4, 1, 24576))
     for lag in (1, 3):
@@ -329,7 +335,8 @@ def test_the_longest_rollout_has_max_lag_plus_one_steps():
 
 
 def test_training_costs_six_flops_a_parameter_and_more_for_what_runs_again():
-    cfg = Config(attention="flash_attention_2", max_model_len=49152, activation_checkpointing=False)
+    flash = {"attention": "flash_attention_2", "activation_checkpointing": False}
+    cfg = changed(Config(), max_model_len=49152, **flash)
     tokens = 4096 * 12288
     matmuls = 6 * (SUPER.active - SUPER.embedding) * tokens
     attention = 6 * 2 * 32 * 128 * 8 * 6144 * tokens
@@ -338,60 +345,57 @@ def test_training_costs_six_flops_a_parameter_and_more_for_what_runs_again():
     assert plain == pytest.approx(matmuls + attention)
     again = {"activation_checkpointing": True, "updates_per_batch": 2}
     kl = {"kl_coef": 1e-4, "skip_zero_advantage": False}
-    assert pace.train_flops(SUPER, dataclasses.replace(cfg, **again)) == pytest.approx(
-        plain * 5 / 3
-    )
-    assert pace.train_flops(SUPER, dataclasses.replace(cfg, **kl)) == pytest.approx(plain * 4 / 3)
-    masked = dataclasses.replace(cfg, attention="sdpa")
+    assert pace.train_flops(SUPER, changed(cfg, **again)) == pytest.approx(plain * 5 / 3)
+    assert pace.train_flops(SUPER, changed(cfg, **kl)) == pytest.approx(plain * 4 / 3)
+    masked = changed(cfg, attention="sdpa")
     expected = matmuls + attention * 65536 / 6144
     assert pace.train_flops(SUPER, masked) == pytest.approx(expected)
 
 
 def test_engines_decode_no_more_than_slots_rollouts_and_kv_allow():
-    cfg = Config(
-        max_num_seqs=64, generators=4, prompts_per_step=16, group_size=4, tensor_parallel=4
-    )
+    batch = Config(prompts_per_step=16, group_size=4)
+    engine = {"args": {"max_num_seqs": 64}, "count": 4, "tensor_parallel": 4}
+    cfg = changed(batch, engine=engine)
     gpu = 141 * GIB
     assert pace.batch_size(SUPER, cfg, gpu) == 2 * 16 * 4 / 4
-    assert pace.batch_size(SUPER, dataclasses.replace(cfg, generators=1), gpu) == 64
-    small = dataclasses.replace(cfg, gpu_memory_utilization=0.44)
+    assert pace.batch_size(SUPER, changed(cfg, count=1), gpu) == 64
+    small = changed(cfg, engine={"args": {"max_num_seqs": 64, "gpu_memory_utilization": 0.44}})
     tokens = sizes.kv_tokens(SUPER, small, gpu)
     assert 0 < tokens < 32 * 16384
     assert pace.batch_size(SUPER, small, gpu) == tokens / 16384
 
 
 def test_generation_is_rounds_times_seconds_of_one():
-    cfg = Config(max_num_seqs=64, generators=4, tensor_parallel=4)
+    engine = {"args": {"max_num_seqs": 64}, "count": 4, "tensor_parallel": 4}
+    cfg = changed(Config(), engine=engine)
     rounds = 4096 * 16384 / (4 * 64)
     each = pace.decode_seconds(SUPER, 4, 64, 8192)
     assert pace.generation_seconds(SUPER, cfg, 141 * GIB) == pytest.approx(rounds * each)
 
 
 @pytest.mark.parametrize(
-    ("counts", "shares", "expected"),
+    ("counts", "share", "expected"),
     [
-        ((2, 2, 3), (1.0, 1.0), [{"engine": 1}] * 4 + [{"trainer": 1}] * 3),
-        ((1, 1, 1), (0.5, 0.5), [{"engine": 1, "trainer": 1}]),
-        ((1, 1, 1), (0.6, 0.6), [{"engine": 1}, {"trainer": 1}]),
-        ((2, 1, 1), (0.25, 0.5), [{"engine": 2, "trainer": 1}]),
-        ((3, 1, 1), (0.1, 0.7), [{"engine": 3, "trainer": 1}]),
-        ((1, 1, 1), (0.0, 1.0), [{"trainer": 1}]),
+        ((2, 2, 3), 1.0, [{"engine": 1}] * 4 + [{"trainer": 1}] * 3),
+        ((1, 1, 1), 0.5, [{"engine": 1, "trainer": 1}]),
+        ((1, 1, 1), 0.6, [{"engine": 1}, {"trainer": 1}]),
+        ((2, 1, 1), 0.25, [{"engine": 2, "trainer": 1}]),
+        ((3, 1, 2), 0.5, [{"engine": 2}, {"engine": 1, "trainer": 1}, {"trainer": 1}]),
+        ((1, 1, 1), 0.0, []),
     ],
 )
-def test_gpus_are_whole_or_shared(counts, shares, expected):
-    fields = dict(zip(("generators", "tensor_parallel", "trainers"), counts, strict=True))
-    fields |= dict(zip(("generator_gpus", "trainer_gpus"), shares, strict=True))
-    assert pace.place(Config(**fields)) == expected
+def test_gpus_are_whole_or_shared(counts, share, expected):
+    fields = dict(zip(("count", "tensor_parallel", "ranks"), counts, strict=True))
+    assert pace.place(changed(Config(), gpu_share=share, **fields)) == expected
 
 
 def test_loops_that_share_a_gpu_or_have_no_lag_take_turns():
-    cfg = Config(max_model_len=1024)
+    cfg = changed(Config(), max_model_len=1024)
     model, gpu = dataclasses.replace(SUPER, params=10**9, routed=0), 80 * GIB
     generation, training = pace.generation_seconds(model, cfg, gpu), pace.train_seconds(model, cfg)
     apart = pace.limits(model, cfg, gpu)
     assert (apart["generation"], apart["training"]) == (generation, training)
-    shared = {"generator_gpus": 0.5, "trainer_gpus": 0.5}
-    for fields in ({"max_lag": 0}, shared):
+    for fields in ({"max_lag": 0}, {"gpu_share": 0.5}):
         other = dataclasses.replace(cfg, **fields)
         (seconds,) = pace.limits(model, other, gpu).values()
         assert seconds >= pace.generation_seconds(model, other, gpu) + training
@@ -401,23 +405,23 @@ def test_loops_that_share_a_gpu_or_have_no_lag_take_turns():
 def test_the_balanced_split_is_the_fastest_that_fits(folder):
     model, gpu = sizes.read_model(folder("8B", **QWEN_8B)), 80 * GIB
     fields = {"max_response_tokens": 16384, "max_model_len": 18432, "row_tokens": 32768}
-    cfg = Config(generators=8, trainers=8, attention="flash_attention_2", **fields)
+    cfg = changed(Config(), count=8, ranks=8, attention="flash_attention_2", **fields)
     best = pace.balance(model, cfg, gpu)
-    assert best.generators + best.trainers == 16
-    splits = [dataclasses.replace(cfg, generators=g, trainers=16 - g) for g in range(1, 16)]
+    assert best.engine.count + best.policy.ranks == 16
+    splits = [changed(cfg, count=g, ranks=16 - g) for g in range(1, 16)]
     fits = [s for s in splits if sizes.trainer_bytes(model, s) <= gpu]
     assert pace.step_seconds(model, best, gpu) == min(
         pace.step_seconds(model, s, gpu) for s in fits
     )
     tight = sizes.trainer_bytes(model, best) - 1  # now that many trainers are too few
-    assert pace.balance(model, cfg, tight).trainers > best.trainers
+    assert pace.balance(model, cfg, tight).policy.ranks > best.policy.ranks
     assert pace.balance(model, cfg, 1) is None
 
 
-def test_a_job_is_told_a_step_a_checkpoint_and_a_minute_before_its_end():
+def test_the_signal_comes_a_step_a_checkpoint_and_a_minute_before_the_end():
     model = dataclasses.replace(SUPER, params=8 * 10**9)
-    assert pace.signal_seconds(model, Config(trainers=8), 100.0) == 100 + 14 * 8 + 60
-    assert pace.signal_seconds(model, Config(trainers=32), 100.0) == 100 + 5 * 8 + 60
+    assert pace.signal_seconds(model, changed(Config(), ranks=8), 100.0) == 100 + 14 * 8 + 60
+    assert pace.signal_seconds(model, changed(Config(), ranks=32), 100.0) == 100 + 5 * 8 + 60
     assert pace.signal_seconds(model, Config(), 1e6) == 65535
 
 
@@ -432,7 +436,10 @@ def test_the_table_of_the_tiny_job(tmp_path):
     cfg = dataclasses.replace(cfg, model=str(tmp_path / "tiny"))
     text = dry_run.explain(cfg, Config)
     assert text.startswith("tiny: 1,003,648 parameters\n")
-    assert f"prompts_per_step {cfg.prompts_per_step} (256)" in text and "lr 0.00015 (3e-06)" in text
+    assert (
+        f"prompts_per_step {cfg.prompts_per_step} (256)" in text
+        and "policy.lr 0.00015 (3e-06)" in text
+    )
     samples = cfg.prompts_per_step * 16
     assert "group_size" not in text and "max_lag" not in text
     assert (cell(text, "samples"), cell(text, "tokens, at most")) == (
@@ -471,7 +478,7 @@ def test_the_table_of_gsm8k(folder):
 
 
 def test_the_table_fits_a_screen_and_follows_the_gpu(folder):
-    cfg = Config(model=folder("8B", **QWEN_8B), generators=12, trainers=12)
+    cfg = changed(Config(model=folder("8B", **QWEN_8B)), count=12, ranks=12)
     text = dry_run.explain(cfg, Config, gpu_gib=141.0)
     assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 100
     assert "assumed: 141 GiB" in text and "of 141.00" in text
@@ -497,77 +504,81 @@ NANO |= {"tie_word_embeddings": False, "vocab_size": 151936, "head_dim": 128}
 
 def test_the_table_of_a_megatron_layout(folder):
     path = folder("30B", "Qwen3MoeConfig", num_key_value_heads=4, **NANO)
-    layout = {"policy": "megatron", "trainers": 16, "tp": 2, "cp": 2, "pp": 2, "ep": 4}
-    cfg = Config(model=path, generators=16, **layout)
+    layout = {"kind": "megatron", "ranks": 16, "tp": 2, "cp": 2, "pp": 2, "ep": 4}
+    cfg = changed(Config(model=path), count=16, **layout)
     text = dry_run.explain(cfg, Config)
     assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 100
-    shape = megatron_sizes.read_shape(cfg)
+    shape = megatron_sizes.read_shape(cfg.model, cfg.policy)
     states = megatron_sizes.state_bytes(shape, cfg, 0)
     assert "GiB: stage 1 of 2, 2 replicas" in text  # the first keeps two rows
     for label, value in states.items():
         assert float(cell(text, label)) == pytest.approx(value / GIB, abs=5e-3), label
     peak = megatron_sizes.trainer_bytes(shape, cfg)
     assert float(cell(text, "= peak, with reserve")) == pytest.approx(peak / GIB, abs=5e-3)
-    for label, value in megatron_sizes.token_bytes(shape, cfg).items():
+    for label, value in megatron_sizes.token_bytes(shape, cfg.policy).items():
         assert cell(text, label) == f"{value:,.0f}"
     tokens = 256 * 16 * 65536 * pace.MEAN_SHARE / 2
     seconds = pace.traffic_seconds(shape, cfg)
-    sent = megatron_sizes.token_bytes(shape, cfg)
+    sent = megatron_sizes.token_bytes(shape, cfg.policy)
     assert seconds["tp"] == pytest.approx(sent["tp"] * tokens / 450e9)
     assert seconds["pp"] == pytest.approx(sent["pp"] * tokens / 50e9)  # 16 ranks are two nodes
     assert "mask" not in text
 
 
 def test_what_megatron_cannot_train_is_refused(folder):
-    cfg = Config(model=folder("8B", **QWEN_8B), policy="megatron", trainers=3, tp=3)
-    with pytest.raises(config.InputError, match="tp = 3 does not divide num_attention_heads = 32"):
+    cfg = changed(Config(model=folder("8B", **QWEN_8B)), kind="megatron", ranks=3, tp=3)
+    with pytest.raises(
+        config.InputError, match="policy.tp = 3 does not divide num_attention_heads = 32"
+    ):
         dry_run.explain(cfg, Config)
     gpt = folder("gpt", "GPT2Config")
     with pytest.raises(config.InputError, match="nemotron_h, not gpt2"):
-        dry_run.explain(Config(model=gpt, policy="megatron"), Config)
+        dry_run.explain(changed(Config(model=gpt), kind="megatron"), Config)
 
 
 def test_splits_of_megatron_hold_whole_layouts(folder):
-    layout = {"policy": "megatron", "tp": 2, "ep": 4}
+    layout = {"kind": "megatron", "tp": 2, "ep": 4}
     nano = folder("30B", "Qwen3MoeConfig", num_key_value_heads=4, **NANO)
-    cfg = Config(model=nano, generators=16, trainers=16, row_tokens=16384, **layout)
+    cfg = changed(Config(model=nano), count=16, ranks=16, row_tokens=16384, **layout)
     model = sizes.read_model(nano)
     best = pace.balance(model, cfg, 141 * GIB)
-    assert best.trainers % 4 == 0 and best.generators + best.trainers == 32
+    assert best.policy.ranks % 4 == 0 and best.engine.count + best.policy.ranks == 32
     assert pace.trainer_bytes(model, best) <= 141 * GIB
 
 
 def test_only_changed_fields_are_listed():
-    text = "\n".join(dry_run.changed(Config(lr=1e-6), Config))
-    assert text == "changed (from)\n  lr 1e-06 (3e-06)"
+    cfg = changed(Config(steps=7), lr=1e-6, engine={"args": {"max_num_seqs": 512}})
+    assert dry_run.changed(cfg, Config) == [
+        "changed (from)",
+        f"{'  steps 7 (1000)':<50}engine.args {{'max_num_seqs': 512}} ({{}})",
+        "  policy.lr 1e-06 (3e-06)",
+    ]
+
+
+UTILIZATION = {"args": {"gpu_memory_utilization": 0.25}}
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "expected"),
     [
-        ({"trainers": 1}, ["a trainer rank takes", "raise trainers, lower row_tokens"]),
-        ({"activation_checkpointing": False}, ["set activation_checkpointing"]),
-        ({"gpu_memory_utilization": 0.25}, ["max_model_len = 65,536: raise tensor_parallel"]),
-        ({"tensor_parallel": 16}, ["tensor_parallel = 16: a node has 8 GPUs"]),
-        ({"tensor_parallel": 3}, ["tensor_parallel = 3 must divide 32 heads"]),
-        ({"tensor_parallel": 2, "generator_gpus": 0.5}, ["tensor_parallel = 2 needs 1"]),
-        ({"trainer_gpus": 2.0}, ["a rank uses one GPU"]),
-        ({"policy": "megatron"}, ["a trainer rank takes", "raise tp, cp, pp or ep"]),
-        ({"policy": "megatron", "tp": 16}, ["tp = 16: a node has 8 GPUs"]),
-        ({"policy": "megatron", "tp": 8, "cp": 2}, []),
-        (
-            {"generators": 16, "generator_gpus": 0.5, "trainer_gpus": 0.5},
-            ["a shared GPU takes", "lower gpu_memory_utilization"],
-        ),
+        ({"ranks": 1}, ["a trainer rank takes", "raise policy.ranks, lower policy.row_tokens"]),
+        ({"activation_checkpointing": False}, ["set policy.activation_checkpointing"]),
+        ({"engine": UTILIZATION}, ["max_model_len = 65,536: raise engine.tensor_parallel"]),
+        ({"tensor_parallel": 16}, ["engine.tensor_parallel = 16: a node has 8 GPUs"]),
+        ({"tensor_parallel": 3}, ["engine.tensor_parallel = 3 must divide 32 heads"]),
+        ({"kind": "megatron"}, ["a trainer rank takes", "raise policy.tp, policy.cp, policy.pp"]),
+        ({"kind": "megatron", "tp": 16}, ["policy.tp = 16: a node has 8 GPUs"]),
+        ({"kind": "megatron", "tp": 8, "cp": 2}, []),
+        ({"count": 16, "gpu_share": 0.5}, ["a shared GPU takes", "lower gpu_memory_utilization"]),
         ({}, []),
     ],
 )
-def test_what_does_not_fit_names_the_field_to_change(folder, fields, told):
-    base = {"trainers": 16, "row_tokens": 16384, "attention": "flash_attention_2"}
-    cfg = Config(model=folder("8B", **QWEN_8B), **base | fields)
+def test_what_does_not_fit_names_the_field_to_change(folder, fields, expected):
+    base = {"ranks": 16, "row_tokens": 16384, "attention": "flash_attention_2"}
+    cfg = changed(Config(model=folder("8B", **QWEN_8B)), **base | fields)
     text = dry_run.explain(cfg, Config)
-    assert [part for part in told if part not in text] == []
-    assert ("PROBLEM" in text) == bool(told) and ("everything fits" in text) != bool(told)
+    assert [part for part in expected if part not in text] == []
+    assert ("PROBLEM" in text) == bool(expected) and ("everything fits" in text) != bool(expected)
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "granite9"}', '{"model_type": "t5"}'])

@@ -9,7 +9,10 @@ import transformers
 from dry_run import megatron_sizes, sizes
 from dry_run.megatron_sizes import Shape
 from grpo_async import Config
+from policy import logprobs
 from policy.megatron import families
+from policy.settings import PolicySettings
+from support.configs import changed
 
 TINY = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 2}
 TINY |= {"intermediate_size": 256, "vocab_size": 128, "num_hidden_layers": 2}
@@ -34,10 +37,20 @@ def hybrid() -> transformers.NemotronHConfig:
     return transformers.NemotronHConfig(**TINY | EXPERTS | MAMBA, moe_latent_size=32)
 
 
-def config(trainers: int = 1, **fields) -> Config:
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK", 16)
+
+
+def config(ranks: int = 1, **fields) -> Config:
     """Rows of 1,024 tokens on Megatron."""
-    rows = {"row_tokens": 1024, "max_model_len": 32, "logprob_chunk": 16}
-    return Config(policy="megatron", trainers=trainers, **rows | fields)
+    rows = {"row_tokens": 1024, "max_model_len": 32}
+    return changed(Config(), kind="megatron", ranks=ranks, **rows | fields)
+
+
+def layout(ranks: int = 1, **fields) -> PolicySettings:
+    """The part of a configuration that says who holds what."""
+    return config(ranks, **fields).policy
 
 
 # --- parameters -----------------------------------------------------------------------------------
@@ -57,7 +70,7 @@ def config(trainers: int = 1, **fields) -> Config:
 )
 def test_one_rank_has_every_parameter_of_transformers(hf, tmp_path):
     hf.save_pretrained(tmp_path)
-    counted = megatron_sizes.rank_params(Shape(hf), config(), 0)
+    counted = megatron_sizes.rank_params(Shape(hf), layout(), 0)
     assert sum(counted) == sizes.read_model(str(tmp_path)).params
 
 
@@ -71,21 +84,21 @@ def test_layers_of_a_config():
 def test_what_a_rank_of_a_layout_has():
     cut = 2 * (ATTENTION + MLP) + 2 * V * H
     whole = 2 * (2 * H + 2 * D) + H
-    assert megatron_sizes.rank_params(dense(), config(2, tp=2), 0) == (cut / 2 + whole, 0, 0)
+    assert megatron_sizes.rank_params(dense(), layout(2, tp=2), 0) == (cut / 2 + whole, 0, 0)
     first = ATTENTION + MLP + V * H + 2 * H + 2 * D
-    assert megatron_sizes.rank_params(dense(), config(2, pp=2), 0) == (first, 0, 0)
-    assert megatron_sizes.rank_params(dense(), config(2, pp=2), 1) == (first + H, 0, 0)
+    assert megatron_sizes.rank_params(dense(), layout(2, pp=2), 0) == (first, 0, 0)
+    assert megatron_sizes.rank_params(dense(), layout(2, pp=2), 1) == (first + H, 0, 0)
     tied = dense(tie_word_embeddings=True)  # both ends have a copy
-    assert megatron_sizes.rank_params(tied, config(2, pp=2), 1) == (first + H, 0, 0)
+    assert megatron_sizes.rank_params(tied, layout(2, pp=2), 1) == (first + H, 0, 0)
     routed, frozen = 2 * 4 * 3 * H * 48, 2 * 4 * H
-    assert megatron_sizes.rank_params(sparse(), config(2, tp=2, ep=2), 0)[1:] == (
+    assert megatron_sizes.rank_params(sparse(), layout(2, tp=2, ep=2), 0)[1:] == (
         routed / 2,
         frozen,
     )
 
 
 def test_states_of_a_parameter_on_a_gpu_and_on_a_cpu():
-    shared, routed, frozen = megatron_sizes.rank_params(sparse(), config(8, cp=2, ep=4), 0)
+    shared, routed, frozen = megatron_sizes.rank_params(sparse(), layout(8, cp=2, ep=4), 0)
     held = megatron_sizes.state_bytes(sparse(), config(8, cp=2, ep=4), 0)
     expected = (2 + 4 + 12 / 8) * shared + (2 + 4 + 12 / 2) * routed + 2 * frozen
     assert sum(held.values()) == pytest.approx(expected)
@@ -101,7 +114,7 @@ def test_states_of_a_parameter_on_a_gpu_and_on_a_cpu():
 
 
 def test_what_a_layer_saves_of_a_place():
-    one, two = config(), config(4, tp=2, cp=2)
+    one, two = layout(), layout(4, tp=2, cp=2)
     # Norm, q k v, q twice, k once, angles, output.
     attention = H + Q + 2 * K + Q + Q + K + 4 * D + Q
     assert megatron_sizes.saved(dense(), one, "*") == attention
@@ -118,10 +131,10 @@ def test_what_a_layer_saves_of_a_place():
 
 
 def test_a_layer_at_work():
-    assert megatron_sizes.at_work(dense(), config(2, tp=2), "-") == (2 * F + 2 * H) / 2
-    assert megatron_sizes.at_work(dense(), config(), "*") == 2 * Q + 2 * K + 2 * H
-    assert megatron_sizes.at_work(sparse(), config(), "E") == 3 * 2 * H + H
-    assert megatron_sizes.at_work(sparse(), config(2, ep=2), "E") == 4 * 2 * H + H
+    assert megatron_sizes.at_work(dense(), layout(2, tp=2), "-") == (2 * F + 2 * H) / 2
+    assert megatron_sizes.at_work(dense(), layout(), "*") == 2 * Q + 2 * K + 2 * H
+    assert megatron_sizes.at_work(sparse(), layout(), "E") == 3 * 2 * H + H
+    assert megatron_sizes.at_work(sparse(), layout(2, ep=2), "E") == 4 * 2 * H + H
 
 
 def test_earlier_stages_keep_more_rows():
@@ -129,7 +142,7 @@ def test_earlier_stages_keep_more_rows():
     kept = [megatron_sizes.kept_bytes(dense(), cfg, stage) for stage in (0, 1)]
     assert kept == [2 * 1024 * 2 * 3 * H, 2 * 1024 * 2 * H]
     cfg = config(2, pp=2, activation_checkpointing=False)
-    each = sum(megatron_sizes.saved(dense(), cfg, kind) for kind in "*-")
+    each = sum(megatron_sizes.saved(dense(), cfg.policy, kind) for kind in "*-")
     assert megatron_sizes.kept_bytes(dense(), cfg, 1) == 2 * 1024 * (2 * H + each)
 
 
@@ -157,16 +170,16 @@ def test_the_head_in_bf16_is_that_of_fsdp():
 
 def test_nothing_is_sent_by_one_rank():
     for shape in (dense(), sparse(), Shape(hybrid())):
-        cfg = config()
-        sent = megatron_sizes.token_bytes(shape, cfg) | megatron_sizes.step_bytes(shape, cfg)
+        one = layout()
+        sent = megatron_sizes.token_bytes(shape, one) | megatron_sizes.step_bytes(shape, one)
         assert set(sent.values()) == {0}
 
 
 @pytest.mark.parametrize(("again", "passes"), [(False, 2), (True, 3)])
 def test_bytes_of_a_token(again, passes):
-    def sent(shape, axis, trainers=2, **layout):
-        cfg = config(trainers, activation_checkpointing=again, **layout)
-        return megatron_sizes.token_bytes(shape, cfg)[axis]
+    def sent(shape, axis, ranks=2, **sizes):
+        spread = layout(ranks, activation_checkpointing=again, **sizes)
+        return megatron_sizes.token_bytes(shape, spread)[axis]
 
     times = 2 * passes + 1  # 5 for each layer, 7 with checkpointing
     assert sent(dense(), "tp", tp=2) == ((times * 4 + 4) * H * 2 + 16) / 2
@@ -185,17 +198,17 @@ def test_bytes_of_a_token(again, passes):
 
 
 def test_bytes_of_an_update():
-    shared, _, _ = megatron_sizes.rank_params(dense(), config(4, cp=2), 0)
-    sent = megatron_sizes.step_bytes(dense(), config(4, cp=2))
+    shared, _, _ = megatron_sizes.rank_params(dense(), layout(4, cp=2), 0)
+    sent = megatron_sizes.step_bytes(dense(), layout(4, cp=2))
     assert sent == {"gradients": 4 * shared * 3 / 4, "parameters": 2 * shared * 3 / 4}
     norms = 2 * (2 * H + 2 * D) + H
-    sent = megatron_sizes.step_bytes(dense(), config(2, tp=2))
+    sent = megatron_sizes.step_bytes(dense(), layout(2, tp=2))
     assert sent == {"gradients": 4 * 2 * norms / 2, "parameters": 0}
     tied = dense(tie_word_embeddings=True)
-    sent = megatron_sizes.step_bytes(tied, config(2, pp=2))
+    sent = megatron_sizes.step_bytes(tied, layout(2, pp=2))
     assert sent == {"gradients": 4 * 2 * V * H / 2, "parameters": 0}
     # Experts have an optimizer of their own, after which all parameters are gathered again.
-    shared, routed, _ = megatron_sizes.rank_params(sparse(), config(4, ep=2), 0)
+    shared, routed, _ = megatron_sizes.rank_params(sparse(), layout(4, ep=2), 0)
     scattered = shared * 3 / 4 + routed / 2
-    sent = megatron_sizes.step_bytes(sparse(), config(4, ep=2))
+    sent = megatron_sizes.step_bytes(sparse(), layout(4, ep=2))
     assert sent == pytest.approx({"gradients": 4 * scattered, "parameters": 2 * 2 * scattered})

@@ -13,10 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import save_tokenizer, spelling_rows
+from transformers import AutoTokenizer
 
 from envs import rows
-from envs.rows import load_rows, load_tokenizer, render
+from envs.rows import fingerprint, load_rows, load_tokenizer, render
 from runtime.config import InputError, check_model
+from runtime.settings import RunSettings
 
 MUTANTS = 20_000
 
@@ -30,7 +32,7 @@ def tokenizer(tmp_path_factory):
 
 
 def test_a_conversation_ends_where_the_answer_begins(tokenizer):
-    ids = render(tokenizer, spelling_rows(1)[0], thinking=True)
+    ids = render(tokenizer, spelling_rows(1)[0], {})
     word = spelling_rows(1)[0]["metadata"]["word"]
     assert tokenizer.decode(ids) == f"<user>{word}<bot>"
 
@@ -39,16 +41,53 @@ def test_parts_of_the_responses_api_are_joined(tokenizer):
     row = spelling_rows(1)[0]
     parts = [{"type": "input_text", "text": "spell "}, {"type": "input_text", "text": "this"}]
     row["responses_create_params"]["input"] = [{"role": "user", "content": parts}]
-    assert tokenizer.decode(render(tokenizer, row, thinking=True)) == "<user>spell this<bot>"
+    assert tokenizer.decode(render(tokenizer, row, {})) == "<user>spell this<bot>"
+
+
+THOUGHTFUL = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "<think>one and one</think>2"},
+    {"role": "user", "content": "And 2 + 2?"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "keeps", "end"),
+    [
+        ("nemotron_3_super", {}, False, "<think>\n"),
+        ("nemotron_3_super", {"truncate_history_thinking": False}, True, "<think>\n"),
+        ("nemotron_3_super", {"enable_thinking": False}, False, "<think></think>"),
+        ("qwen3", {"enable_thinking": True}, False, "<|im_start|>assistant\n"),
+        ("qwen3", {"enable_thinking": False}, False, "<think>\n\n</think>\n\n"),
+    ],
+)
+def test_variables_reach_the_chat_template(tmp_path, shared_data, template, variables, keeps, end):
+    """Super trains with the thoughts of earlier turns left in."""
+    save_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    source = shared_data / f"chat_templates/{template}.jinja"
+    tokenizer.chat_template = source.read_text(encoding="utf-8")
+    row = {"responses_create_params": {"input": THOUGHTFUL}}
+    prompt = tokenizer.decode(render(tokenizer, row, variables))
+    assert ("one and one" in prompt) == keeps and prompt.endswith(end)
+
+
+def test_the_fingerprint_is_of_the_prompt_before_the_position():
+    stream = [row | {"_line": i} for i, row in enumerate(spelling_rows(3), 1)]
+    moved = [row | {"_line": row["_line"] + 1} for row in stream]
+    assert fingerprint(stream, 2) == fingerprint(moved, 2) == fingerprint(stream, 5)
+    assert len({fingerprint(stream, position) for position in (1, 2, 3)}) == 3
+    assert fingerprint(stream, 2) != fingerprint(stream[1:], 2)
 
 
 def test_a_model_without_chat_template_is_refused(tmp_path):
     save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    check_model(str(tmp_path))
+    cfg = RunSettings(model=str(tmp_path))
+    check_model(cfg)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(InputError, match="chat_template"):
-        check_model(str(tmp_path))
+        check_model(cfg)
 
 
 # --- bad rows -------------------------------------------------------------------------------------
@@ -59,9 +98,11 @@ def cfg(tmp_path_factory, tmp_path):
     """What `load_rows` wants to know, for a model of one token per character."""
     folder = tmp_path_factory.mktemp("model")
     save_tokenizer(folder)
-    run_dir = str(tmp_path / "run")
     return SimpleNamespace(
-        model=str(folder), max_model_len=1 << 20, thinking=True, max_bad_rows=0, run_dir=run_dir
+        run_dir=str(tmp_path / "run"),
+        model=str(folder),
+        data=SimpleNamespace(max_bad_rows=0),
+        sampling=SimpleNamespace(max_model_len=1 << 20, chat_template_kwargs={}),
     )
 
 
@@ -93,14 +134,14 @@ def test_bad_rows_are_set_aside_up_to_a_number(cfg, tmp_path, capsys):
     ]
     path = write_lines(tmp_path / "train.jsonl", lines)
     for allowed in (0, 1, 2):
-        cfg.max_bad_rows = allowed
+        cfg.data.max_bad_rows = allowed
         with pytest.raises(InputError, match=r"train\.jsonl:2: expected JSON: .*char") as error:
             load_rows(path, cfg)
         more = f" ({allowed + 1} bad rows: lines {', '.join(['2', '4', '6'][: allowed + 1])})"
-        more += f", more than max_bad_rows = {allowed}"
+        more += f", more than data.max_bad_rows = {allowed}"
         assert str(error.value).endswith(more) == bool(allowed)
     assert not quarantined(cfg) and capsys.readouterr().out == ""
-    cfg.max_bad_rows = 3
+    cfg.data.max_bad_rows = 3
     assert [row["_line"] for row in load_rows(path, cfg)] == [1, 5]
     bad = quarantined(cfg)
     assert [row["line"] for row in bad] == [2, 4, 6] and {row["file"] for row in bad} == {path}
@@ -120,7 +161,7 @@ def test_bad_rows_are_set_aside_up_to_a_number(cfg, tmp_path, capsys):
 
 
 def test_a_file_of_bad_rows_is_refused(cfg, tmp_path):
-    cfg.max_bad_rows = 100
+    cfg.data.max_bad_rows = 100
     path = write_lines(tmp_path / "train.jsonl", [b"", b"{", b"}"])
     with pytest.raises(
         InputError, match=r"holds no rows.*; .*jsonl:2: expected JSON: .* lines 2, 3\)$"
@@ -155,7 +196,7 @@ def test_each_kind_of_bad_row_is_named(cfg, tmp_path, line, reason):
 def test_a_line_of_50_mb_is_held_twice_at_most(cfg, tmp_path):
     size = 50_000_000
     path = write_lines(tmp_path / "train.jsonl", [GOOD[:-1] + b', "x": "' + b"x" * size + b'"}'])
-    cfg.max_model_len = 1 << 26
+    cfg.sampling.max_model_len = 1 << 26
     tracemalloc.start()
     try:
         (row,) = load_rows(path, cfg)
@@ -176,7 +217,7 @@ def test_a_prompt_of_50_mb_is_refused_before_it_is_tokenised(cfg, tmp_path, monk
 
 def test_a_file_without_line_breaks_is_cut(cfg, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "LONGEST_LINE", 1000)
-    cfg.max_bad_rows = 5
+    cfg.data.max_bad_rows = 5
     fits = GOOD.ljust(999)
     lines = [fits, b"[" * 1001, fits, b"[" * 5005, b"[" * 2002, fits, b"]" * 1_000_000]
     assert [row["_line"] for row in load_rows(write_lines(tmp_path / "a", lines), cfg)] == [1, 3, 6]
@@ -189,7 +230,7 @@ def test_a_file_without_line_breaks_is_cut(cfg, tmp_path, monkeypatch):
 def test_a_prompt_that_the_chat_template_refuses_is_named(cfg, tmp_path):
     template = Path(cfg.model) / "chat_template.jinja"
     template.write_text("{{ raise_exception('roles must alternate') }}")
-    cfg.max_model_len = 64
+    cfg.sampling.max_model_len = 64
     path = write_lines(tmp_path / "train.jsonl", [GOOD])
     with pytest.raises(InputError, match="refused by the chat template: roles must alternate"):
         load_rows(path, cfg)
@@ -280,7 +321,7 @@ def real_rows(folder: Path, cfg, tmp_path: Path) -> list[dict]:
         if path.stem == "reasoning_gym":
             ours = {"agent_ref": {"name": "reasoning_gym"}}
         rows += [json.loads(line) | ours for line in path.read_bytes().split(b"\n") if line]
-    cfg.max_bad_rows = len(rows)
+    cfg.data.max_bad_rows = len(rows)
     good = load_rows(write_lines(tmp_path / "real.jsonl", [dump(row) for row in rows]), cfg)
     (Path(cfg.run_dir) / "quarantine.jsonl").unlink(missing_ok=True)
     assert len(good) > 0.8 * len(rows)
@@ -295,7 +336,7 @@ def test_no_mutated_row_crashes_or_slips_through(cfg, tmp_path, shared_data):
         kind, row = n.choices([spoilt, changed, unsure, None], [5, 2, 5, 1])[0], n.choice(bases)
         mutants.append(kind(n, row, dump(row)) if kind else n.choice([b"", b" \t", b"\r"]))
         expected.append(kind)
-    cfg.max_bad_rows = MUTANTS
+    cfg.data.max_bad_rows = MUTANTS
     began = time.process_time()
     good = load_rows(write_lines(tmp_path / "mutants.jsonl", mutants), cfg)
     seconds = time.process_time() - began

@@ -7,7 +7,6 @@ import json
 import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +19,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.multiprocessing import spawn
 
 import policy.fsdp
+from policy import logprobs
 from policy.fsdp import FSDPPolicy
 from policy.logprobs import TokenLogprobs
+from policy.settings import PolicySettings
 
 VOCAB, TEMPERATURE = 96, 0.7
 SIZES = {
@@ -85,20 +86,18 @@ def loss_fn(logp_T: Tensor, row: Row) -> tuple[Tensor, dict]:
     return (row.weight_T * logp_T).sum() / 10, {"tokens": int(row.mask_T.sum())}
 
 
-def config(model: Path, **changes) -> SimpleNamespace:
-    defaults = {
-        "model": str(model),
-        "attention": "sdpa",
+def opened(
+    model: Path, temperature: float = TEMPERATURE, trainable: bool = True, **changes
+) -> FSDPPolicy:
+    """The policy of a folder, with settings that suit a tiny model."""
+    usual = {
         "activation_checkpointing": False,
-        "logprob_chunk": 5,
-        "temperature": TEMPERATURE,
         "lr": 1e-3,
         "warmup_steps": 2,
         "warmup_lr": 5e-4,
         "weight_decay": 0.01,
-        "max_grad_norm": 1.0,
     }
-    return SimpleNamespace(**defaults | changes)
+    return FSDPPolicy(str(model), PolicySettings(**usual | changes), temperature, trainable)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,6 +105,7 @@ def process_group():
     """One rank on the CPU, in float32, even where there are GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(logprobs, "CHUNK", 5)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         yield
         dist.destroy_process_group()
@@ -209,7 +209,7 @@ def test_token_logprobs_of_bf16_are_float32_and_as_good_as_their_operands():
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_tied", "llama", "gpt2"])
 def test_packed_row_equals_plain_transformers(family, checkpoint):
-    policy = FSDPPolicy(config(checkpoint(family)))
+    policy = opened(checkpoint(family))
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint(family)).eval()
     expected_T = torch.cat([plain_logprobs(model, row) for row in SEQUENCES])
     row = pack(*SEQUENCES)
@@ -221,24 +221,25 @@ def test_packed_row_equals_plain_transformers(family, checkpoint):
     assert_same(gradients(policy), {n: p.grad for n, p in model.named_parameters()}, 1e-5)
 
 
-def test_gradients_do_not_depend_on_packing_chunk_or_checkpointing(checkpoint):
+def test_gradients_do_not_depend_on_packing_chunk_or_checkpointing(checkpoint, monkeypatch):
     one, two, three, four, five = SEQUENCES
-    policy = FSDPPolicy(config(checkpoint("qwen3")))
+    policy = opened(checkpoint("qwen3"))
     policy.forward_backward([pack(*SEQUENCES)], loss_fn)
     expected = gradients(policy)
     for rows in (SEQUENCES, [pack(five, one), EMPTY, pack(three, two, four)]):
         policy.forward_backward(rows, loss_fn)
         assert_same(gradients(policy), expected, 1e-6)
-    for changes in ({"logprob_chunk": 1000}, {"activation_checkpointing": True}):
-        other = FSDPPolicy(config(checkpoint("qwen3"), **changes))
+    for chunk, again in ((1000, False), (5, True)):
+        monkeypatch.setattr(logprobs, "CHUNK", chunk)
+        other = opened(checkpoint("qwen3"), activation_checkpointing=again)
         other.forward_backward([pack(*SEQUENCES)], loss_fn)
         assert_same(gradients(other), expected, 1e-6)
 
 
 def test_checkpointing_recomputes_each_layer_and_dropout_is_off(checkpoint):
-    cfg = config(checkpoint("gpt2"), activation_checkpointing=True)
-    assert transformers.AutoConfig.from_pretrained(cfg.model).resid_pdrop > 0
-    policy, calls = FSDPPolicy(cfg), []
+    assert transformers.AutoConfig.from_pretrained(checkpoint("gpt2")).resid_pdrop > 0
+    policy = opened(checkpoint("gpt2"), activation_checkpointing=True)
+    calls = []
     policy.lm.transformer.h[0].ln_1.register_forward_hook(lambda *_: calls.append(1))
     policy.forward_backward([SEQUENCES[0]], loss_fn)
     assert len(calls) == 2
@@ -249,7 +250,7 @@ def test_checkpointing_recomputes_each_layer_and_dropout_is_off(checkpoint):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_temperature_divides_the_logits(temperature, checkpoint):
-    policy = FSDPPolicy(config(checkpoint("llama"), temperature=temperature), trainable=False)
+    policy = opened(checkpoint("llama"), temperature, trainable=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
     expected_T = plain_logprobs(model, SEQUENCES[2], temperature).detach()
     torch.testing.assert_close(policy.logprobs([SEQUENCES[2]])[0], expected_T, rtol=0, atol=1e-5)
@@ -257,11 +258,11 @@ def test_temperature_divides_the_logits(temperature, checkpoint):
 
 def test_bf16_compute_keeps_float32_masters_and_gradients(checkpoint, monkeypatch):
     """The precision that GPUs get, here on the CPU."""
-    exact = FSDPPolicy(config(checkpoint("qwen3_tied")))
+    exact = opened(checkpoint("qwen3_tied"))
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     monkeypatch.setattr(policy.fsdp, "MixedPrecisionPolicy", lambda **_: mixed)
     monkeypatch.setattr(FSDPPolicy, "_check_architecture", lambda self: None)  # has its own limit
-    rounded, row = FSDPPolicy(config(checkpoint("qwen3_tied"))), pack(*SEQUENCES)
+    rounded, row = opened(checkpoint("qwen3_tied")), pack(*SEQUENCES)
     logp_T, expected_T = rounded.logprobs([row])[0], exact.logprobs([row])[0]
     assert logp_T.dtype == torch.float32
     assert 1e-5 < (logp_T - expected_T).abs().max() < 0.1
@@ -273,7 +274,7 @@ def test_bf16_compute_keeps_float32_masters_and_gradients(checkpoint, monkeypatc
 
 
 def test_empty_rows_add_exactly_nothing(checkpoint):
-    policy = FSDPPolicy(config(checkpoint("qwen3_tied")))
+    policy = opened(checkpoint("qwen3_tied"))
     prompt = sequence(5, 0)
     prompt.mask_T[:] = False
     assert (policy.logprobs([prompt])[0] == 0).all()
@@ -282,7 +283,7 @@ def test_empty_rows_add_exactly_nothing(checkpoint):
 
 
 def test_a_mask_at_a_sequence_start_is_an_error(checkpoint):
-    policy = FSDPPolicy(config(checkpoint("qwen3")))
+    policy = opened(checkpoint("qwen3"))
     row = pack(SEQUENCES[0], SEQUENCES[1])
     row.mask_T[9] = True
     with pytest.raises(ValueError, match="start of a sequence"):
@@ -291,7 +292,7 @@ def test_a_mask_at_a_sequence_start_is_an_error(checkpoint):
 
 def test_learning_rate_warms_up_then_stays(checkpoint):
     schedule = {"lr": 3e-6, "warmup_lr": 3e-7, "warmup_steps": 10}
-    policy = FSDPPolicy(config(checkpoint("qwen3"), **schedule))
+    policy = opened(checkpoint("qwen3"), **schedule)
     rates = []
     for _ in range(12):
         policy.forward_backward([EMPTY], loss_fn)
@@ -299,14 +300,13 @@ def test_learning_rate_warms_up_then_stays(checkpoint):
     expected = [3e-7 + 2.7e-7 * k for k in range(10)] + [3e-6, 3e-6]
     assert rates == pytest.approx(expected, rel=1e-9)
     assert rates[0] == 3e-7 and rates[-1] == 3e-6
-    policy = FSDPPolicy(config(checkpoint("qwen3"), **schedule | {"warmup_steps": 0}))
+    policy = opened(checkpoint("qwen3"), **schedule | {"warmup_steps": 0})
     policy.forward_backward([EMPTY], loss_fn)
     assert policy.optimizer_step()["lr"] == 3e-6
 
 
 def test_optimizer_step_is_scaled_clipped_adamw(checkpoint):
-    cfg = config(checkpoint("llama"), max_grad_norm=0.5, warmup_steps=0)
-    policy = FSDPPolicy(cfg)
+    policy = opened(checkpoint("llama"), max_grad_norm=0.5, warmup_steps=0)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
     adamw = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01)
     for scale in (3.0, 0.001):  # clipped, then not
@@ -322,7 +322,7 @@ def test_optimizer_step_is_scaled_clipped_adamw(checkpoint):
 
 
 def test_logprobs_see_the_last_update_though_no_backward_ran_between(checkpoint):
-    policy = FSDPPolicy(config(checkpoint("qwen3_tied"), lr=0.1, warmup_steps=0))
+    policy = opened(checkpoint("qwen3_tied"), lr=0.1, warmup_steps=0)
     policy.forward_backward([SEQUENCES[0]], loss_fn)
     before_T = policy.logprobs([SEQUENCES[0]])[0]
     policy.optimizer_step()
@@ -339,7 +339,7 @@ def poison(logp_T: Tensor, row: Row) -> tuple[Tensor, dict]:
 
 
 def test_a_nonfinite_gradient_raises_and_changes_nothing(checkpoint):
-    policy = FSDPPolicy(config(checkpoint("qwen3")))
+    policy = opened(checkpoint("qwen3"))
     before = weights(policy)
     policy.forward_backward([SEQUENCES[0]], poison)
     with pytest.raises(FloatingPointError, match="update 0"):
@@ -351,7 +351,7 @@ def test_a_nonfinite_gradient_raises_and_changes_nothing(checkpoint):
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_tied", "llama", "gpt2"])
 def test_named_weights_are_the_checkpoint(family, checkpoint):
-    policy = FSDPPolicy(config(checkpoint(family)))
+    policy = opened(checkpoint(family))
     stored = load_file(checkpoint(family) / "model.safetensors")
     actual = weights(policy)
     assert_same(actual, stored, 0)
@@ -360,7 +360,7 @@ def test_named_weights_are_the_checkpoint(family, checkpoint):
 
 
 def test_export_is_what_transformers_loads(checkpoint, tmp_path):
-    policy, folder = FSDPPolicy(config(checkpoint("qwen3_tied"))), tmp_path / "export"
+    policy, folder = opened(checkpoint("qwen3_tied")), tmp_path / "export"
     for _ in range(2):  # the second replaces the first
         policy.forward_backward([SEQUENCES[0]], loss_fn)
         policy.optimizer_step()
@@ -379,7 +379,7 @@ def test_save_and_load_continue_bitwise(checkpoint, tmp_path):
         policy.forward_backward(SEQUENCES, loss_fn)
         policy.optimizer_step()
 
-    policy, resumed = (FSDPPolicy(config(checkpoint("qwen3_tied"))) for _ in range(2))
+    policy, resumed = (opened(checkpoint("qwen3_tied")) for _ in range(2))
     wait = policy.save(f"{tmp_path}/start")
     start = weights(policy)
     step(policy)  # while the checkpoint is being written
@@ -403,7 +403,7 @@ def test_save_and_load_continue_bitwise(checkpoint, tmp_path):
 )
 def test_what_cannot_be_packed_or_chunked_is_refused(family, part, checkpoint):
     with pytest.raises(RuntimeError, match=f"ForCausalLM.*{part}"):
-        FSDPPolicy(config(checkpoint(family), attention="eager"))
+        opened(checkpoint(family), attention="eager")
 
 
 @pytest.mark.parametrize("lost", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
@@ -414,7 +414,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(lost, checkpoint, tmp_path)
     del state[lost]
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"lacks 1 tensors that Qwen3.*, such as {lost}"):
-        FSDPPolicy(config(folder))
+        opened(folder)
 
 
 def rows_of(rank: int, world: int) -> list[Row]:
@@ -442,8 +442,9 @@ def rank_main(rank: int, folder: str, models: dict[str, Path]) -> None:
     """One of two ranks; writes what it saw for the test to compare."""
     torch.set_num_threads(1)
     torch.cuda.is_available = lambda: False
+    logprobs.CHUNK = 5
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    policy = FSDPPolicy(config(models["qwen3_tied"], activation_checkpointing=True))
+    policy = opened(models["qwen3_tied"], activation_checkpointing=True)
     seen = {"history": train(policy, rank, 2), "metas": policy.weight_metas()}
     write, wait = policy.export_hf(f"{folder}/export"), policy.save(f"{folder}/saved")
     # Only rank 0's loss is poisoned, both must stop.
@@ -462,7 +463,7 @@ def rank_main(rank: int, folder: str, models: dict[str, Path]) -> None:
     policy.optimizer_step()
     seen["resumed"] = weights(policy)
     with pytest.raises(RuntimeError, match="position_ids"):
-        FSDPPolicy(config(models["mamba"], attention="eager"))
+        opened(models["mamba"], attention="eager")
     torch.save(seen, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -472,7 +473,7 @@ def test_two_ranks_train_as_one(checkpoint, tmp_path):
     models = {family: checkpoint(family) for family in ("qwen3_tied", "mamba")}
     spawn(rank_main, (str(tmp_path), models), nprocs=2)
     seen = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-    policy = FSDPPolicy(config(models["qwen3_tied"]))
+    policy = opened(models["qwen3_tied"])
     alone = train(policy, 0, 1)
     for ours in seen:
         for step in (0, 1, 2):

@@ -48,7 +48,7 @@ def ranks(jobs: list[dict], world: int, folder: Path) -> None:
     for path, job in zip(paths, jobs, strict=True):
         path.write_text(json.dumps(job))
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    env |= {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}", "OMP_NUM_THREADS": "1"}
+    env |= {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "tests/support/megatron_rank.py", *map(str, paths)]
     log = open(folder / f"{world}.log", "w+")  # noqa: SIM115
     every = [
@@ -155,8 +155,8 @@ def fsdp(models, tmp_path_factory):
 
     def of(family: str) -> tuple:
         if family not in found:
-            cfg = config(models[family], policy="fsdp")
-            policy = FSDPPolicy(cfg)
+            cfg = config(models[family], kind="fsdp")
+            policy = FSDPPolicy(cfg.model, cfg.policy, cfg.sampling.temperature)
             for name, parameter in policy.lm.named_parameters():
                 parameter.requires_grad_(not name.endswith("mlp.gate.weight"))
             stats = policy.forward_backward(rows(ROWS), lambda *at: policy_loss(*at, cfg))
@@ -251,6 +251,18 @@ def test_expert_biases_move_towards_balance_and_routers_stay(measured):
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("name", [name for name, family in CASES if family == "nemotron_moe"])
+def test_tokens_of_untrained_samples_move_no_expert_bias(name, measured):
+    biases = measured(name)["nemotron_moe"]["biases"]
+    for key, before in biases["before"].items():
+        assert torch.equal(biases["trains nothing"][key], before)
+        moved, expected = (
+            biases[kind][key] for kind in ("one sample trains nothing", "that sample is absent")
+        )
+        assert torch.equal(moved, expected) and not torch.equal(moved, before)
+
+
+@pytest.mark.e2e
 @pytest.mark.parametrize("family", EVERY)
 def test_a_checkpoint_of_one_layout_is_that_of_another(family, measured):
     one, two = (measured(name)[family] for name in ("one again", "pp2 again"))
@@ -279,8 +291,8 @@ def test_the_export_is_what_transformers_loads(family, measured):
 @pytest.mark.parametrize(
     ("family", "layout", "limit"),
     [
-        ("qwen3_moe", {"trainers": 2, "tp": 2, "replay_routing": True}, 1e-5),
-        ("nemotron_moe", {"trainers": 1}, 1e-3),
+        ("qwen3_moe", {"ranks": 2, "tp": 2, "replay_routing": True}, 1e-5),
+        ("nemotron_moe", {"ranks": 1}, 1e-3),
     ],
 )
 def test_it_trains_what_vllm_samples(family, layout, limit, models, tiny_config, monkeypatch):
@@ -289,7 +301,7 @@ def test_it_trains_what_vllm_samples(family, layout, limit, models, tiny_config,
     With a lag a token's context may be older than the token, and no recomputation agrees.
     """
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/cpu")
-    fields = {"policy": "megatron", "skip_zero_advantage": False, "verify_sync_every": 1}
+    fields = {"kind": "megatron", "skip_zero_advantage": False, "verify_sync_every": 1}
     cfg = tiny_config(model=models[family], steps=5, lr=1e-4, max_lag=0, **fields | layout)
     program = Program(cfg)
     assert program.ends() == 0, program.told()[-4000:]
@@ -307,7 +319,7 @@ LOADED = ["qwen3_moe", "nemotron_moe", "qwen3", "nemotron_dense"]
 
 @pytest.fixture(scope="module")
 def scripts(models):
-    """Two programs that hold an engine each, started together as they mostly start: `told` each."""
+    """What two programs print that hold an engine each, by name; they start together."""
     env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests"}
     env |= {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -325,12 +337,12 @@ def scripts(models):
         for name, args in wanted.items()
     }
 
-    def told(name: str) -> dict:
+    def printed(name: str) -> dict:
         output, errors = running[name].communicate(timeout=300)
         assert running[name].returncode == 0, errors[-4000:]
         return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
 
-    yield told
+    yield printed
     for process in running.values():
         process.kill()
 
@@ -338,11 +350,11 @@ def scripts(models):
 @pytest.mark.e2e
 def test_replayed_experts_bring_trainer_and_engine_together_in_bf16(scripts):
     """Both compute in bf16: where they choose other experts, their logprobs part."""
-    told = scripts("routing_replay")
-    print(told)
-    assert told["hit rate"] == 1 and told["other experts"] > 0
-    assert told["replayed"]["max"] < told["free"]["max"] / 3
-    assert told["replayed"]["mean"] < told["free"]["mean"]
+    found = scripts("routing_replay")
+    print(found)
+    assert found["hit rate"] == 1 and found["other experts"] > 0
+    assert found["replayed"]["max"] < found["free"]["max"] / 3
+    assert found["replayed"]["mean"] < found["free"]["mean"]
 
 
 @pytest.mark.e2e

@@ -1,4 +1,4 @@
-"""What is wrong between a model and a layout is told before any actor starts."""
+"""What is wrong between a model and a layout is reported before any actor starts."""
 
 import json
 import subprocess
@@ -10,8 +10,8 @@ import pydantic
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grpo_async import Config
 from policy.megatron.check import check_megatron
+from policy.settings import PolicySettings
 from runtime.config import InputError
 from support.tiny_models import make
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory, tiny_model):
 def refusal(model: str, **fields) -> str:
     """The error of a configuration on Megatron."""
     with pytest.raises(InputError) as error:
-        check_megatron(Config(model=model, policy="megatron", **fields))
+        check_megatron(model, PolicySettings(kind="megatron", **fields))
     return str(error.value)
 
 
@@ -49,18 +49,18 @@ def refusal(model: str, **fields) -> str:
 )
 def test_every_family_passes(family, folder):
     fields = {"ep": 2} if "moe" in family else {}
-    check_megatron(Config(model=folder(family), policy="megatron", trainers=4, tp=2, **fields))
+    check_megatron(folder(family), PolicySettings(kind="megatron", ranks=4, tp=2, **fields))
 
 
 def test_an_unknown_architecture_names_those_that_are_known(folder, tiny_model):
-    told = refusal(folder("qwen3", edit={"model_type": "granite", "architectures": ["Granite"]}))
-    assert "llama, qwen2, qwen3, qwen3_moe, nemotron_h, not granite" in told
+    message = refusal(folder("qwen3", edit={"model_type": "granite", "architectures": ["Granite"]}))
+    assert "llama, qwen2, qwen3, qwen3_moe, nemotron_h, not granite" in message
 
 
 def test_missing_extra_and_misshapen_tensors_are_named(folder):
     lost = folder("llama", tensors=lambda state: state.pop("model.layers.1.mlp.up_proj.weight"))
-    told = refusal(lost)
-    assert "no tensor model.layers.1.mlp.up_proj.weight" in told and "did you mean" in told
+    message = refusal(lost)
+    assert "no tensor model.layers.1.mlp.up_proj.weight" in message and "did you mean" in message
     name = "model.layers.0.self_attn.q_proj.lora"
     more = folder("qwen3", tensors=lambda s: s.update({name: s["model.norm.weight"] + 0}))
     assert f"{name} is no tensor of qwen3" in refusal(more)
@@ -86,15 +86,15 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
 def test_fields_that_change_the_network_and_not_its_tensors_are_refused(
     family, field, value, folder
 ):
-    told = refusal(folder(family, edit={field: value}))
-    assert f"its config.json has {field} = {value!r}, policy = 'megatron' trains" in told
+    message = refusal(folder(family, edit={field: value}))
+    assert f"its config.json has {field} = {value!r}, policy.kind = 'megatron' trains" in message
 
 
 def test_heads_of_prediction_are_kept_aside(folder):
     def add(state):
         state["mtp.layers.0.norm.weight"] = state["backbone.norm_f.weight"] + 0
 
-    check_megatron(Config(model=folder("nemotron_moe", tensors=add), policy="megatron"))
+    check_megatron(folder("nemotron_moe", tensors=add), PolicySettings(kind="megatron"))
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
@@ -102,47 +102,55 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             state[name] = state[name][:90].clone()
 
-    told = refusal(folder("qwen3", edit={"vocab_size": 90}, tensors=cut))
-    assert "its tokenizer has 101 tokens, its embedding 90" in told
+    message = refusal(folder("qwen3", edit={"vocab_size": 90}, tensors=cut))
+    assert "its tokenizer has 101 tokens, its embedding 90" in message
 
 
 @pytest.mark.parametrize(
-    ("family", "fields", "told"),
+    ("family", "fields", "expected"),
     [
-        ("qwen3", {"tp": 3}, "tp = 3 does not divide num_attention_heads = 4: try 2"),
-        ("qwen3", {"pp": 3}, "pp = 3 does not divide the number of layers"),
-        ("qwen3_moe", {"ep": 3}, "ep = 3 does not divide the number of experts = 4: try"),
-        ("qwen3", {"ep": 2}, "ep = 2: qwen3 has no experts, expected 1"),
-        ("nemotron_moe", {"tp": 4}, "tp = 4 does not divide n_groups of Mamba = 2: try 2"),
+        ("qwen3", {"tp": 3}, "policy.tp = 3 does not divide num_attention_heads = 4: try 2"),
+        ("qwen3", {"pp": 3}, "policy.pp = 3 does not divide the number of layers"),
+        ("qwen3_moe", {"ep": 3}, "policy.ep = 3 does not divide the number of experts = 4: try"),
+        ("qwen3", {"ep": 2}, "policy.ep = 2: qwen3 has no experts, expected 1"),
+        ("nemotron_moe", {"tp": 4}, "policy.tp = 4 does not divide n_groups of Mamba = 2: try 2"),
     ],
 )
-def test_what_does_not_divide_comes_with_the_nearest_that_does(family, fields, told, folder):
-    assert told in refusal(folder(family), trainers=12, **fields)
+def test_what_does_not_divide_comes_with_the_nearest_that_does(family, fields, expected, folder):
+    assert expected in refusal(folder(family), ranks=12, **fields)
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "expected"),
     [
-        ({"tp": 2}, "need policy = 'megatron', not 'fsdp'"),
-        ({"policy": "megatron", "tp": 2, "trainers": 3}, "trainers = 3 is no multiple of tp * pp"),
-        ({"policy": "megatron", "trainers": 3, "ep": 2}, "ep = 2 must divide trainers / pp = 3"),
+        ({"tp": 2}, "policy: tp * pp * cp = 2 * 1 * 1, ep = 1 need policy.kind = 'megatron'"),
+        ({"replay_routing": True}, "replay_routing = True needs policy.kind = 'megatron'"),
+        ({"kind": "megatron", "tp": 2, "ranks": 3}, "ranks = 3 is no multiple of tp * pp * cp"),
+        ({"kind": "megatron", "ranks": 3, "ep": 2}, "ep = 2 must divide ranks / pp = 3"),
         (
-            {"policy": "megatron", "trainers": 4, "tp": 2, "cp": 2, "row_tokens": 100},
+            {"kind": "megatron", "ranks": 4, "tp": 2, "cp": 2, "row_tokens": 100},
             "row_tokens = 100 is no multiple of 2 * cp * tp = 8: try 96",
         ),
     ],
 )
-def test_contradictions_of_a_layout(fields, told):
+def test_contradictions_of_a_layout(fields, expected):
     with pytest.raises(pydantic.ValidationError) as error:
-        Config(**fields)
-    assert told in str(error.value)
+        PolicySettings(**fields)
+    assert expected in str(error.value)
+
+
+def test_replicas_of_a_layout():
+    layout = PolicySettings(kind="megatron", ranks=16, tp=2, cp=2, pp=2)
+    assert layout.replicas == 2
+    assert [layout.replica_of(rank) for rank in range(16)] == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
 
 
 @pytest.mark.slow
-def test_the_program_tells_it_within_seconds(folder):
-    flags = ["--model", folder("qwen3"), "--policy", "megatron", "--tp", "3", "--trainers", "3"]
+def test_the_program_refuses_a_layout_within_seconds(folder):
+    flags = ["--model", folder("qwen3"), "--policy.kind", "megatron"]
+    flags += ["--policy.tp", "3", "--policy.ranks", "3"]
     began = time.monotonic()
     command = [sys.executable, "grpo_async.py", *flags]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and "error: tp = 3 does not divide" in ended.stderr
+    assert ended.returncode == 1 and "error: policy.tp = 3 does not divide" in ended.stderr
     assert time.monotonic() - began < 30 and "Traceback" not in ended.stderr

@@ -1,16 +1,18 @@
 """Buckets on the wire, without an engine."""
 
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from policy import weight_sync
-
-CFG = SimpleNamespace(trainer_gpus=0.5)  # buckets on the CPU, whatever the machine
+from policy import WeightMeta, weight_sync
 
 
-class Wire:
+class Network:
     """A process group that keeps what is broadcast, and breaks at the given broadcast."""
 
     def __init__(self, breaks_at: int = -1):
@@ -32,20 +34,45 @@ def weights() -> dict[str, torch.Tensor]:
     return {n: torch.randn(s).to(d) for (n, s), d in zip(shapes.items(), dtypes, strict=True)}
 
 
-def metas(tensors) -> list:
-    """What `weight_metas` says of them."""
-    return [(n, tuple(t.shape), str(t.dtype).split(".")[1]) for n, t in tensors.items()]
+class Weights:
+    """Stands for a policy: it announces `tensors` and yields `given`; `gathered` are the names."""
+
+    def __init__(self, tensors: dict, given: dict | None = None):
+        self.tensors, self.given, self.gathered = tensors, given or tensors, []
+
+    def weight_metas(self) -> list[WeightMeta]:
+        return [
+            WeightMeta(n, tuple(t.shape), str(t.dtype).split(".")[1])
+            for n, t in self.tensors.items()
+        ]
+
+    def named_weights(self):
+        for name, tensor in self.given.items():
+            self.gathered.append(name)
+            yield name, tensor
 
 
+def sender(policy: Weights, network: Network | None = None) -> weight_sync.Sender:
+    """A trainer rank's; buckets lie on the CPU, whatever the machine, as on a shared GPU."""
+    made = weight_sync.Sender(policy, 60.0, shares_gpu=True)
+    made.group = network
+    return made
+
+
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("limit", [1, 64, 200, 1 << 20])
-def test_what_arrives_is_what_was_sent(monkeypatch, limit):
+def test_what_arrives_is_what_was_sent(monkeypatch, limit, staged):
     monkeypatch.setattr(weight_sync.buckets, "__defaults__", (limit,))
-    tensors, wire = weights(), Wire()
-    packed = weight_sync.pack(iter(tensors.items()), metas(tensors), CFG)
-    sent_sums = weight_sync.send(packed, metas(tensors), wire, verify=True)
+    tensors, network = weights(), Network()
+    sending = sender(Weights(tensors), network)
+    if staged:
+        sending.stage()
+        assert sending.policy.gathered == list(tensors)[: len(sending.policy.gathered)]
+        assert sending.policy.gathered and not network.sent
+    sent_sums = sending.send(verify=True)
     receiver = weight_sync.WeightReceiver()
-    receiver.sync_cfg, receiver.sync_metas = CFG, metas(tensors)
-    sent = iter(wire.sent)
+    receiver.sync_wire = pickle.loads(pickle.dumps(sending.wire))  # as it reaches an engine
+    sent = iter(network.sent)
 
     def receive(buffer, root):
         buffer.copy_(next(sent))
@@ -56,24 +83,34 @@ def test_what_arrives_is_what_was_sent(monkeypatch, limit):
     assert sums == sent_sums and list(sums) == list(tensors)
     assert list(arrived) == list(tensors)
     assert all(torch.equal(arrived[name], tensors[name]) for name in tensors)
-    assert len(wire.sent) == (
-        1 if limit > 1 << 10 else len(list(weight_sync.buckets(metas(tensors))))
+    assert len(network.sent) == (
+        1 if limit > 1 << 10 else len(list(weight_sync.buckets(sending.metas)))
     )
+
+
+def test_a_second_update_gathers_again():
+    tensors, network = weights(), Network()
+    sending = sender(Weights(tensors), network)
+    sending.stage()
+    assert sending.send(verify=False) == {}
+    tensors["a"] += 1
+    sending.send(verify=True)
+    assert sending.policy.gathered == [*tensors, *tensors]
+    assert not torch.equal(*network.sent)
+
+
+def test_a_rank_that_joined_nobody_only_gathers():
+    sending = sender(Weights(weights()))
+    sending.send(verify=False)
+    assert sending.policy.gathered == list(weights())
 
 
 def test_a_lost_receiver_does_not_stop_the_gathers_that_other_ranks_join(monkeypatch):
     monkeypatch.setattr(weight_sync.buckets, "__defaults__", (64,))
-    tensors, gathered = weights(), []
-
-    def gather():
-        for name, tensor in tensors.items():
-            gathered.append(name)
-            yield name, tensor
-
+    sending = sender(Weights(weights()), Network(breaks_at=1))
     with pytest.raises(RuntimeError, match="connection closed"):
-        packed = weight_sync.pack(gather(), metas(tensors), CFG)
-        weight_sync.send(packed, metas(tensors), Wire(breaks_at=1), verify=False)
-    assert gathered == list(tensors)
+        sending.send(verify=False)
+    assert sending.policy.gathered == list(weights())
 
 
 @pytest.mark.parametrize("drop", ["a", "c", "e"])
@@ -81,7 +118,24 @@ def test_weights_that_were_not_announced_are_refused(drop):
     tensors = weights()
     given = {name: tensor for name, tensor in tensors.items() if name != drop}
     with pytest.raises(ValueError, match=f"where {drop} was announced"):
-        list(weight_sync.pack(iter(given.items()), metas(tensors), CFG))
+        sender(Weights(tensors, given)).send(verify=False)
+
+
+@pytest.mark.slow
+def test_both_sides_meet_at_a_store():
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=30), wait_for_workers=False)
+    tensors = weights()
+    sending = sender(Weights(tensors))
+    receiver = weight_sync.WeightReceiver()
+    receiver.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
+    wire = pickle.dumps(sending.wire)
+    with ThreadPoolExecutor(1) as engine:
+        joined = engine.submit(receiver.join_sync_group, wire, "127.0.0.1", store.port, 1, 2)
+        sending.join(store, 2)
+        joined.result()
+        arrived = engine.submit(lambda: dict(receiver.incoming({}, verify=False)))
+        sending.send(verify=False)
+        assert all(torch.equal(arrived.result()[name], tensors[name]) for name in tensors)
 
 
 def test_a_checksum_sees_a_flipped_bit_and_swapped_bytes():

@@ -1,13 +1,17 @@
-"""Configuration files and flags, and what a user is told about wrong input before Ray starts."""
+"""Configuration files and flags, and what is reported of wrong input before Ray starts."""
 
 import ast
+import dataclasses
+import inspect
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +19,10 @@ import ray
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import grpo_async
-from grpo_async import Config
-from runtime import config
+from grpo_async import Config, Generator
+from runtime import cluster, config
 from runtime.config import InputError
+from runtime.settings import OWN_ENGINE_ARGS
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "configs/tiny.py"
@@ -62,10 +67,38 @@ def test_a_file_inherits_overrides_and_computes(write):
         "steps = _half\n"
         "correction = {'high': 2.0}\n"
     )
-    cfg, parent = config.read(Config, path), config.read(Config, ROOT / TINY)
+    cfg = config.read(Config, path)
+    parent = config.read(Config, ROOT / TINY)
     changed = {k for k, v in vars(parent).items() if getattr(cfg, k) != v}
     assert changed == {"steps", "correction"} and cfg.steps == parent.steps // 2
     assert (cfg.correction.high, cfg.correction.action) == (2.0, "truncate")
+
+
+def test_groups_that_are_assigned_again_are_merged_at_any_depth(write):
+    """A file that inherits a group and assigns one leaf of it keeps the others."""
+    write(
+        'policy = {"kind": "megatron", "ranks": 4, "tp": 4}\nengine = {"args": {"a": 1, "b": 2}}\n'
+    )
+    path = write(
+        "exec(open(__file__.replace('child', 'mine')).read())\n"
+        'policy = {"lr": 1e-6}\n'
+        'engine = {"count": 2, "args": {"b": 3, "c": 4}}\n',
+        "child.py",
+    )
+    cfg = config.read(Config, path)
+    policy = cfg.policy
+    assert (policy.kind, policy.ranks, policy.tp, policy.lr) == ("megatron", 4, 4, 1e-6)
+    assert cfg.engine.count == 2 and cfg.engine.args == {"a": 1, "b": 3, "c": 4}
+
+
+def test_an_inherited_group_keeps_the_leaves_that_are_not_assigned(write):
+    """The same by `import *`."""
+    parent = config.read(Config, ROOT / TINY)
+    text = "from configs.tiny import *\npolicy = {'weight_decay': 0.1}\ndata = {'val_samples': 4}\n"
+    cfg = config.read(Config, write(text))
+    assert cfg.policy == dataclasses.replace(parent.policy, weight_decay=0.1)
+    assert cfg.data == dataclasses.replace(parent.data, val_samples=4)
+    assert parent == config.read(Config, ROOT / TINY), "the parent's own dictionaries are untouched"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda p: p.name)
@@ -74,12 +107,41 @@ def test_every_config_file_is_valid(path):
 
 
 def test_flags_override_the_file(write):
-    path = write("steps = 5\nlr = 1e-4\nskip_zero_advantage = True\nwandb = False\n")
-    cfg = load("--steps", 7, "--config", path, "--correction.high", 2, "--no-skip-zero-advantage")
-    assert (cfg.steps, cfg.lr, cfg.correction.high) == (7, 1e-4, 2.0)
-    assert (cfg.skip_zero_advantage, cfg.wandb) == (False, False)
-    cfg = load("--config", path, "--dual-clip", 3, "--correction.level", "sequence")
-    assert (cfg.dual_clip, cfg.correction.level, cfg.correction.high) == (3.0, "sequence", 5.0)
+    text = "steps = 5\npolicy = {'lr': 1e-4}\nloss = {'skip_zero_advantage': True}\nwandb = False\n"
+    path = write(text)
+    flags = ["--correction.high", 2, "--loss.no-skip-zero-advantage"]
+    cfg = load("--steps", 7, "--config", path, *flags)
+    assert (cfg.steps, cfg.policy.lr, cfg.correction.high) == (7, 1e-4, 2.0)
+    assert (cfg.loss.skip_zero_advantage, cfg.wandb) == (False, False)
+    cfg = load(f"--config={path}", "--loss.dual-clip", 3, "--correction.level", "sequence")
+    assert (cfg.loss.dual_clip, cfg.correction.level, cfg.correction.high) == (3.0, "sequence", 5.0)
+    assert cfg.steps == 5
+
+
+def test_flags_of_a_command_have_no_prefix(write):
+    cfg = load("--config", write("run_dir = 'x'\n"), "--resume", "auto")
+    assert (cfg.command.resume, cfg.command.modes) == ("auto", [])
+    cfg = load("--replay", "elsewhere")
+    assert cfg.command.replay == str(Path("elsewhere").resolve()) and cfg.command.modes == [
+        "replay"
+    ]
+
+
+def test_the_file_is_written_into_the_configuration(write):
+    assert load().command.config == TINY
+    path = write("steps = 5\n")
+    assert load("--config", path).command.config == str(path)
+
+
+def test_dictionaries_on_the_command_line_are_json_and_are_merged_into_those_of_the_file():
+    cfg = load("--engine.args", '{"max_num_seqs": 3, "kv_cache_dtype": "fp8"}')
+    expected = {"max_num_seqs": 3, "gpu_memory_utilization": 0.3, "kv_cache_dtype": "fp8"}
+    assert cfg.engine.args == expected == cfg.engine.arguments
+    cfg = load("--sampling.chat-template-kwargs", '{"truncate_history_thinking": false}')
+    both = {"enable_thinking": True, "truncate_history_thinking": False}
+    assert cfg.sampling.chat_template_kwargs == both
+    assert load("--advantage.penalties", '{"thinking": -5}').advantage.penalties == {"thinking": -5}
+    assert Config().engine.arguments == {"max_num_seqs": 256, "gpu_memory_utilization": 0.85}
 
 
 # --- refusing -------------------------------------------------------------------------------------
@@ -88,7 +150,7 @@ def test_flags_override_the_file(write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lr = 1e-4\nstep = 3\n", r"mine\.py:2: unknown field 'step'; did you mean steps\?$"),
+        ("wandb = True\nstep = 3\n", r"mine\.py:2: unknown field 'step'; did you mean steps\?$"),
         ("from configs.tiny import *\nmax_lagg = 3\n", r"py:2: .*'max_lagg'; did you mean max_lag"),
         ("zzzzzz = 3\n", r"mine\.py:1: unknown field 'zzzzzz'$"),
         ("\nsteps = 'many'\n", r"mine\.py:2: steps = 'many': .*integer"),
@@ -96,11 +158,32 @@ def test_flags_override_the_file(write):
         ("steps: int = -1\n", r"mine\.py:1: steps = -1"),
         ("steps = 1\nsteps = 1.5\n", r"mine\.py:2: steps = 1\.5: .*integer"),
         ("max_lag = -1\n", r"mine\.py:1: max_lag = -1: .*greater than or equal to 0"),
-        ("temperature = 0\n", r"mine\.py:1: temperature = 0"),
-        ("reduction = 'mean'\n", r"mine\.py:1: reduction = 'mean': .*'token' or 'sequence'"),
-        ("lr = None\n", r"mine\.py:1: lr = None: .*valid number"),
+        ("sampling = {'temperature': 0}\n", r"mine\.py:1: sampling\.temperature = 0"),
+        (
+            "loss = {'reduction': 'mean'}\n",
+            r"py:1: loss\.reduction = 'mean': .*'token' or 'sequence'",
+        ),
+        ("policy = {'lr': None}\n", r"mine\.py:1: policy\.lr = None: .*valid number"),
+        ("policy = 5\n", r"mine\.py:1: policy = 5: "),
         ("correction = {'action': 'drop'}\n", r"mine\.py:1: correction\.action = 'drop': .*'mask'"),
-        ("correction = {'upper': 2}\n", r"mine\.py:1: correction\.upper = 2: "),
+        ("correction = {'upper': 2}\n", r"mine\.py:1: unknown field 'correction\.upper'"),
+        ("policy = {'leraning_rate': 2}\n", r"mine\.py:1: unknown field 'policy\.leraning_rate'"),
+        (
+            'policy = {\n    "lr": 1e-4,\n    "warmup_step": 3,\n}\n',
+            r"py:3: unknown field 'policy\.warmup_step'; did you mean policy\.warmup_steps\?$",
+        ),
+        (
+            'steps = 3\nengine = {\n    "count": 0,\n}\n',
+            r"mine\.py:3: engine\.count = 0: .*greater than 0",
+        ),
+        ("lr = 1e-4\n", r"mine\.py:1: unknown field 'lr'; did you mean policy\.lr\?$"),
+        ("train = 'a'\n", r"mine\.py:1: unknown field 'train'; did you mean data\.train\b"),
+        (
+            "policy = {'count': 2}\n",
+            r"unknown field 'policy\.count'; did you mean engine\.count\?$",
+        ),
+        ("command = {'resume': 'auto'}\n", r"mine\.py:1: command: expected on the command line"),
+        ("resume = 'auto'\n", r"mine\.py:1: unknown field 'resume'"),
         ("steps = = 3\n", r"mine\.py: SyntaxError: .*line 1"),
         ("from configs.tyny import *\n", r"mine\.py: ModuleNotFoundError: .*tyny"),
         ("steps = 3 / 0\n", r"mine\.py: ZeroDivisionError"),
@@ -112,26 +195,55 @@ def test_a_wrong_file_is_refused_by_place_and_value(write, text, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", OWN_ENGINE_ARGS)
+def test_an_engine_argument_that_the_run_sets_is_refused_by_name(write, name):
+    path = write(f"engine = {{'args': {{'max_num_seqs': 3, {name!r}: 1}}}}\n")
+    with pytest.raises(InputError, match=rf"mine\.py:1: engine\.args sets '{name}', which the run"):
+        config.read(Config, path)
+
+
+def test_all_engine_arguments_that_the_run_sets_are_refused():
+    """Those that Generator.start gives to vLLM, but for the few that may be overridden."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(Generator.start)))
+    (ours,) = (node.value for node in ast.walk(source) if isinstance(node, ast.AnnAssign))
+    names = {key.value for key in ours.keys}
+    assert names - set(OWN_ENGINE_ARGS) == {"enforce_eager", "enable_chunked_prefill"}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompts_per_step": 5, "updates_per_batch": 2}, "is no multiple of"),
-        ({"val_period": 5, "val_data": ""}, "expected both or neither"),
-        ({"val_period": 0, "val_data": "some.jsonl"}, "expected both or neither"),
-        ({"kl_coef": 0.1, "skip_zero_advantage": True}, "needs skip_zero_advantage = False"),
-        ({"dual_clip": 0.5}, "more than 1"),
-        ({"sequence_error_limit": 0.9}, "sequence_error_limit = 0.9: Input should be greater"),
+        ({"prompts_per_step": 5, "loss": {"updates_per_batch": 2}}, "is no multiple of"),
+        ({"val_period": 5, "data": {"val": ""}}, "expected both or neither"),
+        ({"val_period": 0, "data": {"val": "some.jsonl"}}, "expected both or neither"),
+        (
+            {"loss": {"kl_coef": 0.1, "skip_zero_advantage": True}},
+            "needs loss.skip_zero_advantage = False",
+        ),
+        ({"loss": {"dual_clip": 0.5}}, "loss.dual_clip = 0.5: Input should be greater than 1"),
+        (
+            {"correction": {"sequence_error_limit": 0.9}},
+            "correction.sequence_error_limit = 0.9: Input should be greater",
+        ),
         ({"group_size": 1}, "group_size = 1: expected 2"),
-        ({"advantage_clip": -1.0}, "advantage_clip"),
-        ({"warmup_lr": math.nan}, "warmup_lr = nan: Input should be"),
-        ({"lr": math.inf}, "lr = inf: Input should be a finite number"),
-        ({"kl_coef": -0.1}, "kl_coef = -0.1: Input should be greater"),
-        ({"trainer_gpus": -3.0}, "trainer_gpus = -3.0: Input should be greater"),
-        ({"clip_low": 2.0}, "clip_low = 2.0: Input should be less"),
-        ({"gpu_memory_utilization": 7.0}, "gpu_memory_utilization = 7.0: Input should be less"),
-        ({"low_effort": {"weight": math.nan}}, "low_effort.weight = nan: Input should be"),
+        ({"advantage": {"clip": (1.0, 2.0)}}, "advantage.clip = (1.0, 2.0): expected low <= 0"),
+        ({"advantage": {"penalties": {"rude": -5.0}}}, "Input should be 'tool_call' or 'thinking'"),
+        ({"policy": {"warmup_lr": math.nan}}, "policy.warmup_lr = nan: Input should be"),
+        ({"policy": {"lr": math.inf}}, "policy.lr = inf: Input should be a finite number"),
+        ({"loss": {"kl_coef": -0.1}}, "loss.kl_coef = -0.1: Input should be greater"),
+        ({"gpu_share": -3.0}, "gpu_share = -3.0: Input should be greater"),
+        (
+            {"gpu_share": 0.5, "engine": {"tensor_parallel": 2}},
+            "engine.tensor_parallel = 2 needs 1",
+        ),
+        ({"loss": {"ratio_clip": (2.0, 0.2)}}, "Input should be less"),
+        (
+            {"advantage": {"low_effort": {"weight": math.nan}}},
+            "advantage.low_effort.weight = nan: Input should be",
+        ),
         ({"correction": {"low": -2, "high": -1}}, "correction.low = -2: Input should be greater"),
         ({"correction": {"low": 3, "high": 2}}, "correction.low = 3.0 > correction.high = 2.0"),
+        ({"policy": {"tp": 2}}, "policy: tp * pp * cp = 2 * 1 * 1, ep = 1 need policy.kind"),
     ],
 )
 def test_contradictory_fields_are_named_with_their_values(write, fields, message):
@@ -139,17 +251,35 @@ def test_contradictory_fields_are_named_with_their_values(write, fields, message
     path = write(re.sub(r"\b(nan|inf)\b", r"float('\1')", lines))
     with pytest.raises(InputError, match=re.escape(message)) as error:
         config.read(Config, path)
-    told = str(error.value)
-    assert str(path) in told and "\n" not in told
+    text = str(error.value)
+    assert str(path) in text and "\n" not in text
     for name, value in fields.items():
-        assert name in told and (isinstance(value, dict) or str(value) in told)
+        assert name in text and (isinstance(value, dict) or str(value) in text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--eval_only", "--export", "3", "--run_dir", "x"], "eval_only and export exclude each"),
+        (["--rollout_only", "--replay", "x"], "rollout_only and replay exclude each other"),
+        (["--resume", "auto", "--rollout_only", "--run_dir", "x"], "resume excludes rollout_only"),
+        (["--resume", "auto", "--export", "3", "--run_dir", "x"], "resume excludes export"),
+        (["--resume", "auto"], "resume = 'auto': run_dir has {time}"),
+        (["--export", "3"], "export: run_dir has {time}"),
+        (["--eval_only", "--data.val", ""], "eval_only = True and data.val = '': no rows"),
+    ],
+)
+def test_commands_that_exclude_each_other_are_refused(capfd, flags, message):
+    with pytest.raises(SystemExit) as stop:
+        load(*flags)
+    assert message in unboxed(f"{capfd.readouterr().err} {stop.value}")
 
 
 def test_flags_that_contradict_the_file_are_refused(capfd, write):
     with pytest.raises((SystemExit, InputError)) as stop:
-        load("--config", write("prompts_per_step = 5\n"), "--updates-per-batch", 2)
-    told = unboxed(f"{capfd.readouterr().err} {stop.value}")
-    assert "prompts_per_step = 5 is no multiple of updates_per_batch = 2" in told
+        load("--config", write("prompts_per_step = 5\n"), "--loss.updates-per-batch", 2)
+    text = unboxed(f"{capfd.readouterr().err} {stop.value}")
+    assert "prompts_per_step = 5 is no multiple of loss.updates_per_batch = 2" in text
 
 
 @pytest.mark.parametrize(
@@ -179,25 +309,52 @@ def unboxed(text: str) -> str:
     return " ".join(re.sub(r"\x1b\[[0-9;]*m|[─-╿]", " ", text).split())
 
 
-def test_help_explains_every_field(capfd):
+@pytest.fixture
+def shown_help(capfd, monkeypatch) -> str:
+    """What --help prints of a script with the name mine.py."""
+    monkeypatch.setattr(sys, "argv", ["somewhere/mine.py"])
     with pytest.raises(SystemExit) as stop:
         load("--help")
-    told = unboxed(capfd.readouterr().out)
-    classes = [n for n in ast.parse(Path(grpo_async.__file__).read_text()).body if is_config(n)]
-    docs = [doc for node in classes for doc in field_docs(node)]
-    assert stop.value.code == 0 and len(docs) == 4 + len(vars(Config()))
-    assert [
-        d for d in docs if " ".join(d.split()).replace("`", "") not in told.replace("`", "")
-    ] == []
+    assert stop.value.code == 0
+    return unboxed(capfd.readouterr().out)
 
 
-def is_config(node) -> bool:
-    return isinstance(node, ast.ClassDef) and node.name in ("Config", "Correction")
+def test_help_explains_every_field(shown_help):
+    docs = [doc for Group in groups(Config) for doc in field_docs(Group)]
+    assert len(docs) == len(config.leaves(Config)) + len(list(groups(Config))) - 1
+    shown = shown_help.replace("`", "")
+    assert [doc for doc in docs if " ".join(doc.split()).replace("`", "") not in shown] == []
 
 
-def field_docs(node: ast.ClassDef) -> list[str]:
-    values = [e.value for e in node.body[1:] if isinstance(e, ast.Expr)]
-    return [v.value for v in values if isinstance(v, ast.Constant)]
+def test_help_names_the_script_its_groups_and_its_file(shown_help):
+    assert shown_help.startswith("usage: mine.py [-h] [OPTIONS]")
+    assert f"The defaults below are those of {TINY}." in shown_help
+    for flag in ("--config", "--resume", "--policy.lr", "--advantage.low-effort.weight"):
+        assert f" {flag} " in shown_help
+    for name in ("policy", "engine", "sampling", "data", "timeouts", "advantage", "loss"):
+        assert f" {name} options " in shown_help
+
+
+def groups(Config: type) -> Iterator[type]:
+    """The class of the settings, and those of its groups at any depth."""
+    yield Config
+    settings = Config()
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from groups(type(value))
+
+
+def field_docs(Group: type) -> list[str]:
+    """The texts below the fields of a class, those that it inherits included."""
+    docs = []
+    for cls in Group.__mro__:
+        if not dataclasses.is_dataclass(cls):
+            continue
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        values = [e.value for e in node.body[1:] if isinstance(e, ast.Expr)]
+        docs += [v.value for v in values if isinstance(v, ast.Constant)]
+    return docs
 
 
 # --- as a user meets it ---------------------------------------------------------------------------
@@ -230,13 +387,16 @@ BAD_CONFIG = {
     "missing_config": (None, r"mine\.py: no such config file; there are: "),
     "syntax_error": ("steps = = 1\n", r"mine\.py: SyntaxError: .*line 1"),
     "wrong_type": ("steps = 'many'\n", r"mine\.py:1: steps = 'many': .*integer"),
-    "unknown_field": ("lr = 1.0\nstep = 1\n", r"mine\.py:2: unknown field 'step'; .* steps\?"),
+    "unknown_field": ("wandb = True\nstep = 1\n", r"mine\.py:2: unknown field 'step'; .* steps\?"),
     "missing_model": (
         "model = 'no/model'\n",
         r"model = '.*no/model': .* folder .*config\.json",
     ),
-    "missing_data": ("model = {model!r}\ntrain_data = 'no.jsonl'\n", r"no\.jsonl: .*No such file"),
-    "contradiction": ("dual_clip = 0.5\n", r"mine\.py.*dual_clip = 0\.5: expected more than 1"),
+    "missing_data": (
+        "model = {model!r}\ndata = {{'train': 'no.jsonl'}}\n",
+        r"no\.jsonl: .*No such file",
+    ),
+    "contradiction": ("group_size = 1\n", r"mine\.py.*group_size = 1: expected 2 or more"),
 }
 
 
@@ -266,7 +426,8 @@ def bad(write, model, tmp_path):
         content, message = BAD_DATA[case]
         data = tmp_path / "train.jsonl"
         data.write_bytes(content if isinstance(content, bytes) else content.encode())
-        fields = {"model": str(model), "train_data": str(data), "max_model_len": 128}
+        fields = {"model": str(model), "data": {"train": str(data)}}
+        fields |= {"sampling": {"max_model_len": 128}}
         return write("".join(f"{k} = {v!r}\n" for k, v in fields.items())), message
 
     return bad
@@ -276,7 +437,7 @@ def bad(write, model, tmp_path):
 def test_bad_input_ends_main_with_one_line(bad, case, monkeypatch, capfd):
     path, message = bad(case)
     monkeypatch.setattr(sys, "argv", ["grpo_async.py", "--config", str(path)])
-    monkeypatch.setattr(grpo_async.cluster, "connect", lambda cfg: pytest.fail("Ray was started"))
+    monkeypatch.setattr(cluster, "connect", lambda cfg: pytest.fail("Ray was started"))
     with pytest.raises(SystemExit) as stop:
         grpo_async.main()
     assert re.search(f"^error: .*{message}", stop.value.code), stop.value.code
@@ -289,13 +450,13 @@ def test_good_input_reaches_ray(bad, monkeypatch):
         pass
 
     def connect(cfg):
-        assert cfg.max_model_len == 128
+        assert cfg.sampling.max_model_len == 128
         raise Reached
 
     path, _ = bad("long_prompt")
     (path.parent / "train.jsonl").write_text(lines(ROW, ROW))
     monkeypatch.setattr(sys, "argv", ["grpo_async.py", "--config", str(path)])
-    monkeypatch.setattr(grpo_async.cluster, "connect", connect)
+    monkeypatch.setattr(cluster, "connect", connect)
     with pytest.raises(Reached):
         grpo_async.main()
 
@@ -307,7 +468,8 @@ def test_bad_input_ends_the_program_within_seconds(bad, case, tmp_path):
     folder = tmp_path / "ray"
     folder.mkdir()
     command = [sys.executable, str(ROOT / "grpo_async.py"), "--config", str(path)]
-    began, before = time.monotonic(), os.times()
+    began = time.monotonic()
+    before = os.times()
     env = os.environ | {"RAY_TMPDIR": str(folder)}
     done = subprocess.run(
         command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60

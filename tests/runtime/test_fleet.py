@@ -1,84 +1,66 @@
 """Engines that are lost, late or broken, against actors that a test controls."""
 
 import asyncio
-import concurrent.futures
-import gc
-import itertools
+import contextlib
+import math
+from types import SimpleNamespace
 
 import pytest
 
-from grpo_async import Config, Engines, Run
+from grpo_async import Config, Engines, RolloutBuffer
+from policy import WeightMeta
 from runtime import fleet
+from runtime.fleet import PROBE, Fleet, Received
+from support.actors import Actor, Answer
+from support.configs import changed
 
 PHASES = {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}
-
-
-class Ref:
-    """What a call returns: awaited, or turned into a future."""
-
-    def __init__(self, value=None):
-        self.told = concurrent.futures.Future()
-        if isinstance(value, Exception):
-            self.told.set_exception(value)
-        elif value is not ...:
-            self.told.set_result(value)
-
-    def future(self):
-        return self.told
-
-    def __await__(self):
-        return asyncio.wrap_future(self.told).__await__()
-
-
-class Actor:
-    """Writes down its calls; `answers` are by method, `...` never comes."""
-
-    def __init__(self, **answers):
-        self.answers, self.calls = answers, []
-
-    def __getattr__(self, name):
-        if name.startswith("_"):
-            raise AttributeError(name)
-
-        class Method:
-            @staticmethod
-            def remote(*args):
-                self.calls.append((name, *args))
-                found = self.answers.get(name)
-                return found if isinstance(found, Ref) else Ref(found)
-
-        return Method
 
 
 class House:
     """A fleet of `count` engines; `made` are those that were started, `killed` those that were."""
 
-    def __init__(self, monkeypatch, count: int, **fields):
-        self.made, self.killed, self.slow, self.broken = [], [], False, None
+    def __init__(self, monkeypatch, count: int, dtype: str = "float32", **fields):
+        self.made = []
+        self.killed = []
+        self.slow = False
+        self.broken = None
         handle = Actor()
         handle.remote = self.make
         monkeypatch.setattr(fleet, "actor", lambda *args, **options: handle)
         monkeypatch.setattr(fleet.ray, "kill", self.killed.append)
-        trainer = Actor(open_store=("host", 1), send_weights={}, score=[0.0])
-        self.cfg = Config(generators=count, **fields)
-        self.engines, self.trainer = Engines(object, self.cfg), trainer
+        self.trainer = Actor(open_store=("host", 1), send_weights={}, score=[0.0])
+        self.cfg = changed(Config(), count=count, **fields)
+        metas = [WeightMeta("w", (1,), dtype)]
+        self.engines = Engines(self.cfg, SimpleNamespace(trainers=[self.trainer], metas=metas))
+        self.fleet = self.engines.fleet
 
     def make(self, cfg):
         """A new engine; while the house is `slow` it does not get ready by itself."""
-        start = Ref(... if self.slow else self.broken)
-        engine = Actor(start=start, update_weights=(PHASES, [{}]))
+        start = Answer(... if self.slow else self.broken)
+        engine = Actor(start=start, update_weights=Received(PHASES, [{}]), generate=["turn"])
         self.made.append(engine)
         return engine
 
-    async def open(self) -> Engines:
+    async def open(self) -> Fleet:
         """All engines, at version 0."""
-        await self.engines.start([self.trainer], [("w", (1,), "float32")])
+        await self.fleet.start()
         await self.engines.sync(0)
-        return self.engines
+        return self.fleet
 
     def updates(self, engine) -> list[int]:
         """The versions that an engine was sent."""
-        return [call[1] for call in engine.calls if call[0] == "update_weights"]
+        return [version for version, _ in engine.called("update_weights")]
+
+    def worlds(self) -> list[int]:
+        """The sizes of the process groups that were made."""
+        return [world for (world,) in self.trainer.called("join_sync_group")]
+
+    def lose(self, engine) -> None:
+        """An engine dies: nothing of it answers any more."""
+        calls = ("check_health", "update_weights", "generate")
+        engine.answers = dict.fromkeys(calls, RuntimeError("it died"))
+        self.fleet.discard([engine], RuntimeError("it died"))
 
 
 @pytest.fixture
@@ -87,11 +69,10 @@ def house(monkeypatch):
     return lambda count, **fields: House(monkeypatch, count, **fields)
 
 
-def lose(house, engine) -> None:
-    """An engine dies: nothing of it answers any more."""
-    calls = "check_health", "update_weights", "probe"
-    engine.answers = dict.fromkeys(calls, RuntimeError("it died"))
-    house.engines.discard([engine], RuntimeError("it died"))
+async def leased(engines: Fleet):
+    """The engine that the next group would get."""
+    async with engines.lease() as engine:
+        return engine
 
 
 def test_the_others_are_synced_while_a_lost_engine_is_replaced(house):
@@ -100,20 +81,22 @@ def test_the_others_are_synced_while_a_lost_engine_is_replaced(house):
         engines = await home.open()
         first, second = home.made
         home.slow = True
-        lose(home, first)
+        home.lose(first)
         assert engines.missing.is_set() and engines.serving() == [second]
-        await asyncio.wait_for(engines.sync(1), 5)  # does not wait for the third
+        await asyncio.wait_for(home.engines.sync(1), 5)  # does not wait for the third
         third = home.made[2]
         assert home.updates(second) == [0, 1] and not home.updates(third)
-        assert engines.missing.is_set() and await engines.pick() is second
-        third.answers["start"].told.set_result(None)
+        assert engines.missing.is_set() and await leased(engines) is second
+        third.answers["start"].give(None)
         await asyncio.sleep(0.01)
         assert engines.serving() == [second], "it holds no policy yet"
-        await engines.sync(1)
+        await home.engines.sync(1)
         assert home.updates(third) == [1] and not engines.missing.is_set()
-        assert await engines.pick() is third and engines.repairs == 1
-        proven = [call for call in third.calls if call[0] == "probe"]
-        assert proven and third.calls[-2][2] is True, "what is new must be verified"
+        async with engines.lease() as busy:
+            assert await leased(engines) is not busy
+        assert engines.repairs == 1
+        assert third.called("generate"), "what is new must answer a probe"
+        assert third.called("update_weights")[-1][1] is True, "what is new must be verified"
 
     asyncio.run(main())
 
@@ -121,14 +104,26 @@ def test_the_others_are_synced_while_a_lost_engine_is_replaced(house):
 def test_a_group_without_a_lost_engine_is_made_before_the_next_update(house):
     async def main():
         home = house(3)
-        engines = await home.open()
+        await home.open()
         home.slow = True
-        lose(home, home.made[1])
-        await engines.sync(1)
-        worlds = [call[1] for call in home.trainer.calls if call[0] == "join_sync_group"]
-        assert worlds == [4, 3]
-        await engines.sync(2)
-        assert len([c for c in home.trainer.calls if c[0] == "join_sync_group"]) == 2
+        home.lose(home.made[1])
+        await home.engines.sync(1)
+        assert home.worlds() == [4, 3]
+        await home.engines.sync(2)
+        assert home.worlds() == [4, 3]
+
+    asyncio.run(main())
+
+
+def test_engines_join_with_all_ranks_of_theirs(house):
+    """Rank 0 is the trainer's; each engine of two GPUs has two."""
+
+    async def main():
+        home = house(2, tensor_parallel=2)
+        await home.open()
+        assert home.worlds() == [5] and home.trainer.called("open_store") == [[5]]
+        joins = [engine.called("join_sync_group")[0] for engine in home.made]
+        assert [join[1:] for join in joins] == [["host", 1, 1, 5], ["host", 1, 3, 5]]
 
     asyncio.run(main())
 
@@ -138,11 +133,10 @@ def test_an_engine_that_died_unnoticed_is_not_waited_for_in_a_new_group(house):
         home = house(3)
         engines = await home.open()
         home.slow = True
-        lose(home, home.made[0])
+        home.lose(home.made[0])
         home.made[1].answers["check_health"] = RuntimeError("its process is gone")
-        await engines.sync(1)
-        worlds = [call[1] for call in home.trainer.calls if call[0] == "join_sync_group"]
-        assert worlds == [4, 2] and engines.serving() == [home.made[2]]
+        await home.engines.sync(1)
+        assert home.worlds() == [4, 2] and engines.serving() == [home.made[2]]
 
     asyncio.run(main())
 
@@ -152,13 +146,13 @@ def test_an_update_waits_where_nobody_is_left(house):
         home = house(1)
         engines = await home.open()
         home.slow = True
-        lose(home, home.made[0])
-        update = asyncio.create_task(engines.sync(1))
+        home.lose(home.made[0])
+        update = asyncio.create_task(home.engines.sync(1))
         await asyncio.sleep(0.05)
         assert not update.done() and not engines.serving()
-        waiting = asyncio.create_task(engines.pick())
-        home.made[1].answers["start"].told.set_result(None)
-        assert await asyncio.wait_for(update, 5) == PHASES
+        waiting = asyncio.create_task(leased(engines))
+        home.made[1].answers["start"].give(None)
+        assert await asyncio.wait_for(update, 5) == PHASES | {"engines": 1}
         assert await asyncio.wait_for(waiting, 5) is home.made[1]
 
     asyncio.run(main())
@@ -170,7 +164,7 @@ def test_an_engine_that_fails_an_update_is_replaced_and_the_others_get_it(house)
         engines = await home.open()
         broken, well = home.made
         broken.answers["update_weights"] = RuntimeError("out of memory")
-        await engines.sync(1)
+        await home.engines.sync(1)
         assert home.killed == [broken] and home.updates(well)[-1] == 1
         assert broken not in engines.load and engines.repairs == 1
 
@@ -183,16 +177,45 @@ def test_an_engine_that_is_nearly_done_when_another_fails_is_kept(house):
         engines = await home.open()
         first, *others = home.made
         first.answers["update_weights"] = RuntimeError("out of memory")
-        slow = [Ref(...), Ref(...)]
-        for engine, ref in zip(others, slow, strict=True):
-            engine.answers["update_weights"] = ref
-        update = asyncio.create_task(engines.sync(1))
+        slow = [Answer(...), Answer(...)]
+        for engine, answer in zip(others, slow, strict=True):
+            engine.answers["update_weights"] = answer
+        update = asyncio.create_task(home.engines.sync(1))
         await asyncio.sleep(0.05)
-        for engine, ref in zip(others, slow, strict=True):
-            engine.answers["update_weights"] = (PHASES, [{}])
-            ref.told.set_result((PHASES, [{}]))
+        for engine, answer in zip(others, slow, strict=True):
+            engine.answers["update_weights"] = Received(PHASES, [{}])
+            answer.give(Received(PHASES, [{}]))
         await asyncio.wait_for(update, 5)
         assert home.killed == [first] and engines.serving() == others
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_does_not_answer_an_update_is_replaced(house):
+    async def main():
+        home = house(2, timeouts={"sync": 0.1})
+        engines = await home.open()
+        silent, well = home.made
+        silent.answers["update_weights"] = Answer(...)
+        home.slow = True
+        await asyncio.wait_for(home.engines.sync(1), 5)
+        assert home.killed == [silent] and engines.serving() == [well]
+        assert isinstance(engines.error, TimeoutError) and "no answer" in str(engines.error)
+
+    asyncio.run(main())
+
+
+def test_an_update_that_nobody_is_guilty_of_makes_all_suspects(house):
+    """The send fails, and every engine reports good health."""
+
+    async def main():
+        home = house(2)
+        engines = await home.open()
+        failed = [RuntimeError("connection closed")]
+        home.trainer.answers["send_weights"] = lambda _: failed.pop() if failed else {}
+        await asyncio.wait_for(home.engines.sync(1), 5)
+        assert home.killed == home.made[:2] and engines.serving() == home.made[2:]
+        assert engines.repairs == 1
 
     asyncio.run(main())
 
@@ -202,13 +225,13 @@ def test_a_replacement_that_is_lost_before_it_was_synced_harms_nobody(house):
         home = house(2)
         engines = await home.open()
         well = home.made[1]
-        lose(home, home.made[0])
+        home.lose(home.made[0])
         engines.launch()
         await engines.started()
         engines.welcome()
-        lose(home, home.made[2])
+        home.lose(home.made[2])
         home.slow = True
-        await asyncio.wait_for(engines.sync(1), 5)
+        await asyncio.wait_for(home.engines.sync(1), 5)
         assert engines.serving() == [well] and well not in home.killed
 
     asyncio.run(main())
@@ -232,10 +255,10 @@ def test_an_engine_that_got_other_weights_is_replaced_alone(house):
         home = house(2)
         engines = await home.open()
         home.trainer.answers["send_weights"] = {"w": 1}
-        home.made[0].answers["update_weights"] = (PHASES, [{"w": 1}, {"w": 2}])
-        home.made[1].answers["update_weights"] = (PHASES, [{"w": 1}, {"w": 1}])
+        home.made[0].answers["update_weights"] = Received(PHASES, [{"w": 1}, {"w": 2}])
+        home.made[1].answers["update_weights"] = Received(PHASES, [{"w": 1}, {"w": 1}])
         home.slow = True
-        await asyncio.wait_for(engines.sync(1), 5)
+        await asyncio.wait_for(home.engines.sync(1), 5)
         assert home.killed == home.made[:1] and "w arrived" in str(engines.error)
 
     asyncio.run(main())
@@ -245,30 +268,52 @@ def test_a_replacement_that_fails_to_start_disturbs_nobody(house, monkeypatch):
     async def main():
         home = house(2)
         engines = await home.open()
-        run = Run(Config(generators=2), [], [])
-        run.engines = engines
-        naps = asyncio.sleep
-        monkeypatch.setattr(asyncio, "sleep", lambda seconds: naps(seconds / 100))
+        run = SimpleNamespace(training=asyncio.Lock(), buffer=RolloutBuffer(1, 1))
+        sleep = asyncio.sleep
+        monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(seconds / 100))
         home.broken = RuntimeError("no memory left")
-        lose(home, home.made[0])
-        repair = asyncio.create_task(run.repair_forever())
-        await naps(0.2)
+        home.lose(home.made[0])
+        repair = asyncio.create_task(home.engines.repair_forever(run))
+        await sleep(0.2)
         repair.cancel()
         assert home.updates(home.made[1]) == [0] and engines.repairs == 3
 
     asyncio.run(main())
 
 
+def test_a_lost_engine_is_repaired_with_the_version_that_the_others_hold(house, monkeypatch):
+    """Not while the trainer is in a step: its weights would have no version."""
+
+    async def main():
+        home = house(2)
+        engines = await home.open()
+        await home.engines.sync(3)
+        run = SimpleNamespace(training=asyncio.Lock(), buffer=RolloutBuffer(1, 1))
+        run.buffer.version = 3
+        sleep = asyncio.sleep
+        monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(seconds / 100))
+        repair = asyncio.create_task(home.engines.repair_forever(run))
+        async with run.training:
+            home.lose(home.made[0])
+            await sleep(0.1)
+            assert home.made[2].called("start") and not home.updates(home.made[2])
+        await sleep(0.1)
+        assert home.updates(home.made[2]) == [3] and not engines.missing.is_set()
+        repair.cancel()
+
+    asyncio.run(main())
+
+
 def test_the_run_goes_on_with_those_that_are_left(house):
     async def main():
-        home = house(2, max_engine_restarts=0)
+        home = house(2, max_restarts=0)
         engines = await home.open()
-        lose(home, home.made[0])
-        await engines.sync(1)
+        home.lose(home.made[0])
+        assert (await home.engines.sync(1))["engines"] == 1
         assert engines.serving() == home.made[1:] and len(home.made) == 2
-        lose(home, home.made[1])
-        with pytest.raises(RuntimeError, match="max_engine_restarts = 0: it died"):
-            await engines.sync(2)
+        home.lose(home.made[1])
+        with pytest.raises(RuntimeError, match="engine.max_restarts = 0: it died"):
+            await home.engines.sync(2)
 
     asyncio.run(main())
 
@@ -278,16 +323,16 @@ def test_too_many_losses_end_the_run_with_the_last_error(house, starts):
     """Those of engines that served, and those of replacements that do not start."""
 
     async def main():
-        home = house(1, max_engine_restarts=2)
-        engines = await home.open()
+        home = house(1, max_restarts=2)
+        await home.open()
         home.broken = None if starts else RuntimeError("no memory left")
         for version in (1, 2) if starts else ():
-            lose(home, home.made[-1])
-            await engines.sync(version)
-        lose(home, home.made[-1])
-        told = "it died" if starts else "no memory left"
-        with pytest.raises(RuntimeError, match=f"max_engine_restarts = 2: {told}"):
-            await engines.sync(3)
+            home.lose(home.made[-1])
+            await home.engines.sync(version)
+        home.lose(home.made[-1])
+        reason = "it died" if starts else "no memory left"
+        with pytest.raises(RuntimeError, match=f"engine.max_restarts = 2: {reason}"):
+            await home.engines.sync(3)
         assert len(home.made) == 3
 
     asyncio.run(main())
@@ -298,7 +343,7 @@ def test_an_engine_that_cannot_start_at_first_ends_the_run_at_once(house):
         home = house(2)
         home.broken = RuntimeError("dtype is not supported")
         with pytest.raises(RuntimeError, match="dtype is not supported"):
-            await home.engines.start([home.trainer], [])
+            await home.fleet.start()
         assert home.killed == home.made and len(home.made) == 2
 
     asyncio.run(main())
@@ -309,60 +354,105 @@ def test_an_engine_that_starts_too_slowly_is_named(house):
         home = house(1, timeouts={"start": 0.05})
         home.slow = True
         with pytest.raises(TimeoutError, match="waited 0 s for 1 engines to start"):
-            await home.engines.start([home.trainer], [])
+            await home.fleet.start()
 
     asyncio.run(main())
 
 
-def test_engines_that_score_unlike_the_trainer_end_the_run(house):
+# --- the probe of new engines ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gap", [0.5, math.nan])
+def test_engines_that_score_unlike_the_trainer_end_the_run(house, gap):
     async def main():
         home = house(2)
-        home.trainer.answers["score"] = [0.0, 0.5]
+        home.trainer.answers["score"] = [0.0, gap]
         with pytest.raises(RuntimeError, match="engines score unlike the trainer at 0"):
             await home.open()
 
     asyncio.run(main())
 
 
-def test_the_least_busy_engine_is_picked(house):
+@pytest.mark.parametrize(("dtype", "agrees"), [("bfloat16", True), ("float32", False)])
+def test_how_far_scores_may_be_apart_depends_on_the_precision(house, dtype, agrees):
     async def main():
-        home = house(2)
-        engines = await home.open()
-        picked = [await engines.pick() for _ in range(4)]
-        assert sorted(map(id, picked)) == sorted(map(id, home.made * 2))
-        engines.release(picked[0])
-        assert await engines.pick() is picked[0]
-        lose(home, picked[0])
-        engines.release(picked[0])  # it is gone: nothing to give back
-        assert engines.serving() == [e for e in home.made if e is not picked[0]]
+        home = house(1, dtype=dtype)
+        home.trainer.answers["score"] = [0.05]
+        with contextlib.nullcontext() if agrees else pytest.raises(RuntimeError):
+            await home.open()
 
     asyncio.run(main())
 
 
-def test_an_evaluation_is_given_up_when_the_run_is_to_leave(monkeypatch):
+def test_a_probe_goes_first_and_to_new_engines_only(house):
     async def main():
-        rows = [{"_line": i, "agent_ref": {"name": "any"}} for i in range(3)]
-        run, cancelled, complaints = Run(Config(), [], rows), [], []
-        asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
-        monkeypatch.setattr(fleet.ray, "cancel", cancelled.append)
+        home = house(2, seed=7)
+        await home.open()
+        requests = [engine.called("generate") for engine in home.made]
+        assert [len(calls) for calls in requests] == [1, 1]
+        ((request,),) = requests[0]
+        assert (request.prompt_ids, request.n, request.seed) == (PROBE, 1, 7)
+        assert (request.name, request.priority, request.max_tokens) == ("probe", -1, 32)
+        assert home.trainer.called("score") == [[["turn", "turn"]]]
+        home.lose(home.made[0])
+        await home.fleet.replaced()
+        await home.engines.sync(1)
+        assert [len(engine.called("generate")) for engine in home.made] == [1, 1, 1]
 
-        class Worker(Actor):
-            class rollout_group:
-                options = staticmethod(lambda **_: Worker.rollout_group)
-                remote = staticmethod(lambda *args: (Ref(...), None))
+    asyncio.run(main())
 
-        async def picked():
-            return "engine"
 
-        run.workers = itertools.cycle([Worker()])
-        monkeypatch.setattr(run.engines, "pick", picked)
-        evaluation = asyncio.create_task(run.evaluate())
-        await asyncio.sleep(0.01)
-        run.leave("SIGTERM")
-        await asyncio.wait_for(evaluation, 5)
-        assert len(cancelled) == 3, "nothing may go on for nobody"
-        del evaluation
-        gc.collect()
-        assert not complaints
+def test_engines_are_verified_every_so_many_updates(house):
+    async def main():
+        home = house(1, verify_sync_every=2)
+        await home.open()
+        for version in (1, 2, 3):
+            await home.engines.sync(version)
+        assert home.made[0].called("update_weights") == [
+            [0, True],
+            [1, False],
+            [2, True],
+            [3, False],
+        ]
+        assert len(home.made[0].called("generate")) == 2
+
+    asyncio.run(main())
+
+
+# --- leases ---------------------------------------------------------------------------------------
+
+
+def test_the_least_busy_engine_is_leased(house):
+    async def main():
+        home = house(2)
+        engines = await home.open()
+        async with contextlib.AsyncExitStack() as stack:
+            first = contextlib.AsyncExitStack()
+            chosen = [await first.enter_async_context(engines.lease())]
+            chosen += [await stack.enter_async_context(engines.lease()) for _ in range(3)]
+            assert sorted(map(id, chosen)) == sorted(map(id, home.made * 2))
+            await first.aclose()
+            assert await leased(engines) is chosen[0]
+        assert set(engines.load.values()) == {0}
+
+    asyncio.run(main())
+
+
+def test_a_lease_of_an_engine_that_is_lost_ends_well(house):
+    async def main():
+        home = house(2)
+        engines = await home.open()
+        async with engines.lease() as engine:
+            home.lose(engine)
+        assert engines.serving() == [e for e in home.made if e is not engine]
+
+    asyncio.run(main())
+
+
+def test_a_lease_ends_with_what_it_waited_for(house):
+    async def main():
+        home = house(1, timeouts={"start": 0.02, "train": 0.02, "sync": 0.02})
+        with pytest.raises(TimeoutError, match="an engine that holds the policy"):
+            await leased(home.fleet)
 
     asyncio.run(main())

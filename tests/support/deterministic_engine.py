@@ -18,7 +18,8 @@ class ExactGenerator:
     """Stands for Generator: one token after the other, by transformers."""
 
     def __init__(self, cfg):
-        self.cfg, self.version = cfg, -1
+        self.cfg = cfg
+        self.version = -1
 
     async def start(self) -> None:
         """Builds the network; its weights come with the first update."""
@@ -29,40 +30,42 @@ class ExactGenerator:
         config = AutoConfig.from_pretrained(self.cfg.model)
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
-    async def join_sync_group(self, *args) -> None:
+    async def join_sync_group(self, wire: bytes, host: str, port: int, rank: int, world: int):
         """As vLLM's workers do."""
         from policy.weight_sync import WeightReceiver
 
         self.receiver = WeightReceiver()
         parallel = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
         self.receiver.vllm_config = parallel
-        await asyncio.to_thread(self.receiver.join_sync_group, *args)
+        join = self.receiver.join_sync_group
+        await asyncio.to_thread(join, wire, host, port, rank, world)
 
     async def update_weights(self, version: int, verify: bool):
         """Receives all weights."""
+        from runtime.fleet import Received
+
         sums = {}
         state = await asyncio.to_thread(lambda: dict(self.receiver.incoming(sums, verify)))
         self.model.load_state_dict(state, strict=False)
         self.version = version
-        return {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}, [sums]
+        return Received({"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}, [sums])
 
-    async def generate(self, prompt_ids, n, seed, call="", drafts=()):
-        """n answers, each with its own random numbers."""
-        turns = [self.sample(prompt_ids, seed + j, self.cfg.max_response_tokens) for j in range(n)]
+    async def generate(self, request):
+        """The request's answers, each with its own random numbers."""
+        limit = request.max_tokens or self.cfg.sampling.max_response_tokens
+        turns = [self.sample(request.prompt_ids, request.seed + j, limit) for j in range(request.n)]
         await asyncio.sleep(0.3)  # so that a test can disturb the step
         return turns
 
-    async def probe(self):
-        """A short answer."""
-        return self.sample(list(range(1, 17)), 0, 8)
-
-    def sample(self, prompt_ids, seed, limit):
+    def sample(self, prompt_ids: list[int], seed: int, limit: int):
         """One Turn, of the weights at its start."""
         import torch
 
         from envs.episode import Turn
 
-        random, ids, logps = torch.Generator().manual_seed(seed), list(prompt_ids), []
+        random = torch.Generator().manual_seed(seed)
+        ids = list(prompt_ids)
+        logps = []
         with torch.no_grad():
             while len(logps) < limit and (not logps or ids[-1] != 1):
                 logp_V = self.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
@@ -72,7 +75,7 @@ class ExactGenerator:
         reason = "stop" if new[-1] == 1 else "length"
         return Turn(list(prompt_ids), new, logps, [self.version] * len(new), reason)
 
-    def drafts(self, call, known):
+    def drafts(self, name, known):
         """Nothing is ever half written."""
         return []
 

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from grpo_async import Batch, Config, policy_loss
+from policy import logprobs
 from runtime.metrics import reduce_stats
+from support.configs import changed
 
 LENGTHS = [13, 22, 7]  # of the sequences in each packed row
 
@@ -26,18 +28,24 @@ def config(model: str, **fields) -> Config:
     AdamW's first step is g / (|g| + 1e-8): clipped to a norm of 1e-7 it does not blow up what is
     rounding in elements that are nearly 0.
     """
-    base = Config(
-        model=model,
-        policy="megatron",
-        lr=0.1,
-        max_grad_norm=1e-7,
-        sequence_error_limit=1e9,
-        warmup_steps=0,
-        row_tokens=64,
-        logprob_chunk=16,
-        max_model_len=64,
-    )
-    return dataclasses.replace(base, **fields)
+    usual = {
+        "kind": "megatron",
+        "lr": 0.1,
+        "max_grad_norm": 1e-7,
+        "sequence_error_limit": 1e9,
+        "warmup_steps": 0,
+        "row_tokens": 64,
+        "max_model_len": 64,
+    }
+    return changed(Config(model=model), **usual | fields)
+
+
+def opened(cfg: Config, trainable: bool = True):
+    """The policy of a configuration."""
+    from policy.megatron.policy import MegatronPolicy
+
+    settings = (cfg.policy, cfg.sampling.temperature, cfg.seed, cfg.timeouts.train)
+    return MegatronPolicy(cfg.model, *settings, trainable)
 
 
 def rows(count: int, vocab: int = 101) -> list[Batch]:
@@ -56,7 +64,7 @@ def rows(count: int, vocab: int = 101) -> list[Batch]:
                 mask_T=positions_T > 2,
                 engine_logp_T=-4 - torch.rand(T, generator=draw),
                 advantage_T=torch.randn(T, generator=draw),
-                reward_N=torch.zeros(len(lengths)),
+                score_N=torch.zeros(len(lengths)),
                 planned_tokens=100,
                 planned_sequences=6,
                 # Four layers, of each two of four experts.
@@ -74,8 +82,8 @@ def watch_logits(policy) -> list[torch.Tensor]:
     seen, head = [], policy._logp
 
     def logp(h_LH, row, shard):
-        whole_LH, cfg = h_LH.detach(), policy.cfg
-        if cfg.tp > 1:
+        whole_LH, cp = h_LH.detach(), policy.settings.cp
+        if policy.settings.tp > 1:
             whole_LH = megatron.tensor_parallel.gather_from_sequence_parallel_region(whole_LH)
         weight_VH = policy.model.output_layer.weight
         if weight_VH is None:
@@ -84,7 +92,7 @@ def watch_logits(policy) -> list[torch.Tensor]:
         logits_LV = gathered(slice_LV, megatron.mpu.get_tensor_model_parallel_group(), 1)
         logits_SV = gathered(logits_LV, megatron.mpu.get_context_parallel_group(), 0)
         ends = shard.packed.cu_seqlens_q
-        order_S = torch.cat([local_places(ends, cfg.cp, rank) for rank in range(cfg.cp)])
+        order_S = torch.cat([local_places(ends, cp, rank) for rank in range(cp)])
         real_T = ends[row.seq_T] + row.positions_T
         seen.append(logits_SV[order_S.argsort()][real_T][:, : policy.vocab])
         return head(h_LH, row, shard)
@@ -102,15 +110,15 @@ def gathered(x, group, dim: int):
 
 def measure(model: str, job: dict, folder: Path) -> dict:
     """What one family computes under the job's layout."""
-    from policy.megatron.policy import MegatronPolicy, mpu
+    from policy.megatron.policy import mpu
 
-    cfg = config(model, trainers=dist.get_world_size(), **job["layout"])
-    policy = MegatronPolicy(cfg)
+    cfg = config(model, ranks=dist.get_world_size(), **job["layout"])
+    policy = opened(cfg)
     mine = rows(job["rows"])[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
     before = {name: w.clone() for name, w in policy.named_weights()}
     seen = watch_logits(policy)
     logps = policy.logprobs(mine)
-    told = gathered_objects(list(seen) if policy.speaks else [])
+    logits = gathered_objects(list(seen) if policy.reports else [])
     del policy._logp
     stats = policy.forward_backward(mine, lambda logp_T, row: policy_loss(logp_T, row, cfg))
     total = reduce_stats(stats, policy.dp_group)
@@ -124,8 +132,9 @@ def measure(model: str, job: dict, folder: Path) -> dict:
         for write in writes:
             write()
     found = {"before": before, "after": after, "logps": logps, "metas": policy.weight_metas()}
-    found |= {"logits": told, "total": total, "step": step}
-    return found | ({"replayed": replay(cfg, mine)} if model.endswith("_moe") else {})
+    found |= {"logits": logits, "total": total, "step": step}
+    found |= {"replayed": replay(cfg, mine)} if model.endswith("_moe") else {}
+    return found | ({"biases": balance(cfg, mine)} if model.endswith("nemotron_moe") else {})
 
 
 @torch.no_grad()
@@ -140,13 +149,11 @@ def spoil(policy) -> None:
 
 def replay(cfg: Config, mine: list[Batch]) -> dict:
     """The same with the rows' random routes: logits, the step and the weights after it."""
-    from policy.megatron.policy import MegatronPolicy
-
-    cfg = dataclasses.replace(cfg, replay_routing=True)
-    policy = MegatronPolicy(cfg)
+    cfg = changed(cfg, replay_routing=True)
+    policy = opened(cfg)
     seen = watch_logits(policy)
     policy.logprobs(mine)
-    logits = gathered_objects(list(seen) if policy.speaks else [])
+    logits = gathered_objects(list(seen) if policy.reports else [])
     del policy._logp
     policy.forward_backward(mine, lambda logp_T, row: policy_loss(logp_T, row, cfg))
     step = policy.optimizer_step(1.5)
@@ -162,6 +169,39 @@ def replay(cfg: Config, mine: list[Batch]) -> dict:
     return {"logits": logits, "step": step, "after": after, "refused": refused}
 
 
+def without_loss(row: Batch, sample: int | None = None) -> Batch:
+    """A row of which one sample trains nothing, or all of them."""
+    trained_T = torch.zeros_like(row.mask_T) if sample is None else row.seq_T != sample
+    return dataclasses.replace(row, mask_T=row.mask_T & trained_T)
+
+
+def alone(row: Batch, samples: list[int]) -> Batch:
+    """A row of some samples of another one."""
+    kept_T = torch.isin(row.seq_T, torch.tensor(samples))
+    tensors = {k: v[kept_T] for k, v in vars(row).items() if k.endswith("_T") and v is not None}
+    tensors["seq_T"] = torch.unique(tensors["seq_T"], return_inverse=True)[1]
+    return dataclasses.replace(row, **tensors, score_N=row.score_N[samples])
+
+
+def balance(cfg: Config, mine: list[Batch]) -> dict[str, dict[str, torch.Tensor]]:
+    """The biases of experts before a step, and after one of each kind from the same weights."""
+    steps = {
+        "before": [],
+        "trains nothing": [without_loss(row) for row in mine],
+        "one sample trains nothing": [without_loss(row, 1) for row in mine],
+        "that sample is absent": [alone(row, [0, 2]) for row in mine],
+    }
+    found = {}
+    for name, batch in steps.items():
+        policy = opened(cfg)
+        if batch:
+            policy.forward_backward(batch, lambda logp_T, row: policy_loss(logp_T, row, cfg))
+            policy.optimizer_step()
+        weights = policy.named_weights()
+        found[name] = {n: w.clone() for n, w in weights if n.endswith("correction_bias")}
+    return found
+
+
 def gathered_objects(mine: list) -> list:
     """What all ranks have, in the order of their ranks."""
     every = [None] * dist.get_world_size()
@@ -171,14 +211,14 @@ def gathered_objects(mine: list) -> list:
 
 def reload(model: str, job: dict, folder: Path) -> dict:
     """Logprobs of a checkpoint that another layout saved, and one more step from it."""
-    from policy.megatron.policy import MegatronPolicy, mpu
+    from policy.megatron.policy import mpu
 
-    policy = MegatronPolicy(config(model, trainers=dist.get_world_size(), **job["layout"]))
+    cfg = config(model, ranks=dist.get_world_size(), **job["layout"])
+    policy = opened(cfg)
     policy.load(str(folder / f"saved-{Path(model).name}"))
     mine = rows(job["rows"])[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
     weights = {name: w.clone() for name, w in policy.named_weights()}
-    loss = lambda logp_T, row: policy_loss(logp_T, row, policy.cfg)  # noqa: E731
-    policy.forward_backward(mine, loss)
+    policy.forward_backward(mine, lambda logp_T, row: policy_loss(logp_T, row, cfg))
     step = policy.optimizer_step(1.5)
     return {"weights": weights, "after": dict(policy.named_weights()), "step": step}
 
@@ -188,6 +228,7 @@ def main(paths: list[str]) -> None:
     from policy.megatron.policy import mpu
 
     torch.set_num_threads(1)
+    logprobs.CHUNK = 16
     dist.init_process_group("gloo")
     for path in map(Path, paths):
         job = json.loads(path.read_text())

@@ -21,6 +21,7 @@ class Program:
         self.folder = Path(cfg.run_dir)
         config = self.folder.with_suffix(".py")
         values = dataclasses.asdict(cfg)
+        del values["command"]  # belongs on the command line: `flags`
         config.write_text("".join(f"{name} = {value!r}\n" for name, value in values.items()))
         command = [sys.executable, script, "--config", str(config), *flags]
         self.output = open(self.folder.with_suffix(".out"), "a+")  # noqa: SIM115
@@ -80,7 +81,8 @@ class Program:
 
     def engine_cores(self) -> list[int]:
         """vLLM's own processes, the children of the Generators."""
-        parents, found = set(self.pids("Generator")), []
+        parents = set(self.pids("Generator"))
+        found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 fields = stat.read_text().rsplit(")", 1)[1].split()
@@ -93,7 +95,8 @@ class Program:
 
     def family(self) -> dict[int, bytes]:
         """Command lines of all living processes that descend from the program, by pid."""
-        parents, found = {}, {}
+        parents = {}
+        found = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
@@ -118,13 +121,13 @@ class Program:
     def check_slots(self, cfg, rows: int, steps: int = 0) -> None:
         """Every step once, every slot once, its prompt the next of the file, or dropped by name.
 
-        `steps` are those of a run that was told to leave.
+        `steps` are those of a run that left early.
         """
         steps = steps or cfg.steps
         assert [m["step"] for m in self.steps()] == list(range(1, steps + 1))
         seen = {}
         for line in self.lines("rollouts.jsonl"):
-            if isinstance(line["slot"], int) and line["slot"] < steps * cfg.prompts_per_step:
+            if line["evaluation"] is None and line["slot"] < steps * cfg.prompts_per_step:
                 seen.setdefault(line["slot"], []).append(line["row"])
         assert sorted(seen) == list(range(steps * cfg.prompts_per_step))
         dropped = {line["slot"] for line in self.lines("dropped.jsonl")}

@@ -1,6 +1,6 @@
 """What vLLM makes of the models that policy/megatron/policy.py exports.
 
-    PYTHONPATH=tests/cpu python tests/support/vllm_loads_export.py MODEL...
+    PYTHONPATH=tests/cpu:tests:. python tests/support/vllm_loads_export.py MODEL...
 
 For each folder: Megatron loads it, scores a prompt and exports; vLLM loads the export from disk and
 scores the same prompt. Prints the largest difference of a logprob for each, as JSON.
@@ -27,10 +27,9 @@ os.environ |= {
 
 def exported(model: str, folder: Path) -> tuple[list[int], torch.Tensor]:
     """Token ids and their logprobs by Megatron, which leaves its export in a folder."""
-    from policy.megatron.policy import MegatronPolicy
-    from support.megatron_rank import config, rows
+    from support.megatron_rank import config, opened, rows
 
-    policy = MegatronPolicy(config(model), trainable=False)
+    policy = opened(config(model), trainable=False)
     row = rows(1)[0]
     n = int((row.seq_T == 0).sum())
     first = {k: v[:n] for k, v in vars(row).items() if isinstance(v, torch.Tensor) and v.ndim}
@@ -47,8 +46,8 @@ def loaded(folder: Path, ids: list[int]) -> torch.Tensor:
     llm = LLM(str(folder), dtype="float32", enforce_eager=True, max_model_len=64)
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     (answer,) = llm.generate({"prompt_token_ids": ids}, asked, use_tqdm=False)
-    told = zip(answer.prompt_logprobs[1:], ids[1:], strict=True)
-    return torch.tensor([logps[token].logprob for logps, token in told])
+    pairs = zip(answer.prompt_logprobs[1:], ids[1:], strict=True)
+    return torch.tensor([logps[token].logprob for logps, token in pairs])
 
 
 def main(models: list[str]) -> None:

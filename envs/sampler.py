@@ -1,0 +1,114 @@
+"""What environments use to sample from the policy: token ids in, Turns out."""
+
+import asyncio
+import contextlib
+import uuid
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ray
+
+from envs.episode import Turn
+from envs.rows import render_messages
+from runtime.drafts import DraftedCall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from runtime.settings import Sampling
+
+DRAFT_SECONDS = 5.0  # what a lost engine may cost of an answer that it was writing
+
+
+class Request(NamedTuple):
+    """What an engine is asked for: n answers to one prompt."""
+
+    name: str  # unique
+    prompt_ids: list[int]
+    n: int
+    seed: int
+    drafts: list[Turn]  # what a lost engine had written of each answer; [] for none
+    max_tokens: int | None = None  # of an answer; None: sampling.max_response_tokens
+    sampling: dict[str, float] = {}  # overrides of temperature, top_p, ... in validation
+    priority: int = 0  # the smaller one goes first
+
+
+class Sampler:
+    """The policy, as one rollout of an environment sees it; always the same engine.
+
+    `drafts` outlives it. Should the engine be lost, the rollout that runs again finds its earlier
+    calls there, as far as their answers had come.
+    """
+
+    def __init__(
+        self,
+        engine: Any,  # a Ray actor
+        tokenizer: "PreTrainedTokenizerBase",
+        sampling: "Sampling",
+        seed: int,
+        drafts: list[DraftedCall],
+        validation: bool,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.sampling = sampling
+        self.seed = seed
+        self.drafts = drafts
+        self.overrides: dict[Any, float] = dict(sampling.validation) if validation else {}
+        self.calls = 0
+
+    def render(self, messages: list[dict], tools: list | None = None) -> list[int]:
+        """Token ids of a conversation, up to where the model's answer begins."""
+        kwargs = self.sampling.chat_template_kwargs
+        return render_messages(self.tokenizer, messages, tools, kwargs)
+
+    def room(self, prompt_ids: list[int]) -> int:
+        """Tokens that an answer to this prompt may have below max_model_len; 0 for none."""
+        return max(0, self.sampling.max_model_len - len(prompt_ids))
+
+    async def generate(self, prompt_ids: list[int], n: int = 1) -> list[Turn]:
+        """n answers to one prompt, with their text."""
+        k = self.calls
+        self.calls += 1
+        drafted = self.drafts[k] if k < len(self.drafts) else DraftedCall([], [])
+        if drafted.prompt_ids != prompt_ids or len(drafted.turns) not in (0, n):
+            drafted = DraftedCall(prompt_ids, [])
+            self.drafts[k:] = [drafted]
+        turns = await self._request(k, n, drafted)
+        self.drafts[k] = DraftedCall(prompt_ids, turns)
+        prompt_end = str(self.tokenizer.decode(prompt_ids[-16:])).rstrip()
+        for turn in turns:
+            turn.text = answer_text(self.tokenizer, turn)
+            turn.opening = "<think>" if prompt_end.endswith("<think>") else ""
+        return turns
+
+    async def _request(self, k: int, n: int, drafted: DraftedCall) -> list[Turn]:
+        """Asks the engine, and copies drafts of the answers while it writes them."""
+        name = uuid.uuid4().hex
+        seed = self.seed + 1000 * k
+        prompt_ids, drafts = drafted
+        request = Request(name, prompt_ids, n, seed, drafts, sampling=self.overrides)
+        answer = self.engine.generate.remote(request)
+        pending = asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait([pending], timeout=DRAFT_SECONDS))[0]:
+                with contextlib.suppress(Exception):  # `pending` raises when an engine is lost
+                    new = await self.engine.drafts.remote(name, self.drafts[k].known())
+                    self.drafts[k] = self.drafts[k].extended(new)
+        finally:
+            if not pending.done():  # this rollout was given up: the engine must not go on for it
+                ray.cancel(answer)
+        return await pending
+
+
+def answer_text(tokenizer: "PreTrainedTokenizerBase", turn: Turn) -> str:
+    """An answer without its end and padding tokens; every other token is kept.
+
+    Some tokenizers declare `</think>` special, so skip_special_tokens would join thought and
+    answer.
+    """
+    ids = turn.token_ids
+    # A model's generation_config.json may name more stop tokens than the tokenizer's EOS.
+    if turn.finish_reason == "stop" and not tokenizer.decode(ids[-1:], skip_special_tokens=True):
+        ids = ids[:-1]
+    silent = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    return str(tokenizer.decode([token for token in ids if token not in silent]))

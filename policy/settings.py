@@ -1,0 +1,81 @@
+"""The settings of the network, its optimizer and its layout over ranks."""
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+
+@checked_dataclass(frozen=True, config={"extra": "forbid", "allow_inf_nan": False})
+class PolicySettings:
+    """The network, its optimizer, and the ranks that share it."""
+
+    kind: Literal["fsdp", "megatron"] = "fsdp"
+    """Any dense Hugging Face model under FSDP2, or policy/megatron's families on Megatron-Core."""
+    ranks: PositiveInt = 1
+    """Trainer ranks, one process and at most one GPU each."""
+    lr: PositiveFloat = 3e-6
+    """AdamW learning rate, constant after the warm-up."""
+    warmup_lr: NonNegativeFloat = 3e-7
+    """Learning rate of the first update."""
+    warmup_steps: NonNegativeInt = 10
+    """Updates of linear warm-up."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW decoupled weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this global norm."""
+    row_tokens: PositiveInt = 65536
+    """Capacity of a packed row; a longer sample gets a row of its own."""
+    activation_checkpointing: bool = True
+    """Recompute activations in the backward pass."""
+    attention: str = "sdpa"
+    """attn_implementation of transformers, for fsdp; flash_attention_2 where it is installed."""
+    tp: PositiveInt = 1
+    """Trainer ranks that share every matrix, and the sequence between them; Megatron only."""
+    pp: PositiveInt = 1
+    """Pipeline stages of layers; Megatron only."""
+    cp: PositiveInt = 1
+    """Trainer ranks that share every sequence; Megatron only."""
+    ep: PositiveInt = 1
+    """Trainer ranks, of several replicas, that share the experts; Megatron only."""
+    replay_routing: bool = False
+    """Train with the experts that the engine chose for each token (R3); Megatron only."""
+
+    @property
+    def replicas(self) -> int:
+        """Groups of trainer ranks that hold one copy of the policy. Each has rows of its own."""
+        return self.ranks // (self.tp * self.pp * self.cp)
+
+    def replica_of(self, rank: int) -> int:
+        """The replica that a trainer rank belongs to: tp varies fastest, then cp, replicas, pp."""
+        return rank // (self.tp * self.cp) % self.replicas
+
+    def __post_init__(self) -> None:
+        """Refuses layouts that cannot work, naming both sides. Raises ValueError."""
+        shared = self.tp * self.pp * self.cp
+        unit = 2 * self.cp * self.tp
+        megatron = self.kind == "megatron"
+        product = f"tp * pp * cp = {self.tp} * {self.pp} * {self.cp}"
+        rules = (
+            (
+                megatron or shared == self.ep == 1,
+                f"{product}, ep = {self.ep} need policy.kind = 'megatron', not 'fsdp'",
+            ),
+            (
+                megatron or not self.replay_routing,
+                "replay_routing = True needs policy.kind = 'megatron', not 'fsdp'",
+            ),
+            (self.ranks % shared == 0, f"ranks = {self.ranks} is no multiple of {product}"),
+            (
+                self.ranks // self.pp % self.ep == 0,
+                f"ep = {self.ep} must divide ranks / pp = {self.ranks // self.pp}",
+            ),
+            (
+                self.cp == 1 or self.row_tokens % unit == 0,
+                f"row_tokens = {self.row_tokens} is no multiple of 2 * cp * tp = {unit}:"
+                f" try {self.row_tokens // unit * unit or unit}",
+            ),
+        )
+        for holds, message in rules:
+            if not holds:
+                raise ValueError(f"policy: {message}")

@@ -1,0 +1,195 @@
+"""The settings of a run that no algorithm changes; an algorithm's Config inherits them."""
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import tyro
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from policy.settings import PolicySettings
+
+FINITE = ConfigDict(extra="forbid", allow_inf_nan=False)
+SamplingParameter = Literal["temperature", "top_p", "top_k", "min_p"]
+# vLLM's arguments that the run itself sets: another value would break it.
+OWN_ENGINE_ARGS = (
+    "model",
+    "load_format",
+    "dtype",
+    "tensor_parallel_size",
+    "max_model_len",
+    "logprobs_mode",
+    "scheduling_policy",
+    "worker_extension_cls",
+    "enable_return_routed_experts",
+    "seed",
+)
+
+
+@checked_dataclass(frozen=True, config=FINITE)
+class Command:
+    """What to do with a configuration; without any of these it is trained from the start."""
+
+    config: str = ""
+    """File of overrides, below configs/ or anywhere."""
+    resume: str = ""
+    """Go on in run_dir: from the newest good checkpoint ("auto") or from this folder."""
+    dry_run: bool = False
+    """Print what the run would need and where it would be bound; start nothing."""
+    eval_only: bool = False
+    """Evaluate the model, or the checkpoint that `resume` names, and leave."""
+    rollout_only: bool = False
+    """Write each step's samples with the initial policy; train nothing."""
+    replay: str = ""
+    """Train on the samples that this run folder holds, without an engine."""
+    export: NonNegativeInt = 0
+    """Write this step's checkpoint as a model for transformers and vLLM, and leave."""
+
+    @property
+    def modes(self) -> list[str]:
+        """Which of the modes that exclude each other are asked for."""
+        every = ("eval_only", "rollout_only", "replay", "export")
+        return [name for name in every if getattr(self, name)]
+
+    def __post_init__(self) -> None:
+        """Refuses modes that exclude each other. Raises ValueError."""
+        if len(self.modes) > 1:
+            raise ValueError(f"{' and '.join(self.modes)} exclude each other")
+        if self.resume and (self.rollout_only or self.export):
+            raise ValueError(f"resume excludes {self.modes[0]}")
+
+
+@checked_dataclass(frozen=True, config=FINITE)
+class Data:
+    """The rows that a run trains on and is evaluated with."""
+
+    train: str = "data/tiny/train.jsonl"
+    """NeMo-Gym rows, used in file order, again from the top when they end."""
+    val: str = ""
+    """NeMo-Gym rows for evaluation; empty: none."""
+    val_samples: PositiveInt = 1
+    """Answers to each validation prompt; k of pass@k."""
+    max_bad_rows: NonNegativeInt = 0
+    """Malformed rows that a data file may hold; they go to quarantine.jsonl in the run folder."""
+
+
+@checked_dataclass(frozen=True, config=FINITE)
+class EngineSettings:
+    """The vLLM engines that generate."""
+
+    count: PositiveInt = 1
+    """Engines, each with a copy of the policy."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that share one engine's weights; the trainer's is policy.tp."""
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """vLLM's engine arguments by name, merged last into those of the run."""
+    max_restarts: NonNegativeInt = 3
+    """Times that lost engines are replaced; then the run goes on with those that are left."""
+    verify_sync_every: NonNegativeInt = 0
+    """Prove the engines' weights every so many steps, as is done with new engines; 0: only then."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """vLLM's arguments that may be overridden, and what overrides them."""
+        return {"max_num_seqs": 256, "gpu_memory_utilization": 0.85} | self.args
+
+    def __post_init__(self) -> None:
+        """Refuses arguments that the run itself sets. Raises ValueError naming one."""
+        for name in OWN_ENGINE_ARGS:
+            if name in self.args:
+                raise ValueError(f"engine.args sets {name!r}, which the run itself sets")
+
+
+@checked_dataclass(frozen=True, config=FINITE)
+class Sampling:
+    """How the engines sample, and how long a sequence may become."""
+
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer divides its logits by it as well."""
+    max_model_len: PositiveInt = 65536
+    """Tokens of prompt and response together."""
+    max_response_tokens: PositiveInt = 65536
+    """Longest response; shorter where max_model_len leaves less room."""
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"enable_thinking": True}
+    )
+    """Variables of the chat template (Super adds truncate_history_thinking = False)."""
+    validation: dict[Literal["temperature", "top_p", "top_k", "min_p"], float] = dataclasses.field(
+        default_factory=dict
+    )
+    """How validation samples where it is unlike training: {"temperature": 0.6, "top_p": 0.95}."""
+
+
+@checked_dataclass(frozen=True, config=FINITE)
+class Timeouts:
+    """Seconds after which a wait ends with an error that names it."""
+
+    start: PositiveFloat = 900.0
+    """For actors to load models."""
+    rollout: PositiveFloat = 3600.0
+    """For one group's rollouts; a step's groups get that for each of their attempts, once more."""
+    train: PositiveFloat = 3600.0
+    """For one training step."""
+    sync: PositiveFloat = 600.0
+    """For one weight update, from pause to resume."""
+
+
+@checked_dataclass(frozen=True, config=FINITE)
+class RunSettings:
+    """One run: its folder, its data, its processes and its deadlines."""
+
+    run_dir: str = "runs/{time}"
+    """Folder of metrics, rollouts and checkpoints; {time} and {seed} are filled in."""
+    model: str = "models/tiny"
+    """Folder of a Hugging Face causal LM: config.json, *.safetensors, tokenizer."""
+    seed: int = 1
+    """Seeds the trainer and every sample (with its slot and its place in the group)."""
+    steps: PositiveInt = 1000
+    """Batches to train; also the last policy version."""
+    save_period: NonNegativeInt = 100
+    """Save and export every so many steps, and at the end; 0: only at the end."""
+    keep_last: PositiveInt = 2
+    """Checkpoints that can be resumed; of older ones only the exported model stays."""
+    save_before: NonNegativeInt = 0
+    """Save and leave so many seconds before the Slurm job ends; 0: never."""
+    val_period: NonNegativeInt = 0
+    """Evaluate every so many steps, at the start and at the end; 0: never."""
+    sample_period: NonNegativeInt = 0
+    """Write all tokens and logprobs of every so many steps, for report and --replay; 0: never."""
+    wandb: bool = False
+    """Log to Weights & Biases (install wandb yourself)."""
+    rollout_workers: PositiveInt = 1
+    """Processes that render prompts, run environments and compute advantages."""
+    rollout_attempts: PositiveInt = 3
+    """Tries of one prompt before it is dropped and its slot is refilled with the next."""
+    max_dropped_in_a_row: NonNegativeInt = 20
+    """Prompts dropped one after the other before the run ends with the last error."""
+    gpu_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """GPU that a trainer rank or an engine takes; 0.5: one of each shares a GPU."""
+    command: tyro.conf.OmitArgPrefixes[Command] = dataclasses.field(default_factory=Command)
+    """What to do with all this; the default is to train from the start."""
+    data: Data = dataclasses.field(default_factory=Data)
+    """Training and validation rows."""
+    engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
+    """The vLLM engines."""
+    policy: PolicySettings = dataclasses.field(default_factory=PolicySettings)
+    """The network, its optimizer and its layout."""
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    """Temperature, lengths and the chat template."""
+    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
+    """Deadlines of all waits."""
+
+    def __post_init__(self) -> None:
+        """Refuses settings that exclude each other. Raises ValueError naming both."""
+        val = f"val_period = {self.val_period} and data.val = {self.data.val!r}"
+        if bool(self.val_period) != bool(self.data.val) and not self.command.eval_only:
+            raise ValueError(f"{val}: expected both or neither")
+        if self.command.eval_only and not self.data.val:
+            raise ValueError("eval_only = True and data.val = '': no rows")
+        goes_on = "resume = 'auto'" if self.command.resume == "auto" else ""
+        goes_on = goes_on or ("export" if self.command.export else "")
+        if goes_on and "{time}" in self.run_dir:
+            raise ValueError(f"{goes_on}: run_dir has {{time}}")
+        if self.engine.tensor_parallel > 1 and 0 < self.gpu_share < 1:
+            parallel = f"engine.tensor_parallel = {self.engine.tensor_parallel}"
+            raise ValueError(f"gpu_share = {self.gpu_share}: {parallel} needs 1")

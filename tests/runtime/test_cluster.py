@@ -1,0 +1,146 @@
+"""A run's folder, which one run owns; where its processes meet; and what ends it."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from grpo_async import Config, RolloutWorker, Trainer
+from runtime.cluster import ROOT, Cluster, Ranks, claim, last_lines
+from runtime.config import InputError
+from support.configs import changed
+
+
+def ask(run_dir: Path, **fields) -> Config:
+    """The configuration of a run in a folder."""
+    return changed(Config(run_dir=str(run_dir)), **fields)
+
+
+def write_marker(run_dir: Path, step: int) -> Path:
+    """A folder that looks like a whole checkpoint."""
+    folder = run_dir / f"step_{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "complete.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.slow
+def test_two_runs_never_share_a_folder(tmp_path):
+    program = (
+        "import sys, time; sys.path.insert(0, '.')\n"
+        "from grpo_async import Config; from runtime.cluster import claim\n"
+        f"lock = claim(Config(run_dir={str(tmp_path)!r}))\n"
+        "print('mine', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout.readline() == "mine\n"
+            with pytest.raises(InputError, match=f"in use by process {first.pid} on "):
+                claim(ask(tmp_path))
+            with pytest.raises(InputError, match="in use"):
+                claim(ask(tmp_path, resume="auto"))
+        finally:
+            first.kill()
+    claim(ask(tmp_path)).close()  # a dead owner holds nothing
+
+
+def test_a_folder_with_a_run_is_not_taken_for_an_empty_one(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(InputError, match="--resume auto"):
+        claim(ask(tmp_path))
+    claim(ask(tmp_path, resume="auto")).close()
+
+
+def test_a_folder_that_holds_but_a_checkpoint_is_not_empty(tmp_path):
+    write_marker(tmp_path, 3)
+    with pytest.raises(InputError, match="--resume auto"):
+        claim(ask(tmp_path))
+    claim(ask(tmp_path, resume="auto")).close()
+
+
+def test_a_checkpoint_of_another_folder_does_not_overwrite_a_run(tmp_path):
+    other, folder = tmp_path / "a", tmp_path / "b"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    saved = write_marker(other, 100)
+    with pytest.raises(InputError, match="holds a run already"):
+        claim(ask(folder, resume=str(saved)))
+    (other / "metrics.jsonl").write_text('{"step": 1}\n')
+    claim(ask(other, resume=str(saved))).close()
+
+
+@pytest.mark.slow
+def test_a_port_is_bound_before_anybody_knows_of_it(tiny_config):
+    """Many ranks that start at once on one machine never take each other's port."""
+    trainers = [Ranks(0, tiny_config()) for _ in range(30)]
+    with ThreadPoolExecutor(20) as pool:
+        addresses = list(pool.map(lambda trainer: trainer.open_store(2), trainers))
+    assert len({port for _, port in addresses}) == 30
+    for host, port in addresses:
+        socket.create_connection((host, port), timeout=5).close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [
+        ({"resume": "auto"}, True),
+        ({"export": 3}, True),
+        ({"resume": "auto", "eval_only": True, "data": {"val": "v"}}, True),
+        ({"eval_only": True, "data": {"val": "v"}}, False),
+        ({"rollout_only": True}, False),
+        ({"replay": "elsewhere"}, False),
+    ],
+)
+def test_which_modes_work_in_the_folder_of_a_run(tmp_path, fields, allowed):
+    write_marker(tmp_path, 3)
+    if allowed:
+        claim(ask(tmp_path, **fields)).close()
+        return
+    with pytest.raises(InputError, match="holds a run already"):
+        claim(ask(tmp_path, **fields))
+
+
+def test_a_run_is_not_replayed_into_its_own_folder(tmp_path):
+    with pytest.raises(InputError, match="expected another run_dir"):
+        claim(ask(tmp_path, replay=str(tmp_path)))
+
+
+def test_the_last_lines_of_the_latest_logs_come_first(tmp_path):
+    (tmp_path / "logs").mkdir()
+    for age, name in enumerate(("Generator", "Trainer", "RolloutWorker")):
+        path = tmp_path / "logs" / f"{name}-host-1.log"
+        path.write_text("".join(f"{name} {i}\n" for i in range(9)) if age else "")
+        os.utime(path, (1000 - age, 1000 - age))
+    expected = ["--- Trainer-host-1.log", "Trainer 7", "Trainer 8"]
+    expected += ["--- RolloutWorker-host-1.log", "RolloutWorker 7", "RolloutWorker 8"]
+    assert last_lines(ask(tmp_path), 2).splitlines() == expected
+
+
+@pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "end of the job"])
+def test_signals_and_the_end_of_the_job_make_a_run_leave(reason, monkeypatch):
+    async def main():
+        reasons = []
+        cluster = Cluster(Config(save_before=60), Trainer, RolloutWorker)
+        seconds = 0 if reason == "end of the job" else 600
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 60.05 + seconds))
+        handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            cluster.on_signal(reasons.append)
+            if reason.startswith("SIG"):
+                os.kill(os.getpid(), getattr(signal, reason))
+            await asyncio.sleep(0.2)
+        finally:
+            for number, handler in handlers.items():
+                asyncio.get_running_loop().remove_signal_handler(number)
+                signal.signal(number, handler)
+        assert reasons == [reason]
+
+    asyncio.run(main())

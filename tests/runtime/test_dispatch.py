@@ -1,0 +1,163 @@
+"""Rollouts of one prompt: attempts, the deaths of engines, deadlines, and who is chosen."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_async import Config
+from runtime import dispatch
+from runtime.dispatch import Dispatcher, Rollouts, Slot
+from support.actors import Actor, Answer
+from support.configs import changed
+
+ROW = {"_line": 5}
+
+
+class Engines:
+    """A fleet whose health checks answer as `alive` says, True once it is empty."""
+
+    def __init__(self, alive: list[bool]):
+        self.alive = alive
+        self.leased = []
+        self.given_back = []
+
+    @contextlib.asynccontextmanager
+    async def lease(self):
+        engine = f"engine {len(self.leased)}"
+        self.leased.append(engine)
+        try:
+            yield engine
+        finally:
+            self.given_back.append(engine)
+
+    async def is_alive(self, engine) -> bool:
+        assert engine == self.leased[-1]
+        return self.alive.pop(0) if self.alive else True
+
+
+class Setting:
+    """A dispatcher of workers that answer with `answers` one after the other, then with "infos"."""
+
+    def __init__(self, monkeypatch, answers=(), alive=(), workers: int = 1, **fields):
+        self.answers = list(answers)
+        self.cancelled = []
+        self.waits = []
+        self.fleet = Engines(list(alive))
+        self.workers = [Actor(rollout_group=self.answer) for _ in range(workers)]
+        cfg = changed(Config(), **fields)
+        cluster = SimpleNamespace(workers=self.workers)
+        self.dispatcher = Dispatcher(cfg, cluster, self.fleet, lambda: "2 groups ready")
+        monkeypatch.setattr(dispatch.ray, "cancel", self.cancelled.append)
+        sleep = asyncio.sleep
+
+        async def nap(seconds: float):
+            self.waits.append(seconds)
+            await sleep(0)
+
+        monkeypatch.setattr(dispatch.asyncio, "sleep", nap)
+
+    def answer(self, *_):
+        found = self.answers.pop(0) if self.answers else "infos"
+        return (found, "samples") if isinstance(found, str) else found
+
+    def roll_out(self, slot: int = 9, n: int = 2) -> Rollouts:
+        return asyncio.run(self.dispatcher.roll_out(ROW, Slot(slot), n))
+
+
+@pytest.fixture
+def setting(monkeypatch):
+    """A function that makes a dispatcher."""
+    return lambda **fields: Setting(monkeypatch, **fields)
+
+
+def broken(message: str = "broken") -> ValueError:
+    return ValueError(message)
+
+
+def test_a_worker_gets_engine_row_slot_and_count(setting):
+    made = setting()
+    rollouts = made.roll_out()
+    assert rollouts.infos == "infos" and rollouts.samples.result.result() == "samples"
+    assert made.workers[0].called("rollout_group") == [["engine 0", ROW, Slot(9), 2]]
+    assert made.fleet.given_back == ["engine 0"] and not made.cancelled and not made.waits
+
+
+def test_a_prompt_that_fails_is_tried_again_by_the_same_worker(setting):
+    """The worker keeps what had been written of the answers; the engine may be another one."""
+    made = setting(answers=[broken(), broken()], workers=3)
+    assert made.roll_out().infos == "infos"
+    assert [len(w.called("rollout_group")) for w in made.workers] == [3, 0, 0]
+    assert made.fleet.given_back == made.fleet.leased == ["engine 0", "engine 1", "engine 2"]
+    assert made.waits == [2, 4], "each wait is twice the last"
+    assert len(made.cancelled) == 2 and not made.workers[0].called("forget")
+
+
+def test_the_last_error_is_raised_after_the_last_attempt(setting):
+    errors = [broken("first"), broken("second"), broken("third")]
+    made = setting(answers=errors, rollout_attempts=3)
+    with pytest.raises(ValueError, match="third"):
+        made.roll_out()
+    assert len(made.workers[0].called("rollout_group")) == 3
+    assert made.workers[0].called("forget") == [[Slot(9), 5]], "its drafts are of no use any more"
+    assert len(made.cancelled) == len(made.fleet.given_back) == 3
+
+
+def test_attempts_that_an_engine_s_death_ended_do_not_count(setting):
+    made = setting(answers=[broken()] * 5, alive=[False] * 4 + [True], rollout_attempts=2)
+    assert made.roll_out().infos == "infos"
+    assert len(made.fleet.leased) == 6 and made.waits == [1, 1, 1, 1, 2]
+
+
+def test_deaths_and_failures_are_counted_apart(setting):
+    alive = [False, True, False, True]
+    made = setting(answers=[broken(str(i)) for i in range(4)], alive=alive, rollout_attempts=2)
+    with pytest.raises(ValueError, match="3"):
+        made.roll_out()
+
+
+def test_a_group_that_takes_too_long_is_named_with_the_state_of_the_run(setting):
+    made = setting(answers=[Answer(...)], rollout_attempts=1, timeouts={"rollout": 0.05})
+    made.workers[0].answers["rollout_group"] = lambda *_: (Answer(...), "samples")
+    with pytest.raises(TimeoutError, match=r"the rollouts of slot 9, line 5\. 2 groups ready"):
+        made.roll_out()
+    assert len(made.cancelled) == 1
+
+
+def test_rollouts_that_nobody_waits_for_any_more_are_cancelled_and_not_tried_again(setting):
+    async def main():
+        made = setting()
+        call = Answer(...)
+        made.workers[0].answers["rollout_group"] = lambda *_: (call, "samples")
+        task = asyncio.create_task(made.dispatcher.roll_out(ROW, Slot(9), 2))
+        while not made.workers[0].called("rollout_group"):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert made.cancelled == [call] and made.fleet.given_back == ["engine 0"]
+        assert len(made.workers[0].called("rollout_group")) == 1
+
+    asyncio.run(main())
+
+
+def test_prompts_go_to_the_workers_in_turn(setting):
+    made = setting(workers=3)
+    for slot in range(7):
+        made.roll_out(slot)
+    slots = [[call[2].number for call in w.called("rollout_group")] for w in made.workers]
+    assert slots == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_named_by_its_index_and_a_validation_row_by_its_version_too():
+    assert f"{Slot(7)}" == "7" and f"{Slot(7, 20)}" == "val-20-7" and f"{Slot(7, 0)}" == "val-0-7"
+
+
+def test_a_record_names_the_step_or_the_evaluation():
+    assert Slot(7).record(4) == {"step": 2, "slot": 7, "evaluation": None}
+    assert Slot(8).record(4) == {"step": 3, "slot": 8, "evaluation": None}
+    assert Slot(7, 0).record(4) == {"step": None, "slot": 7, "evaluation": 0}

@@ -1,0 +1,102 @@
+"""What is measured beside the loss: known answers, and plain loops that find the same."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from envs.episode import Turn, stitch
+from runtime import metrics
+from runtime.metrics import mean_metrics, mismatch_rows, mismatch_table, validation_metrics
+from support.samples import make_sample
+
+
+def test_the_mismatch_table_is_what_a_loop_over_tokens_finds():
+    random, step, limit = np.random.default_rng(0), 9, 1.3
+    samples = [make_sample(random, n, env) for n, env in ((70, "a"), (5, "b"), (30, "a"), (1, "b"))]
+    samples[0].engine_logp_T[3] = np.nan
+    logps = [s.engine_logp_T + random.normal(0, 0.3, len(s.mask_T)) for s in samples]
+    expected = {}
+    for sample, logp_T in zip(samples, logps, strict=True):
+        used = [t for t in range(len(logp_T)) if sample.mask_T[t]]
+        used = [t for t in used if np.isfinite(sample.engine_logp_T[t])]
+        gaps = [float(logp_T[t] - sample.engine_logp_T[t]) for t in used]
+        trusted = bool(gaps) and np.mean([np.exp(abs(g)) for g in gaps]) <= limit
+        for place, (t, gap) in enumerate(zip(used, gaps, strict=True), 1):
+            edges = next((4**p, 4 ** (p + 1) - 1) for p in range(9) if place < 4 ** (p + 1))
+            lag = str(step - sample.version_T[t])
+            keys = {"all": "", "env": sample.env, "lag": lag, "position": f"{edges[0]}-{edges[1]}"}
+            for at in keys.items():
+                row = (abs(gap), np.exp(gap) - 1 - gap, trusted)
+                expected.setdefault(at, []).append(row)
+    half = mismatch_table(samples[:2], np.concatenate(logps[:2]), step, limit)
+    rest = mismatch_table(samples[2:], np.concatenate(logps[2:]), step, limit)
+    rows = mismatch_rows([half, rest, {}])
+    assert {(row["by"], row["key"]) for row in rows} == set(expected)
+    for row in rows:
+        values = np.array(expected[row["by"], row["key"]])
+        assert row["tokens"] == len(values)
+        assert row["max"] == pytest.approx(values[:, 0].max(), rel=1e-5)
+        for column, name in enumerate(("mean", "k3", "kept")):
+            assert row[name] == pytest.approx(values[:, column].mean(), rel=1e-4, abs=1e-9)
+
+
+def test_metrics_of_several_updates_known_answers():
+    first = {"probs_ratio_max": 9.0, "probs_ratio_min": 0.5, "num_masked_seqs": 4.0, "loss": 1.0}
+    second = {"probs_ratio_max": 1.0, "probs_ratio_min": 0.9, "num_masked_seqs": 0.0, "kl": 2.0}
+    merged = {"probs_ratio_max": 9.0, "probs_ratio_min": 0.5, "num_masked_seqs": 4.0}
+    assert mean_metrics([first, second]) == merged | {"loss": 1.0, "kl": 2.0}
+    assert mean_metrics([{"loss": 1.0}, {"loss": 2.0}]) == {"loss": 1.5}
+
+
+def answer(reward: float, env: str = "a", score: float | None = None, continues: bool = False):
+    """What is known of one answer; its score is the reward unless given."""
+    score = reward if score is None else score
+    return SimpleNamespace(reward=reward, score=score, env=env, continues=continues)
+
+
+def test_validation_known_answers():
+    answered = [
+        [answer(1.0), answer(0.0)],
+        [answer(0.5), answer(0.0)],
+        [answer(1.0, "b"), answer(1.0, "b")],
+    ]
+    assert validation_metrics(answered, 2) == {
+        "validation_reward": pytest.approx(3.5 / 6),
+        "validation_pass@2": pytest.approx(2 / 3),
+        "validation_reward/a": pytest.approx(1.5 / 4),
+        "validation_pass@2/a": 0.5,
+        "validation_reward/b": 1.0,
+        "validation_pass@2/b": 1.0,
+    }
+    assert "validation_pass@1" not in validation_metrics([[answer(1.0)]], 1)
+
+
+def test_an_answer_passes_by_its_score_and_counts_once_in_how_many_sequences_it_lies():
+    pieces = [answer(0.98, score=1.0), answer(0.98, score=1.0, continues=True)]
+    found = validation_metrics([[*pieces, answer(0.0)], [answer(1.4, score=0.9), answer(0.0)]], 2)
+    assert found["validation_pass@2"] == 0.5
+    assert found["validation_reward"] == pytest.approx((0.98 + 1.4) / 4)
+
+
+def test_answers_count_once_in_how_many_sequences_they_lie():
+    """One of three sequences at reward 1, one of a single one at reward 0: the mean is a half."""
+    turns = [Turn(ids, [3], [-1.0], [4], "stop") for ids in ([1, 2], [9, 9], [8, 8])]
+    long, short = stitch(turns), stitch(turns[:1])
+    for sample in long:
+        sample.reward = 1.0
+    short[0].reward = 0.0
+    infos = [sample.info() for sample in long + short]
+    found = metrics.rollout_metrics([SimpleNamespace(infos=infos)], 5)
+    assert (found["reward"], found["broken_prefixes"], found["lag_max"]) == (0.5, 2, 1)
+    whole = metrics.rollout_metrics([SimpleNamespace(infos=infos[:1])], 5)
+    assert "broken_prefixes" not in whole
+
+
+def test_an_answer_without_tokens_has_no_lag():
+    samples = stitch([Turn([1, 2], [], [], [], "stop")]) + stitch([Turn([1], [3], [-1.0], [4], "")])
+    infos = [sample.info() for sample in samples]
+    for info in infos:
+        info.reward = 0.0
+    found = metrics.rollout_metrics([SimpleNamespace(infos=infos)], 5)
+    assert (found["lag_mean"], found["lag_max"]) == (1.0, 1)

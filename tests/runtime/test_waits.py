@@ -1,0 +1,141 @@
+"""Waits: a deadline with a name, one task that ends another, and tasks that end together."""
+
+import asyncio
+import gc
+import time
+
+import pytest
+
+from runtime.waits import together, unless, within
+
+
+async def stop_after(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+async def fail(message: str) -> None:
+    raise ValueError(message)
+
+
+# --- within ---------------------------------------------------------------------------------------
+
+
+def test_a_wait_warns_halfway_and_ends_with_its_name_and_the_state(capsys):
+    async def wait():
+        await within(0.2, "the groups of step 7", asyncio.sleep(5), lambda: "3 groups ready")
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"for the groups of step 7\. 3 groups ready"):
+        asyncio.run(wait())
+    assert time.monotonic() - began < 2
+    assert "waiting for the groups of step 7" in capsys.readouterr().out
+
+
+def test_a_wait_that_ends_in_time_prints_nothing(capsys):
+    async def wait():
+        return await within(5, "nothing", asyncio.sleep(0, "done"))
+
+    assert asyncio.run(wait()) == "done"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_timeout_inside_of_a_wait_keeps_its_own_name():
+    async def inner():
+        raise TimeoutError("the socket")
+
+    with pytest.raises(TimeoutError, match="^the socket$"):
+        asyncio.run(within(5, "something else", inner()))
+
+
+# --- unless ---------------------------------------------------------------------------------------
+
+
+def test_work_that_ends_first_gives_its_result():
+    async def main():
+        work = asyncio.ensure_future(asyncio.sleep(0, "done"))
+        assert await unless(stop_after(60), work) == "done"
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1, "nobody waits for the stop any more"
+
+    asyncio.run(main())
+
+
+def test_work_is_cancelled_when_the_stop_comes_first():
+    async def main():
+        work = asyncio.ensure_future(asyncio.sleep(60, "done"))
+        assert await unless(stop_after(0.01), work) is None
+        assert work.cancelled()
+
+    asyncio.run(main())
+
+
+def test_work_that_fails_raises_its_error():
+    async def main():
+        with pytest.raises(ValueError, match="broken"):
+            await unless(stop_after(60), asyncio.ensure_future(fail("broken")))
+
+    asyncio.run(main())
+
+
+def test_work_that_fails_as_it_is_cancelled_causes_no_complaint():
+    async def main():
+        complaints = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
+
+        async def fails_late():
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise ValueError("too late")
+
+        assert await unless(stop_after(0.01), asyncio.ensure_future(fails_late())) is None
+        gc.collect()
+        assert not complaints
+
+    asyncio.run(main())
+
+
+# --- together -------------------------------------------------------------------------------------
+
+
+def test_results_come_in_order():
+    async def main():
+        naps = [asyncio.sleep(seconds, seconds) for seconds in (0.02, 0.0, 0.01)]
+        assert await together(naps) == [0.02, 0.0, 0.01]
+
+    asyncio.run(main())
+
+
+def test_an_error_ends_the_others_before_it_is_raised():
+    async def main():
+        ended = []
+
+        async def works():
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0)
+                ended.append(True)
+
+        with pytest.raises(ValueError, match="broken"):
+            await together([works(), fail("broken"), works()])
+        assert ended == [True, True]
+
+    asyncio.run(main())
+
+
+def test_cancelling_ends_all():
+    async def main():
+        tasks = [asyncio.ensure_future(asyncio.sleep(60)) for _ in range(2)]
+        waiting = asyncio.create_task(together(tasks))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert all(task.cancelled() for task in tasks)
+
+    asyncio.run(main())
+
+
+def test_nothing_together_is_nothing():
+    assert asyncio.run(together([])) == []
