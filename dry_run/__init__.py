@@ -8,7 +8,7 @@ printed with the result.
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dry_run import megatron_sizes, pace, sizes
 from dry_run.sizes import GIB, Model

@@ -8,7 +8,7 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_origin
 
 import pydantic
 import tyro
@@ -88,7 +88,7 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
     if cfg.command.dry_run:
         from dry_run import explain  # and transformers, which takes 3 s
 
-        print(explain(cfg, Config))
+        print(explain(cast(Any, cfg), Config))  # a fork has a class of its own
         raise SystemExit
     check_model(cfg)
     return cfg

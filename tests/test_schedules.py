@@ -273,7 +273,7 @@ class Schedules(RuleBasedStateMachine, Driver):
 
 
 TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(deadline=None, max_examples=300, stateful_step_count=EVENTS)
+TestSchedules.settings = settings(deadline=None, max_examples=120, stateful_step_count=EVENTS)
 
 
 # --- drawn from seeds -----------------------------------------------------------------------------

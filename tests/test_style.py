@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import io
 import re
 import statistics
@@ -41,10 +42,12 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 BLOCK = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try)
 
 
+@functools.cache
 def read(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
+@functools.cache
 def tree(path: str) -> ast.Module:
     return ast.parse(read(path))
 

@@ -50,6 +50,7 @@ POINTS = {
         "after the engines were synced": "grpo_async.Engines.sync",
     },
 }
+MODULES = ("grpo_async", "runtime.checkpoints", "policy.weight_sync")
 FILE = os.environ.get("KILL_FILE", "")
 
 
@@ -108,4 +109,4 @@ def mend(module) -> None:
 if FILE:
     from import_hooks import after_import
 
-    after_import(dict.fromkeys(("grpo_async", "runtime.checkpoints", "policy.weight_sync"), mend))
+    after_import(dict.fromkeys(MODULES, mend))
