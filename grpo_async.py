@@ -727,7 +727,7 @@ class Trainer:
         batches = []
         for update, of_update in zip(updates, rows, strict=True):
             batches.append([pack(samples, update, self.cfg) for samples in of_update])
-        self.score_before(batches)
+        self.fix_targets(batches)
         done = [self.update(of_update) for of_update in batches]
         self.sender.stage()
         seconds = {"train_seconds": time.perf_counter() - began}
@@ -742,7 +742,7 @@ class Trainer:
         table = metrics.mismatch_table(samples, logp_T, step, limit)
         return Trained(measured, table, logp_T)
 
-    def score_before(self, updates: list[list[Batch]]) -> None:
+    def fix_targets(self, updates: list[list[Batch]]) -> None:
         """What the loss compares with is computed before the policy moves."""
         rows = list(itertools.chain(*updates))
         if len(updates) > 1:
@@ -772,7 +772,7 @@ class Trainer:
         measured = metrics.step_metrics(total, tokens, grad_scale)
         return Updated(measured | self.policy.optimizer_step(grad_scale), logps)
 
-    def score(self, turns: list[Turn]) -> list[float]:
+    def probe_gaps(self, turns: list[Turn]) -> list[float]:
         """Mean |logp - engine_logp| of each turn's tokens; collective over the ranks."""
         gaps = []
         for turn in turns:
@@ -837,7 +837,7 @@ class Engines:
                 await fleet.connect()
                 verify = bool(fleet.fresh or (every and version % every == 0))
                 sends = [trainer.send_weights.remote(verify) for trainer in self.cluster.trainers]
-                updates = {e: e.update_weights.remote(version, verify) for e in fleet.load}
+                updates = {e: e.update_weights.remote(version, verify) for e in fleet.leases}
                 received = await fleet.exchange(sends, updates)
                 gaps = await fleet.probe(self.cfg.seed) if verify else []
             except Exception as error:
@@ -845,7 +845,7 @@ class Engines:
                 continue
             if not all(gap <= fleet.allowed_gap for gap in gaps):
                 raise RuntimeError(f"engines score unlike the trainer at {version}: {gaps} nats")
-            if fleet.load:  # else all died after they had acknowledged
+            if fleet.leases:  # else all died after they had acknowledged
                 fleet.all_synced()
                 phases = [update.phases for update in received]
                 slowest = {name: max(phase[name] for phase in phases) for name in phases[0]}

@@ -36,7 +36,7 @@ ANSWERS = {
     "open_store": ("127.0.0.1", 0),
     "start": [],
     "generate": [None],
-    "score": [0.0] * 144,
+    "probe_gaps": [0.0] * 144,
     "send_weights": {},
     "update_weights": Received(PHASES, []),
 }

@@ -57,7 +57,7 @@ def main() -> None:
             wait = made.save(f"{folder}/{i}/policy")
             blocked = time.perf_counter()
             wait()
-            checkpoints.sums(f"{folder}/{i}")
+            checkpoints.checksums(f"{folder}/{i}")
             rows.append((blocked - began, time.perf_counter() - blocked))
         size = sum(path.stat().st_size for path in Path(f"{folder}/0").rglob("*.distcp"))
         dist.destroy_process_group()

@@ -87,7 +87,7 @@ def tensor_in(buffer: Tensor, place: Slice) -> Tensor:
     return flat.view(place.meta.shape)
 
 
-def pack(weights: Iterator[tuple[str, Tensor]], wire: Wire) -> Iterator[Tensor]:
+def gathered(weights: Iterator[tuple[str, Tensor]], wire: Wire) -> Iterator[Tensor]:
     """Gathers named weights into the buffers to broadcast.
 
     Raises ValueError unless they are those that `wire` announces.
@@ -143,7 +143,7 @@ class Sender:
 
     def stage(self) -> None:
         """Gathers the first bucket while the engines still generate; collective over the ranks."""
-        packed = pack(self.policy.named_weights(), self.wire)
+        packed = gathered(self.policy.named_weights(), self.wire)
         self.staged = itertools.chain([next(packed)], packed)
 
     def send(self, verify: bool) -> dict[str, int]:
@@ -152,7 +152,7 @@ class Sender:
         Returns checksums if `verify`. Raises RuntimeError where a receiver is gone, after the last
         gather.
         """
-        packed = self.staged or pack(self.policy.named_weights(), self.wire)
+        packed = self.staged or gathered(self.policy.named_weights(), self.wire)
         self.staged = None
         error = None
         sums: dict[str, int] = {}

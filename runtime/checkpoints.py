@@ -44,7 +44,7 @@ def crc32(path: Path) -> int:
     return value
 
 
-def sums(folder: str, part: int = 0, parts: int = 1) -> dict[str, tuple[int, int]]:
+def checksums(folder: str, part: int = 0, parts: int = 1) -> dict[str, tuple[int, int]]:
     """Flushes every `parts`-th file below a folder; its size and CRC-32 by relative name."""
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     files = [path for path in files if path.parent.name != "hf"]  # can be made again
@@ -175,7 +175,7 @@ class Checkpoints:
         Path(aside, "state.json").write_text(json.dumps(state, indent=1))
         # Not in the driver: a thread that hangs in a file system would not let it end.
         calls = [t.call.options(concurrency_group="io").remote for t in trainers]
-        parts = (call(sums, aside, part, len(calls)) for part, call in enumerate(calls))
+        parts = (call(checksums, aside, part, len(calls)) for part, call in enumerate(calls))
         files = await within(limit, f"{aside} to be flushed", asyncio.gather(*parts))
         merged = dict(itertools.chain(*(part.items() for part in files)))
         await within(limit, f"{folder} to be committed", calls[0](commit, aside, folder, merged))

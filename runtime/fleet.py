@@ -42,7 +42,7 @@ class Fleet:
         self.cfg = cfg
         self.cluster = cluster
         self.launched: dict[Any, asyncio.Future] = {}  # engine -> its start
-        self.load: dict[Any, int] = {}  # started engine -> groups that it is working on
+        self.leases: dict[Any, int] = {}  # started engine -> groups that it works on
         self.fresh: set[Any] = set()  # started, without a policy
         self.grouped: set[Any] = set()  # members of the process group
         self.watches: set[asyncio.Task] = set()
@@ -66,10 +66,10 @@ class Fleet:
         """
         cfg = self.cfg
         limit = cfg.engine.max_restarts
-        lacking = cfg.engine.count - len(self.load) - len(self.launched)
+        lacking = cfg.engine.count - len(self.leases) - len(self.launched)
         if lacking and self.error:
             if self.repairs == limit:
-                if self.load or self.launched:
+                if self.leases or self.launched:
                     return
                 message = f"engines were lost more often than engine.max_restarts = {limit}"
                 raise RuntimeError(f"{message}: {self.error}") from self.error
@@ -109,20 +109,20 @@ class Fleet:
         Waits for engines only where there is none.
         """
         self.welcome()
-        if self.grouped != set(self.load):  # whoever is dead by now would keep the others waiting
-            await asyncio.gather(*map(self.is_alive, self.load))
-        while not self.load:
+        if self.grouped != set(self.leases):  # whoever is dead by now would keep the others waiting
+            await asyncio.gather(*map(self.is_alive, self.leases))
+        while not self.leases:
             self.launch()
             await self.started()
             self.welcome()
-        if self.grouped == set(self.load):
+        if self.grouped == set(self.leases):
             return
         cfg = self.cfg
         tp = cfg.engine.tensor_parallel
         first_rank = self.cluster.trainers[0]
         store = first_rank.open_store.remote(1 + cfg.engine.count * tp)
         address = await within(cfg.timeouts.start, "trainer rank 0 to listen", store)
-        members = list(self.load)  # from here on nobody may be missing: the others would wait
+        members = list(self.leases)  # from here on nobody may be missing: the others would wait
         world = 1 + len(members) * tp
         wire = pickle.dumps(Wire(self.cluster.metas, cfg.timeouts.sync, cfg.gpu_share < 1))
         joins = [first_rank.join_sync_group.remote(world)]
@@ -136,7 +136,7 @@ class Fleet:
         for engine, start in list(self.launched.items()):
             if start.done() and not start.exception():
                 del self.launched[engine]
-                self.load[engine] = 0
+                self.leases[engine] = 0
                 self.fresh.add(engine)
                 self.watches.add(asyncio.create_task(self.watch(engine)))
 
@@ -145,17 +145,17 @@ class Fleet:
         """The least busy engine for a group's rollouts, once there is one that holds a policy."""
         limit = 2 * self.cfg.timeouts.start + self.cfg.timeouts.train + self.cfg.timeouts.sync
         await within(limit, "an engine that holds the policy", self.any_serving())
-        engine = min(self.serving(), key=self.load.__getitem__)
-        self.load[engine] += 1
+        engine = min(self.serving(), key=self.leases.__getitem__)
+        self.leases[engine] += 1
         try:
             yield engine
         finally:
-            if engine in self.load:  # it may have been lost meanwhile
-                self.load[engine] -= 1
+            if engine in self.leases:  # it may have been lost meanwhile
+                self.leases[engine] -= 1
 
     def serving(self) -> list:
         """The engines that hold a policy."""
-        return [engine for engine in self.load if engine not in self.fresh]
+        return [engine for engine in self.leases if engine not in self.fresh]
 
     async def any_serving(self) -> None:
         """Waits for an engine that lives and holds a policy."""
@@ -169,7 +169,7 @@ class Fleet:
             await within(30, "an engine's health check", engine.check_health.remote())
         except Exception as error:
             self.discard([engine], error)
-        return engine in self.load
+        return engine in self.leases
 
     async def watch(self, engine: Any) -> None:
         """Notices the death of an engine that nobody uses."""
@@ -179,7 +179,7 @@ class Fleet:
     def discard(self, engines: list, error: BaseException) -> None:
         """Kills engines that failed; `launch` starts others in their place."""
         for engine in engines:
-            if self.load.pop(engine, self.launched.pop(engine, None)) is None:
+            if self.leases.pop(engine, self.launched.pop(engine, None)) is None:
                 continue
             ray.kill(engine)
             self.fresh.discard(engine)
@@ -241,9 +241,9 @@ class Fleet:
         """
         if not self.proven:
             raise error
-        await asyncio.gather(*map(self.is_alive, list(self.load)))
+        await asyncio.gather(*map(self.is_alive, list(self.leases)))
         if self.discarded == discarded:
-            self.discard(list(self.load), error)
+            self.discard(list(self.leases), error)
 
     async def probe(self, seed: int) -> list[float]:
         """New engines' (or all engines') answers to a prompt, scored by the trainer.
@@ -252,11 +252,11 @@ class Fleet:
         """
         limit = self.cfg.timeouts.sync
         request = Request("probe", PROBE, 1, seed, [], max_tokens=32, priority=-1)
-        engines = list(self.fresh or self.load)
+        engines = list(self.fresh or self.leases)
         answers = asyncio.gather(*(engine.generate.remote(request) for engine in engines))
         turns = [turn for (turn,) in await within(limit, "the engines to answer a probe", answers)]
         trainers = self.cluster.trainers
-        scores = asyncio.gather(*(trainer.score.remote(turns) for trainer in trainers))
+        scores = asyncio.gather(*(trainer.probe_gaps.remote(turns) for trainer in trainers))
         return (await within(limit, "the trainers to score it", scores))[0]
 
     def all_synced(self) -> None:
@@ -264,5 +264,5 @@ class Fleet:
         self.fresh.clear()
         self.proven = True
         self.synced.set()
-        if len(self.load) == self.cfg.engine.count:
+        if len(self.leases) == self.cfg.engine.count:
             self.missing.clear()

@@ -274,7 +274,7 @@ def test_a_checked_update_compares_every_tensor_and_names_one_that_is_missing(pa
         assert weight_sync.difference(pair.sent, [pair.received[0] | {last: 1}]) == last
         probe = Request("probe", PROBE, 1, 0, [], max_tokens=32)
         (turn,) = await pair.generator.generate(probe)
-        (gap,) = pair.trainer.score([turn])
+        (gap,) = pair.trainer.probe_gaps([turn])
         assert gap < TOLERANCE and len(turn.token_ids) <= 32
 
         gone = "model.layers.1.mlp.down_proj.weight"

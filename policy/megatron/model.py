@@ -224,7 +224,7 @@ class Chosen(NamedTuple):
     experts_LK: Tensor
 
 
-class Replay(nn.Module):
+class RouteReplay(nn.Module):
     """Has a router choose the experts that the engine chose, which `layer` numbers (R3).
 
     Trainer and engine round differently. A token that both send to different experts has different
@@ -387,7 +387,9 @@ def build(settings: "PolicySettings", hf: Any, dtype: torch.dtype) -> MambaModel
         if isinstance(layer, ExpertLayer):
             at = layer.layer_number - 1  # attention and experts are two layers here
             router = layer.mlp.router
-            router.router_replay = Replay(router, at if hf.model_type == "nemotron_h" else at // 2)
+            router.router_replay = RouteReplay(
+                router, at if hf.model_type == "nemotron_h" else at // 2
+            )
     for layer in model.decoder.layers if settings.activation_checkpointing else ():
         layer.forward = partial(checkpointed, layer.forward)
     return model

@@ -50,7 +50,7 @@ from transformers import AutoConfig, AutoTokenizer
 import policy
 from policy import AnyRow, LossFn, WeightMeta, logprobs
 from policy.megatron import hf_weights
-from policy.megatron.model import Places, Replay, Row, build, local_places
+from policy.megatron.model import Places, RouteReplay, Row, build, local_places
 
 if TYPE_CHECKING:
     from policy.settings import PolicySettings
@@ -138,7 +138,7 @@ class MegatronPolicy:
         self.dp_group = mpu.get_data_parallel_group()  # the ranks that train other rows
         others = (mpu.get_tensor_model_parallel_rank(), mpu.get_context_parallel_rank())
         self.reports = mpu.is_pipeline_last_stage() and others == (0, 0)
-        self.replays = [m for m in self.model.modules() if isinstance(m, Replay)]
+        self.replays = [m for m in self.model.modules() if isinstance(m, RouteReplay)]
         # Any: what the schedule runs is the model, or Megatron's wrapper that sums its gradients.
         self.chunk: Any = self.model
         if trainable:

@@ -28,7 +28,7 @@ def write_checkpoint(run_dir: Path, step: int) -> Path:
     (aside / "hf" / "model.safetensors").write_bytes(b"weights")
     (aside / "state.json").write_text(json.dumps({"version": step}))
     folder = run_dir / f"step_{step:06d}"
-    files = checkpoints.sums(str(aside), 0, 2) | checkpoints.sums(str(aside), 1, 2)
+    files = checkpoints.checksums(str(aside), 0, 2) | checkpoints.checksums(str(aside), 1, 2)
     checkpoints.commit(str(aside), str(folder), files)
     return folder
 

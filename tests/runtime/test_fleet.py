@@ -29,7 +29,7 @@ class House:
         handle.remote = self.make
         monkeypatch.setattr(fleet, "actor", lambda *args, **options: handle)
         monkeypatch.setattr(fleet.ray, "kill", self.killed.append)
-        self.trainer = Actor(open_store=("host", 1), send_weights={}, score=[0.0])
+        self.trainer = Actor(open_store=("host", 1), send_weights={}, probe_gaps=[0.0])
         self.cfg = changed(Config(), count=count, **fields)
         metas = [WeightMeta("w", (1,), dtype)]
         self.engines = Engines(self.cfg, SimpleNamespace(trainers=[self.trainer], metas=metas))
@@ -166,7 +166,7 @@ def test_an_engine_that_fails_an_update_is_replaced_and_the_others_get_it(house)
         broken.answers["update_weights"] = RuntimeError("out of memory")
         await home.engines.sync(1)
         assert home.killed == [broken] and home.updates(well)[-1] == 1
-        assert broken not in engines.load and engines.repairs == 1
+        assert broken not in engines.leases and engines.repairs == 1
 
     asyncio.run(main())
 
@@ -366,7 +366,7 @@ def test_an_engine_that_starts_too_slowly_is_named(house):
 def test_engines_that_score_unlike_the_trainer_end_the_run(house, gap):
     async def main():
         home = house(2)
-        home.trainer.answers["score"] = [0.0, gap]
+        home.trainer.answers["probe_gaps"] = [0.0, gap]
         with pytest.raises(RuntimeError, match="engines score unlike the trainer at 0"):
             await home.open()
 
@@ -377,7 +377,7 @@ def test_engines_that_score_unlike_the_trainer_end_the_run(house, gap):
 def test_how_far_scores_may_be_apart_depends_on_the_precision(house, dtype, agrees):
     async def main():
         home = house(1, dtype=dtype)
-        home.trainer.answers["score"] = [0.05]
+        home.trainer.answers["probe_gaps"] = [0.05]
         with contextlib.nullcontext() if agrees else pytest.raises(RuntimeError):
             await home.open()
 
@@ -393,7 +393,7 @@ def test_a_probe_goes_first_and_to_new_engines_only(house):
         ((request,),) = requests[0]
         assert (request.prompt_ids, request.n, request.seed) == (PROBE, 1, 7)
         assert (request.name, request.priority, request.max_tokens) == ("probe", -1, 32)
-        assert home.trainer.called("score") == [[["turn", "turn"]]]
+        assert home.trainer.called("probe_gaps") == [[["turn", "turn"]]]
         home.lose(home.made[0])
         await home.fleet.replaced()
         await home.engines.sync(1)
@@ -433,7 +433,7 @@ def test_the_least_busy_engine_is_leased(house):
             assert sorted(map(id, chosen)) == sorted(map(id, home.made * 2))
             await first.aclose()
             assert await leased(engines) is chosen[0]
-        assert set(engines.load.values()) == {0}
+        assert set(engines.leases.values()) == {0}
 
     asyncio.run(main())
 

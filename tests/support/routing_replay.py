@@ -35,7 +35,7 @@ from support.megatron_rank import config, opened  # noqa: E402
 
 
 class Chosen:
-    """Stands for Replay: writes down what a router chooses by itself."""
+    """Stands for RouteReplay: writes down what a router chooses by itself."""
 
     def __init__(self):
         self.experts = []

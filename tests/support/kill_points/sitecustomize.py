@@ -35,7 +35,7 @@ POINTS = {
         "after a step": "grpo_async.Trainer.train_step",
         "before it sends weights": "grpo_async.Trainer.send_weights",
         "after it sent them": "grpo_async.Trainer.send_weights",
-        "before it scores a probe": "grpo_async.Trainer.score",
+        "before it scores a probe": "grpo_async.Trainer.probe_gaps",
         "before it copies a checkpoint": "grpo_async.Trainer.save",
         "before it writes one": "grpo_async.Trainer.saved",
         "after it wrote one": "grpo_async.Trainer.saved",
