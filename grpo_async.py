@@ -4,8 +4,9 @@
     w_t  =  min(pi_train(t) / pi_engine(t), 5)                      no gradient flows through it
     loss = -sum_t  w_t  A_t  log pi_train(t)  /  (tokens kept in the whole batch)
 
-over the sequences whose mean exp|log pi_train - log pi_engine| is at most 2. This is the objective
-of every Nemotron 3 Super stage (one update per batch, so the PPO ratio is 1 and never clips).
+Only sequences whose mean exp|log pi_train - log pi_engine| is at most 2 are summed. This is the
+objective of every stage of Nemotron 3 Super, NVIDIA's 120B model whose RL recipe is public. It has
+one update per batch, so the PPO ratio is 1 and never clips.
 
 Two loops run at once and meet in a buffer. Prompts are numbered in file order; group i is trained
 at step i // P and nowhere else, and may start as soon as the policy has version i // P - max_lag:
@@ -102,7 +103,7 @@ class Advantage:
     overlong_filtering: bool = False
     """Truncated answers keep their place in the baseline and lose their loss."""
     penalties: Penalties = dataclasses.field(default_factory=dict)
-    """Advantage of all tokens of a message with such a flaw, after the clip (Super: -5 each)."""
+    """Replaces the advantage of every token of a message with such a flaw (Super: -5 each)."""
     low_effort: LowEffort = dataclasses.field(default_factory=LowEffort)
     """Reward of answers to prompts that ask for low effort, by their length."""
 
@@ -125,7 +126,7 @@ class Correction:
     high: Annotated[Unbounded, Field(gt=0)] = 5.0
     """Upper bound of pi_train / pi_engine."""
     sequence_error_limit: Annotated[Unbounded, Field(ge=1)] = 2.0
-    """Drop a sequence whose mean exp|logp_train - logp_engine|, 1 without error, is above."""
+    """Drop a sequence whose mean exp|logp_train - logp_engine| exceeds this; 1 means no error."""
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
@@ -275,14 +276,16 @@ def shaped_reward(row: dict, episode: Episode, rule: LowEffort) -> float:
     return reward + reward * max(q, 0.0) + rule.penalty * min(q, 0.0)
 
 
-class Weights(NamedTuple):
+class ImportanceWeights(NamedTuple):
     """Importance weights [T] without gradient, and whether each ratio lay inside the bounds [T]."""
 
     weight_T: Tensor
     inside_T: Tensor
 
 
-def importance_weights(gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, rule: Correction) -> Weights:
+def importance_weights(
+    gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, rule: Correction
+) -> ImportanceWeights:
     """pi_train / pi_engine of each token, where `gap_T` [T] is its log, under `rule`.
 
     Masking keeps the raw weight of what is inside; truncation clamps the judged one. Truncated
@@ -294,8 +297,8 @@ def importance_weights(gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, rule: Corre
         judged_T = sequence_mean(gap_T, mask_T, seq_T).clamp(-20, 20).exp()[seq_T]
     inside_T = (rule.low <= judged_T) & (judged_T <= rule.high)  # so written, NaN is outside
     if rule.action == "truncate":
-        return Weights(judged_T.clamp(rule.low, rule.high), inside_T)
-    return Weights(torch.where(inside_T, weight_T, 0.0), inside_T)
+        return ImportanceWeights(judged_T.clamp(rule.low, rule.high), inside_T)
+    return ImportanceWeights(torch.where(inside_T, weight_T, 0.0), inside_T)
 
 
 def sequence_mean(x_T: Tensor, mask_T: Tensor, seq_T: Tensor) -> Tensor:
@@ -344,7 +347,7 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     gap_T = torch.where(mask_T, old_logp_T - batch.engine_logp_T, 0.0)
 
     # Where trainer and engine disagree this much, the engine sampled from some other policy, and
-    # its tokens teach nothing about ours. (A float32 sum of numbers near 1 would lose the error.)
+    # its tokens teach nothing about ours. expm1: a float32 sum of values near 1 loses the error.
     error_N = 1 + sequence_mean(gap_T.abs().clamp(max=20).expm1(), mask_T, batch.seq_T)
     trusted_N = error_N <= cfg.correction.sequence_error_limit
     mask_T = mask_T & trusted_N[batch.seq_T]
@@ -361,6 +364,7 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 
     kl_T = torch.zeros_like(logp_T)
     if batch.ref_logp_T is not None:
+        # No gradient flows through this weight either, as in super-v3.
         drift_T = torch.where(mask_T, logp_T.detach() - batch.engine_logp_T, 0.0)
         kl_T = drift_T.clamp(-20, 20).exp() * k3(batch.ref_logp_T - logp_T)
         loss_T = loss_T + rule.kl_coef * kl_T
@@ -386,7 +390,7 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 
 
 def plan_step(groups: list[Group], cfg: Config) -> list[Share]:
-    """What each replica of the policy trains of one batch, from sample lengths alone."""
+    """What each replica of the policy trains of one batch, from its SampleInfos alone."""
     updates = []
     size = len(groups) // cfg.loss.updates_per_batch
     for start in range(0, len(groups), size):
@@ -394,8 +398,8 @@ def plan_step(groups: list[Group], cfg: Config) -> list[Share]:
         every = {(g, j): info for g in part for j, info in enumerate(groups[g].infos)}
         trained = {at: info for at, info in every.items() if info.trained_tokens}
         tokens = sum(info.trained_tokens for info in trained.values())
-        skipped = cfg.loss.skip_zero_advantage
-        lengths = {at: i.tokens for at, i in trained.items() if i.has_gradient or not skipped}
+        skips = cfg.loss.skip_zero_advantage
+        lengths = {at: i.tokens for at, i in trained.items() if i.has_gradient or not skips}
         updates.append((Update(max(tokens, 1), max(len(trained), 1), []), lengths))
     return plan_shares(updates, cfg.policy.row_tokens, cfg.policy.replicas)
 
@@ -663,7 +667,8 @@ class RolloutWorker:
         for episode, reward, advantage in zip(episodes, rewards_G, advantages_G, strict=True):
             pieces = stitch(episode.turns)
             for sample in pieces:
-                sample.mask_T &= not (rule.overlong_filtering and sample.truncated)
+                if rule.overlong_filtering and sample.truncated:
+                    sample.mask_T[:] = False
                 sample.keep_flaws(rule.penalties)
                 sample.score = float(episode.reward.value)
                 sample.reward = float(reward)
@@ -721,13 +726,13 @@ class Trainer:
         return self.policy.weight_metas()
 
     def train_step(self, step: int, updates: list[Update], *groups: list[Sample]) -> Trained:
-        """Trains one batch; `updates` name the samples of `groups` by their places."""
+        """Trains one batch; `groups` are single arguments, as Ray resolves no inner reference."""
         began = time.perf_counter()
         rows = [[[groups[g][j] for g, j in row] for row in update.rows] for update in updates]
         batches = []
         for update, of_update in zip(updates, rows, strict=True):
             batches.append([pack(samples, update, self.cfg) for samples in of_update])
-        self.fix_targets(batches)
+        self.add_old_and_reference(batches)
         done = [self.update(of_update) for of_update in batches]
         self.sender.stage()
         seconds = {"train_seconds": time.perf_counter() - began}
@@ -742,8 +747,8 @@ class Trainer:
         table = metrics.mismatch_table(samples, logp_T, step, limit)
         return Trained(measured, table, logp_T)
 
-    def fix_targets(self, updates: list[list[Batch]]) -> None:
-        """What the loss compares with is computed before the policy moves."""
+    def add_old_and_reference(self, updates: list[list[Batch]]) -> None:
+        """The logprobs that the loss compares with, computed before the policy moves."""
         rows = list(itertools.chain(*updates))
         if len(updates) > 1:
             for batch, logp_T in zip(rows, self.policy.logprobs(rows), strict=True):
@@ -831,21 +836,21 @@ class Engines:
         fleet = self.fleet
         every = self.cfg.engine.verify_sync_every
         while True:
-            lost = fleet.discarded
+            lost_before = fleet.discarded
             fleet.launch()
             try:
                 await fleet.connect()
                 verify = bool(fleet.fresh or (every and version % every == 0))
                 sends = [trainer.send_weights.remote(verify) for trainer in self.cluster.trainers]
-                updates = {e: e.update_weights.remote(version, verify) for e in fleet.leases}
+                updates = {e: e.update_weights.remote(version, verify) for e in fleet.alive}
                 received = await fleet.exchange(sends, updates)
                 gaps = await fleet.probe(self.cfg.seed) if verify else []
             except Exception as error:
-                await fleet.blame(error, lost)
+                await fleet.blame(error, lost_before)
                 continue
             if not all(gap <= fleet.allowed_gap for gap in gaps):
                 raise RuntimeError(f"engines score unlike the trainer at {version}: {gaps} nats")
-            if fleet.leases:  # else all died after they had acknowledged
+            if fleet.alive:  # else all died after they had acknowledged
                 fleet.all_synced()
                 phases = [update.phases for update in received]
                 slowest = {name: max(phase[name] for phase in phases) for name in phases[0]}
@@ -889,7 +894,7 @@ class Run:
         self.engines: Any = Engines(cfg, self.cluster)
         self.dispatcher = Dispatcher(cfg, self.cluster, self.engines.fleet, self.buffer.census)
         self.checkpoints = Checkpoints(cfg, self.cluster, rows, Group)
-        self.evaluated = -1  # last policy version that was
+        self.evaluated = -1  # last policy version that was evaluated
         self.dropped_in_a_row = 0
         # Held from optimizer step to sync: a repair must never send weights without a version.
         self.training = asyncio.Lock()
@@ -897,7 +902,7 @@ class Run:
 
     async def start(self) -> None:
         """Starts all actors and gives the engines the policy before any rollout."""
-        if not self.cluster.shares_gpus():  # else an engine must see what a trainer leaves it
+        if not self.cluster.shares_gpus():  # else vLLM must measure what a trainer leaves it
             self.engines.fleet.launch()
         await self.cluster.start_trainers()
         state = await self.checkpoints.load(self.MUST_MATCH)
@@ -917,7 +922,7 @@ class Run:
         """Starts what the loops need, then both of them; any task that fails ends the run."""
         self.cluster.on_signal(self.leave)
         await loops.start()
-        async with asyncio.TaskGroup() as self.tasks:
+        async with asyncio.TaskGroup() as self.tasks:  # also those that write checkpoints
             beside = [loops.generate(), self.engines.repair_forever(self)]
             beside += [self.cluster.watch(trainer) for trainer in self.cluster.trainers]
             tasks = [self.tasks.create_task(loop) for loop in beside]
@@ -1012,7 +1017,7 @@ class Run:
 
     async def take(self, step: int) -> list[Group]:
         """The groups of a step, once all are there; none where the run is to leave."""
-        limit = (self.cfg.rollout_attempts + 1) * self.cfg.timeouts.rollout
+        limit = 2 * self.cfg.rollout_attempts * self.cfg.timeouts.rollout  # a prompt, then another
         ready = self.buffer.until(lambda: bool(self.leaving) or self.buffer.is_complete(step))
         await within(limit, f"the groups of step {step + 1}", ready, self.buffer.census)
         return [] if self.leaving else self.buffer.take(step)
@@ -1043,8 +1048,8 @@ class Run:
         n = self.cfg.data.val_samples
         slots = [Slot(i, version) for i in range(len(self.val_rows))]
         calls = map(self.dispatcher.roll_out, self.val_rows, slots, itertools.repeat(n))
-        left = self.buffer.until(lambda: bool(self.leaving))
-        results = await unless(left, asyncio.gather(*calls, return_exceptions=True))
+        leaves = self.buffer.until(lambda: bool(self.leaving))
+        results = await unless(leaves, asyncio.gather(*calls, return_exceptions=True))
         if results is None:
             return
         answered = []
@@ -1077,7 +1082,7 @@ class Run:
         """Goes on where `state` was taken."""
         self.progress = Progress(**state["progress"])
         self.buffer.restore(state["version"], ready, state["dropped"])
-        self.evaluated = state["evaluated"]
+        self.evaluated = state["evaluated"]  # which Checkpoints.load reads from metrics.jsonl
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ def explain(cfg: "AnyConfig", Config: type, gpu_gib: float = GPU_GIB) -> str:
         *slurm_rows(model, cfg, gpu),
         *assumptions(gpu_gib),
         *(f"PROBLEM: {problem}" for problem in wrong),
-        *([] if wrong else ["everything fits"]),
+        *([] if wrong else ["everything fits; data files were not read"]),
     ]
     return "\n".join(lines)
 

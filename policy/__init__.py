@@ -56,8 +56,9 @@ class Policy(Protocol):
         """Adds up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns all stats.
 
         `logp_T` [T] are float32 logprobs of the row's own tokens at the sampling temperature, with
-        gradient; 0 outside its mask. Every rank passes equally many rows. A row whose mask is all
-        False adds nothing: it keeps a rank with fewer rows in step.
+        gradient; 0 outside its mask. Every rank passes equally many rows. `loss_fn` is called once
+        for each row, in order. A row whose mask is all False adds nothing: it keeps a rank with
+        fewer rows in step.
         """
 
     def logprobs(self, rows: Sequence[AnyRow]) -> list["Tensor"]:

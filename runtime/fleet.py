@@ -42,7 +42,7 @@ class Fleet:
         self.cfg = cfg
         self.cluster = cluster
         self.launched: dict[Any, asyncio.Future] = {}  # engine -> its start
-        self.leases: dict[Any, int] = {}  # started engine -> groups that it works on
+        self.alive: dict[Any, int] = {}  # started engine -> groups that it works on
         self.fresh: set[Any] = set()  # started, without a policy
         self.grouped: set[Any] = set()  # members of the process group
         self.watches: set[asyncio.Task] = set()
@@ -66,10 +66,10 @@ class Fleet:
         """
         cfg = self.cfg
         limit = cfg.engine.max_restarts
-        lacking = cfg.engine.count - len(self.leases) - len(self.launched)
+        lacking = cfg.engine.count - len(self.alive) - len(self.launched)
         if lacking and self.error:
             if self.repairs == limit:
-                if self.leases or self.launched:
+                if self.alive or self.launched:
                     return
                 message = f"engines were lost more often than engine.max_restarts = {limit}"
                 raise RuntimeError(f"{message}: {self.error}") from self.error
@@ -109,20 +109,20 @@ class Fleet:
         Waits for engines only where there is none.
         """
         self.welcome()
-        if self.grouped != set(self.leases):  # whoever is dead by now would keep the others waiting
-            await asyncio.gather(*map(self.is_alive, self.leases))
-        while not self.leases:
+        if self.grouped != set(self.alive):  # whoever is dead by now would keep the others waiting
+            await asyncio.gather(*map(self.is_alive, self.alive))
+        while not self.alive:
             self.launch()
             await self.started()
             self.welcome()
-        if self.grouped == set(self.leases):
+        if self.grouped == set(self.alive):
             return
         cfg = self.cfg
         tp = cfg.engine.tensor_parallel
         first_rank = self.cluster.trainers[0]
         store = first_rank.open_store.remote(1 + cfg.engine.count * tp)
         address = await within(cfg.timeouts.start, "trainer rank 0 to listen", store)
-        members = list(self.leases)  # from here on nobody may be missing: the others would wait
+        members = list(self.alive)  # from here on nobody may be missing: the others would wait
         world = 1 + len(members) * tp
         wire = pickle.dumps(Wire(self.cluster.metas, cfg.timeouts.sync, cfg.gpu_share < 1))
         joins = [first_rank.join_sync_group.remote(world)]
@@ -136,7 +136,7 @@ class Fleet:
         for engine, start in list(self.launched.items()):
             if start.done() and not start.exception():
                 del self.launched[engine]
-                self.leases[engine] = 0
+                self.alive[engine] = 0
                 self.fresh.add(engine)
                 self.watches.add(asyncio.create_task(self.watch(engine)))
 
@@ -145,17 +145,17 @@ class Fleet:
         """The least busy engine for a group's rollouts, once there is one that holds a policy."""
         limit = 2 * self.cfg.timeouts.start + self.cfg.timeouts.train + self.cfg.timeouts.sync
         await within(limit, "an engine that holds the policy", self.any_serving())
-        engine = min(self.serving(), key=self.leases.__getitem__)
-        self.leases[engine] += 1
+        engine = min(self.serving(), key=self.alive.__getitem__)
+        self.alive[engine] += 1
         try:
             yield engine
         finally:
-            if engine in self.leases:  # it may have been lost meanwhile
-                self.leases[engine] -= 1
+            if engine in self.alive:  # it may have been lost meanwhile
+                self.alive[engine] -= 1
 
     def serving(self) -> list:
         """The engines that hold a policy."""
-        return [engine for engine in self.leases if engine not in self.fresh]
+        return [engine for engine in self.alive if engine not in self.fresh]
 
     async def any_serving(self) -> None:
         """Waits for an engine that lives and holds a policy."""
@@ -169,7 +169,7 @@ class Fleet:
             await within(30, "an engine's health check", engine.check_health.remote())
         except Exception as error:
             self.discard([engine], error)
-        return engine in self.leases
+        return engine in self.alive
 
     async def watch(self, engine: Any) -> None:
         """Notices the death of an engine that nobody uses."""
@@ -179,7 +179,7 @@ class Fleet:
     def discard(self, engines: list, error: BaseException) -> None:
         """Kills engines that failed; `launch` starts others in their place."""
         for engine in engines:
-            if self.leases.pop(engine, self.launched.pop(engine, None)) is None:
+            if self.alive.pop(engine, self.launched.pop(engine, None)) is None:
                 continue
             ray.kill(engine)
             self.fresh.discard(engine)
@@ -241,9 +241,9 @@ class Fleet:
         """
         if not self.proven:
             raise error
-        await asyncio.gather(*map(self.is_alive, list(self.leases)))
+        await asyncio.gather(*map(self.is_alive, list(self.alive)))
         if self.discarded == discarded:
-            self.discard(list(self.leases), error)
+            self.discard(list(self.alive), error)
 
     async def probe(self, seed: int) -> list[float]:
         """New engines' (or all engines') answers to a prompt, scored by the trainer.
@@ -252,7 +252,7 @@ class Fleet:
         """
         limit = self.cfg.timeouts.sync
         request = Request("probe", PROBE, 1, seed, [], max_tokens=32, priority=-1)
-        engines = list(self.fresh or self.leases)
+        engines = list(self.fresh or self.alive)
         answers = asyncio.gather(*(engine.generate.remote(request) for engine in engines))
         turns = [turn for (turn,) in await within(limit, "the engines to answer a probe", answers)]
         trainers = self.cluster.trainers
@@ -264,5 +264,5 @@ class Fleet:
         self.fresh.clear()
         self.proven = True
         self.synced.set()
-        if len(self.leases) == self.cfg.engine.count:
+        if len(self.alive) == self.cfg.engine.count:
             self.missing.clear()

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from io import FileIO
@@ -61,7 +62,7 @@ class Log:
         self.cfg = cfg
         folder = Path(cfg.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        settings = dataclasses.asdict(cfg)
+        settings = {"program": Path(sys.argv[0]).name, **dataclasses.asdict(cfg)}
         (folder / "config.json").write_text(json.dumps(settings, indent=1))
         self.files = {
             name: open(folder / f"{name}.jsonl", "a", buffering=1)  # noqa: SIM115

@@ -127,7 +127,7 @@ class Timeouts:
     start: PositiveFloat = 900.0
     """For actors to load models."""
     rollout: PositiveFloat = 3600.0
-    """For one group's rollouts; a step's groups get that for each of their attempts, once more."""
+    """For one group's rollouts; a step's groups get twice that for each of their attempts."""
     train: PositiveFloat = 3600.0
     """For one training step."""
     sync: PositiveFloat = 600.0

@@ -174,15 +174,15 @@ def test_an_evaluation_is_given_up_when_the_run_is_to_leave(monkeypatch):
         asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
         monkeypatch.setattr(dispatch.ray, "cancel", cancelled.append)
         fleet = run.engines.fleet
-        fleet.leases["engine"] = 0
+        fleet.alive["engine"] = 0
         run.cluster.workers = [Actor(rollout_group=lambda *_: (Answer(...), None))]
         evaluation = asyncio.create_task(run.evaluate())
         await asyncio.sleep(0.01)
-        assert fleet.leases == {"engine": 3}
+        assert fleet.alive == {"engine": 3}
         run.leave("SIGTERM")
         await asyncio.wait_for(evaluation, 5)
         assert len(cancelled) == 3, "nothing may go on for nobody"
-        assert fleet.leases == {"engine": 0}
+        assert fleet.alive == {"engine": 0}
         del evaluation
         gc.collect()
         assert not complaints

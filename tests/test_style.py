@@ -32,7 +32,6 @@ FILES = [p for p in subprocess.check_output(LISTED, text=True).split("\n") if p]
 FILES = [path for path in FILES if (ROOT / path).is_file()]
 PYTHON = [path for path in FILES if path.endswith(".py")]
 PRODUCT = [path for path in PYTHON if not path.startswith("tests/")]
-CONFIGS = [p for p in PYTHON if p.startswith("configs/") and p != "runtime/config.py"]
 CONFIGS = [p for p in PYTHON if p.startswith("configs/")]
 ROOMS = ("policy", "envs", "runtime", "dry_run")
 SHARED = "__init__|episode|rows|sampler"  # what belongs to all environments

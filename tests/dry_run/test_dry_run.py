@@ -448,7 +448,7 @@ def test_the_table_of_the_tiny_job(tmp_path):
     assert (cell(text, "together"), cell(text, "engines")) == ("1", "0.5")
     assert float(cell(text, "AdamW moments")) == pytest.approx(8 * 1_003_648 / GIB, abs=5e-5)
     assert cell(text, "KV bytes per token") == f"{4 * 2 * 2 * 32 * 2:,}"
-    assert text.endswith("everything fits")
+    assert "everything fits" in text
 
 
 def test_the_table_of_gsm8k(folder):
@@ -473,7 +473,7 @@ def test_the_table_of_gsm8k(folder):
     assert "GPUs shared by both: 1" in text and "generation + training" in text
     assert "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --time=00:3" in text
     assert re.search(r"--signal=USR1@(\d+)\n.*SLURM_JOB_END_TIME - \1 ", text)
-    assert text.endswith("everything fits")
+    assert "everything fits" in text
 
 
 def test_the_table_fits_a_screen_and_follows_the_gpu(folder):

@@ -479,5 +479,5 @@ def test_bad_input_ends_the_program_within_seconds(bad, case, tmp_path):
     print(f"{case}: {time.monotonic() - began:.1f} s, {seconds:.1f} s of them on the processor")
     assert done.returncode == 1 and done.stdout == ""
     assert re.fullmatch(f"error: .*{message}.*\n", done.stderr), done.stderr
-    assert seconds < 8  # 2 to 4, most of it imports; by the clock it depends on who else runs
+    assert seconds < 30  # 2 to 4, most of it imports, where nobody else runs
     assert list(folder.iterdir()) == []

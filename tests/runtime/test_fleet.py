@@ -166,7 +166,7 @@ def test_an_engine_that_fails_an_update_is_replaced_and_the_others_get_it(house)
         broken.answers["update_weights"] = RuntimeError("out of memory")
         await home.engines.sync(1)
         assert home.killed == [broken] and home.updates(well)[-1] == 1
-        assert broken not in engines.leases and engines.repairs == 1
+        assert broken not in engines.alive and engines.repairs == 1
 
     asyncio.run(main())
 
@@ -433,7 +433,7 @@ def test_the_least_busy_engine_is_leased(house):
             assert sorted(map(id, chosen)) == sorted(map(id, home.made * 2))
             await first.aclose()
             assert await leased(engines) is chosen[0]
-        assert set(engines.leases.values()) == {0}
+        assert set(engines.alive.values()) == {0}
 
     asyncio.run(main())
 
