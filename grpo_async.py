@@ -233,17 +233,16 @@ class Batch:
 
 # === The algorithm: pure functions of tensors =====================================================
 
-# Rewards that differ by less, relative to the largest, differ by rounding of float32.
-SPREAD_FLOOR = 1e-6
+# Rewards that differ by less, relative to the largest, differ by rounding: dividing trains on it.
+SPREAD_FLOOR = 1e-4
 
 
 def group_advantages(rewards_G: Tensor, rule: Advantage) -> Tensor:
     """Advantages [G] of one prompt's samples; all zero when the group agrees.
 
     Each reward is compared with the mean and the (unbiased) std of the others, +1e-6, or of all
-    with baseline "mean". Where the spread is rounding the difference stays as it is. NeMo-RL
-    algorithms/utils.py:79. Must be exactly 0 where nothing is to be learned: `plan_step` skips
-    those samples.
+    with baseline "mean". Where the spread is rounding the difference stays as it is. Must be 0,
+    exactly, where nothing is to be learned: `plan_step` skips it. NeMo-RL algorithms/utils.py:79.
     """
     G = len(rewards_G)
     if G < 2:
@@ -1066,8 +1065,9 @@ class Run:
 
     async def save(self) -> None:
         """Copies this moment, while the run waits, and writes it while the run goes on."""
-        ready = list(self.buffer.ready.values())
+        await self.checkpoints.written()
         async with self.training:  # a repair must not queue behind it and call it a fault
+            ready = list(self.buffer.ready.values())  # of the same moment as the state
             await self.checkpoints.save(self.state(), ready, self.tasks)
 
     def state(self) -> dict:

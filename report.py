@@ -39,7 +39,7 @@ def write(run_dir: str) -> Path:
         raise InputError(f"{run_dir}: expected the folder of a run")
     config = {}
     with suppress(OSError, ValueError):  # it may be half written
-        config = json.loads((run / "config.json").read_text())
+        config = json.loads((run / "config.json").read_text(), parse_constant=str)
     data = {
         "name": run.resolve().name,
         "written": time.strftime("%Y-%m-%d %H:%M"),
@@ -124,7 +124,7 @@ def newest(lines: Iterable[str], share: int) -> Newest:
 
 def age(rollout: dict) -> tuple[int, int, int]:
     """Sorts newest steps first; a validation rollout comes before the step after it."""
-    if rollout["evaluation"] is None:
+    if rollout["step"] is not None:
         return -rollout["step"], 1, rollout["slot"]
     return -rollout["evaluation"], 0, rollout["slot"]
 

@@ -38,7 +38,7 @@ class Reward:
 
 
 @functools.cache
-def _registry() -> dict[str, str]:
+def agents() -> dict[str, str]:
     """Agent name -> module name, read from the files. Raises ValueError where two claim a name."""
     claimed: dict[str, str] = {}
     for path in sorted(Path(__path__[0]).glob("*.py")):
@@ -55,22 +55,36 @@ def _agents(path: Path) -> tuple[str, ...]:
 
     Raises ValueError where it is no literal tuple or list of strings.
     """
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "AGENTS":
+    try:
+        module = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as Python: {error}") from None
+    found: tuple[str, ...] = ()
+    for node in module.body:
+        if isinstance(node, ast.Assign):
+            targets = list(map(ast.unparse, node.targets))
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+            targets = [ast.unparse(node.target)]
+        else:
+            continue
+        if "AGENTS" in targets and node.value:
             try:
                 agents = tuple(ast.literal_eval(node.value))
             except (TypeError, ValueError):
                 agents = (None,)
-            if isinstance(node.value, ast.Constant) or not all(isinstance(a, str) for a in agents):
+            literal = not isinstance(node, ast.AugAssign) and not isinstance(
+                node.value, ast.Constant
+            )
+            if not literal or not all(isinstance(agent, str) for agent in agents):
                 shown = ast.unparse(node.value)
                 raise ValueError(f"{path}: AGENTS is {shown}, expected a literal tuple of names")
-            return agents
-    return ()
+            found = agents
+    return found
 
 
 def environment(name: str) -> ModuleType:
     """The module serving `agent_ref.name` == `name`; ValueError listing the known ones if none."""
-    known = _registry()
+    known = agents()
     require(name in list(known), "agent_ref.name", name, "one of: " + ", ".join(sorted(known)))
     return importlib.import_module(f"envs.{known[name]}")
 
@@ -96,6 +110,9 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
         rewards = await together(verify(row, turn.judged) for turn in turns)
         episodes = [Episode([turn], reward) for turn, reward in zip(turns, rewards, strict=True)]
     for episode in episodes:
+        if not isinstance(episode, Episode):
+            returned = f"environment {name!r} returned {reprlib.repr(episode)}"
+            raise TypeError(f"{returned} from rollout, expected an Episode")
         if not episode.turns:
             raise ValueError(f"environment {name!r} returned an episode without turns")
     if hasattr(module, "score_group"):
@@ -122,6 +139,8 @@ async def verify(row: dict, response: str) -> Reward:
 
 def _as_reward(name: str, verdict: object) -> Reward:
     value = verdict.value if isinstance(verdict, Reward) else verdict
+    if type(value).__name__ == "bool_":  # numpy's, as any() and all() of an array return it
+        return Reward(float(bool(value)))
     if not isinstance(value, numbers.Real):
         returned = f"environment {name!r} returned {reprlib.repr(verdict)}"
         raise TypeError(f"{returned}, expected a number or a Reward with one")

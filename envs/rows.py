@@ -31,6 +31,10 @@ def load_rows(path: str, cfg: "RunSettings") -> list[dict]:
     `quarantine.jsonl` in the run folder. Raises InputError naming file, line and field where there
     are more than `data.max_bad_rows` of them, or nothing else.
     """
+    try:
+        envs.agents()
+    except ValueError as error:
+        raise InputError(str(error)) from None
     rows = []
     bad: list[dict] = []
     allowed = cfg.data.max_bad_rows

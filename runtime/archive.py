@@ -45,12 +45,13 @@ def write_groups(
     columns["length"] = np.array(lengths, np.int32)
     scored = [logps.get((g, j)) for g, group in enumerate(groups) for j in range(len(group))]
     nowhere = np.full(sum(lengths), np.nan, np.float32)
-    columns["logp_T"] = _tokens(scored, lengths) if logps else nowhere
+    columns["logp_T"] = _tokens("logp_T", scored, lengths) if logps else nowhere
     for field in dataclasses.fields(Sample):
         if field.name in OWN:
             raise TypeError(f"Sample.{field.name} has the name of a column, expected another name")
         values = [getattr(sample, field.name) for sample in samples]
-        column = _tokens(values, lengths) if field.name.endswith("_T") else _plain(values)
+        is_token = field.name.endswith("_T")
+        column = _tokens(field.name, values, lengths) if is_token else _plain(values)
         if column is None:
             continue
         if column.dtype == object:
@@ -62,13 +63,16 @@ def write_groups(
     os.replace(aside, path)
 
 
-def _tokens(values: list, lengths: list[int]) -> np.ndarray | None:
+def _tokens(name: str, values: list, lengths: list[int]) -> np.ndarray | None:
     """One column from the arrays [T, ...] of a field; None where all of them are None."""
     known = [value for value in values if value is not None]
     if not known:
         return None if values else np.zeros(0)
     blank = _blank(known[0])
     shape = known[0].shape[1:]
+    for value, n in zip(values, lengths, strict=True):
+        if value is not None and len(value) != n:
+            raise ValueError(f"{name} has {len(value)} entries, its sample {n} tokens")
     pieces = zip(values, lengths, strict=True)
     whole = [np.full((n, *shape), blank, known[0].dtype) if v is None else v for v, n in pieces]
     return np.concatenate(whole)

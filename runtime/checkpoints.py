@@ -235,6 +235,11 @@ class Checkpoints:
                 print(f"not resumed from {folder}: {problems[0]}")
                 continue
             state = json.loads(Path(folder, "state.json").read_text()) | {"folder": folder}
+            if missing := {"config", "progress", "prompt", "version"} - state.keys():
+                expected = f"expected {', '.join(sorted(missing))} in its state.json"
+                raise InputError(
+                    f"{folder} was saved by another version of this program: {expected}"
+                )
             if must_match is not None:
                 refuse_other_stream(state, self.cfg, self.rows, must_match)
             loads = asyncio.gather(*(t.load.remote(folder) for _, t in ranks))
@@ -269,12 +274,13 @@ def refuse_other_stream(
     now = dataclasses.asdict(cfg)
     folder = state["folder"]
     replay = cfg.command.replay
-    if replay and saved["command"]["replay"] != replay:
+    if replay and leaf_of(saved, "command.replay", replay) != replay:
         raise InputError(f"{folder} is of no replay of {replay}")
     if saved["max_lag"] > now["max_lag"]:  # what is ready may be as old as that
         raise InputError(f"{folder} was saved with max_lag = {saved['max_lag']}: not less")
     for name in must_match:
-        before, after = (leaf_of(config, name) for config in (saved, now))
+        after = leaf_of(now, name, None)
+        before = leaf_of(saved, name, after)  # what did not exist then cannot differ
         if before != after:
             raise InputError(f"{folder} was saved with {name} = {before!r}, not {after!r}")
     prompt = state["progress"]["next_prompt"]
@@ -284,11 +290,14 @@ def refuse_other_stream(
         raise InputError(f"data.train = {cfg.data.train!r}: {message}: {why}")
 
 
-def leaf_of(config: dict, name: str) -> Any:
-    """The value of `group.leaf` in nested dictionaries."""
+def leaf_of(config: dict, name: str, default: Any) -> Any:
+    """The value of `group.leaf` in nested dictionaries; `default` where there is none."""
+    value: Any = config
     for part in name.split("."):
-        config = config[part]
-    return config
+        if not isinstance(value, dict) or part not in value:
+            return default
+        value = value[part]
+    return value
 
 
 def rewind(run_dir: str, state: dict) -> int:
@@ -339,7 +348,8 @@ def keep(path: Path, rule: Callable[[dict], bool]) -> None:
     aside = path.with_suffix(".partial")
     with open(path, "rb") as old, open(aside, "wb") as new:
         for line in old:
-            with contextlib.suppress(ValueError):  # cut off in the middle
+            # Cut off in the middle, or of a program that wrote other lines.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
                 if rule(json.loads(line)):
                     new.write(line)
     aside.replace(path)

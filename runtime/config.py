@@ -55,8 +55,11 @@ class Merged(dict):
 
 
 def merge(old: Any, new: Any) -> Any:
-    """`new`; where both are dictionaries, `old` with the entries of `new`, at any depth."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
+    """`new`; where both are dictionaries, `old` with the entries of `new`, at any depth.
+
+    An empty dictionary takes the place of the old one.
+    """
+    if not (isinstance(old, dict) and isinstance(new, dict) and new):
         return new
     return old | {name: merge(old.get(name), value) for name, value in new.items()}
 
@@ -70,6 +73,8 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
     """
     path = ROOT / default
     flags = [part for flag in argv for part in split_config(flag)]
+    if flags.count("--config") > 1:
+        raise InputError("--config is given twice, expected once")
     if "--config" in flags:
         at = flags.index("--config")
         if at + 1 == len(flags):
@@ -134,9 +139,9 @@ def read(Config: type[C], path: Path) -> C:
     if not path.is_file():
         found = ", ".join(sorted(f"configs/{p.name}" for p in ROOT.glob("configs/[!_]*.py")))
         raise InputError(f"{path}: no such config file; there are: {found}")
-    assigned = Merged()
+    assigned = Merged(__file__=str(path), __name__=path.stem)
     try:
-        exec(compile(path.read_text(), str(path), "exec"), {"__file__": str(path)}, assigned)
+        exec(compile(path.read_text(), str(path), "exec"), assigned)
     except Exception as error:
         raise InputError(f"{path}: {type(error).__name__}: {error}") from error
     chosen = {
@@ -178,8 +183,13 @@ def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
 def hint(Config: type, name: str) -> str:
     """The setting that was probably meant, as the end of an error message."""
     known = leaves(Config)
-    same_leaf = [path for path in known if path.rpartition(".")[2] == name]
-    close = same_leaf or difflib.get_close_matches(name, known, 1)
+    by_leaf: dict[str, list[str]] = {}
+    for path in known:
+        by_leaf.setdefault(path.rpartition(".")[2], []).append(path)
+    near = [name] if name in by_leaf else difflib.get_close_matches(name, by_leaf, 1)
+    close = by_leaf[near[0]] if near else difflib.get_close_matches(name, known, 1)
+    if close and close[0].startswith("command."):
+        return f"; --{close[0].removeprefix('command.')} is a word of the command line"
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 

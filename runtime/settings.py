@@ -114,10 +114,16 @@ class Sampling:
         default_factory=lambda: {"enable_thinking": True}
     )
     """Variables of the chat template (Super adds truncate_history_thinking = False)."""
-    validation: dict[Literal["temperature", "top_p", "top_k", "min_p"], float] = dataclasses.field(
-        default_factory=dict
+    validation: dict[Literal["temperature", "top_p", "top_k", "min_p"], float | int] = (
+        dataclasses.field(default_factory=dict)
     )
     """How validation samples where it is unlike training: {"temperature": 0.6, "top_p": 0.95}."""
+
+    def __post_init__(self) -> None:
+        """Refuses what vLLM would refuse at the first evaluation. Raises ValueError."""
+        top_k = self.validation.get("top_k", 0)
+        if not isinstance(top_k, int):
+            raise ValueError(f"sampling.validation sets top_k = {top_k}, expected a whole number")
 
 
 @checked_dataclass(frozen=True, config=FINITE)

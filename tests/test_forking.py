@@ -73,10 +73,10 @@ def dr_grpo(fork, monkeypatch) -> ModuleType:
 def count_letters(fork, monkeypatch):
     """The new environment, registered."""
     monkeypatch.setattr(envs, "__path__", [str(fork / "envs")])
-    envs._registry.cache_clear()
+    envs.agents.cache_clear()
     yield envs.environment("count_letters")
     sys.modules.pop("envs.count_letters")
-    envs._registry.cache_clear()
+    envs.agents.cache_clear()
 
 
 def example_row() -> dict:

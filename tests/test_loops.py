@@ -355,3 +355,28 @@ def test_a_field_that_a_fork_adds_to_progress_is_saved_and_restored(monkeypatch)
     del state["progress"]["difficulty"]
     other.restore(state, [])
     assert other.progress.difficulty == 0.5
+
+
+def test_a_checkpoint_holds_a_group_that_finished_while_it_waited_for_a_repair():
+    """Its slot must be in flight or ready: a slot in neither would never be generated again."""
+
+    async def main():
+        run = Run(changed(Config(), prompts_per_step=1, steps=4), [ROW], [])
+        saved = {}
+
+        async def save(state, groups, tasks):
+            saved.update(state, ready=[group.slot for group in groups])
+
+        run.checkpoints = SimpleNamespace(save=save, written=lambda: asyncio.sleep(0))
+        run.tasks = None
+        run.buffer.start(0)
+        run.progress.in_flight[0] = 0
+        async with run.training:  # a repair
+            saving = asyncio.create_task(run.save())
+            await asyncio.sleep(0.01)
+            del run.progress.in_flight[0]
+            run.buffer.put(Group(0, 0, 1, [], None))
+        await saving
+        assert set(saved["progress"]["in_flight"]) | set(saved["ready"]) == {0}
+
+    asyncio.run(main())

@@ -7,7 +7,6 @@ from typing import NamedTuple
 # What may be wrong with an answer. The index is the code in Sample.flaw_T.
 FLAWS = ("", "tool_call", "thinking")
 
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 CALL_TAG = re.compile(r"</?(tool_call|function_call)>")
 THINK_TAG = re.compile(r"</?think>")
 # The body of a call as Qwen3-Coder and Nemotron write it: <function=NAME>...</function>.
@@ -42,17 +41,25 @@ def flaw(text: str) -> str:
     flaw, and nothing inside a thought is a tool call.
     """
     parts = split(text)
-    if CALL_TAG.search(CALL.sub(_without_whole_call, parts.content)):
+    if not _calls_are_whole(parts.content):
         return "tool_call"
     if any(THINK_TAG.search(part) for part in parts):
         return "thinking"
     return ""
 
 
-def _without_whole_call(block: re.Match[str]) -> str:
-    """Nothing in place of a call that can be parsed; any other block stays as it is."""
-    body = block[1].strip()
-    return "" if XML_FUNCTION.fullmatch(body) or _is_json_call(body) else block[0]
+def _calls_are_whole(content: str) -> bool:
+    """Whether all tags of tool calls belong to calls that can be parsed; each is looked at once."""
+    tags = list(CALL_TAG.finditer(content))
+    if len(tags) % 2:
+        return False
+    for opening, closing in zip(tags[::2], tags[1::2], strict=True):
+        if (opening[0], closing[0]) != ("<tool_call>", "</tool_call>"):
+            return False
+        body = content[opening.end() : closing.start()].strip()
+        if not XML_FUNCTION.fullmatch(body) and not _is_json_call(body):
+            return False
+    return True
 
 
 def _is_json_call(body: str) -> bool:

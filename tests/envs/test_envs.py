@@ -81,6 +81,8 @@ def test_unknown_environment_lists_the_known(name):
         ('AGENTS = ("math",)', "envs/copied.py and envs/math.py both declare the agent 'math'"),
         ('AGENTS = ("mine")', r"copied.py: AGENTS is 'mine', expected a literal tuple of names"),
         ("AGENTS = names()", r"copied.py: AGENTS is names\(\), expected a literal tuple of names"),
+        ("AGENTS = ()\nAGENTS += ('mine',)", r"copied.py: AGENTS is .*expected a literal tuple"),
+        ("def verify(:", r"copied.py cannot be read as Python: invalid syntax"),
     ],
 )
 def test_a_copied_environment_does_not_take_over_an_agent(tmp_path, monkeypatch, text, problem):
@@ -89,10 +91,10 @@ def test_a_copied_environment_does_not_take_over_an_agent(tmp_path, monkeypatch,
         shutil.copy(path, tmp_path)
     (tmp_path / "copied.py").write_text(f"{text}\n")
     monkeypatch.setattr(envs, "__path__", [str(tmp_path)])
-    envs._registry.cache_clear()
+    envs.agents.cache_clear()
     with pytest.raises(ValueError, match=problem):
         envs.environment("math")
-    envs._registry.cache_clear()
+    envs.agents.cache_clear()
 
 
 def test_scanning_imports_no_heavy_library():

@@ -481,3 +481,20 @@ def test_bad_input_ends_the_program_within_seconds(bad, case, tmp_path):
     assert re.fullmatch(f"error: .*{message}.*\n", done.stderr), done.stderr
     assert seconds < 30  # 2 to 4, most of it imports, where nobody else runs
     assert list(folder.iterdir()) == []
+
+
+def test_a_file_may_use_its_own_names_in_functions_and_comprehensions(write):
+    names = "import math\n_n = 4\ndef _f(): return math.ceil(_n / 3)\n"
+    used = "steps = sum(_n for _ in range(2))\nmax_lag = _f()\n"
+    cfg = config.read(Config, write(names + used))
+    assert (cfg.steps, cfg.max_lag) == (8, 2)
+
+
+def test_config_is_given_once():
+    with pytest.raises(InputError, match="--config is given twice"):
+        config.load(Config, ["--config", "configs/tiny.py", "--config=configs/gsm8k.py"], "x")
+
+
+def test_an_empty_dictionary_takes_the_place_of_an_inherited_one():
+    assert config.merge({"tool_call": -5.0}, {}) == {}
+    assert config.merge({"a": 1}, {"b": {"c": 2}}) == {"a": 1, "b": {"c": 2}}
