@@ -274,11 +274,8 @@ def test_the_environment_gives_a_second_try(count_letters, tmp_path, answers, re
 
 
 @pytest.mark.e2e
-def test_forked_trainers_train_on_the_new_environment(fork, my_grpo, tiny_model, tmp_path):
-    """Two steps of OPO with real Ray and vLLM; Dr. GRPO trains on the same samples once more.
-
-    OPO's advantages add up to zero over the tokens of each group.
-    """
+def test_a_forked_trainer_trains_on_the_new_environment(fork, my_grpo, tiny_model, tmp_path):
+    """Two steps with real Ray and vLLM; advantages add up to zero over the tokens of each group."""
     rows = []
     for word in WORDS.split():
         for letter in sorted(set(word)):
@@ -294,7 +291,6 @@ def test_forked_trainers_train_on_the_new_environment(fork, my_grpo, tiny_model,
         max_response_tokens=64,
         row_tokens=320,
         skip_zero_advantage=False,
-        sample_period=1,
     )
     program = Program(cfg, script="my_grpo.py", root=fork)
     assert program.ends(240) == 0, program.told()[-3000:]
@@ -313,10 +309,3 @@ def test_forked_trainers_train_on_the_new_environment(fork, my_grpo, tiny_model,
         groups[line["slot"]].append(tokens * line["advantage"])
     assert len(groups) == 8 and any(any(group) for group in groups.values())
     assert all(abs(sum(group)) < 1e-3 for group in groups.values())
-
-    again = changed(cfg, run_dir=str(tmp_path / "again"), sample_period=0)
-    replayed = Program(again, "--replay", cfg.run_dir, script="dr_grpo.py", root=fork)
-    assert replayed.ends(240) == 0, replayed.told()[-3000:]
-    kept = steps[0]["global_valid_toks"]
-    ours, theirs = (p.steps()[0]["loss"] for p in (replayed, program))
-    assert ours * (4 * 8 * 64) == pytest.approx(theirs * kept, rel=1e-4, abs=1e-4)
