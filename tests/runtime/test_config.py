@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import ray
@@ -41,7 +42,9 @@ def write(tmp_path):
 
 
 def load(*flags) -> Config:
-    return config.load(Config, [str(flag) for flag in flags], default=TINY)
+    """The configuration, whether or not this checkout has made models/tiny."""
+    with mock.patch.object(config, "check_model"):
+        return config.load(Config, [str(flag) for flag in flags], default=TINY)
 
 
 # --- reading --------------------------------------------------------------------------------------
