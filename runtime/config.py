@@ -163,9 +163,9 @@ def read(Config: type[C], path: Path) -> C:
         raise InputError(f"{at}: {explain(Config, error)}") from None
 
 
-def leaves(Config: type, prefix: str = "") -> dict[str, Any]:
+def leaves(Config: type) -> dict[str, Any]:
     """Every setting that is no group, by its dotted name, with its default."""
-    return flatten(Config(), prefix)
+    return flatten(Config())
 
 
 def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
