@@ -1,12 +1,11 @@
 """policy/megatron on real Megatron-Core: every family under every layout, against transformers.
 
-Each layout is a handful of processes on gloo that compute all families; tests/cpu stands in for
+The ranks of a layout are processes on gloo that compute all families; tests/cpu stands in for
 CUDA, Transformer Engine and the Mamba kernel.
 """
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from grpo_async import policy_loss
 from policy.fsdp import FSDPPolicy
 from runtime.metrics import reduce_stats
-from support.megatron_rank import config, rows
+from support.megatron_ranks import config, rows
 from support.program import Program
 from support.tiny_models import FAMILIES, make
 
@@ -28,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DENSE = ["llama", "qwen2", "qwen3"]
 MAMBA = ["nemotron_dense", "nemotron_moe"]
 EVERY = [*DENSE, "qwen3_moe", *MAMBA]
-LAYOUTS = {  # ranks that can do one after the other start once
+LAYOUTS = {
     "tp2": ({"tp": 2}, 2, EVERY),
     "cp2": ({"cp": 2}, 2, EVERY),
     "pp2": ({"pp": 2}, 2, EVERY),
@@ -39,29 +38,16 @@ AGAIN = {"pp2 again": ({"pp": 2}, 2), "one again": ({}, 1)}  # from what tp2 sav
 ROWS = 2
 
 
-def ranks(jobs: list[dict], world: int, folder: Path) -> None:
-    """Runs megatron_rank.py on `world` ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+def compute(jobs: list[dict], folder: Path) -> None:
+    """Runs megatron_ranks.py; if a rank fails, the others are ended."""
     paths = [folder / f"{job['name']}.json" for job in jobs]
     for path, job in zip(paths, jobs, strict=True):
         path.write_text(json.dumps(job))
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    env |= {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "tests/support/megatron_rank.py", *map(str, paths)]
-    log = open(folder / f"{world}.log", "w+")  # noqa: SIM115
-    every = [
-        subprocess.Popen(command, cwd=ROOT, env=env | {"RANK": str(r)}, stdout=log, stderr=log)
-        for r in range(world)
-    ]
-    try:
-        codes = [process.wait(timeout=400) for process in every]
-    finally:
-        for process in every:
-            process.kill()
-    log.seek(0)
-    assert codes == [0] * world, log.read()[-6000:]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests"}
+    env |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    command = [sys.executable, "-W", "ignore", "tests/support/megatron_ranks.py", *map(str, paths)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-6000:]
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +61,18 @@ def models(tmp_path_factory, tiny_model) -> dict[str, str]:
 def measured(models, tmp_path_factory):
     """What each layout computes, by family."""
     folder = tmp_path_factory.mktemp("layouts")
-    for world in (2, 1, 4):  # two ranks first: others load what they save
-        jobs = [
-            {"name": name, "layout": layout, "models": families, "save": name == "tp2"}
-            for name, (layout, size, families) in LAYOUTS.items()
-            if size == world
-        ]
-        jobs += [
-            {"name": name, "layout": layout, "models": EVERY, "load": True}
-            for name, (layout, size) in AGAIN.items()
-            if size == world
-        ]
-        for job in jobs:
-            job |= {"rows": ROWS, "models": [models[family] for family in job["models"]]}
-        ranks(jobs, world, folder)
+    jobs = [
+        {"name": name, "world": world, "layout": layout, "models": families, "save": name == "tp2"}
+        for name, (layout, world, families) in LAYOUTS.items()
+    ]
+    jobs += [
+        {"name": name, "world": world, "layout": layout, "models": EVERY, "load": True}
+        for name, (layout, world) in AGAIN.items()
+    ]
+    jobs.sort(key=lambda job: {2: 0, 1: 1, 4: 2}[job["world"]])
+    for job in jobs:
+        job |= {"rows": ROWS, "models": [models[family] for family in job["models"]]}
+    compute(jobs, folder)
     found = {}
 
     def of(name: str) -> dict:

@@ -31,7 +31,7 @@ from grpo_async import Config, Generator, pack  # noqa: E402
 from policy import Policy  # noqa: E402
 from policy.packing import Update  # noqa: E402
 from policy.weight_sync import Sender  # noqa: E402
-from support.megatron_rank import config, opened  # noqa: E402
+from support.megatron_ranks import config, opened  # noqa: E402
 
 
 class Chosen:

@@ -27,7 +27,7 @@ os.environ |= {
 
 def exported(model: str, folder: Path) -> tuple[list[int], torch.Tensor]:
     """Token ids and their logprobs by Megatron, which leaves its export in a folder."""
-    from support.megatron_rank import config, opened, rows
+    from support.megatron_ranks import config, opened, rows
 
     policy = opened(config(model), trainable=False)
     row = rows(1)[0]

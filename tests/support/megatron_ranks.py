@@ -1,18 +1,21 @@
-"""One rank of a Megatron layout: what the families of tiny models compute, for tests to compare.
+"""What the ranks of Megatron layouts compute of the families of tiny models, for tests to compare.
 
-    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; python tests/support/megatron_rank.py JOB.json...
+    PYTHONPATH=tests/cpu:tests:. python tests/support/megatron_ranks.py JOB.json...
 
-Rank 0 writes JOB.pt: for each family logits, logprobs, loss, gradient norm, weights after a step.
+For each job `world` ranks are forked, which saves them the imports. Rank 0 writes JOB.pt: for each
+family logits, logprobs, loss, gradient norm, weights after a step.
 """
 
 import dataclasses
 import itertools
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 from grpo_async import Batch, Config, policy_loss
 from policy import logprobs
@@ -223,22 +226,33 @@ def reload(model: str, job: dict, folder: Path) -> dict:
     return {"weights": weights, "after": dict(policy.named_weights()), "step": step}
 
 
-def main(paths: list[str]) -> None:
-    """Does the jobs of some files on this rank, one layout after the other."""
+def rank_main(rank: int, world: int, store: str, paths: list[Path]) -> None:
+    """Does jobs of one world size, one layout after the other."""
     from policy.megatron.policy import mpu
 
-    torch.set_num_threads(1)
-    logprobs.CHUNK = 16
-    dist.init_process_group("gloo")
-    for path in map(Path, paths):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    for path in paths:
         job = json.loads(path.read_text())
         work = reload if job.get("load") else measure
         found = {Path(m).name: work(m, job, path.parent) for m in job["models"]}
-        if dist.get_rank() == 0:
+        if rank == 0:
             torch.save(found, path.with_suffix(".pt"))
         dist.barrier()
         mpu.destroy_model_parallel()
 
 
+def main(paths: list[Path]) -> None:
+    """Does the jobs in their order; neighbours of one world size share their processes."""
+    import policy.megatron.policy  # noqa: F401
+
+    torch.set_num_threads(1)
+    logprobs.CHUNK = 16
+    jobs = [(json.loads(path.read_text())["world"], path) for path in paths]
+    for world, group in itertools.groupby(jobs, lambda job: job[0]):
+        with tempfile.TemporaryDirectory() as folder:
+            args = (world, f"{folder}/store", [path for _, path in group])
+            start_processes(rank_main, args, nprocs=world, start_method="fork")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main([Path(name) for name in sys.argv[1:]])
