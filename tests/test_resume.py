@@ -1,12 +1,20 @@
 """A run that is killed and resumed equals the undisturbed run."""
 
+import itertools
+import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import SHARED, spelling_rows, write_rows
 
-from support.program import Program, survivors
+from grpo_async import Config
+from launch.make_gsm8k import convert
+from runtime import config
+from support.configs import changed
+from support.program import Program, end, survivors
 
 pytestmark = pytest.mark.e2e
 TIMES = ("seconds", "wait_for", "sync_")
@@ -54,7 +62,9 @@ def test_a_run_killed_after_every_step_equals_the_undisturbed_run(tiny_config, t
         program = Program(cfg, "--resume", "auto", script="tests/support/deterministic_engine.py")
         marker = program.folder / f"step_{k:06d}" / "complete.json"
         program.wait_until(marker.exists)
+        family = {pid: name for pid, name in program.family().items() if b"Agent" not in name}
         program.stop()
+        assert not survivors(family), "only the agents of Ray's own node may stay for a while"
         assert not (program.folder / f"step_{k + 2:06d}").exists(), "killed too late"
     program = Program(cfg, "--resume", "auto", script="tests/support/deterministic_engine.py")
     assert program.ends() == 0, program.told()[-4000:]
@@ -77,13 +87,14 @@ def test_a_run_killed_after_every_step_equals_the_undisturbed_run(tiny_config, t
     program.check_slots(cfg, rows=64)
 
 
-def test_sigterm_saves_and_leaves_and_a_damaged_checkpoint_is_passed_over(tiny_config, tmp_path):
-    """With vLLM: leave on SIGTERM, damage the newest checkpoint, kill, go on: nothing is lost."""
-    from conftest import spelling_rows, write_rows
+def test_a_run_goes_on_whatever_ended_it(tiny_config, tmp_path):
+    """SIGTERM, a damaged checkpoint, a killed trainer rank, Ctrl-C: nothing is lost, no one stays.
 
+    The driver ends within seconds, whatever it waits for.
+    """
     val = write_rows(tmp_path / "val.jsonl", spelling_rows(4, 1))
-    fields = {"save_period": 2, "keep_last": 3, "max_response_tokens": 48}
-    cfg = tiny_config(steps=10, data={"val": val}, val_period=2, **fields)
+    fields = {"save_period": 2, "keep_last": 3, "max_response_tokens": 48, "ranks": 2}
+    cfg = tiny_config(steps=1000, data={"val": val}, val_period=2, **fields)
     program = Program(cfg)
     program.wait_until(lambda: len(program.steps()) >= 3)
     program.signal(signal.SIGTERM)
@@ -91,46 +102,70 @@ def test_sigterm_saves_and_leaves_and_a_damaged_checkpoint_is_passed_over(tiny_c
     assert "(SIGTERM); --resume auto goes on" in program.told()
     left_at = program.steps()[-1]["step"]
     newest = program.folder / f"step_{left_at:06d}"
-    assert (newest / "complete.json").exists() and left_at < cfg.steps
+    assert (newest / "complete.json").exists()
 
-    (shard,) = (newest / "policy").glob("*.distcp")
+    shard = sorted((newest / "policy").glob("*.distcp"))[0]
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     program = Program(cfg, "--resume", "auto")
     program.wait_until(lambda: len(program.steps()) >= left_at + 1)
     assert f"not resumed from {newest}: {shard}: its CRC-32" in program.told()
-    family = {pid: name for pid, name in program.family().items() if b"Agent" not in name}
-    assert len(family) >= 4
-    program.signal(signal.SIGKILL)
-    program.stop()
-    assert not survivors(family), "only the agents of Ray's own node may stay for a while"
+    end(program.pids("Trainer")[-1])
+    assert program.ends(60) != 0
+    assert "Trainer" in program.told() and "died" in program.told()
 
+    done = len(program.steps())
     program = Program(cfg, "--resume", "auto")
-    assert program.ends() == 0, program.told()[-4000:]
-    program.check_slots(cfg, rows=64)
+    program.wait_until(lambda: len(program.steps()) >= done + 3)
+    family = program.family()
+    assert len(family) >= 4
+    program.signal(signal.SIGINT)
+    program.ends(60)
+    assert not survivors(family)
+    program.check_slots(cfg, rows=64, steps=len(program.steps()))
     assert all(m["lag_max"] <= cfg.max_lag for m in program.steps())
     validated = [m["step"] for m in program.lines("metrics.jsonl") if "validation_reward" in m]
-    assert validated == [0, 2, 4, 6, 8, 10], "each version once, whatever ended the run meanwhile"
-    again = Program(cfg)
-    assert again.ends(60) != 0 and "holds a run already" in again.told()
+    assert validated == list(range(0, 2 * len(validated), 2)), "each version once"
+    assert len(validated) >= (done + 3) // 2
 
 
-def test_saved_samples_train_again_without_an_engine(tiny_config, tmp_path):
-    """--rollout_only, then --replay, then --export and --eval_only of what came out."""
-    from conftest import spelling_rows, write_rows
+def gsm8k(folder: Path) -> dict[str, str]:
+    """The `data` of a run on GSM8K: real questions where they are at hand, else some of our own."""
+    raw = [
+        {"question": f"Ann has {n} eggs. How many are two more?", "answer": f"#### {n + 2}"}
+        for n in range(40)
+    ]
+    data = {}
+    for name, of in (("train", "train"), ("val", "test")):
+        real = SHARED / "gsm8k" / f"{of}.jsonl"
+        lines = real.read_text().splitlines() if real.exists() else map(json.dumps, raw)
+        source = folder / f"{of}.raw"
+        source.write_text("\n".join(itertools.islice(lines, 40 if name == "train" else 4)))
+        data[name] = str(folder / f"{of}.jsonl")
+        convert(source, Path(data[name]))
+    return data
+
+
+def test_saved_samples_train_again_without_an_engine(tiny_model, tmp_path):
+    """configs/gsm8k.py: --rollout_only, --replay, --export, and --eval_only of what came out."""
     from transformers import AutoModelForCausalLM
 
-    val = write_rows(tmp_path / "val.jsonl", spelling_rows(4, seed=1))
-    first = tiny_config(run_dir=str(tmp_path / "rollouts"), steps=2, skip_zero_advantage=False)
-    collected = Program(first, "--rollout_only")
+    flags = ["--model", tiny_model, "--run_dir", str(tmp_path / "rollouts")]
+    base = config.load(Config, flags, default="configs/gsm8k.py")
+    small = {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 32}
+    small |= {"val_samples": 2, "skip_zero_advantage": False}  # a random model earns no reward
+    base = changed(base, data=gsm8k(tmp_path), steps=2, val_period=1, **small)
+    collected = Program(base, "--rollout_only")
     assert collected.ends() == 0, collected.told()[-4000:]
     files = sorted(path.name for path in (collected.folder / "samples").iterdir())
     assert files == ["step_000001.npz", "step_000002.npz"]
+    lines = collected.lines("rollouts.jsonl")
+    assert {line["env"] for line in lines} == {"math_with_judge_simple_agent"}
+    first = next(line for line in lines if line["slot"] == 0)
+    assert ("Natalia sold clips" if SHARED.exists() else "two more") in first["prompt"]
 
-    fields = {"run_dir": str(tmp_path / "replayed"), "skip_zero_advantage": False}
-    data = {"val": val, "val_samples": 2}
-    cfg = tiny_config(steps=9, data=data, val_period=1, **fields)
+    cfg = changed(base, run_dir=str(tmp_path / "replayed"), steps=9)
     replayed = Program(cfg, "--replay", str(collected.folder))
     assert replayed.ends() == 0, replayed.told()[-4000:]
     assert not replayed.pids("Generator") and len(replayed.steps()) == 2

@@ -48,7 +48,7 @@ class Program:
         while not holds():
             assert self.process.poll() is None, self.told()[-4000:]
             assert time.monotonic() - began < seconds, self.told()[-4000:]
-            time.sleep(0.02)
+            time.sleep(0.05)
         return time.monotonic() - began
 
     def ends(self, seconds: float = 180) -> int:
