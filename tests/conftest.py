@@ -15,6 +15,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with whole programs come first, so that no long one is left over at the end."""
+    programs = {item.path for item in items if item.get_closest_marker("e2e")}
+    items.sort(key=lambda item: item.path not in programs)
+
+
 def save_tokenizer(folder: Path) -> None:
     """A character-level tokenizer with a two-role chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

@@ -14,12 +14,11 @@ unset PYTHONDONTWRITEBYTECODE
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 [ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
-# The type checker and unit tests run beside those that wait for programs to start.
-units=$(mktemp)
-{ nice .venv/bin/mypy && nice .venv/bin/python -m pytest -m "not e2e and not slow"; } >"$units" 2>&1 &
+types=$(mktemp)
+nice .venv/bin/mypy >"$types" 2>&1 &
 beside=$!
-trap 'kill $beside 2>/dev/null || cat "$units"; rm "$units"' EXIT
+trap 'kill $beside 2>/dev/null || cat "$types"; rm "$types"' EXIT
 failed=0
-.venv/bin/python -m pytest -m "e2e or slow" || failed=$?
+.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10 || failed=$?
 wait $beside || failed=$?
 exit $failed
