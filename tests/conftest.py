@@ -16,9 +16,8 @@ SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with whole programs come first, so that no long one is left over at the end."""
-    programs = {item.path for item in items if item.get_closest_marker("e2e")}
-    items.sort(key=lambda item: item.path not in programs)
+    """Tests with whole programs come first, so that no long one is left over at the end."""
+    items.sort(key=lambda item: not item.get_closest_marker("e2e"))
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -66,6 +65,15 @@ def tiny_model(tmp_path_factory) -> str:
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory, tiny_model) -> dict[str, str]:
+    """A folder for every family that policy/megatron trains."""
+    from support.tiny_models import FAMILIES, make
+
+    folder = tmp_path_factory.mktemp("families")
+    return {family: make(family, folder / family, tiny_model) for family in FAMILIES}
 
 
 def spelling_rows(count: int, seed: int = 0) -> list[dict]:

@@ -19,6 +19,6 @@ nice .venv/bin/mypy >"$types" 2>&1 &
 beside=$!
 trap 'kill $beside 2>/dev/null || cat "$types"; rm "$types"' EXIT
 failed=0
-.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10 || failed=$?
+.venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 10 || failed=$?
 wait $beside || failed=$?
 exit $failed

@@ -15,7 +15,7 @@ from envs.sampler import Request
 from runtime.fleet import PROBE
 from support.configs import changed
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("pair")]
 TOLERANCE = 1e-5  # float32, dense model
 
 

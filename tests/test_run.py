@@ -17,6 +17,7 @@ from support.program import Program
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.e2e
+of_one_run = pytest.mark.xdist_group("a finished run")
 
 
 def run(cfg, timeout: float = 240) -> Path:
@@ -65,6 +66,7 @@ def finished(tiny_model, tmp_path_factory):
     return run(cfg), cfg
 
 
+@of_one_run
 def test_metrics_of_a_run(finished):
     """Every step is logged once, lag keeps its bound, and the first step is exactly on-policy."""
     folder, cfg = finished
@@ -78,6 +80,7 @@ def test_metrics_of_a_run(finished):
     assert validated == [0, 3, 6]
 
 
+@of_one_run
 def test_rollouts_of_a_run(finished):
     """Every slot once, with prompt, response, reward, advantage and its tokens' versions."""
     folder, cfg = finished
@@ -99,6 +102,7 @@ def test_rollouts_of_a_run(finished):
             assert all(line["advantage"] == 0 for line in group)
 
 
+@of_one_run
 def test_product_of_a_run_loads_in_transformers_and_vllm(finished):
     """The exported policy answers alike in both, with its own tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

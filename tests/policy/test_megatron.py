@@ -20,9 +20,8 @@ from grpo_async import policy_loss
 from policy.fsdp import FSDPPolicy
 from runtime.metrics import reduce_stats
 from support.megatron_ranks import config, rows
-from support.program import Program
-from support.tiny_models import FAMILIES, make
 
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("layouts")]
 ROOT = Path(__file__).resolve().parents[2]
 DENSE = ["llama", "qwen2", "qwen3"]
 MAMBA = ["nemotron_dense", "nemotron_moe"]
@@ -48,13 +47,6 @@ def compute(jobs: list[dict], folder: Path) -> None:
     command = [sys.executable, "-W", "ignore", "tests/support/megatron_ranks.py", *map(str, paths)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-6000:]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory, tiny_model) -> dict[str, str]:
-    """A folder for every family."""
-    folder = tmp_path_factory.mktemp("families")
-    return {family: make(family, folder / family, tiny_model) for family in FAMILIES}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +102,6 @@ def sequences(row) -> list[torch.Tensor]:
     return list(row.tokens_T.split(torch.bincount(row.seq_T).tolist()))
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_logits_equal_transformers(name, family, measured, references):
     logits = measured(name)[family]["logits"]
@@ -120,7 +111,6 @@ def test_logits_equal_transformers(name, family, measured, references):
         assert (ours - theirs).abs().max() < limit
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_hf_to_megatron_to_hf_is_bitwise(name, family, measured, models):
     found, original = measured(name)[family], load_file(f"{models[family]}/model.safetensors")
@@ -154,7 +144,6 @@ def fsdp(models, tmp_path_factory):
     dist.destroy_process_group()
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(("name", "family"), [case for case in CASES if case[1] not in MAMBA])
 def test_one_step_is_that_of_fsdp(name, family, measured, fsdp):
     found, (total, step, weights) = measured(name)[family], fsdp(family)
@@ -168,7 +157,6 @@ def test_one_step_is_that_of_fsdp(name, family, measured, fsdp):
         assert (found["before"][key] - tensor).abs().max() > 1e-4 or "gate.weight" in key, key
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(("name", "family"), [c for c in CASES if c[1] in MAMBA and c[0] != "one"])
 def test_one_step_with_mamba_is_that_of_one_rank(name, family, measured):
     found, alone = measured(name)[family], measured("one")[family]
@@ -189,7 +177,6 @@ def forced(gate, route_TK):
     return forward
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(("name", "family"), [c for c in CASES if c[1].endswith("_moe")])
 def test_the_experts_of_the_engine_are_followed(name, family, measured, models):
     """Under random routes: transformers' logits, and in every layout the same step."""
@@ -220,7 +207,6 @@ def test_the_experts_of_the_engine_are_followed(name, family, measured, models):
         assert (ours - torch.cat(theirs))[~last_T].abs().max() < limit
 
 
-@pytest.mark.e2e
 def test_expert_biases_move_towards_balance_and_routers_stay(measured):
     found = measured("one")["nemotron_moe"]
     for key, before in found["before"].items():
@@ -234,7 +220,6 @@ def test_expert_biases_move_towards_balance_and_routers_stay(measured):
             assert moved.abs().max() > 0, key
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("name", [name for name, family in CASES if family == "nemotron_moe"])
 def test_tokens_of_untrained_samples_move_no_expert_bias(name, measured):
     biases = measured(name)["nemotron_moe"]["biases"]
@@ -246,7 +231,6 @@ def test_tokens_of_untrained_samples_move_no_expert_bias(name, measured):
         assert torch.equal(moved, expected) and not torch.equal(moved, before)
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("family", EVERY)
 def test_a_checkpoint_of_one_layout_is_that_of_another(family, measured):
     one, two = (measured(name)[family] for name in ("one again", "pp2 again"))
@@ -259,7 +243,6 @@ def test_a_checkpoint_of_one_layout_is_that_of_another(family, measured):
         assert (two["after"][key] - tensor).abs().max() < 1e-5, key
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("family", EVERY)
 def test_the_export_is_what_transformers_loads(family, measured):
     after = measured("tp2")[family]["after"]
@@ -269,80 +252,3 @@ def test_the_export_is_what_transformers_loads(family, measured):
     loaded = load_file(folder / "model.safetensors")
     assert all(torch.equal(loaded[key], tensor) for key, tensor in after.items())
     assert lm(input_ids=torch.arange(9)[None]).logits.isfinite().all()
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("family", "layout", "limit"),
-    [
-        ("qwen3_moe", {"ranks": 2, "tp": 2, "replay_routing": True}, 1e-5),
-        ("nemotron_moe", {"ranks": 1}, 1e-3),
-    ],
-)
-def test_it_trains_what_vllm_samples(family, layout, limit, models, tiny_config, monkeypatch):
-    """Five steps of the whole program, each sampled by the policy that trains on it.
-
-    With a lag a token's context may be older than the token, and no recomputation agrees.
-    """
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/cpu")
-    fields = {"kind": "megatron", "skip_zero_advantage": False, "verify_sync_every": 1}
-    cfg = tiny_config(model=models[family], steps=5, lr=1e-4, max_lag=0, **fields | layout)
-    program = Program(cfg)
-    assert program.ends() == 0, program.told()[-4000:]
-    assert len(program.steps()) == 5
-    tables = [line["rows"] for line in program.lines("mismatch.jsonl")]
-    means = [row["mean"] for rows in tables for row in rows if row["by"] == "all"]
-    assert len(means) == 5 and max(means) < limit
-    if "replay_routing" in layout:
-        assert all(line["routing_replay_hit_rate"] == 1 for line in program.steps())
-    AutoModelForCausalLM.from_pretrained(program.folder / "step_000005" / "hf")
-
-
-LOADED = ["qwen3_moe", "nemotron_moe", "qwen3", "nemotron_dense"]
-
-
-@pytest.fixture(scope="module")
-def scripts(models):
-    """What two programs print that hold an engine each, by name; they start together."""
-    env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests"}
-    env |= {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    wanted = {
-        "routing_replay": [models["qwen3_moe"]],
-        "vllm_loads_export": [models[f] for f in LOADED],
-    }
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, "-W", "ignore", f"tests/support/{name}.py", *args],
-            cwd=ROOT,
-            env=env,
-            **pipes,
-        )
-        for name, args in wanted.items()
-    }
-
-    def printed(name: str) -> dict:
-        output, errors = running[name].communicate(timeout=300)
-        assert running[name].returncode == 0, errors[-4000:]
-        return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
-
-    yield printed
-    for process in running.values():
-        process.kill()
-
-
-@pytest.mark.e2e
-def test_replayed_experts_bring_trainer_and_engine_together_in_bf16(scripts):
-    """Both compute in bf16: where they choose other experts, their logprobs part."""
-    found = scripts("routing_replay")
-    print(found)
-    assert found["hit rate"] == 1 and found["other experts"] > 0
-    assert found["replayed"]["max"] < found["free"]["max"] / 3
-    assert found["replayed"]["mean"] < found["free"]["mean"]
-
-
-@pytest.mark.e2e
-def test_vllm_loads_the_export_and_scores_the_same(scripts):
-    """Families whose tiny heads its CPU attention knows; with experts first, for their group."""
-    gaps = scripts("vllm_loads_export")
-    assert set(gaps) == set(LOADED) and max(gaps.values()) < 1e-5, gaps

@@ -1,0 +1,91 @@
+"""policy/megatron beside a real vLLM engine: whole runs, routing replay in bf16, exports."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from support.program import Program
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "limit"),
+    [
+        ("qwen3_moe", {"ranks": 2, "tp": 2, "replay_routing": True}, 1e-5),
+        ("nemotron_moe", {"ranks": 1}, 1e-3),
+    ],
+)
+def test_it_trains_what_vllm_samples(family, layout, limit, models, tiny_config, monkeypatch):
+    """Five steps of the whole program, each sampled by the policy that trains on it.
+
+    With a lag a token's context may be older than the token, and no recomputation agrees.
+    """
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/cpu")
+    fields = {"kind": "megatron", "skip_zero_advantage": False, "verify_sync_every": 1}
+    cfg = tiny_config(model=models[family], steps=5, lr=1e-4, max_lag=0, **fields | layout)
+    program = Program(cfg)
+    assert program.ends() == 0, program.told()[-4000:]
+    assert len(program.steps()) == 5
+    tables = [line["rows"] for line in program.lines("mismatch.jsonl")]
+    means = [row["mean"] for rows in tables for row in rows if row["by"] == "all"]
+    assert len(means) == 5 and max(means) < limit
+    if "replay_routing" in layout:
+        assert all(line["routing_replay_hit_rate"] == 1 for line in program.steps())
+    AutoModelForCausalLM.from_pretrained(program.folder / "step_000005" / "hf")
+
+
+LOADED = ["qwen3_moe", "nemotron_moe", "qwen3", "nemotron_dense"]
+
+
+@pytest.fixture(scope="module")
+def scripts(models):
+    """What two programs print that hold an engine each, by name; they start together."""
+    env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests"}
+    env |= {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    wanted = {
+        "routing_replay": [models["qwen3_moe"]],
+        "vllm_loads_export": [models[f] for f in LOADED],
+    }
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, "-W", "ignore", f"tests/support/{name}.py", *args],
+            cwd=ROOT,
+            env=env,
+            **pipes,
+        )
+        for name, args in wanted.items()
+    }
+
+    def printed(name: str) -> dict:
+        output, errors = running[name].communicate(timeout=300)
+        assert running[name].returncode == 0, errors[-4000:]
+        return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+
+    yield printed
+    for process in running.values():
+        process.kill()
+
+
+@pytest.mark.xdist_group("two engines")
+def test_replayed_experts_bring_trainer_and_engine_together_in_bf16(scripts):
+    """Both compute in bf16: where they choose other experts, their logprobs part."""
+    found = scripts("routing_replay")
+    print(found)
+    assert found["hit rate"] == 1 and found["other experts"] > 0
+    assert found["replayed"]["max"] < found["free"]["max"] / 3
+    assert found["replayed"]["mean"] < found["free"]["mean"]
+
+
+@pytest.mark.xdist_group("two engines")
+def test_vllm_loads_the_export_and_scores_the_same(scripts):
+    """Families whose tiny heads its CPU attention knows; with experts first, for their group."""
+    gaps = scripts("vllm_loads_export")
+    assert set(gaps) == set(LOADED) and max(gaps.values()) < 1e-5, gaps
