@@ -4,9 +4,9 @@
     w_t  =  min(pi_train(t) / pi_engine(t), 5)                      no gradient flows through it
     loss = -sum_t  w_t  A_t  log pi_train(t)  /  (tokens kept in the whole batch)
 
-Only sequences whose mean exp|log pi_train - log pi_engine| is at most 2 are summed. This is the
-objective of every stage of Nemotron 3 Super, NVIDIA's 120B model whose RL recipe is public. It has
-one update per batch, so the PPO ratio is 1 and never clips.
+Only sequences whose mean exp|log pi_train - log pi_engine| is at most 2 are summed. One update per
+batch is made, so the PPO ratio is 1 and never clips.
+All stages of Nemotron 3 Super, NVIDIA's 120B model whose RL recipe is public, have this objective.
 
 Two loops run at once and meet in a buffer. Prompts are numbered in file order; group i is trained
 at step i // P and nowhere else, and may start as soon as the policy has version i // P - max_lag:
@@ -99,7 +99,7 @@ class Advantage:
     normalize: bool = True
     """Divide by the standard deviation of those rewards."""
     clip: tuple[Unbounded, Unbounded] = (-50.0, 50.0)
-    """Advantages are clamped into this interval; -inf and inf: not at all (Nano)."""
+    """Advantages are clamped into this interval; -inf and inf: not at all (Nemotron 3 Nano)."""
     overlong_filtering: bool = False
     """Truncated answers keep their place in the baseline and lose their loss."""
     penalties: Penalties = dataclasses.field(default_factory=dict)
@@ -134,7 +134,7 @@ class Loss:
     """The policy gradient of a batch."""
 
     updates_per_batch: PositiveInt = 1
-    """Optimizer steps per batch. 1: the PPO ratio is 1. More: PPO against recomputed logprobs."""
+    """Optimizer steps per batch, each on another part of it. With one, the PPO ratio is 1."""
     ratio_clip: tuple[Annotated[float, Field(ge=0, le=1)], NonNegativeFloat] = (0.2, 0.28)
     """PPO ratio is clipped to [1 - first, 1 + second] (clip-higher, DAPO)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
@@ -233,16 +233,16 @@ class Batch:
 
 # === The algorithm: pure functions of tensors =====================================================
 
-# Rewards that differ by less, relative to the largest, differ by rounding: dividing trains on it.
+# A smaller std, relative to the largest reward, is rounding: dividing by it would train on noise.
 SPREAD_FLOOR = 1e-4
 
 
 def group_advantages(rewards_G: Tensor, rule: Advantage) -> Tensor:
     """Advantages [G] of one prompt's samples; all zero when the group agrees.
 
-    Each reward is compared with the mean and the (unbiased) std of the others, +1e-6, or of all
-    with baseline "mean". Where the spread is rounding the difference stays as it is. Must be 0,
-    exactly, where nothing is to be learned: `plan_step` skips it. NeMo-RL algorithms/utils.py:79.
+    A reward minus the mean of the others, over their (unbiased) std + 1e-6; with baseline "mean",
+    those of all. Where that std is rounding, it does not divide. A sample whose advantage is
+    exactly 0 is not computed (`plan_step`). NeMo-RL algorithms/utils.py:79.
     """
     G = len(rewards_G)
     if G < 2:
@@ -263,7 +263,7 @@ def shaped_reward(row: dict, episode: Episode, rule: LowEffort) -> float:
     """The environment's reward; where the prompt asks for low effort, short pays and long costs.
 
     q = min(1, weight * (1 - tokens / limit));  r' = r + r * max(q, 0) + penalty * min(q, 0)
-    (NeMo-RL experience/rollouts.py:1098, Super RLVR: weight 0.2, limit 3000, penalty 1).
+    Tokens are those of the last turn. NeMo-RL experience/rollouts.py:1098; Super: 0.2, 3000, 1.
     """
     reward = float(episode.reward.value)
     messages = row["responses_create_params"]["input"]
@@ -285,10 +285,10 @@ class ImportanceWeights(NamedTuple):
 def importance_weights(
     gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, rule: Correction
 ) -> ImportanceWeights:
-    """pi_train / pi_engine of each token, where `gap_T` [T] is its log, under `rule`.
+    """Weights of tokens by their ratio pi_old / pi_engine, whose log is `gap_T` [T].
 
-    Masking keeps the raw weight of what is inside; truncation clamps the judged one. Truncated
-    importance sampling: Yao et al. 2025; IcePop: Ling team 2025; sequence mask: NeMo-RL.
+    The bounds judge a token's own ratio or its sequence's. Masking gives the own ratio, or 0 if
+    outside; truncation the judged one, clamped. TIS: Yao et al. 2025; IcePop: Ling team 2025.
     """
     weight_T = gap_T.clamp(-20, 20).exp()  # must not overflow before the rule sees it
     judged_T = weight_T
@@ -317,10 +317,10 @@ def k3(log_ratio_T: Tensor) -> Tensor:
 
 
 def divisor(tokens: float, sequences: float, cfg: Config) -> float:
-    """What a batch's summed loss is divided by, of that many tokens in that many sequences.
+    """What an update's summed loss is divided by, given how many tokens and sequences it trains.
 
     Asked twice: for the planned counts before the first backward pass, and for those that passed
-    the filter before the optimizer step. A loss with a constant divisor (Dr. GRPO) returns it here.
+    the filter before the optimizer step. Dr. GRPO returns a constant.
     """
     return max(tokens if cfg.loss.reduction == "token" else sequences, 1)
 
@@ -502,7 +502,7 @@ class RolloutBuffer:
         return groups
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Waits until a condition on the buffer holds; callers give it a deadline and a name."""
+        """Waits until a condition holds; what fills or empties the buffer has its own deadline."""
         while not holds():
             await self.changed.wait()
 
@@ -615,7 +615,7 @@ class Generator:
     async def update_weights(self, version: int, verify: bool) -> Received:
         """Receives `version` in flight, between two engine steps. Any error is final."""
         began = time.perf_counter()
-        # Not through AsyncLLM.pause_generation, which adds 20 ms that vLLM calls unnecessary.
+        # AsyncLLM.pause_generation would sleep for 20 ms more, which nothing here needs.
         await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         paused = time.perf_counter()
         label = self.engine.update_weight_version(str(version))
@@ -817,8 +817,8 @@ class Trainer:
 class Engines:
     """The fleet of generators, kept at one policy version.
 
-    A failed update leaves an engine's layers half loaded, and no later update repairs them: who
-    does not acknowledge one is killed and replaced, and everybody joins a new process group.
+    A failed update leaves an engine's layers half loaded, and no later update repairs them. An
+    engine that does not acknowledge one is replaced, and all join a new process group.
     """
 
     def __init__(self, cfg: Config, cluster: Cluster):
@@ -879,7 +879,7 @@ class Progress:
 class Run:
     """One training run. `generate_forever` and `train_forever` meet in the buffer."""
 
-    # What it must have in common with the run whose checkpoint it goes on from.
+    # A checkpoint of a run that differs in these is refused.
     MUST_MATCH = ("prompts_per_step", "group_size", "data.train", "policy.replay_routing")
 
     def __init__(self, cfg: Config, rows: list[dict], val_rows: list[dict]):
@@ -1016,7 +1016,7 @@ class Run:
 
     async def take(self, step: int) -> list[Group]:
         """The groups of a step, once all are there; none where the run is to leave."""
-        limit = 2 * self.cfg.rollout_attempts * self.cfg.timeouts.rollout  # a prompt, then another
+        limit = 2 * self.cfg.rollout_attempts * self.cfg.timeouts.rollout  # a prompt and the next
         ready = self.buffer.until(lambda: bool(self.leaving) or self.buffer.is_complete(step))
         await within(limit, f"the groups of step {step + 1}", ready, self.buffer.census)
         return [] if self.leaving else self.buffer.take(step)
@@ -1087,7 +1087,7 @@ class Run:
 
 def main() -> None:
     """Checks everything that can be checked without a process, then runs."""
-    cfg = config.load(Config, sys.argv[1:], default="configs/tiny.py")  # --dry_run ends in it
+    cfg = config.load(Config, sys.argv[1:], default="configs/tiny.py")  # --dry_run exits here
     rows = load_rows(cfg.data.train, cfg)
     run = Run(cfg, rows, load_rows(cfg.data.val, cfg) if cfg.data.val else [])
     loops = modes.loops(run)

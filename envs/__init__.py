@@ -86,7 +86,11 @@ def environment(name: str) -> ModuleType:
     """The module serving `agent_ref.name` == `name`; ValueError listing the known ones if none."""
     known = agents()
     require(name in list(known), "agent_ref.name", name, "one of: " + ", ".join(sorted(known)))
-    return importlib.import_module(f"envs.{known[name]}")
+    module = importlib.import_module(f"envs.{known[name]}")
+    if not hasattr(module, "verify") and not hasattr(module, "rollout"):
+        expected = "expected a function `verify` or `rollout`"
+        raise ValueError(f"{module.__file__} defines neither, {expected}")
+    return module
 
 
 async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":

@@ -37,7 +37,7 @@ class PolicySettings:
     cp: PositiveInt = 1
     """Trainer ranks that share every sequence; Megatron only."""
     ep: PositiveInt = 1
-    """Trainer ranks, of several replicas, that share the experts; Megatron only."""
+    """Trainer ranks that share the experts; they may belong to several replicas. Megatron only."""
     replay_routing: bool = False
     """Train with the experts that the engine chose for each token (R3); Megatron only."""
 

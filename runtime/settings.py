@@ -35,7 +35,7 @@ class Command:
     resume: str = ""
     """Go on in run_dir: from the newest good checkpoint ("auto") or from this folder."""
     dry_run: bool = False
-    """Print what the run would need and where it would be bound; start nothing."""
+    """Print what the run would need and what would limit its speed; start nothing."""
     eval_only: bool = False
     """Evaluate the model, or the checkpoint that `resume` names, and leave."""
     rollout_only: bool = False

@@ -80,9 +80,14 @@ def count_letters(fork, monkeypatch):
 
 
 def example_row() -> dict:
-    """The row that the guide shows."""
-    (block,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs/forking.md").read_text(), re.S)
-    return json.loads(block)
+    """The row of count_letters that the guide shows."""
+    return json.loads(blocks("json")[1])
+
+
+def blocks(language: str) -> list[str]:
+    """The guide's examples in a language."""
+    guide = (ROOT / "docs/forking.md").read_text()
+    return re.findall(rf"```{language}\n(.*?)```", guide, re.S)
 
 
 @pytest.mark.parametrize(("name", "most"), [("opo", 40), ("dr_grpo", 40), ("count_letters", 50)])
@@ -268,6 +273,18 @@ def test_the_environment_gives_a_second_try(count_letters, tmp_path, answers, re
     assert trained == "".join(text for text, _ in answers)
     whole = tokenizer.decode(joined.tokens_T)
     assert ("Count again" in whole) == (turns == 2)
+
+
+def test_the_environment_of_one_turn_works_as_it_stands_in_the_guide(tmp_path, monkeypatch):
+    (code,) = [block for block in blocks("python") if "AGENTS" in block]
+    (tmp_path / "vowels.py").write_text(code)
+    monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
+    monkeypatch.setattr(envs, "agents", lambda: {"vowels": "vowels"})
+    row = json.loads(blocks("json")[0])
+    envs.check_row(row)
+    assert asyncio.run(envs.verify(row, "abc")).value == pytest.approx(1 / 3)
+    assert asyncio.run(envs.verify(row, "<think>hm</think>")).value == 0
+    sys.modules.pop("envs.vowels")
 
 
 # --- both, through the command line ---------------------------------------------------------------

@@ -97,6 +97,14 @@ def test_a_copied_environment_does_not_take_over_an_agent(tmp_path, monkeypatch,
     envs.agents.cache_clear()
 
 
+def test_an_environment_without_a_verdict_is_refused_with_its_first_row(tmp_path, monkeypatch):
+    (tmp_path / "misspelt.py").write_text('AGENTS = ("misspelt",)\ndef verfy(row, response): ...\n')
+    monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
+    monkeypatch.setattr(envs, "agents", lambda: {"misspelt": "misspelt"})
+    with pytest.raises(ValueError, match="misspelt.py defines neither, expected.*`verify`"):
+        envs.check_row(MATH_ROW | {"agent_ref": {"name": "misspelt"}})
+
+
 def test_scanning_imports_no_heavy_library():
     heavy = "{'asyncio', 'sympy', 'math_verify', 'reasoning_gym', 'numpy', 'torch'}"
     code = f"import envs, sys; envs.environment('math'); print({heavy} & set(sys.modules))"
