@@ -389,7 +389,7 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 
 
 def plan_step(groups: list[Group], cfg: Config) -> list[Share]:
-    """What each replica of the policy trains of one batch, from its SampleInfos alone."""
+    """What each replica, a whole copy of the policy, trains of a batch, from SampleInfos alone."""
     updates = []
     size = len(groups) // cfg.loss.updates_per_batch
     for start in range(0, len(groups), size):
@@ -399,7 +399,7 @@ def plan_step(groups: list[Group], cfg: Config) -> list[Share]:
         tokens = sum(info.trained_tokens for info in trained.values())
         skips = cfg.loss.skip_zero_advantage
         lengths = {at: i.tokens for at, i in trained.items() if i.has_gradient or not skips}
-        updates.append((Update(max(tokens, 1), max(len(trained), 1), []), lengths))
+        updates.append((Update(max(tokens, 1), max(len(trained), 1), rows=[]), lengths))
     return plan_shares(updates, cfg.policy.row_tokens, cfg.policy.replicas)
 
 

@@ -218,6 +218,9 @@ def connect(cfg: RunSettings) -> None:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
+    # Ray prints a traceback for each of a failed call's results that nobody fetches. The first one
+    # fetched has raised the error already.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Never a cluster that somebody else has left running here.
     local = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     ray.init(

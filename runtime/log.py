@@ -48,6 +48,13 @@ class RolloutLog:
         self.file.write(text.encode())
 
 
+def in_one_line(error: BaseException) -> str:
+    """The last line of an error, after the place in a file that a remote traceback names last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    places = [line for line in lines if line.startswith('File "')]
+    return ": ".join([*places[-1:], lines[-1]])
+
+
 class Log:
     """metrics.jsonl, TensorBoard, W&B if asked for, and two progress bars."""
 
@@ -108,7 +115,7 @@ class Log:
         """Writes down a prompt that was given up, its place in the stream, and why."""
         place = {"slot": slot.number, "evaluation": slot.evaluation, "prompt": prompt, "row": row}
         self.line("dropped", place | {"reason": type(error).__name__, "error": str(error)})
-        self.note(f"{row} dropped: {error}")
+        self.note(f"{row} dropped: {in_one_line(error)}")
 
     def evaluation(self, version: int, answered: list[list[SampleInfo]]) -> None:
         """Writes the validation metrics of a policy version, from the answers to each prompt."""

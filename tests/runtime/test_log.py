@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.log import append_to
+from runtime.log import append_to, in_one_line
 
 
 @pytest.mark.parametrize(
@@ -15,3 +15,18 @@ def test_half_a_line_of_a_killed_writer_is_cut_off(before, after, tmp_path):
     with append_to(path) as file:
         file.write(b"c\n")
     assert path.read_text() == after + "c\n"
+
+
+def test_an_error_of_another_process_is_one_line_that_names_its_place():
+    remote = (
+        "\x1b[36mray::RolloutWorker.rollout_group()\x1b[39m (pid=7)\n"
+        '  File "/repo/envs/__init__.py", line 128, in verify\n'
+        "    verdict = environment(name).verify(row, response)\n"
+        '  File "/repo/envs/vowels.py", line 10, in verify\n'
+        "    return row['word']\n"
+        "KeyError: 'word'\n"
+    )
+    place = 'File "/repo/envs/vowels.py", line 10, in verify'
+    assert in_one_line(RuntimeError(remote)) == f"{place}: KeyError: 'word'"
+    assert in_one_line(TimeoutError("waited 5 s")) == "waited 5 s"
+    assert in_one_line(TimeoutError()) == "TimeoutError()"
