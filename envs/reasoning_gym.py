@@ -4,6 +4,7 @@ Row: `question`, `answer` (null where the puzzle has many), `metadata` with `sou
 written by NeMo-Gym's resources_servers/reasoning_gym. Judged, as there: the last `<answer>` tag
 after `</think>`, else the first `\boxed{}`, else the whole text, stripped. Deliberate deviations: a
 response that never closes its `<think>` earns 0, and boards are compared as boards (see BOARDS).
+A row with `"exact": true` pays 1 for its `answer`, letter by letter, and 0 for any other.
 
 Known of the library's rewards, which are passed on as they are:
     partial credit        many scorers pay 0.01 to 0.1 for a well-formed wrong answer
@@ -39,20 +40,26 @@ def check(row: dict) -> None:
     # "composite" names a mixture; its entries carry the name of the dataset they came from.
     known = name in DATASETS and name != "composite"
     require(known, "metadata.source_dataset", name, "one of reasoning-gym's datasets")
+    if get(row, "exact", bool | None, "true or false"):
+        get(row, "answer", str, "a string, because exact is true")
     if name in BOARDS:
         board = get(row, "metadata.output", list, "a list of lists")
         require(all(isinstance(line, list) for line in board), "metadata.output", board, "lists")
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """The library's score; `info` has the extracted `answer`, and `scorer_errors` 1 if it raised.
+    """The library's score, or whether the answer is the row's where `exact` is true.
 
+    `info` has the extracted `answer`, and `scorer_errors` 1 if the scorer raised.
     An answer that makes the scorer raise, or run for 10 s, is a wrong one. Raises CheckerError
     where no score could be had, and ValueError where the scorer raises for the row's own answer.
     """
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
+    if row.get("exact"):
+        answer = extract(text)
+        return Reward(float(is_same(answer, row["answer"])), {"answer": answer[:200]})
     entry = {key: row.get(key) for key in ("question", "answer", "metadata")}
     verdict = await checkers.run(DEADLINE, entry=entry, text=text)
     if "row_error" in verdict:
@@ -91,6 +98,13 @@ def extract(text: str) -> str:
         return tagged
     boxed = re.search(r"\\boxed\{([^}]+)\}", text)
     return (boxed[1] if boxed else text).strip()
+
+
+def is_same(answer: str, expected: str) -> bool:
+    """Whether two answers are equal; blanks and quotes in a list do not count."""
+    if expected.startswith("["):
+        answer, expected = (re.sub(r"['\"\s]", "", text) for text in (answer, expected))
+    return answer.strip() == expected.strip()
 
 
 def score(

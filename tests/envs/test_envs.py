@@ -437,6 +437,29 @@ def test_which_answer_is_scored(response, value):
     assert verify(puzzles, PUZZLE_ROW, response).value == value
 
 
+@pytest.mark.parametrize(
+    ("expected", "answer", "value"),
+    [
+        ("xidaps", "<answer>xidaps</answer>", 1),
+        ("xidaps", "<answer>xidapsEXTRAJUNK</answer>", 0),  # the library pays 0.9999999999999999
+        ("xidaps", "Xidaps", 0),
+        ("['8', '5', '3']", "<answer>[8,5,3]</answer>", 1),
+        ("['8', '5', '3']", '["8", "5", "3"]', 1),
+        ("['8', '5', '3']", "[8,5,4]", 0),  # the library has a tolerance of 1
+        ("['8', '5', '3']", "[85,3]", 0),
+        ("a b", "ab", 0),
+        ("2", "<think>2", 0),
+    ],
+)
+def test_an_exact_row_pays_its_answer_only(expected, answer, value):
+    assert verify(puzzles, PUZZLE_ROW | {"answer": expected, "exact": True}, answer).value == value
+
+
+def test_an_exact_row_needs_an_answer():
+    with pytest.raises(ValueError, match="answer is missing or null, expected a string, because"):
+        envs.check_row(PUZZLE_ROW | {"answer": None, "exact": True})
+
+
 def test_a_row_that_its_scorer_cannot_use_is_an_error_and_no_reward():
     row = PUZZLE_ROW | {"metadata": {"source_dataset": "boxnet"}}
     with pytest.raises(ValueError, match="metadata"):
