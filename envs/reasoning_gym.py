@@ -101,9 +101,10 @@ def extract(text: str) -> str:
 
 
 def is_same(answer: str, expected: str) -> bool:
-    """Whether two answers are equal; blanks and quotes in a list do not count."""
+    """Whether two answers are equal. Quotes and blanks around an item of a list do not count."""
     if expected.startswith("["):
-        answer, expected = (re.sub(r"['\"\s]", "", text) for text in (answer, expected))
+        around = r"\s*['\"]?\s*([\[\],])\s*['\"]?\s*"
+        answer, expected = (re.sub(around, r"\1", text) for text in (answer, expected))
     return answer.strip() == expected.strip()
 
 

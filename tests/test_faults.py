@@ -1,13 +1,12 @@
 """Processes are killed: the run recovers, or ends with an error that names what died."""
 
 import shutil
-import signal
 import subprocess
 
 import pytest
 from conftest import write_rows
 
-from support.program import ROOT, Program, end
+from support.program import ROOT, Program, end, survivors
 
 pytestmark = pytest.mark.e2e
 DROPPED = "dropped.jsonl"
@@ -32,12 +31,14 @@ def test_engines_and_workers_that_are_killed_are_replaced(tiny_config):
                 )
             )
             print(f"{victims}: {took:.1f} s until all serve and two more steps were trained")
-        program.signal(signal.SIGTERM)
-        assert program.ends(60) == 0, program.told()[-4000:]
+        family = {pid: name for pid, name in program.family().items() if b"Agent" not in name}
+        assert len(family) >= 4
     finally:
         program.stop()
+    # The driver is killed too: vLLM's processes end with it, only agents of Ray's node may stay.
+    assert not survivors(family) and not program.pids("Generator")
     program.check_slots(cfg, rows=64, steps=len(program.steps()))
-    assert not program.lines("dropped.jsonl") and not program.pids("Generator")
+    assert not program.lines("dropped.jsonl")
 
 
 BROKEN_ENVIRONMENT = """
