@@ -4,16 +4,38 @@ Row: `question`, `answer` (null where the puzzle has many), `metadata` with `sou
 written by NeMo-Gym's resources_servers/reasoning_gym. Judged, as there: the last `<answer>` tag
 after `</think>`, else the first `\boxed{}`, else the whole text, stripped. Deliberate deviations: a
 response that never closes its `<think>` earns 0, and boards are compared as boards (see BOARDS).
-A row with `"exact": true` pays 1 for its `answer`, letter by letter, and 0 for any other.
 
-Known of the library's rewards, which are passed on as they are:
-    partial credit        many scorers pay 0.01 to 0.1 for a well-formed wrong answer
-    game_of_life_halting  pays 1.0 for any answer at all: its rows teach nothing
-    complex_arithmetic    pays 1.0 for "nan"
-    evaluated answers     binary_matrix, countdown, n_queens, puzzle24, spiral_matrix,
-                          string_insertion, polynomial_multiplication and the integrations evaluate
-                          the answer as Python: they can hang, and a policy could run code. Scorers
-                          run in killable child processes, which are no sandbox.
+Known of the library's rewards, which are passed on as they are (tests/leaks.py shows examples):
+    partial credit      many pay 0.01 to 0.1 for a well-formed wrong answer; by its share of right
+                        places, up to 0.99: emoji_mystery, game_of_life (an empty board 0.96),
+                        letter_jumble, sentence_reordering, spell_backward, the sudokus
+    one answer for all  game_of_life_halting (any text), coin_flip "0", complex_arithmetic "nan",
+                        number_sorting of NaNs, puzzle24 "9+5+5+5" (any four numbers, 24.4 too)
+    the task given back propositional_logic (a premise; "(P ∨ Q)" pays in 85 % of its rows), the
+                        integrations ("Integral(...)"), polynomial_multiplication ("expand(...)"),
+                        countdown ("0x0*... + 0x135")
+    tolerance           number_sorting 1 per number, number_format 0.01, decimal_arithmetic 0.001,
+                        coin_flip 0.0001, complex_arithmetic, pool_matrix 1 %; time_intervals
+                        pays 0.99 for 14 minutes too many, or a day
+    junk not read       advanced_geometry, arc_agi, cryptarithm, fraction_simplification, kakurasu,
+                        game_of_life, gsm_symbolic (nor a minus), knights_knaves ("it is false
+                        that"), letter_jumble, palindrome_partitioning, polynomial_equations,
+                        quantum_lock, rearc, rubiks_cube, sokoban, spell_backward, survo,
+                        time_intervals, tower_of_hanoi, word_sorting
+    junk by its length  chain_sum, codeio, manipulate_matrix, products, tsumego and all without a
+                        scorer of their own pay len(right) / len(answer) if it holds the right one
+    rules not checked   boxnet (targets can be moved), rush_hour (blocked moves are left out)
+    evaluated answers   binary_matrix, countdown, n_queens, puzzle24, spiral_matrix,
+                        string_insertion, polynomial_multiplication and the integrations evaluate
+                        the answer as Python: they can hang, and a policy could run code. Scorers
+                        run in killable child processes, which are no sandbox.
+
+A row with `"exact": true` pays 1 for its `answer`, letter by letter, and 0 for any other. It closes
+all of these where there is one right answer and the question says its form. Not so, beside puzzles
+with many: advanced_geometry, codeio, coin_flip, complex_arithmetic, decimal_arithmetic,
+decimal_chain_sum, figlet_font, fraction_simplification, futoshiki, group_anagrams, knights_knaves,
+number_format, palindrome_partitioning, polynomial_equations, polynomial_multiplication,
+pool_matrix, power_function, the integrations.
 """
 
 import functools
@@ -102,9 +124,13 @@ def extract(text: str) -> str:
 
 def is_same(answer: str, expected: str) -> bool:
     """Whether two answers are equal. Quotes and blanks around an item of a list do not count."""
+
+    def bare(text: str) -> str:
+        unquoted = re.sub(r"""(['"])([^'",\[\]]+)\1""", r"\2", text)
+        return re.sub(r"\s*([\[\],])\s*", r"\1", unquoted)
+
     if expected.startswith("["):
-        around = r"\s*['\"]?\s*([\[\],])\s*['\"]?\s*"
-        answer, expected = (re.sub(around, r"\1", text) for text in (answer, expected))
+        answer, expected = bare(answer), bare(expected)
     return answer.strip() == expected.strip()
 
 

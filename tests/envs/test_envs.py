@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -220,6 +221,56 @@ def test_math_known_answers():
     rewards = verify_all(maths, pairs)
     wrong = [c for c, r in zip(cases, rewards, strict=True) if r.value != c["expected_reward"]]
     assert not wrong
+
+
+def test_a_blend_is_made_of_rows_in_the_order_of_their_files(tmp_path):
+    """Two and four rows: the first file's are the second and the fifth, as 1/4, 3/4 among eighths.
+
+    Answers of MATH keep their commas, GSM8K's lose them.
+    """
+    from launch.make_gsm8k import blend
+
+    gsm8k = [{"question": f"q{i}", "answer": f"It is so.\n#### 1,{i}00"} for i in range(2)]
+    maths_like = [{"problem": f"p{i}\u2028", "expected_answer": f"(1, {i})"} for i in range(3)]
+    maths_like.append({"problem": "p3", "answer": "\\frac{1}{2}"})
+    for name, rows in (("a", gsm8k), ("b", maths_like)):
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (tmp_path / name).write_text("".join(lines), encoding="utf-8")
+    parts = [f"gsm8k={tmp_path / 'a'}", f"math={tmp_path / 'b'}"]
+    assert blend(parts, tmp_path / "blend.jsonl") == 6
+    rows = [json.loads(line) for line in (tmp_path / "blend.jsonl").read_text().splitlines()]
+    assert [row["question"].strip() for row in rows] == ["p0", "q0", "p1", "p2", "q1", "p3"]
+    assert [row["dataset"] for row in rows] == ["math", "gsm8k", "math", "math", "gsm8k", "math"]
+    answers = ["(1, 0)", "1000", "(1, 1)", "(1, 2)", "1100", "\\frac{1}{2}"]
+    assert [row["expected_answer"] for row in rows] == answers
+    for row in rows:
+        envs.check_row(row)
+    right = [(row, f"\\boxed{{{row['expected_answer']}}}") for row in rows]
+    assert all(reward.value == 1 for reward in verify_all(maths, right))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"answer": "3"}', ":2: question or problem is None, expected a text"),
+        ('{"problem": "?", "answer": 3}', ":2: expected_answer or answer is 3, expected a text"),
+        ("3", ":2: "),
+        ("{", ":2: Expecting property name"),
+    ],
+)
+def test_a_row_that_cannot_be_blended_is_named(tmp_path, line, message):
+    from launch.make_gsm8k import blend
+
+    source = tmp_path / "source.jsonl"
+    source.write_text('{"question": "?", "answer": "#### 3"}\n' + line)
+    with pytest.raises(ValueError, match=re.escape(f"{source}{message}")):
+        blend([f"gsm8k={source}"], tmp_path / "blend.jsonl")
+    with pytest.raises(ValueError, match="expected NAME=FILE"):
+        blend([str(source)], tmp_path / "blend.jsonl")
+    source.write_text("")
+    with pytest.raises(ValueError, match="holds no rows"):
+        blend([f"gsm8k={source}"], tmp_path / "blend.jsonl")
+    assert not (tmp_path / "blend.jsonl").exists()
 
 
 def test_gsm8k_solutions_are_right_and_other_answers_are_wrong():
@@ -447,6 +498,10 @@ def test_which_answer_is_scored(response, value):
         ("['8', '5', '3']", '["8", "5", "3"]', 1),
         ("['8', '5', '3']", "[8,5,4]", 0),  # the library has a tolerance of 1
         ("['8', '5', '3']", "[85,3]", 0),
+        ("['8', '5', '3']", "['8\", 5, 3]", 0),
+        ("[]", "['']", 0),
+        ('["w,A2,C1"]', '[ "w,A2,C1" ]', 1),
+        ('["w,A2,C1"]', '["w", "A2", "C1"]', 0),
         ("[[1 2], [3 4]]", "[ [1 2],[3 4] ]", 1),
         ("[[1 2], [3 4]]", "[[12],[34]]", 0),
         ("['a b', 'c']", "[ab,c]", 0),
@@ -456,6 +511,28 @@ def test_which_answer_is_scored(response, value):
 )
 def test_an_exact_row_pays_its_answer_only(expected, answer, value):
     assert verify(puzzles, PUZZLE_ROW | {"answer": expected, "exact": True}, answer).value == value
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "metadata", "wrong"),
+    [
+        ("coin_flip", "0.3125", {}, "0"),
+        ("complex_arithmetic", "48.0 + 36.0i", {"result": [48.0, 36.0]}, "nan"),
+        ("game_of_life", "[[0,1],[0,0]]", {}, "[[0,1,7],[0,0],'x']".replace("'", '"')),
+        ("game_of_life_halting", "True", {}, "False"),
+        ("gsm_symbolic", "28080", {}, "-28080"),
+        ("knights_knaves", "Ann is a knave.", {}, "It is false that Ann is a knave."),
+        ("number_format", "296.88", {"solution": 296.88}, "296.889"),
+        ("number_sorting", "['1', '2']", {"direction": "ascending"}, "['1.9', '2.9']"),
+        ("number_sorting", "['1', '2']", {"direction": "ascending"}, "[NaN, NaN]"),
+        ("word_sorting", "as, be", {"sorted_words": ["as", "be"]}, "as, be, junk"),
+    ],
+)
+def test_an_exact_row_refuses_what_the_library_pays(name, expected, metadata, wrong):
+    row = PUZZLE_ROW | {"answer": expected, "metadata": metadata | {"source_dataset": name}}
+    exact = row | {"exact": True}
+    pairs = [(row, wrong), (row, expected), (exact, wrong), (exact, expected)]
+    assert [reward.value for reward in verify_all(puzzles, pairs)] == [1, 1, 0, 1]
 
 
 def test_an_exact_row_needs_an_answer():
