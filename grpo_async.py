@@ -664,15 +664,13 @@ class RolloutWorker:
         samples: list[Sample] = []
         lines = []
         for episode, reward, advantage in zip(episodes, rewards_G, advantages_G, strict=True):
-            pieces = stitch(episode.turns)
+            pieces = episode.samples(row)
             for sample in pieces:
                 if rule.overlong_filtering and sample.truncated:
                     sample.mask_T[:] = False
                 sample.keep_flaws(rule.penalties)
-                sample.score = float(episode.reward.value)
                 sample.reward = float(reward)
                 sample.advantage = float(advantage)
-                sample.env = row["agent_ref"]["name"]
             samples += pieces
             lines.append(episode.record(self.tokenizer, row, pieces[-1]))
         self.log.append(slot, lines)
@@ -1046,6 +1044,7 @@ class Run:
             return
         n = self.cfg.data.val_samples
         slots = [Slot(i, version) for i in range(len(self.val_rows))]
+        self.log.note(f"evaluating version {version} (prompts: {len(slots)})")
         calls = map(self.dispatcher.roll_out, self.val_rows, slots, itertools.repeat(n))
         leaves = self.buffer.until(lambda: bool(self.leaving))
         results = await unless(leaves, asyncio.gather(*calls, return_exceptions=True))

@@ -91,6 +91,8 @@ class SampleInfo:
     truncated: bool
     env: str
     continues: bool = False
+    dataset: str = ""
+    components: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -111,6 +113,8 @@ class Sample:
     advantage: float = 0.0
     score: float = math.nan  # the environment's reward, before it was shaped
     env: str = ""
+    dataset: str = ""  # what the row calls the data set that it is from
+    components: dict[str, float] = dataclasses.field(default_factory=dict)  # of Reward.info
     continues: bool = False  # an episode whose earlier tokens are in another sequence
     routes_T: np.ndarray | None = None  # int16 [T, layers, experts], -1 where unknown
 
@@ -151,6 +155,8 @@ class Sample:
             newest_version=int(versions.max(initial=-1)),
             truncated=self.truncated,
             env=self.env,
+            dataset=self.dataset,
+            components=self.components,
             continues=self.continues,
         )
 
@@ -162,6 +168,16 @@ class Episode:
     turns: list[Turn]
     reward: Reward
 
+    def samples(self, row: dict) -> list[Sample]:
+        """The token sequences of this episode, with what row and environment say of them."""
+        samples = stitch(self.turns)
+        for sample in samples:
+            sample.env = row["agent_ref"]["name"]
+            sample.dataset = str(row.get("dataset") or "")
+            sample.score = float(self.reward.value)
+            sample.components = self.reward.components
+        return samples
+
     def record(self, tokenizer: "PreTrainedTokenizerBase", row: dict, sample: Sample) -> dict:
         """A line of rollouts.jsonl without step and slot; versions as [version, tokens] runs.
 
@@ -170,7 +186,8 @@ class Episode:
         versions = itertools.chain.from_iterable(turn.versions for turn in self.turns)
         return {
             "row": row["_line"],
-            "env": row["agent_ref"]["name"],
+            "env": sample.env,
+            "dataset": sample.dataset,
             "prompt": tokenizer.decode(self.turns[0].prompt_ids),
             "response": [turn.text for turn in self.turns],
             "reward": sample.reward,

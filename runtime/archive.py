@@ -1,19 +1,20 @@
 """Groups of samples on disk: one .npz file, written aside and renamed.
 
 The file has a column for each field of `Sample`. Columns that end in `_T` hold the tokens of all
-samples end to end, the others one entry for each sample. Beside them are `slot`, `version` and
-`line` of each group, `group` and `length` of each sample, and `logp_T`, the trainer's logprobs,
-NaN where it computed none.
+samples end to end, the others one entry for each sample, JSON where it is a dictionary. Beside
+them are `slot`, `version` and `line` of each group, `group` and `length` of each sample, and
+`logp_T`, the trainer's logprobs, NaN where it computed none.
 """
 
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import numpy as np
 
@@ -50,6 +51,8 @@ def write_groups(
         if field.name in OWN:
             raise TypeError(f"Sample.{field.name} has the name of a column, expected another name")
         values = [getattr(sample, field.name) for sample in samples]
+        if get_origin(field.type) is dict:
+            values = [json.dumps(value) for value in values]
         is_token = field.name.endswith("_T")
         column = _tokens(field.name, values, lengths) if is_token else _plain(values)
         if column is None:
@@ -141,5 +144,6 @@ def _fields(columns: dict[str, np.ndarray], i: int, part: slice) -> dict[str, An
     for field in dataclasses.fields(Sample):
         if field.name in columns:
             column = columns[field.name]
-            values[field.name] = column[part] if field.name.endswith("_T") else column[i].tolist()
+            value: Any = column[part] if field.name.endswith("_T") else column[i].tolist()
+            values[field.name] = json.loads(value) if get_origin(field.type) is dict else value
     return values

@@ -3,9 +3,11 @@
 Names are those of NeMo-RL's loss_functions.py; docs/grpo_async.md defines each.
 """
 
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -183,20 +185,28 @@ def mismatch_rows(tables: list[dict]) -> list[dict]:
     return rows
 
 
+def by_origin(groups: list[list[SampleInfo]]) -> dict[str, list[list[SampleInfo]]]:
+    """The groups by the suffix of their metrics: "" has all, "/ENV" and "/ENV/DATASET" some."""
+    found: dict[str, list[list[SampleInfo]]] = {"": groups}
+    for infos in groups:
+        env, dataset = infos[0].env, infos[0].dataset
+        for suffix in [f"/{env}", f"/{env}/{dataset}"] if dataset else [f"/{env}"]:
+            found.setdefault(suffix, []).append(infos)
+    return found
+
+
 def validation_metrics(answered: list[list[SampleInfo]], k: int) -> dict[str, float]:
-    """Mean reward and, of k > 1 answers, the share of prompts with a right one (score 1).
+    """Mean reward, share of right answers (score 1) and, where k > 1, of prompts with one of those.
 
     `answered` holds the answers to each prompt. Rewards are shaped, scores are not.
     """
-    parts: dict[str, list[list[SampleInfo]]] = {"": []}
-    for infos in answered:
-        last = [info for info in infos if not info.continues]  # an episode in pieces counts once
-        parts[""].append(last)
-        parts.setdefault(f"/{last[0].env}", []).append(last)
+    # An episode in pieces counts once.
+    last = [[info for info in infos if not info.continues] for infos in answered]
     found = {}
-    for suffix, prompts in parts.items():
-        rewards = [info.reward for infos in prompts for info in infos]
-        found[f"validation_reward{suffix}"] = statistics.fmean(rewards)
+    for suffix, prompts in by_origin(last).items():
+        answers = list(itertools.chain(*prompts))
+        found[f"validation_reward{suffix}"] = statistics.fmean(i.reward for i in answers)
+        found[f"validation_exact{suffix}"] = statistics.fmean(i.score >= 1 for i in answers)
         if k > 1:
             right = statistics.fmean(any(i.score >= 1 for i in infos) for infos in prompts)
             found[f"validation_pass@{k}{suffix}"] = right
@@ -205,26 +215,41 @@ def validation_metrics(answered: list[list[SampleInfo]], k: int) -> dict[str, fl
 
 def rollout_metrics(groups: list["Group"], step: int) -> dict[str, float]:
     """What a batch of groups was made of; `step` is the version that trains on it."""
-    infos = [info for group in groups for info in group.infos]
+    of_group = [group.infos for group in groups]
+    infos = list(itertools.chain(*of_group))
     answers = [info for info in infos if not info.continues]
     lags = [step - info.oldest_version for info in infos if info.response_tokens] or [0]
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(values) / len(infos)
-
-    by_env: dict[str, list[float]] = {}
-    for info in answers:
-        by_env.setdefault(info.env, []).append(info.reward)
-    broken = len(infos) - len(answers)
-    found: dict[str, float] = {"broken_prefixes": broken} if broken else {}
-    found |= {f"reward/{env}": statistics.fmean(rewards) for env, rewards in by_env.items()}
-    return found | {
-        "reward": statistics.fmean(info.reward for info in answers),
+    mixed = (info.oldest_version < info.newest_version for info in infos)
+    found = {
         "lag_mean": statistics.fmean(lags),
         "lag_max": max(lags),
-        "mixed_version_samples": mean(i.oldest_version < i.newest_version for i in infos),
-        "response_tokens": mean(info.response_tokens for info in infos),
-        "truncated_samples": statistics.fmean(info.truncated for info in answers),
-        "zero_variance_groups": sum(not any(i.has_gradient for i in g.infos) for g in groups)
-        / len(groups),
+        "mixed_version_samples": statistics.fmean(mixed),
     }
+    if broken := len(infos) - len(answers):
+        found["broken_prefixes"] = broken
+    for suffix, part in by_origin(of_group).items():
+        found |= {name + suffix: value for name, value in answer_metrics(part).items()}
+    return found | component_metrics(answers)
+
+
+def answer_metrics(groups: list[list[SampleInfo]]) -> dict[str, float]:
+    """Reward, length, truncation and zero variance of some groups."""
+    infos = list(itertools.chain(*groups))
+    answers = [info for info in infos if not info.continues]
+    return {
+        "reward": statistics.fmean(info.reward for info in answers),
+        "response_tokens": statistics.fmean(info.response_tokens for info in infos),
+        "truncated_samples": statistics.fmean(info.truncated for info in answers),
+        "zero_variance_groups": statistics.fmean(
+            not any(info.has_gradient for info in infos) for infos in groups
+        ),
+    }
+
+
+def component_metrics(answers: list[SampleInfo]) -> dict[str, float]:
+    """The mean of each number in `Reward.info`, over the answers of an environment that have it."""
+    values = defaultdict(list)
+    for info in answers:
+        for name, value in info.components.items():
+            values[f"info/{name}/{info.env}"].append(value)
+    return {name: statistics.fmean(found) for name, found in values.items()}

@@ -1,5 +1,6 @@
 """From turns to training samples: contiguity, masks, versions, flaws and experts."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -161,6 +162,8 @@ def test_info():
         "truncated": True,
         "env": "",
         "continues": False,
+        "dataset": "",
+        "components": {},
     }
 
 
@@ -189,12 +192,13 @@ def test_the_empty_sample_trains_nothing():
 def test_record():
     turns = [Turn([7], [1, 2, 3], [-1.0] * 3, [2, 2, 3], "stop", "a"), turn([9], [4], 3, "b")]
     episode = Episode(turns, Reward(1.0, {"reason": None}))
-    sample = stitch(turns)[-1]
+    row = {"_line": 5, "agent_ref": {"name": "math"}, "dataset": "aime"}
+    sample = episode.samples(row)[-1]
     sample.reward, sample.advantage = 1.0, 0.25
-    row = {"_line": 5, "agent_ref": {"name": "math"}}
     assert episode.record(TOKENIZER, row, sample) == {
         "row": 5,
         "env": "math",
+        "dataset": "aime",
         "prompt": "<[7]>",
         "response": ["a", "b"],
         "reward": 1.0,
@@ -203,6 +207,19 @@ def test_record():
         "finish_reason": "stop",
         "info": {"reason": None},
     }
+
+
+@pytest.mark.parametrize(("dataset", "name"), [(None, ""), ("aime", "aime"), (7, "7")])
+def test_samples_know_what_row_and_environment_say_of_them(dataset, name):
+    """Each sequence of the episode does; of `info` they keep what can be averaged."""
+    info = {"right": True, "tests": 3, "reason": "slow", "nan": math.nan, "huge": 10**400}
+    turns = [turn([7], [1]), turn([9], [4])]  # the second prompt starts anew
+    row = {"agent_ref": {"name": "math"}, "dataset": dataset}
+    first, second = Episode(turns, Reward(0.5, info)).samples(row)
+    assert (first.continues, second.continues) == (False, True)
+    for sample in (first, second):
+        assert (sample.env, sample.dataset, sample.score) == ("math", name, 0.5)
+        assert sample.info().components == {"right": 1.0, "tests": 3.0}
 
 
 def test_a_turn_takes_ids_logprobs_and_version_spans_from_vllm():

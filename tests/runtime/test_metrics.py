@@ -1,11 +1,12 @@
 """What is measured beside the loss: known answers, and plain loops that find the same."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from envs.episode import Turn, stitch
+from envs.episode import Sample, SampleInfo, Turn, stitch
 from runtime import metrics
 from runtime.metrics import mean_metrics, mismatch_rows, mismatch_table, validation_metrics
 from support.samples import make_sample
@@ -49,25 +50,29 @@ def test_metrics_of_several_updates_known_answers():
     assert mean_metrics([{"loss": 1.0}, {"loss": 2.0}]) == {"loss": 1.5}
 
 
-def answer(reward: float, env: str = "a", score: float | None = None, continues: bool = False):
+def answer(reward: float, env: str = "a", score: float | None = None, **known) -> SampleInfo:
     """What is known of one answer; its score is the reward unless given."""
+    info = Sample.empty().info()
     score = reward if score is None else score
-    return SimpleNamespace(reward=reward, score=score, env=env, continues=continues)
+    return dataclasses.replace(info, reward=reward, score=score, env=env, **known)
 
 
 def test_validation_known_answers():
     answered = [
         [answer(1.0), answer(0.0)],
         [answer(0.5), answer(0.0)],
-        [answer(1.0, "b"), answer(1.0, "b")],
+        [answer(1.0, "b", dataset="easy"), answer(1.0, "b", dataset="easy")],
     ]
     assert validation_metrics(answered, 2) == {
         "validation_reward": pytest.approx(3.5 / 6),
+        "validation_exact": pytest.approx(3 / 6),
         "validation_pass@2": pytest.approx(2 / 3),
         "validation_reward/a": pytest.approx(1.5 / 4),
+        "validation_exact/a": 0.25,
         "validation_pass@2/a": 0.5,
-        "validation_reward/b": 1.0,
-        "validation_pass@2/b": 1.0,
+        **dict.fromkeys(("validation_reward/b", "validation_reward/b/easy"), 1.0),
+        **dict.fromkeys(("validation_exact/b", "validation_exact/b/easy"), 1.0),
+        **dict.fromkeys(("validation_pass@2/b", "validation_pass@2/b/easy"), 1.0),
     }
     assert "validation_pass@1" not in validation_metrics([[answer(1.0)]], 1)
 
@@ -77,6 +82,34 @@ def test_an_answer_passes_by_its_score_and_counts_once_in_how_many_sequences_it_
     found = validation_metrics([[*pieces, answer(0.0)], [answer(1.4, score=0.9), answer(0.0)]], 2)
     assert found["validation_pass@2"] == 0.5
     assert found["validation_reward"] == pytest.approx((0.98 + 1.4) / 4)
+    assert found["validation_exact"] == 0.25
+
+
+def test_rollout_metrics_by_environment_and_data_set_known_answers():
+    """A group that agrees, one of another data set, and one of another environment, cut off."""
+    told = {"response_tokens": 10, "oldest_version": 3, "newest_version": 3}
+    same = [answer(1.0, "a", dataset="x", **told) for _ in range(2)]
+    differ = [answer(r, "a", dataset="y", has_gradient=True, **told) for r in (0.0, 1.0)]
+    other = {"has_gradient": True, "truncated": True, "response_tokens": 40}
+    cut = [answer(0.5, "b", components={"tests": n}, **told | other) for n in (2.0, 4.0)]
+    cut[1].components["style"] = 0.25
+    groups = [SimpleNamespace(infos=infos) for infos in (same, differ, cut)]
+    found = metrics.rollout_metrics(groups, 4)
+    assert {k: v for k, v in found.items() if k.startswith("reward")} == {
+        "reward": pytest.approx(4 / 6),
+        "reward/a": 0.75,
+        "reward/a/x": 1.0,
+        "reward/a/y": 0.5,
+        "reward/b": 0.5,
+    }
+    assert (found["response_tokens"], found["response_tokens/b"]) == (20, 40)
+    assert (found["truncated_samples"], found["truncated_samples/a"]) == (pytest.approx(1 / 3), 0)
+    zero = [found[f"zero_variance_groups{label}"] for label in ("", "/a", "/a/x", "/a/y", "/b")]
+    assert zero == [pytest.approx(1 / 3), 0.5, 1.0, 0.0, 0.0]
+    assert {k: v for k, v in found.items() if k.startswith("info/")} == {
+        "info/tests/b": 3.0,
+        "info/style/b": 0.25,
+    }
 
 
 def test_answers_count_once_in_how_many_sequences_they_lie():
