@@ -13,10 +13,11 @@ the first row names one of its agents.
 
 import ast
 import functools
-import importlib
+import importlib.util
 import inspect
 import numbers
 import reprlib
+import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, UnionType
@@ -36,16 +37,26 @@ class Reward:
     value: float  # its range is in the environment's docstring
     info: dict = field(default_factory=dict)  # JSON values; `reason` says why nothing was graded
 
+    @property
+    def components(self) -> dict[str, float]:
+        """The finite numbers in `info`, by name: what the metrics `info/NAME/ENV` average."""
+        of_info = ((name, v) for name, v in self.info.items() if isinstance(v, int | float))
+        return {str(name): float(v) for name, v in of_info if -1e300 < v < 1e300}
+
+
+class ModuleError(ValueError):
+    """An environment's module cannot be used, whatever the row."""
+
 
 @functools.cache
 def agents() -> dict[str, str]:
-    """Agent name -> module name, read from the files. Raises ValueError where two claim a name."""
+    """Agent name -> module name, read from the files. Raises ModuleError where two claim a name."""
     claimed: dict[str, str] = {}
     for path in sorted(Path(__path__[0]).glob("*.py")):
         for agent in _agents(path):
             if agent in claimed:
                 files = f"envs/{claimed[agent]}.py and envs/{path.name}"
-                raise ValueError(f"{files} both declare the agent {agent!r}, expected one of them")
+                raise ModuleError(f"{files} both declare the agent {agent!r}, expected one of them")
             claimed[agent] = path.stem
     return claimed
 
@@ -53,12 +64,12 @@ def agents() -> dict[str, str]:
 def _agents(path: Path) -> tuple[str, ...]:
     """What a module's top-level `AGENTS = (...)` says, without importing it; () where it has none.
 
-    Raises ValueError where it is no literal tuple or list of strings.
+    Raises ModuleError where it is no literal tuple or list of strings.
     """
     try:
-        module = ast.parse(path.read_text(encoding="utf-8"))
+        module = ast.parse(path.read_text(encoding="utf-8"), path)
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as Python: {error}") from None
+        raise ModuleError(f"{path} cannot be read as Python: {error}") from None
     found: tuple[str, ...] = ()
     for node in module.body:
         if isinstance(node, ast.Assign):
@@ -77,20 +88,37 @@ def _agents(path: Path) -> tuple[str, ...]:
             )
             if not literal or not all(isinstance(agent, str) for agent in agents):
                 shown = ast.unparse(node.value)
-                raise ValueError(f"{path}: AGENTS is {shown}, expected a literal tuple of names")
+                raise ModuleError(f"{path}: AGENTS is {shown}, expected a literal tuple of names")
             found = agents
     return found
 
 
 def environment(name: str) -> ModuleType:
-    """The module serving `agent_ref.name` == `name`; ValueError listing the known ones if none."""
+    """The module serving `agent_ref.name` == `name`; ValueError listing the known ones if none.
+
+    Raises ModuleError, with file and line, where it cannot be imported.
+    """
     known = agents()
     require(name in list(known), "agent_ref.name", name, "one of: " + ", ".join(sorted(known)))
-    module = importlib.import_module(f"envs.{known[name]}")
+    try:
+        module = importlib.import_module(f"envs.{known[name]}")
+    except Exception as error:  # it is the user's own code
+        spec = importlib.util.find_spec(f"envs.{known[name]}")
+        raise ModuleError(located(error, str(spec and spec.origin))) from error
     if not hasattr(module, "verify") and not hasattr(module, "rollout"):
         expected = "expected a function `verify` or `rollout`"
-        raise ValueError(f"{module.__file__} defines neither, {expected}")
+        raise ModuleError(f"{module.__file__} defines neither, {expected}")
     return module
+
+
+def located(error: BaseException, file: str) -> str:
+    """An error in one line, behind the last `FILE:LINE` in `file` that its traceback names."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == file]
+    place = f"{file}:{lines[-1]}: " if lines else ""
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename}:{error.lineno}: "
+    return " ".join(f"{place}{type(error).__name__}: {error}".split())
 
 
 async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
@@ -154,7 +182,7 @@ def _as_reward(name: str, verdict: object) -> Reward:
 def check_row(row: Any) -> None:
     """Raises ValueError naming dotted path, value and expectation unless `row` is a Gym row."""
     at = "responses_create_params.input"
-    messages = get(row, at, list, "a list of messages")
+    messages = get(row, at, list, "a list of messages" + conversion(row))
     get(row, "responses_create_params.tools", list | None, "a list or null")
     require(messages, at, messages, "at least one message")
     for i, message in enumerate(messages):
@@ -164,7 +192,19 @@ def check_row(row: Any) -> None:
         for k, part in enumerate(content if isinstance(content, list) else ()):
             get(part, "text", str, "a string", f"{at}[{i}].content[{k}].")
     module = environment(get(row, "agent_ref.name", str, "the name of an environment"))
-    getattr(module, "check", lambda row: None)(row)
+    try:
+        getattr(module, "check", lambda row: None)(row)
+    except ValueError:
+        raise
+    except Exception as error:  # such as a KeyError for what the row lacks
+        raise ValueError(located(error, str(module.__file__))) from error
+
+
+def conversion(row: Any) -> str:
+    """Where to read how a row of another format becomes a Gym row; "" for what may be one."""
+    if not isinstance(row, dict) or not row or "responses_create_params" in row:
+        return ""
+    return f"; the row has {reprlib.repr(list(row))}: docs/own_data.md shows how to convert it"
 
 
 def get(row: Any, path: str, kind: type | UnionType, expected: str, prefix: str = "") -> Any:

@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import envs
 from runtime.config import InputError
@@ -31,18 +31,28 @@ def load_rows(path: str, cfg: "RunSettings") -> list[dict]:
     `quarantine.jsonl` in the run folder. Raises InputError naming file, line and field where there
     are more than `data.max_bad_rows` of them, or nothing else.
     """
-    try:
-        envs.agents()
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    rows, bad = read_rows(path, cfg.data.max_bad_rows, cfg)
+    quarantine(path, bad, cfg.run_dir)
+    return rows
+
+
+def read_rows(
+    path: str, allowed: float, cfg: "RunSettings | None" = None
+) -> tuple[list[dict], list[dict]]:
+    """The good rows of a JSONL file, and what is wrong with the others.
+
+    Without `cfg` prompts may have any length. Raises InputError where more than `allowed` rows are
+    bad, or all, and for an environment's module that cannot be used.
+    """
     rows = []
     bad: list[dict] = []
-    allowed = cfg.data.max_bad_rows
     for number, line in enumerate(read_lines(path), 1):
         if line.isspace():
             continue
         try:
             rows.append(parse(line, cfg) | {"_line": number})
+        except envs.ModuleError as error:
+            raise InputError(str(error)) from None
         except (ValueError, RecursionError) as error:
             start = line[:200].rstrip("\n")
             bad.append({"file": path, "line": number, "reason": str(error), "text": start})
@@ -52,8 +62,7 @@ def load_rows(path: str, cfg: "RunSettings") -> list[dict]:
     if not rows:
         all_bad = f"; {first_of(bad)}" if bad else ""
         raise InputError(f"{path}: holds no rows, expected at least one{all_bad}")
-    quarantine(path, bad, cfg.run_dir)
-    return rows
+    return rows, bad
 
 
 def first_of(bad: list[dict]) -> str:
@@ -98,10 +107,11 @@ def read_lines(path: str) -> Iterator[str]:
                 while len(line) > LONGEST_LINE and not line.endswith("\n"):
                     line = file.readline(LONGEST_LINE + 1)
     except OSError as error:
-        raise InputError(f"{path}: expected a JSONL file: {error.strerror}") from None
+        tried = Path(path).resolve()
+        raise InputError(f"{tried}: expected a JSONL file: {error.strerror}") from None
 
 
-def parse(line: str, cfg: "RunSettings") -> dict:
+def parse(line: str, cfg: "RunSettings | None") -> dict:
     """The row of a line. Raises ValueError saying what is wrong with it."""
     if len(line) > LONGEST_LINE:
         raise ValueError(f"the line is longer than {LONGEST_LINE:,} characters")
@@ -118,7 +128,7 @@ def parse(line: str, cfg: "RunSettings") -> dict:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON: {error}") from None
     envs.check_row(row)
-    if size + 256 > cfg.sampling.max_model_len:  # a token is at least one byte: shorter lines fit
+    if cfg and size + 256 > cfg.sampling.max_model_len:  # a token is at least one byte
         check_length(row, cfg)
     return row
 
@@ -161,6 +171,39 @@ def fingerprint(rows: list[dict], position: int) -> int:
     """CRC-32 of the prompt before `position` in the stream; it differs where rows have shifted."""
     row = rows[(position - 1) % len(rows)]
     return zlib.crc32(json.dumps(row | {"_line": 0}).encode())
+
+
+class Answer(NamedTuple):
+    """An answer to a row."""
+
+    row: dict
+    text: str
+    source: str
+    reward: float = math.nan  # in the run that it is from
+
+
+def read_rollouts(path: str, rows: list[dict]) -> Iterator[Answer]:
+    """The last answer of each rollout in a rollouts.jsonl whose prompt asks what its row asks.
+
+    Raises InputError for a line that is no rollout, and where no rollout is of these rows.
+    """
+    by_line = {row["_line"]: row for row in rows}
+    found = False
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            rollout = json.loads(line)
+            row, prompt = by_line.get(rollout["row"]), rollout["prompt"]
+            text, reward = rollout["response"][-1], float(rollout["reward"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise InputError(f"{path}:{number}: expected a rollout: {error!r}") from None
+        asked = plain(row["responses_create_params"]["input"][-1]["content"]) if row else ""
+        # Rows of the run's other data file have the same line numbers. Templates may change blanks.
+        if row and "".join(asked.split()) in "".join(prompt.split()):
+            found = True
+            opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
+            yield Answer(row, opening + text, f"{path}:{number}", reward)
+    if not found:
+        raise InputError(f"{path}: holds no rollouts of these rows, expected at least one")
 
 
 @functools.cache

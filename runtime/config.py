@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import os
 import re
 import sys
 import time
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from runtime.settings import RunSettings
 
 ROOT = Path(__file__).parent.parent
+HUB_SECONDS = 10.0  # that the Hugging Face hub may take to say whether it has a model
+MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 C = TypeVar("C", bound="RunSettings")
 
 
@@ -82,10 +85,10 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
         path = Path(flags[at + 1])
         del flags[at : at + 2]
     base = read(Config, path)
-    shown = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
-    base = dataclasses.replace(base, command=dataclasses.replace(base.command, config=shown))
+    source = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+    base = dataclasses.replace(base, command=dataclasses.replace(base.command, config=source))
     program = Path(sys.argv[0]).name
-    about = f"{(Config.__doc__ or '').strip()}\n\nThe defaults below are those of {shown}."
+    about = f"{(Config.__doc__ or '').strip()}\n\nThe defaults below are those of {source}."
     cfg = tyro.cli(
         Config, default=base, args=flags, prog=program, description=about, registry=REGISTRY
     )
@@ -96,7 +99,14 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
         print(explain(cast(Any, cfg), Config))  # a fork has a class of its own
         raise SystemExit
     check_model(cfg)
+    print(f"run folder: {shown(cfg.run_dir)}", flush=True)
     return cfg
+
+
+def shown(path: str | Path) -> str:
+    """A path as seen from where the user is, if it lies below."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
 
 
 def with_entries(base: C, cfg: C) -> C:
@@ -112,7 +122,10 @@ def with_entries(base: C, cfg: C) -> C:
 
 
 def with_paths(cfg: C) -> C:
-    """The same with absolute paths, because actors have working directories of their own."""
+    """The same with absolute paths, because actors have working directories of their own.
+
+    A model of the Hugging Face hub is fetched. Raises InputError where it cannot be had.
+    """
     run_dir = cfg.run_dir.replace("{time}", time.strftime("%Y%m%d-%H%M%S"))
     run_dir = run_dir.replace("{seed}", str(cfg.seed))
     command = cfg.command
@@ -124,8 +137,43 @@ def with_paths(cfg: C) -> C:
     return dataclasses.replace(
         cfg,
         run_dir=str(Path(run_dir).resolve()),
-        model=str(Path(cfg.model).resolve()),
+        model=fetched(cfg.model, weights=not command.dry_run),
         command=dataclasses.replace(command, **folders),
+    )
+
+
+def fetched(model: str, weights: bool) -> str:
+    """The absolute path of a model's folder; ORG/NAME that is no folder comes from the hub.
+
+    A folder that ORG names here, or models/, means a local path. Raises InputError where the hub
+    and its cache have no such model.
+    """
+    folder = Path(model).resolve()
+    is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and not re.search(r"--|\.\.", model)
+    if folder.exists() or not is_name or folder.parent.exists() or model.startswith("models/"):
+        return str(folder)
+    from huggingface_hub import HfApi, constants, snapshot_download  # 0.4 s
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    why = ""
+    try:  # snapshot_download would ask the same without a deadline
+        HfApi().model_info(model, timeout=HUB_SECONDS)
+    except Exception as error:  # of the network or of the hub; the cache may have the model
+        why = f"{type(error).__name__}: {error}; "
+    patterns = [*MODEL_FILES, "*.safetensors"] if weights else [*MODEL_FILES]
+    try:
+        found = snapshot_download(model, allow_patterns=patterns, local_files_only=bool(why))
+        if not weights or any(Path(found).glob("*.safetensors")):
+            return found
+        why += f"no *.safetensors in {found}"
+    except Exception as error:
+        absent = type(error) is LocalEntryNotFoundError
+        cache = f"the cache {constants.HF_HUB_CACHE} does not hold it"
+        why += cache if absent else f"{type(error).__name__}: {error}"
+    raise InputError(
+        f"model = {model!r}: there is no folder {folder} that holds config.json, and the Hugging "
+        f"Face hub did not give such a model: {' '.join(why.split())}. Without network, download "
+        f"it elsewhere (hf download {model}) and set model to the folder"
     )
 
 
@@ -138,7 +186,7 @@ def read(Config: type[C], path: Path) -> C:
     """Runs a config file and checks its names and types. Raises InputError naming file and line."""
     if not path.is_file():
         found = ", ".join(sorted(f"configs/{p.name}" for p in ROOT.glob("configs/[!_]*.py")))
-        raise InputError(f"{path}: no such config file; there are: {found}")
+        raise InputError(f"{path.resolve()}: no such config file; there are: {found} in {ROOT}")
     assigned = Merged(__file__=str(path), __name__=path.stem)
     try:
         exec(compile(path.read_text(), str(path), "exec"), assigned)

@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import importlib
 import json
 import random
 import re
+import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 from conftest import save_tokenizer, spelling_rows
 from transformers import AutoTokenizer
 
+import envs
 from envs import rows
 from envs.rows import fingerprint, load_rows, load_tokenizer, render
 from runtime.config import InputError, check_model
@@ -182,7 +185,12 @@ def test_a_file_of_bad_rows_is_refused(cfg, tmp_path):
         (GOOD[:-1] + b', "x": "\x00"}', "expected JSON: Invalid control character"),
         (b"[" * 100_000, "expected JSON: maximum recursion depth"),
         (GOOD + GOOD, "expected JSON: Extra data"),
-        (b"[]", "responses_create_params.input is missing"),
+        (b"[]", "responses_create_params.input is missing or null, expected a list of messages"),
+        (
+            b'{"question": "1 + 1?", "answer": "2"}',
+            "responses_create_params.input is missing or null, expected a list of messages; the "
+            "row has ['question', 'answer']: docs/own_data.md shows how to convert it",
+        ),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
@@ -191,6 +199,79 @@ def test_each_kind_of_bad_row_is_named(cfg, tmp_path, line, reason):
     with pytest.raises(InputError, match=re.escape(f"{path}:2: {reason}")) as error:
         load_rows(path, cfg)
     assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named_by_where_it_was_looked_for(cfg, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"error: {tmp_path}/no.jsonl: .* No such file"):
+        load_rows("no.jsonl", cfg)
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """Puts an environment's module into a folder of its own; returns its path."""
+    written = []
+
+    def environment(text: str, name: str = "mine") -> Path:
+        folder = tmp_path / "more_envs"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{name}.py"
+        path.write_text(f'AGENTS = ("{name}",)\n{text}\n')
+        written.append(name)
+        monkeypatch.setattr(envs, "__path__", [str(folder)])
+        envs.agents.cache_clear()
+        importlib.invalidate_caches()
+        return path
+
+    yield environment
+    for name in written:
+        sys.modules.pop(f"envs.{name}", None)
+    envs.agents.cache_clear()
+
+
+def row_of(name: str, **fields) -> bytes:
+    return dump(spelling_rows(1)[0] | {"agent_ref": {"name": name}} | fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("\nimport no_such_library", r"{path}:3: ModuleNotFoundError: No module named 'no_such_l"),
+        ("LIMIT = 1 / 0", r"{path}:2: ZeroDivisionError: division by zero"),
+        ("return 5", r"{path}:2: SyntaxError: 'return' outside function"),
+        ("def verify(:", r"{path} cannot be read as Python: invalid syntax \(mine.py, line 2\)"),
+        ("from envs import Rewards", r"{path}:2: ImportError: cannot import name 'Rewards'"),
+        ("raise ValueError('two\\nlines')", r"{path}:2: ValueError: two lines"),
+        ("def verfy(row, response): ...", r"{path} defines neither, expected a function `verify`"),
+    ],
+)
+def test_a_broken_environment_is_one_line_with_its_place(environment, cfg, tmp_path, text, problem):
+    """However many bad rows are allowed: no row is to blame."""
+    path = environment(text)
+    cfg.data.max_bad_rows = 5
+    file = write_lines(tmp_path / "train.jsonl", [row_of("mine")])
+    with pytest.raises(InputError, match=f"^error: {problem.format(path=re.escape(str(path)))}"):
+        load_rows(file, cfg)
+    assert not quarantined(cfg)
+
+
+def test_a_check_that_raises_names_the_row_and_its_own_line(environment, cfg, tmp_path):
+    path = environment("def verify(row, response): ...\ndef check(row):\n    row['level'] + 1")
+    lines = [row_of("mine", level=1), row_of("mine"), row_of("mine", level="x")]
+    file = write_lines(tmp_path / "train.jsonl", lines)
+    with pytest.raises(InputError, match=f"train.jsonl:2: {path}:4: KeyError: 'level'$"):
+        load_rows(file, cfg)
+    cfg.data.max_bad_rows = 2
+    assert [row["_line"] for row in load_rows(file, cfg)] == [1]
+    assert [row["line"] for row in quarantined(cfg)] == [2, 3]
+
+
+def test_only_environments_that_rows_name_are_imported(environment, cfg, tmp_path):
+    environment("raise RuntimeError('nobody asked for me')", "unused")
+    environment("def verify(row, response): return 1", "used")
+    file = write_lines(tmp_path / "train.jsonl", [row_of("used")])
+    assert len(load_rows(file, cfg)) == 1
+    assert "envs.used" in sys.modules and "envs.unused" not in sys.modules
 
 
 def test_a_line_of_50_mb_is_held_twice_at_most(cfg, tmp_path):

@@ -7,6 +7,8 @@ import json
 import math
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -392,7 +394,7 @@ BAD_CONFIG = {
     "wrong_type": ("steps = 'many'\n", r"mine\.py:1: steps = 'many': .*integer"),
     "unknown_field": ("wandb = True\nstep = 1\n", r"mine\.py:2: unknown field 'step'; .* steps\?"),
     "missing_model": (
-        "model = 'no/model'\n",
+        "model = './no/model'\n",
         r"model = '.*no/model': .* folder .*config\.json",
     ),
     "missing_data": (
@@ -480,7 +482,7 @@ def test_bad_input_ends_the_program_within_seconds(bad, case, tmp_path):
     after = os.times()
     seconds = after.children_user + after.children_system - before[2] - before[3]
     print(f"{case}: {time.monotonic() - began:.1f} s, {seconds:.1f} s of them on the processor")
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.returncode == 1 and re.fullmatch(r"(run folder: runs/\S+\n)?", done.stdout)
     assert re.fullmatch(f"error: .*{message}.*\n", done.stderr), done.stderr
     assert seconds < 30  # 2 to 4, most of it imports, where nobody else runs
     assert list(folder.iterdir()) == []
@@ -501,3 +503,110 @@ def test_config_is_given_once():
 def test_an_empty_dictionary_takes_the_place_of_an_inherited_one():
     assert config.merge({"tool_call": -5.0}, {}) == {}
     assert config.merge({"a": 1}, {"b": {"c": 2}}) == {"a": 1, "b": {"c": 2}}
+
+
+# --- models of the hub ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(model, tmp_path) -> Path:
+    """A folder for HF_HOME whose cache holds acme/small, by links to blobs as the hub writes it."""
+    cached = tmp_path / "hf/hub/models--acme--small"
+    snapshot = cached / "snapshots/0a1b2c"
+    snapshot.mkdir(parents=True)
+    (cached / "blobs").mkdir()
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("0a1b2c")
+    for content in [*model.iterdir(), model / "model.safetensors"]:
+        blob = cached / "blobs" / content.name
+        blob.write_bytes(content.read_bytes() if content.exists() else b"")
+        (snapshot / content.name).symlink_to(Path("../../blobs") / content.name)
+    return tmp_path / "hf"
+
+
+def load_model(hub: Path, config_text: str, *flags: str, before: str = "", **env: str):
+    """What a process says that loads a config file with the real huggingface_hub."""
+    path = hub.parent / "mine.py"
+    path.write_text(config_text)
+    code = f"""
+import sys
+from runtime import config
+from runtime.settings import RunSettings
+{before}
+print(config.load(RunSettings, sys.argv[1:], "").model)
+"""
+    command = [sys.executable, "-c", code, "--config", str(path), *flags]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(hub)} | env
+    env.pop("HF_HUB_CACHE", None)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=env, cwd=hub.parent, timeout=60
+    )
+
+
+SMALL = "model = 'acme/small'\n"
+OTHER = "model = 'acme/other'\n"
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_is_its_local_snapshot(hub):
+    """Without network, through huggingface_hub itself; check_model reads what it found."""
+    snapshot = hub / "hub/models--acme--small/snapshots/0a1b2c"
+    done = load_model(hub, SMALL, HF_HUB_OFFLINE="1")
+    assert done.stdout.splitlines()[-1:] == [str(snapshot)], done.stderr
+    (snapshot / "tokenizer_config.json").unlink()
+    done = load_model(hub, SMALL, HF_HUB_OFFLINE="1")
+    expected = "expected a folder that holds tokenizer_config.json"
+    assert done.stderr == f"error: model = {str(snapshot)!r}: {expected}\n"
+
+
+@pytest.mark.slow
+def test_a_folder_goes_before_the_hub(hub, model):
+    shutil.copytree(model, hub.parent / "acme/small")
+    done = load_model(hub, SMALL, HF_HUB_OFFLINE="1")
+    assert done.stdout.splitlines()[-1] == str(hub.parent / "acme/small"), done.stderr
+
+
+@pytest.mark.slow
+def test_weights_that_the_cache_lacks_matter_to_a_run_but_not_to_a_dry_run(hub):
+    snapshot = hub / "hub/models--acme--small/snapshots/0a1b2c"
+    (snapshot / "model.safetensors").unlink()
+    done = load_model(hub, SMALL, HF_HUB_OFFLINE="1")
+    assert done.returncode == 1 and f"no *.safetensors in {snapshot}. " in done.stderr
+    before = "import dry_run\ndry_run.explain = lambda cfg, Config: cfg.model"
+    done = load_model(hub, SMALL, "--dry_run", before=before, HF_HUB_OFFLINE="1")
+    assert done.stdout.splitlines()[-1] == str(snapshot), done.stderr
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_had_is_an_error_that_says_what_was_tried(hub):
+    done = load_model(hub, OTHER, HF_HUB_OFFLINE="1")
+    (line,) = done.stderr.splitlines()
+    folder = hub.parent / "acme/other"
+    start = f"error: model = 'acme/other': there is no folder {folder} that holds config.json"
+    assert done.returncode == 1 and line.startswith(start)
+    assert "OfflineModeIsEnabled: " in line and f"the cache {hub / 'hub'} does not hold it" in line
+    assert line.endswith("(hf download acme/other) and set model to the folder")
+
+
+@pytest.mark.slow
+def test_a_hub_that_does_not_answer_is_waited_for_with_a_deadline(hub):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        short = "config.HUB_SECONDS = 0.5"
+        done = load_model(hub, OTHER, before=short, **env)
+        assert "did not give such a model: ReadTimeout: " in done.stderr
+        done = load_model(hub, SMALL, before=short, **env)
+        assert done.stdout.splitlines()[-1].endswith("/0a1b2c"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["./acme/x", "/acme/x", "../x", "acme", "a/b/c", "here/x", "models/tinny", "~acme/x", "a/b--c"],
+)
+def test_a_local_path_is_never_looked_up(name, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it raises
+    assert config.fetched(name, weights=True) == str(Path(name).resolve())
+    with pytest.raises(ImportError):
+        config.fetched("acme/x", weights=True)

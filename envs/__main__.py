@@ -1,0 +1,148 @@
+"""Tries the rewards of a data file, without engine, model or Ray: `python -m envs FILE.jsonl`."""
+
+import asyncio
+import json
+import math
+import statistics
+import sys
+import textwrap
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+import tyro
+
+import envs
+from envs.rows import Answer, first_of, plain, read_rollouts, read_rows
+from runtime.config import InputError
+
+# Fields that are taken for the reference answer of a row.
+REFERENCES = ("expected_answer", "answer", "reference_answer", "ground_truth", "solution")
+SHOWN = 800  # characters of a text
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Checks all rows of a data file, and lets `verify` judge an answer to some of them.
+
+    That is the row's own reference answer, unless a flag names another.
+    """
+
+    file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
+    """JSONL file of NeMo-Gym rows."""
+    number: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 3
+    """Rows, or rollouts, to try of each environment and data set."""
+    answer: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(aliases=["-a"])
+    ] = ()
+    """Answer to try on each row; may be given several times."""
+    field: Annotated[str, tyro.conf.arg(aliases=["-f"])] = ""
+    """Field of the rows that holds an answer to try, such as metadata.solution."""
+    rollouts: Annotated[str, tyro.conf.arg(aliases=["-r"])] = ""
+    """rollouts.jsonl of a run on this file: its answers are judged again."""
+
+
+def label(row: dict) -> str:
+    """The environment of a row, and its data set where it names one."""
+    return "/".join(str(part) for part in (row["agent_ref"]["name"], row.get("dataset")) if part)
+
+
+def first(items: Iterable[T], number: int, label_of: Callable[[T], str]) -> Iterator[T]:
+    """The first items of each label."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        seen[label_of(item)] += 1
+        if seen[label_of(item)] <= number:
+            yield item
+
+
+def of_rows(rows: Iterable[dict], args: Args) -> Iterator[Answer]:
+    """For each row the answers given, or that of its field. Raises InputError where it has none."""
+    for row in rows:
+        yield from (Answer(row, text, "given") for text in args.answer)
+        if args.answer:
+            continue
+        known = [name for name in REFERENCES if row.get(name) is not None]
+        field = args.field or (known or REFERENCES)[0]
+        try:
+            value = envs.get(row, field, str | int | float | list | dict, "an answer")
+        except ValueError as error:
+            hint = "" if args.field else "; -f FIELD or -a TEXT says what to try"
+            raise InputError(f"{args.file}:{row['_line']}: {error}{hint}") from None
+        yield Answer(row, value if isinstance(value, str) else json.dumps(value), field)
+
+
+async def judge(answer: Answer, file: str) -> envs.Reward:
+    """What `verify` says; raises InputError naming row, module and line where it is no reward."""
+    module = envs.environment(answer.row["agent_ref"]["name"])
+    place = f"{file}:{answer.row['_line']}: verify"
+    try:
+        reward = await envs.verify(answer.row, answer.text)
+    except Exception as error:  # it is the user's own code
+        raise InputError(f"{place} raised {envs.located(error, str(module.__file__))}") from None
+    if not math.isfinite(reward.value):
+        raise InputError(f"{place} returned {reward.value}, expected a finite number")
+    return reward
+
+
+def show(name: str, text: str) -> None:
+    """Prints a text below its name; of a long one the start."""
+    more = f" [... {len(text):,} characters]" if len(text) > SHOWN else ""
+    print(f"  {name}:\n{textwrap.indent(text[:SHOWN] + more, '    ', lambda line: True)}")
+
+
+async def try_answers(answers: Iterable[Answer], args: Args) -> None:
+    """Judges answers, and prints each verdict and a summary for each label."""
+    tried: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for answer in answers:
+        name = label(answer.row)
+        began = time.perf_counter()
+        reward = await judge(answer, args.file)
+        tried[name].append((reward.value, time.perf_counter() - began, answer.reward))
+        print(f"\n{args.file}:{answer.row['_line']} {name}")
+        for message in answer.row["responses_create_params"]["input"]:
+            show(message["role"], plain(message["content"]))
+        show(f"answer ({answer.source})", answer.text)
+        print(f"  reward {reward.value:g} {json.dumps(reward.info, default=str)}")
+    print()
+    for name, found in tried.items():
+        rewards, seconds, before = zip(*found, strict=True)
+        then = f", in the run {statistics.fmean(before):.4g}" if args.rollouts else ""
+        mean = f"mean reward {statistics.fmean(rewards):.4g}{then}"
+        spread = f"{min(rewards):g} to {max(rewards):g}"
+        half, most = (1e3 * f(seconds) for f in (statistics.median, max))
+        took = f"verify took {half:,.2f} ms (median), {most:,.2f} ms at most"
+        print(f"{name}: {len(found)} tried, {mean} ({spread}); {took}")
+
+
+def main(argv: list[str]) -> None:
+    """Checks the rows and tries answers. Raises InputError for what is wrong."""
+    args = tyro.cli(Args, args=argv, prog="python -m envs")
+    if sum(map(bool, (args.answer, args.field, args.rollouts))) > 1:
+        raise InputError("-a, -f and -r exclude each other, expected one of them")
+    rows, bad = read_rows(args.file, math.inf)
+    if bad:
+        raise InputError(first_of(bad))
+    for name, count in Counter(map(label, rows)).items():
+        print(f"{name}: {count:,} good rows in {args.file}")
+    for name in dict.fromkeys(row["agent_ref"]["name"] for row in rows):
+        module = envs.environment(name)
+        if not hasattr(module, "verify"):
+            rows = [row for row in rows if row["agent_ref"]["name"] != name]
+            print(f"{name}: not tried, its `rollout` of several turns needs a model")
+        elif hasattr(module, "rollout") or hasattr(module, "score_group"):
+            print(f"{name}: only `verify` is tried, which does not decide alone in training")
+    if args.rollouts:
+        every = read_rollouts(args.rollouts, rows)
+        answers = first(every, args.number, lambda answer: label(answer.row))
+    else:
+        answers = of_rows(first(rows, args.number, label), args)
+    if rows:
+        asyncio.run(try_answers(answers, args))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,230 @@
+"""`python -m envs`, and the code of docs/own_data.md: from questions to judged answers."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/own_data.md").read_text(encoding="utf-8")
+SKIPPED = shutil.ignore_patterns("__pycache__")
+
+pytestmark = pytest.mark.slow
+
+
+def block(language: str, holds: str) -> str:
+    """The page's example in a language that holds a text."""
+    found = re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)
+    (only,) = [text for text in found if holds in text]
+    return only
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    """A copy of what the command needs, with the page's environment and its questions as rows."""
+    shutil.copytree(ROOT / "envs", tmp_path / "envs", ignore=SKIPPED)
+    (tmp_path / "runtime").mkdir()
+    for name in ("__init__.py", "config.py"):
+        shutil.copy(ROOT / "runtime" / name, tmp_path / "runtime")
+    (tmp_path / "envs/my_reward.py").write_text(block("python", "AGENTS"))
+    question = json.loads(block("json", "question"))
+    questions = [question, {"question": "what is 2 plus 2", "answer": "4"}]
+    write(tmp_path / "questions.jsonl", questions * 5)
+    run(tmp_path, "-c", block("python", "questions.jsonl"))
+    return tmp_path
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run(project: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Python in the project's folder."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=60)
+
+
+def try_rows(project: Path, *arguments: str) -> str:
+    """What the command prints about train.jsonl; fails where it fails."""
+    done = run(project, "-m", "envs", "train.jsonl", *arguments)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout
+
+
+def problem(project: Path, *arguments: str) -> str:
+    """The one line that the command ends with."""
+    done = run(project, "-m", "envs", *arguments)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr.removeprefix("error: ").rstrip()
+
+
+def reward(project: Path, verify: str) -> None:
+    """Replaces the page's environment by one with this `verify`."""
+    text = f'from envs import Reward\nAGENTS = ("my_reward",)\n{verify}\n'
+    (project / "envs/my_reward.py").write_text(text)
+
+
+def test_the_page_shows_what_the_command_prints(project):
+    (shown,) = re.findall(r"\n\n```\n(.*?)```", PAGE, re.S)
+    number = r"\d+(\.\d+)?(e-\d+)?"
+    start, _, end = re.sub(r"[\d.e-]+ ms", "N ms", shown.replace("200", "10")).partition("...\n")
+    printed = re.sub(rf"{number} ms", "N ms", try_rows(project))
+    assert printed.startswith(start) and printed.endswith(end.lstrip("\n"))
+    assert len(re.findall(r"^  reward 1 ", printed, re.M)) == 3
+
+
+def test_the_conversion_of_a_hugging_face_data_set(project, monkeypatch):
+    """The page's loop, with rows in place of the library that reads them."""
+    system, user = {"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2?"}
+    messages = [system, user, {"role": "assistant", "content": "4"}]
+    library = f"def load_dataset(*path, **options):\n    return [{{'messages': {messages}}}]\n"
+    (project / "datasets.py").write_text(library)
+    done = run(project, "-c", block("python", "load_dataset"))
+    assert not done.stderr
+    (row,) = [json.loads(line) for line in (project / "chats.jsonl").read_text().splitlines()]
+    assert row["responses_create_params"]["input"] == [system, user] and row["answer"] == "4"
+    out = run(project, "-m", "envs", "chats.jsonl").stdout
+    assert "  system:\n    Add.\n  user:\n    2 + 2?\n  answer (answer):\n    4\n  reward 1 " in out
+
+
+def test_nothing_heavy_is_imported(project):
+    code = "import runpy, sys; sys.argv[1:] = ['train.jsonl']; runpy.run_module('envs', None, "
+    code += "'__main__'); print({'ray', 'torch', 'vllm', 'numpy', 'transformers', 'reasoning_gym', "
+    code += "'math_verify', 'sympy', 'envs.math', 'envs.reasoning_gym'} & set(sys.modules))"
+    done = run(project, "-c", code)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+def test_given_answers_are_tried_on_each_row(project):
+    out = try_rows(project, "-n", "2", "-a", "43 or 42", "-a", "", "-a", "5")
+    assert re.findall(r"train.jsonl:(\d+) ", out) == list("111222")
+    assert re.findall(r"  reward (\S+) ", out) == ["1", "0", "0.1", "0.1", "0", "0.1"]
+    assert "my_reward/arithmetic: 6 tried, mean reward 0.2167 (0 to 1); verify took " in out
+
+
+def test_rows_of_each_environment_and_data_set_are_tried(project):
+    row = json.loads((project / "train.jsonl").read_text().splitlines()[0])
+    maths = row | {"agent_ref": {"name": "math"}, "dataset": None, "expected_answer": "43"}
+    write(project / "train.jsonl", [row, row, row | {"dataset": "b"}, maths])
+    out = try_rows(project, "-n", "1")
+    assert re.findall(r"train.jsonl:(\d+) (\S+)", out) == [
+        ("1", "my_reward/arithmetic"),
+        ("3", "my_reward/b"),
+        ("4", "math"),
+    ]
+    assert "my_reward/arithmetic: 2 good rows" in out and "math: 1 good rows" in out
+    assert "answer (expected_answer):\n    43\n  reward 1 " in out, "the reference, not the answer"
+    assert out.count(": 1 tried, mean reward 1 ") == 3
+    out = try_rows(project, "-n", "1", "-f", "answer")
+    assert "math: 1 tried, mean reward 0 " in out
+
+
+def test_an_answer_of_a_nested_field_may_be_no_text(project):
+    row = json.loads((project / "train.jsonl").read_text().splitlines()[0])
+    write(project / "train.jsonl", [row | {"metadata": {"solution": [42]}}])
+    out = try_rows(project, "-f", "metadata.solution")
+    assert "  answer (metadata.solution):\n    [42]\n  reward 1 " in out
+    assert problem(project, "train.jsonl", "-f", "metadata.answer") == (
+        "train.jsonl:1: metadata.answer is missing or null, expected an answer"
+    )
+
+
+def test_rows_without_a_reference_need_an_answer(project):
+    row = json.loads((project / "train.jsonl").read_text().splitlines()[0])
+    del row["answer"]
+    write(project / "train.jsonl", [row])
+    told = problem(project, "train.jsonl")
+    assert told.startswith("train.jsonl:1: expected_answer is missing or null, expected an answer;")
+    assert "-f FIELD or -a TEXT" in told
+    told = problem(project, "train.jsonl", "-a", "42")
+    assert re.search(
+        r"train.jsonl:1: verify raised .*/envs/my_reward.py:\d+: KeyError: 'answer'$", told
+    )
+
+
+def test_bad_rows_are_told_before_anything_is_tried(project):
+    with open(project / "train.jsonl", "a") as file:
+        file.write('{"question": "2 + 2?"}\n{\n')
+    told = problem(project, "train.jsonl")
+    assert told.startswith("train.jsonl:11: responses_create_params.input is missing or null")
+    assert told.endswith("(2 bad rows: lines 11, 12)")
+    (project / "train.jsonl").unlink()
+    assert problem(project, "train.jsonl").startswith(f"{project}/train.jsonl: expected a JSONL")
+
+
+@pytest.mark.parametrize(
+    ("verify", "message"),
+    [
+        (
+            "async def verify(row, response):\n    return row['level']",
+            "{file}:4: KeyError: 'level'",
+        ),
+        ("def verify(row, response):\n    return len(response, 2)", "{file}:4: TypeError: len() "),
+        ("def verify(row): return 1", "TypeError: verify() takes 1 positional argument but 2 were"),
+        ("def verify(row, response): ...", "TypeError: environment 'my_reward' returned None, exp"),
+        (
+            "def verify(row, response): return float('nan')",
+            "returned nan, expected a finite number",
+        ),
+    ],
+)
+def test_a_wrong_verify_is_told_in_one_line(project, verify, message):
+    reward(project, verify)
+    told = problem(project, "train.jsonl")
+    assert told.startswith("train.jsonl:1: verify ")
+    assert message.format(file=project / "envs/my_reward.py") in told
+
+
+def test_an_asynchronous_verify_is_awaited_and_timed(project):
+    body = "    await asyncio.sleep(0.02)\n    return 2"
+    reward(project, f"import asyncio\nasync def verify(row, response):\n{body}")
+    out = try_rows(project)
+    assert "3 tried, mean reward 2 (2 to 2)" in out
+    assert 20 <= float(re.search(r"took (\S+) ms \(median\)", out)[1]) < 2000
+
+
+def test_an_environment_of_several_turns_is_said_not_to_be_tried(project):
+    reward(project, "async def rollout(row, sampler): ...")
+    out = try_rows(project)
+    assert out.splitlines()[1:] == [
+        "my_reward: not tried, its `rollout` of several turns needs a model"
+    ]
+    reward(
+        project, "def verify(row, response): return 1\nasync def score_group(rows, answers): ..."
+    )
+    out = try_rows(project)
+    assert "my_reward: only `verify` is tried, which does not decide alone in training" in out
+    assert "3 tried, mean reward 1 " in out
+
+
+def rollout(row: int, prompt: str, response: str, reward: float, **fields) -> dict:
+    """A line of rollouts.jsonl, of which only some fields are read."""
+    turns = ["a first try", response]
+    return {"row": row, "prompt": prompt, "response": turns, "reward": reward} | fields
+
+
+def test_answers_of_a_run_are_judged_again(project):
+    question = json.loads((project / "train.jsonl").read_text().splitlines()[0])["question"]
+    lines = [
+        rollout(1, f"<user>{question}\n<bot>", "42", 0.25),
+        rollout(1, f"<user>\n{question.replace(' ', '  ')}<bot><think>\n", "42</think> 41", 0.5),
+        rollout(1, f"<user>{question}<bot><think>\n", "42", 0.75),
+        rollout(1, "<user>a validation row<bot>", "42", 1),
+        rollout(99, f"<user>{question}<bot>", "42", 1),
+    ]
+    write(project / "rollouts.jsonl", lines)
+    out = try_rows(project, "-r", "rollouts.jsonl", "-n", "9")
+    assert re.findall(r"answer \(rollouts.jsonl:(\d)\):", out) == ["1", "2", "3"]
+    assert re.findall(r"  reward (\S+) ", out) == ["1", "0.1", "0"], "a thought is no answer"
+    assert "3 tried, mean reward 0.3667, in the run 0.5 (0 to 1);" in out
+    write(project / "rollouts.jsonl", lines[3:])
+    told = problem(project, "train.jsonl", "-r", "rollouts.jsonl")
+    assert told == "rollouts.jsonl: holds no rollouts of these rows, expected at least one"
+    told = problem(project, "train.jsonl", "-r", "train.jsonl")
+    assert told == "train.jsonl:1: expected a rollout: KeyError('row')"
+    told = problem(project, "train.jsonl", "-r", "rollouts.jsonl", "-a", "42")
+    assert told == "-a, -f and -r exclude each other, expected one of them"
