@@ -5,6 +5,7 @@ engines (nccl, ipc, ...) do not run on a CPU.
 """
 
 import itertools
+import logging
 import math
 import pickle
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from policy import Policy
 
 BUCKET_BYTES = 256 << 20
+RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 class Wire(NamedTuple):
@@ -181,6 +183,9 @@ class WeightReceiver:
     ) -> None:
         """Meets trainer rank 0. `wire` is a pickled `Wire`: vLLM passes bytes on unchanged."""
         self.sync_wire: Wire = pickle.loads(wire)
+        # In each update it warns of layers that no tensor is for: rotary tables, tied heads. What
+        # a policy must bring, `verify` proves.
+        logging.getLogger(RELOADER).setLevel(logging.ERROR)
         deadline = timedelta(seconds=self.sync_wire.seconds)
         store = dist.TCPStore(host, port, world, False, deadline)
         rank = first_rank + self.vllm_config.parallel_config.rank

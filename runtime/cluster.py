@@ -17,7 +17,8 @@ import ray
 import torch
 import torch.distributed as dist
 
-from runtime.config import InputError
+from runtime.config import InputError, shown
+from runtime.console import phase
 from runtime.settings import RunSettings
 from runtime.waits import within
 
@@ -68,6 +69,7 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         """Raises InputError where the run folder cannot be had."""
         self.lock = claim(self.cfg)
+        phase("starting Ray")
         connect(self.cfg)
         return self
 
@@ -95,6 +97,7 @@ class Cluster:
     async def start_trainers(self) -> None:
         """Starts the trainer ranks, which load the model of the configuration."""
         cfg = self.cfg
+        phase(f"loading {shown(cfg.model)} (trainer ranks: {cfg.policy.ranks})")
         threads = {"io": 1, "watch": 1}  # beside the one that trains
         options = {"concurrency_groups": threads}
         self.trainers = [

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from envs.sampler import Request
 from policy.weight_sync import Wire, difference
 from runtime.cluster import Cluster, actor
+from runtime.console import phase
 from runtime.settings import RunSettings
 from runtime.waits import within
 
@@ -99,6 +100,7 @@ class Fleet:
     async def start(self) -> None:
         """Waits for all engines; none may fail at first."""
         self.launch()
+        phase(f"starting vLLM (engines: {self.cfg.engine.count})")
         await self.started()
         if self.error:
             raise self.error
@@ -118,6 +120,8 @@ class Fleet:
         if self.grouped == set(self.alive):
             return
         cfg = self.cfg
+        if not self.proven:
+            phase("sending the policy to the engines")
         tp = cfg.engine.tensor_parallel
         first_rank = self.cluster.trainers[0]
         store = first_rank.open_store.remote(1 + cfg.engine.count * tp)

@@ -1,4 +1,4 @@
-"""Where a run writes: JSON lines, TensorBoard, W&B, progress bars, and its report at the end."""
+"""Where a run writes: JSON lines, TensorBoard, W&B, the console, and its report at the end."""
 
 import dataclasses
 import hashlib
@@ -15,13 +15,15 @@ from tqdm import tqdm
 
 import report
 from envs.episode import SampleInfo
+from runtime.config import shown
+from runtime.console import Bars, Lines, summary
 from runtime.dispatch import Slot
+from runtime.health import LIMIT
 from runtime.metrics import mismatch_rows, rollout_metrics, validation_metrics
+from runtime.provenance import provenance
 
 if TYPE_CHECKING:
     from grpo_async import Config, Group
-
-ALARM = 1.05  # of token_mult_prob_error: NeMo-RL's rule of thumb
 
 
 def append_to(path: Path) -> FileIO:
@@ -56,7 +58,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 class Log:
-    """metrics.jsonl, TensorBoard, W&B if asked for, and two progress bars."""
+    """metrics.jsonl, TensorBoard, W&B if asked for, and the console."""
 
     FILES = ("metrics", "mismatch", "dropped")
 
@@ -69,8 +71,8 @@ class Log:
         self.cfg = cfg
         folder = Path(cfg.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        settings = {"program": Path(sys.argv[0]).name, **dataclasses.asdict(cfg)}
-        (folder / "config.json").write_text(json.dumps(settings, indent=1))
+        settings = dataclasses.asdict(cfg)
+        (folder / "config.json").write_text(json.dumps(provenance() | settings, indent=1))
         self.files = {
             name: open(folder / f"{name}.jsonl", "a", buffering=1)  # noqa: SIM115
             for name in self.FILES
@@ -88,10 +90,7 @@ class Log:
             # Its own step never goes back, as that of a run does which is resumed.
             self.wandb.define_metric("*", step_metric="step")
         self.began = time.time()
-        bar = {"initial": version, "desc": "steps", "unit": "step", "position": 0}
-        self.steps = tqdm(total=cfg.steps, **bar)
-        ready = {"total": cfg.prompts_per_step, "desc": "groups ready", "unit": "group"}
-        self.ready = tqdm(**ready, position=1, leave=False)
+        self.console = (Bars if sys.stderr.isatty() else Lines)(cfg)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends the metrics of the step that led to policy version `step`."""
@@ -100,16 +99,22 @@ class Log:
             self.board.add_scalar(name, value, step)
         if self.wandb:
             self.wandb.log({"step": step, **metrics})
-        if "validation_reward" in metrics:
-            self.note(f"step {step}: validation reward {metrics['validation_reward']:.3f}")
 
     def line(self, name: str, content: dict) -> None:
         """Appends a line to one of the files."""
         self.files[name].write(json.dumps(content) + "\n")
 
     def mismatch(self, step: int, tables: list[dict]) -> None:
-        """Writes a step's mismatch table."""
-        self.line("mismatch", {"step": step, "rows": mismatch_rows(tables)})
+        """Writes a step's mismatch table; warns where trainer and engine disagree at lag 0.
+
+        Under an older policy they differ because the policy has moved, which is no error.
+        """
+        rows = mismatch_rows(tables)
+        self.line("mismatch", {"step": step, "rows": rows})
+        gap = sum(row["mean"] for row in rows if (row["by"], row["key"]) == ("lag", "0"))
+        if gap > LIMIT:
+            apart = f"trainer and engine are {gap:.3f} nats a token apart at lag 0"
+            self.note(f"step {step}: {apart}, more than {LIMIT}; see docs/debugging.md")
 
     def drop(self, slot: Slot, prompt: int, row: str, error: BaseException) -> None:
         """Writes down a prompt that was given up, its place in the stream, and why."""
@@ -119,39 +124,34 @@ class Log:
 
     def evaluation(self, version: int, answered: list[list[SampleInfo]]) -> None:
         """Writes the validation metrics of a policy version, from the answers to each prompt."""
-        self.write(version, validation_metrics(answered, self.cfg.data.val_samples))
+        found = validation_metrics(answered, self.cfg.data.val_samples)
+        self.write(version, found)
+        exact = f"exact {found['validation_exact']:.3f}"
+        self.note(f"version {version}: validation reward {found['validation_reward']:.3f}, {exact}")
 
     def step(self, step: int, groups: list["Group"], stats: dict[str, float]) -> None:
-        """Writes the training step that led to version `step`, and moves its bar on."""
+        """Writes the training step that led to version `step`, and shows it."""
         trained = step - 1 if not self.cfg.command.rollout_only else 0
         metrics = stats | rollout_metrics(groups, trained)
         self.write(step, metrics)
-        self.steps.update()
-        if metrics.get("token_mult_prob_error", 1.0) > ALARM:
-            error = f"token_mult_prob_error {metrics['token_mult_prob_error']:.3f} > {ALARM}"
-            self.note(f"step {step}: {error}: trainer and engine disagree, see docs/debugging.md")
-        self.steps.set_postfix(
-            reward=f"{metrics['reward']:.3f}",
-            lag=f"{metrics['lag_mean']:.2f}",
-            trainer_waited=f"{metrics['wait_for_rollouts']:.2f}s",
-            engines_waited=f"{metrics['wait_for_training']:.2f}s",
-        )
+        self.console.step(step, metrics)
 
     def show_ready(self, groups: int) -> None:
         """Shows how many finished groups no step has taken yet."""
-        self.ready.update(groups - self.ready.n)
+        self.console.show_ready(groups)
 
     def note(self, message: str) -> None:
         """A line above the bars."""
         tqdm.write(message)
 
     def close(self) -> None:
-        """Ends the bars, flushes what is buffered, and draws the report."""
+        """Flushes what is buffered, draws the report, and says what came out of the run."""
         if not self.is_open:
             return
-        for part in (self.ready, self.steps, *self.files.values(), self.board):
+        for part in (self.console, *self.files.values(), self.board):
             part.close()
         if self.wandb:
             self.wandb.finish()
         report.draw(self.cfg.run_dir)
-        print(f"report: {report.write(self.cfg.run_dir)}")
+        page = report.write(self.cfg.run_dir)
+        print("\n".join([*summary(self.cfg), f"report: {shown(page)}"]), flush=True)

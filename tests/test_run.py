@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import zlib
@@ -100,6 +101,46 @@ def test_rollouts_of_a_run(finished):
         assert abs(sum(line["advantage"] for line in group)) < 100
         if len({line["reward"] for line in group}) == 1:
             assert all(line["advantage"] == 0 for line in group)
+
+
+@of_one_run
+def test_what_a_run_prints(finished):
+    """Its folder first, what it waits for, a line a step, and at the end what came out of it."""
+    folder, cfg = finished
+    lines = folder.with_suffix(".out").read_text().splitlines()
+    expected = [
+        f"run folder: {folder}",
+        r" +\d+ s  starting Ray",
+        r" +\d+ s  loading .* \(trainer ranks: 1\)",
+        r" +\d+ s  starting vLLM \(engines: 2\)",
+        r" +\d+ s  sending the policy to the engines",
+        r"evaluating version 0 \(prompts: 8\)",
+        r"version 0: validation reward 0\.\d{3}, exact 0\.\d{3}",
+        r"step 1/6  reward 0\.\d{3}  lag 0\.00  trainer waited \d+\.\d\d s",
+        *(rf"step {step}/6  .* s  \d\d:\d\d left" for step in (2, 3)),
+        r"evaluating version 3 .*",
+        "version 3: .*",
+        *(rf"step {step}/6  .*" for step in (4, 5, 6)),
+        r"evaluating version 6 .*",
+        "version 6: .*",
+        r"done in \d\d:\d\d",
+        *(rf"{name}: \d.\d+ -> \d.\d+" for name in ("reward", "validation_reward")),
+        r"validation_exact: \d.\d+ -> \d.\d+",
+        "prompt: <user>.*",
+        "answer: .*",
+        r"reward of this answer: [\d.]+",
+        f"model: {folder}/step_000006/hf, .*",
+        f"next: .* --run_dir {folder} --resume auto --steps 12",
+        f"report: {folder}/report.html",
+    ]
+    assert len(lines) == len(expected), "\n".join(lines)
+    for line, pattern in zip(lines, expected, strict=True):
+        assert re.fullmatch(pattern, line), (line, pattern)
+    logs = "".join(path.read_text() for path in (folder / "logs").glob("Generator*"))
+    assert "Failed to load weights" not in logs
+    written = json.loads((folder / "config.json").read_text())
+    assert {"commit", "diff", "versions", "command_line"} <= written.keys()
+    assert written["steps"] == cfg.steps
 
 
 @of_one_run

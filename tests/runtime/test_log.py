@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.log import append_to, in_one_line
+from runtime.log import Log, append_to, in_one_line
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,28 @@ def test_an_error_of_another_process_is_one_line_that_names_its_place():
     assert in_one_line(RuntimeError(remote)) == f"{place}: KeyError: 'word'"
     assert in_one_line(TimeoutError("waited 5 s")) == "waited 5 s"
     assert in_one_line(TimeoutError()) == "TimeoutError()"
+
+
+@pytest.mark.parametrize(
+    ("lag", "gap", "alarms"), [("0", 0.06, True), ("0", 0.04, False), ("1", 0.5, False)]
+)
+def test_the_alarm_is_of_tokens_of_the_policy_that_is_trained(lag, gap, alarms):
+    """Ten tokens on one rank and thirty, twice as far apart, on another."""
+    log = Log()
+    lines, notes = [], []
+    log.line = lambda name, content: lines.append(content)
+    log.note = notes.append
+    near, far = gap / 1.75, gap / 1.75 * 2
+    tables = [{("lag", lag): [n, n, n * x, 0.0, x]} for n, x in ((10, near), (30, far))]
+    tables[0]["all", ""] = tables[0]["lag", "2"] = [1, 1, 9.0, 0.0, 9.0]
+    log.mismatch(7, tables)
+    (line,) = lines
+    assert line["step"] == 7
+    assert (
+        notes
+        == [
+            f"step 7: trainer and engine are {gap:.3f} nats a token apart at lag 0, more than 0.05;"
+            " see docs/debugging.md"
+        ]
+        * alarms
+    )

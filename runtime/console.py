@@ -1,0 +1,129 @@
+"""What a run shows: what it waits for at first, then its steps, then what came out of it."""
+
+import re
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+import report
+from runtime.config import shown
+
+if TYPE_CHECKING:
+    from grpo_async import Config
+
+BEGAN = time.monotonic()
+TAIL = 1 << 22  # bytes of rollouts.jsonl in which the last answer is looked for
+
+
+def phase(what: str) -> None:
+    """Says what a run waits for before its first step, and the seconds since it began."""
+    tqdm.write(f"{time.monotonic() - BEGAN:4.0f} s  {what}")
+
+
+class Bars:
+    """For a terminal: the steps that are done, and the groups that wait for the next one."""
+
+    def __init__(self, cfg: "Config"):
+        self.cfg = cfg
+        self.bars: list[tqdm] = []
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows a step. The first one starts the bars, so that start-up is not in their time."""
+        if not self.bars:
+            steps = {"initial": step - 1, "desc": "steps", "unit": "step", "position": 0}
+            ready = {"desc": "groups ready", "unit": "group", "position": 1, "leave": False}
+            self.bars = [
+                tqdm(total=self.cfg.steps, **steps),
+                tqdm(total=self.cfg.prompts_per_step, **ready),
+            ]
+        self.bars[0].update()
+        self.bars[0].set_postfix(
+            reward=f"{metrics['reward']:.3f}",
+            lag=f"{metrics['lag_mean']:.2f}",
+            trainer_waited=f"{metrics['wait_for_rollouts']:.2f}s",
+            engines_waited=f"{metrics['wait_for_training']:.2f}s",
+        )
+
+    def show_ready(self, groups: int) -> None:
+        """Shows how many finished groups no step has taken yet."""
+        for bar in self.bars[1:]:
+            bar.update(groups - bar.n)
+
+    def close(self) -> None:
+        """Ends the bars."""
+        for bar in reversed(self.bars):
+            bar.close()
+
+
+class Lines:
+    """For a file: one line a step."""
+
+    def __init__(self, cfg: "Config"):
+        self.cfg = cfg
+        self.done = 0  # steps of this process
+        self.began = 0.0  # when the first of them ended: before it is start-up
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows a step, and how long the rest will take."""
+        now = time.monotonic()
+        self.began = self.began or now
+        seconds = (now - self.began) / max(self.done, 1) * (self.cfg.steps - step)
+        self.done += 1
+        left = f"  {tqdm.format_interval(seconds)} left" if self.done > 1 else ""
+        part = f"reward {metrics['reward']:.3f}  lag {metrics['lag_mean']:.2f}"
+        waited = f"trainer waited {metrics['wait_for_rollouts']:.2f} s"
+        print(f"step {step}/{self.cfg.steps}  {part}  {waited}{left}", flush=True)
+
+    def show_ready(self, groups: int) -> None:
+        """Shows nothing between two steps."""
+
+    def close(self) -> None:
+        """Ends nothing."""
+
+
+def summary(cfg: "Config") -> list[str]:
+    """What came out of a run, line by line: what it learned, an answer, the model, what is next."""
+    folder = Path(cfg.run_dir)
+    metrics = list(report.read(folder / "metrics.jsonl"))
+    lines = [f"done in {tqdm.format_interval(time.monotonic() - BEGAN)}"]
+    for name in ("reward", "validation_reward", "validation_exact"):
+        values = [line[name] for line in metrics if name in line]
+        if values:
+            lines.append(f"{name}: {values[0]:.3f} -> {values[-1]:.3f}")
+    if answer := last_answer(folder):
+        told = {"prompt": answer["prompt"], "answer": " ".join(answer["response"])}
+        lines += [f"{name}: {' '.join(text.split())[:200]}" for name, text in told.items()]
+        lines.append(f"reward of this answer: {answer['reward']:.3g}")
+    if models := sorted(folder.glob("step_*/hf")):
+        step = int(models[-1].parent.name.removeprefix("step_"))
+        lines.append(f"model: {shown(models[-1])}, which transformers and vLLM load")
+        lines.append(f"next: {train_on(cfg, step)}")
+    return lines
+
+
+def last_answer(folder: Path) -> dict | None:
+    """The last validation rollout of a run, or its last one of training; None without any."""
+    for path in sorted(folder.glob("rollouts*.jsonl"))[:1]:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL))
+            text = file.read().decode(errors="replace")
+        rollouts = [line for line in report.parse(text.splitlines()) if isinstance(line, dict)]
+        validation = [rollout for rollout in rollouts if rollout["evaluation"] is not None]
+        for rollout in reversed(validation or rollouts):
+            return rollout
+    return None
+
+
+def train_on(cfg: "Config", step: int) -> str:
+    """The command that goes on with this run; where it is at its end, for as many steps again."""
+    words = ["--run_dir", shown(cfg.run_dir), "--resume", "auto"]
+    if step == cfg.steps:
+        words += ["--steps", str(2 * cfg.steps)]
+    given = shlex.join([shown(sys.executable), *sys.argv])
+    given = re.sub(r" --(run[_-]dir|resume|steps)[ =]('[^']*'|\S+)", "", given)
+    return f"{given} {shlex.join(words)}"

@@ -1,0 +1,90 @@
+"""What the metrics of a run say of its health, in sentences; docs/debugging.md lists the alarms."""
+
+import math
+import statistics
+from typing import NamedTuple
+
+LIMIT = 0.05  # nats at lag 0: exp(0.05) is NeMo-RL's rule of thumb for token_mult_prob_error
+RECENT = 10  # steps whose mean tells the present state
+FAIR = 50  # steps of training from which it is an alarm that validation has not risen
+Series = dict[str, list]  # of each metric, and of `step`, a value for each step or None
+
+
+class Finding(NamedTuple):
+    """A sentence about a run, and whether it is about a fault."""
+
+    alarm: bool
+    text: str
+
+
+def health(series: Series, mismatch: list[dict], config: dict) -> list[Finding]:
+    """The findings about a run, from its metrics, the lines of mismatch.jsonl and config.json.
+
+    A quantity that was not measured has no finding, nor has a count of 0.
+    """
+    known = {name: [v for v in column if v is not None] for name, column in series.items()}
+    mean = {name: statistics.fmean(values[-RECENT:]) for name, values in known.items() if values}
+    masked = mean.get("num_masked_seqs")
+    sequences = (masked or 0) + mean.get("num_valid_samples", 0)
+    prompts = len(known.get("reward", [])) * config.get("prompts_per_step", 0)
+    dropped = known.get("dropped_prompts", [0])[-1]
+    lost = sum(known.get("nonfinite_engine_logprobs", []))
+    norms = zip(series.get("reward", []), series.get("grad_norm", []), strict=False)
+    broken = sum(reward is not None and norm is None for reward, norm in norms)
+    waiting = 0.75 if config.get("max_lag") else 1  # at lag 0 the two sides take turns
+    every = [  # a value, the highest without alarm, and the sentence
+        (gap(mismatch), LIMIT, "At lag 0 trainer and engine differ by {:.2g} nats."),
+        (mean.get("truncated_samples"), 0.25, "{:.0%} of the answers were cut off."),
+        (mean.get("zero_variance_groups"), 0.9, "{:.0%} of the groups had equal rewards."),
+        (masked and masked / sequences, 0.02, "{:.1%} of the sequences were masked."),
+        (dropped or None, prompts / 100, "Dropped prompts: {}."),
+        (lost or None, 0, "Logprobs of engines that are not finite: {:.0f}."),
+        (broken or None, 0, "Steps whose gradient norm is not finite: {}."),
+        (share(series, "wait_for_rollouts"), waiting, "The trainer waited {:.0%} of the time."),
+        (share(series, "wait_for_training"), waiting, "The engines waited {:.0%} of the time."),
+    ]
+    known_ones = [rule for rule in every if rule[0] is not None]
+    # Written so that NaN is an alarm.
+    found = [Finding(not value <= most, text.format(value)) for value, most, text in known_ones]
+    return progress(series) + found
+
+
+def gap(mismatch: list[dict]) -> float | None:
+    """Mean |log p trainer - log p engine| over recent tokens at lag 0; None where there is none."""
+    rows = [row for table in mismatch[-RECENT:] for row in table["rows"]]
+    fresh = [row for row in rows if (row["by"], row["key"]) == ("lag", "0")]
+    if not fresh:
+        return None
+    # A mean that is not finite was read as None.
+    total = sum(math.nan if r["mean"] is None else r["mean"] * r["tokens"] for r in fresh)
+    return total / sum(row["tokens"] for row in fresh)
+
+
+def progress(series: Series) -> list[Finding]:
+    """Whether the last validation is above the first; an alarm only after FAIR steps."""
+    # An environment that never scores 1 has no right answers to count.
+    exact = any(series.get("validation_exact", []))
+    column = series.get("validation_exact" if exact else "validation_reward", [])
+    every = zip(series.get("step", []), column, strict=False)
+    points = [(step, value) for step, value in every if value is not None]
+    if len(points) < 2:
+        return []
+    (start, first), (end, last) = points[0], points[-1]
+    best = max(value for _, value in points)
+    # More than the noise of a run that has reached its level.
+    fell = best - last > max((best - first) / 2, abs(best) / 4)
+    form = "{:.0%}" if exact else "{:.3g}"
+    text = "Right validation answers" if exact else "Validation reward"
+    text += " rose" if last > first else " did not rise"
+    text += f" from {form.format(first)} (step {start}) to {form.format(last)} (step {end})"
+    text += f", after {form.format(best)} at best." if fell else "."
+    return [Finding(end - start >= FAIR and (last <= first or fell), text)]
+
+
+def share(series: Series, wait: str) -> float | None:
+    """The share of the steps' time that a wait took, without step 1, which contains the start."""
+    every = zip(series.get("step_seconds", []), series.get(wait, []), strict=False)
+    steps = [times for times in every if None not in times][1:]
+    # The engines' wait may contain an evaluation, which is no part of a step.
+    seconds = sum(times[0] for times in steps)
+    return sum(map(min, steps)) / seconds if seconds else None

@@ -1,0 +1,116 @@
+"""What is said of a run's health, from metrics that are healthy but for one."""
+
+import pytest
+
+from runtime.health import health
+
+CONFIG = {"prompts_per_step": 8, "max_lag": 1}
+NAMES = ("reward", "grad_norm", "step_seconds", "wait_for_rollouts", "wait_for_training")
+
+
+def series(validation: dict[int, float], **changed) -> dict[str, list]:
+    """101 steps' metrics; step 0 is a validation alone, step 1 waited for the start."""
+    trained = dict.fromkeys(NAMES, 1.0) | {"wait_for_rollouts": 0.5, "wait_for_training": 0.2}
+    trained |= {"truncated_samples": 0.05, "zero_variance_groups": 0.3, "dropped_prompts": 3}
+    trained |= {"num_masked_seqs": 1, "num_valid_samples": 99, "nonfinite_engine_logprobs": 0}
+    columns = {name: [None, *[value] * 100] for name, value in trained.items()}
+    columns["wait_for_training"][1] = 900.0
+    columns["step"] = list(range(101))
+    columns["validation_reward"] = [validation.get(step) for step in range(101)]
+    return columns | changed
+
+
+def mismatch(mean: float | None, steps: int = 20) -> list[dict]:
+    row = {"by": "lag", "key": "0", "tokens": 100, "mean": mean}
+    return [{"step": step, "rows": [row, row | {"key": "1", "mean": 9.0}]} for step in range(steps)]
+
+
+RISES = {0: 0.1, 50: 0.6, 100: 0.5}
+
+
+def alarms(columns: dict, tables: list[dict] = (), config: dict = CONFIG) -> list[str]:
+    return [finding.text for finding in health(columns, list(tables), config) if finding.alarm]
+
+
+def test_a_healthy_run_is_described_by_its_figures():
+    found = health(series(RISES), mismatch(0.02), CONFIG)
+    assert not any(finding.alarm for finding in found)
+    assert [finding.text for finding in found] == [
+        "Validation reward rose from 0.1 (step 0) to 0.5 (step 100).",
+        "At lag 0 trainer and engine differ by 0.02 nats.",
+        "5% of the answers were cut off.",
+        "30% of the groups had equal rewards.",
+        "1.0% of the sequences were masked.",
+        "Dropped prompts: 3.",
+        "The trainer waited 50% of the time.",
+        "The engines waited 20% of the time.",
+    ]
+
+
+def test_nothing_is_said_of_what_was_not_measured():
+    assert health({}, [], {}) == []
+    assert health({"step": [0], "validation_reward": [0.5]}, [], {}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "text"),
+    [
+        ("truncated_samples", [0.0] * 91 + [0.3] * 10, "30% of the answers were cut off."),
+        ("zero_variance_groups", [0.0] * 91 + [1.0] * 10, "100% of the groups had equal rewards."),
+        ("num_masked_seqs", [0.0] * 91 + [11.0] * 10, "10.0% of the sequences were masked."),
+        ("dropped_prompts", [0] * 100 + [9], "Dropped prompts: 9."),
+        ("grad_norm", [None, None] + [1.0] * 99, "Steps whose gradient norm is not finite: 1."),
+        ("wait_for_rollouts", [None] + [0.8] * 100, "The trainer waited 80% of the time."),
+        ("wait_for_training", [None] + [3.0] * 100, "The engines waited 100% of the time."),
+        (
+            "nonfinite_engine_logprobs",
+            [0] * 50 + [2] + [0] * 50,
+            "Logprobs of engines that are not finite: 2.",
+        ),
+    ],
+)
+def test_each_fault_is_an_alarm(name, values, text):
+    assert alarms(series(RISES, **{name: values})) == [text]
+
+
+@pytest.mark.parametrize("mean", [0.051, None])
+def test_a_mismatch_at_lag_0_is_an_alarm(mean):
+    """The newest ten tables are judged; a mean that is not a number is none that is small."""
+    shown = "nan" if mean is None else "0.051"
+    text = f"At lag 0 trainer and engine differ by {shown} nats."
+    assert alarms(series(RISES), mismatch(0.0) + mismatch(mean, 10)) == [text]
+    assert alarms(series(RISES), mismatch(mean) + mismatch(0.049, 10)) == []
+
+
+@pytest.mark.parametrize(
+    ("validation", "text"),
+    [
+        ({0: 0.5, 100: 0.5}, "Validation reward did not rise from 0.5 (step 0) to 0.5 (step 100)."),
+        ({0: 0.5, 49: 0.4}, None),  # too early to tell
+        ({0: 0.1, 50: 0.9, 100: 0.7}, None),
+        ({0: 0.9, 50: 0.96, 100: 0.91}, None),  # it stays near its best
+        (
+            {0: 0.1, 50: 0.9, 100: 0.4},
+            "Validation reward rose from 0.1 (step 0) to 0.4 (step 100), after 0.9 at best.",
+        ),
+        ({0: -2.0, 100: -1.0}, None),
+    ],
+)
+def test_a_reward_that_does_not_rise_is_an_alarm(validation, text):
+    assert alarms(series(validation)) == ([text] if text else [])
+
+
+def test_right_answers_count_where_there_are_any():
+    exact = [None] * 101
+    exact[0], exact[100] = 0.0, 0.25
+    found = health(series({0: 0.5, 100: 0.4}, validation_exact=exact), [], CONFIG)
+    text = "Right validation answers rose from 0% (step 0) to 25% (step 100)."
+    assert found[0].text == text and not found[0].alarm
+    exact[100] = 0.0
+    found = health(series(RISES, validation_exact=exact), [], CONFIG)
+    assert found[0].text.startswith("Validation reward rose from 0.1")
+
+
+def test_a_synchronous_run_may_wait():
+    columns = series(RISES, wait_for_training=[None] + [0.9] * 100)
+    assert alarms(columns, config=CONFIG | {"max_lag": 0}) == []
