@@ -4,13 +4,15 @@ All but the tokenizer comes from the run's folder, and the run may still be goin
 archives that are half written are left out, and so is what a missing file would have shown.
 """
 
+import bisect
 import itertools
 import json
 import math
+import re
 import sys
 import time
 import zipfile
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,16 +22,20 @@ import numpy as np
 
 from envs.shared.markup import FLAWS
 from runtime.config import InputError
+from runtime.health import health
 
 # What one page holds: a browser stays quick up to some 50 MB, and long runs write far more.
 LIMITS = {
     "mismatch": 1000,
     "rollouts": 2000,
     "characters": 30_000_000,
+    "pairs": 8,
     "samples": 256,
     "samples_per_step": 64,
     "tokens": 500_000,
 }
+# The fields that RolloutWorker writes first into a line of rollouts.jsonl.
+PLACE = re.compile(rb'{"step": (\d+|null), "slot": (\d+), "evaluation": (\d+|null),')
 
 
 def write(run_dir: str) -> Path:
@@ -40,13 +46,18 @@ def write(run_dir: str) -> Path:
     config = {}
     with suppress(OSError, ValueError):  # it may be half written
         config = json.loads((run / "config.json").read_text(), parse_constant=str)
+        if changes := config.get("diff"):  # it may be as long as all the rest
+            config["diff"] = f"{changes.count(chr(10))} lines, in config.json"
+    series = columns(read(run / "metrics.jsonl"))
+    mismatch = list(read(run / "mismatch.jsonl"))[-LIMITS["mismatch"] :]
     data = {
         "name": run.resolve().name,
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "limits": LIMITS,
         "config": config,
-        "columns": columns(read(run / "metrics.jsonl")),
-        "mismatch": list(read(run / "mismatch.jsonl"))[-LIMITS["mismatch"] :],
+        "health": health(series, mismatch, config),
+        "columns": series,
+        "mismatch": mismatch,
         "rollouts": rollouts(sorted(run.glob("rollouts*.jsonl"))),
         "samples": samples(sorted((run / "samples").glob("step_*.npz")), config.get("model", "")),
     }
@@ -89,56 +100,95 @@ def short(value: float | None, digits: int) -> float | None:
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
+class Group(NamedTuple):
+    """Where the neighbouring lines of one group are in a file."""
+
+    step: int  # that trains on it, or the policy version that is evaluated
+    trained: bool
+    slot: int
+    path: Path
+    start: int
+    end: int
+    lines: int
+
+    def read(self) -> list[dict]:
+        """The rollouts of the group."""
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            text = file.read(self.end - self.start)
+        return list(parse(text.decode(errors="replace").split("\n")))
+
+
+def groups(path: Path) -> Iterator[Group]:
+    """The groups of a file, which may be larger than the memory."""
+    for _, found in itertools.groupby(places(path), key=lambda line: line[:3]):
+        lines = list(found)
+        yield lines[0]._replace(end=lines[-1].end, lines=len(lines))
+
+
+def places(path: Path) -> Iterator[Group]:
+    """Each line whose start says what it belongs to, as a group of its own."""
+    end = 0
+    with open(path, "rb") as file:
+        for line in file:
+            end += len(line)
+            if found := PLACE.match(line):
+                step, slot, evaluation = found.groups()
+                trained = step != b"null"
+                when = int(step if trained else evaluation)
+                yield Group(when, trained, int(slot), path, end - len(line), end, 1)
+
+
+def evenly(items: list, count: int) -> list:
+    """So many of the items, evenly spread, with the first and the last."""
+    count = min(count, len(items))
+    return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
+
+
 def rollouts(paths: list[Path]) -> dict:
-    """The newest lines of all workers' files together, newest first, and how many there are."""
-    kept: list[dict] = []
-    total = 0
-    for path in paths:
-        with open(path, errors="replace") as file:
-            last = newest(file, len(paths))
-        kept += parse(last.lines)
-        total += last.total
-    return {"rows": sorted(kept, key=age), "total": total}
+    """Whole groups from all of the run, newest first; how many rollouts there are; and `pairs`."""
+    # A validation comes after the step that made its policy, so before it where newest is first.
+    every = sorted(
+        itertools.chain.from_iterable(map(groups, paths)),
+        key=lambda group: (-group.step, group.trained, group.slot, group.path, group.start),
+    )
+
+    def is_full(count: int) -> bool:
+        kept = evenly(every, count)
+        size = sum(group.end - group.start for group in kept)
+        lines = sum(group.lines for group in kept)
+        return lines > LIMITS["rollouts"] or size > LIMITS["characters"]
+
+    most = min(len(every), LIMITS["rollouts"])
+    count = max(1, bisect.bisect_left(range(1, most + 1), True, key=is_full))
+    rows = [row for group in evenly(every, count) for row in group.read()]
+    return {"rows": rows, "total": sum(group.lines for group in every), "pairs": pairs(every)}
 
 
-class Newest(NamedTuple):
-    """The last lines of a file, and how many lines it has."""
-
-    lines: deque[str]
-    total: int
-
-
-def newest(lines: Iterable[str], share: int) -> Newest:
-    """As many of the last lines as one of `share` files may bring to a page."""
-    kept: deque[str] = deque()
-    size = 0
-    total = 0
-    for line in lines:
-        total += 1
-        size += len(line)
-        kept.append(line)
-        while len(kept) > LIMITS["rollouts"] // share or size > LIMITS["characters"] // share:
-            size -= len(kept.popleft())
-    return Newest(kept, total)
-
-
-def age(rollout: dict) -> tuple[int, int, int]:
-    """Sorts newest steps first; a validation rollout comes before the step after it."""
-    if rollout["step"] is not None:
-        return -rollout["step"], 1, rollout["slot"]
-    return -rollout["evaluation"], 0, rollout["slot"]
+def pairs(every: list[Group]) -> list[list[dict]]:
+    """Some validation prompts, each as [first, last] answer: of the oldest and newest policy."""
+    validated = [group for group in every if not group.trained]
+    if not validated or validated[0].step == validated[-1].step:
+        return []
+    ends = validated[-1].step, validated[0].step
+    first, last = ({g.slot: g for g in validated if g.step == end} for end in ends)
+    slots = evenly(sorted(first.keys() & last.keys()), LIMITS["pairs"])
+    found = [[*first[slot].read()[:1], *last[slot].read()[:1]] for slot in slots]
+    # A resumed run may have got other validation rows.
+    return [pair for pair in found if len(pair) == 2 and pair[0]["prompt"] == pair[1]["prompt"]]
 
 
 def samples(paths: list[Path], model: str) -> dict:
-    """Samples token by token, newest steps first, and the text of each token id in them."""
-    every = itertools.chain.from_iterable(map(unpack, reversed(paths)))
+    """Samples token by token of some steps, newest first; the text of each token id in them."""
+    picked = evenly(paths[::-1], LIMITS["samples"] // LIMITS["samples_per_step"])
     kept: list[dict] = []
-    tokens = 0
-    for sample in itertools.islice(every, LIMITS["samples"]):
-        tokens += len(sample["tokens"])
-        if kept and tokens > LIMITS["tokens"]:
-            break
-        kept.append(sample)
+    for path in picked:
+        tokens = 0
+        for i, sample in enumerate(unpack(path)):
+            tokens += len(sample["tokens"])
+            if i and tokens > LIMITS["tokens"] // len(picked):
+                break
+            kept.append(sample)
     ids = {i for sample in kept for i in sample["tokens"]}
     decoded = texts(model, ids) if kept else Texts({}, "")
     return {"rows": kept, "files": len(paths), **decoded._asdict()}
@@ -207,31 +257,31 @@ def draw(run_dir: str) -> Path:
 
     lines = list(read(Path(run_dir) / "metrics.jsonl"))
     trained = [line for line in lines if "reward" in line]
-    validated = [line for line in lines if "validation_reward" in line]
     figure, (top, bottom) = pyplot.subplots(
         2, 1, sharex=True, figsize=(7, 5), height_ratios=(3, 1), layout="constrained"
     )
     steps = [line["step"] for line in trained]
-    top.plot(steps, [line["reward"] for line in trained], color="0.75", label="training batch")
-    if validated:
-        top.plot(
-            [line["step"] for line in validated],
-            [line["validation_reward"] for line in validated],
-            "o-",
-            color="C0",
-            label="validation, sampled as in training",
-        )
-    top.set(ylabel="mean reward", title=Path(run_dir).name)
+    rewards = [line["reward"] for line in trained]
+    top.plot(steps, rewards, color="0.75", label="training batch, mean reward")
+    for name, label, style in (
+        ("validation_reward", "validation, mean reward", {"color": "C0", "alpha": 0.45}),
+        ("validation_exact", "validation, exactly right answers", {"color": "C0", "lw": 2}),
+    ):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        if points:
+            top.plot(*zip(*points, strict=True), "o-", label=label, **style)
+    top.set(ylabel="reward, share", title=Path(run_dir).name)
     top.legend(loc="lower right")
     top.grid(alpha=0.3)
     bottom.plot(steps, [line["lag_mean"] for line in trained], color="C1", label="mean lag (steps)")
     mixed = [line["mixed_version_samples"] for line in trained]
     bottom.plot(steps, mixed, color="C2", label="samples with two or more versions (share)")
     bottom.set(xlabel="step")
-    bottom.legend(loc="center right", fontsize="small")
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.97), "ncols": 2, "frameon": False}
+    bottom.legend(**above, fontsize="small")
     bottom.grid(alpha=0.3)
     picture = Path(run_dir) / "reward.png"
-    figure.savefig(picture, dpi=120)
+    figure.savefig(picture, dpi=150)
     pyplot.close(figure)
     return picture
 

@@ -34,12 +34,18 @@ def metric_lines() -> list[dict]:
         if step:
             line = {"step": step, "seconds": 9.0 * step, "reward": reward, "lag_mean": 0.5}
             line |= {f"reward/{env}": reward / (i + 1) for i, env in enumerate(ENVS)}
+            line |= {f"reward/math/{name}": reward for name in ("gsm8k", "aime")}
+            line |= {"truncated_samples": 0.1, "truncated_samples/math": 0.1}
+            line |= {"truncated_samples/math/gsm8k": 0.0, "truncated_samples/math/aime": 0.2}
+            line |= {f"info/format/{env}": 0.5 for env in ENVS}
             line |= {"token_mult_prob_error": 1 + 1e-6 * step, "gen_kl_error": 1e-9 * (step - 1)}
             line |= {"step_seconds": 5.0, "wait_for_rollouts": 1.0, "train_seconds": 2.0}
+            line |= {"wait_for_training": {1: 900.0, 20: 40.0}.get(step, 0.5)}
             line |= {"sync_pause": 0.1, "sync_transfer": 0.2, "sync_resume": 0.1}
             lines.append(line | {"grad_norm": math.nan if step == 7 else 1.0, "novel.key": 3})
         if step % 10 == 0:
-            lines.append({"step": step, "validation_reward": reward, "validation_pass@4": reward})
+            line = {"step": step, "validation_reward": reward, "validation_pass@4": reward}
+            lines.append(line | {"validation_exact": reward / 2})
     return lines
 
 
@@ -93,15 +99,20 @@ def run_dir(tmp_path_factory) -> Path:
     save_tokenizer(folder / "model")
     config = {"model": str(folder / "model"), "steps": 100, "group_size": 2, "more": ATTACK}
     config |= {"policy": {"lr": 1e-3}, "advantage": {"penalties": {"tool_call": -5.0}}}
+    config |= {"commit": "0123abc", "command_line": ["python", "grpo_async.py", ATTACK]}
+    config |= {"versions": {"vllm": "1.2", "torch": "3.4"}, "diff": "+a\n-b\n"}
     (folder / "config.json").write_text(json.dumps(config))
     write_lines(folder / "metrics.jsonl", metric_lines(), '{"step": 31, "rew')
     row = {"by": "all", "key": "all", "tokens": 1000, "mean": 0.01, "max": 2.0, "k3": 1e-4}
-    tables = [
-        [row | {"kept": 0.5}, row | {"by": "env", "key": ATTACK, "kept": 1.0, "k3": math.nan}]
-    ] * 2
+    table = [row | {"kept": 0.5}, row | {"by": "env", "key": ATTACK, "kept": 1.0, "k3": math.nan}]
+    places = [("lag", "0"), ("lag", "10"), ("lag", "2")]
+    places += [("position", key) for key in ("1-3", "1024-4095", "16-63", "4-15")]
+    table += [row | {"by": by, "key": key, "kept": 1.0} for by, key in places]
+    tables = [table] * 2
     mismatch = [{"step": i + 1, "rows": rows} for i, rows in enumerate(tables)]
     write_lines(folder / "mismatch.jsonl", mismatch, '{"step": 3, "rows": [{"by"')
     every = [rollout(None, i, i, evaluation=0) for i in range(2)]
+    every += [rollout(None, i, i, evaluation=10) | {"response": [ATTACK]} for i in range(2)]
     every += [rollout(step, slot, i) for step in (1, 10) for slot in (18, 19) for i in range(20)]
     every[-1] |= {"env": ATTACK, "prompt": ATTACK, "response": [ATTACK], "info": {"x": ATTACK}}
     write_lines(folder / "rollouts.jsonl", every, '{"step": 11, "slot')
@@ -121,13 +132,24 @@ def chromium(page: Path, *flags: str) -> str:
     return done.stdout
 
 
-def evaluate(page: Path, script: str):
-    """What a function body returns in the opened page."""
+FRAME = """<iframe src="NAME" style="width: WIDTHpx; height: 844px; border: 0"></iframe><script>
+onmessage = (event) => {
+  const pre = document.createElement("pre");
+  pre.id = "probe";
+  pre.textContent = event.data;
+  document.body.append(pre);
+};
+</script>"""
+
+
+def evaluate(page: Path, script: str, width: int = 1400):
+    """What a function body returns in the page, in a frame: a window is at least 500 wide."""
     probe = page.with_suffix(".probe.html")
-    shown = "document.body.append(html('pre', {id: 'probe'}, JSON.stringify(result)))"
-    code = f"<script>{{ const result = (() => {{ {script} }})(); {shown}; }}</script></html>"
-    probe.write_text(page.read_text().replace("</html>", code))
-    dom = chromium(probe, "--dump-dom")
+    code = f"parent.postMessage(JSON.stringify((() => {{ {script} }})()), '*');"
+    probe.write_text(page.read_text().replace("</html>", f"<script>{code}</script></html>"))
+    frame = page.with_suffix(".frame.html")
+    frame.write_text(FRAME.replace("NAME", probe.name).replace("WIDTH", str(width)))
+    dom = chromium(frame, "--dump-dom")
     return json.loads(html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', dom, re.S)[1]))
 
 
@@ -146,20 +168,49 @@ def test_curves_have_a_point_for_each_value(run_dir):
           options: [...document.querySelectorAll("#curves option")].map((o) => o.value),
           picked: document.querySelector("#curves select").value,
           alarm: document.querySelectorAll("#curves [stroke-dasharray]").length,
+          legends: Object.fromEntries([...document.querySelectorAll("#curves figure")].map((f) =>
+            [f.querySelector("svg").getAttribute("aria-label"),
+             [...f.querySelectorAll(".legend span")].map((span) => span.textContent)])),
           tiles: document.querySelector(".tiles").textContent,
         };
         """,
     )
     points = result["points"]
     assert points["reward"] == points["reward/math"] == points["reward/code"] == STEPS
+    assert points["reward/math/gsm8k"] == points["info/format/code"] == STEPS
     assert points["validation_reward"] == points["validation_pass@4"] == 4
+    assert points["validation_exact"] == 4 and points["mismatch at lag 0"] == 2
     assert points["grad_norm"] == STEPS - 1, "NaN is no point"
     assert points["gen_kl_error"] == STEPS - 1, "0 has no place on a log scale"
     phases = {"wait for rollouts", "train", "weight sync", "rest"}
-    assert {key: points[key] for key in phases} == dict.fromkeys(phases, STEPS)
-    assert result["faint"] == 3 and result["circles"] == 8 and result["alarm"] == 1
+    assert {key: points[key] for key in phases} == dict.fromkeys(phases, STEPS - 1)
+    assert result["circles"] == 12 and result["alarm"] == 1
+    assert result["faint"] == 5, "behind the three lines of cut off answers and the two of format"
     assert result["picked"] == "novel.key" and "lag_mean" in result["options"]
+    assert not [name for name in result["options"] if name.startswith("reward/")]
     assert "30of 100" in result["tiles"] and "1at step 30" in result["tiles"]
+    legends = result["legends"]
+    assert legends["Reward"] == ["all", "code", "math", "aime", "gsm8k"]
+    assert legends["Answers cut off"] == ["all", "aime", "gsm8k"], "one environment is the whole"
+    assert legends["format"] == ["code", "math"]
+    assert legends["Gradient norm"] == ["grad_norm"]
+    assert legends["Policy lag"] == ["lag_mean"]
+
+
+@browser
+@pytest.mark.slow
+def test_the_start_of_a_run_does_not_flatten_its_waits(run_dir):
+    """Step 1 waited 900 s, step 20 40 s, every other one 1 s."""
+    highest, text = evaluate(
+        run_dir / "report.html",
+        """
+        const plot = document.querySelector("#curves [aria-label=Waits]");
+        const marks = [...plot.querySelectorAll("[text-anchor=end]")].map((t) => +t.textContent);
+        return [Math.max(...marks), plot.parentElement.querySelector(".label").textContent];
+        """,
+    )
+    assert highest == 2
+    assert "step 1, which contains the start, and what is above 2 in 1 steps" in text
 
 
 @browser
@@ -205,6 +256,44 @@ def test_the_mismatch_table_follows_its_slider(run_dir):
     assert last.startswith("step 2,") and first.startswith("step 1,")
     assert rows[0] == ["all", "all", "1,000", "0.01", "2", "1.00e-4", "50.00 %"]
     assert rows[1] == ["env", ATTACK, "1,000", "0.01", "2", "–", "100.00 %"]
+    keys = ["0", "2", "10", "1-3", "4-15", "16-63", "1024-4095"]
+    assert [key for _, key, *_ in rows[2:]] == keys
+    assert [by for by, *_ in rows[2:]] == ["lag", "", "", "position", "", "", ""]
+
+
+@browser
+@pytest.mark.slow
+def test_the_top_says_how_the_run_is_and_what_started_it(run_dir):
+    script = """return ["#health", "#health.alarm b", ".config"]
+        .map((selector) => document.querySelector(selector).textContent);"""
+    health, verdict, settings = evaluate(run_dir / "report.html", script)
+    assert verdict == "Not healthy. "
+    assert health.startswith("Not healthy. Steps whose gradient norm is not finite: 1. Right val")
+    assert "from 0% (step 0) to 50% (step 30)." in health
+    assert "commit 0123abc" in settings and "diff 2 lines, in config.json" in settings
+    assert "versions vllm 1.2, torch 3.4" in settings
+    assert f"command_line python grpo_async.py {ATTACK}" in settings
+
+
+@browser
+@pytest.mark.slow
+def test_a_validation_prompt_is_shown_with_its_first_and_last_answer(run_dir):
+    shown = evaluate(
+        run_dir / "report.html",
+        """return [...document.querySelectorAll("#pairs .pair")].map((pair) =>
+          [...pair.querySelectorAll("span, pre")].map((part) => part.textContent));""",
+    )
+    assert shown == [
+        [
+            f"prompt, row 3, {ENVS[i]}",
+            str(i),
+            f"reward {reward}, policy 0 (5 tokens), 1 (2 tokens)",
+            f"answer {i}\n\nsecond turn",
+            f"reward {reward}, policy 0 (5 tokens), 1 (2 tokens)",
+            ATTACK,
+        ]
+        for i, reward in enumerate(["0", "0.3333"])
+    ]
 
 
 @browser
@@ -231,24 +320,26 @@ def test_rollouts_are_listed_filtered_and_opened(run_dir):
         one.open = true;
         one.ontoggle();
         const unsaved = one.querySelector("button");
+        const row = [...one.querySelectorAll("summary span")].map((cell) => cell.textContent);
         found({step: "10", text: "answer 1"});
         const saved = details().find((each) => each.textContent.startsWith("1019code0.3333"));
         saved.open = true;
         saved.ontoggle();
         saved.querySelector("button").click();
         const chosen = samples.sample.selectedOptions[0].textContent;
-        return {counts, second, text: one.textContent, unsaved, chosen};
+        return {counts, second, text: one.textContent, unsaved, row, chosen};
         """,
     )
     assert result["counts"] == [
-        [25, "82 found, page 1 of 4"],
+        [25, "84 found, page 1 of 4"],
         [25, "40 found, page 1 of 2"],
         [2, "2 found, page 1 of 1"],
-        [25, "40 found, page 1 of 2"],
+        [25, "41 found, page 1 of 2"],
         [8, "8 found, page 1 of 1"],
         [4, "4 found, page 1 of 1"],
     ]
-    assert result["second"] == "82 found, page 2 of 4"
+    assert result["second"] == "84 found, page 2 of 4"
+    assert result["row"][5:] == ["question 7", "answer 7 second turn"]
     assert "question 7" in result["text"] and "second turn" in result["text"]
     assert "0 (5 tokens), 1 (2 tokens)" in result["text"]
     assert result["unsaved"] is None, "no sample of that reward was saved"
@@ -331,7 +422,7 @@ def test_text_of_rollouts_cannot_run(run_dir):
         page,
         """
         const [form, list] = ["form", "#list"].map((s) => document.querySelector("#rollouts " + s));
-        form.elements.text.value = "pwned";
+        form.elements.env.selectedIndex = form.elements.env.length - 1;
         form.oninput();
         const one = list.querySelector("details");
         one.open = true;
@@ -341,6 +432,29 @@ def test_text_of_rollouts_cannot_run(run_dir):
     )
     assert title == "demo"
     assert shown[:2] == [ATTACK, ATTACK] and json.loads(shown[2]) == {"x": ATTACK}
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1400])
+def test_nothing_is_wider_than_the_screen(run_dir, width):
+    """What is wider scrolls in a box of its own, and no text is smaller than 11 pixels."""
+    script = """
+        const grown = (e) => e.getBoundingClientRect().right > innerWidth;
+        const boxed = (e) => e && (getComputedStyle(e).overflowX !== "visible" ||
+          boxed(e.parentElement));
+        const all = [...document.querySelectorAll("body *")];
+        const wide = all.filter((e) => e.checkVisibility() && grown(e) && !boxed(e.parentElement));
+        const text = document.querySelector("#curves svg text");
+        const scale = text.ownerSVGElement.getBoundingClientRect().width / W;
+        const sizes = all.filter((e) => !e.ownerSVGElement && e.checkVisibility())
+          .map((e) => parseFloat(getComputedStyle(e).fontSize));
+        return [innerWidth, document.documentElement.scrollWidth, wide.map((e) => e.outerHTML),
+          Math.min(...sizes), parseFloat(getComputedStyle(text).fontSize) * scale];
+        """
+    inner, scrolled, wide, smallest, axis = evaluate(run_dir / "report.html", script, width)
+    assert inner == width and scrolled <= width and wide == []
+    assert smallest >= 11 and axis >= 10.5
 
 
 @browser
@@ -365,26 +479,71 @@ def test_an_empty_run_has_a_page(tmp_path):
     assert "No metrics yet." in text and "Rollouts" not in text and "Token by token" not in text
 
 
-def test_a_page_has_limits(tmp_path, monkeypatch):
-    monkeypatch.setitem(report.LIMITS, "rollouts", 10)
+@browser
+@pytest.mark.slow
+def test_a_run_of_one_step_or_without_waits_has_charts(tmp_path):
+    names = ("step_seconds", "wait_for_rollouts", "wait_for_training", "reward")
+    for steps, charts in ((1, ["Reward"]), (3, ["Reward", "Step time by phase", "Waits"])):
+        lines = [{"step": i + 1} | dict.fromkeys(names, 0.0) for i in range(steps)]
+        write_lines(tmp_path / "metrics.jsonl", lines)
+        script = """return [[...document.querySelectorAll("#curves svg")].map((plot) =>
+          plot.getAttribute("aria-label")), document.querySelector("#curves").innerHTML];"""
+        shown, drawn = evaluate(report.write(str(tmp_path)), script)
+        assert shown == [*charts, "Any metric"]
+        assert "NaN" not in drawn and "Infinity" not in drawn
+
+
+def test_a_page_shows_whole_groups_of_all_the_run(tmp_path, monkeypatch):
+    """Two workers wrote a group of two each for 20 steps; there is room for ten groups."""
+    monkeypatch.setitem(report.LIMITS, "rollouts", 20)
     for worker in range(2):
-        every = [rollout(step, 2 * step + worker, 0) for step in range(1, 21)]
-        write_lines(tmp_path / f"rollouts.{worker}.jsonl", every)
+        every = [rollout(step, 2 * step + worker, i) for step in range(1, 21) for i in range(2)]
+        write_lines(tmp_path / f"rollouts.{worker}.jsonl", every, '{"step": 21, "slot')
     paths = sorted(tmp_path.glob("rollouts*.jsonl"))
     found = report.rollouts(paths)
-    assert found["total"] == 40
-    newest = [(step, 2 * step + worker) for step in range(20, 15, -1) for worker in range(2)]
-    assert [(r["step"], r["slot"]) for r in found["rows"]] == newest
-    monkeypatch.setitem(report.LIMITS, "characters", 1000)
-    assert 2 <= len(report.rollouts(paths)["rows"]) < 10
+    assert found["total"] == 80 and found["pairs"] == []
+    assert found == report.rollouts(paths)
+    rows = found["rows"]
+    assert len(rows) == 20 and rows == sorted(rows, key=lambda row: (-row["step"], row["slot"]))
+    assert [row["prompt"] for row in rows] == ["question 0", "question 1"] * 10
+    slots = [row["slot"] for row in rows[::2]]
+    assert slots[0] == 40 and slots[-1] == 3, "the first of the newest, the last of the oldest"
+    steps = [row["step"] for row in rows[::2]]
+    assert {new - old for new, old in zip(steps, steps[1:], strict=False)} <= {2, 3}
+    monkeypatch.setitem(report.LIMITS, "characters", 2000)
+    few = report.rollouts(paths)["rows"]
+    assert 2 <= len(few) < 20 and few[0]["step"] == 20 and few[-1]["step"] == 1
 
+
+def test_pairs_are_of_the_same_prompt(tmp_path):
+    """A group that was lost is written again, and a resumed run may have other validation rows."""
+    every = [
+        rollout(None, slot, slot, version) | {"response": [f"{version}, answer {i}"]}
+        for version in (0, 5, 10)
+        for slot in range(100)
+        for i in range(2)
+    ]
+    every = every[:-2] + [every[-1] | {"prompt": "another", "response": ["again"]}]
+    write_lines(tmp_path / "rollouts.jsonl", [rollout(1, 0, 0), *every])
+    found = report.rollouts([tmp_path / "rollouts.jsonl"])["pairs"]
+    assert [first["slot"] for first, _ in found] == [0, 14, 28, 42, 57, 71, 85]
+    assert {(first["response"][0], last["response"][0]) for first, last in found} == {
+        ("0, answer 0", "10, answer 0")
+    }
+
+
+def test_samples_are_of_several_steps(tmp_path, monkeypatch):
     save_samples(tmp_path / "samples" / "step_000010.npz")
-    shutil.copy(tmp_path / "samples/step_000010.npz", tmp_path / "samples/step_000011.npz")
+    for step in (11, 12, 13):
+        shutil.copy(tmp_path / "samples/step_000010.npz", tmp_path / f"samples/step_0000{step}.npz")
     paths = sorted((tmp_path / "samples").iterdir())
     monkeypatch.setitem(report.LIMITS, "samples_per_step", 3)
+    monkeypatch.setitem(report.LIMITS, "samples", 6)
+    found = report.samples(paths, str(tmp_path / "absent"))
+    assert [(s["step"], s["of"]) for s in found["rows"]] == [(13, 4)] * 3 + [(10, 4)] * 3
     monkeypatch.setitem(report.LIMITS, "tokens", 24)
     found = report.samples(paths, str(tmp_path / "absent"))
-    assert [(s["step"], s["of"]) for s in found["rows"]] == [(11, 4)] * 3 + [(10, 4)]
+    assert [s["step"] for s in found["rows"]] == [13, 13, 10, 10]
     assert found["text"] == {} and "cannot be loaded" in found["problem"]
 
 
@@ -395,13 +554,28 @@ def test_the_page_is_small_and_needs_no_network():
     assert set(re.findall(r"https?://[^\"']+", template)) == namespaces
 
 
-def test_the_picture_of_a_run_that_is_still_going(run_dir):
-    lines = [line | {"mixed_version_samples": 0.0} for line in metric_lines()]
+def test_the_picture_of_a_run_that_is_still_going(run_dir, monkeypatch):
+    """It has right validation answers where they are counted, and the mean reward beside them."""
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
     folder = run_dir.parent / "picture"
     folder.mkdir()
-    write_lines(folder / "metrics.jsonl", lines, '{"step"')
-    picture = report.draw(str(folder))
-    assert picture == folder / "reward.png" and picture.stat().st_size > 5000
+    drawn = []
+    for left_out in ("none", "validation_exact"):
+        lines = [line | {"mixed_version_samples": 0.0} for line in metric_lines()]
+        kept = [{k: v for k, v in line.items() if k != left_out} for line in lines]
+        write_lines(folder / "metrics.jsonl", kept, '{"step"')
+        picture = report.draw(str(folder))
+        assert picture == folder / "reward.png" and picture.stat().st_size > 5000
+        curves = pyplot.gcf().axes[0].lines
+        drawn.append({line.get_label(): list(line.get_ydata()) for line in curves})
+    reward, validation = "training batch, mean reward", "validation, mean reward"
+    exact = "validation, exactly right answers"
+    assert list(drawn[0]) == [reward, validation, exact]
+    assert drawn[0][exact] == [step / STEPS / 2 for step in (0, 10, 20, 30)]
+    assert list(drawn[1]) == [reward, validation]
+    assert drawn[1][validation] == [step / STEPS for step in (0, 10, 20, 30)]
 
 
 def test_a_folder_that_is_absent_or_half_written(tmp_path):
