@@ -1,7 +1,13 @@
-"""GSM8K as NeMo-Gym rows: `python launch/make_gsm8k.py FOLDER` -> data/gsm8k/{train,test}.jsonl.
+"""Mathematics as NeMo-Gym rows, from files of one problem a line.
+
+    python launch/make_gsm8k.py FOLDER                            data/gsm8k/{train,test}.jsonl
+    python launch/make_gsm8k.py OUT gsm8k=A.jsonl math=B.jsonl    one file of several
 
 FOLDER holds train.jsonl and test.jsonl as released in github.com/openai/grade-school-math:
-one {"question", "answer"} a line, the number after `####`.
+{"question", "answer"}, the number after `####`. A blend takes such files and those like MATH:
+{"problem", "answer"}, where `expected_answer` may stand for `answer`. Each file keeps its order and
+is spread evenly over the whole. The name before `=` becomes the `dataset` of its rows, by which the
+metrics are split.
 """
 
 import json
@@ -13,30 +19,86 @@ PROMPT = (
     "Solve the following math problem. Make sure to put the answer (and only answer) inside "
     "\\boxed{{}}.\n\n{question}"
 )
+QUESTIONS = ("question", "problem")
+ANSWERS = ("expected_answer", "answer")
+
+
+def field(row: dict, names: tuple[str, str]) -> str:
+    """The first field of these names. Raises ValueError where none holds a text."""
+    found = next((row[name] for name in names if name in row), None)
+    if not isinstance(found, str) or not found.strip():
+        raise ValueError(f"{' or '.join(names)} is {found!r}, expected a text that is not empty")
+    return found
 
 
 def gym_row(row: dict) -> dict:
-    """The row that envs/math.py verifies."""
-    message = {"role": "user", "content": PROMPT.format(question=row["question"])}
+    """The row that envs/math.py verifies. Raises ValueError naming a field that is missing."""
+    question = field(row, QUESTIONS)
+    answer = field(row, ANSWERS)
+    if "####" in answer:  # GSM8K: a solution, then a number such as 1,200
+        answer = answer.split("####")[-1].replace(",", "")
+    message = {"role": "user", "content": PROMPT.format(question=question)}
     return {
         "responses_create_params": {"input": [message]},
         "agent_ref": {"type": "responses_api_agents", "name": "math_with_judge_simple_agent"},
-        "question": row["question"],
-        "expected_answer": row["answer"].split("####")[-1].strip().replace(",", ""),
+        "question": question,
+        "expected_answer": answer.strip(),
     }
 
 
-def convert(source: Path, target: Path) -> int:
-    """Rewrites one file; returns its number of rows."""
-    rows = [gym_row(json.loads(line)) for line in source.read_text().splitlines()]
+def read(source: str | Path) -> list[dict]:
+    """The rows of one file. Raises ValueError naming file and line of one that is none."""
+    rows = []
+    with open(source, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                rows.append(gym_row(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{source}:{number}: {error}") from None
+    if not rows:
+        raise ValueError(f"{source}: holds no rows, expected at least one")
+    return rows
+
+
+def write(rows: list[dict], target: Path) -> int:
+    """Writes rows as JSON lines; returns their number."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return len(rows)
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python launch/make_gsm8k.py FOLDER   (with train.jsonl and test.jsonl)")
+def convert(source: Path, target: Path) -> int:
+    """Rewrites one file; returns its number of rows."""
+    return write(read(source), target)
+
+
+def blend(parts: list[str], target: Path) -> int:
+    """Writes one file of several, given as NAME=FILE; returns its number of rows."""
+    placed = []
+    for part in parts:
+        name, _, source = part.partition("=")
+        if not name or not source:
+            raise ValueError(f"{part!r}: expected NAME=FILE, such as math=train.jsonl")
+        rows = read(source)
+        placed += [((i + 0.5) / len(rows), row | {"dataset": name}) for i, row in enumerate(rows)]
+    return write([row for _, row in sorted(placed, key=lambda place: place[0])], target)
+
+
+def main(arguments: list[str]) -> None:
+    """Makes GSM8K's two files, or a blend. Raises OSError or ValueError for what it cannot read."""
+    first = Path(arguments[0])
+    if len(arguments) > 1:
+        print(f"{first}: {blend(arguments[1:], first)} rows")
+        return
     for name in ("train.jsonl", "test.jsonl"):
         target = Path("data/gsm8k") / name
-        print(f"{target}: {convert(Path(sys.argv[1]) / name, target)} rows")
+        print(f"{target}: {convert(first / name, target)} rows")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
+    try:
+        main(sys.argv[1:])
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))

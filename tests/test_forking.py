@@ -1,7 +1,9 @@
 """The commands of docs/forking.md: its diffs apply to a scratch copy, and the result runs."""
 
+import ast
 import asyncio
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -18,13 +20,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_config, save_tokenizer, write_rows
-from test_algorithm import TablePolicy, sample
+from test_algorithm import TablePolicy, make, sample
 
 import envs
-from envs.episode import Sample, Turn, stitch
+from envs.episode import Sample, SampleInfo, Turn, stitch
 from envs.sampler import Sampler
-from runtime.dispatch import Slot
+from policy.weight_sync import Sender
+from runtime.dispatch import Rollouts, Slot
 from runtime.settings import Sampling
+from support.actors import Actor
 from support.configs import changed
 from support.program import Program
 
@@ -40,7 +44,7 @@ def fork(tmp_path_factory) -> Path:
     shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
     guide = (ROOT / "docs/forking.md").read_text()
     commands = re.findall(r"^(?:cp|git apply) .*", guide, re.M)
-    assert len(commands) == 5
+    assert len(commands) == 7
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
     for command in commands:
         done = subprocess.run(command.split(), cwd=folder, env=env, capture_output=True, text=True)
@@ -70,6 +74,12 @@ def dr_grpo(fork, monkeypatch) -> ModuleType:
 
 
 @pytest.fixture
+def dapo_refill(fork, monkeypatch) -> ModuleType:
+    """The trainer with DAPO's dynamic sampling."""
+    return load(fork, "dapo_refill", monkeypatch)
+
+
+@pytest.fixture
 def count_letters(fork, monkeypatch):
     """The new environment, registered."""
     monkeypatch.setattr(envs, "__path__", [str(fork / "envs")])
@@ -90,7 +100,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", guide, re.S)
 
 
-@pytest.mark.parametrize(("name", "most"), [("opo", 40), ("dr_grpo", 40), ("count_letters", 50)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("opo", 40), ("dr_grpo", 40), ("dapo_refill", 40), ("count_letters", 50)],
+)
 def test_diffs_are_short(name, most):
     lines = (ROOT / f"docs/forks/{name}.diff").read_text().splitlines()
     assert sum(line[0] in "+-" for line in lines[2:]) < most
@@ -206,6 +219,499 @@ def test_dr_grpo_has_no_advantage_where_a_group_agrees(dr_grpo):
         assert dr_grpo.group_advantages(rewards_G, dr_grpo.Advantage()).tolist() == [0.0] * 16
 
 
+# --- another way to fill a batch ------------------------------------------------------------------
+
+
+def info(reward: float, advantage: float = 0.0, trained: bool = True, flaw: int = 0) -> SampleInfo:
+    """Of a sample of two tokens."""
+    made = sample([1, 2], [-1.0, -1.0], advantage)
+    made.reward = reward
+    made.flaw_T[made.mask_T] = flaw
+    made.mask_T &= trained
+    return made.info()
+
+
+AGREES = [info(1.0), info(1.0)]
+DIFFERS = [info(1.0, 0.5), info(0.0, -0.5)]
+
+
+class Filling:
+    """A run of P = 2 on the prompts of lines 1 to 20; the lines `agreeing` have no gradient."""
+
+    def __init__(self, module: ModuleType, agreeing: set[int], **fields):
+        fields = {"prompts_per_step": 2, "group_size": 2, "steps": 2} | fields
+        rows = [{"_line": line, "agent_ref": {"name": "any"}} for line in range(1, 21)]
+        self.run = module.Run(changed(module.Config(), **fields), rows, [])
+        self.agreeing = agreeing
+        self.held: dict[int, asyncio.Event] = {}  # line -> when its answer may come
+        self.trained: list[list[tuple[int, int, int]]] = []  # slot, line and version, by step
+        self.metrics: list[dict] = []
+        self.given_up: list[dict] = []
+
+        async def nothing(*_):
+            return {}
+
+        async def train(step, groups):
+            self.trained.append([(group.slot, group.line, group.version) for group in groups])
+            return {}
+
+        run = self.run
+        run.train = train
+        run.engines.sync = nothing
+        run.checkpoints.save = nothing
+        run.dispatcher.roll_out = self.roll_out
+        run.log = SimpleNamespace(
+            line=lambda _, content: self.given_up.append(content),
+            step=lambda step, groups, stats: self.metrics.append(stats),
+            show_ready=lambda ready: None,
+        )
+
+    async def roll_out(self, row: dict, slot: Slot, n: int) -> Rollouts:
+        """Answers a tick later, or when the test lets it."""
+        await asyncio.sleep(0)
+        if row["_line"] in self.held:
+            await self.held[row["_line"]].wait()
+        return Rollouts(AGREES if row["_line"] in self.agreeing else DIFFERS, None)
+
+    async def both_loops(self) -> None:
+        """Generates and trains until the last step, or the first error."""
+        async with asyncio.TaskGroup() as self.run.tasks:
+            self.run.tasks.create_task(self.run.generate_forever())
+            await self.run.train_forever()
+
+    def lines(self) -> list[int]:
+        """The lines that were trained or given up."""
+        trained = [line for step in self.trained for _, line, _ in step]
+        return sorted(trained + [int(entry["row"].split(":")[1]) for entry in self.given_up])
+
+
+def test_a_group_that_agrees_gives_way_to_the_next_prompt(dapo_refill):
+    """By hand, lag 1: line 3 agrees at version 0, after step 1 its slot gets line 7 at version 1.
+
+    Slots 0 to 3 have lines 1 to 4. Slot 1's line 2 gives way to 5, and that to 6.
+    """
+
+    async def main():
+        filling = Filling(dapo_refill, {2, 3, 5}, max_lag=1)
+        filling.held[3] = asyncio.Event()
+        run = filling.run
+        running = asyncio.create_task(filling.both_loops())
+        await run.buffer.until(lambda: run.buffer.version == 1)
+        assert run.progress.agreed == {} and run.progress.next_prompt == 6
+        filling.held[3].set()
+        await running
+        assert filling.trained == [[(0, 1, 0), (1, 6, 0)], [(2, 7, 1), (3, 4, 0)]]
+        assert [metrics["agreed_groups"] for metrics in filling.metrics] == [2, 1]
+        assert run.progress == dapo_refill.Progress(4, 7, {}, {})
+        assert filling.lines() == [1, 2, 3, 4, 5, 6, 7]
+        assert filling.given_up[0] == {
+            "slot": 1,
+            "evaluation": None,
+            "prompt": 1,
+            "row": "data/tiny/train.jsonl:2",
+            "reason": "agreed",
+            "error": "no gradient, rewards [1.0]",
+        }
+        assert not run.buffer.dropped, "an agreement is no failure"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_batches_are_full_whatever_agrees(dapo_refill, max_lag):
+    """Every prompt up to the last one once, in slots of its step, within the lag."""
+    filling = Filling(dapo_refill, {1, 2, 5, 7, 8, 10, 13}, max_lag=max_lag, steps=5)
+    asyncio.run(filling.both_loops())
+    assert [[slot for slot, _, _ in step] for step in filling.trained] == [
+        [2 * i, 2 * i + 1] for i in range(5)
+    ]
+    for i, step in enumerate(filling.trained):
+        assert all(0 <= i - version <= max_lag for _, _, version in step)
+    assert filling.lines() == list(range(1, filling.run.progress.next_prompt + 1))
+    assert sum(m["agreed_groups"] for m in filling.metrics) == len(filling.given_up)
+
+
+def test_a_resumed_run_goes_on_in_the_middle_of_a_chain_of_refills(dapo_refill):
+    """Slot 1 waits for line 5 when the checkpoint is made; the run after it ends the same."""
+
+    async def main():
+        filling = Filling(dapo_refill, {2, 3, 5}, max_lag=1)
+        filling.held[5] = asyncio.Event()
+        running = asyncio.create_task(filling.both_loops())
+        await filling.run.buffer.until(lambda: len(filling.run.buffer.ready) == 3)
+        state = json.loads(json.dumps(filling.run.state())) | {"evaluated": -1}
+        ready = list(filling.run.buffer.ready.values())
+        assert state["progress"] == {
+            "next_slot": 4,
+            "next_prompt": 6,
+            "in_flight": {"1": 4},
+            "agreed": {"0": 1, "1": 1},
+        }
+        resumed = Filling(dapo_refill, {2, 3, 5}, max_lag=1)
+        resumed.run.restore(state, ready)
+        await resumed.both_loops()
+        filling.held[5].set()
+        await running
+        assert (
+            resumed.trained == filling.trained == [[(0, 1, 0), (1, 7, 0)], [(2, 6, 0), (3, 4, 0)]]
+        )
+        for of_run in (filling, resumed):
+            assert [metrics["agreed_groups"] for metrics in of_run.metrics] == [2, 1]
+        assert [entry["prompt"] for entry in filling.given_up] == [1, 2, 4]
+        assert [entry["prompt"] for entry in resumed.given_up] == [4]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("agreeing", [4, 5])
+def test_a_step_gives_up_no_more_groups_than_it_may(dapo_refill, agreeing):
+    """Three times P = 2 groups may be generated: two are trained, four may agree."""
+    filling = Filling(dapo_refill, set(range(1, agreeing + 1)), max_gen_batches=3, steps=1)
+    if agreeing == 4:
+        asyncio.run(filling.both_loops())
+        assert filling.lines() == [1, 2, 3, 4, 5, 6]
+        return
+    with pytest.raises(ExceptionGroup) as errors:
+        asyncio.run(filling.both_loops())
+    (error,) = errors.value.exceptions[0].exceptions
+    assert str(error) == (
+        "5 groups of step 1 have no gradient, max_gen_batches = 3 are used up; "
+        "the last: no gradient, rewards [1.0]"
+    )
+
+
+def test_a_run_whose_groups_all_agree_ends(dapo_refill):
+    filling = Filling(dapo_refill, set(range(1, 21)))
+    with pytest.raises(ExceptionGroup) as errors:
+        asyncio.run(filling.both_loops())
+    assert "19 groups of step" in str(errors.value.exceptions[0].exceptions)
+
+
+@pytest.mark.parametrize(
+    ("infos", "refilled"),
+    [
+        (DIFFERS, False),
+        (AGREES, True),
+        ([info(1.0), info(1.0, flaw=1)], False),  # a penalty has a gradient
+        ([info(1.0, 0.5, trained=False), info(0.0, 0.0)], True),  # overlong filtering masked it
+    ],
+)
+def test_what_counts_is_a_gradient(dapo_refill, monkeypatch, infos, refilled):
+    filling = Filling(dapo_refill, {1}, steps=1)
+    monkeypatch.setattr(sys.modules[__name__], "AGREES", infos)
+    asyncio.run(filling.both_loops())
+    assert bool(filling.given_up) == refilled
+
+
+def test_failures_in_a_row_are_counted_between_answers(dapo_refill):
+    """Fails, agrees, fails, agrees: an answer that agrees is an answer."""
+
+    async def main():
+        filling = Filling(dapo_refill, {2, 4, 6}, steps=1, max_dropped_in_a_row=1)
+        run = filling.run
+        run.log.drop = lambda *_: None
+
+        async def roll_out(row, slot, n):
+            if row["_line"] in (1, 3, 5):
+                raise ValueError("the judge is down")
+            return await filling.roll_out(row, slot, n)
+
+        run.dispatcher.roll_out = roll_out
+        run.buffer.start(0)
+        run.assign(0)
+        await run.fill(0)
+        assert run.buffer.ready[0].line == 7 and run.buffer.dropped == {"ValueError": 3}
+
+    asyncio.run(main())
+
+
+def test_a_chain_of_refills_has_time(dapo_refill):
+    """Nine prompts of 0.02 s, where a prompt and the next have 0.1 s; a step that hangs ends."""
+    times = {"timeouts": {"rollout": 0.05}, "rollout_attempts": 1, "steps": 1}
+    filling = Filling(dapo_refill, set(range(3, 11)), **times)
+    prompt = filling.roll_out
+
+    async def roll_out(*place):
+        await asyncio.sleep(0.02)
+        return await prompt(*place)
+
+    filling.run.dispatcher.roll_out = roll_out
+    filling.agreeing.add(2)
+    asyncio.run(filling.both_loops())
+    assert len(filling.given_up) == 9
+
+    hangs = Filling(dapo_refill, set(), max_gen_batches=2, **times)
+    with pytest.raises(TimeoutError, match=r"waited 0 s for the groups of step 1\. version 0"):
+        asyncio.run(hangs.run.take(0))
+
+
+# --- published variants ---------------------------------------------------------------------------
+
+
+PAGE = (ROOT / "docs/variants.md").read_text()
+TABLE_ROWS = re.findall(r"^\| (?!variant|---)(.*)", PAGE, re.M)
+BLOCKS = {
+    title: (text, diff)
+    for title, text, diff in re.findall(
+        r"^### ([^\n]*)\n([^#]*?)```diff\n(.*?)```", PAGE, re.M | re.S
+    )
+}
+
+
+def settings_in(text: str) -> dict:
+    """What `group.field = value` in backticks sets, for `changed`."""
+    found = defaultdict(dict)
+    for group, name, value in re.findall(r"`(\w+)\.(\w+) = ([^`]+)`", text):
+        found[group][name] = ast.literal_eval(value.replace('float("inf")', "1e999"))
+    return dict(found)
+
+
+def with_block(diff: str) -> str:
+    """grpo_async.py with a block's lines changed; each must be there exactly once."""
+    source = (ROOT / "grpo_async.py").read_text()
+    for hunk in diff.strip("\n").split("\n\n"):
+        lines = hunk.split("\n")
+        old = "".join(line[1:] + "\n" for line in lines if line[0] in " -")
+        new = "".join(line[1:] + "\n" for line in lines if line[0] in " +")
+        assert f"\n{source}".count(f"\n{old}") == 1, old
+        source = f"\n{source}".replace(f"\n{old}", f"\n{new}")[1:]
+    return source
+
+
+@pytest.fixture
+def variant(tmp_path, monkeypatch):
+    """A function that makes the trainer with a block of the page, and its settings."""
+
+    def make_variant(title: str):
+        text, diff = BLOCKS[title]
+        (tmp_path / "variant.py").write_text(with_block(diff))
+        module = load(tmp_path, "variant", monkeypatch)
+        return module, changed(module.Config(), **settings_in(text))
+
+    return make_variant
+
+
+def gradients(module: ModuleType, cfg, formula, old: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of seven sequences' logprobs: by `policy_loss`, and by a formula of one sequence.
+
+    Two sequences are near those that they are compared with. Two tokens of one are far off.
+    """
+    random = torch.Generator().manual_seed(3)
+    lengths = (20, 15, 2, 9, 32, 3, 4)
+    advantages = (0.7, -1.1, 0.4, -0.6, 0.9, -0.8, 0.5)
+    sequences = []
+    for n, advantage in zip(lengths, advantages, strict=True):
+        curr_T = -torch.rand(n, generator=random) - 0.5
+        far_T = torch.zeros(n)
+        if n == 32:
+            far_T[:2] = torch.tensor([2.3, -1.0])
+        gap = 5e-4 if n in (3, 4) else 0.3
+        near = [curr_T - far_T + gap * torch.randn(n, generator=random) for _ in range(3)]
+        made = {"curr": curr_T, "gen": near[0], "ref": near[1]} | ({"old": near[2]} if old else {})
+        sequences.append({k: v.tolist() for k, v in made.items()} | {"A": [advantage] * n})
+    logp_T, batch = make(*sequences)
+    loss, _ = module.policy_loss(logp_T, batch, cfg)
+    (ours_T,) = torch.autograd.grad(loss, logp_T)
+    total = 0.0
+    for i, sequence in enumerate(sequences):
+        parts = {k: torch.tensor(v) for k, v in sequence.items()}
+        parts["curr"] = logp_T[batch.seq_T == i][1:]
+        total += formula(SimpleNamespace(**{"old": parts["curr"].detach()} | parts))
+    by_token = cfg.loss.reduction == "token"
+    total = total / (batch.planned_tokens if by_token else batch.planned_sequences)
+    (theirs_T,) = torch.autograd.grad(total, logp_T)
+    moved = torch.unique(batch.seq_T[theirs_T != 0])
+    assert len(moved) >= 2, "nothing compared"
+    return ours_T, theirs_T
+
+
+def clipped(s, low: float, high: float) -> torch.Tensor:
+    """PPO's objective of each token, to be minimised."""
+    rho_T = (s.curr - s.old).exp()
+    return -torch.minimum(rho_T * s.A, rho_T.clamp(1 - low, 1 + high) * s.A)
+
+
+def ratio(s) -> torch.Tensor:
+    """w of each token."""
+    return (s.old - s.gen).exp()
+
+
+def grpo(s):
+    x_T = s.ref - s.curr
+    k3_T = (s.curr.detach() - s.gen).exp() * (x_T.exp() - 1 - x_T)
+    return (ratio(s).clamp(max=5) * -s.A * s.curr + 0.04 * k3_T).mean()
+
+
+def sequence_mask(s):
+    inside = 0.999 <= (s.old - s.gen).mean().exp() <= 1.002
+    return (inside * ratio(s) * -s.A * s.curr).sum()
+
+
+def icepop(s):
+    w_T = ratio(s)
+    return (torch.where((w_T >= 0.5) & (w_T <= 5), w_T, 0.0) * -s.A * s.curr).sum()
+
+
+def gspo(s):
+    ratio = (s.curr - s.old).mean().exp()
+    A = s.A[0]
+    return -torch.minimum(ratio * A, ratio.clamp(1 - 3e-4, 1 + 4e-4) * A)
+
+
+def gmpo(s):
+    """The paper's algorithm 1."""
+    sign_T = s.A.sign()
+    diff_T = sign_T * (s.curr - s.old)
+    least_T = sign_T * torch.minimum(diff_T, diff_T.clamp(-0.4, 0.4))
+    return -s.A[0] * least_T.mean().exp()
+
+
+def sapo(s):
+    tau = 1.0 if s.A[0] > 0 else 1.05
+    gate_T = 4 / tau / (1 + (-tau * ((s.curr - s.old).exp() - 1)).exp())
+    return -(gate_T * s.A).mean()
+
+
+def topr(s):
+    weight = 1.0 if s.A[0] > 0 else min(1.0, math.prod((s.old - s.gen).exp().tolist()))
+    return -(weight * s.A * s.curr).sum()
+
+
+def kl_in_reward(s):
+    return -((s.A - 0.01 * (s.old - s.ref).sum()) * s.curr).sum()
+
+
+# By the start of their row or title: whether there are old logprobs, and the formula.
+ROWS = {
+    "GRPO": (False, grpo),
+    "TIS": (False, lambda s: (ratio(s).clamp(max=2) * -s.A * s.curr).sum()),
+    "IcePop": (False, icepop),
+    "sequence-mask TIS": (False, sequence_mask),
+    "decoupled PPO": (True, lambda s: (ratio(s) * clipped(s, 0.2, 0.2)).sum()),
+    "CISPO against the engine": (
+        False,
+        lambda s: ((s.curr - s.gen).exp().clamp(max=5).detach() * -s.A * s.curr).sum(),
+    ),
+    "DAPO, [2503": (True, lambda s: (ratio(s).clamp(max=5) * clipped(s, 0.2, 0.28)).sum()),
+}
+LOSSES = {
+    "GSPO": (True, gspo),
+    "CISPO": (
+        True,
+        lambda s: -((s.curr - s.old).exp().clamp(0, 5).detach() * s.A * s.curr).sum(),
+    ),
+    "GMPO": (True, gmpo),
+    "SAPO": (True, sapo),
+    "TOPR": (False, topr),
+    "KL in the reward": (False, kl_in_reward),
+}
+OTHERS = {
+    "DAPO's soft overlong punishment",
+    "MaxRL",
+    "Pass@k training",
+    "REINFORCE++ with baseline",
+}
+
+
+def test_all_variants_of_the_page_are_tested():
+    assert set(BLOCKS) == set(LOSSES) | OTHERS
+    with_settings = [row for row in TABLE_ROWS if "`" in row]
+    assert len(with_settings) == len(ROWS) + 1, "those and RLOO"
+    assert all(settings_in(row) for row in with_settings)
+
+
+@pytest.mark.parametrize("start", ROWS)
+def test_settings_of_a_variant_give_its_gradient(start):
+    import grpo_async
+
+    (row,) = [row for row in TABLE_ROWS if row.startswith(start)]
+    cfg = changed(grpo_async.Config(), **settings_in(row))
+    old, formula = ROWS[start]
+    assert (cfg.loss.updates_per_batch > 1) == old
+    ours_T, theirs_T = gradients(grpo_async, cfg, formula, old)
+    torch.testing.assert_close(ours_T, theirs_T, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("title", LOSSES)
+def test_lines_of_a_variant_give_its_gradient(variant, title):
+    module, cfg = variant(title)
+    old, formula = LOSSES[title]
+    assert (cfg.loss.updates_per_batch > 1) == old
+    off = {"low": 1.0, "high": 1.0, "sequence_error_limit": math.inf}
+    cfg = changed(cfg, correction=off)
+    ours_T, theirs_T = gradients(module, cfg, formula, old)
+    torch.testing.assert_close(ours_T, theirs_T, rtol=1e-4, atol=1e-7)
+
+
+def test_rloo_and_grpo_have_their_advantages():
+    import grpo_async
+
+    rewards_G = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    for start, expected in (("RLOO", 2 / 3), ("GRPO", 0.5 / (math.sqrt(1 / 3) + 1e-6))):
+        (row,) = [row for row in TABLE_ROWS if row.startswith(start)]
+        rule = changed(grpo_async.Config(), **settings_in(row)).advantage
+        advantages_G = grpo_async.group_advantages(rewards_G, rule)
+        torch.testing.assert_close(advantages_G, expected * torch.tensor([1.0, -1, -1, 1]))
+
+
+def test_the_last_tokens_below_the_limit_cost_up_to_one(variant):
+    module, cfg = variant("DAPO's soft overlong punishment")
+    row = {"responses_create_params": {"input": [{"role": "user", "content": "?"}]}}
+    for tokens, penalty in ((10, 0), (16384, 0), (18432, -0.5), (20480, -1), (30000, -1)):
+        turn = Turn([1], [2] * tokens, [], [], "stop")
+        episode = module.Episode([turn], envs.Reward(1.0))
+        assert module.shaped_reward(row, episode, cfg.advantage.low_effort) == 1 + penalty
+
+
+def test_maxrl_divides_by_the_mean(variant):
+    module, cfg = variant("MaxRL")
+    advantages = partial(module.group_advantages, rule=cfg.advantage)
+    assert advantages(torch.tensor([1.0, 0, 0, 0])).tolist() == [3, -1, -1, -1]
+    assert advantages(torch.zeros(5)).tolist() == advantages(torch.ones(5)).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("right", range(9))
+def test_pass_at_k_is_the_mean_over_all_sets(variant, right):
+    """Each set of 4 of the 8 samples has the reward of its best."""
+    module, cfg = variant("Pass@k training")
+    rewards = [1.0] * right + [0.0] * (8 - right)
+    sets = list(itertools.combinations(range(8), 4))
+    best = torch.tensor([max(rewards[i] for i in chosen) for chosen in sets])
+    std = float(best.std(correction=0))
+    of_set = (best - best.mean()) / std if std else torch.zeros(len(sets))
+    expected = [float(of_set[[i in chosen for chosen in sets]].mean()) for i in range(8)]
+    advantages_G = module.group_advantages(torch.tensor(rewards), cfg.advantage)
+    torch.testing.assert_close(advantages_G, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+    if not std:
+        assert advantages_G.tolist() == [0.0] * 8
+
+
+def test_reinforce_plus_plus_divides_by_the_std_of_the_batch(variant):
+    """By hand: r - mean r is 1/2, -1/2; 0, 0; 1/4, -1/4, of variance 0.625 / 6."""
+    module, cfg = variant("REINFORCE++ with baseline")
+    cfg = changed(cfg, prompts_per_step=3, group_size=2)
+    groups = []
+    expected_V = torch.zeros(4)
+    for slot, rewards in enumerate(((1.0, 0.0), (1.0, 1.0), (0.5, 0.0))):
+        advantages_G = module.group_advantages(torch.tensor(rewards), cfg.advantage)
+        of_group = []
+        for ids, advantage, reward in zip(ANSWERS, advantages_G.tolist(), rewards, strict=False):
+            of_group.append(sample(ids, [TABLE[v] for v in ids], advantage))
+            of_group[-1].reward = reward
+            for v in ids:
+                expected_V[v] -= advantage / math.sqrt(0.625 / 6) / (3 * (2 + 3))
+        groups.append(module.Group(slot, 0, 1, [s.info() for s in of_group], of_group))
+    trainer = module.Trainer(cfg, 0)
+    trainer.policy = TablePolicy(TABLE)
+    trainer.reference = None
+    trainer.sender = Sender(trainer.policy, 60.0, False)
+    run = module.Run(cfg, [{}], [])
+    run.cluster.trainers = [Actor(train_step=lambda *a: tuple(trainer.train_step(*a)))]
+    run.log = SimpleNamespace(mismatch=lambda *_: None)
+    asyncio.run(run.train(0, groups))
+    torch.testing.assert_close(trainer.policy.grads[0], expected_V)
+
+
 # --- a new environment ----------------------------------------------------------------------------
 
 
@@ -287,12 +793,19 @@ def test_the_environment_of_one_turn_works_as_it_stands_in_the_guide(tmp_path, m
     sys.modules.pop("envs.vowels")
 
 
-# --- both, through the command line ---------------------------------------------------------------
+# --- together, through the command line -----------------------------------------------------------
 
 
 @pytest.mark.e2e
-def test_a_forked_trainer_trains_on_the_new_environment(fork, my_grpo, tiny_model, tmp_path):
-    """Two steps with real Ray and vLLM; advantages add up to zero over the tokens of each group."""
+def test_a_forked_trainer_trains_on_the_new_environment(fork, tiny_model, tmp_path, monkeypatch):
+    """Two steps with real Ray and vLLM, of OPO's advantages with DAPO's refilling on top.
+
+    Advantages add up to zero over the tokens of each group, and no trained group agrees.
+    """
+    diff = (ROOT / "docs/forks/dapo_refill.diff").read_text().replace("dapo_refill.py", "both.py")
+    shutil.copy(fork / "my_grpo.py", fork / "both.py")
+    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(fork.parent)}
+    subprocess.run(["git", "apply"], input=diff, text=True, cwd=fork, env=env, check=True)
     rows = []
     for word in WORDS.split():
         for letter in sorted(set(word)):
@@ -300,22 +813,24 @@ def test_a_forked_trainer_trains_on_the_new_environment(fork, my_grpo, tiny_mode
             params = {"responses_create_params": {"input": [message]}}
             rows.append(example_row() | params | {"word": word, "letter": letter})
     cfg = changed(
-        make_config(tiny_model, tmp_path, my_grpo.Config),
-        data={"train": write_rows(tmp_path / "letters.jsonl", rows)},
+        make_config(tiny_model, tmp_path, load(fork, "both", monkeypatch).Config),
+        data={"train": write_rows(tmp_path / "letters.jsonl", rows * 7)},  # no line comes twice
         steps=2,
         group_size=8,
+        max_gen_batches=20,
         max_model_len=320,
         max_response_tokens=64,
         row_tokens=320,
         skip_zero_advantage=False,
     )
-    program = Program(cfg, script="my_grpo.py", root=fork)
+    program = Program(cfg, script="both.py", root=fork)
     assert program.ends(240) == 0, program.told()[-3000:]
 
     steps = program.steps()
     assert [m["step"] for m in steps] == [1, 2]
-    assert all(np.isfinite(m["loss"]) for m in steps) and steps[-1]["grad_norm"] >= 0
+    assert all(np.isfinite(m["loss"]) for m in steps) and steps[-1]["grad_norm"] > 0
     assert abs(steps[0]["token_mult_prob_error"] - 1) < 1e-5
+    assert [m["zero_variance_groups"] for m in steps] == [0, 0]
 
     lines = program.lines("rollouts.jsonl")
     assert {line["env"] for line in lines} == {"count_letters"}
@@ -323,6 +838,12 @@ def test_a_forked_trainer_trains_on_the_new_environment(fork, my_grpo, tiny_mode
     groups = defaultdict(list)
     for line in lines:
         tokens = sum(count for _, count in line["versions"])
-        groups[line["slot"]].append(tokens * line["advantage"])
-    assert len(groups) == 8 and any(any(group) for group in groups.values())
-    assert all(abs(sum(group)) < 1e-3 for group in groups.values())
+        groups[line["slot"], line["row"]].append(tokens * line["advantage"])
+    assert all(len(group) == 8 and abs(sum(group)) < 1e-3 for group in groups.values())
+    trained = [slot for (slot, _), group in groups.items() if any(group)]
+    assert sorted(trained) == list(range(8))
+    given_up = [
+        (line["slot"], int(line["row"].split(":")[1])) for line in program.lines("dropped.jsonl")
+    ]
+    assert sorted(given_up) == sorted(at for at, group in groups.items() if not any(group))
+    assert given_up and sum(m["agreed_groups"] for m in steps) == len(given_up)

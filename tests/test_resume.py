@@ -11,7 +11,7 @@ import torch
 from conftest import SHARED, spelling_rows, write_rows
 
 from grpo_async import Config
-from launch.make_gsm8k import convert
+from launch.make_gsm8k import blend, convert
 from runtime import config
 from support.configs import changed
 from support.program import Program, end, survivors
@@ -145,6 +145,36 @@ def gsm8k(folder: Path) -> dict[str, str]:
         data[name] = str(folder / f"{of}.jsonl")
         convert(source, Path(data[name]))
     return data
+
+
+def test_a_blend_trains_and_is_measured_by_data_set(tiny_model, tmp_path):
+    """configs/math_blend.py, on questions like GSM8K's and like MATH's."""
+    gsm8k(tmp_path)
+    problem = {"problem": "What is $1 + \\frac{1}{2}$?", "answer": "\\frac{3}{2}"}
+    (tmp_path / "math.raw").write_text((json.dumps(problem) + "\n") * 8)
+    data = {"train": str(tmp_path / "blend.jsonl"), "val": str(tmp_path / "blend_val.jsonl")}
+    for name, path in data.items():
+        of = tmp_path / f"{'test' if name == 'val' else name}.raw"
+        blend([f"gsm8k={of}", f"math={tmp_path / 'math.raw'}"], Path(path))
+    flags = ["--model", tiny_model, "--run_dir", str(tmp_path / "run")]
+    cfg = config.load(Config, flags, default="configs/math_blend.py")
+    small = {"prompts_per_step": 6, "group_size": 4, "max_response_tokens": 32}
+    small |= {"max_model_len": 2048, "skip_zero_advantage": False}
+    program = Program(changed(cfg, data=data, steps=2, val_period=2, **small))
+    assert program.ends() == 0, program.told()[-4000:]
+    steps = program.steps()
+    assert [m["step"] for m in steps] == [1, 2]
+    assert abs(steps[0]["token_mult_prob_error"] - 1) < 1e-5
+    lines = [line for line in program.lines("rollouts.jsonl") if line["evaluation"] is None]
+    # 40 and 8 rows: one of MATH's in the middle of each six.
+    assert sorted({line["row"] for line in lines}) == list(range(1, 13))
+    assert {line["row"] for line in lines if line["dataset"] == "math"} == {4, 10}
+    math = {"math_with_judge_simple_agent/gsm8k", "math_with_judge_simple_agent/math"}
+    for start, metrics in (
+        ("reward/", steps[1]),
+        ("validation_reward/", program.lines("metrics.jsonl")[-1]),
+    ):
+        assert math <= {k.removeprefix(start) for k in metrics if k.startswith(start)}, start
 
 
 def test_saved_samples_train_again_without_an_engine(tiny_model, tmp_path):

@@ -42,6 +42,7 @@ QWEN_06B = QWEN | {
     "num_attention_heads": 16,
     "tie_word_embeddings": True,
 }
+QWEN_17B = QWEN_06B | {"hidden_size": 2048, "intermediate_size": 6144}
 # Nemotron 3 Super: 40 Mamba, 40 expert and 8 attention layers, 512 experts of which 22 are met.
 SUPER = Model(
     name="super",
@@ -474,6 +475,23 @@ def test_the_table_of_gsm8k(folder):
     assert "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --time=00:3" in text
     assert re.search(r"--signal=USR1@(\d+)\n.*SLURM_JOB_END_TIME - \1 ", text)
     assert "everything fits" in text
+
+
+def test_the_table_of_the_math_blend(folder):
+    """Trainer and engine fill the GPU: with a tenth more for the engine they do not fit."""
+    cfg = config.read(Config, ROOT / "configs/math_blend.py")
+    cfg = dataclasses.replace(cfg, model=folder("Qwen3-1.7B", **QWEN_17B))
+    text = dry_run.explain(cfg, Config)
+    assert text.startswith("Qwen3-1.7B: 1,720,574,976 parameters\n")
+    for label, value in {
+        "= peak, with reserve": 28 * 1_720_574_976 + 4 * GIB,
+        "KV": 0.35 * 80 * GIB - 2 * 1_720_574_976 - 4 * GIB,
+    }.items():
+        assert float(cell(text, label)) == pytest.approx(value / GIB, abs=5e-3), label
+    assert (cell(text, "samples"), cell(text, "tokens, at most")) == ("512", "1,572,864")
+    assert "GPUs shared by both: 1" in text and "everything fits" in text
+    more = changed(cfg, engine={"args": {"gpu_memory_utilization": 0.45}})
+    assert "PROBLEM: a shared GPU takes 84.87 of 80.00 GiB" in dry_run.explain(more, Config)
 
 
 def test_the_table_fits_a_screen_and_follows_the_gpu(folder):
