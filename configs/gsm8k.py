@@ -1,11 +1,11 @@
 """Qwen3-0.6B on GSM8K, one GPU shared by engine and trainer.
 
 Two GPUs: --gpu_share 1 --engine.args '{"gpu_memory_utilization": 0.85}'
-Data: python launch/make_gsm8k.py FOLDER; model: any local folder, --model PATH.
+Data: python launch/make_gsm8k.py FOLDER, which holds GSM8K's train.jsonl and test.jsonl.
 """
 
 run_dir = "runs/gsm8k-{seed}-{time}"
-model = "models/Qwen3-0.6B"
+model = "Qwen/Qwen3-0.6B"
 data = {"train": "data/gsm8k/train.jsonl", "val": "data/gsm8k/test.jsonl"}
 steps = 200
 val_period = 50

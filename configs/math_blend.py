@@ -2,11 +2,11 @@
 
 Two GPUs: --gpu_share 1 --engine.args '{"gpu_memory_utilization": 0.85}'
 Data: python launch/make_gsm8k.py data/math_blend/train.jsonl gsm8k=A.jsonl math=B.jsonl, and
-test.jsonl likewise; model: any local folder, --model PATH.
+test.jsonl likewise.
 """
 
 run_dir = "runs/math_blend-{seed}-{time}"
-model = "models/Qwen3-1.7B"
+model = "Qwen/Qwen3-1.7B"
 data = {"train": "data/math_blend/train.jsonl", "val": "data/math_blend/test.jsonl"}
 steps = 200
 val_period = 50

@@ -6,6 +6,7 @@ data = {"train": "data/tiny/train.jsonl", "val": "data/tiny/validation.jsonl"}
 steps = 160
 val_period = 40
 save_period = 0
+sample_period = 40
 
 prompts_per_step = 7
 group_size = 16

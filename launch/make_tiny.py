@@ -1,18 +1,19 @@
 """Makes what the default job needs: a tiny language model and problems that it cannot solve yet.
 
     python launch/make_tiny.py              does nothing when models/tiny and data/tiny exist
-    python launch/make_tiny.py --force      makes them again, in about a minute on a laptop
+    python launch/make_tiny.py --force      makes them again, in a minute or two on a laptop
 
-The problems are reasoning-gym's: spell a word backward, sort numbers up or down. A row keeps the
-library's question, answer and metadata for its scorer, and puts a short rendering into `input`,
-because a prompt is processed again for every sample that is trained on.
+The problems are reasoning-gym's: spell a word backward, sort numbers up or down. A row puts a short
+rendering of the library's question into `input`, because a prompt is processed again for every
+sample that is trained on. Its `answer` is the right answer to that rendering, and `exact` pays
+nothing else, because the library's own scorers pay for wrong answers as well.
 
     user         down 5 3 8
     assistant    5 3 8 <answer>[8,5,3]</answer>
 
 A response restates the items and then gives the answer. The model learns that by imitating a
 careless teacher, who knows how to do it but skips an item of the answer now and then. So the model
-can write, spell and sort, and is right about as often as he is; what is left for reinforcement
+can write, spell and sort, but three of five answers are wrong. What is left for reinforcement
 learning to teach is care, at every single item.
 """
 
@@ -22,6 +23,7 @@ import json
 import math
 import random
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -30,6 +32,10 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from envs.reasoning_gym import extract, is_same  # noqa: E402
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"]
 TAGS = ["<answer>", "</answer>"]  # one token each, but text: they must survive detokenisation
@@ -41,10 +47,10 @@ CHAT_TEMPLATE = (
 )
 RESPONSE = re.compile(r"([a-z] )+<answer>[a-z]+</answer>|(\d )+<answer>\[\d(,\d)*\]</answer>")
 DATASETS = {
-    "spell_backward": {"min_word_len": 3, "max_word_len": 8},
+    "spell_backward": {"min_word_len": 3, "max_word_len": 7},
     "number_sorting": {
         "min_numbers": 3,
-        "max_numbers": 6,
+        "max_numbers": 4,
         "min_decimals": 0,
         "max_decimals": 0,
         "min_value": 0,
@@ -52,8 +58,8 @@ DATASETS = {
     },
 }
 TRAIN_ROWS, VALIDATION_ROWS = 4096, 128
-SLIP = 0.15  # of the items of an answer are skipped by the teacher
-STEPS, BATCH, LR, WARMUP = 330, 64, 3e-3, 30
+SLIP = 0.12  # of the items of an answer are skipped by the teacher
+STEPS, BATCH, LR, WARMUP = 400, 64, 3e-3, 30
 
 
 def problem_stream(seed, excluded):
@@ -84,23 +90,34 @@ def prompt_text(entry):
     return f"{'up' if metadata['direction'] == 'ascending' else 'down'} " + " ".join(items)
 
 
+def solved(entry):
+    """The items in the order that is asked for."""
+    items, metadata = items_of(entry), entry["metadata"]
+    if metadata["source_dataset"] == "spell_backward":
+        return items[::-1]
+    return sorted(items, key=int, reverse=metadata["direction"] != "ascending")
+
+
+def answer_text(entry, items):
+    words = entry["metadata"]["source_dataset"] == "spell_backward"
+    return "".join(items) if words else f"[{','.join(items)}]"
+
+
 def response_text(entry, rng):
     """The teacher's answer; rng says where he slips, but one item at least he writes."""
-    items, metadata = items_of(entry), entry["metadata"]
-    words = metadata["source_dataset"] == "spell_backward"
-    result = items[::-1]
-    if not words:
-        result = sorted(items, key=int, reverse=metadata["direction"] != "ascending")
-    result = [item for item in result if rng.random() > SLIP] or result[:1]
-    answer = "".join(result) if words else f"[{','.join(result)}]"
-    return f"{' '.join(items)} <answer>{answer}</answer>"
+    right = solved(entry)
+    items = [item for item in right if rng.random() > SLIP] or right[:1]
+    return f"{' '.join(items_of(entry))} <answer>{answer_text(entry, items)}</answer>"
 
 
 def nemo_gym_row(entry):
-    return {
+    return entry | {
         "responses_create_params": {"input": [{"role": "user", "content": prompt_text(entry)}]},
         "agent_ref": {"type": "responses_api_agents", "name": "reasoning_gym_simple_agent"},
-    } | entry
+        "dataset": entry["metadata"]["source_dataset"],
+        "answer": answer_text(entry, solved(entry)),
+        "exact": True,
+    }
 
 
 def write_rows(path, entries):
@@ -189,7 +206,7 @@ def warm_up(model, tokenizer, stream, rng):
 
 @torch.no_grad()
 def measure(model, tokenizer, entries, samples=4):
-    """Share of sampled responses in the right form, share exactly right, and mean reward."""
+    """Share of sampled responses in the right form, and share exactly right."""
     prompts = tokenizer.pad({"input_ids": [prompt_ids(tokenizer, e) for e in entries]})
     batch = {
         name: torch.tensor(prompts[name]).repeat_interleave(samples, 0)
@@ -198,24 +215,17 @@ def measure(model, tokenizer, entries, samples=4):
     output = model.generate(**batch, do_sample=True, top_k=0, max_new_tokens=40)
     responses_BT = output[:, batch["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(responses_BT, skip_special_tokens=True)
-    rewards = [score(text, entries[i // samples]) for i, text in enumerate(texts)]
+    right = [answer_text(entry, solved(entry)) for entry in entries for _ in range(samples)]
     form = sum(RESPONSE.fullmatch(text) is not None for text in texts) / len(texts)
-    exact = sum(reward == 1 for reward in rewards) / len(rewards)
-    return form, exact, sum(rewards) / len(rewards)
-
-
-def score(text, entry):
-    """The library's reward, for the content of the answer tag or else for the whole text."""
-    tagged = re.search(r"<answer>(.*?)</answer>", text)
-    scorer = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
-    return float(scorer((tagged[1] if tagged else text).strip(), entry))
+    exact = sum(map(is_same, map(extract, texts), right)) / len(texts)
+    return form, exact
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--force", action="store_true", help="make them again")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1])
+    parser.add_argument("--root", type=Path, default=ROOT)
     args = parser.parse_args()
     model_dir, data_dir = args.root / "models" / "tiny", args.root / "data" / "tiny"
     if (model_dir / "model.safetensors").exists() and not args.force:  # what is written last
@@ -231,12 +241,12 @@ def main():
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     warm_up(model, tokenizer, stream, rng)
-    form, exact, reward = measure(model, tokenizer, validation)
+    form, exact = measure(model, tokenizer, validation)
     tokenizer.save_pretrained(model_dir)
     model.save_pretrained(model_dir)
     print(
         f"tiny: {model.num_parameters():,} parameters, {time.monotonic() - start:.0f} s; sampled on"
-        f" validation: right form {form:.1%}, right answer {exact:.1%}, mean reward {reward:.3f}"
+        f" validation: right form {form:.1%}, right answer {exact:.1%}"
     )
     return None
 

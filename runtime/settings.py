@@ -147,7 +147,7 @@ class RunSettings:
     run_dir: str = "runs/{time}"
     """Folder of metrics, rollouts and checkpoints; {time} and {seed} are filled in."""
     model: str = "models/tiny"
-    """Folder of a Hugging Face causal LM: config.json, *.safetensors, tokenizer."""
+    """Folder of a Hugging Face causal LM (config.json, *.safetensors, tokenizer), or ORG/NAME."""
     seed: int = 1
     """Seeds the trainer and every sample (with its slot and its place in the group)."""
     steps: PositiveInt = 1000
