@@ -5,6 +5,7 @@ import statistics
 from typing import NamedTuple
 
 LIMIT = 0.05  # nats at lag 0: exp(0.05) is NeMo-RL's rule of thumb for token_mult_prob_error
+FEW = 0.1  # of the tokens
 RECENT = 10  # steps whose mean tells the present state
 FAIR = 50  # steps of training from which it is an alarm that validation has not risen
 Series = dict[str, list]  # of each metric, and of `step`, a value for each step or None
@@ -50,14 +51,17 @@ def health(series: Series, mismatch: list[dict], config: dict) -> list[Finding]:
 
 
 def gap(mismatch: list[dict]) -> float | None:
-    """Mean |log p trainer - log p engine| over recent tokens at lag 0; None where there is none."""
+    """Mean |log p trainer - log p engine| over recent tokens at lag 0; None where they are few.
+
+    The few are likely to end answers that began under an older policy, and read its KV.
+    """
     rows = [row for table in mismatch[-RECENT:] for row in table["rows"]]
     fresh = [row for row in rows if (row["by"], row["key"]) == ("lag", "0")]
-    if not fresh:
+    tokens = sum(row["tokens"] for row in fresh)
+    if not tokens or tokens < FEW * sum(row["tokens"] for row in rows if row["by"] == "all"):
         return None
     # A mean that is not finite was read as None.
-    total = sum(math.nan if r["mean"] is None else r["mean"] * r["tokens"] for r in fresh)
-    return total / sum(row["tokens"] for row in fresh)
+    return sum(math.nan if r["mean"] is None else r["mean"] * r["tokens"] for r in fresh) / tokens
 
 
 def progress(series: Series) -> list[Finding]:

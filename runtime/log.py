@@ -18,7 +18,7 @@ from envs.episode import SampleInfo
 from runtime.config import shown
 from runtime.console import Bars, Lines, summary
 from runtime.dispatch import Slot
-from runtime.health import LIMIT
+from runtime.health import LIMIT, gap
 from runtime.metrics import mismatch_rows, rollout_metrics, validation_metrics
 from runtime.provenance import provenance
 
@@ -109,11 +109,11 @@ class Log:
 
         Under an older policy they differ because the policy has moved, which is no error.
         """
-        rows = mismatch_rows(tables)
-        self.line("mismatch", {"step": step, "rows": rows})
-        gap = sum(row["mean"] for row in rows if (row["by"], row["key"]) == ("lag", "0"))
-        if gap > LIMIT:
-            apart = f"trainer and engine are {gap:.3f} nats a token apart at lag 0"
+        table = {"step": step, "rows": mismatch_rows(tables)}
+        self.line("mismatch", table)
+        nats = gap([table])
+        if nats is not None and not nats <= LIMIT:
+            apart = f"trainer and engine are {nats:.3f} nats a token apart at lag 0"
             self.note(f"step {step}: {apart}, more than {LIMIT}; see docs/debugging.md")
 
     def drop(self, slot: Slot, prompt: int, row: str, error: BaseException) -> None:

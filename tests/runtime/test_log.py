@@ -33,17 +33,28 @@ def test_an_error_of_another_process_is_one_line_that_names_its_place():
 
 
 @pytest.mark.parametrize(
-    ("lag", "gap", "alarms"), [("0", 0.06, True), ("0", 0.04, False), ("1", 0.5, False)]
+    ("lag", "gap", "others", "alarms"),
+    [
+        ("0", 0.06, 50, True),
+        ("0", 0.04, 50, False),
+        ("1", 0.5, 50, False),
+        ("0", 0.06, 500, False),
+        ("0", float("nan"), 50, True),
+    ],
 )
-def test_the_alarm_is_of_tokens_of_the_policy_that_is_trained(lag, gap, alarms):
-    """Ten tokens on one rank and thirty, twice as far apart, on another."""
+def test_the_alarm_is_of_tokens_of_the_policy_that_is_trained(lag, gap, others, alarms):
+    """Ten tokens on one rank and thirty, twice as far apart, on another.
+
+    Where there are few of that policy, they end answers of an older one, and read its KV.
+    """
     log = Log()
     lines, notes = [], []
     log.line = lambda name, content: lines.append(content)
     log.note = notes.append
     near, far = gap / 1.75, gap / 1.75 * 2
     tables = [{("lag", lag): [n, n, n * x, 0.0, x]} for n, x in ((10, near), (30, far))]
-    tables[0]["all", ""] = tables[0]["lag", "2"] = [1, 1, 9.0, 0.0, 9.0]
+    tables[0]["lag", "2"] = [others, 1, 9.0 * others, 0.0, 9.0]
+    tables[0]["all", ""] = [others + 40, 1, 9.0 * others, 0.0, 9.0]
     log.mismatch(7, tables)
     (line,) = lines
     assert line["step"] == 7
