@@ -1,6 +1,6 @@
 """What the tiny job learns: three seeds, and one of them synchronously. Draws docs/reward.png.
 
-    python bench/demo.py [STEPS]        half an hour; needs models/tiny and data/tiny
+    python bench/demo.py [STEPS]        twenty minutes; needs models/tiny and data/tiny
 
 Printed for each run: the share of validation answers that are exactly right before and after, how
 long the steps took with their evaluations, and how long the whole program took.
