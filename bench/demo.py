@@ -1,9 +1,10 @@
-"""What the tiny job learns: three seeds, and one of them synchronously. Draws docs/reward.png.
+"""What the tiny job learns: three seeds, and one of them synchronously.
 
     python bench/demo.py [STEPS]        twenty minutes; needs models/tiny and data/tiny
 
 Printed for each run: the share of validation answers that are exactly right before and after, how
-long the steps took with their evaluations, and how long the whole program took.
+long the steps took with their evaluations, and how long the whole program took. Without STEPS it
+draws docs/reward.png.
 """
 
 import subprocess
@@ -70,7 +71,8 @@ def main() -> None:
             minutes = f"{training / 60:.1f} min | {seconds / 60:.1f} min"
             print(f"| {name} | {exact[0]:.3f} | {exact[-1]:.3f} | {minutes} |", flush=True)
             found[name] = lines
-    draw(found)
+    if not steps:
+        draw(found)
 
 
 if __name__ == "__main__":

@@ -169,14 +169,19 @@ async def verify(row: dict, response: str) -> Reward:
     return _as_reward(name, await verdict if inspect.isawaitable(verdict) else verdict)
 
 
-def _as_reward(name: str, verdict: object) -> Reward:
-    value = verdict.value if isinstance(verdict, Reward) else verdict
-    if type(value).__name__ == "bool_":  # numpy's, as any() and all() of an array return it
-        return Reward(float(bool(value)))
-    if not isinstance(value, numbers.Real):
+def _as_reward(name: str, verdict: Any) -> Reward:
+    reward = verdict if isinstance(verdict, Reward) else Reward(verdict)
+    value = _builtin(reward.value)
+    if not isinstance(value, numbers.Real) or not isinstance(reward.info, dict):
         returned = f"environment {name!r} returned {reprlib.repr(verdict)}"
         raise TypeError(f"{returned}, expected a number or a Reward with one")
-    return verdict if isinstance(verdict, Reward) else Reward(float(value))
+    return Reward(float(value), {name: _builtin(v) for name, v in reward.info.items()})
+
+
+def _builtin(value: Any) -> Any:
+    """Python's value of a scalar of numpy: those are no JSON values, and its bool is no number."""
+    is_scalar = type(value).__module__ == "numpy" and value.ndim == 0
+    return value.item() if is_scalar else value
 
 
 def check_row(row: Any) -> None:
@@ -196,6 +201,8 @@ def check_row(row: Any) -> None:
         getattr(module, "check", lambda row: None)(row)
     except ValueError:
         raise
+    except ImportError as error:
+        raise ModuleError(located(error, str(module.__file__))) from error
     except Exception as error:  # such as a KeyError for what the row lacks
         raise ValueError(located(error, str(module.__file__))) from error
 

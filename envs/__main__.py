@@ -10,18 +10,19 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
 import tyro
 
 import envs
 from envs.rows import Answer, first_of, plain, read_rollouts, read_rows
 from runtime.config import InputError
+from runtime.waits import within
 
 # Fields that are taken for the reference answer of a row.
 REFERENCES = ("expected_answer", "answer", "reference_answer", "ground_truth", "solution")
 SHOWN = 800  # characters of a text
-T = TypeVar("T")
+SECONDS = 120.0  # that an async verify may take
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class Args:
 
 def label(row: dict) -> str:
     """The environment of a row, and its data set where it names one."""
-    return "/".join(str(part) for part in (row["agent_ref"]["name"], row.get("dataset")) if part)
+    return "/".join(str(x) for x in (row["agent_ref"]["name"], row.get("dataset")) if x)
 
 
-def first(items: Iterable[T], number: int, label_of: Callable[[T], str]) -> Iterator[T]:
+def first(items: Iterable, number: int, label_of: Callable[[Any], str]) -> Iterator:
     """The first items of each label."""
     seen: Counter[str] = Counter()
     for item in items:
@@ -80,7 +81,8 @@ async def judge(answer: Answer, file: str) -> envs.Reward:
     module = envs.environment(answer.row["agent_ref"]["name"])
     place = f"{file}:{answer.row['_line']}: verify"
     try:
-        reward = await envs.verify(answer.row, answer.text)
+        verdict = envs.verify(answer.row, answer.text)
+        reward = await within(SECONDS, f"verify of {answer.row['agent_ref']['name']!r}", verdict)
     except Exception as error:  # it is the user's own code
         raise InputError(f"{place} raised {envs.located(error, str(module.__file__))}") from None
     if not math.isfinite(reward.value):

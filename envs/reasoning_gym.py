@@ -72,7 +72,7 @@ def check(row: dict) -> None:
 async def verify(row: dict, response: str) -> Reward:
     """The library's score, or whether the answer is the row's where `exact` is true.
 
-    `info` has the extracted `answer`, and `scorer_errors` 1 if the scorer raised.
+    `info` has the extracted `answer`, and `scorer_errors`, 1 if the scorer raised.
     An answer that makes the scorer raise, or run for 10 s, is a wrong one. Raises CheckerError
     where no score could be had, and ValueError where the scorer raises for the row's own answer.
     """
@@ -102,7 +102,7 @@ def make_check() -> Callable[..., dict]:
             metadata["output"] = tuple(map(tuple, metadata["output"]))
         answer = extract(text)
         value, error = score(scorer, answer, entry)
-        verdict = {"value": value, "answer": answer[:200]}
+        verdict = {"value": value, "answer": answer[:200], "scorer_errors": 0}
         if not error:
             return verdict
         if entry["answer"] is not None and score(scorer, entry["answer"], entry)[1]:
@@ -126,7 +126,8 @@ def is_same(answer: str, expected: str) -> bool:
     """Whether two answers are equal. Quotes and blanks around an item of a list do not count."""
 
     def bare(text: str) -> str:
-        unquoted = re.sub(r"""(['"])([^'",\[\]]+)\1""", r"\2", text)
+        item = r"""([\[,])\s*(['"])([^'",\[\]]*[^'",\[\]\s][^'",\[\]]*)\2\s*(?=[\],])"""
+        unquoted = re.sub(item, r"\1\3", text)
         return re.sub(r"\s*([\[\],])\s*", r"\1", unquoted)
 
     if expected.startswith("["):

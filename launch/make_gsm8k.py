@@ -36,7 +36,7 @@ def gym_row(row: dict) -> dict:
     question = field(row, QUESTIONS)
     answer = field(row, ANSWERS)
     if "####" in answer:  # GSM8K: a solution, then a number such as 1,200
-        answer = answer.split("####")[-1].replace(",", "")
+        answer = field({"answer": answer.split("####")[-1].replace(",", "")}, ANSWERS)
     message = {"role": "user", "content": PROMPT.format(question=question)}
     return {
         "responses_create_params": {"input": [message]},
@@ -51,6 +51,8 @@ def read(source: str | Path) -> list[dict]:
     rows = []
     with open(source, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
+            if line.isspace():
+                continue
             try:
                 rows.append(gym_row(json.loads(line)))
             except (ValueError, TypeError) as error:

@@ -228,7 +228,10 @@ def main():
     parser.add_argument("--root", type=Path, default=ROOT)
     args = parser.parse_args()
     model_dir, data_dir = args.root / "models" / "tiny", args.root / "data" / "tiny"
-    if (model_dir / "model.safetensors").exists() and not args.force:  # what is written last
+    train = data_dir / "train.jsonl"
+    is_current = train.exists() and '"exact": true' in train.read_text()
+    # The model is written last.
+    if is_current and (model_dir / "model.safetensors").exists() and not args.force:
         return print("tiny: models/tiny and data/tiny are there already (--force makes them again)")
 
     start, rng = time.monotonic(), random.Random(args.seed)
@@ -236,7 +239,7 @@ def main():
     validation = list(itertools.islice(problem_stream(args.seed + 1, ()), VALIDATION_ROWS))
     stream = problem_stream(args.seed, {entry["question"] for entry in validation})
     write_rows(data_dir / "validation.jsonl", validation)
-    write_rows(data_dir / "train.jsonl", itertools.islice(stream, TRAIN_ROWS))
+    write_rows(train, itertools.islice(stream, TRAIN_ROWS))
 
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)

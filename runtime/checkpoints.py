@@ -22,14 +22,16 @@ import shutil
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envs.rows import fingerprint
 from runtime import archive
-from runtime.cluster import Cluster
 from runtime.config import InputError
 from runtime.settings import RunSettings
 from runtime.waits import within
+
+if TYPE_CHECKING:
+    from runtime.cluster import Cluster
 
 MARKER = "complete.json"
 BLOCK = 1 << 24
@@ -133,7 +135,7 @@ class Checkpoints:
     group of slot, version, line, infos, and the reference to its samples.
     """
 
-    def __init__(self, cfg: RunSettings, cluster: Cluster, rows: list[dict], Group: Callable):
+    def __init__(self, cfg: RunSettings, cluster: "Cluster", rows: list[dict], Group: Callable):
         self.cfg = cfg
         self.cluster = cluster
         self.rows = rows

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import io
 import json
 import os
 import re
@@ -99,6 +100,8 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
         print(explain(cast(Any, cfg), Config))  # a fork has a class of its own
         raise SystemExit
     check_model(cfg)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a file must not hide what a run waits for
+        sys.stdout.reconfigure(line_buffering=True)
     print(f"run folder: {shown(cfg.run_dir)}", flush=True)
     return cfg
 
@@ -163,9 +166,10 @@ def fetched(model: str, weights: bool) -> str:
     patterns = [*MODEL_FILES, "*.safetensors"] if weights else [*MODEL_FILES]
     try:
         found = snapshot_download(model, allow_patterns=patterns, local_files_only=bool(why))
-        if not weights or any(Path(found).glob("*.safetensors")):
+        lacking = missing_weights(Path(found)) if weights else []
+        if not lacking:
             return found
-        why += f"no *.safetensors in {found}"
+        why += f"no {lacking[0]} in {found}"
     except Exception as error:
         absent = type(error) is LocalEntryNotFoundError
         cache = f"the cache {constants.HF_HUB_CACHE} does not hold it"
@@ -175,6 +179,15 @@ def fetched(model: str, weights: bool) -> str:
         f"Face hub did not give such a model: {' '.join(why.split())}. Without network, download "
         f"it elsewhere (hf download {model}) and set model to the folder"
     )
+
+
+def missing_weights(folder: Path) -> list[str]:
+    """The files of weights that a model's index names and its folder lacks."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [name for name in names if not (folder / name).exists()]
+    return [] if any(folder.glob("*.safetensors")) else ["*.safetensors"]
 
 
 def split_config(flag: str) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 import report
+from runtime.checkpoints import newest_first, step_of
 from runtime.config import shown
 
 if TYPE_CHECKING:
@@ -97,26 +98,35 @@ def summary(cfg: "Config") -> list[str]:
             lines.append(f"{name}: {values[0]:.3f} -> {values[-1]:.3f}")
     if answer := last_answer(folder):
         told = {"prompt": answer["prompt"], "answer": " ".join(answer["response"])}
-        lines += [f"{name}: {' '.join(text.split())[:200]}" for name, text in told.items()]
+        lines += [f"{name}: {in_a_line(text)}" for name, text in told.items()]
         lines.append(f"reward of this answer: {answer['reward']:.3g}")
-    if models := sorted(folder.glob("step_*/hf")):
-        step = int(models[-1].parent.name.removeprefix("step_"))
-        lines.append(f"model: {shown(models[-1])}, which transformers and vLLM load")
-        lines.append(f"next: {train_on(cfg, step)}")
+    if checkpoints := newest_first(cfg.run_dir):
+        newest = checkpoints[0]
+        lines.append(f"model: {shown(newest / 'hf')}, which transformers and vLLM load")
+        if not cfg.command.modes:
+            lines.append(f"next: {train_on(cfg, step_of(newest))}")
     return lines
 
 
 def last_answer(folder: Path) -> dict | None:
     """The last validation rollout of a run, or its last one of training; None without any."""
-    for path in sorted(folder.glob("rollouts*.jsonl"))[:1]:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL))
-            text = file.read().decode(errors="replace")
-        rollouts = [line for line in report.parse(text.splitlines()) if isinstance(line, dict)]
-        validation = [rollout for rollout in rollouts if rollout["evaluation"] is not None]
-        for rollout in reversed(validation or rollouts):
-            return rollout
-    return None
+    paths = [path for path in folder.glob("rollouts*.jsonl") if path.stat().st_size]
+    if not paths:
+        return None
+    path = max(paths, key=lambda path: path.stat().st_mtime)
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        text = file.read().decode(errors="replace")
+    whole = [line for line in report.parse(text.splitlines()) if isinstance(line, dict)]
+    rollouts = [line for line in whole if {"prompt", "response", "reward"} <= line.keys()]
+    validation = [rollout for rollout in rollouts if rollout.get("evaluation") is not None]
+    return (validation or rollouts or [{}])[-1] or None
+
+
+def in_a_line(text: str) -> str:
+    """The start of a text of the model, without what a terminal would obey."""
+    visible = "".join(letter if letter.isprintable() else " " for letter in text)
+    return " ".join(visible.split())[:200]
 
 
 def train_on(cfg: "Config", step: int) -> str:

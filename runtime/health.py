@@ -82,7 +82,11 @@ def progress(series: Series) -> list[Finding]:
     text += " rose" if last > first else " did not rise"
     text += f" from {form.format(first)} (step {start}) to {form.format(last)} (step {end})"
     text += f", after {form.format(best)} at best." if fell else "."
-    return [Finding(end - start >= FAIR and (last <= first or fell), text)]
+    return [
+        Finding(
+            end - start >= FAIR and ((last <= first and not (exact and last == 1)) or fell), text
+        )
+    ]
 
 
 def share(series: Series, wait: str) -> float | None:

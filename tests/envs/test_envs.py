@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -556,3 +557,35 @@ def test_answers_that_the_scorer_evaluates(monkeypatch):
     with pytest.raises(CheckerError, match="code 3"):
         verify(puzzles, row, "__import__('os')._exit(3)")
     assert verify(puzzles, row, "0").value == 1
+
+
+@pytest.mark.parametrize(
+    ("verdict", "value", "info"),
+    [
+        (np.any([True]), 1.0, {}),
+        (np.float32(0.5), 0.5, {}),
+        (envs.Reward(np.bool_(False), {"n": np.int64(3), "x": np.float32(0.5)}), 0.0, None),
+        (envs.Reward(1, {"n": 3, "x": 0.5}), 1.0, None),
+    ],
+)
+def test_numbers_of_numpy_are_those_of_python(verdict, value, info, monkeypatch):
+    monkeypatch.setattr(puzzles, "verify", lambda row, response: verdict)
+    reward = asyncio.run(envs.verify(PUZZLE_ROW, ""))
+    assert (type(reward.value), reward.value) == (float, value)
+    assert json.dumps(reward.info) == json.dumps({"n": 3, "x": 0.5} if info is None else info)
+
+
+@pytest.mark.parametrize("verdict", [envs.Reward(1.0, None), "1", None])
+def test_what_is_no_reward_is_refused(verdict, monkeypatch):
+    monkeypatch.setattr(puzzles, "verify", lambda row, response: verdict)
+    with pytest.raises(TypeError, match="expected a number or a Reward"):
+        asyncio.run(envs.verify(PUZZLE_ROW, ""))
+
+
+def test_a_check_that_lacks_a_library_is_the_module_s_fault_not_the_row_s(monkeypatch):
+    def check(row):
+        import sklearnn  # noqa: F401
+
+    monkeypatch.setattr(puzzles, "check", check)
+    with pytest.raises(envs.ModuleError, match="No module named 'sklearnn'"):
+        envs.check_row(PUZZLE_ROW)

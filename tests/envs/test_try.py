@@ -1,5 +1,6 @@
 """`python -m envs`, and the code of docs/own_data.md: from questions to judged answers."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -8,6 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import envs
+from envs import __main__ as envs_main
+from envs.rows import Answer
+from runtime.config import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/own_data.md").read_text(encoding="utf-8")
@@ -28,7 +34,7 @@ def project(tmp_path) -> Path:
     """A copy of what the command needs, with the page's environment and its questions as rows."""
     shutil.copytree(ROOT / "envs", tmp_path / "envs", ignore=SKIPPED)
     (tmp_path / "runtime").mkdir()
-    for name in ("__init__.py", "config.py"):
+    for name in ("__init__.py", "config.py", "waits.py"):
         shutil.copy(ROOT / "runtime" / name, tmp_path / "runtime")
     (tmp_path / "envs/my_reward.py").write_text(block("python", "AGENTS"))
     question = json.loads(block("json", "question"))
@@ -228,3 +234,14 @@ def test_answers_of_a_run_are_judged_again(project):
     assert told == "train.jsonl:1: expected a rollout: KeyError('row')"
     told = problem(project, "train.jsonl", "-r", "rollouts.jsonl", "-a", "42")
     assert told == "-a, -f and -r exclude each other, expected one of them"
+
+
+def test_a_verify_that_never_returns_is_an_error_that_names_it(monkeypatch):
+    async def verify(row, response):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(envs.environment("math"), "verify", verify)
+    monkeypatch.setattr(envs_main, "SECONDS", 0.1)
+    answer = Answer({"_line": 7, "agent_ref": {"name": "math"}}, "1", "given")
+    with pytest.raises(InputError, match="train.jsonl:7: verify .*waited 0 s for verify of 'math'"):
+        asyncio.run(envs_main.judge(answer, "train.jsonl"))

@@ -577,6 +577,18 @@ def test_weights_that_the_cache_lacks_matter_to_a_run_but_not_to_a_dry_run(hub):
     assert done.stdout.splitlines()[-1] == str(snapshot), done.stderr
 
 
+def test_every_file_that_an_index_names_must_be_there(tmp_path):
+    """A download that was interrupted leaves some of them."""
+    assert config.missing_weights(tmp_path) == ["*.safetensors"]
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "model-1.safetensors").touch()
+    assert config.missing_weights(tmp_path) == ["model-2.safetensors"]
+    (tmp_path / "model-2.safetensors").touch()
+    assert config.missing_weights(tmp_path) == []
+
+
 @pytest.mark.slow
 def test_a_model_that_cannot_be_had_is_an_error_that_says_what_was_tried(hub):
     done = load_model(hub, OTHER, HF_HUB_OFFLINE="1")

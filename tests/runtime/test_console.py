@@ -1,9 +1,12 @@
 """What a run shows where nobody watches, and at its end."""
 
 import json
+import os
 import shlex
+import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +14,19 @@ import pytest
 from runtime import console
 from runtime.console import Bars, Lines, phase, summary
 
+ROOT = Path(__file__).parents[2]
 METRICS = {"reward": 0.5, "lag_mean": 0.25, "wait_for_rollouts": 1.0, "wait_for_training": 0.0}
 
 
-def config(run_dir, steps: int = 40) -> SimpleNamespace:
-    return SimpleNamespace(run_dir=str(run_dir), steps=steps, prompts_per_step=4)
+def config(run_dir, steps: int = 40, modes: tuple = ()) -> SimpleNamespace:
+    command = SimpleNamespace(modes=modes)
+    return SimpleNamespace(run_dir=str(run_dir), steps=steps, prompts_per_step=4, command=command)
+
+
+def checkpoint(folder, step: int, whole: bool = True) -> None:
+    (folder / f"step_{step:06d}" / "hf").mkdir(parents=True)
+    if whole:
+        (folder / f"step_{step:06d}" / "complete.json").write_text("{}")
 
 
 def write(path, lines: list[dict]) -> None:
@@ -72,7 +83,9 @@ def test_a_phase_has_the_seconds_since_the_program_began(capsys, monkeypatch):
 def test_the_summary_of_a_run_that_is_done(tmp_path, monkeypatch):
     run = tmp_path / "run"
     for step in (20, 40):
-        (run / f"step_{step:06d}" / "hf").mkdir(parents=True)
+        checkpoint(run, step)
+    checkpoint(run, 60, whole=False)  # of a future that a resumed run has left
+    (run / "step_best" / "hf").mkdir(parents=True)
     lines = [
         {"step": 0, "validation_reward": 0.25, "validation_exact": 0.125},
         *({"step": step, "reward": step / 40} for step in (4, 40)),
@@ -109,5 +122,31 @@ def test_the_summary_of_a_run_that_left_nothing(files, tmp_path):
 
 
 def test_a_run_that_left_early_goes_on_to_the_same_step(tmp_path):
-    (tmp_path / "step_000020" / "hf").mkdir(parents=True)
+    checkpoint(tmp_path, 20)
     assert "--steps" not in summary(config(tmp_path))[-1]
+
+
+def test_what_cannot_be_gone_on_with_has_no_next_command(tmp_path):
+    checkpoint(tmp_path, 40)
+    assert summary(config(tmp_path, modes=("replay",)))[-1].startswith("model: ")
+
+
+def test_the_last_answer_is_of_the_file_written_last_and_cannot_command_a_terminal(tmp_path):
+    write(tmp_path / "rollouts.0.jsonl", [rollout("old", 3)])
+    os.utime(tmp_path / "rollouts.0.jsonl", (1, 1))
+    write(tmp_path / "rollouts.jsonl", [rollout("\x1b]0;new\x07 answer", 4), {"of": "a fork"}])
+    assert "answer: ]0;new answer" in summary(config(tmp_path))
+
+
+def test_a_pipe_shows_at_once_what_a_run_waits_for(tmp_path):
+    """Nothing is flushed when the process ends."""
+    code = (
+        "import os, sys; from grpo_async import Config; from runtime import config, console\n"
+        "config.check_model = lambda cfg: None\n"
+        f"config.load(Config, ['--run_dir', {str(tmp_path)!r}], 'configs/tiny.py')\n"
+        "console.phase('starting Ray'); os._exit(0)\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert [line[-12:] for line in done.stdout.splitlines()[1:]] == ["starting Ray"], done.stderr

@@ -106,7 +106,10 @@ def test_right_answers_count_where_there_are_any():
     found = health(series({0: 0.5, 100: 0.4}, validation_exact=exact), [], CONFIG)
     text = "Right validation answers rose from 0% (step 0) to 25% (step 100)."
     assert found[0].text == text and not found[0].alarm
-    exact[100] = 0.0
+    exact[0] = exact[100] = 1.0
+    found = health(series({0: 0.5, 100: 0.5}, validation_exact=exact), [], CONFIG)
+    assert not found[0].alarm, "more than all cannot be right"
+    exact[0] = exact[100] = 0.0
     found = health(series(RISES, validation_exact=exact), [], CONFIG)
     assert found[0].text.startswith("Validation reward rose from 0.1")
 

@@ -32,3 +32,13 @@ def test_a_folder_that_is_no_repository_has_no_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     found = provenance.provenance()
     assert (found["commit"], found["diff"], found["untracked"]) == ("", "", [])
+    assert "not a git repository" in found["git_error"]
+
+
+def test_a_diff_that_is_missing_or_cut_is_no_clean_tree(monkeypatch):
+    monkeypatch.setattr(provenance, "DIFF", ("diff", "no-such-commit"))
+    found = provenance.provenance()
+    assert found["commit"] and "no-such-commit" in found["git_error"]
+    monkeypatch.setattr(provenance, "git", lambda *words: "x" * 100)
+    monkeypatch.setattr(provenance, "LONGEST_DIFF", 10)
+    assert provenance.provenance()["diff"] == "x" * 10 + "\n[cut off: 100 characters]"
