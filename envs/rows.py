@@ -61,7 +61,7 @@ def read_rows(
             raise InputError(first_of(bad) + limit)
     if not rows:
         all_bad = f"; {first_of(bad)}" if bad else ""
-        raise InputError(f"{path}: holds no rows, expected at least one{all_bad}")
+        raise InputError(f"{path}: holds no good rows, expected at least one{all_bad}")
     return rows, bad
 
 

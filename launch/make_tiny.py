@@ -21,6 +21,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import random
 import re
 import sys
@@ -234,6 +235,9 @@ def main():
     if is_current and (model_dir / "model.safetensors").exists() and not args.force:
         return print("tiny: models/tiny and data/tiny are there already (--force makes them again)")
 
+    print("tiny: making a model and its problems, which takes a minute or two", flush=True)
+    # On more threads than cores it takes longer, many times longer where others are busy.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     start, rng = time.monotonic(), random.Random(args.seed)
     torch.manual_seed(args.seed)
     validation = list(itertools.islice(problem_stream(args.seed + 1, ()), VALIDATION_ROWS))

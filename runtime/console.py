@@ -92,10 +92,11 @@ def summary(cfg: "Config") -> list[str]:
     folder = Path(cfg.run_dir)
     metrics = list(report.read(folder / "metrics.jsonl"))
     lines = [f"done in {tqdm.format_interval(time.monotonic() - BEGAN)}"]
-    for name in ("reward", "validation_reward", "validation_exact"):
+    for name in ("validation_reward", "validation_exact"):
         values = [line[name] for line in metrics if name in line]
         if values:
-            lines.append(f"{name}: {values[0]:.3f} -> {values[-1]:.3f}")
+            best = f"{max(values):.3f} at best"
+            lines.append(f"{name}: {values[0]:.3f} -> {values[-1]:.3f} ({best})")
     if answer := last_answer(folder):
         told = {"prompt": answer["prompt"], "answer": " ".join(answer["response"])}
         lines += [f"{name}: {in_a_line(text)}" for name, text in told.items()]

@@ -167,7 +167,7 @@ def test_a_file_of_bad_rows_is_refused(cfg, tmp_path):
     cfg.data.max_bad_rows = 100
     path = write_lines(tmp_path / "train.jsonl", [b"", b"{", b"}"])
     with pytest.raises(
-        InputError, match=r"holds no rows.*; .*jsonl:2: expected JSON: .* lines 2, 3\)$"
+        InputError, match=r"holds no good rows.*; .*jsonl:2: expected JSON: .* lines 2, 3\)$"
     ):
         load_rows(path, cfg)
 

@@ -380,7 +380,7 @@ def lines(*rows) -> str:
 
 
 BAD_DATA = {
-    "empty": ("", r"train\.jsonl: holds no rows"),
+    "empty": ("", r"train\.jsonl: holds no good rows"),
     "malformed_json": (lines(ROW, '{"a": 1,}'), r"train\.jsonl:2: .*"),
     "missing_field": (lines(ROW, "", UNANSWERED), r"train\.jsonl:3: expected_answer is missing"),
     "unknown_environment": (lines(STRANGE), r"jsonl:1: agent_ref\.name is 'maths', .*one of: math"),

@@ -100,9 +100,8 @@ def test_the_summary_of_a_run_that_is_done(tmp_path, monkeypatch):
     done, *found, going_on = summary(config(run))
     assert done.startswith("done in ")
     assert found == [
-        "reward: 0.100 -> 1.000",
-        "validation_reward: 0.250 -> 0.750",
-        "validation_exact: 0.125 -> 0.500",
+        "validation_reward: 0.250 -> 0.750 (0.750 at best)",
+        "validation_exact: 0.125 -> 0.500 (0.500 at best)",
         "prompt: <user>flip cat",
         "answer: c a t <answer>tac</answer>",
         "reward of this answer: 1",
