@@ -24,7 +24,8 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from envs import Reward, final_text, get, require, unfinished
-from envs.shared.sandbox import Limits, programs
+from envs.shared.programs import programs
+from envs.shared.sandbox import Limits
 
 AGENTS = ("code_gen_simple_agent", "code_gen")
 LIMITS = Limits(seconds=10.0, output=4 << 20)

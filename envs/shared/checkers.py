@@ -239,7 +239,7 @@ def judge(
 def begin(
     function: Callable[..., dict], request: dict, channel: socket.socket, seconds: int
 ) -> int:
-    """Forks a check, which in bubblewrap sees no other process; its pid."""
+    """Forks a check, which in bubblewrap sees no other process if the kernel allows it; its pid."""
     told, tell = os.pipe()
     between = os.fork()
     if not between:

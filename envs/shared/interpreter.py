@@ -1,27 +1,42 @@
 """Runs inside the sandbox: a warm Python that forks for each program, so that none pays its start.
 
-envs/shared/sandbox.py hands this text to `python -c`: it may import the standard library alone.
+envs/shared/programs.py hands this text to `python -c`: it may import the standard library alone.
 
-    each request: JSON line {source, stdin} --> fork --> source runs as __main__
-                  JSON line {stdout, stderr, code} <-- its files, once all that it started is dead
+    "ready" line  <-- a room waits for a program
+    each input:   JSON line {source, stdin} --> fork --> source runs as __main__
+                  JSON line {stdout, stderr, code, ended} <-- once all that it started is dead
+    empty line    --> the room ends, and the next is made
+    "alone" line  <-- the kernel allows no rooms here, and this process ends
 """
 
 import builtins
 import contextlib
 import ctypes
+import fcntl
 import json
+import math
 import os
 import resource
 import signal
+import socket
+import struct
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from typing import TextIO
 
 # What LiveCodeBench's runner imports before a program, which NeMo-Gym's code_gen uses.
 PRELUDE = """string re datetime collections heapq bisect copy math random statistics itertools
 functools operator io sys json builtins typing"""
 STDERR = 2000  # its last bytes that are kept
 DUMPABLE = 4  # of prctl: whether others of this user may trace a process and see its files
+# CLONE_NEWUSER, NEWPID, NEWNET, NEWIPC and NEWNS of linux/sched.h
+NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000
+NOSUID_NODEV = 2 | 4  # of mount
+FOLDERS = ("/work", "/tmp")
+LOOPBACK_UP = (0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prelude() -> dict:
@@ -34,46 +49,106 @@ def prelude() -> dict:
     return names
 
 
-def main(contained: bool, processes: int, file_size: int, open_files: int, output: int) -> None:
-    """Serves requests until stdin ends. `contained`: all processes that it sees are its own."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(DUMPABLE, 0)
-    limits = {
-        resource.RLIMIT_FSIZE: file_size,
-        resource.RLIMIT_NOFILE: open_files,
-        resource.RLIMIT_CORE: 0,
-    }
-    if contained:  # else the processes that this user has elsewhere would count
-        limits[resource.RLIMIT_NPROC] = processes
+def main(contained: bool, rooms: bool, **limits: float) -> None:
+    """Serves programs until stdin ends. `contained`: all processes that it sees are its own."""
+    libc.prctl(DUMPABLE, 0)
     names = prelude() | {"exit": sys.exit, "quit": sys.exit}
-    requests, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+    requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
-    print("ready", file=answers, flush=True)
-    for line in requests:
+    while rooms and os.fork():  # this process waits for each room's end, and sees no program
+        if os.wait()[1]:
+            sys.exit()
+    with open(requests) as lines, open(answers, "w") as said:
+        try:
+            if rooms:
+                enter(int(limits["disk"]))
+        except OSError:
+            print("alone", file=said, flush=True)
+            os._exit(1)
+        serve(lines, said, names, contained, limits)
+
+
+def enter(size: int) -> None:
+    """Makes a room, with folders of this size, and returns as its first process, of no rights.
+
+    A parent in between ends with 0 where that process does. Raises OSError where the kernel
+    forbids it.
+    """
+    libc.prctl(DUMPABLE, 1)  # else /proc/self is root's
+    user, group = os.getuid(), os.getgid()
+    call(libc.unshare, NAMESPACES)
+    maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+    for name, text in maps.items():
+        write(f"/proc/self/{name}", text)
+    write("/proc/sys/user/max_user_namespaces", "0")
+    for folder in FOLDERS:
+        mount("tmpfs", folder, f"size={size}")
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, *LOOPBACK_UP)
+    if os.fork():
+        os._exit(bool(os.wait()[1]))
+    mount("proc", "/proc", "")
+    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    call(libc.capset, header, nothing)
+    libc.prctl(DUMPABLE, 0)
+    os.chdir(FOLDERS[0])
+
+
+def call(function: Callable[..., int], *arguments: object) -> None:
+    """Raises OSError where the function of libc fails."""
+    if function(*arguments):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def mount(kind: str, folder: str, options: str) -> None:
+    call(libc.mount, b"none", folder.encode(), kind.encode(), NOSUID_NODEV, options.encode())
+
+
+def write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def serve(lines: TextIO, said: TextIO, names: dict, contained: bool, limits: dict) -> None:
+    """Runs one program on each input that comes; ends this process with 0 when it is done."""
+    seconds = math.ceil(limits["seconds"]) + 1
+    bounds = {
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_FSIZE: limits["file_size"],
+        resource.RLIMIT_NOFILE: limits["open_files"],
+        resource.RLIMIT_CORE: 0,
+    }
+    if contained:  # else the processes that this user has elsewhere would count
+        bounds[resource.RLIMIT_NPROC] = limits["processes"]
+    output = limits["output"]
+    print("ready", file=said, flush=True)
+    for line in lines:
+        if line == "\n":
+            os._exit(0)
         request = json.loads(line)
         files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr")]
         os.pwrite(files[0], request["stdin"].encode("utf-8", "surrogatepass"), 0)
         pid = os.fork()
         if not pid:
-            prctl(DUMPABLE, 1)
-            run(request["source"], files, limits, names)
+            libc.prctl(DUMPABLE, 1)
+            run(request["source"], files, bounds, names)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         clear(contained, pid)
-        said = os.fstat(files[1]).st_size
-        errors = os.fstat(files[2]).st_size
+        size, errors = (os.fstat(file).st_size for file in files[1:])
         answer = {
             "stdout": os.pread(files[1], output, 0).decode("utf-8", "replace"),
             "stderr": os.pread(files[2], STDERR, max(0, errors - STDERR)).decode(
                 "utf-8", "replace"
             ),
             "code": code,
-            "ended": "output" if said > output else "",
+            "ended": "output" if size > output else "",
         }
         for file in files:
             os.close(file)
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(answer), file=said, flush=True)
+    os._exit(1)
 
 
 def run(source: str, files: list[int], limits: dict[int, int], names: dict) -> None:
@@ -118,10 +193,12 @@ def clear(contained: bool, pid: int) -> None:
             os.kill(-1, signal.SIGKILL) if contained else os.killpg(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             return
+        with contextlib.suppress(ChildProcessError):  # the first process of a room inherits them
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         time.sleep(0.002)
     sys.exit("a program's processes cannot be killed")
 
 
 if __name__ == "__main__":
-    flag, *numbers = map(int, sys.argv[1:])
-    main(bool(flag), *numbers)
+    main(**json.loads(sys.argv[1]))

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import functools
 import glob
-import json
 import logging
 import math
 import os
@@ -26,11 +25,10 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from envs.shared import service
 from envs.shared.checkers import CheckerError
 from envs.shared.services import current
 
@@ -43,7 +41,6 @@ HUNGRY = 8  # processes of a run that can only wait for each other
 START = 60.0  # seconds that an interpreter may take to start
 STDERR = 2000  # characters of it that are kept
 BOUND = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
-TEXT = Path(__file__).with_name("interpreter.py").read_text(encoding="utf-8")
 # A layer in memory above the folder $0, of $1 bytes, takes its changes; others do not see it.
 LAYER = """
 cd "$0" && mount -t tmpfs -o "size=$1" none /mnt && mkdir /mnt/over /mnt/work /mnt/root || exit
@@ -138,26 +135,22 @@ def wrapped(
     root: str = "",
     files: Iterable[tuple[str, int]] = (),
     reads: Iterable[str] = (),
+    rooms: bool = False,
 ) -> list[str]:
     """The command in front of a command that isolates it; `files`: path and descriptor of each.
 
     Root becomes nobody first, since the kernel bounds no processes of root. Of an image as `root`
-    only the owner of its files can be used.
+    only the owner of its files can be used. A command that makes `rooms` forbids namespaces in
+    them, and limits the processor time in them, itself.
     """
     command = ["setpriv", *NOBODY] if os.geteuid() == 0 and not root else []
-    command += limited(limits)
+    command += limited(limits, not rooms)
     if root:
         own = ["unshare", "--user", "--map-root-user", "--mount"]
         command += [*own, "sh", "-c", LAYER, root, str(limits.disk)]
     command += ["bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
-    command += [
-        "--disable-userns",
-        "--cap-drop",
-        "ALL",
-        "--die-with-parent",
-        "--new-session",
-        "--clearenv",
-    ]
+    command += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv"]
+    command += [] if rooms else ["--disable-userns"]
     if root:
         command += ["--bind", "/mnt/root", "/"]
     else:
@@ -200,10 +193,11 @@ def around(reads: Iterable[str]) -> list[str]:
     return [*command, "--setenv", "TMPDIR", "/tmp", "--remount-ro", "/", "--chdir", "/"]
 
 
-def limited(limits: Limits) -> list[str]:
+def limited(limits: Limits, cpu: bool = True) -> list[str]:
     """The command in front of a command that gives it limits."""
     bounds = {"as": limits.memory, "fsize": limits.file_size, "core": 0}
-    bounds |= {"nofile": limits.open_files, "cpu": math.ceil(limits.seconds) + 1}
+    bounds |= {"nofile": limits.open_files}
+    bounds |= {"cpu": math.ceil(limits.seconds) + 1} if cpu else {}
     return ["prlimit", *(f"--{name}={value}" for name, value in bounds.items())]
 
 
@@ -331,6 +325,22 @@ def memory_file(text: str) -> int:
     return descriptor
 
 
+def popen(command: list[str], channel: int, errors: int) -> subprocess.Popen:
+    """A process in a session of its own, which sees nothing of this environment but the path."""
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=channel,
+            stdout=channel,
+            stderr=errors,
+            env={"PATH": os.environ.get("PATH", os.defpath)},
+            start_new_session=True,
+            cwd="/",
+        )
+    except OSError as error:
+        raise CheckerError(f"the sandbox cannot start {command[0]}: {error}") from None
+
+
 async def start(command: list[str], **options: Any) -> asyncio.subprocess.Process:
     """A process in a session of its own, which sees nothing of this environment but the path."""
     env = {"PATH": os.environ.get("PATH", os.defpath)}
@@ -404,95 +414,3 @@ async def kill(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
-
-
-async def programs(
-    source: str, inputs: Iterable[str], limits: Limits | None = None
-) -> AsyncGenerator[Ran, None]:
-    """Runs a Python program on each input in turn, in a process of its own, one at a time.
-
-    It finds the names of interpreter.PRELUDE. One warm interpreter in one sandbox forks for all of
-    them, so they share the start of it, and a working folder, with each other and with no other
-    program. A program that kills its interpreter twice has `ended` "killed", if a harmless one
-    lives. Raises CheckerError where no verdict could be had.
-    """
-    limits = limits or Limits()
-    if current().sandbox == "http":
-        for text in inputs:
-            yield await service.program(current().sandbox_url, source, text, limits)
-        return
-    async with place():
-        python = Interpreter(limits)
-        try:
-            for text in inputs:
-                yield await python.judge(source, text)
-        finally:
-            await python.close()
-
-
-class Interpreter:
-    """A connection to envs/shared/interpreter.py in a sandbox, which starts when it is needed."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def judge(self, source: str, stdin: str) -> Ran:
-        """What became of a program. Raises CheckerError where no verdict could be had."""
-        for _ in range(2):
-            if ran := await self.run(source, stdin):
-                return ran
-        if not await self.run("", ""):
-            raise CheckerError("the sandbox's Python dies of any program")
-        return Ran("", "", None, "killed", 0.0)
-
-    async def start(self) -> asyncio.subprocess.Process:
-        """Starts a warm interpreter. Raises CheckerError where it does not start."""
-        limits = self.limits
-        contained = isolates() == "bubblewrap"
-        numbers = (contained, limits.processes, limits.file_size, limits.open_files, limits.output)
-        command = wrapped(limits) if contained else limited(limits)
-        command += [*python(), "-c", TEXT, *(str(int(number)) for number in numbers)]
-        process = self.process = await start(command, limit=8 * limits.output + (1 << 20))
-        said = cast(asyncio.StreamReader, process.stdout).readline()
-        with contextlib.suppress(TimeoutError):
-            if await asyncio.wait_for(said, START) == b"ready\n":
-                return process
-        await self.close()
-        why = (await end(process.stderr)).decode("utf-8", "replace").strip()
-        raise CheckerError(f"the sandbox's Python did not start: {why or 'it said nothing'}")
-
-    async def run(self, source: str, stdin: str) -> Ran | None:
-        """What became of a program; None where the interpreter died. Raises CheckerError."""
-        process = self.process or await self.start()
-        clock = Clock(process.pid)
-        answer = asyncio.create_task(self.ask(process, {"source": source, "stdin": stdin}))
-        ended = ""
-        while not ended and not (await asyncio.wait({answer}, timeout=TICK))[0]:
-            ended = clock.verdict(self.limits)
-        told = None if ended else answer.result()
-        if told is None:
-            answer.cancel()
-            await self.close()
-        seconds = time.monotonic() - clock.began
-        if ended or told is None:
-            return Ran("", "", None, ended, seconds) if ended else None
-        ended = "time" if told["code"] == -signal.SIGXCPU else told["ended"]
-        return Ran(told["stdout"], told["stderr"], None if ended else told["code"], ended, seconds)
-
-    async def ask(self, process: asyncio.subprocess.Process, request: dict) -> dict | None:
-        """Its answer; None where it died."""
-        requests = cast(asyncio.StreamWriter, process.stdin)
-        try:
-            requests.write(json.dumps(request).encode() + b"\n")
-            await requests.drain()
-            return json.loads(await cast(asyncio.StreamReader, process.stdout).readline())
-        except (OSError, ValueError):
-            return None
-
-    async def close(self) -> None:
-        """Ends it, and all that its programs began; the next program starts a new one."""
-        process, self.process = self.process, None
-        if process:
-            await kill(process)
-            cast(asyncio.StreamWriter, process.stdin).close()

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from envs import code
-from envs.shared import sandbox, service, services
+from envs.shared import programs, sandbox, service, services
 from envs.shared.checkers import CheckerError
+from envs.shared.programs import Interpreter
 from envs.shared.sandbox import Limits, Ran
 from support.escapes import ESCAPES
 
@@ -39,7 +40,7 @@ def run(argv: list[str], **options) -> Ran:
 
 
 async def outputs(source: str, inputs: list[str], limits: Limits = QUICK) -> list[Ran]:
-    return [ran async for ran in sandbox.programs(source, inputs, limits)]
+    return [ran async for ran in programs.programs(source, inputs, limits)]
 
 
 def program(source: str, stdin: str = "", limits: Limits = QUICK) -> Ran:
@@ -48,7 +49,14 @@ def program(source: str, stdin: str = "", limits: Limits = QUICK) -> Ran:
 
 
 def children() -> set[int]:
-    """The processes that came from this one."""
+    """The processes that came from this one, once no interpreter waits for a program."""
+
+    async def close() -> None:
+        for waiting in Interpreter.idle.values():
+            while waiting:
+                await waiting.pop().close()
+
+    asyncio.run(close())
     return set(sandbox.family(os.getpid())) - {os.getpid()}
 
 
@@ -122,12 +130,13 @@ def test_endless_output_of_a_command_ends_it():
         ("while True: pass", "time"),
         ("import time; time.sleep(100)", "time"),
         ("while True: print('x' * 1000)", "output"),
-        ("import os; os.kill(os.getppid(), 9)", "killed"),
+        ("import os, resource\nresource.prlimit(1, resource.RLIMIT_AS, (0, 0))", "killed"),
+        ("import os\nfor number in (9, 15, 19): os.kill(os.getppid(), number)", ""),
         ("import os\nfor _ in range(40): os.fork()\na = bytearray(10**8)", ""),
     ],
 )
 def test_limits_are_named(source, ended):
-    ran = program(source, limits=QUICK._replace(output=1000))
+    ran = program(source)
     assert ran.ended == ended and (ran.code is None) == bool(ended), ran
 
 
@@ -138,6 +147,58 @@ def test_a_program_is_warm_and_alone():
     first, second = asyncio.run(outputs(source, ["aa", "b"]))
     assert first.stdout == "Counter({'a': 2}) 2.0 1 False\n"
     assert second.stdout == "Counter({'b': 1}) 2.0 1 False\n"
+
+
+LEAVES = """
+import ctypes, os, resource, socket, subprocess
+for folder in ("/work", "/tmp"):
+    assert os.listdir(folder) == [], os.listdir(folder)
+    open(folder + "/mark", "w").write("1")
+assert sorted(filter(str.isdigit, os.listdir("/proc"))) == ["1", str(os.getpid())]
+assert ctypes.CDLL(None).shmget(7, 4096, 0o3600) >= 0, "memory of another program"
+served = socket.create_server(("127.0.0.1", 8000))
+client = socket.create_connection(("127.0.0.1", 8000))
+served.accept()[0].close()
+if not os.fork():
+    os.setsid()
+    os.execvp("sleep", ["sleep", "1000"])
+assert os.getpriority(os.PRIO_PROCESS, 1) == PRIORITY, "priority"
+os.setpriority(os.PRIO_PROCESS, 1, 19)
+resource.prlimit(1, resource.RLIMIT_NOFILE, (64, 64))
+assert subprocess.call(["unshare", "--user", "true"], stderr=subprocess.DEVNULL) == 1
+status = open("/proc/self/status").read()
+assert "CapEff:\\t0000000000000000" in status and "NoNewPrivs:\\t1" in status
+print("alone")
+"""
+
+
+@contained
+@pytest.mark.parametrize("rooms", [True, False])
+def test_a_program_finds_nothing_of_another(monkeypatch, rooms):
+    """The same interpreter serves them, if the kernel allows rooms; else each has its own."""
+    children()
+    if not rooms:
+        text = programs.TEXT.replace("libc.unshare, NAMESPACES", "libc.unshare, -1")
+        monkeypatch.setattr(programs, "TEXT", text)
+        monkeypatch.setattr(Interpreter, "rooms", True)
+    source = LEAVES.replace("PRIORITY", str(os.getpriority(os.PRIO_PROCESS, 0)))
+    source = source if rooms else source.replace('== ["1", str(os.getpid())]', "")
+    seen = set()
+    for _ in range(3):
+        ran = program(source)
+        assert ran.stdout == "alone\n", ran.stderr
+        seen |= {python.process.pid for python in Interpreter.idle[QUICK]}
+    assert len(seen) == rooms and Interpreter.rooms == rooms
+
+
+@contained
+def test_an_interpreter_that_died_while_it_waited_is_no_verdict():
+    children()
+    assert program("print(1)").stdout == "1\n"
+    (python,) = Interpreter.idle[QUICK]
+    python.process.kill()
+    python.process.wait()
+    assert program("print(2)").stdout == "2\n"
 
 
 @contained
@@ -205,10 +266,10 @@ def test_a_kernel_that_forbids_is_named(monkeypatch, tmp_path):
 
 @contained
 def test_an_interpreter_that_does_not_start_is_no_verdict(monkeypatch):
-    monkeypatch.setattr(sandbox, "TEXT", "raise SystemExit('broken on purpose')")
+    monkeypatch.setattr(programs, "TEXT", "raise SystemExit('broken on purpose')")
     with pytest.raises(CheckerError, match="did not start: broken on purpose"):
         program("print(1)")
-    monkeypatch.setattr(sandbox, "TEXT", "print('ready', flush=True); input(); exit()")
+    monkeypatch.setattr(programs, "TEXT", "print('ready', flush=True); input(); exit()")
     with pytest.raises(CheckerError, match="dies of any program"):
         program("print(1)")
 
