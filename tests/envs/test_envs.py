@@ -226,6 +226,26 @@ def test_math_known_answers():
     assert not wrong
 
 
+PIECES = r"1 2 0 . , \frac { } ( ) [ ] \sqrt \boxed $ + - * / x = \pi % \text a \cup \le \{ \} \\"
+PIECES = [*PIECES.split(), " ", "\n", "\x00"]
+
+
+@pytest.fixture(scope="module")
+def math_check():
+    return maths.make_check()
+
+
+@settings(max_examples=2000, deadline=None)  # of five cases each
+@given(st.binary(min_size=40, max_size=40))
+def test_any_text_has_one_verdict(math_check, picks):
+    """No text of eight of these pieces is the root of 77, so each is wrong."""
+    for i in range(0, 40, 8):
+        text = "".join(PIECES[pick % len(PIECES)] for pick in picks[i : i + 8])
+        verdict = math_check(expected=r"\sqrt{77}", text=text)
+        assert verdict["value"] == 0
+    assert verdict == math_check(expected=r"\sqrt{77}", text=text)
+
+
 def test_a_blend_is_made_of_rows_in_the_order_of_their_files(tmp_path):
     """Two and four rows: the first file's are the second and the fifth, as 1/4, 3/4 among eighths.
 
@@ -354,6 +374,32 @@ def test_puzzle_known_answers():
             assert reward.value == 1
         else:
             assert reward.value == expected, case
+
+
+@pytest.fixture(scope="module")
+def puzzle_check():
+    return puzzles.make_check()
+
+
+@pytest.fixture(scope="module")
+def entries():
+    """A puzzle of each data set whose scorer runs no answer."""
+    found = {c["metadata"]["source_dataset"]: c for c in read("known_answers/reasoning_gym.jsonl")}
+    found = {name: c for name, c in found.items() if name not in puzzles.EVALUATES.split()}
+    return [
+        {"question": c["question"], "answer": c["reference"], "metadata": c["metadata"]}
+        for c in found.values()
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:loadtxt")
+@settings(max_examples=125, deadline=None)  # of 80 puzzles each
+@given(st.text(st.sampled_from("0123456789abc ,.[]{}()'\"\n-+*/=")) | st.text())
+def test_any_text_has_one_score(puzzle_check, entries, text):
+    assert len(entries) >= 80
+    for entry in entries:
+        verdict, again = (puzzle_check(copy.deepcopy(entry), text) for _ in range(2))
+        assert 0 <= verdict["value"] <= 1 and verdict == again
 
 
 @pytest.mark.parametrize(
