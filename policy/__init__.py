@@ -74,8 +74,11 @@ class Policy(Protocol):
     def weight_metas(self) -> list[WeightMeta]:
         """What `named_weights` yields, in its order; no communication."""
 
-    def named_weights(self) -> Iterator[tuple[str, "Tensor"]]:
-        """Whole tensors by checkpoint name, one at a time; tied ones once."""
+    def named_weights(self) -> Iterator[tuple[str, "Tensor | None"]]:
+        """Checkpoint names, one at a time, tied ones once; on rank 0 with the whole tensor.
+
+        On other ranks the tensor may be None.
+        """
 
     def save(self, dir: str) -> Callable[[], object]:
         """Copies this rank's shards to memory. What it returns writes them, beside the training."""

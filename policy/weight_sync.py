@@ -96,18 +96,20 @@ def tensor_in(buffer: Tensor, place: Slice) -> Tensor:
     return flat.view(place.meta.shape)
 
 
-def gathered(weights: Iterator[tuple[str, Tensor]], wire: Wire) -> Iterator[Tensor]:
-    """Gathers named weights into the buffers to broadcast.
+def gathered(weights: Iterator[tuple[str, Tensor | None]], wire: Wire) -> Iterator[Tensor]:
+    """Gathers named weights into the buffers to broadcast, empty ones where the policy has none.
 
     Raises ValueError unless they are those that `wire` announces.
     """
     for bucket in buckets(wire.metas):
-        buffer = torch.empty(bucket.size, dtype=torch.uint8, device=wire.device)
+        buffer = torch.empty(0, dtype=torch.uint8, device=wire.device)
         for place in bucket.slices:
             name, tensor = next(weights, ("nothing", None))
-            if name != place.meta.name or tensor is None:
+            if name != place.meta.name:
                 raise ValueError(f"the policy sends {name} where {place.meta.name} was announced")
-            tensor_in(buffer, place).copy_(tensor)
+            if tensor is not None:
+                buffer = buffer if len(buffer) else buffer.new_empty(bucket.size)
+                tensor_in(buffer, place).copy_(tensor)
         yield buffer
 
 
@@ -164,7 +166,7 @@ class Sender:
         error = None
         sums: dict[str, int] = {}
         for buffer, bucket in zip(packed, buckets(self.wire.metas), strict=True):
-            if verify:
+            if verify and len(buffer):
                 sums |= checksums(buffer, bucket)
             try:
                 if self.group and not error:

@@ -11,6 +11,7 @@ alternate. Loading reads it from right to left, exporting from left to right.
 """
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from policy.megatron.check import ASIDE, Checkpoint
 from policy.megatron.families import FAMILIES, padded
 
 PADDING = ""  # the name of rows that no checkpoint has
+MESSAGE_BYTES = 256 << 20  # that a rank sends to rank 0 at once
 
 
 class Piece(NamedTuple):
@@ -66,7 +68,7 @@ class Entry(NamedTuple):
 
     place: Place
     dtype: torch.dtype
-    owner: int  # the rank that sends it to all others
+    owner: int  # the first rank that has it, or a shard of it
 
 
 class Part(NamedTuple):
@@ -191,7 +193,8 @@ class Weights:
         for name in sorted(self.file.files.keys() - homes):
             if not ASIDE.match(name):
                 raise ValueError(f"{name} of the checkpoint has no home in Megatron's model")
-        return [entries[key] for key in sorted(entries)]
+        # Of a layer's experts, those of one rank follow each other, so that it sends them at once.
+        return sorted(entries.values(), key=lambda e: (e.place.layer, e.owner, e.place.key))
 
     def metas(self) -> list[WeightMeta]:
         """What `export` yields, in its order; no communication."""
@@ -202,27 +205,68 @@ class Weights:
         ]
 
     @torch.no_grad()
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by the checkpoint's names, one Megatron tensor's worth at a time.
+    def export(self) -> Iterator[tuple[str, Tensor | None]]:
+        """The checkpoint's names, with whole tensors on rank 0 and None on the others.
 
-        Collective: the ranks that have a tensor put its shards together, and one of them sends it
-        to the others.
+        The owner of a tensor and the ranks that share it put its shards together. An owner other
+        than rank 0 sends many tensors to it at once. No other rank takes part.
         """
-        for place, dtype, owner in self.catalog:
-            sizes = [piece.stop - piece.start for piece in place.pieces]
-            if place.key in self.local:
-                whole = gather(self.local[place.key].tensor.detach(), place)
-            else:
-                shape = self.file.shape(place.pieces[0].name)
-                shape[place.dim] = sum(sizes)
-                whole = torch.empty(shape, dtype=dtype, device=self.device)
-            dist.broadcast(whole, owner)
-            cuts = zip(place.pieces, whole.split(sizes, place.dim), strict=True)
-            rows: dict[str, list[Tensor]] = {}
-            for piece, cut in sorted(cuts, key=lambda pair: pair[0]):
-                rows.setdefault(piece.name, []).append(cut)
-            for name in place.names():
-                yield name, torch.cat(rows[name], place.dim)
+        for entries in self.messages():
+            for entry, whole in zip(entries, self.collect(entries), strict=True):
+                rows: dict[str, list[Tensor]] = {}
+                if whole is not None:
+                    cuts = whole.split(self.sizes(entry.place), entry.place.dim)
+                    pairs = zip(entry.place.pieces, cuts, strict=True)
+                    for piece, cut in sorted(pairs, key=lambda pair: pair[0]):
+                        rows.setdefault(piece.name, []).append(cut)
+                for name in entry.place.names():
+                    yield name, torch.cat(rows[name], entry.place.dim) if rows else None
+
+    def messages(self) -> Iterator[list[Entry]]:
+        """The catalog, cut into what travels at once: tensors of one owner and type."""
+        for (owner, dtype), run in itertools.groupby(self.catalog, lambda e: (e.owner, e.dtype)):
+            message: list[Entry] = []
+            used = 0
+            for entry in run:
+                size = math.prod(self.whole_shape(entry.place)) * dtype.itemsize
+                if message and (owner == 0 or used + size > MESSAGE_BYTES):
+                    yield message
+                    message = []
+                    used = 0
+                message.append(entry)
+                used += size
+            yield message
+
+    def collect(self, entries: list[Entry]) -> list[Tensor | None]:
+        """The whole tensors of a message on rank 0; None for each on the other ranks."""
+        rank = dist.get_rank()
+        owner = entries[0].owner
+        shared = mpu.get_tensor_model_parallel_src_rank() == owner
+        wholes: list[Tensor | None] = [
+            gather(self.local[place.key].tensor.detach(), place)
+            if rank == owner or shared and place.ranks > 1
+            else None
+            for place, _, _ in entries
+        ]
+        if rank == owner != 0:
+            dist.send(torch.cat([whole.flatten() for whole in wholes if whole is not None]), 0)
+        if rank == 0 != owner:
+            shapes = [self.whole_shape(place) for place, _, _ in entries]
+            sizes = [math.prod(shape) for shape in shapes]
+            flat = torch.empty(sum(sizes), dtype=entries[0].dtype, device=self.device)
+            dist.recv(flat, owner)
+            return [part.view(s) for part, s in zip(flat.split(sizes), shapes, strict=True)]
+        return wholes if rank == 0 else [None] * len(entries)
+
+    def sizes(self, place: Place) -> list[int]:
+        """How many rows, or columns, each piece of a tensor has."""
+        return [piece.stop - piece.start for piece in place.pieces]
+
+    def whole_shape(self, place: Place) -> list[int]:
+        """The shape of a tensor of Megatron's, its shards put together."""
+        shape = self.file.shape(place.pieces[0].name)
+        shape[place.dim] = sum(self.sizes(place))
+        return shape
 
 
 def alternatives(names: str) -> list[str]:

@@ -288,7 +288,7 @@ class MegatronPolicy:
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Whole weights by checkpoint name, one at a time, on every rank; tied ones once."""
         return self.weights.export()
 
@@ -299,7 +299,7 @@ class MegatronPolicy:
     def export_hf(self, dir: str) -> Callable[[], None]:
         """Gathers a model for transformers and vLLM on rank 0's CPU. What it returns writes it."""
         first = dist.get_rank() == 0
-        state = {name: w.cpu() for name, w in self.named_weights() if first}
+        state = {name: w.cpu() for name, w in self.named_weights() if w is not None}
         return partial(self._write_hf, dir, state) if first else lambda: None
 
     def _write_hf(self, dir: str, state: dict[str, Tensor]) -> None:

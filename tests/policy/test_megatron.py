@@ -120,6 +120,21 @@ def test_hf_to_megatron_to_hf_is_bitwise(name, family, measured, models):
     assert found["metas"] == shapes
 
 
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_weights_travel_among_their_owners_only(name, family, measured):
+    """A stage's layers, or a layer's experts, at once; who has nothing of its own does nothing."""
+    moved, before = measured(name)[family]["moved"], measured(name)[family]["before"]
+    assert not any("broadcast" in of_rank for of_rank in moved)
+    sent = [of_rank.get("send", []) for of_rank in moved]
+    assert sum(sent, []) == moved[0].get("recv", [])
+    layers = {tensor.split(".experts.")[0] for tensor in before if ".experts." in tensor}
+    counts = {"pp2": [0, 2], "tp2 ep2": [0, len(layers), 0, 0]}  # what is in no layer by itself
+    assert [len(messages) for messages in sent] == counts.get(name, [0] * len(moved))
+    if name == "tp2 ep2":
+        experts = sum(w.nbytes for tensor, w in before.items() if ".experts." in tensor)
+        assert 2 * sum(sent[1]) == experts and moved[2:] == [{}, {}]
+
+
 @pytest.fixture(scope="module")
 def fsdp(models, tmp_path_factory):
     """Of a family: stats, step and weights after it with policy/fsdp.py, routers frozen."""

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
@@ -111,6 +112,29 @@ def gathered(x, group, dim: int):
     return torch.cat(parts, dim)
 
 
+def weights(policy) -> dict[str, torch.Tensor]:
+    """The policy's weights on rank 0, nothing on the others."""
+    return {name: w.clone() for name, w in policy.named_weights() if w is not None}
+
+
+def traffic(policy) -> dict[str, list[int]]:
+    """Bytes of each message of this rank while weights are put together, by operation."""
+    moved: dict[str, list[int]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("send", "recv", "all_gather", "broadcast"):
+            plain = getattr(dist, name)
+
+            def counted(*args, _name=name, _plain=plain, **kwargs):
+                tensor = next(t for t in args if isinstance(t, torch.Tensor))
+                moved.setdefault(_name, []).append(tensor.nbytes)
+                return _plain(*args, **kwargs)
+
+            patch.setattr(dist, name, counted)
+        for _ in policy.named_weights():
+            pass
+    return moved
+
+
 def measure(model: str, job: dict, folder: Path) -> dict:
     """What one family computes under the job's layout."""
     from policy.megatron.policy import mpu
@@ -118,7 +142,8 @@ def measure(model: str, job: dict, folder: Path) -> dict:
     cfg = config(model, ranks=dist.get_world_size(), **job["layout"])
     policy = opened(cfg)
     mine = rows(job["rows"])[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
-    before = {name: w.clone() for name, w in policy.named_weights()}
+    before = weights(policy)
+    moved = gathered_objects([traffic(policy)])
     seen = watch_logits(policy)
     logps = policy.logprobs(mine)
     logits = gathered_objects(list(seen) if policy.reports else [])
@@ -126,16 +151,15 @@ def measure(model: str, job: dict, folder: Path) -> dict:
     stats = policy.forward_backward(mine, lambda logp_T, row: policy_loss(logp_T, row, cfg))
     total = reduce_stats(stats, policy.dp_group)
     step = policy.optimizer_step(1.5)
-    after = dict(policy.named_weights())
+    after = weights(policy)
     if job.get("save"):
-        after = {name: w.clone() for name, w in after.items()}
         writes = [policy.save(str(folder / f"saved-{Path(model).name}"))]
         writes += [policy.export_hf(str(folder / f"export-{Path(model).name}"))]
         spoil(policy)  # what was saved is that moment's, whenever it is written
         for write in writes:
             write()
     found = {"before": before, "after": after, "logps": logps, "metas": policy.weight_metas()}
-    found |= {"logits": logits, "total": total, "step": step}
+    found |= {"logits": logits, "total": total, "step": step, "moved": moved}
     found |= {"replayed": replay(cfg, mine)} if model.endswith("_moe") else {}
     return found | ({"biases": balance(cfg, mine)} if model.endswith("nemotron_moe") else {})
 
@@ -168,7 +192,7 @@ def replay(cfg: Config, mine: list[Batch]) -> dict:
         refused = ""
     except RuntimeError as error:
         refused = str(error)
-    after = dict(policy.named_weights())
+    after = weights(policy)
     return {"logits": logits, "step": step, "after": after, "refused": refused}
 
 
@@ -200,8 +224,8 @@ def balance(cfg: Config, mine: list[Batch]) -> dict[str, dict[str, torch.Tensor]
         if batch:
             policy.forward_backward(batch, lambda logp_T, row: policy_loss(logp_T, row, cfg))
             policy.optimizer_step()
-        weights = policy.named_weights()
-        found[name] = {n: w.clone() for n, w in weights if n.endswith("correction_bias")}
+        biases = weights(policy).items()
+        found[name] = {n: w for n, w in biases if n.endswith("correction_bias")}
     return found
 
 
@@ -220,10 +244,10 @@ def reload(model: str, job: dict, folder: Path) -> dict:
     policy = opened(cfg)
     policy.load(str(folder / f"saved-{Path(model).name}"))
     mine = rows(job["rows"])[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
-    weights = {name: w.clone() for name, w in policy.named_weights()}
+    before = weights(policy)
     policy.forward_backward(mine, lambda logp_T, row: policy_loss(logp_T, row, cfg))
     step = policy.optimizer_step(1.5)
-    return {"weights": weights, "after": dict(policy.named_weights()), "step": step}
+    return {"weights": before, "after": weights(policy), "step": step}
 
 
 def rank_main(rank: int, world: int, store: str, paths: list[Path]) -> None:
