@@ -43,8 +43,8 @@ class Turn:
         return Response.of(self.opening + self.text) if self.parsed is None else self.parsed
 
     @classmethod
-    def from_vllm(cls, prompt_ids: list[int], answer: "CompletionOutput") -> "Turn":
-        """An answer of vLLM, whose spans of versions become one version for each token.
+    def from_vllm(cls, prompt_ids: list[int], answer: "CompletionOutput", start: int = 0) -> "Turn":
+        """An answer of vLLM from token `start` on; its spans become one version for each token.
 
         Raises RuntimeError where something else than the policy or the length limit ended it, or
         where not every token has a logprob and a version.
@@ -53,9 +53,9 @@ class Turn:
             raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
         versions: list[int] = []
         for span in answer.weight_versions or ():
-            versions += [int(span.version)] * (span.end - span.start)
-        logps = list(cast("FlatLogprobs", answer.logprobs).logprobs)
-        ids = list(answer.token_ids)
+            versions += [int(span.version)] * (span.end - max(span.start, start))
+        logps = list(cast("FlatLogprobs", answer.logprobs).logprobs[start:])
+        ids = list(answer.token_ids[start:])
         if not len(ids) == len(logps) == len(versions):
             counts = f"{len(ids)} tokens, {len(logps)} logprobs and {len(versions)} versions"
             raise RuntimeError(f"vLLM returned {counts}, expected equally many")

@@ -75,11 +75,11 @@ class Sampler:
         k = self.calls
         self.calls += 1
         drafted = self.drafts[k] if k < len(self.drafts) else DraftedCall([], [])
-        if drafted.prompt_ids != prompt_ids or len(drafted.turns) not in (0, n):
+        if drafted.prompt_ids != prompt_ids or len(drafted.answers) not in (0, n):
             drafted = DraftedCall(prompt_ids, [])
             self.drafts[k:] = [drafted]
         turns = await self._request(k, n, drafted)
-        self.drafts[k] = DraftedCall(prompt_ids, turns)
+        self.drafts[k] = DraftedCall(prompt_ids, [[turn] for turn in turns])
         prompt_end = str(self.tokenizer.decode(prompt_ids[-16:])).rstrip()
         for turn in turns:
             turn.text = answer_text(self.tokenizer, turn)
@@ -98,9 +98,8 @@ class Sampler:
         """Asks the engine, and copies drafts of the answers while it writes them."""
         name = uuid.uuid4().hex
         seed = self.seed + 1000 * k
-        prompt_ids, drafts = drafted
         limit = self.sampling.max_response_tokens
-        request = Request(name, prompt_ids, n, seed, drafts, limit, self.overrides)
+        request = Request(name, drafted.prompt_ids, n, seed, drafted.turns(), limit, self.overrides)
         answer = self.engine.generate.remote(request)
         pending = asyncio.ensure_future(answer)
         try:

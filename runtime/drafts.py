@@ -6,6 +6,7 @@ from time to time. When an engine is lost, the retry hands its copies to another
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,45 +53,67 @@ class Drafts:
         """What a request's answers have beyond `known` tokens each; [] for an unknown request.
 
         None stands for an answer that is known whole. With `known` empty everything is new.
-        `states` is vLLM's engine.output_processor.request_states.
+        `states` is vLLM's engine.output_processor.request_states. Only what is new is copied.
         """
         running = {state.external_req_id: state for state in states.values()}
-        turns = list(self.written.get(name, ()))
-        for j, turn in enumerate(turns):
-            if state := running.get(self.request_id(name, j)):
-                turns[j] = turn.extended(unfinished(state))
-        counts = known or [0] * len(turns)
-        return [None if n is None else t.after(n) for t, n in zip(turns, counts, strict=False)]
+        turns = self.written.get(name, [])
+        pairs = zip(turns, known or [0] * len(turns), strict=False)
+        return [
+            None if n is None else beyond(n, turn, running.get(self.request_id(name, j)))
+            for j, (turn, n) in enumerate(pairs)
+        ]
 
 
-def unfinished(state: Any) -> Turn:
-    """What a running vLLM request has sampled, from its RequestState."""
+def beyond(n: int, turn: Turn, state: Any) -> Turn:
+    """What an answer has after its first n tokens: those of `turn`, then those of `state`.
+
+    `state` is vLLM's RequestState of the request that goes on from `turn`, None where none does.
+    """
+    rest = turn.after(n)
+    if state is None:
+        return rest
     answer = state._new_completion_output([], None, None)
     answer.finish_reason = ""
     answer.weight_versions = state._weight_version_spans()  # vLLM adds them to finished ones only
-    return Turn.from_vllm([], answer)
+    return rest.extended(Turn.from_vllm([], answer, max(0, n - len(turn.token_ids))))
 
 
 class DraftedCall(NamedTuple):
-    """The worker's copy of one call of `Sampler.generate`: its prompt and a Turn for each answer.
+    """The worker's copy of one call of `Sampler.generate`: its prompt, and each answer in pieces.
 
-    `turns` is [] until the engine has reported for the first time.
+    A piece is what one report brought. `answers` is [] until the engine has reported.
     """
 
     prompt_ids: list[int]
-    turns: list[Turn]
+    answers: list[list[Turn]]
+
+    def turns(self) -> list[Turn]:
+        """Each answer in one piece."""
+        chain = itertools.chain.from_iterable
+        return [
+            dataclasses.replace(
+                pieces[-1],
+                prompt_ids=self.prompt_ids,
+                token_ids=list(chain(piece.token_ids for piece in pieces)),
+                logps=list(chain(piece.logps for piece in pieces)),
+                versions=list(chain(piece.versions for piece in pieces)),
+            )
+            for pieces in self.answers
+        ]
 
     def known(self) -> list[int | None]:
         """Tokens that are known of each answer; None for one that is known whole."""
-        return [None if turn.finish_reason else len(turn.token_ids) for turn in self.turns]
+        return [
+            None if pieces[-1].finish_reason else sum(len(piece.token_ids) for piece in pieces)
+            for pieces in self.answers
+        ]
 
     def extended(self, new: list[Turn | None]) -> "DraftedCall":
-        """This copy and what `Drafts.since` reported beyond it."""
+        """This copy and what `Drafts.since` reported beyond it; no token is copied."""
         if not new:
             return self
-        old = self.turns or [Turn(self.prompt_ids, [], [], [], "") for _ in new]
-        pairs = zip(old, new, strict=True)
-        return self._replace(turns=[o if n is None else o.extended(n) for o, n in pairs])
+        pairs = zip(self.answers or [[] for _ in new], new, strict=True)
+        return self._replace(answers=[old if n is None else [*old, n] for old, n in pairs])
 
 
 class DraftBook:

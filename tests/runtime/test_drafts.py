@@ -53,15 +53,54 @@ def test_what_is_new_beyond_what_is_known():
     assert drafts.since("a-1", [], states) == [] == drafts.since("unknown", [3], states)
 
 
+class Watched(list):
+    """A list that counts the elements that are read of it."""
+
+    read = 0
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.read += len(found) if isinstance(index, slice) else 1
+        return found
+
+    def __iter__(self):
+        self.read += len(self)
+        return super().__iter__()
+
+
+def test_a_poll_copies_only_what_is_new():
+    """Of 60,000 tokens that the engine has and 59,990 that the worker knows."""
+    state, known = running("a", 0, list(range(40_000))), 59_990
+    answer = state._new_completion_output([], None, None)
+    answer.token_ids = Watched(answer.token_ids)
+    answer.logprobs.logprobs = Watched(answer.logprobs.logprobs)
+    drafts = Drafts()
+    drafts.open(Request("a", [7], 1, 0, [turn([], range(20_000))]))
+    written = drafts.turns("a")[0]
+    written.token_ids = Watched(written.token_ids)
+    assert drafts.since("a", [known], {0: state}) == [turn([], range(39_990, 40_000))]
+    assert [answer.token_ids.read, answer.logprobs.logprobs.read] == [10, 10]
+    assert written.token_ids.read == 0
+    assert drafts.since("a", [20_000 - 2], {0: state})[0].token_ids[:3] == [19_998, 19_999, 0]
+
+
+def test_a_copy_keeps_what_a_report_brought_as_it_came():
+    first, second = turn([], range(60_000)), turn([], [5])
+    copy = DraftedCall([7], []).extended([first]).extended([second])
+    kept = copy.answers[0]
+    assert len(kept) == 2 and kept[0] is first and kept[1] is second
+    assert copy.known() == [60_001] and copy.turns() == [turn([7], [*range(60_000), 5])]
+
+
 def test_a_copy_follows_the_engine():
     copy = DraftedCall([7], [])
     assert copy.known() == [] and copy.extended([]) == copy
     copy = copy.extended([turn([], [1]), turn([], [], "")])
     assert copy.known() == [1, 0]
     copy = copy.extended([turn([], [2], "stop"), turn([], [5])])
-    assert copy == DraftedCall([7], [turn([7], [1, 2], "stop"), turn([7], [5])])
+    assert copy.turns() == [turn([7], [1, 2], "stop"), turn([7], [5])]
     assert copy.known() == [None, 1]
-    assert copy.extended([None, turn([], [6])]).turns[1].token_ids == [5, 6]
+    assert copy.extended([None, turn([], [6])]).turns()[1].token_ids == [5, 6]
 
 
 def test_drafts_are_kept_where_an_attempt_fails_and_each_attempt_has_lists_of_its_own():
