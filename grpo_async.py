@@ -785,8 +785,8 @@ class Trainer:
         """Meets the engines' workers at the store that `open_store` opened last."""
         self.sender.join(self.ranks.store, world)
 
-    def send_weights(self, verify: bool) -> dict[str, int]:
-        """Broadcasts the policy to the engines; collective. Returns checksums if `verify`."""
+    def send_weights(self, verify: bool) -> int:
+        """Broadcasts the policy to the engines; collective. Returns a checksum if `verify`."""
         return self.sender.send(verify)
 
     def save(self, folder: str) -> None:

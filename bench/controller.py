@@ -40,7 +40,7 @@ ANSWERS = {
     "start": [],
     "generate": [None],
     "probe_gaps": [0.0] * 144,
-    "send_weights": {},
+    "send_weights": 0,
     "update_weights": Received(PHASES, []),
 }
 TABLE = {("position", str(i)): [1e6, 1e6, 1e4, 1e3, 0.1] for i in range(12)}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from runtime.settings import Timeouts
 
 BUCKET_BYTES = 256 << 20
-ROW_BYTES = 1 << 14  # that a checksum adds up at once
+ROW_BYTES = 1 << 14  # that a digest adds up at once, of which a bucket is a multiple
 RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
@@ -82,12 +82,17 @@ def buckets(metas: Iterable[WeightMeta], limit: int = BUCKET_BYTES) -> Iterator[
     for meta in metas:
         size = math.prod(meta.shape) * getattr(torch, meta.dtype).itemsize
         if slices and used + size > limit:
-            yield Bucket(slices, used)
+            yield Bucket(slices, padded(used))
             slices = []
             used = 0
         slices.append(Slice(meta, used, used + size))
         used += -(-size // 16) * 16  # a view as another dtype needs an aligned start
-    yield Bucket(slices, used)
+    yield Bucket(slices, padded(used))
+
+
+def padded(size: int) -> int:
+    """Bytes of a bucket whose tensors take `size`."""
+    return -(-size // ROW_BYTES) * ROW_BYTES
 
 
 def tensor_in(buffer: Tensor, place: Slice) -> Tensor:
@@ -113,23 +118,14 @@ def gathered(weights: Iterator[tuple[str, Tensor | None]], wire: Wire) -> Iterat
         yield buffer
 
 
-def checksum(bytes_B: Tensor) -> int:
-    """Of a tensor's bytes and their places."""
-    rows = len(bytes_B) // ROW_BYTES
-    whole, rest = bytes_B.split([rows * ROW_BYTES, len(bytes_B) % ROW_BYTES])
-    digests = row_digests(whole.view(rows, ROW_BYTES)), row_digests(rest[None])
-    return int(row_digests(torch.cat(digests)[None]))
+def digest(buffer: Tensor) -> Tensor:
+    """A number for a bucket's bytes and their places, int64 [1]; waits for no device."""
+    return row_digests(row_digests(buffer.view(-1, ROW_BYTES))[None])
 
 
-def checksums(buffer: Tensor, bucket: Bucket) -> dict[str, int]:
-    """The checksum of each tensor of a bucket, by name."""
-    return {place.meta.name: checksum(buffer[place.start : place.stop]) for place in bucket.slices}
-
-
-def difference(sent: dict[str, int], received: list[dict[str, int]]) -> str:
-    """The first tensor whose checksum at some worker of an engine differs, "" for none."""
-    names = (name for name in sent if any(sums.get(name) != sent[name] for sums in received))
-    return next(names, "")
+def checksum(digests: list[Tensor]) -> int:
+    """One number for the digests of all buckets, in order; 0 for none."""
+    return int(row_digests(torch.cat(digests)[None])) if digests else 0
 
 
 class Sender:
@@ -155,19 +151,19 @@ class Sender:
         packed = gathered(self.policy.named_weights(), self.wire)
         self.staged = itertools.chain([next(packed)], packed)
 
-    def send(self, verify: bool) -> dict[str, int]:
+    def send(self, verify: bool) -> int:
         """Gathers all weights and, on rank 0, broadcasts them; collective over the ranks.
 
-        Returns checksums if `verify`. Raises RuntimeError where a receiver is gone, after the last
-        gather.
+        Rank 0 returns a checksum of them if `verify`, else 0. Raises RuntimeError where a receiver
+        is gone, after the last gather.
         """
         packed = self.staged or gathered(self.policy.named_weights(), self.wire)
         self.staged = None
         error = None
-        sums: dict[str, int] = {}
-        for buffer, bucket in zip(packed, buckets(self.wire.metas), strict=True):
-            if verify and len(buffer):
-                sums |= checksums(buffer, bucket)
+        digests: list[Tensor] = []
+        for buffer in packed:
+            if verify and self.group:
+                digests.append(digest(buffer))
             try:
                 if self.group and not error:
                     self.group.broadcast(buffer, 0).wait()
@@ -175,7 +171,7 @@ class Sender:
                 error = lost  # the gathering goes on: the other ranks take part in it
         if error:
             raise error
-        return sums
+        return checksum(digests)
 
 
 class WeightReceiver:
@@ -199,8 +195,8 @@ class WeightReceiver:
         rank = first_rank + self.vllm_config.parallel_config.rank
         self.sync_group: Any = self.sync_wire.group(store, rank, world)
 
-    def receive_weights(self, verify: bool = False) -> dict[str, int]:
-        """Takes a whole policy through vLLM's reload path; checksums of what came if `verify`.
+    def receive_weights(self, verify: bool = False) -> int:
+        """Takes a whole policy through vLLM's reload path; a checksum of it if `verify`, else 0.
 
         `model.load_weights` alone is a silent no-op on packed layers (vllm#42821, SkyRL#1680).
         Reads the loaded parameters back, with `verify` all of them. RuntimeError names one that
@@ -209,17 +205,17 @@ class WeightReceiver:
         from vllm.config import set_current_vllm_config
 
         model = self.model_runner.get_model()
-        sums: dict[str, int] = {}
+        digests: list[Tensor] = []
         self.updates += 1
         proof = Proof(model, None if verify else self.updates)
         with set_current_vllm_config(self.vllm_config):
-            weights = proof.watch(self.incoming(sums, verify))
+            weights = proof.watch(self.incoming(digests, verify))
             self.model_runner.reload_weights(weights_iterator=weights)
             self.refresh_tied_head(model)
             proof.check()
         if verify and proof.unproven:
             print(f"not proven by reading back: {', '.join(sorted(proof.unproven))}", flush=True)
-        return sums
+        return checksum(digests)
 
     def refresh_tied_head(self, model: nn.Module) -> None:
         """On CPU a tied head multiplies by a packed copy of the embedding, made once at start."""
@@ -232,8 +228,8 @@ class WeightReceiver:
             if isinstance(layer, ParallelLMHead):
                 layer.quant_method.process_weights_after_loading(layer)
 
-    def incoming(self, sums: dict[str, int], verify: bool) -> Iterator[tuple[str, Tensor]]:
-        """Named tensors, as they arrive; with `verify` it adds their checksums to `sums`.
+    def incoming(self, digests: list[Tensor], verify: bool) -> Iterator[tuple[str, Tensor]]:
+        """Named tensors, as they arrive; with `verify` it adds each bucket's digest to `digests`.
 
         A bucket is never reused: layers keep views of it.
         """
@@ -241,6 +237,6 @@ class WeightReceiver:
             buffer = torch.empty(bucket.size, dtype=torch.uint8, device=self.sync_wire.device)
             self.sync_group.broadcast(buffer, 0).wait()
             if verify:
-                sums |= checksums(buffer, bucket)
+                digests.append(digest(buffer))
             for place in bucket.slices:
                 yield place.meta.name, tensor_in(buffer, place)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import ray
 from tqdm import tqdm
 
-from policy.weight_sync import Wire, difference
+from policy.weight_sync import Wire
 from runtime import placement
 from runtime.cluster import Cluster, actor
 from runtime.console import phase
@@ -29,10 +29,10 @@ EVERY = 5.0  # seconds between two questions to an engine or a worker whether it
 
 
 class Received(NamedTuple):
-    """What an engine says of a weight update: seconds by phase, and checksums by its workers."""
+    """What an engine says of a weight update: seconds by phase, and each worker's checksum."""
 
     phases: dict[str, float]
-    checksums: list[dict[str, int]]
+    checksums: list[int]
 
 
 class Fleet:
@@ -263,13 +263,12 @@ class Fleet:
         await within(limit, "the trainers' sends to end", asyncio.wait(sent))
         raise error
 
-    def compare(self, sent: dict[str, int], received: dict[Any, Received]) -> list[Received]:
-        """Discards engines whose checksums are not those that were sent. Raises RuntimeError."""
+    def compare(self, sent: int, received: dict[Any, Received]) -> list[Received]:
+        """Discards engines where a worker's checksum is not `sent`. Raises RuntimeError."""
         error = None
         for engine, update in received.items():
-            name = difference(sent, update.checksums)
-            if name:
-                error = RuntimeError(f"{name} arrived at an engine other than it was sent")
+            if any(checksum != sent for checksum in update.checksums):
+                error = RuntimeError("weights arrived at an engine other than they were sent")
                 self.discard([engine], error)
         if error:
             raise error

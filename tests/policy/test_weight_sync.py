@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from policy import WeightMeta, weight_sync
 from runtime.settings import Timeouts
+from support.host_waits import HostWaits
 
 
 class Network:
@@ -70,18 +71,20 @@ def test_what_arrives_is_what_was_sent(monkeypatch, limit, staged):
         sending.stage()
         assert sending.policy.gathered == list(tensors)[: len(sending.policy.gathered)]
         assert sending.policy.gathered and not network.sent
-    sent_sums = sending.send(verify=True)
+    with HostWaits() as waits:
+        sent = sending.send(verify=True)
+    assert waits.count == 1, "one number is read, whatever is sent"
     receiver = weight_sync.WeightReceiver()
     receiver.sync_wire = pickle.loads(pickle.dumps(sending.wire))  # as it reaches an engine
-    sent = iter(network.sent)
+    incoming = iter(network.sent)
 
     def receive(buffer, root):
-        buffer.copy_(next(sent))
+        buffer.copy_(next(incoming))
         return SimpleNamespace(wait=lambda: None)
 
     receiver.sync_group = SimpleNamespace(broadcast=receive)
-    arrived = dict(receiver.incoming(sums := {}, verify=True))
-    assert sums == sent_sums and list(sums) == list(tensors)
+    arrived = dict(receiver.incoming(digests := [], verify=True))
+    assert weight_sync.checksum(digests) == sent != 0
     assert list(arrived) == list(tensors)
     assert all(torch.equal(arrived[name], tensors[name]) for name in tensors)
     assert len(network.sent) == (
@@ -93,7 +96,7 @@ def test_a_second_update_gathers_again():
     tensors, network = weights(), Network()
     sending = sender(Weights(tensors), network)
     sending.stage()
-    assert sending.send(verify=False) == {}
+    assert sending.send(verify=False) == 0
     tensors["a"] += 1
     sending.send(verify=True)
     assert sending.policy.gathered == [*tensors, *tensors]
@@ -102,7 +105,7 @@ def test_a_second_update_gathers_again():
 
 def test_a_rank_that_joined_nobody_only_gathers():
     sending = sender(Weights(weights()))
-    sending.send(verify=False)
+    assert sending.send(verify=True) == 0
     assert sending.policy.gathered == list(weights())
 
 
@@ -134,21 +137,26 @@ def test_both_sides_meet_at_a_store():
         joined = engine.submit(receiver.join_sync_group, wire, "127.0.0.1", store.port, 1, 2)
         sending.join(store, 2)
         joined.result()
-        arrived = engine.submit(lambda: dict(receiver.incoming({}, verify=False)))
+        arrived = engine.submit(lambda: dict(receiver.incoming([], verify=False)))
         sending.send(verify=False)
         assert all(torch.equal(arrived.result()[name], tensors[name]) for name in tensors)
 
 
-def test_a_checksum_sees_a_flipped_bit_and_swapped_bytes():
+def test_a_checksum_sees_a_flipped_bit_and_swapped_bytes_and_buckets():
     torch.manual_seed(0)
-    bytes_B = torch.randint(0, 256, (200_000,), dtype=torch.uint8)
-    right = weight_sync.checksum(bytes_B)
-    assert weight_sync.checksum(bytes_B.clone()) == right
+    bytes_B = torch.randint(0, 256, (13 * weight_sync.ROW_BYTES,), dtype=torch.uint8)
+
+    def checksum(*buckets):
+        return weight_sync.checksum([weight_sync.digest(bucket) for bucket in buckets])
+
+    right = checksum(bytes_B)
+    assert checksum(bytes_B.clone()) == right
     for place in (0, 65_520, 65_521, 199_999):
         flipped = bytes_B.clone()
         flipped[place] ^= 1
-        assert weight_sync.checksum(flipped) != right
+        assert checksum(flipped) != right
+    assert checksum(bytes_B, flipped) != checksum(flipped, bytes_B)
     for a, b in ((0, 1), (5, 65_526), (1, 65_521), (1, 65_537), (70_000, 199_999)):
         swapped = bytes_B.clone()
         swapped[a], swapped[b] = bytes_B[b], bytes_B[a]
-        assert bytes_B[a] == bytes_B[b] or weight_sync.checksum(swapped) != right
+        assert bytes_B[a] == bytes_B[b] or checksum(swapped) != right

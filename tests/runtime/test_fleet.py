@@ -31,7 +31,7 @@ class House:
         handle.remote = self.make
         monkeypatch.setattr(fleet, "actor", lambda *args, **options: handle)
         monkeypatch.setattr(fleet.ray, "kill", self.killed.append)
-        self.trainer = Actor(open_store=("host", 1), send_weights={}, probe_gaps=[0.0])
+        self.trainer = Actor(open_store=("host", 1), send_weights=0, probe_gaps=[0.0])
         self.cfg = changed(Config(), count=count, **fields)
         metas = [WeightMeta("w", (1,), dtype)]
         places = Places([], [""] * count, [""])
@@ -43,7 +43,7 @@ class House:
     def make(self, cfg):
         """A new engine; while the house is `slow` it does not get ready by itself."""
         start = Answer(... if self.slow else self.broken)
-        engine = Actor(start=start, update_weights=Received(PHASES, [{}]), generate=["turn"])
+        engine = Actor(start=start, update_weights=Received(PHASES, [0]), generate=["turn"])
         self.made.append(engine)
         return engine
 
@@ -196,7 +196,7 @@ def test_an_engine_need_not_answer_while_it_joins_or_is_updated(house, when):
         await asyncio.sleep(0.3)
         assert not asked.done() and not home.killed
         engine.answers["check_health"] = None
-        busy.give(Received(PHASES, [{}]))
+        busy.give(Received(PHASES, [0]))
         await update
         assert await asked and not home.killed
 
@@ -282,8 +282,8 @@ def test_an_engine_that_is_nearly_done_when_another_fails_is_kept(house):
         update = asyncio.create_task(home.engines.sync(1))
         await asyncio.sleep(0.05)
         for engine, answer in zip(others, slow, strict=True):
-            engine.answers["update_weights"] = Received(PHASES, [{}])
-            answer.give(Received(PHASES, [{}]))
+            engine.answers["update_weights"] = Received(PHASES, [0])
+            answer.give(Received(PHASES, [0]))
         await asyncio.wait_for(update, 5)
         assert home.killed == [first] and engines.serving() == others
 
@@ -311,7 +311,7 @@ def test_an_update_that_nobody_is_guilty_of_makes_all_suspects(house):
         home = house(2)
         engines = await home.open()
         failed = [RuntimeError("connection closed")]
-        home.trainer.answers["send_weights"] = lambda _: failed.pop() if failed else {}
+        home.trainer.answers["send_weights"] = lambda _: failed.pop() if failed else 0
         await asyncio.wait_for(home.engines.sync(1), 5)
         assert home.killed == home.made[:2] and engines.serving() == home.made[2:]
         assert engines.repairs == 1
@@ -352,8 +352,8 @@ def test_a_replacement_that_is_lost_before_it_was_synced_harms_nobody(house):
 def test_the_first_update_of_all_must_work(house):
     async def main():
         home = house(2)
-        home.trainer.answers["send_weights"] = {"w": 1}  # nothing that came has this checksum
-        with pytest.raises(RuntimeError, match="w arrived at an engine other than it was sent"):
+        home.trainer.answers["send_weights"] = 1  # nothing that came has this checksum
+        with pytest.raises(RuntimeError, match="weights arrived at an engine other than they were"):
             await home.open()
         assert len(home.made) == 2, "what never worked is not mended by another start"
 
@@ -366,12 +366,12 @@ def test_an_engine_that_got_other_weights_is_replaced_alone(house):
     async def main():
         home = house(2)
         engines = await home.open()
-        home.trainer.answers["send_weights"] = {"w": 1}
-        home.made[0].answers["update_weights"] = Received(PHASES, [{"w": 1}, {"w": 2}])
-        home.made[1].answers["update_weights"] = Received(PHASES, [{"w": 1}, {"w": 1}])
+        home.trainer.answers["send_weights"] = 1
+        home.made[0].answers["update_weights"] = Received(PHASES, [1, 2])
+        home.made[1].answers["update_weights"] = Received(PHASES, [1, 1])
         home.slow = True
         await asyncio.wait_for(home.engines.sync(1), 5)
-        assert home.killed == home.made[:1] and "w arrived" in str(engines.error)
+        assert home.killed == home.made[:1] and "weights arrived" in str(engines.error)
 
     asyncio.run(main())
 

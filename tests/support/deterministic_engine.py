@@ -42,13 +42,15 @@ class ExactGenerator:
 
     async def update_weights(self, version: int, verify: bool):
         """Receives all weights."""
+        from policy.weight_sync import checksum
         from runtime.fleet import Received
 
-        sums = {}
-        state = await asyncio.to_thread(lambda: dict(self.receiver.incoming(sums, verify)))
+        digests = []
+        state = await asyncio.to_thread(lambda: dict(self.receiver.incoming(digests, verify)))
         self.model.load_state_dict(state, strict=False)
         self.version = version
-        return Received({"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}, [sums])
+        phases = {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}
+        return Received(phases, [checksum(digests)])
 
     async def generate(self, request):
         """The request's answers, each with its own random numbers."""

@@ -121,7 +121,7 @@ class FaultyReceiver(WeightReceiver):
         """The fault of the next update; "" for none."""
         self.fault = fault
 
-    def receive_weights(self, verify: bool = False) -> dict[str, int]:
+    def receive_weights(self, verify: bool = False) -> int:
         """As a sound worker, but vLLM's loader gets other tensors than came."""
         runner = self.model_runner
         reload = type(runner).reload_weights
