@@ -17,7 +17,7 @@ import functools
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ SHARE = 32  # an update that is not verified looks at one in so many parameters
 VECTORS = 4
 ROUNDING = {torch.float32: 3e-5}  # of a row's norm; of other dtypes 0.05
 WORDS = 1 << 18  # that are digested at once, as int64: they fit into a core's cache
+GPU_WORDS = 1 << 22  # 32 MiB: few kernels, and little memory beside the KV
+EXPERTS = 16  # that are digested at once; where they are no plain matrices, they are copied for it
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STACKED = {"q": 0, "k": 1, "v": 2}  # vLLM numbers the parts of other stacks
 EXPERT = re.compile(r"(.+\.experts)\.(?:(\d+)\.)?(\w+?)(?:\.weight)?")
@@ -52,18 +54,23 @@ def row_digests(rows_RC: Tensor) -> Tensor:
     narrow = size < 4 and rows_RC.shape[1] * size % 4 == 0
     words_RC = rows_RC.contiguous().view(torch.int32 if narrow else INTEGERS[size])
     keys_C = keys(words_RC.shape[1], words_RC.device)
-    parts = words_RC.split(1 + WORDS // (1 + len(keys_C)))
+    parts = words_RC.split(1 + words_at_once(rows_RC.device) // (1 + len(keys_C)))
     return torch.cat([(part.long() * keys_C).sum(1) for part in parts])
 
 
-def value_digest(values: Tensor) -> Tensor:
-    """A number for the bits of all values, wherever they lie; zeros add nothing."""
-    words = values.contiguous().view(INTEGERS[values.element_size()]).flatten()
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for part in words.split(WORDS):
-        mixed = part.long() * 0x2545F4914F6CDD1D
-        total += ((mixed ^ (mixed >> 29)) * 0x1B03738712FAD5C9).sum()
-    return total
+def value_digests(matrices_ERC: Tensor) -> Tensor:
+    """A number for the bits of each matrix's values, wherever they lie; zeros add nothing."""
+    words_EN = matrices_ERC.contiguous().view(INTEGERS[matrices_ERC.element_size()]).flatten(1)
+    total_E = torch.zeros(len(words_EN), dtype=torch.int64, device=words_EN.device)
+    for part_EN in words_EN.split(1 + words_at_once(words_EN.device) // (1 + len(total_E)), 1):
+        mixed_EN = part_EN.long() * 0x2545F4914F6CDD1D
+        total_E += ((mixed_EN ^ (mixed_EN >> 29)) * 0x1B03738712FAD5C9).sum(1)
+    return total_E
+
+
+def words_at_once(device: torch.device) -> int:
+    """How many words a device digests at once."""
+    return WORDS if device.type == "cpu" else GPU_WORDS
 
 
 class Span(NamedTuple):
@@ -75,7 +82,14 @@ class Span(NamedTuple):
     digest_R: Any = None  # where the rows can be read
     product_RV: Any = None  # where the layer may multiply by a packed copy
     norm_R: Any = None  # of those
-    values: Any = None  # of an expert: the digest of its values
+    values: Any = None  # of an expert: the digest of its values [1]
+
+
+class Verdict(NamedTuple):
+    """What a device will have found, and what that means."""
+
+    wrong_N: Tensor  # bool
+    judge: Callable[[Tensor], None]  # of `wrong_N` on the CPU; raises RuntimeError
 
 
 class Proof:
@@ -197,12 +211,23 @@ class Proof:
                 part_RC = matrix.chunk(split.tp_size, int(is_down))[split.tp_rank]
                 part_RC = part_RC.to(parameter.device, parameter.dtype)
                 span = Span(name, start, start + len(part_RC), row_digests(part_RC))
-                span = span._replace(values=value_digest(part_RC))
+                span = span._replace(values=value_digests(part_RC[None]))
                 self.experts[target][local].append(span)
 
-    @torch.no_grad()
     def check(self) -> None:
-        """Raises RuntimeError, naming a tensor that the model does not hold as it was sent."""
+        """Raises RuntimeError, naming a tensor that the model does not hold as it was sent.
+
+        The device is waited for once, however many parameters there are.
+        """
+        if verdicts := list(self.verdicts()):
+            every = torch.cat([verdict.wrong_N for verdict in verdicts]).cpu()
+            parts = every.split([len(verdict.wrong_N) for verdict in verdicts])
+            for part, verdict in zip(parts, verdicts, strict=True):
+                verdict.judge(part)
+
+    @torch.no_grad()
+    def verdicts(self) -> Iterator[Verdict]:
+        """Of each parameter that can be compared. Raises RuntimeError for one that was not sent."""
         known = [*self.spans, *self.experts, *self.unproven]
         homes = {id(self.loaded[name]): name for name in known if name in self.loaded}
         for name, before in self.loaded.items():
@@ -213,16 +238,18 @@ class Proof:
             if home in self.unproven or is_quantized(module) or leaf in ("w13_bias", "w2_bias"):
                 self.unproven.add(home)
             elif home in self.experts:
-                self._check_experts(name, parameter, self.experts[home])
+                yield self._of_experts(name, parameter, self.experts[home])
             elif home in self.spans:
-                self._check_rows(name, module, parameter, self.spans[home])
+                yield from self._of_rows(name, module, parameter, self.spans[home])
             elif self.turn is None and self.knows_all:
                 raise RuntimeError(f"the weight update does not write {name}")
             elif self.turn is None:
                 self.unproven.add(name)
 
-    def _check_rows(self, name: str, module: Any, parameter: Tensor, spans: list[Span]) -> None:
-        """Raises RuntimeError unless all rows were sent, and are there."""
+    def _of_rows(
+        self, name: str, module: Any, parameter: Tensor, spans: list[Span]
+    ) -> Iterator[Verdict]:
+        """Whether the rows are there. Raises RuntimeError unless all were sent."""
         is_packed = name.endswith(".weight") and hasattr(module, "cpu_linear")
         sizes = getattr(module, "output_partition_sizes", parameter.shape[:1])
         size = getattr(module, "num_org_embeddings_per_partition", sum(sizes))  # without padding
@@ -249,27 +276,44 @@ class Proof:
             if product_RV is not None:
                 gap_R = (product_RV[rows] - span.product_RV).norm(dim=1)
                 wrong_R |= ~(gap_R <= limit * span.norm_R)  # so written, NaN is wrong
-            if wrong_R.any():
-                row = int(wrong_R.int().argmax())
-                what = f"row {row} of {span.tensor}"
-                raise RuntimeError(f"{name} does not hold {what} as it was sent")
+            yield Verdict(wrong_R, functools.partial(refuse, name, "row", f" of {span.tensor}"))
 
-    def _check_experts(self, name: str, parameter: Tensor, sent: dict[int, list[Span]]) -> None:
-        """Raises RuntimeError unless every expert has its values; their places, if any has them."""
-        ordered = []
-        for e, matrix_RC in enumerate(parameter):
-            spans = sent.get(e, [])
-            if not spans:
+    def _of_experts(self, name: str, parameter: Tensor, sent: dict[int, list[Span]]) -> Verdict:
+        """Whether every expert has its values, and each in its place, if any has.
+
+        Raises RuntimeError unless all were sent.
+        """
+        E = len(parameter)
+        parts = [sorted(sent.get(e, []), key=lambda span: span.start) for e in range(E)]
+        most = max(map(len, parts))
+        for e, spans in enumerate(parts):
+            if not spans or len(spans) < most:
                 raise RuntimeError(f"the weight update does not write expert {e} of {name}")
-            rows_R = row_digests(matrix_RC)
-            ordered.append(all(torch.equal(rows_R[s.start : s.stop], s.digest_R) for s in spans))
-            if value_digest(matrix_RC) != sum(span.values for span in spans):
-                raise RuntimeError(f"{name} does not hold expert {e} as it was sent")
-        if not any(ordered):
+        held = parameter.split(EXPERTS)
+        held_ER = torch.cat([row_digests(part.flatten(0, 1)) for part in held]).view(E, -1)
+        sent_E = torch.zeros(E, dtype=torch.int64, device=parameter.device)
+        moved_E = torch.zeros(E, dtype=torch.bool, device=parameter.device)
+        for spans in zip(*parts, strict=True):  # of all experts, the same rows
+            rows_ER = held_ER[:, spans[0].start : spans[0].stop]
+            moved_E |= (rows_ER != torch.stack([span.digest_R for span in spans])).any(1)
+            sent_E += torch.cat([span.values for span in spans])
+        other_E = torch.cat([value_digests(part) for part in held]) != sent_E
+        judge = functools.partial(self._judge_experts, name)
+        return Verdict(torch.cat([other_E, moved_E]), judge)
+
+    def _judge_experts(self, name: str, wrong_N: Tensor) -> None:
+        other_E, moved_E = wrong_N.chunk(2)
+        if moved_E.all():  # their kernel's order
             self.unproven.add(f"the order in {name}")
-        elif not all(ordered):
-            e = ordered.index(False)
-            raise RuntimeError(f"{name} does not hold expert {e} as it was sent")
+            moved_E = other_E
+        refuse(name, "expert", "", other_E | moved_E)
+
+
+def refuse(name: str, kind: str, where: str, wrong_N: Tensor) -> None:
+    """Raises RuntimeError where some are wrong, with the number of the first one."""
+    if wrong_N.any():
+        first = int(wrong_N.int().argmax())
+        raise RuntimeError(f"{name} does not hold {kind} {first}{where} as it was sent")
 
 
 def is_quantized(module: Any) -> bool:

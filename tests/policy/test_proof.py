@@ -1,12 +1,15 @@
 """The numbers by which loaded parameters are compared with what was sent."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import vllm.distributed
 from torch import nn
 from vllm.model_executor.models.utils import WeightsMapper
 
-from policy.proof import ROUNDING, Proof, row_digests, value_digest, vectors
+from policy.proof import ROUNDING, Proof, row_digests, value_digests, vectors
+from support.host_waits import HostWaits
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -45,6 +48,11 @@ def test_a_row_digest_sees_swapped_columns_and_rows(dtype):
     assert torch.equal(row_digests(rows_RC.flip(0)), right_R.flip(0))
 
 
+def value_digest(values: torch.Tensor) -> int:
+    """Of one matrix."""
+    return int(value_digests(values[None]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_value_digest_sees_values_and_not_their_places(dtype):
     torch.manual_seed(0)
@@ -53,8 +61,8 @@ def test_a_value_digest_sees_values_and_not_their_places(dtype):
     shuffled = values.flatten()[torch.randperm(values.numel())]
     assert value_digest(shuffled) == right
     assert value_digest(torch.cat([values, torch.zeros(10, 1000, dtype=dtype)])) == right
-    parts = values[:100], values[100:]
-    assert value_digest(parts[0]) + value_digest(parts[1]) == right
+    assert int(value_digests(values.view(2, 150, 1000)).sum()) == right
+    assert value_digests(torch.stack([values, shuffled.view(300, 1000)])).tolist() == [right] * 2
     for change in (torch.neg, lambda x: 2 * x, lambda x: x * torch.nan):
         other = values.clone()
         other[7, 9] = change(other[7, 9])
@@ -113,3 +121,76 @@ def test_rows_that_are_missing_or_other_are_refused_where_all_places_are_known(s
     proof.check()
     with pytest.raises(RuntimeError, match=r"does not write gate_up_proj\.weight"):
         Proof(model).check()
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+E, INNER, HIDDEN = 20, 6, 8
+
+
+@pytest.fixture
+def experts(monkeypatch):
+    """A model of one layer of experts as vLLM names it, and what its checkpoint would hold."""
+    monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_rank", lambda: 0)
+    torch.manual_seed(0)
+    layer = nn.Module()
+    layer.w13_weight = nn.Parameter(torch.randn(E, 2 * INNER, HIDDEN))
+    layer.w2_weight = nn.Parameter(torch.randn(E, HIDDEN, INNER))
+    layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = "up_proj", "down_proj"
+    split = SimpleNamespace(tp_size=1, tp_rank=0, enable_eplb=False)
+    layer.moe_config = SimpleNamespace(moe_parallel_config=split)
+    layer.expert_map_manager = SimpleNamespace(map_global_to_local=lambda e: e)
+    model = nn.Module()
+    model.hf_to_vllm_mapper = WeightsMapper()
+    model.mlp = nn.Module()
+    model.mlp.experts = nn.Module()
+    model.mlp.experts.routed_experts = layer
+    sent = {}
+    for e in range(E):
+        gate, up = layer.w13_weight.detach()[e].clone().chunk(2)
+        down = layer.w2_weight.detach()[e].clone()
+        for kind, tensor in (("gate", gate), ("up", up), ("down", down)):
+            sent[f"mlp.experts.{e}.{kind}_proj.weight"] = tensor
+    return model, sent
+
+
+def verdict(model: nn.Module, sent: dict) -> str:
+    """What a proof says of what was sent."""
+    proof = Proof(model)
+    list(proof.watch(sent.items()))
+    try:
+        proof.check()
+    except RuntimeError as error:
+        return str(error)
+    return ", ".join(sorted(proof.unproven))
+
+
+def test_experts_are_compared_by_values_and_by_places(experts):
+    model, sent = experts
+    layer = "mlp.experts.routed_experts"
+    assert verdict(model, sent) == ""
+    other = sent | {"mlp.experts.17.up_proj.weight": sent["mlp.experts.17.up_proj.weight"] * 1.01}
+    assert verdict(model, other) == f"{layer}.w13_weight does not hold expert 17 as it was sent"
+    one, two = "mlp.experts.3.down_proj.weight", "mlp.experts.4.down_proj.weight"
+    swapped = sent | {one: sent[two], two: sent[one]}
+    assert verdict(model, swapped) == f"{layer}.w2_weight does not hold expert 3 as it was sent"
+    turned = {name: t.flip(0) if "down" in name else t for name, t in sent.items()}
+    assert verdict(model, turned) == f"the order in {layer}.w2_weight", "as of a kernel's own order"
+    both = {one.replace("down", kind): sent[one.replace("down", kind)] for kind in ("gate", "up")}
+    places = dict(zip(both, reversed(both.values()), strict=True))
+    message = f"{layer}.w13_weight does not hold expert 3 as it was sent"
+    assert verdict(model, sent | places) == message
+    fewer = {name: tensor for name, tensor in sent.items() if "experts.5.up" not in name}
+    assert (
+        verdict(model, fewer) == f"the weight update does not write expert 5 of {layer}.w13_weight"
+    )
+
+
+def test_a_proof_waits_for_no_device_but_once(experts):
+    """However many experts there are; `Tensor.cpu` brings all verdicts, and is no wait on a CPU."""
+    model, sent = experts
+    proof = Proof(model)
+    with HostWaits() as waits:
+        list(proof.watch(sent.items()))
+        verdicts = list(proof.verdicts())
+    assert waits.count == 0 and [len(verdict.wrong_N) for verdict in verdicts] == [2 * E, 2 * E]
