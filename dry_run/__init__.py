@@ -203,7 +203,7 @@ def engine_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
     at_once = cfg.engine.arguments["max_num_seqs"]
     utilization = cfg.engine.arguments["gpu_memory_utilization"]
     length = cfg.sampling.max_model_len
-    tokens = sizes.kv_tokens(model, cfg, gpu)
+    tokens = sizes.kv_tokens(model, cfg, gpu, length)
     share = f"{utilization:g} of {gib(gpu)}, less weights and reserve"
     layers = f"{model.kv_layers} of {model.layers} layers"
     whole = tokens / length
@@ -213,6 +213,11 @@ def engine_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
         row("weights, bf16", gib(2 * model.params / tp), f"1 / {tp} of them"),
         row("KV", gib(sizes.kv_budget(model, cfg, gpu)), share),
         row("KV bytes per token", f"{sizes.kv_bytes(model, tp):,}", f"{layers} keep it"),
+        *(
+            [row("Mamba's states", gib(model.state / tp), "of each sequence")]
+            if model.state
+            else []
+        ),
         row("KV tokens", f"{tokens:,}", f"{whole:,.1f} sequences of {length:,}{more}"),
     ]
 
@@ -295,7 +300,7 @@ def problems(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
     engine = cfg.engine.arguments["gpu_memory_utilization"] * gpu
     held = [g.get("trainer", 0) * trainer + g.get("engine", 0) * engine for g in pace.place(cfg)]
     most = max(held, default=trainer)
-    tokens = sizes.kv_tokens(model, cfg, gpu)
+    tokens = sizes.kv_tokens(model, cfg, gpu, length)
     save = "" if cfg.policy.activation_checkpointing else ", set policy.activation_checkpointing"
     fsdp = cfg.policy.kind == "fsdp"
     spread = "policy.ranks" if fsdp else "policy.tp, policy.cp, policy.pp or policy.ep"

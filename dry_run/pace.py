@@ -70,19 +70,22 @@ def batch_size(model: Model, cfg: "Config", gpu: float) -> float:
     (max_lag + 1) P G rollouts may be in flight; each holds a mean response.
     """
     in_flight = (cfg.max_lag + 1) * cfg.prompts_per_step * cfg.group_size / cfg.engine.count
-    room = sizes.kv_tokens(model, cfg, gpu) / (MEAN_SHARE * response_limit(cfg))
+    mean = MEAN_SHARE * response_limit(cfg)
+    room = sizes.kv_tokens(model, cfg, gpu, mean) / mean
     return max(1.0, min(cfg.engine.arguments["max_num_seqs"], in_flight, room))
 
 
 def decode_seconds(model: Model, tp: int, batch: float, context: float) -> float:
     """Seconds until each of `batch` sequences of `context` tokens gets one more.
 
-    LAUNCH_S and the slower of matmuls, 2 FLOPs a weight and token, and memory: bf16 KV and the
-    weights that anyone meets, 1 - (1 - share)^batch of the routed experts.
+    LAUNCH_S and the slower of matmuls, 2 FLOPs a weight and token, and memory: bf16 KV, Mamba's
+    states, which are read and written, and the weights that anyone meets, 1 - (1 - share)^batch of
+    the routed experts.
     """
     routed = model.routed * (1 - (1 - model.expert_share) ** batch)
     weights = 2 * (model.params - model.embedding - model.routed + routed) / tp
-    memory = (weights + batch * context * sizes.kv_bytes(model, tp)) / HBM_BYTES_S
+    sequence = context * sizes.kv_bytes(model, tp) + 2 * model.state / tp
+    memory = (weights + batch * sequence) / HBM_BYTES_S
     return LAUNCH_S + max(memory, 2 * (model.active - model.embedding) * batch / tp / PEAK_FLOPS)
 
 

@@ -4,7 +4,7 @@ Axes:  T tokens of the longest row   H hidden size   Q, K width of all query, al
        V vocabulary   C tokens whose logits exist at once
 
 Read from config.json alone. The peaks are within a tenth of what torch allocates for Qwen3, dense
-and with experts (a test compares them). Of Mamba or linear attention only weights are counted.
+and with experts (a test compares them). Of Mamba, weights and what an engine keeps are counted.
 """
 
 from dataclasses import dataclass
@@ -47,6 +47,7 @@ class Model:
     kv_heads: int
     head_dim: int
     latent: int  # width of a compressed KV (MLA), which all heads share; 0: none
+    state: int  # bytes that an engine keeps of a sequence, however long it is: Mamba's
     ffn: int  # bytes that a feed-forward saves of each token for its backward, in bf16
     vocab: int
 
@@ -104,6 +105,7 @@ def read_model(folder: str) -> Model:
         kv_heads=get("num_key_value_heads", default=heads),
         head_dim=get("head_dim", default=hidden // heads),
         latent=latent and latent + get("qk_rope_head_dim"),
+        state=kinds.count("linear_attention") * mamba_bytes(get),
         ffn=feed_forward_bytes(hidden, get),
         vocab=vocab,
     )
@@ -113,6 +115,16 @@ class Get(Protocol):
     """The first field of a config.json, of several names, that is there and not 0."""
 
     def __call__(self, *names: str, default: int = 0) -> int: ...
+
+
+def mamba_bytes(get: Get) -> int:
+    """What a Mamba-2 layer keeps of a sequence: float32 [heads, width, state], and bf16 inputs.
+
+    The inputs are those of its convolution, of x, B and C. `get` reads the config.
+    """
+    heads = get("mamba_num_heads") * get("mamba_head_dim")
+    convolved = heads + 2 * get("n_groups") * get("ssm_state_size")
+    return 4 * heads * get("ssm_state_size") + 2 * (get("conv_kernel") - 1) * convolved
 
 
 def feed_forward_bytes(hidden: int, get: Get) -> int:
@@ -232,10 +244,14 @@ def kv_budget(model: Model, cfg: "Config", gpu: float) -> float:
     return cfg.engine.arguments["gpu_memory_utilization"] * gpu - weights - RESERVE
 
 
-def kv_tokens(model: Model, cfg: "Config", gpu: float) -> int:
-    """Tokens whose KV an engine holds."""
-    per_token = max(kv_bytes(model, cfg.engine.tensor_parallel), 1)
-    return max(0, int(kv_budget(model, cfg, gpu) // per_token))
+def kv_tokens(model: Model, cfg: "Config", gpu: float, length: float) -> int:
+    """Tokens that an engine holds at once, of sequences of `length`: their KV and their states.
+
+    While vLLM fills a new block of KV, it has a sequence's states twice; that is not counted.
+    """
+    tp = cfg.engine.tensor_parallel
+    each = kv_bytes(model, tp) + model.state / tp / length
+    return max(0, int(kv_budget(model, cfg, gpu) / max(each, 1)))
 
 
 def host_bytes(model: Model, ranks: int) -> int:
