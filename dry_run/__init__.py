@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dry_run import megatron_sizes, pace, sizes
+from dry_run.gpus import Gpu, planned
 from dry_run.sizes import GIB, Model
 from policy import logprobs
 from prep import check
@@ -32,7 +33,7 @@ def explain(cfg: "AnyConfig", Config: type) -> str:
         raise InputError(f"model = {cfg.model!r}: expected a folder that holds config.json")
     megatron = cfg.policy.kind == "megatron"
     model = sizes.read_model(cfg.model)
-    gpu = cfg.command.gpu_gib * GIB
+    gpu = planned(cfg.command.gpu)
     active = f", {model.active:,.0f} of them active" if model.routed else ""
     data = data_rows(cfg)
     wrong = problems(model, cfg, gpu) + data.problems
@@ -44,7 +45,7 @@ def explain(cfg: "AnyConfig", Config: type) -> str:
         *engine_rows(model, cfg, gpu),
         *step_rows(model, cfg, gpu),
         *slurm_rows(model, cfg, gpu),
-        *assumptions(cfg.command.gpu_gib),
+        *assumptions(gpu),
         *data.lines,
         *(f"PROBLEM: {problem}" for problem in wrong),
         *([] if wrong else ["everything fits"]),
@@ -52,16 +53,16 @@ def explain(cfg: "AnyConfig", Config: type) -> str:
     return "\n".join(lines)
 
 
-def assumptions(gpu_gib: float) -> list[str]:
+def assumptions(gpu: Gpu) -> list[str]:
     """The hardware behind the numbers, and the one thing that is assumed about the rollouts."""
     network = f"{pace.NETWORK_BYTES_S * 8e-9:g} Gb/s network"
     launch = f"{pace.LAUNCH_S * 1e3:g} ms"
-    flops = f"{pace.PEAK_FLOPS / 1e12:g} TFLOP/s (a trainer reaches {pace.MFU:.0%})"
+    flops = f"{gpu.flops / 1e12:g} TFLOP/s (a trainer reaches {pace.MFU:.0%})"
+    memory = f"{gib(gpu.memory)} GiB ({sizes.RESERVE / GIB:g} reserved), {gpu.hbm / 1e12:g} TB/s"
     return [
-        f"assumed: {gpu_gib:g} GiB a GPU ({sizes.RESERVE / GIB:g} reserved), {flops},"
-        f" {pace.HBM_BYTES_S / 1e12:g} TB/s,",
-        f"  {network}, {launch} an engine step; mean response {pace.MEAN_SHARE:.0%} of the longest;"
-        " prompts not counted",
+        f"assumed: {gpu.name}: {memory},",
+        f"  {flops}, {network}, {launch} an engine step;",
+        f"  mean response {pace.MEAN_SHARE:.0%} of the longest; prompts not counted",
     ]
 
 
@@ -116,7 +117,7 @@ def other_checkpointing(cfg: "AnyConfig") -> "AnyConfig":
     return dataclasses.replace(cfg, policy=layout)
 
 
-def trainer_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
+def trainer_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     """What a trainer rank always holds, and beside it at each of four moments."""
     states = sizes.states(model, cfg)
     moments = sizes.moments(model, cfg)
@@ -142,14 +143,14 @@ def trainer_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
         "memory of a trainer rank, GiB",
         *(row(name, gib(size), shard) for name, size in states.items()),
         *(row(marks[name] + name, gib(size), notes[name]) for name, size in moments.items()),
-        row("= peak, with reserve", gib(sizes.trainer_bytes(model, cfg)), f"of {gib(gpu)}"),
+        row("= peak, with reserve", gib(sizes.trainer_bytes(model, cfg)), f"of {gib(gpu.memory)}"),
         row("layers keep", kept, rows),
         row("mask of a row", gib(mask.row), attention),
         row("host, while loading", gib(sizes.host_bytes(model, ranks)), f"{ranks} ranks of a node"),
     ]
 
 
-def megatron_rows(cfg: "AnyConfig", gpu: float) -> list[str]:
+def megatron_rows(cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     """What the fullest rank of a Megatron layout holds, and what a rank sends."""
     layout = cfg.policy
     shape = megatron_sizes.read_shape(cfg.model, layout)
@@ -178,18 +179,18 @@ def megatron_rows(cfg: "AnyConfig", gpu: float) -> list[str]:
         f"memory of a trainer rank, GiB: {where}",
         *(row(name, gib(size), notes.get(name, "")) for name, size in states.items()),
         *(row(marks[name] + name, gib(size), notes[name]) for name, size in moments.items()),
-        row("= peak, with reserve", gib(peak), f"of {gib(gpu)}"),
+        row("= peak, with reserve", gib(peak), f"of {gib(gpu.memory)}"),
         row("layers keep", kept, f"{on} checkpointing ({unlike} {off}); {rows}"),
-        *traffic_rows(shape, cfg),
+        *traffic_rows(shape, cfg, gpu),
     ]
 
 
-def traffic_rows(shape: megatron_sizes.Shape, cfg: "AnyConfig") -> list[str]:
+def traffic_rows(shape: megatron_sizes.Shape, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     """What a Megatron rank sends for each token of its rows, and at each update."""
     tokens = megatron_sizes.token_bytes(shape, cfg.policy)
     steps = megatron_sizes.step_bytes(shape, cfg.policy)
-    seconds = {k: f"{v:,.2f} s a step" for k, v in pace.traffic_seconds(shape, cfg).items()}
-    nvlink = f"{pace.NVLINK_BYTES_S / 1e9:g} GB/s inside a node"
+    seconds = {k: f"{v:,.2f} s a step" for k, v in pace.traffic_seconds(shape, cfg, gpu).items()}
+    nvlink = f"{gpu.nvlink / 1e9:g} GB/s inside a node"
     return [
         f"sent by a trainer rank, not in the step below; {nvlink}",
         *(row(k, f"{v:,.0f}", f"bytes a token; {seconds[k]}") for k, v in tokens.items()),
@@ -197,21 +198,21 @@ def traffic_rows(shape: megatron_sizes.Shape, cfg: "AnyConfig") -> list[str]:
     ]
 
 
-def engine_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
+def engine_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     """What an engine holds on each of its GPUs."""
     tp = cfg.engine.tensor_parallel
     at_once = cfg.engine.arguments["max_num_seqs"]
     utilization = cfg.engine.arguments["gpu_memory_utilization"]
     length = cfg.sampling.max_model_len
-    tokens = sizes.kv_tokens(model, cfg, gpu, length)
-    share = f"{utilization:g} of {gib(gpu)}, less weights and reserve"
+    tokens = sizes.kv_tokens(model, cfg, gpu.memory, length)
+    share = f"{utilization:g} of {gib(gpu.memory)}, less weights and reserve"
     layers = f"{model.kv_layers} of {model.layers} layers"
     whole = tokens / length
     more = "" if whole >= at_once else f"; not max_num_seqs = {at_once}"
     return [
         "memory of an engine's GPU, GiB",
         row("weights, bf16", gib(2 * model.params / tp), f"1 / {tp} of them"),
-        row("KV", gib(sizes.kv_budget(model, cfg, gpu)), share),
+        row("KV", gib(sizes.kv_budget(model, cfg, gpu.memory)), share),
         row("KV bytes per token", f"{sizes.kv_bytes(model, tp):,}", f"{layers} keep it"),
         *(
             [row("Mamba's states", gib(model.state / tp), "of each sequence")]
@@ -222,13 +223,13 @@ def engine_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
     ]
 
 
-def step_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
+def step_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     """What a step costs, and which side of it binds."""
     limit = pace.response_limit(cfg)
     batch = pace.batch_size(model, cfg, gpu)
     samples = cfg.prompts_per_step * cfg.group_size
     tokens = pace.step_tokens(cfg)
-    longest = pace.longest_seconds(model, cfg)
+    longest = pace.longest_seconds(model, cfg, gpu)
     alone = f"{limit:,} tokens x {longest / limit * 1e3:.2f} ms"
     least = f"at lag {cfg.max_lag} a step of {longest / (cfg.max_lag + 1):,.2f}"
     flash = dataclasses.replace(cfg.policy, attention="flash_attention_2")
@@ -243,7 +244,7 @@ def step_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
         row("samples", f"{samples:,}", f"{cfg.prompts_per_step} prompts x {cfg.group_size}"),
         row("tokens, at most", f"{tokens:,}", f"mean {pace.MEAN_SHARE * tokens:,.0f}"),
         row("generation", f"{generation:,.2f}", f"{batch:,.0f} sequences at once in each engine"),
-        row("training", f"{pace.train_seconds(model, cfg):,.2f}", f"{flops:.3g} FLOPs{waste}"),
+        row("training", f"{pace.train_seconds(model, cfg, gpu):,.2f}", f"{flops:.3g} FLOPs{waste}"),
         row("longest rollout", f"{longest:,.2f}", f"{alone}; {least} at least"),
         row("weight update", f"{pace.sync_seconds(model):,.2f}", "floor: one broadcast, bf16"),
         row("= step", f"{pace.step_seconds(model, cfg, gpu):,.2f}", f"bound by {binds}"),
@@ -251,7 +252,7 @@ def step_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
     ]
 
 
-def balance_row(model: Model, cfg: "AnyConfig", gpu: float) -> str:
+def balance_row(model: Model, cfg: "AnyConfig", gpu: Gpu) -> str:
     """The fastest split of as many GPUs."""
     best = pace.balance(model, cfg, gpu)
     if not best:
@@ -262,7 +263,7 @@ def balance_row(model: Model, cfg: "AnyConfig", gpu: float) -> str:
     return row("balanced split", f"{engines} + {best.policy.ranks}", note)
 
 
-def slurm_rows(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
+def slurm_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     """The allocation to ask for, and when a job needs the signal that it ends."""
     gpus = len(pace.place(cfg))
     step = pace.step_seconds(model, cfg, gpu)
@@ -292,27 +293,27 @@ def data_rows(cfg: "AnyConfig") -> check.Summary:
     return every
 
 
-def problems(model: Model, cfg: "AnyConfig", gpu: float) -> list[str]:
+def problems(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     """What does not fit, with the fields to change."""
     tp = cfg.engine.tensor_parallel
     length = cfg.sampling.max_model_len
     trainer = pace.trainer_bytes(model, cfg)
-    engine = cfg.engine.arguments["gpu_memory_utilization"] * gpu
+    engine = cfg.engine.arguments["gpu_memory_utilization"] * gpu.memory
     held = [g.get("trainer", 0) * trainer + g.get("engine", 0) * engine for g in pace.place(cfg)]
     most = max(held, default=trainer)
-    tokens = sizes.kv_tokens(model, cfg, gpu, length)
+    tokens = sizes.kv_tokens(model, cfg, gpu.memory, length)
     save = "" if cfg.policy.activation_checkpointing else ", set policy.activation_checkpointing"
     fsdp = cfg.policy.kind == "fsdp"
     spread = "policy.ranks" if fsdp else "policy.tp, policy.cp, policy.pp or policy.ep"
     checks = (
         (
-            trainer > gpu,
-            f"a trainer rank takes {gib(trainer)} of {gib(gpu)} GiB: raise {spread}, lower"
+            trainer > gpu.memory,
+            f"a trainer rank takes {gib(trainer)} of {gib(gpu.memory)} GiB: raise {spread}, lower"
             f" policy.row_tokens and sampling.max_model_len{save}",
         ),
         (
-            trainer <= gpu < most,
-            f"a shared GPU takes {gib(most)} of {gib(gpu)} GiB: lower gpu_memory_utilization"
+            trainer <= gpu.memory < most,
+            f"a shared GPU takes {gib(most)} of {gib(gpu.memory)} GiB: lower gpu_memory_utilization"
             " in engine.args",
         ),
         (

@@ -1,6 +1,6 @@
 """GPUs and seconds of a step: a model of the hardware assumed below, good for comparing settings.
 
-Only responses are counted, prompts come on top; `gpu` is the memory of one GPU in bytes.
+Only responses are counted, prompts come on top.
 """
 
 import dataclasses
@@ -8,17 +8,15 @@ import math
 from typing import TYPE_CHECKING
 
 from dry_run import megatron_sizes, sizes
+from dry_run.gpus import Gpu
 from dry_run.sizes import Model
 
 if TYPE_CHECKING:
     from grpo_async import Config
 
-PEAK_FLOPS = 989e12  # dense bf16; NVIDIA H100 SXM data sheet, as is the next
-HBM_BYTES_S = 3.35e12
 MFU = 0.3  # assumed; prime-rl measured 0.15 (rows of 16k tokens) to 0.36 (65k) for a 4B model
 LAUNCH_S = 3e-3  # assumed: an engine step beside its arithmetic and memory traffic
 NETWORK_BYTES_S = 50e9  # InfiniBand NDR: 400 Gb/s per GPU
-NVLINK_BYTES_S = 450e9  # inside a node; the data sheet's 900 GB/s are both directions together
 DISK_BYTES_S = 1e9  # assumed: a node's writes to shared storage
 MEAN_SHARE = 0.25  # assumed: mean response over longest response
 NODE_GPUS = 8
@@ -64,18 +62,18 @@ def step_tokens(cfg: "Config") -> int:
     return cfg.prompts_per_step * cfg.group_size * response_limit(cfg)
 
 
-def batch_size(model: Model, cfg: "Config", gpu: float) -> float:
+def batch_size(model: Model, cfg: "Config", gpu: Gpu) -> float:
     """Sequences that an engine decodes at once: max_num_seqs, or fewer where KV or rollouts end.
 
     (max_lag + 1) P G rollouts may be in flight; each holds a mean response.
     """
     in_flight = (cfg.max_lag + 1) * cfg.prompts_per_step * cfg.group_size / cfg.engine.count
     mean = MEAN_SHARE * response_limit(cfg)
-    room = sizes.kv_tokens(model, cfg, gpu, mean) / mean
+    room = sizes.kv_tokens(model, cfg, gpu.memory, mean) / mean
     return max(1.0, min(cfg.engine.arguments["max_num_seqs"], in_flight, room))
 
 
-def decode_seconds(model: Model, tp: int, batch: float, context: float) -> float:
+def decode_seconds(model: Model, tp: int, batch: float, context: float, gpu: Gpu) -> float:
     """Seconds until each of `batch` sequences of `context` tokens gets one more.
 
     LAUNCH_S and the slower of matmuls, 2 FLOPs a weight and token, and memory: bf16 KV, Mamba's
@@ -85,22 +83,22 @@ def decode_seconds(model: Model, tp: int, batch: float, context: float) -> float
     routed = model.routed * (1 - (1 - model.expert_share) ** batch)
     weights = 2 * (model.params - model.embedding - model.routed + routed) / tp
     sequence = context * sizes.kv_bytes(model, tp) + 2 * model.state / tp
-    memory = (weights + batch * sequence) / HBM_BYTES_S
-    return LAUNCH_S + max(memory, 2 * (model.active - model.embedding) * batch / tp / PEAK_FLOPS)
+    memory = (weights + batch * sequence) / gpu.hbm
+    return LAUNCH_S + max(memory, 2 * (model.active - model.embedding) * batch / tp / gpu.flops)
 
 
-def generation_seconds(model: Model, cfg: "Config", gpu: float) -> float:
+def generation_seconds(model: Model, cfg: "Config", gpu: Gpu) -> float:
     """Seconds in which all engines sample a batch of mean responses, read half written."""
     batch = batch_size(model, cfg, gpu)
     mean = MEAN_SHARE * response_limit(cfg)
     rounds = MEAN_SHARE * step_tokens(cfg) / (cfg.engine.count * batch)
-    return rounds * decode_seconds(model, cfg.engine.tensor_parallel, batch, mean / 2)
+    return rounds * decode_seconds(model, cfg.engine.tensor_parallel, batch, mean / 2, gpu)
 
 
-def longest_seconds(model: Model, cfg: "Config") -> float:
+def longest_seconds(model: Model, cfg: "Config", gpu: Gpu) -> float:
     """Seconds of the longest response, alone in its engine."""
     limit = response_limit(cfg)
-    return limit * decode_seconds(model, cfg.engine.tensor_parallel, 1, limit / 2)
+    return limit * decode_seconds(model, cfg.engine.tensor_parallel, 1, limit / 2, gpu)
 
 
 def train_flops(model: Model, cfg: "Config") -> float:
@@ -121,9 +119,9 @@ def train_flops(model: Model, cfg: "Config") -> float:
     return passes * (2 * (model.active - model.embedding) + attention) * tokens
 
 
-def train_seconds(model: Model, cfg: "Config") -> float:
+def train_seconds(model: Model, cfg: "Config", gpu: Gpu) -> float:
     """Seconds in which all trainer ranks train a batch of mean responses."""
-    return train_flops(model, cfg) / (cfg.policy.ranks * MFU * PEAK_FLOPS)
+    return train_flops(model, cfg) / (cfg.policy.ranks * MFU * gpu.flops)
 
 
 def sync_seconds(model: Model) -> float:
@@ -131,7 +129,7 @@ def sync_seconds(model: Model) -> float:
     return 2 * model.params / NETWORK_BYTES_S
 
 
-def traffic_seconds(shape: megatron_sizes.Shape, cfg: "Config") -> dict[str, float]:
+def traffic_seconds(shape: megatron_sizes.Shape, cfg: "Config", gpu: Gpu) -> dict[str, float]:
     """Seconds of a step in which a Megatron rank sends, by axis, if nothing overlapped.
 
     One update of the weights is counted. Ranks are numbered with tp innermost, then cp, replicas,
@@ -144,20 +142,20 @@ def traffic_seconds(shape: megatron_sizes.Shape, cfg: "Config") -> dict[str, flo
     span = dict.fromkeys(("gradients", "parameters"), layout.ranks // layout.pp)
     span |= {"tp": layout.tp, "cp": layout.tp * layout.cp, "pp": layout.ranks, "ep": layout.ep}
     inside = {axis: ranks <= NODE_GPUS for axis, ranks in span.items()}
-    return {k: v / (NVLINK_BYTES_S if inside[k] else NETWORK_BYTES_S) for k, v in sent.items()}
+    return {k: v / (gpu.nvlink if inside[k] else NETWORK_BYTES_S) for k, v in sent.items()}
 
 
-def limits(model: Model, cfg: "Config", gpu: float) -> dict[str, float]:
+def limits(model: Model, cfg: "Config", gpu: Gpu) -> dict[str, float]:
     """Seconds of what may bind a step; the largest does. A rollout has max_lag + 1 steps."""
     generation = generation_seconds(model, cfg, gpu)
-    training = train_seconds(model, cfg)
-    longest = longest_seconds(model, cfg) / (cfg.max_lag + 1)
+    training = train_seconds(model, cfg, gpu)
+    longest = longest_seconds(model, cfg, gpu) / (cfg.max_lag + 1)
     if takes_turns(cfg):
         return {"generation + training": max(generation, longest) + training}
     return {"generation": generation, "training": training, "longest rollout": longest}
 
 
-def step_seconds(model: Model, cfg: "Config", gpu: float) -> float:
+def step_seconds(model: Model, cfg: "Config", gpu: Gpu) -> float:
     """Seconds of a step: what binds it, and the weight update."""
     return max(limits(model, cfg, gpu).values()) + sync_seconds(model)
 
@@ -180,7 +178,7 @@ def split(cfg: "Config", engines: int, ranks: int) -> "Config":
     )
 
 
-def balance(model: Model, cfg: "Config", gpu: float) -> "Config | None":
+def balance(model: Model, cfg: "Config", gpu: Gpu) -> "Config | None":
     """cfg with the fastest split of as many whole GPUs that holds the trainer; None: there is none.
 
     Where the loops overlap, the slower counts, else their sum; N_g / N_t = W_g / W_t in the ideal.
@@ -191,10 +189,10 @@ def balance(model: Model, cfg: "Config", gpu: float) -> "Config | None":
     unit = math.lcm(layout.tp * layout.cp * layout.pp, layout.pp * layout.ep)  # 1 under FSDP
     engines = (g for g in range(1, (total - 1) // tp + 1) if (total - g * tp) % unit == 0)
     splits = [split(cfg, g, total - g * tp) for g in engines]
-    fitting = [other for other in splits if trainer_bytes(model, other) <= gpu]
+    fitting = [other for other in splits if trainer_bytes(model, other) <= gpu.memory]
 
     def seconds(other: "Config") -> float:
-        both = (generation_seconds(model, other, gpu), train_seconds(model, other))
+        both = (generation_seconds(model, other, gpu), train_seconds(model, other, gpu))
         return max(both) if cfg.max_lag else sum(both)
 
     return min(fitting, key=seconds, default=None)

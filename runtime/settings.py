@@ -38,8 +38,8 @@ class Command:
     """Go on in run_dir: from the newest good checkpoint ("auto") or from this folder."""
     dry_run: bool = False
     """Print what the run would need and what would limit its speed; start nothing."""
-    gpu_gib: PositiveFloat = 80.0
-    """Memory of a GPU, for dry_run: an H100 by default; 141 for an H200, 180 for a B200."""
+    gpu: Literal["auto", "h100", "h200", "b200"] = "auto"
+    """The GPU that dry_run plans for; by default this machine's, or an H100 where it has none."""
     eval_only: bool = False
     """Evaluate the model, or the checkpoint that `resume` names, and leave."""
     rollout_only: bool = False

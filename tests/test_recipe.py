@@ -164,7 +164,7 @@ def test_the_commands_of_the_page_name_each_stage_once():
         paths = f"MODEL_PATH={cfg.model} TRAIN_PATH={cfg.data.train} VAL_PATH={cfg.data.val} "
         start = f"`EXP_NAME={name} CONFIG_PATH=configs/{name}.py {paths}"
         (line,) = (line for line in PAGE.splitlines() if start in line)
-        assert line.endswith("bash launch/submit.sh --gpu_gib 180` |"), "a B200 is no H100"
+        assert line.endswith("bash launch/submit.sh --gpu b200` |"), "a B200 is no H100"
         assert f" JUDGE_NODES={judges[name]} " in line or judges[name] == "0"
         assert cfg.run_dir == f"runs/{name}"
         assert PAGE.count(f"`python grpo_async.py --config configs/{name}.py --resume auto`") == 1
@@ -190,13 +190,13 @@ def shape(tmp_path_factory):
 def test_a_config_fits_its_gpus(name, shape, monkeypatch, capsys):
     monkeypatch.setattr(dry_run, "isfile", lambda path: True)
     super_on_b200 = shape_of(name) == "models/super_sft" and not name.startswith("h100/")
-    memory = "180" if super_on_b200 else "80"
+    gpu = "b200" if super_on_b200 else "h100"
     flags = ["--config", str(FILES[name]), "--model", shape[shape_of(name)], "--dry_run"]
     with pytest.raises(SystemExit) as stop:
-        config.load(Config, [*flags, "--gpu_gib", memory], default="configs/tiny.py")
+        config.load(Config, [*flags, "--gpu", gpu], default="configs/tiny.py")
     told = capsys.readouterr().out
     assert stop.value.code is None and "PROBLEM" not in told, told
-    assert f"assumed: {memory} GiB" in told and "everything fits" in told
+    assert f"assumed: {gpu.upper()}: " in told and "everything fits" in told
     cfg = load(name)
     step = float(re.search(r"= step +([\d,.]+)", told)[1].replace(",", ""))
     margin = int(re.search(r"--signal=B:USR1@(\d+)", told)[1])

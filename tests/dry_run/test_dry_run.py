@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dry_run
 from dry_run import megatron_sizes, pace, sizes
+from dry_run.gpus import Gpu, planned
 from dry_run.sizes import GIB, Model
 from grpo_async import Config
 from policy import fsdp, logprobs
@@ -24,6 +25,13 @@ from support.configs import changed
 from support.tensor_memory import Peak
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def h100(memory: float) -> Gpu:
+    """One with so many GiB."""
+    return planned("h100")._replace(memory=memory * GIB)
+
+
 QWEN = {
     "vocab_size": 151936,
     "head_dim": 128,
@@ -76,6 +84,12 @@ def folder(tmp_path):
         return str(tmp_path / name)
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """Whatever the machine has, an H100 is planned for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -311,12 +325,13 @@ def test_the_states_of_super_leave_room_for_37_sequences_and_not_57():
     assert SUPER.state == pytest.approx(160 * 2**20, rel=0.02)
     cfg = changed(Config(), count=144, tensor_parallel=4)
     cfg = changed(cfg, engine={"args": {"gpu_memory_utilization": 0.8}})
-    assert int(pace.batch_size(SUPER, cfg, 80 * GIB)) == 37
+    gpu = h100(80)
+    assert int(pace.batch_size(SUPER, cfg, gpu)) == 37
     stateless = dataclasses.replace(SUPER, state=0)
-    assert pace.batch_size(stateless, cfg, 80 * GIB) == pytest.approx(57, abs=0.5)
-    rounds = 4096 * 16384 / (144 * pace.batch_size(SUPER, cfg, 80 * GIB))
-    each = pace.decode_seconds(SUPER, 4, pace.batch_size(SUPER, cfg, 80 * GIB), 8192)
-    assert pace.generation_seconds(SUPER, cfg, 80 * GIB) == pytest.approx(rounds * each)
+    assert pace.batch_size(stateless, cfg, gpu) == pytest.approx(57, abs=0.5)
+    rounds = 4096 * 16384 / (144 * pace.batch_size(SUPER, cfg, gpu))
+    each = pace.decode_seconds(SUPER, 4, pace.batch_size(SUPER, cfg, gpu), 8192, gpu)
+    assert pace.generation_seconds(SUPER, cfg, gpu) == pytest.approx(rounds * each)
 
 
 def test_every_rank_of_a_node_loads_the_model():
@@ -335,32 +350,33 @@ def test_a_batch_of_super_and_the_floor_of_its_sync():
     assert pace.response_limit(short) == 512
 
 
-def test_decoding_reads_the_weights_that_the_batch_meets(monkeypatch):
-    monkeypatch.setattr(pace, "HBM_BYTES_S", 4.8e12)  # H200; TP 4, as in the recipe
+def test_decoding_reads_the_weights_that_the_batch_meets():
+    gpu = planned("h200")  # TP 4, as in the recipe
     always = 120.6e9 - 112.7e9 - 131072 * 4096
     for batch in (1, 28, 57):
         met = always + 112.7e9 * (1 - (490 / 512) ** batch)
         kept = batch * (6000 * 4096 + 2 * SUPER.state / 4)
         seconds = pace.LAUNCH_S + (2 * met / 4 + kept) / 4.8e12
-        assert pace.decode_seconds(SUPER, 4, batch, 6000) == pytest.approx(seconds)
-    roofline = [1e3 * pace.decode_seconds(SUPER, 4, batch, 6000) for batch in (1, 28, 57)]
+        assert pace.decode_seconds(SUPER, 4, batch, 6000, gpu) == pytest.approx(seconds)
+    roofline = [1e3 * pace.decode_seconds(SUPER, 4, batch, 6000, gpu) for batch in (1, 28, 57)]
     assert roofline == pytest.approx([4.4, 12.8, 15.9], rel=0.03)
 
 
 def test_a_large_batch_is_bound_by_matmuls():
     batch = 100_000
     flops = 2 * (SUPER.active - SUPER.embedding) * batch / 4
-    seconds = pace.LAUNCH_S + flops / pace.PEAK_FLOPS
+    seconds = pace.LAUNCH_S + flops / 989e12
     stateless = dataclasses.replace(SUPER, state=0)
-    assert pace.decode_seconds(stateless, 4, batch, 0) == pytest.approx(seconds)
+    assert pace.decode_seconds(stateless, 4, batch, 0, planned("h100")) == pytest.approx(seconds)
 
 
 def test_the_longest_rollout_has_max_lag_plus_one_steps():
     cfg = changed(Config(), tensor_parallel=4, count=144, ranks=256, max_model_len=49152)
-    longest = pace.longest_seconds(SUPER, cfg)
-    assert longest == pytest.approx(49152 * pace.decode_seconds(SUPER, 4, 1, 24576))
+    gpu = h100(141)
+    longest = pace.longest_seconds(SUPER, cfg, gpu)
+    assert longest == pytest.approx(49152 * pace.decode_seconds(SUPER, 4, 1, 24576, gpu))
     for lag in (1, 3):
-        limits = pace.limits(SUPER, dataclasses.replace(cfg, max_lag=lag), 141 * GIB)
+        limits = pace.limits(SUPER, dataclasses.replace(cfg, max_lag=lag), gpu)
         assert limits["longest rollout"] == pytest.approx(longest / (1 + lag))
 
 
@@ -386,11 +402,11 @@ def test_engines_decode_no_more_than_slots_rollouts_and_kv_allow():
     batch = Config(prompts_per_step=16, group_size=4)
     engine = {"args": {"max_num_seqs": 64}, "count": 4, "tensor_parallel": 4}
     cfg = changed(batch, engine=engine)
-    gpu = 141 * GIB
+    gpu = h100(141)
     assert pace.batch_size(SUPER, cfg, gpu) == 2 * 16 * 4 / 4
     assert pace.batch_size(SUPER, changed(cfg, count=1), gpu) == 64
     small = changed(cfg, engine={"args": {"max_num_seqs": 64, "gpu_memory_utilization": 0.44}})
-    tokens = sizes.kv_tokens(SUPER, small, gpu, 16384)
+    tokens = sizes.kv_tokens(SUPER, small, gpu.memory, 16384)
     assert 0 < tokens < 32 * 16384
     assert pace.batch_size(SUPER, small, gpu) == tokens / 16384
 
@@ -399,8 +415,9 @@ def test_generation_is_rounds_times_seconds_of_one():
     engine = {"args": {"max_num_seqs": 64}, "count": 4, "tensor_parallel": 4}
     cfg = changed(Config(), engine=engine)
     rounds = 4096 * 16384 / (4 * 64)
-    each = pace.decode_seconds(SUPER, 4, 64, 8192)
-    assert pace.generation_seconds(SUPER, cfg, 141 * GIB) == pytest.approx(rounds * each)
+    gpu = h100(141)
+    each = pace.decode_seconds(SUPER, 4, 64, 8192, gpu)
+    assert pace.generation_seconds(SUPER, cfg, gpu) == pytest.approx(rounds * each)
 
 
 @pytest.mark.parametrize(
@@ -421,8 +438,11 @@ def test_gpus_are_whole_or_shared(counts, share, expected):
 
 def test_loops_that_share_a_gpu_or_have_no_lag_take_turns():
     cfg = changed(Config(), max_model_len=1024)
-    model, gpu = dataclasses.replace(SUPER, params=10**9, routed=0), 80 * GIB
-    generation, training = pace.generation_seconds(model, cfg, gpu), pace.train_seconds(model, cfg)
+    model, gpu = dataclasses.replace(SUPER, params=10**9, routed=0), h100(80)
+    generation, training = (
+        pace.generation_seconds(model, cfg, gpu),
+        pace.train_seconds(model, cfg, gpu),
+    )
     apart = pace.limits(model, cfg, gpu)
     assert (apart["generation"], apart["training"]) == (generation, training)
     for fields in ({"max_lag": 0}, {"gpu_share": 0.5}):
@@ -433,19 +453,21 @@ def test_loops_that_share_a_gpu_or_have_no_lag_take_turns():
 
 
 def test_the_balanced_split_is_the_fastest_that_fits(folder):
-    model, gpu = sizes.read_model(folder("8B", **QWEN_8B)), 80 * GIB
+    model, gpu = sizes.read_model(folder("8B", **QWEN_8B)), h100(80)
     fields = {"max_response_tokens": 16384, "max_model_len": 18432, "row_tokens": 32768}
     cfg = changed(Config(), count=8, ranks=8, attention="flash_attention_2", **fields)
     best = pace.balance(model, cfg, gpu)
     assert best.engine.count + best.policy.ranks == 16
     splits = [changed(cfg, count=g, ranks=16 - g) for g in range(1, 16)]
-    fits = [s for s in splits if sizes.trainer_bytes(model, s) <= gpu]
+    fits = [s for s in splits if sizes.trainer_bytes(model, s) <= gpu.memory]
     assert pace.step_seconds(model, best, gpu) == min(
         pace.step_seconds(model, s, gpu) for s in fits
     )
-    tight = sizes.trainer_bytes(model, best) - 1  # now that many trainers are too few
+    tight = gpu._replace(
+        memory=sizes.trainer_bytes(model, best) - 1
+    )  # now that many trainers are too few
     assert pace.balance(model, cfg, tight).policy.ranks > best.policy.ranks
-    assert pace.balance(model, cfg, 1) is None
+    assert pace.balance(model, cfg, h100(0)) is None
 
 
 def test_the_signal_comes_a_step_a_checkpoint_and_a_minute_before_the_end():
@@ -453,6 +475,24 @@ def test_the_signal_comes_a_step_a_checkpoint_and_a_minute_before_the_end():
     assert pace.signal_seconds(model, changed(Config(), ranks=8), 100.0) == 100 + 14 * 8 + 60
     assert pace.signal_seconds(model, changed(Config(), ranks=32), 100.0) == 100 + 5 * 8 + 60
     assert pace.signal_seconds(model, Config(), 1e6) == 65535
+
+
+# --- the GPU --------------------------------------------------------------------------------------
+
+
+def test_a_gpu_is_named_or_that_of_the_machine(monkeypatch):
+    assert planned("auto") == planned("h100") == Gpu("H100", 79 * GIB, 989e12, 3.35e12, 450e9)
+    assert planned("h200")._replace(name="H100", memory=0, hbm=0) == h100(0)._replace(hbm=0)
+    assert planned("b200").memory == 178 * GIB and planned("b200").flops > 2 * planned("h100").flops
+    found = SimpleNamespace(name="NVIDIA H200", total_memory=150_000_000_000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    here = planned("auto")
+    assert (here.memory, here.hbm) == (150e9, planned("h200").hbm) and "NVIDIA H200" in here.name
+    assert planned("b200").name == "B200"
+    found.name = "NVIDIA RTX 6000 Ada Generation"
+    assert planned("auto").hbm == 3.35e12 and planned("auto").memory == 150e9
+    assert planned("auto").name == "NVIDIA RTX 6000 Ada Generation, as fast as an H100"
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -494,7 +534,7 @@ def test_the_table_of_gsm8k(folder):
         "layers keep": 28 * 2 * 8192 * 1024,
         "= peak, with reserve": 28 * 596_049_920 + 4 * GIB,
         "weights, bf16": 2 * 596_049_920,
-        "KV": 0.4 * 80 * GIB - 2 * 596_049_920 - 4 * GIB,
+        "KV": 0.4 * 79 * GIB - 2 * 596_049_920 - 4 * GIB,
         "host, while loading": 4 * 596_049_920,
     }.items():
         assert float(cell(text, label)) == pytest.approx(value / GIB, abs=5e-3), label
@@ -515,33 +555,33 @@ def test_the_table_of_the_math_blend(folder):
     assert text.startswith("Qwen3-1.7B: 1,720,574,976 parameters\n")
     for label, value in {
         "= peak, with reserve": 28 * 1_720_574_976 + 4 * GIB,
-        "KV": 0.35 * 80 * GIB - 2 * 1_720_574_976 - 4 * GIB,
+        "KV": 0.35 * 79 * GIB - 2 * 1_720_574_976 - 4 * GIB,
     }.items():
         assert float(cell(text, label)) == pytest.approx(value / GIB, abs=5e-3), label
     assert (cell(text, "samples"), cell(text, "tokens, at most")) == ("512", "1,572,864")
     assert "GPUs shared by both: 1" in text and "everything fits" in text
     more = changed(cfg, engine={"args": {"gpu_memory_utilization": 0.45}})
-    assert "PROBLEM: a shared GPU takes 84.87 of 80.00 GiB" in dry_run.explain(more, Config)
+    assert "PROBLEM: a shared GPU takes 84.42 of 79.00 GiB" in dry_run.explain(more, Config)
 
 
 def test_the_table_fits_a_screen_and_follows_the_gpu(folder):
     cfg = changed(Config(model=folder("8B", **QWEN_8B)), count=12, ranks=12)
-    text = dry_run.explain(changed(cfg, gpu_gib=141.0), Config)
+    text = dry_run.explain(changed(cfg, gpu="h200"), Config)
     assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 100
-    assert "assumed: 141 GiB" in text and "of 141.00" in text
+    assert "assumed: H200: 139.00 GiB" in text and "of 139.00" in text
     assert "nodes of 8: 3" in text and "--nodes=3 --ntasks-per-node=1 --gpus-per-node=8" in text
     assert cell(text, "weight update") == "0.33"
     longest, least = re.search(
         r"longest rollout +([\d.]+) .*at lag 1 a step of ([\d.]+) at least", text
     ).groups()
     assert float(least) == pytest.approx(float(longest) / 2, abs=0.01)
-    assert cell(text, "= step") == f"{max_of_limits(cfg, 141 * GIB):,.2f}"
+    assert cell(text, "= step") == f"{max_of_limits(cfg, planned('h200')):,.2f}"
 
 
-def max_of_limits(cfg: Config, gpu: float) -> float:
+def max_of_limits(cfg: Config, gpu: Gpu) -> float:
     model = sizes.read_model(cfg.model)
-    both = pace.generation_seconds(model, cfg, gpu), pace.train_seconds(model, cfg)
-    return max(*both, pace.longest_seconds(model, cfg) / 2) + 2 * model.params / 50e9
+    both = pace.generation_seconds(model, cfg, gpu), pace.train_seconds(model, cfg, gpu)
+    return max(*both, pace.longest_seconds(model, cfg, gpu) / 2) + 2 * model.params / 50e9
 
 
 NANO = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48}
@@ -565,7 +605,7 @@ def test_the_table_of_a_megatron_layout(folder):
     for label, value in megatron_sizes.token_bytes(shape, cfg.policy).items():
         assert cell(text, label) == f"{value:,.0f}"
     tokens = 256 * 16 * 65536 * pace.MEAN_SHARE / 2
-    seconds = pace.traffic_seconds(shape, cfg)
+    seconds = pace.traffic_seconds(shape, cfg, planned("h100"))
     sent = megatron_sizes.token_bytes(shape, cfg.policy)
     assert seconds["tp"] == pytest.approx(sent["tp"] * tokens / 450e9)
     assert seconds["pp"] == pytest.approx(sent["pp"] * tokens / 50e9)  # 16 ranks are two nodes
@@ -588,7 +628,7 @@ def test_splits_of_megatron_hold_whole_layouts(folder):
     nano = folder("30B", "Qwen3MoeConfig", num_key_value_heads=4, **NANO)
     cfg = changed(Config(model=nano), count=16, ranks=16, row_tokens=16384, **layout)
     model = sizes.read_model(nano)
-    best = pace.balance(model, cfg, 141 * GIB)
+    best = pace.balance(model, cfg, h100(141))
     assert best.policy.ranks % 4 == 0 and best.engine.count + best.policy.ranks == 32
     assert pace.trainer_bytes(model, best) <= 141 * GIB
 

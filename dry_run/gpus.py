@@ -1,0 +1,36 @@
+"""The GPUs that a run may be planned for."""
+
+from typing import NamedTuple
+
+import torch
+
+from dry_run.sizes import GIB
+
+
+class Gpu(NamedTuple):
+    """A GPU: the memory that torch finds on it, and the speeds of its data sheet, a second."""
+
+    name: str
+    memory: float  # bytes
+    flops: float  # dense bf16
+    hbm: float  # bytes
+    nvlink: float  # bytes to the other GPUs of its node, in one direction
+
+
+H100 = Gpu("H100", 79 * GIB, 989e12, 3.35e12, 450e9)
+H200 = Gpu("H200", 139 * GIB, 989e12, 4.8e12, 450e9)
+B200 = Gpu("B200", 178 * GIB, 2250e12, 8e12, 900e9)
+
+
+def planned(choice: str) -> Gpu:
+    """The GPU that --gpu names; of "auto" the one of this machine, or an H100 where it has none.
+
+    A GPU that is none of these has its own memory and an H100's speeds.
+    """
+    every = {gpu.name.lower(): gpu for gpu in (H100, H200, B200)}
+    if choice != "auto" or not torch.cuda.is_available():
+        return every.get(choice, H100)
+    found = torch.cuda.get_device_properties(0)
+    like = next((gpu for gpu in every.values() if gpu.name in found.name), H100)
+    name = f"{found.name}, as fast as an {like.name}"
+    return like._replace(name=name, memory=found.total_memory)
