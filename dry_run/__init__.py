@@ -192,7 +192,7 @@ def traffic_rows(shape: megatron_sizes.Shape, cfg: "AnyConfig", gpu: Gpu) -> lis
     seconds = {k: f"{v:,.2f} s a step" for k, v in pace.traffic_seconds(shape, cfg, gpu).items()}
     nvlink = f"{gpu.nvlink / 1e9:g} GB/s inside a node"
     return [
-        f"sent by a trainer rank, not in the step below; {nvlink}",
+        f"sent by a trainer rank; of this only Mamba's over cp is in the step; {nvlink}",
         *(row(k, f"{v:,.0f}", f"bytes a token; {seconds[k]}") for k, v in tokens.items()),
         *(row(k, gib(v), f"GiB an update; {seconds[k]}") for k, v in steps.items()),
     ]
@@ -235,7 +235,12 @@ def step_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     flash = dataclasses.replace(cfg.policy, attention="flash_attention_2")
     flops = pace.train_flops(model, cfg)
     ratio = flops / pace.train_flops(model, dataclasses.replace(cfg, policy=flash))
-    waste = f", {ratio:.1f} x those of flash_attention_2" if ratio > 1 else ""
+    exposed = pace.exposed_seconds(cfg, gpu)
+    note = f"{flops:.3g} FLOPs"
+    if ratio > 1:
+        note += f", {ratio:.1f} x those of flash_attention_2"
+    if exposed:
+        note += f"; Mamba's all-to-all over cp {exposed:,.2f}"
     seconds = pace.limits(model, cfg, gpu)
     binds = max(seconds, key=lambda name: seconds[name])
     generation = pace.generation_seconds(model, cfg, gpu)
@@ -244,7 +249,7 @@ def step_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
         row("samples", f"{samples:,}", f"{cfg.prompts_per_step} prompts x {cfg.group_size}"),
         row("tokens, at most", f"{tokens:,}", f"mean {pace.MEAN_SHARE * tokens:,.0f}"),
         row("generation", f"{generation:,.2f}", f"{batch:,.0f} sequences at once in each engine"),
-        row("training", f"{pace.train_seconds(model, cfg, gpu):,.2f}", f"{flops:.3g} FLOPs{waste}"),
+        row("training", f"{pace.train_seconds(model, cfg, gpu):,.2f}", note),
         row("longest rollout", f"{longest:,.2f}", f"{alone}; {least} at least"),
         row("weight update", f"{pace.sync_seconds(model):,.2f}", "floor: one broadcast, bf16"),
         row("= step", f"{pace.step_seconds(model, cfg, gpu):,.2f}", f"bound by {binds}"),

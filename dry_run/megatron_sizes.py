@@ -295,17 +295,28 @@ def token_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, flo
     split = tp * s.head_dim > s.key  # then all slices of q, k, v are gathered
     qkv = (2 + again) * count("*") * split * (s.query + 2 * s.key)
     gathered = ((5 + 2 * again) * pairs + 4) * H + qkv
-    groups = max(s.groups, tp * cp) * s.state
-    mamba = (3 * s.mamba + 2 * groups + s.mamba_heads) / (tp * cp)
-    attention = (2 + again) * (count("*") * 2 * K + count("M") * mamba)
+    keys = (2 + again) * count("*") * 2 * K
     routed = (2 + again) * count("E") * s.chosen * (2 * b * s.seen + 4)
     return {
         # Two float32 numbers of each token from every slice of the vocabulary.
         "tp": ring(tp) * (b * gathered + 8 * tp) / (cp * pp),
-        "cp": ring(cp) * (b * attention + 8) / pp,  # and the row's float32 logprobs, all-reduced
+        # And the row's float32 logprobs, all-reduced.
+        "cp": ring(cp) * (b * keys + 8) / pp + mamba_exchange(s, layout, b),
         "pp": 2 * ring(pp) * b * H / (tp * cp),
         "ep": ring(layout.ep) * routed / (tp * cp * pp),
     }
+
+
+def mamba_exchange(s: Shape, layout: "PolicySettings", b: int = 2) -> float:
+    """Bytes that Mamba's all-to-alls over cp send for each place, while a rank does nothing else.
+
+    Gate, x, B, C and dt, all places of some heads for some places of all heads; the output back.
+    """
+    ranks = layout.tp * layout.cp
+    groups = max(s.groups, ranks) * s.state
+    each = (3 * s.mamba + 2 * groups + s.mamba_heads) / ranks
+    passes = 2 + layout.activation_checkpointing
+    return ring(layout.cp) * b * passes * s.layers.count("M") * each / layout.pp
 
 
 def step_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:

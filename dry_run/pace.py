@@ -119,9 +119,25 @@ def train_flops(model: Model, cfg: "Config") -> float:
     return passes * (2 * (model.active - model.embedding) + attention) * tokens
 
 
+def bandwidth(gpu: Gpu, ranks: int) -> float:
+    """Bytes a second between neighbours, so many that they share a node or do not."""
+    return gpu.nvlink if ranks <= NODE_GPUS else NETWORK_BYTES_S
+
+
+def exposed_seconds(cfg: "Config", gpu: Gpu) -> float:
+    """Seconds of a step in which trainer ranks wait for Mamba's all-to-alls over cp."""
+    layout = cfg.policy
+    if layout.cp == 1:
+        return 0.0
+    tokens = MEAN_SHARE * step_tokens(cfg) / layout.replicas
+    sent = megatron_sizes.mamba_exchange(megatron_sizes.read_shape(cfg.model, layout), layout)
+    return tokens * sent / bandwidth(gpu, layout.tp * layout.cp)
+
+
 def train_seconds(model: Model, cfg: "Config", gpu: Gpu) -> float:
     """Seconds in which all trainer ranks train a batch of mean responses."""
-    return train_flops(model, cfg) / (cfg.policy.ranks * MFU * gpu.flops)
+    work = train_flops(model, cfg) / (cfg.policy.ranks * MFU * gpu.flops)
+    return work + exposed_seconds(cfg, gpu)
 
 
 def sync_seconds(model: Model) -> float:
@@ -141,8 +157,7 @@ def traffic_seconds(shape: megatron_sizes.Shape, cfg: "Config", gpu: Gpu) -> dic
     sent |= megatron_sizes.step_bytes(shape, layout)
     span = dict.fromkeys(("gradients", "parameters"), layout.ranks // layout.pp)
     span |= {"tp": layout.tp, "cp": layout.tp * layout.cp, "pp": layout.ranks, "ep": layout.ep}
-    inside = {axis: ranks <= NODE_GPUS for axis, ranks in span.items()}
-    return {k: v / (gpu.nvlink if inside[k] else NETWORK_BYTES_S) for k, v in sent.items()}
+    return {axis: size / bandwidth(gpu, span[axis]) for axis, size in sent.items()}
 
 
 def limits(model: Model, cfg: "Config", gpu: Gpu) -> dict[str, float]:
