@@ -208,6 +208,8 @@ def engine_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     share = f"{utilization:g} of {gib(gpu.memory)}, less weights and reserve"
     layers = f"{model.kv_layers} of {model.layers} layers"
     whole = tokens / length
+    left = (1 - utilization) * gpu.memory
+    beside = f"the largest layer uncut, and its part; free are {gib(left)}"
     more = "" if whole >= at_once else f"; not max_num_seqs = {at_once}"
     return [
         "memory of an engine's GPU, GiB",
@@ -220,6 +222,7 @@ def engine_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
             else []
         ),
         row("KV tokens", f"{tokens:,}", f"{whole:,.1f} sequences of {length:,}{more}"),
+        row("+ in an update", gib(sizes.reload_bytes(model, cfg)), beside),
     ]
 
 
@@ -303,7 +306,9 @@ def problems(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     tp = cfg.engine.tensor_parallel
     length = cfg.sampling.max_model_len
     trainer = pace.trainer_bytes(model, cfg)
-    engine = cfg.engine.arguments["gpu_memory_utilization"] * gpu.memory
+    utilization = cfg.engine.arguments["gpu_memory_utilization"]
+    engine = utilization * gpu.memory
+    update = sizes.reload_bytes(model, cfg)
     held = [g.get("trainer", 0) * trainer + g.get("engine", 0) * engine for g in pace.place(cfg)]
     most = max(held, default=trainer)
     tokens = sizes.kv_tokens(model, cfg, gpu.memory, length)
@@ -325,6 +330,12 @@ def problems(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
             tokens < length,
             f"an engine's KV holds {tokens:,} tokens, sampling.max_model_len = {length:,}: raise"
             " engine.tensor_parallel or, in engine.args, gpu_memory_utilization",
+        ),
+        (
+            cfg.gpu_share == 1 and engine + update > gpu.memory,
+            f"a weight update takes {gib(update)} GiB of an engine's GPU, of which"
+            f" gpu_memory_utilization = {utilization:g} leaves {gib(gpu.memory - engine)}: lower it"
+            " in engine.args",
         ),
         (model.heads % tp, f"engine.tensor_parallel = {tp} must divide {model.heads} heads"),
         (

@@ -39,6 +39,7 @@ class Model:
     embedding: int  # that are only looked up: 0 where the head is tied to them
     root: int  # outside of decoder layers
     layer: int  # in the largest decoder layer
+    experts: int  # routed, in the layer that has most
     biggest: int  # in the largest tensor
     layers: int
     kv_layers: int
@@ -81,7 +82,7 @@ def read_model(folder: str) -> Model:
 
     sizes = {name: p.numel() for name, p in lm.named_parameters()}
     units = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
-    layers = [sum(p.numel() for p in unit.parameters()) for unit in units]
+    layers = [{name: p.numel() for name, p in unit.named_parameters()} for unit in units]
     embedding = lm.get_input_embeddings().weight
     head = lm.get_output_embeddings().weight
     vocab, hidden = head.shape
@@ -92,11 +93,12 @@ def read_model(folder: str) -> Model:
     return Model(
         name=Path(folder).name,
         params=sum(sizes.values()),
-        routed=sum(size for name, size in sizes.items() if ".experts." in name),
+        routed=routed(sizes),
         expert_share=get("num_experts_per_tok") / experts if experts else 1.0,
         embedding=0 if embedding is head else embedding.numel(),
-        root=sum(sizes.values()) - sum(layers),
-        layer=max(layers),
+        root=sum(sizes.values()) - sum(sum(layer.values()) for layer in layers),
+        layer=max(sum(layer.values()) for layer in layers),
+        experts=max(routed(layer) for layer in layers),
         biggest=max(sizes.values()),
         layers=len(layers),
         kv_layers=sum(kind not in WITHOUT_KV for kind in kinds),
@@ -109,6 +111,11 @@ def read_model(folder: str) -> Model:
         ffn=feed_forward_bytes(hidden, get),
         vocab=vocab,
     )
+
+
+def routed(sizes: dict[str, int]) -> int:
+    """Parameters of routed experts, of all by name."""
+    return sum(size for name, size in sizes.items() if ".experts." in name)
 
 
 class Get(Protocol):
@@ -224,6 +231,18 @@ def moments(model: Model, cfg: "Config") -> dict[str, int]:
 def trainer_bytes(model: Model, cfg: "Config") -> float:
     """Peak of a rank: its states, its fullest moment, the reserve."""
     return sum(states(model, cfg).values()) + max(moments(model, cfg).values()) + RESERVE
+
+
+def reload_bytes(model: Model, cfg: "Config") -> float:
+    """What a weight update takes of an engine's GPU, beside gpu_memory_utilization.
+
+    vLLM keeps what comes of a layer whole, for all ranks of tp, until no tensor of it is missing;
+    then it makes this rank's part anew (model_loader/reload/layerwise.py). Tensors come in buckets.
+    Those for shared GPUs lie in the host's memory.
+    """
+    layer = 2 * max(model.experts, model.biggest)
+    part = layer / cfg.engine.tensor_parallel
+    return part if cfg.gpu_share < 1 else layer + part + BUCKET_BYTES
 
 
 def kv_bytes(model: Model, tp: int) -> int:

@@ -62,6 +62,7 @@ SUPER = Model(
     embedding=131072 * 4096,
     root=2 * 131072 * 4096,
     layer=2_900_000_000,
+    experts=512 * 2 * 2688 * 1024,
     biggest=131072 * 4096,
     layers=88,
     kv_layers=8,
@@ -147,6 +148,7 @@ def test_of_experts_a_token_meets_its_share(folder):
     routed = 3 * 8 * 3 * 24 * 32
     rest = 3 * (attention + router + 2 * 32) + 2 * 100 * 32 + 32
     assert (model.routed, model.params) == (routed, routed + rest)
+    assert model.experts == routed / 3
     assert model.active == rest + routed / 4
     assert model.ffn == 2 * (8 * 24 + 4 * 32)
     counted = f"moe: {model.params:,} parameters, {model.active:,.0f} of them active"
@@ -333,6 +335,25 @@ def test_the_states_of_super_leave_room_for_37_sequences_and_not_57():
     rounds = 4096 * 16384 / (144 * pace.batch_size(SUPER, cfg, gpu))
     each = pace.decode_seconds(SUPER, 4, pace.batch_size(SUPER, cfg, gpu), 8192, gpu)
     assert pace.generation_seconds(SUPER, cfg, gpu) == pytest.approx(rounds * each)
+
+
+def test_an_update_needs_room_beside_the_engines_share(folder):
+    """Super's layer of experts is 5.6 GB before it is cut, and dense layers are small."""
+    cfg = changed(Config(), tensor_parallel=4)
+    layer = 2 * 512 * 2 * 2688 * 1024
+    assert layer == pytest.approx(5.6e9, rel=0.01)
+    assert sizes.reload_bytes(SUPER, cfg) == 1.25 * layer + 2**28
+    assert sizes.reload_bytes(SUPER, changed(cfg, tensor_parallel=1, gpu_share=0.5)) == layer
+    base = {"ranks": 16, "row_tokens": 16384, "attention": "flash_attention_2"}
+    cfg = changed(Config(model=folder("8B", **QWEN_8B)), **base)
+    model = sizes.read_model(cfg.model)
+    embedding = 2 * 151936 * 4096
+    assert (model.experts, sizes.reload_bytes(model, cfg)) == (0, 2 * embedding + 2**28)
+    assert "a weight update takes" not in dry_run.explain(cfg, Config)
+    text = dry_run.explain(changed(cfg, engine={"args": {"gpu_memory_utilization": 0.97}}), Config)
+    assert cell(text, "in an update") == "2.57"
+    assert "a weight update takes 2.57 GiB of an engine's GPU, of which gpu_memory_util" in text
+    assert "= 0.97 leaves 2.37: lower it in engine.args" in text
 
 
 def test_every_rank_of_a_node_loads_the_model():
