@@ -8,9 +8,11 @@ import itertools
 import logging
 import math
 import pickle
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from runtime.settings import Timeouts
 
 BUCKET_BYTES = 256 << 20
+AHEAD = 3  # broadcasts that may be on their way while the next bucket is gathered
 ROW_BYTES = 1 << 14  # that a digest adds up at once, of which a bucket is a multiple
 RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
 
@@ -131,10 +134,13 @@ def checksum(digests: list[Tensor]) -> int:
 class Sender:
     """The trainer's side of weight updates. Every rank has one; only rank 0 joins the engines."""
 
+    joined: ClassVar["Sender | None"] = None  # this process's
+
     def __init__(self, policy: "Policy", timeouts: "Timeouts", shares_gpu: bool):
         self.policy = policy
         self.wire = Wire(policy.weight_metas(), timeouts.answer, timeouts.sync, shares_gpu)
         self.group: Any = None  # of rank 0 and the engines' workers
+        self.aborted = False
         self.staged: Iterator[Tensor] | None = None  # buffers, the first of them gathered
 
     @property
@@ -145,6 +151,18 @@ class Sender:
     def join(self, store: dist.Store, world: int) -> None:
         """Meets the engines' workers at a store; rank 0 of the trainer alone calls it."""
         self.group = self.wire.group(store, 0, world)
+        self.aborted = False
+        Sender.joined = self
+
+    @classmethod
+    def abort(cls) -> None:
+        """Ends the update that this process sends; called in another thread than `send`.
+
+        Under NCCL nothing else does: a lost engine leaves the others waiting in their kernels.
+        """
+        if cls.joined:
+            cls.joined.aborted = True
+            cls.joined.group.abort()
 
     def stage(self) -> None:
         """Gathers the first bucket while the engines still generate; collective over the ranks."""
@@ -155,23 +173,42 @@ class Sender:
         """Gathers all weights and, on rank 0, broadcasts them; collective over the ranks.
 
         Rank 0 returns a checksum of them if `verify`, else 0. Raises RuntimeError where a receiver
-        is gone, after the last gather.
+        is gone or the deadline is over, after the last gather.
         """
         packed = self.staged or gathered(self.policy.named_weights(), self.wire)
         self.staged = None
-        error = None
         digests: list[Tensor] = []
-        for buffer in packed:
-            if verify and self.group:
-                digests.append(digest(buffer))
-            try:
-                if self.group and not error:
-                    self.group.broadcast(buffer, 0).wait()
-            except RuntimeError as lost:
-                error = lost  # the gathering goes on: the other ranks take part in it
-        if error:
-            raise error
+        on_their_way: deque = deque()
+        try:
+            for buffer in packed:
+                if not self.group:
+                    continue
+                if verify:
+                    digests.append(digest(buffer))
+                on_their_way.append(self.group.broadcast(buffer, 0))
+                on_their_way[-1].wait()
+                self.finish(on_their_way, AHEAD)
+            self.finish(on_their_way, 0)
+        except RuntimeError:
+            deque(packed, maxlen=0)  # the other ranks take part in the gathering
+            raise
         return checksum(digests)
+
+    def finish(self, broadcasts: deque, left: int) -> None:
+        """Waits until at most so many broadcasts are on their way. Raises RuntimeError.
+
+        `wait()` of NCCL only orders streams: that an engine is gone shows nowhere.
+        """
+        deadline = time.monotonic() + self.wire.seconds
+        for _ in range(len(broadcasts) - left):
+            work = broadcasts.popleft()
+            while not work.is_completed() and not self.aborted:
+                if time.monotonic() > deadline:
+                    self.abort()
+                time.sleep(1e-3)
+        if self.aborted:
+            why = f"an engine is lost, or {self.wire.seconds:.0f} s are over"
+            raise RuntimeError(f"the broadcast of weights was ended: {why}")
 
 
 class WeightReceiver:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import ray
 from tqdm import tqdm
 
-from policy.weight_sync import Wire
+from policy.weight_sync import Sender, Wire
 from runtime import placement
 from runtime.cluster import Cluster, actor
 from runtime.console import phase
@@ -259,7 +259,11 @@ class Fleet:
         await asyncio.wait(received, timeout=2 if errors else 0)
         error = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
         self.discard([e for t, e in received.items() if not t.done() or t.exception()], error)
-        # The dead engines' sockets are closed now, so a send that waits for them ends as well.
+        # The dead engines' sockets are closed now, so a send that waits for them ends as well. NCCL
+        # has none, and must be told.
+        first_rank = self.cluster.trainers[0]
+        told = first_rank.call.options(concurrency_group="watch").remote(Sender.abort)
+        await answer(told, self.cfg.timeouts.answer, "trainer rank 0")
         await within(limit, "the trainers' sends to end", asyncio.wait(sent))
         raise error
 

@@ -25,7 +25,24 @@ class Network:
         if len(self.sent) == self.breaks_at:
             raise RuntimeError("connection closed by peer")
         self.sent.append(buffer.clone())
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+
+class Silent:
+    """A group like NCCL's, an engine of which is lost: `wait` returns, and nothing is ever sent.
+
+    Aborted, its broadcasts count as completed and still raise nothing.
+    """
+
+    def __init__(self):
+        self.sent, self.ended = 0, False
+
+    def broadcast(self, buffer, root):
+        self.sent += 1
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: self.ended)
+
+    def abort(self):
+        self.ended = True
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -117,6 +134,38 @@ def test_a_lost_receiver_does_not_stop_the_gathers_that_other_ranks_join(monkeyp
     assert sending.policy.gathered == list(weights())
 
 
+@pytest.mark.parametrize("limit", [64, 1 << 20])
+def test_a_send_that_nothing_would_ever_end_is_ended_from_another_thread(monkeypatch, limit):
+    """All gathers are done, and no more was on its way than may be."""
+    monkeypatch.setattr(weight_sync.buckets, "__defaults__", (limit,))
+    sending = sender(Weights(weights()))
+    monkeypatch.setattr(weight_sync.Sender, "joined", sending)
+    sending.group = Silent()
+    with ThreadPoolExecutor(1) as rank:
+        sent = rank.submit(sending.send, False)
+        with pytest.raises(TimeoutError):
+            sent.result(0.2)
+        assert 1 <= sending.group.sent <= weight_sync.AHEAD + 1
+        weight_sync.Sender.abort()
+        with pytest.raises(RuntimeError, match="an engine is lost, or 600 s are over"):
+            sent.result(5)
+    assert sending.policy.gathered == list(weights())
+
+
+def test_a_send_that_nothing_would_ever_end_has_a_deadline(monkeypatch):
+    sending = weight_sync.Sender(Weights(weights()), Timeouts(sync=0.1), shares_gpu=True)
+    monkeypatch.setattr(weight_sync.Sender, "joined", sending)
+    sending.group = Silent()
+    with pytest.raises(RuntimeError, match="the broadcast of weights was ended"):
+        sending.send(verify=False)
+    assert sending.group.ended and sending.policy.gathered == list(weights())
+
+
+def test_a_process_that_sends_nothing_has_nothing_to_abort(monkeypatch):
+    monkeypatch.setattr(weight_sync.Sender, "joined", None)
+    weight_sync.Sender.abort()
+
+
 @pytest.mark.parametrize("drop", ["a", "c", "e"])
 def test_weights_that_were_not_announced_are_refused(drop):
     tensors = weights()
@@ -126,10 +175,11 @@ def test_weights_that_were_not_announced_are_refused(drop):
 
 
 @pytest.mark.slow
-def test_both_sides_meet_at_a_store():
+def test_both_sides_meet_at_a_store(monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=30), wait_for_workers=False)
     tensors = weights()
     sending = sender(Weights(tensors))
+    monkeypatch.setattr(weight_sync.Sender, "joined", None)
     receiver = weight_sync.WeightReceiver()
     receiver.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     wire = pickle.dumps(sending.wire)

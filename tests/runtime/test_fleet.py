@@ -9,6 +9,7 @@ import pytest
 
 from grpo_async import Config, Engines, RolloutBuffer
 from policy import WeightMeta
+from policy.weight_sync import Sender
 from runtime import fleet
 from runtime.fleet import Fleet, Received
 from runtime.placement import Places
@@ -300,6 +301,30 @@ def test_an_engine_that_does_not_answer_an_update_is_replaced(house):
         await asyncio.wait_for(home.engines.sync(1), 5)
         assert home.killed == [silent] and engines.serving() == [well]
         assert isinstance(engines.error, TimeoutError) and "no answer" in str(engines.error)
+
+    asyncio.run(main())
+
+
+def test_a_send_that_a_lost_engine_leaves_hanging_is_ended(house):
+    """As NCCL does: the trainer's call returns only once its group is aborted."""
+
+    async def main():
+        home = house(2, timeouts={"sync": 60})
+        await home.open()
+        lost, well = home.made
+        hanging = Answer(...)
+        lost.answers["update_weights"] = RuntimeError("it died")
+        home.trainer.answers["send_weights"] = lambda _: hanging
+
+        def call(function, *_):
+            if function == Sender.abort:
+                assert home.killed == [lost]
+                home.trainer.answers["send_weights"] = {}
+                hanging.give(RuntimeError("the broadcast of weights was ended"))
+
+        home.trainer.answers["call"] = call
+        await asyncio.wait_for(home.engines.sync(1), 5)
+        assert home.updates(well) == [0, 1, 1]
 
     asyncio.run(main())
 
