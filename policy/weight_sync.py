@@ -7,12 +7,16 @@ engines (nccl, ipc, ...) do not run on a CPU.
 import itertools
 import logging
 import math
+import os
 import pickle
+import select
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -29,6 +33,7 @@ BUCKET_BYTES = 256 << 20
 AHEAD = 3  # broadcasts that may be on their way while the next bucket is gathered
 ROW_BYTES = 1 << 14  # that a digest adds up at once, of which a bucket is a multiple
 RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
+OWNER = "GRPO_ASYNC_ACTOR"  # the variable that names the process around an engine
 
 
 class Wire(NamedTuple):
@@ -211,6 +216,21 @@ class Sender:
             raise RuntimeError(f"the broadcast of weights was ended: {why}")
 
 
+def end_with(pid: int) -> None:
+    """Kills this process as soon as another one has ended, whatever it is doing then.
+
+    Raises ProcessLookupError where that has happened already.
+    """
+    other = select.poll()
+    other.register(os.pidfd_open(pid), select.POLLIN)
+
+    def watch() -> None:
+        other.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 class WeightReceiver:
     """Mixed into vLLM's workers through `worker_extension_cls`."""
 
@@ -218,6 +238,15 @@ class WeightReceiver:
     model_runner: Any
     device: torch.device
     updates = 0  # that were received
+
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        """Before a worker is built. vLLM's processes would outlive an actor that is killed, and
+        keep its GPU (vllm#55510).
+        """
+        owner = int(os.environ.get(OWNER, os.getpid()))
+        if owner != os.getpid():
+            end_with(owner)
+        return super().__new__(cls)
 
     def join_sync_group(
         self, wire: bytes, host: str, port: int, first_rank: int, world: int

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from envs.rows import quarantine
+from policy.weight_sync import OWNER
 from runtime import placement
 from runtime.config import InputError, shown
 from runtime.console import phase
@@ -27,6 +28,12 @@ from runtime.settings import RunSettings
 from runtime.waits import within
 
 ROOT = Path(__file__).parent.parent
+# A killed actor takes its children along. Not by Ray's subreaper: with that, every program that an
+# actor starts seems to exit with status 0.
+CLEANING = {
+    "process_group_cleanup_enabled": True,
+    "kill_child_processes_on_worker_exit_with_raylet_subreaper": False,
+}
 
 
 class Ranks:
@@ -164,6 +171,7 @@ def actor(cls: type, gpus: float, cfg: RunSettings, **options: Any) -> Any:
 
         def __init__(self, *args: Any):
             redirect(folder, cls.__name__)
+            os.environ[OWNER] = str(os.getpid())
             super().__init__(*args)
 
         def call(self, function: Callable, *args: Any) -> Any:
@@ -262,7 +270,8 @@ def connect(cfg: RunSettings) -> placement.Places:
     # fetched has raised the error already.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Never a cluster that somebody else has left running here.
-    local = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    local: dict[str, Any] = {"address": "local", "include_dashboard": False}
+    local |= {"_node_ip_address": "127.0.0.1", "_system_config": CLEANING}
     address = os.environ.get("RAY_ADDRESS")
     check_address(address or "")
     try:

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from conftest import write_rows
@@ -39,6 +40,22 @@ def test_engines_and_workers_that_are_killed_are_replaced(tiny_config):
     assert not survivors(family) and not program.pids("Generator")
     program.check_slots(cfg, rows=64, steps=len(program.steps()))
     assert not program.lines("dropped.jsonl")
+
+
+def test_no_process_of_vllm_outlives_its_actor(tiny_config):
+    """Not even where Ray, which would end it, is killed in the same moment."""
+    program = Program(tiny_config(steps=10_000, save_period=0))
+    try:
+        program.wait_until(lambda: len(program.steps()) >= 1)
+        (generator,) = program.pids("Generator")
+        cores = dict.fromkeys(program.engine_cores(), b"EngineCore")
+        raylet = int(Path(f"/proc/{generator}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        assert cores and b"raylet" in Path(f"/proc/{raylet}/cmdline").read_bytes()
+        end(raylet)
+        end(generator)
+        assert not survivors(cores, 10)
+    finally:
+        program.stop()
 
 
 BROKEN_ENVIRONMENT = """

@@ -1,6 +1,10 @@
 """Buckets on the wire, without an engine."""
 
+import os
 import pickle
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -10,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from policy import WeightMeta, weight_sync
+from runtime.cluster import ROOT
 from runtime.settings import Timeouts
 from support.host_waits import HostWaits
 
@@ -190,6 +195,38 @@ def test_both_sides_meet_at_a_store(monkeypatch):
         arrived = engine.submit(lambda: dict(receiver.incoming([], verify=False)))
         sending.send(verify=False)
         assert all(torch.equal(arrived.result()[name], tensors[name]) for name in tensors)
+
+
+WORKER = """
+import threading
+from policy.weight_sync import WeightReceiver
+WeightReceiver()
+print("watches", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_s_process_ends_with_the_actor_around_it():
+    """That is killed and so tells nobody; the process waits, as it would for a kernel."""
+    with subprocess.Popen(["sleep", "60"]) as actor:
+        env = os.environ | {weight_sync.OWNER: str(actor.pid)}
+        command = [sys.executable, "-c", WORKER]
+        with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE) as worker:
+            try:
+                assert worker.stdout.readline() == b"watches\n" and worker.poll() is None
+                actor.kill()
+                assert worker.wait(10) == -signal.SIGKILL
+            finally:
+                worker.kill()
+
+
+def test_outside_an_engine_nothing_is_watched(monkeypatch):
+    monkeypatch.setattr(weight_sync, "end_with", None)
+    monkeypatch.delenv(weight_sync.OWNER, raising=False)
+    weight_sync.WeightReceiver()
+    monkeypatch.setenv(weight_sync.OWNER, str(os.getpid()))
+    weight_sync.WeightReceiver()
 
 
 def test_a_checksum_sees_a_flipped_bit_and_swapped_bytes_and_buckets():

@@ -189,3 +189,34 @@ def test_a_second_ctrl_c_ends_the_program_at_once(handlers):
 
     with pytest.raises(SystemExit, match="interrupted; --resume auto goes on from the last"):
         asyncio.run(main())
+
+
+CHILDREN = """
+import os, signal, subprocess, sys, time
+import ray
+from grpo_async import Config
+from runtime.cluster import connect
+connect(Config())
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def start(self):
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        return os.getpid(), self.child.pid, subprocess.run(["false"]).returncode
+
+pid, child, status = ray.get(Actor.remote().start.remote())
+os.kill(pid, signal.SIGKILL)
+time.sleep(5)
+print(status, os.path.exists(f"/proc/{child}"), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_actor_takes_its_children_along_and_programs_keep_their_status():
+    """Whatever Ray was told outside: by its subreaper `false` would seem to succeed."""
+    told = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true"}
+    told |= {"RAY_process_group_cleanup_enabled": "false"}
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | told
+    command = [sys.executable, "-c", CHILDREN]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "1 False", done.stdout + done.stderr
