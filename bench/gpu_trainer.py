@@ -1,6 +1,6 @@
 """One training step of policy/fsdp.py on one GPU: tokens/s, MFU against a measured matmul, memory.
 
-    python bench/gpu_trainer.py [ATTENTION]     transformers' attn_implementation, flex_attention
+    python bench/gpu_trainer.py [ATTENTION...]     each as policy.attention; auto without any
 
 Needs torch, transformers, triton and safetensors alone; weights are random. Rows are packed with
 sequences of 8,192 tokens. MFU counts the forward and backward pass of the network once, 6 FLOPs a
@@ -10,6 +10,7 @@ checkpointing computes again. On a CPU it checks itself on tiny sizes.
 
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import policy.fsdp
+from policy.attention import implementation
 from policy.fsdp import FSDPPolicy
 
 GPU = torch.cuda.is_available()
@@ -148,26 +150,26 @@ def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> N
     (seconds, peak), (plain_seconds, plain_peak) = peaks
     rate = train_flops(config, trained.lm, tokens) / seconds
     print(
-        f"{name:13}{tokens:8,}{tokens / seconds:12,.0f}{rate / 1e12:9.2f}{rate / ceiling:8.2f}"
-        f"{peak:10.1f}{plain_peak:12.1f}{plain_seconds / seconds:12.2f}",
+        f"{name:13}{attention[:11]:12}{tokens:8,}{tokens / seconds:12,.0f}{rate / 1e12:9.2f}"
+        f"{rate / ceiling:8.2f}{peak:10.1f}{plain_peak:12.1f}{plain_seconds / seconds:12.2f}",
         flush=True,
     )
 
 
 def main() -> None:
     """Prints one table."""
-    attention = sys.argv[1] if len(sys.argv) > 1 else "flex_attention" if GPU else "sdpa"
+    asked = [implementation(name) for name in sys.argv[1:] or ["auto"]]
     store = dist.HashStore()
     dist.init_process_group("nccl" if GPU else "gloo", store=store, rank=0, world_size=1)
     ceiling = matmul_flops(8192 if GPU else 512)
     print(f"{torch.cuda.get_device_name() if GPU else 'CPU'}: matmul {ceiling / 1e12:.2f} TFLOP/s")
-    print(f"{'':21}{'':12}{'':9}{'of the':>8}{'peak':>10}{'with full logits':>24}")
+    print(f"{'':33}{'':12}{'':9}{'of the':>8}{'peak':>10}{'with full logits':>24}")
     print(
-        f"{'model':13}{'tokens':>8}{'tokens/s':>12}{'TFLOP/s':>9}{'matmul':>8}{'GiB':>10}"
-        f"{'GiB':>12}{'time x':>12}"
+        f"{'model':13}{'attention':12}{'tokens':>8}{'tokens/s':>12}{'TFLOP/s':>9}{'matmul':>8}"
+        f"{'GiB':>10}{'GiB':>12}{'time x':>12}"
     )
     for name, config in models().items():
-        for tokens in (16384, 65536) if GPU else (64, 128):
+        for attention, tokens in product(asked, (16384, 65536) if GPU else (64, 128)):
             measure(name, config, tokens, attention, ceiling)
             if GPU:
                 torch.cuda.empty_cache()

@@ -169,7 +169,7 @@ class Mask(NamedTuple):
 def mask_bytes(settings: "PolicySettings") -> Mask:
     """row_tokens squared, from transformers' sdpa_mask, which torch's SDPA converts.
 
-    Flash attention and policy/megatron have none.
+    Other kernels, "auto" on a GPU among them, and policy/megatron have none.
     """
     masked = settings.kind == "fsdp" and settings.attention == "sdpa"
     square = settings.row_tokens**2 if masked else 0

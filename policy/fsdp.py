@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from policy import AnyRow, LossFn, WeightMeta, logprobs
+from policy import AnyRow, LossFn, WeightMeta, attention, logprobs
 
 if TYPE_CHECKING:  # pydantic is not needed to train
     from policy.settings import PolicySettings
@@ -133,7 +133,7 @@ class FSDPPolicy:
         lm, loaded = read(
             self.folder,
             dtype=torch.float32,
-            attn_implementation=self.settings.attention,
+            attn_implementation=attention.implementation(self.settings.attention),
             output_loading_info=True,
         )
         if lacking := sorted(loaded["missing_keys"]):

@@ -28,8 +28,8 @@ class PolicySettings:
     """Capacity of a packed row; a longer sample gets a row of its own."""
     activation_checkpointing: bool = True
     """Recompute activations in the backward pass."""
-    attention: str = "sdpa"
-    """attn_implementation of transformers, for fsdp; flash_attention_2 where it is installed."""
+    attention: str = "auto"
+    """attn_implementation of transformers, for fsdp; auto: torch's varlen on a GPU, else sdpa."""
     tp: PositiveInt = 1
     """Trainer ranks that share every matrix, and the sequence between them; Megatron only."""
     pp: PositiveInt = 1

@@ -92,9 +92,9 @@ def check_gpus(cfg: RunSettings, gpus: Sequence[float]) -> None:
     attention = cfg.policy.attention
     there = int(sum(gpus))
     if not there:
-        if attention.startswith("flash") and cfg.policy.kind == "fsdp":
+        if attention.startswith(("flash", "varlen")) and cfg.policy.kind == "fsdp":
             needs = f"policy.attention = {attention!r} needs a GPU, the cluster has none"
-            raise InputError(f"{needs}: expected sdpa, or RAY_ADDRESS of another cluster")
+            raise InputError(f"{needs}: expected auto, or RAY_ADDRESS of another cluster")
         return
     at_once = math.floor(1 / share + 1e-6) if share else math.inf  # actors on one GPU
     needed = math.ceil((ranks + engines * tp) / at_once)

@@ -230,10 +230,10 @@ def check_tensors(folder: str, found: dict[str, list[int]], lm: "PreTrainedModel
 
 def check_attention(cfg: "RunSettings") -> None:
     """Raises InputError for an attention that transformers does not have."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from policy.attention import AttentionInterface  # with the kernel that is added there
 
     chosen = cfg.policy.attention
-    known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+    known = ["auto", "eager", *AttentionInterface().valid_keys()]
     if cfg.policy.kind == "fsdp" and chosen not in known and "/" not in chosen:  # of the hub
         raise InputError(f"policy.attention = {chosen!r}: expected one of {', '.join(known)}")
 

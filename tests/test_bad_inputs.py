@@ -676,7 +676,8 @@ MODELS = {
         ],
     ),
     "attention": flag(
-        r"policy\.attention = 'bogus': expected one of eager, .*sdpa", "--policy.attention", "bogus"
+        r"policy\.attention = 'bogus': expected one of auto, eager, .*sdpa.*varlen",
+        *("--policy.attention", "bogus"),
     ),
     "longer than the model": Case(
         r"sampling\.max_model_len = 2049: .*max_position_embeddings = 2048",
@@ -908,7 +909,11 @@ def test_the_same_inputs_unspoilt_start_a_run(flags, tmp_path, tiny_model, monke
             r"engine\.tensor_parallel = 2, .* on one node; the nodes have 3 x 1 GPUs",
         ),
         ([], ["--policy.attention", "flash_attention_2"], r"needs a GPU, the cluster has none"),
-        ([0], ["--policy.attention", "flash_attention_2"], r"needs a GPU, the cluster has none"),
+        (
+            [0],
+            ["--policy.attention", "varlen"],
+            r"needs a GPU, the cluster has none: expected auto",
+        ),
     ],
 )
 def test_too_small_a_cluster_is_named_before_any_actor(

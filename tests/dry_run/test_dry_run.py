@@ -224,9 +224,11 @@ def test_the_head_is_fullest_at_one_of_three_places(chunk, vocab, hidden, expect
     assert sizes.head_bytes(chunk, vocab, hidden) == expected
 
 
-def test_a_mask_is_the_square_of_a_row_unless_attention_is_flash():
-    assert sizes.mask_bytes(PolicySettings(row_tokens=65536)) == (4 * GIB, 8 * GIB)
-    assert sizes.mask_bytes(PolicySettings(attention="flash_attention_2")) == (0, 0)
+def test_a_mask_is_the_square_of_a_row_and_sdpa_alone_needs_it():
+    masked = PolicySettings(row_tokens=65536, attention="sdpa")
+    assert sizes.mask_bytes(masked) == (4 * GIB, 8 * GIB)
+    for attention in ("auto", "varlen", "flash_attention_2"):  # auto: on a GPU
+        assert sizes.mask_bytes(PolicySettings(attention=attention)) == (0, 0)
     assert sizes.mask_bytes(PolicySettings(kind="megatron")) == (0, 0)
 
 
@@ -273,6 +275,7 @@ def test_a_trainer_rank_holds_what_is_printed(tmp_path, monkeypatch, ranks, chec
         max_model_len=32,
         activation_checkpointing=checkpointing,
         row_tokens=row_tokens,
+        attention="sdpa",  # as "auto" is here
     )
     backend, store = ("fake", FakeStore()) if ranks > 1 else ("gloo", dist.HashStore())
     bf16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -582,11 +585,14 @@ def test_the_table_of_gsm8k(folder):
         "host, while loading": 4 * 596_049_920,
     }.items():
         assert float(cell(text, label)) == pytest.approx(value / GIB, abs=5e-3), label
-    assert cell(text, "mask of a row") == f"{8192**2 / GIB:.4f}"
+    assert cell(text, "mask of a row") == "0.00"
+    masked = dry_run.explain(changed(cfg, attention="sdpa"), Config)
+    assert cell(masked, "mask of a row") == f"{8192**2 / GIB:.4f}"
+    assert "x those of policy.attention = 'auto'" in masked
     assert (cell(text, "samples"), cell(text, "tokens, at most")) == ("256", "262,144")
     assert cell(text, "KV bytes per token") == "114,688"
     assert "GPUs shared by both: 1" in text and "generation + training" in text
-    assert "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --time=00:3" in text
+    assert "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --time=00:2" in text
     assert re.search(r"--signal=B:USR1@(\d+)\n.*SLURM_JOB_END_TIME - \1 ", text)
     assert "everything fits" in text
 

@@ -1,0 +1,183 @@
+"""policy/attention.py on a CPU: what the kernel is given, and what a stand-in for it computes.
+
+The kernel itself runs on GPUs alone. The stand-in has its signature, and the meta device its types.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
+
+from policy import attention
+from policy.fsdp import FSDPPolicy
+from policy.settings import PolicySettings
+from support.tiny_models import SHAPE, make
+
+SEEN = SHAPE | {"num_hidden_layers": 2, "initializer_range": 0.2}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 101, "initializer_range": 0.2}
+FAMILIES = {
+    "grouped heads": Qwen3Config(**SEEN),
+    "as many keys": LlamaConfig(**SEEN | {"num_key_value_heads": 4}),
+    "a window": MistralConfig(**SEEN, sliding_window=4),
+    "a scale": GraniteConfig(**SEEN, attention_multiplier=0.7),
+    "learned positions": GPT2Config(**GPT2),
+}
+LENGTHS = (9, 1, 17, 6)
+POSITIONS_1T = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+CALLS = []
+
+
+def stand_in(*args, **kwargs):
+    """torch's varlen_attn by SDPA, one sequence after the other; differentiable."""
+    given = inspect.signature(varlen_attn).bind(*args, **kwargs)
+    given.apply_defaults()
+    given = given.arguments
+    CALLS.append(given)
+    assert given["cu_seq_q"] is given["cu_seq_k"] and given["max_q"] == given["max_k"]
+    ends, (before, after) = given["cu_seq_q"].tolist(), given["window_size"]
+    parts = []
+    for first, last in zip(ends, ends[1:], strict=False):
+        q, k, v = (given[name][first:last].transpose(0, 1) for name in ("query", "key", "value"))
+        places = torch.arange(last - first)
+        back = places[:, None] - places  # from a query to a key
+        seen = (back >= -after) & ((back <= before) | (before < 0))
+        scale = given["scale"]
+        out = F.scaled_dot_product_attention(
+            *(q, k, v), attn_mask=seen, scale=scale, enable_gqa=given["enable_gqa"]
+        )
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.fixture(autouse=True)
+def kernel(monkeypatch):
+    CALLS.clear()
+    attention.limits.cache_clear()
+    monkeypatch.setattr(attention, "varlen_attn", stand_in)
+
+
+def model(name: str, implementation: str):
+    torch.manual_seed(0)
+    config = type(FAMILIES[name])(**FAMILIES[name].to_dict())
+    how = {"attn_implementation": implementation, "dtype": torch.float32}
+    return AutoModelForCausalLM.from_config(config, **how).eval()
+
+
+def test_positions_become_the_ends_of_sequences():
+    ends_N, of_keys, longest, also = attention.limits(POSITIONS_1T)
+    assert ends_N.tolist() == [0, 9, 10, 27, 33] and ends_N.dtype == torch.int32
+    assert of_keys is ends_N and longest == also == 17 and type(longest) is int
+    whole = attention.limits(torch.arange(5)[None])
+    assert (whole[0].tolist(), whole[2]) == ([0, 5], 5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_packed_row_is_that_of_sdpa_with_its_gradients(name):
+    tokens_1T = torch.randint(101, POSITIONS_1T.shape, generator=torch.Generator().manual_seed(0))
+    found = {}
+    for implementation in ("varlen", "sdpa"):
+        lm = model(name, implementation)
+        logits = lm(input_ids=tokens_1T, position_ids=POSITIONS_1T, use_cache=False).logits
+        torch.manual_seed(1)
+        (logits * torch.randn_like(logits)).sum().backward()
+        found[implementation] = logits, {n: p.grad for n, p in lm.named_parameters()}
+    (ours, our_grads), (theirs, their_grads) = found.values()
+    assert len(CALLS) == 2  # of two layers
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for parameter, grad in their_grads.items():
+        gap = (our_grads[parameter] - grad).abs().max()
+        assert gap <= 1e-4 * grad.abs().max(), parameter
+
+
+def test_no_mask_is_made_and_the_ends_are_found_once_for_all_layers(monkeypatch):
+    masks = []
+
+    def noted(module, q, k, v, mask, **given):
+        masks.append(mask)
+        return attention.varlen(module, q, k, v, mask, **given)
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, "varlen", noted)
+    lm = model("grouped heads", "varlen")
+    lm(input_ids=POSITIONS_1T, position_ids=POSITIONS_1T, use_cache=False)
+    assert masks == [None, None]
+    assert attention.limits.cache_info().misses == 1 and attention.limits.cache_info().hits == 1
+    assert CALLS[0]["cu_seq_q"] is CALLS[1]["cu_seq_q"]
+    lm(input_ids=POSITIONS_1T, position_ids=POSITIONS_1T.clone(), use_cache=False)
+    assert attention.limits.cache_info().misses == 2  # another row, though it looks the same
+
+
+def test_the_kernel_takes_what_it_is_given(monkeypatch):
+    """torch's own operator on tensors without data: its schema, its shapes, its backward."""
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    T = sum(LENGTHS)
+    q, k, v = (
+        torch.empty(1, heads, T, 8, device="meta", requires_grad=True) for heads in (4, 2, 2)
+    )
+    given = {"position_ids": POSITIONS_1T, "scaling": 0.5, "sliding_window": 3, "dropout": 0.0}
+    out, weights = attention.varlen(torch.nn.Identity(), q, k, v, None, **given)
+    assert out.shape == (1, T, 4, 8) and weights is None
+    out.sum().backward()
+    assert (q.grad.shape, k.grad.shape, v.grad.shape) == (q.shape, k.shape, v.shape)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"position_ids": POSITIONS_1T, "softcap": 50.0},
+        {"position_ids": POSITIONS_1T, "s_aux": torch.ones(4)},
+    ],
+)
+def test_what_the_kernel_does_not_do_is_refused(given):
+    with pytest.raises(ValueError, match=r"Identity: policy\.attention = 'varlen' needs .*'eager'"):
+        attention.varlen(torch.nn.Identity(), *[torch.ones(1, 1, 1, 1)] * 3, None, **given)
+
+
+def test_a_policy_trains_with_it_and_exports_a_model_that_does_not_name_it(tiny_model, tmp_path):
+    """With recomputed layers: torch asks for their attention twice."""
+    folder = make("qwen3", tmp_path / "model", tiny_model)
+    row = SimpleNamespace(
+        tokens_T=torch.randint(1, 101, (33,)),
+        positions_T=POSITIONS_1T[0],
+        mask_T=POSITIONS_1T[0] > 0,
+    )
+    row.to = lambda device: row
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = {}
+        for name in ("varlen", "sdpa"):
+            policy = FSDPPolicy(folder, PolicySettings(attention=name), temperature=1.0)
+            CALLS.clear()
+            policy.forward_backward([row], lambda logp_T, _: (logp_T.sum(), None))
+            found[name] = (
+                policy.logprobs([row])[0],
+                policy.optimizer_step()["grad_norm"],
+                len(CALLS),
+            )
+            policy.export_hf(str(tmp_path / name))()
+    finally:
+        dist.destroy_process_group()
+    (ours, norm, calls), (theirs, expected, others) = found.values()
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert norm == pytest.approx(expected, rel=1e-4)
+    assert (calls, others) == (6, 0)  # of two layers: forward, again, and to score
+    assert "varlen" not in (tmp_path / "varlen/config.json").read_text()
+
+
+@pytest.mark.parametrize(("gpu", "expected"), [(True, "varlen"), (False, "sdpa")])
+def test_the_kernel_is_the_default_where_a_gpu_is(monkeypatch, gpu, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert attention.implementation("auto") == expected
+    assert attention.implementation("flex_attention") == "flex_attention"
