@@ -11,6 +11,8 @@ from envs.messages import template_variables
 from envs.shared.services import Services
 from policy.settings import PolicySettings
 
+# Of a row, whose T x T mask torch indexes with 32 bits in SDPA's kernel (pytorch issue 187227).
+SDPA_TOKENS = 1 << 16
 FINITE = ConfigDict(extra="forbid", allow_inf_nan=False)
 SamplingParameter = Literal["temperature", "top_p", "top_k", "min_p"]
 # vLLM's arguments that the run itself sets: another value would break it.
@@ -239,6 +241,15 @@ class RunSettings:
             raise ValueError(f"{val}: expected both or neither")
         if self.command.eval_only and not self.data.val:
             raise ValueError("eval_only = True and data.val = '': no rows")
+        rows = {
+            "policy.row_tokens": self.policy.row_tokens,
+            "sampling.max_model_len": self.sampling.max_model_len,  # such a sample has its own row
+        }
+        longest = max(rows, key=lambda name: rows[name])
+        masked = (self.policy.kind, self.policy.attention) == ("fsdp", "sdpa")
+        if masked and rows[longest] > SDPA_TOKENS:
+            long = f"{longest} = {rows[longest]}: above {SDPA_TOKENS} a GPU computes wrong values"
+            raise ValueError(f"policy.attention = 'sdpa' and {long}, expected 'auto'")
         goes_on = "resume = 'auto'" if self.command.resume == "auto" else ""
         goes_on = goes_on or ("export" if self.command.export else "")
         if goes_on and "{time}" in self.run_dir:

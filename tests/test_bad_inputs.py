@@ -198,6 +198,14 @@ CONFIG = {
         r"policy: row_tokens = 65535 is no multiple of .*try 65532",
         "policy = {'kind': 'megatron', 'ranks': 2, 'cp': 2, 'row_tokens': 65535}",
     ),
+    "a mask of more than 2^32 elements": Case(
+        r"attention = 'sdpa' and policy\.row_tokens = 65537: above 65536 a GPU .* expected 'auto'",
+        "policy = {'attention': 'sdpa', 'row_tokens': 65537}",
+    ),
+    "a sample with such a mask": Case(
+        r"attention = 'sdpa' and sampling\.max_model_len = 131072: above",
+        "policy = {'attention': 'sdpa'}\nsampling = {'max_model_len': 131072}",
+    ),
     "engine argument of the run": Case(
         r"engine\.args sets 'seed', which the run itself sets", "engine = {'args': {'seed': 1}}"
     ),

@@ -260,6 +260,19 @@ def test_contradictory_fields_are_named_with_their_values(write, fields, message
 
 
 @pytest.mark.parametrize(
+    "policy",
+    [
+        {"attention": "sdpa", "row_tokens": 65536},
+        {"attention": "auto", "row_tokens": 131072},
+        {"attention": "flash_attention_2", "row_tokens": 131072},
+        {"attention": "sdpa", "row_tokens": 131072, "kind": "megatron"},
+    ],
+)
+def test_long_rows_are_taken_where_no_mask_is_made(policy):
+    assert Config(policy=policy).policy.row_tokens == policy["row_tokens"]
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--eval_only", "--export", "3", "--run_dir", "x"], "eval_only and export exclude each"),
