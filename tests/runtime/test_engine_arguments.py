@@ -1,0 +1,66 @@
+"""What an engine is started with: the branch of a GPU as data, and as vLLM understands it."""
+
+import asyncio
+
+import pytest
+import torch
+
+from grpo_async import Config, Generator
+from runtime import preflight
+from runtime.settings import OWN_ENGINE_ARGS
+
+
+def arguments(on_cpu: bool = False, **args) -> dict:
+    return Config(engine={"args": args}).engine_arguments(on_cpu)
+
+
+def test_on_a_gpu_weights_are_bf16_and_logits_float32():
+    gpu, cpu = arguments(), arguments(on_cpu=True)
+    assert (gpu["dtype"], gpu["hf_overrides"]) == ("bfloat16", {"head_dtype": "float32"})
+    assert (cpu["dtype"], cpu["hf_overrides"]) == ("float32", {})
+    assert (gpu["enforce_eager"], gpu["enable_chunked_prefill"]) == (False, True)
+    assert gpu.keys() == cpu.keys() <= preflight.engine_arguments()
+
+
+def test_arguments_of_the_user_come_last_and_dictionaries_are_merged():
+    given = {"hf_overrides": {"rope_theta": 1e6}, "enforce_eager": True, "kv_cache_dtype": "fp8"}
+    merged = arguments(**given)
+    assert merged["hf_overrides"] == {"head_dtype": "float32", "rope_theta": 1e6}
+    assert merged["enforce_eager"] is True and merged["kv_cache_dtype"] == "fp8"
+    of_model = arguments(hf_overrides={"head_dtype": "model"})
+    assert of_model["hf_overrides"] == {"head_dtype": "model"}
+    assert merged["max_num_seqs"] == 256 and "max_num_batched_tokens" not in merged
+
+
+@pytest.mark.parametrize(("name", "setting"), OWN_ENGINE_ARGS.items())
+def test_what_the_run_sets_is_refused_with_its_setting(name, setting):
+    assert name in preflight.engine_arguments()
+    with pytest.raises(ValueError, match=f"sets '{name}', which the run itself sets.*{setting}"):
+        arguments(**{name: 2})
+
+
+@pytest.mark.slow
+def test_vllm_takes_them_on_a_gpu(tiny_model, monkeypatch):
+    from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    started = []
+
+    def noted(args: AsyncEngineArgs, usage_context: UsageContext) -> None:
+        started.append((args, usage_context))
+
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", noted)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(current_platform), "is_cpu", lambda self: False)
+        asyncio.run(Generator(Config(model=tiny_model, sampling={"max_model_len": 64})).start())
+    ((args, context),) = started
+    model = args.create_model_config()
+    assert (model.dtype, model.head_dtype) == (torch.bfloat16, torch.float32)
+    # Unset, prefill has the default of this context: 16,384 tokens on an H100, not 2,048.
+    assert args.max_num_batched_tokens is None and context is UsageContext.LLM_CLASS
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(current_platform, "get_device_total_memory", lambda *_: 80 << 30)
+    monkeypatch.setattr(current_platform, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
+    assert AsyncEngineArgs.get_batch_defaults(1)[0][context] == 16384
