@@ -11,9 +11,7 @@ alternate. Loading reads it from right to left, exporting from left to right.
 """
 
 import itertools
-import math
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +25,6 @@ from policy.megatron.check import ASIDE, Checkpoint
 from policy.megatron.families import FAMILIES, padded
 
 PADDING = ""  # the name of rows that no checkpoint has
-MESSAGE_BYTES = 256 << 20  # that a rank sends to rank 0 at once
 
 
 class Piece(NamedTuple):
@@ -54,6 +51,10 @@ class Place(NamedTuple):
     def names(self) -> list[str]:
         """The checkpoint's tensors that it is made of."""
         return list(dict.fromkeys(p.name for p in self.pieces if p.name != PADDING))
+
+    def sizes(self) -> list[int]:
+        """How many rows, or columns, each piece has."""
+        return [piece.stop - piece.start for piece in self.pieces]
 
 
 class Local(NamedTuple):
@@ -196,77 +197,19 @@ class Weights:
         # Of a layer's experts, those of one rank follow each other, so that it sends them at once.
         return sorted(entries.values(), key=lambda e: (e.place.layer, e.owner, e.place.key))
 
+    def shape(self, place: Place) -> list[int]:
+        """The shape of a tensor of Megatron's, its shards put together."""
+        shape = self.file.shape(place.pieces[0].name)
+        shape[place.dim] = sum(place.sizes())
+        return shape
+
     def metas(self) -> list[WeightMeta]:
-        """What `export` yields, in its order; no communication."""
+        """What export.py yields, in its order; no communication."""
         return [
             WeightMeta(name, tuple(self.file.shape(name)), str(dtype).removeprefix("torch."))
             for place, dtype, _ in self.catalog
             for name in place.names()
         ]
-
-    @torch.no_grad()
-    def export(self) -> Iterator[tuple[str, Tensor | None]]:
-        """The checkpoint's names, with whole tensors on rank 0 and None on the others.
-
-        The owner of a tensor and the ranks that share it put its shards together. An owner other
-        than rank 0 sends many tensors to it at once. No other rank takes part.
-        """
-        for entries in self.messages():
-            for entry, whole in zip(entries, self.collect(entries), strict=True):
-                rows: dict[str, list[Tensor]] = {}
-                if whole is not None:
-                    cuts = whole.split(self.sizes(entry.place), entry.place.dim)
-                    pairs = zip(entry.place.pieces, cuts, strict=True)
-                    for piece, cut in sorted(pairs, key=lambda pair: pair[0]):
-                        rows.setdefault(piece.name, []).append(cut)
-                for name in entry.place.names():
-                    yield name, torch.cat(rows[name], entry.place.dim) if rows else None
-
-    def messages(self) -> Iterator[list[Entry]]:
-        """The catalog, cut into what travels at once: tensors of one owner and type."""
-        for (owner, dtype), run in itertools.groupby(self.catalog, lambda e: (e.owner, e.dtype)):
-            message: list[Entry] = []
-            used = 0
-            for entry in run:
-                size = math.prod(self.whole_shape(entry.place)) * dtype.itemsize
-                if message and (owner == 0 or used + size > MESSAGE_BYTES):
-                    yield message
-                    message = []
-                    used = 0
-                message.append(entry)
-                used += size
-            yield message
-
-    def collect(self, entries: list[Entry]) -> list[Tensor | None]:
-        """The whole tensors of a message on rank 0; None for each on the other ranks."""
-        rank = dist.get_rank()
-        owner = entries[0].owner
-        shared = mpu.get_tensor_model_parallel_src_rank() == owner
-        wholes: list[Tensor | None] = [
-            gather(self.local[place.key].tensor.detach(), place)
-            if rank == owner or shared and place.ranks > 1
-            else None
-            for place, _, _ in entries
-        ]
-        if rank == owner != 0:
-            dist.send(torch.cat([whole.flatten() for whole in wholes if whole is not None]), 0)
-        if rank == 0 != owner:
-            shapes = [self.whole_shape(place) for place, _, _ in entries]
-            sizes = [math.prod(shape) for shape in shapes]
-            flat = torch.empty(sum(sizes), dtype=entries[0].dtype, device=self.device)
-            dist.recv(flat, owner)
-            return [part.view(s) for part, s in zip(flat.split(sizes), shapes, strict=True)]
-        return wholes if rank == 0 else [None] * len(entries)
-
-    def sizes(self, place: Place) -> list[int]:
-        """How many rows, or columns, each piece of a tensor has."""
-        return [piece.stop - piece.start for piece in place.pieces]
-
-    def whole_shape(self, place: Place) -> list[int]:
-        """The shape of a tensor of Megatron's, its shards put together."""
-        shape = self.file.shape(place.pieces[0].name)
-        shape[place.dim] = sum(self.sizes(place))
-        return shape
 
 
 def alternatives(names: str) -> list[str]:
@@ -275,12 +218,3 @@ def alternatives(names: str) -> list[str]:
     inside, _, after = rest.partition("]")
     parts = inside.split(",") if "," in inside else list(inside)
     return [f"{before}{part}{after}" for part in parts] or [names]
-
-
-def gather(tensor: Tensor, place: Place) -> Tensor:
-    """The shards of the ranks that share a tensor, in their order."""
-    if place.ranks == 1:
-        return tensor.contiguous()
-    shards = [torch.empty_like(tensor) for _ in range(place.ranks)]
-    dist.all_gather(shards, tensor.contiguous(), group=mpu.get_tensor_model_parallel_group())
-    return torch.cat(shards, place.dim)

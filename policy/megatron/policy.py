@@ -50,6 +50,7 @@ from transformers import AutoConfig, AutoTokenizer
 import policy
 from policy import AnyRow, LossFn, WeightMeta, logprobs
 from policy.megatron import hf_weights
+from policy.megatron.export import export
 from policy.megatron.model import Places, RouteReplay, Row, build, local_places
 
 if TYPE_CHECKING:
@@ -290,7 +291,7 @@ class MegatronPolicy:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Whole weights by checkpoint name, one at a time, on every rank; tied ones once."""
-        return self.weights.export()
+        return export(self.weights)
 
     def weight_metas(self) -> list[WeightMeta]:
         """What `named_weights` yields, in its order; no communication."""

@@ -319,7 +319,7 @@ def test_a_send_that_a_lost_engine_leaves_hanging_is_ended(house):
         def call(function, *_):
             if function == Sender.abort:
                 assert home.killed == [lost]
-                home.trainer.answers["send_weights"] = {}
+                home.trainer.answers["send_weights"] = 0
                 hanging.give(RuntimeError("the broadcast of weights was ended"))
 
         home.trainer.answers["call"] = call
