@@ -160,6 +160,8 @@ def run(source: str, files: list[int], limits: dict[int, int], names: dict) -> N
             os.dup2(file, number)
         os.closerange(3, 1024)
         for limit, value in limits.items():
+            most = resource.getrlimit(limit)[1]
+            value = value if most == resource.RLIM_INFINITY else min(value, most)
             resource.setrlimit(limit, (value, value))
         sys.setrecursionlimit(50_000)
         streams = [open(i, "r" if i == 0 else "w", closefd=False) for i in range(3)]  # noqa: SIM115

@@ -192,6 +192,18 @@ def test_a_program_finds_nothing_of_another(monkeypatch, rooms):
 
 
 @contained
+def test_a_user_may_have_less_than_a_program():
+    """Where this user may start fewer processes than a program, no program fails for that."""
+    code = "from test_sandbox import *; print(program('print(1)'))"
+    command = ["prlimit", "--nproc=60", "--cpu=1000", sys.executable, "-c", code]
+    here = Path(__file__).parent
+    path = ":".join(map(str, (here, here.parent, here.parents[1])))
+    env = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert "stdout='1\\n'" in done.stdout, done.stdout + done.stderr
+
+
+@contained
 def test_an_interpreter_that_died_while_it_waited_is_no_verdict():
     children()
     assert program("print(1)").stdout == "1\n"
