@@ -118,6 +118,7 @@ def serve(lines: TextIO, said: TextIO, names: dict, contained: bool, limits: dic
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_FSIZE: limits["file_size"],
         resource.RLIMIT_NOFILE: limits["open_files"],
+        resource.RLIMIT_STACK: limits["memory"],  # deep recursion through C uses megabytes of it
         resource.RLIMIT_CORE: 0,
     }
     if contained:  # else the processes that this user has elsewhere would count

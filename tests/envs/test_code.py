@@ -59,6 +59,17 @@ def test_tests_run_until_one_fails():
     assert crashed.info["reason"] == "crashed" and "ZeroDivisionError" in crashed.info["error"]
 
 
+def test_recursion_through_c_has_a_deep_stack():
+    """The stack of 8 MB that a process begins with holds 15,000 calls of a cached function."""
+    program = """sys.setrecursionlimit(10**6)
+@cache
+def down(n):
+    return n and down(n - 1)
+down(50_000)
+print(int(input()) ** 2)"""
+    assert judged(program, row()).value == 1
+
+
 def test_functions_and_methods_are_called():
     of = row(inputs=["[1, 2]\n3"], outputs=["[4, 5]"], fn_name="add")
     plain = "def add(xs, y):\n    print('noise')\n    return tuple(x + y for x in xs)"
