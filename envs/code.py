@@ -30,13 +30,15 @@ from envs.shared.sandbox import Limits
 AGENTS = ("code_gen_simple_agent", "code_gen")
 LIMITS = Limits(seconds=10.0, output=4 << 20)
 FENCE = "```"
-# Around a program whose function is called: what it prints goes nowhere.
+# Around a program whose function is called: what it prints goes nowhere, and it is not __main__.
 CALL = """
 import json as _json, os as _os, sys as _sys
 _said = _os.dup(1)
 _os.dup2(_os.open(_os.devnull, _os.O_WRONLY), 1)
 _lines = _sys.stdin.read().split("\\n")
 _sys.stdin = open(_os.devnull)
+__name__ = "solution"
+_sys.modules[__name__] = _sys.modules["__main__"]
 {source}
 _owner = Solution() if "class Solution" in {text!r} else None
 _function = getattr(_owner, {name!r}) if _owner else globals()[{name!r}]

@@ -74,8 +74,10 @@ def test_functions_and_methods_are_called():
     of = row(inputs=["[1, 2]\n3"], outputs=["[4, 5]"], fn_name="add")
     plain = "def add(xs, y):\n    print('noise')\n    return tuple(x + y for x in xs)"
     method = "class Solution:\n    def add(self, xs, y):\n        return [x + y for x in xs]"
-    guarded = plain + "\nif __name__ == '__main__':\n    print(add([1], 2))"
-    assert judged(plain, of).value == judged(method, of).value == judged(guarded, of).value == 1
+    for main in ("print(add([1], 2))", "input()", "import unittest; unittest.main()"):
+        guarded = f"{plain}\nif __name__ == '__main__':\n    {main}"
+        assert judged(guarded, of).value == 1, main
+    assert judged(plain, of).value == judged(method, of).value == 1
     for wrong in ("add = 5", "def other(): pass", "def add(xs, y): return xs", "input()", "exit()"):
         assert judged(wrong, of).value == 0, wrong
     assert judged("def add(xs, y): return {1, 2}", of).info["reason"] == "crashed"
