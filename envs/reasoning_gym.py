@@ -69,11 +69,9 @@ async def verify(row: dict, response: str) -> Reward:
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
-    if row.get("exact"):
-        answer = extract(text)
-        return Reward(float(is_same(answer, row["answer"])), {"answer": answer[:200]})
     entry = {key: row.get(key) for key in ("question", "answer", "metadata")}
-    verdict = await checkers.run(DEADLINE, entry=entry, text=text)
+    exact = bool(row.get("exact"))
+    verdict = await checkers.run(DEADLINE, entry=entry, exact=exact, text=text)
     if "row_error" in verdict:
         raise ValueError(verdict["row_error"])
     return Reward(verdict.pop("value"), verdict)
@@ -86,7 +84,10 @@ def make_check() -> Callable[..., dict]:
     # Made now, because some take a third of a second.
     scorers = {name: get_score_answer_fn(name) for name in DATASETS if name != "composite"}
 
-    def check(entry: dict, text: str) -> dict:
+    def check(entry: dict, exact: bool, text: str) -> dict:
+        if exact:
+            answer = extract(text)
+            return {"value": float(is_same(answer, entry["answer"])), "answer": answer[:200]}
         metadata = entry["metadata"]
         scorer = scorers[metadata["source_dataset"]]
         if metadata["source_dataset"] in BOARDS:
@@ -115,9 +116,12 @@ def is_same(answer: str, expected: str) -> bool:
     """Whether two answers are equal. Quotes and blanks around an item of a list do not count."""
 
     def bare(text: str) -> str:
-        item = r"""([\[,])\s*(['"])([^'",\[\]]*[^'",\[\]\s][^'",\[\]]*)\2\s*(?=[\],])"""
-        unquoted = re.sub(item, r"\1\3", text)
-        return re.sub(r"\s*([\[\],])\s*", r"\1", unquoted)
+        parts = [part.strip() for part in re.split(r"([\[\],])", text)]
+        for i in range(2, len(parts) - 2, 2):
+            quoted = re.fullmatch(r"""(['"])([^'"]*)\1""", parts[i])
+            if quoted and quoted[2].strip() and parts[i - 1] != "]" and parts[i + 1] != "[":
+                parts[i] = quoted[2].strip()
+        return "".join(parts)
 
     if expected.startswith("["):
         answer, expected = bare(answer), bare(expected)

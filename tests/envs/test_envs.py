@@ -467,6 +467,15 @@ def test_an_exact_row_refuses_what_the_library_pays(name, expected, metadata, wr
     assert [reward.value for reward in verify_all(puzzles, pairs)] == [1, 1, 0, 1]
 
 
+def test_an_exact_row_judges_any_text_in_time(monkeypatch):
+    """In a child with a deadline, as what extracts an answer may take quadratic time."""
+    row = PUZZLE_ROW | {"answer": "['a']", "exact": True}
+    assert verify(puzzles, row, '["' + "a" * 10**6).info.get("reason") is None
+    monkeypatch.setattr(puzzles, "DEADLINE", 1.0)
+    for text in ("\\boxed{" * 10**5, "<answer>" * 10**5):
+        assert verify(puzzles, row, text) == envs.Reward(0.0, {"reason": "timeout"})
+
+
 def test_an_exact_row_needs_an_answer():
     with pytest.raises(ValueError, match="answer is missing or null, expected a string, because"):
         envs.check_row(PUZZLE_ROW | {"answer": None, "exact": True})
