@@ -22,6 +22,7 @@ from envs import Reward, final_text, get, require, unfinished
 from envs.response import Response
 from envs.shared import terminus
 from envs.shared.checkers import DEADLINE, Checkers
+from envs.shared.schemas import problem
 from envs.shared.terminus import parsed
 
 AGENTS = (
@@ -57,6 +58,13 @@ def check(row: dict) -> None:
         )
         return
     get(row, "harness", str | None, "the name of a harness or null")
+    get(row, "declared_tools", list | None, "a list of tools or null")
+    at = "declared_tools" if row.get("declared_tools") else "responses_create_params.tools"
+    for i, tool in enumerate(tools(row)):
+        get(tool, "name", str, "the name of a tool", f"{at}[{i}].")
+        schema = get(tool, "parameters", dict | None, "a JSON schema or null", f"{at}[{i}].")
+        why = problem(schema or {})
+        require(not why, f"{at}[{i}].parameters", schema, f"a JSON schema (draft 2020-12): {why}")
     kind = get(row, "expected_action.type", str, "the kind of an action")
     kinds = ("message", "function_call", "function_call_batch")
     require(kind in kinds, "expected_action.type", kind, "one of: " + ", ".join(kinds))
@@ -69,17 +77,23 @@ def check(row: dict) -> None:
         require(isinstance(parsed(arguments), dict), f"{inner}arguments", arguments, "JSON")
 
 
+def tools(row: dict) -> list:
+    """The tools that a row declares, else those of its prompt."""
+    found = row.get("declared_tools") or row.get("responses_create_params", {}).get("tools") or []
+    return [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in found]
+
+
 async def verify(row: dict, response: str) -> Reward:
     """Reward 0.0 or 1.0; `reason` says what is wrong. Raises CheckerError."""
     text = final_text(response)
-    calls = Response.of(response).tool_calls
+    found = Response.of(response).tool_calls
+    calls = [{key: str(call.get(key)) for key in ("name", "arguments")} for call in found]
     if reason := "" if calls else unfinished(text):
         return Reward(0.0, {"reason": reason})
     wanted = {key: row.get(key) for key in ("expected_action", "expected_answer", "harness")}
     wanted["form"] = (row.get("metadata") or {}).get("harness")
     wanted["threshold"] = THRESHOLD if row.get("threshold") is None else row["threshold"]
-    tools = row.get("declared_tools") or row.get("responses_create_params", {}).get("tools") or []
-    wanted["tools"] = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
+    wanted["tools"] = tools(row)
     verdict = await checkers.run(DEADLINE, wanted=wanted, calls=calls, text=text)
     return Reward(
         float(not verdict["reason"]), {k: v for k, v in verdict.items() if v and k != "value"}
@@ -98,9 +112,12 @@ def make_check() -> Callable[..., dict]:
         if calls:
             batch = {"type": "function_call_batch", "calls": calls}
             found = batch if len(calls) > 1 else calls[0] | {"type": "function_call"}
-        schemas = {tool["name"]: tool["parameters"] for tool in wanted["tools"]}
+        schemas = {tool["name"]: tool.get("parameters") or {} for tool in wanted["tools"]}
         harness = wanted["harness"] or ""
-        return {"reason": difference(wanted["expected_action"], found, schemas, bound, harness)}
+        try:
+            return {"reason": difference(wanted["expected_action"], found, schemas, bound, harness)}
+        except RecursionError:
+            return {"reason": "nested too deep"}
 
     return check
 

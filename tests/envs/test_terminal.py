@@ -23,6 +23,7 @@ ANSWER = {
     "task_complete": False,
 }
 ROW = {"expected_answer": json.dumps(ANSWER), "metadata": {"harness": "terminus_2"}}
+TYPE_5 = {"type": 5}
 TOOLS = [{"type": "function", "name": "bash", "parameters": {"type": "object"}}]
 
 
@@ -167,6 +168,24 @@ def test_calls_and_messages_are_no_stand_in_for_each_other():
     assert judged("", message).value == judged(Response("y", tool_calls=[call]), message).value == 0
 
 
+def test_calls_of_any_form_are_judged():
+    """A tool may have no parameters, or recursive ones; an answer may nest as deep as it likes."""
+    items = {"items": {"$ref": "#/$defs/x"}}
+    schema = {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": items}}
+    free, nested = {"name": "free"}, {"name": "nested", "parameters": schema}
+    arguments = {"a": [1]}
+    for tool in (free, nested, {"function": free}, free | {"parameters": None}):
+        name = tool.get("function", tool)["name"]
+        of = {"expected_action": called(arguments, name), "declared_tools": [tool]}
+        terminal.check(of)
+        assert judged(Response("", tool_calls=[called(arguments, name)]), of).value == 1
+    deep = Response("", tool_calls=[called('{"a": ' + "[" * 500 + "]" * 500 + "}", "nested")])
+    row = {"expected_action": called(arguments, "nested"), "declared_tools": [nested]}
+    assert judged(deep, row).info == {"reason": "nested too deep"}
+    for odd in ({"name": ["free"], "arguments": "{}"}, {"name": "nested", "arguments": {"a": 1}}):
+        assert judged(Response("", tool_calls=[odd]), row).value == 0
+
+
 @pytest.mark.slow
 def test_hostile_answers():
     long = json.dumps(ANSWER | {"commands": [{"keystrokes": "ls -la /srv/" * 10**4}]})
@@ -197,6 +216,13 @@ def test_any_text_is_judged(text):
         ({"expected_action": called("x")}, "expected_action.arguments is 'x', expected JSON"),
         ({"expected_action": {"type": "function_call_batch", "calls": [{}]}},
          r"expected_action.calls\[0\].name is missing"),
+        ({"expected_action": called({}), "declared_tools": {}}, "declared_tools is {}, expected a"),
+        ({"expected_action": called({}), "declared_tools": [5]},
+         r"declared_tools\[0\].name is missing"),
+        ({"expected_action": called({}), "declared_tools": [TOOLS[0] | {"parameters": "{}"}]},
+         r"declared_tools\[0\].parameters is '{}', expected a JSON schema or null"),
+        ({"expected_action": called({}), "declared_tools": [TOOLS[0] | {"parameters": TYPE_5}]},
+         r"declared_tools\[0\].parameters is {'type': 5}, expected a JSON schema .draft 2020-12"),
     ],
 )  # fmt: skip
 def test_bad_rows(change, message):
