@@ -26,6 +26,7 @@ from typing import Any
 from envs import Reward, final_text, get, require, unfinished
 from envs.shared.programs import programs
 from envs.shared.sandbox import Limits
+from runtime.waits import in_thread
 
 AGENTS = ("code_gen_simple_agent", "code_gen")
 LIMITS = Limits(seconds=10.0, output=4 << 20)
@@ -92,7 +93,7 @@ async def verify(row: dict, response: str) -> Reward:
             expected = tests["outputs"][passed]
             if ran.ended or ran.code:
                 reason, error = ran.ended or "crashed", ran.stderr[-200:]
-            elif not (returns(ran.stdout, expected) if name else prints(ran.stdout, expected)):
+            elif not await in_thread(returns if name else prints, ran.stdout, expected):
                 reason = "wrong answer"
             if reason:
                 break
@@ -118,7 +119,8 @@ def same_line(line: str, expected: str) -> bool:
     if line == expected:
         return True
     with contextlib.suppress(InvalidOperation, ValueError):
-        return list(map(Decimal, line.split())) == list(map(Decimal, expected.split()))
+        numbers, right = ([Decimal(word) for word in t.split()] for t in (line, expected))
+        return numbers == right
     return False
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -131,6 +132,14 @@ def test_wrong_answers_earn_nothing(mode):
 def test_hostile_answers(mode):
     for text in [*HOSTILE, "\\text{" * 10**5 + "}" * 10**5, "Answer: " * 10**5, "A or " * 10**5]:
         assert mcqa.choice(text, PLAIN, mode, "") != "B"
+
+
+def test_the_event_loop_reads_no_answer(monkeypatch):
+    """1 MB of them takes seconds."""
+    threads = []
+    monkeypatch.setattr(mcqa, "choice", lambda *_: threads.append(threading.current_thread()))
+    assert reward("\\boxed{B}", row()) == 0
+    assert threads and threading.main_thread() not in threads
 
 
 @given(st.text(st.sampled_from("AB{}\\boxed text answer:*\n")))
