@@ -4,6 +4,7 @@ from configs.swe1 import *
 
 run_dir = "runs/swe1_small"
 steps = 1590
+save_before = 2400
 prompts_per_step = 32
 sampling = sampling | {"max_model_len": 32768, "max_response_tokens": 32768}
 engine = engine | {"count": 4, "args": engine["args"] | {"max_num_seqs": 16}}

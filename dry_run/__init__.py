@@ -41,7 +41,7 @@ def explain(cfg: "AnyConfig", Config: type) -> str:
         f"{model.name}: {model.params:,} parameters{active}",
         *changed(cfg, Config),
         *gpu_rows(cfg),
-        *(megatron_rows(cfg, gpu) if megatron else trainer_rows(model, cfg, gpu)),
+        *(megatron_rows(model, cfg, gpu) if megatron else trainer_rows(model, cfg, gpu)),
         *engine_rows(model, cfg, gpu),
         *step_rows(model, cfg, gpu),
         *slurm_rows(model, cfg, gpu),
@@ -57,12 +57,13 @@ def assumptions(gpu: Gpu) -> list[str]:
     """The hardware behind the numbers, and the one thing that is assumed about the rollouts."""
     network = f"{pace.NETWORK_BYTES_S * 8e-9:g} Gb/s network"
     launch = f"{pace.LAUNCH_S * 1e3:g} ms"
+    disk = f"{pace.DISK_BYTES_S / 1e9:g} GB/s of disk a node"
     flops = f"{gpu.flops / 1e12:g} TFLOP/s (a trainer reaches {pace.MFU:.0%})"
     memory = f"{gib(gpu.memory)} GiB ({sizes.RESERVE / GIB:g} reserved), {gpu.hbm / 1e12:g} TB/s"
     return [
         f"assumed: {gpu.name}: {memory},",
         f"  {flops}, {network}, {launch} an engine step;",
-        f"  mean response {pace.MEAN_SHARE:.0%} of the longest; prompts not counted",
+        f"  mean response {pace.MEAN_SHARE:.0%} of the longest; prompts not counted; {disk}",
     ]
 
 
@@ -147,10 +148,20 @@ def trainer_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
         row("layers keep", kept, rows),
         row("mask of a row", gib(mask.row), attention),
         row("host, while loading", gib(sizes.host_bytes(model, ranks)), f"{ranks} ranks of a node"),
+        saving_row(model, cfg),
     ]
 
 
-def megatron_rows(cfg: "AnyConfig", gpu: Gpu) -> list[str]:
+def saving_row(model: Model, cfg: "AnyConfig") -> str:
+    """What a checkpoint takes of a node's memory until it is written."""
+    nodes = pace.trainer_nodes(cfg)
+    copies = (
+        f"copies, on the fullest of {nodes} nodes" if nodes > 1 else "copies of all that is saved"
+    )
+    return row("host, while saving", gib(pace.saved_bytes(model, cfg).node), copies)
+
+
+def megatron_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     """What the fullest rank of a Megatron layout holds, and what a rank sends."""
     layout = cfg.policy
     shape = megatron_sizes.read_shape(cfg.model, layout)
@@ -181,6 +192,7 @@ def megatron_rows(cfg: "AnyConfig", gpu: Gpu) -> list[str]:
         *(row(marks[name] + name, gib(size), notes[name]) for name, size in moments.items()),
         row("= peak, with reserve", gib(peak), f"of {gib(gpu.memory)}"),
         row("layers keep", kept, f"{on} checkpointing ({unlike} {off}); {rows}"),
+        saving_row(model, cfg),
         *traffic_rows(shape, cfg, gpu),
     ]
 
@@ -279,8 +291,11 @@ def slurm_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     margin = pace.signal_seconds(model, cfg, step)
     run = cfg.timeouts.start + cfg.steps * step + margin
     minutes = math.ceil(min(JOB_SECONDS, run) / 60)
+    saved = pace.saved_bytes(model, cfg)
+    part = f"{saved.node / 1e9:,.1f} of {saved.whole / 1e9:,.1f} GB"
     return [
-        f"Slurm, for {cfg.steps:,} steps = {cfg.steps * step / 3600:,.1f} h",
+        f"Slurm, for {cfg.steps:,} steps = {cfg.steps * step / 3600:,.1f} h;"
+        f" a checkpoint takes {pace.save_seconds(model, cfg):,.0f} s, a node writes {part}",
         f"  --nodes={nodes} --ntasks-per-node=1 --gpus-per-node={min(gpus, pace.NODE_GPUS)}"
         f" --time={minutes // 60:02}:{minutes % 60:02}:00 --signal=B:USR1@{margin}",
         f"  no step that starts after SLURM_JOB_END_TIME - {margin} is sure to be saved",

@@ -5,7 +5,7 @@ Only responses are counted, prompts come on top.
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dry_run import megatron_sizes, sizes
 from dry_run.gpus import Gpu
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MFU = 0.3  # assumed; prime-rl measured 0.15 (rows of 16k tokens) to 0.36 (65k) for a 4B model
 LAUNCH_S = 3e-3  # assumed: an engine step beside its arithmetic and memory traffic
 NETWORK_BYTES_S = 50e9  # InfiniBand NDR: 400 Gb/s per GPU
-DISK_BYTES_S = 1e9  # assumed: a node's writes to shared storage
+DISK_BYTES_S = 1e9  # assumed: what a node writes to shared storage, or reads from it
 MEAN_SHARE = 0.25  # assumed: mean response over longest response
 NODE_GPUS = 8
 
@@ -213,11 +213,40 @@ def balance(model: Model, cfg: "Config", gpu: Gpu) -> "Config | None":
     return min(fitting, key=seconds, default=None)
 
 
+class Saved(NamedTuple):
+    """Bytes of a checkpoint, the exported model included."""
+
+    whole: float
+    node: float  # by the node that writes most, whose memory holds a copy of them until it is done
+
+
+def trainer_nodes(cfg: "Config") -> int:
+    """Nodes that hold the trainer ranks."""
+    return math.ceil(cfg.policy.ranks * cfg.gpu_share / NODE_GPUS) or 1
+
+
+def saved_bytes(model: Model, cfg: "Config") -> Saved:
+    """What is written of each parameter, and by whom: every rank writes its share.
+
+    Under Megatron 2 bytes of weights, 12 of main parameters and moments, 2 of export; under FSDP2
+    12 of weights and moments, and 2 of export, which rank 0 writes alone.
+    """
+    nodes = trainer_nodes(cfg)
+    if cfg.policy.kind == "megatron":
+        return Saved(16 * model.params, 16 * model.params / nodes)
+    return Saved(14 * model.params, (12 / nodes + 2) * model.params)
+
+
+def save_seconds(model: Model, cfg: "Config") -> float:
+    """Seconds in which a checkpoint is written, and read back for the CRC-32 of its files."""
+    saved = saved_bytes(model, cfg)
+    return (saved.node + saved.whole / trainer_nodes(cfg)) / DISK_BYTES_S
+
+
 def signal_seconds(model: Model, cfg: "Config", step: float) -> int:
     """How long before its end a job needs a signal: a step, a checkpoint, Slurm's own 60 s.
 
-    The checkpoint: 12 bytes a parameter by all trainer nodes, 2 by one, at DISK_BYTES_S each.
+    The last checkpoint may be being written as the signal comes, and that of the step waits for it.
     """
-    nodes = math.ceil(cfg.policy.ranks * cfg.gpu_share / NODE_GPUS) or 1
-    checkpoint = (12 / nodes + 2) * model.params / DISK_BYTES_S
-    return min(65535, math.ceil(step + checkpoint + 60))  # Slurm takes 16 bits
+    saving = save_seconds(model, cfg)
+    return min(65535, math.ceil(max(step, saving) + saving + 60))  # Slurm takes 16 bits

@@ -517,11 +517,27 @@ def test_the_balanced_split_is_the_fastest_that_fits(folder):
     assert pace.balance(model, cfg, h100(0)) is None
 
 
-def test_the_signal_comes_a_step_a_checkpoint_and_a_minute_before_the_end():
+def test_each_node_writes_what_its_ranks_hold_and_fsdp_exports_on_one():
     model = dataclasses.replace(SUPER, params=8 * 10**9)
-    assert pace.signal_seconds(model, changed(Config(), ranks=8), 100.0) == 100 + 14 * 8 + 60
-    assert pace.signal_seconds(model, changed(Config(), ranks=32), 100.0) == 100 + 5 * 8 + 60
-    assert pace.signal_seconds(model, Config(), 1e6) == 65535
+    one, four = changed(Config(), ranks=8), changed(Config(), ranks=32)
+    assert pace.saved_bytes(model, one) == (14 * 8e9, 14 * 8e9)
+    assert pace.saved_bytes(model, four) == (14 * 8e9, (3 + 2) * 8e9)
+    assert pace.save_seconds(model, four) == 5 * 8 + 14 * 8 / 4
+    megatron = changed(four, kind="megatron", tp=8)
+    assert pace.saved_bytes(model, megatron) == (16 * 8e9, 4 * 8e9)
+    assert pace.save_seconds(SUPER, changed(megatron, ranks=256)) == pytest.approx(120.6)
+    assert pace.trainer_nodes(changed(Config(), ranks=9, gpu_share=0.5)) == 1
+    assert pace.trainer_nodes(changed(Config(), gpu_share=0.0)) == 1
+
+
+def test_the_signal_comes_a_step_two_checkpoints_and_a_minute_before_the_end():
+    """The checkpoint before the last may have been begun with the step."""
+    model = dataclasses.replace(SUPER, params=8 * 10**9)
+    cfg = changed(Config(), ranks=8)
+    saving = 2 * 14 * 8
+    assert pace.signal_seconds(model, cfg, 300.0) == 300 + saving + 60
+    assert pace.signal_seconds(model, cfg, 100.0) == 2 * saving + 60
+    assert pace.signal_seconds(model, cfg, 1e6) == 65535
 
 
 # --- the GPU --------------------------------------------------------------------------------------
@@ -583,6 +599,7 @@ def test_the_table_of_gsm8k(folder):
         "weights, bf16": 2 * 596_049_920,
         "KV": 0.4 * 79 * GIB - 2 * 596_049_920 - 4 * GIB,
         "host, while loading": 4 * 596_049_920,
+        "host, while saving": 14 * 596_049_920,
     }.items():
         assert float(cell(text, label)) == pytest.approx(value / GIB, abs=5e-3), label
     assert cell(text, "mask of a row") == "0.00"
@@ -594,6 +611,7 @@ def test_the_table_of_gsm8k(folder):
     assert "GPUs shared by both: 1" in text and "generation + training" in text
     assert "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --time=00:2" in text
     assert re.search(r"--signal=B:USR1@(\d+)\n.*SLURM_JOB_END_TIME - \1 ", text)
+    assert "; a checkpoint takes 17 s, a node writes 8.3 of 8.3 GB\n" in text
     assert "everything fits" in text
 
 
