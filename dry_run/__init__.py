@@ -168,6 +168,7 @@ def megatron_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     stage = megatron_sizes.fullest_stage(shape, cfg)
     states = megatron_sizes.state_bytes(shape, cfg, stage)
     moments = megatron_sizes.moments(shape, cfg, stage)
+    moments["sending weights"] = megatron_sizes.sending_bytes(shape)
     spread = megatron_sizes.optimizer_spread(layout)
     kept = gib(megatron_sizes.kept_bytes(shape, cfg, stage))
     unlike = gib(megatron_sizes.kept_bytes(shape, other_checkpointing(cfg), stage))
@@ -180,6 +181,7 @@ def megatron_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
         "at the head": "layers keep, logits, the head's gradient",
         "in a layer": "layers keep, a layer at work",
         "in the update": "square roots of AdamW's second moments",
+        "sending weights": "two buckets and the largest tensor twice; saving takes no more",
     }
     peak = megatron_sizes.trainer_bytes(shape, cfg)
     fullest = max(moments, key=lambda name: moments[name])
@@ -266,10 +268,21 @@ def step_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
         row("generation", f"{generation:,.2f}", f"{batch:,.0f} sequences at once in each engine"),
         row("training", f"{pace.train_seconds(model, cfg, gpu):,.2f}", note),
         row("longest rollout", f"{longest:,.2f}", f"{alone}; {least} at least"),
-        row("weight update", f"{pace.sync_seconds(model):,.2f}", "floor: one broadcast, bf16"),
+        *update_rows(model, cfg),
         row("= step", f"{pace.step_seconds(model, cfg, gpu):,.2f}", f"bound by {binds}"),
         balance_row(model, cfg, gpu),
     ]
+
+
+def update_rows(model: Model, cfg: "AnyConfig") -> list[str]:
+    """The least that a weight update takes, and what it is made of."""
+    sent, broadcasts, gathered, messages = pace.update_traffic(model, cfg)
+    least = f"at least: rank 0 sends {sent / 1e9:,.1f} GB in {broadcasts:,} broadcasts"
+    rows = [row("weight update", f"{pace.sync_seconds(model):,.2f}", least)]
+    if messages:
+        what = f"GB by each trainer rank in {messages:,} messages; not in the step"
+        rows.append(row("gathered for it", f"{gathered / 1e9:,.1f}", what))
+    return rows
 
 
 def balance_row(model: Model, cfg: "AnyConfig", gpu: Gpu) -> str:

@@ -21,6 +21,7 @@ from dry_run.sizes import RESERVE, longest_row
 from policy import logprobs
 from policy.megatron.check import read_config
 from policy.megatron.families import padded, pattern
+from policy.weight_sync import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from grpo_async import Config
@@ -47,6 +48,7 @@ class Shape:
         self.query = hf.num_attention_heads * self.head_dim
         self.key = hf.num_key_value_heads * self.head_dim
         self.experts = get("num_experts", "n_routed_experts")
+        self.router_bias = hf.model_type == "nemotron_h"
         self.chosen = get("num_experts_per_tok")  # of them, by a token
         self.expert_ffn = get("moe_intermediate_size")
         self.shared_ffn = get("moe_shared_expert_intermediate_size")
@@ -263,9 +265,20 @@ def fullest_stage(s: Shape, cfg: "Config", b: int = 2) -> int:
     return max(range(cfg.policy.pp), key=lambda stage: stage_bytes(s, cfg, stage, b))
 
 
+def sending_bytes(s: Shape) -> float:
+    """What sending or exporting the weights takes: the largest tensor twice, and two buckets.
+
+    Every rank has them, whole and in bf16: once as shards or to cut, once put together.
+    """
+    largest = 2 * s.hidden * max(s.vocab, 2 * s.ffn if s.gated else s.ffn)
+    return 2 * (largest + max(BUCKET_BYTES, largest))
+
+
 def trainer_bytes(s: Shape, cfg: "Config") -> float:
     """Peak of the fullest rank on a GPU, with the reserve."""
-    return stage_bytes(s, cfg, fullest_stage(s, cfg)) + RESERVE
+    stage = fullest_stage(s, cfg)
+    sending = sum(state_bytes(s, cfg, stage).values()) + sending_bytes(s)
+    return max(stage_bytes(s, cfg, stage), sending) + RESERVE
 
 
 # --- communication --------------------------------------------------------------------------------
@@ -317,6 +330,17 @@ def mamba_exchange(s: Shape, layout: "PolicySettings", b: int = 2) -> float:
     each = (3 * s.mamba + 2 * groups + s.mamba_heads) / ranks
     passes = 2 + layout.activation_checkpointing
     return ring(layout.cp) * b * passes * s.layers.count("M") * each / layout.pp
+
+
+def tensors(s: Shape) -> int:
+    """Megatron's tensors, over all ranks; each is sent by itself (hf_weights.py, `export`)."""
+    each = {
+        "*": 3 + s.bias + 2 * s.qk_norm,
+        "-": 3,
+        "E": 2 * (s.experts + 1 + (s.shared_ffn > 0) + (s.latent > 0)) + s.router_bias,
+        "M": 9,
+    }
+    return sum(each[kind] for kind in s.layers) + 3 - s.tied
 
 
 def step_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:

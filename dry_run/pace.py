@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dry_run import megatron_sizes, sizes
 from dry_run.gpus import Gpu
 from dry_run.sizes import Model
+from policy.weight_sync import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from grpo_async import Config
@@ -143,6 +144,32 @@ def train_seconds(model: Model, cfg: "Config", gpu: Gpu) -> float:
 def sync_seconds(model: Model) -> float:
     """Floor of a weight update: all weights in bf16 through one GPU's network, from rank 0."""
     return 2 * model.params / NETWORK_BYTES_S
+
+
+class Update(NamedTuple):
+    """What a weight update sends: bytes, and in how many messages at least."""
+
+    sent: float  # by trainer rank 0, to the engines
+    broadcasts: int
+    gathered: float  # before that, by each trainer rank
+    messages: int
+
+
+def update_traffic(model: Model, cfg: "Config") -> Update:
+    """bf16 weights: gathered tensor by tensor, then broadcast in buckets.
+
+    Under Megatron every rank gets each tensor from the one that sends it; under FSDP2 all but the
+    shard that it has.
+    """
+    whole = 2 * model.params
+    ranks = cfg.policy.ranks
+    tensors = model.tensors
+    gathered = whole * megatron_sizes.ring(ranks)
+    if cfg.policy.kind == "megatron":
+        tensors = megatron_sizes.tensors(megatron_sizes.read_shape(cfg.model, cfg.policy))
+        gathered = whole * (ranks > 1)
+    broadcasts = math.ceil(whole / BUCKET_BYTES)
+    return Update(whole, broadcasts, gathered, tensors * (ranks > 1))
 
 
 def traffic_seconds(shape: megatron_sizes.Shape, cfg: "Config", gpu: Gpu) -> dict[str, float]:

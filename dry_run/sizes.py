@@ -41,6 +41,7 @@ class Model:
     layer: int  # in the largest decoder layer
     experts: int  # routed, in the layer that has most
     biggest: int  # in the largest tensor
+    tensors: int  # of parameters
     layers: int
     kv_layers: int
     hidden: int
@@ -100,6 +101,7 @@ def read_model(folder: str) -> Model:
         layer=max(sum(layer.values()) for layer in layers),
         experts=max(routed(layer) for layer in layers),
         biggest=max(sizes.values()),
+        tensors=len(sizes),
         layers=len(layers),
         kv_layers=sum(kind not in WITHOUT_KV for kind in kinds),
         hidden=hidden,

@@ -64,6 +64,7 @@ SUPER = Model(
     layer=2_900_000_000,
     experts=512 * 2 * 2688 * 1024,
     biggest=131072 * 4096,
+    tensors=800,
     layers=88,
     kv_layers=8,
     hidden=4096,
@@ -375,6 +376,22 @@ def test_a_batch_of_super_and_the_floor_of_its_sync():
     assert pace.response_limit(short) == 512
 
 
+def test_what_an_update_is_made_of(tmp_path):
+    one, eight = Config(), changed(Config(), ranks=8)
+    assert pace.update_traffic(SUPER, one) == (241.2e9, 899, 0, 0)
+    assert pace.update_traffic(SUPER, eight) == (241.2e9, 899, 241.2e9 * 7 / 8, 800)
+    cfg = config.read(Config, ROOT / "configs/rlvr1.py")
+    cfg = dataclasses.replace(cfg, model=shapes.write("models/super_sft", tmp_path))
+    model = sizes.read_model(cfg.model)
+    # 40 layers of 512 experts, 40 of Mamba, 8 of attention; embedding, last norm and head.
+    tensors = 40 * (2 * 512 + 7) + 40 * 9 + 8 * 3 + 3
+    assert pace.update_traffic(model, cfg)[2:] == (2 * model.params, tensors)
+    text = dry_run.explain(cfg, Config)
+    assert cell(text, "weight update") == "4.83" and cell(text, "gathered for it") == "241.3"
+    assert "at least: rank 0 sends 241.3 GB in 900 broadcasts" in text
+    assert f"GB by each trainer rank in {tensors:,} messages; not in the step" in text
+
+
 def test_decoding_reads_the_weights_that_the_batch_meets():
     gpu = planned("h200")  # TP 4, as in the recipe
     always = 120.6e9 - 112.7e9 - 131072 * 4096
@@ -662,7 +679,7 @@ def test_the_table_of_a_megatron_layout(folder):
     layout = {"kind": "megatron", "ranks": 16, "tp": 2, "cp": 2, "pp": 2, "ep": 4}
     cfg = changed(Config(model=path), count=16, **layout)
     text = dry_run.explain(cfg, Config)
-    assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 100
+    assert len(text.splitlines()) <= 52 and max(map(len, text.splitlines())) <= 100
     shape = megatron_sizes.read_shape(cfg.model, cfg.policy)
     states = megatron_sizes.state_bytes(shape, cfg, 0)
     assert "GiB: stage 1 of 2, 2 replicas" in text  # the first keeps two rows

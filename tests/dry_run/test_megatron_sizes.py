@@ -137,6 +137,18 @@ def test_a_layer_at_work():
     assert megatron_sizes.at_work(sparse(), layout(2, ep=2), "E") == 4 * 2 * H + H
 
 
+def test_sending_takes_the_largest_tensor_and_two_buckets(monkeypatch):
+    monkeypatch.setattr(megatron_sizes, "BUCKET_BYTES", 1000)
+    assert megatron_sizes.sending_bytes(dense()) == 8 * H * 2 * F  # gate and up are one
+    assert megatron_sizes.sending_bytes(dense(vocab_size=1024)) == 8 * H * 1024
+    assert megatron_sizes.sending_bytes(Shape(hybrid())) == 8 * H * F
+    monkeypatch.undo()
+    assert megatron_sizes.sending_bytes(dense()) == 4 * H * 2 * F + 2 * (256 << 20)
+    cfg, states = config(), megatron_sizes.state_bytes(dense(), config(), 0)
+    peak = sum(states.values()) + megatron_sizes.sending_bytes(dense()) + sizes.RESERVE
+    assert megatron_sizes.trainer_bytes(dense(), cfg) == peak
+
+
 def test_earlier_stages_keep_more_rows():
     cfg = config(2, pp=2)
     kept = [megatron_sizes.kept_bytes(dense(), cfg, stage) for stage in (0, 1)]
