@@ -206,7 +206,7 @@ def traffic_rows(shape: megatron_sizes.Shape, cfg: "AnyConfig", gpu: Gpu) -> lis
     seconds = {k: f"{v:,.2f} s a step" for k, v in pace.traffic_seconds(shape, cfg, gpu).items()}
     nvlink = f"{gpu.nvlink / 1e9:g} GB/s inside a node"
     return [
-        f"sent by a trainer rank; of this only Mamba's over cp is in the step; {nvlink}",
+        f"sent by a trainer rank; of this only all-to-alls are in the step; {nvlink}",
         *(row(k, f"{v:,.0f}", f"bytes a token; {seconds[k]}") for k, v in tokens.items()),
         *(row(k, gib(v), f"GiB an update; {seconds[k]}") for k, v in steps.items()),
     ]
@@ -256,8 +256,8 @@ def step_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     note = f"{flops:.3g} FLOPs"
     if ratio > 1:
         note += f", {ratio:.1f} x those of policy.attention = 'auto'"
-    if exposed:
-        note += f"; Mamba's all-to-all over cp {exposed:,.2f}"
+    waits = ", ".join(f"{what} {seconds:,.2f}" for what, seconds in exposed.items() if seconds)
+    note += f"; all-to-alls: {waits}" if waits else ""
     seconds = pace.limits(model, cfg, gpu)
     binds = max(seconds, key=lambda name: seconds[name])
     generation = pace.generation_seconds(model, cfg, gpu)

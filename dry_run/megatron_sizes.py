@@ -321,7 +321,7 @@ def token_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, flo
 
 
 def mamba_exchange(s: Shape, layout: "PolicySettings", b: int = 2) -> float:
-    """Bytes that Mamba's all-to-alls over cp send for each place, while a rank does nothing else.
+    """Bytes that a rank's all-to-alls of Mamba over cp send for each place.
 
     Gate, x, B, C and dt, all places of some heads for some places of all heads; the output back.
     """

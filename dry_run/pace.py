@@ -125,20 +125,28 @@ def bandwidth(gpu: Gpu, ranks: int) -> float:
     return gpu.nvlink if ranks <= NODE_GPUS else NETWORK_BYTES_S
 
 
-def exposed_seconds(cfg: "Config", gpu: Gpu) -> float:
-    """Seconds of a step in which trainer ranks wait for Mamba's all-to-alls over cp."""
+def exposed_seconds(cfg: "Config", gpu: Gpu) -> dict[str, float]:
+    """Seconds of a step in which trainer ranks do nothing but send, by what they send.
+
+    These are the all-to-alls of Mamba over cp and of experts over ep. Other traffic may go on
+    beside the work.
+    """
     layout = cfg.policy
-    if layout.cp == 1:
-        return 0.0
+    if layout.kind == "fsdp":
+        return {}
+    shape = megatron_sizes.read_shape(cfg.model, layout)
     tokens = MEAN_SHARE * step_tokens(cfg) / layout.replicas
-    sent = megatron_sizes.mamba_exchange(megatron_sizes.read_shape(cfg.model, layout), layout)
-    return tokens * sent / bandwidth(gpu, layout.tp * layout.cp)
+    mamba = tokens * megatron_sizes.mamba_exchange(shape, layout)
+    return {
+        "Mamba": mamba / bandwidth(gpu, layout.tp * layout.cp),
+        "experts": traffic_seconds(shape, cfg, gpu)["ep"],
+    }
 
 
 def train_seconds(model: Model, cfg: "Config", gpu: Gpu) -> float:
     """Seconds in which all trainer ranks train a batch of mean responses."""
     work = train_flops(model, cfg) / (cfg.policy.ranks * MFU * gpu.flops)
-    return work + exposed_seconds(cfg, gpu)
+    return work + sum(exposed_seconds(cfg, gpu).values())
 
 
 def sync_seconds(model: Model) -> float:
