@@ -3,8 +3,12 @@
 bench/megatron_layouts.py compares it with what is measured.
 """
 
+import re
+
 import pytest
+import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 from dry_run import megatron_sizes, sizes
 from dry_run.megatron_sizes import Shape
@@ -178,6 +182,31 @@ def test_the_head_in_bf16_is_that_of_fsdp():
 
 
 # --- communication --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "hf",
+    [
+        transformers.Qwen3Config(**TINY),
+        transformers.Qwen2Config(**TINY | {"tie_word_embeddings": True}),
+        transformers.LlamaConfig(**TINY),
+        transformers.Qwen3MoeConfig(**TINY, **EXPERTS, mlp_only_layers=[1]),
+        hybrid(),
+    ],
+    ids=["qwen3", "tied", "llama", "experts", "hybrid"],
+)
+def test_megatron_has_the_tensors_of_a_checkpoint_some_of_them_stacked(hf):
+    """q, k and v are one, and so are gate and up."""
+    with torch.device("meta"):
+        lm = transformers.AutoModelForCausalLM.from_config(hf)
+    tied = set(lm.all_tied_weights_keys)
+    names = revert_weight_conversion(lm, dict(lm.state_dict())).keys() - tied
+    stacks = {re.sub(r"(?<=\.)([qkv]|gate|up)_proj(?=\.)", stack_of, name) for name in names}
+    assert megatron_sizes.tensors(Shape(hf)) == len(stacks)
+
+
+def stack_of(found: re.Match) -> str:
+    return "qkv" if found[1] in "qkv" else "fc1"
 
 
 def test_nothing_is_sent_by_one_rank():
