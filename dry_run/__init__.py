@@ -158,7 +158,7 @@ def saving_row(model: Model, cfg: "AnyConfig") -> str:
     copies = (
         f"copies, on the fullest of {nodes} nodes" if nodes > 1 else "copies of all that is saved"
     )
-    return row("host, while saving", gib(pace.saved_bytes(model, cfg).node), copies)
+    return row("host, while saving", gib(pace.checkpoint_bytes(model, cfg).node), copies)
 
 
 def megatron_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
@@ -304,11 +304,11 @@ def slurm_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     margin = pace.signal_seconds(model, cfg, step)
     run = cfg.timeouts.start + cfg.steps * step + margin
     minutes = math.ceil(min(JOB_SECONDS, run) / 60)
-    saved = pace.saved_bytes(model, cfg)
+    saved = pace.checkpoint_bytes(model, cfg)
     part = f"{saved.node / 1e9:,.1f} of {saved.whole / 1e9:,.1f} GB"
     return [
         f"Slurm, for {cfg.steps:,} steps = {cfg.steps * step / 3600:,.1f} h;"
-        f" a checkpoint takes {pace.save_seconds(model, cfg):,.0f} s, a node writes {part}",
+        f" a checkpoint takes {pace.checkpoint_seconds(model, cfg):,.0f} s, a node writes {part}",
         f"  --nodes={nodes} --ntasks-per-node=1 --gpus-per-node={min(gpus, pace.NODE_GPUS)}"
         f" --time={minutes // 60:02}:{minutes % 60:02}:00 --signal=B:USR1@{margin}",
         f"  no step that starts after SLURM_JOB_END_TIME - {margin} is sure to be saved",

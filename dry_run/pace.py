@@ -169,15 +169,15 @@ def update_traffic(model: Model, cfg: "Config") -> Update:
     Under Megatron every rank gets each tensor from the one that sends it; under FSDP2 all but the
     shard that it has.
     """
+    layout = cfg.policy
     whole = 2 * model.params
-    ranks = cfg.policy.ranks
-    tensors = model.tensors
-    gathered = whole * megatron_sizes.ring(ranks)
-    if cfg.policy.kind == "megatron":
-        tensors = megatron_sizes.tensors(megatron_sizes.read_shape(cfg.model, cfg.policy))
-        gathered = whole * (ranks > 1)
     broadcasts = math.ceil(whole / BUCKET_BYTES)
-    return Update(whole, broadcasts, gathered, tensors * (ranks > 1))
+    if layout.ranks == 1:
+        return Update(whole, broadcasts, 0, 0)
+    if layout.kind == "fsdp":
+        return Update(whole, broadcasts, whole * megatron_sizes.ring(layout.ranks), model.tensors)
+    tensors = megatron_sizes.tensors(megatron_sizes.read_shape(cfg.model, layout))
+    return Update(whole, broadcasts, whole, tensors)
 
 
 def traffic_seconds(shape: megatron_sizes.Shape, cfg: "Config", gpu: Gpu) -> dict[str, float]:
@@ -248,7 +248,7 @@ def balance(model: Model, cfg: "Config", gpu: Gpu) -> "Config | None":
     return min(fitting, key=seconds, default=None)
 
 
-class Saved(NamedTuple):
+class Checkpoint(NamedTuple):
     """Bytes of a checkpoint, the exported model included."""
 
     whole: float
@@ -260,7 +260,7 @@ def trainer_nodes(cfg: "Config") -> int:
     return math.ceil(cfg.policy.ranks * cfg.gpu_share / NODE_GPUS) or 1
 
 
-def saved_bytes(model: Model, cfg: "Config") -> Saved:
+def checkpoint_bytes(model: Model, cfg: "Config") -> Checkpoint:
     """What is written of each parameter, and by whom: every rank writes its share.
 
     Under Megatron 2 bytes of weights, 12 of main parameters and moments, 2 of export; under FSDP2
@@ -268,13 +268,13 @@ def saved_bytes(model: Model, cfg: "Config") -> Saved:
     """
     nodes = trainer_nodes(cfg)
     if cfg.policy.kind == "megatron":
-        return Saved(16 * model.params, 16 * model.params / nodes)
-    return Saved(14 * model.params, (12 / nodes + 2) * model.params)
+        return Checkpoint(16 * model.params, 16 * model.params / nodes)
+    return Checkpoint(14 * model.params, (12 / nodes + 2) * model.params)
 
 
-def save_seconds(model: Model, cfg: "Config") -> float:
+def checkpoint_seconds(model: Model, cfg: "Config") -> float:
     """Seconds in which a checkpoint is written, and read back for the CRC-32 of its files."""
-    saved = saved_bytes(model, cfg)
+    saved = checkpoint_bytes(model, cfg)
     return (saved.node + saved.whole / trainer_nodes(cfg)) / DISK_BYTES_S
 
 
@@ -283,5 +283,5 @@ def signal_seconds(model: Model, cfg: "Config", step: float) -> int:
 
     The last checkpoint may be being written as the signal comes, and that of the step waits for it.
     """
-    saving = save_seconds(model, cfg)
+    saving = checkpoint_seconds(model, cfg)
     return min(65535, math.ceil(max(step, saving) + saving + 60))  # Slurm takes 16 bits

@@ -539,12 +539,12 @@ def test_the_balanced_split_is_the_fastest_that_fits(folder):
 def test_each_node_writes_what_its_ranks_hold_and_fsdp_exports_on_one():
     model = dataclasses.replace(SUPER, params=8 * 10**9)
     one, four = changed(Config(), ranks=8), changed(Config(), ranks=32)
-    assert pace.saved_bytes(model, one) == (14 * 8e9, 14 * 8e9)
-    assert pace.saved_bytes(model, four) == (14 * 8e9, (3 + 2) * 8e9)
-    assert pace.save_seconds(model, four) == 5 * 8 + 14 * 8 / 4
+    assert pace.checkpoint_bytes(model, one) == (14 * 8e9, 14 * 8e9)
+    assert pace.checkpoint_bytes(model, four) == (14 * 8e9, (3 + 2) * 8e9)
+    assert pace.checkpoint_seconds(model, four) == 5 * 8 + 14 * 8 / 4
     megatron = changed(four, kind="megatron", tp=8)
-    assert pace.saved_bytes(model, megatron) == (16 * 8e9, 4 * 8e9)
-    assert pace.save_seconds(SUPER, changed(megatron, ranks=256)) == pytest.approx(120.6)
+    assert pace.checkpoint_bytes(model, megatron) == (16 * 8e9, 4 * 8e9)
+    assert pace.checkpoint_seconds(SUPER, changed(megatron, ranks=256)) == pytest.approx(120.6)
     assert pace.trainer_nodes(changed(Config(), ranks=9, gpu_share=0.5)) == 1
     assert pace.trainer_nodes(changed(Config(), gpu_share=0.0)) == 1
 
