@@ -4,6 +4,7 @@ import asyncio
 import faulthandler
 import fcntl
 import os
+import re
 import signal
 import sys
 import threading
@@ -28,6 +29,11 @@ from runtime.settings import RunSettings
 from runtime.waits import within
 
 ROOT = Path(__file__).parent.parent
+# Variables of the driver that its actors get, but for those that are of one process or node.
+FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "VLLM_", "CUDA_")
+OF_ONE = re.compile(
+    r"CUDA_VISIBLE_DEVICES|NCCL_(HOSTID|COMM_ID)|VLLM_(\w+_)?(RANK(_LOCAL)?|HOST|PORT|IPS?)"
+)
 # A killed actor takes its children along. Not by Ray's subreaper: with that, every program that an
 # actor starts seems to exit with status 0.
 CLEANING = {
@@ -160,9 +166,11 @@ def interrupt(*_: Any) -> None:
 def actor(cls: type, gpus: float, cfg: RunSettings, **options: Any) -> Any:
     """A Ray actor of a plain class, which gets what `Process` adds.
 
-    Without GPUs in the cluster it asks for none.
+    Without GPUs in the cluster it asks for none, and gets the settings of a CPU.
     """
-    gpus = gpus if ray.cluster_resources().get("GPU") else 0
+    if gpus and not ray.cluster_resources().get("GPU"):
+        options["runtime_env"] = {"env_vars": cpu_variables(cfg)}
+        gpus = 0
     groups = {k: options.pop(k) for k in ("concurrency_groups",) if k in options}
     folder = Path(cfg.run_dir) / "logs"
 
@@ -245,27 +253,44 @@ def claim(cfg: RunSettings) -> TextIO:
     return lock
 
 
-def connect(cfg: RunSettings) -> placement.Places:
-    """Joins the cluster that RAY_ADDRESS names, or starts one on this machine; where all will run.
+def of_driver() -> dict[str, str]:
+    """The driver's variables that its actors get as well."""
+    every = os.environ.items()
+    return {k: v for k, v in every if k.startswith(FORWARDED) and not OF_ONE.fullmatch(k)}
 
-    Raises InputError where there is no such cluster, or where the actors do not fit.
-    """
-    env = {
+
+def variables() -> dict[str, str]:
+    """What every actor finds in its environment; what the user has set wins."""
+    return {
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
         "PYTHONDONTWRITEBYTECODE": "",  # without .pyc files each process recompiles 5,000 modules
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    if not torch.cuda.is_available():
-        # Two busy processes with two threads each spin on two cores: 5 times slower.
-        threads = max(1, (os.cpu_count() or 1) // (cfg.policy.ranks + cfg.engine.count))
-        env |= {
-            "OMP_NUM_THREADS": str(threads),
-            "TORCH_COMPILE_DISABLE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        }
+        # The driver has the deadlines. Torch's watchdog would end a trainer that waits for an
+        # engine which is lost.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    } | of_driver()
+
+
+def cpu_variables(cfg: RunSettings) -> dict[str, str]:
+    """The same for a trainer or an engine on a CPU."""
+    # Two busy processes with two threads each spin on two cores: 5 times slower.
+    busy = cfg.policy.ranks + cfg.engine.count
+    threads = max(1, int(ray.cluster_resources().get("CPU", 1)) // busy)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    } | of_driver()
+
+
+def connect(cfg: RunSettings) -> placement.Places:
+    """Joins the cluster that RAY_ADDRESS names, or starts one on this machine; where all will run.
+
+    Raises InputError where there is no such cluster, or where the actors do not fit.
+    """
     # Ray prints a traceback for each of a failed call's results that nobody fetches. The first one
     # fetched has raised the error already.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
@@ -276,7 +301,7 @@ def connect(cfg: RunSettings) -> placement.Places:
     check_address(address or "")
     try:
         ray.init(
-            runtime_env={"env_vars": env},
+            runtime_env={"env_vars": variables()},
             log_to_driver=False,
             logging_level="ERROR",
             **({} if address else local),

@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import spelling_rows
@@ -189,6 +190,49 @@ def test_a_second_ctrl_c_ends_the_program_at_once(handlers):
 
     with pytest.raises(SystemExit, match="interrupted; --resume auto goes on from the last"):
         asyncio.run(main())
+
+
+def test_actors_get_the_driver_s_variables_for_the_libraries_and_what_it_sets_wins(monkeypatch):
+    given = {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_CUMEM_HOST_ENABLE": "0",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "VLLM_CPU_KVCACHE_SPACE": "7",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    of_one = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP", "VLLM_DP_RANK_LOCAL"), "1")
+    of_one |= dict.fromkeys(("VLLM_PORT", "NCCL_HOSTID", "WANDB_API_KEY"), "1")
+    for name, value in (given | of_one).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 64.0})
+    found = cluster.variables()
+    assert given.items() <= found.items() and not of_one.keys() & found.keys()
+    assert cluster.cpu_variables(Config())["VLLM_CPU_KVCACHE_SPACE"] == "7"
+
+
+def test_without_a_word_of_the_user_vllm_is_quiet_and_no_watchdog_ends_a_trainer(monkeypatch):
+    for name in ("VLLM_LOGGING_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.delenv(name, raising=False)
+    found = cluster.variables()
+    assert found["VLLM_LOGGING_LEVEL"] == "WARNING"
+    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+@pytest.mark.parametrize("wanted", [0, 0.5])
+def test_settings_of_a_cpu_follow_the_cluster_and_not_the_driver(gpus, wanted, monkeypatch):
+    """64 CPUs for three trainer ranks and an engine, wherever the driver runs."""
+    asked = {}
+    handle = SimpleNamespace(options=lambda **options: asked.update(options))
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 64.0, "GPU": gpus})
+    monkeypatch.setattr(cluster.ray, "remote", lambda **options: lambda cls: handle)
+    cluster.actor(Trainer, wanted, ask(Path("run"), ranks=3))
+    env = asked.get("runtime_env", {}).get("env_vars", {})
+    assert asked["num_gpus"] == (wanted if gpus else 0)
+    assert env.get("OMP_NUM_THREADS") == ("16" if wanted and not gpus else None)
+    assert ("TORCH_COMPILE_DISABLE" in env) == bool(wanted and not gpus)
 
 
 CHILDREN = """
