@@ -19,7 +19,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 FREE = 5.0  # times a checkpoint of the policy that the run folder should have room for
-OLDEST_DRIVER = 580  # of NVIDIA, which CUDA 13 needs
 OVER = 3
 
 
@@ -59,6 +58,8 @@ def modules(cfg: Any) -> Iterator[str]:
 
 def gpus(cfg: Any) -> Iterator[str]:
     """Driver and GPUs of this node, where Slurm granted some."""
+    from runtime.preflight import OLDEST_DRIVER
+
     granted = os.environ.get("SLURM_GPUS_ON_NODE")
     if not granted or granted == "0":
         return

@@ -24,7 +24,7 @@ from policy.weight_sync import OWNER
 from runtime import placement
 from runtime.config import InputError, shown
 from runtime.console import phase
-from runtime.preflight import brief, check_address
+from runtime.preflight import OLDEST_DRIVER, brief, check_address
 from runtime.settings import RunSettings
 from runtime.waits import within
 
@@ -180,6 +180,7 @@ def actor(cls: type, gpus: float, cfg: RunSettings, **options: Any) -> Any:
         def __init__(self, *args: Any):
             redirect(folder, cls.__name__)
             os.environ[OWNER] = str(os.getpid())
+            check_granted()
             super().__init__(*args)
 
         def call(self, function: Callable, *args: Any) -> Any:
@@ -194,6 +195,23 @@ def actor(cls: type, gpus: float, cfg: RunSettings, **options: Any) -> Any:
     Process.__qualname__ = cls.__name__
     made = ray.remote(num_cpus=0, **groups)(Process)
     return made.options(num_gpus=gpus, **options)
+
+
+def check_granted() -> None:
+    """Raises RuntimeError where Ray granted this process a GPU that torch cannot use."""
+    granted = ray.get_gpu_ids()
+    if not granted or torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.init()
+        why = "it finds none"
+    except (AssertionError, RuntimeError) as error:
+        why = brief(error)
+    raise RuntimeError(
+        f"Ray granted GPU {granted} of {os.uname().nodename}, which torch {torch.__version__} "
+        f"cannot use: {why}: expected NVIDIA's driver {OLDEST_DRIVER} or newer, and in .venv what "
+        "DEVICE=gpu bash launch/setup.sh installs"
+    )
 
 
 def redirect(folder: Path, name: str) -> None:

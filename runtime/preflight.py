@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from runtime.settings import RunSettings
 
 SHORTEST = 1.0  # seconds; no wait of a run is always shorter
+OLDEST_DRIVER = 580  # of NVIDIA, which CUDA 13 needs
 CONNECT_SECONDS = 3.0  # that the head of a cluster may take to be reached
 LFS = b"version https://git-lfs"  # how a file begins that git has not fetched
 LONGEST_HEADER = 100_000_000  # bytes, as the format defines it

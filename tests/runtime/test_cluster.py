@@ -235,6 +235,25 @@ def test_settings_of_a_cpu_follow_the_cluster_and_not_the_driver(gpus, wanted, m
     assert ("TORCH_COMPILE_DISABLE" in env) == bool(wanted and not gpus)
 
 
+def test_a_driver_that_is_too_old_is_named(monkeypatch):
+    """As torch says it; where it can use the GPU, or none was granted, nothing is said."""
+    found = RuntimeError("The NVIDIA driver on your system is too old (found version 12040)")
+
+    def refuse():
+        raise found
+
+    monkeypatch.setattr(cluster.torch.cuda, "init", refuse)
+    monkeypatch.setattr(cluster.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cluster.ray, "get_gpu_ids", lambda: [3])
+    with pytest.raises(RuntimeError, match=r"GPU \[3\] of .* is too old .*: expected .* 580 or"):
+        cluster.check_granted()
+    monkeypatch.setattr(cluster.torch.cuda, "is_available", lambda: True)
+    cluster.check_granted()
+    monkeypatch.setattr(cluster.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cluster.ray, "get_gpu_ids", lambda: [])
+    cluster.check_granted()
+
+
 CHILDREN = """
 import os, signal, subprocess, sys, time
 import ray

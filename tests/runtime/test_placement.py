@@ -1,6 +1,7 @@
 """Which node runs which engine and which trainer rank; on a real Ray cluster with fake GPUs."""
 
 import asyncio
+import os
 from collections import Counter
 
 import pytest
@@ -8,10 +9,11 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster as FakeCluster
+from ray.exceptions import ActorDiedError
 
 from grpo_async import Config
 from runtime import placement
-from runtime.cluster import Cluster
+from runtime.cluster import ROOT, Cluster
 from runtime.config import InputError
 from runtime.fleet import Fleet
 from runtime.placement import Node, Places, by_number, plan
@@ -117,6 +119,9 @@ def stand_ins() -> tuple[type, type]:
         def spot(self):
             return (self.rank, *placement.where())
 
+        def variable(self, name):
+            return os.environ.get(name)
+
     class Engine:
         def __init__(self, cfg):
             pass
@@ -127,8 +132,8 @@ def stand_ins() -> tuple[type, type]:
     return Trainer, Engine
 
 
-@pytest.fixture
-def fake_cluster(monkeypatch):
+@pytest.fixture(scope="module")
+def fake_cluster():
     """A head, two nodes of two GPUs, one of judges, one without GPUs; in all but the GPUs real."""
     made = FakeCluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
     judges = {"resources": {placement.JUDGE: 1}, "num_gpus": 2}
@@ -137,15 +142,18 @@ def fake_cluster(monkeypatch):
         nodes = [
             made.add_node(num_cpus=1, **node) for node in ({"num_gpus": 2},) * 2 + (judges, bare)
         ]
-        monkeypatch.setenv("RAY_ADDRESS", made.address)
-        monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-        yield [node.node_id for node in nodes]
+        with pytest.MonkeyPatch.context() as change:
+            change.setenv("RAY_ADDRESS", made.address)
+            change.setenv("PYTHONPATH", f"{ROOT}/tests/support/fake_gpus:{ROOT}/tests/cpu")
+            change.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+            yield [node.node_id for node in nodes]
     finally:
         ray.shutdown()
         made.shutdown()
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("fake GPUs")
 def test_actors_are_where_they_should_be(fake_cluster, tmp_path):
     first, second = sorted(fake_cluster[:2])
     cfg = ask(1, 2, 2, 1, run_dir=str(tmp_path / "run"))
@@ -160,6 +168,8 @@ def test_actors_are_where_they_should_be(fake_cluster, tmp_path):
         worker = cluster.start_worker()
         asked = asyncio.gather(*(trainer.spot.remote() for trainer in cluster.trainers))
         on_cpus = worker.call.remote(placement.where)
+        # This machine, the driver's, has no GPU: that must not show.
+        assert await cluster.trainers[0].variable.remote("TORCH_COMPILE_DISABLE") is None
         return await asked, start.result(), (await asyncio.wait_for(on_cpus, 60))[0]
 
     with Cluster(cfg, Trainer, Engine) as cluster:
@@ -170,3 +180,15 @@ def test_actors_are_where_they_should_be(fake_cluster, tmp_path):
     assert gpus == sorted(gpus) and len(set(map(str, gpus))) == 2
     assert (engine[0], len(engine[1])) == (first, 2)
     assert worker == fake_cluster[3]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("fake GPUs")
+def test_a_gpu_that_torch_cannot_use_is_named(fake_cluster, tmp_path, monkeypatch):
+    """Ray grants one here, and the CPU would be taken without a word."""
+    monkeypatch.delenv("PYTHONPATH")
+    cfg = ask(1, 1, 1, 1, run_dir=str(tmp_path / "run"))
+    Trainer, Engine = stand_ins()
+    said = r"Ray granted GPU \[\d\] of .*cannot use: .*driver 580 or newer, .*DEVICE=gpu bash"
+    with Cluster(cfg, Trainer, Engine) as cluster, pytest.raises(ActorDiedError, match=said):
+        asyncio.run(cluster.start_trainers())
