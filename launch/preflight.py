@@ -9,6 +9,7 @@ submitted, a run that is alive is well: the job waits for it.
 
 import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 FREE = 5.0  # times a checkpoint of the policy that the run folder should have room for
+FILES = 64  # assumed: that a process has open for each trainer rank and engine worker it meets
 OVER = 3
 
 
@@ -76,6 +78,16 @@ def gpus(cfg: Any) -> Iterator[str]:
         yield f"NVIDIA's driver is {versions[0]}, CUDA 13 needs {OLDEST_DRIVER}: update it"
 
 
+def files(cfg: Any) -> Iterator[str]:
+    """Files that a process may open. Ray raises the soft limit of its own to the hard one."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    met = cfg.policy.ranks + cfg.engine.count * cfg.engine.tensor_parallel
+    needed = 4096 + FILES * met
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        told = f"ulimit -Hn is {limit}, {met} ranks and engine workers need {needed}"
+        yield f"{told}: raise nofile in /etc/security/limits.conf, or LimitNOFILE of slurmd"
+
+
 def variables(cfg: Any) -> Iterator[str]:
     """Variables that a job must have, and folders that they name."""
     if os.environ.get("SLURM_JOB_ID") and not os.environ.get("SLURM_JOB_END_TIME"):
@@ -111,7 +123,7 @@ def main(argv: list[str]) -> int:
     """Runs all checks; how many found something to mend."""
     cfg = settings(argv)
     problems = 0
-    for check in (modules, gpus, variables, disk):
+    for check in (modules, gpus, files, variables, disk):
         found = list(check(cfg))
         problems += len(found)
         print("\n".join(f"PROBLEM: {problem}" for problem in found) or f"ok: {sentences(check)}")

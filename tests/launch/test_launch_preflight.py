@@ -7,6 +7,7 @@ import grpo_async
 from launch import preflight
 from runtime import config
 from runtime.cluster import claim
+from support.configs import changed
 
 
 @pytest.fixture
@@ -22,10 +23,21 @@ def test_a_line_for_each_check_and_its_problems_are_counted(argv, tmp_path, monk
     monkeypatch.delenv("PERSISTENT_CACHE", raising=False)
     assert preflight.main(argv) == 0
     told = capsys.readouterr().out
-    assert told.count("ok: ") == 5 and "4 rows" in told
+    assert told.count("ok: ") == 6 and "4 rows" in told
     monkeypatch.setenv("PERSISTENT_CACHE", str(tmp_path / "none"))
     assert preflight.main(argv) == 1
     assert f"PROBLEM: PERSISTENT_CACHE = '{tmp_path}/none'" in capsys.readouterr().out
+
+
+def test_a_limit_of_open_files_that_is_too_low_for_the_world_is_named(monkeypatch):
+    """Super has 256 trainer ranks and 144 engines of 4; rank 0 meets all of them."""
+    large = changed(grpo_async.Config(), ranks=256, count=144, tensor_parallel=4)
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (1024, 8192))
+    (said,) = preflight.files(large)
+    assert said.startswith("ulimit -Hn is 8192, 832 ranks and engine workers need 57344: raise")
+    assert not list(preflight.files(grpo_async.Config()))
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (1024, -1))
+    assert not list(preflight.files(large))
 
 
 def test_a_run_that_is_alive_is_waited_for_and_in_a_job_refused(argv, monkeypatch, capsys):
