@@ -11,6 +11,7 @@ from dry_run import megatron_sizes, sizes
 from dry_run.gpus import Gpu
 from dry_run.sizes import Model
 from policy.weight_sync import BUCKET_BYTES
+from runtime.placement import shares
 
 if TYPE_CHECKING:
     from grpo_async import Config
@@ -24,28 +25,23 @@ NODE_GPUS = 8
 
 
 def place(cfg: "Config") -> list[dict[str, int]]:
-    """How many engines and trainer ranks each GPU holds: Ray gives whole GPUs or a share of one."""
-    gpus: list[dict[str, int]] = []
-    room: list[float] = []
-    for role, count, share in (
-        ("engine", cfg.engine.count, cfg.gpu_share * cfg.engine.tensor_parallel),
-        ("trainer", cfg.policy.ranks, cfg.gpu_share),
-    ):
-        for _ in range(count if share else 0):
-            fits = (i for i, left in enumerate(room) if share < 1 and left > share - 1e-9)
-            i = next(fits, len(gpus))
-            if i == len(gpus):
-                gpus += [{} for _ in range(math.ceil(share))]
-                room += [1.0] * math.ceil(share)
-            for at in range(i, i + math.ceil(share)):
-                room[at] -= min(share, 1.0)
-                gpus[at][role] = gpus[at].get(role, 0) + 1
+    """How many engines and trainer ranks each GPU holds, as runtime/placement.py counts them."""
+    share = shares(cfg)
+    gpus: list[dict[str, int]] = [{"trainer": 1} for _ in range(cfg.policy.ranks)]
+    for _ in range(cfg.engine.count * cfg.engine.tensor_parallel):
+        room = {True: share.beside, False: share.alone}
+        fits = (gpu for gpu in gpus if gpu.get("engine", 0) < room["trainer" in gpu])
+        gpu = next(fits, None)
+        if gpu is None:
+            gpu = {}
+            gpus.append(gpu)
+        gpu["engine"] = gpu.get("engine", 0) + 1
     return gpus
 
 
 def ranks_per_node(cfg: "Config") -> int:
-    """Trainer ranks that start on the fullest node, where engines leave them all its GPUs."""
-    return min(cfg.policy.ranks, int(NODE_GPUS / cfg.gpu_share)) if cfg.gpu_share else 1
+    """Trainer ranks that start on the fullest node."""
+    return min(cfg.policy.ranks, NODE_GPUS)
 
 
 def takes_turns(cfg: "Config") -> bool:

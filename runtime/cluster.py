@@ -129,8 +129,9 @@ class Cluster:
         phase(f"loading {shown(cfg.model)} (trainer ranks: {cfg.policy.ranks})")
         threads = {"io": 1, "watch": 2}  # beside the one that trains
         options = {"concurrency_groups": threads}
+        gpus = placement.shares(cfg).trainer
         made = [
-            actor(self.Trainer, cfg.gpu_share, cfg, **options, **placement.on(home)).remote(cfg)
+            actor(self.Trainer, gpus, cfg, **options, **placement.on(home)).remote(cfg)
             for home in self.places.trainers
         ]
         asked = asyncio.gather(*(trainer.call.remote(placement.where) for trainer in made))

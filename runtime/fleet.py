@@ -78,7 +78,7 @@ class Fleet:
                 message = f"engines were lost more often than engine.max_restarts = {limit}"
                 raise RuntimeError(f"{message}: {self.error}") from self.error
             self.repairs += 1
-        gpus = cfg.gpu_share * cfg.engine.tensor_parallel
+        gpus = placement.shares(cfg).engine
         options = {"max_concurrency": 100_000}  # control calls must not queue behind rollouts
         for _ in range(lacking):
             home = self.cluster.places.free_home(self.homes.values())

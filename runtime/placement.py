@@ -20,6 +20,7 @@ from runtime.settings import RunSettings
 # Resources of nodes that are not for engines and trainers: `ray start --resources '{"judge": 1}'`.
 JUDGE = "judge"
 CPU_NODE = "cpu_node"  # where the rollout workers run, if there are such nodes
+HAIR = 1e-4  # of a GPU: the least that Ray counts
 
 
 class Node(NamedTuple):
@@ -27,6 +28,15 @@ class Node(NamedTuple):
 
     id: str
     gpus: int
+
+
+class Shares(NamedTuple):
+    """How many GPUs the actors ask Ray for, and how many engines fit on one."""
+
+    trainer: float
+    engine: float
+    beside: int  # engines on a GPU that a trainer rank has as well
+    alone: int
 
 
 class Places(NamedTuple):
@@ -47,6 +57,18 @@ class Places(NamedTuple):
         return sorted(range(len(found)), key=lambda i: (place.get(found[i][0], -1), found[i][1]))
 
 
+def shares(cfg: RunSettings) -> Shares:
+    """By `gpu_share`. A trainer rank takes more than half: NCCL refuses two of them on a GPU.
+
+    Ray by itself would fill a GPU with trainer ranks before it takes the next.
+    """
+    if cfg.gpu_share == 1:
+        return Shares(1, cfg.engine.tensor_parallel, 0, 1)
+    trainer = round(max(cfg.gpu_share, 0.5 + HAIR), 4)
+    engine = round(max(cfg.gpu_share - HAIR, HAIR), 4)
+    return Shares(trainer, engine, int((1 - trainer) / engine + HAIR), int(1 / cfg.gpu_share))
+
+
 def plan(cfg: RunSettings, nodes: list[Node]) -> Places:
     """Where all actors fit. Raises InputError naming settings and nodes where they do not.
 
@@ -55,16 +77,17 @@ def plan(cfg: RunSettings, nodes: list[Node]) -> Places:
     """
     engines = 0 if cfg.command.replay or cfg.command.export else cfg.engine.count
     check_gpus(cfg, [node.gpus for node in nodes])
-    anywhere = Places(nodes, [""] * engines, [""] * cfg.policy.ranks)
-    if not any(node.gpus for node in nodes) or not cfg.gpu_share:
-        return anywhere
-    at_once = math.floor(1 / cfg.gpu_share + 1e-6)  # actors on one GPU
+    if not any(node.gpus for node in nodes):
+        return Places(nodes, [""] * engines, [""] * cfg.policy.ranks)
+    share = shares(cfg)
     tp, size = cfg.policy.tp, cfg.engine.tensor_parallel
     for order in (nodes, nodes[::-1]):  # nodes may differ in their GPUs
-        free = {node.id: node.gpus * at_once for node in order}
-        homes = fill(free, engines, size)
-        groups = fill(dict(reversed(free.items())), cfg.policy.ranks // tp, tp)
+        free = {node.id: node.gpus for node in reversed(order)}
+        groups = fill(free, cfg.policy.ranks // tp, tp)
         trainers = [home for home in groups for _ in range(tp)]
+        held = Counter(trainers)
+        room = {n.id: free[n.id] * share.alone + held[n.id] * share.beside for n in order}
+        homes = fill(room, engines, size)
         if len(homes) == engines and len(trainers) == cfg.policy.ranks:
             return Places(nodes, homes, trainers)
     have = ", ".join(f"{count} x {gpus}" for gpus, count in Counter(n.gpus for n in nodes).items())
@@ -88,20 +111,20 @@ def fill(free: dict[str, int], count: int, size: int) -> list[str]:
 def check_gpus(cfg: RunSettings, gpus: Sequence[float]) -> None:
     """Raises InputError where the nodes have too few GPUs, or none for what needs one."""
     engines = 0 if cfg.command.replay or cfg.command.export else cfg.engine.count
-    tp, ranks, share = cfg.engine.tensor_parallel, cfg.policy.ranks, cfg.gpu_share
-    attention = cfg.policy.attention
+    size, ranks, attention = cfg.engine.tensor_parallel, cfg.policy.ranks, cfg.policy.attention
     there = int(sum(gpus))
     if not there:
         if attention.startswith(("flash", "varlen")) and cfg.policy.kind == "fsdp":
             needs = f"policy.attention = {attention!r} needs a GPU, the cluster has none"
             raise InputError(f"{needs}: expected auto, or RAY_ADDRESS of another cluster")
         return
-    at_once = math.floor(1 / share + 1e-6) if share else math.inf  # actors on one GPU
-    needed = math.ceil((ranks + engines * tp) / at_once)
+    share = shares(cfg)
+    needed = ranks + max(0, math.ceil((engines * size - ranks * share.beside) / share.alone))
     if needed > there:
-        asked = f"policy.ranks = {ranks}, engine.count = {engines}, engine.tensor_parallel = {tp}"
-        has = f"need {needed} GPUs, the cluster has {there}"
-        raise InputError(f"{asked} and gpu_share = {share:g} {has}: lower one of them")
+        asked = f"policy.ranks = {ranks}, engine.count = {engines}, engine.tensor_parallel = {size}"
+        has = f"gpu_share = {cfg.gpu_share:g} need {needed} GPUs, the cluster has {there}"
+        alone = " (no two trainer ranks share one)" if cfg.gpu_share < 1 else ""
+        raise InputError(f"{asked} and {has}{alone}: lower one of them")
 
 
 def nodes() -> list[Node]:

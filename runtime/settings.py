@@ -218,7 +218,7 @@ class RunSettings:
     """Tries of one prompt before it is dropped and its slot is refilled with the next."""
     max_dropped_in_a_row: NonNegativeInt = 20
     """Prompts dropped one after the other before the run ends with the last error."""
-    gpu_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """GPU that a trainer rank or an engine takes; 0.5: one of each shares a GPU."""
     command: tyro.conf.OmitArgPrefixes[Command] = dataclasses.field(default_factory=Command)
     """What to do with all this; the default is to train from the start."""
@@ -278,6 +278,6 @@ class RunSettings:
         goes_on = goes_on or ("export" if self.command.export else "")
         if goes_on and "{time}" in self.run_dir:
             raise ValueError(f"{goes_on}: run_dir has {{time}}")
-        if self.engine.tensor_parallel > 1 and 0 < self.gpu_share < 1:
+        if self.engine.tensor_parallel > 1 and self.gpu_share < 1:
             parallel = f"engine.tensor_parallel = {self.engine.tensor_parallel}"
             raise ValueError(f"gpu_share = {self.gpu_share}: {parallel} needs 1")

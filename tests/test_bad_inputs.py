@@ -907,6 +907,11 @@ def test_the_same_inputs_unspoilt_start_a_run(flags, tmp_path, tiny_model, monke
         ([8, 8], ["--engine.count", "16"], r"engine\.count = 16, .* need 17 GPUs, .* has 16"),
         ([1], ["--gpu_share", "0.6"], r"gpu_share = 0\.6 need 2 GPUs, the cluster has 1"),
         (
+            [1],
+            ["--gpu_share", "0.5", "--policy.ranks", "2"],
+            r"policy\.ranks = 2, .* need 2 GPUs, .* has 1 \(no two trainer ranks share one\)",
+        ),
+        (
             [4, 4],
             ["--engine.tensor_parallel", "2", "--engine.count", "4"],
             r"engine\.count = 4, engine\.tensor_parallel = 2 .* need 9 GPUs, the cluster has 8",
@@ -946,10 +951,10 @@ def test_too_small_a_cluster_is_named_before_any_actor(
         ([], {"ranks": 4, "count": 4}),  # on CPUs
         ([2], {}),
         ([1], {"gpu_share": 0.5}),
-        ([1], {"gpu_share": 0.25, "ranks": 2, "count": 2}),
+        ([1], {"gpu_share": 0.25, "count": 2}),
+        ([2], {"gpu_share": 0.5, "ranks": 2, "count": 2}),
         ([1], {"replay": "elsewhere"}),
         ([1], {"export": 3, "run_dir": "x"}),
-        ([1], {"gpu_share": 0.0, "ranks": 8}),
         ([4, 2], {"tensor_parallel": 2, "count": 2, "ranks": 2}),
         ([1], {"gpu_share": 0.5, "attention": "flash_attention_2"}),
     ],

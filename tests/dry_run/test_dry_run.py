@@ -489,12 +489,12 @@ def test_generation_is_rounds_times_seconds_of_one():
 @pytest.mark.parametrize(
     ("counts", "share", "expected"),
     [
-        ((2, 2, 3), 1.0, [{"engine": 1}] * 4 + [{"trainer": 1}] * 3),
+        ((2, 2, 3), 1.0, [{"trainer": 1}] * 3 + [{"engine": 1}] * 4),
         ((1, 1, 1), 0.5, [{"engine": 1, "trainer": 1}]),
-        ((1, 1, 1), 0.6, [{"engine": 1}, {"trainer": 1}]),
+        ((1, 1, 1), 0.6, [{"trainer": 1}, {"engine": 1}]),
         ((2, 1, 1), 0.25, [{"engine": 2, "trainer": 1}]),
-        ((3, 1, 2), 0.5, [{"engine": 2}, {"engine": 1, "trainer": 1}, {"trainer": 1}]),
-        ((1, 1, 1), 0.0, []),
+        ((3, 1, 2), 0.5, [{"engine": 1, "trainer": 1}] * 2 + [{"engine": 1}]),
+        ((7, 1, 1), 0.25, [{"engine": 2, "trainer": 1}, {"engine": 4}, {"engine": 1}]),
     ],
 )
 def test_gpus_are_whole_or_shared(counts, share, expected):

@@ -184,6 +184,28 @@ def test_actors_are_where_they_should_be(fake_cluster, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("fake GPUs")
+def test_a_trainer_rank_and_an_engine_share_a_gpu_and_never_two_ranks(fake_cluster, tmp_path):
+    """On the one node that has room, by Ray's own choice of the GPU."""
+    cfg = ask(4, 1, 4, 1, gpu_share=0.5, run_dir=str(tmp_path / "run"))
+    Trainer, Engine = stand_ins()
+
+    async def main(cluster):
+        await cluster.start_trainers()
+        fleet = Fleet(Engine, cfg, cluster)
+        fleet.launch()
+        await fleet.started()
+        engines = [start.result() for start in fleet.launched.values()]
+        return await asyncio.gather(*(t.spot.remote() for t in cluster.trainers)), engines
+
+    with Cluster(cfg, Trainer, Engine) as cluster:
+        trainers, engines = asyncio.run(main(cluster))
+    of_trainers = [(node, *gpus) for _, node, gpus in trainers]
+    assert sorted(of_trainers) == sorted((node, *gpus) for node, gpus in engines)
+    assert len(set(of_trainers)) == 4 and len({node for node, _ in of_trainers}) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("fake GPUs")
 def test_a_gpu_that_torch_cannot_use_is_named(fake_cluster, tmp_path, monkeypatch):
     """Ray grants one here, and the CPU would be taken without a word."""
     monkeypatch.delenv("PYTHONPATH")
