@@ -593,9 +593,9 @@ class Generator:
         """What a running request's answers have beyond `known` tokens each; None: known whole."""
         return self.written.since(name, known, self.engine.output_processor.request_states)
 
-    async def join_sync_group(self, *address: Any) -> None:
-        """Connects the engine's workers to trainer rank 0."""
-        await self.engine.collective_rpc("join_sync_group", args=address)
+    async def join_sync_group(self, *address: Any) -> list[int]:
+        """Connects the engine's workers to trainer rank 0; returns the bytes of KV of each."""
+        return await self.engine.collective_rpc("join_sync_group", args=address)
 
     async def update_weights(self, version: int, verify: bool) -> Received:
         """Receives `version` in flight, between two engine steps. Any error is final."""

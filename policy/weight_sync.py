@@ -250,8 +250,11 @@ class WeightReceiver:
 
     def join_sync_group(
         self, wire: bytes, host: str, port: int, first_rank: int, world: int
-    ) -> None:
-        """Meets trainer rank 0. `wire` is a pickled `Wire`: vLLM passes bytes on unchanged."""
+    ) -> int:
+        """Meets trainer rank 0. `wire` is a pickled `Wire`: vLLM passes bytes on unchanged.
+
+        Returns the bytes that vLLM's profiling left for KV, 0 where it did not profile.
+        """
         self.sync_wire: Wire = pickle.loads(wire)
         # In each update it warns of layers that no tensor is for: rotary tables, tied heads. What
         # a policy must bring, `Proof` knows.
@@ -260,6 +263,7 @@ class WeightReceiver:
         store = dist.TCPStore(host, port, world, False, deadline)
         rank = first_rank + self.vllm_config.parallel_config.rank
         self.sync_group: Any = self.sync_wire.group(store, rank, world)
+        return int(getattr(self, "available_kv_cache_memory_bytes", 0))
 
     def receive_weights(self, verify: bool = False) -> int:
         """Takes a whole policy through vLLM's reload path; a checksum of it if `verify`, else 0.

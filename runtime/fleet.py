@@ -7,6 +7,8 @@ launched --started--> fresh --first update--> serving --death, failed update--> 
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import math
 import os
 import pickle
@@ -15,6 +17,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
 import ray
+import torch
 from tqdm import tqdm
 
 from policy.weight_sync import Sender, Wire
@@ -60,6 +63,7 @@ class Fleet:
         self.free_since = 0.0  # joining and updates keep engines from answering; inf: one does now
         self.error: BaseException | None = None  # of the engine that was lost last
         self.proven = False  # one update of all has worked
+        self.kv_bytes = 0  # of an engine's worker, as the first ones found by profiling
         self.probe = Probe(cfg, cluster)
 
     def launch(self) -> None:
@@ -78,6 +82,8 @@ class Fleet:
                 message = f"engines were lost more often than engine.max_restarts = {limit}"
                 raise RuntimeError(f"{message}: {self.error}") from self.error
             self.repairs += 1
+            if self.cluster.shares_gpus():
+                cfg = self.beside_trainers()
         gpus = placement.shares(cfg).engine
         options = {"max_concurrency": 100_000}  # control calls must not queue behind rollouts
         for _ in range(lacking):
@@ -86,6 +92,17 @@ class Fleet:
             engine = actor(self.Generator, gpus, cfg, **options, **place).remote(cfg)
             self.homes[engine] = home
             self.launched[engine] = asyncio.wrap_future(engine.start.remote().future())
+
+    def beside_trainers(self) -> RunSettings:
+        """Settings of an engine whose GPU a trainer rank uses meanwhile; frees what that one can.
+
+        vLLM's profiling would take what the rank needs or frees for its own, and refuses to start.
+        """
+        for trainer in self.cluster.trainers:  # long before the engine's process looks
+            trainer.call.options(concurrency_group="watch").remote(torch.cuda.empty_cache)
+        known = {"kv_cache_memory_bytes": self.kv_bytes} if self.kv_bytes else {}
+        engine = dataclasses.replace(self.cfg.engine, args=known | self.cfg.engine.args)
+        return dataclasses.replace(self.cfg, engine=engine)
 
     async def started(self) -> bool:
         """Waits for those that were launched, discards those that fail; whether some did not."""
@@ -141,7 +158,9 @@ class Fleet:
             joins.append(engine.join_sync_group.remote(wire, *address, rank, world))
         with self.occupying():
             # Each of them gives up after `limit` by itself, and says why.
-            await within(2 * limit, "trainer and engines to connect", together(joins))
+            joined = within(2 * limit, "trainer and engines to connect", together(joins))
+            _, *of_engines = await joined
+        self.kv_bytes = self.kv_bytes or min(itertools.chain(*of_engines))
         self.grouped = set(members)
 
     def welcome(self) -> None:

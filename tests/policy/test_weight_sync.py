@@ -186,12 +186,13 @@ def test_both_sides_meet_at_a_store(monkeypatch):
     sending = sender(Weights(tensors))
     monkeypatch.setattr(weight_sync.Sender, "joined", None)
     receiver = weight_sync.WeightReceiver()
+    receiver.available_kv_cache_memory_bytes = 7.0
     receiver.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     wire = pickle.dumps(sending.wire)
     with ThreadPoolExecutor(1) as engine:
         joined = engine.submit(receiver.join_sync_group, wire, "127.0.0.1", store.port, 1, 2)
         sending.join(store, 2)
-        joined.result()
+        assert joined.result() == 7
         arrived = engine.submit(lambda: dict(receiver.incoming([], verify=False)))
         sending.send(verify=False)
         assert all(torch.equal(arrived.result()[name], tensors[name]) for name in tensors)

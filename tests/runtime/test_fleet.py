@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from grpo_async import Config, Engines, RolloutBuffer
 from policy import WeightMeta
@@ -25,8 +26,10 @@ class House:
 
     def __init__(self, monkeypatch, count: int, dtype: str = "float32", **fields):
         self.made = []
+        self.given = []
         self.killed = []
         self.slow = False
+        self.joined = [0]
         self.broken = None
         handle = Actor()
         handle.remote = self.make
@@ -37,7 +40,13 @@ class House:
         metas = [WeightMeta("w", (1,), dtype)]
         places = Places([], [""] * count, [""])
         self.engines = Engines(
-            self.cfg, SimpleNamespace(trainers=[self.trainer], metas=metas, places=places)
+            self.cfg,
+            SimpleNamespace(
+                trainers=[self.trainer],
+                metas=metas,
+                places=places,
+                shares_gpus=lambda: self.cfg.gpu_share < 1,
+            ),
         )
         self.fleet = self.engines.fleet
 
@@ -45,7 +54,9 @@ class House:
         """A new engine; while the house is `slow` it does not get ready by itself."""
         start = Answer(... if self.slow else self.broken)
         engine = Actor(start=start, update_weights=Received(PHASES, [0]), generate=["turn"])
+        engine.answers["join_sync_group"] = self.joined
         self.made.append(engine)
+        self.given.append(cfg)
         return engine
 
     async def open(self) -> Fleet:
@@ -79,6 +90,28 @@ async def leased(engines: Fleet):
     """The engine that the next group would get."""
     async with engines.lease() as engine:
         return engine
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_an_engine_that_is_replaced_beside_a_trainer_is_told_its_memory(house, share):
+    """What the first ones found; and the trainer frees what it only keeps."""
+
+    async def main():
+        home = house(2, gpu_share=share, args={"max_num_seqs": 8})
+        home.joined = [9 << 30, 7 << 30]
+        await home.open()
+        assert home.given == [home.cfg] * 2 and not home.trainer.called("call")
+        home.joined = [0]  # a worker that was told does not profile
+        for _ in range(2):
+            home.lose(home.made[-1])
+            await asyncio.sleep(0)
+            await home.engines.sync(1)
+            told = {"max_num_seqs": 8} | ({"kv_cache_memory_bytes": 7 << 30} if share < 1 else {})
+            assert home.given[-1].engine.args == told and home.given[-1].engine.count == 2
+        emptied = [torch.cuda.empty_cache] if share < 1 else []
+        assert home.trainer.called("call") == [[function] for function in emptied * 2]
+
+    asyncio.run(main())
 
 
 def test_the_others_are_synced_while_a_lost_engine_is_replaced(house):
@@ -197,7 +230,7 @@ def test_an_engine_need_not_answer_while_it_joins_or_is_updated(house, when):
         await asyncio.sleep(0.3)
         assert not asked.done() and not home.killed
         engine.answers["check_health"] = None
-        busy.give(Received(PHASES, [0]))
+        busy.give(Received(PHASES, [0]) if when == "update" else [0])
         await update
         assert await asked and not home.killed
 

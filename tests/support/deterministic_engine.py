@@ -38,7 +38,7 @@ class ExactGenerator:
         parallel = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
         self.receiver.vllm_config = parallel
         join = self.receiver.join_sync_group
-        await asyncio.to_thread(join, wire, host, port, rank, world)
+        return [await asyncio.to_thread(join, wire, host, port, rank, world)]
 
     async def update_weights(self, version: int, verify: bool):
         """Receives all weights."""
