@@ -17,6 +17,7 @@ from dry_run.sizes import GIB, Model
 from policy import logprobs
 from prep import check
 from runtime.config import InputError, flatten
+from runtime.preflight import check_arguments
 
 if TYPE_CHECKING:
     from grpo_async import Config as AnyConfig  # a fork has one of its own
@@ -27,8 +28,10 @@ JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
 def explain(cfg: "AnyConfig", Config: type) -> str:
     """The whole table, from the model's config.json alone.
 
-    Raises InputError where there is none, and for a model or a layout that Megatron cannot train.
+    Raises InputError where there is none, for a model or a layout that Megatron cannot train, and
+    for an argument that its library does not have.
     """
+    check_arguments(cfg)
     if not (Path(cfg.model) / "config.json").is_file():
         raise InputError(f"model = {cfg.model!r}: expected a folder that holds config.json")
     megatron = cfg.policy.kind == "megatron"

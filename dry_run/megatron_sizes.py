@@ -143,15 +143,21 @@ def optimizer_spread(layout: "PolicySettings") -> Spread:
     return Spread(layout.replicas * layout.cp, layout.ranks // layout.pp // layout.ep)
 
 
+def gradient_bytes(layout: "PolicySettings", b: int = 2) -> int:
+    """Of one number of a gradient, as it is summed over rows and ranks."""
+    return 4 if layout.megatron.ddp.get("grad_reduce_in_fp32", True) else b
+
+
 def state_bytes(s: Shape, cfg: "Config", stage: int, b: int = 2) -> dict[str, float]:
     """What a rank always holds; bf16 weights have float32 main parameters beside the moments."""
     params = rank_params(s, cfg.policy, stage)
     spread = optimizer_spread(cfg.policy)
     weights = b * sum(params)
+    wide = gradient_bytes(cfg.policy, b)
     each = 12 if b < 4 else 8
     held = {
         "weights": weights,
-        "gradients, float32": 4 * (params.shared + params.routed),
+        f"gradients, {'float32' if wide == 4 else 'bf16'}": wide * (params.shared + params.routed),
         "optimizer": each * (params.shared / spread.shared + params.routed / spread.routed),
     }
     return held | ({"reference of the KL": weights} if cfg.has_reference else {})
@@ -346,7 +352,7 @@ def tensors(s: Shape) -> int:
 def step_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:
     """Bytes that a rank sends at each update; means over the stages.
 
-    Gradients in float32: reduce-scatter over what shares the weights, all-reduce of norms over tp
+    Gradients: reduce-scatter over what shares the weights, all-reduce of norms over tp
     and of a tied head between first and last stage. Parameters: all-gather; Megatron-Core 0.16.1
     has an optimizer of its own for experts, and either gathers the parameters of both.
     """
@@ -359,4 +365,5 @@ def step_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, floa
     ends = 2 * s.vocab * s.hidden / layout.tp if s.tied and layout.pp > 1 else 0
     reduced = 2 * (ring(layout.tp) * whole + ring(2) * ends) / layout.pp
     optimizers = 1 + ("E" in s.layers)
-    return {"gradients": 4 * (scattered + reduced), "parameters": b * optimizers * scattered}
+    wide = gradient_bytes(layout, b)
+    return {"gradients": wide * (scattered + reduced), "parameters": b * optimizers * scattered}

@@ -1,12 +1,63 @@
 """The settings of the network, its optimizer and its layout over ranks."""
 
-from typing import Literal
+import dataclasses
+from typing import Any, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+# Megatron's arguments that the run itself sets: another value would break it.
+OWN_MEGATRON_ARGS = {
+    "model": (
+        "tensor_model_parallel_size",
+        "sequence_parallel",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "params_dtype",
+        "pipeline_dtype",
+        "bf16",
+        "variable_seq_lengths",
+        "calculate_per_token_loss",
+        "perform_initialization",
+        "use_cpu_initialization",
+    ),
+    "ddp": ("use_distributed_optimizer", "average_in_collective"),
+    "optimizer": (
+        "optimizer",
+        "lr",
+        "weight_decay",
+        "clip_grad",
+        "use_distributed_optimizer",
+        "bf16",
+        "params_dtype",
+    ),
+}
 
-@checked_dataclass(frozen=True, config={"extra": "forbid", "allow_inf_nan": False})
+
+@checked_dataclass(frozen=True, config=STRICT)
+class MegatronSettings:
+    """Megatron-Core's own arguments by name, merged last into those of the run."""
+
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of TransformerConfig: {"moe_permute_fusion": True}."""
+    ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of DistributedDataParallelConfig: {"grad_reduce_in_fp32": False}."""
+    optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of OptimizerConfig: {"use_precision_aware_optimizer": True}."""
+
+    def __post_init__(self) -> None:
+        """Refuses arguments that the run itself sets. Raises ValueError."""
+        for part, names in OWN_MEGATRON_ARGS.items():
+            for name in names:
+                if name in getattr(self, part):
+                    own = "which the run itself sets"
+                    raise ValueError(f"policy.megatron.{part} sets {name!r}, {own}")
+
+
+@checked_dataclass(frozen=True, config=STRICT)
 class PolicySettings:
     """The network, its optimizer, and the ranks that share it."""
 
@@ -40,6 +91,8 @@ class PolicySettings:
     """Trainer ranks that share the experts; they may belong to several replicas. Megatron only."""
     replay_routing: bool = False
     """Train with the experts that the engine chose for each token (R3); Megatron only."""
+    megatron: MegatronSettings = dataclasses.field(default_factory=MegatronSettings)
+    """What else Megatron-Core can be told."""
 
     @property
     def replicas(self) -> int:
@@ -64,6 +117,10 @@ class PolicySettings:
             (
                 megatron or not self.replay_routing,
                 "replay_routing = True needs policy.kind = 'megatron', not 'fsdp'",
+            ),
+            (
+                megatron or self.megatron == MegatronSettings(),
+                "megatron needs policy.kind = 'megatron', not 'fsdp'",
             ),
             (self.ranks % shared == 0, f"ranks = {self.ranks} is no multiple of {product}"),
             (

@@ -16,9 +16,9 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from runtime.config import InputError, missing_weights
+from runtime.config import InputError, flatten, missing_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -34,6 +34,32 @@ LONGEST_HEADER = 100_000_000  # bytes, as the format defines it
 SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
+class Declaration(NamedTuple):
+    """Where a library declares its arguments."""
+
+    library: str
+    classes: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+DECLARED = {  # what the dictionary of a setting may name
+    "engine.args": Declaration("vllm", ("EngineArgs", "AsyncEngineArgs"), ("engine/arg_utils.py",)),
+    "policy.megatron.model": Declaration(
+        "megatron.core",
+        ("TransformerConfig", "ModelParallelConfig"),
+        ("transformer/transformer_config.py", "model_parallel_config.py"),
+    ),
+    "policy.megatron.ddp": Declaration(
+        "megatron.core",
+        ("DistributedDataParallelConfig",),
+        ("distributed/distributed_data_parallel_config.py",),
+    ),
+    "policy.megatron.optimizer": Declaration(
+        "megatron.core", ("OptimizerConfig",), ("optimizer/optimizer_config.py",)
+    ),
+}
+
+
 def check(cfg: "RunSettings") -> None:
     """Raises InputError, naming field, value and remedy, where the run could not start."""
     for name, seconds in dataclasses.asdict(cfg.timeouts).items():
@@ -43,7 +69,7 @@ def check(cfg: "RunSettings") -> None:
         raise InputError("wandb = True: it is not installed; pip install wandb, or set it False")
     check_folder(cfg)
     check_command(cfg)
-    check_engine_args(cfg.engine.args)
+    check_arguments(cfg)
     check_model(cfg)
 
 
@@ -88,29 +114,29 @@ def check_command(cfg: "RunSettings") -> None:
         sample_files(cfg.command.replay)
 
 
-def check_engine_args(args: dict[str, Any]) -> None:
-    """Raises InputError for an argument that vLLM does not have."""
-    usual = {"max_num_seqs", "gpu_memory_utilization"}
-    known = engine_arguments() if args.keys() - usual else frozenset()
-    for name in sorted(args.keys() - usual - known) if known else ():
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise InputError(f"engine.args sets {name!r}, which vLLM does not have{hint}")
+def check_arguments(cfg: "RunSettings") -> None:
+    """Raises InputError for an argument that its library does not have."""
+    values = flatten(cfg)
+    for field, declared in DECLARED.items():
+        known = arguments(field) if values[field] else frozenset()
+        for name in sorted(values[field].keys() - known) if known else ():
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise InputError(f"{field} sets {name!r}, which {declared.library} does not have{hint}")
 
 
 @functools.cache
-def engine_arguments() -> frozenset[str]:
-    """The names of vLLM's engine arguments, from its source, as it takes seconds to import.
+def arguments(field: str) -> frozenset[str]:
+    """Their names, from the library's source, as it takes seconds to import.
 
     Empty where that source is not as expected.
     """
-    spec = importlib.util.find_spec("vllm")
-    path = Path(str(spec and spec.origin)).parent / "engine/arg_utils.py"
-    if not path.is_file():
-        return frozenset()
-    nodes = ast.parse(path.read_text(encoding="utf-8")).body
-    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-    fields = [field for node in classes if node.name.endswith("EngineArgs") for field in node.body]
+    declared = DECLARED[field]
+    spec = importlib.util.find_spec(declared.library)
+    paths = [Path(str(spec and spec.origin)).parent / file for file in declared.files]
+    nodes = [ast.parse(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
+    classes = [node for module in nodes for node in module.body if isinstance(node, ast.ClassDef)]
+    fields = [line for node in classes if node.name in declared.classes for line in node.body]
     return frozenset(ast.unparse(f.target) for f in fields if isinstance(f, ast.AnnAssign))
 
 

@@ -213,6 +213,22 @@ CONFIG = {
         r"engine\.args sets 'max_num_sequences', .*did you mean 'max_num_",
         "engine = {'args': {'max_num_sequences': 4}}",
     ),
+    "Megatron's argument of the run": Case(
+        r"policy\.megatron\.model sets 'bf16', which the run itself sets",
+        "policy = {'kind': 'megatron', 'megatron': {'model': {'bf16': True}}}",
+    ),
+    "Megatron's argument unknown": Case(
+        r"policy\.megatron\.ddp sets 'grad_reduce_fp32', .* have; did you mean 'grad_reduce_in_",
+        "policy = {'kind': 'megatron', 'megatron': {'ddp': {'grad_reduce_fp32': True}}}",
+    ),
+    "Megatron's dictionary unknown": Case(
+        r"unknown field 'policy\.megatron\.adam'",
+        "policy = {'kind': 'megatron', 'megatron': {'adam': {'lr': 1}}}",
+    ),
+    "Megatron's arguments for fsdp": Case(
+        r"policy: megatron needs policy\.kind = 'megatron'",
+        "policy = {'megatron': {'ddp': {'grad_reduce_in_fp32': False}}}",
+    ),
     "more memory than there is": Case(
         r"gpu_memory_utilization = 85: expected above 0, at most 1",
         "engine = {'args': {'gpu_memory_utilization': 85}}",

@@ -38,6 +38,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from policy.megatron.arguments import transformer_config
 from policy.megatron.families import padded, pattern
 
 if TYPE_CHECKING:
@@ -325,35 +326,6 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
     )
     # The stack's own last norm is Transformer Engine's, whatever the others are.
     return ModuleSpec(MambaStack, params={"post_layer_norm": False}, submodules=subs)
-
-
-def transformer_config(
-    settings: "PolicySettings", fields: dict[str, Any], dtype: torch.dtype
-) -> TransformerConfig:
-    """Megatron's settings of a network: `fields` of its architecture, its layout, no dropout."""
-    return TransformerConfig(
-        **fields,
-        tensor_model_parallel_size=settings.tp,
-        sequence_parallel=settings.tp > 1,
-        pipeline_model_parallel_size=settings.pp,
-        context_parallel_size=settings.cp,
-        expert_model_parallel_size=settings.ep,
-        expert_tensor_parallel_size=1,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        variable_seq_lengths=True,
-        calculate_per_token_loss=True,  # or Megatron would average what is to be summed
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        perform_initialization=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=HAVE_TE,
-        moe_token_dispatcher_type="alltoall",
-    )
 
 
 def build(settings: "PolicySettings", hf: Any, dtype: torch.dtype) -> MambaModel:

@@ -34,13 +34,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from safetensors.torch import save_file
@@ -50,6 +46,7 @@ from transformers import AutoConfig, AutoTokenizer
 import policy
 from policy import AnyRow, LossFn, WeightMeta, logprobs
 from policy.megatron import hf_weights
+from policy.megatron.arguments import ddp_config, optimizer_config
 from policy.megatron.export import export
 from policy.megatron.model import Places, RouteReplay, Row, build, local_places
 
@@ -109,10 +106,10 @@ class MegatronPolicy:
     """A `Policy` on Megatron-Core; `trainable=False` makes a frozen copy.
 
     Needs the default process group, of TP x CP x PP x replicas ranks. On GPU parameters are bf16
-    with float32 main parameters, and gradients are summed in float32; on CPU all is float32.
-    Routers are frozen. The bias by which Nemotron-H chooses experts moves by 1e-3 a step towards
-    those chosen too rarely (arXiv:2408.15664). Raises ValueError naming a tensor that the
-    checkpoint or the model lacks.
+    with float32 main parameters, and gradients are summed in float32, unless `settings.megatron`
+    says otherwise; on CPU all is float32. Routers are frozen. The bias by which Nemotron-H chooses
+    experts moves by 1e-3 a step towards those chosen too rarely (arXiv:2408.15664). Raises
+    ValueError naming a tensor that the checkpoint or the model lacks.
     """
 
     def __init__(
@@ -149,19 +146,10 @@ class MegatronPolicy:
 
     def _make_optimizer(self, dtype: torch.dtype) -> None:
         """Wraps the model to sum its gradients, and spreads AdamW's state over the replicas."""
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True
-        )
+        ddp = ddp_config(self.settings)
         self.chunk = DistributedDataParallel(self.model.config, ddp, self.model)
-        adam = OptimizerConfig(
-            optimizer="adam",
-            lr=self.settings.lr,
-            weight_decay=self.settings.weight_decay,
-            clip_grad=self.settings.max_grad_norm,
-            use_distributed_optimizer=True,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-        )
+        self.model.config.no_sync_func = self.chunk.no_sync  # until a batch's last row
+        adam = optimizer_config(self.settings, dtype)
         # Without overrides weights decay alike, as under policy/fsdp.py: norms and biases too.
         self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides={})
         self.save_group = dist.new_group(backend="gloo")  # used while training communicates
@@ -291,7 +279,13 @@ class MegatronPolicy:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Whole weights by checkpoint name, one at a time, on every rank; tied ones once."""
+        self._gather()
         return export(self.weights)
+
+    def _gather(self) -> None:
+        """Whole parameters, where `overlap_param_gather` leaves them to the next forward pass."""
+        if self.chunk is not self.model and self.chunk.ddp_config.overlap_param_gather:
+            self.chunk.start_param_sync(force_sync=True)
 
     def weight_metas(self) -> list[WeightMeta]:
         """What `named_weights` yields, in its order; no communication."""
@@ -332,6 +326,7 @@ class MegatronPolicy:
     def save(self, dir: str) -> Callable[[], None]:
         """Copies this rank's shards to memory. What it returns writes them, beside the training."""
         Path(dir).mkdir(parents=True, exist_ok=True)
+        self._gather()
         copied = Copied(self.save_group)
         dist_checkpointing.save(self._state(loading=False), dir, copied)
         return copied.write

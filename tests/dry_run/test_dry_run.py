@@ -699,6 +699,21 @@ def test_the_table_of_a_megatron_layout(folder):
     assert "mask" not in text
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"megatron": {"ddp": {"grad_reduce_fp32": False}}}, r"ddp sets .*'grad_reduce_in_fp32'"),
+        ({"megatron": {"model": {"moe_fusion": True}}}, r"model sets 'moe_fusion', which megatron"),
+        ({"megatron": {"optimizer": {"beta1": 0.9}}}, r"optimizer sets 'beta1', .* 'adam_beta1'"),
+        ({"engine": {"args": {"block_sizes": 16}}}, r"args sets 'block_sizes', .* 'block_size'"),
+    ],
+)
+def test_an_argument_that_its_library_does_not_have_is_refused(folder, fields, message):
+    cfg = changed(Config(model=folder("8B", **QWEN_8B)), kind="megatron", **fields)
+    with pytest.raises(config.InputError, match=message):
+        dry_run.explain(cfg, Config)
+
+
 def test_what_megatron_cannot_train_is_refused(folder):
     cfg = changed(Config(model=folder("8B", **QWEN_8B)), kind="megatron", ranks=3, tp=3)
     with pytest.raises(

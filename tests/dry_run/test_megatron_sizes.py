@@ -4,6 +4,7 @@ bench/megatron_layouts.py compares it with what is measured.
 """
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ from grpo_async import Config
 from policy import logprobs
 from policy.megatron import families
 from policy.settings import PolicySettings
+from runtime.config import read
+from support import shapes
 from support.configs import changed
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TINY = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 2}
 TINY |= {"intermediate_size": 256, "vocab_size": 128, "num_hidden_layers": 2}
@@ -115,6 +120,21 @@ def test_states_of_a_parameter_on_a_gpu_and_on_a_cpu():
 
 
 # --- memory ---------------------------------------------------------------------------------------
+
+
+def test_gradients_in_bf16_take_half_and_let_super_fit_an_h100(tmp_path):
+    """With the recipe's layout of 256 B200, and its arguments of Megatron."""
+    cfg = read(Config, ROOT / "configs/rlvr1.py")
+    wide = changed(cfg, megatron={})
+    shape = megatron_sizes.read_shape(shapes.write("models/super_sft", tmp_path), cfg.policy)
+    held = [megatron_sizes.state_bytes(shape, c, 0) for c in (cfg, wide)]
+    assert 2 * held[0]["gradients, bf16"] == held[1]["gradients, float32"]
+    peaks = [megatron_sizes.trainer_bytes(shape, c) / sizes.GIB for c in (cfg, wide)]
+    assert peaks == pytest.approx([72.8, 103.2], abs=0.1)
+    sent = [megatron_sizes.step_bytes(shape, c.policy)["gradients"] for c in (cfg, wide)]
+    assert 2 * sent[0] == sent[1]
+    on_cpu = megatron_sizes.state_bytes(shape, cfg, 0, b=4)  # where all is float32
+    assert on_cpu["gradients, float32"] == held[1]["gradients, float32"]
 
 
 def test_what_a_layer_saves_of_a_place():

@@ -33,6 +33,8 @@ LAYOUTS = {
     "one": ({}, 1, EVERY),
     "tp2 ep2": ({"tp": 2, "ep": 2}, 4, ["qwen3_moe", "nemotron_moe"]),
 }
+OVERLAP = {"ddp": {"overlap_param_gather": True, "overlap_grad_reduce": True}}
+STEPS = {"apart": {}, "overlapped": {"megatron": OVERLAP}}  # what two replicas send, and compute
 AGAIN = {"pp2 again": ({"pp": 2}, 2), "one again": ({}, 1)}  # from what tp2 saved
 ROWS = 2
 
@@ -60,6 +62,10 @@ def measured(models, tmp_path_factory):
     jobs += [
         {"name": name, "world": world, "layout": layout, "models": EVERY, "load": True}
         for name, (layout, world) in AGAIN.items()
+    ]
+    jobs += [
+        {"name": name, "world": 2, "layout": layout, "models": ["qwen3_moe"], "steps": [1, 3, 2]}
+        for name, layout in STEPS.items()
     ]
     jobs.sort(key=lambda job: {2: 0, 1: 1, 4: 2}[job["world"]])
     for job in jobs:
@@ -244,6 +250,15 @@ def test_tokens_of_untrained_samples_move_no_expert_bias(name, measured):
             biases[kind][key] for kind in ("one sample trains nothing", "that sample is absent")
         )
         assert torch.equal(moved, expected) and not torch.equal(moved, before)
+
+
+def test_what_overlaps_is_complete_where_it_is_saved_and_sent(measured):
+    """Gradients are summed after the last row, parameters gathered before the next forward."""
+    apart, overlapped = (measured(name)["qwen3_moe"] for name in STEPS)
+    assert overlapped["norms"] == pytest.approx(apart["norms"], rel=1e-5)
+    for key, tensor in apart["after"].items():
+        assert (overlapped["after"][key] - tensor).abs().max() < 1e-6, key
+        assert torch.equal(overlapped["loaded"][key], overlapped["after"][key]), key
 
 
 @pytest.mark.parametrize("family", EVERY)

@@ -197,6 +197,15 @@ def test_a_wrong_file_is_refused_by_place_and_value(write, text, message):
     assert "\n" not in str(error.value)
 
 
+def test_megatron_s_arguments_on_the_command_line_are_merged_into_those_of_the_file():
+    given = '{"overlap_param_gather": false, "bucket_size": 1000}'
+    cfg = load("--config", "configs/rlvr1.py", "--policy.megatron.ddp", given)
+    own = {"grad_reduce_in_fp32": False, "overlap_param_gather": False, "bucket_size": 1000}
+    assert cfg.policy.megatron.ddp == own
+    assert cfg.policy.megatron.model == {"moe_permute_fusion": True}
+    assert cfg.policy.tp == 4
+
+
 @pytest.mark.parametrize("name", OWN_ENGINE_ARGS)
 def test_an_engine_argument_that_the_run_sets_is_refused_by_name(write, name):
     path = write(f"engine = {{'args': {{'max_num_seqs': 3, {name!r}: 1}}}}\n")

@@ -19,7 +19,7 @@ def test_on_a_gpu_weights_are_bf16_and_logits_float32():
     assert (gpu["dtype"], gpu["hf_overrides"]) == ("bfloat16", {"head_dtype": "float32"})
     assert (cpu["dtype"], cpu["hf_overrides"]) == ("float32", {})
     assert (gpu["enforce_eager"], gpu["enable_chunked_prefill"]) == (False, True)
-    assert gpu.keys() == cpu.keys() <= preflight.engine_arguments()
+    assert gpu.keys() == cpu.keys() <= preflight.arguments("engine.args")
 
 
 def test_arguments_of_the_user_come_last_and_dictionaries_are_merged():
@@ -34,7 +34,7 @@ def test_arguments_of_the_user_come_last_and_dictionaries_are_merged():
 
 @pytest.mark.parametrize(("name", "setting"), OWN_ENGINE_ARGS.items())
 def test_what_the_run_sets_is_refused_with_its_setting(name, setting):
-    assert name in preflight.engine_arguments()
+    assert name in preflight.arguments("engine.args")
     with pytest.raises(ValueError, match=f"sets '{name}', which the run itself sets.*{setting}"):
         arguments(**{name: 2})
 

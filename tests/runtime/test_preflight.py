@@ -111,6 +111,6 @@ def test_the_longest_sequence_is_what_vllm_derives(fields, limit):
 
 def test_arguments_of_the_engine_are_vllm_s_own():
     """Were its source to change its form, every argument would be taken."""
-    known = preflight.engine_arguments()
+    known = preflight.arguments("engine.args")
     assert {"max_num_seqs", "gpu_memory_utilization", "kv_cache_dtype", "enforce_eager"} <= known
     assert 100 < len(known) < 400

@@ -56,7 +56,7 @@ def shrunk(cfg, small, val: str):
         prompts_per_step=max(4, 2 * updates),
         group_size=4,
         engine={"count": 1, "tensor_parallel": 1, "args": args},
-        policy={"kind": "fsdp", "ranks": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1},
+        policy={"kind": "fsdp", "ranks": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "megatron": {}},
         max_model_len=small.sampling.max_model_len,
         max_response_tokens=limit * small.sampling.max_response_tokens,
         row_tokens=small.policy.row_tokens,

@@ -250,6 +250,25 @@ def reload(model: str, job: dict, folder: Path) -> dict:
     return {"weights": before, "after": weights(policy), "step": step}
 
 
+def steps(model: str, job: dict, folder: Path) -> dict:
+    """The weights after steps of unlike numbers of rows, and those of a checkpoint of them."""
+    from policy.megatron.policy import mpu
+
+    cfg = config(model, ranks=dist.get_world_size(), **job["layout"])
+    policy = opened(cfg)
+    mine = rows(6)[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
+    norms = []
+    for count in job["steps"]:
+        policy.forward_backward(mine[:count], lambda logp_T, row: policy_loss(logp_T, row, cfg))
+        norms.append(policy.optimizer_step()["grad_norm"])
+    path = str(folder / f"steps-{job['name']}")
+    policy.save(path)()
+    after = {name: w.clone() for name, w in policy.named_weights()}
+    again = opened(changed(cfg, megatron={}))
+    again.load(path)
+    return {"norms": norms, "after": after, "loaded": dict(again.named_weights())}
+
+
 def rank_main(rank: int, world: int, store: str, paths: list[Path]) -> None:
     """Does jobs of one world size, one layout after the other."""
     from policy.megatron.policy import mpu
@@ -257,7 +276,7 @@ def rank_main(rank: int, world: int, store: str, paths: list[Path]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     for path in paths:
         job = json.loads(path.read_text())
-        work = reload if job.get("load") else measure
+        work = steps if "steps" in job else reload if job.get("load") else measure
         found = {Path(m).name: work(m, job, path.parent) for m in job["models"]}
         if rank == 0:
             torch.save(found, path.with_suffix(".pt"))

@@ -1,0 +1,67 @@
+"""Megatron-Core's configurations: what a run sets, and after it what policy.megatron sets."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+
+if TYPE_CHECKING:
+    from policy.settings import PolicySettings
+
+
+def transformer_config(
+    settings: "PolicySettings", fields: dict[str, Any], dtype: torch.dtype
+) -> TransformerConfig:
+    """Of a network: `fields` of its architecture, its layout, no dropout."""
+    ours = {
+        "tensor_model_parallel_size": settings.tp,
+        "sequence_parallel": settings.tp > 1,
+        "pipeline_model_parallel_size": settings.pp,
+        "context_parallel_size": settings.cp,
+        "expert_model_parallel_size": settings.ep,
+        "expert_tensor_parallel_size": 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "variable_seq_lengths": True,
+        "calculate_per_token_loss": True,  # or Megatron would average what is to be summed
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "perform_initialization": False,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "apply_rope_fusion": HAVE_TE,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    return TransformerConfig(**fields | ours | with_dtypes(settings.megatron.model))
+
+
+def ddp_config(settings: "PolicySettings") -> DistributedDataParallelConfig:
+    """Of the wrapper that sums gradients over rows and ranks."""
+    ours = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
+    return DistributedDataParallelConfig(**ours | settings.megatron.ddp)
+
+
+def optimizer_config(settings: "PolicySettings", dtype: torch.dtype) -> OptimizerConfig:
+    """Of AdamW, whose state is spread over the replicas."""
+    ours = {
+        "optimizer": "adam",
+        "lr": settings.lr,
+        "weight_decay": settings.weight_decay,
+        "clip_grad": settings.max_grad_norm,
+        "use_distributed_optimizer": True,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+    }
+    return OptimizerConfig(**ours | with_dtypes(settings.megatron.optimizer))
+
+
+def with_dtypes(given: dict[str, Any]) -> dict[str, Any]:
+    """The same with torch's types, where a configuration has their names: "bfloat16"."""
+    named = {k: v for k, v in given.items() if k.endswith("_dtype") and isinstance(v, str)}
+    return given | {name: getattr(torch, text, text) for name, text in named.items()}
