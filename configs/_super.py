@@ -9,6 +9,14 @@ sampling = {"chat_template_kwargs": {"enable_thinking": True, "truncate_history_
 advantage = {"penalties": {"tool_call": -5.0, "thinking": -5.0}}
 loss = {"skip_zero_advantage": False}
 engine = {"args": {"gpu_memory_utilization": 0.8, "mamba_ssm_cache_dtype": "float32"}}
-policy = {"kind": "megatron", "ranks": 256}
+policy = {
+    "kind": "megatron",
+    "ranks": 256,
+    "megatron": {
+        "model": {"moe_permute_fusion": True},
+        "ddp": {"grad_reduce_in_fp32": False, "overlap_param_gather": True},
+        "optimizer": {"use_precision_aware_optimizer": True},
+    },
+}
 services = {"reasoning_parser": "nemotron_v3", "tool_parser": "qwen3_coder"}
 timeouts = {"start": 3600.0, "rollout": 7200.0, "train": 7200.0}

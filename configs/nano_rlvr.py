@@ -34,5 +34,14 @@ policy = {
     "pp": 2,
     "cp": 4,
     "ep": 8,
+    "megatron": {
+        "model": {"moe_permute_fusion": True},
+        "ddp": {
+            "grad_reduce_in_fp32": False,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
+        "optimizer": {"use_precision_aware_optimizer": True},
+    },
 }
 timeouts = {"start": 3600.0, "rollout": 7200.0, "train": 7200.0}

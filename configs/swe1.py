@@ -17,4 +17,12 @@ engine = engine | {
     "tensor_parallel": 8,
     "args": engine["args"] | {"enable_prefix_caching": True},
 }
-policy = policy | {"lr": 1e-6, "row_tokens": 131072, "tp": 8, "cp": 8, "ep": 8}
+policy = policy | {
+    "lr": 1e-6,
+    "row_tokens": 131072,
+    "tp": 8,
+    "cp": 8,
+    "ep": 8,
+    "megatron": policy["megatron"]
+    | {"ddp": policy["megatron"]["ddp"] | {"overlap_param_gather": False}},
+}

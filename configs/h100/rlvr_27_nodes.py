@@ -4,4 +4,4 @@ from configs.h100.rlvr1 import *
 
 run_dir = "runs/rlvr_27_nodes"
 engine = engine | {"count": 12}
-policy = policy | {"ranks": 64, "pp": 2}
+policy = policy | {"ranks": 64}

@@ -2,4 +2,4 @@
 
 from configs.swe1 import *
 
-policy = policy | {"cp": 16, "pp": 2}
+policy = policy | {"cp": 16}

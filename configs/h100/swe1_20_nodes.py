@@ -9,4 +9,4 @@ engine = engine | {
     "count": 4,
     "args": engine["args"] | {"gpu_memory_utilization": 0.75, "max_num_seqs": 16},
 }
-policy = policy | {"ranks": 128, "cp": 8, "pp": 1, "ep": 16}
+policy = policy | {"ranks": 128, "cp": 8, "ep": 16}
