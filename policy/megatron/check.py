@@ -50,6 +50,11 @@ FIXED = {
     "mamba_hidden_act": "silu",
     "use_sliding_window": False,
 }
+NEMOTRON_H = {
+    "norm_topk_prob": True,
+    "residual_in_fp32": False,
+    "layer_norm_epsilon": 1e-5,  # what Megatron's Mamba layers have in their own norm
+}
 
 
 def check_megatron(model: str, settings: "PolicySettings") -> None:
@@ -71,7 +76,7 @@ def read_config(model: str, settings: "PolicySettings") -> PretrainedConfig:
     if hf.model_type not in FAMILIES:
         known = f"policy.kind = 'megatron' knows {', '.join(FAMILIES)}"
         raise InputError(f"model = {model!r}: {known}, not {hf.model_type}")
-    fixed = FIXED | ({"norm_topk_prob": True} if hf.model_type == "nemotron_h" else {})
+    fixed = FIXED | (NEMOTRON_H if hf.model_type == "nemotron_h" else {})
     for name, value in fixed.items():
         if getattr(hf, name, value) != value:
             found = f"its config.json has {name} = {getattr(hf, name)!r}"
@@ -105,10 +110,19 @@ def check_layout(settings: "PolicySettings", hf: PretrainedConfig) -> None:
             raise InputError(
                 f"{rule.field} = {rule.value} does not divide {rule.what} = {rule.size}: try {near}"
             )
-    groups = hf.num_key_value_heads
-    if groups % settings.tp and settings.tp % groups:
-        both = f"policy.tp = {settings.tp} and num_key_value_heads = {groups}"
-        raise InputError(f"{both}: one must divide the other")
+    pairs = [("policy.tp", settings.tp, "num_key_value_heads", hf.num_key_value_heads)]
+    if has_mamba(hf):
+        groups = hf.n_groups // settings.tp
+        pairs.append(("policy.cp", settings.cp, "n_groups of Mamba / policy.tp", groups))
+    for field, value, what, size in pairs:
+        if size % value and value % size:
+            both = f"{field} = {value} and {what} = {size}"
+            raise InputError(f"{both}: one must divide the other")
+
+
+def has_mamba(hf: PretrainedConfig) -> bool:
+    """Whether a model has Mamba layers."""
+    return "linear_attention" in (getattr(hf, "layers_block_type", None) or ())
 
 
 def divisors(settings: "PolicySettings", hf: PretrainedConfig, experts: int) -> list[Divisor]:
@@ -126,7 +140,7 @@ def divisors(settings: "PolicySettings", hf: PretrainedConfig, experts: int) -> 
     ]
     if experts:
         rules.append(Divisor("policy.ep", settings.ep, experts, "the number of experts"))
-    if layers and "linear_attention" in layers:
+    if has_mamba(hf):
         heads = hf.mamba_num_heads
         rules.append(Divisor("policy.tp", tp, hf.n_groups, "n_groups of Mamba"))
         rules.append(Divisor("policy.tp * policy.cp", tp * settings.cp, heads, "mamba_num_heads"))

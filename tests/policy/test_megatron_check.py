@@ -81,6 +81,8 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
         ("nemotron_dense", "mlp_hidden_act", "silu"),
         ("nemotron_dense", "mamba_hidden_act", "gelu"),
         ("nemotron_moe", "norm_topk_prob", False),
+        ("nemotron_moe", "residual_in_fp32", True),
+        ("nemotron_dense", "layer_norm_epsilon", 1e-6),
     ],
 )
 def test_fields_that_change_the_network_and_not_its_tensors_are_refused(
@@ -118,6 +120,12 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
 )
 def test_what_does_not_divide_comes_with_the_nearest_that_does(family, fields, expected, folder):
     assert expected in refusal(folder(family), ranks=12, **fields)
+
+
+def test_ranks_that_share_sequences_share_groups_of_mamba(folder):
+    model = folder("nemotron_moe", edit={"mamba_num_heads": 12})
+    message = refusal(model, ranks=6, tp=1, cp=3, row_tokens=96)
+    assert "policy.cp = 3 and n_groups of Mamba / policy.tp = 2: one must divide" in message
 
 
 @pytest.mark.parametrize(
