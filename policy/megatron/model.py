@@ -354,6 +354,8 @@ def build(settings: "PolicySettings", hf: Any, dtype: torch.dtype) -> MambaModel
         # Logits never exist as a whole: the loss multiplies by the head, a chunk at a time.
         model.output_layer.forward = lambda hidden, *_, **unused: (hidden, None)
     for name, parameter in model.named_parameters():
+        # Mamba makes some in float32; Megatron's optimizer mixes up parameters of two dtypes.
+        parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(not name.endswith("router.weight"))
     for layer in model.decoder.layers if settings.replay_routing else ():
         if isinstance(layer, ExpertLayer):

@@ -53,6 +53,8 @@ from policy.megatron.model import Places, RouteReplay, Row, build, local_places
 if TYPE_CHECKING:
     from policy.settings import PolicySettings
 
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # of parameters
+
 
 class Shard:
     """This context parallel rank's part of a packed row.
@@ -121,16 +123,14 @@ class MegatronPolicy:
         collective_seconds: float,
         trainable: bool = True,
     ):
-        gpu = torch.cuda.is_available()
         self.folder = model
         self.settings = settings
         self.temperature = temperature
         self.updates = 0
-        self.device = torch.device("cuda" if gpu else "cpu")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         join_groups(settings, seed, collective_seconds)
         hf = AutoConfig.from_pretrained(model)
-        dtype = torch.bfloat16 if gpu else torch.float32
-        self.model = build(settings, hf, dtype).to(self.device)
+        self.model = build(settings, hf, DTYPE).to(self.device)
         self.weights = hf_weights.Weights(model, hf, self.model)
         self.vocab = hf.vocab_size
         self.dp_group = mpu.get_data_parallel_group()  # the ranks that train other rows
@@ -140,16 +140,16 @@ class MegatronPolicy:
         # Any: what the schedule runs is the model, or Megatron's wrapper that sums its gradients.
         self.chunk: Any = self.model
         if trainable:
-            self._make_optimizer(dtype)
+            self._make_optimizer()
         else:
             self.model.requires_grad_(False)
 
-    def _make_optimizer(self, dtype: torch.dtype) -> None:
+    def _make_optimizer(self) -> None:
         """Wraps the model to sum its gradients, and spreads AdamW's state over the replicas."""
         ddp = ddp_config(self.settings)
         self.chunk = DistributedDataParallel(self.model.config, ddp, self.model)
         self.model.config.no_sync_func = self.chunk.no_sync  # until a batch's last row
-        adam = optimizer_config(self.settings, dtype)
+        adam = optimizer_config(self.settings, DTYPE)
         # Without overrides weights decay alike, as under policy/fsdp.py: norms and biases too.
         self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides={})
         self.save_group = dist.new_group(backend="gloo")  # used while training communicates
