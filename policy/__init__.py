@@ -81,13 +81,16 @@ class Policy(Protocol):
         """
 
     def save(self, dir: str) -> Callable[[], object]:
-        """Copies this rank's shards to memory. What it returns writes them, beside the training."""
+        """Copies this rank's share to memory. What it returns writes it, beside the training."""
 
     def load(self, dir: str) -> None:
-        """Continues from what `save` wrote, bitwise, on any number of ranks."""
+        """Continues from what `save` wrote, bitwise, on any number of replicas."""
 
     def export_hf(self, dir: str) -> Callable[[], None]:
-        """Gathers a model for transformers and vLLM. What it returns writes the model."""
+        """Copies a model for transformers and vLLM to memory. What it returns writes the model.
+
+        Each rank may have a share of it.
+        """
 
 
 def open_policy(

@@ -69,7 +69,12 @@ class Entry(NamedTuple):
 
     place: Place
     dtype: torch.dtype
-    owner: int  # the first rank that has it, or a shard of it
+    holders: list[int]  # the ranks that have it, or a shard of it
+
+    @property
+    def owner(self) -> int:
+        """The rank that sends it."""
+        return self.holders[0]
 
 
 class Part(NamedTuple):
@@ -188,7 +193,7 @@ class Weights:
         entries: dict[tuple[int, str], Entry] = {}
         for rank, held in enumerate(every):
             for place, dtype in held:
-                entries.setdefault(place.key, Entry(place, dtype, rank))
+                entries.setdefault(place.key, Entry(place, dtype, [])).holders.append(rank)
         homes = {name for entry in entries.values() for name in entry.place.names()}
         homes |= {"lm_head.weight"} if self.hf.tie_word_embeddings else set()
         for name in sorted(self.file.files.keys() - homes):

@@ -13,40 +13,28 @@ by finalize_model_grads. Each rank computes the loss of its whole row; of its gr
 what belongs to its own tokens.
 """
 
-import itertools
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint_io
 import torch.nn.functional as F
-from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 import policy
 from policy import AnyRow, LossFn, WeightMeta, logprobs
-from policy.megatron import hf_weights
+from policy.megatron import hf_folder, hf_weights
 from policy.megatron.arguments import ddp_config, optimizer_config
+from policy.megatron.checkpoint import Shares
 from policy.megatron.export import export
 from policy.megatron.model import Places, RouteReplay, Row, build, local_places
 
@@ -129,6 +117,7 @@ class MegatronPolicy:
         self.updates = 0
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         join_groups(settings, seed, collective_seconds)
+        self.write_group = dist.new_group(backend="gloo")  # used while training communicates
         hf = AutoConfig.from_pretrained(model)
         self.model = build(settings, hf, DTYPE).to(self.device)
         self.weights = hf_weights.Weights(model, hf, self.model)
@@ -152,7 +141,8 @@ class MegatronPolicy:
         adam = optimizer_config(self.settings, DTYPE)
         # Without overrides weights decay alike, as under policy/fsdp.py: norms and biases too.
         self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides={})
-        self.save_group = dist.new_group(backend="gloo")  # used while training communicates
+        cut = {f"policy.{axis}": getattr(self.settings, axis) for axis in ("tp", "pp", "ep")}
+        self.shares = Shares(self.model, self.optimizer, cut, self.write_group)
 
     def forward_backward(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow]) -> list[Any]:
         """Adds up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns all stats.
@@ -278,7 +268,7 @@ class MegatronPolicy:
         self.optimizer.zero_grad()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Whole weights by checkpoint name, one at a time, on every rank; tied ones once."""
+        """Checkpoint names, one at a time, tied ones once; on rank 0 with the whole weights."""
         self._gather()
         return export(self.weights)
 
@@ -292,103 +282,25 @@ class MegatronPolicy:
         return self.weights.metas()
 
     def export_hf(self, dir: str) -> Callable[[], None]:
-        """Gathers a model for transformers and vLLM on rank 0's CPU. What it returns writes it."""
-        first = dist.get_rank() == 0
-        state = {name: w.cpu() for name, w in self.named_weights() if w is not None}
-        return partial(self._write_hf, dir, state) if first else lambda: None
+        """Copies this rank's share of a model for transformers and vLLM to memory.
 
-    def _write_hf(self, dir: str, state: dict[str, Tensor]) -> None:
-        """Writes also what is never trained: config, tokenizer, tensors unknown to training."""
-        aside = Path(f"{dir}.partial")
-        source = self.weights.file
-        untouched = (name for name in source.files if hf_weights.ASIDE.match(name))
-        state |= {name: source.files[name].get_tensor(name) for name in untouched}
-        aside.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {k: w.contiguous() for k, w in state.items()},
-            aside / "model.safetensors",
-            {"format": "pt"},
-        )
-        for name in ("config.json", "generation_config.json"):
-            if (Path(self.folder) / name).is_file():
-                shutil.copy(Path(self.folder) / name, aside)
-        AutoTokenizer.from_pretrained(self.folder).save_pretrained(aside)
-        shutil.rmtree(dir, ignore_errors=True)
-        os.rename(aside, dir)
-
-    def _state(self, loading: bool) -> dict[str, Any]:
-        """All that training changes, in terms of the whole model: for any layout of ranks."""
-        how = {"distrib_optim_sharding_type": "fully_reshardable"}
-        model = self.model.sharded_state_dict(metadata=how)
-        moments = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=how)
-        return {"model": model, "optimizer": moments, "updates": self.updates}
+        What it returns writes it, and on rank 0 what belongs to all shares.
+        """
+        self._gather()
+        share = {name: tensor.cpu() for name, tensor in hf_folder.share(self.weights)}
+        return partial(hf_folder.write, dir, self.folder, share, self.write_group)
 
     def save(self, dir: str) -> Callable[[], None]:
-        """Copies this rank's shards to memory. What it returns writes them, beside the training."""
-        Path(dir).mkdir(parents=True, exist_ok=True)
+        """Copies this rank's share to memory. What it returns writes it, beside the training."""
         self._gather()
-        copied = Copied(self.save_group)
-        dist_checkpointing.save(self._state(loading=False), dir, copied)
-        return copied.write
+        return self.shares.save(dir, self.updates)
 
     def load(self, dir: str) -> None:
-        """Continues from what `save` wrote, on any layout of ranks; each reads what it needs."""
-        adams = [part.optimizer for part in self.optimizer.chained_optimizers]
-        for part in self.optimizer.chained_optimizers if not HAVE_TE else ():
-            prepare_adam(part)
-        state = dist_checkpointing.load(self._state(loading=True), dir)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for moments in itertools.chain(*(adam.state.values() for adam in adams)):
-            if "step" in moments:  # which Megatron gives to all parameters as one tensor
-                moments["step"] = moments["step"].clone()
-        self.updates = state["updates"]
+        """Continues from what `save` wrote, on any number of replicas; each reads its share.
 
-
-class Copied(TorchDistSaveShardedStrategy):
-    """Megatron's way to save, in two parts: `save` copies the shards and `write` writes them.
-
-    Megatron's own asynchronous way forks the trainer and ends with messages in the group that the
-    training uses meanwhile. `write` has a group of its own.
-    """
-
-    write: Callable[[], None]
-
-    def __init__(self, group: dist.ProcessGroup):
-        super().__init__("torch_dist", 1)
-        self.group = group
-
-    def save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> None:
-        """Keeps a copy of the shards that this rank is to write."""
-        shards = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)[0]
-        for shard in itertools.chain(*shards.values()):
-            if isinstance(shard.data, Tensor):
-                shard.data = shard.data.detach().to("cpu", copy=True)
-        self.write = partial(
-            checkpoint_io.save,
-            mcore_to_pyt_state_dict(shards),
-            checkpoint_id=checkpoint_dir,
-            planner=MCoreSavePlanner(flatten_state_dict=False),
-            process_group=self.group,
-        )
-
-
-def prepare_adam(part: Any) -> None:
-    """Makes an optimizer ready to be loaded.
-
-    Torch's AdamW has no moments before its first step, and Megatron has none of its `step`.
-    """
-    adam = part.optimizer
-    fill = part._set_main_param_and_optimizer_states
-    for parameter in itertools.chain(*(group["params"] for group in adam.param_groups)):
-        zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        adam.state.setdefault(parameter, {"step": torch.zeros(())} | zeros)
-
-    def fill_all_but_step(parameter: Tensor, tensors: dict[str, Any]) -> None:
-        step = part._get_main_param_and_optimizer_states(parameter)["step"]
-        fill(parameter, {"step": step} | tensors)
-
-    part._set_main_param_and_optimizer_states = fill_all_but_step
+        Raises InputError where that was under another tp, pp or ep.
+        """
+        self.updates = self.shares.load(dir)
 
 
 def move(x: Any, device: torch.device | str) -> Any:

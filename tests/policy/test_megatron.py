@@ -4,12 +4,6 @@ The ranks of a layout are processes on gloo that compute all families; tests/cpu
 CUDA, Transformer Engine and the Mamba kernel.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from grpo_async import policy_loss
 from policy.fsdp import FSDPPolicy
 from runtime.metrics import reduce_stats
+from support.megatron_jobs import compute
 from support.megatron_ranks import config, rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("layouts")]
-ROOT = Path(__file__).resolve().parents[2]
 DENSE = ["llama", "qwen2", "qwen3"]
 MAMBA = ["nemotron_dense", "nemotron_moe"]
 EVERY = [*DENSE, "qwen3_moe", *MAMBA]
@@ -35,20 +29,7 @@ LAYOUTS = {
 }
 OVERLAP = {"ddp": {"overlap_param_gather": True, "overlap_grad_reduce": True}}
 STEPS = {"apart": {}, "overlapped": {"megatron": OVERLAP}}  # what two replicas send, and compute
-AGAIN = {"pp2 again": ({"pp": 2}, 2), "one again": ({}, 1)}  # from what tp2 saved
 ROWS = 2
-
-
-def compute(jobs: list[dict], folder: Path) -> None:
-    """Runs megatron_ranks.py; if a rank fails, the others are ended."""
-    paths = [folder / f"{job['name']}.json" for job in jobs]
-    for path, job in zip(paths, jobs, strict=True):
-        path.write_text(json.dumps(job))
-    env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests"}
-    env |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    command = [sys.executable, "-W", "ignore", "tests/support/megatron_ranks.py", *map(str, paths)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-6000:]
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +37,12 @@ def measured(models, tmp_path_factory):
     """What each layout computes, by family."""
     folder = tmp_path_factory.mktemp("layouts")
     jobs = [
-        {"name": name, "world": world, "layout": layout, "models": families, "save": name == "tp2"}
+        {"name": name, "world": world, "layout": layout, "models": families, "work": "measure"}
         for name, (layout, world, families) in LAYOUTS.items()
     ]
     jobs += [
-        {"name": name, "world": world, "layout": layout, "models": EVERY, "load": True}
-        for name, (layout, world) in AGAIN.items()
-    ]
-    jobs += [
-        {"name": name, "world": 2, "layout": layout, "models": ["qwen3_moe"], "steps": [1, 3, 2]}
+        {"name": name, "world": 2, "layout": layout, "models": ["qwen3_moe"], "work": "steps"}
+        | {"steps": [1, 3, 2]}
         for name, layout in STEPS.items()
     ]
     jobs.sort(key=lambda job: {2: 0, 1: 1, 4: 2}[job["world"]])
@@ -78,7 +56,6 @@ def measured(models, tmp_path_factory):
             found[name] = torch.load(folder / f"{name}.pt", weights_only=False)
         return found[name]
 
-    of.folder = folder
     return of
 
 
@@ -259,26 +236,3 @@ def test_what_overlaps_is_complete_where_it_is_saved_and_sent(measured):
     for key, tensor in apart["after"].items():
         assert (overlapped["after"][key] - tensor).abs().max() < 1e-6, key
         assert torch.equal(overlapped["loaded"][key], overlapped["after"][key]), key
-
-
-@pytest.mark.parametrize("family", EVERY)
-def test_a_checkpoint_of_one_layout_is_that_of_another(family, measured):
-    one, two = (measured(name)[family] for name in ("one again", "pp2 again"))
-    for found in (one, two):
-        saved = measured("tp2")[family]["after"]
-        assert all(torch.equal(found["weights"][k], w) for k, w in saved.items())
-    # Moments and schedule too: the next step is the same under both layouts.
-    assert one["step"]["grad_norm"] == pytest.approx(two["step"]["grad_norm"], rel=1e-4)
-    for key, tensor in one["after"].items():
-        assert (two["after"][key] - tensor).abs().max() < 1e-5, key
-
-
-@pytest.mark.parametrize("family", EVERY)
-def test_the_export_is_what_transformers_loads(family, measured):
-    after = measured("tp2")[family]["after"]
-    folder = measured.folder / f"export-{family}"
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert {"tokenizer.json", "config.json", "model.safetensors"} <= set(os.listdir(folder))
-    loaded = load_file(folder / "model.safetensors")
-    assert all(torch.equal(loaded[key], tensor) for key, tensor in after.items())
-    assert lm(input_ids=torch.arange(9)[None]).logits.isfinite().all()

@@ -20,8 +20,10 @@ from torch.multiprocessing import start_processes
 
 from grpo_async import Batch, Config, policy_loss
 from policy import logprobs
+from runtime.config import InputError
 from runtime.metrics import reduce_stats
 from support.configs import changed
+from support.tensor_memory import Peak
 
 LENGTHS = [13, 22, 7]  # of the sequences in each packed row
 
@@ -137,11 +139,9 @@ def traffic(policy) -> dict[str, list[int]]:
 
 def measure(model: str, job: dict, folder: Path) -> dict:
     """What one family computes under the job's layout."""
-    from policy.megatron.policy import mpu
-
     cfg = config(model, ranks=dist.get_world_size(), **job["layout"])
     policy = opened(cfg)
-    mine = rows(job["rows"])[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
+    mine = my_rows(job)
     before = weights(policy)
     moved = gathered_objects([traffic(policy)])
     seen = watch_logits(policy)
@@ -152,26 +152,10 @@ def measure(model: str, job: dict, folder: Path) -> dict:
     total = reduce_stats(stats, policy.dp_group)
     step = policy.optimizer_step(1.5)
     after = weights(policy)
-    if job.get("save"):
-        writes = [policy.save(str(folder / f"saved-{Path(model).name}"))]
-        writes += [policy.export_hf(str(folder / f"export-{Path(model).name}"))]
-        spoil(policy)  # what was saved is that moment's, whenever it is written
-        for write in writes:
-            write()
     found = {"before": before, "after": after, "logps": logps, "metas": policy.weight_metas()}
     found |= {"logits": logits, "total": total, "step": step, "moved": moved}
     found |= {"replayed": replay(cfg, mine)} if model.endswith("_moe") else {}
     return found | ({"biases": balance(cfg, mine)} if model.endswith("nemotron_moe") else {})
-
-
-@torch.no_grad()
-def spoil(policy) -> None:
-    """Changes all that a checkpoint holds."""
-    for tensor in (*policy.model.parameters(), *policy.model.buffers()):
-        tensor.fill_(7)
-    for part in policy.optimizer.chained_optimizers:
-        for tensor in itertools.chain(*(s.values() for s in part.optimizer.state.values())):
-            tensor.fill_(7)
 
 
 def replay(cfg: Config, mine: list[Batch]) -> dict:
@@ -236,18 +220,74 @@ def gathered_objects(mine: list) -> list:
     return [item for items in every for item in items]
 
 
-def reload(model: str, job: dict, folder: Path) -> dict:
-    """Logprobs of a checkpoint that another layout saved, and one more step from it."""
+def my_rows(job: dict) -> list[Batch]:
+    """The job's rows that this rank's replica trains."""
     from policy.megatron.policy import mpu
 
+    return rows(job["rows"])[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
+
+
+def step(policy, job: dict, cfg: Config) -> dict:
+    """Trains the job's rows once."""
+    policy.forward_backward(my_rows(job), lambda logp_T, row: policy_loss(logp_T, row, cfg))
+    return policy.optimizer_step(1.5)
+
+
+def resume(model: str, job: dict, folder: Path) -> dict:
+    """What each rank holds and writes of a checkpoint, and whether that goes on as if unsaved.
+
+    It is written after another step: what was saved is that moment's. `same` says of each rank
+    whether that step is bitwise the one of a policy that loads it.
+    """
     cfg = config(model, ranks=dist.get_world_size(), **job["layout"])
+    name = f"{job['name']}-{Path(model).name}"
+    path = folder / f"saved-{name}"
     policy = opened(cfg)
-    policy.load(str(folder / f"saved-{Path(model).name}"))
-    mine = rows(job["rows"])[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
-    before = weights(policy)
-    policy.forward_backward(mine, lambda logp_T, row: policy_loss(logp_T, row, cfg))
-    step = policy.optimizer_step(1.5)
-    return {"weights": before, "after": weights(policy), "step": step}
+    step(policy, job, cfg)
+    saved = weights(policy)
+    with Peak(changed_by_training(policy)) as peak:
+        own = peak.bytes = sum(storage().nbytes() for storage in peak.live.values())
+        writes = [policy.save(str(path))]
+    early = sorted(file.name for file in path.iterdir())
+    writes += [policy.export_hf(str(folder / f"export-{name}"))]
+    last = step(policy, job, cfg)
+    for write in writes:
+        write()
+    mine = path.glob(f"__{dist.get_rank()}_*.distcp")
+    found = {"held": peak.bytes - own, "written": sum(file.stat().st_size for file in mine)}
+    again = opened(cfg)
+    again.load(str(path))
+    found["same"] = step(again, job, cfg) == last
+    for one, other in zip(*map(changed_by_training, (policy, again)), strict=True):
+        found["same"] &= torch.equal(one, other)
+    found = {"ranks": gathered_objects([found]), "weights": saved, "early": early}
+    return found | {"step": last, "after": weights(policy)}
+
+
+def reload(model: str, job: dict, folder: Path) -> dict:
+    """Weights of what `resume` saved under another layout, and the step after it; or the export."""
+    cfg = config(model, ranks=dist.get_world_size(), **job["layout"])
+    name = f"{job['from']}-{Path(model).name}"
+    policy = opened(cfg)
+    try:
+        policy.load(str(folder / f"saved-{name}"))
+    except InputError as error:
+        exported = opened(dataclasses.replace(cfg, model=str(folder / f"export-{name}")))
+        return {"refused": str(error), "weights": weights(exported)}
+    saved = weights(policy)
+    last = step(policy, job, cfg)
+    return {"weights": saved, "step": last, "after": weights(policy)}
+
+
+def changed_by_training(policy) -> list[torch.Tensor]:
+    """This rank's tensors that a checkpoint must hold, the step counts of AdamW among them."""
+    found = [parameter.detach() for parameter in policy.model.parameters()]
+    found += policy.model.buffers()
+    for adam in (part.optimizer for part in policy.optimizer.chained_optimizers):
+        for main in itertools.chain(*(group["params"] for group in adam.param_groups)):
+            moments = adam.state[main]
+            found += [main.detach(), *(moments[name] for name in sorted(moments))]
+    return found
 
 
 def steps(model: str, job: dict, folder: Path) -> dict:
@@ -263,25 +303,26 @@ def steps(model: str, job: dict, folder: Path) -> dict:
         norms.append(policy.optimizer_step()["grad_norm"])
     path = str(folder / f"steps-{job['name']}")
     policy.save(path)()
-    after = {name: w.clone() for name, w in policy.named_weights()}
     again = opened(changed(cfg, megatron={}))
     again.load(path)
-    return {"norms": norms, "after": after, "loaded": dict(again.named_weights())}
+    return {"norms": norms, "after": weights(policy), "loaded": weights(again)}
 
 
 def rank_main(rank: int, world: int, store: str, paths: list[Path]) -> None:
     """Does jobs of one world size, one layout after the other."""
-    from policy.megatron.policy import mpu
+    from policy.megatron import policy as megatron
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     for path in paths:
         job = json.loads(path.read_text())
-        work = steps if "steps" in job else reload if job.get("load") else measure
+        megatron.DTYPE = getattr(torch, job.get("dtype", "float32"))
+        work = {"measure": measure, "reload": reload, "resume": resume, "steps": steps}
+        work = work[job["work"]]
         found = {Path(m).name: work(m, job, path.parent) for m in job["models"]}
         if rank == 0:
             torch.save(found, path.with_suffix(".pt"))
         dist.barrier()
-        mpu.destroy_model_parallel()
+        megatron.mpu.destroy_model_parallel()
 
 
 def main(paths: list[Path]) -> None:

@@ -1,0 +1,72 @@
+"""A Megatron policy as a model for transformers and vLLM, of which each rank writes a file."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from policy.megatron.export import gather, named
+from policy.megatron.hf_weights import ASIDE, Weights
+
+
+@torch.no_grad()
+def share(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """The whole tensors that this rank is to write, by the checkpoint's names.
+
+    Each tensor is in one rank's share, and shares are about equally large. Collective: tensor
+    parallel ranks put together what one of them is to write.
+    """
+    rank = dist.get_rank()
+    mates = dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group())
+    dealt = [0] * dist.get_world_size()  # bytes of each rank
+    for place, dtype, holders in weights.catalog:
+        writer = min(holders, key=dealt.__getitem__)
+        dealt[writer] += math.prod(weights.shape(place)) * dtype.itemsize
+        if writer in mates and place.key in weights.local:
+            whole = gather(weights.local[place.key].tensor.detach(), place)
+            if writer == rank:
+                yield from named(whole, place)
+    for name in sorted(filter(ASIDE.match, weights.file.files))[rank :: len(dealt)]:
+        yield name, weights.file.files[name].get_tensor(name)
+
+
+def write(dir: str, source: str, share: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Writes a share, and on rank 0 index, config and tokenizer; collective over a group of all.
+
+    `dir` appears when it is whole. What is no tensor comes from the folder `source`.
+    """
+    aside = Path(f"{dir}.partial")
+    rank = dist.get_rank()
+    if rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    every: list[Any] = [None] * dist.get_world_size()
+    sizes = {name: tensor.nbytes for name, tensor in share.items()}
+    dist.all_gather_object(every, sizes, group)  # behind it the folder is there
+    writers = [i for i, sizes in enumerate(every) if sizes]
+    files = [f"model-{n:05}-of-{len(writers):05}.safetensors" for n in range(1, len(writers) + 1)]
+    if share:
+        save_file(share, aside / files[writers.index(rank)], {"format": "pt"})
+    dist.barrier(group)
+    if rank > 0:
+        return
+    places = {name: file for i, file in zip(writers, files, strict=True) for name in every[i]}
+    total = sum(size for sizes in every for size in sizes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    for name in ("config.json", "generation_config.json"):
+        if (Path(source) / name).is_file():
+            shutil.copy(Path(source) / name, aside)
+    AutoTokenizer.from_pretrained(source).save_pretrained(aside)
+    shutil.rmtree(dir, ignore_errors=True)
+    os.rename(aside, dir)

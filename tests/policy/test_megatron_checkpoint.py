@@ -1,0 +1,142 @@
+"""Checkpoints and exports of policy/megatron: what a rank writes, and who goes on from it.
+
+The ranks of a layout are processes on gloo, as in test_megatron.py.
+"""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from support.megatron_jobs import compute
+from support.tiny_models import make
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("layouts")]
+EXPERTS = ["qwen3_moe", "nemotron_moe"]
+MAMBA = ["nemotron_dense", "nemotron_moe"]
+EVERY = ["llama", "qwen2", "qwen3", "qwen3_moe", *MAMBA]
+BOTH = {"tp": 2, "ep": 2}
+JOBS = {  # in this order: layout, ranks, families, and what else is not as usual
+    "tp2": ({"tp": 2}, 2, EVERY, {}),
+    "pp2": ({"pp": 2}, 2, ["qwen2", "nemotron_moe"], {}),
+    "one replica": (BOTH, 2, EXPERTS, {}),
+    "bf16": ({}, 2, MAMBA, {"dtype": "bfloat16"}),
+    "two replicas": (BOTH, 4, EXPERTS, {}),
+    "cp2": ({"tp": 2, "cp": 2}, 4, EVERY, {"work": "reload", "from": "tp2"}),
+    "fewer": (BOTH, 2, EXPERTS, {"work": "reload", "from": "two replicas"}),
+    "one": ({}, 1, EXPERTS, {"work": "reload", "from": "two replicas"}),
+}
+RESUMED = [
+    (name, family) for name, job in JOBS.items() if "work" not in job[3] for family in job[2]
+]
+EXPORTED = [(name, family) for name, family in RESUMED if name != "bf16"]
+UNTRAINED = [f"mtp.layers.{i}.norm.weight" for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tiny_model):
+    """A folder for every family; Nemotron-H with experts has tensors that are never trained."""
+    folder = tmp_path_factory.mktemp("families")
+    made = {family: make(family, folder / family, tiny_model) for family in EVERY}
+    path = folder / "nemotron_moe/model.safetensors"
+    state = load_file(path)
+    state |= {name: torch.full([64], float(i)) for i, name in enumerate(UNTRAINED)}
+    save_file(state, path, {"format": "pt"})
+    return made
+
+
+@pytest.fixture(scope="module")
+def found(models, tmp_path_factory):
+    """What each job found, by family; `folder` has what it wrote."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    usual = {"work": "resume", "rows": 2}
+    jobs = [
+        usual | {"name": name, "world": world, "layout": layout} | other
+        | {"models": [models[family] for family in families]}
+        for name, (layout, world, families, other) in JOBS.items()
+    ]  # fmt: skip
+    compute(jobs, folder)
+
+    def of(name: str) -> dict:
+        return torch.load(folder / f"{name}.pt", weights_only=False)
+
+    of.folder = folder
+    return of
+
+
+@pytest.mark.parametrize(("name", "family"), RESUMED)
+def test_the_step_from_a_checkpoint_is_bitwise_that_without(name, family, found):
+    """Weights, moments and step counts of every rank; Nemotron-H in bf16 as on a GPU, too."""
+    resumed = found(name)[family]
+    assert [rank["same"] for rank in resumed["ranks"]] == [True] * JOBS[name][1]
+    saved, after = resumed["weights"], resumed["after"]
+    assert all(after[key].isfinite().all() for key in saved)
+    still = [key for key, tensor in saved.items() if torch.equal(after[key], tensor)]
+    if name == "bf16":  # such small steps are lost in some of its weights
+        assert len(still) < len(saved) / 2
+    else:
+        assert all(key.endswith("gate.weight") for key in still), still
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_a_rank_holds_and_writes_its_share(family, found):
+    """Half as much with twice the replicas; of weights and moments, 16 bytes a parameter."""
+    one, two = (found(f"{n} replica" + "s" * (n == "two"))[family] for n in ("one", "two"))
+    sizes = {key: [rank[key] for rank in one["ranks"]] for key in ("held", "written")}
+    for key, whole in sizes.items():
+        halves = [rank[key] for rank in two["ranks"]]
+        assert max(halves) < 0.55 * max(whole), key
+        assert sum(halves) < 1.1 * sum(whole), key
+    elements = sum(tensor.numel() for tensor in one["weights"].values())
+    assert 0.9 < sum(sizes["held"]) / (16 * elements) < 1.1
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_other_replicas_go_on_from_a_checkpoint(family, found):
+    for name, source in (("cp2", "tp2"), ("fewer", "two replicas")):
+        if family not in JOBS[name][2]:
+            continue
+        loaded, saved = found(name)[family], found(source)[family]
+        assert all(torch.equal(loaded["weights"][k], w) for k, w in saved["weights"].items())
+        assert loaded["step"]["grad_norm"] == pytest.approx(saved["step"]["grad_norm"], rel=1e-4)
+        for key, tensor in saved["after"].items():
+            assert (loaded["after"][key] - tensor).abs().max() < 1e-5, key
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_another_tp_or_ep_is_refused_and_starts_from_the_export(family, found):
+    one, saved = found("one")[family], found("two replicas")[family]
+    assert "was saved with policy.tp = 2, not 1: set that, or set model to" in one["refused"]
+    assert all(torch.equal(one["weights"][key], w) for key, w in saved["weights"].items())
+
+
+def test_what_says_that_a_checkpoint_is_there_is_written_last(found):
+    assert found("two replicas")["qwen3_moe"]["early"] == []
+    files = sorted((found.folder / "saved-two replicas-qwen3_moe").iterdir(), key=os.path.getmtime)
+    assert [file.name for file in files][-2:] == ["common.pt", "metadata.json"]
+    assert {f"__{rank}_0.distcp" for rank in range(4)} < {file.name for file in files}
+
+
+@pytest.mark.parametrize(("name", "family"), EXPORTED)
+def test_each_rank_exports_its_share_and_transformers_loads_all(name, family, found):
+    folder = found.folder / f"export-{name}-{family}"
+    saved = found(name)[family]["weights"]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    parts = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    ranks = JOBS[name][1]
+    assert sorted(parts) == [f"model-{i:05}-of-{ranks:05}.safetensors" for i in range(1, ranks + 1)]
+    assert index["weight_map"] == {key: file for file, part in parts.items() for key in part}
+    whole = {key: tensor for part in parts.values() for key, tensor in part.items()}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    assert all(torch.equal(whole[key], tensor) for key, tensor in saved.items())
+    untrained = UNTRAINED if family == "nemotron_moe" else []
+    assert sorted(whole.keys() - saved.keys()) == untrained
+    assert [float(whole[key].mean()) for key in untrained] == [0, 1, 2][: len(untrained)]
+    sizes = [sum(tensor.nbytes for tensor in part.values()) for part in parts.values()]
+    assert max(sizes) < 1.3 * sum(sizes) / ranks
+    assert {"tokenizer.json", "config.json"} <= set(os.listdir(folder))
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert lm(input_ids=torch.arange(9)[None]).logits.isfinite().all()
