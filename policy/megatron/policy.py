@@ -25,6 +25,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
@@ -176,8 +177,8 @@ class MegatronPolicy:
             logp_T = self._logp(hidden_1LH[0], row, shard)
             loss, result = loss_fn(logp_T, row) if loss_fn else (logp_T.sum(), logp_T)
             results.append(result)
-            # The zero keeps the network in the graph of a loss that does not depend on it.
-            return loss + 0 * logp_T.sum(), torch.tensor(0), {}
+            # The sum of nothing keeps the network in the graph of a loss that is not of it.
+            return loss + logp_T[:0].sum(), torch.tensor(0), {}
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -241,7 +242,11 @@ class MegatronPolicy:
         lr = settings.warmup_lr * (1 - warm) + settings.lr * warm
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        adam = self.optimizer.config
+        decoupled = adam.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        for part in self.optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(part.get_parameters(), adam.clip_grad, norm, decoupled)
+        self.optimizer.step_with_ready_grads()
         self._zero_grad()
         self.updates += 1
         return {"grad_norm": norm, "lr": lr} | replayed

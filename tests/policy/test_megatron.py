@@ -4,6 +4,8 @@ The ranks of a layout are processes on gloo that compute all families; tests/cpu
 CUDA, Transformer Engine and the Mamba kernel.
 """
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -236,3 +238,8 @@ def test_what_overlaps_is_complete_where_it_is_saved_and_sent(measured):
     for key, tensor in apart["after"].items():
         assert (overlapped["after"][key] - tensor).abs().max() < 1e-6, key
         assert torch.equal(overlapped["loaded"][key], overlapped["after"][key]), key
+
+
+def test_an_infinite_logprob_that_no_loss_contains_leaves_it_finite(measured):
+    losses = measured("one")["llama"]["infinite"]
+    assert len(losses) == ROWS and all(math.isfinite(loss) for loss in losses)

@@ -120,6 +120,10 @@ def test_what_says_that_a_checkpoint_is_there_is_written_last(found):
     assert {f"__{rank}_0.distcp" for rank in range(4)} < {file.name for file in files}
 
 
+def test_gradients_are_copied_and_measured_once_a_step(found):
+    assert found("tp2")["llama"]["calls"] == {"prepare_grads": 1, "get_grad_norm": 1}
+
+
 @pytest.mark.parametrize(("name", "family"), EXPORTED)
 def test_each_rank_exports_its_share_and_transformers_loads_all(name, family, found):
     folder = found.folder / f"export-{name}-{family}"

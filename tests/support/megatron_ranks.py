@@ -11,6 +11,7 @@ import itertools
 import json
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -154,8 +155,44 @@ def measure(model: str, job: dict, folder: Path) -> dict:
     after = weights(policy)
     found = {"before": before, "after": after, "logps": logps, "metas": policy.weight_metas()}
     found |= {"logits": logits, "total": total, "step": step, "moved": moved}
+    found |= {"infinite": infinite(policy, mine)} if model.endswith("llama") else {}
     found |= {"replayed": replay(cfg, mine)} if model.endswith("_moe") else {}
     return found | ({"biases": balance(cfg, mine)} if model.endswith("nemotron_moe") else {})
+
+
+def infinite(policy, mine: list[Batch]) -> list[float]:
+    """The losses that Megatron sees of rows where a logprob is infinite that no loss contains."""
+    seen, head = [], policy._logp
+
+    def logp(*args):
+        logp_T = head(*args)
+        return logp_T.index_fill(0, torch.tensor([0]), -torch.inf)
+
+    def scaled(loss):
+        seen.append(float(loss))
+        return loss
+
+    policy._logp = logp
+    policy.model.config.grad_scale_func = scaled
+    policy.forward_backward(mine, lambda logp_T, row: (logp_T[1:].sum(), {}))
+    del policy._logp
+    return seen
+
+
+def counted(optimizer) -> Counter:
+    """How often an optimizer copies its gradients and takes their norm, from now on."""
+    calls = Counter()
+
+    def watched(name: str, function):
+        def call(*args):
+            calls[name] += 1
+            return function(*args)
+
+        setattr(optimizer, name, call)
+
+    for name in ("prepare_grads", "get_grad_norm"):
+        watched(name, getattr(optimizer, name))
+    return calls
 
 
 def replay(cfg: Config, mine: list[Batch]) -> dict:
@@ -250,6 +287,7 @@ def resume(model: str, job: dict, folder: Path) -> dict:
         writes = [policy.save(str(path))]
     early = sorted(file.name for file in path.iterdir())
     writes += [policy.export_hf(str(folder / f"export-{name}"))]
+    calls = counted(policy.optimizer)
     last = step(policy, job, cfg)
     for write in writes:
         write()
@@ -261,7 +299,7 @@ def resume(model: str, job: dict, folder: Path) -> dict:
     for one, other in zip(*map(changed_by_training, (policy, again)), strict=True):
         found["same"] &= torch.equal(one, other)
     found = {"ranks": gathered_objects([found]), "weights": saved, "early": early}
-    return found | {"step": last, "after": weights(policy)}
+    return found | {"step": last, "calls": calls, "after": weights(policy)}
 
 
 def reload(model: str, job: dict, folder: Path) -> dict:
