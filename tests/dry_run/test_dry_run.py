@@ -546,7 +546,6 @@ def test_each_node_writes_what_its_ranks_hold_and_fsdp_exports_on_one():
     assert pace.checkpoint_bytes(model, megatron) == (16 * 8e9, 4 * 8e9)
     assert pace.checkpoint_seconds(SUPER, changed(megatron, ranks=256)) == pytest.approx(120.6)
     assert pace.trainer_nodes(changed(Config(), ranks=9, gpu_share=0.5)) == 1
-    assert pace.trainer_nodes(changed(Config(), gpu_share=0.0)) == 1
 
 
 def test_the_signal_comes_a_step_two_checkpoints_and_a_minute_before_the_end():
