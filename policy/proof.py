@@ -295,7 +295,9 @@ class Proof:
         moved_E = torch.zeros(E, dtype=torch.bool, device=parameter.device)
         for spans in zip(*parts, strict=True):  # of all experts, the same rows
             rows_ER = held_ER[:, spans[0].start : spans[0].stop]
-            moved_E |= (rows_ER != torch.stack([span.digest_R for span in spans])).any(1)
+            digest_ER = torch.stack([span.digest_R for span in spans])
+            has_rows = rows_ER.shape == digest_ER.shape  # a kernel may hold them transposed
+            moved_E |= (rows_ER != digest_ER).any(1) if has_rows else True
             sent_E += torch.cat([span.values for span in spans])
         other_E = torch.cat([value_digests(part) for part in held]) != sent_E
         judge = functools.partial(self._judge_experts, name)

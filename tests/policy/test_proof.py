@@ -176,6 +176,13 @@ def test_experts_are_compared_by_values_and_by_places(experts):
     assert verdict(model, swapped) == f"{layer}.w2_weight does not hold expert 3 as it was sent"
     turned = {name: t.flip(0) if "down" in name else t for name, t in sent.items()}
     assert verdict(model, turned) == f"the order in {layer}.w2_weight", "as of a kernel's own order"
+    proof, layer_of = Proof(model), model.mlp.experts.routed_experts
+    list(proof.watch(sent.items()))
+    held = layer_of.w13_weight
+    layer_of.w13_weight = nn.Parameter(held.detach().transpose(1, 2).contiguous())
+    proof.check()
+    assert proof.unproven == {f"the order in {layer}.w13_weight"}, "as of a transposed one"
+    layer_of.w13_weight = held
     both = {one.replace("down", kind): sent[one.replace("down", kind)] for kind in ("gate", "up")}
     places = dict(zip(both, reversed(both.values()), strict=True))
     message = f"{layer}.w13_weight does not hold expert 3 as it was sent"
