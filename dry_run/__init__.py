@@ -283,7 +283,7 @@ def update_rows(model: Model, cfg: "AnyConfig") -> list[str]:
     least = f"at least: rank 0 sends {sent / 1e9:,.1f} GB in {broadcasts:,} broadcasts"
     rows = [row("weight update", f"{pace.sync_seconds(model):,.2f}", least)]
     if messages:
-        what = f"GB by each trainer rank in {messages:,} messages; not in the step"
+        what = f"GB that rank 0 gets of others in {messages:,} messages; not in the step"
         rows.append(row("gathered for it", f"{gathered / 1e9:,.1f}", what))
     return rows
 

@@ -15,6 +15,8 @@ Mamba's activations only those of its projections are, and the layers are those 
 Transformer Engine keeps less, and with cp its backward sends keys and values once more.
 """
 
+import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dry_run.sizes import RESERVE, longest_row
@@ -48,7 +50,6 @@ class Shape:
         self.query = hf.num_attention_heads * self.head_dim
         self.key = hf.num_key_value_heads * self.head_dim
         self.experts = get("num_experts", "n_routed_experts")
-        self.router_bias = hf.model_type == "nemotron_h"
         self.chosen = get("num_experts_per_tok")  # of them, by a token
         self.expert_ffn = get("moe_intermediate_size")
         self.shared_ffn = get("moe_shared_expert_intermediate_size")
@@ -274,7 +275,7 @@ def fullest_stage(s: Shape, cfg: "Config", b: int = 2) -> int:
 def sending_bytes(s: Shape) -> float:
     """What sending or exporting the weights takes: the largest tensor twice, and two buckets.
 
-    Every rank has them, whole and in bf16: once as shards or to cut, once put together.
+    Rank 0 has them, whole and in bf16: once as shards or to cut, once put together.
     """
     largest = 2 * s.hidden * max(s.vocab, 2 * s.ffn if s.gated else s.ffn)
     return 2 * (largest + max(BUCKET_BYTES, largest))
@@ -338,15 +339,33 @@ def mamba_exchange(s: Shape, layout: "PolicySettings", b: int = 2) -> float:
     return ring(layout.cp) * b * passes * s.layers.count("M") * each / layout.pp
 
 
-def tensors(s: Shape) -> int:
-    """Megatron's tensors, over all ranks; each is sent by itself (hf_weights.py, `export`)."""
-    each = {
-        "*": 3 + s.bias + 2 * s.qk_norm,
-        "-": 3,
-        "E": 2 * (s.experts + 1 + (s.shared_ffn > 0) + (s.latent > 0)) + s.router_bias,
-        "M": 9,
-    }
-    return sum(each[kind] for kind in s.layers) + 3 - s.tied
+class Gathered(NamedTuple):
+    """What reaches trainer rank 0 before it can send the weights on."""
+
+    size: float  # bytes
+    messages: int  # at least
+
+
+def gathered(s: Shape, layout: "PolicySettings") -> Gathered:
+    """bf16 weights that rank 0 does not own: experts of other ranks, and the later stages.
+
+    An owner sends a layer's experts, or what else its stage has, in messages of a bucket's size.
+    """
+    size = 0.0
+    messages = 0
+    for stage in range(layout.pp):
+        experts = [layer_params(s, kind).routed for kind in stage_layers(s, layout, stage)]
+        owners = layout.ep - (stage == 0)
+        for each in (2 * routed / layout.ep for routed in experts):
+            size += owners * each
+            messages += owners * math.ceil(each / BUCKET_BYTES)
+        if stage > 0:
+            whole = dataclasses.replace(layout, ranks=layout.pp, tp=1, cp=1, ep=1)  # a rank a stage
+            shared, _, frozen = rank_params(s, whole, stage)
+            rest = 2 * (shared + frozen - s.tied * (stage == layout.pp - 1) * s.vocab * s.hidden)
+            size += rest
+            messages += math.ceil(rest / BUCKET_BYTES)
+    return Gathered(size, messages)
 
 
 def step_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:

@@ -155,25 +155,20 @@ class Update(NamedTuple):
 
     sent: float  # by trainer rank 0, to the engines
     broadcasts: int
-    gathered: float  # before that, by each trainer rank
+    gathered: float  # before that, by trainer rank 0
     messages: int
 
 
 def update_traffic(model: Model, cfg: "Config") -> Update:
-    """bf16 weights: gathered tensor by tensor, then broadcast in buckets.
-
-    Under Megatron every rank gets each tensor from the one that sends it; under FSDP2 all but the
-    shard that it has.
-    """
+    """bf16 weights, gathered and then broadcast in buckets. FSDP2 gathers tensor by tensor."""
     layout = cfg.policy
     whole = 2 * model.params
     broadcasts = math.ceil(whole / BUCKET_BYTES)
-    if layout.ranks == 1:
-        return Update(whole, broadcasts, 0, 0)
-    if layout.kind == "fsdp":
-        return Update(whole, broadcasts, whole * megatron_sizes.ring(layout.ranks), model.tensors)
-    tensors = megatron_sizes.tensors(megatron_sizes.read_shape(cfg.model, layout))
-    return Update(whole, broadcasts, whole, tensors)
+    if layout.kind == "megatron":
+        shape = megatron_sizes.read_shape(cfg.model, layout)
+        return Update(whole, broadcasts, *megatron_sizes.gathered(shape, layout))
+    others = megatron_sizes.ring(layout.ranks)
+    return Update(whole, broadcasts, whole * others, model.tensors if others else 0)
 
 
 def traffic_seconds(shape: megatron_sizes.Shape, cfg: "Config", gpu: Gpu) -> dict[str, float]:
@@ -253,7 +248,7 @@ class Checkpoint(NamedTuple):
 
 def trainer_nodes(cfg: "Config") -> int:
     """Nodes that hold the trainer ranks."""
-    return math.ceil(cfg.policy.ranks * cfg.gpu_share / NODE_GPUS) or 1
+    return math.ceil(cfg.policy.ranks / NODE_GPUS)
 
 
 def checkpoint_bytes(model: Model, cfg: "Config") -> Checkpoint:

@@ -3,13 +3,10 @@
 bench/megatron_layouts.py compares it with what is measured.
 """
 
-import re
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
-from transformers.core_model_loading import revert_weight_conversion
 
 from dry_run import megatron_sizes, sizes
 from dry_run.megatron_sizes import Shape
@@ -204,29 +201,17 @@ def test_the_head_in_bf16_is_that_of_fsdp():
 # --- communication --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "hf",
-    [
-        transformers.Qwen3Config(**TINY),
-        transformers.Qwen2Config(**TINY | {"tie_word_embeddings": True}),
-        transformers.LlamaConfig(**TINY),
-        transformers.Qwen3MoeConfig(**TINY, **EXPERTS, mlp_only_layers=[1]),
-        hybrid(),
-    ],
-    ids=["qwen3", "tied", "llama", "experts", "hybrid"],
-)
-def test_megatron_has_the_tensors_of_a_checkpoint_some_of_them_stacked(hf):
-    """q, k and v are one, and so are gate and up."""
-    with torch.device("meta"):
-        lm = transformers.AutoModelForCausalLM.from_config(hf)
-    tied = set(lm.all_tied_weights_keys)
-    names = revert_weight_conversion(lm, dict(lm.state_dict())).keys() - tied
-    stacks = {re.sub(r"(?<=\.)([qkv]|gate|up)_proj(?=\.)", stack_of, name) for name in names}
-    assert megatron_sizes.tensors(Shape(hf)) == len(stacks)
-
-
-def stack_of(found: re.Match) -> str:
-    return "qkv" if found[1] in "qkv" else "fc1"
+def test_rank_0_gathers_what_others_own():
+    assert megatron_sizes.gathered(dense(), layout(8, tp=2, cp=2)) == (0, 0)
+    routed = 2 * 2 * 4 * 3 * H * 48  # two layers of four experts, in bf16
+    assert megatron_sizes.gathered(sparse(), layout(8, tp=2, ep=4)) == (routed * 3 / 4, 2 * 3)
+    last = ATTENTION + MLP + V * H + 2 * H + 2 * D + H
+    assert megatron_sizes.gathered(dense(), layout(4, tp=2, pp=2)) == (2 * last, 1)
+    tied = dense(tie_word_embeddings=True)  # rank 0 has the embedding
+    assert megatron_sizes.gathered(tied, layout(2, pp=2)) == (2 * (last - V * H), 1)
+    last = ATTENTION + V * H + 2 * H + 2 * D + H + 4 * H  # and the router
+    found = megatron_sizes.gathered(sparse(), layout(4, pp=2, ep=2))
+    assert found == (routed / 4 + routed / 2 + 2 * last, 1 + 2 + 1)
 
 
 def test_nothing_is_sent_by_one_rank():
