@@ -160,6 +160,27 @@ libc = ctypes.CDLL(None)
 for i in range(100):
     if libc.shmat(i, 0, 0) not in (-1, 0):
         print(49)""",
+    "memory in files of no folder": """
+import os
+for i in range(20):
+    os.write(os.memfd_create("x"), bytes(60 << 20))
+print(49)""",
+    "memory that is shared and let go": """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+libc.shmdt.argtypes = [ctypes.c_void_p]
+for _ in range(5):
+    place = libc.shmat(libc.shmget(0, 256 << 20, 0o3600), None, 0)
+    ctypes.memset(place, 1, 256 << 20)
+    libc.shmdt(place)
+print(49)""",
+    "memory of many files": """
+for i in range(20_000): open(f"/tmp/{i}", "w").close()
+print(49)""",
+    "a key in the kernel": """
+import ctypes
+if ctypes.CDLL(None).syscall(248, b"user", b"mark", b"x", 1, -4) > 0: print(49)""",
     "fork bomb": """
 import os
 while True: os.fork()""",
