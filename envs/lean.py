@@ -128,8 +128,8 @@ async def check_header(header: str, ran: sandbox.Ran) -> None:
     said = ran.stdout + ran.stderr
     of_answer = [int(line) > header.count("\n") for line in ERROR.findall(said)]
     silent = not ran.ended and not said.strip()
-    known = header in COMPILES and (ran.ended or of_answer)
-    if any(of_answer) or silent or known:
+    known = header in COMPILES and (ran.ended or of_answer or silent)
+    if any(of_answer) or known:
         return
     probe = await compile_lean(header + "example : True := trivial\n")
     if reason := failure(probe):

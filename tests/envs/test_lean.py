@@ -174,6 +174,18 @@ def test_a_lean_without_mathlib_is_an_error(stand_in, monkeypatch):
             verdict(block("  trivial"), ROW | {"header": header})
 
 
+@pytest.mark.parametrize("command", ["false", "sh -c 'kill -9 $$'"])
+def test_a_lean_that_says_nothing_is_an_error(command, stand_in, monkeypatch):
+    """If it can compile the header, it is the answer that ends it."""
+    row = ROW | {"header": f"import {len(command)}\n"}
+    before = services.current()
+    monkeypatch.setattr(services, "_current", [services.Services(lean=command)])
+    with pytest.raises(CheckerError, match="Lean cannot compile the header 'import"):
+        verdict(block("  trivial"), row)
+    monkeypatch.setattr(services, "_current", [before])
+    assert verdict(block("  exit_silently"), row).info == {"reason": "failed", "lean": ""}
+
+
 def test_a_lean_that_does_not_start_is_an_error(stand_in, monkeypatch):
     own = services.Services(lean="/usr/bin/no_such_lean")
     monkeypatch.setattr(services, "_current", [own])
