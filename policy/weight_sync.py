@@ -4,12 +4,12 @@ There is one code path for CPU and GPU; only the backend differs (gloo or nccl).
 engines (nccl, ipc, ...) do not run on a CPU.
 """
 
+import contextlib
 import itertools
 import logging
 import math
 import os
 import pickle
-import select
 import signal
 import threading
 import time
@@ -217,15 +217,18 @@ class Sender:
 
 
 def end_with(pid: int) -> None:
-    """Kills this process as soon as another one has ended, whatever it is doing then.
+    """Kills this process within a second after another one has ended, whatever it is doing then.
 
-    Raises ProcessLookupError where that has happened already.
+    Raises psutil.NoSuchProcess where that has happened already.
     """
-    other = select.poll()
-    other.register(os.pidfd_open(pid), select.POLLIN)
+    import psutil  # which vLLM brings
+
+    other = psutil.Process(pid)
 
     def watch() -> None:
-        other.poll()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -240,8 +243,9 @@ class WeightReceiver:
     updates = 0  # that were received
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Before a worker is built. vLLM's processes would outlive an actor that is killed, and
-        keep its GPU (vllm#55510).
+        """Also ends this process with the actor around its engine, from here on.
+
+        vLLM's processes would outlive a killed actor, and keep its GPU (vllm#55510).
         """
         owner = int(os.environ.get(OWNER, os.getpid()))
         if owner != os.getpid():
