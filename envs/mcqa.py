@@ -11,8 +11,9 @@ turn: the last match says a letter, in the options or not, or an option's text. 
                                  Markdown too; "A or B" names none; with a prefix, else the box
 
 Deliberate deviations: a regex that is none is a bad row; of several groups the first counts.
-Known leaks: lenient_boxed pays for a box that denies the right option ("not B's text"), and
-lenient_answer_colon_md for what follows the letter ("B is wrong").
+Known leaks: a box is paid for its first letter whatever follows the mark ("B. A. C. D.", "B-D"),
+lenient_boxed pays for one that denies the right option ("not B's text"), and
+lenient_answer_colon_md for what follows the letter ("B is wrong", "B or maybe A").
 """
 
 import re
@@ -47,6 +48,9 @@ def check(row: dict) -> None:
     get(row, at, dict | None, "an object or null")
     get(row, f"{at}.answer_prefix", str | None, "text or null")
     given = get(row, f"{at}.output_regex", str | list | None, "a regex or a list of them")
+    shown = [k for option in options for k, v in option.items() if is_letter(k) and v is not None]
+    named = answer.strip().upper() in map(str.upper, shown)
+    require(named or given, "expected_answer", answer, f"one of the options {', '.join(shown)}")
     for pattern in [given] if isinstance(given, str) else given or []:
         try:
             re.compile(pattern)
