@@ -2,19 +2,45 @@
 
 import functools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema_specifications import REGISTRY
 from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
+VALUES = ("const", "enum", "default", "examples")  # no schemas
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
 
 
 def problem(schema: Any) -> str:
     """Why a value is no JSON schema; "" if it is one. Raises RecursionError if it is too deep."""
     error = next(_of_schemas().iter_errors(schema), None)
-    return f"{error.json_path}: {error.message}"[:200] if error else ""
+    if error:
+        return f"{error.json_path}: {error.message}"[:200]
+    root = Registry().with_resource("", DRAFT202012.create_resource(schema)).resolver()
+    for reference in references(schema):
+        try:
+            root.lookup(reference)
+        except Unresolvable:
+            return f"cannot resolve $ref {reference}"[:200]
+    return ""
+
+
+def references(schema: Any) -> Iterator[str]:
+    """Each `$ref` of a schema; none where parts of it have an `$id`, which they begin from."""
+    if "$id" in json.dumps(schema):
+        return
+    todo: list[tuple[Any, bool]] = [([schema], True)]
+    while todo:
+        part, is_schema = todo.pop()
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            if is_schema and key == "$ref":
+                yield value
+            elif isinstance(value, dict | list) and not (is_schema and key in VALUES):
+                todo.append((value, not (is_schema and key in NAMED)))
 
 
 def validator(schema: Any) -> Draft202012Validator:

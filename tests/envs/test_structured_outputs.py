@@ -285,9 +285,9 @@ def test_bombs_end_at_the_deadline(monkeypatch):
 
 def test_no_schema_is_fetched():
     row = {"schema_str": json.dumps({"$ref": "http://127.0.0.1:1/schema.json"})}
-    structured.check(row)
-    with pytest.raises(ValueError, match="cannot resolve .ref http://127.0.0.1:1/schema.json"):
-        verify(row, "{}")
+    for judges in (structured.check, lambda row: verify(row, "{}")):
+        with pytest.raises(ValueError, match="cannot resolve .ref http://127.0.0.1:1/schema.json"):
+            judges(row)
 
 
 @given(st.sampled_from(structured.TYPES), st.text())
@@ -310,6 +310,13 @@ def test_any_json_is_judged(data, key):
     assert judge(ROW, json.dumps(GOLD | {key: data})) in (0, 1)
 
 
+def test_references_are_looked_up_when_rows_are_read():
+    """What only looks like one is none."""
+    tree = {"properties": {"$ref": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#"}}}
+    for schema in (tree, {"const": {"$ref": "x"}}, {"$id": "http://a", "$ref": "#/$defs"}, True):
+        structured.check(ROW | {"schema_str": json.dumps(schema)})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -319,6 +326,11 @@ def test_any_json_is_judged(data, key):
         ({"schema_str": "[" * 10**5}, "schema_str is .*expected a JSON schema"),
         ({"schema_str": '{"type": "text"}'}, "schema_str is .*'text' is not valid"),
         ({"schema_str": '{"pattern": "("}'}, "schema_str is .*is not a 'regex'"),
+        ({"schema_str": '{"items": {"$ref": "#/$defs/a"}}'}, "cannot resolve .ref #/.defs/a"),
+        (
+            {"schema_str": '{"$ref": "http://a/b"}'},
+            "schema_str is .*cannot resolve .ref http://a/b",
+        ),
         ({"schema_type": "html"}, "schema_type is 'html', expected one of: json, yaml"),
         ({"response_mode": "tool"}, "response_mode is 'tool', expected text or tool_call"),
         ({"tool_name": 5}, "tool_name is 5, expected a text or null"),
