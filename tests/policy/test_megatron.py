@@ -20,14 +20,16 @@ from support.megatron_ranks import config, rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("layouts")]
 DENSE = ["llama", "qwen2", "qwen3"]
-MAMBA = ["nemotron_dense", "nemotron_moe"]
+ONE_HEAD = "one_head_nemotron_moe"  # of keys and values, fewer than tp
+MAMBA = ["nemotron_dense", "nemotron_moe", ONE_HEAD]
 EVERY = [*DENSE, "qwen3_moe", *MAMBA]
 LAYOUTS = {
-    "tp2": ({"tp": 2}, 2, EVERY),
-    "cp2": ({"cp": 2}, 2, EVERY),
-    "pp2": ({"pp": 2}, 2, EVERY),
+    "tp2": ({"tp": 2}, 2, EVERY[:-1]),
+    "cp2": ({"cp": 2}, 2, EVERY[:-1]),
+    "pp2": ({"pp": 2}, 2, EVERY[:-1]),
     "one": ({}, 1, EVERY),
     "tp2 ep2": ({"tp": 2, "ep": 2}, 4, ["qwen3_moe", "nemotron_moe"]),
+    "tp2 cp2 ep4": ({"tp": 2, "cp": 2, "ep": 4}, 4, [ONE_HEAD]),
 }
 OVERLAP = {"ddp": {"overlap_param_gather": True, "overlap_grad_reduce": True}}
 STEPS = {"apart": {}, "overlapped": {"megatron": OVERLAP}}  # what two replicas send, and compute
@@ -113,7 +115,9 @@ def test_weights_travel_among_their_owners_only(name, family, measured):
     sent = [of_rank.get("send", []) for of_rank in moved]
     assert sum(sent, []) == moved[0].get("recv", [])
     layers = {tensor.split(".experts.")[0] for tensor in before if ".experts." in tensor}
-    counts = {"pp2": [0, 2], "tp2 ep2": [0, len(layers), 0, 0]}  # what is in no layer by itself
+    each = len(layers)
+    counts = {"pp2": [0, 2], "tp2 ep2": [0, each, 0, 0]}  # what is in no layer by itself
+    counts["tp2 cp2 ep4"] = [0, each, each, each]
     assert [len(messages) for messages in sent] == counts.get(name, [0] * len(moved))
     if name == "tp2 ep2":
         experts = sum(w.nbytes for tensor, w in before.items() if ".experts." in tensor)

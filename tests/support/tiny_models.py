@@ -55,9 +55,8 @@ KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
 def nemotron(pattern: str, **fields):
-    return NemotronHConfig(
-        **SHAPE, **MAMBA, layers_block_type=[KINDS[c] for c in pattern], **fields
-    )
+    layers = [KINDS[c] for c in pattern]
+    return NemotronHConfig(**SHAPE | MAMBA | fields, layers_block_type=layers)
 
 
 FAMILIES = {
@@ -78,6 +77,7 @@ FAMILIES = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, num_hidden_layers=2),
     "nemotron_dense": lambda: nemotron("M-*-"),
     "nemotron_moe": lambda: nemotron("ME*E", **ROUTED, moe_latent_size=32),
+    "one_head_nemotron_moe": lambda: nemotron("ME*E", **ROUTED, num_key_value_heads=1),
 }
 
 
