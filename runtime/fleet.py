@@ -64,6 +64,7 @@ class Fleet:
         self.error: BaseException | None = None  # of the engine that was lost last
         self.proven = False  # one update of all has worked
         self.kv_bytes = 0  # of an engine's worker, as the first ones found by profiling
+        self.sent: list[asyncio.Future] = []  # what the trainer ranks do in the latest update
         self.probe = Probe(cfg, cluster)
 
     def launch(self) -> None:
@@ -264,7 +265,7 @@ class Fleet:
         did not answer, or received other bytes than were sent.
         """
         limit = self.cfg.timeouts.sync
-        sent = [asyncio.wrap_future(send.future()) for send in sends]
+        self.sent = sent = [asyncio.wrap_future(send.future()) for send in sends]
         received = {asyncio.wrap_future(call.future()): e for e, call in updates.items()}
         both = {*sent, *received}
         with self.occupying():
@@ -310,6 +311,8 @@ class Fleet:
         for rank, trainer in enumerate(self.cluster.trainers):
             asked = trainer.call.options(concurrency_group="watch").remote(os.getpid)
             await answer(asked, limit, f"trainer rank {rank}")
+        if not all(send.done() for send in self.sent):
+            raise error  # no trainer rank would take part in another update
         await asyncio.gather(*map(self.is_alive, list(self.alive)))
         if self.discarded == discarded:
             self.discard(list(self.alive), error)

@@ -362,6 +362,20 @@ def test_a_send_that_a_lost_engine_leaves_hanging_is_ended(house):
     asyncio.run(main())
 
 
+def test_a_send_that_never_ends_ends_the_run_by_name(house):
+    """Not even aborted: a trainer rank would not take part in another update."""
+
+    async def main():
+        home = house(2, timeouts={"sync": 0.2})
+        await home.open()
+        home.made[0].answers["update_weights"] = RuntimeError("it died")
+        home.trainer.answers["send_weights"] = lambda _: Answer(...)
+        with pytest.raises(TimeoutError, match="waited 0 s for the trainers' sends to end"):
+            await asyncio.wait_for(home.engines.sync(1), 5)
+
+    asyncio.run(main())
+
+
 def test_an_update_that_nobody_is_guilty_of_makes_all_suspects(house):
     """The send fails, and every engine reports good health."""
 
