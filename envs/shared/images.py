@@ -34,6 +34,7 @@ REPRODUCE = f"""{SETUP}
 [ ! -s "$work/gold.patch" ] || git apply "$work/gold.patch" || exit
 conda=/opt/miniconda3/bin/activate
 [ ! -f $conda ] || {{ source $conda; conda activate testbed; }}
+command -v python >/dev/null || {{ echo "no python"; exit; }}
 cp "$work/reproduce_bug.py" . && rm -r "$work"/* && echo '{READY.strip()}' || exit
 exec python reproduce_bug.py >/dev/null 2>&1
 """

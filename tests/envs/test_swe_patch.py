@@ -283,6 +283,9 @@ def test_an_image_that_is_not_right_is_an_error(row):
     unsolved = row["instance"] | {"patch": "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-1\n+2\n"}
     with pytest.raises(CheckerError, match="cannot be set up"):
         reward(row | {"mode": "repro-gen", "instance": unsolved}, "```python\nexit(2)\n```")
+    hidden = row["instance"] | {"regression_script": "rm /usr/bin/python"}
+    with pytest.raises(CheckerError, match="cannot be set up.*no python"):
+        reward(row | {"mode": "repro-gen", "instance": hidden}, "```python\nexit(2)\n```")
 
 
 def test_images_are_found_by_name():
