@@ -191,6 +191,7 @@ def run(source: str, files: list[int], limits: dict[int, int], names: dict) -> N
             resource.setrlimit(limit, (value, value))
         count_all_memory()
         sys.setrecursionlimit(50_000)
+        sys.set_int_max_str_digits(50_000)  # as NeMo-Gym's runner does
         streams = [open(i, "r" if i == 0 else "w", closefd=False) for i in range(3)]  # noqa: SIM115
         sys.stdin, sys.stdout, sys.stderr = streams
         names |= {"stdin": streams[0], "stdout": streams[1], "stderr": streams[2]}

@@ -23,7 +23,8 @@ async def program(url: str, source: str, stdin: str, limits: "Limits") -> "Ran":
 
     names = PRELUDE.split()
     lines = [f"from {name} import *" for name in names] + [f"import {name}" for name in names]
-    code = "\n".join([*lines, "sys.setrecursionlimit(50_000)", source])
+    lines += ["sys.setrecursionlimit(50_000)", "sys.set_int_max_str_digits(50_000)"]
+    code = "\n".join([*lines, source])
     began = time.monotonic()
     told = await execute(url, code, "python", stdin, limits)
     status = told.get("process_status")

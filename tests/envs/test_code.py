@@ -87,6 +87,12 @@ print(int(input()) ** 2)"""
     assert judged(program, row()).value == 1
 
 
+def test_numbers_may_have_many_digits():
+    """Where Python itself writes and reads 4,300."""
+    of = row(inputs=["5000"], outputs=["1" + "0" * 5000])
+    assert judged("print(int(str(10 ** int(input()))))", of).value == 1
+
+
 def test_functions_and_methods_are_called():
     of = row(inputs=["[1, 2]\n3"], outputs=["[4, 5]"], fn_name="add")
     plain = "def add(xs, y):\n    print('noise')\n    return tuple(x + y for x in xs)"
