@@ -12,6 +12,7 @@ from envs.shared.checkers import CheckerError
 LIMITS = sandbox.Limits(
     seconds=900,
     memory=16 << 30,
+    processes=1000,
     file_size=4 << 30,
     open_files=4096,
     output=16 << 20,

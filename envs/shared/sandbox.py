@@ -38,6 +38,7 @@ NOBODY = ["--reuid", "65534", "--regid", "65534", "--clear-groups"]
 WORK = "/work"  # the working folder of a run
 PATIENCE = 5  # times its deadline that a run may take where others have the processors
 HUNGRY = 8  # processes of a run that can only wait for each other
+OWN = 8  # processes of a run that are bubblewrap's, or an interpreter's
 START = 60.0  # seconds that an interpreter may take to start
 STDERR = 2000  # characters of it that are kept
 BOUND = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
@@ -66,7 +67,7 @@ class Limits(NamedTuple):
 
     seconds: float = 10.0  # that it runs or sleeps
     memory: int = 2 << 30  # bytes of address space of a process
-    processes: int = 64
+    processes: int = 64  # that run at once
     file_size: int = 64 << 20  # bytes
     open_files: int = 256
     output: int = 1 << 20  # bytes of stdout
@@ -79,7 +80,7 @@ class Ran(NamedTuple):
     stdout: str
     stderr: str  # its end
     code: int | None  # negative for a signal; None where it was ended
-    ended: str  # "" by itself, "time", "memory" or "output"
+    ended: str  # "" by itself, "time", "memory", "processes" or "output"
     seconds: float
 
 
@@ -216,13 +217,16 @@ class Clock:
         self.began = self.before = time.monotonic()
         self.clocks: dict[int, tuple[int, int]] = {}
         self.memory = 0  # bytes that all of them use
+        self.processes = 0  # of them; of more than may be, some
 
-    def look(self) -> None:
-        """Adds the time since the last look."""
+    def look(self, most: int = sys.maxsize) -> None:
+        """Adds the time since the last look, at so many processes at most."""
         found = {}
         pages = 0
         hungry = False  # the kernel counts a wait for a processor when it is over
-        for pid in family(self.pid):
+        alive = family(self.pid, most + 1)
+        self.processes = len(alive)
+        for pid in alive[:most]:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 ran, queued, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text().split())
                 pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -244,7 +248,9 @@ class Clock:
 
     def verdict(self, limits: Limits) -> str:
         """Which limit was passed, "" for none. Raises CheckerError where it had no processor."""
-        self.look()
+        self.look(limits.processes + OWN)
+        if self.processes > limits.processes + OWN:
+            return "processes"
         if self.spent > limits.seconds:
             return "time"
         if self.before - self.began > PATIENCE * limits.seconds:
@@ -255,10 +261,12 @@ class Clock:
         return "memory" if self.memory > limits.memory else ""
 
 
-def family(pid: int) -> list[int]:
-    """A process and all that came from it."""
+def family(pid: int, most: int = sys.maxsize) -> list[int]:
+    """A process and all that came from it; of more than `most`, some."""
     found = [pid]
     for parent in found:
+        if len(found) >= most:
+            break
         for path in glob.iglob(f"/proc/{parent}/task/*/children"):  # each thread has its own
             with contextlib.suppress(OSError):
                 found += map(int, Path(path).read_text().split())
