@@ -1,0 +1,254 @@
+"""The lines of bench/gpu_first_hour.sh, which installs first.
+
+    python bench/gpu_first_hour.py FOLDER [LINE ...]      all lines without names
+
+Runs train a model of Qwen3-0.6B's sizes with random weights (a tiny one without a GPU) on the tiny
+job's rows: what they show is that weights, logprobs and processes are right, not that it learns.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil  # which vLLM brings
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+GPUS = torch.cuda.device_count()
+DRIVER = 580  # of CUDA 13, for which requirements-gpu.txt's torch is built
+FILES = 65536
+STEPS, KILL_AT = 50, 10  # of the run that loses an engine
+MISMATCH = 1.02  # token_mult_prob_error at lag 0
+TINY = ["--prompts_per_step", "4", "--group_size", "4", "--max_lag", "0", "--val_period", "0"]
+TINY += ["--data.val", "", "--engine.verify_sync_every", "1", "--sample_period", "0"]
+
+
+class Line(NamedTuple):
+    """One line of the table."""
+
+    work: Callable[["Log"], str]  # returns what was seen; raises where it fails
+    gpus: int  # that it needs
+    seconds: float  # its deadline
+
+
+LINES: dict[str, Line] = {}
+
+
+def line(gpus: int, seconds: float) -> Callable[[Callable], Callable]:
+    """Adds a function to the table under its own name."""
+
+    def add(work: Callable[["Log"], str]) -> Callable[["Log"], str]:
+        LINES[work.__name__] = Line(work, gpus, seconds)
+        return work
+
+    return add
+
+
+class Log:
+    """Where a line's programs write, and when they must have ended."""
+
+    def __init__(self, name: str, folder: Path, seconds: float):
+        self.folder = folder
+        self.path = folder / f"{name}.log"
+        self.path.unlink(missing_ok=True)
+        self.ends = time.monotonic() + seconds
+
+    @contextlib.contextmanager
+    def program(self, *command: object) -> Iterator[psutil.Popen]:
+        """A program of this line, which is ended with all that it started."""
+        text = [str(word) for word in command]
+        with self.path.open("a") as file:
+            file.write("$ " + " ".join(text) + "\n")
+            file.flush()
+            options = {"cwd": ROOT, "stdout": file, "stderr": file, "start_new_session": True}
+            running = psutil.Popen(text, **options)
+        try:
+            yield running
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in running.children(recursive=True):
+                    process.kill()
+            with contextlib.suppress(ProcessLookupError):  # what has lost its parent
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+
+    def run(self, *command: object) -> str:
+        """What a program printed. Raises RuntimeError where it fails or takes too long."""
+        with self.program(*command) as running:
+            self.until(lambda: running.poll() is not None, f"{command[-1]} to end")
+            if code := running.wait():
+                raise RuntimeError(f"status {code}")
+        return self.path.read_text(errors="replace")
+
+    def until(self, done: Callable[[], bool], awaited: str) -> None:
+        """Waits. Raises TimeoutError that says for what."""
+        while not done():
+            if time.monotonic() > self.ends:
+                raise TimeoutError(f"waited too long for {awaited}")
+            time.sleep(0.5)
+
+    def command(self, steps: int, *flags: object) -> list[object]:
+        """What trains so many steps in this line's run folder."""
+        command = [sys.executable, "grpo_async.py", "--model", model(self.folder), *TINY]
+        run = self.folder / f"run-{self.path.stem}"
+        return [*command, "--run_dir", run, "--steps", steps, "--save_period", 0, *flags]
+
+    def steps(self) -> list[dict]:
+        """The metrics of each step that the run has made so far."""
+        path = self.folder / f"run-{self.path.stem}" / "metrics.jsonl"
+        with contextlib.suppress(FileNotFoundError):
+            return [json.loads(text) for text in path.read_text().splitlines()]
+        return []
+
+
+def model(folder: Path) -> Path:
+    """A folder with a model of random weights; the tiny one without a GPU."""
+    make = [sys.executable, "launch/make_tiny.py"]
+    subprocess.run(make, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    if not GPUS:
+        return ROOT / "models/tiny"
+    if not (folder / "model/config.json").exists():
+        from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+        sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072}
+        heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+        config = Qwen3Config(**sizes, **heads, vocab_size=151936, tie_word_embeddings=True)
+        tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny")
+        config.eos_token_id = tokenizer.eos_token_id
+        tokenizer.save_pretrained(folder / "model")
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        made.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def trained(log: Log, steps: int, *flags: object) -> str:
+    """Trains to the end. Raises RuntimeError where engine and trainer disagree."""
+    log.run(*log.command(steps, *flags))
+    found = log.steps()
+    if len(found) != steps:
+        raise RuntimeError(f"{len(found)} steps of {steps}")
+    worst = max(step["token_mult_prob_error"] for step in found)
+    if worst > MISMATCH:
+        raise RuntimeError(f"token_mult_prob_error {worst:.4f}, expected at most {MISMATCH}")
+    return f"{steps} steps, token_mult_prob_error at most {worst:.6f}"
+
+
+# --- the lines ------------------------------------------------------------------------------------
+
+
+@line(gpus=0, seconds=60)
+def limits(log: Log) -> str:
+    """Open files, and the libraries."""
+    log.run(sys.executable, "-c", "import vllm, ray, torch; print(vllm.__version__)")
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if most < FILES:
+        raise RuntimeError(f"ulimit -n is {most}, expected {FILES}: ulimit -n {FILES}")
+    return f"ulimit -n {most}, torch {torch.__version__}"
+
+
+@line(gpus=1, seconds=60)
+def driver(log: Log) -> str:
+    """Driver and topology."""
+    log.run("nvidia-smi", "topo", "-m")
+    query = "--query-gpu=driver_version,name"
+    said = log.run("nvidia-smi", query, "--format=csv,noheader").splitlines()[-1]
+    if int(said.split(".")[0]) < DRIVER:
+        raise RuntimeError(f"driver {said}, expected {DRIVER} or newer")
+    return f"{GPUS} x {said}"
+
+
+@line(gpus=0, seconds=60)
+def matmul(log: Log) -> str:
+    """The head's products of bf16 numbers, against float64."""
+    from policy import logprobs
+
+    device = "cuda" if GPUS else "cpu"
+    a, b = (torch.randn(512, 2048, device=device, dtype=torch.bfloat16) for _ in range(2))
+    exact = a.double() @ b.double().T
+    worst = float((logprobs.matmul(a, b.T) - exact).abs().max() / exact.abs().max())
+    if worst > 1e-5:
+        raise RuntimeError(f"off by {worst:.1e} of the largest, expected 1e-5: not float32")
+    return f"off by {worst:.1e} of the largest"
+
+
+@line(gpus=0, seconds=1800)
+def trainer(log: Log) -> str:
+    """Speed and memory of the trainer, attention by attention."""
+    said = log.run(sys.executable, "bench/gpu_trainer.py", "auto", "sdpa").splitlines()
+    return next(text for text in said if "matmul" in text)
+
+
+@line(gpus=0, seconds=900)
+def one_gpu(log: Log) -> str:
+    """Engine and trainer share a GPU; weights travel through gloo, verified."""
+    share = ("--gpu_share", 0.5, "--engine.args", '{"gpu_memory_utilization": 0.4}')
+    return trained(log, 5, *(share if GPUS else ()))
+
+
+@line(gpus=2, seconds=900)
+def two_gpus(log: Log) -> str:
+    """Weights travel through NCCL, verified."""
+    return trained(log, 5, "--gpu_share", 1)
+
+
+@line(gpus=4, seconds=900)
+def four_gpus(log: Log) -> str:
+    """An engine of tensor_parallel 2 and two trainer ranks."""
+    return trained(log, 5, "--gpu_share", 1, "--engine.tensor_parallel", 2, "--policy.ranks", 2)
+
+
+@line(gpus=3, seconds=1800)
+def killed_engine(log: Log) -> str:
+    """Of two engines one is killed: the run repairs it, and none of its processes stays."""
+    with log.program(*log.command(STEPS, "--gpu_share", 1, "--engine.count", 2)) as running:
+
+        def at(step: int) -> bool:
+            return len(log.steps()) >= step or running.poll() is not None
+
+        log.until(lambda: at(KILL_AT), f"step {KILL_AT}")
+        family = running.children(recursive=True)
+        cores = [process for process in family if process.name().startswith("VLLM::Engine")]
+        cores[0].kill()
+        log.until(lambda: running.poll() is not None, f"step {STEPS}")
+        if running.wait() or len(log.steps()) < STEPS:
+            raise RuntimeError(f"{len(log.steps())} steps, status {running.returncode}")
+        left = [process.pid for process in family if process.is_running()]
+    held = log.run("nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader").split()
+    if orphans := set(map(str, left)) & set(held):
+        raise RuntimeError(f"processes {sorted(orphans)} still hold memory of a GPU")
+    return f"{STEPS} steps, one of {len(cores)} engines killed at step {KILL_AT}, no orphan"
+
+
+def main(folder: str, *names: str) -> None:
+    """Prints the table; exits with 1 where a line failed."""
+    out = Path(folder).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    failed = False
+    for name in names or LINES:
+        work, gpus, seconds = LINES[name]
+        began = time.monotonic()
+        log = Log(name, out, seconds)
+        verdict = "pass"
+        try:
+            if gpus > GPUS:
+                verdict, said = "skip", f"needs {gpus} GPUs, here are {GPUS}"
+            else:
+                said = work(log)
+        except Exception as error:
+            verdict, said, failed = "FAIL", f"{type(error).__name__}: {error} ({log.path})", True
+        print(f"{verdict}  {name:14}{time.monotonic() - began:6.0f} s  {said}", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main(*sys.argv[1:])
