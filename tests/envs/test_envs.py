@@ -445,6 +445,22 @@ def test_an_exact_row_pays_its_answer_only(expected, answer, value):
     assert verify(puzzles, PUZZLE_ROW | {"answer": expected, "exact": True}, answer).value == value
 
 
+def test_known_leaks_of_mathematics():
+    """What the docstring lists."""
+    paid = {
+        "444": ["\\boxed{37\\cdot 12}", "$37*12$"],
+        "1/3": ["\\boxed{\\int_0^1 x^2 dx}"],
+        "2": ["$3=2$", "$\\neg 2$", "2%", "$200\\%$", "It is 1 or 2"],
+        "A": ["\\boxed{a}"],
+    }
+    rows = [
+        (MATH_ROW | {"expected_answer": x}, text) for x, texts in paid.items() for text in texts
+    ]
+    assert {reward.value for reward in verify_all(maths, rows)} == {1.0}
+    for word in ("37*12", "3=2", "neg 2", "200%", "1 or 2", "other case"):
+        assert word in maths.__doc__
+
+
 @pytest.mark.parametrize(
     ("name", "expected", "metadata", "wrong"),
     [
