@@ -1,5 +1,6 @@
 """Tool calls of an answer, compared with those that a row expects."""
 
+import functools
 import json
 from collections import Counter
 from typing import Any
@@ -59,8 +60,14 @@ def same(expected: Any, actual: Any, likeness: float, tolerance: float) -> bool:
         return abs(actual - expected) < tolerance
     if not isinstance(expected, str):
         return expected == actual
-    words, found = (Counter(text.lower().split()) for text in (expected, actual))
+    words, found = counted(expected), Counter(actual.lower().split())
     total = words.total() + found.total()
     if min(words.total(), found.total()) < 2:
         return expected == actual
     return (words & found).total() / total >= likeness
+
+
+@functools.lru_cache(1000)
+def counted(text: str) -> Counter:
+    """The words of an expected text, which each call of an answer may be compared with."""
+    return Counter(text.lower().split())

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -206,6 +207,10 @@ def test_many_calls_take_linear_time():
     assert reward(judged, *calls) == 1
     assert reward(judged, *[call("search", {"q": "x"})] * 5_000) == 0
     assert reward(judged, {}, {"name": None, "arguments": None}, {"arguments": 5}) == 0
+    long = row(batch("word " * 50_000))
+    began = time.monotonic()
+    assert reward(long, *[call("search", {"q": "x y"})] * 2_000) == 0
+    assert time.monotonic() - began < 5
 
 
 JSON = st.recursive(
