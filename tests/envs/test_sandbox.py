@@ -60,6 +60,12 @@ def children() -> set[int]:
     return set(sandbox.family(os.getpid())) - {os.getpid()}
 
 
+@pytest.fixture(autouse=True)
+def no_interpreter_waits():
+    """A test's settings are for interpreters that it starts."""
+    children()
+
+
 @contained
 def test_a_command_sees_its_files_and_nothing_of_this_machine():
     ran = run(
@@ -176,7 +182,6 @@ print("alone")
 @pytest.mark.parametrize("rooms", [True, False])
 def test_a_program_finds_nothing_of_another(monkeypatch, rooms):
     """The same interpreter serves them, if the kernel allows rooms; else each has its own."""
-    children()
     if not rooms:
         text = programs.TEXT.replace("libc.unshare, NAMESPACES", "libc.unshare, -1")
         monkeypatch.setattr(programs, "TEXT", text)
@@ -194,8 +199,9 @@ def test_a_program_finds_nothing_of_another(monkeypatch, rooms):
 @contained
 def test_a_user_may_have_less_than_a_program():
     """Where this user may start fewer processes than a program, no program fails for that."""
-    code = "from test_sandbox import *; print(program('print(1)'))"
-    command = ["prlimit", "--nproc=60", "--cpu=1000", sys.executable, "-c", code]
+    many = "limits=QUICK._replace(processes=100_000)"  # other tests' programs count too
+    code = f"from test_sandbox import *; print(program('print(1)', {many}))"
+    command = ["prlimit", "--nproc=50000", "--cpu=1000", sys.executable, "-c", code]
     here = Path(__file__).parent
     path = ":".join(map(str, (here, here.parent, here.parents[1])))
     env = os.environ | {"PYTHONPATH": path}
@@ -205,7 +211,6 @@ def test_a_user_may_have_less_than_a_program():
 
 @contained
 def test_an_interpreter_that_died_while_it_waited_is_no_verdict():
-    children()
     assert program("print(1)").stdout == "1\n"
     (python,) = Interpreter.idle[QUICK]
     python.process.kill()
