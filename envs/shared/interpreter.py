@@ -42,7 +42,7 @@ UNCOUNTED = {
 # CLONE_NEWUSER, NEWPID, NEWNET, NEWIPC and NEWNS of linux/sched.h
 NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000
 NOSUID_NODEV = 2 | 4  # of mount
-FOLDERS = ("/work", "/tmp")
+FOLDERS = ("/work", "/tmp", "/dev/shm")
 PAGE = 4096  # bytes, of a file in memory at least
 LOOPBACK_UP = (0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
 libc = ctypes.CDLL(None, use_errno=True)

@@ -157,7 +157,7 @@ def test_a_program_is_warm_and_alone():
 
 LEAVES = """
 import ctypes, os, resource, socket, subprocess
-for folder in ("/work", "/tmp"):
+for folder in ("/work", "/tmp") + SHARED:
     assert os.listdir(folder) == [], os.listdir(folder)
     open(folder + "/mark", "w").write("1")
 assert sorted(filter(str.isdigit, os.listdir("/proc"))) == ["1", str(os.getpid())]
@@ -187,6 +187,7 @@ def test_a_program_finds_nothing_of_another(monkeypatch, rooms):
         monkeypatch.setattr(programs, "TEXT", text)
         monkeypatch.setattr(Interpreter, "rooms", True)
     source = LEAVES.replace("PRIORITY", str(os.getpriority(os.PRIO_PROCESS, 0)))
+    source = source.replace("SHARED", "('/dev/shm',)" if rooms else "()")
     source = source if rooms else source.replace('== ["1", str(os.getpid())]', "")
     seen = set()
     for _ in range(3):
@@ -207,6 +208,12 @@ def test_a_user_may_have_less_than_a_program():
     env = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert "stdout='1\\n'" in done.stdout, done.stdout + done.stderr
+
+
+@contained
+def test_a_program_may_share_work_among_processes():
+    ran = program("import multiprocessing\nprint(multiprocessing.Pool(2).map(abs, [-1, 2]))")
+    assert ran.stdout == "[1, 2]\n", ran
 
 
 @contained
