@@ -129,6 +129,7 @@ def test_options_and_settings_that_the_pages_name_exist(page):
     flags |= {field.name for command in commands for field in dataclasses.fields(command)}
     flags |= set(re.findall(r"^ +--(\w+)\)", (ROOT / "launch/submit.sh").read_text(), re.M))
     flags |= {"tensor-parallel-size", "max-model-len"}  # of `vllm serve`
+    flags |= {"no-build-isolation"}  # of `pip install`
     text = page.read_text(encoding="utf-8")
     if page.name == "from_nemo_rl.md":  # its first column holds the names of another program
         text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)

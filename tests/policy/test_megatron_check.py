@@ -1,13 +1,16 @@
 """What is wrong between a model and a layout is reported before any actor starts."""
 
 import json
+import re
 import subprocess
 import sys
 import time
+from importlib.metadata import requires
 from pathlib import Path
 
 import pydantic
 import pytest
+from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
 
 from policy.megatron.check import check_megatron
@@ -16,6 +19,22 @@ from runtime.config import InputError
 from support.tiny_models import make
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_kernels_are_pinned_to_what_megatron_asks_for_and_the_page_names_the_same():
+    text = (ROOT / "requirements-megatron.txt").read_text()
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    assert "-r requirements-gpu.txt" in lines
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("-")]
+    assert {p.name for p in pinned} == {"transformer-engine", "mamba-ssm", "causal-conv1d"}
+    named = [Requirement(line) for line in requires("megatron-core")]
+    asked = {r.name: r for r in named if r.marker and r.marker.evaluate({"extra": "dev"})}
+    page = (ROOT / "docs/megatron.md").read_text()
+    for pin in pinned:
+        (version,) = (spec.version for spec in pin.specifier)
+        assert asked[pin.name].specifier.contains(version), f"{pin}, not {asked[pin.name]}"
+        assert pin.extras == asked[pin.name].extras
+        assert re.search(rf"{pin.name.replace('-', '.')} {re.escape(version)}", page, re.IGNORECASE)
 
 
 @pytest.fixture(scope="module")
