@@ -8,6 +8,7 @@ parameter and token and 6 n^2 Q a layer and sequence of n tokens for causal atte
 checkpointing computes again. On a CPU it checks itself on tiny sizes.
 """
 
+import gc
 import sys
 import time
 from itertools import product
@@ -171,6 +172,7 @@ def main() -> None:
     for name, config in models().items():
         for attention, tokens in product(asked, (16384, 65536) if GPU else (64, 128)):
             measure(name, config, tokens, attention, ceiling)
+            gc.collect()  # FSDP's modules refer to each other
             if GPU:
                 torch.cuda.empty_cache()
     dist.destroy_process_group()
