@@ -2,13 +2,15 @@
 
     python bench/logprob_memory.py [--tokens 8192 --vocab 131072 --hidden 1024 --chunk 1024]
 
-plain is `(hidden @ W.T).float().log_softmax(-1).gather(...)`. Each runs in a process of its own, on
-the GPU in bf16 if there is one, else on the CPU in float32, where plain needs 14 GB at the default
-sizes. Peak is what the computation adds to its inputs, gradients included; a small run before it
-pays for what a library allocates once.
+plain is `(hidden @ W.T).float().log_softmax(-1).gather(...)`; liger is Liger Kernel's fused loss,
+where that package and a GPU are: it sums, and takes no weight per token. Each runs in a process of
+its own, on the GPU in bf16 if there is one, else on the CPU in float32, where plain needs 14 GB at
+the default sizes. Peak is what the computation adds to its inputs, gradients included; a small run
+before it pays for what a library allocates once.
 """
 
 import argparse
+import importlib.util
 import json
 import resource
 import subprocess
@@ -32,7 +34,15 @@ def chunked(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, chunk: int) 
     return TokenLogprobs.apply(hidden_TH, weight_VH, target_T, 1.0, chunk)
 
 
+def liger(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, chunk: int) -> Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return -LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight_VH, hidden_TH, target_T)
+
+
 METHODS = {"plain": plain, "chunked": chunked}
+if torch.cuda.is_available() and importlib.util.find_spec("liger_kernel"):
+    METHODS["liger"] = liger
 
 
 def peak_bytes(device: str) -> int:
