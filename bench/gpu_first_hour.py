@@ -184,15 +184,26 @@ def driver(log: Log) -> str:
 @line(gpus=0, seconds=60)
 def matmul(log: Log) -> str:
     """The head's products of bf16 numbers, against float64."""
-    from policy import logprobs
+    from policy.logprobs import matmul as product
 
     device = "cuda" if GPUS else "cpu"
     a, b = (torch.randn(512, 2048, device=device, dtype=torch.bfloat16) for _ in range(2))
     exact = a.double() @ b.double().T
-    worst = float((logprobs.matmul(a, b.T) - exact).abs().max() / exact.abs().max())
+    worst = float((product(a, b.T) - exact).abs().max() / exact.abs().max())
     if worst > 1e-5:
         raise RuntimeError(f"off by {worst:.1e} of the largest, expected 1e-5: not float32")
     return f"off by {worst:.1e} of the largest"
+
+
+@line(gpus=0, seconds=300)
+def logprobs(log: Log) -> str:
+    """Memory and time of the head against full logits, and against Liger's where it is there."""
+    sizes = () if GPUS else ("--tokens", 512, "--vocab", 16384, "--hidden", 64, "--chunk", 64)
+    said = log.run(sys.executable, "bench/logprob_memory.py", *sizes).splitlines()
+    found = {word: text.split()[-2:] for text in said if (word := text[:10].strip())}
+    measured = {name: found[name] for name in ("chunked", "liger") if name in found}
+    ratios = [f"{name} {peak} x memory, {time} x time" for name, (peak, time) in measured.items()]
+    return "; ".join(ratios) + " of full logits"
 
 
 @line(gpus=0, seconds=1800)
@@ -200,6 +211,12 @@ def trainer(log: Log) -> str:
     """Speed and memory of the trainer, attention by attention."""
     said = log.run(sys.executable, "bench/gpu_trainer.py", "auto", "sdpa").splitlines()
     return next(text for text in said if "matmul" in text)
+
+
+@line(gpus=0, seconds=600)
+def nemotron_h(log: Log) -> str:
+    """Bf16 checkpoints of Nemotron-H, by Megatron where its kernels are."""
+    return log.run(sys.executable, "bench/nemotron_h.py").splitlines()[-1]
 
 
 @line(gpus=0, seconds=900)

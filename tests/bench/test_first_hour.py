@@ -1,25 +1,31 @@
 """The first hour on GPUs, where there is none: what a CPU can do passes, the rest says why not."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def hour():
-    spec = importlib.util.spec_from_file_location(
-        "gpu_first_hour", ROOT / "bench/gpu_first_hour.py"
-    )
+def bench(name: str):
+    """A module of bench/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"bench/{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def hour():
+    return bench("gpu_first_hour")
 
 
 def table(folder: Path, *lines: str, before: tuple[str, ...] = ()) -> tuple[int, list[list[str]]]:
@@ -110,6 +116,37 @@ def test_the_lines_follow_an_installation_and_give_the_exit_status(tmp_path):
     code, said = hour_of(tmp_path, "/usr/bin:/bin")
     assert code == 2 and said.splitlines()[1:] == ["line bench/gpu_first_hour.py out"]
     assert said.startswith("pass  install")
+
+
+def test_the_head_is_measured_against_full_logits(tmp_path):
+    code, (line,) = table(tmp_path, "logprobs")
+    assert code == 0 and " ".join(line[4:]).startswith("chunked 0.")
+
+
+@pytest.mark.parametrize("how", ["megatron", "transformers"])
+def test_a_checkpoint_of_nemotron_h_loses_nothing(how):
+    command = [sys.executable, "bench/nemotron_h.py", how]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"resumed by {how}" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("part", ["weights", "moments"])
+def test_a_checkpoint_of_nemotron_h_that_loses_something_is_told(part, monkeypatch):
+    nemotron_h = bench("nemotron_h")
+    if part == "moments":
+        monkeypatch.setattr(torch.optim.AdamW, "load_state_dict", lambda self, state: None)
+    else:  # those that the run began with
+        whole = nemotron_h.ByTransformers.saved
+        monkeypatch.setattr(
+            nemotron_h.ByTransformers,
+            "saved",
+            lambda self, folder, model: whole(nemotron_h.ByTransformers(model), folder, model),
+        )
+    monkeypatch.setattr(sys, "argv", ["nemotron_h.py", "transformers"])
+    with pytest.raises(SystemExit, match="by transformers: changed .* the next step ends"):
+        nemotron_h.main()
 
 
 @pytest.mark.e2e

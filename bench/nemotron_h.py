@@ -1,0 +1,145 @@
+"""Trains, saves and resumes a tiny Nemotron-H in bf16: does a checkpoint lose anything?
+
+    python bench/nemotron_h.py [megatron | transformers]
+
+By policy/megatron on one rank where Transformer Engine and mamba-ssm are, else by transformers' own
+modelling code and torch's AdamW. That shows the model's kernels and dtypes, but not our trainer. A
+loaded model must be bitwise what was saved. Its next step must be that without saving but for what
+kernels round: a checkpoint without moments moves weights elsewhere. On a CPU Megatron is float32.
+"""
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, NemotronHConfig
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LR = 0.01  # large enough to move bf16
+TOKENS, VOCAB = 96, 512
+APART = 0.1  # of a step's length, by which two equal steps may end apart
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": VOCAB, "head_dim": 32}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "ssm_state_size": 16, "n_groups": 2}
+SIZES |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "chunk_size": 32, "eos_token_id": 1}
+SIZES |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LAYERS = ["linear_attention", "moe", "full_attention", "moe"]
+
+
+@dataclass
+class Row:
+    """A packed row of two sequences, as policy.Row."""
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    seq_T: torch.Tensor
+    mask_T: torch.Tensor
+    routes_T: None = None
+
+    def to(self, device: Any) -> "Row":
+        moved = (x.to(device) for x in (self.tokens_T, self.positions_T, self.seq_T, self.mask_T))
+        return Row(*moved)
+
+
+def row(seed: int) -> Row:
+    """Of random tokens."""
+    tokens_T = torch.randint(VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(seed))
+    positions_T = torch.arange(TOKENS) % (TOKENS // 2)
+    return Row(tokens_T, positions_T, torch.arange(TOKENS) // (TOKENS // 2), positions_T > 0)
+
+
+class ByMegatron:
+    """policy/megatron on one rank."""
+
+    def __init__(self, folder: str):
+        from policy.megatron.policy import MegatronPolicy
+        from policy.settings import PolicySettings
+
+        settings = PolicySettings(kind="megatron", lr=LR, warmup_steps=0)
+        self.policy = MegatronPolicy(folder, settings, 1.0, 0, 600.0)
+
+    def step(self, row: Row) -> None:
+        self.policy.forward_backward([row], lambda logp_T, row: (-logp_T.mean(), {}))
+        self.policy.optimizer_step()
+
+    def saved(self, folder: str, model: str) -> "ByMegatron":
+        """What goes on from a checkpoint of this."""
+        self.policy.save(folder)()
+        made = ByMegatron(model)
+        made.policy.load(folder)
+        return made
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: w.cpu().clone() for name, w in self.policy.named_weights() if w is not None}
+
+
+class ByTransformers:
+    """transformers' modelling code."""
+
+    def __init__(self, folder: str):
+        self.lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE)
+        self.optimizer = torch.optim.AdamW(self.lm.parameters(), lr=LR, weight_decay=0.0)
+
+    def step(self, row: Row) -> None:
+        tokens_NT = row.tokens_T.view(2, -1).to(DEVICE)
+        self.lm(input_ids=tokens_NT, labels=tokens_NT, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.lm.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def saved(self, folder: str, model: str) -> "ByTransformers":
+        """What goes on from a checkpoint of this."""
+        self.lm.save_pretrained(folder)
+        torch.save(self.optimizer.state_dict(), f"{folder}/optimizer.pt")
+        made = ByTransformers(folder)
+        made.optimizer.load_state_dict(torch.load(f"{folder}/optimizer.pt", map_location=DEVICE))
+        return made
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: w.detach().cpu().clone() for name, w in self.lm.state_dict().items()}
+
+
+def apart(one: dict, other: dict) -> float:
+    """Length of the difference of all weights."""
+    squares = (float((one[name].double() - other[name].double()).square().sum()) for name in one)
+    return sum(squares) ** 0.5
+
+
+def main() -> None:
+    """Exits with a message where something is lost."""
+    kernels = all(find_spec(name) for name in ("transformer_engine", "mamba_ssm"))
+    how = sys.argv[1] if len(sys.argv) > 1 else "megatron" if kernels else "transformers"
+    dist.init_process_group(
+        "nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        made = AutoModelForCausalLM.from_config(NemotronHConfig(**SIZES, layers_block_type=LAYERS))
+        made.to(torch.bfloat16).save_pretrained(f"{folder}/model")
+        of = {"megatron": ByMegatron, "transformers": ByTransformers}[how]
+        trained = of(f"{folder}/model")
+        for seed in range(3):
+            trained.step(row(seed))
+        before = trained.weights()
+        again = trained.saved(f"{folder}/saved", f"{folder}/model")
+        loaded = again.weights()
+        lost = [name for name in before if not torch.equal(before[name], loaded[name])]
+        for policy in (trained, again):
+            policy.step(row(3))
+        after = trained.weights()
+        share = apart(after, again.weights()) / apart(after, before)
+    dist.destroy_process_group()
+    if lost or not share < APART:
+        sys.exit(f"by {how}: changed {lost[:3]}, the next step ends {share:.1%} apart")
+    kinds = sorted({str(w.dtype).removeprefix("torch.") for w in before.values()})
+    print(f"{len(before)} tensors of {', '.join(kinds)} resumed by {how}, {share:.1%} apart")
+
+
+if __name__ == "__main__":
+    main()
