@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dry_run import megatron_sizes, pace, sizes
 from dry_run.gpus import Gpu, planned
 from dry_run.sizes import GIB, Model
+from envs.shared import services
 from policy import logprobs
 from prep import check
 from runtime.config import InputError, flatten
@@ -323,10 +324,11 @@ def data_rows(cfg: "AnyConfig") -> check.Summary:
 
     Lengths are left out, as they need the tokenizer.
     """
+    services.configure(cfg.services)
     every = check.Summary([], [])
     for field, path in {"data.train": cfg.data.train, "data.val": cfg.data.val}.items():
         if Path(path).is_file():
-            lines, wrong = check.summary(path, cfg.data.max_bad_rows, None)
+            lines, wrong = check.summary(path, cfg.data.max_bad_rows)
             every.lines.extend([f"{field} = {path}: {lines[0]}", *lines[1:]])
             every.problems.extend(wrong)
     return every

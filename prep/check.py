@@ -1,12 +1,7 @@
-"""`check`: what is in files of rows, and what is missing before they can be trained on.
-
-An environment's module may declare `NEEDS`, a tuple of names: programs that must be on the PATH,
-and `service:NAME` for a server that it asks, such as a judge.
-"""
+"""`check`: what is in files of rows, and what is missing before they can be trained on."""
 
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -16,6 +11,7 @@ import tyro
 
 import envs
 from envs.rows import parse
+from envs.shared import services as configured
 from prep import files
 from prep.placeholders import FIELD
 from runtime.config import InputError
@@ -31,6 +27,7 @@ class Found:
     datasets: Counter[str] = field(default_factory=Counter)
     bad: Counter[str] = field(default_factory=Counter)  # by what is wrong
     first: dict[str, str] = field(default_factory=dict)  # of each of them: place and message
+    needs: set[str] = field(default_factory=set)  # services that good rows are judged by
 
 
 class Summary(NamedTuple):
@@ -47,7 +44,7 @@ class Check:
     files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE...")]
     """JSONL files of rows."""
     services: tuple[str, ...] = ()
-    """Services that the run will have; others that are needed are a problem."""
+    """Settings of `services` that the run will have; others that are needed are a problem."""
     max_bad_rows: int = 0
     """Bad rows that a file may hold, as data.max_bad_rows of the run."""
 
@@ -64,8 +61,8 @@ class Check:
         return int(bool(problems))
 
 
-def summary(path: str, max_bad_rows: int, services: Collection[str] | None) -> Summary:
-    """What is in a file. With `services` None those that are needed are told and are no problem.
+def summary(path: str, max_bad_rows: int, services: Collection[str] = ()) -> Summary:
+    """What is in a file. Services that are needed must be configured, or among `services`.
 
     Raises InputError where the file cannot be read.
     """
@@ -84,19 +81,12 @@ def summary(path: str, max_bad_rows: int, services: Collection[str] | None) -> S
         text[-1] += ", ".join(kinds)
         if bad > max_bad_rows:
             problems += [f"{agent.first[kind]} ({n:,} rows)" for kind, n in agent.bad.most_common()]
-        for need in needs(name) if module and agent.rows > agent.bad.total() else ():
-            is_service = need.startswith("service:")
-            there = services is None or need[8:] in services if is_service else shutil.which(need)
-            text.append(f"  {'':<40} {'':>9}  needs {need}" + ", not there" * (not there))
-            if not there:
-                remedy = "name it with --services" if is_service else "install it on every node"
-                problems.append(f"{path}: {name} needs {need}, which is not there: {remedy}")
+        for need in sorted(agent.needs):
+            problem = "" if need in services else configured.problem(need)
+            text.append(f"  {'':<40} {'':>9}  needs {need}" + ", not there" * bool(problem))
+            if problem:
+                problems.append(f"{path}: {name} lacks {need}: {problem}")
     return Summary(text, problems)
-
-
-def needs(agent: str) -> tuple[str, ...]:
-    """What the module of an agent declares."""
-    return getattr(envs.environment(agent), "NEEDS", ())
 
 
 def survey(path: str) -> dict[str, Found]:
@@ -104,15 +94,18 @@ def survey(path: str) -> dict[str, Found]:
     found: dict[str, Found] = {}
     for line in files.lines(path):
         problem = ""
+        needs: tuple[str, ...] = ()
         try:
             row = loose(line.text) if FIELD in line.text else {}
             if FIELD in row:
                 raise ValueError(f"{FIELD} is not filled: data_prep.py blend fills it")
             row = parse(line.text, None)
+            needs = getattr(envs.environment(files.agent(row)), "needs", lambda row: ())(row)
         except (ValueError, RecursionError) as error:
             row, problem = loose(line.text), str(error)
         agent = found.setdefault(files.agent(row) or NAMELESS, Found())
         agent.rows += 1
+        agent.needs |= set(needs)
         agent.datasets[str(row.get("dataset") or "")] += 1
         if problem:
             # "responses_create_params.input[3].role is 5, expected ..." counts under its field.

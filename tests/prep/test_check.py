@@ -11,6 +11,7 @@ from conftest import write_rows
 import data_prep
 import dry_run
 import envs
+from envs.shared import services
 from grpo_async import Config
 from runtime.config import InputError
 from support.blends import DAPO, math_row, placeholder, released
@@ -82,21 +83,23 @@ def test_a_malformed_line_is_a_problem(tmp_path, capsys, line):
     assert f"PROBLEM: {path}:2: " in capsys.readouterr().out
 
 
-def test_what_an_environment_needs_is_looked_for(check, tmp_path, monkeypatch):
-    module = 'AGENTS = ("needy",)\nNEEDS = ("sh", "no-such-program", "service:judge")\n'
+def test_what_rows_need_is_looked_for(check, tmp_path, monkeypatch):
+    """By the rows, as a run does: not every one of an environment's must need the same."""
+    needs = 'needs = lambda row: ("lean", "images")[: row["many"]]'
+    module = f'AGENTS = ("needy",)\n{needs}\n'
     (tmp_path / "needy.py").write_text(f"{module}\ndef verify(row, response): return 0\n")
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
     monkeypatch.setattr(envs, "agents", lambda: {"needy": "needy"})
-    rows = [math_row(1, agent_ref={"name": "needy"})]
+    rows = [math_row(1, agent_ref={"name": "needy"}, many=many) for many in (0, 1, 1)]
     code, text = check(rows)
-    problems = [line for line in text.splitlines() if line.startswith("PROBLEM")]
-    assert code == 1 and len(problems) == 2
-    assert "needy needs no-such-program, which is not there: install it" in problems[0]
-    assert "needy needs service:judge, which is not there: name it with --services" in problems[1]
-    assert len(check(rows, "--services", "judge")[1].split("PROBLEM")) == 2
-    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    code, text = check(rows, "--services", "judge")
-    assert code == 0 and "needs no-such-program" in text
+    (problem,) = (line for line in text.splitlines() if line.startswith("PROBLEM"))
+    assert code == 1 and "needy lacks lean: services.lean = '', expected a command" in problem
+    assert check(rows, "--services", "lean")[0] == 0
+    monkeypatch.setattr(services, "_current", [services.Services(lean="true")])
+    code, text = check(rows)
+    assert code == 0 and "needs lean" in text and "not there" not in text
+    rows.append(rows[0] | {"many": 2})
+    assert "needy lacks images" in check(rows)[1]
 
 
 def test_a_file_that_is_absent_is_named(tmp_path):
@@ -109,6 +112,7 @@ def test_the_released_rows_are_counted_by_agent(check, shared_data):
     code, text = check(rows)
     assert code == 1 and f"{len(rows)} rows" in text
     table = [line.split() for line in text.splitlines() if line.startswith("  ")]
+    table = [words for words in table if words[0] != "needs"]
     agents = [row["agent_ref"]["name"] for row in rows]
     assert {line[0]: int(line[1]) for line in table} == {a: agents.count(a) for a in agents}
 

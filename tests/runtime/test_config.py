@@ -220,6 +220,7 @@ def test_all_engine_arguments_that_the_run_sets_are_refused():
         "enforce_eager",
         "enable_chunked_prefill",
         "hf_overrides",
+        "distributed_executor_backend",
     }
 
 
