@@ -4,8 +4,8 @@ import functools
 import os
 import shlex
 import shutil
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,14 @@ class Services:
     """Command that compiles a Lean file beside Mathlib; empty: the sandbox service does."""
     images: str = ""
     """Folder of the images or root folders that patches are tested in."""
+    workplace: str = ""
+    """Folder of the five tables (CSV) that NeMo-Gym's workplace_assistant works on."""
+    judges: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
+    """Models that judge answers, by name: url, model, concurrency, sampling (docs/judges.md)."""
+    genrm: dict[str, float] = field(default_factory=dict, hash=False)
+    """Weights of the comparison of a group by the judge `genrm`, by name (envs/genrm.py)."""
+    nemo_gym: str = ""
+    """Address of NeMo-Gym's head server, for rows whose agent runs there: http://HOST:PORT."""
 
 
 EXPECTED = {
