@@ -10,9 +10,9 @@ S (n - 1) / n, all-reduce twice that. An all-to-all sends what is not a rank's o
 to spread evenly over experts. bench/megatron_layouts.py measures, on a CPU, both within a tenth.
 
 Not counted are forward passes beside the training one (a KL reference, logprobs before several
-updates); numbers that do not grow with H, such as a router's; masks of torch's attention. Of
-Mamba's activations only those of its projections are, and the layers are those of torch:
-Transformer Engine keeps less, and with cp its backward sends keys and values once more.
+updates); numbers that do not grow with H, such as a router's. Of Mamba's activations only those of
+its projections are, and the layers are those of torch: Transformer Engine keeps less, and with cp
+its backward sends keys and values once more.
 """
 
 import dataclasses

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
@@ -35,7 +34,7 @@ def transformer_config(
         "use_cpu_initialization": not torch.cuda.is_available(),
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
-        "apply_rope_fusion": HAVE_TE,
+        "apply_rope_fusion": True,
         "moe_token_dispatcher_type": "alltoall",
     }
     return TransformerConfig(**fields | ours | with_dtypes(settings.megatron.model))

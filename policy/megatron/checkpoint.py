@@ -31,7 +31,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.optimizer import ChainedOptimizer
-from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -103,16 +102,7 @@ class Shares:
                 differs = f"{dir} was saved with {name} = {saved[name]}, not {now}"
                 remedy = "set that, or set model to the folder hf beside it and start anew"
                 raise InputError(f"{differs}: {remedy}")
-        parts = self.optimizer.chained_optimizers
-        for part in parts if not HAVE_APEX_OR_TE else ():  # torch's has no state before a step
-            part.init_state_fn(part.optimizer)
-            for moments in part.optimizer.state.values():
-                moments.setdefault("step", torch.zeros(()))
         state = dist_checkpointing.load(self.state(loading=True), dir)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        for adam in (part.optimizer for part in parts):
-            for group, parameter in ((g, p) for g in adam.param_groups for p in g["params"]):
-                if "step" in adam.state[parameter]:  # Megatron saves that of the group alone
-                    adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
         return state["updates"]

@@ -119,13 +119,11 @@ class Weights:
             layer = model.decoder.layers[int(inside[1])].layer_number - 1
             rest = inside[2]
             prefix = self.prefix.format(layer // self.split)
-        # local_experts.3.linear_fc1.weight, or with Transformer Engine linear_fc1.weight3
-        grouped = r"experts\.(?:local_experts\.)?(\d*)\.?(linear_fc.\.weight)(\d*)$"
-        if expert := re.search(rf"mlp\.{grouped}", rest):
+        if expert := re.fullmatch(r"mlp\.experts\.(linear_fc.\.weight)(\d+)", rest):
             each = self.hf.num_experts if self.split > 1 else self.hf.n_routed_experts
             each //= mpu.get_expert_model_parallel_world_size()
-            number = int(expert[1] or expert[3]) + each * mpu.get_expert_model_parallel_rank()
-            rest = f"mlp.experts.{number}.{expert[2]}"
+            number = int(expert[2]) + each * mpu.get_expert_model_parallel_rank()
+            rest = f"mlp.experts.{number}.{expert[1]}"
         homes = [
             (match, how, names)
             for rule, how, names in self.table

@@ -15,13 +15,11 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.activations import squared_relu
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.mamba import MambaModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -30,8 +28,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -88,89 +84,10 @@ def architecture(hf: Any) -> Architecture:
             fields |= {"moe_router_pre_softmax": not hf.norm_topk_prob}
     if "E" in layers:
         fields |= {"moe_router_topk": hf.num_experts_per_tok, "moe_router_dtype": "fp32"}
-        fields |= {"moe_ffn_hidden_size": hf.moe_intermediate_size, "moe_grouped_gemm": HAVE_TE}
+        fields |= {"moe_ffn_hidden_size": hf.moe_intermediate_size, "moe_grouped_gemm": True}
         fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     fields |= {"num_layers": len(layers), "normalization": "RMSNorm"}
     return Architecture(layers, fields)
-
-
-class RMSNorm(nn.Module):
-    """The norm under sequence parallelism, which Megatron's own torch norm refuses."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float | None = None):
-        super().__init__()
-        weight: Any = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        weight.sequence_parallel = config.sequence_parallel  # read where gradients are summed
-        self.weight = weight
-        self.eps = eps or config.layernorm_epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Of Megatron's interface."""
-        return F.rms_norm(x, list(self.weight.shape), self.weight, self.eps)
-
-
-class PackedAttention(MegatronModule):
-    """Causal attention inside each sequence of a packed row, whose keys all ranks gather.
-
-    q [L, heads, D], k and v [L, groups, D]; Megatron's own torch attention knows neither packed
-    rows nor context parallelism.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, **unused: Any
-    ):
-        super().__init__(config)
-        self.cp = pg_collection.cp
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: None = None,
-        packed_seq_params: Any = None,
-        **unused: Any,
-    ) -> Tensor:
-        """Of Megatron's interface."""
-        ends = packed_seq_params.cu_seqlens_q
-        n = self.cp.size()
-        if q.is_cuda and n == 1:
-            from torch.nn.attention.varlen import varlen_attn
-
-            longest = packed_seq_params.max_seqlen_q
-            limits = (ends, ends, longest, longest)
-            out: Any = varlen_attn(q, k, v, *limits, window_size=(-1, 0), enable_gqa=True)
-            return out
-        if n > 1:
-            order_S = torch.cat([local_places(ends, n, rank) for rank in range(n)]).argsort()
-            gather = tensor_parallel.gather_from_sequence_parallel_region
-            k, v = (gather(x, group=self.cp).index_select(0, order_S) for x in (k, v))
-        parts = []
-        at = 0
-        for first, start, stop in runs(ends, n, self.cp.rank()):
-            heads = (q[at : at + stop - start], k[first:stop], v[first:stop])
-            q_1HCD, k_1HCD, v_1HCD = (x.transpose(0, 1)[None] for x in heads)
-            seen = torch.ones(stop - start, stop - first, dtype=torch.bool, device=q.device)
-            seen = seen.tril(start - first)
-            o_1HCD = F.scaled_dot_product_attention(
-                q_1HCD, k_1HCD, v_1HCD, attn_mask=seen, enable_gqa=True
-            )
-            parts.append(o_1HCD[0].transpose(0, 1))
-            at += stop - start
-        return torch.cat(parts).flatten(1)
-
-
-class Duplicated(nn.Linear):
-    """Stands for TELinear in the latent projections of experts: the same on every rank."""
-
-    def __init__(self, inputs: int, outputs: int, config: TransformerConfig, **unused: Any):
-        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
-        weight: Any = self.weight
-        weight.sequence_parallel = config.sequence_parallel  # read where gradients are summed
-
-    def forward(self, x: Tensor) -> Any:
-        """The product and no bias, which is Megatron's interface of a linear layer."""
-        return super().forward(x), None
 
 
 class Places(NamedTuple):
@@ -266,32 +183,9 @@ class RouteReplay(nn.Module):
         return Chosen(scores_LE.gather(1, experts_LK), experts_LK)
 
 
-class TorchModules(LocalSpecProvider):
-    """Megatron's own layers, and ours where it has none without Transformer Engine."""
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """Of Megatron's interface."""
-        return RMSNorm
-
-    def core_attention(self) -> type:
-        """Of Megatron's interface."""
-        return PackedAttention
-
-
-def modules() -> Any:
-    """Transformer Engine's layers where it is installed, else those of torch."""
-    if HAVE_TE:
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-        return TESpecProvider()
-    moe_layer.HAVE_TE = True  # what latent projections ask for, and the layer that they name
-    moe_layer.TELinear = Duplicated
-    return TorchModules()
-
-
 def stack_spec(config: TransformerConfig) -> ModuleSpec:
     """The four kinds of layers of a stack."""
-    kind = modules()
+    kind = TESpecProvider()
     bda = get_bias_dropout_add
     column = kind.column_parallel_linear()
     row = kind.row_parallel_linear()
@@ -302,7 +196,7 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
     mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(column, row))
     layers = TransformerLayerSubmodules
     count = config.num_moe_experts or 1
-    experts = get_moe_module_spec_for_backend(kind, num_experts=count, moe_grouped_gemm=HAVE_TE)
+    experts = get_moe_module_spec_for_backend(kind, num_experts=count, moe_grouped_gemm=True)
     experts.submodules.router = Router
     mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
     subs = MambaStackSubmodules(
@@ -324,8 +218,7 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
             ExpertLayer, submodules=layers(pre_mlp_layernorm=norm, mlp=experts, mlp_bda=bda)
         ),
     )
-    # The stack's own last norm is Transformer Engine's, whatever the others are.
-    return ModuleSpec(MambaStack, params={"post_layer_norm": False}, submodules=subs)
+    return ModuleSpec(MambaStack, submodules=subs)
 
 
 def build(settings: "PolicySettings", hf: Any, dtype: torch.dtype) -> MambaModel:
@@ -348,9 +241,6 @@ def build(settings: "PolicySettings", hf: Any, dtype: torch.dtype) -> MambaModel
     if rotary:
         model.rotary_pos_emb.inv_freq = rotary_frequencies(hf)
     if last:
-        norm = modules().layer_norm()
-        model.decoder.final_norm = norm(config, hf.hidden_size, config.layernorm_epsilon)
-        model.decoder.post_layer_norm = True
         # Logits never exist as a whole: the loss multiplies by the head, a chunk at a time.
         model.output_layer.forward = lambda hidden, *_, **unused: (hidden, None)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""What Megatron-Core 0.16.1 takes for granted of CUDA, Transformer Engine and mamba_ssm, on CPU."""
+"""What Megatron-Core 0.16.1 takes for granted of CUDA and mamba_ssm, on a CPU."""
 
 import contextlib
 import sys
@@ -107,16 +107,6 @@ def mamba_split_conv1d_scan_combined(
     return (torch.cat(out) * F.silu(z)).to(zxbcdt.dtype)[None]
 
 
-def partitioned_indices(ends, total, cp_size, cp_rank):
-    """transformer_engine_torch.thd_get_partitioned_indices: rank's places of a packed row."""
-    runs, every = [], ends.tolist()
-    for first, last in zip(every, every[1:], strict=False):
-        size = (last - first) // (2 * cp_size)
-        runs.append(torch.arange(first + cp_rank * size, first + (cp_rank + 1) * size))
-        runs.append(torch.arange(last - (cp_rank + 1) * size, last - cp_rank * size))
-    return torch.cat(runs)
-
-
 @contextlib.contextmanager
 def pretended(modules: dict[str, dict]):
     """Modules that exist while Megatron looks for them, and not for transformers or vLLM."""
@@ -165,12 +155,8 @@ def install():
         ),
     }
     with pretended(missing):
-        from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+        from megatron.core.ssm import mamba_mixer
     mamba_mixer._check_mamba_sequence_packing_support = lambda **kwargs: (True, None)
-    mamba_context_parallel.tex = types.SimpleNamespace(
-        thd_get_partitioned_indices=partitioned_indices
-    )
-    mamba_context_parallel.is_te_min_version = lambda version: True
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 

@@ -71,6 +71,12 @@ def test_every_family_passes(family, folder):
     check_megatron(folder(family), PolicySettings(kind="megatron", ranks=4, tp=2, **fields))
 
 
+def test_missing_kernels_are_named_with_what_installs_them(folder, monkeypatch):
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.endswith("cpu")])
+    message = refusal(folder("llama"))
+    assert "needs transformer_engine" in message and "requirements-megatron.txt" in message
+
+
 def test_an_unknown_architecture_names_those_that_are_known(folder, tiny_model):
     message = refusal(folder("qwen3", edit={"model_type": "granite", "architectures": ["Granite"]}))
     assert "llama, qwen2, qwen3, qwen3_moe, nemotron_h, not granite" in message
