@@ -4,6 +4,7 @@ Tokens in, tokens out: what is trained are the ids that were sampled, never a re
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from envs import Reward
+from envs.messages import extend
 from envs.response import Response
 from envs.shared.markup import FLAWS
 
@@ -41,6 +43,23 @@ class Turn:
     def judged(self) -> Response:
         """What an environment judges: the text, and the `<think>` that the prompt had opened."""
         return Response.of(self.opening + self.text) if self.parsed is None else self.parsed
+
+    @functools.cached_property
+    def message(self) -> dict:
+        """What the assistant said, as chat templates take it; each time the same object.
+
+        Calls have nine digits as their ids, as Mistral's templates ask for, which grow over an
+        episode and are the same when it is played again.
+        """
+        said = self.judged
+        calls = [
+            call | {"id": f"{len(self.prompt_ids):06}{i:03}"}
+            for i, call in enumerate(said.tool_calls)
+        ]
+        parts = {"content": said.content, "reasoning_content": said.reasoning, "tool_calls": calls}
+        message = {"role": "assistant", "content": ""}
+        extend(message, parts)
+        return message
 
     @classmethod
     def from_vllm(cls, prompt_ids: list[int], answer: "CompletionOutput", start: int = 0) -> "Turn":

@@ -122,7 +122,7 @@ def extend(message: dict, item: dict) -> None:
     calls = [item] if item.get("type") == "function_call" else item.get("tool_calls") or []
     for call in calls:
         function = call.get("function", call)
-        made = {"name": function["name"], "arguments": as_object(function["arguments"])}
+        made = {"name": function["name"], "arguments": as_object(function["arguments"]) or {}}
         known = {"id": call.get("call_id", call.get("id")), "type": "function"}
         message.setdefault("tool_calls", []).append(known | {"function": made})
 

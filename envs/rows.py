@@ -19,6 +19,7 @@ from tqdm import tqdm
 import envs
 from envs.messages import chat, functions, template_variables
 from envs.shared import parsers, services
+from envs.shared.chat import DENSEST
 from runtime.config import InputError
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 BAD: dict[str, list[dict]] = {}  # of each file that was loaded, until the run folder is ours
 LONGEST_LINE = 1 << 26  # bytes; what is longer is no row but a file without line breaks
-# Characters per token that no text reaches: a prompt with more is not worth minutes of tokenising.
-DENSEST = 32
 
 
 class Rows(Sequence[dict]):

@@ -11,6 +11,8 @@ from envs.episode import Turn
 from envs.response import Response
 from envs.rows import render_messages
 from envs.shared import parsers
+from envs.shared.chat import NoRoom as NoRoom
+from envs.shared.chat import Said, Template
 from runtime.drafts import DraftedCall
 from runtime.waits import together
 
@@ -59,6 +61,7 @@ class Sampler:
         self.overrides: dict[Any, float] = dict(sampling.validation) if validation else {}
         self.calls = 0
         self.tools: list | None = None  # of the conversation that was rendered last
+        self.said: Said | None = None  # what `chat` has asked last
 
     def render(self, messages: list[dict] | str, tools: list | None = None) -> list[int]:
         """Token ids of a conversation, up to where the model's answer begins."""
@@ -69,6 +72,21 @@ class Sampler:
     def room(self, prompt_ids: list[int]) -> int:
         """Tokens that an answer to this prompt may have below max_model_len; 0 for none."""
         return max(0, self.sampling.max_model_len - len(prompt_ids))
+
+    async def chat(self, messages: list[dict], tools: list | None = None) -> Turn:
+        """The answer to a conversation, as chat templates take it (envs.messages.chat).
+
+        Where `messages` are those of the last call, the `message` of its Turn, and new ones, the
+        prompt goes on from the ids that were sampled. Any other change of what was said before
+        starts a new sample, as `stitch` sees it. Raises NoRoom.
+        """
+        self.tools = tools
+        template = Template(self.tokenizer, self.sampling.chat_template_kwargs)
+        prompt_ids = template.prompt(messages, tools, self.said, self.sampling.max_model_len)
+        (turn,) = await self.generate(prompt_ids)
+        said = [dict(message) for message in (*messages, turn.message)]
+        self.said = Said(said, tools, turn)
+        return turn
 
     async def generate(self, prompt_ids: list[int], n: int = 1) -> list[Turn]:
         """n answers to one prompt, with their text, which is parsed for the tools rendered last."""

@@ -1,0 +1,110 @@
+"""A conversation goes on from the token ids that were sampled: no answer is tokenised again.
+
+    prompt ids + sampled ids + the ids of what the chat template writes after that answer
+
+What it writes there is found behind a stand-in for the answer. So it does not matter how a template
+shows earlier turns: it may drop their thoughts, and they stay. This is the outcome of NeMo-RL's
+prefix rule (models/generation/openai_server_utils.py). That one counts the tokens that end
+messages, which an answer can spell; this one looks for a word that no answer knows.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from envs.messages import functions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from envs.episode import Turn
+
+# Characters per token that no text reaches: one with more is not worth minutes of tokenising.
+DENSEST = 32
+MARK = "answer-4b1f7c0e92d8"  # templates leave such a word as it is
+QUESTION = {"role": "user", "content": "?"}
+
+
+class NoRoom(Exception):
+    """A prompt leaves no room for an answer below sampling.max_model_len."""
+
+
+class Said(NamedTuple):
+    """A conversation as it was when its last message was sampled."""
+
+    messages: list[dict]
+    tools: list[dict] | None
+    turn: "Turn"
+
+
+class Template(NamedTuple):
+    """A model's chat template, with its variables."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    variables: dict[str, Any]
+
+    def prompt(
+        self, messages: list[dict], tools: list[dict] | None, said: Said | None, limit: int
+    ) -> list[int]:
+        """Token ids up to where the next answer begins, which go on from what was said before.
+
+        Where `messages` do not, or the template hides what is new, all of them are rendered. Raises
+        NoRoom for `limit` tokens or more.
+        """
+        known: list[int] = []
+        text, stopped = None, False
+        if said and tools == said.tools and messages[: len(said.messages)] == said.messages:
+            text = self.after(said, messages[len(said.messages) :])
+            known = said.turn.prompt_ids + said.turn.token_ids
+            stopped = said.turn.finish_reason == "stop"
+        if text is None:
+            known = []
+            text = self.text(messages, tools)
+        if len(text) > DENSEST * limit:
+            raise NoRoom(f"{len(text)} characters do not fit into {limit} tokens")
+        whole = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no character
+        new = self.tokenizer.encode(whole, add_special_tokens=False)
+        if stopped and known[-1:] == new[:1]:
+            new = new[1:]  # the answer has ended as the template ends it
+        if len(known) + len(new) >= limit:
+            raise NoRoom(f"{len(known) + len(new)} tokens leave no room below {limit}")
+        return known + new
+
+    def text(self, messages: list[dict], tools: list[dict] | None, prompt: bool = True) -> str:
+        """A conversation; with `prompt` up to where the next answer begins."""
+        rendered: Any = self.tokenizer.apply_chat_template(
+            messages,
+            tools=functions(tools),
+            add_generation_prompt=prompt,
+            tokenize=False,
+            **self.variables,
+        )
+        return rendered
+
+    def after(self, said: Said, new: list[dict]) -> str | None:
+        """What a template writes after an answer, from the token that ends it, for new messages.
+
+        None where it cannot be told from what stands before.
+        """
+        *earlier, answer = map(brief, said.messages)
+        marked = stand_in(answer)
+        _, found, rest = self.text([*earlier, marked, *new], said.tools).partition(MARK)
+        _, known, closing = self.text([QUESTION, marked], None, prompt=False).partition(MARK)
+        tokens = [token for token in self.tokenizer.all_special_tokens if token in closing]
+        end = max(map(closing.rfind, tokens), default=len(closing.rstrip()))
+        clear = found and known and MARK not in rest and rest.startswith(closing[:end])
+        return rest[end:] if clear else None
+
+
+def brief(message: dict) -> dict:
+    """A message with the last one of its calls, as some templates refuse more."""
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": calls[-1:]} if calls else message
+
+
+def stand_in(answer: dict) -> dict:
+    """A message in the place of an answer, which ends with MARK: in a call where that has one."""
+    calls = [
+        call | {"function": call["function"] | {"arguments": {"_": MARK}}}
+        for call in answer.get("tool_calls", ())
+    ]
+    said = {"role": "assistant", "content": "" if calls else MARK}
+    return said | {"tool_calls": calls} if calls else said

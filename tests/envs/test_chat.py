@@ -1,0 +1,153 @@
+"""Conversations of many turns: prompts go on from sampled ids."""
+
+import asyncio
+import random
+
+import pytest
+
+from envs.episode import Turn, stitch
+from envs.sampler import Sampler
+from envs.shared.chat import MARK, Said, Template
+from runtime.settings import Sampling
+from support.chats import CHATML, Scripted, make_tokenizer, spell
+
+TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}]
+# Like Qwen3's: the last answer has its thought, earlier ones lose theirs before a new question.
+FORGETFUL = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content | trim }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Of a model whose template drops earlier thoughts."""
+    return make_tokenizer(FORGETFUL, CHATML, "<|im_end|>")
+
+
+def talker(tokenizer, texts: list[str], limit=4096, drafts=None, variables=None, reasons=()):
+    """A sampler, and its engine that says the texts one after the other, oddly spelled."""
+    dice = random.Random(0)
+    left = list(texts)
+    why = list(reasons) or ["stop"] * len(texts)
+
+    def say(request):
+        reason = why.pop(0)
+        end = [tokenizer.eos_token_id] * (reason == "stop")
+        return spell(tokenizer, left.pop(0), dice) + end, reason
+
+    engine = Scripted(say)
+    settings = Sampling(max_model_len=limit, chat_template_kwargs=variables or {})
+    drafts = [] if drafts is None else drafts
+    return Sampler(engine, tokenizer, settings, 0, drafts, validation=False), engine
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def test_a_prompt_goes_on_from_the_sampled_ids_and_keeps_their_thoughts(tokenizer):
+    sampler, _ = talker(tokenizer, ["<think>the the ban</think>an abane", "the end"])
+    messages = [user("the?")]
+
+    async def twice():
+        turns = [await sampler.chat(messages)]
+        messages.extend((turns[0].message, user("and <|im_end|>?")))
+        return [*turns, await sampler.chat(messages)]
+
+    first, second = asyncio.run(twice())
+    thought = {"reasoning_content": "the the ban"}
+    assert first.message == {"role": "assistant", "content": "an abane"} | thought
+    assert first.message is first.message
+    added = "\n<|im_start|>user\nand <|im_end|>?<|im_end|>\n<|im_start|>assistant\n"
+    known = first.prompt_ids + first.token_ids
+    assert second.prompt_ids == known + tokenizer.encode(added, add_special_tokens=False)
+    assert tokenizer.encode(tokenizer.decode(known), add_special_tokens=False) != known
+    (sample,) = stitch([first, second])
+    sampled = first.token_ids + second.token_ids
+    assert sample.tokens_T[sample.mask_T].tolist() == sampled
+
+
+def test_what_was_said_before_may_be_changed_which_starts_a_new_sequence(tokenizer):
+    sampler, engine = talker(tokenizer, ["<think>a</think>b"] * 4)
+    messages = [user("the?")]
+
+    async def talk():
+        turns = [await sampler.chat(messages)]
+        messages.extend((turns[0].message, user("?")))
+        del messages[1]["reasoning_content"]
+        turns.append(await sampler.chat(messages))
+        messages.extend((turns[1].message, user("!")))
+        turns.append(await sampler.chat(messages, TOOLS))
+        messages.extend((turns[2].message, user(f"say {MARK}")))
+        return [*turns, await sampler.chat(messages, TOOLS)]
+
+    turns = asyncio.run(talk())
+    assert [sample.continues for sample in stitch(turns)] == [False, True, True, True]
+    for turn, said in zip(turns[1:], (2, 4, 6), strict=True):
+        tools = sampler.tools if turn is not turns[1] else None
+        assert turn.prompt_ids == sampler.render(messages[: said + 1], tools)
+
+
+# --- the known answers of NeMo-RL's tests ---------------------------------------------------------
+
+
+def rule(template: str, contents: str, sampled: list[int], reason: str) -> list[int]:
+    """The prompt after an answer between two messages, of a tokenizer whose token 2 ends one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"end" if i == 2 else str(i): i for i in range(100)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end")
+    tokenizer.chat_template = template
+    roles = ("user", "assistant", "user")
+    pairs = zip(roles, contents.split(", "), strict=True)
+    messages = [{"role": role, "content": content} for role, content in pairs]
+    turn = Turn([], sampled, [-1.0] * len(sampled), [0] * len(sampled), reason)
+    said = Said(messages[:-1], None, turn)
+    return Template(tokenizer, {}).prompt(messages, None, said, 1000)
+
+
+PLAIN = (
+    "{% for m in messages %}{{ m.content }}{{ ' end ' if m.role == 'assistant' else ' ' }}"
+    "{% endfor %}{% if add_generation_prompt %}40 41{% endif %}"
+)
+QWEN3 = (
+    "{% for m in messages %}{% if loop.last and m.role == 'assistant' %}88 88 88 {% endif %}"
+    "{{ m.content }}{{ ' end ' if m.role == 'assistant' else ' ' }}"
+    "{% endfor %}{% if add_generation_prompt %}40 41{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "contents", "sampled", "reason", "expected"),
+    [
+        (PLAIN, "9 end, 9, 77 88", [100, 2], "stop", [100, 2, 77, 88, 40, 41]),
+        (PLAIN, "9 end, 9, 77", [100, 101], "length", [100, 101, 2, 77, 40, 41]),
+        (
+            QWEN3,
+            "11 12, 56, 70 71 end",
+            [11, 12, 99, 99, 99, 55, 2],
+            "stop",
+            [11, 12, 99, 99, 99, 55, 2, 70, 71, 2, 40, 41],
+        ),
+        (
+            PLAIN,
+            "11 12 13 40 41, 1001, 21 22",
+            [11, 12, 13, 40, 41, 220, 17, 2],
+            "stop",
+            [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41],
+        ),
+    ],
+)
+def test_the_prefix_rule_has_the_outcome_of_nemo_rl(template, contents, sampled, reason, expected):
+    """What an answer is in the template does not matter; a cut-off one is ended by the template."""
+    assert rule(template, contents, sampled, reason) == expected

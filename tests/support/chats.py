@@ -1,0 +1,80 @@
+"""Small tokenizers with real chat templates, and engines that answer with given texts."""
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from conftest import SHARED
+
+from envs.episode import Turn
+from envs.sampler import Request
+
+CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+LLAMA = ["<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"]
+HEADER = ["<|start_header_id|>", "<|end_header_id|>"]
+SPECIAL = {"llama3_1": LLAMA + HEADER}
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+
+
+def make_tokenizer(template: str, special: list[str], eos: str):
+    """A byte-level tokenizer with some words of several letters, so that a text has many spellings.
+
+    Tags of thoughts and tools are tokens that are not special, as in Qwen3's tokenizer.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("t", "h"), ("th", "e"), ("a", "n"), ("Ġ", "the"), ("a", "b"), ("ab", "an")]
+    merges += [("i", "m"), ("<", "|"), ("Ċ", "Ċ"), ("e", "r"), ("us", "er"), ("u", "s")]
+    merges.sort(key=lambda pair: len("".join(pair)))
+    for left, right in merges:
+        vocab.setdefault(left + right, len(vocab))
+    model = Tokenizer(models.BPE(vocab, merges))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        eos_token=eos,
+        pad_token=special[0],
+        bos_token=special[0],
+        additional_special_tokens=special,
+    )
+    fast.chat_template = template
+    return fast
+
+
+def real(name: str):
+    """A tokenizer with the real chat template of that name."""
+    special = SPECIAL.get(name, CHATML)
+    eos = "<|eot_id|>" if name in SPECIAL else "<|im_end|>"
+    return make_tokenizer((SHARED / "chat_templates" / f"{name}.jinja").read_text(), special, eos)
+
+
+def spell(tokenizer, text: str, dice: random.Random) -> list[int]:
+    """Ids of a text, cut at random places, so that tokenising it again may give others."""
+    ids: list[int] = []
+    while text:
+        n = dice.choice((1, 1, 2, 3, 5, 40))
+        # Never within a tag: an engine that samples one samples its token.
+        while n < len(text) and "<" in text[:n] and ">" not in text[text.rindex("<", 0, n) : n]:
+            n += 1
+        ids += tokenizer.encode(text[:n], add_special_tokens=False)
+        text = text[n:]
+    return ids
+
+
+class Scripted:
+    """An engine that answers each request with what `say` makes of its prompt: ids and reason."""
+
+    def __init__(self, say: Callable[[Request], tuple[list[int], str]]):
+        self.say = say
+        self.requests: list[Request] = []
+        self.generate = SimpleNamespace(remote=self.respond)
+
+    async def respond(self, request: Request) -> list[Turn]:
+        """One answer."""
+        self.requests.append(request)
+        ids, reason = self.say(request)
+        return [Turn(request.prompt_ids, ids, [-1.0] * len(ids), [0] * len(ids), reason)]
