@@ -1,13 +1,16 @@
-"""Conversations of many turns: prompts go on from sampled ids."""
+"""Conversations of many turns: prompts go on from sampled ids, and tools are called in turn."""
 
 import asyncio
+import json
 import random
 
 import pytest
 
 from envs.episode import Turn, stitch
-from envs.sampler import Sampler
+from envs.response import Response
+from envs.sampler import NoRoom, Sampler
 from envs.shared.chat import MARK, Said, Template
+from envs.shared.tools import converse
 from runtime.settings import Sampling
 from support.chats import CHATML, Scripted, make_tokenizer, spell
 
@@ -151,3 +154,82 @@ QWEN3 = (
 def test_the_prefix_rule_has_the_outcome_of_nemo_rl(template, contents, sampled, reason, expected):
     """What an answer is in the template does not matter; a cut-off one is ended by the template."""
     assert rule(template, contents, sampled, reason) == expected
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+
+class Reader(Sampler):
+    """Reads a call where an answer is JSON, as a parser of calls would."""
+
+    async def parse(self, text: str) -> Response:
+        """An answer that is a list of [name, arguments as text] calls these tools."""
+        try:
+            calls = [{"name": name, "arguments": made} for name, made in json.loads(text)]
+        except ValueError:
+            return Response.of(text)
+        told = [{"type": "function_call"} | call for call in calls]
+        return Response(text, content="", tool_calls=told)
+
+
+def talk_with_tools(tokenizer, texts, max_steps=9, limit=4096, reasons=(), output="7"):
+    """What `converse` makes of these answers, and what tools were asked."""
+    asked = []
+
+    async def call(name: str, given: dict) -> str:
+        asked.append((name, given))
+        return output
+
+    sampler, engine = talker(tokenizer, texts, limit=limit, reasons=reasons)
+    sampler.__class__ = Reader
+    talk = asyncio.run(converse(sampler, [user("3 + 4?")], TOOLS, call, max_steps))
+    return talk, asked, engine
+
+
+ADD = '["add", "{\\"a\\": 3}"]'
+
+
+def test_calls_are_made_in_turn_and_their_outputs_read(tokenizer):
+    talk, asked, engine = talk_with_tools(tokenizer, [f"[{ADD}, {ADD}]", f"[{ADD}]", "seven"])
+    assert (talk.ended, len(talk.turns), asked) == ("answer", 3, [("add", {"a": 3})] * 3)
+    roles = [message["role"] for message in talk.messages]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
+    ids = [call["call_id"] for call in talk.calls]
+    assert len(set(ids)) == 3 and all(len(name) == 9 for name in ids)
+    answered = [m["tool_call_id"] for m in talk.messages if m["role"] == "tool"]
+    assert answered == ids
+    assert talk.response == "seven" and talk.response.tool_calls == talk.calls
+    (sample,) = stitch(talk.turns)
+    assert sample.tokens_T[sample.mask_T].tolist() == sum((t.token_ids for t in talk.turns), [])
+    said = tokenizer.decode(sample.tokens_T)
+    assert said.count("<|im_start|>tool\n7<|im_end|>\n") == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ('["sub", "{}"]', "there is no tool 'sub'"),
+        ('["add", "{"]', "the arguments are no JSON object"),
+        ('["add", "[3]"]', "the arguments are no JSON object"),
+        ('["add", ""]', "the arguments are no JSON object"),
+        (f'["add", "{"[" * 100_000}"]', "the arguments are no JSON object"),
+    ],
+)
+def test_a_bad_call_is_told_so(tokenizer, call, error):
+    talk, asked, _ = talk_with_tools(tokenizer, [f"[{call}]", "ok"], limit=1 << 20)
+    assert not asked and json.loads(talk.messages[2]["content"]) == {"error": error}
+    assert talk.calls[0]["name"] in ("add", "sub") and talk.ended == "answer"
+
+
+def test_a_conversation_ends(tokenizer):
+    """By its steps, with the last calls made; by a cut-off answer, whose calls are not made."""
+    talk, asked, _ = talk_with_tools(tokenizer, [f"[{ADD}]"] * 3, max_steps=2)
+    assert (talk.ended, len(talk.turns), len(asked)) == ("steps", 2, 2)
+    talk, asked, _ = talk_with_tools(tokenizer, [f"[{ADD}]"], reasons=["length"])
+    assert (talk.ended, len(talk.turns), asked, len(talk.calls)) == ("length", 1, [], 1)
+    talk, asked, _ = talk_with_tools(tokenizer, [f"[{ADD}]"], limit=400, output="x" * 500)
+    assert (talk.ended, len(talk.turns), len(asked)) == ("room", 1, 1)
+    talk, *_ = talk_with_tools(tokenizer, [f"[{ADD}]"], limit=100, output="\ud800" * (1 << 20))
+    assert talk.ended == "room", "a huge output is not even tokenised"
+    with pytest.raises(NoRoom, match="characters do not fit into 1 tokens"):
+        talk_with_tools(tokenizer, ["a"], limit=1)
