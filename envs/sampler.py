@@ -41,7 +41,8 @@ class Sampler:
     """The policy, as one rollout of an environment sees it; always the same engine.
 
     `drafts` outlives it. Should the engine be lost, the rollout that runs again finds its earlier
-    calls there, as far as their answers had come.
+    calls there, as far as their answers had come. Those with the same prompt are played again: of a
+    conversation until a tool says something else.
     """
 
     def __init__(
@@ -96,10 +97,12 @@ class Sampler:
         if drafted.prompt_ids != prompt_ids or len(drafted.answers) not in (0, n):
             drafted = DraftedCall(prompt_ids, [])
             self.drafts[k:] = [drafted]
-        turns = await self._request(k, n, drafted)
+        whole = drafted.known() == [None] * n  # an engine that was lost later has answered this
+        turns = drafted.turns() if whole else await self._request(k, n, drafted)
         self.drafts[k] = DraftedCall(prompt_ids, [[turn] for turn in turns])
         prompt_end = str(self.tokenizer.decode(prompt_ids[-16:])).rstrip()
         for turn in turns:
+            turn.prompt_ids = prompt_ids  # the engine has sent a copy
             turn.text = answer_text(self.tokenizer, turn)
             turn.opening = "<think>" if prompt_end.endswith("<think>") else ""
         parsed = await together(self.parse(turn.opening + turn.text) for turn in turns)

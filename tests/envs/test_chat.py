@@ -3,14 +3,17 @@
 import asyncio
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 
+from envs import sampler as sampler_module
 from envs.episode import Turn, stitch
 from envs.response import Response
 from envs.sampler import NoRoom, Sampler
 from envs.shared.chat import MARK, Said, Template
 from envs.shared.tools import converse
+from runtime.drafts import DraftBook
 from runtime.settings import Sampling
 from support.chats import CHATML, Scripted, make_tokenizer, spell
 
@@ -233,3 +236,60 @@ def test_a_conversation_ends(tokenizer):
     assert talk.ended == "room", "a huge output is not even tokenised"
     with pytest.raises(NoRoom, match="characters do not fit into 1 tokens"):
         talk_with_tools(tokenizer, ["a"], limit=1)
+
+
+# --- engines that are lost ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_lost_engine_costs_only_what_the_tools_say_differently(tokenizer, monkeypatch, same):
+    """The retry plays the answers again that it has, and asks tools again, without the engine."""
+    monkeypatch.setattr(sampler_module, "DRAFT_SECONDS", 0.01)
+    texts = [f"[{ADD}]", f"[{ADD}, {ADD}]", "seven"]
+    said = []
+
+    async def call(name: str, given: dict) -> str:
+        said.append(len(said))
+        return "7" if same else str(len(said))
+
+    def attempt(sampler):
+        sampler.__class__ = Reader
+        return asyncio.run(converse(sampler, [user("3 + 4?")], TOOLS, call, 9))
+
+    book = DraftBook()
+    row = ("slot", 1, 1)
+    dying, engine = talker(tokenizer, texts[:2])
+
+    async def respond(request):
+        if len(engine.requests) < 2:
+            return await engine.respond(request)
+        while not asked_drafts:
+            await asyncio.sleep(0.01)
+        raise RuntimeError("lost")
+
+    async def since(name, known):
+        asked_drafts.append(known)
+        return [Turn([], ids, [-1.0] * 3, [0] * 3, "")]
+
+    asked_drafts = []
+    ids = tokenizer.encode("sev", add_special_tokens=False)
+    engine.generate.remote = respond
+    engine.drafts = SimpleNamespace(remote=since)
+    with pytest.raises(RuntimeError, match="lost"), book.of(*row) as (drafts,):
+        dying.drafts = drafts
+        attempt(dying)
+    first, second = (drafted.answers[0][0] for drafted in drafts[:2])
+    again, other = talker(tokenizer, texts[2:] if same else texts[1:])
+    with book.of(*row) as (drafts,):
+        again.drafts = drafts
+        talk = attempt(again)
+    assert talk.turns[0].token_ids == first.token_ids
+    assert len(said) == 6 and talk.ended == "answer" and talk.response == "seven"
+    if same:
+        (request,) = other.requests
+        assert [draft.token_ids for draft in request.drafts] == [ids]
+        assert talk.turns[1].token_ids == second.token_ids
+    else:
+        assert [request.drafts for request in other.requests] == [[], []]
+        assert "tool\n4<|im_end|>" in tokenizer.decode(other.requests[0].prompt_ids)
+    assert len(stitch(talk.turns)) == 1 and not book.groups

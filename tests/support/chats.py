@@ -1,6 +1,7 @@
 """Small tokenizers with real chat templates, and engines that answer with given texts."""
 
 import random
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ LLAMA = ["<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"]
 HEADER = ["<|start_header_id|>", "<|end_header_id|>"]
 SPECIAL = {"llama3_1": LLAMA + HEADER}
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+TAG = re.compile(f"({'|'.join(TAGS)})")
+SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 
 
 def make_tokenizer(template: str, special: list[str], eos: str):
@@ -53,15 +56,19 @@ def real(name: str):
 
 
 def spell(tokenizer, text: str, dice: random.Random) -> list[int]:
-    """Ids of a text, cut at random places, so that tokenising it again may give others."""
+    """Ids of a text, cut at random places, so that tokenising it again may give others.
+
+    Tags are one token each, as an engine samples them; what looks like a special token is none.
+    """
     ids: list[int] = []
-    while text:
-        n = dice.choice((1, 1, 2, 3, 5, 40))
-        # Never within a tag: an engine that samples one samples its token.
-        while n < len(text) and "<" in text[:n] and ">" not in text[text.rindex("<", 0, n) : n]:
-            n += 1
-        ids += tokenizer.encode(text[:n], add_special_tokens=False)
-        text = text[n:]
+    for part in TAG.split(text):
+        while part and part not in TAGS:
+            special = SPECIAL_TOKEN.search(part)
+            n = dice.choice((1, 1, 2, 3, 5, 40))
+            n = min(n, special.start() + 2) if special else n
+            ids += tokenizer.encode(part[:n], add_special_tokens=False)
+            part = part[n:]
+        ids += tokenizer.encode(part, add_special_tokens=False)
     return ids
 
 
