@@ -585,7 +585,8 @@ class Generator:
         name = self.written.request_id(request.name, j)
         outputs = self.engine.generate(prompt, params, name, priority=request.priority)
         async for output in outputs:
-            draft = draft.extended(Turn.from_vllm([], output.outputs[0]))
+            new = Turn.from_vllm([], output.outputs[0], cached=output.num_cached_tokens or 0)
+            draft = draft.extended(new)
         self.written.finish(request.name, j, draft)
         return draft
 

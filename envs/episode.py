@@ -36,6 +36,7 @@ class Turn:
     opening: str = ""  # "<think>" where the prompt has begun the answer so
     # Which experts saw each token of prompt and answer but the last, which the engine did not read.
     routes: np.ndarray | None = None  # [tokens - 1, layers, experts]
+    cached: int = 0  # tokens of the prompt that the engine found in its prefix cache
 
     parsed: Response | None = None  # by the parsers of the configuration, once
 
@@ -62,7 +63,9 @@ class Turn:
         return message
 
     @classmethod
-    def from_vllm(cls, prompt_ids: list[int], answer: "CompletionOutput", start: int = 0) -> "Turn":
+    def from_vllm(
+        cls, prompt_ids: list[int], answer: "CompletionOutput", start: int = 0, cached: int = 0
+    ) -> "Turn":
         """An answer of vLLM from token `start` on; its spans become one version for each token.
 
         Raises RuntimeError where something else than the policy or the length limit ended it, or
@@ -79,7 +82,8 @@ class Turn:
             counts = f"{len(ids)} tokens, {len(logps)} logprobs and {len(versions)} versions"
             raise RuntimeError(f"vLLM returned {counts}, expected equally many")
         routes = answer.routed_experts
-        return cls(prompt_ids, ids, logps, versions, answer.finish_reason, routes=routes)
+        said = (prompt_ids, ids, logps, versions, answer.finish_reason)
+        return cls(*said, routes=routes, cached=cached)
 
     def extended(self, more: "Turn") -> "Turn":
         """This draft and what came after it."""
@@ -90,6 +94,7 @@ class Turn:
             self.versions + more.versions,
             more.finish_reason,
             routes=more.routes,
+            cached=more.cached,
         )
 
     def after(self, n: int) -> "Turn":
@@ -113,6 +118,7 @@ class SampleInfo:
     truncated: bool
     env: str
     continues: bool = False
+    cache_hits: float = -1.0
     dataset: str = ""
     components: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -138,6 +144,7 @@ class Sample:
     dataset: str = ""  # what the row calls the data set that it is from
     components: dict[str, float] = dataclasses.field(default_factory=dict)  # of Reward.info
     continues: bool = False  # an episode whose earlier tokens are in another sequence
+    cache_hits: float = -1.0  # share of later turns' prompts in the prefix cache; -1: no later turn
     routes_T: np.ndarray | None = None  # int16 [T, layers, experts], -1 where unknown
 
     @classmethod
@@ -180,6 +187,7 @@ class Sample:
             dataset=self.dataset,
             components=self.components,
             continues=self.continues,
+            cache_hits=self.cache_hits,
         )
 
 
@@ -256,6 +264,7 @@ def join(turns: list[Turn]) -> Sample:
         logps += [0.0] * len(added) + turn.logps
         versions += [-1] * len(added) + turn.versions
         flaws += [0] * len(added) + [FLAWS.index(turn.judged.malformed)] * answered
+    later = sum(len(turn.prompt_ids) for turn in turns[1:])
     return Sample(
         tokens_T=np.array(tokens, np.int32),
         mask_T=np.array(mask, bool),
@@ -263,6 +272,7 @@ def join(turns: list[Turn]) -> Sample:
         version_T=np.array(versions, np.int32),
         flaw_T=np.array(flaws, np.int8),
         truncated=turns[-1].finish_reason == "length",
+        cache_hits=sum(turn.cached for turn in turns[1:]) / later if later else -1.0,
         routes_T=join_routes(turns, len(tokens)),
     )
 

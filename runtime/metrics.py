@@ -230,6 +230,8 @@ def rollout_metrics(groups: list["Group"], step: int) -> dict[str, float]:
     }
     if broken := len(infos) - len(answers):
         found["broken_prefixes"] = broken
+    if hits := [info.cache_hits for info in infos if info.cache_hits >= 0]:
+        found["prefix_cache_hits"] = statistics.fmean(hits)
     for suffix, part in by_origin(of_group).items():
         found |= {name + suffix: value for name, value in answer_metrics(part).items()}
     return found | component_metrics(answers)

@@ -267,7 +267,8 @@ def metric_keys() -> set[str]:
     batch = pack([sample], Update(1, 1, [[(0, 0)]]), Config())
     stats = policy_loss(-torch.ones(2), batch, Config()).stats
     keys = set(mean_metrics([step_metrics(reduce_stats([stats]), 1, 1.0)]))
-    infos = [part.info() for part in (sample, dataclasses.replace(sample, continues=True))]
+    later = dataclasses.replace(sample, continues=True, cache_hits=0.5)
+    infos = [part.info() for part in (sample, later)]
     keys |= set(rollout_metrics([Group(0, 0, 1, infos, None)], 0))
     keys |= set(RolloutBuffer(1, 1).meters())
     keys |= set(validation_metrics([infos[:1] * 2], 2, 1))
@@ -289,7 +290,8 @@ def metric_keys() -> set[str]:
 
 def test_metrics_are_few():
     # Of models with experts, environments with several turns, validation rows that fail alone.
-    keys = metric_keys() - {"routing_replay_hit_rate", "broken_prefixes", "validation_dropped"}
+    some = {"routing_replay_hit_rate", "broken_prefixes", "prefix_cache_hits", "validation_dropped"}
+    keys = metric_keys() - some
     assert {"loss", "grad_norm", "reward", "sync_transfer", "validation_reward"} <= keys
     assert len(keys) <= 41, sorted(keys)
 

@@ -162,6 +162,7 @@ def test_info():
         "truncated": True,
         "env": "",
         "continues": False,
+        "cache_hits": 0.0,
         "dataset": "",
         "components": {},
     }
@@ -233,12 +234,24 @@ def test_a_turn_takes_ids_logprobs_and_version_spans_from_vllm():
     )
     expected = Turn([1, 2], [7, 8, 9], [-0.5, -1.0, -1.5], [4, 4, 5], "length")
     assert Turn.from_vllm([1, 2], answer) == expected
+    assert Turn.from_vllm([1, 2], answer, cached=2).cached == 2
     answer.finish_reason = "abort"
     with pytest.raises(RuntimeError, match="vLLM ended a request with 'abort'"):
         Turn.from_vllm([1, 2], answer)
     answer.finish_reason, answer.token_ids = "stop", (7, 8)
     with pytest.raises(RuntimeError, match="2 tokens, 3 logprobs and 3 versions"):
         Turn.from_vllm([1, 2], answer)
+
+
+def test_prefix_cache_hits_are_those_of_later_turns():
+    turns = [turn([7, 8], [1, 2]), turn([7, 8, 1, 2, 9], [4]), turn([5], [6])]
+    for made, cached in zip(turns, (2, 4, 1), strict=True):
+        made.cached = cached
+    longer = turn([7, 8, 1, 2, 9, 4, 3, 3, 3, 3], [5])
+    longer.cached = 8
+    assert [sample.info().cache_hits for sample in stitch([*turns[:2], longer])] == [12 / 15]
+    alone = [sample.cache_hits for sample in stitch(turns)]
+    assert alone == [0.8, -1.0], "a sequence of one turn has no later prompt"
 
 
 # --- experts --------------------------------------------------------------------------------------

@@ -128,7 +128,13 @@ def test_answers_count_once_in_how_many_sequences_they_lie():
     found = metrics.rollout_metrics([SimpleNamespace(infos=infos)], 5)
     assert (found["reward"], found["broken_prefixes"], found["lag_max"]) == (0.5, 2, 1)
     whole = metrics.rollout_metrics([SimpleNamespace(infos=infos[:1])], 5)
-    assert "broken_prefixes" not in whole
+    assert not {"broken_prefixes", "prefix_cache_hits"} & set(whole)
+
+
+def test_prefix_cache_hits_are_the_mean_over_sequences_of_several_turns():
+    hits = [answer(0.0, cache_hits=share) for share in (0.5, 1.0)]
+    groups = [SimpleNamespace(infos=infos) for infos in ([*hits, answer(0.0)], [answer(0.0)])]
+    assert metrics.rollout_metrics(groups, 0)["prefix_cache_hits"] == 0.75
 
 
 def test_an_answer_without_tokens_has_no_lag():
