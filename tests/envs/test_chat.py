@@ -1,6 +1,7 @@
 """Conversations of many turns: prompts go on from sampled ids, and tools are called in turn."""
 
 import asyncio
+import copy
 import json
 import random
 from types import SimpleNamespace
@@ -99,6 +100,28 @@ def test_what_was_said_before_may_be_changed_which_starts_a_new_sequence(tokeniz
     for turn, said in zip(turns[1:], (2, 4, 6), strict=True):
         tools = sampler.tools if turn is not turns[1] else None
         assert turn.prompt_ids == sampler.render(messages[: said + 1], tools)
+
+
+def test_a_template_that_hides_the_answer_forces_a_new_sequence(tokenizer):
+    """One that shows the last message alone; `stitch` counts it."""
+    sampler, _ = talker(tokenizer, ["the", "ban"])
+    sampler.tokenizer = copy.deepcopy(tokenizer)
+    sampler.tokenizer.chat_template = FORGETFUL.replace(
+        "m in messages %}<|", "m in messages[-1:] %}<|"
+    )
+    messages = [user("the?")]
+
+    async def twice():
+        turns = [await sampler.chat(messages)]
+        messages.extend((turns[0].message, user("and?")))
+        return [*turns, await sampler.chat(messages)]
+
+    turns = asyncio.run(twice())
+    assert tokenizer.decode(turns[1].prompt_ids).count("<|im_start|>") == 2
+    samples = stitch(turns)
+    assert [sample.info().continues for sample in samples] == [False, True]
+    trained = [sample.tokens_T[sample.mask_T].tolist() for sample in samples]
+    assert trained == [turn.token_ids for turn in turns]
 
 
 # --- the known answers of NeMo-RL's tests ---------------------------------------------------------
