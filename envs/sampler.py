@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from runtime.settings import Sampling
 
+# A megabyte takes a tokenizer a second, in which it lets other threads work.
+RENDERERS = ThreadPoolExecutor(4)
 DRAFT_SECONDS = 5.0  # what a lost engine may cost of an answer that it was writing
 
 
@@ -82,8 +85,10 @@ class Sampler:
         starts a new sample, as `stitch` sees it. Raises NoRoom.
         """
         self.tools = tools
-        template = Template(self.tokenizer, self.sampling.chat_template_kwargs)
-        prompt_ids = template.prompt(messages, tools, self.said, self.sampling.max_model_len)
+        prompt = Template(self.tokenizer, self.sampling.chat_template_kwargs).prompt
+        limit = self.sampling.max_model_len
+        rendering = RENDERERS.submit(prompt, messages, tools, self.said, limit)
+        prompt_ids = await asyncio.wrap_future(rendering)
         (turn,) = await self.generate(prompt_ids)
         said = [dict(message) for message in (*messages, turn.message)]
         self.said = Said(said, tools, turn)
