@@ -1,17 +1,21 @@
 """A real vLLM engine and a real trainer in one process: parity, in-flight updates, prefix cache."""
 
 import asyncio
+import dataclasses
 import itertools
 import pickle
 import uuid
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import make_config
 
-from envs.sampler import Request
+from envs.episode import stitch
+from envs.rows import load_tokenizer
+from envs.sampler import Request, Sampler
 from runtime.probe import prompts
 from support.configs import changed
 
@@ -203,6 +207,34 @@ def test_no_prefix_is_shared_between_versions(pair):
     before, after = pair.run(scenario())
     gap = (trainer_logprobs(pair, [after]) - torch.tensor(after.logps)).abs().max()
     assert gap < TOLERANCE and after.versions[0] == before.versions[0] + 1 == pair.version
+
+
+def test_a_conversation_finds_its_prefix_in_the_cache_until_an_update(pair):
+    """Three answers in one sequence; the trainer agrees with what the engine says of all tokens."""
+    engine = SimpleNamespace(generate=SimpleNamespace(remote=pair.generator.generate))
+    sampling = dataclasses.replace(pair.cfg.sampling, max_response_tokens=20)
+    sampler = Sampler(engine, load_tokenizer(pair.cfg.model), sampling, 7, [], validation=False)
+
+    async def scenario():
+        messages, turns = [], []
+        for words in ("a word " * 25, "again", "and again"):
+            messages.append({"role": "user", "content": words})
+            turns.append(await sampler.chat(messages))
+            messages.append(turns[-1].message)
+            if len(turns) == 2:
+                await pair.next()
+        return turns
+
+    turns = pair.run(scenario())
+    known = [len(turn.prompt_ids) + len(turn.token_ids) for turn in turns]
+    assert turns[0].cached == 0 and 0 < known[0] - turns[1].cached <= 128, "whole blocks are kept"
+    assert turns[2].cached == 0, "those of an older policy are not found"
+    (sample,) = stitch(turns)
+    assert len(sample.tokens_T) == known[2]
+    assert sample.cache_hits == turns[1].cached / (len(turns[1].prompt_ids + turns[2].prompt_ids))
+    assert [turn.versions[0] for turn in turns] == [pair.version - 1] * 2 + [pair.version]
+    gap = (trainer_logprobs(pair, turns[2:]) - torch.tensor(turns[2].logps)).abs().max()
+    assert gap < TOLERANCE
 
 
 def test_same_seed_same_answers(pair):
