@@ -231,6 +231,22 @@ def test_calls_are_made_in_turn_and_their_outputs_read(tokenizer):
     assert said.count("<|im_start|>tool\n7<|im_end|>\n") == 3
 
 
+def test_a_template_may_refuse_outputs_without_their_calls_and_several_calls(tokenizer):
+    """As those of gpt-oss and Llama 3 do: what stands in for an answer has one call."""
+    strict = copy.deepcopy(tokenizer)
+    before = "messages[loop.index0 - 1]"
+    strict.chat_template = FORGETFUL.replace(
+        "m in messages %}<|",
+        "m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 or m.role == 'tool' and "
+        f"not ({before}.tool_calls or {before}.role == 'tool') %}}"
+        "{{ raise_exception('refused') }}{% endif %}<|",
+    )
+    talk, asked, _ = talk_with_tools(strict, [f"[{ADD}, {ADD}]", f"[{ADD}]", "seven"])
+    assert len(asked) == 3 and len(stitch(talk.turns)) == 1
+    with pytest.raises(Exception, match="refused"):
+        Template(strict, {}).text(talk.messages, TOOLS)
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [
