@@ -2,10 +2,10 @@
 
     prompt ids + sampled ids + the ids of what the chat template writes after that answer
 
-What it writes there is found behind a stand-in for the answer. So it does not matter how a template
-shows earlier turns: it may drop their thoughts, and they stay. This is the outcome of NeMo-RL's
-prefix rule (models/generation/openai_server_utils.py). That one counts the tokens that end
-messages, which an answer can spell; this one looks for a word that no answer knows.
+What it writes there is found behind a word that stands in for the answer. So it does not matter how
+a template shows earlier turns: it may drop their thoughts, and they stay; nor what they hold. This
+is the outcome of NeMo-RL's prefix rule (models/generation/openai_server_utils.py), which counts the
+tokens that end messages instead. An answer can spell those.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,9 +84,10 @@ class Template(NamedTuple):
 
         None where it cannot be told from what stands before.
         """
-        *earlier, answer = map(brief, said.messages)
-        marked = stand_in(answer)
-        _, found, rest = self.text([*earlier, marked, *new], said.tools).partition(MARK)
+        *earlier, answer = said.messages
+        told = [stand_in(m, "-") if m["role"] == "assistant" else m for m in earlier]
+        marked = stand_in(answer, MARK)
+        _, found, rest = self.text([*told, marked, *new], said.tools).partition(MARK)
         _, known, closing = self.text([QUESTION, marked], None, prompt=False).partition(MARK)
         tokens = [token for token in self.tokenizer.all_special_tokens if token in closing]
         end = max(map(closing.rfind, tokens), default=len(closing.rstrip()))
@@ -94,17 +95,14 @@ class Template(NamedTuple):
         return rest[end:] if clear else None
 
 
-def brief(message: dict) -> dict:
-    """A message with the last one of its calls, as some templates refuse more."""
-    calls = message.get("tool_calls")
-    return message | {"tool_calls": calls[-1:]} if calls else message
+def stand_in(answer: dict, word: str) -> dict:
+    """A message in the place of an answer that says one word, in a call where the answer has one.
 
-
-def stand_in(answer: dict) -> dict:
-    """A message in the place of an answer, which ends with MARK: in a call where that has one."""
+    It has one call at most, as some templates refuse more.
+    """
     calls = [
-        call | {"function": call["function"] | {"arguments": {"_": MARK}}}
-        for call in answer.get("tool_calls", ())
+        call | {"function": call["function"] | {"arguments": {"_": word}}}
+        for call in answer.get("tool_calls", ())[-1:]
     ]
-    said = {"role": "assistant", "content": "" if calls else MARK}
+    said = {"role": "assistant", "content": "" if calls else word}
     return said | {"tool_calls": calls} if calls else said

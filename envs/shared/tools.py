@@ -70,7 +70,7 @@ async def converse(
 async def answered(call: Call, told: dict[str, str], names: set[str]) -> str:
     """What a tool says to a call, or what is wrong with the call."""
     if told["name"] not in names:
-        return json.dumps({"error": f"there is no tool {told['name']!r}"})
+        return json.dumps({"error": f"there is no tool {told['name'][:100]!r}"})
     given = arguments(told)
     if not isinstance(given, dict):
         return json.dumps({"error": "the arguments are no JSON object"})

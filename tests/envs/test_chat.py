@@ -124,6 +124,29 @@ def test_a_template_that_hides_the_answer_forces_a_new_sequence(tokenizer):
     assert trained == [turn.token_ids for turn in turns]
 
 
+def test_what_earlier_answers_hold_does_not_matter(tokenizer):
+    """Neither arguments that no template can write as JSON, nor the word that marks answers."""
+    nested: dict = {}
+    for _ in range(5000):
+        nested = {"a": nested}
+    sampler, _ = talker(tokenizer, [MARK, "the", "ban"])
+    messages = [user("the?")]
+
+    async def talk():
+        turns = []
+        for _ in range(3):
+            turns.append(await sampler.chat(messages))
+            call = {"tool_calls": [{"function": {"name": "add", "arguments": nested}}]}
+            turns[-1].message.update(call)
+            sampler.said.messages[-1].update(call)  # as if it had said so
+            messages.extend((turns[-1].message, user("and?")))
+        return turns
+
+    assert len(stitch(asyncio.run(talk()))) == 1
+    with pytest.raises(RecursionError):
+        sampler.render(messages)
+
+
 # --- the known answers of NeMo-RL's tests ---------------------------------------------------------
 
 
