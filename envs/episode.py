@@ -100,7 +100,7 @@ class Turn:
     def after(self, n: int) -> "Turn":
         """What came after the first n tokens; without the prompt, which whoever asks has."""
         rest = (self.token_ids[n:], self.logps[n:], self.versions[n:])
-        return Turn([], *rest, self.finish_reason, routes=self.routes)
+        return Turn([], *rest, self.finish_reason, routes=self.routes, cached=self.cached)
 
 
 @dataclasses.dataclass

@@ -88,7 +88,7 @@ class Template(NamedTuple):
         told = [stand_in(m, "-") if m["role"] == "assistant" else m for m in earlier]
         marked = stand_in(answer, MARK)
         _, found, rest = self.text([*told, marked, *new], said.tools).partition(MARK)
-        _, known, closing = self.text([QUESTION, marked], None, prompt=False).partition(MARK)
+        _, known, closing = self.text([QUESTION, marked], said.tools, prompt=False).partition(MARK)
         tokens = [token for token in self.tokenizer.all_special_tokens if token in closing]
         end = max(map(closing.rfind, tokens), default=len(closing.rstrip()))
         clear = found and known and MARK not in rest and rest.startswith(closing[:end])

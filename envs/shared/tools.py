@@ -36,7 +36,9 @@ class Talk:
 async def converse(
     sampler: "Sampler", messages: list[dict], tools: list[dict] | None, call: Call, max_steps: int
 ) -> Talk:
-    """Lets the policy answer and call tools, at most `max_steps` answers long.
+    """Lets the policy answer and call tools, for at most `max_steps` answers.
+
+    An answer without a call ends it, also one that only thinks, as in Super's configuration.
 
     `call` may say what went wrong; what it raises ends the rollout. It is not asked for what is no
     tool of `tools`, nor with arguments that are no JSON object: the policy sees an `error`. The
