@@ -98,31 +98,34 @@ async def episode(engine: Engine, tokenizer, turns: int, tokens: int) -> tuple[i
 
 async def main(tokenizer, episodes: int, turns: int, tokens: int) -> None:
     """Plays WAVES of them, and prints a line of each."""
-    stops: list[float] = []
+    busy: list[float] = []  # processor seconds of the event loop's thread between two ticks
+    held: list[float] = []
 
     async def watch() -> None:
         while True:
-            began = time.perf_counter()
+            began = time.thread_time()
             await asyncio.sleep(TICK)
-            stops.append(time.perf_counter() - began - TICK)
+            busy.append(1e3 * (time.thread_time() - began))
+            held.append(memory())
 
     watcher = asyncio.ensure_future(watch())
+    print(
+        "   ended  turns  tokens  ended by     ms a turn  event loop busy: 99 %, at most  GiB held"
+    )
     for wave in range(WAVES):
-        began, used = time.perf_counter(), time.process_time()
+        used = time.process_time()
         engines = [Engine(tokenizer, turns, episodes * wave + i) for i in range(episodes)]
         work = [episode(engine, tokenizer, turns, tokens) for engine in engines]
         counts, lengths, ended = zip(*await asyncio.gather(*work), strict=True)
         seconds = time.process_time() - used - sum(engine.seconds for engine in engines)
         print(
-            f"{len(counts)} of {episodes} episodes of {sum(counts) / episodes:.0f} turns and",
-            end="",
+            f"{len(counts):8} {sum(counts) / episodes:6.0f} {sum(lengths) / episodes:7.0f}", end=""
         )
-        print(f" {sum(lengths) / episodes:.0f} tokens ended, by {sorted(set(ended))}")
-        print(f"  {1e3 * seconds / sum(counts):.2f} ms of processor a turn;", end="")
-        print(f" {time.perf_counter() - began:.0f} s, held {memory():.2f} GiB afterwards", end="")
-        print(f", the event loop stood still for {1e3 * max(stops):.0f} ms at most,", end="")
-        print(f" {1e3 * sorted(stops)[-1 - len(stops) // 100]:.0f} ms in 99 % of the ticks")
-        stops.clear()
+        print(f"  {', '.join(sorted(set(ended))):12} {1e3 * seconds / sum(counts):9.2f}", end="")
+        print(f"  {sorted(busy)[-1 - len(busy) // 100]:19.0f} {max(busy):8.0f} ms", end="")
+        print(f"  {max(held):.2f}, {memory():.2f} afterwards")
+        busy.clear()
+        held.clear()
     watcher.cancel()
 
 
