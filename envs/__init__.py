@@ -192,8 +192,10 @@ async def verify(row: dict, response: str) -> Reward:
 def configure(cfg: "RunSettings") -> "PreTrainedTokenizerBase":
     """Hands the configuration to the environments of this process; returns the tokenizer."""
     from envs.rows import load_tokenizer
+    from envs.shared import judge
 
     services.configure(cfg.services)
+    judge.configure(cfg.timeouts.rollout, cfg.rollout_workers)
     return load_tokenizer(cfg.model)
 
 

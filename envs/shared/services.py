@@ -7,6 +7,8 @@ import shutil
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from envs.shared import endpoints
+
 
 @dataclass(frozen=True)
 class Services:
@@ -35,6 +37,11 @@ class Services:
     nemo_gym: str = ""
     """Address of NeMo-Gym's head server, for rows whose agent runs there: http://HOST:PORT."""
 
+    def __post_init__(self) -> None:
+        """Refuses judges that no call could be made to. Raises ValueError."""
+        for name, judge in self.judges.items():
+            endpoints.check(f"services.judges[{name!r}]", judge)
+
 
 EXPECTED = {
     "lean": "a command such as `env LEAN_PATH=... /opt/lean/bin/lean` (elan installs Lean, `lake "
@@ -57,9 +64,12 @@ def current() -> Services:
 def problem(need: str) -> str:
     """What keeps environments from something that they need, and how to get it; "" for nothing.
 
-    `need` is "sandbox", "checks" (whose answers run as code), or the name of a setting in Services
-    that must not be empty.
+    `need` is "sandbox", "checks" (whose answers run as code), "judges.NAME", or the name of a
+    setting in Services that must not be empty.
     """
+    setting, _, judge = need.partition(".")
+    if judge and setting == "judges":
+        return endpoints.problem(judge, current().judges.get(judge, {}))
     return _problem(need, current())
 
 

@@ -1,0 +1,106 @@
+"""Where judges are served: what the configuration may say of it, and what is missing.
+
+No address may be there when a run starts: launch/judges.sh adds each to the file that JUDGES_FILE
+names, as "NAME http://HOST:PORT/v1", once the server answers. A big model takes half an hour.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ADDRESS = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
+KEYS = ("url", "model", "concurrency", "sampling")
+OWN = {"messages", "model", "n", "stream"}  # parameters that a call sets by itself
+SECONDS = 5.0  # that a server may take to say what it serves, before a run starts
+
+
+def check(at: str, judge: dict[str, Any]) -> None:
+    """Raises ValueError naming field, value and expectation where a judge is malformed."""
+    urls = judge.get("url") or []
+    urls = urls if isinstance(urls, list) else [urls]
+    count, sampling = judge.get("concurrency", 1), judge.get("sampling", {})
+    is_dict = isinstance(sampling, dict)
+    wrong = [(key, judge[key], f"one of {', '.join(KEYS)}") for key in judge if key not in KEYS]
+    wrong += [("url", url, "http://HOST:PORT/v1") for url in urls if not is_address(url)]
+    if not isinstance(judge.get("model", ""), str):
+        wrong.append(("model", judge["model"], "the name that the server gives it, or ''"))
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        wrong.append(("concurrency", count, "calls at once, 1 or more"))
+    if not is_dict or not all(isinstance(key, str) for key in sampling):
+        wrong.append(("sampling", sampling, "a dictionary such as {'temperature': 0.0}"))
+    elif own := sorted(OWN & sampling.keys()):
+        wrong.append(("sampling", sampling, f"no {own[0]!r}, which each call sets itself"))
+    for key, value, expected in wrong:
+        raise ValueError(f"{at}[{key!r}] = {value!r}, expected {expected}")
+
+
+def is_address(url: Any) -> bool:
+    """Whether calls can be made to a URL."""
+    return isinstance(url, str) and bool(ADDRESS.fullmatch(url))
+
+
+def addresses(name: str, judge: dict[str, Any]) -> list[str]:
+    """Where a judge is served: by its configuration or, without a url, by JUDGES_FILE."""
+    urls = judge.get("url") or []
+    found = urls if isinstance(urls, list) else [urls]
+    if not found:
+        lines = text_of(os.environ.get("JUDGES_FILE")).rpartition("\n")[0].splitlines()
+        pairs = [line.split() for line in lines]
+        found = [pair[1] for pair in pairs if len(pair) == 2 and pair[0] == name]
+    return list(dict.fromkeys(url.rstrip("/") for url in found if is_address(url)))
+
+
+def text_of(path: str | None) -> str:
+    """The text of a file; "" where there is none yet."""
+    with contextlib.suppress(OSError):
+        return Path(path or "").read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def problem(name: str, judge: dict[str, Any]) -> str:
+    """Why a run could not ask a judge, and how to mend it; "" for nothing.
+
+    A server that does not answer is none: the run waits for it. One that answers must serve it.
+    """
+    return _problem(name, json.dumps(judge), *map(os.environ.get, ("JUDGES_FILE", "JUDGES")))
+
+
+@functools.cache  # it is asked for every row
+def _problem(name: str, judge: str, file: str | None, promised: str | None) -> str:
+    settings = json.loads(judge)
+    if found := addresses(name, settings):
+        with ThreadPoolExecutor(len(found)) as pool:
+            answers = pool.map(lambda url: unserved(url, settings.get("model", "")), found)
+            return next(filter(None, answers), "")
+    lines = [line.split() for line in (promised or "").splitlines()]
+    if file and (not promised or name in [line[0] for line in lines if line]):
+        return ""
+    lacks = "JUDGES has no line for it" if file else "JUDGES_FILE is not set"
+    url = f"services.judges = {{{name!r}: {{'url': 'http://HOST:PORT/v1'}}}}"
+    return f"no url, and {lacks}: expected {url}, or `{name} MODEL GPUS` in JUDGES (docs/judges.md)"
+
+
+def unserved(url: str, model: str) -> str:
+    """What is wrong with a server that answers; "" for nothing, or for one that does not answer."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as runs ask it
+    try:
+        with opener.open(f"{url}/models", timeout=SECONDS) as answer:
+            served = [entry["id"] for entry in json.loads(answer.read())["data"]]
+    except urllib.error.HTTPError as error:
+        starts = error.code in (408, 429) or error.code >= 500
+        expected = "expected a server of OpenAI's protocol, as vLLM's"
+        return "" if starts else f"GET {url}/models: status {error.code}, {expected}"
+    except OSError:
+        return ""
+    except (ValueError, TypeError, LookupError):
+        return f"GET {url}/models gave no list of models, expected OpenAI's protocol, as vLLM's"
+    if not served or (model and model not in served):
+        return f"{url} serves {', '.join(map(str, served))}, expected {model or 'a model'!r}"
+    return ""
