@@ -18,6 +18,7 @@ from typing import Any
 ADDRESS = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 KEYS = ("url", "model", "concurrency", "sampling")
 OWN = {"messages", "model", "n", "stream"}  # parameters that a call sets by itself
+VARIABLES = ("JUDGES_FILE", "JUDGES", "JUDGE_NODES")  # of launch/grpo.sbatch
 SECONDS = 5.0  # that a server may take to say what it serves, before a run starts
 
 
@@ -69,20 +70,21 @@ def problem(name: str, judge: dict[str, Any]) -> str:
 
     A server that does not answer is none: the run waits for it. One that answers must serve it.
     """
-    return _problem(name, json.dumps(judge), *map(os.environ.get, ("JUDGES_FILE", "JUDGES")))
+    return _problem(name, json.dumps(judge), *(os.environ.get(key, "") for key in VARIABLES))
 
 
 @functools.cache  # it is asked for every row
-def _problem(name: str, judge: str, file: str | None, promised: str | None) -> str:
+def _problem(name: str, judge: str, file: str, served: str, nodes: str) -> str:
     settings = json.loads(judge)
     if found := addresses(name, settings):
         with ThreadPoolExecutor(len(found)) as pool:
             answers = pool.map(lambda url: unserved(url, settings.get("model", "")), found)
             return next(filter(None, answers), "")
-    lines = [line.split() for line in (promised or "").splitlines()]
-    if file and (not promised or name in [line[0] for line in lines if line]):
+    names = [line.split()[0] for line in served.splitlines() if line.strip()]
+    comes = bool(file) or nodes not in ("", "0")  # with a job that has yet to be submitted, perhaps
+    if comes and (name in names or not names):
         return ""
-    lacks = "JUDGES has no line for it" if file else "JUDGES_FILE is not set"
+    lacks = "JUDGES has no line for it" if comes else "neither JUDGES_FILE nor JUDGE_NODES is set"
     url = f"services.judges = {{{name!r}: {{'url': 'http://HOST:PORT/v1'}}}}"
     return f"no url, and {lacks}: expected {url}, or `{name} MODEL GPUS` in JUDGES (docs/judges.md)"
 

@@ -33,16 +33,15 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 FAILURES = 3  # in a row that keep calls from a server
 SILENCE = 20.0  # seconds without any answer, after which a server is asked whether it lives
-PROBE = 10.0  # seconds that it may take to say so, or to accept a connection
 TICK = 0.5  # seconds between two looks at who may be served
 REREAD = 10.0  # seconds between two looks at JUDGES_FILE
-LONGEST_PAUSE = 10.0  # seconds between two probes, or before a call is made again
+LONGEST_PAUSE = 5.0  # seconds between two probes, or before a call is made again
 LONGEST_REST = 60.0  # seconds for which a server's Retry-After is believed
 REFUSED = 300  # characters of a refusal that are shown
 
 
 class Away(CheckerError):
-    """A judge was away for as long as a call may wait. Neither row nor answer is at fault."""
+    """A judge was away, and a call has waited for as long as it may. No row is at fault."""
 
 
 class Failed(Exception):
@@ -118,7 +117,7 @@ class Server:
         self.rests_until = 0.0
         self.answered = 0.0  # when it last said anything
         self.model = ""  # that it serves, once it was asked
-        self.probe: asyncio.Task | None = None  # while it takes no calls
+        self.probing: asyncio.Task | None = None  # while it takes no calls
         self.asking = asyncio.Lock()
 
     async def complete(self, body: dict[str, Any], seconds: float) -> str:
@@ -128,7 +127,7 @@ class Server:
         body = body | {"model": body["model"] or self.model}
         call = asyncio.ensure_future(self.request("POST", "chat/completions", seconds, body))
         try:
-            while not (await asyncio.wait([call], timeout=SILENCE))[0]:
+            while not (await asyncio.wait([call], timeout=patience()))[0]:
                 async with self.asking:  # one of its calls does so for all
                     await self.wake()
         finally:
@@ -137,16 +136,16 @@ class Server:
 
     async def wake(self) -> None:
         """Raises Failed where the server has fallen silent, whatever it is asked."""
-        if not self.probe and time.monotonic() - self.answered > SILENCE:
+        if not self.probing and time.monotonic() - self.answered > patience():
             with contextlib.suppress(Failed, CheckerError):
                 await self.lives()
-        if self.probe or time.monotonic() - self.answered > SILENCE:
+        if self.probing or time.monotonic() - self.answered > patience():
             self.failures = FAILURES
             raise Failed("timeout", f"{self.url}: no answer, not even to GET models")
 
     async def lives(self) -> None:
         """Asks the server which model it serves. Raises Failed and CheckerError."""
-        told = await self.request("GET", "models", PROBE)
+        told = await self.request("GET", "models", patience() / 2)
         try:
             self.model = str(told["data"][0]["id"])
         except (TypeError, LookupError):
@@ -161,7 +160,7 @@ class Server:
         what = f"{method} {self.url}/{path}"
         # Half a surrogate pair is no character, and servers refuse a request that has one.
         data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace") if body else None
-        limits = aiohttp.ClientTimeout(seconds, sock_connect=PROBE)
+        limits = aiohttp.ClientTimeout(seconds, sock_connect=patience())
         headers = {"Content-Type": "application/json"}
         try:
             async with (
@@ -211,6 +210,11 @@ def rest(retry_after: str) -> float:
     return min(max(0.0, seconds), LONGEST_REST)
 
 
+def patience() -> float:
+    """SILENCE; less where a call may take little time."""
+    return min(SILENCE, _share[0].seconds / 10)
+
+
 def pause(failures: int) -> float:
     """Seconds before another try, twice as long after each failure. No two are the same."""
     return random.uniform(0.5, 1.0) * min(2.0 ** min(failures, 10), LONGEST_PAUSE)
@@ -227,6 +231,7 @@ class Judge:
         self.failures: Counter[str] = Counter()  # by "NAME/REASON"
         self.last = ""  # failure
         self.away_since: float | None = None
+        self.back_at = 0.0
         self.keeper: asyncio.Task | None = None
 
     @property
@@ -238,6 +243,7 @@ class Judge:
         """What the judge says. Raises Away and CheckerError."""
         settings = self.settings
         seconds = _share[0].seconds
+        began = time.monotonic()
         body = {"model": settings.get("model", ""), "messages": messages}
         body |= sampling | settings.get("sampling", {})
         self.calls += 1
@@ -247,7 +253,7 @@ class Judge:
             async with asyncio.timeout(seconds):
                 return await self.until_said(body)
         except TimeoutError:
-            if self.away_since is not None:
+            if self.away_since is not None or self.back_at > began:
                 raise Away(f"judge {self.name!r} is away: {self.state()}") from None
             message = f"judge {self.name!r} gave no answer in {seconds:g} s: {self.last}"
             raise CheckerError(message) from None
@@ -274,8 +280,8 @@ class Judge:
             self.last = str(failure)
             server.failures += 1
             server.rests_until = time.monotonic() + failure.rest
-            if server.failures >= FAILURES and not server.probe:
-                server.probe = asyncio.create_task(self.probe(server))
+            if server.failures >= FAILURES and not server.probing:
+                server.probing = asyncio.create_task(self.probe(server))
                 self.look()
             return None
         except CheckerError:
@@ -299,7 +305,7 @@ class Judge:
         log.warning("judge %s: %s answers again", self.name, server.url)
         server.outages += 1
         server.failures = FAILURES - 1  # another one, and it is asked again
-        server.probe = None
+        server.probing = None
         self.look()
         self.serve()
 
@@ -325,7 +331,7 @@ class Judge:
                 self.waiting.popleft()
                 continue
             every = self.servers.values()
-            able = [s for s in every if not s.probe and s.busy < most and s.rests_until <= now]
+            able = [s for s in every if not s.probing and s.busy < most and s.rests_until <= now]
             if not able:
                 return
             server = min(able, key=lambda server: server.busy)
@@ -346,9 +352,10 @@ class Judge:
 
     def look(self) -> None:
         """Notes whether any server takes calls."""
-        if any(not server.probe for server in self.servers.values()):
-            self.away_since = None
-        elif self.away_since is None:
+        lives = any(not server.probing for server in self.servers.values())
+        if lives and self.away_since is not None:
+            self.away_since, self.back_at = None, time.monotonic()
+        elif not lives and self.away_since is None:
             self.away_since = time.monotonic()
 
     def state(self) -> str:

@@ -22,7 +22,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(judge, "pause", lambda failures: 0.02 * min(2**failures, 10))
     monkeypatch.setattr(judge, "TICK", 0.02)
     monkeypatch.setattr(services, "_current", [Services()])
-    for name in ("JUDGES", "JUDGES_FILE"):
+    for name in endpoints.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -132,7 +132,6 @@ def test_the_forms_of_retry_after():
 
 def test_a_server_that_hangs_is_found_out(monkeypatch):
     monkeypatch.setattr(judge, "SILENCE", 0.2)
-    monkeypatch.setattr(judge, "PROBE", 0.2)
     with Judge("[[YES]]") as server:
         use(**configured(general=server))
         server.fail("hang", times=12)  # some calls, and probes
@@ -279,14 +278,21 @@ def test_malformed_settings_are_named(settings, message):
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
     assert services.problem("judges.genrm") == (
-        "no url, and JUDGES_FILE is not set: expected services.judges = {'genrm': {'url': "
-        "'http://HOST:PORT/v1'}}, or `genrm MODEL GPUS` in JUDGES (docs/judges.md)"
+        "no url, and neither JUDGES_FILE nor JUDGE_NODES is set: expected services.judges = "
+        "{'genrm': {'url': 'http://HOST:PORT/v1'}}, or `genrm MODEL GPUS` in JUDGES "
+        "(docs/judges.md)"
     )
     monkeypatch.setenv("JUDGES_FILE", str(tmp_path / "judges"))  # launch/judges.sh will write it
     assert services.problem("judges.genrm") == ""
     monkeypatch.setenv("JUDGES", "\ngenrm org/model 8 --max-model-len 60000\n")
     assert services.problem("judges.genrm") == ""
     assert "JUDGES has no line for it" in services.problem("judges.safety")
+    monkeypatch.delenv("JUDGES_FILE")  # as where a job is submitted
+    assert "neither" in services.problem("judges.genrm")
+    monkeypatch.setenv("JUDGE_NODES", "5")
+    assert services.problem("judges.genrm") == ""
+    monkeypatch.setenv("JUDGE_NODES", "0")
+    assert "neither" in services.problem("judges.genrm")
 
 
 def test_a_server_that_answers_must_serve_the_model():

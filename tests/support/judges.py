@@ -92,6 +92,8 @@ class Judge:
         if self.runner:
             await self.runner.cleanup()
             self.runner = None
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:  # requests that hang
+            task.cancel()
 
     async def _fault(self, request: web.Request) -> web.Response | None:
         self.requests += 1
