@@ -981,7 +981,7 @@ class Run:
                 stats |= await self.engines.sync(step + 1)
                 buffer.advance(step + 1)
             stats |= {"wait_for_rollouts": waited, "step_seconds": time.perf_counter() - began}
-            self.log.step(step + 1, groups, stats | buffer.meters())
+            self.log.step(step + 1, groups, stats | buffer.meters() | self.dispatcher.meters())
             if self.is_due(cfg.save_period):
                 saved = step + 1
                 await self.save()
@@ -1002,7 +1002,7 @@ class Run:
         """The groups of a step, once all are there; none where the run is to leave."""
         limit = 2 * self.cfg.rollout_attempts * self.cfg.timeouts.attempt  # a prompt and the next
         ready = self.buffer.until(lambda: bool(self.leaving) or self.buffer.is_complete(step))
-        await within(limit, f"the groups of step {step + 1}", ready, self.buffer.census)
+        await self.dispatcher.wait(limit, f"the groups of step {step + 1}", ready)
         return [] if self.leaving else self.buffer.take(step)
 
     async def train(self, step: int, groups: list[Group]) -> dict[str, float]:

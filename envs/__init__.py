@@ -203,10 +203,15 @@ def configure(cfg: "RunSettings") -> "PreTrainedTokenizerBase":
 NEEDS = {"checks": "a sandbox for answers that run as code", "tool_parser": "a parser of calls"}
 
 
+def needs(row: dict) -> tuple[str, ...]:
+    """The services that judging the row takes."""
+    return tuple(getattr(environment(row["agent_ref"]["name"]), "needs", lambda row: ())(row))
+
+
 def check_services(row: dict) -> None:
     """Raises ModuleError where a service is missing that the row's environment needs."""
     name = row["agent_ref"]["name"]
-    for need in getattr(environment(name), "needs", lambda row: ())(row):
+    for need in needs(row):
         if problem := services.problem(need):
             raise ModuleError(f"environment {name!r} lacks {NEEDS.get(need, need)}: {problem}")
 

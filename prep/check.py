@@ -82,7 +82,8 @@ def summary(path: str, max_bad_rows: int, services: Collection[str] = ()) -> Sum
         if bad > max_bad_rows:
             problems += [f"{agent.first[kind]} ({n:,} rows)" for kind, n in agent.bad.most_common()]
         for need in sorted(agent.needs):
-            problem = "" if need in services else configured.problem(need)
+            has = {need, need.partition(".")[0]} & set(services)
+            problem = "" if has else configured.problem(need)
             text.append(f"  {'':<40} {'':>9}  needs {need}" + ", not there" * bool(problem))
             if problem:
                 problems.append(f"{path}: {name} lacks {need}: {problem}")
@@ -100,7 +101,7 @@ def survey(path: str) -> dict[str, Found]:
             if FIELD in row:
                 raise ValueError(f"{FIELD} is not filled: data_prep.py blend fills it")
             row = parse(line.text, None)
-            needs = getattr(envs.environment(files.agent(row)), "needs", lambda row: ())(row)
+            needs = envs.needs(row)
         except (ValueError, RecursionError) as error:
             row, problem = loose(line.text), str(error)
         agent = found.setdefault(files.agent(row) or NAMELESS, Found())

@@ -7,19 +7,21 @@ then: it is tried again by a worker that has nothing else to do. So only the gui
 import asyncio
 import contextlib
 import itertools
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 from tqdm import tqdm
 
 from envs.episode import SampleInfo
+from envs.shared import judge
 from runtime.cluster import Cluster
 from runtime.fleet import EVERY, Fleet
+from runtime.outages import Outages
 from runtime.settings import RunSettings
 from runtime.waits import answer, within
 
+T = TypeVar("T")
 CPUS_PER_SUSPECT = 2  # in the cluster, for each of the workers that suspects have to themselves
 
 
@@ -55,6 +57,7 @@ class Crew:
     def __init__(self, cfg: RunSettings, cluster: Cluster):
         self.cfg = cfg
         self.cluster = cluster
+        self.outages = Outages()
         self.ranks: dict[Any, int] = {}  # of each living worker: its place among them
         self.started: set[Any] = set()  # those that have answered once
         self.watches: set[asyncio.Task] = set()
@@ -99,16 +102,18 @@ class Crew:
         limits = self.cfg.timeouts
         limit = limits.answer if worker in self.started else limits.start
         try:
-            await answer(worker.call.remote(os.getpid), limit, "a rollout worker")
+            asked = worker.call.remote(judge.report)
+            self.outages.hear(worker, await answer(asked, limit, "a rollout worker"))
             self.started.add(worker)
         except Exception as error:
+            self.outages.forget(worker)
             if self.ranks.pop(worker, None) is not None:
                 ray.kill(worker)
                 tqdm.write(f"a rollout worker is lost: {str(error).partition(chr(10))[0]}")
         return worker in self.ranks
 
     async def watch(self, worker: Any) -> None:
-        """Notices that a worker dies or hangs."""
+        """Notices that a worker dies or hangs, and which judges it finds away."""
         while await self.is_alive(worker):
             await asyncio.sleep(EVERY)
 
@@ -136,15 +141,17 @@ class Dispatcher:
     async def roll_out(self, row: dict, slot: Slot, n: int) -> Rollouts:
         """One row's n rollouts.
 
-        Tried `rollout_attempts` times, not counting those that an engine's death ended; then the
-        last error is raised. WriteError is raised at once. A failure is never a reward. One worker
-        has all tries of a prompt, as long as it lives: it keeps what lost engines had written.
+        Tried `rollout_attempts` times, not counting those that an engine's death or a judge that is
+        away ended; then the last error is raised. WriteError is raised at once. A failure is never
+        a reward. One worker has all tries of a prompt, as long as it lives: it keeps what engines
+        have written. No try begins while a judge is away that the row needs.
         """
         what = f"the rollouts of slot {slot}, line {row['_line']}"
         shared = next(self.crew.turns) % self.cfg.rollout_workers
         suspect = False
         attempts = 0
         while True:
+            await self.crew.outages.over(row)
             place = self.crew.alone() if suspect else contextlib.nullcontext(shared)
             async with place as rank, self.fleet.lease() as engine:
                 worker = await self.crew.of_rank(rank)
@@ -154,8 +161,9 @@ class Dispatcher:
                 except Exception as error:
                     asked = self.fleet.is_alive(engine), self.crew.is_alive(worker)
                     engine_lives, worker_lives = await asyncio.gather(*asked)
-                    attempts += engine_lives
-                    is_last = attempts >= self.cfg.rollout_attempts
+                    away = isinstance(error, judge.Away) or self.crew.outages.concern(row)
+                    attempts += engine_lives and not away
+                    is_last = attempts >= self.cfg.rollout_attempts and not away
                     if is_last and worker_lives:
                         worker.forget.remote(slot, row["_line"])
                         raise
@@ -172,9 +180,21 @@ class Dispatcher:
         infos, samples, lines = call
         try:
             both = asyncio.gather(infos, lines)
-            limit = self.cfg.timeouts.rollout
-            found, written = await within(limit, what, both, self.census)
+            found, written = await self.wait(self.cfg.timeouts.rollout, what, both)
             return Rollouts(found, samples, written)
         except BaseException:
             ray.cancel(infos)
             raise
+
+    async def wait(self, seconds: float, what: str, awaitable: Awaitable[T]) -> T:
+        """Awaits under a named deadline; time in which a judge is away does not count."""
+        outages = self.crew.outages
+        return await within(seconds, what, awaitable, self.state, outages.seconds)
+
+    def state(self) -> str:
+        """The census of the run, and the judges that are away."""
+        return "; ".join(filter(None, (self.census(), self.crew.outages.state())))
+
+    def meters(self) -> dict[str, float]:
+        """What judges cost since the last call: seconds away, and failed calls by reason."""
+        return self.crew.outages.meters()

@@ -85,22 +85,38 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
 
 
 async def within(
-    seconds: float, what: str, awaitable: Awaitable[T], state: Callable[[], Any] = lambda: ""
+    seconds: float,
+    what: str,
+    awaitable: Awaitable[T],
+    state: Callable[[], Any] = lambda: "",
+    stopped: Callable[[], float] = lambda: 0.0,
 ) -> T:
     """Awaits under a named deadline. Raises TimeoutError with that name and `state`.
 
-    A line of its own warns when half of that time has gone. Who is cancelled gets CancelledError,
-    also where asyncio.gather would raise what one of its members raised at that moment instead.
+    A line of its own warns when half of that time has gone. `stopped` counts the seconds in which
+    the clock stands still. Who is cancelled gets CancelledError, also where asyncio.gather would
+    raise what one of its members raised at that moment instead.
     """
     task: Any = asyncio.current_task()
     before = task.cancelling()
+    loop = asyncio.get_running_loop()
+    began = loop.time() - stopped()
+    alarm: asyncio.TimerHandle
 
-    def warn() -> None:
-        tqdm.write(f"waiting for {what} since {seconds / 2:.0f} s of {seconds:.0f}. {state()}")
+    def look(due: float) -> None:
+        nonlocal alarm
+        left = due - (loop.time() - stopped() - began)
+        if left > 1e-3:  # the clock stood still
+            alarm = loop.call_later(max(left, 0.1), look, due)
+        elif due < seconds:
+            tqdm.write(f"waiting for {what} since {due:.0f} s of {seconds:.0f}. {state()}")
+            alarm = loop.call_later(seconds - due, look, seconds)
+        else:
+            deadline.reschedule(loop.time())
 
-    warning = asyncio.get_running_loop().call_later(seconds / 2, warn)
+    alarm = loop.call_later(seconds / 2, look, seconds / 2)
     try:
-        async with asyncio.timeout(seconds) as deadline:
+        async with asyncio.timeout(None) as deadline:
             return await awaitable
     except TimeoutError:
         if not deadline.expired():
@@ -111,4 +127,4 @@ async def within(
             raise asyncio.CancelledError from error
         raise
     finally:
-        warning.cancel()
+        alarm.cancel()

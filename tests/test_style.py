@@ -8,6 +8,7 @@ import re
 import statistics
 import subprocess
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from envs.shared.judge import Report
 from grpo_async import Config, Group, RolloutBuffer, Update, pack, policy_loss
 from runtime.config import leaves
 from runtime.metrics import (
@@ -24,6 +26,7 @@ from runtime.metrics import (
     step_metrics,
     validation_metrics,
 )
+from runtime.outages import Outages
 from support.samples import make_sample
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -272,6 +275,10 @@ def metric_keys() -> set[str]:
     keys |= set(rollout_metrics([Group(0, 0, 1, infos, None)], 0))
     keys |= set(RolloutBuffer(1, 1).meters())
     keys |= set(validation_metrics([infos[:1] * 2], 2, 1))
+    outages = Outages()
+    outages.hear("worker", Report({}, Counter({"judge/reason": 1})))
+    outages.earlier = 1.0
+    keys |= {key.partition("/")[0] for key in outages.meters()}
     # Those by environment and data set are the same metrics again.
     keys = {key.replace("@2", "@k").removesuffix("/env") for key in keys}
     for path, function in (
@@ -289,9 +296,9 @@ def metric_keys() -> set[str]:
 
 
 def test_metrics_are_few():
-    # Of models with experts, environments with several turns, validation rows that fail alone.
-    some = {"routing_replay_hit_rate", "broken_prefixes", "prefix_cache_hits", "validation_dropped"}
-    keys = metric_keys() - some
+    # Of models with experts, environments with several turns, validation rows that fail, judges.
+    rare = {"routing_replay_hit_rate", "broken_prefixes", "prefix_cache_hits", "validation_dropped"}
+    keys = metric_keys() - rare - {"judge_failures", "judge_seconds_away"}
     assert {"loss", "grad_norm", "reward", "sync_transfer", "validation_reward"} <= keys
     assert len(keys) <= 41, sorted(keys)
 

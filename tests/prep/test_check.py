@@ -85,7 +85,7 @@ def test_a_malformed_line_is_a_problem(tmp_path, capsys, line):
 
 def test_what_rows_need_is_looked_for(check, tmp_path, monkeypatch):
     """By the rows, as a run does: not every one of an environment's must need the same."""
-    needs = 'needs = lambda row: ("lean", "images")[: row["many"]]'
+    needs = 'needs = lambda row: ("lean", "images", "judges.general")[: row["many"]]'
     module = f'AGENTS = ("needy",)\n{needs}\n'
     (tmp_path / "needy.py").write_text(f"{module}\ndef verify(row, response): return 0\n")
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
@@ -100,6 +100,12 @@ def test_what_rows_need_is_looked_for(check, tmp_path, monkeypatch):
     assert code == 0 and "needs lean" in text and "not there" not in text
     rows.append(rows[0] | {"many": 2})
     assert "needy lacks images" in check(rows)[1]
+    monkeypatch.delenv("JUDGES_FILE", raising=False)
+    rows.append(rows[0] | {"many": 3})
+    code, text = check(rows, "--services", "images")
+    assert code == 1 and "needs judges.general, not there" in text
+    assert "needy lacks judges.general: no url, and neither JUDGES_FILE nor" in text
+    assert check(rows, "--services", "images", "judges")[0] == 0
 
 
 def test_a_file_that_is_absent_is_named(tmp_path):

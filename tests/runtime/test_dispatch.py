@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
+import envs
+from envs.shared.judge import Away, Report
 from grpo_async import Config
 from runtime import dispatch
 from runtime.dispatch import Dispatcher, Rollouts, Slot
@@ -15,6 +18,14 @@ from support.actors import Actor, Answer
 from support.configs import changed
 
 ROW = {"_line": 5}
+
+
+WELL = Report({}, Counter())
+
+
+def worker(rollout) -> Actor:
+    """One that lives and asks no judge."""
+    return Actor(rollout_group=rollout, call=WELL)
 
 
 class Engines:
@@ -48,7 +59,7 @@ class Setting:
         self.killed = []
         self.waits = []
         self.fleet = Engines(list(alive))
-        self.workers = [Actor(rollout_group=self.answer) for _ in range(workers)]
+        self.workers = [worker(self.answer) for _ in range(workers)]
         cfg = changed(Config(), **fields)
         cfg = changed(cfg, rollout_workers=workers)
         self.started = []  # ranks, one for each worker that was started
@@ -83,7 +94,7 @@ class Setting:
         rank = self.started[-1]
         if rank < len(self.workers) and self.workers[rank] not in self.killed:
             return self.workers[rank]
-        self.workers.append(Actor(rollout_group=self.answer))
+        self.workers.append(worker(self.answer))
         return self.workers[-1]
 
     def lose(self, worker: Actor) -> RuntimeError:
@@ -249,9 +260,9 @@ def test_only_the_row_that_kills_its_workers_is_given_up(setting):
             return call
 
         def start():
-            worker = Actor()
-            worker.answers["rollout_group"] = rollout(worker)
-            return worker
+            made = worker(None)
+            made.answers["rollout_group"] = rollout(made)
+            return made
 
         made.dispatcher.crew.cluster.start_worker = start
         every = (made.dispatcher.roll_out(ROW, Slot(slot), 2) for slot in range(3))
@@ -304,11 +315,73 @@ def test_a_worker_gets_more_time_for_its_first_answer(setting):
         asked = asyncio.create_task(crew.of_rank(0))
         await asyncio.wait([asked], timeout=0.05)
         assert not asked.done(), "it is starting"
-        late.give(1)
-        worker = await asked
-        assert worker is first
+        late.give(WELL)
+        assert await asked is first
         first.answers["call"] = lambda *_: Answer(...)
-        assert not await crew.is_alive(worker) and made.killed == [first]
+        assert not await crew.is_alive(first) and made.killed == [first]
+
+    asyncio.run(main())
+
+
+# --- judges that are away -------------------------------------------------------------------------
+
+AWAY = Report({"general": "http://h:1/v1, for 70 s: status 503"}, Counter())
+
+
+def test_an_attempt_that_a_judge_s_absence_ended_does_not_count(setting):
+    answers = [broken("first"), *(Away("general") for _ in range(9)), broken("last")]
+    made = setting(answers=answers, rollout_attempts=2)
+    with pytest.raises(ValueError, match="last"):
+        made.roll_out()
+    assert len(made.workers[0].called("rollout_group")) == 11
+    assert made.workers[0].called("forget") == [[Slot(9), 5]], "the answers are kept up to then"
+
+
+def test_rows_that_need_an_absent_judge_wait_and_others_do_not(setting, monkeypatch):
+    needs = {1: ("judges.general", "sandbox"), 2: ("judges.safety",), 3: ()}
+    monkeypatch.setattr(envs, "needs", lambda row: needs[row["_line"]])
+
+    async def main():
+        made = setting()
+        crew = made.dispatcher.crew
+        made.workers[0].answers["call"] = AWAY
+        first = await crew.of_rank(0)
+        calls = [
+            asyncio.create_task(made.dispatcher.roll_out({"_line": i}, Slot(i), 2)) for i in needs
+        ]
+        await asyncio.wait(calls, timeout=0.1)
+        assert [call.done() for call in calls] == [False, True, True]
+        assert len(made.fleet.leased) == 2
+        first.answers["call"] = WELL
+        crew.outages.hear(first, WELL)
+        assert (await calls[0]).infos == "infos"
+
+    asyncio.run(main())
+
+
+def test_no_deadline_runs_while_a_judge_is_away(setting):
+    """Neither that of a group, which is under way, nor that of a step."""
+
+    async def main():
+        made = setting(rollout_attempts=1, timeouts={"rollout": 0.3})
+        made.workers[0].answers["rollout_group"] = lambda *_: (Answer(...), "samples", b"")
+        outages = made.dispatcher.crew.outages
+        group = asyncio.create_task(made.dispatcher.roll_out(ROW, Slot(9), 2))
+        forever = made.dispatcher.wait(0.3, "the groups of step 1", asyncio.Event().wait())
+        step = asyncio.create_task(forever)
+        while not made.workers[0].called("rollout_group"):
+            await asyncio.sleep(0)
+        outages.hear("another worker", AWAY)
+        assert made.dispatcher.state() == (
+            "2 groups ready; judge 'general' is away: http://h:1/v1, for 70 s: status 503"
+        )
+        done, _ = await asyncio.wait([group, step], timeout=1.0)
+        assert not done
+        outages.hear("another worker", WELL)
+        with pytest.raises(TimeoutError, match="the groups of step 1. 2 groups ready$"):
+            await step
+        with pytest.raises(TimeoutError, match="the rollouts of slot 9"):
+            await group
 
     asyncio.run(main())
 

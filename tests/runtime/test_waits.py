@@ -41,6 +41,23 @@ def test_a_wait_that_ends_in_time_prints_nothing(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_the_clock_of_a_wait_may_stand_still(capsys):
+    """As long as it does the wait neither warns nor ends."""
+
+    async def wait():
+        began = time.monotonic()
+
+        def stopped():
+            return min(time.monotonic() - began, 1.0)
+
+        with pytest.raises(TimeoutError, match="waited 0 s for the groups of step 7"):
+            await within(0.4, "the groups of step 7", asyncio.sleep(9), stopped=stopped)
+        return time.monotonic() - began
+
+    assert 1.4 <= asyncio.run(wait()) < 4
+    assert capsys.readouterr().out.count("waiting for the groups of step 7") == 1
+
+
 def test_a_timeout_inside_of_a_wait_keeps_its_own_name():
     async def inner():
         raise TimeoutError("the socket")

@@ -1,0 +1,80 @@
+"""What the driver knows of judges that are away."""
+
+from collections import Counter
+
+import pytest
+
+from envs.shared.judge import Report
+from runtime import outages
+from runtime.outages import Outages
+
+WELL = Report({}, Counter())
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A list whose one number is the time."""
+    now = [1000.0]
+    monkeypatch.setattr(outages.time, "monotonic", lambda: now[0])
+    return now
+
+
+def away(why: str = "http://h:1/v1", **failures) -> Report:
+    return Report({"general": why}, Counter({f"general/{k}": n for k, n in failures.items()}))
+
+
+def test_an_outage_is_timed_while_any_worker_reports_it(clock):
+    found = Outages()
+    found.hear("a", WELL)
+    clock[0] += 10
+    assert found.seconds() == 0 and found.state() == ""
+    found.hear("a", away())
+    clock[0] += 5
+    found.hear("b", away("http://h:2/v1"))
+    found.hear("a", WELL)
+    clock[0] += 5
+    assert found.seconds() == 10 and found.state() == "judge 'general' is away: http://h:2/v1"
+    found.hear("b", WELL)
+    clock[0] += 100
+    assert found.seconds() == 10 and found.state() == ""
+    found.hear("a", away())
+    clock[0] += 3
+    assert found.seconds() == 13
+
+
+def test_what_a_lost_worker_said_is_forgotten(clock):
+    found = Outages()
+    found.hear("a", away())
+    clock[0] += 5
+    found.forget("a")
+    clock[0] += 5
+    assert found.away() == {} and found.seconds() == 5
+
+
+def test_an_outage_is_told_of_now_and_then(clock, capsys):
+    found = Outages()
+    for second in range(1000):
+        clock[0] = second
+        found.hear("a", away(f"http://h:1/v1, for {second} s"))
+    found.hear("a", WELL)
+    told = capsys.readouterr().out.splitlines()
+    line = "the run waits: judge 'general' is away: http://h:1/v1, for"
+    assert told[:-1] == [f"{line} {second} s" for second in (0, 60, 120, 240, 480, 960)]
+    assert told[-1] == "judges answer again, after 999 s"
+
+
+def test_failures_and_seconds_are_counted_from_step_to_step(clock):
+    found = Outages()
+    assert found.meters() == {}
+    found.hear("a", Report({}, Counter({"general/429": 3})))
+    found.hear("b", Report({}, Counter({"general/429": 1, "genrm/malformed": 2})))
+    counts = {"judge_failures/general/429": 4.0, "judge_failures/genrm/malformed": 2.0}
+    assert found.meters() == counts and found.meters() == {}
+    found.hear("a", Report({"general": ""}, Counter({"general/429": 4})))
+    clock[0] += 7
+    found.forget("b")
+    expected = {"judge_failures/general/429": 1.0, "judge_seconds_away": 7.0}
+    assert found.meters() == expected and found.meters() == {}
+    clock[0] += 2
+    found.hear("b", WELL)  # another process of that rank
+    assert found.meters() == {"judge_seconds_away": 2.0}
