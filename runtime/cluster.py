@@ -275,7 +275,9 @@ def claim(cfg: RunSettings) -> TextIO:
 def of_driver() -> dict[str, str]:
     """The driver's variables that its actors get as well."""
     every = os.environ.items()
-    return {k: v for k, v in every if k.startswith(FORWARDED) and not OF_ONE.fullmatch(k)}
+    found = {k: v for k, v in every if k.startswith(FORWARDED) and not OF_ONE.fullmatch(k)}
+    judges = os.environ.get("JUDGES_FILE")
+    return found | ({"JUDGES_FILE": os.path.abspath(judges)} if judges else {})
 
 
 def variables() -> dict[str, str]:

@@ -206,10 +206,14 @@ def test_actors_get_the_driver_s_variables_for_the_libraries_and_what_it_sets_wi
     of_one |= dict.fromkeys(("VLLM_PORT", "NCCL_HOSTID", "WANDB_API_KEY"), "1")
     for name, value in (given | of_one).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.delenv("JUDGES_FILE", raising=False)
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 64.0})
     found = cluster.variables()
     assert given.items() <= found.items() and not of_one.keys() & found.keys()
     assert cluster.cpu_variables(Config())["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    assert "JUDGES_FILE" not in found
+    monkeypatch.setenv("JUDGES_FILE", "logs/judges")  # their working folders are others
+    assert cluster.variables()["JUDGES_FILE"] == os.path.abspath("logs/judges")
 
 
 def test_without_a_word_of_the_user_vllm_is_quiet_and_no_watchdog_ends_a_trainer(monkeypatch):
