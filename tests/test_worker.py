@@ -12,7 +12,9 @@ import grpo_async
 from envs import Reward
 from envs.episode import FLAWS, Episode, Turn, stitch
 from envs.sampler import Request
+from envs.shared.judge import Away
 from grpo_async import Config, LowEffort, RolloutWorker, Slot, shaped_reward
+from support.actors import Actor
 from support.configs import changed
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: f"<{ids}>")
@@ -195,3 +197,33 @@ def test_a_retry_never_reads_what_an_orphan_of_the_last_attempt_writes(tmp_path,
 
     asyncio.run(twice())
     assert len({id(drafts) for drafts in handed}) == len(handed) == 4
+
+
+def test_answers_whose_judge_was_away_are_not_sampled_again(tmp_path, monkeypatch):
+    names = {"eos_token_id": 1, "pad_token_id": 0, "name_or_path": ""}
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: f"<{ids}>", **names)
+    monkeypatch.setattr("envs.rows.load_tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr("envs.sampler.render_messages", lambda *_: [7, 8])
+    judged = []
+
+    async def verify(row, response):
+        judged.append(response)
+        if len(judged) <= 2:
+            raise Away("judge 'general' is away")
+        return 1.0
+
+    monkeypatch.setattr(envs, "environment", lambda name: SimpleNamespace(verify=verify))
+    worker = RolloutWorker(changed(Config(), run_dir=str(tmp_path)))
+    sampled = [turn([7, 8], [5, j], reason="length") for j in range(2)]
+    engine = Actor(generate=lambda request: request.drafts or sampled)
+
+    async def twice():
+        with pytest.raises(Away):
+            await worker.rollout_group(engine, ROW, Slot(0), 2)
+        return await worker.rollout_group(engine, ROW, Slot(0), 2)
+
+    infos, _, _ = asyncio.run(twice())
+    (_, first), (_, second) = engine.calls
+    assert not first.drafts and [draft.token_ids for draft in second.drafts] == [[5, 0], [5, 1]]
+    assert all(draft.finish_reason == "length" for draft in second.drafts), "they are whole"
+    assert judged[:2] == judged[2:] and [info.reward for info in infos] == [1, 1]
