@@ -11,7 +11,7 @@ import envs
 from envs.shared.judge import Report
 
 TICK = 1.0  # seconds between two looks whether a judge is back
-PATIENCE = 60.0  # seconds until an outage is told of again; then as long as it has lasted
+PATIENCE = 60.0  # seconds until an outage is told of again, or the next one; then as it lasts
 
 
 class Outages:
@@ -23,7 +23,8 @@ class Outages:
         self.since: float | None = None  # when somebody first said that a judge is away
         self.earlier = 0.0  # seconds of outages that are over
         self.metered = 0.0  # seconds of which `meters` has told
-        self.tell_at = 0.0
+        self.tell_at = -PATIENCE
+        self.told = False  # of the present outage
 
     def hear(self, worker: Any, report: Report) -> None:
         """Takes note of what a worker says."""
@@ -41,15 +42,16 @@ class Outages:
         """Times the outage, and tells of it."""
         now = time.monotonic()
         if not self.away():
-            if self.since is not None:
+            if self.told and self.since is not None:
                 tqdm.write(f"judges answer again, after {now - self.since:.0f} s")
-                self.earlier += now - self.since
-            self.since = None
+            self.earlier = self.seconds()
+            self.since, self.told = None, False
             return
         if self.since is None:
-            self.since = self.tell_at = now
+            self.since = now
         if now >= self.tell_at:
             tqdm.write(f"the run waits: {self.state()}")
+            self.told = True
             self.tell_at = now + max(PATIENCE, now - self.since)
 
     def away(self) -> dict[str, str]:

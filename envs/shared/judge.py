@@ -32,7 +32,7 @@ from envs.shared.checkers import CheckerError
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 FAILURES = 3  # in a row that keep calls from a server
-SILENCE = 20.0  # seconds without any answer, after which a server is asked whether it lives
+SILENCE = 20.0  # seconds without a word from a server; then it has as long to say that it lives
 TICK = 0.5  # seconds between two looks at who may be served
 REREAD = 10.0  # seconds between two looks at JUDGES_FILE
 LONGEST_PAUSE = 5.0  # seconds between two probes, or before a call is made again
@@ -145,7 +145,7 @@ class Server:
 
     async def lives(self) -> None:
         """Asks the server which model it serves. Raises Failed and CheckerError."""
-        told = await self.request("GET", "models", patience() / 2)
+        told = await self.request("GET", "models", patience())
         try:
             self.model = str(told["data"][0]["id"])
         except (TypeError, LookupError):
@@ -361,8 +361,6 @@ class Judge:
     def state(self) -> str:
         """Its addresses, for how long it is away, and the last failure."""
         since = time.monotonic() - (self.away_since or time.monotonic())
-        at = (
-            ", ".join(self.servers)
-            or f"no address in JUDGES_FILE = {os.environ.get('JUDGES_FILE')!r}"
-        )
-        return f"{at}, for {since:.0f} s: {self.last or 'nobody has announced it'}"
+        nowhere = f"no address in JUDGES_FILE = {os.environ.get('JUDGES_FILE')!r}"
+        why = self.last or "nobody has announced it"
+        return f"{', '.join(self.servers) or nowhere}, for {since:.0f} s: {why}"

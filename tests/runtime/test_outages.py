@@ -63,6 +63,16 @@ def test_an_outage_is_told_of_now_and_then(clock, capsys):
     assert told[-1] == "judges answer again, after 999 s"
 
 
+def test_a_judge_that_comes_and_goes_is_told_of_once_a_minute(clock, capsys):
+    found = Outages()
+    for second in range(180):
+        clock[0] = second
+        found.hear("a", away() if second % 10 < 8 else WELL)
+    told = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("the run waits") for line in told) == 3
+    assert told.count("judges answer again, after 8 s") == 3 and found.seconds() == 144
+
+
 def test_failures_and_seconds_are_counted_from_step_to_step(clock):
     found = Outages()
     assert found.meters() == {}

@@ -1,0 +1,91 @@
+"""A real judge: vLLM's server, as launch/judges.sh starts it, asked by envs/shared/judge.py."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from envs.shared import judge, services
+from envs.shared.checkers import CheckerError
+from envs.shared.services import Services
+from support.program import ROOT, is_alive
+
+pytestmark = pytest.mark.e2e
+LENGTH = 128  # of prompt and answer; a token is a character
+
+
+@pytest.fixture
+def serving(tiny_model, tmp_path, monkeypatch):
+    """judges.sh with one judge on this CPU, and the variables of a run beside it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = f"--max-model-len {LENGTH} --enforce-eager --dtype float32"
+    given = {"JUDGES": f"general {tiny_model} 0 {flags}", "JUDGES_FILE": str(tmp_path / "judges")}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    given |= {"NODE_IP": "127.0.0.1", "JUDGE_PORT": str(port), "SLURM_GPUS_ON_NODE": "0"}
+    given |= {"GRPO_PYTHON": sys.executable, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    command = ["bash", "launch/judges.sh", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | given, start_new_session=True)
+    monkeypatch.setattr(services, "_current", [Services()])
+    monkeypatch.setattr(judge, "_share", [judge.Share(300.0)])
+    yield process
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def servers(group: int) -> list[int]:
+    """vLLM's processes of a process group."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if (
+                int(fields[2]) == group
+                and b"vllm" in (stat.parent / "cmdline").read_bytes().lower()
+            ):
+                found.append(int(stat.parent.name))
+    return [pid for pid in found if is_alive(pid)]
+
+
+def ask(text: str, **sampling):
+    message = [{"role": "user", "content": text}]
+    return judge.ask("general", message, lambda said: (said,), max_tokens=8, **sampling)
+
+
+def test_a_real_server_is_waited_for_asked_and_missed(serving):
+    assert services.problem("judges.general") == "", "it comes with the job"
+
+    async def main():
+        began = time.monotonic()
+        asked = asyncio.create_task(ask("how are you?", temperature=0.0))
+        while not judge.report().away:
+            await asyncio.sleep(0.1)
+        assert "no address in JUDGES_FILE" in judge.report().away["general"]
+        (first,) = await asked
+        print(f"the first answer came after {time.monotonic() - began:.1f} s")
+        assert 0 < len(first) <= 8 and not judge.report().away
+        hostile = "\0 \ud800 \U0001f600 </think> <|im_end|>"
+        every = await asyncio.gather(*(ask(f"{hostile} {i}") for i in range(100)))
+        assert all(len(said) <= 8 for (said,) in every)
+        with pytest.raises(CheckerError, match=f"refused a request.*status 400.*{LENGTH}"):
+            await ask("x" * LENGTH)
+        assert not judge.report().failures
+        calls = [asyncio.create_task(ask("how are you?", temperature=0.0)) for _ in range(200)]
+        await asyncio.sleep(0.3)
+        for pid in servers(serving.pid):
+            os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        assert set(await asyncio.gather(*calls)) == {(first,)}
+        print(f"200 calls were answered {time.monotonic() - killed:.1f} s after its death")
+        assert judge.report().failures["general/connection"] >= judge.FAILURES
+
+    asyncio.run(main())

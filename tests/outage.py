@@ -1,0 +1,64 @@
+"""Takes a run's judge away for a while, and prints what that cost.
+
+    python tests/outage.py [SECONDS] [PROMPTS]     60 s and 256 prompts a step: six minutes
+
+Needs models/tiny (launch/make_tiny.py). Engines and trainer are real; a server of
+support/judges.py judges. It goes away by closing its port, by answering nothing, and by 503, each
+in a run of its own. A call may wait for three quarters of the outage, and the first attempt that
+counted as a failure would end the run. The exit status is 1 where a reward was wrong; that a prompt
+was dropped, trained twice or never raises AssertionError.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from conftest import write_rows
+
+from support.judges import Judge
+from support.outages import endure, fork, reply, rows
+from support.program import ROOT
+
+sys.path.insert(0, str(ROOT))
+from grpo_async import Config  # noqa: E402
+from runtime import config  # noqa: E402
+
+STEPS = 4
+FLAGS = {"steps": STEPS, "group_size": 2, "sampling.max_response_tokens": 8, "save_period": 0}
+FLAGS |= {"rollout_attempts": 1, "max_dropped_in_a_row": 0, "val_period": 0, "data.val": ""}
+FLAGS |= {"engine.args": '{"max_num_seqs": 64}', "policy.row_tokens": 4096}
+
+
+def main() -> int:
+    """Prints three lines for each kind of outage; returns the exit status."""
+    given = sys.argv[1:]
+    seconds, prompts = map(int, (*given, *("60", "256")[len(given) :]))
+    wrong = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        root = fork(folder / "fork")
+        flags = FLAGS | {"prompts_per_step": prompts, "timeouts.rollout": 0.75 * seconds}
+        flags["data.train"] = write_rows(folder / "rows.jsonl", rows(STEPS * prompts))
+        os.environ["JUDGES_FILE"] = str(folder / "judges")
+        for fault in ("down", "hang", "503"):
+            flags["run_dir"] = str(folder / fault)
+            words = [str(word) for flag in flags.items() for word in (f"--{flag[0]}", flag[1])]
+            cfg = config.load(Config, words, default="configs/tiny.py")
+            with Judge(reply, seconds=0.2) as judge:
+                (folder / "judges").write_text(f"general {judge.url}\n")
+                found = endure(cfg, root, judge, fault, seconds)
+            wrong += found.wrong
+            took = ", ".join(f"{step:.1f}" for step in found.seconds)
+            failures = ", ".join(f"{name} {n:.0f}" for name, n in found.failures.items())
+            print(f"{fault} for {seconds} s, P = {prompts}: steps of {took} s")
+            print(f"  {found.away:.1f} s away by the run's count; failed calls: {failures}")
+            print(
+                f"  {found.asked:,} verdicts, {found.twice} given twice, {found.wrong} wrong",
+                flush=True,
+            )
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""A run whose rewards a judge gives, and what an outage of that judge costs it."""
+
+import shutil
+import subprocess
+import time
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from support.judges import Judge
+from support.program import ROOT, Program
+
+ENVIRONMENT = '''
+"""Asks the judge, whose verdict is a function of row and answer."""
+
+from envs import Reward
+from envs.shared import judge
+
+AGENTS = ("judged",)
+
+
+def needs(row):
+    return ("judges.general",)
+
+
+async def verify(row, response):
+    messages = [{"role": "user", "content": f"{row['_line']} {response}"}]
+    return Reward(await judge.ask("general", messages, {"[[YES]]": 1.0, "[[NO]]": 0.0}.get))
+'''
+
+
+def verdict(row: int, response: str) -> float:
+    """The right reward of an answer to a line of the data."""
+    return float(zlib.crc32(f"{row} {response}".encode()) % 2)
+
+
+def reply(messages: list[dict]) -> str:
+    """What the judge says."""
+    row, _, response = messages[0]["content"].partition(" ")
+    return "[[YES]]" if verdict(int(row), response) else "[[NO]]"
+
+
+def rows(count: int) -> list[dict]:
+    """Prompts of the environment."""
+    return [
+        {
+            "responses_create_params": {"input": [{"role": "user", "content": f"row {i}"}]},
+            "agent_ref": {"name": "judged"},
+        }
+        for i in range(1, count + 1)
+    ]
+
+
+def fork(folder: Path) -> Path:
+    """A copy of the project that has the environment."""
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT)
+    for name in listed.decode().split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "envs" / "judged.py").write_text(ENVIRONMENT)
+    return folder
+
+
+class Endured(NamedTuple):
+    """What became of a run."""
+
+    status: int
+    told: str
+    seconds: list[float]  # of each step
+    away: float  # seconds, as the run counted them
+    failures: Counter[str]  # calls, by "NAME/REASON"
+    wrong: int  # rewards
+    asked: int  # answers that the judge judged, and those that it judged twice
+    twice: int
+
+
+def endure(cfg, root: Path, judge: Judge, fault: str, seconds: float) -> Endured:
+    """Runs `cfg`, whose judge goes away after its first step for so many seconds.
+
+    `fault` is "down", or one of support.judges.FAULTS. Fails where a slot was not trained once,
+    with its own prompt, or where a prompt was dropped.
+    """
+    program = Program(cfg, root=root)
+    try:
+        program.wait_until(lambda: len(program.steps()) >= 1, 600)
+        judge.down() if fault == "down" else judge.fail(fault)
+        time.sleep(seconds)
+        assert program.process.poll() is None, program.told()[-4000:]
+        judge.up() if fault == "down" else judge.mend()
+        status = program.ends(600)
+    finally:
+        program.stop()
+    assert status == 0, program.told()[-4000:]
+    program.check_slots(cfg, rows=10**9)
+    assert not program.lines("dropped.jsonl")
+    lines = program.lines("rollouts.jsonl")
+    steps = program.steps()
+    name = "judge_failures/"
+    failures = Counter()
+    for step in steps:
+        failures.update({k.removeprefix(name): n for k, n in step.items() if k.startswith(name)})
+    messages = Counter(body["messages"][0]["content"] for body in judge.asked)
+    return Endured(
+        status,
+        program.told(),
+        [step["step_seconds"] for step in steps],
+        sum(step.get("judge_seconds_away", 0.0) for step in steps),
+        failures,
+        sum(line["reward"] != verdict(line["row"], line["response"][0]) for line in lines),
+        len(judge.asked),
+        sum(n - 1 for n in messages.values()),
+    )
