@@ -61,31 +61,58 @@ def ask(text: str, **sampling):
     return judge.ask("general", message, lambda said: (said,), max_tokens=8, **sampling)
 
 
-def test_a_real_server_is_waited_for_asked_and_missed(serving):
+async def first_answer() -> str:
+    """What a greedy judge says, once it is there; it is away until then."""
+    began = time.monotonic()
+    asked = asyncio.create_task(ask("how are you?", temperature=0.0))
+    while not judge.report().away:
+        await asyncio.sleep(0.1)
+    assert "no address in JUDGES_FILE" in judge.report().away["general"]
+    (first,) = await asked
+    print(f"the first answer came after {time.monotonic() - began:.1f} s")
+    assert 0 < len(first) <= 8 and not judge.report().away
+    return first
+
+
+async def disturbed(first: str, group: int, number: signal.Signals, seconds: float) -> None:
+    """200 calls are answered although the server gets a signal, and for so long no SIGCONT."""
+    calls = [asyncio.create_task(ask("how are you?", temperature=0.0)) for _ in range(200)]
+    await asyncio.sleep(0.3)
+    stopped = servers(group)
+    began = time.monotonic()
+    for pid in stopped:
+        os.kill(pid, number)
+    await asyncio.sleep(seconds)
+    assert judge.report().away and not all(call.done() for call in calls)
+    for pid in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    assert set(await asyncio.gather(*calls)) == {(first,)}
+    print(f"200 calls were answered {time.monotonic() - began:.1f} s after {number.name}")
+
+
+def test_a_real_server_is_waited_for_asked_and_missed(serving, monkeypatch):
     assert services.problem("judges.general") == "", "it comes with the job"
 
     async def main():
-        began = time.monotonic()
-        asked = asyncio.create_task(ask("how are you?", temperature=0.0))
-        while not judge.report().away:
-            await asyncio.sleep(0.1)
-        assert "no address in JUDGES_FILE" in judge.report().away["general"]
-        (first,) = await asked
-        print(f"the first answer came after {time.monotonic() - began:.1f} s")
-        assert 0 < len(first) <= 8 and not judge.report().away
+        first = await first_answer()
         hostile = "\0 \ud800 \U0001f600 </think> <|im_end|>"
         every = await asyncio.gather(*(ask(f"{hostile} {i}") for i in range(100)))
         assert all(len(said) <= 8 for (said,) in every)
         with pytest.raises(CheckerError, match=f"refused a request.*status 400.*{LENGTH}"):
             await ask("x" * LENGTH)
         assert not judge.report().failures
-        calls = [asyncio.create_task(ask("how are you?", temperature=0.0)) for _ in range(200)]
-        await asyncio.sleep(0.3)
-        for pid in servers(serving.pid):
-            os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
-        assert set(await asyncio.gather(*calls)) == {(first,)}
-        print(f"200 calls were answered {time.monotonic() - killed:.1f} s after its death")
+        monkeypatch.setattr(judge, "SILENCE", 1.0)
+        await disturbed(first, serving.pid, signal.SIGSTOP, 5)
+        assert set(judge.report().failures) == {"general/timeout"}
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(not os.environ.get("GRPO_JUDGES"), reason="GRPO_JUDGES=1 asks for it: 2 min")
+def test_a_real_server_that_is_killed_is_started_again(serving):
+    async def main():
+        await disturbed(await first_answer(), serving.pid, signal.SIGKILL, 5)
         assert judge.report().failures["general/connection"] >= judge.FAILURES
 
     asyncio.run(main())
