@@ -47,6 +47,7 @@ EXPECTED = {
     "lean": "a command such as `env LEAN_PATH=... /opt/lean/bin/lean` (elan installs Lean, `lake "
     "exe cache get` Mathlib, `lake env` says LEAN_PATH), or services.sandbox = 'http'",
     "images": "a folder of unpacked images, and services.sandbox = 'bubblewrap'",
+    "workplace": "the folder csv_data/processed of NeMo-Gym's workplace_assistant",
 }
 _current = [Services()]
 
@@ -88,4 +89,9 @@ def _problem(need: str, services: Services) -> str:
         return f"{shown}: no such command; expected {EXPECTED[need]}"
     if need == "images" and (services.sandbox != "bubblewrap" or not os.path.isdir(value)):
         return f"{shown}, services.sandbox = {services.sandbox!r}, expected {EXPECTED[need]}"
+    if need == "workplace":
+        from envs.shared.office import FILES
+
+        absent = [file for file in FILES.values() if not os.path.isfile(os.path.join(value, file))]
+        return f"{shown} lacks {', '.join(absent)}: expected {EXPECTED[need]}" if absent else ""
     return ""
