@@ -52,17 +52,27 @@ def containing(pattern: str, rows: Iterable[Row], *columns: str) -> list[Row]:
 
 
 def moment(text: str) -> datetime.datetime:
-    """The time that a text names. Raises ValueError for none."""
-    if len(text) > 100:
+    """The time that a text names, as pandas reads it. Raises ValueError for none."""
+    if len(text) > 100 or is_small(text):
         raise ValueError(TIME)
+    if text in ("now", "today"):
+        return NOW
     try:
         return datetime.datetime.fromisoformat(text)
     except ValueError:
         pass
     try:
-        return dateutil.parser.parse(text, default=NOW.replace(hour=0, minute=0))
+        return dateutil.parser.parse(text, default=NOW.replace(day=1, hour=0, minute=0))
     except OverflowError:
         raise ValueError(TIME) from None
+
+
+def is_small(text: str) -> bool:
+    """Whether a text is a number, and too small for a year."""
+    try:
+        return float(text) < 1000 and not text.startswith("0")
+    except ValueError:
+        return False
 
 
 def page_of(name: str, rows: list[Row], page: int, page_size: int) -> Any:

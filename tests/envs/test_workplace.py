@@ -165,7 +165,7 @@ def test_the_tools_are_those_of_the_schemas(real):
     schemas = json.loads((TABLES / "tool_schemas.json").read_text())
     assert {schema["name"] for schema in schemas} == TOOLS.keys() and len(WRITES) == 14
     for schema in schemas:
-        given = dict.fromkeys(schema["parameters"]["properties"], "1")
+        given = dict.fromkeys(schema["parameters"]["properties"], "2023-12-01")
         given |= {name: 1 for name in ("page", "page_size") if name in given}
         TOOLS[schema["name"]](fresh(), **given)
         with pytest.raises(TypeError):
@@ -227,6 +227,7 @@ def test_what_tools_write():
         ("email_forward_email", {"email_id": "00000001", "recipient": "nobody"}),
         ("email_delete_email", {"email_id": "1"}),
         ("calendar_create_event", json.loads(EVENT["arguments"]) | {"event_start": "soon"}),
+        ("calendar_create_event", json.loads(EVENT["arguments"]) | {"event_start": "30"}),
         ("calendar_create_event", json.loads(EVENT["arguments"]) | {"duration": "-5"}),
         ("calendar_create_event", json.loads(EVENT["arguments"]) | {"duration": "long"}),
         (
