@@ -42,7 +42,8 @@ class Table:
 
     def append(self, row: Row, numbered: bool = True) -> None:
         """Adds a row. `numbered`: all labels are counted anew; else its own is 0."""
-        self.rows.append(row)
+        columns = self.rows[0] if self.rows else row
+        self.rows.append({column: row[column] for column in columns})
         self.labels = list(range(len(self.rows))) if numbered else [*self.labels, 0]
 
     def update(self, column: str, value: Any, change: Row) -> None:
