@@ -22,6 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import weakref
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 TICK = 0.5  # seconds between two looks at a run
 NOBODY = ["--reuid", "65534", "--regid", "65534", "--clear-groups"]
 WORK = "/work"  # the working folder of a run
+PACKAGES = "/packages"  # libraries of sessions
 PATIENCE = 5  # times its deadline that a run may take where others have the processors
 HUNGRY = 8  # processes of a run that can only wait for each other
 OWN = 8  # processes of a run that are bubblewrap's, or an interpreter's
@@ -131,14 +133,27 @@ def python() -> list[str]:
     return [found, "-I", "-S"]
 
 
+@functools.cache
+def own_packages() -> str:
+    """The folder of this Python's packages, where the sandbox's Python can import them; else ""."""
+    folder = sysconfig.get_path("purelib")
+    code = f"import sys; sys.path.append({folder!r}); import numpy"
+    before = ["setpriv", *NOBODY] if os.geteuid() == 0 else []
+    tried = subprocess.run([*before, *python(), "-c", code], capture_output=True, check=False)
+    return "" if tried.returncode else folder
+
+
 def wrapped(
     limits: Limits,
     root: str = "",
     files: Iterable[tuple[str, int]] = (),
     reads: Iterable[str] = (),
     rooms: bool = False,
+    packages: str = "",
 ) -> list[str]:
     """The command in front of a command that isolates it; `files`: path and descriptor of each.
+
+    `packages` is a folder that it sees as PACKAGES.
 
     Root becomes nobody first, since the kernel bounds no processes of root. Of an image as `root`
     only the owner of its files can be used. A command that makes `rooms` forbids namespaces in
@@ -165,6 +180,7 @@ def wrapped(
         command += ["--size", str(limits.disk), "--tmpfs", folder]
     for folder in reads:
         command += ["--ro-bind", folder, folder]
+    command += ["--ro-bind", packages, PACKAGES] if packages else []
     for path, descriptor in files:
         command += ["--file", str(descriptor), f"{WORK}/{path}"]
     command += [] if root else ["--remount-ro", "/"]

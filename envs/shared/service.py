@@ -1,6 +1,7 @@
 """The sandbox service of NeMo-Skills (nemo_skills/code_execution), as an HTTP client."""
 
 import asyncio
+import contextlib
 import json
 import time
 import urllib.error
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 GRACE = 30.0  # seconds that an answer may be late
 AWAY = 900.0  # seconds that the service may be away
+HEADER = "X-Session-ID"  # by which the service's workers are chosen, too
 
 
 async def program(url: str, source: str, stdin: str, limits: "Limits") -> "Ran":
@@ -37,11 +39,12 @@ async def program(url: str, source: str, stdin: str, limits: "Limits") -> "Ran":
 
 
 async def execute(
-    url: str, code: str, language: str, stdin: str, limits: "Limits"
+    url: str, code: str, language: str, stdin: str, limits: "Limits", session: str = ""
 ) -> dict[str, Any]:
     """The service's answer to POST /execute. While it is away, this waits.
 
-    Raises CheckerError after AWAY seconds, or where the service refuses the request.
+    `session` names what remembers, for the language "ipython". Raises CheckerError after AWAY
+    seconds, or where the service refuses the request.
     """
     request = {
         "generated_code": code,
@@ -55,7 +58,7 @@ async def execute(
     while True:
         try:
             return await asyncio.to_thread(
-                post, f"{url.rstrip('/')}/execute", request, limits.seconds
+                post, f"{url.rstrip('/')}/execute", request, limits.seconds, session
             )
         except urllib.error.HTTPError as error:
             if error.code < 500 and error.code != 429:
@@ -69,9 +72,17 @@ async def execute(
         pause = min(2 * pause, 30.0)
 
 
-def post(url: str, request: dict, seconds: float) -> dict[str, Any]:
+def forget(url: str, session: str) -> None:
+    """Ends a session there, if the service is not away."""
+    address = f"{url.rstrip('/')}/sessions/{session}"
+    request = urllib.request.Request(address, headers={HEADER: session}, method="DELETE")
+    with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=GRACE):
+        pass
+
+
+def post(url: str, request: dict, seconds: float, session: str = "") -> dict[str, Any]:
     """The JSON object that a POST of a JSON object is answered with."""
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"} | ({HEADER: session} if session else {})
     body = json.dumps(request).encode()
     asked = urllib.request.Request(url, body, headers)
     with urllib.request.urlopen(asked, timeout=seconds + GRACE) as answer:
