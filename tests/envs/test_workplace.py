@@ -199,6 +199,19 @@ def test_what_is_paid(made, wanted, pays):
     assert judged(made, wanted, "done").value == pays
 
 
+CHANGES = [SEND, DELETE, REPLY, EVENT, DROP, WON, PLOT]
+
+
+@settings(max_examples=60, deadline=None)
+@given(made=st.lists(st.sampled_from(CHANGES), max_size=5), extra=st.sampled_from([SEND, PLOT]))
+def test_only_what_was_asked_for_is_paid(made, extra):
+    """The same calls are; one more that changes something is not, wherever it stands."""
+    looked = [call("calendar_search_events", query="."), call("email_delete_email", email_id="9")]
+    assert judged([*looked, *made, *looked], made).value == 1
+    for i in range(len(made) + 1):
+        assert judged([*made[:i], extra, *made[i:]], made).value == 0
+
+
 def test_an_office_is_not_changed_by_its_copies():
     before = fresh()
     changed = workplace.played(fresh(), [SEND, DELETE, EVENT, WON, PLOT])
