@@ -26,6 +26,7 @@ from envs.messages import chat
 from envs.response import Response
 from envs.shared import services
 from envs.shared.calls import check_call
+from envs.shared.checkers import CheckerError
 from envs.shared.office import Office, load
 from envs.shared.office_tools import TOOLS, WRITES
 from envs.shared.tools import converse
@@ -58,7 +59,7 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """One errand, of at most 6 answers."""
     from envs.episode import Episode
 
-    office = load(services.current().workplace).copy()
+    office = fresh()
 
     async def call(name: str, given: dict) -> str:
         return await in_thread(used, office, name, given)
@@ -66,6 +67,13 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     params = row["responses_create_params"]
     talk = await converse(sampler, chat(params["input"]), params.get("tools"), call, MAX_STEPS)
     return Episode(talk.turns, await verify(row, talk.response))
+
+
+def fresh() -> Office:
+    """The office as each errand finds it. Raises CheckerError where there are no tables."""
+    if why := services.problem("workplace"):
+        raise CheckerError(why)
+    return load(services.current().workplace).copy()
 
 
 def used(office: Office, name: str, given: dict[str, Any]) -> str:
@@ -79,13 +87,12 @@ def used(office: Office, name: str, given: dict[str, Any]) -> str:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `reason` says why 0."""
+    """Reward 0.0 or 1.0; `reason` says why 0. Raises CheckerError where there are no tables."""
     calls = Response.of(response).tool_calls
     if reason := "" if calls else unfinished(final_text(response)):
         return Reward(0.0, {"reason": reason})
-    folder = services.current().workplace
     parts = (calls, row.get("ground_truth") or [])
-    made, wanted = await in_thread(lambda: [played(load(folder).copy(), part) for part in parts])
+    made, wanted = await in_thread(lambda: [played(fresh(), part) for part in parts])
     changed = made.difference(wanted)
     return Reward(float(not changed), {"reason": f"wrong {changed}"} if changed else {})
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from envs import Reward, workplace
 from envs.response import Response
 from envs.shared import office, office_tools, services
+from envs.shared.checkers import CheckerError
 from envs.shared.office import FILES, Office
 from envs.shared.office_tools import TOOLS, WRITES
 from support.scripts import Script, calling
@@ -403,3 +404,5 @@ def test_a_folder_without_tables_is_named(monkeypatch, tmp_path):
     assert "lacks emails.csv, calendar_events.csv" in services.problem("workplace")
     monkeypatch.setattr(services, "_current", [services.Services()])
     assert "expected the folder csv_data/processed" in services.problem("workplace")
+    with pytest.raises(CheckerError, match="expected the folder csv_data/processed"):
+        judged([SEND], [SEND])
