@@ -166,6 +166,7 @@ class Session:
 
     async def start(self) -> None:
         """Connects to a new session. Raises CheckerError where none starts."""
+        await in_thread(sandbox.own_packages)  # which asks a process, once
         host = self.host = Host.of(self.limits)
         self.connection = host.connect()
         said = await self.greeting()
