@@ -297,14 +297,14 @@ def begin(connection: socket.socket, contained: bool, rooms: bool, limits: dict)
     try:
         if rooms:
             enter(int(limits["disk"]), watched=False)
-        converse(connection, bounds_of(limits, contained), int(limits["output"]))
+        session(connection, bounds_of(limits, contained), int(limits["output"]))
     except OSError:
         connection.sendall(b"alone\n")
     finally:
         os._exit(0)
 
 
-def converse(connection: socket.socket, limits: dict[int, int], most: int) -> None:
+def session(connection: socket.socket, limits: dict[int, int], most: int) -> None:
     """A session's life: runs each piece of code that comes, and says what it has printed."""
     os.setsid()
     output = os.memfd_create("output")

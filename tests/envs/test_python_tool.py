@@ -272,6 +272,29 @@ def test_an_episode_that_is_given_up_leaves_nothing():
 
 
 @contained
+def test_a_process_that_is_killed_leaves_nothing():
+    code = """
+import asyncio
+from test_python_tool import *
+async def stay():
+    async with Session(QUICK) as python:
+        await python.run("1")
+        print(*sandbox.family(os.getpid())[1:], flush=True)
+        await asyncio.sleep(1000)
+asyncio.run(stay())"""
+    here = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": ":".join(map(str, (here, here.parent, here.parents[1])))}
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) as process:
+        began = set(map(int, process.stdout.readline().split()))
+        process.kill()
+    until = time.monotonic() + 10
+    while left := {pid for pid in began if Path(f"/proc/{pid}").exists()}:
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+    assert len(began) >= 3
+
+
+@contained
 def test_a_host_that_died_is_no_output():
     async def killed() -> str:
         async with Session(QUICK) as python:
