@@ -1,9 +1,11 @@
 r"""Mathematics judged by the library math-verify: 1.0 if equivalent to the reference, else 0.0.
 
-Row: `expected_answer` (string), with or without one outer `\(..\)` or `$..$`. Judged: the text
-after `</think>`, whose expressions, boxed or not, are compared with `\boxed{expected_answer}`, as
-in NeMo-Gym's resources_servers/math_with_judge without its judge. Deliberate deviation: a response
-that never closes its `<think>` was cut off and earns 0.
+Row: `expected_answer` (string), with or without one outer `\(..\)` or `$..$`; `question`. Judged,
+as in NeMo-Gym's resources_servers/math_with_judge: the text after `</think>`, whose expressions,
+boxed or not, are compared with `\boxed{expected_answer}`. Where the library says no and
+services.judges has `general`, that judge compares the extracted answer, or else the text, with the
+reference, in both orders (envs/equivalence.py). Deliberate deviation: a response that never closes
+its `<think>` was cut off and earns 0.
 
 Known leaks, of the library: the task given back as a formula (37*12, an integral), the right side
 of a false equation (3=2), "\neg 2", the other case of a letter, 2% and 200% for 2, and the last
@@ -16,7 +18,9 @@ checks run in the child processes of envs/shared/checkers.py.
 from collections.abc import Callable
 
 from envs import Reward, final_text, get, require, unfinished
+from envs.shared import services
 from envs.shared.checkers import DEADLINE, Checkers
+from envs.shared.comparison import JUDGE, both_orders
 
 AGENTS = ("math_with_judge_simple_agent", "math_with_judge", "math")
 # Parsed once before any check: the parser learns its grammar by use, and a check inherits that.
@@ -32,13 +36,23 @@ def check(row: dict) -> None:
     require(answer.strip(), "expected_answer", answer, "an answer")
 
 
+def needs(row: dict) -> tuple[str, ...]:
+    """The judge, where the configuration has it."""
+    return (f"judges.{JUDGE}",) if JUDGE in services.current().judges else ()
+
+
 async def verify(row: dict, response: str) -> Reward:
     """Reward 0.0 or 1.0; raises CheckerError where no check could run, whatever the answer."""
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
     verdict = await checkers.run(DEADLINE, expected=row["expected_answer"], text=text)
-    return Reward(verdict.pop("value"), verdict)
+    value = verdict.pop("value")
+    if value <= 0.5 and needs(row):
+        answer = verdict.get("extracted") or text
+        value = await both_orders(row, row["expected_answer"], answer)
+        verdict["judged"] = value
+    return Reward(value, verdict)
 
 
 def make_check() -> Callable[..., dict]:
