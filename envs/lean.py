@@ -4,8 +4,8 @@ Row: `header` (imports and options), `formal_statement` (up to its `:= by`), and
 to know: `informal_prefix`, `name`, `split`. Judged, as in NeMo-Gym's resources_servers/
 math_formal_lean: the last fenced block of lean4, else lean3, lean or any, else the whole text. Of a
 block with a theorem or an example only the proof counts, what follows its `:=` and `by`; the row's
-header and statement go before it. Lean must end with code 0 within 30 s and not say "sorry". There
-one answer may follow another upon Lean's errors; here there is one answer.
+header and statement go before it. Lean must end with code 0 within 30 s and not say "sorry". Here
+one answer is judged; envs/lean_refinement.py lets others follow upon Lean's errors.
 
 Who compiles: the command `services.lean`, in the sandbox; or, where services.sandbox is "http", the
 service at services.sandbox_url, which brings Lean v4.12.0 and Mathlib along.
@@ -24,6 +24,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.shared import sandbox, service, services
@@ -60,23 +61,34 @@ def check(row: dict) -> None:
         get(row, name, str | None, "a text or null")
 
 
-async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `reason` says why 0, `lean` what Lean says first.
+class Attempt(NamedTuple):
+    """An answer, and what became of it."""
 
-    Raises CheckerError where Lean does not run, or cannot compile the row's header.
-    """
+    reward: Reward  # 0.0 or 1.0; `reason` says why 0, `lean` what Lean says first
+    source: str = ""  # that Lean was given
+    ran: sandbox.Ran | None = None  # what Lean made of it; None where it was given nothing
+
+
+async def verify(row: dict, response: str) -> Reward:
+    """The reward of an attempt."""
+    return (await attempt(row, response)).reward
+
+
+async def attempt(row: dict, response: str) -> Attempt:
+    """What Lean makes of it. Raises CheckerError where Lean cannot be asked."""
     text = final_text(response)
     if reason := unfinished(text):
-        return Reward(0.0, {"reason": reason})
+        return Attempt(Reward(0.0, {"reason": reason}))
     proof = await in_thread(lambda: proof_of(code_of(text)))
     if reason := refused(proof):
-        return Reward(0.0, {"reason": reason})
-    ran = await compile_lean(row["header"] + row["formal_statement"] + proof)
-    if reason := failure(ran):
-        if reason != "sorry":
-            await check_header(row["header"], ran)
-        return Reward(0.0, {"reason": reason, "lean": (ran.stdout + ran.stderr)[:1000]})
-    return Reward(1.0)
+        return Attempt(Reward(0.0, {"reason": reason}))
+    source = row["header"] + row["formal_statement"] + proof
+    ran = await compile_lean(source)
+    reason = failure(ran)
+    if reason not in ("", "sorry"):
+        await check_header(row["header"], ran)
+    info = {"reason": reason, "lean": (ran.stdout + ran.stderr)[:1000]} if reason else {}
+    return Attempt(Reward(float(not reason), info), source, ran)
 
 
 def refused(proof: str) -> str:
@@ -98,8 +110,7 @@ async def compile_lean(source: str) -> sandbox.Ran:
             raise CheckerError(f"the sandbox service at {own.sandbox_url}: {status}: {err[:300]}")
         ended = "output" if out.endswith("<output cut>") else ENDED[status]
         return sandbox.Ran(out, err, int(status == "failed"), ended, 0.0)
-    command = shlex.split(own.lean)
-    command.append("proof.lean")
+    command = [*shlex.split(own.lean), "proof.lean"]
     files = {"proof.lean": source}
     return await sandbox.run(command, files=files, reads=folders(command), limits=LIMITS)
 

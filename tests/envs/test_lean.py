@@ -82,7 +82,7 @@ def test_known_functions():
         ),
         "determine_proof_status": lambda compiler_output: status(**compiler_output),
     }
-    # What one turn does not need: Lean's errors as the next question tells them.
+    # Lean's errors as the next question tells them: test_lean_refinement.py.
     later = {"parse_error", "format_error_feedback", "get_error_str", "build_correction_prompt"}
     agreed = 0
     for case in lines("known_answers", "math_formal_lean_fns"):
