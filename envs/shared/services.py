@@ -76,11 +76,13 @@ def problem(need: str) -> str:
 
 @functools.cache
 def _problem(need: str, services: Services) -> str:
-    if need in ("sandbox", "checks"):
+    if need == "shell" and services.sandbox != "bubblewrap":
+        return f"services.sandbox = {services.sandbox!r}, expected 'bubblewrap'"
+    if need in ("sandbox", "shell", "checks"):
         from envs.shared.sandbox import problem as of_sandbox
         from envs.shared.sandbox import problem_of_checks
 
-        return of_sandbox() if need == "sandbox" else problem_of_checks()
+        return problem_of_checks() if need == "checks" else of_sandbox()
     value = getattr(services, need)
     shown = f"services.{need} = {value!r}"
     if not value:

@@ -1,6 +1,7 @@
 """Answers of the agent Terminus: JSON objects with commands for a terminal."""
 
 import json
+import re
 from typing import Any
 
 NUMBER = (int, float)
@@ -52,6 +53,12 @@ def fits(value: Any, fields: dict) -> bool:
         if wrong and (name.rstrip("?") in value or not name.endswith("?")):
             return False
     return value.keys() <= {name.rstrip("?") for name in fields}
+
+
+def keys(command: dict) -> str:
+    """What a command types; "C-c" and the like, alone, are keys, as tmux names them."""
+    key = re.fullmatch(r"C-([a-z])", command["keystrokes"])
+    return chr(ord(key[1]) & 31) if key else str(command["keystrokes"])
 
 
 def parsed(text: str) -> Any:
