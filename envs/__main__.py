@@ -86,7 +86,7 @@ def of_rows(rows: Iterable[dict], args: Args) -> Iterator[Answer]:
 async def judge(answer: Answer, args: Args) -> envs.Reward:
     """What `verify` says; raises InputError naming row, module and line where it is no reward."""
     params = answer.row["responses_create_params"]
-    variables = template_variables(params)
+    variables = template_variables(answer.row)
     response = await parsers.read(answer.text, args.model, params.get("tools"), variables)
     module = envs.environment(answer.row["agent_ref"]["name"])
     place = f"{args.file}:{answer.row['_line']}: verify"

@@ -21,8 +21,7 @@ def check_items(items: list | str, at: str) -> None:
             check_message(item, where)
         elif kind == "reasoning":
             for name in ("summary", "content"):
-                texts = get(item, name, list | None, "a list of texts", where)
-                check_text(texts, where + name)
+                check_text(get(item, name, list | None, "a list of texts", where), where + name)
         else:
             get(item, "call_id", str, "a string", where)
         if kind == "function_call":
@@ -76,14 +75,15 @@ def check_overrides(params: dict, at: str) -> None:
     text = metadata.get("chat_template_kwargs")
     found = as_object(text) if isinstance(text, str | None) else None
     good = found is not None and not OWN & found.keys()
-    require(
-        good, at + "metadata.chat_template_kwargs", text, "template variables, JSON in a string"
-    )
+    where = at + "metadata.chat_template_kwargs"
+    require(good, where, text, "template variables, JSON in a string")
 
 
-def template_variables(params: dict) -> dict[str, Any]:
-    """A row's own variables of the chat template, which it holds as a JSON string."""
-    return as_object((params.get("metadata") or {}).get("chat_template_kwargs")) or {}
+def template_variables(row: dict) -> dict[str, Any]:
+    """A row's own variables of the chat template; agents `..._reasoning_off` have a default."""
+    off = row.get("agent_ref", {}).get("name", "").endswith("_reasoning_off")
+    own = (row["responses_create_params"].get("metadata") or {}).get("chat_template_kwargs")
+    return ({"enable_thinking": False} if off else {}) | (as_object(own) or {})
 
 
 def chat(items: list[dict] | str) -> list[dict]:

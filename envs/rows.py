@@ -303,7 +303,7 @@ def render(
 ) -> list[int]:
     """Token ids of the row's conversation, up to where the model's answer begins."""
     params = row["responses_create_params"]
-    variables = chat_template_kwargs | template_variables(params)
+    variables = chat_template_kwargs | template_variables(row)
     return render_messages(tokenizer, params["input"], params.get("tools"), variables)
 
 

@@ -160,7 +160,7 @@ class Sampling:
         limit = params.get("max_output_tokens") or self.max_response_tokens
         return dataclasses.replace(
             self,
-            chat_template_kwargs=self.chat_template_kwargs | template_variables(params),
+            chat_template_kwargs=self.chat_template_kwargs | template_variables(row),
             max_response_tokens=min(limit, self.max_response_tokens),
         )
 

@@ -179,3 +179,15 @@ def test_a_rows_own_variable_turns_reasoning_off(tokenizers):
     tokenizer = tokenizers["nemotron_3_super"]
     ids = render(tokenizer, {"responses_create_params": params}, {"enable_thinking": True})
     assert tokenizer.decode(ids).endswith("<think></think>")
+
+
+def test_an_agent_turns_reasoning_off_unless_the_row_has_it_on(tokenizers):
+    params = {"input": [said("user", "1 + 1?")]}
+    row = {"agent_ref": {"name": "genrm_simple_agent_reasoning_off"}}
+    row["responses_create_params"] = params
+    tokenizer = tokenizers["nemotron_3_super"]
+    ids = render(tokenizer, row, {"enable_thinking": True})
+    assert tokenizer.decode(ids).endswith("<think></think>")
+    params["metadata"] = {"chat_template_kwargs": '{"enable_thinking": true}'}
+    ids = render(tokenizer, row, {"enable_thinking": False})
+    assert tokenizer.decode(ids).endswith("<think>\n")
