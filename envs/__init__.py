@@ -5,7 +5,7 @@ and what it does with a row:
 
     one turn     verify(row, response) -> Reward or a number, plain or async
     many turns   async rollout(row, sampler) -> Episode, in place of verify
-    comparison   async score_group(rows, responses) -> list of Rewards, after either of them
+    comparison   async score_group(rows, responses) -> list of Rewards, after either or alone
 
 `response` is a `str` with what its markup says (envs/response.py).
 
@@ -117,10 +117,16 @@ def environment(name: str) -> ModuleType:
     except Exception as error:  # it is the user's own code
         spec = importlib.util.find_spec(f"envs.{known[name]}")
         raise ModuleError(located(error, str(spec and spec.origin))) from error
-    if not hasattr(module, "verify") and not hasattr(module, "rollout"):
-        expected = "expected a function `verify` or `rollout`"
-        raise ModuleError(f"{module.__file__} defines neither, {expected}")
+    if not any(hasattr(module, shape) for shape in ("verify", "rollout", "score_group")):
+        expected = "expected a function `verify`, `rollout` or `score_group`"
+        raise ModuleError(f"{module.__file__} defines none, {expected}")
     return module
+
+
+def only_compares(row: dict) -> bool:
+    """Whether an answer to the row has no reward by itself, but only beside others."""
+    module = environment(row["agent_ref"]["name"])
+    return not hasattr(module, "verify") and not hasattr(module, "rollout")
 
 
 def located(error: BaseException, file: str) -> str:
@@ -136,7 +142,8 @@ def located(error: BaseException, file: str) -> str:
 async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
     """One scored episode of the row for each sampler.
 
-    In an environment of one turn the first sampler generates all answers. Raises what the
+    In an environment of one turn the first sampler generates all answers. Where a comparison fails,
+    the next call compares the same answers, which the samplers' drafts hold. Raises what the
     environment raises, TypeError for what is no reward, and ValueError for an episode without
     turns.
     """
@@ -151,7 +158,10 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
         params = row["responses_create_params"]
         prompt_ids = samplers[0].render(params["input"], params.get("tools"))
         turns = await samplers[0].generate(prompt_ids, len(samplers))
-        rewards = await together(verify(row, turn.judged) for turn in turns)
+        if only_compares(row):
+            rewards = [Reward(0.0)] * len(turns)  # until they are compared
+        else:
+            rewards = await together(verify(row, turn.judged) for turn in turns)
         episodes = [Episode([turn], reward) for turn, reward in zip(turns, rewards, strict=True)]
     for episode in episodes:
         if not isinstance(episode, Episode):

@@ -145,7 +145,9 @@ def main(argv: list[str]) -> None:
         module = envs.environment(name)
         if not hasattr(module, "verify"):
             rows = [row for row in rows if row["agent_ref"]["name"] != name]
-            print(f"{name}: not tried, its `rollout` of several turns needs a model")
+            rollout = "its `rollout` of several turns needs a model"
+            why = rollout if hasattr(module, "rollout") else "it compares the answers of a group"
+            print(f"{name}: not tried, {why}")
         elif hasattr(module, "rollout") or hasattr(module, "score_group"):
             print(f"{name}: only `verify` is tried, which does not decide alone in training")
     if args.rollouts:

@@ -75,7 +75,7 @@ def test_many_turns_are_one_rollout_of_each_sampler(environment):
     assert [e.reward for e in episodes] == [Reward(0.5, {"by": name}) for name in "ab"]
 
 
-@pytest.mark.parametrize("turns", ["one", "many"])
+@pytest.mark.parametrize("turns", ["one", "many", "only compared"])
 def test_comparison_comes_after_the_answers(environment, turns):
     async def rollout(row, sampler):
         return Episode(await sampler.generate([1], n=2), Reward(0))
@@ -84,10 +84,10 @@ def test_comparison_comes_after_the_answers(environment, turns):
         assert rows == [ROW] * 2
         return [Reward(9.0, {"last": text}) for text in responses]
 
-    first = {"rollout": rollout} if turns == "many" else {"verify": lambda *args: 0}
+    first = {"one": {"verify": lambda *args: 0}, "many": {"rollout": rollout}}.get(turns, {})
     environment(score_group=score_group, **first)
     episodes = run([Scripted("a"), Scripted("b")])
-    last = ["<think>a0", "<think>a1"] if turns == "one" else ["<think>a1", "<think>b1"]
+    last = ["<think>a1", "<think>b1"] if turns == "many" else ["<think>a0", "<think>a1"]
     assert [e.reward for e in episodes] == [Reward(9.0, {"last": text}) for text in last]
 
 

@@ -237,7 +237,7 @@ def row_of(name: str, **fields) -> bytes:
         ("def verify(:", r"{path} cannot be read as Python: invalid syntax \(mine.py, line 2\)"),
         ("from envs import Rewards", r"{path}:2: ImportError: cannot import name 'Rewards'"),
         ("raise ValueError('two\\nlines')", r"{path}:2: ValueError: two lines"),
-        ("def verfy(row, response): ...", r"{path} defines neither, expected a function `verify`"),
+        ("def verfy(row, response): ...", r"{path} defines none, expected a function `verify`"),
     ],
 )
 def test_a_broken_environment_is_one_line_with_its_place(environment, cfg, tmp_path, text, problem):

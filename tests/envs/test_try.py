@@ -199,6 +199,9 @@ def test_an_environment_of_several_turns_is_said_not_to_be_tried(project):
     assert out.splitlines()[1:] == [
         "my_reward: not tried, its `rollout` of several turns needs a model"
     ]
+    reward(project, "async def score_group(rows, answers): ...")
+    out = try_rows(project)
+    assert out.splitlines()[1:] == ["my_reward: not tried, it compares the answers of a group"]
     reward(
         project, "def verify(row, response): return 1\nasync def score_group(rows, answers): ..."
     )
