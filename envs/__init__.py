@@ -123,9 +123,9 @@ def environment(name: str) -> ModuleType:
     return module
 
 
-def only_compares(row: dict) -> bool:
-    """Whether an answer to the row has no reward by itself, but only beside others."""
-    module = environment(row["agent_ref"]["name"])
+def only_compares(name: str) -> bool:
+    """Whether an answer has no reward by itself in this agent's environment, but beside others."""
+    module = environment(name)
     return not hasattr(module, "verify") and not hasattr(module, "rollout")
 
 
@@ -158,7 +158,7 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
         params = row["responses_create_params"]
         prompt_ids = samplers[0].render(params["input"], params.get("tools"))
         turns = await samplers[0].generate(prompt_ids, len(samplers))
-        if only_compares(row):
+        if only_compares(name):
             rewards = [Reward(0.0)] * len(turns)  # until they are compared
         else:
             rewards = await together(verify(row, turn.judged) for turn in turns)

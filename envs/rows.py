@@ -103,16 +103,22 @@ def read_rows(
     """The good rows of a JSONL file, and what is wrong with the others.
 
     Without `cfg` prompts may have any length. Raises InputError where more than `allowed` rows are
-    bad, or all, and for an environment's module that cannot be used.
+    bad, or all, for an environment's module that cannot be used, and for rows to train on that
+    compare answers where there is only one. Such rows are left out of validation.
     """
     rows = Rows(path)
     bad: list[dict] = []
+    single = single_answers(path, cfg) if cfg else ""
+    alone: Counter[str] = Counter()  # rows by agent, that lack a second answer
     for number, (start, text) in enumerate(raw_lines(path), 1):
         line = decoded(text)
         if line.isspace():
             continue
         try:
-            parse(line, cfg)
+            agent = parse(line, cfg)["agent_ref"]["name"]
+            if single and envs.only_compares(agent):
+                alone[agent] += 1
+                continue
             rows.add(start, number, text)
         except envs.ModuleError as error:
             raise InputError(str(error)) from None
@@ -122,10 +128,24 @@ def read_rows(
         if len(bad) > allowed:
             limit = f", more than data.max_bad_rows = {allowed}" if allowed else ""
             raise InputError(first_of(bad) + limit)
+    if cfg and alone:
+        counts = ", ".join(f"{count:,} of {name}" for name, count in alone.items())
+        told = f"{path}: rows that compare answers, {counts}, and {single} = 1"
+        if not rows or path == cfg.data.train:
+            raise InputError(f"{told}, expected 2 or more")
+        print(f"{told}: they are not evaluated")
     if not rows:
         all_bad = f"; {first_of(bad)}" if bad else ""
         raise InputError(f"{path}: holds no good rows, expected at least one{all_bad}")
     return rows, bad
+
+
+def single_answers(path: str, cfg: "RunSettings") -> str:
+    """The setting that gives rows of this file one answer each; "" where they get more."""
+    samples = {"data.val_samples": cfg.data.val_samples} if path == cfg.data.val else {}
+    if path == cfg.data.train:
+        samples["group_size"] = getattr(cfg, "group_size", 2)  # not all algorithms have groups
+    return next((name for name, count in samples.items() if count < 2), "")
 
 
 def first_of(bad: list[dict]) -> str:

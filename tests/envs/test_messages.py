@@ -11,7 +11,7 @@ import envs
 from envs.messages import chat, functions
 from envs.rows import last_question, load_rows, render
 from envs.shared.services import Services
-from runtime.settings import Sampling
+from runtime.settings import Data, Sampling
 
 THOUGHT = {"type": "reasoning", "id": "r", "summary": [{"text": "\nLet me see.\n"}]}
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": [1, "x"]}'}
@@ -143,7 +143,7 @@ def test_every_released_row_loads_and_is_rendered(tokenizers, shared_data, tmp_p
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         of_rows = {row["responses_create_params"].get("temperature") for row in rows} - {None}
         sampling = Sampling(temperature=of_rows.pop() if of_rows else 1.0)
-        data = SimpleNamespace(max_bad_rows=0)
+        data = Data()
         made = {"data": data, "sampling": sampling, "services": Services()}
         cfg = SimpleNamespace(**made, model="", run_dir="")
         monkeypatch.setattr("envs.rows.load_tokenizer", lambda model: tokenizers["qwen3"])

@@ -97,7 +97,8 @@ def cfg(tmp_path_factory, tmp_path, monkeypatch):
     return SimpleNamespace(
         run_dir=str(tmp_path / "run"),
         model=str(folder),
-        data=SimpleNamespace(max_bad_rows=0),
+        data=SimpleNamespace(max_bad_rows=0, train="train.jsonl", val="", val_samples=1),
+        group_size=2,
         services=Services(),
         sampling=Sampling(max_model_len=1 << 20, chat_template_kwargs={}),
     )
@@ -226,6 +227,40 @@ def environment(tmp_path, monkeypatch):
 
 def row_of(name: str, **fields) -> bytes:
     return dump(spelling_rows(1)[0] | {"agent_ref": {"name": name}} | fields)
+
+
+def test_rows_that_only_compare_are_left_out_where_an_answer_is_alone(
+    environment, cfg, tmp_path, capsys
+):
+    environment("async def score_group(rows, responses): ...", "compare")
+    environment("def verify(row, response): return 0", "judge")
+    lines = [row_of("compare"), row_of("judge"), row_of("compare")]
+    cfg.data.val = write_lines(tmp_path / "val.jsonl", lines)
+    assert [row["_line"] for row in load_rows(cfg.data.val, cfg)] == [2]
+    left = f"{cfg.data.val}: rows that compare answers, 2 of compare, and data.val_samples = 1"
+    assert capsys.readouterr().out == f"{left}: they are not evaluated\n"
+    for both in (cfg.data.val, "another.jsonl"):
+        cfg.data.train = both
+        cfg.data.val_samples = 2
+        assert len(load_rows(cfg.data.val, cfg)) == 3
+        cfg.data.val_samples = 1
+    cfg.data.val = write_lines(tmp_path / "val.jsonl", lines[::2])
+    with pytest.raises(InputError, match=re.escape(f"{left}, expected 2 or more")):
+        load_rows(cfg.data.val, cfg)
+
+
+@pytest.mark.parametrize("setting", ["group_size", "data.val_samples"])
+def test_rows_that_only_compare_are_not_trained_on_one_answer(environment, cfg, tmp_path, setting):
+    """Nor left out of training because the same file validates."""
+    environment("async def score_group(rows, responses): ...", "compare")
+    cfg.data.train = write_lines(tmp_path / "train.jsonl", [row_of("compare")] * 3)
+    if setting == "group_size":
+        cfg.group_size = 1
+    else:
+        cfg.data.val = cfg.data.train
+    told = f"train.jsonl: rows that compare answers, 3 of compare, and {setting} = 1, expected 2"
+    with pytest.raises(InputError, match=told):
+        load_rows(cfg.data.train, cfg)
 
 
 @pytest.mark.parametrize(
