@@ -21,7 +21,7 @@ from collections.abc import Callable
 from envs import Reward, final_text, get, require, unfinished
 from envs.rows import last_question
 from envs.shared.checkers import DEADLINE, Checkers
-from envs.shared.comparison import BASH, JUDGE, Rules, same
+from envs.shared.same_answer import BASH, JUDGE, Rules, same
 
 # fmt: off
 AGENTS = (

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from envs import Reward, final_text, get, require, unfinished
 from envs.shared import services
 from envs.shared.checkers import DEADLINE, Checkers
-from envs.shared.comparison import JUDGE, both_orders
+from envs.shared.same_answer import JUDGE, both_orders
 
 AGENTS = ("math_with_judge_simple_agent", "math_with_judge", "math")
 # Parsed once before any check: the parser learns its grammar by use, and a check inherits that.

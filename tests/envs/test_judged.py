@@ -9,7 +9,7 @@ import pytest
 import envs
 from envs import equivalence, inverse_if, math, multichallenge, safety
 from envs.shared import services
-from envs.shared.comparison import Rules
+from envs.shared.same_answer import Rules
 from envs.shared.verdicts import first_label, quoted
 from support.judges import Judge, configured
 from support.verifiers import HOSTILE, gym_rows, known_answers, lines
