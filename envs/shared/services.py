@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from envs.shared import endpoints
+from envs.shared import comparison, endpoints
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,13 @@ class Services:
     judges: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
     """Models that judge answers, by name: url, model, concurrency, sampling (docs/judges.md)."""
     genrm: dict[str, float] = field(default_factory=dict, hash=False)
-    """Weights of the comparison of a group by the judge `genrm`, by name (envs/genrm.py)."""
+    """Weights of a comparison that are unlike RLVR's, by name (envs/shared/comparison.py)."""
     nemo_gym: str = ""
     """Address of NeMo-Gym's head server, for rows whose agent runs there: http://HOST:PORT."""
 
     def __post_init__(self) -> None:
-        """Refuses judges that no call could be made to. Raises ValueError."""
+        """Refuses judges that no call could be made to, and unknown weights. Raises ValueError."""
+        comparison.weights(self.genrm)
         for name, judge in self.judges.items():
             endpoints.check(f"services.judges[{name!r}]", judge)
 
