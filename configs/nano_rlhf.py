@@ -9,3 +9,8 @@ data = data | {
     "val": "data/nano_rlhf/val-split.jsonl",
 }
 steps = 200
+
+services = {
+    "judges": {"genrm": {"model": "genrm"}},
+    "genrm": {"reasoning_length": 0.5, "answer_length": 0.5, "style": 0.0},
+}
