@@ -106,6 +106,15 @@ def full_logits(model, row: Row) -> torch.Tensor:
     return torch.nn.functional.pad(logp_T, (1, 0)) * row.mask_T
 
 
+class RandomPolicy(FSDPPolicy):
+    """A policy that needs no checkpoint."""
+
+    def _read(self) -> None:
+        self.model.to_empty(device=DEVICE)
+        with torch.no_grad():
+            self.lm.initialize_weights()
+
+
 def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> None:
     """Prints the line of one model and row length."""
     # In the place of PolicySettings, which needs pydantic.
@@ -119,14 +128,8 @@ def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> N
         max_grad_norm=1.0,
     )
 
-    def random_weights(path, output_loading_info, **how):
-        """Stands for from_pretrained, which also returns what it did not find."""
-        return make(config, **how), {"missing_keys": []}
-
-    make = transformers.AutoModelForCausalLM.from_config
-    names = {"from_pretrained": random_weights, "from_config": make}
-    policy.fsdp.AutoModelForCausalLM = SimpleNamespace(**names)
-    trained = FSDPPolicy("", settings, temperature=1.0)
+    policy.fsdp.AutoConfig = SimpleNamespace(from_pretrained=lambda _: config)
+    trained = RandomPolicy("", settings, temperature=1.0)
     row = Row(tokens, config.vocab_size)
     trained.model.full_logits = MethodType(full_logits, trained.model)
     register_fsdp_forward_method(trained.model, "full_logits")

@@ -141,7 +141,8 @@ def trainer_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     marks = {name: "+ " if name == fullest else "or " for name in moments}
     unlike = gib(sizes.saved_bytes(model, other_checkpointing(cfg)))
     rows = f"{on} checkpointing, {unlike} {off}; T = {sizes.longest_row(cfg):,}"
-    ranks = pace.ranks_per_node(cfg)
+    here = pace.ranks_per_node(cfg)
+    loading = sizes.host_bytes(model, here, cfg.policy.ranks)
     shard = f"sharded: 1 / {cfg.policy.ranks}"
     attention = f"bool, policy.attention = {cfg.policy.attention!r}"
     return [
@@ -151,7 +152,7 @@ def trainer_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
         row("= peak, with reserve", gib(sizes.trainer_bytes(model, cfg)), f"of {gib(gpu.memory)}"),
         row("layers keep", kept, rows),
         row("mask of a row", gib(mask.row), attention),
-        row("host, while loading", gib(sizes.host_bytes(model, ranks)), f"{ranks} ranks of a node"),
+        row("host, while loading", gib(loading), f"{here} of {cfg.policy.ranks} ranks on a node"),
         saving_row(model, cfg),
     ]
 

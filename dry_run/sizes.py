@@ -275,6 +275,6 @@ def kv_tokens(model: Model, cfg: "Config", gpu: float, length: float) -> int:
     return max(0, int(kv_budget(model, cfg, gpu) / max(each, 1)))
 
 
-def host_bytes(model: Model, ranks: int) -> int:
-    """CPU memory of a node whose `ranks` load: each reads the whole checkpoint in float32."""
-    return 4 * model.params * ranks
+def host_bytes(model: Model, here: int, ranks: int) -> float:
+    """CPU memory of a node that has so many of the ranks, while each reads its share in float32."""
+    return 4 * model.params * here / ranks

@@ -7,9 +7,8 @@ which keeps them apart) and `mask_T` (what the policy sampled). Only those N tok
 head, in chunks: no N x V tensor ever exists. Gradients are summed over ranks, not averaged: the
 loss divides once, by the token count of the whole batch.
 
-Every rank loads the checkpoint on its CPU and moves it to its GPU layer by layer, keeping a shard.
-That is simple, but at first a host holds 4 bytes x parameters x its ranks (256 GB for 8B on 8
-GPUs).
+The model is made without memory, sharded, and then filled: of each tensor of the checkpoint a rank
+reads its own rows.
 """
 
 import copy
@@ -29,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from policy import AnyRow, LossFn, WeightMeta, attention, logprobs
 
@@ -92,17 +91,19 @@ class FSDPPolicy:
         self.dp_group: dist.ProcessGroup | None = None
         self.reports = True  # every rank trains rows of its own
         self.device = torch.device("cuda" if gpu else "cpu")
-        self.lm = self._read()
+        config = AutoConfig.from_pretrained(model)
+        attends = attention.implementation(settings.attention)
+        make: Any = AutoModelForCausalLM.from_config  # typed as if it took a model's name
+        with torch.device("meta"):
+            self.lm = make(config, dtype=torch.float32, attn_implementation=attends)
+            # Its state dict has no FSDP hooks: it is written beside training.
+            dtype = torch.bfloat16 if gpu else torch.float32
+            self.shell = make(copy.deepcopy(self.lm.config), dtype=dtype)
         self.lm.eval().requires_grad_(trainable)  # train(), for its checkpointing, brings dropout
         kinds = self.lm._no_split_modules or ()
         layers = [module for module in self.lm.modules() if type(module).__name__ in kinds]
         for layer in layers if settings.activation_checkpointing else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        with torch.device("meta"):  # whose state dict has no FSDP hooks: written beside training
-            dtype = torch.bfloat16 if gpu else torch.float32
-            config = copy.deepcopy(self.lm.config)
-            self.shell = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        self.shell.generation_config = self.lm.generation_config
         # Any: fully_shard adds methods to what it shards.
         self.model: Any = PackedModel(self.lm, temperature, logprobs.CHUNK)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
@@ -114,6 +115,7 @@ class FSDPPolicy:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         register_fsdp_forward_method(self.model, "plain")
+        self._read()
         if trainable:  # AdamW's default betas (0.9, 0.999) and eps 1e-8 are the Nemotron recipe's
             self.optimizer = torch.optim.AdamW(
                 self.model.parameters(),
@@ -127,19 +129,19 @@ class FSDPPolicy:
             self.stager = DefaultStager(StagingOptions(False, False, False, False))
         self._check_architecture()
 
-    def _read(self) -> PreTrainedModel:
-        """The checkpoint in float32 on the CPU. Raises ValueError naming a tensor that it lacks."""
-        read: Any = AutoModelForCausalLM.from_pretrained  # typed as if it returned a model alone
-        lm, loaded = read(
-            self.folder,
-            dtype=torch.float32,
-            attn_implementation=attention.implementation(self.settings.attention),
-            output_loading_info=True,
-        )
+    def _read(self) -> None:
+        """Fills the shards, in float32. Raises ValueError naming a tensor that is not there."""
+        lm = self.lm
+        # from_pretrained fills what its class makes, and of a DTensor the rows of this rank alone.
+        made: Any = type("Made", (type(lm),), {"__new__": lambda cls, config: lm})
+        how = {"dtype": torch.float32, "output_loading_info": True}
+        _, loaded = made.from_pretrained(self.folder, **how)
+        # Rotary tables were computed on the CPU; shards may still be views of a mapped file.
+        self.model._apply(lambda tensor: tensor.to(self.device, copy=True))
+        self.shell.generation_config = lm.generation_config
         if lacking := sorted(loaded["missing_keys"]):
             needed = f"{len(lacking)} tensors that {type(lm).__name__} needs"
             raise ValueError(f"model = {self.folder!r} lacks {needed}, such as {lacking[0]}")
-        return lm
 
     def forward_backward(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow]) -> list[Any]:
         """Adds up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns all stats."""

@@ -360,8 +360,9 @@ def test_an_update_needs_room_beside_the_engines_share(folder):
     assert "= 0.97 leaves 2.37: lower it in engine.args" in text
 
 
-def test_every_rank_of_a_node_loads_the_model():
-    assert sizes.host_bytes(dataclasses.replace(SUPER, params=8_000_000_000), 8) == 256e9
+def test_every_rank_of_a_node_loads_its_share_of_the_model():
+    model = dataclasses.replace(SUPER, params=8_000_000_000)
+    assert sizes.host_bytes(model, 8, 8) == 4 * sizes.host_bytes(model, 8, 32) == 32e9
     assert pace.ranks_per_node(changed(Config(), ranks=32)) == 8
     assert pace.ranks_per_node(changed(Config(), ranks=3)) == 3
 
