@@ -121,6 +121,7 @@ def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> N
     settings = SimpleNamespace(
         attention=attention,
         activation_checkpointing=True,
+        lora_rank=0,
         lr=1e-6,
         warmup_lr=1e-6,
         warmup_steps=0,

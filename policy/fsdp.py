@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from policy import AnyRow, LossFn, WeightMeta, attention, logprobs
+from policy.lora import Adapters
 
 if TYPE_CHECKING:  # pydantic is not needed to train
     from policy.settings import PolicySettings
@@ -100,6 +101,7 @@ class FSDPPolicy:
             dtype = torch.bfloat16 if gpu else torch.float32
             self.shell = make(copy.deepcopy(self.lm.config), dtype=dtype)
         self.lm.eval().requires_grad_(trainable)  # train(), for its checkpointing, brings dropout
+        self.adapters = Adapters(self.lm, settings.lora_rank if trainable else 0)
         kinds = self.lm._no_split_modules or ()
         layers = [module for module in self.lm.modules() if type(module).__name__ in kinds]
         for layer in layers if settings.activation_checkpointing else ():
@@ -117,11 +119,9 @@ class FSDPPolicy:
         register_fsdp_forward_method(self.model, "plain")
         self._read()
         if trainable:  # AdamW's default betas (0.9, 0.999) and eps 1e-8 are the Nemotron recipe's
+            trained = self._trained().values()
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(),
-                lr=settings.lr,
-                weight_decay=settings.weight_decay,
-                fused=True,
+                trained, lr=settings.lr, weight_decay=settings.weight_decay, fused=True
             )
             # Its own, because a checkpoint is written while training communicates.
             self.save_group = dist.new_group(backend="gloo")
@@ -135,7 +135,8 @@ class FSDPPolicy:
         # from_pretrained fills what its class makes, and of a DTensor the rows of this rank alone.
         made: Any = type("Made", (type(lm),), {"__new__": lambda cls, config: lm})
         how = {"dtype": torch.float32, "output_loading_info": True}
-        _, loaded = made.from_pretrained(self.folder, **how)
+        _, loaded = made.from_pretrained(self.folder, key_mapping=self.adapters.renamed, **how)
+        self.adapters.start()
         # Rotary tables were computed on the CPU; shards may still be views of a mapped file.
         self.model._apply(lambda tensor: tensor.to(self.device, copy=True))
         self.shell.generation_config = lm.generation_config
@@ -172,7 +173,7 @@ class FSDPPolicy:
         """
         settings = self.settings
         done = self.updates
-        grads = [p.grad.to_local() for p in self.model.parameters() if p.grad is not None]
+        grads = [p.grad.to_local() for p in self._trained().values() if p.grad is not None]
         square = nn.utils.get_total_norm(grads).to(self.device) ** 2
         dist.all_reduce(square)
         norm = abs(grad_scale) * square.sqrt().item()
@@ -188,10 +189,14 @@ class FSDPPolicy:
         self.updates += 1
         return {"grad_norm": norm, "lr": lr}
 
+    def _trained(self) -> dict[str, Any]:
+        """The parameters that have gradients, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
     def _weights(self) -> Iterator[Outgoing]:
-        """All sharded weights and whole buffers, tied ones once."""
+        """All sharded weights and whole buffers, tied ones once; without what adapters add."""
         names: dict[Tensor, str] = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
+        for name, tensor in self.adapters.weights(self.model.state_dict(keep_vars=True)):
             names.setdefault(tensor, name.removeprefix("lm."))  # tied weights have two names
         for tensor, name in names.items():
             halve = self.device.type == "cuda" and isinstance(tensor, DTensor)
@@ -201,7 +206,7 @@ class FSDPPolicy:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights by checkpoint name, copied one at a time, bf16 on GPU; tied ones once."""
         for name, tensor, dtype in self._weights():
-            sent = tensor.to(dtype, copy=True)
+            sent = self.adapters.merged(name, tensor).to(dtype, copy=True)
             yield name, sent.full_tensor() if isinstance(sent, DTensor) else sent
 
     def weight_metas(self) -> list[WeightMeta]:
@@ -225,7 +230,7 @@ class FSDPPolicy:
 
     def _state(self) -> dict[str, Any]:
         """All that training changes, by parameter name: `save` writes it and `load` fills it."""
-        parameters = dict(self.model.named_parameters())
+        parameters = self._trained()
         for p in parameters.values():
             if p not in self.optimizer.state:
                 zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}

@@ -122,7 +122,9 @@ class TokenLogprobs(torch.autograd.Function):
         hidden_NH, weight_VH, target_N, lse_N = ctx.saved_tensors
         scale_N1 = -d_logp_N[:, None] / ctx.temperature
         d_hidden_NH = torch.empty_like(hidden_NH)
-        d_weight_VH = torch.zeros_like(weight_VH, dtype=lse_N.dtype)
+        d_weight_VH = None
+        if ctx.needs_input_grad[1]:
+            d_weight_VH = torch.zeros_like(weight_VH, dtype=lse_N.dtype)
         for start in range(0, len(target_N), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             error_CV = matmul(hidden_NH[rows], weight_VH.T, 1 / ctx.temperature)
@@ -132,6 +134,9 @@ class TokenLogprobs(torch.autograd.Function):
             error_CV.scatter_add_(1, target.column_C1, -target.here_C1.to(error_CV.dtype))
             error_CV = error_CV.to(weight_VH.dtype)  # only now: bf16 would lose p - 1 for p near 1
             d_hidden_NH[rows] = matmul(error_CV, weight_VH) * scale_N1[rows]
-            scaled_CH = (hidden_NH[rows] * scale_N1[rows]).to(weight_VH.dtype)
-            matmul(error_CV.T, scaled_CH, into=d_weight_VH)
-        return d_hidden_NH, d_weight_VH.to(weight_VH.dtype), *[None] * 4
+            if d_weight_VH is not None:
+                scaled_CH = (hidden_NH[rows] * scale_N1[rows]).to(weight_VH.dtype)
+                matmul(error_CV.T, scaled_CH, into=d_weight_VH)
+        if d_weight_VH is not None:
+            d_weight_VH = d_weight_VH.to(weight_VH.dtype)
+        return d_hidden_NH, d_weight_VH, *[None] * 4

@@ -81,6 +81,8 @@ class PolicySettings:
     """Recompute activations in the backward pass."""
     attention: str = "auto"
     """attn_implementation of transformers, for fsdp; auto: torch's varlen on a GPU, else sdpa."""
+    lora_rank: NonNegativeInt = 0
+    """Train adapters of this rank on every linear layer, for fsdp; 0: train the whole model."""
     tp: PositiveInt = 1
     """Trainer ranks that share every matrix, and the sequence between them; Megatron only."""
     pp: PositiveInt = 1
@@ -121,6 +123,10 @@ class PolicySettings:
             (
                 megatron or self.megatron == MegatronSettings(),
                 "megatron needs policy.kind = 'megatron', not 'fsdp'",
+            ),
+            (
+                not (megatron and self.lora_rank),
+                f"lora_rank = {self.lora_rank} needs policy.kind = 'fsdp', not 'megatron'",
             ),
             (self.ranks % shared == 0, f"ranks = {self.ranks} is no multiple of {product}"),
             (

@@ -149,6 +149,10 @@ class LayerNormLinear(Base):
     """A norm fused with a linear layer: Mamba stacks of ours have none."""
 
 
+class LayerNormMLP(Base):
+    """For peft, which asks whether a layer is one."""
+
+
 class LayerNorm(nn.Module):
     """A norm that no family of ours has."""
 
