@@ -130,7 +130,8 @@ def trainer_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     on, off = ("with", "without") if cfg.policy.activation_checkpointing else ("without", "with")
     kept = gib(sizes.saved_bytes(model, cfg))
     layer = gib(sizes.layer_bytes(model, cfg))
-    head = gib(sizes.head_bytes(logprobs.CHUNK, model.vocab, model.hidden))
+    adapts = bool(cfg.policy.lora_rank)
+    head = gib(sizes.head_bytes(logprobs.CHUNK, model.vocab, 0 if adapts else model.hidden))
     notes = {
         "at the head": f"layers keep {kept}; logits and the head's gradient {head}",
         "in a layer": f"layers keep {kept}; this one saves {layer}, its mask {gib(mask.layer)}",

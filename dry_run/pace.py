@@ -101,11 +101,12 @@ def longest_seconds(model: Model, cfg: "Config", gpu: Gpu) -> float:
 def train_flops(model: Model, cfg: "Config") -> float:
     """FLOPs of a batch of mean responses: 2 N + 4 Q keys per layer, a token and pass.
 
-    Passes: forward, two in backward, one to recompute, and those that only score. N: active
-    parameters without the lookup. Masked SDPA multiplies a whole row, flash attention half a
-    sequence on average. Kaplan et al. 2020 (arXiv:2001.08361), section 2.1.
+    Passes: forward, two in backward (frozen weights need one), one to recompute, and those that
+    only score. N: active parameters without the lookup. Masked SDPA multiplies a whole row, flash
+    attention half a sequence on average. Kaplan et al. 2020 (arXiv:2001.08361), section 2.1.
     """
     passes = 3 + cfg.policy.activation_checkpointing + cfg.scoring_passes
+    of_weights = passes - bool(cfg.policy.lora_rank)
     keys = (
         cfg.policy.row_tokens
         if sizes.mask_bytes(cfg.policy).row
@@ -113,7 +114,7 @@ def train_flops(model: Model, cfg: "Config") -> float:
     )
     attention = 4 * model.heads * model.head_dim * model.kv_layers * keys
     tokens = MEAN_SHARE * step_tokens(cfg)
-    return passes * (2 * (model.active - model.embedding) + attention) * tokens
+    return (of_weights * 2 * (model.active - model.embedding) + passes * attention) * tokens
 
 
 def bandwidth(gpu: Gpu, ranks: int) -> float:
@@ -255,12 +256,13 @@ def checkpoint_bytes(model: Model, cfg: "Config") -> Checkpoint:
     """What is written of each parameter, and by whom: every rank writes its share.
 
     Under Megatron 2 bytes of weights, 12 of main parameters and moments, 2 of export; under FSDP2
-    12 of weights and moments, and 2 of export, which rank 0 writes alone.
+    12 of weights and moments that are trained, and 2 of export, which rank 0 writes alone.
     """
     nodes = trainer_nodes(cfg)
     if cfg.policy.kind == "megatron":
         return Checkpoint(16 * model.params, 16 * model.params / nodes)
-    return Checkpoint(14 * model.params, (12 / nodes + 2) * model.params)
+    trained = 12 * sizes.trained(model, cfg)
+    return Checkpoint(trained + 2 * model.params, trained / nodes + 2 * model.params)
 
 
 def checkpoint_seconds(model: Model, cfg: "Config") -> float:

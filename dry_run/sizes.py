@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from policy import logprobs
+from policy.lora import is_adapted
 from policy.weight_sync import BUCKET_BYTES
 from runtime.config import InputError
 
@@ -42,6 +43,7 @@ class Model:
     experts: int  # routed, in the layer that has most
     biggest: int  # in the largest tensor
     tensors: int  # of parameters
+    linear: int  # inputs and outputs of all linear layers but the head: an adapter of rank 1
     layers: int
     kv_layers: int
     hidden: int
@@ -102,6 +104,7 @@ def read_model(folder: str) -> Model:
         experts=max(routed(layer) for layer in layers),
         biggest=max(sizes.values()),
         tensors=len(sizes),
+        linear=sum(sum(m.weight.shape) for m in lm.modules() if is_adapted(lm, m)),
         layers=len(layers),
         kv_layers=sum(kind not in WITHOUT_KV for kind in kinds),
         hidden=hidden,
@@ -113,6 +116,12 @@ def read_model(folder: str) -> Model:
         ffn=feed_forward_bytes(hidden, get),
         vocab=vocab,
     )
+
+
+def trained(model: Model, cfg: "Config") -> int:
+    """Parameters that have gradients: the adapters', where there are some, else all."""
+    rank = cfg.policy.lora_rank
+    return rank * model.linear if rank else model.params
 
 
 def routed(sizes: dict[str, int]) -> int:
@@ -151,9 +160,12 @@ def feed_forward_bytes(hidden: int, get: Get) -> int:
 
 def states(model: Model, cfg: "Config") -> dict[str, float]:
     """What a rank always holds: float32, sharded over the ranks, 4 bytes x parameters each."""
-    shard = 4 * model.params / cfg.policy.ranks
-    held = {"weights, float32": shard, "gradients, float32": shard, "AdamW moments": 2 * shard}
-    return held | ({"reference of the KL": shard} if cfg.has_reference else {})
+    model_shard = 4 * model.params / cfg.policy.ranks
+    shard = 4 * trained(model, cfg) / cfg.policy.ranks
+    adapters = shard if cfg.policy.lora_rank else 0
+    held = {"weights, float32": model_shard + adapters}
+    held |= {"gradients, float32": shard, "AdamW moments": 2 * shard}
+    return held | ({"reference of the KL": model_shard} if cfg.has_reference else {})
 
 
 def longest_row(cfg: "Config") -> int:
@@ -191,17 +203,23 @@ def layer_bytes(model: Model, cfg: "Config") -> int:
 
 
 def saved_bytes(model: Model, cfg: "Config") -> int:
-    """What all layers keep until backward: with checkpointing their bf16 inputs, 2 T H each."""
-    inputs = 2 * longest_row(cfg) * model.hidden
+    """What all layers keep until backward: with checkpointing their bf16 inputs, 2 T H each.
+
+    Norms that are frozen beside adapters do not keep what they multiply: T (4 H + 2 Q + 2 K) less.
+    """
+    T = longest_row(cfg)
+    frozen = 4 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim
+    whole = layer_bytes(model, cfg) - (T * frozen if cfg.policy.lora_rank else 0)
     again = cfg.policy.activation_checkpointing
-    return model.layers * (inputs if again else layer_bytes(model, cfg))
+    return model.layers * (2 * T * model.hidden if again else whole)
 
 
 def head_bytes(C: int, V: int, H: int) -> int:
     """Most that TokenLogprobs allocates at once, beside inputs and outputs as long as the row.
 
     Forward: logits and their log-softmax, 8 C V. Backward: a chunk in float32, the one before in
-    bf16, and the head's float32 gradient, 6 C V + 4 V H; at last its bf16 copy, 2 C V + 6 V H.
+    bf16, and the head's float32 gradient, 6 C V + 4 V H; at last its bf16 copy, 2 C V + 6 V H. With
+    H = 0 the head is not trained.
     """
     return max(8 * C * V, 6 * C * V + 4 * V * H, 2 * C * V + 6 * V * H)
 
@@ -212,21 +230,25 @@ def moments(model: Model, cfg: "Config") -> dict[str, int]:
     Of the layers, FSDP2 holds two gathered in bf16, one's bf16 gradients and one's float32 input of
     the reduction: 10 bytes a parameter; the root stays whole. A single rank has one unit, the root,
     and torch 2.13 copies it twice more where it reduces (_fsdp_collectives.py, foreach_reduce).
+    Beside adapters, weights have no gradients (`t` is 0), and what FSDP2 gathers shows: 5 bytes.
     """
     alone = cfg.policy.ranks == 1
+    lora = bool(cfg.policy.lora_rank)
+    t = int(not lora)
     T = longest_row(cfg)
     root, layer = (model.params, 0) if alone else (model.root, model.layer)
     row = 2 * root + saved_bytes(model, cfg) + mask_bytes(cfg.policy).row
     # The last norm works in float32; its bf16 input and output, the trained ones, their gradients.
     hidden = 12 * T * model.hidden
     recomputed = layer_bytes(model, cfg) if cfg.policy.activation_checkpointing else 0
-    head = head_bytes(logprobs.CHUNK, model.vocab, model.hidden)
+    head = head_bytes(logprobs.CHUNK, model.vocab, t * model.hidden)
+    merged = 8 * model.biggest // cfg.policy.ranks if lora else 0  # and what is added
     bucket = min(max(BUCKET_BYTES, 2 * model.biggest), 2 * model.params)
     return {
         "at the head": row + hidden + head + 4 * layer,
-        "in a layer": row + 2 * root + recomputed + T * model.ffn // 2 + 10 * layer,
-        "reducing": (12 if alone else 6) * root,
-        "sending weights": 2 * bucket + 4 * model.biggest,
+        "in a layer": row + 2 * t * root + recomputed + T * model.ffn // 2 + (5 + 5 * t) * layer,
+        "reducing": (12 if alone else 6) * t * root,
+        "sending weights": 2 * bucket + 4 * model.biggest + merged,
     }
 
 

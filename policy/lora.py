@@ -16,9 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
+from transformers.pytorch_utils import Conv1D
 
 ALPHA = 32
 NAME = "default"  # of the adapter, as peft calls it
+
+
+def is_adapted(lm: Any, module: nn.Module) -> bool:
+    """Whether a module of a model gets an adapter."""
+    return isinstance(module, nn.Linear | Conv1D) and module is not lm.get_output_embeddings()
 
 
 class Adapters:
@@ -29,15 +35,14 @@ class Adapters:
         if not rank:
             return
         from peft import LoraConfig, inject_adapter_in_model
-        from peft.tuners.lora import LoraLayer
 
-        how = LoraConfig(r=rank, lora_alpha=ALPHA, target_modules="all-linear")
+        names = [name for name, module in lm.named_modules() if is_adapted(lm, module)]
+        how = LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=names)
         inject_adapter_in_model(how, lm, low_cpu_mem_usage=True)
         # No checkpoint has adapters: `start` fills them.
         lm._keys_to_ignore_on_load_missing = {*(lm._keys_to_ignore_on_load_missing or ()), "lora_"}
-        for name, module in lm.named_modules():
-            if isinstance(module, LoraLayer):
-                self.layers[f"{name}.weight"] = module
+        for name in names:
+            self.layers[f"{name}.weight"] = lm.get_submodule(name)
 
     @property
     def renamed(self) -> dict[str, str]:
