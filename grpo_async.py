@@ -703,7 +703,7 @@ class Trainer:
         self.ranks.join(rank, address)
         shared = (cfg.model, cfg.policy, cfg.sampling.temperature, cfg.seed, cfg.timeouts.train)
         self.policy = open_policy(*shared)
-        self.reference = open_policy(*shared, trainable=False) if cfg.has_reference else None
+        self.reference = open_policy(*shared, self.policy) if cfg.has_reference else None
         self.sender = Sender(self.policy, cfg.timeouts, cfg.gpu_share < 1)
         return self.policy.weight_metas()
 

@@ -165,7 +165,9 @@ def states(model: Model, cfg: "Config") -> dict[str, float]:
     adapters = shard if cfg.policy.lora_rank else 0
     held = {"weights, float32": model_shard + adapters}
     held |= {"gradients, float32": shard, "AdamW moments": 2 * shard}
-    return held | ({"reference of the KL": model_shard} if cfg.has_reference else {})
+    if cfg.has_reference and not cfg.policy.lora_rank:  # the model below adapters is theirs
+        held["reference of the KL"] = model_shard
+    return held
 
 
 def longest_row(cfg: "Config") -> int:

@@ -7,7 +7,7 @@ Axes, as suffixes:  T tokens of a packed row    N sequences in that row
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
@@ -99,17 +99,22 @@ def open_policy(
     temperature: float = 1.0,
     seed: int = 1,
     collective_seconds: float = 3600.0,
-    trainable: bool = True,
+    reference_of: Policy | None = None,
 ) -> Policy:
-    """The network in the folder `model`, or with `trainable=False` a frozen copy of it.
+    """The network in the folder `model`, or a frozen one: what `reference_of` was before training.
 
     Needs torch's default process group, which all trainer ranks have joined.
-    `collective_seconds` is the deadline of a collective call.
+    `collective_seconds` is the deadline of a collective call. Beside adapters the frozen one has
+    logprobs alone, and no memory of its own.
     """
+    trainable = reference_of is None
     if settings.kind == "megatron":
         from policy.megatron.policy import MegatronPolicy
 
         return MegatronPolicy(model, settings, temperature, seed, collective_seconds, trainable)
     from policy.fsdp import FSDPPolicy
+    from policy.lora import Base
 
+    if settings.lora_rank and reference_of is not None:
+        return cast(Policy, Base(reference_of))
     return FSDPPolicy(model, settings, temperature, trainable)

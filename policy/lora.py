@@ -10,7 +10,7 @@ Machines 2025). Hu et al. 2021 (arXiv:2106.09685).
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,3 +74,21 @@ class Adapters:
         """A weight as engines get it, sharded as it is; collective."""
         layer = self.layers.get(name)
         return weight + layer.get_delta_weight(NAME) if layer else weight
+
+
+class Base:
+    """The model below a policy's adapters, as a reference: its memory is that of the policy."""
+
+    def __init__(self, policy: Any):
+        self.policy = policy
+
+    def logprobs(self, rows: Sequence[Any]) -> list[Tensor]:
+        """Those of `Policy.logprobs`, of the model as it was before training."""
+        layers = self.policy.adapters.layers.values()
+        try:
+            for layer in layers:
+                layer.set_scale(NAME, 0)
+            return self.policy.logprobs(rows)
+        finally:
+            for layer in layers:
+                layer.set_scale(NAME, 1)

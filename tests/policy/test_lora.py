@@ -16,6 +16,7 @@ from torch.multiprocessing import spawn
 from transformers.pytorch_utils import Conv1D
 
 import policy.fsdp
+from policy import open_policy
 from policy.fsdp import FSDPPolicy
 from policy.settings import PolicySettings
 
@@ -155,6 +156,25 @@ def test_a_frozen_copy_is_the_model_without_adapters(checkpoint):
     frozen = opened(checkpoint("qwen3"), lora_rank=RANK, trainable=False)
     assert frozen.adapters.layers == {}
     assert_same(weights(frozen), load_file(checkpoint("qwen3") / "model.safetensors"), 0)
+
+
+def test_the_reference_is_the_model_below_the_adapters(checkpoint):
+    settings = PolicySettings(lora_rank=RANK, lr=1e-2, warmup_steps=0)
+    trained = open_policy(str(checkpoint("qwen3")), settings)
+    reference = open_policy(str(checkpoint("qwen3")), settings, reference_of=trained)
+    row = pack(*SEQUENCES)
+    (start_T,) = trained.logprobs([row])
+    for _ in range(2):
+        step(trained)
+    (moved_T,) = trained.logprobs([row])
+    (base_T,) = reference.logprobs([row])
+    assert torch.equal(base_T, start_T) and not torch.equal(moved_T, start_T)
+    assert torch.equal(trained.logprobs([row])[0], moved_T)  # and it trains on
+    whole = open_policy(
+        str(checkpoint("qwen3")), PolicySettings(), reference_of=opened(checkpoint("qwen3"))
+    )
+    assert not any(p.requires_grad for p in whole.model.parameters())
+    assert torch.equal(whole.logprobs([row])[0], start_T)
 
 
 def test_bf16_compute_keeps_float32_adapters(checkpoint, monkeypatch):
