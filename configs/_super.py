@@ -18,5 +18,9 @@ policy = {
         "optimizer": {"use_precision_aware_optimizer": True},
     },
 }
-services = {"reasoning_parser": "nemotron_v3", "tool_parser": "qwen3_coder"}
+services = {
+    "reasoning_parser": "nemotron_v3",
+    "tool_parser": "qwen3_coder",
+    "judges": {name: {"model": name} for name in ("general", "safety", "genrm")},
+}
 timeouts = {"start": 3600.0, "rollout": 7200.0, "train": 7200.0}

@@ -15,9 +15,6 @@ save_period = 4
 prompts_per_step = 128
 sampling = sampling | {"max_model_len": 49152, "max_response_tokens": 49152}
 loss = loss | {"kl_coef": 1e-4}
-services = services | {
-    "judges": {"genrm": {"model": "genrm"}},
-    "genrm": {"reasoning_length": 0.3, "answer_length": 0.35, "style": 0.05},
-}
+services = services | {"genrm": {"reasoning_length": 0.3, "answer_length": 0.35, "style": 0.05}}
 engine = engine | {"count": 64, "tensor_parallel": 4}
 policy = policy | {"lr": 1e-6, "row_tokens": 49152, "tp": 4, "cp": 4, "ep": 8}
