@@ -53,10 +53,8 @@ def main() -> int:
             failures = ", ".join(f"{name} {n:.0f}" for name, n in found.failures.items())
             print(f"{fault} for {seconds} s, P = {prompts}: steps of {took} s")
             print(f"  {found.away:.1f} s away by the run's count; failed calls: {failures}")
-            print(
-                f"  {found.asked:,} verdicts, {found.twice} given twice, {found.wrong} wrong",
-                flush=True,
-            )
+            counts = f"{found.answers:,} answers, {found.verdicts:,} verdicts"
+            print(f"  {counts}, wrong rewards: {found.wrong}", flush=True)
     return int(wrong > 0)
 
 

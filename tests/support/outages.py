@@ -65,14 +65,13 @@ def fork(folder: Path) -> Path:
 class Endured(NamedTuple):
     """What became of a run."""
 
-    status: int
     told: str
     seconds: list[float]  # of each step
     away: float  # seconds, as the run counted them
     failures: Counter[str]  # calls, by "NAME/REASON"
     wrong: int  # rewards
-    asked: int  # answers that the judge judged, and those that it judged twice
-    twice: int
+    answers: int  # that were trained
+    verdicts: int  # that the judge gave
 
 
 def endure(cfg, root: Path, judge: Judge, fault: str, seconds: float) -> Endured:
@@ -88,10 +87,9 @@ def endure(cfg, root: Path, judge: Judge, fault: str, seconds: float) -> Endured
         time.sleep(seconds)
         assert program.process.poll() is None, program.told()[-4000:]
         judge.up() if fault == "down" else judge.mend()
-        status = program.ends(600)
+        assert program.ends(600) == 0, program.told()[-4000:]
     finally:
         program.stop()
-    assert status == 0, program.told()[-4000:]
     program.check_slots(cfg, rows=10**9)
     assert not program.lines("dropped.jsonl")
     lines = program.lines("rollouts.jsonl")
@@ -100,14 +98,12 @@ def endure(cfg, root: Path, judge: Judge, fault: str, seconds: float) -> Endured
     failures = Counter()
     for step in steps:
         failures.update({k.removeprefix(name): n for k, n in step.items() if k.startswith(name)})
-    messages = Counter(body["messages"][0]["content"] for body in judge.asked)
     return Endured(
-        status,
         program.told(),
         [step["step_seconds"] for step in steps],
         sum(step.get("judge_seconds_away", 0.0) for step in steps),
         failures,
         sum(line["reward"] != verdict(line["row"], line["response"][0]) for line in lines),
+        len(lines),
         len(judge.asked),
-        sum(n - 1 for n in messages.values()),
     )
