@@ -91,6 +91,7 @@ async def judge(answer: Answer, args: Args) -> envs.Reward:
     module = envs.environment(answer.row["agent_ref"]["name"])
     place = f"{args.file}:{answer.row['_line']}: verify"
     try:
+        envs.check_services(answer.row)  # verify would wait for a judge that nobody serves
         verdict = envs.verify(answer.row, response)
         reward = await within(SECONDS, f"verify of {answer.row['agent_ref']['name']!r}", verdict)
     except Exception as error:  # it is the user's own code

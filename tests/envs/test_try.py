@@ -176,6 +176,10 @@ def test_bad_rows_are_told_before_anything_is_tried(project):
             "def verify(row, response): return float('nan')",
             "returned nan, expected a finite number",
         ),
+        (
+            "needs = lambda row: ('judges.general',)\ndef verify(row, response): return 1",
+            "environment 'my_reward' lacks judges.general: no url, and neither JUDGES_FILE nor",
+        ),
     ],
 )
 def test_a_wrong_verify_is_told_in_one_line(project, verify, message):
