@@ -4,11 +4,13 @@ import asyncio
 import dataclasses
 import gc
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 import grpo_async
+from envs.shared.judge import Report
 from grpo_async import Config, Group, Progress, Run
 from runtime import dispatch, modes
 from runtime.archive import write_groups
@@ -176,7 +178,8 @@ def test_an_evaluation_is_given_up_when_the_run_is_to_leave(monkeypatch):
         monkeypatch.setattr(dispatch.ray, "cancel", cancelled.append)
         fleet = run.engines.fleet
         fleet.alive["engine"] = 0
-        worker = Actor(rollout_group=lambda *_: (Answer(...), None, b""))
+        well = Report({}, Counter())
+        worker = Actor(rollout_group=lambda *_: (Answer(...), None, b""), call=well)
         run.cluster.start_worker = lambda: worker
         evaluation = asyncio.create_task(run.evaluate())
         await asyncio.sleep(0.01)
