@@ -105,10 +105,9 @@ class Terminal:
         while not self.ended and (left := end - time.monotonic()) > 0:
             keys = self.write(keys)
             select.select([self.tty, self.notices], [], [], min(left, TICK))
-            if prompts > 0:
-                prompts -= self.asked()
-                if prompts <= 0 and not keys:
-                    end = min(end, time.monotonic() + SETTLE)
+            prompts -= self.asked()
+            if prompts <= 0 and not keys:
+                end = min(end, time.monotonic() + SETTLE)
             shown += self.read()
             if len(shown) > 2 * self.output:
                 middle = b"\n[... output cut ...]\n"

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem(
 SMALL = Limits(
     seconds=8, memory=1 << 30, processes=32, output=2000, disk=8 << 20, file_size=8 << 20
 )
+PYTHON = " ".join(sandbox.python())
+EATS = 'import time; x = b"a" * (250 << 20); time.sleep(60)'
 BASH = [{"type": "function", "name": "bash", "parameters": {"type": "object", "properties": {}}}]
 ROW = {
     "agent_ref": {"name": "terminal_use"},
@@ -124,12 +126,14 @@ def test_much_output_is_cut():
         ("yes > /dev/null\n", "time"),
         ("for i in $(seq 20); do (while :; do :; done)& done; wait\n", "time"),
         ("while :; do (timeout 0.2 yes > /dev/null); done\n", "time"),
-        ("for i in 1 2 3 4; do tail -c 400M < <(yes; ) & done; sleep 60\n", "memory"),
+        (f"for i in 1 2 3; do {PYTHON} -c '{EATS}' & done; wait\n", "memory"),
     ],
 )
 def test_what_uses_too_much_is_ended(keys, ended):
     async def ends():
-        async with Shell(SMALL._replace(seconds=2, memory=512 << 20), {}) as terminal:
+        async with Shell(
+            SMALL._replace(seconds=1 + (ended == "memory"), memory=512 << 20), {}
+        ) as terminal:
             await terminal.type("echo 1 > kept\n", 5)
             await terminal.type(keys, 60)
             return terminal.ended, terminal.seen("..."), await terminal.pack()
@@ -185,15 +189,14 @@ def test_a_folder_too_large_to_pack_earns_nothing():
 
 def test_nobody_gets_out_or_at_the_host():
     """The programs of support/escapes.py, with the first process in the place of the parent."""
-    pieces = {f"{i}.py": code for i, code in enumerate(OUT.values())}
+    of_host = {name: code for name, code in OUT.items() if "getppid" in code or "/proc/1" in code}
+    assert len(of_host) > 9
+    pieces = {f"{i}.py": code for i, code in enumerate(of_host.values())}
     texts = {p: f"{c.replace('os.getppid()', '1')}\nprint(4_9)\n" for p, c in pieces.items()}
-    # Here the working folder may hold links, and bash sets names of its own.
-    python = " ".join(sandbox.python())
-    loop = f"for i in *.py; do timeout 9 {python} $i > $i.out 2>/dev/null </dev/null; done\n"
+    texts["control.py"] = "print(49)"
+    loop = f"for i in *.py; do timeout 9 {PYTHON} $i > $i.out 2>/dev/null </dev/null; done\n"
     *_, said = shown(loop, "grep -lx 49 *.out; echo end\n", files=texts, seconds=60)
-    names = list(OUT)
-    escaped = {names[int(line.split(".")[0])] for line in said.split() if line.endswith(".out")}
-    assert escaped <= {"read the environment"}, "bash sets names of its own"
+    assert [line for line in said.split("\n") if ".py.out" in line] == ["control.py.out"]
 
 
 def test_nothing_is_left_of_a_shell_that_is_cancelled():
@@ -225,10 +228,10 @@ def test_many_at_once():
             return await terminal.run("echo $((x * 2))", 30)
 
     async def all_of_them():
-        return await asyncio.gather(*map(one, range(24)))
+        return await asyncio.gather(*map(one, range(16)))
 
     before = children()
-    assert [int(text.split()[0]) for text in asyncio.run(all_of_them())] == list(range(0, 48, 2))
+    assert [int(text.split()[0]) for text in asyncio.run(all_of_them())] == list(range(0, 32, 2))
     assert children() <= before
 
 
@@ -337,14 +340,24 @@ def test_an_untouched_folder_earns_nothing():
     assert episode(typing("ls\n", done=True), row=row)[0].reward.value == 1
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_answers_are_typed_in_time(text, monkeypatch):
-    monkeypatch.setattr(terminal_use, "ANSWER_SECONDS", 1.0)
-    row = ROW | {"checks": ROW["checks"][:1]}
-    began = time.monotonic()
-    assert asyncio.run(terminal_use.verify(row, text)).value == 0
-    assert asyncio.run(terminal_use.verify(row, typing(text, text, "\n"))).value == 0
-    assert time.monotonic() - began < 20
+def test_hostile_answers_are_typed_in_time():
+    """Keys of any kind neither stop a terminal nor end it."""
+
+    async def typed(text: str) -> None:
+        assert await terminal_use.play(ROW, None, Response.of(text)) == (
+            terminal_use.NO_FORM,
+            False,
+        )
+        async with Shell(SMALL, {}) as terminal:
+            answer = Response.of(typing(text, "\x03", "\n", seconds=0.3))
+            shown, done = await terminal_use.play(ROW, terminal, answer)
+            assert len(shown) < 2 * terminal_use.LIMITS.output and not done and not terminal.ended
+            assert await terminal.pack()
+
+    for text in HOSTILE:
+        began = time.monotonic()
+        asyncio.run(typed(text))
+        assert time.monotonic() - began < 10, text[:9]
 
 
 def test_one_answer_is_judged_by_itself():
