@@ -7,6 +7,7 @@ import os
 import time
 
 import pytest
+from test_chat import talker
 
 from envs import check_row, terminal_use
 from envs.response import Response
@@ -14,6 +15,7 @@ from envs.shared import sandbox, services, shell
 from envs.shared.checkers import CheckerError
 from envs.shared.sandbox import Limits
 from envs.shared.shell import Shell
+from support.chats import real
 from support.escapes import OUT
 from support.scripts import Script, calling
 from support.verifiers import HOSTILE
@@ -262,6 +264,17 @@ def test_a_task_is_solved_in_several_answers():
     assert (made.reward.value, made.reward.info) == (1.0, {"passed": 1.0})
     assert seen[0] == ROW["responses_create_params"]["input"] and "numbers.txt" in seen[1]
     assert seen[2] == terminal_use.NO_FORM and "~/data$" in seen[3] and len(made.turns) == 4
+
+
+def test_an_episode_is_one_sequence():
+    """On a real chat template, by a real sampler."""
+    tokenizer = real("qwen3")
+    sampler, _ = talker(tokenizer, [typing("ls data\n"), typing(SOLVE, done=True)], limit=1 << 16)
+    made = asyncio.run(terminal_use.rollout(ROW, sampler))
+    (sample,) = made.samples(ROW)
+    sampled = [token for turn in made.turns for token in turn.token_ids]
+    assert sample.tokens_T[sample.mask_T].tolist() == sampled and made.reward.value == 1
+    assert "numbers.txt" in tokenizer.decode(sample.tokens_T[~sample.mask_T])
 
 
 def test_terminus_1():
