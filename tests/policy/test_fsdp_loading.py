@@ -23,6 +23,7 @@ SIZES = {
     "head_dim": 10,
 }
 WORLDS = (4, 2)
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GPT2_SIZES = {"vocab_size": 97, "n_embd": 36, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
 
@@ -60,6 +61,9 @@ def models(tmp_path_factory) -> dict[str, str]:
         model.save_pretrained(root / kind, max_shard_size=limit)
     index = json.loads((root / "sharded/model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
+    # A file has a tensor for each expert, a model one for all.
+    sparse = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **EXPERTS))
+    sparse.save_pretrained(root / "experts")
     # As OpenAI's own: no prefix, and masks as buffers that no model takes any more.
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2_SIZES))
     gpt2.save_pretrained(root / "gpt2")
@@ -71,7 +75,7 @@ def models(tmp_path_factory) -> dict[str, str]:
     snapshot.symlink_to(root / "tied")
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs/main").write_text("0")
-    kinds = ("tied", "sharded", "gpt2")
+    kinds = ("tied", "sharded", "experts", "gpt2")
     return {kind: str(root / kind) for kind in kinds} | {"hub": "org/name"}
 
 
