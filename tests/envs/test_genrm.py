@@ -193,6 +193,17 @@ def test_weights_of_rlhf_change_the_worked_example():
     assert comparison.adjusted([4.0, 2.0], answers, by) == pytest.approx([5.325, 1.675])
 
 
+@pytest.mark.parametrize(("place", "bonus"), [(2, 1.0), (3, 0.0)])
+def test_a_bonus_is_for_the_best_three_of_sixteen(place, bonus):
+    scores = [float(16 - i) for i in range(16)]
+    answers = [
+        Answer("r" * (9 - 8 * (i == place)), "a" * (9 - 8 * (i == place))) for i in range(16)
+    ]
+    by = NO_WEIGHTS | {"reasoning_bonus": 0.5, "answer_bonus": 0.5}
+    added = [b - a for a, b in zip(scores, comparison.adjusted(scores, answers, by), strict=True)]
+    assert added == [bonus * (i == place) for i in range(16)]
+
+
 @pytest.mark.parametrize("agent", [AGENT, "genrm_simple_agent_reasoning_off", "genrm_compare"])
 def test_real_rows_are_good_and_name_the_judge(agent, monkeypatch):
     rows = gym_rows("genrm_compare", agent)
