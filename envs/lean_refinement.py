@@ -7,7 +7,8 @@ attempt, and its `attempts` says which one it is. So does NeMo-Gym, by its proof
 over resources_servers/math_formal_lean.
 
 Only the last attempt is trained, as there. Those before it have failed, and an episode has one
-reward: with it, attempts that failed would be paid for what came after them.
+reward: with it, attempts that failed would be paid for what came after them. So a group compares
+first answers with corrections, as there.
 
 Deliberate deviations. The question has our words. Errors are read where Lean writes them, on stdout
 as well as on stderr, and from all that it says, not its first 1,000 characters. An attempt that was
