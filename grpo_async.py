@@ -863,7 +863,8 @@ class Run:
     """One training run. `generate_forever` and `train_forever` meet in the buffer."""
 
     # A checkpoint of a run that differs in these is refused.
-    MUST_MATCH = ("prompts_per_step", "group_size", "data.train", "policy.replay_routing")
+    STREAM = ("prompts_per_step", "group_size", "data.train")
+    MUST_MATCH = (*STREAM, "policy.replay_routing", "policy.lora_rank")
 
     def __init__(self, cfg: Config, rows: Sequence[dict], val_rows: Sequence[dict]):
         self.cfg = cfg

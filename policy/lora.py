@@ -59,10 +59,7 @@ class Adapters:
             A = layer.lora_A[NAME].weight
             layer.lora_B[NAME].weight.zero_()
             whole = nn.init.kaiming_uniform_(torch.empty(A.shape), math.sqrt(5), generator=draw)
-            mine = distribute_tensor(
-                whole.to(A.device), A.device_mesh, A.placements, src_data_rank=None
-            )
-            A.copy_(mine)
+            A.copy_(distribute_tensor(whole, A.device_mesh, A.placements, src_data_rank=None))
 
     def weights(self, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The model's own weights of a state dict, by their names in the checkpoint."""

@@ -130,6 +130,7 @@ def refuse(state: dict, rows: list = ROWS, **fields) -> None:
             {"policy": {"kind": "megatron", "replay_routing": True}},
             "saved with policy.replay_routing = False, not True",
         ),
+        ({"policy": {"lora_rank": 8}}, "saved with policy.lora_rank = 0, not 8"),
         ({"max_lag": 0}, "saved with max_lag = 1: not less"),
         ({"replay": "collected"}, "x is of no replay of collected"),
     ],
