@@ -34,8 +34,6 @@ class Services:
     """Models that judge answers, by name: url, model, concurrency, sampling (docs/judges.md)."""
     genrm: dict[str, float] = field(default_factory=dict, hash=False)
     """Weights of a comparison that are unlike RLVR's, by name (envs/shared/comparison.py)."""
-    nemo_gym: str = ""
-    """Address of NeMo-Gym's head server, for rows whose agent runs there: http://HOST:PORT."""
 
     def __post_init__(self) -> None:
         """Refuses judges that no call could be made to, and unknown weights. Raises ValueError."""
