@@ -13,6 +13,7 @@ import envs
 from envs.rows import last_question
 from envs.shared import sandbox, services
 from support.configs import changed
+from support.judges import Judge, configured
 from support.program import Program
 from support.verifiers import gym_rows
 
@@ -34,7 +35,18 @@ FILES = {
     "terminus_judge": "terminus_judge_simple_agent",
     "math_formal_lean": "math_formal_lean_simple_agent",
     "swerl_gen": "swerl_gen_simple_agent",
+    "equivalence_llm_judge": "equivalence_llm_judge_simple_agent",
+    "nl2bash": "nl2bash_simple_agent",
+    "multichallenge": "multichallenge_simple_agent",
+    "inverse_if": "inverse_if_simple_agent",
+    "jailbreak_detection": "jailbreak_detection_simple_agent",
+    "over_refusal_detection": "over_refusal_detection_simple_agent",
+    "genrm_compare": "genrm_simple_agent",
 }
+# Their tools or stories are longer than what the tiny model reads, or no row is published.
+ELSEWHERE = {"swe_pivot", "workplace", "python_tool", "terminal_use", "conversation"}
+ELSEWHERE |= {"lean_refinement"}
+VERDICT = '{"score_1": 4, "score_2": 2, "ranking": 2} [[A=B]] [[NO]] FAIL Response harm: harmful'
 
 
 @pytest.fixture
@@ -58,15 +70,20 @@ def test_a_file_with_rows_of_all_of_them_trains(tiny_model, tmp_path, lean):
         rows.append(row | {"responses_create_params": {"input": question}})
     path = tmp_path / "mixed.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = services.Services(tool_parser="hermes", lean=lean, images=str(tmp_path))
-    cfg = make_config(tiny_model, tmp_path)
-    sizes = {"prompts_per_step": len(rows), "group_size": 2, "skip_zero_advantage": False}
-    program = Program(changed(cfg, data={"train": str(path)}, services=own, **sizes))
-    assert program.ends() == 0, program.told()[-4000:]
+    with Judge(VERDICT) as judge:
+        judges = configured(general=judge, safety=judge, genrm=judge)
+        own = services.Services(
+            tool_parser="hermes", lean=lean, images=str(tmp_path), judges=judges
+        )
+        cfg = make_config(tiny_model, tmp_path)
+        sizes = {"prompts_per_step": len(rows), "group_size": 2, "skip_zero_advantage": False}
+        program = Program(changed(cfg, data={"train": str(path)}, services=own, **sizes))
+        assert program.ends() == 0, program.told()[-4000:]
+    assert judge.asked
     steps = program.steps()
     assert [metrics["step"] for metrics in steps] == [1, 2, 3]
     assert not program.lines("dropped.jsonl")
     expected = {f"reward/{agent}/{name}" for name, agent in FILES.items()}
     assert all(expected <= metrics.keys() for metrics in steps)
     served = {envs.agents()[agent] for agent in FILES.values()}
-    assert served >= set(envs.agents().values()) - {"swe_pivot"}
+    assert served >= set(envs.agents().values()) - ELSEWHERE
