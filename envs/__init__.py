@@ -105,17 +105,20 @@ def _agents(path: Path) -> tuple[str, ...]:
 def environment(name: str) -> ModuleType:
     """The module serving `agent_ref.name` == `name`; ValueError with the nearest ones if none.
 
-    Raises ModuleError, with file and line, where it cannot be imported.
+    Where there is a server of NeMo-Gym's, it has the agents that no module declares. Raises
+    ModuleError, with file and line, where the module cannot be imported.
     """
     known = agents()
-    if name not in list(known):
+    is_known = name in list(known)
+    file = known[name] if is_known else "nemo_gym"
+    if not is_known and not services.current().nemo_gym:
         near = difflib.get_close_matches(str(name)[:100], known, 5, 0.0)
         expected = f"one of {len(known)} agents (docs/environments.md), such as {', '.join(near)}"
         require(False, "agent_ref.name", name, expected)
     try:
-        module = importlib.import_module(f"envs.{known[name]}")
+        module = importlib.import_module(f"envs.{file}")
     except Exception as error:  # it is the user's own code
-        spec = importlib.util.find_spec(f"envs.{known[name]}")
+        spec = importlib.util.find_spec(f"envs.{file}")
         raise ModuleError(located(error, str(spec and spec.origin))) from error
     if not any(hasattr(module, shape) for shape in ("verify", "rollout", "score_group")):
         expected = "expected a function `verify`, `rollout` or `score_group`"

@@ -103,7 +103,7 @@ class Turn:
         return Turn([], *rest, self.finish_reason, routes=self.routes, cached=self.cached)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class SampleInfo:
     """What the driver knows of a sample: numbers to plan and to log with, no tokens."""
 
@@ -197,6 +197,7 @@ class Episode:
 
     turns: list[Turn]
     reward: Reward
+    masked: bool = False  # counts in the baseline, and is not trained on
 
     def samples(self, row: dict) -> list[Sample]:
         """The token sequences of this episode, with what row and environment say of them."""
@@ -206,6 +207,7 @@ class Episode:
             sample.dataset = str(row.get("dataset") or "")
             sample.score = float(self.reward.value)
             sample.components = self.reward.components
+            sample.mask_T &= not self.masked
         return samples
 
     def record(self, tokenizer: "PreTrainedTokenizerBase", row: dict, sample: Sample) -> dict:

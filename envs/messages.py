@@ -35,12 +35,12 @@ def check_message(item: Any, where: str) -> None:
     """Raises ValueError unless `item` is a message of a chat."""
     role = get(item, "role", str, "a string", where)
     require(role in ROLES, where + "role", role, "one of: " + ", ".join(ROLES))
+    get(item, "reasoning_content", str | None, "text or null", where)
     calls = get(item, "tool_calls", list | None, "a list or null", where) or []
     for k, call in enumerate(calls):
         check_call(get(call, "function", dict, "a call", f"{where}tool_calls[{k}]."), where)
-    if not calls or item.get("content") is not None:
-        content = get(item, "content", str | list, "text or a list of parts", where)
-        check_text(content, where + "content")
+    kinds = str | list | None if calls else str | list
+    check_text(get(item, "content", kinds, "text or a list of parts", where), where + "content")
 
 
 def check_text(content: str | list | None, at: str) -> None:

@@ -43,6 +43,8 @@ class Blend:
     """FILE:WEIGHT,FILE:WEIGHT of the source: one blend, which ends where a file has ended."""
     leave_out: tuple[str, ...] = ()
     """Agents whose rows are left out, such as those that no environment serves yet."""
+    nemo_gym: bool = False
+    """Keep rows of agents that no environment declares: servers of NeMo-Gym have them."""
     sources: str = ""
     """Folder of DAPO-Math-17k and Skywork-OR1-RL-Data; empty: they come from the hub."""
     force: bool = False
@@ -91,12 +93,13 @@ def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> No
         "sources": sources,
         "placeholders": questions.hashes(wanted),
     }
+    manifest |= {"nemo_gym": True} if options.nemo_gym else {}
     run_hash = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
     if not options.force and is_whole(folder, run_hash):
         print(f"{folder}: nothing to do, {run_hash} is there (--force writes it again)")
         return
     lines = merged(weighted, [source["rows"] for source in sources], options.sample)
-    kept = Kept(lines, options.leave_out, questions)
+    kept = Kept(lines, options.leave_out, questions, options.nemo_gym)
     paths = [folder / path for path in names.values()]
     with questions, files.writing(*paths) as outputs:
         questions.read(wanted)
@@ -156,9 +159,11 @@ class Kept:
         lines: Iterable[files.Line],
         leave_out: Collection[str],
         questions: placeholders.Questions,
+        nemo_gym: bool,
     ):
         self.lines = lines
         self.questions = questions
+        self.nemo_gym = nemo_gym
         self.left_out: Counter[str] = Counter(dict.fromkeys(leave_out, 0))
 
     def __iter__(self) -> Iterator[tuple[dict, str]]:
@@ -169,7 +174,7 @@ class Kept:
             agent = files.agent(row)
             if agent in self.left_out:
                 self.left_out[agent] += 1
-            elif agent not in known:
+            elif agent not in known and not (agent and self.nemo_gym):
                 expected = f"expected one of: {', '.join(sorted(known))}"
                 remedy = f"--leave_out {agent} leaves its rows out; `check {line.path}` names all"
                 raise InputError(f"{line.place}: agent_ref.name is {agent!r}, {expected}; {remedy}")

@@ -45,6 +45,8 @@ class Check:
     """JSONL files of rows."""
     services: tuple[str, ...] = ()
     """Settings of `services` that the run will have; others that are needed are a problem."""
+    nemo_gym: tuple[str, ...] = ()
+    """Head servers of NeMo-Gym, as services.nemo_gym of the run."""
     max_bad_rows: int = 0
     """Bad rows that a file may hold, as data.max_bad_rows of the run."""
 
@@ -52,6 +54,12 @@ class Check:
         """Prints what is there and what is missing."""
         if not self.files:
             raise InputError("check: expected the path of a JSONL file")
+        try:
+            servers = configured.Services(nemo_gym=self.nemo_gym)
+        except ValueError as error:
+            raise InputError(f"--nemo_gym: {error}") from None
+        if self.nemo_gym:
+            configured.configure(servers)
         problems = []
         for path in self.files:
             found = summary(path, self.max_bad_rows, self.services)
@@ -74,7 +82,7 @@ def summary(path: str, max_bad_rows: int, services: Collection[str] = ()) -> Sum
     problems = [] if rows > bad else [f"{path}: holds no good rows, expected at least one"]
     for name, agent in sorted(found.items()):
         module = known.get(name)
-        served = f"envs/{module}.py" if module else "no environment serves it"
+        served = f"envs/{module}.py" if module else elsewhere(name)
         kinds = [f"{kind} {count:,}" for kind, count in agent.datasets.most_common(3) if kind]
         kinds += ["..."] * (len(agent.datasets) > 3)
         text.append(f"  {name:<40} {agent.rows:>9,}  {served}" + "; " * bool(kinds))
@@ -88,6 +96,18 @@ def summary(path: str, max_bad_rows: int, services: Collection[str] = ()) -> Sum
             if problem:
                 problems.append(f"{path}: {name} lacks {need}: {problem}")
     return Summary(text, problems)
+
+
+def elsewhere(agent: str) -> str:
+    """Where an agent is served that no module of envs/ declares."""
+    from envs.shared import gym
+
+    if not configured.current().nemo_gym:
+        return "no environment serves it"
+    try:
+        return f"served at {gym.place(agent)}"
+    except (OSError, ValueError):
+        return "no server has it"
 
 
 def survey(path: str) -> dict[str, Found]:

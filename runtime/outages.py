@@ -1,4 +1,4 @@
-"""Judges that are away, as the rollout workers report them: the run waits, and no deadline runs."""
+"""Servers that are away, as rollout workers report them: the run waits, and no deadline runs."""
 
 import asyncio
 import time
@@ -10,17 +10,18 @@ from tqdm import tqdm
 import envs
 from envs.shared.judge import Report
 
-TICK = 1.0  # seconds between two looks whether a judge is back
+TICK = 1.0  # seconds between two looks whether a server is back
 PATIENCE = 60.0  # seconds until an outage is told of again, or the next one; then as it lasts
 
 
 class Outages:
-    """What the workers say of their judges, and how long the run has waited for any of them."""
+    """What the workers say of their servers, and how long the run has waited for any of them."""
 
     def __init__(self) -> None:
         self.reports: dict[Any, Report] = {}  # by worker
+        self.troubled: dict[Any, dict[str, str]] = {}  # what is away, by each worker that says so
         self.failures: Counter[str] = Counter()  # by "NAME/REASON", since the last `meters`
-        self.since: float | None = None  # when somebody first said that a judge is away
+        self.since: float | None = None  # when somebody first said that one is away
         self.earlier = 0.0  # seconds of outages that are over
         self.metered = 0.0  # seconds of which `meters` has told
         self.tell_at = -PATIENCE
@@ -30,12 +31,16 @@ class Outages:
         """Takes note of what a worker says."""
         old = self.reports.get(worker)
         self.reports[worker] = report
+        self.troubled.pop(worker, None)
+        if report.away:
+            self.troubled[worker] = report.away
         self.failures += report.failures - (old.failures if old else Counter())
         self.look()
 
     def forget(self, worker: Any) -> None:
         """A worker is gone; its successor knows of no outage yet."""
         self.reports.pop(worker, None)
+        self.troubled.pop(worker, None)
         self.look()
 
     def look(self) -> None:
@@ -43,7 +48,7 @@ class Outages:
         now = time.monotonic()
         if not self.away():
             if self.told and self.since is not None:
-                tqdm.write(f"judges answer again, after {now - self.since:.0f} s")
+                tqdm.write(f"all answer again, after {now - self.since:.0f} s")
             self.earlier = self.seconds()
             self.since, self.told = None, False
             return
@@ -55,34 +60,33 @@ class Outages:
             self.tell_at = now + max(PATIENCE, now - self.since)
 
     def away(self) -> dict[str, str]:
-        """The judges that are away by any worker's report, and what it says of each."""
-        every = list(self.reports.values())
-        return {name: text for report in every for name, text in report.away.items()}
+        """What is away by any worker's report, as environments need it, and what it says of it."""
+        every = list(self.troubled.values())  # hundreds of workers have nothing to say
+        return {need: text for away in every for need, text in away.items()}
 
     def state(self) -> str:
-        """Which judges are away, for error messages; "" for none."""
-        return "; ".join(f"judge {name!r} is away: {why}" for name, why in self.away().items())
+        """Which servers are away, for error messages; "" for none."""
+        return "; ".join(f"{need} is away: {why}" for need, why in self.away().items())
 
     def seconds(self) -> float:
-        """Seconds in which some judge was away, up to now."""
+        """Seconds in which some server was away, up to now."""
         return self.earlier + (time.monotonic() - self.since if self.since is not None else 0.0)
 
     def concern(self, row: dict) -> bool:
-        """Whether a judge is away that the row needs."""
-        away = {f"judges.{name}" for name in self.away()}
-        return bool(away) and not away.isdisjoint(envs.needs(row))
+        """Whether a server is away that the row needs."""
+        away = self.away()
+        return bool(away) and not away.keys().isdisjoint(envs.needs(row))
 
     async def over(self, row: dict) -> None:
-        """Waits until no judge is away that the row needs.
+        """Waits until no server is away that the row needs.
 
-        No deadline bounds it: a worker that misses a judge looks for it again and again, and is
-        heard.
+        No deadline bounds it: a worker that misses one looks for it again and again, and is heard.
         """
         while self.concern(row):
             await asyncio.sleep(TICK)
 
     def meters(self) -> dict[str, float]:
-        """Seconds without a judge and failed calls since the last time; nothing where none were."""
+        """Seconds without a server and failed calls since the last time; nothing for none."""
         seconds, self.metered = self.seconds() - self.metered, self.seconds()
         failures, self.failures = self.failures, Counter()
         found = {f"judge_failures/{name}": float(count) for name, count in failures.items()}

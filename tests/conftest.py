@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,6 +15,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
+CHAT_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<bot>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}<eos>"
+    "{% else %}<user>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,6 +73,19 @@ def tiny_model(tmp_path_factory) -> str:
         bos_token_id=None,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tiny_model, tmp_path_factory) -> str:
+    """The tiny model with a template that shows what the assistant said and called."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(tiny_model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 

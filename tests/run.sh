@@ -2,6 +2,7 @@
 # Sets up the environment and runs all tests.
 #   bash tests/run.sh [pytest arguments]
 #   bash tests/run.sh recipe              every configuration trains two steps: ten minutes
+#   bash tests/run.sh hub                 environments of verifiers, in .venv-hub: three minutes
 #   bash tests/run.sh slurm               launch/ on a Slurm that it starts; as root: ten minutes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,6 +22,15 @@ if [ "${1:-}" = recipe ]; then
     export GRPO_RECIPE=1
     set -- tests/test_recipe.py "${@:2}"
 fi
+if [ "${1:-}" = hub ]; then
+    export GRPO_HUB=.venv-hub
+    # What the library starts is installed by uv, which does not read pip's configuration.
+    links=$(.venv/bin/pip config get global.find-links 2>/dev/null || true)
+    [ -z "$links" ] || export UV_FIND_LINKS=$links
+    [ -x .venv-hub/bin/python ] || .venv/bin/python -m venv .venv-hub
+    .venv-hub/bin/pip install --quiet -r requirements-hub.txt
+    set -- tests/envs/test_verifiers_hub.py "${@:2}"
+fi
 if [ "${1:-}" = slurm ]; then
     export GRPO_SLURM=1 DEBIAN_FRONTEND=noninteractive
     command -v slurmctld >/dev/null || apt-get install -qq -y slurm-wlm munge >/dev/null
@@ -32,6 +42,8 @@ nice .venv/bin/mypy >"$types" 2>&1 &
 beside=$!
 trap 'kill $beside 2>/dev/null || cat "$types"; rm "$types"' EXIT
 failed=0
-.venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 10 || failed=$?
+at_once=$(($(nproc) > 3 ? $(nproc) - 1 : 2))  # most of an end-to-end test is starting processes
+.venv/bin/python -m pytest -n $at_once --dist loadgroup --no-loadscope-reorder --durations 10 ||
+    failed=$?
 wait $beside || failed=$?
 exit $failed

@@ -61,14 +61,15 @@ class Share(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What this process has seen of the judges."""
+    """What this process has seen of the judges, and of what else rows wait for."""
 
-    away: dict[str, str]  # of each judge that is away: its addresses, how long, the last failure
+    away: dict[str, str]  # by need, "judges.NAME": its addresses, how long, the last failure
     failures: Counter[str]  # by "NAME/REASON", since this process started
 
 
 _share = [Share()]
 JUDGES: weakref.WeakKeyDictionary[Any, dict[str, "Judge"]] = weakref.WeakKeyDictionary()
+ABSENT: dict[str, Callable[[], str]] = {}  # what else is away: need -> what is known of it
 
 
 def configure(seconds: float, processes: int) -> None:
@@ -77,9 +78,10 @@ def configure(seconds: float, processes: int) -> None:
 
 
 def report() -> Report:
-    """What this process has seen of the judges so far."""
+    """What this process has seen so far."""
     every = [judge for judges in list(JUDGES.values()) for judge in judges.values()]
-    away = {judge.name: judge.state() for judge in every if judge.away_since is not None}
+    away = {f"judges.{one.name}": one.state() for one in every if one.away_since is not None}
+    away |= {need: state() for need, state in ABSENT.items()}
     return Report(away, sum((judge.failures for judge in every), Counter()))
 
 
@@ -177,7 +179,7 @@ class Server:
             reason = "429" if answer.status == 429 else "5xx"
             raise Failed(reason, told, rest(answer.headers.get("Retry-After", "")))
         if answer.status != 200:
-            raise CheckerError(f"a judge refused a request: {told}")
+            raise CheckerError(f"a server refused a request: {told}")
         try:
             return json.loads(raw)
         except (ValueError, RecursionError):
@@ -208,6 +210,11 @@ def rest(retry_after: str) -> float:
         except (ValueError, OverflowError):
             return 0.0
     return min(max(0.0, seconds), LONGEST_REST)
+
+
+def limit() -> float:
+    """Seconds that a call may take."""
+    return _share[0].seconds
 
 
 def patience() -> float:

@@ -34,10 +34,16 @@ class Services:
     """Models that judge answers, by name: url, model, concurrency, sampling (docs/judges.md)."""
     genrm: dict[str, float] = field(default_factory=dict, hash=False)
     """Weights of a comparison that are unlike RLVR's, by name (envs/shared/comparison.py)."""
+    nemo_gym: tuple[str, ...] = ()
+    """Servers of NeMo-Gym or verifiers with the agents that envs/ lacks: http://HOST:PORT."""
 
     def __post_init__(self) -> None:
-        """Refuses judges that no call could be made to, and unknown weights. Raises ValueError."""
+        """Refuses servers that no call could be made to, and unknown weights. Raises ValueError."""
         comparison.weights(self.genrm)
+        for url in self.nemo_gym:
+            if not endpoints.is_address(url) or url.endswith("/"):
+                expected = "expected addresses such as ('http://HOST:PORT',)"
+                raise ValueError(f"services.nemo_gym = {self.nemo_gym!r}, {expected}")
         for name, judge in self.judges.items():
             endpoints.check(f"services.judges[{name!r}]", judge)
 
@@ -64,12 +70,16 @@ def current() -> Services:
 def problem(need: str) -> str:
     """What keeps environments from something that they need, and how to get it; "" for nothing.
 
-    `need` is "sandbox", "checks" (whose answers run as code), "judges.NAME", or the name of a
-    setting in Services that must not be empty.
+    `need` is "sandbox", "checks" (whose answers run as code), "judges.NAME", "nemo_gym.AGENT", or
+    the name of a setting in Services that must not be empty.
     """
-    setting, _, judge = need.partition(".")
-    if judge and setting == "judges":
-        return endpoints.problem(judge, current().judges.get(judge, {}))
+    setting, _, name = need.partition(".")
+    if name and setting == "judges":
+        return endpoints.problem(name, current().judges.get(name, {}))
+    if name and setting == "nemo_gym":
+        from envs.shared import gym
+
+        return gym.problem(name)
     return _problem(need, current())
 
 

@@ -10,26 +10,14 @@ import pytest
 
 from envs import sampler as sampler_module
 from envs.episode import Turn, stitch
-from envs.response import Response
 from envs.sampler import NoRoom, Sampler
 from envs.shared.chat import MARK, Said, Template
 from envs.shared.tools import converse
 from runtime.drafts import DraftBook
 from runtime.settings import Sampling
-from support.chats import CHATML, Scripted, make_tokenizer, spell
+from support.chats import CHATML, FORGETFUL, Reader, Scripted, make_tokenizer, spell
 
 TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}]
-# Like Qwen3's: the last answer has its thought, earlier ones lose theirs before a new question.
-FORGETFUL = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content and loop.index0 > ns.last %}"
-    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content | trim }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
-    "{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -206,19 +194,6 @@ def test_the_prefix_rule_has_the_outcome_of_nemo_rl(template, contents, sampled,
 
 
 # --- tools ----------------------------------------------------------------------------------------
-
-
-class Reader(Sampler):
-    """Reads a call where an answer is JSON, as a parser of calls would."""
-
-    async def parse(self, text: str) -> Response:
-        """An answer that is a list of [name, arguments as text] calls these tools."""
-        try:
-            calls = [{"name": name, "arguments": made} for name, made in json.loads(text)]
-        except ValueError:
-            return Response.of(text)
-        told = [{"type": "function_call"} | call for call in calls]
-        return Response(text, content="", tool_calls=told)
 
 
 def talk_with_tools(tokenizer, texts, max_steps=9, limit=4096, reasons=(), output="7"):

@@ -1,5 +1,6 @@
 """From turns to training samples: contiguity, masks, versions, flaws and experts."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -150,7 +151,7 @@ def test_info():
     (sample,) = stitch([turn([7], [1, 2], 3), turn([7, 1, 2, 9], [4], 5, reason="length")])
     sample.reward, sample.score, sample.advantage = 0.5, 0.25, -1.0
     info = sample.info()
-    assert vars(info) == {
+    assert dataclasses.asdict(info) == {
         "tokens": 5,
         "trained_tokens": 3,
         "reward": 0.5,

@@ -67,7 +67,7 @@ async def first_answer() -> str:
     asked = asyncio.create_task(ask("how are you?", temperature=0.0))
     while not judge.report().away:
         await asyncio.sleep(0.1)
-    assert "no address in JUDGES_FILE" in judge.report().away["general"]
+    assert "no address in JUDGES_FILE" in judge.report().away["judges.general"]
     (first,) = await asked
     print(f"the first answer came after {time.monotonic() - began:.1f} s")
     assert 0 < len(first) <= 8 and not judge.report().away

@@ -97,8 +97,8 @@ def test_small_judges_share_a_node_and_one_without_gpus_is_served_once(tmp_path)
     ],
 )
 def test_a_judge_that_cannot_be_served_ends_the_node(tmp_path, judges, expected):
-    with node(tmp_path, 0, judges, JUDGE_SECONDS="3") as process:
-        assert process.wait(30)
+    with node(tmp_path, 0, judges, JUDGE_SECONDS="8") as process:
+        assert process.wait(60)
     told = (tmp_path / "told").read_text()
     assert expected in told
     assert expected != "judge absent" or "no such model" in told

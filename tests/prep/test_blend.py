@@ -227,6 +227,14 @@ def test_rows_of_an_agent_may_be_left_out(blend, tmp_path, capsys):
     assert json.loads((folder / "b/manifest.json").read_text())["left_out"] == {"lean_agent": 1}
 
 
+def test_rows_of_an_agent_of_nemo_gym_may_be_kept(blend):
+    other = {"agent_ref": {"name": "lean_agent"}}
+    folder = blend([math_row(1), math_row(2, **other)], "--nemo_gym")
+    assert len(read(folder / "b/train-split.jsonl")) == 2
+    with pytest.raises(InputError, match="agent_ref.name is ''"):
+        blend([math_row(1, agent_ref=None)], "--nemo_gym")
+
+
 GOOD = math_row(1)
 
 

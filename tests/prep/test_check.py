@@ -16,6 +16,7 @@ from grpo_async import Config
 from runtime.config import InputError
 from support.blends import DAPO, math_row, placeholder, released
 from support.configs import changed
+from support.gym import AGENT, Gym
 
 ROOT = Path(__file__).resolve().parents[2]
 PUZZLE = {
@@ -106,6 +107,25 @@ def test_what_rows_need_is_looked_for(check, tmp_path, monkeypatch):
     assert code == 1 and "needs judges.general, not there" in text
     assert "needy lacks judges.general: no url, and neither JUDGES_FILE nor" in text
     assert check(rows, "--services", "images", "judges")[0] == 0
+
+
+def test_agents_of_nemo_gym_are_named_with_their_server(check, monkeypatch):
+    monkeypatch.setattr(services, "_current", [services.Services()])
+    rows = [math_row(1), *(math_row(i, agent_ref={"name": name}) for i, name in enumerate("ab"))]
+    with Gym() as server:
+        rows[1]["agent_ref"]["name"] = AGENT
+        code, text = check(rows, "--nemo_gym", server.url)
+        agent = f"http://127.0.0.1:{server.agent}"
+    words = " ".join(text.split())
+    assert f"{AGENT} 1 served at {agent}; " in words
+    assert "b 1 no server has it; " in words and "needs nemo_gym.b, not there" in words
+    (problem,) = (line for line in text.splitlines() if line.startswith("PROBLEM"))
+    assert code == 1 and f"b lacks nemo_gym.b: services.nemo_gym = ('{server.url}',)" in problem
+
+
+def test_the_address_of_a_head_server_is_checked(check):
+    with pytest.raises(InputError, match=r"--nemo_gym: services.nemo_gym = \('h:1',\), expected"):
+        check([math_row(1)], "--nemo_gym", "h:1")
 
 
 def test_a_file_that_is_absent_is_named(tmp_path):

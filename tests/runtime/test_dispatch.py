@@ -325,7 +325,7 @@ def test_a_worker_gets_more_time_for_its_first_answer(setting):
 
 # --- judges that are away -------------------------------------------------------------------------
 
-AWAY = Report({"general": "http://h:1/v1, for 70 s: status 503"}, Counter())
+AWAY = Report({"judges.general": "http://h:1/v1, for 70 s: status 503"}, Counter())
 
 
 def test_an_attempt_that_a_judge_s_absence_ended_does_not_count(setting):
@@ -373,7 +373,7 @@ def test_no_deadline_runs_while_a_judge_is_away(setting):
             await asyncio.sleep(0)
         outages.hear("another worker", AWAY)
         assert made.dispatcher.state() == (
-            "2 groups ready; judge 'general' is away: http://h:1/v1, for 70 s: status 503"
+            "2 groups ready; judges.general is away: http://h:1/v1, for 70 s: status 503"
         )
         done, _ = await asyncio.wait([group, step], timeout=1.0)
         assert not done

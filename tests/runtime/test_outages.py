@@ -20,7 +20,9 @@ def clock(monkeypatch):
 
 
 def away(why: str = "http://h:1/v1", **failures) -> Report:
-    return Report({"general": why}, Counter({f"general/{k}": n for k, n in failures.items()}))
+    return Report(
+        {"judges.general": why}, Counter({f"general/{k}": n for k, n in failures.items()})
+    )
 
 
 def test_an_outage_is_timed_while_any_worker_reports_it(clock):
@@ -33,7 +35,7 @@ def test_an_outage_is_timed_while_any_worker_reports_it(clock):
     found.hear("b", away("http://h:2/v1"))
     found.hear("a", WELL)
     clock[0] += 5
-    assert found.seconds() == 10 and found.state() == "judge 'general' is away: http://h:2/v1"
+    assert found.seconds() == 10 and found.state() == "judges.general is away: http://h:2/v1"
     found.hear("b", WELL)
     clock[0] += 100
     assert found.seconds() == 10 and found.state() == ""
@@ -58,9 +60,9 @@ def test_an_outage_is_told_of_now_and_then(clock, capsys):
         found.hear("a", away(f"http://h:1/v1, for {second} s"))
     found.hear("a", WELL)
     told = capsys.readouterr().out.splitlines()
-    line = "the run waits: judge 'general' is away: http://h:1/v1, for"
+    line = "the run waits: judges.general is away: http://h:1/v1, for"
     assert told[:-1] == [f"{line} {second} s" for second in (0, 60, 120, 240, 480, 960)]
-    assert told[-1] == "judges answer again, after 999 s"
+    assert told[-1] == "all answer again, after 999 s"
 
 
 def test_a_judge_that_comes_and_goes_is_told_of_once_a_minute(clock, capsys):
@@ -70,7 +72,7 @@ def test_a_judge_that_comes_and_goes_is_told_of_once_a_minute(clock, capsys):
         found.hear("a", away() if second % 10 < 8 else WELL)
     told = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("the run waits") for line in told) == 3
-    assert told.count("judges answer again, after 8 s") == 3 and found.seconds() == 144
+    assert told.count("all answer again, after 8 s") == 3 and found.seconds() == 144
 
 
 def test_failures_and_seconds_are_counted_from_step_to_step(clock):
@@ -80,7 +82,7 @@ def test_failures_and_seconds_are_counted_from_step_to_step(clock):
     found.hear("b", Report({}, Counter({"general/429": 1, "genrm/malformed": 2})))
     counts = {"judge_failures/general/429": 4.0, "judge_failures/genrm/malformed": 2.0}
     assert found.meters() == counts and found.meters() == {}
-    found.hear("a", Report({"general": ""}, Counter({"general/429": 4})))
+    found.hear("a", Report({"judges.general": ""}, Counter({"general/429": 4})))
     clock[0] += 7
     found.forget("b")
     expected = {"judge_failures/general/429": 1.0, "judge_seconds_away": 7.0}

@@ -1,5 +1,6 @@
 """Small tokenizers with real chat templates, and engines that answer with given texts."""
 
+import json
 import random
 import re
 from collections.abc import Callable
@@ -8,12 +9,24 @@ from types import SimpleNamespace
 from conftest import SHARED
 
 from envs.episode import Turn
-from envs.sampler import Request
+from envs.response import Response
+from envs.sampler import Request, Sampler
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA = ["<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"]
 HEADER = ["<|start_header_id|>", "<|end_header_id|>"]
 SPECIAL = {"llama3_1": LLAMA + HEADER}
+# Like Qwen3's: the last answer has its thought, earlier ones lose theirs before a new question.
+FORGETFUL = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content | trim }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 TAG = re.compile(f"({'|'.join(TAGS)})")
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
@@ -85,3 +98,16 @@ class Scripted:
         self.requests.append(request)
         ids, reason = self.say(request)
         return [Turn(request.prompt_ids, ids, [-1.0] * len(ids), [0] * len(ids), reason)]
+
+
+class Reader(Sampler):
+    """Reads a call where an answer is JSON, as a parser of calls would."""
+
+    async def parse(self, text: str) -> Response:
+        """An answer that is a list of [name, arguments as text] calls these tools."""
+        try:
+            calls = [{"name": name, "arguments": made} for name, made in json.loads(text)]
+        except ValueError:
+            return Response.of(text)
+        told = [{"type": "function_call"} | call for call in calls]
+        return Response(text, content="", tool_calls=told)
