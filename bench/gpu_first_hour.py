@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GPUS = torch.cuda.device_count()
 DRIVER = 580  # of CUDA 13, for which requirements-gpu.txt's torch is built
 FILES = 65536
-STEPS, KILL_AT = 50, 10  # of the run that loses an engine
+KILL_AT = 10  # the step of the run that loses an engine
 MISMATCH = 1.02  # token_mult_prob_error at lag 0
 SPARE = 256  # MiB by which the memory in use on a GPU varies
 TINY = ["--prompts_per_step", "4", "--group_size", "4", "--max_lag", "0", "--val_period", "0"]
@@ -147,13 +147,22 @@ def given_back(log: Log, before: list[int]) -> bool:
 def trained(log: Log, steps: int, *flags: object) -> str:
     """Trains to the end. Raises RuntimeError where engine and trainer disagree."""
     log.run(*log.command(steps, *flags))
-    found = log.steps()
-    if len(found) != steps:
-        raise RuntimeError(f"{len(found)} steps of {steps}")
-    worst = max(step["token_mult_prob_error"] for step in found)
+    if len(log.steps()) != steps:
+        raise RuntimeError(f"{len(log.steps())} steps of {steps}")
+    return agreed(log.steps())
+
+
+def agreed(steps: list[dict]) -> str:
+    """How far engine and trainer were apart. Raises RuntimeError where that is too far."""
+    worst = max(step["token_mult_prob_error"] for step in steps)
     if worst > MISMATCH:
         raise RuntimeError(f"token_mult_prob_error {worst:.4f}, expected at most {MISMATCH}")
-    return f"{steps} steps, token_mult_prob_error at most {worst:.6f}"
+    return f"{len(steps)} steps, token_mult_prob_error at most {worst:.6f}"
+
+
+def serve_again(steps: list[dict], seen: int) -> bool:
+    """Whether two more steps than `seen` were trained, and both engines served the last one."""
+    return len(steps) >= seen + 2 and steps[-1]["engines"] == 2
 
 
 # --- the lines ------------------------------------------------------------------------------------
@@ -243,24 +252,30 @@ def four_gpus(log: Log) -> str:
 def killed_engine(log: Log) -> str:
     """Of two engines one is killed: the run repairs it, and nothing of it stays on a GPU."""
     before = memory(log)
-    with log.program(*log.command(STEPS, "--gpu_share", 1, "--engine.count", 2)) as running:
+    with log.program(*log.command(10_000, "--gpu_share", 1, "--engine.count", 2)) as running:
 
-        def at(step: int) -> bool:
-            return len(log.steps()) >= step or running.poll() is not None
+        def wait(done: Callable[[], bool], awaited: str) -> None:
+            log.until(lambda: done() or running.poll() is not None, awaited)
+            if running.poll() is not None:
+                raise RuntimeError(f"{len(log.steps())} steps, status {running.poll()}")
 
-        log.until(lambda: at(KILL_AT), f"step {KILL_AT}")
+        wait(lambda: len(log.steps()) >= KILL_AT, f"step {KILL_AT}")
         family = running.children(recursive=True)
         cores = [process for process in family if process.name().startswith("VLLM::Engine")]
         if not cores:
             raise RuntimeError(f"no EngineCore after {len(log.steps())} steps, expected 2")
         cores[0].kill()
-        log.until(lambda: running.poll() is not None, f"step {STEPS}")
-        if running.wait() or len(log.steps()) < STEPS:
-            raise RuntimeError(f"{len(log.steps())} steps, status {running.returncode}")
+        seen = len(log.steps())
+        wait(lambda: serve_again(log.steps(), seen), "two steps of which both engines serve one")
+        running.terminate()
+        log.until(lambda: running.poll() is not None, "the run to save and leave")
+        if code := running.wait():
+            raise RuntimeError(f"status {code} after SIGTERM")
         # Before program() ends what is left: an orphan must be seen.
         log.ends = time.monotonic() + 60
         log.until(lambda: given_back(log, before), f"GPUs to hold {before} MiB: an orphan has more")
-    return f"{STEPS} steps, one of {len(cores)} engines killed at step {KILL_AT}, no orphan"
+    said = agreed(log.steps())
+    return f"{said}; one of {len(cores)} engines killed at step {KILL_AT}, repaired, no orphan"
 
 
 def main(folder: str, *names: str) -> None:

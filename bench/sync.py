@@ -1,15 +1,20 @@
 """What a weight update costs an engine that is busy: 200 updates in flight, one after the other.
 
     python bench/sync.py [UPDATES]
+    python bench/sync.py traffic [RANKS [MATES [WORKERS]]]
 
 One engine and one trainer, a process each, on the tiny model; streams run all the time. Printed:
 the phases of an update, tokens not generated because of it (windows of equal length with and
 without an update, in pairs), requests lost, prompts prefilled twice, and how time and memory of the
 last updates compare with the first.
+
+`traffic` counts what each process gets in one update, against the least: RANKS trainer ranks (4),
+MATES of them in the group beside rank 0 (0), and WORKERS of engines (2) that load nothing.
 """
 
 import asyncio
 import functools
+import math
 import multiprocessing
 import os
 import pickle
@@ -17,8 +22,11 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -27,8 +35,12 @@ os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from envs.sampler import Request  # noqa: E402
-from policy.weight_sync import Wire  # noqa: E402
+from policy.weight_sync import WeightReceiver, Wire, buckets  # noqa: E402
 
 PROMPT = 16  # tokens
 ANSWER = 64
@@ -80,8 +92,8 @@ def trainer(method: str, *args):
     if method == "start":
         from grpo_async import Trainer
 
-        trainer.rank = Trainer(*args, 0)
-        return trainer.rank.start(trainer.rank.open_store(1))
+        trainer.rank = Trainer(*args)
+        return trainer.rank.start(0, trainer.rank.open_store(1))
     if method == "stage":
         return trainer.rank.sender.stage()
     return getattr(trainer.rank, method)(*args)
@@ -97,7 +109,7 @@ async def pair(cfg, call):
     host, port = await call("open_store", 2)
     wire = pickle.dumps(Wire(metas, cfg.timeouts.answer, cfg.timeouts.sync, cfg.gpu_share < 1))
     join = generator.join_sync_group(wire, host, port, 1, 2)
-    await asyncio.gather(call("join_sync_group", 2), join)
+    await asyncio.gather(call("join_sync_group", host, port, 0, 2), join)
     return generator
 
 
@@ -175,5 +187,101 @@ def report(rows: list[dict], step_tokens: int, load: Load) -> None:
     print(f"engine memory {slope('memory'):.3f}, sender memory {slope('sender_memory'):.3f}")
 
 
+class Counted:
+    """A process group that counts what it broadcasts."""
+
+    def __init__(self, group: Any):
+        self.group = group
+        self.sizes: list[int] = []
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> Any:
+        """As torch's process groups do."""
+        self.sizes.append(buffer.nbytes)
+        return self.group.broadcast(buffer, root)
+
+
+class Gathers(TorchDispatchMode):
+    """Counts what FSDP gathers from other ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Calls the function."""
+        found = function(*args, **(kwargs or {}))
+        if "all_gather" in str(function):
+            ranks = dist.get_world_size()
+            self.sizes.append(found.nbytes * (ranks - 1) // ranks)
+        return found
+
+
+def of_trainer(pipe: Any, cfg: Any, rank: int, senders: int, world: int) -> None:
+    """A trainer rank that sends one update; `pipe` brings addresses and takes what it counted."""
+    from grpo_async import Trainer
+
+    made = Trainer(cfg)
+    if rank == 0:
+        pipe.send(made.open_store(cfg.policy.ranks))
+    made.start(rank, pipe.recv())
+    if rank == 0:
+        pipe.send((made.sender.wire, made.open_store(world)))
+    address = pipe.recv()
+    if rank < senders:
+        made.join_sync_group(*address, rank, world)
+        made.sender.group = Counted(made.sender.group)
+    with Gathers() as gathers:
+        made.send_weights(False)
+    sent = made.sender.group.sizes if rank < senders else []
+    pipe.send((len(gathers.sizes), sum(gathers.sizes), len(sent), sum(sent)))
+
+
+def of_worker(pipe: Any, wire: Wire, address: tuple[str, int], rank: int, world: int) -> None:
+    """A worker of an engine that receives one update and throws it away."""
+    receiver = WeightReceiver()
+    receiver.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
+    receiver.join_sync_group(pickle.dumps(wire), *address, rank, world)
+    receiver.sync_group = Counted(receiver.sync_group)
+    deque(receiver.incoming([], False), maxlen=0)
+    pipe.send((0, 0, len(receiver.sync_group.sizes), sum(receiver.sync_group.sizes)))
+
+
+def traffic(ranks: int = 4, mates: int = 0, workers: int = 2) -> None:
+    """One update between processes that load no engine, and a table of what each of them got."""
+    from grpo_async import Config
+    from runtime import config
+
+    context = multiprocessing.get_context("spawn")
+    senders, world = 1 + mates, 1 + mates + workers
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--run_dir", folder, "--policy.ranks", str(ranks)]
+        cfg = config.load(Config, flags, default="configs/tiny.py")
+
+    def begin(function: Callable, *args: Any) -> Any:
+        ours, theirs = context.Pipe()
+        context.Process(target=function, args=(theirs, *args), daemon=True).start()
+        return ours
+
+    trainers = [begin(of_trainer, cfg, rank, senders, world) for rank in range(ranks)]
+    meeting = trainers[0].recv()
+    for pipe in trainers:
+        pipe.send(meeting)
+    wire, address = trainers[0].recv()
+    for pipe in trainers:
+        pipe.send(address)
+    engines = [begin(of_worker, wire, address, rank, world) for rank in range(senders, world)]
+    whole = sum(math.prod(m.shape) * getattr(torch, m.dtype).itemsize for m in wire.metas)
+    print(f"{'':18}{'gathers':>9}{'bytes':>12}{'broadcasts':>12}{'bytes':>12}")
+    least = (len(wire.metas), whole * (ranks - 1) // ranks, len(list(buckets(wire.metas))), whole)
+    names = [f"trainer rank {rank}" for rank in range(ranks)]
+    names += [f"engine worker {i}" for i in range(workers)]
+    found = [pipe.recv() for pipe in trainers + engines]
+    for name, got in [("least", least), *zip(names, found, strict=True)]:
+        print(f"{name:18}{got[0]:9,}{got[1]:12,}{got[2]:12,}{got[3]:12,}")
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    if sys.argv[1:2] == ["traffic"]:
+        traffic(*map(int, sys.argv[2:]))
+    else:
+        asyncio.run(main())

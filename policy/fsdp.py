@@ -150,8 +150,9 @@ class FSDPPolicy:
         for row in (row.to(self.device) for row in rows):
             logp_T = self.model(row.tokens_T, row.positions_T, row.mask_T)
             loss, row_stats = loss_fn(logp_T, row)
-            # The zero keeps the network in the graph of a loss that does not depend on it.
-            (loss + 0 * logp_T.sum()).backward()
+            # The zero keeps the network in the graph of a loss that does not depend on it. It is
+            # the sum of no logprob: 0 times an infinite one would be NaN.
+            (loss + logp_T[:0].sum()).backward()
             stats.append(row_stats)
         return stats
 

@@ -4,6 +4,8 @@ import heapq
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 Place = tuple[int, int]  # (group of the batch, place in the group) of a sample
 
 
@@ -63,11 +65,14 @@ def plan_rows(lengths: list[int], capacity: int, ranks: int) -> list[list[list[i
     still has room; where none has, every rank gets one row more. A sample longer than `capacity`
     gets a row of its own. Equal lengths give equal plans. O(n log n).
     """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    length_N = np.array(lengths, dtype=np.int64)
+    order_N = np.argsort(-length_N, kind="stable")
     # Of the samples at least as long as one, no more than capacity // its length share a row.
-    crowds = (k / max(1, capacity // max(1, lengths[i])) for k, i in enumerate(order, 1))
-    least = max([1, sum(min(n, capacity) for n in lengths) / capacity, *crowds])
+    share_N = np.maximum(1, capacity // np.maximum(1, length_N[order_N]))
+    crowd_N = np.arange(1, len(lengths) + 1) / share_N
+    least = max(1, crowd_N.max(initial=0), length_N.clip(max=capacity).sum() / capacity)
     rows: list[list[int]] = []
+    total: list[int] = []  # work of each row
     usable: list[tuple[int, int, int]] = []  # heap of (work, row, room)
     crowded: list[tuple[int, int, int]] = []  # heap of (-room, row, work)
 
@@ -75,9 +80,10 @@ def plan_rows(lengths: list[int], capacity: int, ranks: int) -> list[list[list[i
         for _ in range(count):
             heapq.heappush(usable, (0, len(rows), capacity))
             rows.append([])
+            total.append(0)
 
     add_rows(math.ceil(least / ranks) * ranks)
-    for i in order:
+    for i in order_N.tolist():
         length = lengths[i]
         # No later sample is longer: what has room for this one stays usable until it is used.
         while crowded and -crowded[0][0] >= length:
@@ -89,8 +95,8 @@ def plan_rows(lengths: list[int], capacity: int, ranks: int) -> list[list[list[i
         if not usable:
             add_rows(ranks)
         work, r, room = usable[0]
-        heapq.heapreplace(usable, (work + length**2, r, room - length))
         rows[r].append(i)
-    total = [sum(lengths[i] ** 2 for i in row) for row in rows]
+        total[r] = work + length**2
+        heapq.heapreplace(usable, (total[r], r, room - length))
     heaviest_first = sorted(range(len(rows)), key=lambda r: -total[r])
     return [[rows[r] for r in heaviest_first[rank::ranks]] for rank in range(ranks)]

@@ -76,7 +76,7 @@ class PolicySettings:
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     row_tokens: PositiveInt = 65536
-    """Capacity of a packed row; a longer sample gets a row of its own."""
+    """Capacity of a packed row. A longer sample gets a row of its own; a longer pair is refused."""
     activation_checkpointing: bool = True
     """Recompute activations in the backward pass."""
     attention: str = "auto"

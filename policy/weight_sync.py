@@ -1,7 +1,10 @@
 """How weights travel: trainer rank 0 broadcasts buckets, the engines' workers load them.
 
 There is one code path for CPU and GPU; only the backend differs (gloo or nccl). vLLM's own transfer
-engines (nccl, ipc, ...) do not run on a CPU.
+engines cannot end an update that has lost an engine: docs/grpo_async.md, detail 26.
+
+Under NCCL the trainer ranks on rank 0's node, its node-mates, are in the group as well. They only
+pass on what comes: so NCCL's rings leave the node by the network cards of all of its GPUs.
 """
 
 import contextlib
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from runtime.settings import Timeouts
 
 BUCKET_BYTES = 256 << 20
-AHEAD = 3  # broadcasts that may be on their way while the next bucket is gathered
+AHEAD = 3  # broadcasts that a GPU may still have to do when the next bucket is asked for
 ROW_BYTES = 1 << 14  # that a digest adds up at once, of which a bucket is a multiple
 RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
 OWNER = "GRPO_ASYNC_ACTOR"  # the variable that names the process around an engine
@@ -44,6 +47,10 @@ class Wire(NamedTuple):
     seconds: float  # deadline of a broadcast
     shares_gpu: bool  # whether an engine and a trainer rank may have the same GPU
 
+    def store(self, host: str, port: int, world: int) -> dist.TCPStore:
+        """The store at which rank 0 of the group listens."""
+        return dist.TCPStore(host, port, world, False, timedelta(seconds=self.join_seconds))
+
     @property
     def device(self) -> str:
         """Where buckets lie. NCCL refuses two ranks on one GPU: a shared GPU syncs through gloo."""
@@ -52,7 +59,7 @@ class Wire(NamedTuple):
     def group(
         self, store: dist.Store, rank: int, world: int
     ) -> "dist.ProcessGroupGloo | dist.ProcessGroupNCCL":
-        """A process group beside torch's default one: trainer rank 0 and every engine worker."""
+        """A process group beside torch's default one: senders, then every engine worker."""
         prefixed = dist.PrefixStore("weights", store)
         deadline = timedelta(seconds=self.seconds)
         if self.device == "cpu":
@@ -137,14 +144,19 @@ def checksum(digests: list[Tensor]) -> int:
 
 
 class Sender:
-    """The trainer's side of weight updates. Every rank has one; only rank 0 joins the engines."""
+    """The trainer's side of weight updates. Every rank has one.
+
+    Only rank 0 joins the engines, and under NCCL its node-mates. On all of them gathers and
+    broadcasts follow each other in one order, so none waits for another in a circle.
+    """
 
     joined: ClassVar["Sender | None"] = None  # this process's
 
     def __init__(self, policy: "Policy", timeouts: "Timeouts", shares_gpu: bool):
         self.policy = policy
         self.wire = Wire(policy.weight_metas(), timeouts.answer, timeouts.sync, shares_gpu)
-        self.group: Any = None  # of rank 0 and the engines' workers
+        self.group: Any = None  # of rank 0, its node-mates and the engines' workers
+        self.rank = 0  # in that group
         self.aborted = False
         self.staged: Iterator[Tensor] | None = None  # buffers, the first of them gathered
 
@@ -153,9 +165,10 @@ class Sender:
         """What the policy's tensors look like, in the order in which they are sent."""
         return self.wire.metas
 
-    def join(self, store: dist.Store, world: int) -> None:
-        """Meets the engines' workers at a store; rank 0 of the trainer alone calls it."""
-        self.group = self.wire.group(store, 0, world)
+    def join(self, store: dist.Store, rank: int, world: int) -> None:
+        """Meets the engines' workers at a store; rank 0 of the trainer and its node-mates do."""
+        self.group = self.wire.group(store, rank, world)
+        self.rank = rank
         self.aborted = False
         Sender.joined = self
 
@@ -164,6 +177,7 @@ class Sender:
         """Ends the update that this process sends; called in another thread than `send`.
 
         Under NCCL nothing else does: a lost engine leaves the others waiting in their kernels.
+        Gloo's own abort does nothing, and `finish` only stops waiting.
         """
         if cls.joined:
             cls.joined.aborted = True
@@ -175,7 +189,7 @@ class Sender:
         self.staged = itertools.chain([next(packed)], packed)
 
     def send(self, verify: bool) -> int:
-        """Gathers all weights and, on rank 0, broadcasts them; collective over the ranks.
+        """Gathers all weights; rank 0 broadcasts them, node-mates pass them on. Collective.
 
         Rank 0 returns a checksum of them if `verify`, else 0. Raises RuntimeError where a receiver
         is gone or the deadline is over, after the last gather.
@@ -184,25 +198,35 @@ class Sender:
         self.staged = None
         digests: list[Tensor] = []
         on_their_way: deque = deque()
+        streams = self.wire.device == "cuda"
+        spare = torch.empty(self.passed_on(), dtype=torch.uint8, device=self.wire.device)
         try:
-            for buffer in packed:
+            for buffer, bucket in zip(packed, buckets(self.metas), strict=True):
                 if not self.group:
                     continue
-                if verify:
+                if verify and self.rank == 0:
                     digests.append(digest(buffer))
+                if self.rank and not len(buffer):
+                    buffer = spare[: bucket.size]
                 on_their_way.append(self.group.broadcast(buffer, 0))
-                on_their_way[-1].wait()
-                self.finish(on_their_way, AHEAD)
+                if streams:  # kernels of two groups need one order on all GPUs (nccl#195)
+                    on_their_way[-1].wait()
+                self.finish(on_their_way, AHEAD if streams else 0)
             self.finish(on_their_way, 0)
         except RuntimeError:
             deque(packed, maxlen=0)  # the other ranks take part in the gathering
             raise
         return checksum(digests)
 
+    def passed_on(self) -> int:
+        """Bytes of the largest bucket on a node-mate, else 0: room for what it did not gather."""
+        return max(bucket.size for bucket in buckets(self.metas)) if self.rank else 0
+
     def finish(self, broadcasts: deque, left: int) -> None:
         """Waits until at most so many broadcasts are on their way. Raises RuntimeError.
 
-        `wait()` of NCCL only orders streams: that an engine is gone shows nowhere.
+        `wait()` of NCCL only orders streams: that an engine is gone shows nowhere. Gloo's would
+        wait for a sender that has given up.
         """
         deadline = time.monotonic() + self.wire.seconds
         for _ in range(len(broadcasts) - left):
@@ -211,6 +235,8 @@ class Sender:
                 if time.monotonic() > deadline:
                     self.abort()
                 time.sleep(1e-3)
+            if not self.aborted:
+                work.wait()
         if self.aborted:
             why = f"an engine is lost, or {self.wire.seconds:.0f} s are over"
             raise RuntimeError(f"the broadcast of weights was ended: {why}")
@@ -219,16 +245,25 @@ class Sender:
 def end_with(pid: int) -> None:
     """Kills this process within a second after another one has ended, whatever it is doing then.
 
-    Raises psutil.NoSuchProcess where that has happened already.
+    So it kills those between the two: the process that starts an engine's workers can hang while it
+    mourns them. Raises psutil.NoSuchProcess where the other one has ended already.
     """
     import psutil  # which vLLM brings
 
     other = psutil.Process(pid)
+    line: list[Any] = [psutil.Process()]
+    with contextlib.suppress(psutil.AccessDenied):  # to another user's: /proc may hide those
+        while line[-1] and line[-1] != other:
+            line.append(line[-1].parent())
+    between = line[1:-1] if line[-1] == other else []
 
     def watch() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
                 time.sleep(1)
+        for process in between:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -255,7 +290,7 @@ class WeightReceiver:
     def join_sync_group(
         self, wire: bytes, host: str, port: int, first_rank: int, world: int
     ) -> int:
-        """Meets trainer rank 0. `wire` is a pickled `Wire`: vLLM passes bytes on unchanged.
+        """Meets the senders. `wire` is a pickled `Wire`: vLLM passes bytes on unchanged.
 
         Returns the bytes that vLLM's profiling left for KV, 0 where it did not profile.
         """
@@ -263,8 +298,7 @@ class WeightReceiver:
         # In each update it warns of layers that no tensor is for: rotary tables, tied heads. What
         # a policy must bring, `Proof` knows.
         logging.getLogger(RELOADER).setLevel(logging.ERROR)
-        deadline = timedelta(seconds=self.sync_wire.join_seconds)
-        store = dist.TCPStore(host, port, world, False, deadline)
+        store = self.sync_wire.store(host, port, world)
         rank = first_rank + self.vllm_config.parallel_config.rank
         self.sync_group: Any = self.sync_wire.group(store, rank, world)
         return int(getattr(self, "available_kv_cache_memory_bytes", 0))

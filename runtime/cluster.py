@@ -1,8 +1,10 @@
 """A run's processes: its folder, its Ray cluster, its actors, and the trainer ranks' group."""
 
 import asyncio
+import copyreg
 import faulthandler
 import fcntl
+import gc
 import os
 import re
 import signal
@@ -24,8 +26,8 @@ from policy.weight_sync import OWNER
 from runtime import placement
 from runtime.config import InputError, shown
 from runtime.console import phase
-from runtime.preflight import OLDEST_DRIVER, brief, check_address
-from runtime.settings import RunSettings
+from runtime.preflight import OLDEST_DRIVER, brief, check_address, short_of_files
+from runtime.settings import TrainingSettings
 from runtime.waits import within
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +47,7 @@ CLEANING = {
 class Ranks:
     """How a trainer rank meets others: the ranks of its policy, and the engines' workers."""
 
-    def __init__(self, cfg: RunSettings):
+    def __init__(self, cfg: TrainingSettings):
         self.cfg = cfg
         self.host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
         self.store: Any = None  # the TCPStore that this rank opened last
@@ -53,8 +55,11 @@ class Ranks:
     def open_store(self, world: int) -> tuple[str, int]:
         """Listens for `world` processes; the port is bound before anyone hears of it.
 
-        Choosing a free port first and binding it later collides (vLLM issue 28498).
+        Choosing a free port first and binding it later collides (vLLM issue 28498). Raises
+        RuntimeError where this process may not open enough files to meet them all.
         """
+        if said := short_of_files(world):
+            raise RuntimeError(f"{os.uname().nodename}: {said}")
         limit = timedelta(seconds=self.cfg.timeouts.start)
         self.store = dist.TCPStore(self.host, 0, world, True, limit, wait_for_workers=False)
         return self.host, self.store.port
@@ -74,11 +79,12 @@ class Ranks:
 class Cluster:
     """The run folder and a Ray cluster, held while `with` lasts, and the actors of a run."""
 
-    def __init__(self, cfg: RunSettings, Trainer: type, RolloutWorker: type):
+    def __init__(self, cfg: TrainingSettings, Trainer: type, RolloutWorker: type | None = None):
         self.cfg = cfg
         self.Trainer = Trainer
-        self.RolloutWorker = RolloutWorker
-        self.trainers: list[Any] = []
+        self.RolloutWorker: Any = RolloutWorker  # none where there are no rollouts
+        self.trainers: list[Any] = []  # by rank
+        self.senders: list[Any] = []  # of weights: rank 0, and those that join it
         self.metas: list = []  # what the policy's weights look like
 
     def __enter__(self) -> "Cluster":
@@ -89,6 +95,7 @@ class Cluster:
             quarantine(self.cfg.run_dir)
         phase("starting Ray")
         self.places = connect(self.cfg)
+        search_rarely()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -101,7 +108,7 @@ class Cluster:
 
     def shares_gpus(self) -> bool:
         """Whether trainers and engines use the same GPUs."""
-        return self.cfg.gpu_share < 1 and bool(ray.cluster_resources().get("GPU"))
+        return self.cfg.demand.share < 1 and bool(ray.cluster_resources().get("GPU"))
 
     def on_signal(self, leave: Callable[[str], None]) -> None:
         """Calls `leave` with a reason on SIGTERM, SIGUSR1 and Ctrl-C, and before a Slurm job ends.
@@ -136,7 +143,10 @@ class Cluster:
         ]
         asked = asyncio.gather(*(trainer.call.remote(placement.where) for trainer in made))
         found = await within(cfg.timeouts.start, "the trainers to start", asked)
-        self.trainers = [made[i] for i in self.places.in_order(found)]
+        order = self.places.in_order(found)
+        self.trainers = [made[i] for i in order]
+        homes = [node if gpus else "" for node, gpus in (found[i] for i in order)]
+        self.senders = [self.trainers[rank] for rank in (0, *placement.node_mates(cfg, homes))]
         store = self.trainers[0].open_store.remote(cfg.policy.ranks)
         address = await within(cfg.timeouts.start, "trainer rank 0 to start", store)
         calls = (t.start.remote(rank, address) for rank, t in enumerate(self.trainers))
@@ -158,13 +168,31 @@ class Cluster:
         """Raises as soon as a trainer rank dies, whether or not anybody waits for it."""
         await trainer.watch.options(concurrency_group="watch").remote()
 
+    @staticmethod
+    def pass_on_as_text(error: type[Exception]) -> None:
+        """Lets errors of a class reach other processes as a RuntimeError with the same text.
+
+        Whoever hears of one would import its library: vLLM takes seconds, while all else waits.
+        """
+        copyreg.pickle(error, lambda raised: (RuntimeError, (str(raised),)))
+
+
+def search_rarely() -> None:
+    """Makes Python search for garbage after a million new objects, and not in what libraries made.
+
+    The search took half of the driver's time, and what it is for, objects that hold themselves, the
+    driver makes only where something fails.
+    """
+    gc.freeze()
+    gc.set_threshold(1_000_000)
+
 
 def interrupt(*_: Any) -> None:
     """Ends the program without a traceback."""
     raise SystemExit("interrupted; --resume auto goes on from the last checkpoint")
 
 
-def actor(cls: type, gpus: float, cfg: RunSettings, **options: Any) -> Any:
+def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> Any:
     """A Ray actor of a plain class, which gets what `Process` adds.
 
     Without GPUs in the cluster it asks for none, and gets the settings of a CPU.
@@ -225,14 +253,14 @@ def redirect(folder: Path, name: str) -> None:
     faulthandler.enable()
 
 
-def last_lines(cfg: RunSettings, lines: int = 8) -> str:
+def last_lines(cfg: TrainingSettings, lines: int = 8) -> str:
     """The last lines of each actor's log, the latest first, for an error message."""
     paths = sorted(Path(cfg.run_dir).glob("**/logs/*.log"), key=os.path.getmtime, reverse=True)
     texts = [(path.name, path.read_text(errors="replace").splitlines()) for path in paths[:6]]
     return "\n".join(f"--- {name}\n" + "\n".join(t[-lines:]) for name, t in texts if t)
 
 
-def claim(cfg: RunSettings) -> TextIO:
+def claim(cfg: TrainingSettings) -> TextIO:
     """Takes the run folder for this process; keep what it returns as long as the run lives.
 
     Raises InputError where it cannot be written to, where another run is alive in it, or was and
@@ -240,7 +268,7 @@ def claim(cfg: RunSettings) -> TextIO:
     """
     command = cfg.command
     folder = Path(cfg.run_dir)
-    if command.replay == cfg.run_dir:
+    if command.replayed == cfg.run_dir:
         raise InputError(f"replay = run_dir = {cfg.run_dir!r}: expected another run_dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -294,20 +322,26 @@ def variables() -> dict[str, str]:
     } | of_driver()
 
 
-def cpu_variables(cfg: RunSettings) -> dict[str, str]:
+def cpu_variables(cfg: TrainingSettings) -> dict[str, str]:
     """The same for a trainer or an engine on a CPU."""
     # Two busy processes with two threads each spin on two cores: 5 times slower.
-    busy = cfg.policy.ranks + cfg.engine.count
-    threads = max(1, int(ray.cluster_resources().get("CPU", 1)) // busy)
+    alive = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+    cpus = [count for count in alive if count] or [1]
+    # On a node: Ray spreads them.
+    busy = -(-(cfg.policy.ranks + cfg.demand.engines) // len(cpus))
+    threads = max(1, int(min(cpus)) // busy)
     return {
         "OMP_NUM_THREADS": str(threads),
+        # Threads that spin while they wait for each other keep a full machine from their work: with
+        # three trainers on two cores a step took 6 s, and takes 0.2 s where they sleep.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     } | of_driver()
 
 
-def connect(cfg: RunSettings) -> placement.Places:
+def connect(cfg: TrainingSettings) -> placement.Places:
     """Joins the cluster that RAY_ADDRESS names, or starts one on this machine; where all will run.
 
     Raises InputError where there is no such cluster, or where the actors do not fit.

@@ -16,10 +16,10 @@ from tqdm import tqdm
 from envs.episode import SampleInfo
 from envs.shared import judge
 from runtime.cluster import Cluster
-from runtime.fleet import EVERY, Fleet
+from runtime.fleet import ASKED, EVERY, Fleet
 from runtime.outages import Outages
 from runtime.settings import RunSettings
-from runtime.waits import answer, within
+from runtime.waits import answer, in_turn, within
 
 T = TypeVar("T")
 CPUS_PER_SUSPECT = 2  # in the cluster, for each of the workers that suspects have to themselves
@@ -115,7 +115,7 @@ class Crew:
     async def watch(self, worker: Any) -> None:
         """Notices that a worker dies or hangs, and which judges it finds away."""
         while await self.is_alive(worker):
-            await asyncio.sleep(EVERY)
+            await asyncio.sleep(max(EVERY, len(self.ranks) / ASKED))
 
 
 class Dispatcher:
@@ -179,7 +179,7 @@ class Dispatcher:
         """The rollouts of a call, which is cancelled where they do not come."""
         infos, samples, lines = call
         try:
-            both = asyncio.gather(infos, lines)
+            both = in_turn(infos, lines)
             found, written = await self.wait(self.cfg.timeouts.rollout, what, both)
             return Rollouts(found, samples, written)
         except BaseException:

@@ -2,10 +2,11 @@
 
 launched --started--> fresh --first update--> serving --death, failed update--> discarded
     ^                                                                                |
-    +-------------------------- `launch`, at most max_restarts times ----------------+
+    +--------------------- `launch`, at most max_restarts times an hour -------------+
 """
 
 import asyncio
+import bisect
 import contextlib
 import dataclasses
 import itertools
@@ -13,7 +14,7 @@ import math
 import os
 import pickle
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple
 
 import ray
@@ -29,6 +30,8 @@ from runtime.settings import RunSettings
 from runtime.waits import answer, together, within
 
 EVERY = 5.0  # seconds between two questions to an engine or a worker whether it lives
+ASKED = 20.0  # such questions a second at most: a thousand actors would keep the driver busy
+HOUR = 3600.0
 
 
 class Received(NamedTuple):
@@ -38,8 +41,16 @@ class Received(NamedTuple):
     checksums: list[int]
 
 
+class Place(NamedTuple):
+    """An engine's place among those that wait for work: equals are asked in order of `number`."""
+
+    groups: int  # that it works on
+    number: int  # of the engines that have started
+    engine: Any
+
+
 class Fleet:
-    """Actors of a Generator class, and their process group with trainer rank 0.
+    """Actors of a Generator class, and their process group with the trainer ranks that send.
 
     `missing` is set while some are lost; `synced` wakes those who wait for one that holds a policy.
     A lost engine's successor loads while the others serve, and is `fresh` until it gets a policy.
@@ -51,14 +62,17 @@ class Fleet:
         self.cluster = cluster
         self.launched: dict[Any, asyncio.Future] = {}  # engine -> its start
         self.homes: dict[Any, str] = {}  # the node of each engine that lives or starts
-        self.alive: dict[Any, int] = {}  # started engine -> groups that it works on
+        self.alive: dict[Any, Place] = {}  # started engine -> its place in the queue
+        self.queue: list[Place] = []  # the places of all, in order: who is least busy is first
+        self.numbers = itertools.count()
         self.fresh: set[Any] = set()  # started, without a policy
         self.grouped: set[Any] = set()  # members of the process group
         self.asked: set[Any] = set()  # engines that have not answered yet whether they live
         self.watches: set[asyncio.Task] = set()
         self.synced = asyncio.Event()
         self.missing = asyncio.Event()
-        self.repairs = 0
+        self.repairs: list[float] = []  # when
+        self.is_held = False  # no engine is replaced until the hour is over
         self.discarded = 0
         self.free_since = 0.0  # joining and updates keep engines from answering; inf: one does now
         self.error: BaseException | None = None  # of the engine that was lost last
@@ -70,19 +84,23 @@ class Fleet:
     def launch(self) -> None:
         """Starts as many engines as are missing; `started` waits for them.
 
-        None after `engine.max_restarts` repairs: those that are left go on. Raises RuntimeError
-        where there are none, with the last error.
+        None after `engine.max_restarts` repairs in an hour: those that are left go on. Raises
+        RuntimeError where there are none, with the last error.
         """
         cfg = self.cfg
         limit = cfg.engine.max_restarts
         lacking = cfg.engine.count - len(self.alive) - len(self.launched)
         if lacking and self.error:
-            if self.repairs == limit:
+            now = time.monotonic()
+            self.repairs = [at for at in self.repairs if now - at < HOUR]
+            if len(self.repairs) == limit:
                 if self.alive or self.launched:
+                    self.hold(limit)
                     return
-                message = f"engines were lost more often than engine.max_restarts = {limit}"
-                raise RuntimeError(f"{message}: {self.error}") from self.error
-            self.repairs += 1
+                often = f"more often in an hour than engine.max_restarts = {limit}"
+                raise RuntimeError(f"engines were lost {often}: {self.error}") from self.error
+            self.repairs.append(now)
+            self.is_held = False
             if self.cluster.shares_gpus():
                 cfg = self.beside_trainers()
         gpus = placement.shares(cfg).engine
@@ -93,6 +111,13 @@ class Fleet:
             engine = actor(self.Generator, gpus, cfg, **options, **place).remote(cfg)
             self.homes[engine] = home
             self.launched[engine] = asyncio.wrap_future(engine.start.remote().future())
+
+    def hold(self, limit: int) -> None:
+        """Says once that lost engines are not replaced for a while."""
+        if not self.is_held:
+            self.is_held = True
+            why = f"engine.max_restarts = {limit} in the last hour"
+            tqdm.write(f"{len(self.alive)} engines go on, a lost one is not replaced yet: {why}")
 
     def beside_trainers(self) -> RunSettings:
         """Settings of an engine whose GPU a trainer rank uses meanwhile; frees what that one can.
@@ -130,7 +155,7 @@ class Fleet:
             raise self.error
 
     async def connect(self) -> None:
-        """A process group of trainer rank 0 and all engines that have started, if it is another.
+        """A process group of the senders and all engines that have started, if it is another.
 
         Waits for engines only where there is none.
         """
@@ -147,20 +172,20 @@ class Fleet:
         if not self.proven:
             phase("sending the policy to the engines")
         tp = cfg.engine.tensor_parallel
-        first_rank = self.cluster.trainers[0]
-        store = first_rank.open_store.remote(1 + cfg.engine.count * tp)
+        senders = self.cluster.senders
+        store = senders[0].open_store.remote(len(senders) + cfg.engine.count * tp)
         address = await within(cfg.timeouts.start, "trainer rank 0 to listen", store)
         members = list(self.alive)  # from here on nobody may be missing: the others would wait
-        world = 1 + len(members) * tp
+        world = len(senders) + len(members) * tp
         limit = cfg.timeouts.answer
         wire = pickle.dumps(Wire(self.cluster.metas, limit, cfg.timeouts.sync, cfg.gpu_share < 1))
-        joins = [first_rank.join_sync_group.remote(world)]
-        for engine, rank in zip(members, range(1, world, tp), strict=True):
+        joins = [s.join_sync_group.remote(*address, i, world) for i, s in enumerate(senders)]
+        for engine, rank in zip(members, range(len(senders), world, tp), strict=True):
             joins.append(engine.join_sync_group.remote(wire, *address, rank, world))
         with self.occupying():
             # Each of them gives up after `limit` by itself, and says why.
             joined = within(2 * limit, "trainer and engines to connect", together(joins))
-            _, *of_engines = await joined
+            of_engines = (await joined)[len(senders) :]
         self.kv_bytes = self.kv_bytes or min(itertools.chain(*of_engines))
         self.grouped = set(members)
 
@@ -169,25 +194,51 @@ class Fleet:
         for engine, start in list(self.launched.items()):
             if start.done() and not start.exception():
                 del self.launched[engine]
-                self.alive[engine] = 0
+                self.admit(engine)
                 self.fresh.add(engine)
                 self.watches.add(asyncio.create_task(self.watch(engine)))
 
+    def admit(self, engine: Any) -> None:
+        """Gives an engine that has started a place in the queue."""
+        self.alive[engine] = Place(0, next(self.numbers), engine)
+        bisect.insort(self.queue, self.alive[engine])
+
+    def occupy(self, engine: Any, groups: int) -> None:
+        """Moves an engine in the queue: it works on so many groups more."""
+        place = self.alive[engine]
+        del self.queue[bisect.bisect_left(self.queue, place)]
+        self.alive[engine] = place._replace(groups=place.groups + groups)
+        bisect.insort(self.queue, self.alive[engine])
+
     @contextlib.asynccontextmanager
     async def lease(self) -> AsyncIterator[Any]:
-        """The least busy engine for a group's rollouts, once there is one that holds a policy.
-
-        One that has yet to answer whether it lives comes last: it may hang, and so seem idle.
-        """
-        limit = 2 * self.cfg.timeouts.start + self.cfg.timeouts.train + self.cfg.timeouts.sync
-        await within(limit, "an engine that holds the policy", self.any_serving())
-        engine = min(self.serving(), key=lambda e: (e in self.asked, self.alive[e]))
-        self.alive[engine] += 1
+        """The least busy engine for a group's rollouts, once there is one that holds a policy."""
+        limits = self.cfg.timeouts
+        if not self.some_serve():  # a deadline costs more than all the rest
+            limit = 2 * limits.start + limits.train + limits.sync
+            await within(limit, "an engine that holds the policy", self.any_serving())
+        engine = self.least_busy()
+        self.occupy(engine, 1)
         try:
             yield engine
         finally:
             if engine in self.alive:  # it may have been lost meanwhile
-                self.alive[engine] -= 1
+                self.occupy(engine, -1)
+
+    def least_busy(self) -> Any:
+        """The engine for the next group: the first in the queue that holds a policy.
+
+        One that has yet to answer whether it lives comes last: it may hang, and so seem idle.
+        """
+        serving = (place.engine for place in self.queue if place.engine not in self.fresh)
+        first = next(serving)
+        if first not in self.asked:
+            return first
+        return next((engine for engine in serving if engine not in self.asked), first)
+
+    def some_serve(self) -> bool:
+        """Whether an engine holds a policy; those without one are among the living."""
+        return len(self.alive) > len(self.fresh)
 
     def serving(self) -> list:
         """The engines that hold a policy."""
@@ -195,7 +246,7 @@ class Fleet:
 
     async def any_serving(self) -> None:
         """Waits for an engine that lives and holds a policy."""
-        while not self.serving():
+        while not self.some_serve():
             self.synced.clear()
             await self.synced.wait()
 
@@ -234,12 +285,14 @@ class Fleet:
     async def watch(self, engine: Any) -> None:
         """Notices that an engine dies or hangs, even if nobody uses it."""
         while await self.is_alive(engine):
-            await asyncio.sleep(EVERY)
+            await asyncio.sleep(max(EVERY, len(self.alive) / ASKED))
 
     def discard(self, engines: list, error: BaseException) -> None:
         """Kills engines that failed; `launch` starts others in their place."""
         for engine in engines:
-            if self.alive.pop(engine, self.launched.pop(engine, None)) is None:
+            if engine in self.alive:
+                self.queue.remove(self.alive.pop(engine))
+            elif self.launched.pop(engine, None) is None:
                 continue
             ray.kill(engine)
             del self.homes[engine]
@@ -281,11 +334,15 @@ class Fleet:
         self.discard([e for t, e in received.items() if not t.done() or t.exception()], error)
         # The dead engines' sockets are closed now, so a send that waits for them ends as well. NCCL
         # has none, and must be told.
-        first_rank = self.cluster.trainers[0]
-        told = first_rank.call.options(concurrency_group="watch").remote(Sender.abort)
-        await answer(told, self.cfg.timeouts.answer, "trainer rank 0")
+        await self.ask(self.cluster.senders, Sender.abort)
         await within(limit, "the trainers' sends to end", asyncio.wait(sent))
         raise error
+
+    async def ask(self, trainers: list, function: Callable) -> None:
+        """Calls a function in the first trainer ranks, whatever they do. TimeoutError names one."""
+        limit = self.cfg.timeouts.answer
+        asked = [t.call.options(concurrency_group="watch").remote(function) for t in trainers]
+        await together(answer(a, limit, f"trainer rank {i}") for i, a in enumerate(asked))
 
     def compare(self, sent: int, received: dict[Any, Received]) -> list[Received]:
         """Discards engines where a worker's checksum is not `sent`. Raises RuntimeError."""
@@ -307,10 +364,7 @@ class Fleet:
         """
         if not self.proven:
             raise error
-        limit = self.cfg.timeouts.answer
-        for rank, trainer in enumerate(self.cluster.trainers):
-            asked = trainer.call.options(concurrency_group="watch").remote(os.getpid)
-            await answer(asked, limit, f"trainer rank {rank}")
+        await self.ask(self.cluster.trainers, os.getpid)
         if not all(send.done() for send in self.sent):
             raise error  # no trainer rank would take part in another update
         await asyncio.gather(*map(self.is_alive, list(self.alive)))

@@ -23,6 +23,11 @@ async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def in_turn(*parts: Awaitable) -> list:
+    """What one call returns in several parts. They come together: no part needs a task to wait."""
+    return [await part for part in parts]
+
+
 async def unless(stop: Coroutine, work: asyncio.Future[T]) -> T | None:
     """The result of `work`; None where `stop` returns first, and `work` is cancelled."""
     stopped = asyncio.create_task(stop)
@@ -128,3 +133,4 @@ async def within(
         raise
     finally:
         alarm.cancel()
+        look = None  # type: ignore[assignment]  # it holds itself: no count of references ends it

@@ -54,7 +54,7 @@ class Pair:
         address = self.trainer.open_store(2)
         wire = pickle.dumps(self.trainer.sender.wire)
         await asyncio.gather(
-            asyncio.to_thread(self.trainer.join_sync_group, 2),
+            asyncio.to_thread(self.trainer.join_sync_group, *address, 0, 2),
             self.generator.join_sync_group(wire, *address, 1, 2),
         )
 
@@ -320,3 +320,14 @@ def test_a_checked_update_compares_all_bytes_and_names_a_tensor_that_is_missing(
             await pair.sync(pair.version + 1, verify=True)
 
     pair.run(scenario())
+
+
+def test_who_hears_that_an_engine_is_dead_need_not_import_vllm(pair):
+    """Ray pickles what a call raises; its caller would import the class, and stand for seconds."""
+    from ray import cloudpickle
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    pickled = cloudpickle.dumps(EngineDeadError())
+    assert b"vllm" not in pickled
+    heard = pickle.loads(pickled)
+    assert type(heard) is RuntimeError and "EngineCore" in str(heard)

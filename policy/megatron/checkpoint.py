@@ -50,7 +50,7 @@ class Shares:
         self,
         model: MegatronModule,
         optimizer: ChainedOptimizer,
-        layout: dict[str, int],
+        layout: dict[str, Any],
         group: dist.ProcessGroup,
     ):
         self.model = model

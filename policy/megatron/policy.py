@@ -143,6 +143,9 @@ class MegatronPolicy:
         # Without overrides weights decay alike, as under policy/fsdp.py: norms and biases too.
         self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides={})
         cut = {f"policy.{axis}": getattr(self.settings, axis) for axis in ("tp", "pp", "ep")}
+        # AdamW's state is cut as Megatron's buffers of gradients are, by their type and buckets.
+        for name in ("grad_reduce_in_fp32", "overlap_grad_reduce", "bucket_size"):
+            cut[f"policy.megatron.ddp.{name}"] = getattr(ddp, name)
         self.shares = Shares(self.model, self.optimizer, cut, self.write_group)
 
     def forward_backward(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow]) -> list[Any]:
@@ -303,7 +306,8 @@ class MegatronPolicy:
     def load(self, dir: str) -> None:
         """Continues from what `save` wrote, on any number of replicas; each reads its share.
 
-        Raises InputError where that was under another tp, pp or ep.
+        Raises InputError where that was under another tp, pp or ep, or where gradients had another
+        type or other buckets.
         """
         self.updates = self.shares.load(dir)
 

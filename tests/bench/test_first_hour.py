@@ -59,6 +59,11 @@ def test_a_line_that_fails_says_why_and_does_not_end_the_others(tmp_path):
     assert "Traceback" in (tmp_path / "limits.log").read_text()
 
 
+def test_the_trainer_s_bench_runs(tmp_path):
+    code, lines = table(tmp_path, "trainer")
+    assert code == 0 and lines[0][:2] == ["pass", "trainer"], lines
+
+
 def test_a_program_ends_at_its_line_s_deadline_with_all_that_it_started(hour, tmp_path):
     log = hour.Log("late", tmp_path, 2.0)
     with pytest.raises(TimeoutError, match="waited too long for sleep 60 & sleep 60 to end"):
@@ -73,6 +78,16 @@ def program(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
+
+
+def test_an_engine_that_is_not_replaced_and_one_that_disagrees_are_seen(hour):
+    good = {"engines": 2, "token_mult_prob_error": 1.001}
+    assert not hour.serve_again([good] * 10, 9), "they may be of before"
+    assert hour.serve_again([good] * 11, 9)
+    assert not hour.serve_again([good] * 11 + [good | {"engines": 1}], 9)
+    assert hour.agreed([good] * 3) == "3 steps, token_mult_prob_error at most 1.001000"
+    with pytest.raises(RuntimeError, match="token_mult_prob_error 1.0300, expected at most 1.02"):
+        hour.agreed([good, good | {"token_mult_prob_error": 1.03}])
 
 
 def test_memory_that_a_gpu_still_holds_is_seen(hour, tmp_path, monkeypatch):

@@ -176,6 +176,25 @@ def test_a_policy_trains_with_it_and_exports_a_model_that_does_not_name_it(tiny_
     assert "varlen" not in (tmp_path / "varlen/config.json").read_text()
 
 
+@pytest.mark.parametrize("chosen", ["varlen", "sdpa"])
+def test_what_is_chosen_for_auto_reaches_the_model(chosen, tiny_model, tmp_path, monkeypatch):
+    folder = make("qwen3", tmp_path / "model", tiny_model)
+    asked = []
+
+    def choose(name: str) -> str:
+        asked.append(name)
+        return chosen
+
+    monkeypatch.setattr(attention, "implementation", choose)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        policy = FSDPPolicy(folder, PolicySettings(attention="auto"), temperature=1.0)
+    finally:
+        dist.destroy_process_group()
+    assert asked == ["auto"] and policy.lm.config._attn_implementation == chosen
+    assert bool(CALLS) == (chosen == "varlen")  # by the comparison that every policy begins with
+
+
 @pytest.mark.parametrize(("gpu", "expected"), [(True, "varlen"), (False, "sdpa")])
 def test_the_kernel_is_the_default_where_a_gpu_is(monkeypatch, gpu, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)

@@ -83,7 +83,9 @@ SEQUENCES = [sequence(length, seed) for seed, length in enumerate([9, 2, 17, 6, 
 
 
 def loss_fn(logp_T: Tensor, row: Row) -> tuple[Tensor, dict]:
-    return (row.weight_T * logp_T).sum() / 10, {"tokens": int(row.mask_T.sum())}
+    """Of a row that trains nothing it does not depend on the network."""
+    loss = (row.weight_T * logp_T).sum() / 10 if row.mask_T.any() else torch.zeros(())
+    return loss, {"tokens": int(row.mask_T.sum())}
 
 
 def opened(
@@ -280,6 +282,27 @@ def test_empty_rows_add_exactly_nothing(checkpoint):
     assert (policy.logprobs([prompt])[0] == 0).all()
     policy.forward_backward([EMPTY, prompt], lambda logp_T, row: (torch.zeros(()), {}))
     assert all((grad == 0).all() for grad in gradients(policy).values())
+
+
+def test_an_infinite_logprob_that_no_loss_contains_leaves_it_finite(checkpoint, monkeypatch):
+    policy = opened(checkpoint("qwen3"))
+    losses, backward = [], Tensor.backward
+
+    def noted(loss: Tensor) -> None:
+        losses.append(loss.item())
+        backward(loss)
+
+    monkeypatch.setattr(Tensor, "backward", noted)
+    rows = SEQUENCES[:2]
+    policy.forward_backward(rows, lambda logp_T, row: (logp_T[1:].sum(), {}))
+    expected = gradients(policy)
+    first = torch.tensor([0])
+    policy.model.register_forward_hook(lambda *at: at[-1].index_fill(0, first, -torch.inf))
+    assert policy.logprobs(rows)[0][0] == -torch.inf
+    policy.forward_backward(rows, lambda logp_T, row: (logp_T[1:].sum(), {}))
+    policy.forward_backward(rows, lambda logp_T, row: (torch.zeros(()), {}))
+    assert losses == [*losses[:2], *losses[:2], 0, 0]
+    assert_same(gradients(policy), expected, 0)
 
 
 def test_a_mask_at_a_sequence_start_is_an_error(checkpoint):

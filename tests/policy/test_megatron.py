@@ -4,6 +4,7 @@ The ranks of a layout are processes on gloo that compute all families; tests/cpu
 CUDA, Transformer Engine and the Mamba kernel.
 """
 
+import json
 import math
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from grpo_async import policy_loss
 from policy.fsdp import FSDPPolicy
 from runtime.metrics import reduce_stats
-from support.megatron_jobs import compute
+from support.megatron_jobs import compute, run
 from support.megatron_ranks import config, rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("layouts")]
@@ -247,3 +248,20 @@ def test_what_overlaps_is_complete_where_it_is_saved_and_sent(measured):
 def test_an_infinite_logprob_that_no_loss_contains_leaves_it_finite(measured):
     losses = measured("one")["llama"]["infinite"]
     assert len(losses) == ROWS and all(math.isfinite(loss) for loss in losses)
+
+
+def test_super_s_own_widths_are_cut_as_its_checkpoint_has_them():
+    """At tp 4, cp 8, ep 8 on 256 ranks, of which eight hold all experts; a layer of each kind."""
+    found = json.loads(run("super_widths.py", *map(str, range(8))).splitlines()[-1])
+    assert found["nowhere"] == [] and len(found["ranks"]) == 8
+    for held in found["ranks"].values():
+        assert sum(".experts." in name for name in held) == 2 * 512 // 8
+        for name, (shape, whole, placed, dim, ranks) in held.items():
+            assert placed == whole[dim], name
+            whole[dim] //= ranks
+            assert shape == whole, name
+    widths = {name.split(".mixer.")[-1]: of[0] for name, of in found["ranks"]["5"].items()}
+    assert widths["q_proj.weight"] == [8 * 128 + 128, 4096]  # with a part of keys and of values
+    assert widths["in_proj.weight"] == [2 * 2048 + 2 * 2 * 128 + 32, 4096]
+    assert widths["conv1d.weight"] == [2048 + 2 * 2 * 128, 1, 4]
+    assert widths["experts.320.up_proj.weight"] == [2688, 1024]

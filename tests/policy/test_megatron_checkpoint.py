@@ -19,11 +19,18 @@ EXPERTS = ["qwen3_moe", "nemotron_moe"]
 MAMBA = ["nemotron_dense", "nemotron_moe"]
 EVERY = ["llama", "qwen2", "qwen3", "qwen3_moe", *MAMBA]
 BOTH = {"tp": 2, "ep": 2}
+HALVES = "bf16 gradients"
+RECIPE = {"grad_reduce_in_fp32": False, "overlap_param_gather": True}  # that of Super
+HALF = {"megatron": {"ddp": RECIPE}}
+BUCKETS = {"megatron": {"ddp": RECIPE | {"overlap_grad_reduce": True}}}
 JOBS = {  # in this order: layout, ranks, families, and what else is not as usual
     "tp2": ({"tp": 2}, 2, EVERY, {}),
     "pp2": ({"pp": 2}, 2, ["qwen2", "nemotron_moe"], {}),
     "one replica": (BOTH, 2, EXPERTS, {}),
     "bf16": ({}, 2, MAMBA, {"dtype": "bfloat16"}),
+    HALVES: (HALF, 2, MAMBA[:1], {"dtype": "bfloat16"}),
+    "of float32": ({}, 2, MAMBA[:1], {"dtype": "bfloat16", "work": "reload", "from": HALVES}),
+    "in buckets": (BUCKETS, 2, MAMBA[:1], {"dtype": "bfloat16", "work": "reload", "from": HALVES}),
     "two replicas": (BOTH, 4, EXPERTS, {}),
     "cp2": ({"tp": 2, "cp": 2}, 4, EVERY, {"work": "reload", "from": "tp2"}),
     "fewer": (BOTH, 2, EXPERTS, {"work": "reload", "from": "two replicas"}),
@@ -32,7 +39,7 @@ JOBS = {  # in this order: layout, ranks, families, and what else is not as usua
 RESUMED = [
     (name, family) for name, job in JOBS.items() if "work" not in job[3] for family in job[2]
 ]
-EXPORTED = [(name, family) for name, family in RESUMED if name != "bf16"]
+EXPORTED = [(name, family) for name, family in RESUMED if "bf16" not in name]
 UNTRAINED = [f"mtp.layers.{i}.norm.weight" for i in range(3)]
 
 
@@ -75,7 +82,7 @@ def test_the_step_from_a_checkpoint_is_bitwise_that_without(name, family, found)
     saved, after = resumed["weights"], resumed["after"]
     assert all(after[key].isfinite().all() for key in saved)
     still = [key for key, tensor in saved.items() if torch.equal(after[key], tensor)]
-    if name == "bf16":  # such small steps are lost in some of its weights
+    if "bf16" in name:  # such small steps are lost in some of its weights
         assert len(still) < len(saved) / 2
     else:
         assert all(key.endswith("gate.weight") for key in still), still
@@ -92,6 +99,16 @@ def test_a_rank_holds_and_writes_its_share(family, found):
         assert sum(halves) < 1.1 * sum(whole), key
     elements = sum(tensor.numel() for tensor in one["weights"].values())
     assert 0.9 < sum(sizes["held"]) / (16 * elements) < 1.1
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_no_rank_holds_the_model_while_it_is_exported(family, found):
+    """Of four ranks each holds its quarter, and beside it the parts of a tensor, put together."""
+    trained = found("two replicas")[family]
+    whole = sum(tensor.nbytes for tensor in trained["weights"].values())
+    largest = max(tensor.nbytes for tensor in trained["weights"].values())
+    for rank in trained["ranks"]:
+        assert whole / 8 < rank["exporting"] < whole / 4 + 3 * largest < whole
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -111,6 +128,31 @@ def test_another_tp_or_ep_is_refused_and_starts_from_the_export(family, found):
     one, saved = found("one")[family], found("two replicas")[family]
     assert "was saved with policy.tp = 2, not 1: set that, or set model to" in one["refused"]
     assert all(torch.equal(one["weights"][key], w) for key, w in saved["weights"].items())
+
+
+def test_gradients_in_bf16_are_those_of_float32_but_for_rounding(found):
+    halves, whole = (found(name)["nemotron_dense"] for name in (HALVES, "bf16"))
+    norms = [of["step"]["grad_norm"] for of in (halves, whole)]
+    assert norms[0] != norms[1] and norms[0] == pytest.approx(norms[1], rel=0.01)
+    moved = [
+        torch.cat(
+            [(of["after"][key] - old).float().flatten() for key, old in of["weights"].items()]
+        )
+        for of in (halves, whole)
+    ]
+    assert torch.cosine_similarity(*moved, dim=0) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("of float32", "grad_reduce_in_fp32 = False, not True: set that, or"),
+        ("in buckets", "overlap_grad_reduce = False, not True: set that, or"),
+    ],
+)
+def test_gradients_of_another_type_or_in_buckets_are_refused(name, refused, found):
+    told = found(name)["nemotron_dense"]["refused"]
+    assert f"was saved with policy.megatron.ddp.{refused} set model to" in told
 
 
 def test_what_says_that_a_checkpoint_is_there_is_written_last(found):

@@ -2,13 +2,15 @@
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from policy import WeightMeta, weight_sync
 from runtime.cluster import ROOT
 from runtime.settings import Timeouts
 from support.host_waits import HostWaits
+from support.program import is_alive, survivors
 
 
 class Network:
@@ -143,7 +146,7 @@ def test_a_lost_receiver_does_not_stop_the_gathers_that_other_ranks_join(monkeyp
 def test_a_send_that_nothing_would_ever_end_is_ended_from_another_thread(monkeypatch, limit):
     """All gathers are done, and no more was on its way than may be."""
     monkeypatch.setattr(weight_sync.buckets, "__defaults__", (limit,))
-    sending = sender(Weights(weights()))
+    sending = weight_sync.Sender(Weights(weights()), Timeouts(sync=10), shares_gpu=True)
     monkeypatch.setattr(weight_sync.Sender, "joined", sending)
     sending.group = Silent()
     with ThreadPoolExecutor(1) as rank:
@@ -152,7 +155,7 @@ def test_a_send_that_nothing_would_ever_end_is_ended_from_another_thread(monkeyp
             sent.result(0.2)
         assert 1 <= sending.group.sent <= weight_sync.AHEAD + 1
         weight_sync.Sender.abort()
-        with pytest.raises(RuntimeError, match="an engine is lost, or 600 s are over"):
+        with pytest.raises(RuntimeError, match="an engine is lost, or 10 s are over"):
             sent.result(5)
     assert sending.policy.gathered == list(weights())
 
@@ -191,7 +194,7 @@ def test_both_sides_meet_at_a_store(monkeypatch):
     wire = pickle.dumps(sending.wire)
     with ThreadPoolExecutor(1) as engine:
         joined = engine.submit(receiver.join_sync_group, wire, "127.0.0.1", store.port, 1, 2)
-        sending.join(store, 2)
+        sending.join(store, 0, 2)
         assert joined.result() == 7
         arrived = engine.submit(lambda: dict(receiver.incoming([], verify=False)))
         sending.send(verify=False)
@@ -199,27 +202,51 @@ def test_both_sides_meet_at_a_store(monkeypatch):
 
 
 WORKER = """
-import threading
+import os, threading
 from policy.weight_sync import WeightReceiver
 WeightReceiver()
-print("watches", flush=True)
+print("watches", os.getpid(), sep="\\n", flush=True)
 threading.Event().wait()
 """
 
 
+# An actor, what it starts, which a signal does not end, and a worker of that.
+FAMILY = """
+import os, signal, subprocess, sys, time
+if sys.argv[1] == "actor":
+    os.environ["%s"] = str(os.getpid())
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(os.getpid(), flush=True)
+subprocess.run([sys.executable, "-c", *sys.argv[2:]])
+time.sleep(60)
+"""
+
+
 @pytest.mark.slow
-def test_an_engine_s_process_ends_with_the_actor_around_it():
-    """That is killed and so tells nobody; the process waits, as it would for a kernel."""
-    with subprocess.Popen(["sleep", "60"]) as actor:
-        env = os.environ | {weight_sync.OWNER: str(actor.pid)}
-        command = [sys.executable, "-c", WORKER]
-        with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE) as worker:
-            try:
-                assert worker.stdout.readline() == b"watches\n" and worker.poll() is None
-                actor.kill()
-                assert worker.wait(10) == -signal.SIGKILL
-            finally:
-                worker.kill()
+def test_an_engine_s_processes_end_with_the_actor_around_them():
+    """That is killed and so tells nobody; the others wait, as for a kernel, or for each other."""
+    family = FAMILY % weight_sync.OWNER
+    command = [sys.executable, "-c", family, "actor", family, "engine", WORKER]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as actor:
+        try:
+            engine = int(actor.stdout.readline())
+            assert actor.stdout.readline() == "watches\n" and is_alive(engine)
+            worker = int(actor.stdout.readline())
+        finally:
+            actor.kill()
+        assert not survivors({engine: b"engine", worker: b"worker"}, 10)
+
+
+def test_a_hidden_process_of_another_user_keeps_no_engine_from_starting(monkeypatch):
+    """Above the actor are processes of root, and with hidepid=1 psutil may not look at them."""
+
+    def hidden(process):
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "parent", hidden)
+    monkeypatch.setattr(threading, "Thread", mock.Mock())
+    weight_sync.end_with(os.getppid())
 
 
 def test_outside_an_engine_nothing_is_watched(monkeypatch):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -26,6 +27,11 @@ from support.configs import changed
 def ask(run_dir: Path, **fields) -> Config:
     """The configuration of a run in a folder."""
     return changed(Config(run_dir=str(run_dir)), **fields)
+
+
+def nodes(*cpus: int) -> list[dict]:
+    """What Ray says of nodes."""
+    return [{"Alive": True, "Resources": {"CPU": float(count)}} for count in cpus]
 
 
 def write_marker(run_dir: Path, step: int) -> Path:
@@ -207,10 +213,14 @@ def test_actors_get_the_driver_s_variables_for_the_libraries_and_what_it_sets_wi
     for name, value in (given | of_one).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("JUDGES_FILE", raising=False)
-    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 64.0})
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes(64))
     found = cluster.variables()
     assert given.items() <= found.items() and not of_one.keys() & found.keys()
     assert cluster.cpu_variables(Config())["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert cluster.cpu_variables(Config())["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert cluster.cpu_variables(Config())["OMP_WAIT_POLICY"] == "ACTIVE"
     assert "JUDGES_FILE" not in found
     monkeypatch.setenv("JUDGES_FILE", "logs/judges")  # their working folders are others
     assert cluster.variables()["JUDGES_FILE"] == os.path.abspath("logs/judges")
@@ -230,13 +240,31 @@ def test_settings_of_a_cpu_follow_the_cluster_and_not_the_driver(gpus, wanted, m
     """64 CPUs for three trainer ranks and an engine, wherever the driver runs."""
     asked = {}
     handle = SimpleNamespace(options=lambda **options: asked.update(options))
-    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 64.0, "GPU": gpus})
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": gpus})
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes(64))
     monkeypatch.setattr(cluster.ray, "remote", lambda **options: lambda cls: handle)
     cluster.actor(Trainer, wanted, ask(Path("run"), ranks=3))
     env = asked.get("runtime_env", {}).get("env_vars", {})
     assert asked["num_gpus"] == (wanted if gpus else 0)
     assert env.get("OMP_NUM_THREADS") == ("16" if wanted and not gpus else None)
     assert ("TORCH_COMPILE_DISABLE" in env) == bool(wanted and not gpus)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "threads"), [([8], 2), ([8, 8], 4), ([8, 6], 3), ([2] * 9, 2), ([0, 8], 2)]
+)
+def test_threads_are_those_of_the_node_that_a_process_is_on(cpus, threads, monkeypatch):
+    """Three trainer ranks and an engine, spread over the nodes that are alive."""
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: [*nodes(*cpus), {"Alive": False}])
+    found = cluster.cpu_variables(ask(Path("run"), ranks=3))
+    assert found["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_a_rank_that_may_not_open_enough_files_says_so_before_anybody_waits_for_it(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    expected = f"{os.uname().nodename}: ulimit -Hn is 4096, 577 ranks .* need 36928: raise nofile"
+    with pytest.raises(RuntimeError, match=expected):
+        Ranks(Config()).open_store(577)
 
 
 def test_a_driver_that_is_too_old_is_named(monkeypatch):

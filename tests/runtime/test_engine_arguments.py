@@ -22,6 +22,13 @@ def test_on_a_gpu_weights_are_bf16_and_logits_float32():
     assert gpu.keys() == cpu.keys() <= preflight.arguments("engine.args")
 
 
+def test_an_engine_of_several_workers_starts_them_itself():
+    """Ray's executor, which vLLM may choose on a cluster, would place them anew."""
+    of = {n: Config(engine={"tensor_parallel": n}).engine_arguments(on_cpu=False) for n in (1, 2)}
+    assert [of[n]["tensor_parallel_size"] for n in (1, 2)] == [1, 2]
+    assert [of[n]["distributed_executor_backend"] for n in (1, 2)] == [None, "mp"]
+
+
 def test_arguments_of_the_user_come_last_and_dictionaries_are_merged():
     given = {"hf_overrides": {"rope_theta": 1e6}, "enforce_eager": True, "kv_cache_dtype": "fp8"}
     merged = arguments(**given)
@@ -39,23 +46,33 @@ def test_what_the_run_sets_is_refused_with_its_setting(name, setting):
         arguments(**{name: 2})
 
 
-@pytest.mark.slow
-def test_vllm_takes_them_on_a_gpu(tiny_model, monkeypatch):
+def started(cfg: Config, monkeypatch):
+    """What a generator gives vLLM where a GPU is: its arguments, and the context."""
     from vllm import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    started = []
+    given = []
 
     def noted(args: AsyncEngineArgs, usage_context: UsageContext) -> None:
-        started.append((args, usage_context))
+        given.append((args, usage_context))
 
-    monkeypatch.setattr(AsyncLLM, "from_engine_args", noted)
     with monkeypatch.context() as patch:
+        patch.setattr(AsyncLLM, "from_engine_args", noted)
         patch.setattr(type(current_platform), "is_cpu", lambda self: False)
-        asyncio.run(Generator(Config(model=tiny_model, sampling={"max_model_len": 64})).start())
-    ((args, context),) = started
+        asyncio.run(Generator(cfg).start())
+    return given[0]
+
+
+@pytest.mark.slow
+def test_vllm_takes_them_on_a_gpu(tiny_model, monkeypatch):
+    from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+
+    cfg = Config(model=tiny_model, sampling={"max_model_len": 64})
+    args, context = started(cfg, monkeypatch)
     model = args.create_model_config()
     assert (model.dtype, model.head_dtype) == (torch.bfloat16, torch.float32)
     # Unset, prefill has the default of this context: 16,384 tokens on an H100, not 2,048.
@@ -64,3 +81,20 @@ def test_vllm_takes_them_on_a_gpu(tiny_model, monkeypatch):
     monkeypatch.setattr(current_platform, "get_device_total_memory", lambda *_: 80 << 30)
     monkeypatch.setattr(current_platform, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
     assert AsyncEngineArgs.get_batch_defaults(1)[0][context] == 16384
+
+
+@pytest.mark.slow
+def test_what_vllm_does_by_itself_reaches_it(tiny_model, monkeypatch):
+    """Experts over an engine's GPUs, fp8 weights and KV cache, and MTP that drafts tokens."""
+    given = {
+        "enable_expert_parallel": True,
+        "kv_cache_dtype": "fp8",
+        "quantization": "fp8",
+        "mamba_ssm_cache_dtype": "float32",
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+    }
+    cfg = Config(model=tiny_model, engine={"tensor_parallel": 4, "args": given})
+    args, _ = started(cfg, monkeypatch)
+    assert {name: getattr(args, name) for name in given} == given
+    assert (args.tensor_parallel_size, args.distributed_executor_backend) == (4, "mp")
+    assert args.worker_extension_cls == "policy.weight_sync.WeightReceiver"

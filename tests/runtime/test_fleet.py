@@ -43,6 +43,7 @@ class House:
             self.cfg,
             SimpleNamespace(
                 trainers=[self.trainer],
+                senders=[self.trainer],
                 metas=metas,
                 places=places,
                 shares_gpus=lambda: self.cfg.gpu_share < 1,
@@ -71,7 +72,7 @@ class House:
 
     def worlds(self) -> list[int]:
         """The sizes of the process groups that were made."""
-        return [world for (world,) in self.trainer.called("join_sync_group")]
+        return [world for *_, world in self.trainer.called("join_sync_group")]
 
     def lose(self, engine) -> None:
         """An engine dies: nothing of it answers any more."""
@@ -133,7 +134,7 @@ def test_the_others_are_synced_while_a_lost_engine_is_replaced(house):
         assert home.updates(third) == [1] and not engines.missing.is_set()
         async with engines.lease() as busy:
             assert await leased(engines) is not busy
-        assert engines.repairs == 1
+        assert len(engines.repairs) == 1
         assert third.called("generate"), "what is new must answer a probe"
         assert third.called("update_weights")[-1][1] is True, "what is new must be verified"
 
@@ -299,7 +300,7 @@ def test_an_engine_that_fails_an_update_is_replaced_and_the_others_get_it(house)
         broken.answers["update_weights"] = RuntimeError("out of memory")
         await home.engines.sync(1)
         assert home.killed == [broken] and home.updates(well)[-1] == 1
-        assert broken not in engines.alive and engines.repairs == 1
+        assert broken not in engines.alive and len(engines.repairs) == 1
 
     asyncio.run(main())
 
@@ -362,6 +363,52 @@ def test_a_send_that_a_lost_engine_leaves_hanging_is_ended(house):
     asyncio.run(main())
 
 
+def test_node_mates_join_between_rank_0_and_the_engines_and_are_told_as_well(house):
+    async def main():
+        home = house(2, timeouts={"sync": 60})
+        mate, other = (Actor(send_weights=0) for _ in range(2))
+        home.engines.cluster.trainers += [mate, other]
+        home.engines.cluster.senders += [mate]
+        await home.open()
+        lost, well = home.made
+        of_senders = [sender.called("join_sync_group") for sender in (home.trainer, mate)]
+        assert of_senders == [[["host", 1, 0, 4]], [["host", 1, 1, 4]]]
+        of_engines = [engine.called("join_sync_group")[0][1:] for engine in (lost, well)]
+        assert of_engines == [["host", 1, 2, 4], ["host", 1, 3, 4]]
+        assert not other.called("join_sync_group") and other.called("send_weights")
+        hanging = Answer(...)
+        lost.answers["update_weights"] = RuntimeError("it died")
+        mate.answers["send_weights"] = lambda _: hanging
+
+        def call(function, *_):
+            if function == Sender.abort:
+                mate.answers["send_weights"] = 0
+                hanging.give(RuntimeError("the broadcast of weights was ended"))
+
+        mate.answers["call"] = call
+        await asyncio.wait_for(home.engines.sync(1), 5)
+        assert home.killed == [lost] and home.updates(well) == [0, 1, 1]
+        assert [Sender.abort] in home.trainer.called("call")
+        assert [Sender.abort] not in other.called("call")
+
+    asyncio.run(main())
+
+
+def test_a_node_mate_that_hangs_is_named(house):
+    async def main():
+        home = house(2, timeouts={"answer": 0.05})
+        mate = Actor(send_weights=0)
+        home.engines.cluster.trainers.append(mate)
+        home.engines.cluster.senders.append(mate)
+        await home.open()
+        home.made[0].answers["update_weights"] = RuntimeError("it died")
+        mate.answers["call"] = lambda *_: Answer(...)
+        with pytest.raises(TimeoutError, match="trainer rank 1 did not answer for 0 s"):
+            await asyncio.wait_for(home.engines.sync(1), 5)
+
+    asyncio.run(main())
+
+
 def test_a_send_that_never_ends_ends_the_run_by_name(house):
     """Not even aborted: a trainer rank would not take part in another update."""
 
@@ -386,7 +433,7 @@ def test_an_update_that_nobody_is_guilty_of_makes_all_suspects(house):
         home.trainer.answers["send_weights"] = lambda _: failed.pop() if failed else 0
         await asyncio.wait_for(home.engines.sync(1), 5)
         assert home.killed == home.made[:2] and engines.serving() == home.made[2:]
-        assert engines.repairs == 1
+        assert len(engines.repairs) == 1
 
     asyncio.run(main())
 
@@ -460,7 +507,7 @@ def test_a_replacement_that_fails_to_start_disturbs_nobody(house, monkeypatch):
         repair = asyncio.create_task(home.engines.repair_forever(run))
         await sleep(0.2)
         repair.cancel()
-        assert home.updates(home.made[1]) == [0] and engines.repairs == 3
+        assert home.updates(home.made[1]) == [0] and len(engines.repairs) == 3
 
     asyncio.run(main())
 
@@ -518,6 +565,33 @@ def test_too_many_losses_end_the_run_with_the_last_error(house, starts):
         with pytest.raises(RuntimeError, match=f"engine.max_restarts = 2: {reason}"):
             await home.engines.sync(3)
         assert len(home.made) == 3
+
+    asyncio.run(main())
+
+
+def test_only_the_replacements_of_the_last_hour_count(house, monkeypatch, capsys):
+    """An engine that dies now and then is replaced for days."""
+
+    async def main():
+        clock = SimpleNamespace(now=0.0)
+        monkeypatch.setattr(fleet, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        home = house(2, max_restarts=1)
+        engines = await home.open()
+        for version in (1, 2, 3):
+            clock.now += 3601.0
+            home.lose(home.made[-1])
+            await home.engines.sync(version)  # which does not wait for the successor
+            await engines.started()
+            assert (await home.engines.sync(version))["engines"] == 2
+        clock.now += 3598.0
+        home.lose(home.made[-1])
+        assert (await home.engines.sync(4))["engines"] == 1 and len(home.made) == 5
+        engines.launch()
+        told = capsys.readouterr()
+        assert (told.out + told.err).count("not replaced yet: engine.max_restarts = 1 in") == 1
+        clock.now += 3.0
+        engines.launch()
+        assert len(home.made) == 6
 
     asyncio.run(main())
 
@@ -603,7 +677,8 @@ def test_the_least_busy_engine_is_leased(house):
             assert sorted(map(id, chosen)) == sorted(map(id, home.made * 2))
             await first.aclose()
             assert await leased(engines) is chosen[0]
-        assert set(engines.alive.values()) == {0}
+        assert {place.groups for place in engines.alive.values()} == {0}
+        assert engines.queue == sorted(engines.alive.values())
 
     asyncio.run(main())
 
@@ -615,6 +690,7 @@ def test_a_lease_of_an_engine_that_is_lost_ends_well(house):
         async with engines.lease() as engine:
             home.lose(engine)
         assert engines.serving() == [e for e in home.made if e is not engine]
+        assert engines.queue == list(engines.alive.values())
 
     asyncio.run(main())
 
@@ -626,3 +702,39 @@ def test_a_lease_ends_with_what_it_waited_for(house):
             await leased(home.fleet)
 
     asyncio.run(main())
+
+
+def test_the_least_busy_engine_that_answers_and_holds_a_policy_is_leased(monkeypatch):
+    """However it is looked up: against all combinations of who is fresh and who was asked."""
+    fleet = House(monkeypatch, 4).fleet
+    for i in range(4):
+        fleet.admit(f"e{i}")
+    for case in range(4**4):
+        kinds = [case // 4**i % 4 for i in range(4)]  # per engine: fresh, asked, both, neither
+        for i in range(4):
+            engine = f"e{i}"
+            fleet.occupy(engine, (7 * case + 5 * i) % 4 - fleet.alive[engine].groups)
+        fleet.fresh = {f"e{i}" for i, kind in enumerate(kinds) if kind in (0, 2)}
+        fleet.asked = {f"e{i}" for i, kind in enumerate(kinds) if kind in (1, 2)}
+        assert fleet.some_serve() == bool(fleet.serving())
+        if fleet.some_serve():
+            busy = {e: (e in fleet.asked, fleet.alive[e].groups) for e in fleet.serving()}
+            expected = min(busy, key=busy.__getitem__)
+            assert fleet.least_busy() == expected
+
+
+def test_many_engines_are_asked_less_often(monkeypatch):
+    """At most ASKED of them a second."""
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+        house.fleet.alive.clear()
+
+    house = House(monkeypatch, 1)
+    monkeypatch.setattr(fleet.asyncio, "sleep", sleep)
+    for count in (1, 100, 1440):
+        for _ in range(count):
+            house.fleet.admit(Actor())
+        asyncio.run(house.fleet.watch(next(iter(house.fleet.alive))))
+    assert slept == [5.0, 5.0, 72.0]

@@ -139,6 +139,22 @@ def test_a_cancelled_wait_ends_though_a_member_of_a_gather_fails_at_that_moment(
     assert asyncio.run(main())
 
 
+def test_a_wait_leaves_nothing_that_python_must_search_for():
+    """Each group is waited for, and searching for what waits left took half of the driver."""
+
+    async def main() -> int:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(10):
+                await within(5, "a nap", asyncio.sleep(0))
+            return gc.collect()
+        finally:
+            gc.enable()
+
+    assert asyncio.run(main()) == 0
+
+
 # --- together -------------------------------------------------------------------------------------
 
 

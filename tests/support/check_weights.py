@@ -93,7 +93,7 @@ class Checked:
         store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=60), False)
         wire = pickle.dumps(self.sender.wire)
         join = self.generator.join_sync_group(wire, "127.0.0.1", store.port, 1, 2)
-        await asyncio.gather(asyncio.to_thread(self.sender.join, store, 2), join)
+        await asyncio.gather(asyncio.to_thread(self.sender.join, store, 0, 2), join)
 
     async def update(self, fault: str = "", sent: str = "", verify: bool = True) -> str:
         """Moves and sends the policy; what the check of the update says."""

@@ -286,13 +286,16 @@ def resume(model: str, job: dict, folder: Path) -> dict:
         own = peak.bytes = sum(storage().nbytes() for storage in peak.live.values())
         writes = [policy.save(str(path))]
     early = sorted(file.name for file in path.iterdir())
-    writes += [policy.export_hf(str(folder / f"export-{name}"))]
+    with Peak(changed_by_training(policy)) as exporting:
+        exporting.bytes = own
+        writes += [policy.export_hf(str(folder / f"export-{name}"))]
     calls = counted(policy.optimizer)
     last = step(policy, job, cfg)
     for write in writes:
         write()
     mine = path.glob(f"__{dist.get_rank()}_*.distcp")
-    found = {"held": peak.bytes - own, "written": sum(file.stat().st_size for file in mine)}
+    found = {"held": peak.bytes - own, "exporting": exporting.bytes - own}
+    found |= {"written": sum(file.stat().st_size for file in mine)}
     again = opened(cfg)
     again.load(str(path))
     found["same"] = step(again, job, cfg) == last
@@ -341,7 +344,7 @@ def steps(model: str, job: dict, folder: Path) -> dict:
         norms.append(policy.optimizer_step()["grad_norm"])
     path = str(folder / f"steps-{job['name']}")
     policy.save(path)()
-    again = opened(changed(cfg, megatron={}))
+    again = opened(cfg)
     again.load(path)
     return {"norms": norms, "after": weights(policy), "loaded": weights(again)}
 

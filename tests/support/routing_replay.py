@@ -58,7 +58,7 @@ async def sampled(cfg: Config, policy: Policy, prompts: int) -> list[Turn]:
     store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=60), False)
     wire = pickle.dumps(sender.wire)
     join = generator.join_sync_group(wire, "127.0.0.1", store.port, 1, 2)
-    await asyncio.gather(asyncio.to_thread(sender.join, store, 2), join)
+    await asyncio.gather(asyncio.to_thread(sender.join, store, 0, 2), join)
     send = asyncio.to_thread(sender.send, True)
     await asyncio.gather(send, generator.update_weights(0, True))
     draw = torch.Generator().manual_seed(0)

@@ -34,10 +34,10 @@ def hybrid(pattern: str, **fields) -> NemotronHConfig:
     return NemotronHConfig(**HYBRID, layers_block_type=[KINDS[c] for c in pattern], **fields)
 
 
-def nemotron_super() -> NemotronHConfig:
+def nemotron_super(pattern: str = ("ME" * 5 + "*") * 8) -> NemotronHConfig:
     """Nemotron 3 Super, 120.7B parameters; the order of its layers does not matter for sizes."""
     return hybrid(
-        ("ME" * 5 + "*") * 8,
+        pattern,
         hidden_size=4096,
         intermediate_size=2688,
         mamba_num_heads=128,
