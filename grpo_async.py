@@ -48,7 +48,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import pydantic
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
@@ -149,14 +149,8 @@ class Loss:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Config(RunSettings):
-    """GRPO, after runtime/settings.py's fields of any run; as Nemotron 3 Super RLVR by default."""
+    """GRPO, after runtime/settings.py's fields (P, G, max_lag); as Nemotron 3 Super by default."""
 
-    prompts_per_step: PositiveInt = 256
-    """P, prompt groups in a batch."""
-    group_size: PositiveInt = 16
-    """G, samples of each prompt."""
-    max_lag: NonNegativeInt = 1
-    """Steps from the policy that starts a group to the one that trains on it; 0: synchronous."""
     advantage: Advantage = dataclasses.field(default_factory=Advantage)
     """Baseline, normalisation, penalties."""
     correction: Correction = dataclasses.field(default_factory=Correction)
@@ -392,8 +386,8 @@ def plan_step(groups: list[Group], cfg: Config) -> list[Share]:
     size = len(groups) // cfg.loss.updates_per_batch
     for start in range(0, len(groups), size):
         part = range(start, start + size)
-        every = {(g, j): info for g in part for j, info in enumerate(groups[g].infos)}
-        trained = {at: info for at, info in every.items() if info.trained_tokens}
+        every = ((g, j, info) for g in part for j, info in enumerate(groups[g].infos))
+        trained = {(g, j): info for g, j, info in every if info.trained_tokens}
         tokens = sum(info.trained_tokens for info in trained.values())
         skips = cfg.loss.skip_zero_advantage
         lengths = {at: i.tokens for at, i in trained.items() if i.has_gradient or not skips}
@@ -487,8 +481,8 @@ class RolloutBuffer:
         self.dropped.update(dropped)
 
     def is_complete(self, step: int) -> bool:
-        """Whether all P groups of a step are ready."""
-        return all(slot in self.ready for slot in self._slots(step))
+        """Whether all P groups of a step are ready. Looks first for those that start last."""
+        return all(slot in self.ready for slot in reversed(self._slots(step)))
 
     def take(self, step: int) -> list[Group]:
         """Removes the P groups of a step, in slot order. Raises RuntimeError if one is too old."""
@@ -542,7 +536,9 @@ class Generator:
         from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.exceptions import EngineDeadError
 
+        Cluster.pass_on_as_text(EngineDeadError)
         args = AsyncEngineArgs(**self.cfg.engine_arguments(current_platform.is_cpu()))
         # Whose default budget of prefilled tokens is that of a program, not of a server.
         self.engine = AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
@@ -703,7 +699,9 @@ class Trainer:
         self.ranks.join(rank, address)
         shared = (cfg.model, cfg.policy, cfg.sampling.temperature, cfg.seed, cfg.timeouts.train)
         self.policy = open_policy(*shared)
-        self.reference = open_policy(*shared, self.policy) if cfg.has_reference else None
+        self.reference = None
+        if cfg.has_reference:
+            self.reference = open_policy(*shared, reference_of=self.policy)
         self.sender = Sender(self.policy, cfg.timeouts, cfg.gpu_share < 1)
         return self.policy.weight_metas()
 
@@ -769,9 +767,10 @@ class Trainer:
             gaps.append(float((logp_T - batch.engine_logp_T)[batch.mask_T].abs().mean()))
         return gaps
 
-    def join_sync_group(self, world: int) -> None:
-        """Meets the engines' workers at the store that `open_store` opened last."""
-        self.sender.join(self.ranks.store, world)
+    def join_sync_group(self, host: str, port: int, rank: int, world: int) -> None:
+        """Meets the engines' workers at the store that trainer rank 0 opened last."""
+        theirs = self.sender.wire.store(host, port, world) if rank else self.ranks.store
+        self.sender.join(theirs, rank, world)
 
     def send_weights(self, verify: bool) -> int:
         """Broadcasts the policy to the engines; collective. Returns a checksum if `verify`."""
@@ -894,6 +893,15 @@ class Run:
         if state:
             self.restore(state, await self.checkpoints.read_ready(state))
 
+    async def start_evaluation(self) -> None:
+        """Starts everything on the policy of the checkpoint; writes below run_dir/evaluation."""
+        await self.cluster.start_trainers()
+        state = await self.checkpoints.load()
+        self.cfg = dataclasses.replace(self.cfg, run_dir=f"{self.cfg.run_dir}/evaluation")
+        self.cluster.cfg = self.cfg
+        self.engines.fleet.cfg = self.cfg
+        await self.start_rollouts(state.get("version", 0))
+
     async def start_rollouts(self, version: int) -> None:
         """Starts workers and log; gives the engines the trainers' policy, which is `version`."""
         self.log.open(self.cfg, version)
@@ -903,7 +911,10 @@ class Run:
         self.buffer.version = version
 
     async def run(self, loops: modes.Loops) -> None:
-        """Starts what the loops need, then both of them; any task that fails ends the run."""
+        """Starts what the loops need, then both of them; any task that fails ends the run.
+
+        They are `start`, `generate_forever` and `train_forever` but where a flag asks for less.
+        """
         self.cluster.on_signal(self.leave)
         await loops.start()
         async with asyncio.TaskGroup() as self.tasks:  # also those that write checkpoints
@@ -1016,13 +1027,14 @@ class Run:
             samples = (groups[g].samples for g in share.groups)
             train = trainer.train_step.options(num_returns=3)
             calls.append((share, Trained(*train.remote(step, share.updates, *samples))))
-        reports = [asyncio.gather(call.metrics, call.mismatch) for _, call in calls]
-        done = await within(cfg.timeouts.train, "a training step", asyncio.gather(*reports))
-        self.log.mismatch(step + 1, [table for _, table in done])
+        answers = [calls[0][1].metrics, *(call.mismatch for _, call in calls)]
+        done = within(cfg.timeouts.train, "a training step", asyncio.gather(*answers))
+        stats, *tables = await done  # all ranks have the same metrics
+        self.log.mismatch(step + 1, tables)
         if cfg.sample_period and (step + 1) % cfg.sample_period == 0:
             logps = [(share.places, call.logps) for share, call in calls]
             self.tasks.create_task(self.checkpoints.write_samples(step + 1, groups, logps))
-        return done[0][0]
+        return stats
 
     async def evaluate(self) -> None:
         """Validation rewards and pass@k, once a version; given up when the run is to leave."""

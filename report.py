@@ -308,9 +308,12 @@ def draw(run_dir: str) -> Path:
     if series.get(exact) != series.get("validation_reward"):  # they are the same for 0 and 1
         plot(top, "validation_reward", "validation, mean reward", "o-", color="C0", alpha=0.45)
     plot(top, exact, "validation, exactly right answers", "o-", color="C0", lw=2)
+    plot(top, "accuracy", "training batch, pairs told apart", color="0.75")
+    plot(top, "validation_accuracy", "validation, pairs told apart", "o-", color="C0", lw=2)
     top.set(ylabel="reward, share", title=Path(run_dir).name)
     top.grid(alpha=0.3)
     plot(bottom, "lag_mean", "mean lag (steps)", color="C1")
+    plot(bottom, "preference_loss", "preference loss (nats)", color="C1")
     mixed = "samples with two or more versions (share)"
     plot(bottom, "mixed_version_samples", mixed, color="C2")
     bottom.set(xlabel="step")

@@ -9,24 +9,22 @@ import dataclasses
 import math
 from os.path import isfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dry_run import megatron_sizes, pace, sizes
 from dry_run.gpus import Gpu, planned
 from dry_run.sizes import GIB, Model
+from envs import pairs
 from envs.shared import services
 from policy import logprobs
 from prep import check
 from runtime.config import InputError, flatten
-from runtime.preflight import check_arguments
-
-if TYPE_CHECKING:
-    from grpo_async import Config as AnyConfig  # a fork has one of its own
+from runtime.preflight import check_arguments, lacking
+from runtime.settings import PairSettings, RunSettings, TrainingSettings
 
 JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
 
 
-def explain(cfg: "AnyConfig", Config: type) -> str:
+def explain(cfg: TrainingSettings, Config: type) -> str:
     """The whole table, from the model's config.json alone.
 
     Raises InputError where there is none, for a model or a layout that Megatron cannot train, and
@@ -34,7 +32,7 @@ def explain(cfg: "AnyConfig", Config: type) -> str:
     """
     check_arguments(cfg)
     if not (Path(cfg.model) / "config.json").is_file():
-        raise InputError(f"model = {cfg.model!r}: expected a folder that holds config.json")
+        raise InputError(lacking(cfg.model, "config.json"))
     megatron = cfg.policy.kind == "megatron"
     model = sizes.read_model(cfg.model)
     gpu = planned(cfg.command.gpu)
@@ -46,10 +44,10 @@ def explain(cfg: "AnyConfig", Config: type) -> str:
         *changed(cfg, Config),
         *gpu_rows(cfg),
         *(megatron_rows(model, cfg, gpu) if megatron else trainer_rows(model, cfg, gpu)),
-        *engine_rows(model, cfg, gpu),
-        *step_rows(model, cfg, gpu),
+        *(engine_rows(model, cfg, gpu) if isinstance(cfg, RunSettings) else []),
+        *any_step_rows(model, cfg, gpu),
         *slurm_rows(model, cfg, gpu),
-        *assumptions(gpu),
+        *assumptions(cfg, gpu),
         *data.lines,
         *(f"PROBLEM: {problem}" for problem in wrong),
         *([] if wrong else ["everything fits"]),
@@ -57,17 +55,21 @@ def explain(cfg: "AnyConfig", Config: type) -> str:
     return "\n".join(lines)
 
 
-def assumptions(gpu: Gpu) -> list[str]:
-    """The hardware behind the numbers, and the one thing that is assumed about the rollouts."""
-    network = f"{pace.NETWORK_BYTES_S * 8e-9:g} Gb/s network"
+def assumptions(cfg: TrainingSettings, gpu: Gpu) -> list[str]:
+    """The hardware behind the numbers, and the one thing that is assumed about the lengths."""
+    network = f"{pace.NETWORK_BYTES_S * 8e-9:g} Gb/s of network a GPU"
     launch = f"{pace.LAUNCH_S * 1e3:g} ms"
     disk = f"{pace.DISK_BYTES_S / 1e9:g} GB/s of disk a node"
     flops = f"{gpu.flops / 1e12:g} TFLOP/s (a trainer reaches {pace.MFU:.0%})"
     memory = f"{gib(gpu.memory)} GiB ({sizes.RESERVE / GIB:g} reserved), {gpu.hbm / 1e12:g} TB/s"
+    mean = f"{pace.MEAN_SHARE:.0%} of the longest"
+    if not isinstance(cfg, RunSettings):
+        lengths = f"  {flops}, {network}; mean pair {mean}; {disk}"
+        return [f"assumed: {gpu.name}: {memory},", lengths]
     return [
         f"assumed: {gpu.name}: {memory},",
         f"  {flops}, {network}, {launch} an engine step;",
-        f"  mean response {pace.MEAN_SHARE:.0%} of the longest; prompts not counted; {disk}",
+        f"  mean response {mean}; prompts not counted; {disk}",
     ]
 
 
@@ -81,7 +83,7 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.2f}" if size > GIB / 10 or not size else f"{size / GIB:.4f}"
 
 
-def changed(cfg: "AnyConfig", Config: type) -> list[str]:
+def changed(cfg: TrainingSettings, Config: type) -> list[str]:
     """The fields that differ from their default, and that default; two to a line."""
     lines = ["changed (from)"]
     usual = flatten(Config())
@@ -97,32 +99,30 @@ def changed(cfg: "AnyConfig", Config: type) -> list[str]:
     return lines
 
 
-def gpu_rows(cfg: "AnyConfig") -> list[str]:
+def gpu_rows(cfg: TrainingSettings) -> list[str]:
     """GPUs by role, and the nodes that hold them."""
     gpus = pace.place(cfg)
-    count = cfg.engine.count
-    tp = cfg.engine.tensor_parallel
+    count, tp, share = cfg.demand
     ranks = cfg.policy.ranks
-    share = cfg.gpu_share
     nodes = f"nodes of {pace.NODE_GPUS}: {math.ceil(len(gpus) / pace.NODE_GPUS)}"
     shared = f"GPUs shared by both: {sum(len(gpu) > 1 for gpu in gpus)}"
     engine = f"{count} x tensor_parallel {tp} x share {share:g}"
     return [
         "GPUs",
-        row("engines", f"{count * tp * share:g}", engine),
+        *([row("engines", f"{count * tp * share:g}", engine)] if count else []),
         row("trainers", f"{ranks * share:g}", f"{ranks} x share {share:g}"),
         row("together", f"{len(gpus)}", f"{nodes}; {shared}"),
     ]
 
 
-def other_checkpointing(cfg: "AnyConfig") -> "AnyConfig":
+def other_checkpointing(cfg: TrainingSettings) -> TrainingSettings:
     """cfg with activation checkpointing where it has none, or without."""
     other = not cfg.policy.activation_checkpointing
     layout = dataclasses.replace(cfg.policy, activation_checkpointing=other)
     return dataclasses.replace(cfg, policy=layout)
 
 
-def trainer_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
+def trainer_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     """What a trainer rank always holds, and beside it at each of four moments."""
     states = sizes.states(model, cfg)
     moments = sizes.moments(model, cfg)
@@ -158,7 +158,7 @@ def trainer_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     ]
 
 
-def saving_row(model: Model, cfg: "AnyConfig") -> str:
+def saving_row(model: Model, cfg: TrainingSettings) -> str:
     """What a checkpoint takes of a node's memory until it is written."""
     nodes = pace.trainer_nodes(cfg)
     copies = (
@@ -167,7 +167,7 @@ def saving_row(model: Model, cfg: "AnyConfig") -> str:
     return row("host, while saving", gib(pace.checkpoint_bytes(model, cfg).node), copies)
 
 
-def megatron_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
+def megatron_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     """What the fullest rank of a Megatron layout holds, and what a rank sends."""
     layout = cfg.policy
     shape = megatron_sizes.read_shape(cfg.model, layout)
@@ -205,7 +205,7 @@ def megatron_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     ]
 
 
-def traffic_rows(shape: megatron_sizes.Shape, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
+def traffic_rows(shape: megatron_sizes.Shape, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     """What a Megatron rank sends for each token of its rows, and at each update."""
     tokens = megatron_sizes.token_bytes(shape, cfg.policy)
     steps = megatron_sizes.step_bytes(shape, cfg.policy)
@@ -218,7 +218,7 @@ def traffic_rows(shape: megatron_sizes.Shape, cfg: "AnyConfig", gpu: Gpu) -> lis
     ]
 
 
-def engine_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
+def engine_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
     """What an engine holds on each of its GPUs."""
     tp = cfg.engine.tensor_parallel
     at_once = cfg.engine.arguments["max_num_seqs"]
@@ -246,7 +246,21 @@ def engine_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     ]
 
 
-def step_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
+def any_step_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
+    """What a step costs, of a run with rollouts or without."""
+    if isinstance(cfg, RunSettings):
+        return step_rows(model, cfg, gpu)
+    tokens = pace.step_tokens(cfg)
+    note = f"{pace.train_flops(model, cfg):.3g} FLOPs"
+    return [
+        "a step, seconds",
+        row("sequences", f"{cfg.load.sequences:,}"),
+        row("tokens, at most", f"{tokens:,}", f"mean {pace.MEAN_SHARE * tokens:,.0f}"),
+        row("= step", f"{pace.step_seconds(model, cfg, gpu):,.2f}", f"training; {note}"),
+    ]
+
+
+def step_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
     """What a step costs, and which side of it binds."""
     limit = pace.response_limit(cfg)
     batch = pace.batch_size(model, cfg, gpu)
@@ -254,7 +268,9 @@ def step_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     tokens = pace.step_tokens(cfg)
     longest = pace.longest_seconds(model, cfg, gpu)
     alone = f"{limit:,} tokens x {longest / limit * 1e3:.2f} ms"
-    least = f"at lag {cfg.max_lag} a step of {longest / (cfg.max_lag + 1):,.2f}"
+    training = pace.train_seconds(model, cfg, gpu)
+    chain = (longest + training) / (cfg.max_lag + 1)
+    least = f"+ training: a step of {chain:,.1f}"
     unmasked = dataclasses.replace(cfg.policy, attention="auto")
     flops = pace.train_flops(model, cfg)
     ratio = flops / pace.train_flops(model, dataclasses.replace(cfg, policy=unmasked))
@@ -272,26 +288,28 @@ def step_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
         row("samples", f"{samples:,}", f"{cfg.prompts_per_step} prompts x {cfg.group_size}"),
         row("tokens, at most", f"{tokens:,}", f"mean {pace.MEAN_SHARE * tokens:,.0f}"),
         row("generation", f"{generation:,.2f}", f"{batch:,.0f} sequences at once in each engine"),
-        row("training", f"{pace.train_seconds(model, cfg, gpu):,.2f}", note),
+        row("training", f"{training:,.2f}", note),
         row("longest rollout", f"{longest:,.2f}", f"{alone}; {least} at least"),
-        *update_rows(model, cfg),
+        *update_rows(model, cfg, gpu),
         row("= step", f"{pace.step_seconds(model, cfg, gpu):,.2f}", f"bound by {binds}"),
         balance_row(model, cfg, gpu),
     ]
 
 
-def update_rows(model: Model, cfg: "AnyConfig") -> list[str]:
+def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     """The least that a weight update takes, and what it is made of."""
     sent, broadcasts, gathered, messages = pace.update_traffic(model, cfg)
     least = f"at least: rank 0 sends {sent / 1e9:,.1f} GB in {broadcasts:,} broadcasts"
-    rows = [row("weight update", f"{pace.sync_seconds(model):,.2f}", least)]
+    cards = pace.networks(cfg)
+    by = f"networks: {cards}" if cards else "by NVLink"
+    rows = [row("weight update", f"{pace.sync_seconds(model, cfg, gpu):,.2f}", f"{least}; {by}")]
     if messages:
         what = f"GB that rank 0 gets of others in {messages:,} messages; not in the step"
         rows.append(row("gathered for it", f"{gathered / 1e9:,.1f}", what))
     return rows
 
 
-def balance_row(model: Model, cfg: "AnyConfig", gpu: Gpu) -> str:
+def balance_row(model: Model, cfg: RunSettings, gpu: Gpu) -> str:
     """The fastest split of as many GPUs."""
     best = pace.balance(model, cfg, gpu)
     if not best:
@@ -302,7 +320,7 @@ def balance_row(model: Model, cfg: "AnyConfig", gpu: Gpu) -> str:
     return row("balanced split", f"{engines} + {best.policy.ranks}", note)
 
 
-def slurm_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
+def slurm_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     """The allocation to ask for, and when a job needs the signal that it ends."""
     gpus = len(pace.place(cfg))
     step = pace.step_seconds(model, cfg, gpu)
@@ -321,23 +339,51 @@ def slurm_rows(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     ]
 
 
-def data_rows(cfg: "AnyConfig") -> check.Summary:
+def data_rows(cfg: TrainingSettings) -> check.Summary:
     """What `data_prep.py check` says of the data files that are there.
 
     Lengths are left out, as they need the tokenizer.
     """
-    services.configure(cfg.services)
+    if isinstance(cfg, RunSettings):
+        services.configure(cfg.services)
     every = check.Summary([], [])
     for field, path in {"data.train": cfg.data.train, "data.val": cfg.data.val}.items():
         if Path(path).is_file():
-            lines, wrong = check.summary(path, cfg.data.max_bad_rows)
+            summary = pairs.summary if isinstance(cfg, PairSettings) else check.summary
+            lines, wrong = summary(path, cfg.data.max_bad_rows)
             every.lines.extend([f"{field} = {path}: {lines[0]}", *lines[1:]])
             every.problems.extend(wrong)
     return every
 
 
-def problems(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
+def problems(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     """What does not fit, with the fields to change."""
+    trainer = pace.trainer_bytes(model, cfg)
+    save = "" if cfg.policy.activation_checkpointing else ", set policy.activation_checkpointing"
+    fsdp = cfg.policy.kind == "fsdp"
+    spread = "policy.ranks" if fsdp else "policy.tp, policy.cp, policy.pp or policy.ep"
+    lower = " and ".join(cfg.row_limits)
+    checks = (
+        (
+            trainer > gpu.memory,
+            f"a trainer rank takes {gib(trainer)} of {gib(gpu.memory)} GiB: raise {spread}, lower"
+            f" {lower}{save}",
+        ),
+        (
+            cfg.policy.tp > pace.NODE_GPUS,
+            f"policy.tp = {cfg.policy.tp}: a node has {pace.NODE_GPUS} GPUs",
+        ),
+    )
+    found = [message for bad, message in checks if bad]
+    if isinstance(cfg, RunSettings):
+        found += engine_problems(model, cfg, gpu)
+    files = {"data.train": cfg.data.train, "data.val": cfg.data.val}
+    absent = [f"{field} = {path!r}" for field, path in files.items() if path and not isfile(path)]
+    return found + [f"{field}: there is no such file" for field in absent]
+
+
+def engine_problems(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
+    """What does not fit an engine, or a GPU that it shares, with the fields to change."""
     tp = cfg.engine.tensor_parallel
     length = cfg.sampling.max_model_len
     trainer = pace.trainer_bytes(model, cfg)
@@ -347,15 +393,7 @@ def problems(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
     held = [g.get("trainer", 0) * trainer + g.get("engine", 0) * engine for g in pace.place(cfg)]
     most = max(held, default=trainer)
     tokens = sizes.kv_tokens(model, cfg, gpu.memory, length)
-    save = "" if cfg.policy.activation_checkpointing else ", set policy.activation_checkpointing"
-    fsdp = cfg.policy.kind == "fsdp"
-    spread = "policy.ranks" if fsdp else "policy.tp, policy.cp, policy.pp or policy.ep"
     checks = (
-        (
-            trainer > gpu.memory,
-            f"a trainer rank takes {gib(trainer)} of {gib(gpu.memory)} GiB: raise {spread}, lower"
-            f" policy.row_tokens and sampling.max_model_len{save}",
-        ),
         (
             trainer <= gpu.memory < most,
             f"a shared GPU takes {gib(most)} of {gib(gpu.memory)} GiB: lower gpu_memory_utilization"
@@ -377,12 +415,5 @@ def problems(model: Model, cfg: "AnyConfig", gpu: Gpu) -> list[str]:
             tp > pace.NODE_GPUS,
             f"engine.tensor_parallel = {tp}: a node has {pace.NODE_GPUS} GPUs",
         ),
-        (
-            cfg.policy.tp > pace.NODE_GPUS,
-            f"policy.tp = {cfg.policy.tp}: a node has {pace.NODE_GPUS} GPUs",
-        ),
     )
-    files = {"data.train": cfg.data.train, "data.val": cfg.data.val}
-    absent = [f"{field} = {path!r}" for field, path in files.items() if path and not isfile(path)]
-    found = [message for bad, message in checks if bad]
-    return found + [f"{field}: there is no such file" for field in absent]
+    return [message for bad, message in checks if bad]

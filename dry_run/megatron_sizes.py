@@ -26,8 +26,8 @@ from policy.megatron.families import padded, pattern
 from policy.weight_sync import BUCKET_BYTES
 
 if TYPE_CHECKING:
-    from grpo_async import Config
     from policy.settings import PolicySettings
+    from runtime.settings import TrainingSettings
 
 
 class Shape:
@@ -149,7 +149,7 @@ def gradient_bytes(layout: "PolicySettings", b: int = 2) -> int:
     return 4 if layout.megatron.ddp.get("grad_reduce_in_fp32", True) else b
 
 
-def state_bytes(s: Shape, cfg: "Config", stage: int, b: int = 2) -> dict[str, float]:
+def state_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> dict[str, float]:
     """What a rank always holds; bf16 weights have float32 main parameters beside the moments."""
     params = rank_params(s, cfg.policy, stage)
     spread = optimizer_spread(cfg.policy)
@@ -220,7 +220,7 @@ def head_bytes(C: int, V: float, H: int, b: int = 2) -> float:
     return max(8 * C * V, (4 + b) * C * V + 4 * V * H, b * C * V + 4 * V * H + copy)
 
 
-def kept_bytes(s: Shape, cfg: "Config", stage: int, b: int = 2) -> float:
+def kept_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> float:
     """What the layers of a stage keep until backward, of as many rows as the pipeline has begun.
 
     Each layer's input, and what `saved` counts without checkpointing; a stage's output stays too.
@@ -234,7 +234,7 @@ def kept_bytes(s: Shape, cfg: "Config", stage: int, b: int = 2) -> float:
     return b * longest_row(cfg) / layout.cp * (layout.pp - stage) * each
 
 
-def moments(s: Shape, cfg: "Config", stage: int, b: int = 2) -> dict[str, float]:
+def moments(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> dict[str, float]:
     """Bytes beside the states at the moments at which a rank may be fullest.
 
     With tp all gathers before a matrix share one buffer, T H. The gradient of a tied head waits for
@@ -262,12 +262,12 @@ def moments(s: Shape, cfg: "Config", stage: int, b: int = 2) -> dict[str, float]
     return {"at the head": kept + hidden + head_bytes(logprobs.CHUNK, V, H, b)} | found
 
 
-def stage_bytes(s: Shape, cfg: "Config", stage: int, b: int = 2) -> float:
+def stage_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> float:
     """Peak of a rank of a stage: its states and its fullest moment."""
     return sum(state_bytes(s, cfg, stage, b).values()) + max(moments(s, cfg, stage, b).values())
 
 
-def fullest_stage(s: Shape, cfg: "Config", b: int = 2) -> int:
+def fullest_stage(s: Shape, cfg: "TrainingSettings", b: int = 2) -> int:
     """The stage whose ranks hold most: the first keeps most rows, the last has the head."""
     return max(range(cfg.policy.pp), key=lambda stage: stage_bytes(s, cfg, stage, b))
 
@@ -281,7 +281,7 @@ def sending_bytes(s: Shape) -> float:
     return 2 * (largest + max(BUCKET_BYTES, largest))
 
 
-def trainer_bytes(s: Shape, cfg: "Config") -> float:
+def trainer_bytes(s: Shape, cfg: "TrainingSettings") -> float:
     """Peak of the fullest rank on a GPU, with the reserve."""
     stage = fullest_stage(s, cfg)
     sending = sum(state_bytes(s, cfg, stage).values()) + sending_bytes(s)

@@ -5,30 +5,33 @@ Only responses are counted, prompts come on top.
 
 import dataclasses
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from dry_run import megatron_sizes, sizes
 from dry_run.gpus import Gpu
 from dry_run.sizes import Model
 from policy.weight_sync import BUCKET_BYTES
-from runtime.placement import shares
+from runtime.config import InputError
+from runtime.placement import Node, node_mates, plan, shares
+from runtime.settings import RunSettings
 
 if TYPE_CHECKING:
-    from grpo_async import Config
+    from runtime.settings import TrainingSettings
 
 MFU = 0.3  # assumed; prime-rl measured 0.15 (rows of 16k tokens) to 0.36 (65k) for a 4B model
 LAUNCH_S = 3e-3  # assumed: an engine step beside its arithmetic and memory traffic
-NETWORK_BYTES_S = 50e9  # InfiniBand NDR: 400 Gb/s per GPU
+NETWORK_BYTES_S = 50e9  # InfiniBand NDR: 400 Gb/s, a card for each GPU
 DISK_BYTES_S = 1e9  # assumed: what a node writes to shared storage, or reads from it
 MEAN_SHARE = 0.25  # assumed: mean response over longest response
 NODE_GPUS = 8
 
 
-def place(cfg: "Config") -> list[dict[str, int]]:
+def place(cfg: "TrainingSettings") -> list[dict[str, int]]:
     """How many engines and trainer ranks each GPU holds, as runtime/placement.py counts them."""
     share = shares(cfg)
     gpus: list[dict[str, int]] = [{"trainer": 1} for _ in range(cfg.policy.ranks)]
-    for _ in range(cfg.engine.count * cfg.engine.tensor_parallel):
+    for _ in range(cfg.demand.engines * cfg.demand.engine_gpus):
         room = {True: share.beside, False: share.alone}
         fits = (gpu for gpu in gpus if gpu.get("engine", 0) < room["trainer" in gpu])
         gpu = next(fits, None)
@@ -39,27 +42,27 @@ def place(cfg: "Config") -> list[dict[str, int]]:
     return gpus
 
 
-def ranks_per_node(cfg: "Config") -> int:
+def ranks_per_node(cfg: "TrainingSettings") -> int:
     """Trainer ranks that start on the fullest node."""
     return min(cfg.policy.ranks, NODE_GPUS)
 
 
-def takes_turns(cfg: "Config") -> bool:
+def takes_turns(cfg: RunSettings) -> bool:
     """Whether the two loops cannot overlap: without lag, or where they share a GPU."""
     return not cfg.max_lag or any(len(gpu) > 1 for gpu in place(cfg))
 
 
-def response_limit(cfg: "Config") -> int:
+def response_limit(cfg: "TrainingSettings") -> int:
     """Tokens of the longest response."""
-    return min(cfg.sampling.max_response_tokens, cfg.sampling.max_model_len)
+    return cfg.load.tokens
 
 
-def step_tokens(cfg: "Config") -> int:
-    """Response tokens of a batch at most: P x G x the longest."""
-    return cfg.prompts_per_step * cfg.group_size * response_limit(cfg)
+def step_tokens(cfg: "TrainingSettings") -> int:
+    """Response tokens of a batch at most."""
+    return cfg.load.sequences * response_limit(cfg)
 
 
-def batch_size(model: Model, cfg: "Config", gpu: Gpu) -> float:
+def batch_size(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
     """Sequences that an engine decodes at once: max_num_seqs, or fewer where KV or rollouts end.
 
     (max_lag + 1) P G rollouts may be in flight; each holds a mean response.
@@ -84,7 +87,7 @@ def decode_seconds(model: Model, tp: int, batch: float, context: float, gpu: Gpu
     return LAUNCH_S + max(memory, 2 * (model.active - model.embedding) * batch / tp / gpu.flops)
 
 
-def generation_seconds(model: Model, cfg: "Config", gpu: Gpu) -> float:
+def generation_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
     """Seconds in which all engines sample a batch of mean responses, read half written."""
     batch = batch_size(model, cfg, gpu)
     mean = MEAN_SHARE * response_limit(cfg)
@@ -92,13 +95,13 @@ def generation_seconds(model: Model, cfg: "Config", gpu: Gpu) -> float:
     return rounds * decode_seconds(model, cfg.engine.tensor_parallel, batch, mean / 2, gpu)
 
 
-def longest_seconds(model: Model, cfg: "Config", gpu: Gpu) -> float:
+def longest_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
     """Seconds of the longest response, alone in its engine."""
     limit = response_limit(cfg)
     return limit * decode_seconds(model, cfg.engine.tensor_parallel, 1, limit / 2, gpu)
 
 
-def train_flops(model: Model, cfg: "Config") -> float:
+def train_flops(model: Model, cfg: "TrainingSettings") -> float:
     """FLOPs of a batch of mean responses: 2 N + 4 Q keys per layer, a token and pass.
 
     Passes: forward, two in backward (frozen weights need one), one to recompute, and those that
@@ -122,7 +125,7 @@ def bandwidth(gpu: Gpu, ranks: int) -> float:
     return gpu.nvlink if ranks <= NODE_GPUS else NETWORK_BYTES_S
 
 
-def exposed_seconds(cfg: "Config", gpu: Gpu) -> dict[str, float]:
+def exposed_seconds(cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
     """Seconds of a step in which trainer ranks do nothing but send, by what they send.
 
     These are the all-to-alls of Mamba over cp and of experts over ep. Other traffic may go on
@@ -140,15 +143,34 @@ def exposed_seconds(cfg: "Config", gpu: Gpu) -> dict[str, float]:
     }
 
 
-def train_seconds(model: Model, cfg: "Config", gpu: Gpu) -> float:
+def train_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
     """Seconds in which all trainer ranks train a batch of mean responses."""
     work = train_flops(model, cfg) / (cfg.policy.ranks * MFU * gpu.flops)
     return work + sum(exposed_seconds(cfg, gpu).values())
 
 
-def sync_seconds(model: Model) -> float:
-    """Floor of a weight update: all weights in bf16 through one GPU's network, from rank 0."""
-    return 2 * model.params / NETWORK_BYTES_S
+def networks(cfg: "TrainingSettings") -> int:
+    """Network cards by which a weight update leaves and enters each node; 0: it stays in a node.
+
+    The least that the GPUs of its group have on a node: NCCL makes as many rings.
+    """
+    nodes = [Node(f"{i:06}", NODE_GPUS) for i in range(math.ceil(len(place(cfg)) / NODE_GPUS))]
+    if cfg.demand.share < 1:  # gloo sends, on whichever card the route has
+        return 1
+    try:
+        places = plan(cfg, nodes)
+    except InputError:  # of engines and ranks of such sizes these nodes have no room for all
+        return 1
+    homes = sorted(places.trainers)
+    group = Counter({homes[0]: 1 + len(node_mates(cfg, homes))})
+    for home in places.engines:
+        group[home] += cfg.demand.engine_gpus
+    return min(group.values()) if len(group) > 1 else 0
+
+
+def sync_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
+    """Floor of a weight update: all weights in bf16, once out of rank 0's node, or its GPU."""
+    return 2 * model.params / (networks(cfg) * NETWORK_BYTES_S or gpu.nvlink)
 
 
 class Update(NamedTuple):
@@ -160,7 +182,7 @@ class Update(NamedTuple):
     messages: int
 
 
-def update_traffic(model: Model, cfg: "Config") -> Update:
+def update_traffic(model: Model, cfg: "TrainingSettings") -> Update:
     """bf16 weights, gathered and then broadcast in buckets. FSDP2 gathers tensor by tensor."""
     layout = cfg.policy
     whole = 2 * model.params
@@ -172,7 +194,9 @@ def update_traffic(model: Model, cfg: "Config") -> Update:
     return Update(whole, broadcasts, whole * others, model.tensors if others else 0)
 
 
-def traffic_seconds(shape: megatron_sizes.Shape, cfg: "Config", gpu: Gpu) -> dict[str, float]:
+def traffic_seconds(
+    shape: megatron_sizes.Shape, cfg: "TrainingSettings", gpu: Gpu
+) -> dict[str, float]:
     """Seconds of a step in which a Megatron rank sends, by axis, if nothing overlapped.
 
     One update of the weights is counted. Ranks are numbered with tp innermost, then cp, replicas,
@@ -187,22 +211,30 @@ def traffic_seconds(shape: megatron_sizes.Shape, cfg: "Config", gpu: Gpu) -> dic
     return {axis: size / bandwidth(gpu, span[axis]) for axis, size in sent.items()}
 
 
-def limits(model: Model, cfg: "Config", gpu: Gpu) -> dict[str, float]:
-    """Seconds of what may bind a step; the largest does. A rollout has max_lag + 1 steps."""
-    generation = generation_seconds(model, cfg, gpu)
+def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
+    """Seconds of what may bind a step; the largest does.
+
+    A step needs the policy of max_lag steps before: its longest rollout and its training, one after
+    the other, have max_lag + 1 steps.
+    """
     training = train_seconds(model, cfg, gpu)
-    longest = longest_seconds(model, cfg, gpu) / (cfg.max_lag + 1)
+    if not isinstance(cfg, RunSettings):
+        return {"training": training}
+    generation = generation_seconds(model, cfg, gpu)
+    longest = longest_seconds(model, cfg, gpu)
     if takes_turns(cfg):
-        return {"generation + training": max(generation, longest) + training}
-    return {"generation": generation, "training": training, "longest rollout": longest}
+        return {"generation + training": max(generation, longest / (cfg.max_lag + 1)) + training}
+    chain = (longest + training) / (cfg.max_lag + 1)
+    return {"generation": generation, "training": training, "longest rollout": chain}
 
 
-def step_seconds(model: Model, cfg: "Config", gpu: Gpu) -> float:
+def step_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
     """Seconds of a step: what binds it, and the weight update."""
-    return max(limits(model, cfg, gpu).values()) + sync_seconds(model)
+    update = sync_seconds(model, cfg, gpu) if cfg.demand.engines else 0.0
+    return max(limits(model, cfg, gpu).values()) + update
 
 
-def trainer_bytes(model: Model, cfg: "Config") -> float:
+def trainer_bytes(model: Model, cfg: "TrainingSettings") -> float:
     """Peak of a trainer rank under its policy, with the reserve."""
     if cfg.policy.kind == "fsdp":
         return sizes.trainer_bytes(model, cfg)
@@ -210,7 +242,7 @@ def trainer_bytes(model: Model, cfg: "Config") -> float:
     return megatron_sizes.trainer_bytes(shape, cfg)
 
 
-def split(cfg: "Config", engines: int, ranks: int) -> "Config":
+def split(cfg: RunSettings, engines: int, ranks: int) -> RunSettings:
     """The same run on so many engines and trainer ranks, each on GPUs of its own."""
     return dataclasses.replace(
         cfg,
@@ -220,24 +252,28 @@ def split(cfg: "Config", engines: int, ranks: int) -> "Config":
     )
 
 
-def balance(model: Model, cfg: "Config", gpu: Gpu) -> "Config | None":
-    """cfg with the fastest split of as many whole GPUs that holds the trainer; None: there is none.
-
-    Where the loops overlap, the slower counts, else their sum; N_g / N_t = W_g / W_t in the ideal.
-    """
+def splits(model: Model, cfg: RunSettings, gpu: Gpu) -> list[RunSettings]:
+    """cfg with each split of as many whole GPUs that holds the trainer, fewest engines first."""
     total = len(place(cfg))
     tp = cfg.engine.tensor_parallel
     layout = cfg.policy
     unit = math.lcm(layout.tp * layout.cp * layout.pp, layout.pp * layout.ep)  # 1 under FSDP
     engines = (g for g in range(1, (total - 1) // tp + 1) if (total - g * tp) % unit == 0)
-    splits = [split(cfg, g, total - g * tp) for g in engines]
-    fitting = [other for other in splits if trainer_bytes(model, other) <= gpu.memory]
+    found = (split(cfg, g, total - g * tp) for g in engines)
+    return [other for other in found if trainer_bytes(model, other) <= gpu.memory]
 
-    def seconds(other: "Config") -> float:
+
+def balance(model: Model, cfg: RunSettings, gpu: Gpu) -> RunSettings | None:
+    """The fastest of the splits; None where there is none.
+
+    Where the loops overlap, the slower counts, else their sum; N_g / N_t = W_g / W_t in the ideal.
+    """
+
+    def seconds(other: RunSettings) -> float:
         both = (generation_seconds(model, other, gpu), train_seconds(model, other, gpu))
         return max(both) if cfg.max_lag else sum(both)
 
-    return min(fitting, key=seconds, default=None)
+    return min(splits(model, cfg, gpu), key=seconds, default=None)
 
 
 class Checkpoint(NamedTuple):
@@ -247,12 +283,12 @@ class Checkpoint(NamedTuple):
     node: float  # by the node that writes most, whose memory holds a copy of them until it is done
 
 
-def trainer_nodes(cfg: "Config") -> int:
+def trainer_nodes(cfg: "TrainingSettings") -> int:
     """Nodes that hold the trainer ranks."""
     return math.ceil(cfg.policy.ranks / NODE_GPUS)
 
 
-def checkpoint_bytes(model: Model, cfg: "Config") -> Checkpoint:
+def checkpoint_bytes(model: Model, cfg: "TrainingSettings") -> Checkpoint:
     """What is written of each parameter, and by whom: every rank writes its share.
 
     Under Megatron 2 bytes of weights, 12 of main parameters and moments, 2 of export; under FSDP2
@@ -265,13 +301,13 @@ def checkpoint_bytes(model: Model, cfg: "Config") -> Checkpoint:
     return Checkpoint(trained + 2 * model.params, trained / nodes + 2 * model.params)
 
 
-def checkpoint_seconds(model: Model, cfg: "Config") -> float:
+def checkpoint_seconds(model: Model, cfg: "TrainingSettings") -> float:
     """Seconds in which a checkpoint is written, and read back for the CRC-32 of its files."""
     saved = checkpoint_bytes(model, cfg)
     return (saved.node + saved.whole / trainer_nodes(cfg)) / DISK_BYTES_S
 
 
-def signal_seconds(model: Model, cfg: "Config", step: float) -> int:
+def signal_seconds(model: Model, cfg: "TrainingSettings", step: float) -> int:
     """How long before its end a job needs a signal: a step, a checkpoint, Slurm's own 60 s.
 
     The last checkpoint may be being written as the signal comes, and that of the step waits for it.

@@ -20,8 +20,8 @@ from policy.weight_sync import BUCKET_BYTES
 from runtime.config import InputError
 
 if TYPE_CHECKING:
-    from grpo_async import Config
     from policy.settings import PolicySettings
+    from runtime.settings import RunSettings, TrainingSettings
 
 GIB = 2**30
 RESERVE = 4 * GIB  # assumed: CUDA context and graphs, NCCL, an engine's activations, fragmentation
@@ -118,7 +118,7 @@ def read_model(folder: str) -> Model:
     )
 
 
-def trained(model: Model, cfg: "Config") -> int:
+def trained(model: Model, cfg: "TrainingSettings") -> int:
     """Parameters that have gradients: the adapters', where there are some, else all."""
     rank = cfg.policy.lora_rank
     return rank * model.linear if rank else model.params
@@ -158,7 +158,7 @@ def feed_forward_bytes(hidden: int, get: Get) -> int:
     return get("num_experts_per_tok") * (8 * inside + 4 * hidden) + 8 * shared
 
 
-def states(model: Model, cfg: "Config") -> dict[str, float]:
+def states(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
     """What a rank always holds: float32, sharded over the ranks, 4 bytes x parameters each."""
     model_shard = 4 * model.params / cfg.policy.ranks
     shard = 4 * trained(model, cfg) / cfg.policy.ranks
@@ -170,9 +170,9 @@ def states(model: Model, cfg: "Config") -> dict[str, float]:
     return held
 
 
-def longest_row(cfg: "Config") -> int:
+def longest_row(cfg: "TrainingSettings") -> int:
     """T: a sample above row_tokens has a row of its own."""
-    return max(cfg.policy.row_tokens, cfg.sampling.max_model_len)
+    return max(cfg.row_limits.values())
 
 
 class Mask(NamedTuple):
@@ -192,7 +192,7 @@ def mask_bytes(settings: "PolicySettings") -> Mask:
     return Mask(square, 2 * square)
 
 
-def layer_bytes(model: Model, cfg: "Config") -> int:
+def layer_bytes(model: Model, cfg: "TrainingSettings") -> int:
     """What a decoder layer saves for its backward: bf16, and float32 in norms, as Qwen3 has them.
 
     T (16 H + 10 Q + 10 K + ffn); a mask repeats keys and values: T (16 H + 14 Q + 6 K + ffn).
@@ -204,7 +204,7 @@ def layer_bytes(model: Model, cfg: "Config") -> int:
     return longest_row(cfg) * (16 * model.hidden + attention + model.ffn) + mask
 
 
-def saved_bytes(model: Model, cfg: "Config") -> int:
+def saved_bytes(model: Model, cfg: "TrainingSettings") -> int:
     """What all layers keep until backward: with checkpointing their bf16 inputs, 2 T H each.
 
     Norms that are frozen beside adapters do not keep what they multiply: T (4 H + 2 Q + 2 K) less.
@@ -226,7 +226,7 @@ def head_bytes(C: int, V: int, H: int) -> int:
     return max(8 * C * V, 6 * C * V + 4 * V * H, 2 * C * V + 6 * V * H)
 
 
-def moments(model: Model, cfg: "Config") -> dict[str, int]:
+def moments(model: Model, cfg: "TrainingSettings") -> dict[str, int]:
     """Bytes beside the states at the four moments at which a rank may be fullest.
 
     Of the layers, FSDP2 holds two gathered in bf16, one's bf16 gradients and one's float32 input of
@@ -254,12 +254,12 @@ def moments(model: Model, cfg: "Config") -> dict[str, int]:
     }
 
 
-def trainer_bytes(model: Model, cfg: "Config") -> float:
+def trainer_bytes(model: Model, cfg: "TrainingSettings") -> float:
     """Peak of a rank: its states, its fullest moment, the reserve."""
     return sum(states(model, cfg).values()) + max(moments(model, cfg).values()) + RESERVE
 
 
-def reload_bytes(model: Model, cfg: "Config") -> float:
+def reload_bytes(model: Model, cfg: "RunSettings") -> float:
     """What a weight update takes of an engine's GPU, beside gpu_memory_utilization.
 
     vLLM keeps what comes of a layer whole, for all ranks of tp, until no tensor of it is missing;
@@ -280,7 +280,7 @@ def kv_bytes(model: Model, tp: int) -> int:
     return 2 * model.kv_layers * width
 
 
-def kv_budget(model: Model, cfg: "Config", gpu: float) -> float:
+def kv_budget(model: Model, cfg: "RunSettings", gpu: float) -> float:
     """Bytes that an engine leaves for KV of a GPU of `gpu` bytes.
 
     gpu_memory_utilization of it, without its share of the bf16 weights and the reserve.
@@ -289,7 +289,7 @@ def kv_budget(model: Model, cfg: "Config", gpu: float) -> float:
     return cfg.engine.arguments["gpu_memory_utilization"] * gpu - weights - RESERVE
 
 
-def kv_tokens(model: Model, cfg: "Config", gpu: float, length: float) -> int:
+def kv_tokens(model: Model, cfg: "RunSettings", gpu: float, length: float) -> int:
     """Tokens that an engine holds at once, of sequences of `length`: their KV and their states.
 
     While vLLM fills a new block of KV, it has a sequence's states twice; that is not counted.

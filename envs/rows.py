@@ -10,7 +10,7 @@ import reprlib
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -25,7 +25,7 @@ from runtime.config import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from runtime.settings import RunSettings
+    from runtime.settings import RunSettings, TrainingSettings
 
 BAD: dict[str, list[dict]] = {}  # of each file that was loaded, until the run folder is ours
 LONGEST_LINE = 1 << 26  # bytes; what is longer is no row but a file without line breaks
@@ -75,19 +75,25 @@ def load_rows(path: str, cfg: "RunSettings") -> Sequence[dict]:
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{Path(path).resolve()}: expected a JSONL file, not a folder or a pipe")
     use_services(cfg.services, cfg.model)
-    rows, BAD[path] = read_rows(path, cfg.data.max_bad_rows, cfg)
+    rows, bad = read_rows(path, cfg.data.max_bad_rows, cfg)
     try:
         check_length(rows[0], cfg)
     except ValueError as error:
         if not cfg.data.max_bad_rows:
             raise InputError(f"{path}:{rows[0]['_line']}: {error}") from None
-    if bad := BAD[path]:
+    keep_bad(path, bad, cfg)
+    return rows
+
+
+def keep_bad(path: str, bad: list[dict], cfg: "TrainingSettings") -> None:
+    """Keeps the bad rows of a file until `quarantine` writes them, and says how many they are."""
+    BAD[path] = bad
+    if bad:
         # "responses_create_params.input[3].role is 5, expected ..." is counted under its field.
         kinds = (re.split(r" is |: ", row["reason"])[0] for row in bad)
         counts = Counter(re.sub(r"\[\d+\]", "[]", kind) for kind in kinds)
         summary = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
         print(f"{path}: {len(bad)} bad rows go to {cfg.run_dir}/quarantine.jsonl: {summary}")
-    return rows
 
 
 def use_services(named: services.Services, model: str) -> None:
@@ -106,20 +112,43 @@ def read_rows(
     bad, or all, for an environment's module that cannot be used, and for rows to train on that
     compare answers where there is only one. Such rows are left out of validation.
     """
-    rows = Rows(path)
-    bad: list[dict] = []
     single = single_answers(path, cfg) if cfg else ""
     alone: Counter[str] = Counter()  # rows by agent, that lack a second answer
+
+    def is_used(line: str) -> bool:
+        agent = parse(line, cfg)["agent_ref"]["name"]
+        lacks = bool(single) and envs.only_compares(agent)
+        alone[agent] += lacks
+        return not lacks
+
+    rows, bad = sort_lines(path, allowed, is_used)
+    if cfg and alone.total():
+        counts = ", ".join(f"{count:,} of {name}" for name, count in alone.items() if count)
+        told = f"{path}: rows that compare answers, {counts}, and {single} = 1"
+        if not rows or path == cfg.data.train:
+            raise InputError(f"{told}, expected 2 or more")
+        print(f"{told}: they are not evaluated")
+    refuse_none(rows, bad)
+    return rows, bad
+
+
+def sort_lines(
+    path: str, allowed: float, is_used: Callable[[str], bool]
+) -> tuple[Rows, list[dict]]:
+    """The rows of a JSONL file that are used, and what is wrong with the bad ones.
+
+    `is_used` raises ValueError for a bad line. Raises InputError where more than `allowed` are bad,
+    and for an environment's module that cannot be used.
+    """
+    rows = Rows(path)
+    bad: list[dict] = []
     for number, (start, text) in enumerate(raw_lines(path), 1):
         line = decoded(text)
         if line.isspace():
             continue
         try:
-            agent = parse(line, cfg)["agent_ref"]["name"]
-            if single and envs.only_compares(agent):
-                alone[agent] += 1
-                continue
-            rows.add(start, number, text)
+            if is_used(line):
+                rows.add(start, number, text)
         except envs.ModuleError as error:
             raise InputError(str(error)) from None
         except (ValueError, RecursionError) as error:
@@ -128,16 +157,14 @@ def read_rows(
         if len(bad) > allowed:
             limit = f", more than data.max_bad_rows = {allowed}" if allowed else ""
             raise InputError(first_of(bad) + limit)
-    if cfg and alone:
-        counts = ", ".join(f"{count:,} of {name}" for name, count in alone.items())
-        told = f"{path}: rows that compare answers, {counts}, and {single} = 1"
-        if not rows or path == cfg.data.train:
-            raise InputError(f"{told}, expected 2 or more")
-        print(f"{told}: they are not evaluated")
+    return rows, bad
+
+
+def refuse_none(rows: Rows, bad: list[dict]) -> None:
+    """Raises InputError where a file holds no good row."""
     if not rows:
         all_bad = f"; {first_of(bad)}" if bad else ""
-        raise InputError(f"{path}: holds no good rows, expected at least one{all_bad}")
-    return rows, bad
+        raise InputError(f"{rows.path}: holds no good rows, expected at least one{all_bad}")
 
 
 def single_answers(path: str, cfg: "RunSettings") -> str:
@@ -202,6 +229,18 @@ def decoded(text: bytes) -> str:
 
 def parse(line: str, cfg: "RunSettings | None") -> dict:
     """The row of a line. Raises ValueError saying what is wrong with it."""
+    row, size = loads(line)
+    envs.check_row(row)
+    if cfg:
+        envs.check_services(row)
+        check_temperature(row, cfg)
+    if cfg and size + 256 > cfg.sampling.max_model_len:  # a token is at least one byte
+        check_length(row, cfg)
+    return row
+
+
+def loads(line: str) -> tuple[Any, int]:
+    """The JSON value of a line, and its bytes. Raises ValueError saying what is wrong with it."""
     if len(line) > LONGEST_LINE:
         raise ValueError(f"the line is longer than {LONGEST_LINE:,} bytes")
     try:
@@ -216,13 +255,7 @@ def parse(line: str, cfg: "RunSettings | None") -> dict:
         raise ValueError(f"expected UTF-8: {what} at character {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON: {error}") from None
-    envs.check_row(row)
-    if cfg:
-        envs.check_services(row)
-        check_temperature(row, cfg)
-    if cfg and size + 256 > cfg.sampling.max_model_len:  # a token is at least one byte
-        check_length(row, cfg)
-    return row
+    return row, size
 
 
 def unique(pairs: list[tuple]) -> dict:

@@ -29,7 +29,7 @@ import report
 from envs.rows import fingerprint
 from runtime import archive, lineage
 from runtime.config import InputError
-from runtime.settings import RunSettings
+from runtime.settings import TrainingSettings
 from runtime.waits import within
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MARKER = "complete.json"
 EXPORT = "hf/"
 BLOCK = 1 << 24
+EVALUATED = {"validation_reward", "validation_accuracy"}  # one of them ends an evaluation
 
 
 def crc32(path: Path) -> int:
@@ -160,11 +161,13 @@ class Checkpoints:
     """Saves, finds and loads a run's checkpoints; trainers and workers of the cluster do the work.
 
     A checkpoint's state is a dictionary of JSON values. The run chooses what is in it, and finds it
-    again with `folder` and `evaluated` added. `rows` is the stream of prompts. `Group` makes a
-    group of slot, version, line, infos, and the reference to its samples.
+    again with `folder` and `evaluated` added. `rows` is the stream of prompts. Where there are
+    rollouts, `Group` makes a group of slot, version, line, infos, and the reference to its samples.
     """
 
-    def __init__(self, cfg: RunSettings, cluster: "Cluster", rows: Sequence[dict], Group: Callable):
+    def __init__(
+        self, cfg: TrainingSettings, cluster: "Cluster", rows: Sequence[dict], Group: Any = None
+    ):
         self.cfg = cfg
         self.cluster = cluster
         self.rows = rows
@@ -211,7 +214,8 @@ class Checkpoints:
         trainers = self.cluster.trainers
         parts = (t.saved.options(concurrency_group="io").remote() for t in trainers)
         await within(limit, f"{aside} to be written", asyncio.gather(*parts))
-        await self.write_groups(f"{aside}/groups.npz", groups)
+        if self.Group:
+            await self.write_groups(f"{aside}/groups.npz", groups)
         Path(aside, "state.json").write_text(json.dumps(state, indent=1))
         lineage.mark(self.cfg, aside, state["version"])
         # Not in the driver: a thread that hangs in a file system would not let it end.
@@ -303,7 +307,7 @@ class Checkpoints:
         return {}
 
 
-def candidates(cfg: RunSettings) -> list[str]:
+def candidates(cfg: TrainingSettings) -> list[str]:
     """The checkpoints to try, best first; none where the run is to start anew."""
     resume = cfg.command.resume
     if resume == "auto":
@@ -313,7 +317,7 @@ def candidates(cfg: RunSettings) -> list[str]:
     return [resume] if resume else []
 
 
-def first_whole(cfg: RunSettings) -> str:
+def first_whole(cfg: TrainingSettings) -> str:
     """The best candidate by its marker, by sizes and by the CRC-32 of small files; "" for none.
 
     Raises InputError where there are candidates and none is whole, or one is needed.
@@ -328,7 +332,7 @@ def first_whole(cfg: RunSettings) -> str:
     return ""
 
 
-def refuse_none(cfg: RunSettings, notes: list[str]) -> None:
+def refuse_none(cfg: TrainingSettings, notes: list[str]) -> None:
     """Raises InputError where no checkpoint is whole, or none is there to be evaluated."""
     if notes:
         raise InputError("no checkpoint is whole: " + "; ".join(notes))
@@ -337,16 +341,16 @@ def refuse_none(cfg: RunSettings, notes: list[str]) -> None:
 
 
 def refuse_other_stream(
-    state: dict, cfg: RunSettings, rows: Sequence[dict], must_match: Sequence[str]
+    state: dict, cfg: TrainingSettings, rows: Sequence[dict], must_match: Sequence[str]
 ) -> None:
     """Raises InputError where a run counts or reads prompts unlike the one that was saved."""
     saved = state["config"]
     now = dataclasses.asdict(cfg)
     folder = state["folder"]
-    replay = cfg.command.replay
+    replay = cfg.command.replayed
     if replay and leaf_of(saved, "command.replay", replay) != replay:
         raise InputError(f"{folder} is of no replay of {replay}")
-    if saved["max_lag"] > now["max_lag"]:  # what is ready may be as old as that
+    if saved.get("max_lag", 0) > now.get("max_lag", 0):  # what is ready may be as old as that
         raise InputError(f"{folder} was saved with max_lag = {saved['max_lag']}: not less")
     for name in must_match:
         after = leaf_of(now, name, None)
@@ -378,25 +382,12 @@ def rewind(run_dir: str, state: dict) -> int:
     """
     version = state.get("version", -1)
     evaluated = -1
-    trained = version * state["config"]["prompts_per_step"] if state else 0
-    progress = state.get("progress", {"next_prompt": 0, "in_flight": {}})
-    in_flight = progress["in_flight"].values()
 
     def is_past(line: dict) -> bool:
         nonlocal evaluated
-        if line["step"] <= version and "validation_reward" in line:
+        if line["step"] <= version and EVALUATED & line.keys():
             evaluated = line["step"]
         return line["step"] <= version
-
-    def is_trained(line: dict) -> bool:
-        if line["evaluation"] is not None:
-            return line["evaluation"] <= evaluated
-        return line["slot"] < trained or line["slot"] in state.get("ready", ())
-
-    def was_dropped(line: dict) -> bool:
-        if line["evaluation"] is not None:
-            return is_trained(line)
-        return line["prompt"] < progress["next_prompt"] and line["prompt"] not in in_flight
 
     for kept in Path(run_dir).glob("*.kept"):  # it was killed here
         finish(kept)
@@ -408,15 +399,39 @@ def rewind(run_dir: str, state: dict) -> int:
     for path in Path(run_dir).glob("samples/step_*.npz"):
         if state and step_of(path.with_suffix("")) > version:
             path.unlink()
-    rules = {"metrics": is_past, "mismatch": is_past, "dropped": was_dropped}
-    for name, rule in rules.items():
+    for name in ("metrics", "mismatch"):
         for path in Path(run_dir).glob(f"{name}.jsonl"):
-            keep(path, rule)
+            keep(path, is_past)
+    rewind_rollouts(run_dir, state, evaluated)
+    return evaluated
+
+
+def rewind_rollouts(run_dir: str, state: dict, evaluated: int) -> None:
+    """Takes back rollouts and dropped prompts of the time after a checkpoint.
+
+    `evaluated` is the last version whose evaluation stays.
+    """
+    config = state.get("config", {})
+    trained = state.get("version", 0) * config.get("prompts_per_step", 0)
+    progress = {"next_prompt": 0, "in_flight": {}} | state.get("progress", {})
+    in_flight = progress["in_flight"].values()
+
+    def is_trained(line: dict) -> bool:
+        if line["evaluation"] is not None:
+            return line["evaluation"] <= evaluated
+        return line["slot"] < trained or line["slot"] in state.get("ready", ())
+
+    def was_dropped(line: dict) -> bool:
+        if line["evaluation"] is not None:
+            return is_trained(line)
+        return line["prompt"] < progress["next_prompt"] and line["prompt"] not in in_flight
+
+    for path in Path(run_dir).glob("dropped.jsonl"):
+        keep(path, was_dropped)
     for path in Path(run_dir).glob("rollouts.jsonl"):
         # A line of step s was written before version s, when none of a step above s + max_lag was.
-        whole = settled(path, version - state["config"]["max_lag"]) if state else 0
+        whole = settled(path, state["version"] - config["max_lag"]) if state else 0
         keep(path, is_trained, report.place, whole)
-    return evaluated
 
 
 def settled(path: Path, step: int) -> int:

@@ -23,12 +23,12 @@ from envs import located
 from runtime import nemo_rl
 
 if TYPE_CHECKING:
-    from runtime.settings import RunSettings
+    from runtime.settings import TrainingSettings
 
 ROOT = Path(__file__).parent.parent
 HUB_SECONDS = 10.0  # that the Hugging Face hub may take to say whether it has a model
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
-C = TypeVar("C", bound="RunSettings")
+C = TypeVar("C", bound="TrainingSettings")
 
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
@@ -193,8 +193,8 @@ def with_paths(cfg: C) -> C:
     folders: dict[str, Any] = {}
     if command.resume not in ("", "auto"):
         folders["resume"] = str(Path(command.resume).resolve())
-    if command.replay:
-        folders["replay"] = str(Path(command.replay).resolve())
+    if command.replayed:
+        folders["replay"] = str(Path(command.replayed).resolve())
     return dataclasses.replace(
         cfg,
         run_dir=str(Path(run_dir).resolve()),

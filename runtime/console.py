@@ -15,10 +15,19 @@ from runtime.checkpoints import newest_first, step_of
 from runtime.config import shown
 
 if TYPE_CHECKING:
-    from grpo_async import Config
+    from runtime.settings import TrainingSettings
 
 BEGAN = time.monotonic()
 ANSWER = {"prompt": str, "response": [str], "reward": int | float}
+# What is shown of a step: those of its metrics that are there.
+SHOWN = {
+    "reward": "reward {:.3f}",
+    "lag_mean": "lag {:.2f}",
+    "preference_loss": "preference loss {:.4f}",
+    "accuracy": "accuracy {:.3f}",
+    "rewards_margin_mean": "margin {:.2f}",
+    "wait_for_rollouts": "trainer waited {:.2f} s",
+}
 TAIL = 1 << 22  # bytes of rollouts.jsonl in which the last answer is looked for
 
 
@@ -27,10 +36,15 @@ def phase(what: str) -> None:
     tqdm.write(f"{time.monotonic() - BEGAN:4.0f} s  {what}")
 
 
+def shown_metrics(metrics: Mapping[str, float]) -> str:
+    """What is shown of a step's metrics."""
+    return "  ".join(form.format(metrics[k]) for k, form in SHOWN.items() if k in metrics)
+
+
 class Bars:
     """For a terminal: the steps that are done, and the groups that wait for the next one."""
 
-    def __init__(self, cfg: "Config"):
+    def __init__(self, cfg: "TrainingSettings"):
         self.cfg = cfg
         self.bars: list[tqdm] = []
 
@@ -38,21 +52,15 @@ class Bars:
         """Shows a step. The first one starts the bars, so that start-up is not in their time."""
         if not self.bars:
             steps = {"initial": step - 1, "desc": "steps", "unit": "step", "position": 0}
-            ready = {"desc": "groups ready", "unit": "group", "position": 1, "leave": False}
-            self.bars = [
-                tqdm(total=self.cfg.steps, **steps),
-                tqdm(total=self.cfg.prompts_per_step, **ready),
-            ]
+            self.bars = [tqdm(total=self.cfg.steps, **steps)]
         self.bars[0].update()
-        self.bars[0].set_postfix(
-            reward=f"{metrics['reward']:.3f}",
-            lag=f"{metrics['lag_mean']:.2f}",
-            trainer_waited=f"{metrics['wait_for_rollouts']:.2f}s",
-            engines_waited=f"{metrics['wait_for_training']:.2f}s",
-        )
+        self.bars[0].set_postfix_str(shown_metrics(metrics))
 
-    def show_ready(self, groups: int) -> None:
-        """Shows how many finished groups no step has taken yet."""
+    def show_ready(self, groups: int, of: int) -> None:
+        """Shows how many finished groups no step has taken yet, of those of a step."""
+        if len(self.bars) == 1:
+            ready = {"desc": "groups ready", "unit": "group", "position": 1, "leave": False}
+            self.bars.append(tqdm(total=of, **ready))
         for bar in self.bars[1:]:
             bar.update(groups - bar.n)
 
@@ -65,7 +73,7 @@ class Bars:
 class Lines:
     """For a file: one line a step."""
 
-    def __init__(self, cfg: "Config"):
+    def __init__(self, cfg: "TrainingSettings"):
         self.cfg = cfg
         self.done = 0  # steps of this process
         self.began = 0.0  # when the first of them ended: before it is start-up
@@ -77,24 +85,22 @@ class Lines:
         seconds = (now - self.began) / max(self.done, 1) * (self.cfg.steps - step)
         self.done += 1
         left = f"  {tqdm.format_interval(seconds)} left" if self.done > 1 else ""
-        part = f"reward {metrics['reward']:.3f}  lag {metrics['lag_mean']:.2f}"
-        waited = f"trainer waited {metrics['wait_for_rollouts']:.2f} s"
-        print(f"step {step}/{self.cfg.steps}  {part}  {waited}{left}", flush=True)
+        print(f"step {step}/{self.cfg.steps}  {shown_metrics(metrics)}{left}", flush=True)
 
-    def show_ready(self, groups: int) -> None:
+    def show_ready(self, groups: int, of: int) -> None:
         """Shows nothing between two steps."""
 
     def close(self) -> None:
         """Ends nothing."""
 
 
-def summary(cfg: "Config") -> list[str]:
+def summary(cfg: "TrainingSettings") -> list[str]:
     """What came out of a run, line by line: what it learned, an answer, the model, what is next."""
     folder = Path(cfg.run_dir)
     metrics = list(report.read(folder / "metrics.jsonl", report.METRICS))
     lines = [f"done in {tqdm.format_interval(time.monotonic() - BEGAN)}"]
     alone = "eval_only" in cfg.command.modes  # earlier ones in its folder were of other policies
-    for name in ("validation_reward", "validation_exact"):
+    for name in ("validation_reward", "validation_exact", "validation_accuracy"):
         values = [line[name] for line in metrics if isinstance(line.get(name), int | float)]
         if values and alone:
             lines.append(f"{name}: {values[-1]:.3f}")
@@ -132,7 +138,7 @@ def in_a_line(text: str) -> str:
     return " ".join(visible.split())[:200]
 
 
-def train_on(cfg: "Config", step: int) -> str:
+def train_on(cfg: "TrainingSettings", step: int) -> str:
     """The command that goes on with this run; where it is at its end, for as many steps again."""
     words = ["--run_dir", shown(cfg.run_dir), "--resume", "auto"]
     if step == cfg.steps:

@@ -71,7 +71,11 @@ def progress(series: Series) -> list[Finding]:
     """Whether the last validation is above the first; an alarm only after FAIR steps."""
     # An environment that never scores 1 has no right answers to count.
     exact = any(series.get("validation_exact", []))
-    column = series.get("validation_exact" if exact else "validation_reward", [])
+    names = {"validation_exact": "Right validation answers"} if exact else {}
+    names |= {"validation_reward": "Validation reward"}
+    names |= {"validation_accuracy": "Accuracy on validation pairs"}
+    name = next((name for name in names if name in series), "validation_reward")
+    column = series.get(name, [])
     every = zip(series.get("step", []), column, strict=False)
     points = [(step, value) for step, value in every if value is not None]
     if len(points) < 2:
@@ -80,16 +84,14 @@ def progress(series: Series) -> list[Finding]:
     best = max(value for _, value in points)
     # More than the noise of a run that has reached its level.
     fell = best - last > max((best - first) / 2, abs(best) / 4)
-    form = "{:.0%}" if exact else "{:.3g}"
-    text = "Right validation answers" if exact else "Validation reward"
+    form = "{:.3g}" if name == "validation_reward" else "{:.0%}"
+    text = names[name]
     text += " rose" if last > first else " did not rise"
     text += f" from {form.format(first)} (step {start}) to {form.format(last)} (step {end})"
     text += f", after {form.format(best)} at best." if fell else "."
-    return [
-        Finding(
-            end - start >= FAIR and ((last <= first and not (exact and last == 1)) or fell), text
-        )
-    ]
+    right = last == 1 and name != "validation_reward"  # it cannot rise
+    alarm = end - start >= FAIR and ((last <= first and not right) or fell)
+    return [Finding(alarm, text)]
 
 
 def share(series: Series, wait: str) -> float | None:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from runtime.config import InputError
-from runtime.settings import RunSettings
+from runtime.settings import TrainingSettings
 
 FILE = "lineage.json"
 SAMPLED = 1 << 16  # bytes at the start and at the end of a file
 
 
-def begin(cfg: RunSettings, start: dict) -> None:
+def begin(cfg: TrainingSettings, start: dict) -> None:
     """Writes the lineage of a run that starts; `start` is what config.json holds of it."""
     resume = cfg.command.resume
     origin = Path(resume if resume not in ("", "auto") else cfg.model)
@@ -41,7 +41,7 @@ def begin(cfg: RunSettings, start: dict) -> None:
     write(Path(cfg.run_dir), lineage)
 
 
-def mark(cfg: RunSettings, folder: str, version: int) -> None:
+def mark(cfg: TrainingSettings, folder: str, version: int) -> None:
     """Writes the lineage of a policy version into its checkpoint, and into the export there."""
     for place in (Path(folder), Path(folder, "hf")):
         write(place, read(Path(cfg.run_dir)) | {"version": version})

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,10 @@ from runtime.dispatch import Slot
 from runtime.health import LIMIT, gap
 from runtime.metrics import mismatch_rows, rollout_metrics, validation_metrics
 from runtime.provenance import provenance
+from runtime.settings import RunSettings, TrainingSettings
 
 if TYPE_CHECKING:
-    from grpo_async import Config, Group
+    from grpo_async import Group
 
 
 GOLDEN = (5**0.5 - 1) / 2  # whose multiples, modulo 1, are spread evenly
@@ -64,7 +65,7 @@ class LineFile:
         self.file.close()
 
 
-def rollout_lines(slot: Slot, lines: list[dict], cfg: "Config") -> bytes:
+def rollout_lines(slot: Slot, lines: list[dict], cfg: RunSettings) -> bytes:
     """A slot's group for rollouts.jsonl; nothing where it is not of the share to be written."""
     if slot.number * GOLDEN % 1 >= cfg.rollout_log_share:
         return b""
@@ -102,11 +103,13 @@ class Log:
 
     FILES = ("starts", "metrics", "mismatch", "dropped", "rollouts")
 
-    def __init__(self) -> None:
+    def __init__(self, files: Sequence[str] = FILES) -> None:
+        self.names = files
+        self.cfg: Any = None  # of a run with rollouts or without
         self.is_open = False
         self.writing = asyncio.Lock()
 
-    def open(self, cfg: "Config", version: int) -> None:
+    def open(self, cfg: TrainingSettings, version: int) -> None:
         """Opens the files behind policy version `version`."""
         self.is_open = True
         self.cfg = cfg
@@ -118,7 +121,7 @@ class Log:
         aside.write_text(json.dumps(start, indent=1))
         aside.replace(folder / "config.json")
         lineage.begin(cfg, start)
-        self.files = {name: LineFile(folder / f"{name}.jsonl") for name in self.FILES}
+        self.files = {name: LineFile(folder / f"{name}.jsonl") for name in self.names}
         self.line(
             "starts", {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "version": version} | start
         )
@@ -164,6 +167,8 @@ class Log:
 
     async def rollouts(self, lines: bytes) -> None:
         """Appends a group's lines while the event loop goes on. Raises WriteError."""
+        if not lines:  # of a group that is not to be written
+            return
         async with self.writing:
             await asyncio.to_thread(self.files["rollouts"].append, lines)
 
@@ -199,15 +204,18 @@ class Log:
         self.note(f"version {version}: validation reward {found['validation_reward']:.3f}, {exact}")
 
     def step(self, step: int, groups: list["Group"], stats: dict[str, float]) -> None:
-        """Writes the training step that led to version `step`, and shows it."""
+        """Writes the step on these groups that led to version `step`, and shows it."""
         trained = step - 1 if not self.cfg.command.rollout_only else 0
-        metrics = stats | rollout_metrics(groups, trained)
+        self.trained(step, stats | rollout_metrics(groups, trained))
+
+    def trained(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the training step that led to version `step`, and shows it."""
         self.write(step, metrics)
         self.console.step(step, metrics)
 
     def show_ready(self, groups: int) -> None:
         """Shows how many finished groups no step has taken yet."""
-        self.console.show_ready(groups)
+        self.console.show_ready(groups, self.cfg.prompts_per_step)
 
     def note(self, message: str) -> None:
         """A line above the bars."""

@@ -222,7 +222,7 @@ def rollout_metrics(groups: list["Group"], step: int) -> dict[str, float]:
     infos = list(itertools.chain(*of_group))
     answers = [info for info in infos if not info.continues]
     lags = [step - info.oldest_version for info in infos if info.response_tokens] or [0]
-    mixed = (info.oldest_version < info.newest_version for info in infos)
+    mixed = [info.oldest_version < info.newest_version for info in infos]
     found = {
         "lag_mean": statistics.fmean(lags),
         "lag_max": max(lags),
@@ -242,9 +242,9 @@ def answer_metrics(groups: list[list[SampleInfo]]) -> dict[str, float]:
     infos = list(itertools.chain(*groups))
     answers = [info for info in infos if not info.continues]
     return {
-        "reward": statistics.fmean(info.reward for info in answers),
-        "response_tokens": statistics.fmean(info.response_tokens for info in infos),
-        "truncated_samples": statistics.fmean(info.truncated for info in answers),
+        "reward": statistics.fmean([info.reward for info in answers]),
+        "response_tokens": statistics.fmean([info.response_tokens for info in infos]),
+        "truncated_samples": statistics.fmean([info.truncated for info in answers]),
         "zero_variance_groups": statistics.fmean(
             not any(info.has_gradient for info in infos) for infos in groups
         ),

@@ -1,6 +1,7 @@
 """What a configuration is good for beside training from the start.
 
 A mode is three things handed to a run: how it starts, what generates groups, what takes them.
+A run without rollouts (`TrainingRun`) has some of them, and generates nothing.
 
     python grpo_async.py --config X --resume auto            go on in the same folder
     python grpo_async.py --config X --resume auto --eval_only
@@ -16,16 +17,15 @@ import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import report
 from runtime import archive
-from runtime.checkpoints import BLOCK, newest_first, seal, step_of
+from runtime.checkpoints import BLOCK, EVALUATED, Checkpoints, newest_first, seal, step_of
+from runtime.cluster import Cluster
 from runtime.config import C, InputError
+from runtime.log import Log
 from runtime.waits import within
-
-if TYPE_CHECKING:
-    from grpo_async import Run
 
 Step = Callable[[], Coroutine[Any, Any, None]]
 
@@ -38,30 +38,78 @@ class Loops(NamedTuple):
     train: Step
 
 
-def loops(run: "Run") -> Loops:
+class TrainingRun(Protocol):
+    """What every algorithm's run has."""
+
+    MUST_MATCH: Any  # settings in which a checkpoint may not differ
+    cfg: Any
+    val_rows: Any
+    cluster: Cluster
+    checkpoints: Checkpoints
+    log: Log
+    evaluated: int  # last version that was
+    leaving: str
+
+    async def start(self) -> None:
+        """Starts all actors, and goes on from the checkpoint that is asked for."""
+
+    async def start_evaluation(self) -> None:
+        """Starts what an evaluation needs; writes below run_dir/evaluation."""
+
+    async def train_forever(self) -> None:
+        """Trains all steps."""
+
+    async def evaluate(self) -> None:
+        """Evaluates the present version."""
+
+
+class RolloutRun(TrainingRun, Protocol):
+    """What a run with rollouts has beside it."""
+
+    buffer: Any
+    progress: Any
+    engines: Any
+
+    async def generate_forever(self) -> None:
+        """Rolls out all prompts."""
+
+    async def take(self, step: int) -> list:
+        """The groups of a step; none where the run is to leave."""
+
+
+def loops(run: RolloutRun) -> Loops:
     """The loops that the command asks for. Raises InputError where they cannot work.
 
     Raises SystemExit where there is nothing left to do.
     """
     command = run.cfg.command
+    if command.eval_only or command.export:
+        return training_loops(run)
     check_checkpoint(run)
-    if command.eval_only:
-        return Loops(partial(start_evaluation, run), nothing, partial(evaluate, run))
     if command.rollout_only:
         return Loops(run.start, run.generate_forever, partial(collect, run))
     if command.replay:
         files = replayed_files(run)
         return Loops(run.start, partial(read_forever, run, files), run.train_forever)
+    return Loops(run.start, run.generate_forever, run.train_forever)
+
+
+def training_loops(run: TrainingRun) -> Loops:
+    """Those of a run without rollouts. Raises as `loops` does."""
+    command = run.cfg.command
+    check_checkpoint(run)
+    if command.eval_only:
+        return Loops(run.start_evaluation, nothing, partial(evaluate, run))
     if command.export:
         return Loops(partial(start_export, run), nothing, partial(export, run))
-    return Loops(run.start, run.generate_forever, run.train_forever)
+    return Loops(run.start, nothing, run.train_forever)
 
 
 async def nothing() -> None:
     """Generates no groups."""
 
 
-def check_checkpoint(run: "Run") -> None:
+def check_checkpoint(run: TrainingRun) -> None:
     """Looks at the checkpoint that the command goes on from, before anything starts.
 
     Raises InputError where there is none that can be used, and SystemExit where the run is over.
@@ -76,7 +124,7 @@ def check_checkpoint(run: "Run") -> None:
     if command.resume != "auto" or command.modes or step < cfg.steps:
         return
     metrics = report.read(Path(cfg.run_dir) / "metrics.jsonl", report.METRICS)
-    evaluated = any("validation_reward" in line for line in metrics if line.get("step") == step)
+    evaluated = any(EVALUATED & line.keys() for line in metrics if line.get("step") == step)
     if evaluated or not run.val_rows or step > cfg.steps:
         print(f"nothing to do: step {step} of steps = {cfg.steps} is trained; raise steps to go on")
         raise SystemExit
@@ -85,17 +133,7 @@ def check_checkpoint(run: "Run") -> None:
 # --- eval_only
 
 
-async def start_evaluation(run: "Run") -> None:
-    """Starts everything on the policy of the checkpoint; writes below run_dir/evaluation."""
-    await run.cluster.start_trainers()
-    state = await run.checkpoints.load()
-    run.cfg = dataclasses.replace(run.cfg, run_dir=f"{run.cfg.run_dir}/evaluation")
-    run.cluster.cfg = run.cfg
-    run.engines.fleet.cfg = run.cfg
-    await run.start_rollouts(state.get("version", 0))
-
-
-async def evaluate(run: "Run") -> None:
+async def evaluate(run: TrainingRun) -> None:
     """One evaluation. Raises RuntimeError where it was asked to leave before its end."""
     await run.evaluate()
     if run.evaluated < 0:
@@ -105,7 +143,7 @@ async def evaluate(run: "Run") -> None:
 # --- rollout_only
 
 
-async def collect(run: "Run") -> None:
+async def collect(run: RolloutRun) -> None:
     """Takes each step's groups and writes them; the next may start as if they were trained."""
     for step in range(run.cfg.steps):
         began = time.perf_counter()
@@ -135,7 +173,7 @@ class NoEngines:
     async def start(self) -> None:
         """Waits for nothing."""
 
-    async def repair_forever(self, run: "Run") -> None:
+    async def repair_forever(self, run: RolloutRun) -> None:
         """Repairs nothing."""
 
     async def sync(self, version: int) -> dict[str, float]:
@@ -143,7 +181,7 @@ class NoEngines:
         return {}
 
 
-def replayed_files(run: "Run") -> list[Path]:
+def replayed_files(run: RolloutRun) -> list[Path]:
     """The files to train on, in the order of their steps; prepares the run for them.
 
     Raises InputError where there is none, or one that does not hold a step's groups.
@@ -176,7 +214,7 @@ def sample_files(source: str) -> list[Path]:
     return files
 
 
-async def read_forever(run: "Run", files: list[Path]) -> None:
+async def read_forever(run: RolloutRun, files: list[Path]) -> None:
     """Hands in each file's groups, two steps ahead of the trainer."""
     P = run.cfg.prompts_per_step
     for step in range(run.progress.next_slot // P, run.cfg.steps):
@@ -189,7 +227,7 @@ async def read_forever(run: "Run", files: list[Path]) -> None:
             run.buffer.put(dataclasses.replace(group, slot=slot, version=step))
 
 
-def is_near(run: "Run", step: int) -> bool:
+def is_near(run: RolloutRun, step: int) -> bool:
     """Whether the trainer is at most two steps behind."""
     return run.buffer.next_step >= step - 1
 
@@ -210,13 +248,13 @@ def of_export(cfg: C) -> C:
     return dataclasses.replace(cfg, command=command)
 
 
-async def start_export(run: "Run") -> None:
+async def start_export(run: TrainingRun) -> None:
     """Starts the trainers on the checkpoint."""
     await run.cluster.start_trainers()
     await run.checkpoints.load()
 
 
-async def export(run: "Run") -> None:
+async def export(run: TrainingRun) -> None:
     """Writes the policy as a model."""
     folder = f"{run.cfg.run_dir}/step_{run.cfg.command.export:06d}/hf"
     trainers = run.cluster.trainers

@@ -15,7 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from runtime.config import InputError
-from runtime.settings import RunSettings
+from runtime.settings import TrainingSettings
 
 # Resources of nodes that are not for engines and trainers: `ray start --resources '{"judge": 1}'`.
 JUDGE = "judge"
@@ -57,30 +57,36 @@ class Places(NamedTuple):
         return sorted(range(len(found)), key=lambda i: (place.get(found[i][0], -1), found[i][1]))
 
 
-def shares(cfg: RunSettings) -> Shares:
+def shares(cfg: TrainingSettings) -> Shares:
     """By `gpu_share`. A trainer rank takes more than half: NCCL refuses two of them on a GPU.
 
     Ray by itself would fill a GPU with trainer ranks before it takes the next.
     """
-    if cfg.gpu_share == 1:
-        return Shares(1, cfg.engine.tensor_parallel, 0, 1)
-    trainer = round(max(cfg.gpu_share, 0.5 + HAIR), 4)
-    engine = round(max(cfg.gpu_share - HAIR, HAIR), 4)
-    return Shares(trainer, engine, int((1 - trainer) / engine + HAIR), int(1 / cfg.gpu_share))
+    _, engine_gpus, part = cfg.demand
+    if part == 1:
+        return Shares(1, engine_gpus, 0, 1)
+    trainer = round(max(part, 0.5 + HAIR), 4)
+    engine = round(max(part - HAIR, HAIR), 4)
+    return Shares(trainer, engine, int((1 - trainer) / engine + HAIR), int(1 / part))
 
 
-def plan(cfg: RunSettings, nodes: list[Node]) -> Places:
+def started_engines(cfg: TrainingSettings) -> int:
+    """Engines that the command starts."""
+    return 0 if cfg.command.replayed or cfg.command.export else cfg.demand.engines
+
+
+def plan(cfg: TrainingSettings, nodes: list[Node]) -> Places:
     """Where all actors fit. Raises InputError naming settings and nodes where they do not.
 
     A cluster without GPUs runs everything on CPUs. Of actors that share GPUs the node alone is
     chosen, and Ray chooses the GPU.
     """
-    engines = 0 if cfg.command.replay or cfg.command.export else cfg.engine.count
+    engines = started_engines(cfg)
     check_gpus(cfg, [node.gpus for node in nodes])
     if not any(node.gpus for node in nodes):
         return Places(nodes, [""] * engines, [""] * cfg.policy.ranks)
     share = shares(cfg)
-    tp, size = cfg.policy.tp, cfg.engine.tensor_parallel
+    tp, size = cfg.policy.tp, cfg.demand.engine_gpus
     for order in (nodes, nodes[::-1]):  # nodes may differ in their GPUs
         free = {node.id: node.gpus for node in reversed(order)}
         groups = fill(free, cfg.policy.ranks // tp, tp)
@@ -108,10 +114,21 @@ def fill(free: dict[str, int], count: int, size: int) -> list[str]:
     return homes
 
 
-def check_gpus(cfg: RunSettings, gpus: Sequence[float]) -> None:
+def node_mates(cfg: TrainingSettings, homes: Sequence[str]) -> list[int]:
+    """The trainer ranks beside rank 0 on its node; `homes` are the nodes by rank, "" without GPUs.
+
+    They join it in sending weights: NCCL leaves a node by the network cards of the group's GPUs.
+    None where GPUs are shared, as gloo sends then.
+    """
+    if cfg.demand.share < 1 or not homes[0]:
+        return []
+    return [rank for rank in range(1, len(homes)) if homes[rank] == homes[0]]
+
+
+def check_gpus(cfg: TrainingSettings, gpus: Sequence[float]) -> None:
     """Raises InputError where the nodes have too few GPUs, or none for what needs one."""
-    engines = 0 if cfg.command.replay or cfg.command.export else cfg.engine.count
-    size, ranks, attention = cfg.engine.tensor_parallel, cfg.policy.ranks, cfg.policy.attention
+    engines = started_engines(cfg)
+    size, ranks, attention = cfg.demand.engine_gpus, cfg.policy.ranks, cfg.policy.attention
     there = int(sum(gpus))
     if not there:
         if attention.startswith(("flash", "varlen")) and cfg.policy.kind == "fsdp":
@@ -122,8 +139,8 @@ def check_gpus(cfg: RunSettings, gpus: Sequence[float]) -> None:
     needed = ranks + max(0, math.ceil((engines * size - ranks * share.beside) / share.alone))
     if needed > there:
         asked = f"policy.ranks = {ranks}, engine.count = {engines}, engine.tensor_parallel = {size}"
-        has = f"gpu_share = {cfg.gpu_share:g} need {needed} GPUs, the cluster has {there}"
-        alone = " (no two trainer ranks share one)" if cfg.gpu_share < 1 else ""
+        has = f"gpu_share = {cfg.demand.share:g} need {needed} GPUs, the cluster has {there}"
+        alone = " (no two trainer ranks share one)" if cfg.demand.share < 1 else ""
         raise InputError(f"{asked} and {has}{alone}: lower one of them")
 
 

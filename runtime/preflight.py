@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +24,17 @@ from runtime.config import InputError, flatten, missing_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from runtime.settings import RunSettings
+    from runtime.settings import RunSettings, TrainingSettings
 
 SHORTEST = 1.0  # seconds; no wait of a run is always shorter
 OLDEST_DRIVER = 580  # of NVIDIA, which CUDA 13 needs
+FILES = 64  # assumed: that a process has open for each trainer rank and engine worker it meets
 CONNECT_SECONDS = 3.0  # that the head of a cluster may take to be reached
+# What makes the models of the embedded configurations.
+MAKERS = {
+    "models/tiny": "launch/make_tiny.py",
+    "models/tiny_tools": "launch/make_tiny_tools.py",
+}
 LFS = b"version https://git-lfs"  # how a file begins that git has not fetched
 LONGEST_HEADER = 100_000_000  # bytes, as the format defines it
 # Rope types whose max_position_embeddings are the scaled ones (vllm/config/model.py).
@@ -60,7 +67,7 @@ DECLARED = {  # what the dictionary of a setting may name
 }
 
 
-def check(cfg: "RunSettings") -> None:
+def check(cfg: "TrainingSettings") -> None:
     """Raises InputError, naming field, value and remedy, where the run could not start."""
     for name, seconds in dataclasses.asdict(cfg.timeouts).items():
         if seconds < SHORTEST:
@@ -82,7 +89,7 @@ def brief(error: BaseException) -> str:
 # --- folder and engine ----------------------------------------------------------------------------
 
 
-def check_folder(cfg: "RunSettings") -> None:
+def check_folder(cfg: "TrainingSettings") -> None:
     """Raises InputError unless the run may have its folder, which is not made yet."""
     folder = Path(cfg.run_dir)
     field = f"run_dir = {cfg.run_dir!r}"
@@ -101,7 +108,7 @@ def check_folder(cfg: "RunSettings") -> None:
         claim(cfg).close()
 
 
-def check_command(cfg: "RunSettings") -> None:
+def check_command(cfg: "TrainingSettings") -> None:
     """Raises InputError where the command needs a checkpoint or samples that are not there.
 
     Whether they are of this stream of prompts is looked at when its rows have been read.
@@ -110,16 +117,17 @@ def check_command(cfg: "RunSettings") -> None:
     from runtime.modes import of_export, sample_files
 
     first_whole(of_export(cfg) if cfg.command.export else cfg)
-    if cfg.command.replay:
-        sample_files(cfg.command.replay)
+    if cfg.command.replayed:
+        sample_files(cfg.command.replayed)
 
 
-def check_arguments(cfg: "RunSettings") -> None:
+def check_arguments(cfg: "TrainingSettings") -> None:
     """Raises InputError for an argument that its library does not have."""
     values = flatten(cfg)
     for field, declared in DECLARED.items():
-        known = arguments(field) if values[field] else frozenset()
-        for name in sorted(values[field].keys() - known) if known else ():
+        given = values.get(field) or {}  # a run without engines has none of theirs
+        known = arguments(field) if given else frozenset()
+        for name in sorted(given.keys() - known) if known else ():
             close = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise InputError(f"{field} sets {name!r}, which {declared.library} does not have{hint}")
@@ -140,6 +148,20 @@ def arguments(field: str) -> frozenset[str]:
     return frozenset(ast.unparse(f.target) for f in fields if isinstance(f, ast.AnnAssign))
 
 
+def short_of_files(met: int, beside: int = 0) -> str:
+    """What to say where a process that meets so many others may open too few files; else "".
+
+    `beside` are files whatever their number. Ray raises the soft limit of its own processes to the
+    hard one.
+    """
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = beside + FILES * met
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return ""
+    told = f"ulimit -Hn is {limit}, {met} ranks and engine workers need {needed}"
+    return f"{told}: raise nofile in /etc/security/limits.conf, or LimitNOFILE of slurmd"
+
+
 def check_address(address: str) -> None:
     """Raises InputError where nobody listens at the HOST:PORT of a cluster.
 
@@ -158,23 +180,33 @@ def check_address(address: str) -> None:
 # --- model ----------------------------------------------------------------------------------------
 
 
-def check_model(cfg: "RunSettings") -> None:
+def lacking(model: str, name: str) -> str:
+    """What to say of a model's folder without a file, and what makes it."""
+    maker = next((m for end, m in MAKERS.items() if model.endswith(end)), "")
+    stage = re.search(r"runs/([a-z]\w+)/step_\d+/hf$", model)
+    made = f" ({maker} makes it)" if maker else ""
+    made = f" (of the run in runs/{stage[1]}; --model names another one)" if stage else made
+    return f"model = {model!r}: expected a folder that holds {name}{made}"
+
+
+def check_model(cfg: "TrainingSettings") -> None:
     """Raises InputError unless the folder is a model that this configuration can train."""
     model = cfg.model
     for name in ("config.json", "tokenizer_config.json"):
         if not os.path.isfile(os.path.join(model, name)):
-            made = " (launch/make_tiny.py makes it)" if model.endswith("models/tiny") else ""
-            raise InputError(f"model = {model!r}: expected a folder that holds {name}{made}")
+            raise InputError(lacking(model, name))
     settings = Path(model, "tokenizer_config.json").read_bytes()
     if b"chat_template" not in settings and not list(Path(model).glob("chat_template*")):
         raise InputError(f"model = {model!r}: its tokenizer has no chat_template, expected one")
     tensors = dict(every_tensor(Path(model)))
     from dry_run import sizes  # and transformers, which takes seconds
+    from runtime.settings import RunSettings
 
     lm = sizes.build(model)
     check_tensors(model, tensors, lm)
     check_attention(cfg)
-    check_engine(cfg, lm.config)
+    if isinstance(cfg, RunSettings):
+        check_engine(cfg, lm.config)
     check_prompts(cfg, lm)
     if cfg.policy.kind == "megatron":
         from policy.megatron.check import check_megatron
@@ -255,7 +287,7 @@ def check_tensors(folder: str, found: dict[str, list[int]], lm: "PreTrainedModel
             raise InputError(f"model = {folder!r}: no tensor {name}, {described}")
 
 
-def check_attention(cfg: "RunSettings") -> None:
+def check_attention(cfg: "TrainingSettings") -> None:
     """Raises InputError for an attention that transformers does not have."""
     from policy.attention import AttentionInterface  # with the kernel that is added there
 
@@ -285,12 +317,12 @@ def check_engine(cfg: "RunSettings", hf: "PreTrainedConfig") -> None:
         raise InputError(f"sampling.max_model_len = {cfg.sampling.max_model_len}: {has}: lower it")
 
 
-def check_prompts(cfg: "RunSettings", lm: "PreTrainedModel") -> None:
+def check_prompts(cfg: "TrainingSettings", lm: "PreTrainedModel") -> None:
     """Raises InputError unless the tokenizer and its chat template make prompts of messages."""
     from envs.rows import load_tokenizer, render_messages
 
     field = f"model = {cfg.model!r}"
-    kwargs = cfg.sampling.chat_template_kwargs
+    setting, kwargs = cfg.template_variables
     try:
         tokenizer = load_tokenizer(cfg.model)
     except Exception as error:  # transformers raises whatever it stumbles over
@@ -300,7 +332,7 @@ def check_prompts(cfg: "RunSettings", lm: "PreTrainedModel") -> None:
         ids = render_messages(tokenizer, asked[0], None, kwargs)
         both = [tokenizer.apply_chat_template(m, tokenize=False, **kwargs) for m in asked]
     except Exception as error:  # a chat template is the model's own code
-        given = f" with sampling.chat_template_kwargs = {kwargs}" if kwargs else ""
+        given = f" with {setting} = {kwargs}" if kwargs else ""
         why = f"its chat template refuses a question{given}: {brief(error)}"
         raise InputError(f"{field}: {why}") from None
     if both[0] == both[1]:

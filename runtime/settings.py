@@ -1,7 +1,11 @@
-"""The settings of a run that no algorithm changes; an algorithm's Config inherits them."""
+"""The settings of a run that no algorithm changes; an algorithm's Config inherits them.
+
+`TrainingSettings` are those of any training. `RunSettings` add engines and rollouts to them,
+`PairSettings` pairs of answers.
+"""
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -24,6 +28,7 @@ OWN_ENGINE_ARGS = {
     "tensor_parallel_size": "engine.tensor_parallel",
     "pipeline_parallel_size": "engine.tensor_parallel",
     "data_parallel_size": "engine.count",
+    "prefill_context_parallel_size": "engine.tensor_parallel",
     "max_model_len": "sampling.max_model_len",
     "logprobs_mode": "",
     "scheduling_policy": "",
@@ -34,7 +39,7 @@ OWN_ENGINE_ARGS = {
 
 
 @checked_dataclass(frozen=True, config=FINITE)
-class Command:
+class TrainingCommand:
     """What to do with a configuration; without any of these it is trained from the start."""
 
     config: str = ""
@@ -47,37 +52,51 @@ class Command:
     """The GPU that dry_run plans for; by default this machine's, or an H100 where it has none."""
     eval_only: bool = False
     """Evaluate the model, or the checkpoint that `resume` names, and leave."""
-    rollout_only: bool = False
-    """Write each step's samples with the initial policy; train nothing."""
-    replay: str = ""
-    """Train on the samples that this run folder holds, without an engine."""
     export: NonNegativeInt = 0
     """Write this step's checkpoint as a model for transformers and vLLM, and leave."""
+
+    @property
+    def replayed(self) -> str:
+        """The run folder whose samples are trained on; "" where there is none."""
+        return ""
 
     @property
     def modes(self) -> list[str]:
         """Which of the modes that exclude each other are asked for."""
         every = ("eval_only", "rollout_only", "replay", "export")
-        return [name for name in every if getattr(self, name)]
+        return [name for name, value in vars(self).items() if name in every and value]
 
     def __post_init__(self) -> None:
         """Refuses modes that exclude each other. Raises ValueError."""
         if len(self.modes) > 1:
             raise ValueError(f"{' and '.join(self.modes)} exclude each other")
-        if self.resume and (self.rollout_only or self.export):
+        if self.resume and {"rollout_only", "export"} & {*self.modes}:
             raise ValueError(f"resume excludes {self.modes[0]}")
 
 
 @checked_dataclass(frozen=True, config=FINITE)
-class Data:
+class Command(TrainingCommand):
+    """The same where there are rollouts."""
+
+    rollout_only: bool = False
+    """Write each step's samples with the initial policy; train nothing."""
+    replay: str = ""
+    """Train on the samples that this run folder holds, without an engine."""
+
+    @property
+    def replayed(self) -> str:
+        """The run folder whose samples are trained on; "" where there is none."""
+        return self.replay
+
+
+@checked_dataclass(frozen=True, config=FINITE)
+class DataFiles:
     """The rows that a run trains on and is evaluated with."""
 
-    train: str = "data/tiny/train.jsonl"
-    """NeMo-Gym rows, used in file order, again from the top when they end."""
+    train: str
+    """JSONL rows, used in file order, again from the top when they end."""
     val: str = ""
-    """NeMo-Gym rows for evaluation; empty: none."""
-    val_samples: PositiveInt = 1
-    """Answers to each validation prompt; k of pass@k."""
+    """JSONL rows for evaluation; empty: none."""
     max_bad_rows: NonNegativeInt = 0
     """Malformed rows that a data file may hold; they go to quarantine.jsonl in the run folder."""
 
@@ -85,6 +104,26 @@ class Data:
         """Refuses to train on no file. Raises ValueError."""
         if not self.train:
             raise ValueError("data.train = '': expected a JSONL file")
+
+
+@checked_dataclass(frozen=True, config=FINITE)
+class Data(DataFiles):
+    """NeMo-Gym rows."""
+
+    train: str = "data/tiny/train.jsonl"
+    """NeMo-Gym rows, used in file order, again from the top when they end."""
+    val_samples: PositiveInt = 1
+    """Answers to each validation prompt; k of pass@k."""
+
+
+@checked_dataclass(frozen=True, config=FINITE)
+class PairData(DataFiles):
+    """Rows of two answers, of which one is better."""
+
+    train: str = "data/tiny_tools/train_pairs.jsonl"
+    """Preference rows, used in file order, again from the top when they end."""
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Variables of the chat template: {"enable_thinking": False}."""
 
 
 @checked_dataclass(frozen=True, config=FINITE)
@@ -98,7 +137,7 @@ class EngineSettings:
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """vLLM's engine arguments by name, merged last into those of the run."""
     max_restarts: NonNegativeInt = 3
-    """Times that lost engines are replaced; then the run goes on with those that are left."""
+    """Times an hour that lost engines are replaced. Beyond it the run goes on with the others."""
     verify_sync_every: NonNegativeInt = 0
     """Prove the engines' weights every so many steps, as is done with new engines; 0: only then."""
 
@@ -166,15 +205,21 @@ class Sampling:
 
 
 @checked_dataclass(frozen=True, config=FINITE)
-class Timeouts:
+class TrainingTimeouts:
     """Seconds after which a wait ends with an error that names it."""
 
     start: PositiveFloat = 900.0
     """For actors to load models."""
-    rollout: PositiveFloat = 3600.0
-    """For one group's rollouts; a step's groups get twice that for each of their attempts."""
     train: PositiveFloat = 3600.0
     """For one training step."""
+
+
+@checked_dataclass(frozen=True, config=FINITE)
+class Timeouts(TrainingTimeouts):
+    """The same where there are rollouts."""
+
+    rollout: PositiveFloat = 3600.0
+    """For one group's rollouts; a step's groups get twice that for each of their attempts."""
     sync: PositiveFloat = 600.0
     """For one weight update, from pause to resume."""
     answer: PositiveFloat = 25.0
@@ -186,16 +231,31 @@ class Timeouts:
         return self.rollout + self.answer
 
 
+class Load(NamedTuple):
+    """What a batch holds at most."""
+
+    sequences: int
+    tokens: int  # that are trained of the longest of them
+
+
+class Demand(NamedTuple):
+    """What a run takes of a cluster beside its trainer ranks."""
+
+    engines: int = 0
+    engine_gpus: int = 1
+    share: float = 1.0  # of a GPU, for a trainer rank or an engine
+
+
 @checked_dataclass(frozen=True, config=FINITE)
-class RunSettings:
-    """One run: its folder, its data, its processes and its deadlines."""
+class TrainingSettings:
+    """One training: its folder, its data, its trainers and its deadlines."""
 
     run_dir: str = "runs/{time}"
-    """Folder of metrics, rollouts and checkpoints; {time} and {seed} are filled in."""
+    """Folder of metrics and checkpoints; {time} and {seed} are filled in."""
     model: str = "models/tiny"
     """Folder of a Hugging Face causal LM (config.json, *.safetensors, tokenizer), or ORG/NAME."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
-    """Seeds the trainer and every sample (with its slot and its place in the group)."""
+    """Seeds the trainer."""
     steps: PositiveInt = 1000
     """Batches to train; also the last policy version."""
     save_period: NonNegativeInt = 100
@@ -206,12 +266,87 @@ class RunSettings:
     """Save and leave so many seconds before the Slurm job ends; 0: never."""
     val_period: NonNegativeInt = 0
     """Evaluate every so many steps, at the start and at the end; 0: never."""
+    wandb: bool = False
+    """Log to Weights & Biases (install wandb yourself)."""
+    command: tyro.conf.OmitArgPrefixes[TrainingCommand] = dataclasses.field(
+        default_factory=TrainingCommand
+    )
+    """What to do with all this; the default is to train from the start."""
+    data: DataFiles = dataclasses.field(default_factory=Data)
+    """Training and validation rows."""
+    policy: PolicySettings = dataclasses.field(default_factory=PolicySettings)
+    """The network, its optimizer and its layout."""
+    timeouts: TrainingTimeouts = dataclasses.field(default_factory=TrainingTimeouts)
+    """Deadlines of all waits."""
+
+    @property
+    def demand(self) -> Demand:
+        """What the run takes of a cluster beside its trainer ranks."""
+        return Demand()
+
+    @property
+    def load(self) -> Load:
+        """What a batch holds at most."""
+        return Load(1, self.policy.row_tokens)
+
+    @property
+    def row_limits(self) -> dict[str, int]:
+        """What a packed row may be as long as, by setting."""
+        return {"policy.row_tokens": self.policy.row_tokens}
+
+    @property
+    def template_variables(self) -> tuple[str, dict[str, Any]]:
+        """The setting that has the variables of the chat template, and those."""
+        return "", {}
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen copy of the initial policy is loaded beside the trained one."""
+        return False
+
+    @property
+    def scoring_passes(self) -> int:
+        """Forward passes over a batch beside the one that trains, for --dry_run."""
+        return 0
+
+    def __post_init__(self) -> None:
+        """Refuses settings that exclude each other. Raises ValueError naming both."""
+        for name in ("run_dir", "model"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} = '': expected a folder")
+        val = f"val_period = {self.val_period} and data.val = {self.data.val!r}"
+        if bool(self.val_period) != bool(self.data.val) and not self.command.eval_only:
+            raise ValueError(f"{val}: expected both or neither")
+        if self.command.eval_only and not self.data.val:
+            raise ValueError("eval_only = True and data.val = '': no rows")
+        rows = self.row_limits
+        longest = max(rows, key=lambda name: rows[name])
+        masked = (self.policy.kind, self.policy.attention) == ("fsdp", "sdpa")
+        if masked and rows[longest] > SDPA_TOKENS:
+            long = f"{longest} = {rows[longest]}: above {SDPA_TOKENS} a GPU computes wrong values"
+            raise ValueError(f"policy.attention = 'sdpa' and {long}, expected 'auto'")
+        goes_on = "resume = 'auto'" if self.command.resume == "auto" else ""
+        goes_on = goes_on or ("export" if self.command.export else "")
+        if goes_on and "{time}" in self.run_dir:
+            raise ValueError(f"{goes_on}: run_dir has {{time}}")
+
+
+@checked_dataclass(frozen=True, config=FINITE)
+class RunSettings(TrainingSettings):
+    """A training on rollouts: what their engines, workers and environments need as well."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
+    """Seeds the trainer and every sample (with its slot and its place in the group)."""
+    prompts_per_step: PositiveInt = 256
+    """P, prompt groups in a batch."""
+    group_size: PositiveInt = 16
+    """G, samples of each prompt."""
+    max_lag: NonNegativeInt = 1
+    """Steps from the policy that starts a group to the one that trains on it; 0: synchronous."""
     sample_period: NonNegativeInt = 0
     """Write all tokens and logprobs of every so many steps, for report and --replay; 0: never."""
     rollout_log_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the groups, spread evenly, that are written to rollouts.jsonl."""
-    wandb: bool = False
-    """Log to Weights & Biases (install wandb yourself)."""
     rollout_workers: PositiveInt = 1
     """Processes that render prompts, run environments and compute advantages."""
     rollout_attempts: PositiveInt = 3
@@ -226,14 +361,33 @@ class RunSettings:
     """Training and validation rows."""
     engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
     """The vLLM engines."""
-    policy: PolicySettings = dataclasses.field(default_factory=PolicySettings)
-    """The network, its optimizer and its layout."""
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     """Temperature, lengths and the chat template."""
     services: Services = dataclasses.field(default_factory=Services)
     """What environments need from outside."""
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
     """Deadlines of all waits."""
+
+    @property
+    def demand(self) -> Demand:
+        """What the run takes of a cluster beside its trainer ranks."""
+        return Demand(self.engine.count, self.engine.tensor_parallel, self.gpu_share)
+
+    @property
+    def load(self) -> Load:
+        """What a batch holds at most."""
+        longest = min(self.sampling.max_response_tokens, self.sampling.max_model_len)
+        return Load(self.prompts_per_step * self.group_size, longest)
+
+    @property
+    def row_limits(self) -> dict[str, int]:
+        """What a packed row may be as long as, by setting: a long sample has a row of its own."""
+        return super().row_limits | {"sampling.max_model_len": self.sampling.max_model_len}
+
+    @property
+    def template_variables(self) -> tuple[str, dict[str, Any]]:
+        """The setting that has the variables of the chat template, and those."""
+        return "sampling.chat_template_kwargs", self.sampling.chat_template_kwargs
 
     def engine_arguments(self, on_cpu: bool) -> dict[str, Any]:
         """vLLM's arguments of each engine; `engine.args` are merged last."""
@@ -259,27 +413,27 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         """Refuses settings that exclude each other. Raises ValueError naming both."""
-        for name in ("run_dir", "model"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} = '': expected a folder")
-        val = f"val_period = {self.val_period} and data.val = {self.data.val!r}"
-        if bool(self.val_period) != bool(self.data.val) and not self.command.eval_only:
-            raise ValueError(f"{val}: expected both or neither")
-        if self.command.eval_only and not self.data.val:
-            raise ValueError("eval_only = True and data.val = '': no rows")
-        rows = {
-            "policy.row_tokens": self.policy.row_tokens,
-            "sampling.max_model_len": self.sampling.max_model_len,  # such a sample has its own row
-        }
-        longest = max(rows, key=lambda name: rows[name])
-        masked = (self.policy.kind, self.policy.attention) == ("fsdp", "sdpa")
-        if masked and rows[longest] > SDPA_TOKENS:
-            long = f"{longest} = {rows[longest]}: above {SDPA_TOKENS} a GPU computes wrong values"
-            raise ValueError(f"policy.attention = 'sdpa' and {long}, expected 'auto'")
-        goes_on = "resume = 'auto'" if self.command.resume == "auto" else ""
-        goes_on = goes_on or ("export" if self.command.export else "")
-        if goes_on and "{time}" in self.run_dir:
-            raise ValueError(f"{goes_on}: run_dir has {{time}}")
+        super().__post_init__()
         if self.engine.tensor_parallel > 1 and self.gpu_share < 1:
             parallel = f"engine.tensor_parallel = {self.engine.tensor_parallel}"
             raise ValueError(f"gpu_share = {self.gpu_share}: {parallel} needs 1")
+
+
+@checked_dataclass(frozen=True, config=FINITE)
+class PairSettings(TrainingSettings):
+    """A training on pairs of answers."""
+
+    pairs_per_step: PositiveInt = 128
+    """Pairs in a batch."""
+    data: PairData = dataclasses.field(default_factory=PairData)
+    """Training and validation rows."""
+
+    @property
+    def load(self) -> Load:
+        """What a batch holds at most: a pair is in one row."""
+        return Load(2 * self.pairs_per_step, self.policy.row_tokens // 2)
+
+    @property
+    def template_variables(self) -> tuple[str, dict[str, Any]]:
+        """The setting that has the variables of the chat template, and those."""
+        return "data.chat_template_kwargs", self.data.chat_template_kwargs

@@ -177,17 +177,17 @@ def test_an_evaluation_is_given_up_when_the_run_is_to_leave(monkeypatch):
         asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
         monkeypatch.setattr(dispatch.ray, "cancel", cancelled.append)
         fleet = run.engines.fleet
-        fleet.alive["engine"] = 0
+        fleet.admit("engine")
         well = Report({}, Counter())
         worker = Actor(rollout_group=lambda *_: (Answer(...), None, b""), call=well)
         run.cluster.start_worker = lambda: worker
         evaluation = asyncio.create_task(run.evaluate())
         await asyncio.sleep(0.01)
-        assert fleet.alive == {"engine": 3}
+        assert fleet.alive["engine"].groups == 3
         run.leave("SIGTERM")
         await asyncio.wait_for(evaluation, 5)
         assert len(cancelled) == 3, "nothing may go on for nobody"
-        assert fleet.alive == {"engine": 0}
+        assert fleet.alive["engine"].groups == 0
         del evaluation
         gc.collect()
         assert not complaints

@@ -403,7 +403,10 @@ def test_every_rank_of_a_node_loads_its_share_of_the_model():
 
 def test_a_batch_of_super_and_the_floor_of_its_sync():
     assert pace.step_tokens(Config()) == 256 * 16 * 65536 == 268_435_456
-    assert pace.sync_seconds(SUPER) == pytest.approx(4.824)
+    one = changed(Config(), count=8, ranks=1)
+    assert pace.sync_seconds(SUPER, one, h100(80)) == pytest.approx(4.824)
+    in_a_node = changed(Config(), count=7, ranks=1)
+    assert pace.sync_seconds(SUPER, in_a_node, h100(80)) == pytest.approx(241.2 / 450)
     short = changed(Config(), max_response_tokens=1024, max_model_len=512)
     assert pace.response_limit(short) == 512
 
@@ -418,9 +421,27 @@ def test_what_an_update_is_made_of(tmp_path):
     # Seven ranks have seven eighths of the experts; a layer's 704 MB take three messages each.
     assert pace.update_traffic(model, cfg)[2:] == (2 * model.routed * 7 / 8, 40 * 7 * 3)
     text = dry_run.explain(cfg, Config)
-    assert cell(text, "weight update") == "4.83" and cell(text, "gathered for it") == "197.3"
-    assert "at least: rank 0 sends 241.3 GB in 900 broadcasts" in text
+    assert cell(text, "weight update") == "0.60" and cell(text, "gathered for it") == "197.3"
+    assert "at least: rank 0 sends 241.3 GB in 900 broadcasts; networks: 8\n" in text
     assert "GB that rank 0 gets of others in 840 messages; not in the step" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "networks"),
+    [
+        ({"count": 144, "tensor_parallel": 8, "ranks": 256}, 8),
+        ({"count": 4, "tensor_parallel": 4, "ranks": 16}, 8),
+        ({"count": 3, "tensor_parallel": 4, "ranks": 16}, 4),  # a node has one engine alone
+        ({"count": 2, "tensor_parallel": 8, "ranks": 2}, 2),
+        ({"count": 2, "tensor_parallel": 8, "ranks": 17}, 1),  # rank 0 has a node for itself
+        ({"count": 12, "ranks": 4}, 8),  # four engines beside the ranks
+        ({"count": 4, "ranks": 4}, 0),
+        ({"count": 16, "ranks": 16, "gpu_share": 0.5}, 1),
+        ({"count": 3, "tensor_parallel": 3, "ranks": 7}, 1),  # not on two nodes
+    ],
+)
+def test_an_update_uses_the_cards_that_the_poorest_node_has(fields, networks):
+    assert pace.networks(changed(Config(), **fields)) == networks
 
 
 def test_decoding_reads_the_weights_that_the_batch_meets():
@@ -450,7 +471,8 @@ def test_the_longest_rollout_has_max_lag_plus_one_steps():
     assert longest == pytest.approx(49152 * pace.decode_seconds(SUPER, 4, 1, 24576, gpu))
     for lag in (1, 3):
         limits = pace.limits(SUPER, dataclasses.replace(cfg, max_lag=lag), gpu)
-        assert limits["longest rollout"] == pytest.approx(longest / (1 + lag))
+        chain = longest + pace.train_seconds(SUPER, cfg, gpu)
+        assert limits["longest rollout"] == pytest.approx(chain / (1 + lag))
 
 
 def test_training_costs_six_flops_a_parameter_and_more_for_what_runs_again():
@@ -546,7 +568,8 @@ def test_loops_that_share_a_gpu_or_have_no_lag_take_turns():
         other = dataclasses.replace(cfg, **fields)
         (seconds,) = pace.limits(model, other, gpu).values()
         assert seconds >= pace.generation_seconds(model, other, gpu) + training
-    assert pace.step_seconds(model, cfg, gpu) == max(apart.values()) + pace.sync_seconds(model)
+    update = pace.sync_seconds(model, cfg, gpu)
+    assert pace.step_seconds(model, cfg, gpu) == max(apart.values()) + update
 
 
 def test_the_balanced_split_is_the_fastest_that_fits(folder):
@@ -687,18 +710,22 @@ def test_the_table_fits_a_screen_and_follows_the_gpu(folder):
     assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 100
     assert "assumed: H200: 139.00 GiB" in text and "of 139.00" in text
     assert "nodes of 8: 3" in text and "--nodes=3 --ntasks-per-node=1 --gpus-per-node=8" in text
-    assert cell(text, "weight update") == "0.33"
-    longest, least = re.search(
-        r"longest rollout +([\d.]+) .*at lag 1 a step of ([\d.]+) at least", text
-    ).groups()
-    assert float(least) == pytest.approx(float(longest) / 2, abs=0.01)
-    assert cell(text, "= step") == f"{max_of_limits(cfg, planned('h200')):,.2f}"
+    assert cell(text, "weight update") == "0.04"
+    least = re.search(r"longest rollout .* training: a step of ([\d.,]+) at least", text)[1]
+    longest, training = (number(cell(text, name)) for name in ("longest rollout", "training"))
+    assert number(least) == pytest.approx((longest + training) / 2, abs=0.1)
+    assert cell(text, "= step") == f"{step_through_8_cards(cfg, planned('h200')):,.2f}"
 
 
-def max_of_limits(cfg: Config, gpu: Gpu) -> float:
+def number(cell: str) -> float:
+    return float(cell.replace(",", ""))
+
+
+def step_through_8_cards(cfg: Config, gpu: Gpu) -> float:
     model = sizes.read_model(cfg.model)
     both = pace.generation_seconds(model, cfg, gpu), pace.train_seconds(model, cfg, gpu)
-    return max(*both, pace.longest_seconds(model, cfg, gpu) / 2) + 2 * model.params / 50e9
+    chain = pace.longest_seconds(model, cfg, gpu) + both[1]
+    return max(*both, chain / 2) + 2 * model.params / (8 * 50e9)
 
 
 NANO = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48}
@@ -769,8 +796,8 @@ def test_only_changed_fields_are_listed():
     cfg = changed(Config(steps=7), lr=1e-6, engine={"args": {"max_num_seqs": 512}})
     assert dry_run.changed(cfg, Config) == [
         "changed (from)",
-        f"{'  steps 7 (1000)':<50}engine.args {{'max_num_seqs': 512}} ({{}})",
-        "  policy.lr 1e-06 (3e-06)",
+        f"{'  steps 7 (1000)':<50}policy.lr 1e-06 (3e-06)",
+        "  engine.args {'max_num_seqs': 512} ({})",
     ]
 
 

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import itertools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from unittest import mock
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import dpo
 from grpo_async import Config
 from runtime import config, preflight
 from runtime.config import InputError
@@ -105,7 +107,8 @@ def test_an_inherited_group_keeps_the_leaves_that_are_not_assigned(write):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("[!_]*.py")), ids=str)
 def test_every_config_file_is_valid(path):
-    assert config.read(Config, path) != Config()
+    Settings = dpo.Config if path.stem.endswith("dpo") else Config
+    assert config.read(Settings, path) != Settings()
 
 
 def test_flags_override_the_file(write):
@@ -375,15 +378,17 @@ def groups(Config: type) -> Iterator[type]:
 
 
 def field_docs(Group: type) -> list[str]:
-    """The texts below the fields of a class, those that it inherits included."""
-    docs = []
-    for cls in Group.__mro__:
+    """The texts below the fields of a class; of a field that is declared again, the last one's."""
+    docs: dict[str, str] = {}
+    for cls in reversed(Group.__mro__):
         if not dataclasses.is_dataclass(cls):
             continue
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-        values = [e.value for e in node.body[1:] if isinstance(e, ast.Expr)]
-        docs += [v.value for v in values if isinstance(v, ast.Constant)]
-    return docs
+        for field, text in itertools.pairwise(node.body):
+            value = getattr(text, "value", None)
+            if isinstance(field, ast.AnnAssign) and isinstance(value, ast.Constant):
+                docs[field.target.id] = value.value
+    return [docs[field.name] for field in dataclasses.fields(Group)]
 
 
 def test_a_file_may_use_its_own_names_in_functions_and_comprehensions(write):

@@ -57,21 +57,21 @@ def test_the_log_of_a_thousand_steps_is_short(capsys):
     lines = Lines(config("runs/a", 1000))
     for step in range(1, 1001):
         lines.step(step, METRICS)
-    lines.show_ready(3)
+    lines.show_ready(3, 4)
     lines.close()
     assert len(capsys.readouterr().out) < 100_000
 
 
 def test_bars_start_with_the_first_step(capsys):
     bars = Bars(config("runs/a"))
-    bars.show_ready(3)
+    bars.show_ready(3, 4)
     assert capsys.readouterr().err == ""
     bars.step(12, METRICS)
-    bars.show_ready(3)
+    bars.show_ready(3, 4)
     bar, ready = bars.bars
     assert (bar.initial, bar.n, bar.total, ready.n, ready.total) == (11, 12, 40, 3, 4)
     bars.close()
-    assert "reward=0.500" in capsys.readouterr().err
+    assert "reward 0.500  lag 0.25" in capsys.readouterr().err
 
 
 def test_a_phase_has_the_seconds_since_the_program_began(capsys, monkeypatch):

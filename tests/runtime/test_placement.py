@@ -92,6 +92,14 @@ def test_ranks_are_numbered_by_node_then_gpu():
     assert sorted(names, key=by_number) == ["cpu", "gpu-9", "gpu-9b", "gpu-10"]
 
 
+def test_ranks_on_rank_0_s_node_send_with_it_where_each_has_a_gpu():
+    homes = ["a", "a", "a", "b", "b"]
+    assert placement.node_mates(Config(), homes) == [1, 2]
+    assert placement.node_mates(Config(), ["a", "b"]) == placement.node_mates(Config(), ["a"]) == []
+    assert placement.node_mates(Config(), ["", ""]) == [], "gloo sends where there is no GPU"
+    assert placement.node_mates(changed(Config(), gpu_share=0.5), homes) == []
+
+
 def test_a_new_engine_takes_the_place_of_the_lost_one():
     places = Places([], ["a", "a", "b"], [])
     assert places.free_home([]) == places.free_home(["a"]) == "a"
@@ -175,6 +183,7 @@ def test_actors_are_where_they_should_be(fake_cluster, tmp_path):
     with Cluster(cfg, Trainer, Engine) as cluster:
         trainers, engine, worker = asyncio.run(main(cluster))
     assert [rank for rank, _, _ in trainers] == [0, 1]
+    assert cluster.senders == cluster.trainers
     assert [node for _, node, _ in trainers] == [second] * 2
     gpus = [gpu for _, _, gpu in trainers]
     assert gpus == sorted(gpus) and len(set(map(str, gpus))) == 2
@@ -199,6 +208,7 @@ def test_a_trainer_rank_and_an_engine_share_a_gpu_and_never_two_ranks(fake_clust
 
     with Cluster(cfg, Trainer, Engine) as cluster:
         trainers, engines = asyncio.run(main(cluster))
+    assert cluster.senders == cluster.trainers[:1]
     of_trainers = [(node, *gpus) for _, node, gpus in trainers]
     assert sorted(of_trainers) == sorted((node, *gpus) for node, gpus in engines)
     assert len(set(of_trainers)) == 4 and len({node for node, _ in of_trainers}) == 2
