@@ -7,6 +7,7 @@
     python data_prep.py curriculum FILE OUT --prompts_per_step 256
     python data_prep.py effort FILE OUT --phase early
     python data_prep.py reasoning_control FILE OUT
+    python data_prep.py tool_pairs FILE runs/NAME/rollouts.jsonl OUT
 
 Every command reads its input line by line and writes aside, so a file under its final name is
 whole. The same input gives the same bytes.
@@ -25,6 +26,7 @@ from prep.convert import Rows
 from prep.curriculum import Curriculum
 from prep.profile import Profile
 from prep.shares import Effort, ReasoningControl
+from prep.tool_pairs import ToolPairs
 from runtime.config import InputError
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -35,6 +37,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "curriculum": Curriculum,
     "effort": Effort,
     "reasoning_control": ReasoningControl,
+    "tool_pairs": ToolPairs,
 }
 
 

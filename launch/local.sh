@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # Trains on this machine, in the environment that launch/setup.sh makes.
 #   bash launch/local.sh [CONFIG] [--field value ...]        default: configs/tiny.py
+# A configuration whose name ends in dpo.py is one of dpo.py, any other one of grpo_async.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 config=configs/tiny.py
 case "${1:-}" in *.py) config=$1 && shift ;; esac
+program=grpo_async.py
+case "$config" in *dpo.py) program=dpo.py ;; esac
 bash launch/setup.sh
 unset PYTHONDONTWRITEBYTECODE
 [ "$config" = configs/tiny.py ] && .venv/bin/python launch/make_tiny.py
-exec .venv/bin/python grpo_async.py --config "$config" "$@"
+[ "$config" = configs/tiny_dpo.py ] && .venv/bin/python launch/make_tiny_tools.py
+exec .venv/bin/python "$program" --config "$config" "$@"

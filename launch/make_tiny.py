@@ -104,10 +104,10 @@ def answer_text(entry, items):
     return "".join(items) if words else f"[{','.join(items)}]"
 
 
-def response_text(entry, rng):
+def response_text(entry, rng, slip=SLIP):
     """The teacher's answer; rng says where he slips, but one item at least he writes."""
     right = solved(entry)
-    items = [item for item in right if rng.random() > SLIP] or right[:1]
+    items = [item for item in right if rng.random() > slip] or right[:1]
     return f"{' '.join(items_of(entry))} <answer>{answer_text(entry, items)}</answer>"
 
 
@@ -126,14 +126,14 @@ def write_rows(path, entries):
     path.write_text("".join(json.dumps(nemo_gym_row(entry)) + "\n" for entry in entries))
 
 
-def make_tokenizer():
-    """One token per character, plus the special tokens and the answer tags."""
-    vocabulary = {token: i for i, token in enumerate(SPECIAL + TAGS + list(CHARACTERS))}
+def make_tokenizer(tags=TAGS, characters=CHARACTERS, template=CHAT_TEMPLATE):
+    """One token per character, plus the special tokens and the tags."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *tags, *characters])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     core.add_special_tokens(SPECIAL)
-    core.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    core.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
@@ -141,7 +141,7 @@ def make_tokenizer():
         unk_token="<unk>",
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=template,
         model_max_length=256,
     )
 
@@ -167,16 +167,15 @@ def make_model(tokenizer):
     return Qwen3ForCausalLM(config)
 
 
-def prompt_ids(tokenizer, entry):
-    return tokenizer.encode(f"<user>{prompt_text(entry)}<assistant>")
+def rendered(entry):
+    return f"<user>{prompt_text(entry)}<assistant>"
 
 
-def demonstration_batch(tokenizer, entries, rng):
+def demonstration_batch(tokenizer, demonstrations):
     """Right-padded tokens [B, T] and, for each, the next one to predict (-100: not trained)."""
     pairs = []
-    for entry in entries:
-        response = response_text(entry, rng)
-        pairs.append((prompt_ids(tokenizer, entry), tokenizer.encode(response + "<eos>")))
+    for prompt, response in demonstrations:
+        pairs.append((tokenizer.encode(prompt), tokenizer.encode(response + "<eos>")))
     longest = max(len(prompt) + len(response) for prompt, response in pairs)
     tokens_BT = torch.full((len(pairs), longest), tokenizer.pad_token_id)
     target_BT = torch.full((len(pairs), longest), -100)
@@ -187,16 +186,16 @@ def demonstration_batch(tokenizer, entries, rng):
     return tokens_BT, target_BT
 
 
-def warm_up(model, tokenizer, stream, rng):
-    """Supervised learning of the teacher's demonstrations, hardly one of them seen twice."""
+def warm_up(model, tokenizer, demonstrations):
+    """Supervised learning of demonstrations (prompt, response), hardly one of them seen twice."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min(1, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / STEPS)) / 2,
     )
     for _ in range(STEPS):
-        batch = list(itertools.islice(stream, BATCH))
-        tokens_BT, target_BT = demonstration_batch(tokenizer, batch, rng)
+        batch = itertools.islice(demonstrations, BATCH)
+        tokens_BT, target_BT = demonstration_batch(tokenizer, batch)
         logits_BTV = model(tokens_BT, use_cache=False).logits
         cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -206,16 +205,21 @@ def warm_up(model, tokenizer, stream, rng):
 
 
 @torch.no_grad()
-def measure(model, tokenizer, entries, samples=4):
-    """Share of sampled responses in the right form, and share exactly right."""
-    prompts = tokenizer.pad({"input_ids": [prompt_ids(tokenizer, e) for e in entries]})
+def sample(model, tokenizer, prompts, samples, longest=40):
+    """Responses to each prompt in turn, `samples` of each, of at most `longest` tokens."""
+    padded = tokenizer.pad({"input_ids": [tokenizer.encode(prompt) for prompt in prompts]})
     batch = {
-        name: torch.tensor(prompts[name]).repeat_interleave(samples, 0)
+        name: torch.tensor(padded[name]).repeat_interleave(samples, 0)
         for name in ("input_ids", "attention_mask")
     }
-    output = model.generate(**batch, do_sample=True, top_k=0, max_new_tokens=40)
+    output = model.generate(**batch, do_sample=True, top_k=0, max_new_tokens=longest)
     responses_BT = output[:, batch["input_ids"].shape[1] :]
-    texts = tokenizer.batch_decode(responses_BT, skip_special_tokens=True)
+    return tokenizer.batch_decode(responses_BT, skip_special_tokens=True)
+
+
+def measure(model, tokenizer, entries, samples=4):
+    """Share of sampled responses in the right form, and share exactly right."""
+    texts = sample(model, tokenizer, list(map(rendered, entries)), samples)
     right = [answer_text(entry, solved(entry)) for entry in entries for _ in range(samples)]
     form = sum(RESPONSE.fullmatch(text) is not None for text in texts) / len(texts)
     exact = sum(map(is_same, map(extract, texts), right)) / len(texts)
@@ -247,7 +251,7 @@ def main():
 
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
-    warm_up(model, tokenizer, stream, rng)
+    warm_up(model, tokenizer, ((rendered(e), response_text(e, rng)) for e in stream))
     form, exact = measure(model, tokenizer, validation)
     tokenizer.save_pretrained(model_dir)
     model.save_pretrained(model_dir)

@@ -2,14 +2,14 @@
 
     python launch/preflight.py --config configs/rlvr1.py --run_dir runs/rlvr1 --resume auto ...
 
-Takes the arguments of grpo_async.py. Prints a line for each thing that was looked at. Exit status:
-0 where all is well, 1 where something must be mended, 3 where the run is over. Before a job is
-submitted, a run that is alive is well: the job waits for it.
+Takes the arguments of grpo_async.py, or of the program that GRPO_PROGRAM names. Prints a line for
+each thing that was looked at. Exit status: 0 where all is well, 1 where something must be mended, 3
+where the run is over. Before a job is submitted, a run that is alive is well: the job waits for it.
 """
 
+import importlib
 import importlib.util
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -20,27 +20,33 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 FREE = 5.0  # times a checkpoint of the policy that the run folder should have room for
-FILES = 64  # assumed: that a process has open for each trainer rank and engine worker it meets
 OVER = 3
 
 
 def settings(argv: list[str]) -> Any:
-    """The run, from configuration, model, folder and rows. Raises SystemExit as grpo_async.py."""
-    import grpo_async
+    """The run, from configuration, model, folder and rows. Raises SystemExit as the program."""
     from runtime import config, modes
 
+    name = os.environ.get("GRPO_PROGRAM", "grpo_async.py")
+    if not (Path(__file__).parent.parent / name).is_file() or Path(name).name != name:
+        expected = "expected a file beside grpo_async.py"
+        raise config.InputError(f"GRPO_PROGRAM = {name!r}: {expected}")
+    program: Any = importlib.import_module(Path(name).stem)
+    has_pairs = hasattr(program, "load_pairs")
+    read = program.load_pairs if has_pairs else program.load_rows
+    loops_of: Any = modes.training_loops if has_pairs else modes.loops
+    default = "configs/tiny_dpo.py" if has_pairs else "configs/tiny.py"
     try:
-        cfg = config.load(grpo_async.Config, argv, default="configs/tiny.py")
+        cfg = config.load(program.Config, argv, default=default)
     except config.InputError as error:
         if "is in use by" not in str(error) or "SLURM_JOB_ID" in os.environ:
             raise
         print(f"ok: {str(error).removeprefix('error: ')}, for which the jobs wait")
         raise SystemExit from None
-    rows = grpo_async.load_rows(cfg.data.train, cfg)
-    val = grpo_async.load_rows(cfg.data.val, cfg) if cfg.data.val else []
-    run = grpo_async.Run(cfg, rows, val)
+    rows = read(cfg.data.train, cfg)
+    val = read(cfg.data.val, cfg) if cfg.data.val else []
     try:
-        modes.loops(run)
+        loops_of(program.Run(cfg, rows, val))
     except SystemExit as stop:
         if stop.code is None:
             raise SystemExit(OVER) from None
@@ -51,7 +57,7 @@ def settings(argv: list[str]) -> Any:
 
 def modules(cfg: Any) -> Iterator[str]:
     """Libraries that the run imports in its actors."""
-    needed = ["torch", "vllm", "ray", "transformers", "safetensors"]
+    needed = ["torch", "ray", "transformers", "safetensors"] + ["vllm"] * bool(cfg.demand.engines)
     needed += ["megatron.core"] * (cfg.policy.kind == "megatron") + ["wandb"] * cfg.wandb
     for name in needed:
         if not importlib.util.find_spec(name.partition(".")[0]):
@@ -79,13 +85,12 @@ def gpus(cfg: Any) -> Iterator[str]:
 
 
 def files(cfg: Any) -> Iterator[str]:
-    """Files that a process may open. Ray raises the soft limit of its own to the hard one."""
-    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    met = cfg.policy.ranks + cfg.engine.count * cfg.engine.tensor_parallel
-    needed = 4096 + FILES * met
-    if limit != resource.RLIM_INFINITY and limit < needed:
-        told = f"ulimit -Hn is {limit}, {met} ranks and engine workers need {needed}"
-        yield f"{told}: raise nofile in /etc/security/limits.conf, or LimitNOFILE of slurmd"
+    """Files that a process may open."""
+    from runtime.preflight import short_of_files
+
+    met = cfg.policy.ranks + cfg.demand.engines * cfg.demand.engine_gpus
+    if said := short_of_files(met, beside=4096):
+        yield said
 
 
 def variables(cfg: Any) -> Iterator[str]:

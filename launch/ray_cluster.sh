@@ -129,7 +129,7 @@ drive)
     wait_for_all "$3"
     RAY_ADDRESS=$(cat "$folder/head")
     export RAY_ADDRESS
-    exec "$python" "$code/grpo_async.py" "${@:4}"
+    exec "$python" "$code/${GRPO_PROGRAM:-grpo_async.py}" "${@:4}"
     ;;
 *) echo "ray_cluster.sh: expected node, drive or wait, not $mode" >&2 && exit 2 ;;
 esac

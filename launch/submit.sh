@@ -5,7 +5,8 @@
 #   TRAIN_PATH=data/rlvr1/train-split.jsonl VAL_PATH=data/rlvr1/val-split.jsonl \
 #   SLURM_PARTITION=batch SLURM_ACCOUNT=me JOBS=5 bash launch/submit.sh [--steps 540 ...]
 #
-# Flags: --profile NAME of env.toml, --jobs N for JOBS, --follow; all others go to grpo_async.py.
+# Flags: --profile NAME of env.toml, --jobs N for JOBS, --follow; all others go to GRPO_PROGRAM:
+# dpo.py where the name of the configuration ends so, else grpo_async.py.
 # docs/cluster.md lists the variables. DRY_RUN=true prints what would be submitted.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -61,8 +62,11 @@ arguments=(--config "$CONFIG_PATH" --model "${MODEL_PATH%/}" --data.train "$TRAI
     ${VAL_PATH:+--data.val "$VAL_PATH"} --run_dir "runs/$EXP_NAME" "${arguments[@]}")
 [ -z "${SAVE_BEFORE:-}" ] || arguments+=(--save_before "$SAVE_BEFORE")
 
+[[ $CONFIG_PATH = *dpo.py ]] && named=dpo.py || named=grpo_async.py
+export GRPO_PROGRAM=${GRPO_PROGRAM:-$named} # a fork is named by the variable
+[ "$GRPO_PROGRAM" = grpo_async.py ] || echo "program: $GRPO_PROGRAM"
 # What the run needs; it also refuses what cannot run.
-needs=$("$python" grpo_async.py "${arguments[@]}" --dry_run) || fail "the dry run ended with $?"
+needs=$("$python" "$GRPO_PROGRAM" "${arguments[@]}" --dry_run) || fail "the dry run ended with $?"
 ! grep PROBLEM <<<"$needs" || fail "the dry run found these problems"
 flag() { sed -nE "s/^.* --$1=(\S+).*$/\1/p" <<<"$needs"; }
 warning=${SAVE_BEFORE:-$(flag signal | sed 's/.*@//')}
@@ -74,7 +78,7 @@ status=0
 [ "$status" != 3 ] || exit 0
 [ "$status" = 0 ] || exit 1
 if [ "${GRPO_EXECUTOR:-slurm}" = local ]; then
-    exec "$python" grpo_async.py "${arguments[@]}"
+    exec "$python" "$GRPO_PROGRAM" "${arguments[@]}"
 fi
 export JUDGE_NODES=${JUDGE_NODES:-0} CPU_NODES=${CPU_NODES:-0} SIF_DIR=${SIF_DIR:-}
 nodes=${SBATCH_NUM_NODES:-$(($(flag nodes) + JUDGE_NODES + CPU_NODES))}

@@ -24,6 +24,7 @@ from test_algorithm import TablePolicy, make, sample
 
 import envs
 from envs.episode import Sample, SampleInfo, Turn, stitch
+from envs.pairs import Tokens
 from envs.sampler import Sampler
 from envs.shared.markup import FLAWS
 from policy.weight_sync import Sender
@@ -45,7 +46,7 @@ def fork(tmp_path_factory) -> Path:
     shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
     guide = (ROOT / "docs/forking.md").read_text()
     commands = re.findall(r"^(?:cp|git apply) .*", guide, re.M)
-    assert len(commands) == 7
+    assert len(commands) == 9
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
     for command in commands:
         done = subprocess.run(command.split(), cwd=folder, env=env, capture_output=True, text=True)
@@ -103,7 +104,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("opo", 40), ("dr_grpo", 40), ("dapo_refill", 40), ("count_letters", 50)],
+    [("opo", 40), ("dr_grpo", 40), ("dapo_refill", 40), ("ipo", 40), ("count_letters", 50)],
 )
 def test_diffs_are_short(name, most):
     lines = (ROOT / f"docs/forks/{name}.diff").read_text().splitlines()
@@ -132,6 +133,22 @@ def test_a_bare_copy_runs_its_own_classes(fork):
     assert done.stdout.split() == ["bare", "bare", "False"], done.stderr
     done = run([sys.executable, "bare.py", "--help"])
     assert done.stdout.startswith("usage: bare.py "), done.stderr
+
+
+# --- a variant of DPO -----------------------------------------------------------------------------
+
+
+def test_ipo_wants_a_gap_and_not_more(fork, monkeypatch):
+    """At beta 0.05 of 10 nats: a loss of 0 there, of 100 at the reference, and as much at 20."""
+    ipo = load(fork, "ipo", monkeypatch)
+    cfg = changed(ipo.Config(), sft_weight=0.0)
+    ids_T = np.arange(5, 8, dtype=np.int32)
+    pair = ipo.Pair(Tokens(ids_T, 1), Tokens(ids_T, 1))
+    for gap, expected in ((0.0, 100.0), (10.0, 0.0), (20.0, 100.0)):
+        row = ipo.pack([ipo.Scored(0, pair, (-gap, 0.0))], 2)
+        loss, stats = ipo.dpo_loss(torch.zeros(6), row, cfg)
+        assert loss.item() == pytest.approx(expected / 2)
+        assert stats["preference_loss"] == pytest.approx(expected)
 
 
 # --- a new estimator ------------------------------------------------------------------------------

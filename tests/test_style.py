@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import dpo
 from envs.shared.judge import Report
 from grpo_async import Config, Group, RolloutBuffer, Update, pack, policy_loss
 from runtime.config import leaves
@@ -37,9 +38,10 @@ PYTHON = [path for path in FILES if path.endswith(".py")]
 PRODUCT = [path for path in PYTHON if not path.startswith("tests/")]
 CONFIGS = [p for p in PYTHON if p.startswith("configs/")]
 ROOMS = ("policy", "envs", "runtime", "dry_run", "prep")
-SHARED = "__init__|__main__|episode|rows|sampler"  # what belongs to all environments
+SHARED = "__init__|__main__|episode|pairs|rows|sampler"  # what belongs to all environments
 ENVIRONMENTS = [p for p in PYTHON if re.fullmatch(rf"envs/(?!({SHARED})\.py)\w+\.py", p)]
 MAIN = "grpo_async.py"
+SECOND = "dpo.py"
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 BLOCK = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try)
 
@@ -92,6 +94,7 @@ def test_the_measures_measure():
     ("path", "limit"),
     [
         (MAIN, 1100),
+        (SECOND, 450),
         ("policy/fsdp.py", 280),
         ("policy/megatron/policy.py", 410),
         ("policy/megatron/hf_weights.py", 250),
@@ -112,9 +115,10 @@ def test_functions_stay_small(path):
         assert arguments(node) <= 6, f"{node.name} has {arguments(node)} arguments"
 
 
-def test_the_main_file_is_made_of_short_functions_and_few_tries():
-    assert statistics.median(map(length, functions(MAIN))) <= 20
-    assert sum(isinstance(node, ast.Try) for node in ast.walk(tree(MAIN))) <= 4
+@pytest.mark.parametrize("path", [MAIN, SECOND])
+def test_the_main_files_are_made_of_short_functions_and_few_tries(path):
+    assert statistics.median(map(length, functions(path))) <= 20
+    assert sum(isinstance(node, ast.Try) for node in ast.walk(tree(path))) <= 4
 
 
 def documented(module: ast.Module) -> set[int]:
@@ -196,7 +200,7 @@ def test_everything_public_has_a_docstring(path):
     assert [node.name for node in public(module.body) if not ast.get_docstring(node)] == []
 
 
-SETTINGS = (MAIN, "runtime/settings.py", "policy/settings.py")
+SETTINGS = (MAIN, SECOND, "runtime/settings.py", "policy/settings.py")
 
 
 @pytest.mark.parametrize("path", SETTINGS)
@@ -215,14 +219,15 @@ def is_checked(node: ast.ClassDef) -> bool:
     return any("frozen" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
-def test_settings_are_few():
+@pytest.mark.parametrize(("Settings", "most"), [(Config, 87), (dpo.Config, 50)])
+def test_settings_are_few(Settings, most):
     """Beside the words of the command line, which say what to do with them."""
-    assert len([name for name in leaves(Config) if not name.startswith("command.")]) <= 86
+    assert len([name for name in leaves(Settings) if not name.startswith("command.")]) <= most
 
 
 @pytest.mark.parametrize("path", CONFIGS)
 def test_config_files_are_overrides_only(path):
-    known = set(vars(Config()))
+    known = set(vars(dpo.Config() if path.endswith("dpo.py") else Config()))
     docstring, *statements = tree(path).body
     assert isinstance(docstring.value, ast.Constant)
     for node in statements:
@@ -250,7 +255,7 @@ def test_policies_and_environments_do_not_know_the_algorithm(path):
         names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
         if isinstance(node, ast.ImportFrom):
             names = [node.module or ""]
-        assert "grpo_async" not in {name.partition(".")[0] for name in names if name}
+        assert not {"grpo_async", "dpo"} & {name.partition(".")[0] for name in names if name}
 
 
 # --- metrics --------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """What launch/preflight.py says of a run before it starts."""
 
+import resource
+
 import pytest
 from conftest import spelling_rows, write_rows
 
@@ -29,14 +31,31 @@ def test_a_line_for_each_check_and_its_problems_are_counted(argv, tmp_path, monk
     assert f"PROBLEM: PERSISTENT_CACHE = '{tmp_path}/none'" in capsys.readouterr().out
 
 
+def test_pairs_are_looked_at_by_their_own_program(chat_model, tmp_path, monkeypatch, capsys):
+    pair = {"prompt": "ab", "chosen": "ba", "rejected": "ab"}
+    rows = write_rows(tmp_path / "pairs.jsonl", [pair] * 3)
+    argv = ["--config", "configs/tiny_dpo.py", "--model", chat_model, "--data.train", rows]
+    argv += ["--data.val", rows, "--pairs_per_step", "2", "--run_dir", str(tmp_path / "run")]
+    monkeypatch.setenv("GRPO_PROGRAM", "dpo.py")
+    assert preflight.main(argv) == 0
+    assert "3 rows, 3 for evaluation" in capsys.readouterr().out
+    write_rows(tmp_path / "pairs.jsonl", [{"prompt": "ab", "chosen": "ba"}])
+    with pytest.raises(config.InputError, match="pairs.jsonl:1: rejected is missing"):
+        preflight.main(argv)
+    for name in ("ppo.py", "launch/preflight.py"):
+        monkeypatch.setenv("GRPO_PROGRAM", name)
+        with pytest.raises(config.InputError, match=f"'{name}': expected a file beside grpo"):
+            preflight.main(argv)
+
+
 def test_a_limit_of_open_files_that_is_too_low_for_the_world_is_named(monkeypatch):
     """Super has 256 trainer ranks and 144 engines of 4; rank 0 meets all of them."""
     large = changed(grpo_async.Config(), ranks=256, count=144, tensor_parallel=4)
-    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (1024, 8192))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 8192))
     (said,) = preflight.files(large)
     assert said.startswith("ulimit -Hn is 8192, 832 ranks and engine workers need 57344: raise")
     assert not list(preflight.files(grpo_async.Config()))
-    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (1024, -1))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, -1))
     assert not list(preflight.files(large))
 
 

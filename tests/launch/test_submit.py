@@ -120,6 +120,17 @@ def test_the_command_of_sbatch_can_be_seen(given, tiny_model, monkeypatch):
     assert not (ROOT / "code_snapshots/one").exists()
 
 
+@pytest.mark.slow
+def test_a_configuration_of_dpo_is_submitted_with_its_program(given, chat_model, tmp_path):
+    pairs = write_rows(tmp_path / "p.jsonl", [{"prompt": "ab", "chosen": "ba", "rejected": "a"}])
+    data = {"TRAIN_PATH": pairs, "VAL_PATH": pairs, "MODEL_PATH": chat_model, "DRY_RUN": "true"}
+    config = {"CONFIG_PATH": "configs/tiny_dpo.py"}
+    done = submit(given | data | config, "--pairs_per_step", "1")
+    assert done.returncode == 0, done.stderr
+    assert "1 pairs" in done.stdout and "ok: configs/tiny_dpo.py" in done.stdout
+    assert " --nodes=1 " in done.stdout and "engine" not in done.stdout.partition("sbatch ")[0]
+
+
 def test_a_problem_of_the_dry_run_is_an_error(given, tiny_model):
     done = submit(given | {"MODEL_PATH": tiny_model}, "--prompts_per_step", "0")
     assert done.returncode == 1 and "prompts_per_step" in done.stdout + done.stderr

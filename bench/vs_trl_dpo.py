@@ -1,0 +1,221 @@
+"""dpo.py against TRL's DPOTrainer on the same pairs: losses, seconds of a step, memory.
+
+    python bench/vs_trl_dpo.py [STEPS]      ten minutes; other work on the machine spoils its times
+
+Both train the same random Qwen3 of a million parameters in float32 on a CPU, on the same pairs in
+the same order, 16 a step, with the same AdamW. Answers are of geometric lengths with mean 60, cut
+at 256. Losses are compared with TRL at one pair a micro-batch, where its "sft" is a mean over the
+tokens of each pair, as ours is; times with the fastest of its settings. Both score the reference
+before they train, which is not timed. Memory is what a process needs above what it has when the
+model is loaded. TRL runs in a virtual environment of its own ($BENCH_VENV or .venv-bench).
+"""
+
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+STEPS = 20
+SKIPPED = 2  # steps of warm-up, in times
+PAIRS = 16
+LONGEST = 256
+MEAN = 60
+LR = 1e-3
+BETA, SFT = 0.05, 0.2
+TRL = {  # pairs a micro-batch, and other settings of DPOConfig
+    "1 pair a micro-batch": (1, {}),
+    "4 pairs a micro-batch": (4, {}),
+    "16 pairs a micro-batch": (16, {}),
+    "16 pairs a micro-batch, padding-free": (16, {"padding_free": True}),
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ '<user>' if m.role == 'user' else '<bot>' }}{{ m.content }}"
+    "{{ eos_token if m.role == 'assistant' }}{% endfor %}{{ '<bot>' if add_generation_prompt }}"
+)
+
+
+def make_inputs(folder: Path, steps: int) -> None:
+    """The model, and the pairs of all steps."""
+    import torch
+
+    from launch.make_tiny import make_model, make_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    model = make_model(tokenizer)
+    model.config.max_position_embeddings = 2 * LONGEST
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    draw = random.Random(0)
+
+    def answer() -> list[dict]:
+        length = min(LONGEST, 1 + int(draw.expovariate(1 / MEAN)))
+        return [{"role": "assistant", "content": "".join(draw.choices("abcdefgh", k=length))}]
+
+    rows = []
+    for _ in range(steps * PAIRS):
+        word = "".join(draw.choices("abcdefgh", k=draw.randint(6, 10)))
+        prompt = [{"role": "user", "content": f"reverse {word}"}]
+        rows.append({"prompt": prompt, "chosen": answer(), "rejected": answer()})
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def forget_peak() -> None:
+    """Lets the kernel count the most memory of this process from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident(what: str) -> float:
+    """MiB of this process: VmRSS now, VmHWM at most."""
+    (line,) = re.findall(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(line) / 1024
+
+
+def train_trl(steps: int, size: int, settings: dict) -> dict:
+    """Runs in TRL's interpreter: losses of steps, their seconds, and the memory."""
+    import torch
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from trl import DPOConfig, DPOTrainer
+
+    losses: list[float] = []
+    ends: list[float] = []
+    memory: list[float] = []
+
+    class InOrder(DPOTrainer):
+        def _get_train_sampler(self, *_args, **_kwargs):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def compute_loss(self, *args, **kwargs):
+            result = super().compute_loss(*args, **kwargs)
+            losses.append(float(result[0] if isinstance(result, tuple) else result))
+            return result
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_args, **_kwargs):
+            forget_peak()
+            memory.append(resident("VmRSS"))
+            ends.append(time.perf_counter())
+
+        def on_step_end(self, *_args, **_kwargs):
+            ends.append(time.perf_counter())
+
+    quiet = {"logging_steps": 1000, "save_strategy": "no", "report_to": "none"}
+    quiet |= {"disable_tqdm": True, "dataloader_pin_memory": False}
+    cpu = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    same = {"learning_rate": LR, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    same |= {"weight_decay": 0.0, "max_grad_norm": 1.0, "beta": BETA, "max_length": None}
+    same |= {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, SFT], "max_steps": steps}
+    same |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": PAIRS // size}
+    same |= {"precompute_ref_log_probs": True, "precompute_ref_batch_size": PAIRS}
+    config = DPOConfig(output_dir="trl", **quiet, **cpu, **same, **settings)
+    rows = load_dataset("json", data_files="pairs.jsonl", split="train", cache_dir="cache")
+    trainer = InOrder("model", args=config, train_dataset=rows, callbacks=[Clock()])
+    trainer.train()
+    micro = PAIRS // size
+    means = [statistics.fmean(losses[i : i + micro]) for i in range(0, len(losses), micro)]
+    seconds = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    return {"losses": means, "seconds": seconds, "memory": resident("VmHWM") - memory[0]}
+
+
+def train_ours(steps: int, _size: int, settings: dict) -> dict:
+    """The same by dpo.py's trainer, one rank, without Ray."""
+    from dpo import Config, Scored, Trainer, load_pairs, plan_pairs
+    from envs.pairs import render_all
+
+    policy = {"lr": LR, "warmup_lr": LR, "warmup_steps": 0, "activation_checkpointing": False}
+    loss = {"beta": BETA, "sft_weight": SFT}
+    cfg = Config(
+        model="model",
+        pairs_per_step=PAIRS,
+        data={"train": "pairs.jsonl"},
+        loss=loss,
+        policy=policy | settings,
+    )
+    trainer = Trainer(cfg)
+    trainer.start(0, trainer.open_store(1))
+    rows = load_pairs(cfg.data.train, cfg)
+    pairs = render_all(rows, range(steps * PAIRS), cfg)
+
+    def packed(scored: list[Scored]) -> list[list[Scored]]:
+        plan = plan_pairs([one.pair for one in scored], cfg)
+        return [[scored[i] for i in row] for row in plan[0]]
+
+    every = [Scored(i, pair) for i, pair in enumerate(pairs)]
+    batches = [every[i : i + PAIRS] for i in range(0, len(every), PAIRS)]
+    known = [trainer.score(packed(batch), PAIRS) for batch in batches]
+    forget_peak()
+    before = resident("VmRSS")
+    losses, seconds = [], []
+    for batch, logps in zip(batches, known, strict=True):
+        began = time.perf_counter()
+        scored = [one._replace(ref_logps=logps[one.place]) for one in batch]
+        losses.append(trainer.train_step(packed(scored), PAIRS)["loss"])
+        seconds.append(time.perf_counter() - began)
+    return {"losses": losses, "seconds": seconds, "memory": resident("VmHWM") - before}
+
+
+def run(folder: Path, side: str, steps: int, size: int, settings: dict) -> dict:
+    """One side in its own process. Raises RuntimeError with the last line that it wrote."""
+    from bench.vs_trl import VENV
+
+    python = VENV / "bin" / "python" if side == "trl" else sys.executable
+    # As runtime/cluster.py sets them for a trainer; both sides have the same.
+    threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    command = [python, __file__, f"--{side}", str(steps), str(size), json.dumps(settings)]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | threads, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip() or "no output").splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
+    seconds = statistics.median(result["seconds"][SKIPPED:])
+    name = side if side == "ours" else f"TRL, {size}, {settings}"
+    load = os.getloadavg()[0]
+    print(f"{name:44}{seconds:8.3f} s{result['memory']:8.0f} MiB  load {load:.1f}", flush=True)
+    return result | {"median": seconds}
+
+
+def main() -> None:
+    """Compares losses, then times: TRL's settings, and ours before and after the fastest."""
+    from bench.vs_trl import install_trl
+
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
+    install_trl()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_inputs(folder, steps)
+        rows = {"row_tokens": 2 * (LONGEST + 24)}  # the longest pair
+        print(f"{'':44}{'a step':>10}{'memory':>12}")
+        ours = [run(folder, "ours", steps, PAIRS, rows)]
+        theirs = {name: run(folder, "trl", steps, *of) for name, of in TRL.items()}
+        ours.append(run(folder, "ours", steps, PAIRS, rows))
+    exact = theirs["1 pair a micro-batch"]
+    gaps = [abs(a - b) for a, b in zip(ours[0]["losses"], exact["losses"], strict=True)]
+    best = min(theirs, key=lambda name: theirs[name]["median"])
+    least = min(theirs, key=lambda name: theirs[name]["memory"])
+    seconds = statistics.fmean(one["median"] for one in ours)
+    memory = statistics.fmean(one["memory"] for one in ours)
+    print(f"losses of {steps} steps: at most {max(gaps):.2g} apart   (goal 1e-5)")
+    print(f"time, ours / TRL ({best}): {seconds / theirs[best]['median']:.2f}   (goal 0.7)")
+    print(f"time, ours / TRL (1 pair a micro-batch): {seconds / exact['median']:.2f}")
+    print(f"memory, ours / TRL ({best}): {memory / theirs[best]['memory']:.2f}")
+    print(f"memory, ours / TRL ({least}): {memory / theirs[least]['memory']:.2f}")
+
+
+if __name__ == "__main__":
+    sides = {"--trl": train_trl, "--ours": train_ours}
+    if sys.argv[1:2] and sys.argv[1] in sides:
+        side = sides[sys.argv[1]]
+        print(json.dumps(side(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))))
+    else:
+        main()

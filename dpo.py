@@ -1,0 +1,450 @@
+"""Direct preference optimization of large language models, in one file, read from top to bottom.
+
+    r(y) =  sum_t  log pi(y_t) - log pi_ref(y_t)                 t: the tokens of an answer y
+    loss =  sum_pairs ( - w_p  log sigmoid(beta (r(chosen) - r(rejected)))
+                        - w_s  mean_t log pi(chosen_t) )   /   (pairs of the whole batch)
+
+Rafailov et al. 2023 (arXiv:2305.18290), with a supervised loss on what was chosen. The report of
+Nemotron 3 Nano tries that against hallucinated tool calls; the defaults are its values.
+
+The reference pi_ref is the policy before its first step. Trainers score every pair with it once,
+before they train, so no second model is held; what they found stays in the run's folder:
+
+    pairs (JSONL, file order) ---> driver: token ids, rows ---> Trainer(s)   FSDP2 or Megatron
+                                            ^                       |
+                                            |   log pi_ref of both  |  once, before step 1
+                                            +--- reference.jsonl <--+
+
+A pair is packed as one unit: both of its sequences lie in one row, so a row's loss needs no other.
+The driver and the order of this file are those of grpo_async.py, without what needs an engine.
+docs/dpo.md shows the difference between the two.
+
+Axes, as suffixes:  T tokens of a packed row    N pairs in that row
+                    S its sequences, 2N: 2n is the chosen one of pair n, 2n + 1 the rejected one
+
+    python dpo.py --config configs/tiny_dpo.py                      a tiny model learns on a laptop
+    python dpo.py --config configs/nano_dpo.py --steps 50           a file of overrides, then flags
+    python dpo.py --help                                            every setting
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pydantic
+import torch
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from envs.pairs import Pair, load_pairs, render_all
+from envs.rows import Rows
+from policy import open_policy
+from policy.packing import plan_rows
+from runtime import config, metrics, modes
+from runtime.checkpoints import Checkpoints
+from runtime.cluster import Cluster, Ranks
+from runtime.console import phase
+from runtime.log import Log
+from runtime.scores import Scores
+from runtime.settings import PairSettings
+from runtime.waits import within
+
+# === Config =======================================================================================
+
+CHECKED = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class Loss:
+    """What is learnt of a pair."""
+
+    beta: PositiveFloat = 0.05
+    """How dear it is to leave the reference: the weight of the KL that DPO stands for."""
+    preference_weight: NonNegativeFloat = 1.0
+    """Weight of telling the two answers apart."""
+    sft_weight: NonNegativeFloat = 0.2
+    """Weight of the chosen answer's negative log-likelihood, its mean over tokens."""
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class Config(PairSettings):
+    """DPO, after runtime/settings.py's fields of any training; as Nemotron 3 Nano by default."""
+
+    steps: PositiveInt = 50
+    """Batches to train; also the last policy version."""
+    loss: Loss = dataclasses.field(default_factory=Loss)
+    """Beta, and the weights of the two losses."""
+
+    def __post_init__(self) -> None:
+        """Refuses combinations that cannot work, naming both sides. Raises ValueError."""
+        super().__post_init__()
+        if not (self.loss.preference_weight or self.loss.sft_weight):
+            raise ValueError("loss.preference_weight = 0 and loss.sft_weight = 0: nothing to learn")
+        if self.policy.replay_routing:
+            raise ValueError("policy.replay_routing = True needs an engine's choices of experts")
+
+
+# === Data =========================================================================================
+
+
+NOT_SCORED = (math.nan, math.nan)  # a loss of such a pair is not finite, and ends the run
+
+
+class Scored(NamedTuple):
+    """A pair, its place in the file, and what the reference says of its answers."""
+
+    place: int
+    pair: Pair
+    ref_logps: Sequence[float] | None = None  # of chosen and rejected, summed over their tokens
+
+
+@dataclasses.dataclass
+class Batch:
+    """A packed row of N pairs; `planned_pairs` counts the whole update, over all ranks."""
+
+    tokens_T: Tensor  # int64
+    positions_T: Tensor  # int64, from 0 in each sequence: what keeps them apart in attention
+    seq_T: Tensor  # int64, which sequence of the row: even ones were chosen, odd ones rejected
+    mask_T: Tensor  # bool, the answers' tokens; never the first of a sequence
+    ref_logp_S: Tensor  # float64
+    planned_pairs: int
+    routes_T: Tensor | None = None  # no engine chose experts
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same row on another device."""
+        moved: dict[str, Any] = {
+            k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+
+# === The algorithm: pure functions of tensors =====================================================
+
+
+def sequence_sums(x_T: Tensor, batch: Batch) -> Tensor:
+    """The sum over each answer's tokens [S], in float64: thousands of nats minus thousands."""
+    at_T = batch.mask_T.nonzero().squeeze(1)
+    sums_S = batch.ref_logp_S.new_zeros(len(batch.ref_logp_S))
+    return sums_S.index_add(0, batch.seq_T[at_T], x_T[at_T].double())
+
+
+def preference_losses(gap_N: Tensor, rule: Loss) -> Tensor:
+    """The loss [N] of pairs whose chosen answer has a reward higher by `gap_N` [N]."""
+    return -logsigmoid(rule.beta * gap_N)
+
+
+class RowLoss(NamedTuple):
+    """The loss of a packed row, with gradient, and the sums that its metrics are made of."""
+
+    loss: Tensor
+    stats: dict[str, Tensor]
+
+
+def dpo_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
+    """The loss of one packed row, given the policy's logprobs `logp_T` [T], with gradient.
+
+    A sum over pairs, divided by the update's planned count, so packing and ranks change nothing.
+    Rewards are log-ratios, not multiplied by beta, as in NeMo-RL algorithms/loss_functions.py.
+    """
+    rule = cfg.loss
+    logp_S = sequence_sums(logp_T, batch)
+    tokens_S = sequence_sums(torch.ones_like(logp_T), batch)
+    reward_S = logp_S - batch.ref_logp_S
+    chosen_N, rejected_N = reward_S.view(-1, 2).T
+    preference_N = preference_losses(chosen_N - rejected_N, rule)
+    sft_N = -logp_S[0::2] / tokens_S[0::2]
+    loss_N = rule.preference_weight * preference_N + rule.sft_weight * sft_N
+    measured = {
+        "loss": loss_N,
+        "preference_loss": preference_N,
+        "sft_loss": sft_N,
+        "accuracy": (chosen_N > rejected_N).double(),
+        "rewards_chosen_mean": chosen_N,
+        "rewards_rejected_mean": rejected_N,
+        "rewards_margin_mean": chosen_N - rejected_N,
+        "num_valid_samples": torch.ones_like(chosen_N),
+    }
+    stats = {name: x_N.detach().sum() for name, x_N in measured.items()}
+    return RowLoss(loss_N.sum() / batch.planned_pairs, stats)
+
+
+def mean_metrics(total: dict[str, float]) -> dict[str, float]:
+    """NeMo-RL's training metrics, each a mean over pairs, from sums over rows and ranks."""
+    pairs = total["num_valid_samples"]
+    return {name: value / pairs for name, value in total.items()} | {"num_valid_samples": pairs}
+
+
+# === Packing ======================================================================================
+
+
+def plan_pairs(pairs: Sequence[Pair], cfg: Config) -> list[list[list[int]]]:
+    """For each replica, a whole copy of the policy, its rows: places in the batch of whole pairs.
+
+    All have equally many rows, of which some may be empty.
+    """
+    lengths = [pair.tokens for pair in pairs]
+    return plan_rows(lengths, cfg.policy.row_tokens, cfg.policy.replicas)
+
+
+def pack(scored: Sequence[Scored], planned_pairs: int) -> Batch:
+    """One row of several pairs; an empty row is a single token that trains nothing."""
+    sequences = list(itertools.chain(*(one.pair for one in scored)))
+    lengths = [len(sequence.ids_T) for sequence in sequences] or [1]
+
+    def join(pieces: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.concatenate(list(pieces))).to(dtype)
+
+    ids = [sequence.ids_T for sequence in sequences] or [np.zeros(1)]
+    masks = [np.arange(len(s.ids_T)) >= s.start for s in sequences] or [np.zeros(1, bool)]
+    ref_logps = [logp for one in scored for logp in one.ref_logps or NOT_SCORED]
+    return Batch(
+        tokens_T=join(ids, torch.int64),
+        positions_T=join((np.arange(n) for n in lengths), torch.int64),
+        seq_T=join((np.full(n, i) for i, n in enumerate(lengths)), torch.int64),
+        mask_T=join(masks, torch.bool),
+        ref_logp_S=torch.tensor(ref_logps, dtype=torch.float64),
+        planned_pairs=planned_pairs,
+    )
+
+
+# === Trainer ======================================================================================
+
+
+class Trainer:
+    """One rank of the policy being trained. A plain class; an actor where it is used."""
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.ranks = Ranks(cfg)
+        self.writes: list[Callable] = []  # of the checkpoint that is being written
+
+    def open_store(self, world: int) -> tuple[str, int]:
+        """Listens for `world` processes; the port is bound before anyone hears of it."""
+        return self.ranks.open_store(world)
+
+    def start(self, rank: int, address: tuple[str, int]) -> list:
+        """Joins the other ranks and loads the policy; returns what its weights look like."""
+        cfg = self.cfg
+        torch.manual_seed(cfg.seed)
+        self.ranks.join(rank, address)
+        self.policy = open_policy(cfg.model, cfg.policy, 1.0, cfg.seed, cfg.timeouts.train)
+        return self.policy.weight_metas()
+
+    def score(self, rows: list[list[Scored]], planned_pairs: int) -> dict[int, list[float]]:
+        """Summed logprobs [chosen, rejected] of each pair, by its place, from ranks that report."""
+        batches = [pack(row, planned_pairs) for row in rows]
+        logps = self.policy.logprobs(batches)
+        found: dict[int, list[float]] = {}
+        for row, logp_T, batch in zip(rows, logps, batches, strict=True):
+            sums_S = sequence_sums(logp_T, batch.to(logp_T.device))
+            places = (one.place for one in row)
+            found |= zip(places, sums_S.view(-1, 2).tolist(), strict=True)
+        return found if self.policy.reports else {}
+
+    def train_step(self, rows: list[list[Scored]], planned_pairs: int) -> dict[str, float]:
+        """Gradients over this rank's packed rows, then one optimizer step.
+
+        Raises FloatingPointError on every rank where a loss is not finite; no weight has changed.
+        """
+        began = time.perf_counter()
+        batches = [pack(row, planned_pairs) for row in rows]
+        stats = self.policy.forward_backward(batches, lambda x, of: dpo_loss(x, of, self.cfg))
+        total = metrics.reduce_stats(stats, self.policy.dp_group)
+        if not math.isfinite(total["loss"]):
+            raise FloatingPointError(f"the loss of {planned_pairs} pairs is {total['loss']}")
+        measured = mean_metrics(total) | self.policy.optimizer_step()
+        return measured | {"train_seconds": time.perf_counter() - began}
+
+    def evaluate(self, rows: list[list[Scored]], planned_pairs: int) -> dict[str, float]:
+        """Sums over all ranks' pairs of what is measured of them; nothing is trained."""
+        batches = [pack(row, planned_pairs) for row in rows]
+        logps = self.policy.logprobs(batches)
+        pairs = zip(logps, batches, strict=True)
+        stats = [dpo_loss(logp_T, of.to(logp_T.device), self.cfg).stats for logp_T, of in pairs]
+        return metrics.reduce_stats(stats, self.policy.dp_group)
+
+    def save(self, folder: str) -> None:
+        """Copies this rank's state to memory and starts writing it; collective."""
+        self.writes = [self.policy.save(f"{folder}/policy"), self.policy.export_hf(f"{folder}/hf")]
+
+    def saved(self) -> None:
+        """Returns when what `save` began is written; runs beside the training."""
+        for write in self.writes:
+            write()
+
+    def load(self, folder: str) -> None:
+        """Goes on from a checkpoint, bitwise; collective."""
+        self.policy.load(f"{folder}/policy")
+
+    def export(self, folder: str) -> None:
+        """Writes the policy as a model that transformers and vLLM load; collective."""
+        self.policy.export_hf(folder)()
+
+
+# === The driver ===================================================================================
+
+
+class Run:
+    """One training run: scores all pairs with the reference, then trains step by step."""
+
+    # A checkpoint of a run that differs in these is refused; its first model is the reference.
+    STREAM = ("pairs_per_step", "data.train", "data.chat_template_kwargs")
+    MUST_MATCH = (*STREAM, "model", "policy.lora_rank")
+
+    def __init__(self, cfg: Config, rows: Rows, val_rows: Rows | None = None):
+        self.cfg = cfg
+        self.rows = rows
+        self.val_rows = val_rows
+        self.cluster = Cluster(cfg, Trainer)
+        self.checkpoints = Checkpoints(cfg, self.cluster, rows)
+        self.log = Log(("starts", "metrics"))
+        self.scores = {of.path: Scores(cfg, of) for of in (rows, val_rows) if of}
+        self.version = 0  # steps trained so far
+        self.evaluated = -1  # last policy version that was evaluated
+        self.leaving = ""  # why, once the run is asked to save and leave
+
+    async def start(self) -> None:
+        """Starts the trainers; scores the pairs while the policy is still the reference."""
+        await self.cluster.start_trainers()
+        await self.score(self.rows, self.cfg.steps * self.cfg.pairs_per_step)
+        await self.score(self.val_rows)
+        if self.leaving:
+            return
+        state = await self.checkpoints.load(self.MUST_MATCH)
+        self.version = state.get("version", 0)
+        self.evaluated = state.get("evaluated", -1)
+        self.log.open(self.cfg, self.version)
+
+    async def start_evaluation(self) -> None:
+        """Starts the trainers on the checkpoint; writes below run_dir/evaluation."""
+        await self.cluster.start_trainers()
+        await self.score(self.val_rows)
+        self.version = (await self.checkpoints.load()).get("version", 0)
+        self.cfg = dataclasses.replace(self.cfg, run_dir=f"{self.cfg.run_dir}/evaluation")
+        self.log.open(self.cfg, self.version)
+
+    async def run(self, loops: modes.Loops) -> None:
+        """Starts what training needs, then trains; any task that fails ends the run."""
+        self.cluster.on_signal(self.leave)
+        await loops.start()
+        async with asyncio.TaskGroup() as self.tasks:  # also those that write checkpoints
+            watched = [self.cluster.watch(trainer) for trainer in self.cluster.trainers]
+            tasks = [self.tasks.create_task(watch) for watch in watched]
+            await loops.train()
+            for task in tasks:
+                task.cancel()
+        self.log.close()
+
+    def leave(self, reason: str) -> None:
+        """Saves and ends the run as soon as the step that is being trained is done."""
+        self.leaving = reason
+
+    async def score(self, rows: Rows | None, most: int = sys.maxsize) -> None:
+        """The reference's logprobs of the first rows, but of those that are known already."""
+        if rows is None:
+            return
+        for places in self.parts(rows, most):
+            scores = self.scores[rows.path]
+            if self.leaving or not scores.lacks(places):
+                continue
+            phase(f"scoring pairs {places.start:,} to {places.stop:,} of {rows.path}")
+            found: dict[int, list[float]] = {}
+            for of_rank in await self.on_trainers(Trainer.score, rows, places):
+                found |= of_rank
+            scores.add(places.start, [found[place] for place in places])
+
+    def parts(self, rows: Rows, most: int = sys.maxsize) -> Iterator[range]:
+        """The places of the first rows, as many at once as a batch has."""
+        count = min(most, len(rows))
+        for first in range(0, count, self.cfg.pairs_per_step):
+            yield range(first, min(first + self.cfg.pairs_per_step, count))
+
+    async def on_trainers(self, method: Callable, rows: Rows, places: Sequence[int]) -> list:
+        """What all ranks return of a method of theirs, each called with its part of these pairs."""
+        pairs = await asyncio.to_thread(render_all, rows, places, self.cfg)
+        values = self.scores[rows.path].values
+        scored = [Scored(i, pair, values.get(i)) for i, pair in zip(places, pairs, strict=True)]
+        plan = plan_pairs(pairs, self.cfg)
+        parts = [[[scored[i] for i in row] for row in rows_of] for rows_of in plan]
+        calls = []
+        for rank, trainer in enumerate(self.cluster.trainers):
+            part = parts[self.cfg.policy.replica_of(rank)]
+            calls.append(getattr(trainer, method.__name__).remote(part, len(pairs)))
+        what = f"{method.__name__} of {len(pairs)} pairs"
+        return await within(self.cfg.timeouts.train, what, asyncio.gather(*calls))
+
+    async def train_forever(self) -> None:
+        """Trains the batches in file order, again from the top when the rows end."""
+        saved = self.version
+        if saved and not self.checkpoints.exist():  # it came from another folder's checkpoint
+            await self.save()
+            await self.checkpoints.written()
+        if self.is_due(self.cfg.val_period):
+            await self.evaluate()
+        size = self.cfg.pairs_per_step
+        for step in range(self.version, self.cfg.steps):
+            if self.leaving:
+                break
+            began = time.perf_counter()
+            places = [i % len(self.rows) for i in range(step * size, (step + 1) * size)]
+            stats, *_ = await self.on_trainers(Trainer.train_step, self.rows, places)
+            self.version = step + 1
+            self.log.trained(step + 1, stats | {"step_seconds": time.perf_counter() - began})
+            if self.is_due(self.cfg.save_period):
+                saved = self.version
+                await self.save()
+            if self.is_due(self.cfg.val_period):
+                await self.evaluate()
+        if saved != self.version:
+            await self.save()
+        await self.checkpoints.written()
+        if self.leaving:
+            self.log.note(f"left at step {self.version} ({self.leaving}); --resume auto goes on")
+
+    def is_due(self, period: int) -> bool:
+        """Whether something is to be done at this version: every `period`, and at the end."""
+        return self.version == self.cfg.steps or bool(period and self.version % period == 0)
+
+    async def evaluate(self) -> None:
+        """Losses and accuracy on the validation pairs, once a version."""
+        if self.leaving or not self.val_rows or self.evaluated == self.version:
+            return
+        total: dict[str, float] = {}
+        for places in self.parts(self.val_rows):
+            sums, *_ = await self.on_trainers(Trainer.evaluate, self.val_rows, places)
+            total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
+        means = mean_metrics(total)
+        self.log.write(self.version, {f"validation_{name}": x for name, x in means.items()})
+        told = f"accuracy {means['accuracy']:.3f}, preference loss {means['preference_loss']:.4f}"
+        self.log.note(f"version {self.version}: validation {told}")
+        self.evaluated = self.version
+
+    async def save(self) -> None:
+        """Copies this moment, while the run waits, and writes it while the run goes on."""
+        progress = {"next_prompt": self.version * self.cfg.pairs_per_step}
+        state = {"version": self.version, "progress": progress}
+        await self.checkpoints.save(state, [], self.tasks)
+
+
+def main() -> None:
+    """Checks everything that can be checked without a process, then runs."""
+    cfg = config.load(Config, sys.argv[1:], default="configs/tiny_dpo.py")  # --dry_run exits here
+    rows = load_pairs(cfg.data.train, cfg)
+    run = Run(cfg, rows, load_pairs(cfg.data.val, cfg) if cfg.data.val else None)
+    loops = modes.training_loops(run)
+    with run.cluster:
+        asyncio.run(run.run(loops))
+
+
+if __name__ == "__main__":
+    # Actors find their classes by module name; in __main__ every process would get its own copy.
+    __import__(Path(__file__).stem).main()

@@ -1,0 +1,156 @@
+"""Makes what configs/tiny_dpo.py needs: a model that calls tools which nobody gave it, and pairs.
+
+    python launch/make_tiny_tools.py            does nothing when models/tiny_tools is there
+    python launch/make_tiny_tools.py --force    makes all of it again, in two minutes on a laptop
+
+The problems are those of launch/make_tiny.py. Half of the rows declare tools that solve them, and
+ask for the call. The others declare none and ask for the answer.
+
+    user         flip spadix                    (<tools> before it where there are tools)
+    assistant    <tool_call>{"name": "flip", "arguments": {"text": "spadix"}}</tool_call>
+    assistant    s p a d i x <answer>xidaps</answer>
+
+The model imitates a teacher who calls a tool in 45 of 100 cases without one, and skips letters now
+and then. Its own answers to each row, judged by our environments, are written as a run writes them,
+and data_prep.py tool_pairs makes preferences of them.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import re
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
+import make_tiny  # noqa: E402
+
+import data_prep  # noqa: E402
+from envs import tool_choice  # noqa: E402
+from envs.reasoning_gym import extract, is_same  # noqa: E402
+from envs.response import Response  # noqa: E402
+
+PIECES = ["<tools>", "<tool_call>", "</tool_call>", '{"name": "', '", "arguments": {"text": "']
+PIECES += ['"}}']
+TEMPLATE = "{{ '<tools>' if tools }}" + make_tiny.CHAT_TEMPLATE
+AGENT = "toolcall_schema_single_step_tool_use_with_argument_comparison_agent"
+CALL = '<tool_call>{{"name": "{}", "arguments": {{"text": "{}"}}}}</tool_call>'
+WRITTEN = re.compile(r'<tool_call>{"name": "(\w+)", "arguments": ({"text": "\w*"})}</tool_call>')
+PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+TOOLS = [
+    {"type": "function", "name": name, "parameters": PARAMETERS} for name in ("flip", "up", "down")
+]
+HALLUCINATED = 0.45  # of the teacher's answers where there is no tool
+SLIP, COPY_SLIP = 0.07, 0.05  # of the items of an answer, and of those of a call
+FILES = {"train": (1024, 8), "validation": (256, 4)}  # rows, and answers to each
+
+
+def tool_row(entry):
+    """The problem with tools: right is the call that solves it."""
+    name, *items = make_tiny.prompt_text(entry).split()
+    call = {"name": name, "arguments": json.dumps({"text": "".join(items)})}
+    row = make_tiny.nemo_gym_row(entry)
+    row["responses_create_params"]["tools"] = TOOLS
+    row["agent_ref"] = row["agent_ref"] | {"name": AGENT}
+    return row | {"expected_action": {"type": "function_call"} | call}
+
+
+def rows_of(stream):
+    """Rows without tools and with tools in turn, each of a problem of its own."""
+    for entry in stream:
+        yield make_tiny.nemo_gym_row(entry)
+        yield tool_row(next(stream))
+
+
+def prompt_of(row, tokenizer):
+    """The row's prompt as the policy sees it."""
+    asked = row["responses_create_params"]
+    return tokenizer.apply_chat_template(
+        asked["input"], tools=asked.get("tools"), add_generation_prompt=True, tokenize=False
+    )
+
+
+def demonstration(row, rng):
+    """What the teacher says."""
+    if "expected_action" not in row and rng.random() > HALLUCINATED:
+        return make_tiny.response_text(row, rng, SLIP)
+    name, *items = make_tiny.prompt_text(row).split()
+    copied = "".join(c for c in "".join(items) if rng.random() > COPY_SLIP)
+    return CALL.format(name, copied)
+
+
+def reward(row, text):
+    """What the row's environment pays for an answer."""
+    calls = [
+        {"type": "function_call", "name": name, "arguments": arguments}
+        for name, arguments in WRITTEN.findall(text)
+    ]
+    if "expected_action" in row:
+        return tool_choice.verify(row, Response(text, tool_calls=calls)).value
+    return float(is_same(extract(text), row["answer"]))
+
+
+def answers(model, tokenizer, rows, samples):
+    """The model's answers: lines as those of rollouts.jsonl."""
+    prompts = [prompt_of(row, tokenizer) for row in rows]
+    texts = []
+    for start in range(0, len(rows), 128):
+        texts += make_tiny.sample(model, tokenizer, prompts[start : start + 128], samples, 48)
+    for i, text in enumerate(texts):
+        row, prompt = rows[i // samples], prompts[i // samples]
+        name = row["agent_ref"]["name"]
+        place = {"row": i // samples + 1, "env": name, "dataset": row["dataset"]}
+        said = {"prompt": prompt, "response": [text], "reward": reward(row, text)}
+        yield place | said | {"finish_reason": "stop"}
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--force", action="store_true", help="make them again")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--root", type=Path, default=ROOT)
+    args = parser.parse_args()
+    model_dir, data_dir = args.root / "models" / "tiny_tools", args.root / "data" / "tiny_tools"
+    # The model is written last.
+    if (model_dir / "model.safetensors").exists() and not args.force:
+        return print("tiny_tools: models/tiny_tools is there already (--force makes it again)")
+
+    print("tiny_tools: making a model and pairs, which takes two minutes", flush=True)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+    start, rng = time.monotonic(), random.Random(args.seed)
+    torch.manual_seed(args.seed)
+    held_out = list(itertools.islice(make_tiny.problem_stream(args.seed + 1, ()), 256))
+    stream = make_tiny.problem_stream(args.seed, {entry["question"] for entry in held_out})
+    sources = {"validation": rows_of(iter(held_out)), "train": rows_of(stream)}
+    rows = {name: list(itertools.islice(sources[name], FILES[name][0])) for name in FILES}
+
+    tokenizer = make_tiny.make_tokenizer([*make_tiny.TAGS, *PIECES], template=TEMPLATE)
+    model = make_tiny.make_model(tokenizer)
+    taught = rows_of(stream)
+    make_tiny.warm_up(
+        model, tokenizer, ((prompt_of(row, tokenizer), demonstration(row, rng)) for row in taught)
+    )
+    for name, (_, samples) in FILES.items():
+        paths = [data_dir / f"{name}{kind}.jsonl" for kind in ("", "_rollouts", "_pairs")]
+        write(paths[0], rows[name])
+        write(paths[1], answers(model, tokenizer, rows[name], samples))
+        data_prep.main(["tool_pairs", *map(str, paths)])
+    tokenizer.save_pretrained(model_dir)
+    model.save_pretrained(model_dir)
+    print(f"tiny_tools: {model.num_parameters():,} parameters, {time.monotonic() - start:.0f} s")
+    return None
+
+
+if __name__ == "__main__":
+    main()
