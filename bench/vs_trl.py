@@ -184,10 +184,8 @@ def run_trl(folder: Path, name: str, steps: int) -> dict:
 
 def copy_ours(folder: Path) -> None:
     """What a user has, and an environment of theirs."""
-    for name in ("bench", "configs", "dry_run", "envs", "launch", "policy", "runtime"):
-        shutil.copytree(ROOT / name, folder / name)
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, folder)
+    hidden = shutil.ignore_patterns(".*", "__pycache__", "data", "models", "runs", "tests")
+    shutil.copytree(ROOT, folder, ignore=hidden, dirs_exist_ok=True)
     (folder / "envs" / "vowels.py").write_text(ENVIRONMENT)
     (folder / "configs" / "bench.py").write_text(CONFIG)
 

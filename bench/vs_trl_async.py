@@ -151,14 +151,19 @@ class Paced(LogitsProcessor):
             self.log.flush()
             self.flushed = self.last
 
-    def draw(self, params, prompt: list[int], output: list[int]) -> tuple[int, list[int]]:
-        """The length of a new request's answer, and the list that its tokens will be in."""
+    def draw(self, params, prompt: list[int], output: list[int]) -> tuple[int, list[int]] | None:
+        """The length of a new request's answer, and the list that its tokens will be in.
+
+        None for the probe by which our driver compares engines and trainer: it has to stay as is.
+        """
+        if params.ignore_eos:
+            return None
         of_prompt = random.Random(str(prompt)).gauss(0, SPREAD)
         of_sample = random.Random(params.seed).gauss(0, SPREAD)
         return max(1, round(MEDIAN * math.exp(of_prompt + of_sample))), output
 
     def apply(self, logits):
-        logits[:, EOS] = -math.inf
+        logits[list(self.rows), EOS] = -math.inf
         ends = [i for i, (length, output) in self.rows.items() if len(output) >= length - 1]
         if ends:
             logits[ends] = -math.inf
