@@ -1,0 +1,321 @@
+"""What a run on a cluster would do, before it is rented: the real driver on a virtual clock.
+
+    python bench/simulate.py [CONFIG] [OVERRIDES] [OPTIONS]
+
+    python bench/simulate.py configs/rlvr1.py                           what binds, what to change
+    python bench/simulate.py configs/rlvr1.py --max_lag 2 --gpu h100
+    python bench/simulate.py configs/rlvr1.py --judge 30 --faults engine=1,worker=0.5
+
+The buffer, the two loops, the choice and replacement of engines, the packing plan and the order of
+a weight update are the product's own code. Engines, trainers, transfers, environments, judges and
+faults are simulated; their pace is that of --dry_run. CONFIG and OVERRIDES are those of
+grpo_async.py. The last line says what binds a step, and the best of some changes, each simulated.
+docs/scale.md has the assumptions, and what came out for the stages of Nemotron 3 Super.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import dry_run  # noqa: E402
+from bench.simulation import findings, world  # noqa: E402
+from bench.simulation.faults import KINDS, Faults  # noqa: E402
+from bench.simulation.findings import Findings  # noqa: E402
+from bench.simulation.hardware import Hardware, Measured, Modelled  # noqa: E402
+from bench.simulation.workload import Latency, Lengths, Workload  # noqa: E402
+from bench.simulation.world import Trace  # noqa: E402
+from dry_run import gpus, pace, sizes  # noqa: E402
+from dry_run.gpus import Gpu  # noqa: E402
+from dry_run.sizes import Model  # noqa: E402
+from grpo_async import Config  # noqa: E402
+from runtime import config  # noqa: E402
+from runtime.config import InputError  # noqa: E402
+from support import shapes  # noqa: E402
+
+STEPS = 24
+ROUND = 200_000  # objects that a run makes before Python looks for garbage; it makes little
+TRIED = 14  # steps of a change that is tried, beside max_lag
+WORTH = 0.95  # a change that leaves more of a step is not worth its name
+BIG = 60e9  # parameters: such a model is of the recipe's stages
+MTP = 1.5  # assumed, where drafts are tried: tokens of a step of an engine that is nearly empty
+
+
+def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The simulation's own options, and the words that are for the configuration."""
+    about, _, usage = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=about,
+        epilog=usage,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("config", nargs="?", default="configs/rlvr1.py", help="a file of overrides")
+    add("--steps", type=int, default=STEPS, help="steps to simulate")
+    faults = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
+    add("--faults", default="", metavar="KIND=N", help=f"so many an hour, in the run ({faults})")
+    add("--mean", type=float, default=0, help="tokens of a response (a quarter of the longest)")
+    add("--spread", type=float, default=1.0, help="of the logarithm of its tokens")
+    add("--lengths", default="", metavar="FILE", help="a rollouts.jsonl whose lengths are drawn")
+    add("--prompt", type=int, default=1000, help="tokens of a prompt")
+    add("--turns", type=int, default=1, help="into which a response is cut")
+    add("--tool", type=float, default=0, help="seconds of a tool between two turns")
+    add("--environment", type=float, default=0, help="seconds of the environment, each answer")
+    add("--judge", type=float, default=0, help="seconds of the judge, each answer")
+    add("--judged_at_once", type=int, default=10**9, help="answers that judges take at once")
+    add("--drafts", type=float, default=1, help="tokens of an engine's step in the tail, by MTP")
+    add("--table", default="", metavar="FILE", help="JSON: [[batch, context, seconds], ...]")
+    add("--page", default="", metavar="FILE", help="a picture of some steps (.html)")
+    add("--splits", type=int, default=0, help="try so many splits of the same GPUs")
+    known = "compare with closed forms, with real runs on this machine (minutes), or with both"
+    kinds = ("forms", "runs", "all")
+    add("--validate", nargs="?", const="all", choices=kinds, help=known)
+    add("--alone", action="store_true", help="try no changes")
+    return parser.parse_known_args(argv)
+
+
+@contextlib.contextmanager
+def with_model(cfg: Config) -> Iterator[Config]:
+    """`cfg` with a folder that has a config.json: that of Nemotron 3 Super or Nano by its name."""
+    if (Path(cfg.model) / "config.json").is_file():
+        yield cfg
+        return
+    known = "models/nano_sft" if "nano" in cfg.command.config else "models/super_sft"
+    if not cfg.model.startswith(("models/super", "models/nano", "runs/")):
+        expected = "expected a folder that holds config.json; nothing else of it is read"
+        raise InputError(f"model = {cfg.model!r}: {expected}")
+    with tempfile.TemporaryDirectory() as folder:
+        name = Path(folder, Path(known).name)
+        yield dataclasses.replace(cfg, model=shapes.write(known, name))
+
+
+def read(path: str, words: list[str], steps: int) -> Config:
+    """The configuration, without looking for its data."""
+    file = Path(path) if Path(path).is_file() else ROOT / path
+    base = config.read(Config, file)
+    named = dataclasses.replace(base.command, config=path)
+    data = dataclasses.replace(base.data, val="")
+    base = dataclasses.replace(base, command=named, steps=steps, val_period=0, data=data)
+    return config.with_entries(base, config.overridden(base, words)) if words else base
+
+
+def chosen(model: Model, cfg: Config) -> Gpu:
+    """The GPU that --gpu names, or that of the recipe: H100 below configs/h100, else B200."""
+    if cfg.command.gpu != "auto" or model.params < BIG:
+        return gpus.planned(cfg.command.gpu)
+    return gpus.H100 if "h100" in Path(cfg.command.config).parts else gpus.B200
+
+
+def check(given: argparse.Namespace) -> None:
+    """Raises InputError for a number that no run can have, and for a page without a folder."""
+    least = {"steps": 1, "turns": 1, "drafts": 1, "judged_at_once": 1}
+    least |= dict.fromkeys(("mean", "spread", "prompt", "tool", "environment", "judge"), 0)
+    for name, low in least.items():
+        value = getattr(given, name)
+        if not low <= value < math.inf:
+            raise InputError(f"--{name} {value}: expected at least {low}")
+    if given.page and not Path(given.page).parent.is_dir():
+        raise InputError(f"--page {given.page}: {Path(given.page).parent} is no folder")
+
+
+def work_of(cfg: Config, given: argparse.Namespace, model: Model) -> Workload:
+    """What the options say of the rollouts. Raises InputError."""
+    limit = min(cfg.sampling.max_response_tokens, cfg.sampling.max_model_len - given.prompt)
+    if limit < 2:
+        raise InputError(f"--prompt {given.prompt} leaves {limit} tokens for a response")
+    mean = given.mean or pace.MEAN_SHARE * limit
+    caching = cfg.engine.args.get("enable_prefix_caching", not model.state)
+    drawn = Lengths.of_run(given.lengths, limit) if given.lengths else None
+    return Workload(
+        lengths=drawn or Lengths.with_mean(mean, limit, given.spread),
+        prompt=given.prompt,
+        reuses_prompts=bool(caching),
+        environment=Latency(given.environment),
+        turns=given.turns,
+        tool=Latency(given.tool),
+        judge=Latency(given.judge),
+        judged_at_once=given.judged_at_once,
+        seed=cfg.seed,
+    )
+
+
+class Plan:
+    """A configuration and all that is assumed about its world."""
+
+    def __init__(self, cfg: Config, given: argparse.Namespace):
+        self.cfg = cfg
+        self.given = given
+        self.model = sizes.read_model(cfg.model)
+        self.gpu = chosen(self.model, cfg)
+        self.work = work_of(cfg, given, self.model)
+
+    def run(self, cfg: Config, drafts: float = 0, picture: range = range(0)) -> Trace:
+        """Simulates this configuration or a change of it."""
+        given = self.given
+        parts = (self.model, cfg, self.gpu, drafts or given.drafts)
+        hardware: Hardware = Measured(*parts, given.table) if given.table else Modelled(*parts)
+        return world.run(cfg, hardware, self.work, Faults.read(given.faults), picture)
+
+    def changes(self, found: Findings) -> dict[str, Config]:
+        """What may help against what binds, by what is to be written."""
+        cfg, engine = self.cfg, self.cfg.engine
+        lag = cfg.max_lag + 1
+        every = {f"max_lag = {lag}": dataclasses.replace(cfg, max_lag=lag)}
+        tp, count = 2 * engine.tensor_parallel, engine.count // 2
+        same_gpus = engine.count % 2 == 0 and tp <= pace.NODE_GPUS
+        if found.binds == "longest rollout" and same_gpus:
+            wide = dataclasses.replace(engine, tensor_parallel=tp, count=count)
+            name = f"engine.tensor_parallel = {tp}, engine.count = {count}"
+            every[name] = dataclasses.replace(cfg, engine=wide)
+        best = pace.balance(self.model, cfg, self.gpu)
+        for other in [*([best] if best else []), *self.splits()]:
+            name = f"engine.count = {other.engine.count}, policy.ranks = {other.policy.ranks}"
+            if other.engine.count != engine.count:
+                every[name] = other
+        return {
+            name: dataclasses.replace(other, steps=trial(lag))
+            for name, other in every.items()
+            if not self.unfit(other)
+        }
+
+    def splits(self) -> list[Config]:
+        """As many as are asked for of the ways to split the same GPUs, evenly spread."""
+        every = pace.splits(self.model, self.cfg, self.gpu)
+        n = min(self.given.splits, len(every))
+        return [every[(2 * i + 1) * len(every) // (2 * n)] for i in range(n)]
+
+    def unfit(self, cfg: Config) -> list[str]:
+        """What does not fit, beside files that are not here."""
+        found = dry_run.problems(self.model, cfg, self.gpu)
+        return [problem for problem in found if "no such file" not in problem]
+
+
+def first_of(error: Exception) -> Exception:
+    """The first error of a group, in which there may be others."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def verdict(plan: Plan, found: Findings) -> str:
+    """What binds, and the best of some changes."""
+    lag = plan.cfg.max_lag
+    said = f"{shown(found.seconds)} a step, bound by "
+    if found.binds == "longest rollout":
+        both = f"{shown(found.longest.seconds)} + training and update "
+        both += shown(found.training + found.update)
+        said += f"the longest rollout: ({both}) / (max_lag + 1 = {lag + 1})"
+        said += f" = {shown(found.bound)} at least"
+    elif found.binds == "training":
+        said += f"training: {shown(found.training)} and {shown(found.update)} of weight update"
+    else:
+        said += f"generation: full engines need {shown(found.bound)}"
+    if plan.given.alone:
+        return said
+    tried = {
+        name: findings.find(plan.run(cfg)).seconds for name, cfg in plan.changes(found).items()
+    }
+    for name, seconds in tried.items():
+        print(f"  tried: {name}: {shown(seconds)}")
+    if plan.given.splits and len(plan.splits()) < 2:
+        print("  no other split of the same GPUs holds the trainer")
+    if found.binds == "longest rollout":
+        drafted = dataclasses.replace(plan.cfg, steps=trial(lag))
+        faster = findings.find(plan.run(drafted, MTP)).seconds
+        what = f"drafts that make the tail {MTP} times as fast (no setting of ours)"
+        print(f"  tried: {what}: {shown(faster)}")
+    saves = [name for name in sorted(tried, key=tried.__getitem__)[:2] if worth(tried[name], found)]
+    if not saves:
+        return f"{said}; no change that was tried saves 5 %"
+    older = {name: " (older samples)" if name.startswith("max_lag") else "" for name in saves}
+    advice = "; or ".join(f"{name}{older[name]}: {shown(tried[name])}" for name in saves)
+    return f"{said}; change {advice} (simulated)"
+
+
+def trial(lag: int) -> int:
+    """Steps of a change that is tried at that max_lag: enough to be counted."""
+    return max(TRIED + lag, findings.fewest(lag))
+
+
+def worth(seconds: float, found: Findings) -> bool:
+    """Whether a step of so many seconds is worth a change."""
+    return seconds <= WORTH * found.seconds
+
+
+def shown(seconds: float) -> str:
+    """Seconds, those of small models with a decimal."""
+    return f"{seconds:,.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def validate(what: str) -> None:
+    """Prints the simulation beside closed forms ("forms"), real runs ("runs"), or both."""
+    if what != "runs":
+        from bench.simulation import validation
+
+        print("\n".join(validation.table()), flush=True)
+    if what != "forms":
+        from bench.simulation import real
+
+        with tempfile.TemporaryDirectory() as folder:
+            for line in real.table(Path(folder)):
+                print(line, flush=True)
+
+
+def main() -> None:
+    """Prints what a run does, and last what binds it."""
+    gc.freeze()
+    gc.set_threshold(ROUND)
+    given, words = options(sys.argv[1:])
+    if given.validate:
+        validate(given.validate)
+        return
+    check(given)
+    named = read(given.config, words, given.steps)
+    with with_model(named) as cfg:
+        plan = Plan(cfg, given)
+        began = time.process_time()
+        cycle = cfg.max_lag + 1
+        first = min(2 * cycle, max(1, given.steps - 2 * cycle))
+        try:
+            trace = plan.run(cfg, picture=range(first, first + 2 * cycle))
+        except ExceptionGroup as group:
+            raise InputError(f"the run ended: {first_of(group)}") from None
+        spent = time.process_time() - began
+        try:
+            found = findings.find(trace)
+        except ValueError as error:
+            raise InputError(f"--steps {given.steps}: {error}") from None
+        engine = cfg.engine
+        print(
+            f"{given.config}: {engine.count * engine.tensor_parallel} + {cfg.policy.ranks} GPUs"
+            f" ({plan.gpu.name}), {cfg.prompts_per_step} x {cfg.group_size} samples a step,"
+            f" max_lag {cfg.max_lag}"
+        )
+        print("\n".join(findings.table(trace, found)))
+        if cfg.model != named.model:
+            shape = "Nemotron 3 " + ("Nano" if "nano" in Path(cfg.model).name else "Super")
+            print(f"  {named.model} is not here: this is the shape of {shape}")
+        wrong = findings.conserved(trace)
+        print("\n".join(f"WRONG: {problem}" for problem in wrong[:5]), end="\n" * bool(wrong))
+        for problem in plan.unfit(cfg):
+            print(f"  PROBLEM, as --dry_run says: {problem}")
+        if given.page:
+            from bench.simulation import page
+
+            page.write(trace, found, given.page)
+            print(f"  page: {given.page}")
+        print(f"  {spent:.1f} s of CPU for {len(trace.steps)} steps")
+        print(verdict(plan, found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,515 @@
+"""What stands for Ray's actors: engines, trainer ranks and rollout workers that only take time."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bench.simulation.engine import Engine
+from bench.simulation.engine import Sequence as Written
+from bench.simulation.hardware import Hardware
+from bench.simulation.workload import Judges, Workload
+from envs.episode import SampleInfo
+from envs.sampler import DRAFT_SECONDS
+from envs.shared.judge import Report
+from policy.weight_sync import Sender
+from runtime.dispatch import Slot
+from runtime.fleet import Received
+from runtime.probe import ANSWER, LENGTH, PROMPTS
+
+if TYPE_CHECKING:
+    from grpo_async import Config
+
+HEALTHY = Report({}, Counter())
+
+
+class Lost(Exception):
+    """An actor has died."""
+
+
+class Answer(asyncio.Future):
+    """What a call returns: awaited as Ray's references are, or as the future of one."""
+
+    owner: "Group | None" = None  # who is to stop where the call is cancelled
+
+    def future(self) -> "Answer":
+        """For asyncio.wrap_future, which leaves a future of asyncio's as it is."""
+        return self
+
+    def give(self, value: Any) -> None:
+        """The value; an exception is raised where it is awaited."""
+        if self.done():
+            return
+        if isinstance(value, Exception):
+            self.set_exception(value)
+            self.exception()  # nobody need ask for it
+        else:
+            self.set_result(value)
+
+
+class Method:
+    """A method of an actor, which is called by `remote`."""
+
+    __slots__ = ("remote",)
+
+    def __init__(self, remote: Callable[..., Any]):
+        self.remote = remote
+
+    def options(self, **_: Any) -> "Method":
+        """Ray's options change nothing here."""
+        return self
+
+
+def answered(value: Any = None) -> Answer:
+    """The answer of a call that takes no time."""
+    answer = Answer()
+    answer.give(value)
+    return answer
+
+
+def after(seconds: float, value: Any = None) -> Answer:
+    """The answer of a call that takes so long."""
+    answer = Answer()
+    asyncio.get_running_loop().call_later(seconds, answer.give, value)
+    return answer
+
+
+class Stage:
+    """What all actors of a run share: the clock, the hardware, the work, and who is there."""
+
+    def __init__(self, cfg: "Config", hardware: Hardware, workload: Workload):
+        self.cfg = cfg
+        self.hardware = hardware
+        self.workload = workload
+        self.loop = asyncio.get_running_loop()
+        self.judges = Judges(workload.judge, workload.judged_at_once, workload.seed)
+        self.numbers = random.Random(workload.seed)
+        self.engines: list[EngineActor] = []  # that live or start
+        self.gone: list[Engine] = []
+        self.trainers: list[TrainerActor] = []
+        self.workers: list[WorkerActor] = []
+        self.transfer: Transfer | None = None
+        self.traced = False  # whether engines keep their history
+        self.histories: dict[int, list[tuple[float, int]]] = {}  # of engines, by place
+        self.spans: list[Span] = []  # of groups that were rolled out
+        self.trainings: list[Training] = []
+        self.planned: Any = None  # the updates that a rank was given last
+        self.seconds = 0.0  # that they take
+        self.lost_tokens = 0.0  # that a lost engine had written, and no draft holds
+        self.deaths: Counter[str] = Counter()
+
+    def make(self, kind: type, *_: Any, **__: Any) -> Any:
+        """Stands for `runtime.cluster.actor`."""
+        made = {"Generator": EngineActor, "Trainer": TrainerActor, "RolloutWorker": WorkerActor}
+        return Method(lambda cfg: made[kind.__name__](self))
+
+    def kill(self, actor: Any) -> None:
+        """Stands for ray.kill."""
+        actor.die(Lost("it was killed"))
+
+
+class Training(NamedTuple):
+    """What a rank did in a step."""
+
+    step: int
+    rank: int
+    began: float
+    seconds: float
+
+
+class Span:
+    """One group's rollouts: when, where, until when tokens were written, and the most of them."""
+
+    __slots__ = ("began", "ended", "engine", "queued", "slot", "tokens", "version", "written")
+
+    def __init__(self, group: "Group", ended: float):
+        self.slot = group.slot.number
+        self.began = group.began
+        self.ended = ended
+        self.engine = group.engine.place
+        self.tokens = max(group.totals)
+        self.version = group.oldest
+        self.written = group.written
+        self.queued = group.queued
+
+
+class EngineActor:
+    """A vLLM engine."""
+
+    def __init__(self, stage: Stage):
+        self.stage = stage
+        self.engine = Engine(stage.hardware, stage.loop)
+        places = {other.place for other in stage.engines}
+        self.place = next(i for i in range(len(places) + 1) if i not in places)
+        self.version = -1
+        self.groups: dict[Group, None] = {}  # in the order in which they came
+        self.open: set[Answer] = set()  # calls that are not answered yet
+        self.hangs = False
+        self.error: Exception | None = None
+        stage.engines.append(self)
+        self.observe(stage.traced)
+        self.start = Method(lambda: self.keep(after(stage.hardware.start)))
+        self.join_sync_group = Method(lambda *_: self.keep(after(stage.hardware.connect, [1])))
+        self.check_health = Method(self._check_health)
+        self.generate = Method(self._answer_probe)
+        self.update_weights = Method(self._update_weights)
+
+    def observe(self, traced: bool) -> None:
+        """Begins or ends to keep the history of this engine."""
+        history = self.stage.histories.setdefault(self.place, [])
+        self.engine.history = history if traced else None
+        if traced:
+            history.append((self.stage.loop.time(), self.engine.batch))
+
+    def keep(self, answer: Answer) -> Answer:
+        """An answer that fails where the engine dies before it comes."""
+        if self.error:
+            return answered(self.error)
+        if not answer.done():
+            self.open.add(answer)
+            answer.add_done_callback(self.open.discard)
+        return answer
+
+    def die(self, error: Exception) -> None:
+        """All calls fail, those to come as well."""
+        if self.error:
+            return
+        self.error = error
+        if self in self.stage.engines:
+            self.stage.engines.remove(self)
+            self.stage.gone.append(self.engine)
+        for group in list(self.groups):
+            group.lose(error)
+        self.engine.stop()
+        for answer in list(self.open):
+            answer.give(error)
+        if self.stage.transfer:
+            self.stage.transfer.lose(self)
+
+    def hang(self) -> None:
+        """It neither works nor answers from now on."""
+        self.hangs = True
+        self.engine.pause()
+
+    def _answer_probe(self, request: Any) -> Answer:
+        """A new engine answers all prompts of the probe at once, before it gets any group."""
+        context = PROMPTS * (LENGTH + ANSWER / 2)
+        return self.keep(after(ANSWER * self.stage.hardware.decode(PROMPTS, context), [None]))
+
+    def _check_health(self) -> Answer:
+        if self.hangs and not self.error:
+            return self.keep(Answer())
+        return answered(self.error)
+
+    def _update_weights(self, version: int, verify: bool) -> Answer:
+        answer = self.keep(Answer())
+        if not answer.done():
+            self.engine.pause()
+            self.stage.transfer.join(self, version, answer)  # type: ignore[union-attr]
+        return answer
+
+
+class Transfer:
+    """One broadcast of the weights. Where a member dies, the others wait in vain."""
+
+    def __init__(self, stage: Stage):
+        self.stage = stage
+        self.sends: list[Answer] = []
+        self.members: dict[EngineActor, tuple[int, Answer]] = {}
+        self.end = stage.loop.call_later(stage.hardware.sync, self.arrive)
+        self.began = stage.loop.time()
+
+    def send(self) -> Answer:
+        """A trainer rank takes part."""
+        self.sends.append(Answer())
+        return self.sends[-1]
+
+    def join(self, engine: EngineActor, version: int, answer: Answer) -> None:
+        """An engine takes part."""
+        self.members[engine] = (version, answer)
+
+    def arrive(self) -> None:
+        """Everybody has everything."""
+        if any(engine.hangs for engine in self.members):
+            return
+        self.stage.transfer = None
+        seconds = self.stage.loop.time() - self.began
+        phases = {"sync_pause": 0.0, "sync_transfer": seconds, "sync_resume": 0.0}
+        for engine, (version, answer) in self.members.items():
+            engine.version = version
+            engine.engine.resume()
+            answer.give(Received(phases, [0]))
+        for send in self.sends:
+            send.give(0)
+
+    def lose(self, engine: EngineActor) -> None:
+        """A member dies, and what was under way never arrives."""
+        if engine in self.members:
+            self.end.cancel()
+
+    def abort(self) -> None:
+        """The trainer ranks give up."""
+        self.end.cancel()
+        self.stage.transfer = None
+        for send in self.sends:
+            send.give(Lost("the transfer was aborted"))
+
+
+class TrainerActor:
+    """One trainer rank."""
+
+    def __init__(self, stage: Stage):
+        self.stage = stage
+        self.rank = len(stage.trainers)
+        stage.trainers.append(self)
+        self.start = Method(lambda rank, address: answered([]))
+        self.open_store = Method(lambda world: answered(("host", 1)))
+        self.join_sync_group = Method(lambda *_: after(stage.hardware.connect))
+        self.call = Method(self._call)
+        self.watch = Method(Answer)
+        self.probe_gaps = Method(lambda answers: answered([0.0] * len(answers)))
+        self.train_step = Method(self._train)
+        self.send_weights = Method(self._send)
+        self.save = Method(lambda folder: after(stage.hardware.copy))
+
+    def _call(self, function: Callable, *args: Any) -> Answer:
+        if function == Sender.abort and self.stage.transfer:
+            self.stage.transfer.abort()
+        return answered(("node", [self.rank]))
+
+    def _send(self, verify: bool) -> Answer:
+        if self.stage.transfer is None:
+            self.stage.transfer = Transfer(self.stage)
+        return self.stage.transfer.send()
+
+    def _train(self, step: int, updates: list, *groups: Answer) -> list[Answer]:
+        stage = self.stage
+        if stage.planned is not updates:  # ranks of a replica have the same rows
+            lengths = [group.result() for group in groups]
+            rows = [[lengths[g][j] for g, j in row] for update in updates for row in update.rows]
+            stage.planned = updates
+            stage.seconds = stage.hardware.train(rows)
+        seconds = stage.seconds
+        stage.trainings.append(Training(step, self.rank, stage.loop.time(), seconds))
+        return [after(seconds, {"train_seconds": seconds}), after(seconds, {}), answered()]
+
+
+class WorkerActor:
+    """One rollout worker."""
+
+    def __init__(self, stage: Stage):
+        self.stage = stage
+        self.groups: dict[Group, None] = {}
+        self.drafts: dict[tuple[Slot, int], list[float]] = {}  # tokens of each sample
+        self.error: Exception | None = None
+        stage.workers.append(self)
+        self.call = Method(lambda function: answered(self.error or HEALTHY))
+        self.forget = Method(lambda slot, line: self.drafts.pop((slot, line), None))
+        self.rollout_group = Method(self._roll_out)
+
+    def _roll_out(self, engine: EngineActor, row: dict, slot: Slot, n: int) -> Sequence[Answer]:
+        answers = [Answer() for _ in range(3)]
+        error = self.error or engine.error
+        if error:
+            for answer in answers:
+                answer.give(error)
+            return answers
+        group = Group(self, engine, slot, row["_line"], answers)
+        answers[0].owner = group
+        group.begin(self.stage.workload.of_group(row["_line"], n))
+        return answers
+
+    def die(self, error: Exception) -> None:
+        """What it was doing is lost, its drafts as well."""
+        if self.error:
+            return
+        self.error = error
+        if self in self.stage.workers:
+            self.stage.workers.remove(self)
+        for group in list(self.groups):
+            group.stop()
+            group.fail(error)
+
+
+class Group:
+    """One try of one prompt's rollouts."""
+
+    def __init__(
+        self, worker: WorkerActor, engine: EngineActor, slot: Slot, line: int, answers: list[Answer]
+    ):
+        self.worker = worker
+        self.stage = worker.stage
+        self.engine = engine
+        self.slot = slot
+        self.line = line
+        self.answers = answers
+        self.began = self.stage.loop.time()
+        self.oldest = engine.version
+        self.rollouts: list[Rollout] = []
+        self.totals: list[int] = []
+        self.left = 0
+        self.written = 0.0  # when the last token so far was
+        self.queued = 0.0  # seconds in which what wrote it waited for a place in its engine
+
+    def begin(self, totals: list[int]) -> None:
+        """Sends all samples to the engine; those of an earlier try go on from their drafts."""
+        self.totals = totals
+        self.left = len(totals)
+        self.worker.groups[self] = self.engine.groups[self] = None
+        drafts = self.worker.drafts.pop((self.slot, self.line), [0.0] * self.left)
+        work = self.stage.workload
+        for j, (total, draft) in enumerate(zip(totals, drafts, strict=True)):
+            shared = work.prompt if j and work.reuses_prompts else 0
+            self.rollouts.append(Rollout(self, total, draft, shared))
+
+    def lose(self, error: Exception) -> None:
+        """The engine has died: drafts are kept, as they were when they were copied last."""
+        kept = []
+        for rollout in self.rollouts:
+            written, draft = rollout.written(), rollout.draft()
+            self.stage.lost_tokens += written - draft
+            kept.append(draft)
+        self.worker.drafts[self.slot, self.line] = kept
+        self.stop()
+        self.fail(error)
+
+    def stop(self) -> None:
+        """Nothing of this group goes on."""
+        self.worker.groups.pop(self, None)
+        self.engine.groups.pop(self, None)
+        for rollout in self.rollouts:
+            rollout.stop()
+
+    def fail(self, error: Exception) -> None:
+        """The call raises."""
+        for answer in self.answers:
+            answer.give(error)
+
+    def one_done(self) -> None:
+        """A sample has its reward; the last one ends the group."""
+        self.left -= 1
+        if self.left:
+            return
+        self.worker.groups.pop(self, None)
+        self.engine.groups.pop(self, None)
+        self.stage.spans.append(Span(self, self.stage.loop.time()))
+        limit = self.stage.workload.lengths.limit
+        newest = self.engine.version
+        prompt = self.stage.workload.prompt
+        infos = [
+            SampleInfo(
+                tokens=prompt + total,
+                trained_tokens=total,
+                reward=0.0,
+                score=0.0,
+                has_gradient=True,
+                response_tokens=total,
+                oldest_version=self.oldest,
+                newest_version=newest,
+                truncated=total >= limit,
+                env="simulated",
+            )
+            for total in self.totals
+        ]
+        infos_answer, samples, lines = self.answers
+        infos_answer.give(infos)
+        samples.give([info.tokens for info in infos])
+        lines.give(b"")
+
+
+class Rollout:
+    """One sample: its turns, the tools between them, its judge."""
+
+    __slots__ = ("asked", "group", "is_over", "queued", "sequence", "total", "turn")
+
+    def __init__(self, group: Group, total: int, draft: float, shared: int):
+        self.group = group
+        self.total = total
+        self.is_over = False
+        self.sequence: Written | None = None
+        self.asked = 0.0
+        self.queued = 0.0
+        turns = group.stage.workload.turns
+        self.turn = min(turns - 1, int(draft * turns / total + 1e-9))
+        self.ask(draft, shared)
+
+    def ask(self, draft: float, shared: int) -> None:
+        """The engine is to write this turn from a draft on; it has read `shared` tokens before."""
+        work = self.group.stage.workload
+        engine = self.group.engine
+        end = self.total * (self.turn + 1) / work.turns
+        context = work.prompt + self.turn * work.observed + int(draft)
+        if end - draft < 1e-9:  # an engine that was lost had written it all
+            self.group.stage.loop.call_soon(self.turn_done)
+            return
+        self.asked = self.group.stage.loop.time()
+        self.sequence = Written(context, end - draft, shared, self.turn_done)
+        engine.engine.add(self.sequence)
+
+    def turn_done(self) -> None:
+        """The tool answers, or after the last turn the environment and its judge."""
+        stage = self.group.stage
+        work = stage.workload
+        if self.sequence:
+            self.queued += self.sequence.began - self.asked
+        self.sequence = None
+        self.group.written = stage.loop.time()
+        self.group.queued = self.queued
+        self.turn += 1
+        if self.turn < work.turns:
+            stage.loop.call_later(work.tool.draw(stage.numbers), self.next_turn)
+        elif work.environment.mean:
+            stage.loop.call_later(work.environment.draw(stage.numbers), self.judge)
+        else:
+            self.judge()
+
+    def next_turn(self) -> None:
+        """The conversation goes on."""
+        if not self.is_over:
+            work = self.group.stage.workload
+            said = self.total * self.turn / work.turns
+            read = work.prompt + int(said) + (self.turn - 1) * work.observed
+            self.ask(said, read if work.reuses_prompts else 0)
+
+    def judge(self) -> None:
+        """The judge is asked, where there is one."""
+        stage = self.group.stage
+        if stage.workload.judge.mean:
+            stage.judges.ask(self.end)
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """The sample has its reward."""
+        if not self.is_over:
+            self.is_over = True
+            self.group.one_done()
+
+    def written(self) -> float:
+        """Tokens that there are of the answer."""
+        work = self.group.stage.workload
+        sequence = self.sequence
+        if sequence is None:
+            return self.total * self.turn / work.turns
+        engine = self.group.engine.engine
+        engine.settle()
+        left = sequence.ends - engine.steps if sequence.is_running else sequence.left
+        return self.total * (self.turn + 1) / work.turns - max(0.0, left)
+
+    def draft(self) -> float:
+        """Those that the worker has a copy of: it asks every few seconds."""
+        written = self.written()
+        sequence = self.sequence
+        if written >= self.total or sequence is None or not sequence.is_running:
+            return written
+        engine = self.group.engine.engine
+        since = (engine.since - self.group.began) % DRAFT_SECONDS
+        speed = engine.hardware.decode(engine.batch, engine.context)
+        return max(0.0, written - since / speed) if speed else written
+
+    def stop(self) -> None:
+        """Its engine is to write no more of it."""
+        self.is_over = True
+        if self.sequence and not self.group.engine.error:
+            self.group.engine.engine.drop(self.sequence)

@@ -1,0 +1,203 @@
+"""An engine on virtual time: all sequences that run get a token at each of its steps.
+
+Between two moments at which a sequence comes or goes, a step's seconds depend on how many there
+are and on the tokens that they have; the next end is known, and nothing happens before it.
+"""
+
+import asyncio
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable
+
+from bench.simulation.hardware import Hardware
+
+NEARLY = 1e-6  # of a token
+
+
+class Sequence:
+    """One answer that an engine writes."""
+
+    __slots__ = ("began", "context", "done", "ends", "is_running", "left", "prefilled")
+
+    def __init__(self, context: int, left: int, prefilled: int, done: Callable[[], None]):
+        self.context = context  # tokens of prompt and answer so far
+        self.left = left  # tokens that are still to be written, as of when it last began to run
+        self.prefilled = prefilled  # tokens of the context that the engine has read already
+        self.done = done
+        self.ends = 0.0  # on the engine's count of steps
+        self.began = -1.0  # virtual seconds at which it first ran; -1: it has not
+        self.is_running = False
+
+
+class Engine:
+    """Sequences that wait and that run, first come first served; the latest gives way to others."""
+
+    def __init__(self, hardware: Hardware, loop: asyncio.AbstractEventLoop):
+        self.hardware = hardware
+        self.loop = loop
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[tuple[float, int, Sequence]] = []  # a heap by end
+        self.stack: list[Sequence] = []  # in the order in which they began
+        self.numbers = itertools.count()
+        self.batch = 0
+        self.context = 0.0  # tokens of all that run
+        self.steps = 0.0  # of the engine, so far
+        self.reading = 0.0  # seconds of prompts that are still to be read
+        self.since = 0.0  # when the present stretch began
+        self.until = 0.0  # when it ends
+        self.stretch = 0.0  # steps in it
+        self.paused = False
+        self.is_planned = False
+        self.timer: asyncio.TimerHandle | None = None
+        self.busy = 0.0  # seconds with a sequence
+        self.filled = 0.0  # sequence-seconds
+        self.tokens = 0.0  # written
+        self.reread = 0.0  # tokens of sequences that gave way, or moved here
+        self.history: list[tuple[float, int]] | None = None  # (time, batch), where it is wanted
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence is to be written."""
+        self.waiting.append(sequence)
+        self.plan_soon()
+
+    def pause(self) -> None:
+        """No step is made until `resume`."""
+        self.settle()
+        self.paused = True
+        self.plan_soon()
+
+    def resume(self) -> None:
+        """Steps go on."""
+        self.settle()
+        self.paused = False
+        self.plan_soon()
+
+    def drop(self, sequence: Sequence) -> None:
+        """A sequence that nobody wants any more."""
+        self.settle()
+        if sequence.is_running:
+            self._take_out(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self.plan_soon()
+
+    def stop(self) -> list[Sequence]:
+        """The engine dies; returns what it was to write, with what is left of each."""
+        self.settle()
+        lost = list({id(s): s for _, _, s in self.running if s.is_running}.values())
+        for sequence in lost:
+            self._take_out(sequence)
+        lost += self.waiting
+        self.waiting.clear()
+        self.paused = True
+        self.running.clear()
+        self.plan_soon()
+        return lost
+
+    def plan_soon(self) -> None:
+        """Plans once, after all that happens at this moment."""
+        if not self.is_planned:
+            self.is_planned = True
+            self.loop.call_soon(self.plan)
+
+    def settle(self) -> None:
+        """Brings the counts to now."""
+        now = self.loop.time()
+        seconds = now - self.since
+        if seconds <= 0:
+            return
+        if self.batch:
+            self.busy += seconds
+            self.filled += seconds * self.batch
+        if self.stretch and self.until > self.since:
+            part = min(1.0, seconds / (self.until - self.since))
+            made = self.stretch * part
+            self.reading *= 1 - part
+            self.steps += made
+            self.context += made * self.batch
+            self.tokens += made * self.batch
+            self.stretch -= made
+        self.since = now
+
+    def plan(self) -> None:
+        """Ends what has ended, starts what there is room for, and looks ahead to the next end."""
+        self.is_planned = False
+        self.settle()
+        if self.timer:
+            self.timer.cancel()
+            self.timer = None
+        self.stretch = 0.0
+        ended = self._ended()
+        if not self.paused:
+            self._make_room()
+            self._admit()
+            self._look_ahead()
+        if self.history is not None:
+            self.history.append((self.since, self.batch))
+        for sequence in ended:
+            sequence.done()
+
+    def _ended(self) -> list[Sequence]:
+        ended = []
+        while self.running:
+            ends, _, sequence = self.running[0]
+            is_running = sequence.is_running and sequence.ends == ends
+            if is_running and ends > self.steps + NEARLY:
+                break
+            heapq.heappop(self.running)
+            if is_running:
+                self._take_out(sequence)
+                ended.append(sequence)
+        return ended
+
+    def _take_out(self, sequence: Sequence) -> None:
+        left = max(0.0, sequence.ends - self.steps)
+        sequence.is_running = False
+        sequence.context += sequence.left - left
+        sequence.left = left
+        self.batch -= 1
+        self.context = self.context - sequence.context if self.batch else 0.0
+
+    def _make_room(self) -> None:
+        room = self.hardware.room
+        while self.batch > 1 and room.taken(self.batch, self.context + self.batch) > room.bytes:
+            sequence = self.stack.pop()
+            if sequence.is_running:
+                self._take_out(sequence)
+                sequence.prefilled = 0
+                self.reread += sequence.context
+                self.waiting.appendleft(sequence)
+
+    def _admit(self) -> None:
+        room = self.hardware.room
+        while self.waiting and self.batch < room.slots:
+            sequence = self.waiting[0]
+            taken = room.taken(self.batch + 1, self.context + sequence.context + self.batch + 1)
+            if self.batch and taken > room.bytes:
+                return
+            self.waiting.popleft()
+            self.reading += self.hardware.prefill(sequence.context - sequence.prefilled)
+            sequence.ends = self.steps + sequence.left
+            sequence.began = self.since if sequence.began < 0 else sequence.began
+            sequence.is_running = True
+            self.batch += 1
+            self.context += sequence.context
+            heapq.heappush(self.running, (sequence.ends, next(self.numbers), sequence))
+            if len(self.stack) > 2 * self.batch + 64:
+                self.stack = [other for other in self.stack if other.is_running]
+            self.stack.append(sequence)
+
+    def _look_ahead(self) -> None:
+        if not self.batch:
+            return
+        room = self.hardware.room
+        steps = self.running[0][0] - self.steps
+        if self.batch > 1:
+            free = room.bytes - room.taken(self.batch, self.context)
+            steps = min(steps, max(1.0, free / (self.batch * room.token)))
+        middle = self.context + self.batch * steps / 2
+        seconds = self.reading + steps * self.hardware.decode(self.batch, middle)
+        self.stretch = steps
+        self.until = self.since + seconds
+        self.timer = self.loop.call_at(self.until, self.plan)

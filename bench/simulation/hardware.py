@@ -1,0 +1,186 @@
+"""Seconds of tokens, batches, updates and starts: those of dry_run/pace.py, or a table's."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dry_run import pace, sizes
+from dry_run.gpus import Gpu
+from dry_run.sizes import Model
+from runtime.config import InputError
+
+if TYPE_CHECKING:
+    from grpo_async import Config
+
+PREFILL_MFU = 0.4  # assumed: of the peak, while an engine reads a prompt
+START_S = 180.0  # assumed: an engine's imports, compilation and CUDA graphs; it reads no weights
+CONNECT_S = 10.0  # assumed: trainer and engines make a process group
+COPY_BYTES_S = 10e9  # assumed: a GPU copies its state to the host
+TAIL = 16  # sequences: an engine with more gains nothing from drafts
+
+
+class Room(NamedTuple):
+    """What limits how many sequences an engine runs at once."""
+
+    slots: int
+    bytes: float  # for KV and states
+    token: float  # bytes of a token's KV
+    sequence: float  # bytes of a sequence's states
+
+    def taken(self, sequences: int, context: float) -> float:
+        """Bytes of so many sequences with so many tokens in all."""
+        return sequences * self.sequence + context * self.token
+
+
+@dataclasses.dataclass
+class Hardware:
+    """Seconds by what is done; the base is free, so tests can name what they need."""
+
+    room: Room = Room(10**9, math.inf, 1.0, 0.0)
+    per_token: float = 0.0  # decoding, however full the engine is
+    per_prompt_token: float = 0.0
+    per_trained_token: float = 0.0  # of a replica of the policy
+    sync: float = 0.0
+    start: float = 0.0
+    connect: float = 0.0
+    copy: float = 0.0  # a checkpoint, to the host
+    write: float = 0.0  # a checkpoint, to the disk
+
+    def decode(self, batch: int, context: float) -> float:
+        """Seconds until each of `batch` sequences has a token more; they have `context` in all."""
+        return self.per_token
+
+    def prefill(self, tokens: float) -> float:
+        """Seconds in which an engine reads a prompt."""
+        return self.per_prompt_token * tokens
+
+    def train(self, rows: Sequence[Sequence[int]]) -> float:
+        """Seconds in which one replica trains packed rows of sequences of these lengths."""
+        return self.per_trained_token * sum(map(sum, rows))
+
+
+class Modelled(Hardware):
+    """A model on GPUs, as the dry run reckons. `drafts`: tokens of an engine step in the tail."""
+
+    def __init__(self, model: Model, cfg: "Config", gpu: Gpu, drafts: float = 1.0):
+        tp = cfg.engine.tensor_parallel
+        saved = pace.checkpoint_bytes(model, cfg)
+        super().__init__(
+            room=Room(
+                cfg.engine.arguments["max_num_seqs"],
+                sizes.kv_budget(model, cfg, gpu.memory),
+                sizes.kv_bytes(model, tp),
+                model.state / tp,
+            ),
+            per_prompt_token=2 * (model.active - model.embedding) / tp / gpu.flops / PREFILL_MFU,
+            sync=pace.sync_seconds(model, cfg, gpu),
+            start=START_S,
+            connect=CONNECT_S,
+            copy=saved.whole / cfg.policy.ranks / COPY_BYTES_S,
+            write=pace.checkpoint_seconds(model, cfg),
+        )
+        if self.room.bytes <= self.room.sequence:
+            raise InputError(
+                f"an engine of {tp} {gpu.name} has no room for a sequence beside weights"
+            )
+        self.drafts = drafts
+        self.steps: list[tuple[float, float]] = []  # by batch: seconds of memory, of matmuls
+        self.parts = (model, tp, gpu)
+        self.slope = (self._memory(1, 1e6) - self._memory(1, 0)) / 1e6
+        self._of_trainer(model, cfg, gpu)
+
+    def decode(self, batch: int, context: float) -> float:
+        """As pace.decode_seconds, with what does not change between calls kept."""
+        while len(self.steps) <= batch:
+            self._next_batch()
+        memory, matmuls = self.steps[batch]
+        seconds = pace.LAUNCH_S + max(memory + context * self.slope, matmuls)
+        return seconds / self.drafts if batch <= TAIL else seconds
+
+    def train(self, rows: Sequence[Sequence[int]]) -> float:
+        """As pace.train_seconds, of the lengths that one replica has."""
+        tokens = sum(map(sum, rows))
+        pairs = self.row_keys * tokens or sum(n * n / 2 for row in rows for n in row)
+        return tokens * self.per_trained_token + pairs * self.per_pair
+
+    def _memory(self, batch: int, context: float) -> float:
+        model, tp, gpu = self.parts
+        seconds = pace.decode_seconds(model, tp, batch, context, gpu._replace(flops=math.inf))
+        return seconds - pace.LAUNCH_S
+
+    def _next_batch(self) -> None:
+        model, tp, gpu = self.parts
+        batch = len(self.steps)
+        matmuls = pace.decode_seconds(model, tp, batch, 0, gpu._replace(hbm=math.inf))
+        self.steps.append((self._memory(batch, 0), matmuls - pace.LAUNCH_S))
+
+    def _of_trainer(self, model: Model, cfg: "Config", gpu: Gpu) -> None:
+        layout = cfg.policy
+        passes = 3 + layout.activation_checkpointing + cfg.scoring_passes
+        of_weights = passes - bool(layout.lora_rank)
+        speed = layout.ranks / layout.replicas * pace.MFU * gpu.flops
+        exposed = sum(pace.exposed_seconds(cfg, gpu).values())
+        tokens = pace.MEAN_SHARE * pace.step_tokens(cfg) / layout.replicas
+        flops = of_weights * 2 * (model.active - model.embedding)
+        self.per_trained_token = flops / speed + exposed / tokens
+        self.per_pair = passes * 4 * model.heads * model.head_dim * model.kv_layers / speed
+        self.row_keys = layout.row_tokens if sizes.mask_bytes(layout).row else 0
+
+
+class Measured(Modelled):
+    """The same, with an engine's seconds a token from a file: lines of batch, context, seconds.
+
+    Between the batches of the table seconds are interpolated; beyond, the last ones grow in
+    proportion. `context` is the mean of the sequences'.
+    """
+
+    def __init__(self, model: Model, cfg: "Config", gpu: Gpu, drafts: float, path: str):
+        super().__init__(model, cfg, gpu, drafts)
+        self.points = read_table(path)
+
+    def decode(self, batch: int, context: float) -> float:
+        """Seconds of the nearest measured contexts, between the two nearest batches."""
+        seconds = interpolated(self.points, batch, context / max(batch, 1))
+        return seconds / self.drafts if batch <= TAIL else seconds
+
+
+Points = dict[int, list[tuple[float, float]]]  # batch -> (context, seconds), by context
+
+
+def read_table(path: str) -> Points:
+    """A JSON file: [[batch, context, seconds], ...]. Raises InputError for anything else."""
+    try:
+        rows: Any = json.loads(Path(path).read_text())
+        points: Points = {}
+        for batch, context, seconds in rows:
+            if not (batch >= 1 and context >= 0 and seconds > 0):
+                raise ValueError(f"{[batch, context, seconds]}")
+            points.setdefault(int(batch), []).append((float(context), float(seconds)))
+    except (OSError, ValueError, TypeError) as error:
+        expected = "expected JSON, [[batch, context, seconds], ...], all above 0"
+        raise InputError(f"table = {path!r}: {expected}: {error}") from None
+    if not points:
+        raise InputError(f"table = {path!r} is empty: expected [[batch, context, seconds], ...]")
+    return {batch: sorted(points[batch]) for batch in sorted(points)}
+
+
+def interpolated(points: Points, batch: int, context: float) -> float:
+    """Seconds at a batch and a mean context."""
+    batches = list(points)
+    low = max((b for b in batches if b <= batch), default=batches[0])
+    high = min((b for b in batches if b >= batch), default=batches[-1])
+    at_low, at_high = (along(points[b], context) for b in (low, high))
+    if batch > batches[-1]:
+        return at_high * batch / batches[-1]
+    return at_low + (at_high - at_low) * (max(batch, low) - low) / max(high - low, 1)
+
+
+def along(line: list[tuple[float, float]], context: float) -> float:
+    """Seconds at a context, between the two nearest; those of the last one beyond."""
+    for (x0, y0), (x1, y1) in zip(line, line[1:], strict=False):
+        if context <= x1:
+            return y0 + (y1 - y0) * (max(context, x0) - x0) / max(x1 - x0, 1e-9)
+    return line[-1][1]

@@ -1,0 +1,50 @@
+"""What makes a real engine on a small machine as slow as it is told, and logs when it worked.
+
+vLLM loads `Paced` by name (engine.args: logits_processors). `additional_config` has its settings.
+"""
+
+import itertools
+import os
+import time
+from typing import Any
+
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+LEAD = 0.02  # seconds that an engine step may need of its processor without becoming longer
+
+
+class Paced(LogitsProcessor):
+    """Changes no logit. An engine step takes `base` seconds, and `each` for every sequence.
+
+    Each step is a line of engine-PID.log in `folder`: when vLLM began it, until when it slept, how
+    many sequences it has, and how many of them the step before had.
+    """
+
+    def __init__(self, vllm_config: Any, *_: Any) -> None:
+        given = vllm_config.additional_config
+        self.base, self.each = given["base"], given["each"]
+        self.path = f"{given['folder']}/engine-{os.getpid()}.log"
+        self.outputs: dict[int, list[int]] = {}  # of each row of the batch
+        self.due = 0.0
+
+    def is_argmax_invariant(self) -> bool:
+        """It has no influence."""
+        return True
+
+    def apply(self, logits: Any) -> Any:
+        """The logits as they are."""
+        return logits
+
+    def update_state(self, batch_update: Any) -> None:
+        """vLLM calls this once in each engine step: sleeps until the step is due."""
+        began = time.time()
+        before = list(self.outputs.values())
+        process_dict_updates(self.outputs, batch_update, lambda params, prompt, output: output)
+        after = self.outputs.values()
+        kept = sum(one is other for one, other in itertools.product(before, after))
+        since = max(self.due, began - LEAD) if kept else began
+        self.due = since + self.base + self.each * len(after)
+        time.sleep(max(0.0, self.due - time.time()))
+        with open(self.path, "a") as file:
+            file.write(f"{began:.4f} {self.due:.4f} {len(after)} {kept}\n")

@@ -1,0 +1,400 @@
+"""Real runs of grpo_async.py on this machine, beside what the simulation says of each.
+
+Four runs of real Ray, vLLM and trainer with two engines: at max_lag 0, 1, 2, and at max_lag 1 with
+an engine that is killed. A model of a million parameters sees to it that this machine keeps up;
+engines and trainer take as long as they are told, so they do not slow one another.
+
+What the simulation is told comes from a fifth run, at max_lag 0, whose answers are others: `Costs`.
+Of the run itself it knows its configuration and how long each answer was; of the engine that is
+killed, when and with which groups, and how long its successor took to start.
+"""
+
+import dataclasses
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bench.simulation import findings, world
+from bench.simulation.faults import Faults, Strike
+from bench.simulation.hardware import Hardware, Points, Room, interpolated
+from bench.simulation.workload import Latency, Lengths, Recorded
+from bench.simulation.world import Trace
+from bench.vs_trl import fit_eos
+from grpo_async import Config
+from launch.make_tiny import make_model, make_tokenizer
+from support.program import Program, end
+
+P, G = 4, 8
+SEATS = 16  # of an engine
+BASE, EACH = 0.025, 0.0015  # seconds of an engine step, and of each sequence in it
+LONGEST = 200  # tokens of an answer
+WORD = 8  # letters; a prompt has as many tokens, and those around it
+STEPS = {0: 10, 1: 14, 2: 18}  # by max_lag
+KILLED = (6, 22)  # after which step an engine is killed, of how many
+DELAY = 0.5  # seconds from the end of that step
+LATE = 0.1  # longer engine steps than told: beyond it the machine's other work is measured
+SMALL = 0.05  # of a step: shorter waits are a few moments
+
+
+class Beat(NamedTuple):
+    """One step of an engine."""
+
+    began: float
+    slept: float  # until then
+    batch: int
+    kept: int  # of these, sequences that the step before had as well
+
+
+@dataclasses.dataclass
+class Run:
+    """What a real run has left behind."""
+
+    cfg: Config
+    began: float  # of its log, in seconds since 1970
+    steps: list[dict]  # metrics
+    rollouts: list[dict]
+    engines: list[list[Beat]]
+    killed: float = 0.0  # when; 0: none was
+
+    @property
+    def ends(self) -> list[float]:
+        """When each step ended."""
+        return [self.began + step["seconds"] for step in self.steps]
+
+    @property
+    def answers(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of the answers of each slot."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for line in self.rollouts:
+            found[line["slot"]].append(sum(count for _, count in line["versions"]))
+        return tuple(tuple(found[slot]) for slot in range(len(self.steps) * P))
+
+
+# === Real runs ====================================================================================
+
+
+def make_inputs(folder: Path) -> None:
+    """A random model that ends an answer everywhere with like chance, and prompts of one length."""
+    torch.manual_seed(0)
+    letters = random.Random(0)
+    words = ["".join(letters.choices("abcdefgh", k=WORD)) for _ in range(1024)]
+    chats = [[{"role": "user", "content": word}] for word in words]
+    choice = {"options": [{"A": "a"}, {"B": "b"}], "expected_answer": "A"}
+    row = {"agent_ref": {"name": "mcqa_simple_agent"}} | choice
+    rows = [row | {"responses_create_params": {"input": chat}} for chat in chats]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    prompts = tokenizer.apply_chat_template(
+        chats[:8], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    fit_eos(model, prompts, tokenizer.eos_token_id)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+def configured(folder: Path, name: str, lag: int, steps: int, seed: int) -> Config:
+    """A run of two engines. No answer is left out of training, and none changes the policy."""
+    logs = folder / name / "engines"
+    logs.mkdir(parents=True)
+    args = {
+        "max_num_seqs": SEATS,
+        "gpu_memory_utilization": 0.3,
+        "logits_processors": ["bench.simulation.paced:Paced"],
+        "additional_config": {"base": BASE, "each": EACH, "folder": str(logs)},
+    }
+    parts: dict = {
+        "data": {"train": str(folder / "train.jsonl")},
+        "engine": {"count": 2, "args": args},
+        "loss": {"skip_zero_advantage": False},
+        "policy": {
+            "lr": 1e-12,
+            "warmup_lr": 1e-12,
+            "row_tokens": 512,
+            "activation_checkpointing": False,
+        },
+        "sampling": {"max_response_tokens": LONGEST, "max_model_len": LONGEST + 32},
+        "timeouts": {"start": 180.0, "rollout": 180.0, "train": 120.0, "sync": 60.0},
+    }
+    return Config(
+        run_dir=str(folder / name / "run"),
+        model=str(folder / "model"),
+        seed=seed,
+        steps=steps,
+        prompts_per_step=P,
+        group_size=G,
+        max_lag=lag,
+        save_period=0,
+        **parts,
+    )
+
+
+def measure(cfg: Config, kill_after: int = 0) -> Run:
+    """Runs the program; kills an engine's process some time after that step."""
+    program = Program(cfg, script="bench/simulation/paced_run.py")
+    killed = 0.0
+    try:
+        if kill_after:
+            program.wait_until(lambda: len(program.steps()) >= kill_after)
+            time.sleep(DELAY)
+            end(program.engine_cores()[0])
+            killed = time.time()
+        if program.ends(300):
+            raise RuntimeError(f"a real run failed: {program.told()[-4000:]}")
+    finally:
+        program.stop()
+    steps = program.steps()
+    began = (program.folder / "metrics.jsonl").stat().st_mtime - steps[-1]["seconds"]
+    logs = sorted(program.folder.parent.glob("engines/*.log"))
+    return Run(cfg, began, steps, program.lines("rollouts.jsonl"), list(map(beats, logs)), killed)
+
+
+def beats(path: Path) -> list[Beat]:
+    """The steps of an engine."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return [Beat(float(a), float(b), int(batch), int(kept)) for a, b, batch, kept in rows]
+
+
+# === What the simulation is told ==================================================================
+
+
+@dataclasses.dataclass
+class Costs(Hardware):
+    """Seconds that were measured, by what is done."""
+
+    points: Points = dataclasses.field(default_factory=dict)  # of an engine's step
+    call: float = 0.0  # to send a batch to the trainer, and to hear of it
+    latency: float = 0.0  # of a group: to send it, and after its last token for its rewards
+
+    def decode(self, batch: int, context: float) -> float:
+        """Seconds of a step with so many sequences."""
+        return interpolated(self.points, batch, context)
+
+    def train(self, rows: Sequence[Sequence[int]]) -> float:
+        """Seconds in which the trainer has the batch."""
+        return self.call + super().train(rows)
+
+
+def costs(run: Run) -> Costs:
+    """From a run at max_lag 0, where nothing happens beside anything else.
+
+    There the trainer waits for no longer than an engine works, but for the latency of a group.
+    """
+    steps = run.steps[1:]
+    tokens = trained_tokens(run)[1:]
+    trained = (step["train_seconds"] / n for step, n in zip(steps, tokens, strict=True))
+    return Costs(
+        room=Room(SEATS, 1e12, 1.0, 0.0),
+        per_trained_token=statistics.median(trained),
+        sync=statistics.median(map(update_seconds, steps)),
+        points=step_seconds(run.engines),
+        call=statistics.median(map(call_seconds, steps)),
+        latency=group_latency(run),
+    )
+
+
+def start_seconds(run: Run, update: float) -> float:
+    """Of the engine that took the place of the one that was killed, until it gets its weights."""
+    firsts = (steps[0].began for steps in run.engines)
+    successor = min(began for began in firsts if began > run.killed)
+    return successor - run.killed - 1 - update  # the driver waits a second first
+
+
+def call_seconds(step: dict) -> float:
+    """What a step takes beside waiting, training and the weights' way."""
+    known = step["wait_for_rollouts"] + step["train_seconds"] + update_seconds(step)
+    return step["step_seconds"] - known
+
+
+def update_seconds(step: dict) -> float:
+    """Seconds for which engines pause."""
+    return step["sync_pause"] + step["sync_transfer"] + step["sync_resume"]
+
+
+def trained_tokens(run: Run) -> list[int]:
+    """Tokens of prompts and answers in each step."""
+    totals = [sum(answers) + G * prompt_tokens() for answers in run.answers]
+    return [sum(totals[i : i + P]) for i in range(0, len(totals), P)]
+
+
+def prompt_tokens() -> int:
+    """A word, and the two tokens of the roles around it."""
+    return WORD + 2
+
+
+def step_seconds(engines: list[list[Beat]]) -> Points:
+    """Seconds of an engine's step by its sequences."""
+    taken: dict[int, list[float]] = defaultdict(list)
+    for steps in engines:
+        for before, beat in zip(steps, steps[1:], strict=False):
+            if beat.kept:
+                taken[beat.batch].append(beat.slept - before.slept)
+    return {batch: [(0.0, statistics.median(taken[batch]))] for batch in sorted(taken)}
+
+
+def busy_spans(steps: list[Beat]) -> list[tuple[float, float]]:
+    """From when until when an engine had sequences."""
+    spans: list[tuple[float, float]] = []
+    for beat in steps:
+        began = spans.pop()[0] if beat.kept else beat.began
+        spans.append((began, beat.slept))
+    return spans
+
+
+def group_latency(run: Run) -> float:
+    """Seconds that the trainer waits beside those in which an engine has a sequence."""
+    waits = []
+    for began, ended, step in zip(run.ends, run.ends[1:], run.steps[1:], strict=False):
+        spans = [s for steps in run.engines for s in busy_spans(steps)]
+        waits.append(step["wait_for_rollouts"] - covered(spans, began, ended))
+    return statistics.median(waits)
+
+
+def covered(spans: list[tuple[float, float]], began: float, ended: float) -> float:
+    """Seconds of an interval in which one of the spans lasts."""
+    total, last = 0.0, began
+    for start, stop in sorted(spans):
+        low, high = max(start, last), min(stop, ended)
+        total += max(0.0, high - low)
+        last = max(last, high)
+    return total
+
+
+def behind(run: Run, hardware: Hardware) -> float:
+    """How much longer an engine's steps took than they were told to, as a share of that."""
+    pairs = [pair for steps in run.engines for pair in zip(steps, steps[1:], strict=False)]
+    kept = [(before, beat) for before, beat in pairs if beat.kept]
+    taken = sum(beat.slept - before.slept for before, beat in kept)
+    return taken / sum(hardware.decode(beat.batch, 0) for _, beat in kept) - 1
+
+
+# === Both, side by side ===========================================================================
+
+
+class Pair(NamedTuple):
+    """One figure, simulated and measured, in seconds."""
+
+    name: str
+    simulated: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative to what was measured."""
+        return abs(self.simulated - self.measured) / self.measured
+
+
+def simulated(run: Run, hardware: Costs) -> Trace:
+    """The same run on a virtual clock."""
+    strikes: tuple[Strike, ...] = ()
+    if run.killed:
+        hardware = dataclasses.replace(hardware, start=start_seconds(run, hardware.sync))
+        strikes = (strike(run),)
+    work = Recorded(
+        lengths=Lengths(0.0, 0.0, LONGEST, (LONGEST,)),
+        prompt=prompt_tokens(),
+        environment=Latency(hardware.latency, 0.0),
+        answers=run.answers,
+    )
+    return world.run(run.cfg, hardware, work, Faults(strikes=strikes))
+
+
+def strike(run: Run) -> Strike:
+    """When the engine was killed, and which groups of the next step it had: they began again."""
+    version = sum(ended < run.killed for ended in run.ends)
+    oldest: dict[int, int] = {}
+    for line in run.rollouts:
+        began = line["versions"][0][0]
+        oldest[line["slot"]] = min(began, oldest.get(line["slot"], began))
+    slots = frozenset(range(version * P, (version + 1) * P))
+    lost = frozenset(slot for slot in slots if oldest[slot] == version)
+    return Strike(version, run.killed - run.ends[version - 1], lost, slots - lost)
+
+
+def compared(run: Run, trace: Trace) -> list[Pair]:
+    """Means over the steps between filling and draining, in seconds of a step.
+
+    Waits that take less than `SMALL` of a step are left out.
+    """
+    found = findings.find(trace)
+    window = measured_window(run, trace)
+    began, ended = run.ends[window[0]["step"] - 2], run.ends[window[-1]["step"] - 1]
+    length = (ended - began) / len(window)
+    busy = sum(covered(busy_spans(steps), began, ended) for steps in run.engines)
+    idle = 1 - busy / (ended - began) / run.cfg.engine.count
+    waits = [
+        Pair("trainer waits", found.trainer_waits, mean(window, "wait_for_rollouts")),
+        Pair("an engine has no answer", (1 - found.engines_busy) * found.seconds, idle * length),
+        Pair("no answer at all", found.engines_wait, mean(window, "wait_for_training")),
+    ]
+    kept = [pair for pair in waits if pair.measured > SMALL * length]
+    return [Pair("a step", found.seconds, length), *kept]
+
+
+def each_step(run: Run, trace: Trace) -> list[Pair]:
+    """The same steps, each by itself."""
+    ends = [trace.began, *(step.ended for step in trace.steps)]
+    numbers = [step["step"] for step in measured_window(run, trace)]
+    return [
+        Pair(f"step {n}", ends[n] - ends[n - 1], run.ends[n - 1] - run.ends[n - 2]) for n in numbers
+    ]
+
+
+def measured_window(run: Run, trace: Trace) -> list[dict]:
+    """The metrics of the steps that the simulation's findings are of."""
+    numbers = {step.number for step in findings.window(trace)}
+    return [step for step in run.steps if step["step"] in numbers]
+
+
+def mean(steps: list[dict], name: str) -> float:
+    """Of a metric."""
+    return statistics.fmean(step[name] for step in steps)
+
+
+def told(hardware: Costs) -> str:
+    """What the simulation knows of this machine, in one line."""
+    return (
+        f"told, from a run of its own: {1e3 * hardware.per_trained_token:.2f} ms to train a token,"
+        f" {1e3 * hardware.call:.0f} ms to ask for it, {1e3 * hardware.sync:.0f} ms an update,"
+        f" {1e3 * hardware.latency:.0f} ms a group, {1e3 * hardware.decode(1, 0):.1f} to"
+        f" {1e3 * hardware.decode(SEATS, 0):.1f} ms an engine's step by its sequences"
+    )
+
+
+def table(folder: Path) -> Iterator[str]:
+    """Makes all runs below a folder; what is printed of them, as it comes."""
+    if torch.cuda.is_available():
+        yield "real runs: none, for they need a machine without a GPU, and vLLM's build for CPUs"
+        return
+    make_inputs(folder)
+    hardware = costs(measure(configured(folder, "costs", 0, STEPS[0], 2)))
+    yield told(hardware)
+    yield f"{'seconds of a step':58}{'simulated':>11}{'measured':>11}{'apart':>8}"
+    jobs = {f"max_lag {lag}": (lag, steps, 0) for lag, steps in STEPS.items()}
+    jobs["max_lag 1, an engine is killed"] = (1, KILLED[1], KILLED[0])
+    pairs: list[Pair] = []
+    steps_alone: list[Pair] = []
+    for number, (name, (lag, steps, after)) in enumerate(jobs.items()):
+        run = measure(configured(folder, f"run-{number}", lag, steps, 1), after)
+        trace = simulated(run, hardware)
+        found = compared(run, trace)
+        for pair in found:
+            values = f"{pair.simulated:11,.2f}{pair.measured:11,.2f}{pair.error:8.1%}"
+            yield f"{name + ': ' + pair.name:58}{values}"
+        if (late := behind(run, hardware)) > LATE:
+            yield f"  NOT VALID: other work on this machine made engine steps {late:.0%} longer"
+        if run.killed:
+            start = start_seconds(run, hardware.sync)
+            yield f"  told of this run: a new engine needs {start:.0f} s until it gets weights"
+        pairs += found
+        steps_alone += each_step(run, trace)
+    alone = statistics.median(pair.error for pair in steps_alone)
+    error = statistics.median(pair.error for pair in pairs)
+    yield f"real runs: apart by {error:.1%} in the median; single steps by {alone:.1%}"

@@ -1,0 +1,171 @@
+"""The simulation against what is known without it: closed forms, and a published ratio.
+
+Each line has what was simulated, what was expected, and how far they are apart.
+"""
+
+import dataclasses
+import tempfile
+from typing import NamedTuple
+
+from transformers import Qwen3MoeConfig
+
+from bench.simulation import findings, world
+from bench.simulation.faults import Faults
+from bench.simulation.hardware import Hardware, Modelled, Room
+from bench.simulation.workload import Latency, Lengths, Workload
+from bench.simulation.world import Trace
+from dry_run import sizes
+from dry_run.gpus import H100
+from grpo_async import Config
+
+P, G = 4, 2
+TOKENS = 1000
+# NeMo-RL v0.6, docs/about/performance-summary.md: Qwen3-30B-A3B, 32 H100, 64 prompts x 32 answers
+# of at most 4,096 tokens, 3,200 on average; one step off-policy on 16 + 16 of them.
+PUBLISHED = 192 / 152
+
+
+class Check(NamedTuple):
+    """One line of the table; seconds, a count, or a ratio."""
+
+    name: str
+    simulated: float
+    expected: float
+    note: str = ""
+
+    @property
+    def error(self) -> float:
+        """Relative to what was expected; of an expected 0, the value."""
+        return abs(self.simulated - self.expected) / (abs(self.expected) or 1)
+
+
+def small(lag: int, hardware: Hardware, work: Workload, faults: str = "", count: int = 2) -> Trace:
+    """A small run of 6 cycles."""
+    cfg = Config(
+        steps=6 * (lag + 1),
+        prompts_per_step=P,
+        group_size=G,
+        max_lag=lag,
+        save_period=0,
+        rollout_workers=2,
+        engine={"count": count, "max_restarts": 1000},  # type: ignore[arg-type]
+    )
+    return world.run(cfg, hardware, work, Faults.read(faults))
+
+
+def closed_forms() -> list[Check]:
+    """What constant lengths make of a step."""
+    work = Workload(Lengths(0.0, 0.0, TOKENS, (TOKENS,)), prompt=0)
+    hardware = Hardware(per_token=0.5, per_trained_token=0.01, sync=3.0)
+    generation, training = 0.5 * TOKENS, 0.01 * P * G * TOKENS
+    checks = []
+    for lag in (0, 1, 2, 4):
+        found = findings.find(small(lag, hardware, work)).seconds
+        # The updates of other steps pause a rollout as well.
+        chain = generation + lag * 3 + training + 3
+        name = "generation + training + update" if not lag else f"the same / {lag + 1}, with pauses"
+        checks.append(Check(f"max_lag {lag}: {name}", found, chain / (lag + 1)))
+    slow = dataclasses.replace(hardware, per_trained_token=0.2)
+    found = findings.find(small(1, slow, work)).seconds
+    checks.append(Check("slow trainers: training + update", found, 0.2 * P * G * TOKENS + 3))
+    full = Hardware(per_token=0.5, room=Room(2, 1e9, 1.0, 0.0))
+    found = findings.find(small(2, full, work)).seconds
+    checks.append(Check("two slots in two engines: two rounds", found, 2 * generation))
+    judged = dataclasses.replace(work, judge=Latency(30, 0), judged_at_once=2)
+    found = findings.find(small(0, Hardware(per_token=0.5), judged)).seconds
+    checks.append(Check("two judges of 30 s: four rounds more", found, generation + 4 * 30))
+    return checks
+
+
+def bounds() -> list[Check]:
+    """What no lengths and no faults may break: counts of steps and groups, expected 0."""
+    checks = []
+    hardware = Hardware(per_token=1.0, per_trained_token=0.01, sync=2.0, start=30.0)
+    for lag in (0, 1, 2, 4):
+        early = wrong = 0
+        for seed, faults in ((1, ""), (2, "engine=20"), (3, "engine=10,worker=20,hang=3")):
+            work = Workload(Lengths.with_mean(50, 400), prompt=0, seed=seed)
+            trace = small(lag, hardware, work, faults)
+            early += too_early(trace)
+            wrong += len(findings.conserved(trace))
+        checks.append(Check(f"max_lag {lag}: steps shorter than t_longest / {lag + 1}", early, 0))
+        checks.append(Check(f"max_lag {lag}: groups lost, trained twice or too old", wrong, 0))
+    return checks
+
+
+def too_early(trace: Trace) -> int:
+    """Steps that ended before their longest rollout could, from the version that it needs."""
+    ends = [trace.began, *(step.ended for step in trace.steps)]
+    lag = trace.cfg.max_lag
+    count = 0
+    for span in trace.spans:
+        step = span.slot // P
+        since = ends[max(0, step - lag)]
+        count += ends[step + 1] - since < span.ended - span.began - 1e-6
+    return count
+
+
+def one_off() -> Check:
+    """How much faster one step off-policy is than taking turns on the same GPUs.
+
+    Taking turns, all 32 GPUs generate and then all train; switching is free. NeMo-RL's trainers are
+    Megatron's with ep 8 and pp 2; here they are taken to lose nothing to the pipeline.
+    """
+    shape = Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        tie_word_embeddings=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        shape.save_pretrained(folder)
+        model = sizes.read_model(folder)
+        turns, off = (
+            findings.find(published(folder, model, *parts)).seconds
+            for parts in ((0, 16, 32), (1, 8, 16))
+        )
+    note = f"{turns:.0f} and {off:.0f} s; they measured 192 and 152"
+    return Check("NeMo-RL, Qwen3-30B-A3B, 32 H100: turns / one-off", turns / off, PUBLISHED, note)
+
+
+def published(folder: str, model: sizes.Model, lag: int, engines: int, ranks: int) -> Trace:
+    """A run of the published set-up."""
+    cfg = Config(
+        model=folder,
+        steps=4 * (lag + 1),
+        prompts_per_step=64,
+        group_size=32,
+        max_lag=lag,
+        save_period=0,
+        engine={"count": engines, "tensor_parallel": 2},  # type: ignore[arg-type]
+        sampling={"max_model_len": 5120, "max_response_tokens": 4096},  # type: ignore[arg-type]
+        policy={  # type: ignore[arg-type]
+            "kind": "megatron",
+            "ranks": ranks,
+            "ep": 8,
+            "row_tokens": 8192,
+        },
+        loss={"skip_zero_advantage": False},  # type: ignore[arg-type]
+    )
+    work = Workload(Lengths.with_mean(3200, 4096), prompt=200)
+    return world.run(cfg, Modelled(model, cfg, H100), work)
+
+
+def table() -> list[str]:
+    """All checks, and the largest error of those that are exact."""
+    exact = closed_forms()
+    counts = bounds()
+    lines = [f"{'':58}{'simulated':>11}{'expected':>11}{'apart':>8}"]
+    for check in (*exact, *counts, one_off()):
+        values = f"{check.simulated:11,.2f}{check.expected:11,.2f}{check.error:8.1%}"
+        lines.append(f"{check.name:58}{values}  {check.note}".rstrip())
+    worst = max(check.error for check in (*exact, *counts))
+    lines.append(f"closed forms and counts: apart by at most {worst:.2%}")
+    return lines

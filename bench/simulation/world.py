@@ -1,0 +1,221 @@
+"""One simulated run: the product's `Run` among actors that only take time, and what it did."""
+
+import asyncio
+import contextlib
+import dataclasses
+import io
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ray
+
+import grpo_async
+from bench.simulation import clock
+from bench.simulation.actors import Lost, Span, Stage, Training
+from bench.simulation.faults import Faults
+from bench.simulation.hardware import Hardware
+from bench.simulation.workload import Workload
+from grpo_async import Config, Group, Run
+from runtime import cluster, fleet, modes
+from runtime.config import InputError
+from runtime.placement import Places
+
+
+class Rows(Sequence):
+    """As many prompts as anybody asks for."""
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, place: Any) -> dict:
+        return {"_line": place + 1, "agent_ref": {"name": "simulated"}}
+
+
+class Totals(NamedTuple):
+    """Of all engines that there were: sums since the run began."""
+
+    busy: float  # engine-seconds with a sequence
+    filled: float  # sequence-seconds
+    tokens: float
+    reread: float
+
+
+class Step(NamedTuple):
+    """One training step, as the driver logs it; `ended` in seconds since the run began."""
+
+    number: int
+    ended: float
+    stats: dict[str, float]
+    slots: list[int]
+    versions: list[int]
+    totals: Totals
+
+
+@dataclasses.dataclass
+class Trace:
+    """What a run did."""
+
+    cfg: Config
+    hardware: Hardware
+    workload: Workload
+    began: float = 0.0  # when all had started
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    spans: list[Span] = dataclasses.field(default_factory=list)
+    trainings: list[Training] = dataclasses.field(default_factory=list)
+    histories: dict[int, list[tuple[float, int]]] = dataclasses.field(default_factory=dict)
+    lost_tokens: float = 0.0
+    faults: dict[str, int] = dataclasses.field(default_factory=dict)
+    replaced: int = 0  # engines
+    said: str = ""  # by the driver
+
+
+class Log:
+    """Stands for the run's log: keeps its steps, and opens the picture at `first`."""
+
+    def __init__(self, trace: Trace, picture: range):
+        self.trace = trace
+        self.picture = picture
+        self.stage: Stage
+        self.dropped: list[str] = []
+
+    def open(self, cfg: Config, version: int) -> None:
+        """Opens no file."""
+
+    def close(self) -> None:
+        """Closes none."""
+
+    async def rollouts(self, lines: bytes) -> None:
+        """Writes no line."""
+
+    def show_ready(self, groups: int) -> None:
+        """Shows nothing."""
+
+    def note(self, message: str) -> None:
+        """Says nothing."""
+
+    def mismatch(self, step: int, tables: list) -> None:
+        """Compares nothing."""
+
+    def drop(self, slot: Any, prompt: int, row: str, error: BaseException) -> None:
+        """Keeps why a prompt was given up."""
+        self.dropped.append(f"slot {slot}: {error}")
+
+    def step(self, step: int, groups: list[Group], stats: dict[str, float]) -> None:
+        """Keeps a step."""
+        stage = self.stage
+        slots = [group.slot for group in groups]
+        versions = [group.version for group in groups]
+        now = stage.loop.time()
+        self.trace.steps.append(Step(step, now, dict(stats), slots, versions, totals(stage)))
+        traced = step in self.picture
+        if traced != stage.traced:
+            stage.traced = traced
+            for engine in stage.engines:
+                engine.observe(traced)
+
+
+def totals(stage: Stage) -> Totals:
+    """What all engines have done up to now."""
+    every = [actor.engine for actor in stage.engines] + stage.gone
+    for engine in every:
+        engine.settle()
+    names = ("busy", "filled", "tokens", "reread")
+    return Totals(*(sum(getattr(engine, name) for engine in every) for name in names))
+
+
+class Checkpoints:
+    """Stands for the run's checkpoints: they take time, and none is there at first."""
+
+    def __init__(self, run: Run, hardware: Hardware):
+        self.run = run
+        self.hardware = hardware
+        self.saving: asyncio.Task | None = None
+
+    def exist(self) -> bool:
+        """None does."""
+        return False
+
+    async def load(self, names: Sequence[str] = ()) -> dict:
+        """There is nothing to load."""
+        return {}
+
+    async def save(self, state: dict, ready: list, tasks: asyncio.TaskGroup) -> None:
+        """The trainers copy, and write while they train."""
+        await self.written()
+        await asyncio.gather(*(trainer.save.remote("") for trainer in self.run.cluster.trainers))
+        self.saving = tasks.create_task(asyncio.sleep(self.hardware.write))
+
+    async def written(self) -> None:
+        """Returns when nothing is being written."""
+        if self.saving:
+            await self.saving
+
+
+def run(
+    cfg: Config,
+    hardware: Hardware,
+    workload: Workload,
+    faults: Faults | None = None,
+    picture: range = range(0),
+) -> Trace:
+    """Simulates `cfg.steps` steps. `picture`: at the end of which steps engines are watched.
+
+    Raises InputError where trainers and engines share GPUs, and what the driver raises.
+    """
+    if cfg.gpu_share < 1:
+        raise InputError(f"gpu_share = {cfg.gpu_share}: only runs with --gpu_share 1 are simulated")
+    trace = Trace(cfg, hardware, workload)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        clock.run(lambda: main(trace, faults or Faults(), picture), grpo_async)
+    trace.said = said.getvalue()
+    return trace
+
+
+async def main(trace: Trace, faults: Faults, picture: range) -> None:
+    """The run, on the loop that has the clock."""
+    cfg = trace.cfg
+    stage = Stage(cfg, trace.hardware, trace.workload)
+    simulated = Run(cfg, Rows(), [])
+    simulated.cluster.places = Places([], [""] * cfg.engine.count, [""] * cfg.policy.ranks)
+    simulated.cluster.shares_gpus = lambda: False  # type: ignore[method-assign]
+    simulated.cluster.on_signal = lambda leave: None  # type: ignore[method-assign]
+    simulated.checkpoints = Checkpoints(simulated, trace.hardware)  # type: ignore[assignment]
+    log = Log(trace, picture)
+    log.stage = stage
+    simulated.log = log  # type: ignore[assignment]
+    simulated.dispatcher.write = log.rollouts
+    loops = modes.Loops(simulated.start, simulated.generate_forever, simulated.train_forever)
+
+    async def train() -> None:
+        trace.began = stage.loop.time()
+        tasks = faults.start(stage)
+        try:
+            await loops.train()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    with clock.replaced(
+        (cluster, "actor", stage.make),
+        (fleet, "actor", stage.make),
+        (ray, "kill", stage.kill),
+        (ray, "cancel", cancel),
+        (ray, "cluster_resources", lambda: {"CPU": 64.0}),
+    ):
+        try:
+            await simulated.run(loops._replace(train=train))
+        finally:
+            trace.spans = stage.spans
+            trace.trainings = stage.trainings
+            trace.histories = stage.histories
+            trace.lost_tokens = stage.lost_tokens
+            trace.faults = dict(stage.deaths)
+            trace.replaced = simulated.engines.fleet.discarded
+
+
+def cancel(answer: Any) -> None:
+    """Stands for ray.cancel."""
+    if answer.owner:
+        answer.owner.stop()
+        answer.owner.fail(Lost("it was cancelled"))
