@@ -119,15 +119,18 @@ def test_implementation_details_are_numbered_and_each_links_to_the_code():
 def test_options_and_settings_that_the_pages_name_exist(page):
     """Every `--flag` is one of the programs', and `group.setting` is in that group."""
     import data_prep
+    import dpo
     from grpo_async import Config
     from runtime import config
 
-    leaves = config.leaves(Config)
+    leaves = config.leaves(Config) | config.leaves(dpo.Config)
     flags = {name.removeprefix("command.") for name in leaves}
     flags |= {re.sub(r"(\w+)$", r"no-\1", name) for name in flags} | {"help"}
     commands = data_prep.COMMANDS.values()
     flags |= {field.name for command in commands for field in dataclasses.fields(command)}
     flags |= set(re.findall(r"^ +--(\w+)\)", (ROOT / "launch/submit.sh").read_text(), re.M))
+    simulate = (ROOT / "bench/simulate.py").read_text(encoding="utf-8")
+    flags |= set(re.findall(r'add\("--(\w+)"', simulate))
     flags |= {"tensor-parallel-size", "max-model-len"}  # of `vllm serve`
     flags |= {"no-build-isolation"}  # of `pip install`
     text = page.read_text(encoding="utf-8")
