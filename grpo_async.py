@@ -311,8 +311,8 @@ def k3(log_ratio_T: Tensor) -> Tensor:
 def divisor(tokens: float, sequences: float, cfg: Config) -> float:
     """What an update's summed loss is divided by, given how many tokens and sequences it trains.
 
-    Asked twice: for the planned counts before the first backward pass, and for those that passed
-    the filter before the optimizer step. Dr. GRPO returns a constant.
+    Asked for the planned counts before the first backward pass, and before the optimizer step for
+    the counts that the filter kept (see `policy_loss`). Dr. GRPO returns a constant.
     """
     return max(tokens if cfg.loss.reduction == "token" else sequences, 1)
 
@@ -327,9 +327,9 @@ class RowLoss(NamedTuple):
 def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     """The clipped policy gradient of one packed row.
 
-    `logp_T` [T] are the trainer's logprobs, with gradient. The loss is a sum over tokens divided
-    by the update's planned count; the gradients are rescaled once, by planned / kept, before the
-    optimizer step. So the filter costs no second forward pass, and packing changes nothing.
+    `logp_T` [T] are the trainer's logprobs, with gradient. How many tokens the filter keeps is
+    known only after the update's last row. So each row is divided by the planned count, and
+    `Trainer.update` rescales the summed gradients by planned / kept. Packing changes nothing.
     """
     rule = cfg.loss
     # With one update per batch the old policy is this one: the ratio is 1, its gradient counts.
@@ -828,7 +828,7 @@ class Engines:
                 received = await fleet.exchange(sends, updates)
                 gaps = await fleet.gaps() if verify else []
             except Exception as error:
-                await fleet.blame(error, lost_before)
+                await fleet.blame(error, lost_before)  # raises what no new engine would mend
                 continue
             fleet.probe.judge(version, gaps)
             if fleet.alive:  # else all died after they had acknowledged
