@@ -51,6 +51,7 @@ START_DEADLINE = 120.0  # seconds; a server needs about one second of CPU
 TICK = 0.1  # seconds between two looks at a check
 GRACE = 10.0  # seconds that a verdict may be late
 MEMORY = 2 << 30  # bytes of address space; a check uses 0.1 GB
+LONGEST = 64 << 20  # bytes of a verdict
 # Of the environment a check sees these, and no key, token or address of a service.
 ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR", "TZ")
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -221,16 +222,15 @@ def judge(
         theirs.close()
         token = secrets.token_bytes(16)  # the fork has no copy of it
         ours.sendall(b"." + token)
+        said = bytearray()
         try:
-            verdict = watch(pid, deadline, connection)
+            verdict = watch(pid, deadline, connection, ours, said)
         except OSError as error:  # such as where /proc is mounted with hidepid
             verdict = {"failed": f"the check cannot be watched: {error}"}
         code = end(pid)
-        said = b""
         ours.settimeout(TICK)
-        with contextlib.suppress(OSError):
-            while part := ours.recv(1 << 16):
-                said += part
+        while hear(ours, said):
+            pass
     if verdict or not said:
         return verdict or {"failed": f"code {code}"}
     with contextlib.suppress(ValueError):
@@ -291,13 +291,22 @@ def check(
         os._exit(0)
 
 
-def watch(pid: int, deadline: float, connection: socket.socket) -> dict:
-    """{} once the process has ended, TIMEOUT, STARVED; ends with the parent."""
+def watch(
+    pid: int, deadline: float, connection: socket.socket, channel: socket.socket, said: bytearray
+) -> dict:
+    """{} once the process has ended, TIMEOUT, STARVED; ends with the parent.
+
+    Gathers what the check says, as a long verdict would not fit into the channel.
+    """
     began = before = time.monotonic()
     ran_before, busy_before, _ = clock(pid)
     spent = 0.0
+    is_open = True
     while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        signal.sigtimedwait({signal.SIGCHLD}, TICK)
+        if not is_open:
+            signal.sigtimedwait({signal.SIGCHLD}, TICK)
+        elif select.select([channel, connection], [], [], TICK)[0] == [channel]:
+            is_open = hear(channel, said)
         now = time.monotonic()
         ran, busy, idle = clock(pid)
         slept = idle and busy - busy_before < (now - before) / 2
@@ -312,6 +321,15 @@ def watch(pid: int, deadline: float, connection: socket.socket) -> dict:
         if now - began > 3 * deadline:
             return STARVED
     return {}
+
+
+def hear(channel: socket.socket, said: bytearray) -> bool:
+    """Adds what a check has said since; whether it may say more."""
+    part = b""
+    with contextlib.suppress(OSError):  # it ended before it had read its token, or is silent
+        part = channel.recv(1 << 16)
+    said += part
+    return bool(part) and len(said) < LONGEST
 
 
 def clock(pid: int) -> tuple[float, float, bool]:

@@ -109,6 +109,15 @@ def test_hanging_answers_do_not_delay_good_ones():
     assert max(seconds for _, seconds in good) < at_first
 
 
+def test_a_long_verdict_is_heard_whole_and_an_endless_one_is_none(home):
+    """The socket between a check and its warden holds 0.2 MB."""
+    pool = Checkers("support.evaluating:make_long_check", children=1)
+    began = time.monotonic()
+    verdict = asyncio.run(pool.run(10.0, text="5000000"))
+    assert verdict == {"value": 1.0, "text": "x" * 5_000_000} and time.monotonic() - began < 5
+    assert asyncio.run(pool.run(2.0, text="99000000"))["reason"] == "timeout"
+
+
 def test_an_answer_that_waits_or_hangs_is_wrong_and_no_failure(evaluating):
     for text, reason in (
         ("input()", "EOFError"),

@@ -139,6 +139,13 @@ def test_a_regex_that_takes_for_ever_earns_nothing(asked):
     assert (found.value, found.info) == (0.0, {"reason": "timeout"})
 
 
+def test_a_long_answer_is_judged_as_a_short_one(asked):
+    (judge,) = asked(general="[[A=B]]").values()
+    answer = "word, " * 10**5 + "2"
+    assert reward(equivalence.verify(ROW, answer)) == 1
+    assert answer in question(judge, 0)
+
+
 @pytest.mark.parametrize("answer", HOSTILE)
 def test_any_text_is_judged(asked, answer):
     asked(general="[[A!=B]] FAIL [[NO]]", safety="no label")

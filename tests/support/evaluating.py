@@ -16,3 +16,10 @@ def make_broken_check():
         raise RuntimeError("no memory")
 
     return check
+
+
+def make_long_check():
+    def check(text: str) -> dict:
+        return {"value": 1.0, "text": "x" * int(text or 0)}
+
+    return check
