@@ -140,7 +140,8 @@ def test_a_session_that_cannot_go_on_is_begun_anew(code, why):
 
 @contained
 def test_a_call_has_a_limit_of_memory():
-    output, after = session("x = 1\na = [bytearray(10**8) for _ in range(99)]", "x")
+    code = "x = 1\na = [bytearray(10**8) for _ in range(99)]"
+    output, after = session(code, "x", limits=QUICK._replace(seconds=10.0))
     assert error(output) == "MemoryError" and after == "1"
 
 
