@@ -10,7 +10,8 @@ passes each request on to the address in the request's `metadata["policy"]`:
 
 Where a request repeats what the policy has said, it goes on from the ids that were sampled. Of what
 was said before only role, content, calls and the id of a result are compared, as programs drop
-thoughts and trim texts. How is sampled is the run's matter: temperature and the like are not read.
+thoughts and trim texts. How is sampled is the run's matter: temperature, `tool_choice`,
+`response_format` and the like are not read, as what they force is not what the policy would say.
 A shorter `max_tokens` is kept. Several answers (n) and stop words are refused. A stream has the
 whole answer in one event.
 
@@ -310,7 +311,8 @@ class Router:
         headers = {"Content-Type": "application/json"}
         try:
             path = f"{url}/chat/completions"
-            async with self.session.post(path, data=raw, headers=headers) as answer:
+            sent = self.session.post(path, data=raw, headers=headers, allow_redirects=False)
+            async with sent as answer:
                 body, status = await answer.read(), answer.status
         except (aiohttp.ClientError, OSError) as error:
             return refusal(410, f"the run of this episode is gone: {type(error).__name__}: {error}")
