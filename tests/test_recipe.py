@@ -1,6 +1,6 @@
 """The configurations of the recipe against its page, on paper, and for two steps each.
 
-bash tests/run.sh recipe       every configuration trains; alone CI trains one
+bash tests/run.sh recipe       every configuration trains; else test_rlhf.py trains one
 """
 
 import ast
@@ -218,9 +218,12 @@ def test_an_absent_input_checkpoint_is_an_error_before_anything_starts(tmp_path,
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", NAMES if os.environ.get("GRPO_RECIPE") else ["rlhf"])
+@pytest.mark.parametrize("name", NAMES if os.environ.get("GRPO_RECIPE") else [])
 def test_a_config_trains_a_tiny_model(name, tiny_model, tmp_path):
-    """Its sizes are those of a test; its advantages, loss and sampling are its own."""
+    """Its sizes are those of a test; its advantages, loss and sampling are its own.
+
+    With GRPO_RECIPE=1; otherwise tests/test_rlhf.py trains one of them.
+    """
     val = write_rows(tmp_path / "val.jsonl", spelling_rows(4, 1))
     cfg = shrunk(load(name), make_config(tiny_model, tmp_path), val)
     program = Program(cfg)

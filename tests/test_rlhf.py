@@ -105,6 +105,8 @@ def test_rlhf_trains_on_what_a_judge_says_of_pairs(tiny_model, tmp_path, monkeyp
     steps = figures(program, lines)
     assert [m["step"] for m in steps] == [1, 2, 3]
     assert all(math.isfinite(m["loss"]) and m["grad_norm"] > 0 for m in steps)
+    assert abs(steps[0]["token_mult_prob_error"] - 1) < 1e-5
+    assert (program.folder / f"step_{STEPS:06d}" / "hf" / "config.json").exists()
     assert {line["env"] for line in lines} == set(AGENTS)
     assert statistics.fmean(line["advantage"] != 0 for line in lines) > 0.9
     assert {line["info"]["unread"] for line in lines} == {0.0}
