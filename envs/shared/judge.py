@@ -189,9 +189,11 @@ class Server:
 def said(url: str, told: Any) -> str:
     """The text of a chat completion behind the thought; "" for a thought that does not end.
 
-    Raises Failed where it is no chat completion.
+    Raises Failed where it is no chat completion, or the server has given it up.
     """
     try:
+        if told["choices"][0].get("finish_reason") in ("abort", "error"):
+            raise Failed("garbled", f"{url}/chat/completions was given up by the server")
         text = told["choices"][0]["message"]["content"] or ""
         text = text.rpartition("</think>")[2]
         return "" if "<think>" in text else text.strip()

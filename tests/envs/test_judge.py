@@ -104,7 +104,13 @@ def test_any_text_can_be_judged():
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [("429", "429"), ("503", "5xx"), ("garbage", "garbled"), ("reset", "connection")],
+    [
+        ("429", "429"),
+        ("503", "5xx"),
+        ("garbage", "garbled"),
+        ("abort", "garbled"),
+        ("reset", "connection"),
+    ],
 )
 def test_a_call_that_fails_is_made_again(fault, reason):
     with Judge("[[YES]]") as server:

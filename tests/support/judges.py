@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-FAULTS = ("429", "503", "hang", "garbage", "reset")
+FAULTS = ("429", "503", "hang", "garbage", "abort", "reset")
 
 
 class Judge:
@@ -107,6 +107,9 @@ class Judge:
             request.transport.abort()
         if fault == "garbage":
             return web.Response(text='{"choices": [{"mess')
+        if fault == "abort":
+            given_up = {"message": {"content": "I think"}, "finish_reason": "abort"}
+            return web.json_response({"choices": [given_up]})
         headers = {"Retry-After": self.retry_after} if self.retry_after else {}
         return web.Response(status=int(fault) if fault.isdigit() else 500, headers=headers)
 
