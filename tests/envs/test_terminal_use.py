@@ -345,6 +345,13 @@ def test_a_check_cannot_be_forged(keys):
     assert made.reward.value == 0, keys
 
 
+def test_a_check_whose_sandbox_does_not_begin_is_an_error(monkeypatch):
+    refused = ["sh", "-c", "echo bwrap: no more namespaces >&2; exit 1"]
+    monkeypatch.setattr(sandbox, "wrapped", lambda *_: refused)
+    with pytest.raises(CheckerError, match="did not begin: .*no more namespaces"):
+        asyncio.run(shell.said_after(b"", {}, "echo 17", SMALL))
+
+
 def test_what_a_check_expects_is_nowhere_in_the_sandbox():
     secret = "d41d8cd98f-secret"
     hidden = {"command": f"cat x; : {secret}-command", "stdout": secret, "files": {"x": secret}}
