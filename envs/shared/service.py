@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import time
 import urllib.error
@@ -64,7 +65,7 @@ async def execute(
             if error.code < 500 and error.code != 429:
                 raise CheckerError(f"the sandbox service at {url} refused: {error}") from None
             why = str(error)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             why = str(error)
         if time.monotonic() - began > AWAY:
             raise CheckerError(f"the sandbox service at {url} is away for {AWAY:g} s: {why}")
@@ -76,7 +77,8 @@ def forget(url: str, session: str) -> None:
     """Ends a session there, if the service is not away."""
     address = f"{url.rstrip('/')}/sessions/{session}"
     request = urllib.request.Request(address, headers={HEADER: session}, method="DELETE")
-    with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=GRACE):
+    gone = contextlib.suppress(OSError, http.client.HTTPException)
+    with gone, urllib.request.urlopen(request, timeout=GRACE):
         pass
 
 

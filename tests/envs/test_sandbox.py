@@ -313,6 +313,7 @@ class Service(BaseHTTPRequestHandler):
     """The sandbox service's /execute, with this machine's Python behind it."""
 
     away = 0  # requests that are refused first
+    cut = 0  # answers that end too early, then
 
     def do_POST(self) -> None:
         """Runs generated_code as `language` says."""
@@ -336,6 +337,9 @@ class Service(BaseHTTPRequestHandler):
             told = {"process_status": "timeout", "stdout": "", "stderr": "Timed out"}
         body = json.dumps(told).encode()
         self.send_response(200)
+        if Service.cut:
+            Service.cut -= 1
+            self.send_header("Content-Length", str(len(body) + 1))
         self.end_headers()
         self.wfile.write(body)
 
@@ -350,6 +354,8 @@ def test_the_service_runs_programs_and_may_be_away_for_a_while(backend, monkeypa
         backend("http", f"http://127.0.0.1:{server.server_port}/")
         Service.away = 1
         assert program("print(Counter(input()))", "aa").stdout == "Counter({'a': 2})\n"
+        Service.cut = 1
+        assert program("print(1)").stdout == "1\n" and not Service.cut
         assert program("1 / 0").code == 1 and program("while True: pass").ended == "time"
         assert asyncio.run(code.verify(ROW, "```\nprint(49)\n```")).value == 1
         with pytest.raises(CheckerError, match="runs programs and no commands"):
