@@ -254,7 +254,8 @@ class Clock:
             for i in range(2)
         )
         now = time.monotonic()
-        elapsed = now - self.before
+        # A pause of this process, or of the whole machine, is no sleep of the run.
+        elapsed = min(now - self.before, max(2 * TICK, ran / 1e9))
         waited = queued / (ran + queued) if len(found) < HUNGRY and ran + queued > 0 else 0.0
         busy = min(1.0, (ran + queued) / 1e9 / max(elapsed, 1e-9))
         waits = hungry and len(found) < HUNGRY

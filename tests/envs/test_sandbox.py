@@ -390,6 +390,20 @@ def test_a_process_that_no_processor_takes_up_is_not_slow():
             process.wait()
 
 
+def test_a_pause_of_this_process_is_no_sleep_of_a_run():
+    sleeping = subprocess.Popen(["sleep", "60"])
+    try:
+        clock = sandbox.Clock(sleeping.pid)
+        time.sleep(0.5)
+        clock.look()
+        assert clock.spent > 0.4  # a run that sleeps spends its time
+        time.sleep(2)  # and nobody looks
+        assert not clock.verdict(Limits(seconds=2))
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+
+
 @contained
 def test_a_run_that_is_given_up_leaves_nothing():
     before = children()
