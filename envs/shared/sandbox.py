@@ -310,14 +310,15 @@ async def run(
     if root and backend != "bubblewrap":
         raise CheckerError(f"services.sandbox = {backend!r} runs no image, expected 'bubblewrap'")
     with contextlib.ExitStack() as stack:
-        given = [memory_file(text) for text in (stdin, *(files or {}).values())]
+        given = [memory_file(text) for text in ("", stdin, *(files or {}).values())]
         for descriptor in given:
             stack.callback(os.close, descriptor)
         folder = "/"
         if backend == "bubblewrap":
-            named = zip(files or (), given[1:], strict=True)
+            named = zip(files or (), given[2:], strict=True)
             bounds = [] if root else ["prlimit", f"--nproc={limits.processes}"]
-            command = [*wrapped(limits, root, named, reads), *bounds, *argv]
+            status = ["--json-status-fd", str(given[0])]  # nothing in the sandbox has it
+            command = [*wrapped(limits, root, named, reads), *status, *bounds, *argv]
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             for path, text in (files or {}).items():
@@ -326,8 +327,12 @@ async def run(
                 target.write_text(text, encoding="utf-8", errors="surrogatepass")
             command = [*limited(limits), *argv]
         async with place():
-            options: dict[str, Any] = {"stdin": given[0], "pass_fds": given[1:], "cwd": folder}
-            return await finish(await start(command, **options), limits)
+            options: dict[str, Any] = {"stdin": given[1], "pass_fds": given, "cwd": folder}
+            ran = await finish(await start(command, **options), limits)
+        begun = ran.ended or b"exit-code" in os.pread(given[0], 1000, 0)
+        if backend == "bubblewrap" and not begun:
+            raise CheckerError(f"bubblewrap did not start a run: code {ran.code}: {ran.stderr}")
+        return ran
 
 
 def isolates() -> str:
@@ -408,7 +413,8 @@ async def finish(process: asyncio.subprocess.Process, limits: Limits) -> Ran:
         rest = asyncio.create_task(end(process.stdout)) if out.done() else out
         await kill(process)
         # Where nothing isolates it, a process that it left behind may hold the pipes.
-        await asyncio.wait({out, rest, err}, timeout=TICK)
+        for _ in range(10):  # a pause of this process costs one of them at most
+            await asyncio.wait({out, rest, err}, timeout=TICK / 10)
         seconds = time.monotonic() - clock.began
     texts = [task.result() if task.done() else b"" for task in (out, err)]
     if len(texts[0]) > limits.output:

@@ -348,7 +348,7 @@ def test_a_check_cannot_be_forged(keys):
 def test_a_check_whose_sandbox_does_not_begin_is_an_error(monkeypatch):
     refused = ["sh", "-c", "echo bwrap: no more namespaces >&2; exit 1"]
     monkeypatch.setattr(sandbox, "wrapped", lambda *_: refused)
-    with pytest.raises(CheckerError, match="did not begin: .*no more namespaces"):
+    with pytest.raises(CheckerError, match="did not start a run: code 1: .*no more namespaces"):
         asyncio.run(shell.said_after(b"", {}, "echo 17", SMALL))
 
 
