@@ -375,14 +375,20 @@ async def start(command: list[str], **options: Any) -> asyncio.subprocess.Proces
     """A process in a session of its own, which sees nothing of this environment but the path."""
     env = {"PATH": os.environ.get("PATH", os.defpath)}
     pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-    try:
-        return await asyncio.create_subprocess_exec(
+    made = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
             *command,
             env=env,
             start_new_session=True,
             stderr=asyncio.subprocess.PIPE,
             **{"cwd": "/"} | pipes | options,
         )
+    )
+    try:
+        return await asyncio.shield(made)
+    except asyncio.CancelledError:
+        await kill(await made)  # asyncio would end the first process alone
+        raise
     except OSError as error:
         raise CheckerError(f"the sandbox cannot start {command[0]}: {error}") from None
 
@@ -441,7 +447,11 @@ async def end(stream: asyncio.StreamReader | None) -> bytes:
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:
-    """Ends a process and its group; what bubblewrap holds ends with it."""
+    """Ends a process, its group and its family: bubblewrap's child may not yet end with it."""
+    alive = family(process.pid) if process.returncode is None else [process.pid]
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    for pid in alive[1:]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
     await process.wait()

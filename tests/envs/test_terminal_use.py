@@ -233,6 +233,26 @@ def test_nothing_is_left_of_a_shell_that_is_cancelled():
         assert children() <= before, seconds
 
 
+def test_a_shell_that_is_cancelled_while_it_starts_is_not_waited_for():
+    """For a few milliseconds bubblewrap's child outlives it, and holds the pipes."""
+
+    async def cancelled(seconds: float):
+        async def use():
+            async with Shell(SMALL, {}):
+                pass
+
+        task = asyncio.create_task(use())
+        await asyncio.sleep(seconds)
+        task.cancel()
+        assert (await asyncio.wait({task}, timeout=10))[0], seconds
+
+    async def all_of_them():
+        for i in range(50):
+            await asyncio.gather(*(cancelled((i + j / 4) % 30 / 1000) for j in range(4)))
+
+    asyncio.run(all_of_them())
+
+
 def test_many_at_once():
     async def one(i: int) -> str:
         async with Shell(SMALL, {"n": str(i)}) as terminal:
