@@ -327,7 +327,8 @@ async def run(
                 target.write_text(text, encoding="utf-8", errors="surrogatepass")
             command = [*limited(limits), *argv]
         async with place():
-            options: dict[str, Any] = {"stdin": given[1], "pass_fds": given, "cwd": folder}
+            passed = [given[0], *given[2:]]
+            options: dict[str, Any] = {"stdin": given[1], "pass_fds": passed, "cwd": folder}
             ran = await finish(await start(command, **options), limits)
         begun = ran.ended or b"exit-code" in os.pread(given[0], 1000, 0)
         if backend == "bubblewrap" and not begun:
