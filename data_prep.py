@@ -27,7 +27,7 @@ from prep.curriculum import Curriculum
 from prep.profile import Profile
 from prep.shares import Effort, ReasoningControl
 from prep.tool_pairs import ToolPairs
-from runtime.config import InputError
+from settings.reader import InputError
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "blend": Blend,

@@ -45,18 +45,19 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from envs.pairs import Pair, load_pairs, render_all
-from envs.rows import Rows
+from core.waits import within
+from envs.rollout.pairs import Pair, load_pairs, render_all
+from envs.rollout.rows import Rows
 from policy import open_policy
 from policy.packing import plan_rows
-from runtime import config, metrics, modes
+from runtime import metrics, modes
 from runtime.checkpoints import Checkpoints
 from runtime.cluster import Cluster, Ranks
 from runtime.console import phase
 from runtime.log import Log
 from runtime.scores import Scores
-from runtime.settings import PairSettings
-from runtime.waits import within
+from settings import reader as config
+from settings.run import PairSettings
 
 # === Config =======================================================================================
 
@@ -77,7 +78,7 @@ class Loss:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Config(PairSettings):
-    """DPO, after runtime/settings.py's fields of any training; as Nemotron 3 Nano by default."""
+    """DPO, after settings/run.py's fields of any training; as Nemotron 3 Nano by default."""
 
     steps: PositiveInt = 50
     """Batches to train; also the last policy version."""

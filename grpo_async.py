@@ -26,7 +26,7 @@ Axes, as suffixes:  P prompts of a step    G samples of a prompt    T tokens of 
 
 Policy version v = batches trained so far. Every sampled token carries the version that produced it.
 
-envs/episode.py (turns, episodes, samples) and policy/__init__.py (the network) complete the
+envs/rollout/episode.py (turns, episodes, samples) and policy/__init__.py (the network) complete the
 picture. docs/grpo_async.md argues each deviation from NeMo-RL (branch super-v3).
 
     bash launch/local.sh                                            a tiny model learns on a laptop
@@ -53,21 +53,22 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 import envs
-from envs.episode import Episode, Sample, SampleInfo, Turn, stitch
-from envs.rows import last_question, load_rows
-from envs.sampler import Request, Sampler
+from core.waits import together, unless, within
+from envs.rollout.drafts import DraftBook, Drafts
+from envs.rollout.episode import Episode, Sample, SampleInfo, Turn, stitch
+from envs.rollout.rows import last_question, load_rows
+from envs.rollout.sampler import Request, Sampler
 from policy import open_policy
 from policy.packing import Share, Update, plan_shares
 from policy.weight_sync import Sender
-from runtime import config, metrics, modes
+from runtime import metrics, modes
 from runtime.checkpoints import Checkpoints
 from runtime.cluster import Cluster, Ranks
 from runtime.dispatch import Dispatcher, Rollouts, Slot
-from runtime.drafts import DraftBook, Drafts
 from runtime.fleet import Fleet, Received
 from runtime.log import Log, rollout_lines
-from runtime.settings import RunSettings
-from runtime.waits import together, unless, within
+from settings import reader as config
+from settings.run import RunSettings
 
 # === Config =======================================================================================
 
@@ -149,7 +150,7 @@ class Loss:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Config(RunSettings):
-    """GRPO, after runtime/settings.py's fields (P, G, max_lag); as Nemotron 3 Super by default."""
+    """GRPO, after settings/run.py's fields (P, G, max_lag); as Nemotron 3 Super by default."""
 
     advantage: Advantage = dataclasses.field(default_factory=Advantage)
     """Baseline, normalisation, penalties."""

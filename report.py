@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from envs.shared.markup import FLAWS
+from envs.rollout.markup import FLAWS
 from runtime.archive import listed
-from runtime.config import InputError
 from runtime.health import health
+from settings.reader import InputError
 
 # What one page holds: a browser stays quick up to some 50 MB, and long runs write far more.
 LIMITS = {

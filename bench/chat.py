@@ -21,12 +21,12 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from envs.episode import Turn, stitch  # noqa: E402
-from envs.response import Response  # noqa: E402
-from envs.rows import load_tokenizer  # noqa: E402
-from envs.sampler import Request, Sampler  # noqa: E402
-from envs.shared.tools import converse  # noqa: E402
-from runtime.settings import Sampling  # noqa: E402
+from envs.rollout.episode import Turn, stitch  # noqa: E402
+from envs.rollout.response import Response  # noqa: E402
+from envs.rollout.rows import load_tokenizer  # noqa: E402
+from envs.rollout.sampler import Request, Sampler  # noqa: E402
+from envs.tools.tools import converse  # noqa: E402
+from settings.run import Sampling  # noqa: E402
 
 CORES = {0, 1}
 TICK = 0.01

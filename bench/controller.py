@@ -29,8 +29,8 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import grpo_async  # noqa: E402
-from envs.episode import SampleInfo  # noqa: E402
-from envs.shared import judge  # noqa: E402
+from envs.judge import judge  # noqa: E402
+from envs.rollout.episode import SampleInfo  # noqa: E402
 from runtime import cluster, fleet, modes  # noqa: E402
 from runtime.fleet import Received  # noqa: E402
 from runtime.placement import Places  # noqa: E402

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from grpo_async import Config  # noqa: E402
-from runtime import config  # noqa: E402
+from settings import reader as config  # noqa: E402
 from support.program import Program, end  # noqa: E402
 
 FIRST = 5  # steps before the clock starts

@@ -59,7 +59,7 @@ class ByMegatron:
 
     def __init__(self, folder: str):
         from policy.megatron.policy import MegatronPolicy
-        from policy.settings import PolicySettings
+        from settings.network import PolicySettings
 
         settings = PolicySettings(kind="megatron", lr=LR, warmup_steps=0)
         self.policy = MegatronPolicy(folder, settings, 1.0, 0, 600.0)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from envs.episode import Sample
+from envs.rollout.episode import Sample
 from grpo_async import Batch, Config, Group, Trainer, group_advantages, pack, plan_step
 from policy import Policy, open_policy
 from policy.packing import Update

@@ -19,8 +19,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from policy.settings import PolicySettings  # noqa: E402
 from runtime import checkpoints  # noqa: E402
+from settings.network import PolicySettings  # noqa: E402
 
 ROUNDS = 5
 

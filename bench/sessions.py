@@ -2,7 +2,8 @@
 
     taskset -c 0,1 python bench/sessions.py [EPISODES] [SECONDS that the policy thinks]
 
-The real `envs/python_tool.py`, sandbox and verifier; the policy is a script of three calls and an
+The real `envs/maths/python_tool.py`, sandbox and verifier; the policy is a script of three calls
+and an
 answer, whose numbers are random, so that a lost or mixed-up session earns 0. Memory is the share of
 all processes (Pss); the time of a turn is that of a processor in this process.
 """
@@ -16,10 +17,10 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from envs import python_tool  # noqa: E402
-from envs.episode import Turn  # noqa: E402
-from envs.response import Response  # noqa: E402
-from envs.shared.sandbox import family  # noqa: E402
+from envs.maths import python_tool  # noqa: E402
+from envs.rollout.episode import Turn  # noqa: E402
+from envs.rollout.response import Response  # noqa: E402
+from envs.sandbox.sandbox import family  # noqa: E402
 
 TURNS = 4
 TOOLS = [{"type": "function", "name": python_tool.TOOL}]

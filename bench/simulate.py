@@ -37,8 +37,8 @@ from dry_run import gpus, pace, sizes  # noqa: E402
 from dry_run.gpus import Gpu  # noqa: E402
 from dry_run.sizes import Model  # noqa: E402
 from grpo_async import Config  # noqa: E402
-from runtime import config  # noqa: E402
-from runtime.config import InputError  # noqa: E402
+from settings import reader as config  # noqa: E402
+from settings.reader import InputError  # noqa: E402
 from support import shapes  # noqa: E402
 
 STEPS = 24

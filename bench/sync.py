@@ -39,7 +39,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from envs.sampler import Request  # noqa: E402
+from envs.rollout.sampler import Request  # noqa: E402
 from policy.weight_sync import WeightReceiver, Wire, buckets  # noqa: E402
 
 PROMPT = 16  # tokens
@@ -116,7 +116,7 @@ async def pair(cfg, call):
 async def main() -> None:
     """Measures decoding with and without updates, and prints one table."""
     from grpo_async import Config
-    from runtime import config
+    from settings import reader as config
 
     updates = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     with tempfile.TemporaryDirectory() as folder:
@@ -249,7 +249,7 @@ def of_worker(pipe: Any, wire: Wire, address: tuple[str, int], rank: int, world:
 def traffic(ranks: int = 4, mates: int = 0, workers: int = 2) -> None:
     """One update between processes that load no engine, and a table of what each of them got."""
     from grpo_async import Config
-    from runtime import config
+    from settings import reader as config
 
     context = multiprocessing.get_context("spawn")
     senders, world = 1 + mates, 1 + mates + workers

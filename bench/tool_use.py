@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 from make_tiny import make_model  # noqa: E402
 
-from envs.python_tool import TOOL  # noqa: E402
+from envs.maths.python_tool import TOOL  # noqa: E402
 
 CALL = (f'<tool_call>{{"name": "{TOOL}", "arguments": {{"code": "', '"}}</tool_call>')
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "<tool>"]

@@ -130,7 +130,7 @@ def train_trl(steps: int, size: int, settings: dict) -> dict:
 def train_ours(steps: int, _size: int, settings: dict) -> dict:
     """The same by dpo.py's trainer, one rank, without Ray."""
     from dpo import Config, Scored, Trainer, load_pairs, plan_pairs
-    from envs.pairs import render_all
+    from envs.rollout.pairs import render_all
 
     policy = {"lr": LR, "warmup_lr": LR, "warmup_steps": 0, "activation_checkpointing": False}
     loss = {"beta": BETA, "sft_weight": SFT}

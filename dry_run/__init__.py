@@ -13,13 +13,12 @@ from pathlib import Path
 from dry_run import megatron_sizes, pace, sizes
 from dry_run.gpus import Gpu, planned
 from dry_run.sizes import GIB, Model
-from envs import pairs
-from envs.shared import services
+from envs.rollout import pairs, services
 from policy import logprobs
 from prep import check
-from runtime.config import InputError, flatten
 from runtime.preflight import check_arguments, lacking
-from runtime.settings import PairSettings, RunSettings, TrainingSettings
+from settings.reader import InputError, flatten
+from settings.run import PairSettings, RunSettings, TrainingSettings
 
 JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
 

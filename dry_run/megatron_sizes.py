@@ -26,8 +26,8 @@ from policy.megatron.families import padded, pattern
 from policy.weight_sync import BUCKET_BYTES
 
 if TYPE_CHECKING:
-    from policy.settings import PolicySettings
-    from runtime.settings import TrainingSettings
+    from settings.network import PolicySettings
+    from settings.run import TrainingSettings
 
 
 class Shape:

@@ -12,12 +12,12 @@ from dry_run import megatron_sizes, sizes
 from dry_run.gpus import Gpu
 from dry_run.sizes import Model
 from policy.weight_sync import BUCKET_BYTES
-from runtime.config import InputError
 from runtime.placement import Node, node_mates, plan, shares
-from runtime.settings import RunSettings
+from settings.reader import InputError
+from settings.run import RunSettings
 
 if TYPE_CHECKING:
-    from runtime.settings import TrainingSettings
+    from settings.run import TrainingSettings
 
 MFU = 0.3  # assumed; prime-rl measured 0.15 (rows of 16k tokens) to 0.36 (65k) for a 4B model
 LAUNCH_S = 3e-3  # assumed: an engine step beside its arithmetic and memory traffic

@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from policy import logprobs
 from policy.lora import is_adapted
 from policy.weight_sync import BUCKET_BYTES
-from runtime.config import InputError
+from settings.reader import InputError
 
 if TYPE_CHECKING:
-    from policy.settings import PolicySettings
-    from runtime.settings import RunSettings, TrainingSettings
+    from settings.network import PolicySettings
+    from settings.run import RunSettings, TrainingSettings
 
 GIB = 2**30
 RESERVE = 4 * GIB  # assumed: CUDA context and graphs, NCCL, an engine's activations, fragmentation

@@ -7,10 +7,11 @@ and what it does with a row:
     many turns   async rollout(row, sampler) -> Episode, in place of verify
     comparison   async score_group(rows, responses) -> list of Rewards, after either or alone
 
-`response` is a `str` with what its markup says (envs/response.py).
+`response` is a `str` with what its markup says (envs/rollout/response.py).
 
 An optional `check(row)` raises ValueError for a row it could not judge. An optional `needs(row)`
-names the services that judging the row takes (envs/shared/services.py). `ALLOWS_EMPTY_INPUT = True`
+names the services that judging the row takes (envs/rollout/services.py). `ALLOWS_EMPTY_INPUT =
+True`
 says that `rollout` writes the first prompt itself. A module is imported when the first row names
 one of its agents.
 """
@@ -28,15 +29,15 @@ from pathlib import Path
 from types import ModuleType, UnionType
 from typing import TYPE_CHECKING, Any
 
-from envs.response import Response
-from envs.shared import services
+from envs.rollout import services
+from envs.rollout.response import Response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from envs.episode import Episode
-    from envs.sampler import Sampler
-    from runtime.settings import RunSettings
+    from envs.rollout.episode import Episode
+    from envs.rollout.sampler import Sampler
+    from settings.run import RunSettings
 
 
 @dataclass
@@ -61,12 +62,14 @@ class ModuleError(ValueError):
 def agents() -> dict[str, str]:
     """Agent name -> module name, read from the files. Raises ModuleError where two claim a name."""
     claimed: dict[str, str] = {}
-    for path in sorted(Path(__path__[0]).glob("*.py")):
+    for path in sorted(Path(__path__[0]).rglob("*.py")):
         for agent in _agents(path):
             if agent in claimed:
-                files = f"envs/{claimed[agent]}.py and envs/{path.name}"
+                first = claimed[agent].replace(".", "/")
+                files = f"envs/{first}.py and {path.relative_to(Path(__path__[0]).parent)}"
                 raise ModuleError(f"{files} both declare the agent {agent!r}, expected one of them")
-            claimed[agent] = path.stem
+            inside = path.relative_to(__path__[0]).with_suffix("")
+            claimed[agent] = ".".join(inside.parts)
     return claimed
 
 
@@ -110,7 +113,7 @@ def environment(name: str) -> ModuleType:
     """
     known = agents()
     is_known = name in list(known)
-    file = known[name] if is_known else "nemo_gym"
+    file = known[name] if is_known else "gym.nemo_gym"
     if not is_known and not services.current().nemo_gym:
         near = difflib.get_close_matches(str(name)[:100], known, 5, 0.0)
         expected = f"one of {len(known)} agents (docs/environments.md), such as {', '.join(near)}"
@@ -150,8 +153,8 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
     environment raises, TypeError for what is no reward, and ValueError for an episode without
     turns.
     """
-    from envs.episode import Episode
-    from runtime.waits import together
+    from core.waits import together
+    from envs.rollout.episode import Episode
 
     name = row["agent_ref"]["name"]
     module = environment(name)
@@ -190,7 +193,7 @@ async def verify(row: dict, response: str) -> Reward:
     A function gets a thread of its own: it may block. Raises TypeError where the verdict is neither
     a Reward nor a number.
     """
-    from runtime.waits import in_thread
+    from core.waits import in_thread
 
     name = row["agent_ref"]["name"]
     judge = environment(name).verify
@@ -204,8 +207,8 @@ async def verify(row: dict, response: str) -> Reward:
 
 def configure(cfg: "RunSettings") -> "PreTrainedTokenizerBase":
     """Hands the configuration to the environments of this process; returns the tokenizer."""
-    from envs.rows import load_tokenizer
-    from envs.shared import judge
+    from envs.judge import judge
+    from envs.rollout.rows import load_tokenizer
 
     services.configure(cfg.services)
     judge.configure(cfg.timeouts.rollout, cfg.rollout_workers)
@@ -246,7 +249,7 @@ def _builtin(value: Any) -> Any:
 
 def check_row(row: Any) -> None:
     """Raises ValueError naming dotted path, value and expectation unless `row` is a Gym row."""
-    from envs import messages
+    from envs.rollout import messages
 
     at = "responses_create_params."
     items = get(row, at + "input", list | str, "a list of messages" + conversion(row))

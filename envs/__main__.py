@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import tyro
 
 import envs
-from envs.messages import chat, template_variables
-from envs.rows import Answer, first_of, read_rollouts, read_rows, use_services
-from envs.shared import parsers
-from envs.shared.services import Services
-from runtime.config import InputError
-from runtime.waits import within
+from core.waits import within
+from envs.parsers import parsers
+from envs.rollout.messages import chat, template_variables
+from envs.rollout.rows import Answer, first_of, read_rollouts, read_rows, use_services
+from envs.rollout.services import Services
+from settings.reader import InputError
 
 # Fields that are taken for the reference answer of a row.
 REFERENCES = ("expected_answer", "answer", "reference_answer", "ground_truth", "solution")

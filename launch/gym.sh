@@ -12,7 +12,7 @@ shift
 [ -x "${GYM:-}/bin/ng_run" ] || fail "GYM = '${GYM:-}': expected an environment with nemo-gym"
 python=$(realpath "${GRPO_PYTHON:-.venv/bin/python}" --no-symlinks)
 host=${GYM_HOST:-127.0.0.1} head=${GYM_PORT:-11000} router=${ROUTER_PORT:-11001}
-exec 3< <(exec "$python" -m envs.shared.endpoint "$router" "$host")
+exec 3< <(exec "$python" -m envs.gym.endpoint "$router" "$host")
 routing=$!
 trap 'kill "$routing" 2>/dev/null' EXIT
 read -r told <&3 || fail "no router at $host:$router: is ROUTER_PORT = $router taken?"

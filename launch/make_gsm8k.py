@@ -32,7 +32,8 @@ def field(row: dict, names: tuple[str, str]) -> str:
 
 
 def gym_row(row: dict) -> dict:
-    """The row that envs/math.py verifies. Raises ValueError naming a field that is missing."""
+    """The row that envs/maths/math.py verifies. Raises ValueError naming a field that is
+    missing."""
     question = field(row, QUESTIONS)
     answer = field(row, ANSWERS)
     if "####" in answer:  # GSM8K: a solution, then a number such as 1,200

@@ -36,7 +36,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from envs.reasoning_gym import extract, is_same  # noqa: E402
+from envs.questions.reasoning_gym import extract, is_same  # noqa: E402
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"]
 TAGS = ["<answer>", "</answer>"]  # one token each, but text: they must survive detokenisation

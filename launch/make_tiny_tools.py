@@ -32,9 +32,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 import make_tiny  # noqa: E402
 
 import data_prep  # noqa: E402
-from envs import tool_choice  # noqa: E402
-from envs.reasoning_gym import extract, is_same  # noqa: E402
-from envs.response import Response  # noqa: E402
+from envs.questions.reasoning_gym import extract, is_same  # noqa: E402
+from envs.rollout.response import Response  # noqa: E402
+from envs.tools import tool_choice  # noqa: E402
 
 PIECES = ["<tools>", "<tool_call>", "</tool_call>", '{"name": "', '", "arguments": {"text": "']
 PIECES += ['"}}']

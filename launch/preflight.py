@@ -25,7 +25,8 @@ OVER = 3
 
 def settings(argv: list[str]) -> Any:
     """The run, from configuration, model, folder and rows. Raises SystemExit as the program."""
-    from runtime import config, modes
+    from runtime import modes
+    from settings import reader as config
 
     name = os.environ.get("GRPO_PROGRAM", "grpo_async.py")
     if not (Path(__file__).parent.parent / name).is_file() or Path(name).name != name:

@@ -9,7 +9,7 @@ verifiers knows of a task. HUB_HOST and HUB_PORT say where it listens, HUB_AT_ON
 may be under way. It prints what a run needs to know: services.nemo_gym.
 
 An episode is verifiers' own: its harness, its tools, its rewards. It asks for the policy at the
-address that the row brings (envs/nemo_gym.py), and all that the policy says is trained on. So
+address that the row brings (envs/gym/nemo_gym.py), and all that the policy says is trained on. So
 verifiers must not try again by itself, and other roles need clients of their own.
 """
 

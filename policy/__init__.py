@@ -1,4 +1,4 @@
-"""The network being trained: its interface. Its settings are in policy/settings.py.
+"""The network being trained: its interface. Its settings are in settings/network.py.
 
 `open_policy` makes one: policy/fsdp.py trains any dense Hugging Face causal LM, policy/megatron
 those that need tensor, pipeline, context or expert parallelism, Mamba layers or experts.
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from policy.settings import PolicySettings
+    from settings.network import PolicySettings
 
 
 class WeightMeta(NamedTuple):

@@ -34,7 +34,7 @@ from policy import AnyRow, LossFn, WeightMeta, attention, logprobs
 from policy.lora import Adapters
 
 if TYPE_CHECKING:  # pydantic is not needed to train
-    from policy.settings import PolicySettings
+    from settings.network import PolicySettings
 
 
 class Outgoing(NamedTuple):

@@ -30,7 +30,7 @@ from policy.proof import Proof, row_digests
 
 if TYPE_CHECKING:
     from policy import Policy
-    from runtime.settings import Timeouts
+    from settings.run import Timeouts
 
 BUCKET_BYTES = 256 << 20
 AHEAD = 3  # broadcasts that a GPU may still have to do when the next bucket is asked for

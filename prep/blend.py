@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from prep import files, mix, placeholders, tables
-from runtime.config import InputError
+from settings.reader import InputError
 
 HUB = "nvidia/Nemotron-RL-Super-Training-Blends"  # nvidia/Nemotron-3-Super-RL-... answers 404
 LAYOUTS = {

@@ -10,11 +10,11 @@ from typing import Annotated, NamedTuple
 import tyro
 
 import envs
-from envs.rows import parse
-from envs.shared import services as configured
+from envs.rollout import services as configured
+from envs.rollout.rows import parse
 from prep import files
 from prep.placeholders import FIELD
-from runtime.config import InputError
+from settings.reader import InputError
 
 NAMELESS = "(no agent)"
 
@@ -82,7 +82,7 @@ def summary(path: str, max_bad_rows: int, services: Collection[str] = ()) -> Sum
     problems = [] if rows > bad else [f"{path}: holds no good rows, expected at least one"]
     for name, agent in sorted(found.items()):
         module = known.get(name)
-        served = f"envs/{module}.py" if module else elsewhere(name)
+        served = f"envs/{module.replace('.', '/')}.py" if module else elsewhere(name)
         kinds = [f"{kind} {count:,}" for kind, count in agent.datasets.most_common(3) if kind]
         kinds += ["..."] * (len(agent.datasets) > 3)
         text.append(f"  {name:<40} {agent.rows:>9,}  {served}" + "; " * bool(kinds))
@@ -100,7 +100,7 @@ def summary(path: str, max_bad_rows: int, services: Collection[str] = ()) -> Sum
 
 def elsewhere(agent: str) -> str:
     """Where an agent is served that no module of envs/ declares."""
-    from envs.shared import gym
+    from envs.gym import gym
 
     if not configured.current().nemo_gym:
         return "no environment serves it"

@@ -8,7 +8,7 @@ import tyro
 
 import envs
 from prep import files, tables
-from runtime.config import InputError
+from settings.reader import InputError
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import tyro
 from tqdm import tqdm
 
 from prep import files, mix
-from runtime.config import InputError
+from settings.reader import InputError
 
 FALL = 0.3  # read off the figure of the report
 STEEPEST = 0.9  # of the fall that sorting would give; beyond it a batch holds few pass rates

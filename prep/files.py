@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import envs
-from envs.rows import LONGEST_LINE, decoded, raw_lines
-from runtime.config import InputError
+from envs.rollout.rows import LONGEST_LINE, decoded, raw_lines
+from settings.reader import InputError
 
 
 class Line(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from runtime.config import InputError
+from settings.reader import InputError
 
 
 def turns(weights: Sequence[float]) -> Iterator[int]:

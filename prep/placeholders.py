@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from prep.files import sha256
 from prep.tables import data_files, located, records, value
-from runtime.config import InputError
+from settings.reader import InputError
 
 FIELD = "_hf_placeholder"
 # What DAPO-Math-17k puts around each of its questions.

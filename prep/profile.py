@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from prep import files
-from runtime.config import ROOT, InputError
+from settings.reader import ROOT, InputError
 
 FIELDS = ("pass_rate", "pass_rate_total", "pass_rate_passed")
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from prep import files
-from runtime.config import InputError
+from settings.reader import InputError
 
 MARKER = "{reasoning effort: low}"  # of the Super recipe, as advantage.low_effort.marker
 # Agents of the domains that the report names, without `_simple_agent`.

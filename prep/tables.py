@@ -7,9 +7,9 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
-from envs.rows import LONGEST_LINE
+from envs.rollout.rows import LONGEST_LINE
 from prep.files import lines
-from runtime.config import HUB_SECONDS, InputError
+from settings.reader import HUB_SECONDS, InputError
 
 KINDS = (".parquet", ".arrow", ".jsonl", ".json", ".csv")
 ABOUT = ("dataset_dict.json", "dataset_info.json", "state.json")  # which `datasets` writes

@@ -10,10 +10,10 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
-from envs.messages import chat, functions
-from envs.shared.markup import FORMS, THINK, split
+from envs.rollout.markup import FORMS, THINK, split
+from envs.rollout.messages import chat, functions
 from prep import files
-from runtime.config import InputError
+from settings.reader import InputError
 
 KINDS = ("no_tools", "with_tools", "hallucination")
 

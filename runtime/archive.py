@@ -19,7 +19,7 @@ from typing import Any, get_origin
 
 import numpy as np
 
-from envs.episode import Sample
+from envs.rollout.episode import Sample
 
 HEAD = ("slot", "version", "line")
 OWN = (*HEAD, "group", "length", "logp_T")  # columns that are no field of a sample

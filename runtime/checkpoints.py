@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import report
-from envs.rows import fingerprint
+from core.waits import within
+from envs.rollout.rows import fingerprint
 from runtime import archive, lineage
-from runtime.config import InputError
-from runtime.settings import TrainingSettings
-from runtime.waits import within
+from settings.reader import InputError
+from settings.run import TrainingSettings
 
 if TYPE_CHECKING:
     from runtime.cluster import Cluster

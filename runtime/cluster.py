@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from envs.rows import quarantine
+from core.waits import within
+from envs.rollout.rows import quarantine
 from policy.weight_sync import OWNER
 from runtime import placement
-from runtime.config import InputError, shown
 from runtime.console import phase
 from runtime.preflight import OLDEST_DRIVER, brief, check_address, short_of_files
-from runtime.settings import TrainingSettings
-from runtime.waits import within
+from settings.reader import InputError, shown
+from settings.run import TrainingSettings
 
 ROOT = Path(__file__).parent.parent
 # Variables of the driver that its actors get, but for those that are of one process or node.

@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 import report
 from runtime.checkpoints import newest_first, step_of
-from runtime.config import shown
+from settings.reader import shown
 
 if TYPE_CHECKING:
-    from runtime.settings import TrainingSettings
+    from settings.run import TrainingSettings
 
 BEGAN = time.monotonic()
 ANSWER = {"prompt": str, "response": [str], "reward": int | float}

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, TypeVar
 import ray
 from tqdm import tqdm
 
-from envs.episode import SampleInfo
-from envs.shared import judge
+from core.waits import answer, in_turn, within
+from envs.judge import judge
+from envs.rollout.episode import SampleInfo
 from runtime.cluster import Cluster
 from runtime.fleet import ASKED, EVERY, Fleet
 from runtime.outages import Outages
-from runtime.settings import RunSettings
-from runtime.waits import answer, in_turn, within
+from settings.run import RunSettings
 
 T = TypeVar("T")
 CPUS_PER_SUSPECT = 2  # in the cluster, for each of the workers that suspects have to themselves

@@ -21,13 +21,13 @@ import ray
 import torch
 from tqdm import tqdm
 
+from core.waits import answer, together, within
 from policy.weight_sync import Sender, Wire
 from runtime import placement
 from runtime.cluster import Cluster, actor
 from runtime.console import phase
 from runtime.probe import Probe
-from runtime.settings import RunSettings
-from runtime.waits import answer, together, within
+from settings.run import RunSettings
 
 EVERY = 5.0  # seconds between two questions to an engine or a worker whether it lives
 ASKED = 20.0  # such questions a second at most: a thousand actors would keep the driver busy

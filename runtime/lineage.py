@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runtime.config import InputError
-from runtime.settings import TrainingSettings
+from settings.reader import InputError
+from settings.run import TrainingSettings
 
 FILE = "lineage.json"
 SAMPLED = 1 << 16  # bytes at the start and at the end of a file

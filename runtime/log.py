@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 import report
-from envs.episode import SampleInfo
+from envs.rollout.episode import SampleInfo
 from runtime import lineage
 from runtime.checkpoints import EXPORT, MARKER
-from runtime.config import shown
 from runtime.console import Bars, Lines, summary
 from runtime.dispatch import Slot
 from runtime.health import LIMIT, gap
 from runtime.metrics import mismatch_rows, rollout_metrics, validation_metrics
 from runtime.provenance import provenance
-from runtime.settings import RunSettings, TrainingSettings
+from settings.reader import shown
+from settings.run import RunSettings, TrainingSettings
 
 if TYPE_CHECKING:
     from grpo_async import Group

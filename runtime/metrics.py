@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from envs.episode import Sample, SampleInfo
+from envs.rollout.episode import Sample, SampleInfo
 
 if TYPE_CHECKING:
     from grpo_async import Batch, Group

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import report
+from core.waits import within
 from runtime import archive
 from runtime.checkpoints import BLOCK, EVALUATED, Checkpoints, newest_first, seal, step_of
 from runtime.cluster import Cluster
-from runtime.config import C, InputError
 from runtime.log import Log
-from runtime.waits import within
+from settings.reader import C, InputError
 
 Step = Callable[[], Coroutine[Any, Any, None]]
 

@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 import envs
-from envs.shared.judge import Report
+from envs.judge.judge import Report
 
 TICK = 1.0  # seconds between two looks whether a server is back
 PATIENCE = 60.0  # seconds until an outage is told of again, or the next one; then as it lasts

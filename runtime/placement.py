@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from runtime.config import InputError
-from runtime.settings import TrainingSettings
+from settings.reader import InputError
+from settings.run import TrainingSettings
 
 # Resources of nodes that are not for engines and trainers: `ray start --resources '{"judge": 1}'`.
 JUDGE = "judge"

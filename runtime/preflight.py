@@ -1,6 +1,7 @@
 """What is wrong with the folder, the model or the cluster of a run, found before any actor starts.
 
-Settings are checked where they are declared, rows where they are read (envs/rows.py). Of weights
+Settings are checked where they are declared, rows where they are read (envs/rollout/rows.py). Of
+weights
 only the headers are read.
 """
 
@@ -19,12 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from runtime.config import InputError, flatten, missing_weights
+from settings.reader import InputError, flatten, missing_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from runtime.settings import RunSettings, TrainingSettings
+    from settings.run import RunSettings, TrainingSettings
 
 SHORTEST = 1.0  # seconds; no wait of a run is always shorter
 OLDEST_DRIVER = 580  # of NVIDIA, which CUDA 13 needs
@@ -200,7 +201,7 @@ def check_model(cfg: "TrainingSettings") -> None:
         raise InputError(f"model = {model!r}: its tokenizer has no chat_template, expected one")
     tensors = dict(every_tensor(Path(model)))
     from dry_run import sizes  # and transformers, which takes seconds
-    from runtime.settings import RunSettings
+    from settings.run import RunSettings
 
     lm = sizes.build(model)
     check_tensors(model, tensors, lm)
@@ -319,7 +320,7 @@ def check_engine(cfg: "RunSettings", hf: "PreTrainedConfig") -> None:
 
 def check_prompts(cfg: "TrainingSettings", lm: "PreTrainedModel") -> None:
     """Raises InputError unless the tokenizer and its chat template make prompts of messages."""
-    from envs.rows import load_tokenizer, render_messages
+    from envs.rollout.rows import load_tokenizer, render_messages
 
     field = f"model = {cfg.model!r}"
     setting, kwargs = cfg.template_variables

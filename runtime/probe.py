@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from envs.sampler import Request
+from core.waits import within
+from envs.rollout.sampler import Request
 from runtime.cluster import Cluster
-from runtime.settings import RunSettings
-from runtime.waits import within
+from settings.run import RunSettings
 
 PROMPTS = 8
 LENGTH = 16  # tokens of a prompt

@@ -10,10 +10,10 @@ import zlib
 from pathlib import Path
 
 import report
-from envs.rows import Rows
+from envs.rollout.rows import Rows
 from runtime import lineage
 from runtime.log import LineFile
-from runtime.settings import TrainingSettings
+from settings.run import TrainingSettings
 
 FILE = "reference.jsonl"
 LINE = {"key": str, "first": int, "values": [list]}

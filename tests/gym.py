@@ -21,11 +21,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from envs import nemo_gym  # noqa: E402
-from envs import sampler as sampler_module  # noqa: E402
-from envs.episode import stitch  # noqa: E402
-from envs.shared import gym, judge, services  # noqa: E402
-from runtime.settings import Sampling  # noqa: E402
+from envs.gym import gym, nemo_gym  # noqa: E402
+from envs.judge import judge  # noqa: E402
+from envs.rollout import sampler as sampler_module  # noqa: E402
+from envs.rollout import services  # noqa: E402
+from envs.rollout.episode import stitch  # noqa: E402
+from settings.run import Sampling  # noqa: E402
 from support.chats import Reader, Scripted, real, spell  # noqa: E402
 
 NAMES = ("mcqa", "example_multi_step", "workplace_assistant")

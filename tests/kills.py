@@ -29,7 +29,7 @@ from support.program import ROOT, Program, end
 
 sys.path.insert(0, str(ROOT))
 from grpo_async import Config  # noqa: E402
-from runtime import config  # noqa: E402
+from settings import reader as config  # noqa: E402
 
 FLAGS = {"steps": 100_000, "save_period": 1, "engine.verify_sync_every": 1, "val_period": 0}
 FLAGS |= {"data.val": "", "rollout_workers": 2, "engine.max_restarts": 10**6}

@@ -3,7 +3,8 @@
     python tests/leaks.py [ENTRIES] [DATASET ...]     default 20 entries of each; ten minutes
 
 Each entry's right answer is spoiled in some forty ways. The rewards are those of
-envs/reasoning_gym.py, which runs the scorers in children under a deadline. Printed are, for each
+envs/questions/reasoning_gym.py, which runs the scorers in children under a deadline. Printed
+are, for each
 data set and way, how many were tried, the share paid (0.99 or more), the mean and the highest
 reward, the share that `"exact": true` pays, and an example. Then, apart, own answers that earn
 less than 1, what is paid in other letters or blanks, constant answers, and near misses.
@@ -23,7 +24,7 @@ from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from envs import reasoning_gym as puzzles  # noqa: E402
+from envs.questions import reasoning_gym as puzzles  # noqa: E402
 
 DEADLINE = 3.0  # seconds of CPU of one check
 PAID = 0.99
@@ -213,7 +214,7 @@ def spoiled(entries: list[dict], i: int, dice: random.Random) -> dict[str, str]:
 
 
 async def reward(entry: dict, answer: str) -> float:
-    """What envs/reasoning_gym.py pays; nan where no verdict was had."""
+    """What envs/questions/reasoning_gym.py pays; nan where no verdict was had."""
     try:
         text = f"<answer>{answer}</answer>"
         verdict = await puzzles.checkers.run(DEADLINE, entry=entry, text=text)

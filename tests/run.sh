@@ -29,7 +29,7 @@ if [ "${1:-}" = hub ]; then
     [ -z "$links" ] || export UV_FIND_LINKS=$links
     [ -x .venv-hub/bin/python ] || .venv/bin/python -m venv .venv-hub
     .venv-hub/bin/pip install --quiet -r requirements-hub.txt
-    set -- tests/envs/test_verifiers_hub.py "${@:2}"
+    set -- tests/envs/gym/test_verifiers_hub.py "${@:2}"
 fi
 if [ "${1:-}" = slurm ]; then
     export GRPO_SLURM=1 DEBIAN_FRONTEND=noninteractive

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs import Reward
-from envs.episode import Sample, Turn
-from envs.shared.markup import FLAWS
+from envs.rollout.episode import Sample, Turn
+from envs.rollout.markup import FLAWS
 from grpo_async import (
     Advantage,
     Batch,
@@ -34,7 +34,7 @@ from grpo_async import (
 )
 from policy.weight_sync import Sender
 from runtime.metrics import reduce_stats, step_metrics, validation_metrics
-from runtime.settings import Timeouts
+from settings.run import Timeouts
 from support.configs import changed
 
 SUPER = Correction()  # of Nemotron 3 Super

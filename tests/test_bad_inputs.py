@@ -24,11 +24,11 @@ import ray
 from conftest import spelling_rows, write_rows
 
 import grpo_async
-from envs.rows import fingerprint, load_tokenizer
+from envs.rollout.rows import fingerprint, load_tokenizer
 from runtime import checkpoints, cluster
 from runtime.archive import write_groups
-from runtime.config import InputError
 from runtime.placement import Node, plan
+from settings.reader import InputError
 from support.configs import changed
 from support.samples import make_sample
 

@@ -94,7 +94,7 @@ def test_each_metric_is_explained_once():
 
 def test_each_field_of_a_rollout_is_explained_once():
     from envs import Reward
-    from envs.episode import Episode, Turn, stitch
+    from envs.rollout.episode import Episode, Turn, stitch
     from runtime.dispatch import Slot
 
     turn = Turn([1], [2], [-1.0], [0], "stop")
@@ -121,7 +121,7 @@ def test_options_and_settings_that_the_pages_name_exist(page):
     import data_prep
     import dpo
     from grpo_async import Config
-    from runtime import config
+    from settings import reader as config
 
     leaves = config.leaves(Config) | config.leaves(dpo.Config)
     flags = {name.removeprefix("command.") for name in leaves}
@@ -147,6 +147,6 @@ def test_the_page_of_environments_has_them_all():
     """Each module, and each agent that rows of the released blends name."""
     page = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
     for agent, module in envs.agents().items():
-        assert f"[{module}](../envs/{module}.py)" in page
+        assert f"[{module.split('.')[-1]}](../envs/{module.replace('.', '/')}.py)" in page
         if agent.endswith("_simple_agent"):
             assert f"`{agent}`" in page, agent

@@ -17,11 +17,11 @@ from torch import tensor
 
 import dry_run
 from dpo import Batch, Config, Scored, dpo_loss, mean_metrics, pack, plan_pairs
-from envs.pairs import Pair, Tokens, load_pairs, render_all, tokenize
-from runtime import config
-from runtime.config import InputError
+from envs.rollout.pairs import Pair, Tokens, load_pairs, render_all, tokenize
 from runtime.metrics import reduce_stats
 from runtime.scores import Scores
+from settings import reader as config
+from settings.reader import InputError
 from support import shapes
 from support.configs import changed
 from support.megatron_jobs import compute
@@ -264,7 +264,7 @@ def bot(text: str) -> dict:
 
 def shown(tokens: Tokens, cfg: Config) -> list[str]:
     """What is asked and what is trained, as text."""
-    from envs.rows import load_tokenizer
+    from envs.rollout.rows import load_tokenizer
 
     cut = tokens.ids_T[: tokens.start], tokens.ids_T[tokens.start :]
     return [load_tokenizer(cfg.model).decode(part) for part in cut]

@@ -10,8 +10,9 @@ import pytest
 from conftest import make_config
 
 import envs
-from envs.rows import last_question
-from envs.shared import sandbox, services
+from envs.rollout import services
+from envs.rollout.rows import last_question
+from envs.sandbox import sandbox
 from support.configs import changed
 from support.judges import Judge, configured
 from support.program import Program
@@ -85,5 +86,6 @@ def test_a_file_with_rows_of_all_of_them_trains(tiny_model, tmp_path, lean):
     assert not program.lines("dropped.jsonl")
     expected = {f"reward/{agent}/{name}" for name, agent in FILES.items()}
     assert all(expected <= metrics.keys() for metrics in steps)
-    served = {envs.agents()[agent] for agent in FILES.values()}
-    assert served >= set(envs.agents().values()) - ELSEWHERE
+    modules = {agent: path.split(".")[-1] for agent, path in envs.agents().items()}
+    served = {modules[agent] for agent in FILES.values()}
+    assert served >= set(modules.values()) - ELSEWHERE

@@ -23,13 +23,13 @@ from conftest import make_config, save_tokenizer, write_rows
 from test_algorithm import TablePolicy, make, sample
 
 import envs
-from envs.episode import Sample, SampleInfo, Turn, stitch
-from envs.pairs import Tokens
-from envs.sampler import Sampler
-from envs.shared.markup import FLAWS
+from envs.rollout.episode import Sample, SampleInfo, Turn, stitch
+from envs.rollout.markup import FLAWS
+from envs.rollout.pairs import Tokens
+from envs.rollout.sampler import Sampler
 from policy.weight_sync import Sender
 from runtime.dispatch import Rollouts, Slot
-from runtime.settings import Sampling, Timeouts
+from settings.run import Sampling, Timeouts
 from support.actors import Actor
 from support.configs import changed
 from support.program import Program
@@ -790,7 +790,7 @@ class ScriptedEngine:
 )
 def test_the_environment_gives_a_second_try(count_letters, tmp_path, answers, reward, turns):
     """Both turns are one sample, the hint masked out: no id is tokenised again."""
-    from envs.rows import load_tokenizer
+    from envs.rollout.rows import load_tokenizer
 
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from conftest import make_config
 
-from envs.episode import stitch
-from envs.rows import load_tokenizer
-from envs.sampler import Request, Sampler
+from envs.rollout.episode import stitch
+from envs.rollout.rows import load_tokenizer
+from envs.rollout.sampler import Request, Sampler
 from runtime.probe import prompts
 from support.configs import changed
 
@@ -144,7 +144,7 @@ def plain_model(cfg):
 
 def trainer_logprobs(pair, turns) -> list[torch.Tensor]:
     """The trainer's own packed forward over the same tokens."""
-    from envs.episode import stitch
+    from envs.rollout.episode import stitch
     from grpo_async import Update, pack
 
     samples = [sample for turn in turns for sample in stitch([turn])]

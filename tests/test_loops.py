@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import grpo_async
-from envs.shared.judge import Report
+from envs.judge.judge import Report
 from grpo_async import Config, Group, Progress, Run
 from runtime import dispatch, modes
 from runtime.archive import write_groups

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.episode import Sample, SampleInfo
+from envs.rollout.episode import Sample, SampleInfo
 from grpo_async import Config, Group, Update, pack, plan_step
 from policy.packing import Share, plan_rows
 from support.configs import changed

@@ -14,7 +14,7 @@ from conftest import make_config, spelling_rows, write_rows
 
 import dry_run
 from grpo_async import Config
-from runtime import config
+from settings import reader as config
 from support import shapes
 from support.configs import shrunk
 from support.program import Program

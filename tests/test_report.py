@@ -14,7 +14,7 @@ import pytest
 from conftest import save_tokenizer
 
 import report
-from runtime.config import InputError
+from settings.reader import InputError
 
 CHROMIUM = shutil.which("chromium")
 browser = pytest.mark.skipif(not CHROMIUM, reason="chromium is absent: the page was not opened")

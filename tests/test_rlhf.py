@@ -14,10 +14,10 @@ from collections import defaultdict
 import pytest
 from conftest import make_config, spelling_rows, write_rows
 
-from envs.shared import comparison
-from envs.shared.services import Services
+from envs.judged import comparison
+from envs.rollout.services import Services
 from grpo_async import Config
-from runtime import config
+from settings import reader as config
 from support.configs import changed, shrunk
 from support.judges import Judge
 from support.program import ROOT, Program

@@ -185,8 +185,8 @@ def plain_synchronous_grpo(pair, rows) -> list[dict]:
     """Textbook GRPO: sample, score, compare, one gradient step; no buffer, packing or Ray."""
     from reasoning_gym import get_score_answer_fn
 
-    from envs.episode import stitch
-    from envs.rows import load_tokenizer, render_messages
+    from envs.rollout.episode import stitch
+    from envs.rollout.rows import load_tokenizer, render_messages
 
     cfg = pair.cfg
     tokenizer = load_tokenizer(cfg.model)

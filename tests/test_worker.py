@@ -10,9 +10,9 @@ import pytest
 import envs
 import grpo_async
 from envs import Reward
-from envs.episode import FLAWS, Episode, Turn, stitch
-from envs.sampler import Request
-from envs.shared.judge import Away
+from envs.judge.judge import Away
+from envs.rollout.episode import FLAWS, Episode, Turn, stitch
+from envs.rollout.sampler import Request
 from grpo_async import Config, LowEffort, RolloutWorker, Slot, shaped_reward
 from support.actors import Actor
 from support.configs import changed
@@ -67,7 +67,7 @@ def test_low_effort_is_asked_for_by_the_last_user_message(messages, rule, expect
 @pytest.fixture
 def finish(tmp_path, monkeypatch):
     """Lets a worker finish episodes; returns its samples, their infos and what it wrote."""
-    monkeypatch.setattr("envs.rows.load_tokenizer", lambda model: TOKENIZER)
+    monkeypatch.setattr("envs.rollout.rows.load_tokenizer", lambda model: TOKENIZER)
 
     def finish(episodes, row=ROW, evaluation=None, **fields):
         cfg = changed(Config(), run_dir=str(tmp_path), prompts_per_step=4, **fields)
@@ -179,7 +179,7 @@ def test_a_row_has_the_experts_of_all_its_samples_or_none():
 
 
 def test_a_retry_never_reads_what_an_orphan_of_the_last_attempt_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr("envs.rows.load_tokenizer", lambda model: TOKENIZER)
+    monkeypatch.setattr("envs.rollout.rows.load_tokenizer", lambda model: TOKENIZER)
     handed = []
 
     async def rollout(row, sampler):
@@ -202,8 +202,8 @@ def test_a_retry_never_reads_what_an_orphan_of_the_last_attempt_writes(tmp_path,
 def test_answers_whose_judge_was_away_are_not_sampled_again(tmp_path, monkeypatch):
     names = {"eos_token_id": 1, "pad_token_id": 0, "name_or_path": ""}
     tokenizer = SimpleNamespace(decode=lambda ids, **_: f"<{ids}>", **names)
-    monkeypatch.setattr("envs.rows.load_tokenizer", lambda model: tokenizer)
-    monkeypatch.setattr("envs.sampler.render_messages", lambda *_: [7, 8])
+    monkeypatch.setattr("envs.rollout.rows.load_tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr("envs.rollout.sampler.render_messages", lambda *_: [7, 8])
     judged = []
 
     async def verify(row, response):

@@ -10,9 +10,9 @@ from bench.simulation.engine import Engine
 from bench.simulation.engine import Sequence as Written
 from bench.simulation.hardware import Hardware
 from bench.simulation.workload import Judges, Workload
-from envs.episode import SampleInfo
-from envs.sampler import DRAFT_SECONDS
-from envs.shared.judge import Report
+from envs.judge.judge import Report
+from envs.rollout.episode import SampleInfo
+from envs.rollout.sampler import DRAFT_SECONDS
 from policy.weight_sync import Sender
 from runtime.dispatch import Slot
 from runtime.fleet import Received

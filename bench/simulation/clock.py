@@ -7,7 +7,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import ModuleType
 from typing import Any, TypeVar
 
-from runtime import fleet, outages, waits
+from core import waits
+from runtime import fleet, outages
 
 T = TypeVar("T")
 # So many seconds away are one moment: a float of years has no finer ones.

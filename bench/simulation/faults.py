@@ -7,7 +7,7 @@ import random
 from typing import NamedTuple
 
 from bench.simulation.actors import EngineActor, Lost, Stage
-from runtime.config import InputError
+from settings.reader import InputError
 
 KINDS = {
     "engine": "an engine dies",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dry_run import pace, sizes
 from dry_run.gpus import Gpu
 from dry_run.sizes import Model
-from runtime.config import InputError
+from settings.reader import InputError
 
 if TYPE_CHECKING:
     from grpo_async import Config

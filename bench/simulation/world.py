@@ -17,8 +17,8 @@ from bench.simulation.hardware import Hardware
 from bench.simulation.workload import Workload
 from grpo_async import Config, Group, Run
 from runtime import cluster, fleet, modes
-from runtime.config import InputError
 from runtime.placement import Places
+from settings.reader import InputError
 
 
 class Rows(Sequence):

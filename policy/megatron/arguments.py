@@ -8,7 +8,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 if TYPE_CHECKING:
-    from policy.settings import PolicySettings
+    from settings.network import PolicySettings
 
 
 def transformer_config(

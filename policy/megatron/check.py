@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from envs.rows import load_tokenizer
+from envs.rollout.rows import load_tokenizer
 from policy.megatron.families import FAMILIES, padded
-from runtime.config import InputError
+from settings.reader import InputError
 
 if TYPE_CHECKING:
-    from policy.settings import PolicySettings
+    from settings.network import PolicySettings
 
 ASIDE = re.compile(r"mtp\.|.*rotary_emb\.inv_freq$")  # never trained, exported as they came
 

@@ -38,7 +38,7 @@ from policy.megatron.arguments import transformer_config
 from policy.megatron.families import padded, pattern
 
 if TYPE_CHECKING:
-    from policy.settings import PolicySettings
+    from settings.network import PolicySettings
 
 
 class Architecture(NamedTuple):

@@ -40,7 +40,7 @@ from policy.megatron.export import export
 from policy.megatron.model import Places, RouteReplay, Row, build, local_places
 
 if TYPE_CHECKING:
-    from policy.settings import PolicySettings
+    from settings.network import PolicySettings
 
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # of parameters
 

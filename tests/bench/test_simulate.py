@@ -23,7 +23,7 @@ from dry_run import pace
 from dry_run.gpus import B200
 from dry_run.sizes import read_model
 from grpo_async import Config
-from runtime.config import InputError
+from settings.reader import InputError
 from support import shapes
 from support.configs import changed
 

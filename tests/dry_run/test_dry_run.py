@@ -17,10 +17,10 @@ from dry_run.gpus import Gpu, planned
 from dry_run.sizes import GIB, Model
 from grpo_async import Config
 from policy import fsdp, logprobs
-from policy.settings import PolicySettings
 from prep.check import Summary
-from runtime import config
-from runtime.config import InputError
+from settings import reader as config
+from settings.network import PolicySettings
+from settings.reader import InputError
 from support import shapes
 from support.configs import changed
 from support.tensor_memory import Peak

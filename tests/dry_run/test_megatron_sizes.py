@@ -13,8 +13,8 @@ from dry_run.megatron_sizes import Shape
 from grpo_async import Config
 from policy import logprobs
 from policy.megatron import families
-from policy.settings import PolicySettings
-from runtime.config import read
+from settings.network import PolicySettings
+from settings.reader import read
 from support import shapes
 from support.configs import changed
 

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envs
-import envs.math as maths
-import envs.reasoning_gym as puzzles
+import envs.maths.math as maths
+import envs.questions.reasoning_gym as puzzles
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "../shared/data"
@@ -82,7 +82,10 @@ def test_unknown_environment_lists_the_known(name):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('AGENTS = ("math",)', "envs/copied.py and envs/math.py both declare the agent 'math'"),
+        (
+            'AGENTS = ("math",)',
+            "envs/copied.py and .*/maths/math.py both declare the agent 'math'",
+        ),
         ('AGENTS = ("mine")', r"copied.py: AGENTS is 'mine', expected a literal tuple of names"),
         ("AGENTS = names()", r"copied.py: AGENTS is names\(\), expected a literal tuple of names"),
         ("AGENTS = ()\nAGENTS += ('mine',)", r"copied.py: AGENTS is .*expected a literal tuple"),
@@ -91,8 +94,7 @@ def test_unknown_environment_lists_the_known(name):
 )
 def test_a_copied_environment_does_not_take_over_an_agent(tmp_path, monkeypatch, text, problem):
     """The copy of a module whose AGENTS nobody changed must not decide rewards in silence."""
-    for path in Path(envs.__file__).parent.glob("*.py"):
-        shutil.copy(path, tmp_path)
+    shutil.copytree(Path(envs.__file__).parent, tmp_path, dirs_exist_ok=True)
     (tmp_path / "copied.py").write_text(f"{text}\n")
     monkeypatch.setattr(envs, "__path__", [str(tmp_path)])
     envs.agents.cache_clear()
@@ -523,7 +525,7 @@ def test_answers_that_the_scorer_evaluates(monkeypatch):
 def test_a_row_whose_answers_run_as_code_needs_a_sandbox(name, monkeypatch):
     row = replaced(CODE_ROW, ["metadata", "source_dataset"], name)
     envs.check_row(row)
-    monkeypatch.setattr("envs.shared.services.problem", lambda need: f"no {need} here")
+    monkeypatch.setattr("envs.rollout.services.problem", lambda need: f"no {need} here")
     with pytest.raises(envs.ModuleError, match="lacks a sandbox for answers .*: no checks here"):
         envs.check_services(row)
     envs.check_services(row | {"exact": True})

@@ -12,8 +12,8 @@ import pytest
 
 import envs
 from envs import __main__ as envs_main
-from envs.rows import Answer
-from runtime.config import InputError
+from envs.rollout.rows import Answer
+from settings.reader import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/own_data.md").read_text(encoding="utf-8")
@@ -100,7 +100,8 @@ def test_the_conversion_of_a_hugging_face_data_set(project, monkeypatch):
 def test_nothing_heavy_is_imported(project):
     code = "import runpy, sys; sys.argv[1:] = ['train.jsonl']; runpy.run_module('envs', None, "
     code += "'__main__'); print({'ray', 'torch', 'vllm', 'numpy', 'transformers', 'reasoning_gym', "
-    code += "'math_verify', 'sympy', 'envs.math', 'envs.reasoning_gym'} & set(sys.modules))"
+    code += "'math_verify', 'sympy', 'envs.maths.math', 'envs.questions.reasoning_gym'} "
+    code += "& set(sys.modules))"
     done = run(project, "-c", code)
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
 

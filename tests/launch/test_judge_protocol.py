@@ -1,4 +1,4 @@
-"""A real judge: vLLM's server, as launch/judges.sh starts it, asked by envs/shared/judge.py."""
+"""A real judge: vLLM's server, as launch/judges.sh starts it, asked by envs/judge/judge.py."""
 
 import asyncio
 import contextlib
@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from envs.shared import judge, services
-from envs.shared.checkers import CheckerError
-from envs.shared.services import Services
+from envs.judge import judge
+from envs.rollout import services
+from envs.rollout.services import Services
+from envs.sandbox.checkers import CheckerError
 from support.program import ROOT, is_alive
 
 pytestmark = pytest.mark.e2e

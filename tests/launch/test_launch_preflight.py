@@ -7,8 +7,8 @@ from conftest import spelling_rows, write_rows
 
 import grpo_async
 from launch import preflight
-from runtime import config
 from runtime.cluster import claim
+from settings import reader as config
 from support.configs import changed
 
 

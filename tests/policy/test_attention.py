@@ -22,7 +22,7 @@ from transformers import (
 
 from policy import attention
 from policy.fsdp import FSDPPolicy
-from policy.settings import PolicySettings
+from settings.network import PolicySettings
 from support.tiny_models import SHAPE, make
 
 SEEN = SHAPE | {"num_hidden_layers": 2, "initializer_range": 0.2}

@@ -22,7 +22,7 @@ import policy.fsdp
 from policy import logprobs
 from policy.fsdp import FSDPPolicy
 from policy.logprobs import TokenLogprobs
-from policy.settings import PolicySettings
+from settings.network import PolicySettings
 
 VOCAB, TEMPERATURE = 96, 0.7
 SIZES = {

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing import spawn
 
 from policy.fsdp import FSDPPolicy
-from policy.settings import PolicySettings
+from settings.network import PolicySettings
 
 SIZES = {
     "vocab_size": 97,  # as many rows as no number of ranks divides

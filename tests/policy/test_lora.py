@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 import policy.fsdp
 from policy import open_policy
 from policy.fsdp import FSDPPolicy
-from policy.settings import PolicySettings
+from settings.network import PolicySettings
 
 checkpoint = test_fsdp.checkpoint
 process_group = test_fsdp.process_group

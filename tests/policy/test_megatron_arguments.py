@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 import torch
 
-from policy.settings import OWN_MEGATRON_ARGS, PolicySettings
 from runtime import preflight
+from settings.network import OWN_MEGATRON_ARGS, PolicySettings
 
 pytestmark = pytest.mark.slow  # Megatron takes seconds to import
 FIELDS = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}

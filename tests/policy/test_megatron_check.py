@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
 
 from policy.megatron.check import check_megatron
-from policy.settings import PolicySettings
-from runtime.config import InputError
+from settings.network import PolicySettings
+from settings.reader import InputError
 from support.tiny_models import make
 
 ROOT = Path(__file__).resolve().parents[2]

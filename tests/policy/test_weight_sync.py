@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from policy import WeightMeta, weight_sync
 from runtime.cluster import ROOT
-from runtime.settings import Timeouts
+from settings.run import Timeouts
 from support.host_waits import HostWaits
 from support.program import is_alive, survivors
 

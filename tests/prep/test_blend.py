@@ -14,7 +14,7 @@ import data_prep
 import envs
 from prep import files
 from prep.placeholders import bare
-from runtime.config import InputError
+from settings.reader import InputError
 from support.blends import DAPO, math_row, placeholder, placeholders, released, write_sources
 
 

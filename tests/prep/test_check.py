@@ -11,9 +11,9 @@ from conftest import write_rows
 import data_prep
 import dry_run
 import envs
-from envs.shared import services
+from envs.rollout import services
 from grpo_async import Config
-from runtime.config import InputError
+from settings.reader import InputError
 from support.blends import DAPO, math_row, placeholder, released
 from support.configs import changed
 from support.gym import AGENT, Gym
@@ -45,9 +45,9 @@ def test_rows_that_can_be_trained_on_are_counted(check):
     assert code == 0
     first, math, puzzle, last = text.splitlines()
     assert first == "./rows.jsonl: 1,002 rows" and last == "all of it can be trained on"
-    expected = "math_with_judge_simple_agent 1,001 envs/math.py; set0 501, set1 500"
+    expected = "math_with_judge_simple_agent 1,001 envs/maths/math.py; set0 501, set1 500"
     assert " ".join(math.split()) == expected
-    assert puzzle.split() == ["reasoning_gym", "1", "envs/reasoning_gym.py"]
+    assert puzzle.split() == ["reasoning_gym", "1", "envs/questions/reasoning_gym.py"]
 
 
 def test_each_lack_is_named_with_its_first_place_and_counted(check):

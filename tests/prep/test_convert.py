@@ -11,7 +11,7 @@ from pyarrow import ipc, parquet
 import data_prep
 import envs
 from prep import tables
-from runtime.config import InputError
+from settings.reader import InputError
 
 QUESTIONS = [f'Wie viel ist {i} + {i}, "genau"?\nBitte.' for i in range(50)]
 RECORDS = [{"q": question, "a": str(2 * i)} for i, question in enumerate(QUESTIONS)]

@@ -9,7 +9,7 @@ import pytest
 from conftest import write_rows
 
 import data_prep
-from runtime.config import InputError
+from settings.reader import InputError
 from support.blends import math_row
 
 BATCH = 128

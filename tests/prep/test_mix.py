@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prep import mix
-from runtime.config import InputError
+from settings.reader import InputError
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 10**6), st.floats(0.001, 10)), min_size=1, max_size=40)
 

@@ -9,8 +9,8 @@ from conftest import write_rows
 import data_prep
 from grpo_async import Config
 from prep import profile
-from runtime import config
-from runtime.config import InputError
+from settings import reader as config
+from settings.reader import InputError
 from support.blends import math_row
 
 PROGRAM = """

@@ -9,7 +9,7 @@ from conftest import write_rows
 import data_prep
 from grpo_async import LowEffort, shaped_reward
 from prep.shares import MARKER, mark
-from runtime.config import InputError
+from settings.reader import InputError
 from support.blends import math_row
 
 AGENTS = ("math_with_judge", "mcqa", "code_gen", "calendar")

@@ -7,8 +7,8 @@ import pytest
 from conftest import write_rows
 
 import data_prep
-from envs.messages import functions
-from runtime.config import InputError
+from envs.rollout.messages import functions
+from settings.reader import InputError
 from support.blends import math_row
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

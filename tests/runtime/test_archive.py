@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.episode import Sample
+from envs.rollout.episode import Sample
 from runtime import archive
 from runtime.archive import count_groups, read_groups, write_groups
 from support.samples import make_sample

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from envs.rows import fingerprint
+from envs.rollout.rows import fingerprint
 from grpo_async import Config, Run
 from runtime import checkpoints
 from runtime.archive import write_groups
-from runtime.config import InputError
 from runtime.dispatch import Slot
+from settings.reader import InputError
 from support.actors import Actor
 from support.configs import changed
 from support.samples import make_sample

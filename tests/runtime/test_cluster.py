@@ -16,11 +16,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import spelling_rows
 
-from envs import rows
+from envs.rollout import rows
 from grpo_async import Config, RolloutWorker, Trainer
 from runtime import cluster
 from runtime.cluster import ROOT, Cluster, Ranks, claim, last_lines
-from runtime.config import InputError
+from settings.reader import InputError
 from support.configs import changed
 
 

@@ -162,7 +162,7 @@ def test_a_pipe_shows_at_once_what_a_run_waits_for(tmp_path):
     """Nothing is flushed when the process ends."""
     code = (
         "import os, sys; from grpo_async import Config\n"
-        "from runtime import config, console, preflight\n"
+        "from runtime import console, preflight\nfrom settings import reader as config\n"
         "preflight.check = lambda cfg: None\n"
         f"config.load(Config, ['--run_dir', {str(tmp_path)!r}], 'configs/tiny.py')\n"
         "console.phase('starting Ray'); os._exit(0)\n"

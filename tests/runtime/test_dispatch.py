@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import envs
-from envs.shared.judge import Away, Report
+from envs.judge.judge import Away, Report
 from grpo_async import Config
 from runtime import dispatch
 from runtime.dispatch import Dispatcher, Rollouts, Slot

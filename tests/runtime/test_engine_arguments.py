@@ -7,7 +7,7 @@ import torch
 
 from grpo_async import Config, Generator
 from runtime import preflight
-from runtime.settings import OWN_ENGINE_ARGS
+from settings.run import OWN_ENGINE_ARGS
 
 
 def arguments(on_cpu: bool = False, **args) -> dict:

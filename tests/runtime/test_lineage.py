@@ -11,8 +11,8 @@ import pytest
 from grpo_async import Config
 from runtime import lineage
 from runtime.cluster import ROOT
-from runtime.config import InputError
 from runtime.log import Log
+from settings.reader import InputError
 from support.configs import changed
 
 START = {"program": "grpo_async.py", "commit": "c" * 40, "diff": "", "steps": 3, "versions": {}}

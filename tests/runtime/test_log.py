@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import report
-from envs.episode import Sample
+from envs.rollout.episode import Sample
 from grpo_async import Config
 from runtime.dispatch import Slot
 from runtime.log import LineFile, Log, WriteError, in_one_line, rollout_lines

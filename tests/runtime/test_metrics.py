@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from envs.episode import Sample, SampleInfo, Turn, stitch
+from envs.rollout.episode import Sample, SampleInfo, Turn, stitch
 from runtime import metrics
 from runtime.metrics import mean_metrics, mismatch_rows, mismatch_table, validation_metrics
 from support.samples import make_sample

@@ -6,7 +6,7 @@ import pytest
 from grpo_async import Config, Run
 from runtime import modes
 from runtime.archive import write_groups
-from runtime.config import InputError
+from settings.reader import InputError
 from support.configs import changed
 from support.samples import make_sample
 

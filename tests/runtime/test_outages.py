@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from envs.shared.judge import Report
+from envs.judge.judge import Report
 from runtime import outages
 from runtime.outages import Outages
 

@@ -14,9 +14,9 @@ from ray.exceptions import ActorDiedError
 from grpo_async import Config
 from runtime import placement
 from runtime.cluster import ROOT, Cluster
-from runtime.config import InputError
 from runtime.fleet import Fleet
 from runtime.placement import Node, Places, by_number, plan
+from settings.reader import InputError
 from support.configs import changed
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from dry_run import sizes
 from grpo_async import Config
 from runtime import preflight
-from runtime.config import InputError
+from settings.reader import InputError
 from support.configs import changed
 from support.tiny_models import FAMILIES
 

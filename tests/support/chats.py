@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 from conftest import SHARED
 
-from envs.episode import Turn
-from envs.response import Response
-from envs.sampler import Request, Sampler
+from envs.rollout.episode import Turn
+from envs.rollout.response import Response
+from envs.rollout.sampler import Request, Sampler
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA = ["<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"]

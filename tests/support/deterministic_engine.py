@@ -63,7 +63,7 @@ class ExactGenerator:
         """One Turn, of the weights at its start."""
         import torch
 
-        from envs.episode import Turn
+        from envs.rollout.episode import Turn
 
         random = torch.Generator().manual_seed(seed)
         ids = list(prompt_ids)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from dpo import Config, Scored, Trainer, load_pairs, plan_pairs
-from envs.pairs import render_all
+from envs.rollout.pairs import render_all
 from policy import open_policy
 from support.configs import changed
 

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from envs.shared.endpoint import Router
+from envs.gym.endpoint import Router
 
 AGENT = "sums_simple_agent"
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}

@@ -21,8 +21,8 @@ from torch.multiprocessing import start_processes
 
 from grpo_async import Batch, Config, policy_loss
 from policy import logprobs
-from runtime.config import InputError
 from runtime.metrics import reduce_stats
+from settings.reader import InputError
 from support.configs import changed
 from support.tensor_memory import Peak
 

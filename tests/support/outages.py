@@ -15,7 +15,7 @@ ENVIRONMENT = '''
 """Asks the judge, whose verdict is a function of row and answer."""
 
 from envs import Reward
-from envs.shared import judge
+from envs.judge import judge
 
 AGENTS = ("judged",)
 

@@ -25,8 +25,8 @@ os.environ |= {
 }
 
 
-from envs.episode import Turn, stitch  # noqa: E402
-from envs.sampler import Request  # noqa: E402
+from envs.rollout.episode import Turn, stitch  # noqa: E402
+from envs.rollout.sampler import Request  # noqa: E402
 from grpo_async import Config, Generator, pack  # noqa: E402
 from policy import Policy  # noqa: E402
 from policy.packing import Update  # noqa: E402

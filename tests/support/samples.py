@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from envs.episode import Sample
+from envs.rollout.episode import Sample
 
 
 def make_sample(random: np.random.Generator, tokens: int, env: str = "", **fields) -> Sample:

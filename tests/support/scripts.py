@@ -3,8 +3,8 @@
 import json
 from collections.abc import Callable, Iterable
 
-from envs.episode import Turn
-from envs.response import Response
+from envs.rollout.episode import Turn
+from envs.rollout.response import Response
 
 
 def calling(name: str, **given: object) -> Response:

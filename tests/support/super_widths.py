@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from policy.megatron import hf_weights
 from policy.megatron.model import build
 from policy.megatron.policy import join_groups, mpu
-from policy.settings import PolicySettings
+from settings.network import PolicySettings
 from support import shapes
 
 SETTINGS = PolicySettings(kind="megatron", ranks=256, tp=4, cp=8, ep=8)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from policy import WeightMeta, weight_sync
 from policy.weight_sync import Sender, WeightReceiver, Wire
-from runtime.settings import Timeouts
+from settings.run import Timeouts
 
 BUCKET_BYTES = 1 << 20
 TENSORS = 12
@@ -145,7 +145,7 @@ class Process:
 
     def __init__(self, kind: type, *args):
         context = multiprocessing.get_context("forkserver")  # beside threads a fork may hang
-        context.set_forkserver_preload(["policy.weight_sync", "runtime.settings"])
+        context.set_forkserver_preload(["policy.weight_sync", "settings.run"])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, kind, args), daemon=True)
         self.process.start()

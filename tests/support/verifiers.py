@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from envs.response import Response
+from envs.rollout.response import Response
 
 DATA = Path(__file__).resolve().parents[3] / "shared/data"
 HOSTILE = [

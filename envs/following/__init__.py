@@ -1,0 +1,1 @@
+"""Following instructions and formats that the prompt states."""

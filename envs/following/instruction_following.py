@@ -1,0 +1,139 @@
+"""Instructions that a program can check: reward in [0, 1].
+
+Row, here or below `verifier_metadata`, which counts first: `instruction_id_list`; `kwargs`, an
+object or null for each of them; `grading_mode`: "binary" (1 if all are followed, the default) or
+"fraction" (the share that is). Judged: the text after the thought, by the 54 rules of
+envs/following/instructions.py, as in NeMo-Gym's resources_servers/instruction_following. A rule
+that
+cannot be applied is not followed.
+
+Deliberate deviations: an answer without text follows nothing, as in IFEval's strict mode; a row
+whose arguments are missing, negative or empty is refused, where NeMo-Gym draws random ones or none
+can be followed; white space around an answer does not count. Sentences are split by NLTK's Punkt
+with short lists of words (envs/following/sentences.py), as its own model is a download.
+
+Known leaks: the rules see form alone. What only forbids, or speaks of each sentence or pair of
+words, is followed by one word. Keywords may stand in a list, and all three fixed answers may be
+given. "palindrome" is followed by the word "a", each language by digits, and "repeat_phrase" wants
+a change in the last copy alone.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, get_args
+
+from envs import Reward, final_text, get, require, unfinished
+from envs.following.instructions import RULES, Place, Relation, Word
+from envs.sandbox.checkers import DEADLINE, Checkers
+
+AGENTS = ("instruction_following_simple_agent", "instruction_following")
+MODES = ("binary", "fraction")
+# What a rule's argument may be: types, and their name in an error.
+KINDS: dict[Any, tuple[Any, str]] = {
+    str: (str, "text"),
+    Place: (int, "a whole number from 1"),
+    int: (int, "a whole number from 0"),
+    float: (int | float, "a number from 0"),
+    list: (list, "a list of texts"),
+    Word: (str | list, "a word"),
+    Relation: (str, " or ".join(map(repr, get_args(Relation)))),
+}
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless each instruction is known and has its arguments."""
+    fields, at = place(row)
+    names = get(fields, "instruction_id_list", list, "a list of ids", at)
+    many = get(fields, "kwargs", list, "a list of objects", at)
+    mode = get(fields, "grading_mode", str | None, "text or null", at)
+    require(mode is None or mode in MODES, f"{at}grading_mode", mode, " or ".join(MODES))
+    expected = f"one object for each of the {len(names)} ids, and at least one"
+    require(len(names) == len(many) > 0, f"{at}kwargs", many, expected)
+    for i, (name, given) in enumerate(zip(names, many, strict=True)):
+        known = isinstance(name, str) and name in RULES
+        require(known, f"{at}instruction_id_list[{i}]", name, "one of: " + ", ".join(sorted(RULES)))
+        require(isinstance(given, dict | None), f"{at}kwargs[{i}]", given, "an object or null")
+        check_arguments(name, present(given), f"{at}kwargs[{i}]")
+
+
+def check_arguments(name: str, given: dict, path: str) -> None:
+    """Raises ValueError unless a rule can be called with what is given."""
+    wanted = parameters(name)
+    for argument, value in given.items():
+        require(argument in wanted, f"{path}.{argument}", value, f"no such argument of {name}")
+    for argument, parameter in wanted.items():
+        kind, expected = KINDS[parameter.annotation]
+        if argument not in given and parameter.default is not inspect.Parameter.empty:
+            continue
+        value = get(given, argument, kind, expected, f"{path}.")
+        if parameter.annotation is Relation:
+            require(value in get_args(Relation), f"{path}.{argument}", value, expected)
+        if isinstance(value, int | float):
+            least = 1 if parameter.annotation is Place else 0
+            sensible = not isinstance(value, bool) and value >= least
+        else:
+            texts = value if isinstance(value, list) else [value]
+            sensible = bool(texts) and all(isinstance(item, str) and item.strip() for item in texts)
+        require(sensible, f"{path}.{argument}", value, expected)
+
+
+@functools.cache
+def parameters(name: str) -> dict[str, inspect.Parameter]:
+    """A rule's arguments beside the text."""
+    named = dict(inspect.signature(RULES[name]).parameters)
+    named.pop("text")
+    return named
+
+
+def place(row: dict) -> tuple[dict, str]:
+    """A row's fields, and the path to where they are."""
+    nested = row.get("verifier_metadata")
+    nested = nested if isinstance(nested, dict) else {}
+    return row | nested, "verifier_metadata." if "instruction_id_list" in nested else ""
+
+
+def present(given: dict | None) -> dict:
+    """Arguments that are not null; whole numbers that a table has turned into floats are whole."""
+    values = {name: value for name, value in (given or {}).items() if value is not None}
+    whole = {n: int(v) for n, v in values.items() if isinstance(v, float) and v.is_integer()}
+    return values | whole
+
+
+async def verify(row: dict, response: str) -> Reward:
+    """The share of instructions that are followed, or whether all are; `followed` names them."""
+    text = final_text(response)
+    if reason := unfinished(text):
+        return Reward(0.0, {"reason": reason})
+    fields, _ = place(row)
+    names = fields["instruction_id_list"]
+    asked = list(zip(names, map(present, fields["kwargs"]), strict=True))
+    verdict = await checkers.run(DEADLINE, asked=asked, text=text)
+    if "reason" in verdict:
+        return Reward(0.0, verdict)
+    followed = verdict["followed"]
+    share = sum(followed) / len(followed)
+    value = share if fields.get("grading_mode") == "fraction" else float(share == 1)
+    broken = [name for name, good in zip(names, followed, strict=True) if not good]
+    return Reward(value, {"share": share, "broken": broken})
+
+
+def make_check() -> Callable[..., dict]:
+    """The check that a child runs, its libraries imported and warm."""
+
+    def check(asked: list, text: str) -> dict:
+        followed = []
+        for name, given in asked:
+            try:
+                followed.append(bool(RULES[name](text, **given)))
+            except Exception:  # such as a keyword that is no regular expression
+                followed.append(False)
+        return {"followed": followed}
+
+    warm = [["length_constraints:number_sentences", {"num_sentences": 1, "relation": "at least"}]]
+    check(warm, "One. Two.")
+    check([["language:response_language", {"language": "en"}]], "This is a text in English.")
+    return check
+
+
+checkers = Checkers("envs.following.instruction_following:make_check")

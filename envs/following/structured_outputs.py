@@ -1,0 +1,122 @@
+"""Answers in a structured format: 1.0 if they are valid against the row's JSON schema, else 0.0.
+
+Row: `schema_str`, the schema as JSON text; `schema_type`: json (default), yaml, xml, toml or csv;
+`response_mode`: "text" (default), or "tool_call" with `tool_name` and `tool_payload_key`, both
+optional; `xml_coerce_types` (default true). Judged as in NeMo-Gym's
+resources_servers/structured_outputs. The whole text after the thought must parse: in a code fence
+it earns 0. Or there must be one tool call, of that name; judged are its arguments, or what they
+hold under that key. The schema is tightened first: an object has all `properties` that the schema
+names, and no others. Schemas in lists, such as anyOf's, stay as they are, and `format` is not
+checked. XML and CSV know only texts: these become numbers and booleans where the schema says so.
+
+Deliberate deviations, where NeMo-Gym pays for more: NaN and Infinity are no JSON. A CSV needs a
+data row, without which any line would do, and rows as long as the header. In XML and CSV a number
+is digits, sign, point and exponent, not "1_000" or "nan". Where it pays for nothing: XML elements
+of several types, such as integer or null, become numbers as in CSV; a property may have the name
+`properties`.
+
+Known leaks: values are not compared with the document, so any that fit the schema are paid, and so
+are empty lists, comments, a key given twice and arguments beside `tool_payload_key`. Right answers
+that earn 0, as there: unquoted dates in YAML and TOML, and XML numbers behind a $ref.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from referencing.exceptions import Unresolvable
+
+from envs import Reward, final_text, get, require, unfinished
+from envs.following.schemas import problem, strict, validator
+from envs.rollout.response import Response
+from envs.sandbox.checkers import DEADLINE, Checkers
+
+AGENTS = (
+    "structured_outputs_simple_agent",
+    "structured_outputs_v3_simple_agent",
+    "structured_outputs",
+)
+TYPES = ("json", "yaml", "xml", "toml", "csv")
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless the row has a JSON schema, and a known format and mode."""
+    text = get(row, "schema_str", str, "a JSON schema as text")
+    try:
+        why = problem(strict(json.loads(text)))
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+    require(not why, "schema_str", text, f"a JSON schema (draft 2020-12): {why}")
+    kind = get(row, "schema_type", str | None, "a format or null")
+    require(kind in (None, *TYPES), "schema_type", kind, "one of: " + ", ".join(TYPES))
+    mode = get(row, "response_mode", str | None, "a mode or null")
+    require(mode in (None, "text", "tool_call"), "response_mode", mode, "text or tool_call")
+    for field in ("tool_name", "tool_payload_key"):
+        get(row, field, str | None, "a text or null")
+    get(row, "xml_coerce_types", bool | None, "true or false")
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """The parser of tool calls, where a call is judged."""
+    return ("tool_parser",) if row.get("response_mode") == "tool_call" else ()
+
+
+async def verify(row: dict, response: str) -> Reward:
+    """Reward 0.0 or 1.0; `reason` says what is wrong, `at` where.
+
+    Raises CheckerError where no check could run, ValueError where the schema refers to another.
+    """
+    if row.get("response_mode") == "tool_call":
+        request = {"kind": "json", "key": row.get("tool_payload_key") or ""}
+        text, reason = called(row, Response.of(response).tool_calls)
+    else:
+        request = {"kind": row.get("schema_type") or "json", "key": ""}
+        text = final_text(response)
+        reason = unfinished(text)
+    if reason:
+        return Reward(0.0, {"reason": reason})
+    coerce = row.get("xml_coerce_types") is not False
+    verdict = await checkers.run(
+        DEADLINE, schema=row["schema_str"], coerce=coerce, text=text, **request
+    )
+    if "row_error" in verdict:
+        raise ValueError(verdict["row_error"])
+    return Reward(verdict.pop("value"), verdict)
+
+
+def called(row: dict, calls: list[dict[str, Any]]) -> tuple[str, str | None]:
+    """The arguments of the one call that was asked for, and what is wrong with the calls."""
+    if len(calls) != 1:
+        return "", "several tool calls" if calls else "no tool call"
+    if row.get("tool_name") and calls[0].get("name") != row["tool_name"]:
+        return "", "another tool"
+    return str(calls[0].get("arguments")), None
+
+
+def make_check() -> Callable[..., dict]:
+    """The check that a child runs, its libraries imported."""
+    from envs.following.formats import PARSERS, typed
+
+    def check(schema: str, kind: str, key: str, coerce: bool, text: str) -> dict:
+        tight = strict(json.loads(schema))
+        try:
+            data = PARSERS[kind](text)
+            data = data[key] if key else data
+        except Exception as error:  # the parser's own, a missing key, too deep a nesting
+            return {"value": 0.0, "reason": f"no {kind}: {type(error).__name__}"}
+        try:
+            if kind == "csv" or (kind == "xml" and coerce):
+                data = typed(data, tight)
+            invalid = next(validator(tight).iter_errors(data), None)
+        except Unresolvable as error:
+            return {"row_error": f"schema_str: cannot resolve $ref {error.ref}"[:200]}
+        except Exception as error:  # too deep a nesting, keys that cannot be sorted
+            return {"value": 0.0, "reason": f"not judged: {type(error).__name__}"}
+        if invalid:
+            return {"value": 0.0, "reason": "not valid", "at": invalid.json_path[:200]}
+        return {"value": 1.0}
+
+    return check
+
+
+checkers = Checkers("envs.following.structured_outputs:make_check")

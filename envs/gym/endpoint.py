@@ -1,0 +1,330 @@
+"""The policy as a server of OpenAI's protocol, for programs that hold conversations themselves.
+
+    program --> POST http://HOST:PORT/GUEST/v1/chat/completions --> the Sampler of that episode
+
+Each rollout worker listens at a port of its own, and each episode has an address of its own. A
+program that is told one address for all episodes when it starts is told that of a router, which
+passes each request on to the address in the request's `metadata["policy"]`:
+
+    python -m envs.gym.endpoint PORT [HOST]
+
+Where a request repeats what the policy has said, it goes on from the ids that were sampled. Of what
+was said before only role, content, calls and the id of a result are compared, as programs drop
+thoughts and trim texts. How is sampled is the run's matter: temperature, `tool_choice`,
+`response_format` and the like are not read, as what they force is not what the policy would say.
+A shorter `max_tokens` is kept. Several answers (n) and stop words are refused. A stream has the
+whole answer in one event.
+
+Who asks for `logprobs` gets the policy's own, of tokens that are called `token_id:N`. Who asks for
+`return_token_ids` or `return_tokens_as_token_ids` finds prompt_token_ids, generation_token_ids and
+generation_log_probs in the message, as NeMo-Gym does, and `versions` beside it. Nothing that is
+trained on takes this way: an episode is made of the turns that its own sampler saw.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+import time
+import uuid
+import weakref
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import aiohttp
+from aiohttp import web
+
+from envs import require
+from envs.rollout.chat import NoRoom, Said
+from envs.rollout.messages import chat, check_items, check_tools
+
+if TYPE_CHECKING:
+    from envs.rollout.episode import Turn
+    from envs.rollout.sampler import Sampler
+
+MODEL = "policy"
+LARGEST = 1 << 30  # bytes of a request
+ADDRESS = re.compile(r"http://[\w.:\[\]-]+/[0-9a-f]{32}/v1")
+# Values that some requests have here; any other is refused.
+ALLOWED: dict[str, tuple] = {"n": (None, 1), "stop": (None, "", [])}
+IDS = ("return_token_ids", "return_tokens_as_token_ids")
+ENDPOINTS: weakref.WeakKeyDictionary[Any, "asyncio.Task[Endpoint]"] = weakref.WeakKeyDictionary()
+
+
+class Asked(NamedTuple):
+    """What a chat request asks for."""
+
+    messages: list[dict]  # as chat templates take them
+    tools: list[dict] | None
+    max_tokens: int | None
+
+    @classmethod
+    def of(cls, body: Any) -> "Asked":
+        """Raises ValueError naming field, value and expectation for what is no request."""
+        require(isinstance(body, dict), "the request", body, "a JSON object")
+        for name, allowed in ALLOWED.items():
+            require(body.get(name) in allowed, name, body.get(name), repr(allowed[-1]))
+        messages, tools = body.get("messages"), body.get("tools")
+        require(messages and isinstance(messages, list), "messages", messages, "a conversation")
+        messages = [silent(message) for message in messages]
+        check_items(messages, "messages")
+        require(isinstance(tools, list | None), "tools", tools, "a list or null")
+        check_tools(tools, "tools")
+        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        require(isinstance(limit, int | None), "max_tokens", limit, "a number of tokens")
+        require(limit is None or limit > 0, "max_tokens", limit, "1 or more")
+        bare = [tool.get("function", tool).items() for tool in tools or ()]
+        made = [{k: v for k, v in items if k not in ("type", "strict")} for items in bare]
+        return cls(
+            chat(messages), [{"type": "function", "function": one} for one in made] or None, limit
+        )
+
+
+class Guest:
+    """An episode whose conversations another program holds."""
+
+    def __init__(self, sampler: "Sampler", url: str) -> None:
+        self.sampler = sampler
+        self.sampling = sampler.sampling
+        self.url = url  # what the program is told
+        self.turns: list[Turn] = []
+        self.said: list[Said] = []  # after each turn
+        self.full: NoRoom | None = None  # for a prompt that had none
+        self.refused = ""  # why a request was, for another reason
+        self.left = False  # the last request: whoever made it did not wait for the answer
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.calls: set[asyncio.Task | None] = set()  # under way
+        self.asking = asyncio.Lock()
+
+    async def answer(self, asked: Asked) -> "Turn":
+        """The policy's next turn; calls are answered one after the other. Raises NoRoom."""
+        async with self.asking:
+            self.sampler.said = said = self.before(asked)
+            known = said.messages if said else []
+            longest = self.sampling.max_response_tokens
+            self.sampler.sampling = dataclasses.replace(
+                self.sampling, max_response_tokens=min(asked.max_tokens or longest, longest)
+            )
+            messages = known + asked.messages[len(known) :]
+            turn = await self.sampler.chat(messages, asked.tools)
+            self.turns.append(turn)
+            self.left = False
+            if self.sampler.said:
+                self.said.append(self.sampler.said)
+            return turn
+
+    def before(self, asked: Asked) -> Said | None:
+        """The longest conversation of this episode that a request goes on from."""
+        told = [meant(message) for message in asked.messages]
+        latest = reversed(self.said)  # of two that read the same
+        for said in sorted(latest, key=lambda said: -len(said.messages)):
+            known = [meant(message) for message in said.messages]
+            if said.tools == asked.tools and told[: len(known)] == known:
+                return said
+        return None
+
+    def fail(self, error: Exception) -> None:
+        """Ends the episode with an error that is none of the program's."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()  # so that asyncio does not miss whoever waits for it
+
+
+def silent(message: Any) -> Any:
+    """A message; "" where the policy has said nothing, which programs tell as null."""
+    says_nothing = isinstance(message, dict) and message.get("content") is None
+    is_ours = says_nothing and message.get("role") == "assistant"
+    return message | {"content": ""} if is_ours else message
+
+
+def meant(message: dict) -> tuple:
+    """What is compared of a message that is told again."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    made = [(call["name"], call["arguments"]) for call in calls]
+    return message["role"], message["content"].strip(), made, message.get("tool_call_id")
+
+
+def completion(turn: "Turn", body: dict[str, Any]) -> dict[str, Any]:
+    """A turn as the answer to a chat request."""
+    message = dict(turn.message)
+    calls = []
+    for call in message.pop("tool_calls", []):
+        # Programs end where arguments are no JSON. Those the message has as {}, for templates too.
+        function = call["function"]
+        text = json.dumps(function["arguments"])
+        calls.append(call | {"function": function | {"arguments": text}})
+    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "stop"}
+    if calls:
+        message["tool_calls"] = calls
+        choice["finish_reason"] = "tool_calls"
+    if turn.finish_reason == "length":
+        choice["finish_reason"] = "length"
+    if body.get("logprobs"):
+        choice["logprobs"] = {
+            "content": [
+                {"token": f"token_id:{token}", "logprob": logp, "bytes": None, "top_logprobs": []}
+                for token, logp in zip(turn.token_ids, turn.logps, strict=True)
+            ]
+        }
+    if any(body.get(name) for name in IDS):
+        message["prompt_token_ids"] = turn.prompt_ids
+        message["generation_token_ids"] = turn.token_ids
+        message["generation_log_probs"] = turn.logps
+        choice["versions"] = turn.versions
+    read, written = len(turn.prompt_ids), len(turn.token_ids)
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": str(body.get("model") or MODEL),
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+        },
+    }
+
+
+def streamed(made: dict[str, Any]) -> web.Response:
+    """An answer as a stream that is over at once."""
+    (choice,) = made["choices"]
+    calls = choice["message"].get("tool_calls", [])
+    delta = choice["message"] | {"tool_calls": [{"index": i} | c for i, c in enumerate(calls)]}
+    rest = {name: value for name, value in choice.items() if name != "message"}
+    chunk = made | {"object": "chat.completion.chunk", "choices": [rest | {"delta": delta}]}
+    text = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    return web.Response(text=text, content_type="text/event-stream")
+
+
+class Endpoint:
+    """The server of a rollout worker."""
+
+    def __init__(self) -> None:
+        self.guests: dict[str, Guest] = {}
+        self.url = ""
+
+    async def start(self) -> "Endpoint":
+        """Listens at a free port of this node."""
+        import ray
+
+        host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+        app = web.Application(client_max_size=LARGEST)
+        app.router.add_get("/{guest}/v1/models", models)
+        app.router.add_post("/{guest}/v1/chat/completions", self.chat)
+        self.url = f"http://{host}:{await listen(app, host, 0)}"
+        return self
+
+    async def chat(self, request: web.Request) -> web.Response:
+        """Answers a chat request."""
+        guest = self.guests.get(request.match_info["guest"])
+        if guest is None:
+            return refusal(410, "this episode is over")
+        call = asyncio.current_task()
+        guest.calls.add(call)
+        try:
+            body = json.loads(await request.read())
+            asked = Asked.of(body)
+        except (ValueError, RecursionError) as error:
+            guest.refused = str(error)
+            return refusal(400, str(error))
+        try:
+            made = completion(await guest.answer(asked), body)
+            return streamed(made) if body.get("stream") else web.json_response(made)
+        except NoRoom as error:
+            guest.full = error
+            return refusal(400, f"beyond the maximum context length: {error}")
+        except asyncio.CancelledError:
+            guest.left = True
+            raise
+        except Exception as error:  # such as the death of an engine
+            guest.fail(error)
+            return refusal(410, f"this episode has failed: {type(error).__name__}")
+        finally:
+            guest.calls.discard(call)
+
+
+@contextlib.asynccontextmanager
+async def invited(sampler: "Sampler") -> AsyncIterator[Guest]:
+    """An episode in which programs talk to the policy, at `url`, as long as the block lasts."""
+    loop = asyncio.get_running_loop()
+    started = ENDPOINTS.get(loop)
+    if not started or (started.done() and started.exception()):  # such as a lack of open files
+        ENDPOINTS[loop] = loop.create_task(Endpoint().start())
+    endpoint = await asyncio.shield(ENDPOINTS[loop])
+    name = uuid.uuid4().hex
+    guest = endpoint.guests[name] = Guest(sampler, f"{endpoint.url}/{name}/v1")
+    try:
+        yield guest
+    finally:
+        del endpoint.guests[name]
+        for call in guest.calls:
+            if call:
+                call.cancel()
+
+
+async def listen(app: web.Application, host: str, port: int) -> int:
+    """Serves as long as the process lives; returns the port."""
+    # The policy does not go on with an answer that nobody waits for any more.
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, host, port, backlog=4096).start()
+    return int(runner.addresses[0][1])
+
+
+def refusal(status: int, message: str) -> web.Response:
+    """An error of OpenAI's protocol, with a status for which no client asks again."""
+    told = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
+    return web.json_response({"error": told}, status=status)
+
+
+async def models(request: web.Request) -> web.Response:
+    """The one model that there is."""
+    return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+
+class Router:
+    """Passes requests on to the episodes that they belong to."""
+
+    async def start(self, host: str, port: int) -> str:
+        """Listens; returns the address."""
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=20)
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=limits
+        )
+        app = web.Application(client_max_size=LARGEST)
+        app.router.add_get("/v1/models", models)
+        app.router.add_post("/v1/chat/completions", self.pass_on)
+        return f"http://{host}:{await listen(app, host, port)}/v1"
+
+    async def pass_on(self, request: web.Request) -> web.Response:
+        """What the episode answers."""
+        raw = await request.read()
+        try:
+            url = json.loads(raw)["metadata"]["policy"]
+            require(ADDRESS.fullmatch(url), "metadata.policy", url, "the address of an episode")
+        except (ValueError, TypeError, LookupError):
+            why = "the agent does not pass on metadata of its row"
+            return refusal(400, f"no metadata.policy: {why}")
+        headers = {"Content-Type": "application/json"}
+        try:
+            path = f"{url}/chat/completions"
+            sent = self.session.post(path, data=raw, headers=headers, allow_redirects=False)
+            async with sent as answer:
+                body, status = await answer.read(), answer.status
+        except (aiohttp.ClientError, OSError) as error:
+            return refusal(410, f"the run of this episode is gone: {type(error).__name__}: {error}")
+        return web.Response(body=body, status=status, content_type="application/json")
+
+
+async def route(port: int, host: str = "127.0.0.1") -> None:
+    """Runs a router as long as the process lives."""
+    url = await Router().start(host, port)
+    print(f"the policy is at {url}", flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(route(int(sys.argv[1]), *sys.argv[2:3]))

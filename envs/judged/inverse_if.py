@@ -1,0 +1,96 @@
+"""Unusual instructions, graded by a rubric: the share of its criteria that are met.
+
+Row: `rubric` ([{"id", "criteria"}]), `prompt`, `reference_response`, and the judge's own words:
+`judge_system_prompt` and `judge_prompt_template` with the places {prompt}, {model_response},
+{standard_response} and {criteria}. Judged, as in NeMo-Gym's resources_servers/inverse_if: the text
+behind the thought, by the judge `general`, one call for each criterion. Its verdict is the "result"
+of a JSON object, PASS or FAIL: that of the first fenced block, else any, else the last of the five
+last lines that has such a word. Rewards are in [0, 1].
+
+Deliberate deviations: a place that the template lacks or does not know is a bad row; an answer that
+is empty or cut off earns 0 unseen; a judge that says neither is counted, and the criterion fails.
+Known leaks: an answer is put into the row's template as it is, so it can speak to the judge.
+"""
+
+import json
+import re
+import string
+from typing import Any
+
+from core.waits import together
+from envs import Reward, final_text, get, require, unfinished
+from envs.judge import judge
+
+AGENTS = ("inverse_if_simple_agent", "inverse_if")
+JUDGE = "general"
+SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "max_tokens": 8192}
+PLACES = {"prompt", "model_response", "standard_response", "criteria"}
+FENCED = re.compile(r"```(?:json)?\s*(\{.*?\})\s*```", re.DOTALL)
+OBJECT = re.compile(r'\{[^{}]*"result"\s*:\s*"(?:PASS|FAIL)"[^{}]*\}', re.IGNORECASE)
+WORDS = ("PASS", "FAIL")
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """The judge."""
+    return (f"judges.{JUDGE}",)
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless there are criteria, and a template with the known places."""
+    rubric = get(row, "rubric", list, "a list of criteria")
+    require(rubric, "rubric", rubric, "at least one criterion")
+    for i, item in enumerate(rubric):
+        said = get(item, "criteria", str, "a criterion", f"rubric[{i}].")
+        require(said.strip(), f"rubric[{i}].criteria", said, "a criterion")
+    for name in ("prompt", "reference_response", "judge_system_prompt"):
+        get(row, name, str | None, "a text or null")
+    template = get(row, "judge_prompt_template", str, "the judge's question")
+    try:
+        parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        require(False, "judge_prompt_template", template, f"a template of str.format ({error})")
+    names = {name for _, name, _, _ in parts}
+    plain = all(not spec and not conversion for _, _, spec, conversion in parts)
+    good = plain and {"model_response", "criteria"} <= names <= PLACES
+    expected = "the places {model_response} and {criteria}, perhaps {prompt}, {standard_response}"
+    require(good, "judge_prompt_template", template, expected)
+
+
+async def verify(row: dict, response: str) -> Reward:
+    """The mean over the rubric; `met` are the numbers of criteria that are. Raises CheckerError."""
+    text = final_text(response)
+    if reason := unfinished(text):
+        return Reward(0.0, {"reason": reason})
+    scores = await together(score(row, item["criteria"], text) for item in row["rubric"])
+    met = [i for i, value in enumerate(scores) if value]
+    return Reward(sum(scores) / len(scores), {"met": met})
+
+
+async def score(row: dict, criteria: str, text: str) -> float:
+    """1.0 where the judge says PASS of one criterion. Raises CheckerError."""
+    filled = row["judge_prompt_template"].format(
+        prompt=row.get("prompt") or "",
+        model_response=text,
+        standard_response=row.get("reference_response") or "",
+        criteria=criteria,
+    )
+    system = row.get("judge_system_prompt")
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": filled})
+    return float(await judge.ask(JUDGE, messages, verdict, **SAMPLING) == "PASS")
+
+
+def verdict(text: str) -> str | None:
+    """PASS or FAIL; None where the judge says neither."""
+    for found in filter(None, (FENCED.search(text), OBJECT.search(text))):
+        try:
+            result = json.loads(found[found.lastindex or 0])["result"].upper().strip()
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            continue
+        if result in WORDS:
+            return result
+    for line in reversed(text.strip().split("\n")[-5:]):
+        for word in WORDS:
+            if word in line.upper():
+                return word
+    return None

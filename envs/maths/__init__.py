@@ -1,0 +1,1 @@
+"""Mathematics: answers compared with an expected one, with and without Python."""

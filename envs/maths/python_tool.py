@@ -1,0 +1,78 @@
+"""Mathematics with a Python interpreter at hand, which remembers: 1.0 where the answer is right.
+
+Row: that of the environment that judges, whose name `verifier_type` is (math_with_judge, which is
+also meant by none), and the tool `stateful_python_code_exec` with `code`. At most 50 answers.
+Judged is the last of them, as in NeMo-Gym's resources_servers/ns_tools, which has its verifier
+judge. Each episode has a session of its own in the sandbox (envs/sandbox/sessions.py), which ends
+with it. A call shows what its code printed, the value of its last line, or a traceback: at most
+1,000 characters. After 10 s on a call the interpreter is begun anew, and says so.
+
+numpy and sympy are there where the sandbox's Python is of this one's version, and nobody may read
+its packages. Where services.sandbox is "http", it is an IPython session of NeMo-Skills' service.
+
+Deliberate deviations. The sandbox's own interpreter knows no magics of IPython, and shows what was
+printed to stdout and stderr in the order in which it was printed. Processes and threads of a call
+stand still, or end, when it does. A calculation that had no processor is no timeout.
+
+Known leaks: those of envs/maths/math.py. The code can see neither the row nor another episode.
+"""
+
+import json
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from envs import Reward, get, require
+from envs.maths import math
+from envs.rollout.messages import chat, functions
+from envs.sandbox.sandbox import Limits
+from envs.sandbox.sessions import Session
+from envs.tools.tools import converse
+
+if TYPE_CHECKING:
+    from envs.rollout.episode import Episode
+    from envs.rollout.sampler import Sampler
+
+AGENTS = ("ns_tools_simple_agent", "ns_tools")
+MAX_STEPS = 50
+TOOL = "stateful_python_code_exec"
+LIMITS = Limits(seconds=10, output=1000, processes=32, file_size=16 << 20, disk=16 << 20)
+VERIFIERS: dict[str | None, ModuleType] = {"math_with_judge": math, None: math}
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """The sandbox, the parser of calls, and what judging the answer needs."""
+    judging = getattr(VERIFIERS[row.get("verifier_type")], "needs", lambda row: ())
+    return "sandbox", "tool_parser", *judging(row)
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless the row can be judged, and offers this one tool."""
+    kind = get(row, "verifier_type", str | None, "the name of a verifier, or null")
+    known = ", ".join(filter(None, VERIFIERS))
+    require(kind in VERIFIERS, "verifier_type", kind, f"one of: {known}")
+    at = "responses_create_params.tools"
+    names = [tool["function"]["name"] for tool in functions(get(row, at, list, TOOL)) or ()]
+    require(names == [TOOL], at, names, f"the tool {TOOL}")
+    VERIFIERS[kind].check(row)
+
+
+async def rollout(row: dict, sampler: "Sampler") -> "Episode":
+    """One task, of at most 50 answers."""
+    from envs.rollout.episode import Episode
+
+    params = row["responses_create_params"]
+    async with Session(LIMITS) as python:
+
+        async def call(name: str, given: dict) -> str:
+            code = given.get("code")
+            if not isinstance(code, str):
+                return json.dumps({"error": "the argument `code` is no text"})
+            return await python.run(code)
+
+        talk = await converse(sampler, chat(params["input"]), params["tools"], call, MAX_STEPS)
+    return Episode(talk.turns, await verify(row, talk.response))
+
+
+async def verify(row: dict, response: str) -> Reward:
+    """The verdict of the row's verifier on the last answer."""
+    return await VERIFIERS[row.get("verifier_type")].verify(row, response)

@@ -1,0 +1,1 @@
+"""A simulated office: the policy works with its calendar, mail and customers by tool calls."""

@@ -1,0 +1,284 @@
+"""Answers read by vLLM's own parsers of thoughts and tool calls, in a process of their own.
+
+    one thread --JSON lines--> a fork of the server, which has vLLM imported
+
+The server is started with the first answer, where services.reasoning_parser or tool_parser names a
+parser; where neither does, tags are read (envs/rollout/markup.py), and vLLM is not imported.
+Some of
+vLLM's parsers need quadratic time, and no thread can end them: a fork that uses CPU_SECONDS for one
+answer is killed, and the answer is malformed.
+
+A call is whole where the form of the named parser says so (FORMS in markup.py), and where the
+parser read as many as there are. vLLM's parsers mend or drop broken calls without a word, so what
+NeMo-RL looks for, markup that a parser left in the text, would pass them.
+"""
+
+import asyncio
+import contextlib
+import functools
+import gc
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TextIO, cast
+
+from core.waits import in_thread
+from envs.rollout import services
+from envs.rollout.markup import CALL_TAG, FORMS, THINK, flaw, is_object, split
+from envs.rollout.messages import functions
+from envs.rollout.response import Response
+from envs.rollout.services import Services
+from envs.sandbox.checkers import CheckerError
+
+CPU_SECONDS = 20.0  # of one answer; as a rule it takes a few milliseconds, with 1 MB of tags 5 s
+PIECE = 1 << 12  # characters that an engine of vLLM is fed with at once
+READY = "ready\n"  # what the server says before the first answer
+
+Parse = Callable[[str, list | None, dict], dict]
+
+
+async def read(text: str, model: str, tools: list | None, template_kwargs: dict) -> Response:
+    """An answer, parsed as the services of this process say, for a row's tools and template.
+
+    `text` begins with what the prompt has opened; `model` is the folder of the tokenizer. An answer
+    that a parser cannot read is malformed. Raises CheckerError where no parser runs.
+    """
+    named = services.current()
+    if not is_named(named):
+        return await in_thread(Response.of, text)
+    request = json.dumps([text, functions(tools), template_kwargs])
+    found = await server(named.reasoning_parser, named.tool_parser, model).ask(request)
+    if found is None:
+        parts = split(text)
+        return Response(text, parts.reasoning, parts.content, malformed="tool_call")
+    return Response(text, **found)
+
+
+def is_named(named: Services) -> bool:
+    """Whether services name a parser."""
+    return bool(named.reasoning_parser or named.tool_parser)
+
+
+@functools.cache
+def problem(named: Services, model: str) -> str:
+    """Why vLLM's parsers cannot be used with a model, and which ones there are; "" for nothing."""
+    if not is_named(named):
+        return ""
+    if not model:
+        return "model = '': expected the folder of the tokenizer that the parsers need"
+    trial = Server((named.reasoning_parser, named.tool_parser, model))
+    try:
+        trial.start()
+    except CheckerError as error:
+        return str(error)
+    trial.close()
+    return ""
+
+
+@functools.cache
+def server(*names: str) -> "Server":
+    """The one server of these parsers in this process."""
+    return Server(names)
+
+
+class Server:
+    """A process that parses answers one after the other; it ends with this one."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names  # of the parsers, and of the model
+        self.thread = ThreadPoolExecutor(1)  # the only one that speaks to the process
+        self.process: subprocess.Popen | None = None
+
+    async def ask(self, request: str) -> dict | None:
+        """The fields of a Response; None where a parser raised, or took too long.
+
+        Where the process died, a new one is asked once more. Raises CheckerError.
+        """
+        return await asyncio.wrap_future(self.thread.submit(self._ask, request))
+
+    def _ask(self, request: str) -> dict | None:
+        for _ in range(2):
+            process = self.process or self.start()
+            with contextlib.suppress(OSError):
+                print(request, file=process.stdin, flush=True)
+            if line := cast(TextIO, process.stdout).readline():
+                return json.loads(line)
+            self.close()
+        raise CheckerError(f"vLLM's parsers {self.names[:2]} died twice of one answer")
+
+    def start(self) -> subprocess.Popen:
+        """Starts the process. Raises CheckerError where it says what keeps it from parsing."""
+        path = [os.path.abspath(folder) for folder in sys.path]
+        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve()"
+        env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        env = os.environ | env | {"TOKENIZERS_PARALLELISM": "false"}
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", code, *self.names, str(CPU_SECONDS)]
+        process = subprocess.Popen(
+            command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+        )
+        self.process = process
+        greeting = cast(TextIO, process.stdout).readline()
+        if greeting != READY:
+            self.close()
+            said = json.loads(greeting or "null") or f"code {process.returncode} at their start"
+            raise CheckerError(f"vLLM's parsers: {said}")
+        return process
+
+    def close(self) -> None:
+        """Lets the process end, and waits for it."""
+        cast(subprocess.Popen, self.process).communicate()
+        self.process = None
+
+
+# --- in the server --------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """The server's life: it speaks through a fork, until the parent closes the pipe.
+
+    A fork that an answer kept for too long is killed by its timer, which no C code can hold up.
+    """
+    *names, seconds = sys.argv[1:]
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # what a library prints is no answer
+        logging.disable(logging.CRITICAL)  # and one that cannot be parsed is no news
+        try:
+            parse = make_parse(*names)
+            parse("", None, {})
+        except Exception as error:  # vLLM's own code
+            said = str(error) if isinstance(error, ValueError) else repr(error)
+            print(json.dumps(said), file=answers, flush=True)
+            return
+        gc.freeze()  # a collection would copy the pages that forks share
+        print(READY, end="", file=answers, flush=True)
+        while not (pid := os.fork()) or killed_by_timer(pid):
+            if not pid:
+                attend(parse, answers, float(seconds))
+                os._exit(0)
+            print("null", file=answers, flush=True)
+
+
+def killed_by_timer(pid: int) -> bool:
+    """Waits for the end of a fork; whether it was that of its timer."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGPROF
+
+
+def attend(parse: Parse, answers: TextIO, seconds: float) -> None:
+    """A fork's life: an answer for each line; null where a parser raised."""
+    for line in iter(sys.stdin.readline, ""):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            found = json.dumps(parse(*json.loads(line)))
+        except Exception:  # vLLM's own code, and an answer that it was not made for
+            found = "null"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(found, file=answers, flush=True)
+
+
+def make_parse(reasoning: str, tool: str, model: str) -> Parse:
+    """What parses an answer into the arguments of a Response.
+
+    Raises ValueError where vLLM does not know a name, or where a parser refuses the tokenizer.
+    """
+    from vllm.entrypoints.generate.base.protocol import FunctionDefinition
+    from vllm.entrypoints.openai.chat_completion.protocol import (
+        ChatCompletionRequest,
+        ChatCompletionToolsParam,
+    )
+    from vllm.parser import ParserManager
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tokenizers.hf import get_cached_tokenizer
+    from vllm.tool_parsers import ToolParserManager
+
+    from envs.rollout.rows import load_tokenizer
+
+    for kind, name, known in (
+        ("reasoning", reasoning, ReasoningParserManager.lazy_parsers),
+        ("tool", tool, ToolParserManager.lazy_parsers),
+    ):
+        if name and name not in known:
+            expected = "expected one of: " + ", ".join(sorted(known))
+            raise ValueError(f"services.{kind}_parser = {name!r}: {expected}")
+    tokenizer = get_cached_tokenizer(load_tokenizer(model))
+    try:
+        made: Any = ParserManager.get_parser(
+            tool or None, reasoning or None, enable_auto_tools=bool(tool), tokenizer=tokenizer
+        )
+    except Exception as error:
+        raise ValueError(f"services, model = {model!r}: {error}") from None
+
+    def parse(text: str, tools: list | None, template_kwargs: dict) -> dict:
+        offered = [
+            ChatCompletionToolsParam.model_construct(
+                function=FunctionDefinition.model_construct(**tool["function"])
+            )
+            for tool in tools or ()
+        ]
+        request = ChatCompletionRequest.model_construct(
+            messages=[],
+            tools=offered or None,
+            tool_choice="auto",
+            chat_template_kwargs=template_kwargs,
+        )
+        parser = made(tokenizer, offered or None, chat_template_kwargs=template_kwargs)
+        feed_in_pieces(parser)
+        parts = split(text) if not reasoning else None
+        thought, content, calls = parser.parse(
+            parts.content if parts else text, request, enable_auto_tools=bool(tool)
+        )
+        half = parser.reasoning_parser
+        ends = (half.reasoning_start_str, half.reasoning_end_str) if half else THINK
+        marks = ends if all(ends) else THINK
+        called = [
+            {"type": "function_call", "name": call.name, "arguments": call.arguments}
+            for call in calls or ()
+        ]
+        return {
+            "reasoning": (parts.reasoning if parts else thought) or "",
+            "content": content or "",
+            "tool_calls": called,
+            "malformed": malformed(text, content or "", called, tool, marks),
+        }
+
+    return parse
+
+
+def malformed(
+    text: str, content: str, calls: list[dict], tool_parser: str, marks: tuple[str, str]
+) -> str:
+    """The flaw of an answer of which a parser made `content` and `calls`, one of FLAWS."""
+    if not all(is_object(call["arguments"]) for call in calls):
+        return "tool_call"
+    if tool_parser in FORMS:
+        return flaw(text, FORMS[tool_parser], marks, len(calls) if tool_parser else None)
+    if CALL_TAG.search(content):
+        return "tool_call"
+    return "thinking" if any(mark in content for mark in marks) else ""
+
+
+def feed_in_pieces(parser: Any) -> None:
+    """Lets a parser that vLLM made for streams take a long text in linear time.
+
+    Its lexer copies all that is left for each tag, and its arguments are converted anew for each
+    tag where they are streamed.
+    """
+    for half in (parser.reasoning_parser, parser.tool_parser):
+        engine = getattr(half, "_parser_engine", None)
+        if engine is None:
+            continue
+        feed = engine._engine.feed
+
+        def in_pieces(text: str, ids: list[int], feed: Callable = feed) -> list:
+            events: list = []
+            for start in range(0, len(text), PIECE):
+                events += feed(text[start : start + PIECE], ids)
+            return events
+
+        engine._engine.feed = in_pieces
+        engine._stream_arg_deltas = False

@@ -1,0 +1,1 @@
+"""Programming: programs that are run against tests."""

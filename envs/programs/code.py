@@ -1,0 +1,142 @@
+r"""Programming problems: 1.0 if a Python program passes all tests, else 0.0.
+
+Row: `verifier_metadata.unit_tests` with `inputs`, `outputs` (strings, equally many) and `fn_name`:
+null for programs that read stdin and write stdout, else the function, or the method of `Solution`,
+that is called with an input's lines as JSON values. Judged: what stands between the last two lines
+with three backticks after the thought, as in NeMo-Gym's resources_servers/code_gen. Tests run in
+turn until one fails, each in a process of its own in the sandbox, 10 s each.
+
+stdout is right if its lines are, blanks around them aside; numbers may be written otherwise (4.0,
+1e3). A returned value is right if it equals the output as JSON values do, tuples as lists; a number
+or the text of one if it is close (1e-5 of it, 1e-8).
+
+Deliberate deviations: a process sees one input and no output, so a program cannot read what is
+expected, nor answer with an object that equals everything. It may use the whole standard library;
+os, subprocess and open work, in an empty folder. It has 2 GiB of memory.
+Known leaks: none but tests that are too few.
+"""
+
+import contextlib
+import json
+import math
+from contextlib import aclosing
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from core.waits import in_thread
+from envs import Reward, final_text, get, require, unfinished
+from envs.sandbox.programs import programs
+from envs.sandbox.sandbox import Limits
+
+AGENTS = ("code_gen_simple_agent", "code_gen")
+LIMITS = Limits(seconds=10.0, output=4 << 20)
+FENCE = "```"
+# Around a program whose function is called: what it prints goes nowhere, and it is not __main__.
+CALL = """
+import json as _json, os as _os, sys as _sys
+_said = _os.dup(1)
+_os.dup2(_os.open(_os.devnull, _os.O_WRONLY), 1)
+_lines = _sys.stdin.read().split("\\n")
+_sys.stdin = open(_os.devnull)
+__name__ = "solution"
+_sys.modules[__name__] = _sys.modules["__main__"]
+{source}
+_owner = Solution() if "class Solution" in {text!r} else None
+_function = getattr(_owner, {name!r}) if _owner else globals()[{name!r}]
+_result = _json.dumps(_function(*(_json.loads(line) for line in _lines)))
+_os.write(_said, _result.encode())
+"""
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """Programs run in the sandbox."""
+    return ("sandbox",)
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless there are tests, each with input and output."""
+    at = "verifier_metadata.unit_tests"
+    tests = get(row, at, dict, "inputs, outputs and fn_name")
+    inputs = get(tests, "inputs", list, "a list of strings", f"{at}.")
+    outputs = get(tests, "outputs", list, "a list of strings", f"{at}.")
+    name = get(tests, "fn_name", str | None, "the name of a function or null", f"{at}.")
+    for field, values in (("inputs", inputs), ("outputs", outputs)):
+        for i, value in enumerate(values):
+            require(isinstance(value, str), f"{at}.{field}[{i}]", value, "a string")
+    expected = f"one for each of the {len(inputs)} inputs, and at least one"
+    require(len(inputs) == len(outputs) > 0, f"{at}.outputs", f"a list of {len(outputs)}", expected)
+    for i, (given, value) in enumerate(zip(inputs, outputs, strict=True) if name else ()):
+        for field, lines in ((f"inputs[{i}]", given.split("\n")), (f"outputs[{i}]", [value])):
+            try:
+                list(map(json.loads, lines))
+            except (ValueError, RecursionError):
+                require(False, f"{at}.{field}", lines, "JSON, because fn_name is given")
+
+
+async def verify(row: dict, response: str) -> Reward:
+    """Reward 0.0 or 1.0; `passed` counts tests, `reason` and `error` say why one failed.
+
+    Raises CheckerError where no verdict could be had.
+    """
+    text = final_text(response)
+    source = block(text)
+    if reason := unfinished(text) or ("" if source is not None else "no code block"):
+        return Reward(0.0, {"reason": reason})
+    tests = row["verifier_metadata"]["unit_tests"]
+    name = tests.get("fn_name")
+    if name:
+        source = CALL.format(source=source, text=source, name=name.split(".")[-1])
+    passed = 0
+    reason = error = ""
+    async with aclosing(programs(source or "", tests["inputs"], LIMITS)) as runs:
+        async for ran in runs:
+            expected = tests["outputs"][passed]
+            if ran.ended or ran.code:
+                reason, error = ran.ended or "crashed", ran.stderr[-200:]
+            elif not await in_thread(returns if name else prints, ran.stdout, expected):
+                reason = "wrong answer"
+            if reason:
+                break
+            passed += 1
+    info = {"passed": passed, "tests": len(tests["inputs"])}
+    return Reward(float(not reason), info | ({"reason": reason, "error": error} if reason else {}))
+
+
+def block(text: str) -> str | None:
+    """What stands between the last two lines that hold three backticks; None for no two."""
+    lines = text.split("\n")
+    fences = [i for i, line in enumerate(lines) if FENCE in line]
+    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else None
+
+
+def prints(said: str, expected: str) -> bool:
+    """Whether two outputs agree line by line, as texts or as numbers."""
+    lines, right = ([line.strip() for line in t.strip().split("\n")] for t in (said, expected))
+    return len(lines) == len(right) and all(map(same_line, lines, right))
+
+
+def same_line(line: str, expected: str) -> bool:
+    if line == expected:
+        return True
+    with contextlib.suppress(InvalidOperation, ValueError):
+        numbers, right = ([Decimal(word) for word in t.split()] for t in (line, expected))
+        return numbers == right
+    return False
+
+
+def returns(said: str, expected: str) -> bool:
+    """Whether the JSON of a returned value is the expected one, or nearly the same number."""
+    try:
+        value, right = json.loads(said), json.loads(expected)
+    except (ValueError, RecursionError):
+        return False
+    return json.dumps(value) == json.dumps(right) or value == right or is_close(value, right)
+
+
+def is_close(value: Any, right: Any) -> bool:
+    """numpy's allclose of two numbers, which may be the text of one."""
+    try:
+        a, b = float(value), float(right)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return math.isfinite(b) and abs(a - b) <= 1e-8 + 1e-5 * abs(b)

@@ -1,0 +1,1 @@
+"""Proofs in Lean 4."""

@@ -1,0 +1,1 @@
+"""Questions with one right answer that is compared as text or by a library."""

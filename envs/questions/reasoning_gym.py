@@ -1,0 +1,140 @@
+r"""Puzzles of the library reasoning-gym, judged by its own scorers: reward in [0, 1].
+
+Row: `question`, `answer` (null where the puzzle has many), `metadata` with `source_dataset`, as
+written by NeMo-Gym's resources_servers/reasoning_gym. Judged, as there: the last `<answer>` tag
+after `</think>`, else the first `\boxed{}`, else the whole text, stripped. Deliberate deviations: a
+response that never closes its `<think>` earns 0, and boards are compared as boards (see BOARDS).
+
+The library pays many wrong answers: docs/environments.md lists what is known. Answers to puzzles in
+EVALUATES run as Python, in the sandbox.
+
+A row with `"exact": true` pays 1 for its `answer`, letter by letter, and 0 for any other. It closes
+all of these where there is one right answer and the question says its form. Not so, beside puzzles
+with many: advanced_geometry, codeio, coin_flip, complex_arithmetic, decimal_arithmetic,
+decimal_chain_sum, figlet_font, fraction_simplification, futoshiki, group_anagrams, knights_knaves,
+number_format, palindrome_partitioning, polynomial_equations, polynomial_multiplication,
+pool_matrix, power_function, the integrations.
+"""
+
+import math
+import re
+from collections.abc import Callable
+
+from envs import Reward, final_text, get, require, unfinished
+from envs.sandbox.checkers import DEADLINE, Checkers
+
+AGENTS = ("reasoning_gym_simple_agent", "reasoning_gym")
+# Their scorers compare with tuples, which JSON turned into lists: the right answer would earn 0.05.
+BOARDS = ("arc_agi", "rearc")
+# Its scorer asks whether the answer is a text that is not empty: any is paid.
+BROKEN = ("game_of_life_halting",)
+# Their scorers call eval or SymPy's parse_expr, which is one.
+EVALUATES = """binary_matrix countdown intermediate_integration n_queens polynomial_multiplication
+puzzle24 simple_integration spiral_matrix string_insertion"""
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless the library has a scorer for the row that may judge answers."""
+    from reasoning_gym.factory import DATASETS
+
+    get(row, "question", str, "a string")
+    get(row, "answer", str | None, "a string or null")
+    name = get(row, "metadata.source_dataset", str, "the name of a reasoning-gym dataset")
+    # "composite" names a mixture; its entries carry the name of the dataset they came from.
+    known = name in DATASETS and name != "composite"
+    require(known, "metadata.source_dataset", name, "one of reasoning-gym's datasets")
+    if get(row, "exact", bool | None, "true or false"):
+        get(row, "answer", str, "a string, because exact is true")
+    else:
+        why = "a dataset whose scorer can tell answers apart, or exact true"
+        require(name not in BROKEN, "metadata.source_dataset", name, why)
+    if name in BOARDS:
+        board = get(row, "metadata.output", list, "a list of lists")
+        require(all(isinstance(line, list) for line in board), "metadata.output", board, "lists")
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """Answers that run as Python need a sandbox around the checks."""
+    evaluates = row["metadata"]["source_dataset"] in EVALUATES.split()
+    return ("checks",) if evaluates and not row.get("exact") else ()
+
+
+async def verify(row: dict, response: str) -> Reward:
+    """The library's score, or whether the answer is the row's where `exact` is true.
+
+    `info` has the extracted `answer`, and `scorer_errors`, 1 if the scorer raised. An answer that
+    makes the scorer raise, run for 10 s or die is a wrong one. Raises CheckerError where no score
+    could be had, and ValueError where the scorer raises for the row's own answer.
+    """
+    text = final_text(response)
+    if reason := unfinished(text):
+        return Reward(0.0, {"reason": reason})
+    entry = {key: row.get(key) for key in ("question", "answer", "metadata")}
+    exact = bool(row.get("exact"))
+    verdict = await checkers.run(DEADLINE, entry=entry, exact=exact, text=text)
+    if "row_error" in verdict:
+        raise ValueError(verdict["row_error"])
+    return Reward(verdict.pop("value"), verdict)
+
+
+def make_check() -> Callable[..., dict]:
+    """The check that a child runs, its library imported."""
+    from reasoning_gym.factory import DATASETS, get_score_answer_fn
+
+    # Made now, because some take a third of a second.
+    scorers = {name: get_score_answer_fn(name) for name in DATASETS if name != "composite"}
+
+    def check(entry: dict, exact: bool, text: str) -> dict:
+        if exact:
+            answer = extract(text)
+            return {"value": float(is_same(answer, entry["answer"])), "answer": answer[:200]}
+        metadata = entry["metadata"]
+        scorer = scorers[metadata["source_dataset"]]
+        if metadata["source_dataset"] in BOARDS:
+            metadata["output"] = tuple(map(tuple, metadata["output"]))
+        answer = extract(text)
+        value, error = score(scorer, answer, entry)
+        verdict = {"value": value, "answer": answer[:200], "scorer_errors": 0}
+        if error and entry["answer"] is not None and score(scorer, entry["answer"], entry)[1]:
+            return {"row_error": f"metadata cannot be used by its scorer, which raised {error}"}
+        return verdict | ({"reason": error, "scorer_errors": 1} if error else {})
+
+    return check
+
+
+def extract(text: str) -> str:
+    r"""The last `<answer>` tag, else the first `\boxed{}`, else everything; stripped."""
+    from reasoning_gym.utils import extract_answer
+
+    if (tagged := extract_answer(text)) is not None:
+        return tagged
+    boxed = re.search(r"\\boxed\{([^}]+)\}", text)
+    return (boxed[1] if boxed else text).strip()
+
+
+def is_same(answer: str, expected: str) -> bool:
+    """Whether two answers are equal. Quotes and blanks around an item of a list do not count."""
+
+    def bare(text: str) -> str:
+        parts = [part.strip() for part in re.split(r"([\[\],])", text)]
+        for i in range(2, len(parts) - 2, 2):
+            quoted = re.fullmatch(r"""(['"])([^'"]*)\1""", parts[i])
+            if quoted and quoted[2].strip() and parts[i - 1] != "]" and parts[i + 1] != "[":
+                parts[i] = quoted[2].strip()
+        return "".join(parts)
+
+    if expected.startswith("["):
+        answer, expected = bare(answer), bare(expected)
+    return answer.strip() == expected.strip()
+
+
+def score(scorer: Callable, answer: str, entry: dict) -> tuple[float, str | None]:
+    """The scorer's value, or 0.0 and what it raised."""
+    try:
+        value = float(scorer(answer, entry))
+        return (value, None) if math.isfinite(value) else (0.0, f"a score of {value}")
+    except BaseException as error:  # an evaluated answer may be "exit()"
+        return 0.0, f"{type(error).__name__}: {error}"[:200]
+
+
+checkers = Checkers("envs.questions.reasoning_gym:make_check")

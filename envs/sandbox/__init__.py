@@ -1,0 +1,1 @@
+"""Runs untrusted code: bubblewrap, warm interpreters, shells, child processes for checks."""

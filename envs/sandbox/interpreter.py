@@ -1,0 +1,367 @@
+"""Runs inside the sandbox: a warm Python that forks for each program, so that none pays its start.
+
+envs/sandbox/programs.py and sessions.py hand this text to `python -c`: it may import the standard
+library alone.
+
+    "ready" line  <-- a room waits for a program
+    each input:   JSON line {source, stdin} --> fork --> source runs as __main__
+                  JSON line {stdout, stderr, code, ended} <-- once all that it started is dead
+    empty line    --> the room ends, and the next is made
+    "alone" line  <-- the kernel allows no rooms here, and this process ends
+
+With `sessions` its stdin takes connections, and each is a room where one piece of code after the
+other runs in the same process, as in a notebook:
+
+    "ready" line  <-- the room waits for code; or "alone"
+    each piece:   JSON line, its text --> JSON line {output, cut} <-- what it printed
+"""
+
+import ast
+import builtins
+import contextlib
+import ctypes
+import errno
+import fcntl
+import gc
+import importlib
+import json
+import linecache
+import math
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TextIO
+
+# What LiveCodeBench's runner imports before a program, which NeMo-Gym's code_gen uses.
+PRELUDE = """string re datetime collections heapq bisect copy math random statistics itertools
+functools operator io sys json builtins typing"""
+STDERR = 2000  # its last bytes that are kept
+DUMPABLE = 4  # of prctl: whether others of this user may trace a process and see its files
+# System calls for memory that no limit counts, that outlives its process, or that others of this
+# user see: shmget, msgget, memfd_create, memfd_secret, add_key, request_key, keyctl and
+# io_uring_setup. Machine -> its number in linux/audit.h, and theirs.
+UNCOUNTED = {
+    "x86_64": (0xC000003E, (29, 68, 319, 447, 248, 249, 250, 425)),
+    "aarch64": (0xC00000B7, (194, 186, 279, 447, 217, 218, 219, 425)),
+}
+# CLONE_NEWUSER, NEWPID, NEWNET, NEWIPC and NEWNS of linux/sched.h
+NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000
+NOSUID_NODEV = 2 | 4  # of mount
+FOLDERS = ("/work", "/tmp", "/dev/shm")
+WARM = ("numpy", "sympy")  # what sessions often import, where it is there
+PAGE = 4096  # bytes, of a file in memory at least
+LOOPBACK_UP = (0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def prelude() -> dict:
+    """The names that a program finds: all of the modules above, and the modules."""
+    names: dict = {}
+    for module in PRELUDE.split():
+        exec(f"from {module} import *", names)
+    for module in PRELUDE.split():
+        exec(f"import {module}", names)
+    return names
+
+
+def main(contained: bool, rooms: bool, sessions: str | None = None, **limits: float) -> None:
+    """Serves programs until stdin ends. `contained`: all processes that it sees are its own.
+
+    `sessions`: it makes those instead, which import from this folder.
+    """
+    libc.prctl(DUMPABLE, 0)
+    requests, answers = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    if sessions is not None:
+        sys.path.append(sessions)
+        attend(socket.socket(fileno=requests), contained, rooms, limits)
+    names = prelude() | {"exit": sys.exit, "quit": sys.exit}
+    while rooms and os.fork():  # this process waits for each room's end, and sees no program
+        if os.wait()[1]:
+            sys.exit()
+    with open(requests) as lines, open(answers, "w") as said:
+        try:
+            if rooms:
+                enter(int(limits["disk"]))
+        except OSError:
+            print("alone", file=said, flush=True)
+            os._exit(1)
+        serve(lines, said, names, contained, limits)
+
+
+def enter(size: int, watched: bool = True) -> None:
+    """Makes a room, with folders of this size, and returns as its first process, of no rights.
+
+    A parent in between ends with 0 where that process does; unless `watched`, at once. Raises
+    OSError where the kernel forbids it.
+    """
+    libc.prctl(DUMPABLE, 1)  # else /proc/self is root's
+    user, group = os.getuid(), os.getgid()
+    call(libc.unshare, NAMESPACES)
+    maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+    for name, text in maps.items():
+        write(f"/proc/self/{name}", text)
+    write("/proc/sys/user/max_user_namespaces", "0")
+    for folder in FOLDERS:
+        mount("tmpfs", folder, f"size={size},nr_inodes={max(16, size // PAGE)}")
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, *LOOPBACK_UP)
+    if os.fork():
+        os._exit(watched and bool(os.wait()[1]))
+    mount("proc", "/proc", "")
+    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    call(libc.capset, header, nothing)
+    libc.prctl(DUMPABLE, 0)
+    os.chdir(FOLDERS[0])
+
+
+def call(function: Callable[..., int], *arguments: object) -> None:
+    """Raises OSError where the function of libc fails."""
+    if function(*arguments):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def mount(kind: str, folder: str, options: str) -> None:
+    call(libc.mount, b"none", folder.encode(), kind.encode(), NOSUID_NODEV, options.encode())
+
+
+def write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def count_all_memory() -> None:
+    """Lets the calls in UNCOUNTED fail from now on, where this machine is known: ENOSYS."""
+    machine, numbers = UNCOUNTED.get(os.uname().machine, (0, ()))
+    if not numbers:
+        return
+    load, equal, above, result = 0x20, 0x15, 0x35, 0x06  # of linux/bpf_common.h
+    refused = len(numbers) + 5  # the last step
+    steps = [(load, 0, 0, 4), (equal, 0, refused - 2, machine), (load, 0, 0, 0)]
+    steps += [(above, refused - 4, 0, 1 << 30)]  # the numbers of x32
+    steps += [(equal, refused - 5 - i, 0, number) for i, number in enumerate(numbers)]
+    steps += [(result, 0, 0, 0x7FFF0000), (result, 0, 0, 0x50000 | errno.ENOSYS)]
+    text = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = struct.pack("H6xP", len(steps), ctypes.addressof(text))
+    libc.prctl(22, 2, program, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+def bounds_of(limits: dict, contained: bool) -> dict[int, int]:
+    """The kernel's limits of a process, without that of its processor time."""
+    bounds = {
+        resource.RLIMIT_FSIZE: limits["file_size"],
+        resource.RLIMIT_NOFILE: limits["open_files"],
+        resource.RLIMIT_STACK: limits["memory"],  # deep recursion through C uses megabytes of it
+        resource.RLIMIT_CORE: 0,
+    }
+    if contained:  # else the processes that this user has elsewhere would count
+        bounds[resource.RLIMIT_NPROC] = limits["processes"]
+    return bounds
+
+
+def confine(limits: dict[int, int]) -> None:
+    """Sets these limits for this process, where it has not less, and refuses uncounted memory."""
+    for limit, value in limits.items():
+        most = resource.getrlimit(limit)[1]
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(limit, (value, value))
+    count_all_memory()
+
+
+def serve(lines: TextIO, said: TextIO, names: dict, contained: bool, limits: dict) -> None:
+    """Runs one program on each input that comes; ends this process with 0 when it is done."""
+    bounds = bounds_of(limits, contained)
+    bounds[resource.RLIMIT_CPU] = math.ceil(limits["seconds"]) + 1
+    output = limits["output"]
+    print("ready", file=said, flush=True)
+    for line in lines:
+        if line == "\n":
+            os._exit(0)
+        request = json.loads(line)
+        files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr")]
+        os.pwrite(files[0], request["stdin"].encode("utf-8", "surrogatepass"), 0)
+        pid = os.fork()
+        if not pid:
+            libc.prctl(DUMPABLE, 1)
+            run(request["source"], files, bounds, names)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        clear(contained, pid)
+        size, errors = (os.fstat(file).st_size for file in files[1:])
+        answer = {
+            "stdout": os.pread(files[1], output, 0).decode("utf-8", "replace"),
+            "stderr": os.pread(files[2], STDERR, max(0, errors - STDERR)).decode(
+                "utf-8", "replace"
+            ),
+            "code": code,
+            "ended": "output" if size > output else "",
+        }
+        for file in files:
+            os.close(file)
+        print(json.dumps(answer), file=said, flush=True)
+    os._exit(1)
+
+
+def run(source: str, files: list[int], limits: dict[int, int], names: dict) -> None:
+    """A program's life; ends the process with 0, or with 1 where it raises."""
+    code = 1
+    try:
+        os.setsid()
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        os.closerange(3, 1024)
+        confine(limits)
+        sys.setrecursionlimit(50_000)
+        sys.set_int_max_str_digits(50_000)  # as NeMo-Gym's runner does
+        streams = fresh_streams("strict")
+        sys.stdin, sys.stdout, sys.stderr = streams
+        names |= {"stdin": streams[0], "stdout": streams[1], "stderr": streams[2]}
+        names |= {"__name__": "__main__", "__builtins__": builtins}
+        main = type(sys)("__main__")
+        main.__dict__.update(names)
+        sys.modules["__main__"] = main
+        sys.argv[:] = ["program.py"]
+        with contextlib.suppress(SystemExit):
+            exec(compile(source, "program.py", "exec"), main.__dict__)
+        if threading := sys.modules.get("threading"):
+            threading._shutdown()  # programs that want a deep stack run in a thread
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BaseException:
+                code = 1
+        os._exit(code)
+
+
+def fresh_streams(errors: str = "backslashreplace") -> list[TextIO]:
+    """stdin, stdout and stderr of a program."""
+    how: dict[str, Any] = {"errors": errors, "closefd": False}
+    return [open(0, **how), open(1, "w", **how), open(2, "w", **how)]  # noqa: SIM115
+
+
+def flush(streams: list[TextIO]) -> None:
+    """Writes what streams still hold, as far as there is room for it."""
+    for stream in streams[1:]:
+        with contextlib.suppress(BaseException):
+            stream.flush()
+
+
+def clear(contained: bool, pid: int) -> None:
+    """Kills all that a program has left behind; ends this process where that takes too long."""
+    for _ in range(1000):
+        try:
+            os.kill(-1, signal.SIGKILL) if contained else os.killpg(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            return
+        with contextlib.suppress(ChildProcessError):  # the first process of a room inherits them
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.002)
+    sys.exit("a program's processes cannot be killed")
+
+
+# --- sessions -------------------------------------------------------------------------------------
+
+
+def attend(door: socket.socket, contained: bool, rooms: bool, limits: dict) -> None:
+    """Makes a session of each connection that comes through the door, until that is closed."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # no thread outlives a fork
+    for name in WARM:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    del os.environ["OPENBLAS_NUM_THREADS"]
+    gc.freeze()  # a collection would copy the pages that sessions share
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they leave no zombies
+    while descriptors := socket.recv_fds(door, 1, 1)[1]:
+        with socket.socket(fileno=descriptors[0]) as connection:
+            if not os.fork():
+                door.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                begin(connection, contained, rooms, limits)
+    os._exit(0)
+
+
+def begin(connection: socket.socket, contained: bool, rooms: bool, limits: dict) -> None:
+    """A fork's way into a session; ends the process."""
+    try:
+        if rooms:
+            enter(int(limits["disk"]), watched=False)
+        session(connection, bounds_of(limits, contained), int(limits["output"]))
+    except OSError:
+        connection.sendall(b"alone\n")
+    finally:
+        os._exit(0)
+
+
+def session(connection: socket.socket, limits: dict[int, int], most: int) -> None:
+    """A session's life: runs each piece of code that comes, and says what it has printed."""
+    os.setsid()
+    output = os.memfd_create("output")
+    for number in (1, 2):
+        os.dup2(output, number)
+    kept = (connection.fileno(), output)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor not in kept:
+            with contextlib.suppress(OSError):  # that of the listing is closed already
+                os.close(descriptor)
+    confine(limits)
+    libc.prctl(DUMPABLE, 1)
+    main = type(sys)("__main__")
+    sys.modules["__main__"] = main
+    main.__dict__.update(exit=sys.exit, quit=sys.exit)
+    sys.argv[:] = [""]
+    me = os.getpid()
+    streams = fresh_streams()
+    lines = connection.makefile()
+    connection.sendall(b"ready\n")
+    for number, line in enumerate(lines, 1):
+        for _ in range(2):  # what did not fit into the output before is written, and forgotten
+            os.ftruncate(output, 0)
+            os.lseek(output, 0, os.SEEK_SET)
+            flush(streams)
+        sys.stdin, sys.stdout, sys.stderr = streams
+        piece(json.loads(line), f"<cell {number}>", main.__dict__)
+        flush(streams)
+        if os.getpid() != me:  # the code has forked, and this is the other one
+            os._exit(0)
+        if me == 1:  # and all others in the room came from the code
+            clear(True, me)
+        beginning = os.pread(output, 4 * most, 0)
+        said = beginning.decode("utf-8", "replace")
+        cut = len(said) > most or os.fstat(output).st_size > len(beginning)
+        connection.sendall(json.dumps({"output": said[:most], "cut": cut}).encode() + b"\n")
+
+
+def piece(code: str, name: str, names: dict) -> None:
+    """Runs one piece of code, and prints the value of its last line, or what it raised."""
+    linecache.cache[name] = (len(code), None, code.splitlines(True), name)
+    try:
+        module = ast.parse(code, name)
+        ends = module.body and isinstance(module.body[-1], ast.Expr)
+        shown = ends and not code.rstrip().endswith(";")
+        last = ast.Interactive([module.body.pop()] if shown else [])
+        exec(compile(module, name, "exec"), names)
+        exec(compile(last, name, "single"), names)
+    except SystemExit:
+        pass
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename != name:
+            trace = trace.tb_next
+        with contextlib.suppress(BaseException):
+            traceback.print_exception(type(error), error, trace)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

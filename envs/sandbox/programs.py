@@ -1,0 +1,169 @@
+"""Python programs in the sandbox, run by interpreters that are warm before a program comes.
+
+    Interpreter --starts--> zygote in bubblewrap, the prelude imported
+    each program:      zygote --forks--> room: namespaces and folders of its own
+    each of its inputs:  room --forks--> process, in which the program runs
+
+A room ends with its program, so that no program finds anything of the one before it. The zygote
+lives on for the next. It is out of a room's sight: no process of a room can name, trace or stop it.
+Where the kernel forbids rooms, each program has an interpreter of its own, which costs it 40 ms.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterable
+from pathlib import Path
+
+from envs.rollout.services import current
+from envs.sandbox import sandbox, service
+from envs.sandbox.checkers import CheckerError
+from envs.sandbox.sandbox import TICK, Clock, Limits, Ran
+
+START = 60.0  # seconds that an interpreter may take to start
+TEXT = Path(__file__).with_name("interpreter.py").read_text(encoding="utf-8")
+READY, ALONE = b"ready\n", b"alone\n"
+
+
+async def programs(
+    source: str, inputs: Iterable[str], limits: Limits | None = None
+) -> AsyncGenerator[Ran, None]:
+    """Runs a Python program on each input in turn, in a process of its own, one at a time.
+
+    It finds the names of interpreter.PRELUDE. Its runs share a working folder with each other, and
+    with no other program. A program that kills its interpreter twice has `ended` "killed", if a
+    harmless one lives. Raises CheckerError where no verdict could be had.
+    """
+    limits = limits or Limits()
+    if current().sandbox == "http":
+        for text in inputs:
+            yield await service.program(current().sandbox_url, source, text, limits)
+        return
+    async with sandbox.place():
+        idle = Interpreter.idle[limits]
+        python = idle.pop() if idle else Interpreter(limits)
+        try:
+            for text in inputs:
+                yield await python.judge(source, text)
+        finally:
+            await python.leave()
+
+
+class Interpreter:
+    """A connection to envs/sandbox/interpreter.py in a sandbox, which starts when it is needed."""
+
+    idle: dict[Limits, list["Interpreter"]] = defaultdict(list)
+    rooms = True  # whether the kernel lets a sandbox make namespaces in it
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.process: subprocess.Popen | None = None
+        self.connection: socket.socket
+        self.asked = False  # whether it owes an answer
+
+    async def judge(self, source: str, stdin: str) -> Ran:
+        """What became of a program. Raises CheckerError where no verdict could be had."""
+        for _ in range(2):
+            if ran := await self.run(source, stdin):
+                return ran
+        if not await self.run("", ""):
+            raise CheckerError("the sandbox's Python dies of any program")
+        return Ran("", "", None, "killed", 0.0)
+
+    async def run(self, source: str, stdin: str) -> Ran | None:
+        """What became of a program; None where the interpreter died. Raises CheckerError."""
+        process = self.process or await self.start()
+        clock = Clock(process.pid)
+        request = json.dumps({"source": source, "stdin": stdin}).encode()
+        answer = asyncio.create_task(self.ask(request))
+        ended = ""
+        try:
+            while not ended and not (await asyncio.wait({answer}, timeout=TICK))[0]:
+                ended = clock.verdict(self.limits)
+            if ended:  # by a parent that had no processor the answer may lie unread
+                await asyncio.wait({answer}, timeout=TICK / 10)
+        finally:
+            answer.cancel()
+            await asyncio.wait({answer})
+        seconds = time.monotonic() - clock.began
+        said = b"" if answer.cancelled() else answer.result()
+        if not said:
+            await self.close()
+            return Ran("", "", None, ended, seconds) if ended else None
+        told = json.loads(said)
+        ended = "time" if told["code"] == -signal.SIGXCPU else told["ended"]
+        return Ran(told["stdout"], told["stderr"], None if ended else told["code"], ended, seconds)
+
+    async def leave(self) -> None:
+        """Ends the room; once it has another, the interpreter waits for another program."""
+        said = b""
+        if self.process and not self.asked:
+            with contextlib.suppress(TimeoutError):
+                said = await asyncio.wait_for(self.ask(b""), START)
+        if said == READY:
+            Interpreter.idle[self.limits].append(self)
+        else:
+            await self.close()
+
+    async def ask(self, request: bytes) -> bytes:
+        """The line that answers a line; empty where the interpreter died."""
+        self.asked = True
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().sock_sendall(self.connection, request + b"\n")
+            return await self.line()
+        return b""
+
+    async def line(self) -> bytes:
+        """The next line that the interpreter says; empty where it died."""
+        loop = asyncio.get_running_loop()
+        text = bytearray()
+        while part := await loop.sock_recv(self.connection, 1 << 20):
+            text += part
+            if text.endswith(b"\n"):
+                self.asked = False
+                return bytes(text)
+        return b""
+
+    async def start(self) -> subprocess.Popen:
+        """Starts an interpreter with a room. Raises CheckerError where it does not start."""
+        contained = sandbox.isolates() == "bubblewrap"
+        rooms = contained and Interpreter.rooms
+        limits = self.limits
+        command = sandbox.wrapped(limits, rooms=rooms) if contained else sandbox.limited(limits)
+        settings = {"contained": contained, "rooms": rooms, **limits._asdict()}
+        command += [*sandbox.python(), "-c", TEXT, json.dumps(settings)]
+        self.connection, theirs = socket.socketpair()
+        self.connection.setblocking(False)
+        errors = sandbox.memory_file("")
+        try:
+            with theirs:
+                self.process = sandbox.popen(command, theirs.fileno(), errors)
+            self.asked = True
+            said = b""
+            with contextlib.suppress(TimeoutError, OSError):
+                said = await asyncio.wait_for(self.line(), START)
+            if said == READY:
+                return self.process
+            await self.close()
+            if said == ALONE:
+                Interpreter.rooms = False
+                return await self.start()
+            why = os.pread(errors, sandbox.STDERR, 0).decode("utf-8", "replace").strip()
+        finally:
+            os.close(errors)
+        raise CheckerError(f"the sandbox's Python did not start: {why or 'it said nothing'}")
+
+    async def close(self) -> None:
+        """Ends it, and all that its programs began; the next program starts a new one."""
+        process, self.process = self.process, None
+        if process:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            self.connection.close()
+            await asyncio.to_thread(process.wait)

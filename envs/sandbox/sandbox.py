@@ -1,0 +1,458 @@
+"""The one place that runs code nobody trusts: bubblewrap, a service, or, by name only, nothing.
+
+    bubblewrap   new user, pid, net, ipc, uts and mount namespaces; no capabilities; the machine's
+                 /usr and Python, read-only; a sized tmpfs as working folder; a cleared environment
+    http         the sandbox service of NeMo-Skills at services.sandbox_url (SANDBOX_CONTAINER)
+    unsafe       a process of this user, with limits and a deadline. It can read and write all that
+                 this user can. Every line that it logs says so
+
+A run has limits on processor time, memory, processes, file sizes, open files and output, and a
+deadline after which all that it started is killed. Waiting for a free place, or for a processor
+that others have, does not count against the deadline.
+"""
+
+import asyncio
+import contextlib
+import functools
+import glob
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from envs.rollout.services import current
+from envs.sandbox.checkers import CheckerError
+
+log = logging.getLogger(__name__)
+TICK = 0.5  # seconds between two looks at a run
+NOBODY = ["--reuid", "65534", "--regid", "65534", "--clear-groups"]
+WORK = "/work"  # the working folder of a run
+PACKAGES = "/packages"  # libraries of sessions
+PATIENCE = 5  # times its deadline that a run may take where others have the processors
+HUNGRY = 8  # processes of a run that can only wait for each other
+OWN = 8  # processes of a run that are bubblewrap's, or an interpreter's
+START = 60.0  # seconds that an interpreter may take to start
+STDERR = 2000  # characters of it that are kept
+BOUND = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
+# A layer in memory above the folder $0, of $1 bytes, takes its changes; others do not see it.
+LAYER = """
+cd "$0" && mount -t tmpfs -o "size=$1" none /mnt && mkdir /mnt/over /mnt/work /mnt/root || exit
+layers=lowerdir=.,upperdir=/mnt/over,workdir=/mnt/work,userxattr
+mount -t overlay -o "$layers" none /mnt/root && shift && exec "$@"
+"""
+PLACES: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+KERNEL = {
+    "/proc/sys/user/max_user_namespaces": ("0", "sysctl user.max_user_namespaces=15000"),
+    "/proc/sys/kernel/unprivileged_userns_clone": (
+        "0",
+        "sysctl kernel.unprivileged_userns_clone=1",
+    ),
+    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": (
+        "1",
+        "sysctl kernel.apparmor_restrict_unprivileged_userns=0, or a profile for bwrap",
+    ),
+}
+
+
+class Limits(NamedTuple):
+    """What a run may use. The memory of all its processes together may be as large."""
+
+    seconds: float = 10.0  # that it runs or sleeps
+    memory: int = 2 << 30  # bytes of address space of a process
+    processes: int = 64  # that run at once
+    file_size: int = 64 << 20  # bytes
+    open_files: int = 256
+    output: int = 1 << 20  # bytes of stdout
+    disk: int = 64 << 20  # bytes in its working folder
+
+
+class Ran(NamedTuple):
+    """What became of a run."""
+
+    stdout: str
+    stderr: str  # its end
+    code: int | None  # negative for a signal; None where it was ended
+    ended: str  # "" by itself, "time", "memory", "processes" or "output"
+    seconds: float
+
+
+def problem() -> str:
+    """What keeps the sandbox from isolating a run, and how to mend it; "" for nothing."""
+    return _problem(current().sandbox, current().sandbox_url)
+
+
+def problem_of_checks() -> str:
+    """What keeps checks whose answers run as code from being isolated; "" for nothing."""
+    if current().sandbox == "http":
+        return "services.sandbox is 'http', which runs programs and no checks: use bubblewrap"
+    return problem()
+
+
+@functools.cache
+def _problem(backend: str, url: str) -> str:
+    if backend == "unsafe":
+        return ""
+    if backend == "http":
+        return "" if url else "services.sandbox_url is empty, expected http://HOST:PORT"
+    if not shutil.which("bwrap"):
+        return "bwrap is not on the path: apt install bubblewrap, or dnf install bubblewrap"
+    code = "import os; os.waitpid(os.fork() or os._exit(0), 0)"
+    probe = [*wrapped(Limits()), *python(), "-c", code]
+    try:
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=START, cwd="/")
+    except subprocess.TimeoutExpired:
+        raise CheckerError(f"the sandbox did not start a process in {START:g} s") from None
+    except OSError as error:
+        return f"bubblewrap needs setpriv and prlimit of util-linux: {error}"
+    said = " ".join(done.stderr.split())[-300:]
+    for path, (bad, remedy) in KERNEL.items():
+        with contextlib.suppress(OSError):
+            if done.returncode and Path(path).read_text().strip() == bad:
+                return f"the kernel forbids user namespaces ({path} is {bad}): {remedy}"
+    return f"bubblewrap cannot isolate a process here: {said}" if done.returncode else ""
+
+
+@functools.cache
+def python() -> list[str]:
+    """The Python of the sandbox: this one, or where nobody may not read that, the machine's."""
+    own = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
+    reads = ["test", "-x", own]
+    if os.geteuid() == 0:
+        reads = ["setpriv", *NOBODY, *reads]
+    found = own if subprocess.run(reads, check=False).returncode == 0 else "/usr/bin/python3"
+    return [found, "-I", "-S"]
+
+
+@functools.cache
+def own_packages() -> str:
+    """The folder of this Python's packages, where the sandbox's Python can import them; else ""."""
+    folder = sysconfig.get_path("purelib")
+    code = f"import sys; sys.path.append({folder!r}); import numpy"
+    before = ["setpriv", *NOBODY] if os.geteuid() == 0 else []
+    tried = subprocess.run([*before, *python(), "-c", code], capture_output=True, check=False)
+    return "" if tried.returncode else folder
+
+
+def wrapped(
+    limits: Limits,
+    root: str = "",
+    files: Iterable[tuple[str, int]] = (),
+    reads: Iterable[str] = (),
+    rooms: bool = False,
+    packages: str = "",
+) -> list[str]:
+    """The command in front of a command that isolates it; `files`: path and descriptor of each.
+
+    `packages` is a folder that it sees as PACKAGES.
+
+    Root becomes nobody first, since the kernel bounds no processes of root. Of an image as `root`
+    only the owner of its files can be used. A command that makes `rooms` forbids namespaces in
+    them, and limits the processor time in them, itself.
+    """
+    command = ["setpriv", *NOBODY] if os.geteuid() == 0 and not root else []
+    command += limited(limits, not rooms)
+    if root:
+        own = ["unshare", "--user", "--map-root-user", "--mount"]
+        command += [*own, "sh", "-c", LAYER, root, str(limits.disk)]
+    command += ["bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
+    command += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv"]
+    command += [] if rooms else ["--disable-userns"]
+    if root:
+        command += ["--bind", "/mnt/root", "/"]
+    else:
+        for folder in (*BOUND, *python_folders()):
+            if os.path.islink(folder):
+                command += ["--symlink", os.readlink(folder), folder]
+            elif os.path.isdir(folder):
+                command += ["--ro-bind", folder, folder]
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    for folder in (WORK, "/tmp"):
+        command += ["--size", str(limits.disk), "--tmpfs", folder]
+    for folder in reads:
+        command += ["--ro-bind", folder, folder]
+    command += ["--ro-bind", packages, PACKAGES] if packages else []
+    for path, descriptor in files:
+        command += ["--file", str(descriptor), f"{WORK}/{path}"]
+    command += [] if root else ["--remount-ro", "/"]
+    path = ":".join([str(Path(python()[0]).parent), "/usr/local/bin:/usr/bin:/bin"])
+    for name, value in {"PATH": path, "HOME": WORK, "TMPDIR": "/tmp", "LANG": "C.UTF-8"}.items():
+        command += ["--setenv", name, value]
+    return [*command, "--chdir", WORK]
+
+
+def around(reads: Iterable[str]) -> list[str]:
+    """The command in front of checks that may read these files and folders, and no others.
+
+    Nothing where the configured sandbox is another, or does not work here: checks whose answers
+    run as code say in `needs` that they want it.
+    """
+    if current().sandbox != "bubblewrap" or problem():
+        return []
+    command = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
+    command += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--tmpfs", "/tmp"]
+    folders = [*BOUND, *reads]  # over the empty /tmp, as this project may lie there
+    for folder in sorted({folder for folder in folders if os.path.exists(folder)}, key=len):
+        if folder in BOUND and os.path.islink(folder):
+            command += ["--symlink", os.readlink(folder), folder]
+        else:
+            command += ["--ro-bind", folder, folder]
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    return [*command, "--setenv", "TMPDIR", "/tmp", "--remount-ro", "/", "--chdir", "/"]
+
+
+def limited(limits: Limits, cpu: bool = True) -> list[str]:
+    """The command in front of a command that gives it limits."""
+    bounds = {"as": limits.memory, "fsize": limits.file_size, "core": 0}
+    bounds |= {"nofile": limits.open_files}
+    bounds |= {"cpu": math.ceil(limits.seconds) + 1} if cpu else {}
+    return ["prlimit", *(f"--{name}={value}" for name, value in bounds.items())]
+
+
+def python_folders() -> list[str]:
+    """Where the sandbox's Python lives beside /usr."""
+    home = Path(python()[0]).parent.parent
+    return [] if str(home) == "/usr" else [str(home)]
+
+
+class Clock:
+    """The seconds that a process and all that it began ran or slept; not those in a queue."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.spent = 0.0
+        self.began = self.before = time.monotonic()
+        self.clocks: dict[int, tuple[int, int]] = {}
+        self.memory = 0  # bytes that all of them use
+        self.processes = 0  # of them; of more than may be, some
+
+    def look(self, most: int = sys.maxsize) -> None:
+        """Adds the time since the last look, at so many processes at most."""
+        found = {}
+        pages = 0
+        hungry = False  # the kernel counts a wait for a processor when it is over
+        alive = family(self.pid, most + 1)
+        self.processes = len(alive)
+        for pid in alive[:most]:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                ran, queued, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text().split())
+                pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+                found[pid] = (ran, queued)
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                hungry |= state == "R"
+        ran, queued = (
+            sum(clocks[i] - self.clocks.get(pid, (0, 0))[i] for pid, clocks in found.items())
+            for i in range(2)
+        )
+        now = time.monotonic()
+        # A pause of this process, or of the whole machine, is no sleep of the run.
+        elapsed = min(now - self.before, max(2 * TICK, ran / 1e9))
+        waited = queued / (ran + queued) if len(found) < HUNGRY and ran + queued > 0 else 0.0
+        busy = min(1.0, (ran + queued) / 1e9 / max(elapsed, 1e-9))
+        waits = hungry and len(found) < HUNGRY
+        self.spent += min(elapsed, ran / 1e9) if waits else elapsed * (1 - waited * busy)
+        self.before, self.clocks = now, found
+        self.memory = pages * os.sysconf("SC_PAGESIZE")
+
+    def verdict(self, limits: Limits) -> str:
+        """Which limit was passed, "" for none. Raises CheckerError where it had no processor."""
+        self.look(limits.processes + OWN)
+        if self.processes > limits.processes + OWN:
+            return "processes"
+        if self.spent > limits.seconds:
+            return "time"
+        if self.before - self.began > PATIENCE * limits.seconds:
+            raise CheckerError(
+                f"a run got a processor for {self.spent:.1f} s of {PATIENCE} times "
+                f"its deadline of {limits.seconds:g} s"
+            )
+        return "memory" if self.memory > limits.memory else ""
+
+
+def family(pid: int, most: int = sys.maxsize) -> list[int]:
+    """A process and all that came from it; of more than `most`, some."""
+    found = [pid]
+    for parent in found:
+        if len(found) >= most:
+            break
+        for path in glob.iglob(f"/proc/{parent}/task/*/children"):  # each thread has its own
+            with contextlib.suppress(OSError):
+                found += map(int, Path(path).read_text().split())
+    return found
+
+
+async def run(
+    argv: list[str],
+    *,
+    stdin: str = "",
+    files: dict[str, str] | None = None,
+    root: str = "",
+    reads: Iterable[str] = (),
+    limits: Limits | None = None,
+) -> Ran:
+    """Runs a command in a fresh sandbox, with `files` (path -> text) in its working folder.
+
+    `root` is a folder that takes the place of the machine's files; what the run changes there is
+    lost. `reads` are folders that it sees beside them. Raises CheckerError where no verdict could
+    be had.
+    """
+    limits = limits or Limits()
+    backend = isolates()
+    if root and backend != "bubblewrap":
+        raise CheckerError(f"services.sandbox = {backend!r} runs no image, expected 'bubblewrap'")
+    with contextlib.ExitStack() as stack:
+        given = [memory_file(text) for text in ("", stdin, *(files or {}).values())]
+        for descriptor in given:
+            stack.callback(os.close, descriptor)
+        folder = "/"
+        if backend == "bubblewrap":
+            named = zip(files or (), given[2:], strict=True)
+            bounds = [] if root else ["prlimit", f"--nproc={limits.processes}"]
+            status = ["--json-status-fd", str(given[0])]  # nothing in the sandbox has it
+            command = [*wrapped(limits, root, named, reads), *status, *bounds, *argv]
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            for path, text in (files or {}).items():
+                target = Path(folder, path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(text, encoding="utf-8", errors="surrogatepass")
+            command = [*limited(limits), *argv]
+        async with place():
+            passed = [given[0], *given[2:]]
+            options: dict[str, Any] = {"stdin": given[1], "pass_fds": passed, "cwd": folder}
+            ran = await finish(await start(command, **options), limits)
+        begun = ran.ended or b"exit-code" in os.pread(given[0], 1000, 0)
+        if backend == "bubblewrap" and not begun:
+            raise CheckerError(f"bubblewrap did not start a run: code {ran.code}: {ran.stderr}")
+        return ran
+
+
+def isolates() -> str:
+    """The backend for commands. Raises CheckerError where it cannot isolate them."""
+    if why := problem():
+        raise CheckerError(f"the sandbox: {why}")
+    if current().sandbox == "http":
+        raise CheckerError("services.sandbox = 'http' runs programs and no commands")
+    if current().sandbox == "unsafe":
+        log.warning("services.sandbox = 'unsafe': code runs with the rights of this user")
+    return current().sandbox
+
+
+def memory_file(text: str) -> int:
+    """The descriptor of a file that has this text and is in no folder."""
+    descriptor = os.memfd_create("given")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def popen(command: list[str], channel: int, errors: int) -> subprocess.Popen:
+    """A process in a session of its own, which sees nothing of this environment but the path."""
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=channel,
+            stdout=channel,
+            stderr=errors,
+            env={"PATH": os.environ.get("PATH", os.defpath)},
+            start_new_session=True,
+            cwd="/",
+        )
+    except OSError as error:
+        raise CheckerError(f"the sandbox cannot start {command[0]}: {error}") from None
+
+
+async def start(command: list[str], **options: Any) -> asyncio.subprocess.Process:
+    """A process in a session of its own, which sees nothing of this environment but the path."""
+    env = {"PATH": os.environ.get("PATH", os.defpath)}
+    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+    made = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *command,
+            env=env,
+            start_new_session=True,
+            stderr=asyncio.subprocess.PIPE,
+            **{"cwd": "/"} | pipes | options,
+        )
+    )
+    try:
+        return await asyncio.shield(made)
+    except asyncio.CancelledError:
+        await kill(await made)  # asyncio would end the first process alone
+        raise
+    except OSError as error:
+        raise CheckerError(f"the sandbox cannot start {command[0]}: {error}") from None
+
+
+def place() -> asyncio.Semaphore:
+    """A place for one run; as many run at once as there are processors."""
+    loop = asyncio.get_running_loop()
+    if loop not in PLACES:
+        PLACES[loop] = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+    return PLACES[loop]
+
+
+async def finish(process: asyncio.subprocess.Process, limits: Limits) -> Ran:
+    """Waits for a process, or for the limit that it passes, and kills all that it began."""
+    clock = Clock(process.pid)
+    out = asyncio.create_task(beginning(process.stdout, limits.output))
+    err = asyncio.create_task(end(process.stderr))
+    waits = asyncio.create_task(process.wait())
+    ended = ""
+    try:
+        while not ended and not waits.done():
+            await asyncio.wait({waits, out}, timeout=TICK, return_when="FIRST_COMPLETED")
+            if not waits.done():
+                too_long = out.done() and len(out.result()) > limits.output
+                ended = "output" if too_long else clock.verdict(limits)
+    finally:
+        # asyncio waits for a process until its pipes are read to the end.
+        rest = asyncio.create_task(end(process.stdout)) if out.done() else out
+        await kill(process)
+        # Where nothing isolates it, a process that it left behind may hold the pipes.
+        for _ in range(10):  # a pause of this process costs one of them at most
+            await asyncio.wait({out, rest, err}, timeout=TICK / 10)
+        seconds = time.monotonic() - clock.began
+    texts = [task.result() if task.done() else b"" for task in (out, err)]
+    if len(texts[0]) > limits.output:
+        ended = "output"
+    out_text, err_text = (text.decode("utf-8", "replace") for text in texts)
+    code = None if ended else process.returncode
+    return Ran(out_text[: limits.output], err_text, code, ended, seconds)
+
+
+async def beginning(stream: asyncio.StreamReader | None, limit: int) -> bytes:
+    """What comes until a stream ends, or until it is longer than the limit."""
+    text = bytearray()
+    while stream and len(text) <= limit and (part := await stream.read(1 << 16)):
+        text += part
+    return bytes(text)
+
+
+async def end(stream: asyncio.StreamReader | None) -> bytes:
+    """The end of what a stream says."""
+    text = b""
+    while stream and (part := await stream.read(1 << 16)):
+        text = (text + part)[-STDERR:]
+    return text
+
+
+async def kill(process: asyncio.subprocess.Process) -> None:
+    """Ends a process, its group and its family: bubblewrap's child may not yet end with it."""
+    alive = family(process.pid) if process.returncode is None else [process.pid]
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in alive[1:]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    await process.wait()

@@ -1,0 +1,170 @@
+"""A shell in a terminal of its own, in the sandbox: what is typed, and what it shows.
+
+Each has a sandbox, whose first process (envs/sandbox/terminal_host.py) keeps its limits: processor
+time and memory of all its processes together, their number, and the size of its working folder. It
+ends with its `async with`, also where that is cancelled, and nothing of it is left.
+"""
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from core.waits import in_thread
+from envs import get, require
+from envs.sandbox import sandbox
+from envs.sandbox.checkers import CheckerError
+from envs.sandbox.sandbox import Limits, memory_file
+
+TEXT = Path(__file__).with_name("terminal_host.py").read_text(encoding="utf-8")
+START = 60.0  # seconds that a terminal may take to start, or to answer late
+# Sequences that move the cursor, choose colours, or name the window.
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07?|[ -/]?[0-~])")
+
+# $1 is run in the working folder, which stdin holds; what is in .given goes over it.
+CHECK = """
+mkdir -p .given && mv .given /tmp/given && base64 -d | tar -x || exit
+cp -r --remove-destination /tmp/given/. . || exit
+HOME=/tmp exec bash -c "$1" </dev/null
+"""
+
+
+class Shell:
+    """One shell, inside an `async with`; `files` (path -> text) are in its working folder."""
+
+    def __init__(self, limits: Limits, files: dict[str, str]) -> None:
+        self.limits = limits
+        self.files = files
+        self.used = False  # whether anything was typed
+        self.ended = ""  # the limit that it has passed: "time" or "memory"
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> "Shell":
+        try:
+            async with sandbox.place():
+                await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Starts the terminal. Raises CheckerError where there is none."""
+        if sandbox.isolates() != "bubblewrap":
+            raise CheckerError("a shell needs services.sandbox = 'bubblewrap'")
+        limits = self.limits
+        with contextlib.ExitStack() as stack:
+            given = [(path, memory_file(text)) for path, text in self.files.items()]
+            for _, descriptor in given:
+                stack.callback(os.close, descriptor)
+            told = {"seconds": limits.seconds, "memory": limits.memory, "output": limits.output}
+            command = [*sandbox.wrapped(limits, files=given), "--as-pid-1", "prlimit"]
+            command += [f"--nproc={limits.processes}", *sandbox.python(), "-c", TEXT]
+            options: dict[str, Any] = {"pass_fds": [fd for _, fd in given], "limit": 1 << 20}
+            self.process = await sandbox.start([*command, json.dumps(told)], **options)
+        await self.answer(START)
+
+    async def type(self, keys: str, seconds: float) -> str:
+        """What the terminal shows once these keys were typed, for so many seconds at most.
+
+        It shows no more once the shell asks for another command. Raises CheckerError.
+        """
+        return await self.ask({"keys": keys, "seconds": seconds})
+
+    async def run(self, command: str, seconds: float) -> str:
+        """What the terminal shows of a command in so many seconds at most. Raises CheckerError."""
+        return await self.ask({"command": command, "seconds": seconds})
+
+    async def ask(self, request: dict[str, Any]) -> str:
+        """What the terminal shows."""
+        if self.ended:
+            return ""
+        self.used = True
+        self.send(request)
+        told = await self.answer(request["seconds"] + START)
+        self.ended = told["ended"]
+        text = ESCAPES.sub("", told["screen"])
+        return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+
+    def seen(self, shown: str) -> str:
+        """What the policy sees of what the terminal shows."""
+        shown = shortened(shown, self.limits.output)
+        return f"{shown}\n[the terminal was ended: too much {self.ended}]" if self.ended else shown
+
+    async def pack(self) -> bytes | None:
+        """Ends all processes. A tar of the working folder, None where none could be made."""
+        self.send({"pack": True})
+        size = (await self.answer(START))["size"]
+        assert self.process and self.process.stdout
+        async with self.late(START):
+            return None if size < 0 else await self.process.stdout.readexactly(size)
+
+    def send(self, request: dict[str, Any]) -> None:
+        """Sends a request, a line of JSON."""
+        assert self.process and self.process.stdin
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+
+    async def answer(self, seconds: float) -> dict[str, Any]:
+        """The answer to a request. Raises CheckerError where it does not come."""
+        assert self.process and self.process.stdout
+        async with self.late(seconds):
+            line = await self.process.stdout.readline()
+            told: dict[str, Any] = json.loads(line)
+            return told
+
+    @contextlib.asynccontextmanager
+    async def late(self, seconds: float) -> AsyncIterator[None]:
+        """Raises CheckerError for what takes longer, or fails."""
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except (TimeoutError, ValueError, OSError, EOFError) as error:
+            said = await self.close()
+            raise CheckerError(f"a terminal of the sandbox: {error!r}: {said}") from None
+
+    async def close(self) -> str:
+        """Ends the terminal with all that it began; what its sandbox complained about."""
+        if not self.process:
+            return ""
+        process, self.process = self.process, None
+        await sandbox.kill(process)
+        return (await sandbox.end(process.stderr)).decode("utf-8", "replace").strip()[-500:]
+
+
+async def said_after(
+    folder: bytes, files: dict[str, str], command: str, limits: Limits
+) -> str | None:
+    """What a command prints in a fresh sandbox, in a packed folder with `files` over its own.
+
+    None where it passes a limit. Raises CheckerError.
+    """
+    given = {f".given/{path}": text for path, text in files.items()}
+    argv = ["bash", "-c", CHECK, "check", command]
+    stdin = await in_thread(lambda: base64.b64encode(folder).decode())
+    limits = limits._replace(output=1 << 20)
+    ran = await sandbox.run(argv, stdin=stdin, files=given, limits=limits)
+    return None if ran.ended else ran.stdout
+
+
+def shortened(text: str, most: int) -> str:
+    """The beginning and the end of a text."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}\n[... output cut ...]\n{text[-half:]}"
+
+
+def check_files(holder: dict, at: str) -> None:
+    """Raises ValueError unless `files` are texts below the working folder."""
+    files = get(holder, "files", dict | None, "an object: path -> text, or null", at) or {}
+    for path, text in files.items():
+        require(isinstance(text, str), f"{at}files.{path}", text, "the text of a file")
+        parts = PurePosixPath(path).parts
+        inside = parts and parts[0] != "/" and ".." not in parts and "\0" not in path
+        require(inside, f"{at}files", path, "paths inside the working folder")

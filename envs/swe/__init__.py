@@ -1,0 +1,1 @@
+"""Repairs of a repository: one patch, or one step of an agent."""

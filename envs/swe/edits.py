@@ -1,0 +1,128 @@
+"""What an answer of envs/swe/swe_patch.py holds: a block of Python, or search/replace edits of
+files:
+
+    ```python
+    ### path/of/a/file.py
+    <<<<<<< SEARCH
+    lines of the file
+    =======
+    the lines that replace them
+    >>>>>>> REPLACE
+    ```
+
+No environment by itself.
+"""
+
+SEARCH, MIDDLE, REPLACE = "<<<<<<< SEARCH", "=======", ">>>>>>> REPLACE"
+
+
+class EditError(ValueError):
+    """Edits that cannot be applied."""
+
+
+def edited(contents: dict[str, str], text: str) -> dict[str, str]:
+    """The files that the edits in a text change, as they are then: path -> content.
+
+    A search text must begin where a line begins; its first place in the file is replaced. Raises
+    EditError for a search text that is not there, that is replaced by itself, or that overlaps
+    another's place, and where nothing changes.
+    """
+    by_path: dict[str, dict[tuple[str, str], None]] = {}
+    for path, search, replace in edits(text):
+        by_path.setdefault(path, {})[search, replace] = None
+    new = {path: _replaced(contents, path, list(pairs)) for path, pairs in by_path.items()}
+    new = {path: content for path, content in new.items() if content != contents[path]}
+    if not new:
+        raise EditError("no edit")
+    return new
+
+
+def _replaced(contents: dict[str, str], path: str, pairs: list[tuple[str, str]]) -> str:
+    if path not in contents:
+        raise EditError("a file that was not shown")
+    old = "\n" + contents[path]
+    places = sorted((old.find("\n" + search), search, replace) for search, replace in pairs)
+    parts = []
+    done = 0
+    for start, search, replace in places:
+        if start < 0 or search == replace:
+            raise EditError("search text not found" if start < 0 else "an edit changes nothing")
+        if start < done:
+            raise EditError("edits overlap")
+        parts += [old[done:start], "\n", replace]
+        done = start + 1 + len(search)
+    return "".join([*parts, old[done:]])[1:]
+
+
+def edits(text: str) -> list[tuple[str, str, str]]:
+    """(path, search text, replacement) of each edit in a text, in linear time.
+
+    A fence must stand in the line before the path, and be the first thing that follows the end.
+    """
+    lines = text.split("\n")
+    found = []
+    at = 0
+    while at + 1 < len(lines):
+        path, start = _head(lines, at + 1) if "```" in lines[at] else ("", 0)
+        if not start:
+            at += 1
+            continue
+        middle = _find(lines, MIDDLE, start + 1)
+        end, fence = _end(lines, middle + 2)
+        if not fence:
+            break
+        search = "\n".join(lines[start:middle])
+        found.append((path, search, "\n".join(lines[middle + 1 : end])))
+        rest = lines[fence] if fence > end else lines[end].removeprefix(REPLACE)
+        lines[fence] = rest[3:]
+        at = fence
+    return found
+
+
+def _head(lines: list[str], at: int) -> tuple[str, int]:
+    """The path in a line, and where the search text begins; 0 where no edit begins."""
+    if not lines[at].startswith("### "):
+        return "", 0
+    path = lines[at][4:]
+    below = at + 1
+    while below < len(lines) and not lines[below].strip():
+        below += 1
+    if below < len(lines) and lines[below].lstrip() == SEARCH:
+        return path, below + 1
+    return (path.removesuffix(SEARCH), at + 1) if path.endswith(SEARCH) else ("", 0)
+
+
+def _find(lines: list[str], line: str, start: int) -> int:
+    """Where a line is, from `start` on; the number of lines where it is not."""
+    try:
+        return lines.index(line, start)
+    except ValueError:
+        return len(lines)
+
+
+def _end(lines: list[str], start: int) -> tuple[int, int]:
+    """The first end of an edit that a fence follows, and the line of that fence; 0 for none."""
+    for at in range(start, len(lines)):
+        if not lines[at].startswith(REPLACE):
+            continue
+        fence, rest = at, lines[at].removeprefix(REPLACE)
+        while not rest and fence + 1 < len(lines):
+            fence += 1
+            rest = lines[fence]
+        if rest.startswith("```"):
+            return at, fence
+    return 0, 0
+
+
+def last_block(text: str) -> str | None:
+    """The code of the last ```python block in a text."""
+    code = None
+    at = 0
+    while (start := text.find("```python\n", at)) >= 0:
+        start += len("```python\n")
+        at = text.find("\n```", start)
+        if at < 0:
+            break
+        code = text[start:at]
+        at += len("\n```")
+    return code

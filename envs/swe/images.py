@@ -1,0 +1,72 @@
+"""Runs scripts in the images of repositories, which are folders below services.images.
+
+No environment by itself: envs/swe/swe_patch.py uses it.
+"""
+
+import re
+from pathlib import Path, PurePosixPath
+
+from envs.rollout import services
+from envs.sandbox import sandbox
+from envs.sandbox.checkers import CheckerError
+
+LIMITS = sandbox.Limits(
+    seconds=900,
+    memory=16 << 30,
+    processes=1000,
+    file_size=4 << 30,
+    open_files=4096,
+    output=16 << 20,
+    disk=4 << 30,
+)
+READY = "the image is set up\n"
+SETUP = """
+work=$PWD
+export PIP_NO_INDEX=1
+bash setup.sh >setup.log 2>&1
+! grep -q '^error: patch' setup.log || { tail -n 20 setup.log; exit; }
+cd /testbed || exit
+"""
+# Arguments: the edited files, which exist in the image already.
+EVALUATE = f"""{SETUP}
+for path; do [ -f "$path" ] || {{ echo "no file $path"; exit; }}; done
+cp -r "$work/edited/." . && echo '{READY.strip()}' && bash "$work/test.sh" 2>&1
+"""
+REPRODUCE = f"""{SETUP}
+[ ! -s "$work/gold.patch" ] || git apply "$work/gold.patch" || exit
+conda=/opt/miniconda3/bin/activate
+[ ! -f $conda ] || {{ source $conda; conda activate testbed; }}
+command -v python >/dev/null || {{ echo "no python"; exit; }}
+cp "$work/reproduce_bug.py" . && rm -r "$work"/* && echo '{READY.strip()}' || exit
+exec python reproduce_bug.py >/dev/null 2>&1
+"""
+
+
+async def run_in_image(
+    image: str, script: str, files: dict[str, str], args: list[str]
+) -> sandbox.Ran:
+    """What a script of bash does with the files: `stdout` is what comes after READY.
+
+    The script says READY before anything of an answer runs. Raises CheckerError where it does not,
+    and where there is no such image.
+    """
+    folder = folder_of(image)
+    if not folder.is_dir():
+        remedy = f"apptainer build --sandbox {folder} IMAGE, or unpack `docker export` there"
+        raise CheckerError(f"the image {image} is missing: expected a folder {folder}: {remedy}")
+    files = files | {"judge.sh": script}
+    ran = await sandbox.run(
+        ["bash", "judge.sh", *args], files=files, root=str(folder), limits=LIMITS
+    )
+    said, ready, log = ran.stdout.partition(READY)
+    if not ready:
+        why = " ".join(f"{ran.ended} {said} {ran.stderr}".split())[-500:]
+        raise CheckerError(f"the image {image} cannot be set up, code {ran.code}: {why}")
+    return ran._replace(stdout=log)
+
+
+def folder_of(image: str) -> Path:
+    """The folder of an image: of a .sif its name without that, else "_" for "/" and ":"."""
+    is_file = image.endswith(".sif")
+    name = PurePosixPath(image).stem if is_file else re.sub("[/:]", "_", image)
+    return Path(services.current().images, name).absolute()

@@ -1,0 +1,144 @@
+r"""Patches and tests for issues of real repositories, judged in the image of each: 1.0, 0.2 or 0.0.
+
+Row, as in NeMo-Gym's resources_servers/swerl_gen: `mode`, `metadata.image`, and
+    eval        `metadata.relevant_file_contents` (path -> content, an object or its JSON),
+                `metadata.remove_repo_name`; of `instance`: `repo`, `setup_script` (adds the tests),
+                `test_script`, `FAIL_TO_PASS` and `PASS_TO_PASS` (lists of tests, or their JSON)
+    repro-gen   of `instance`: `regression_script`, and `patch`, which solves the issue
+
+eval: the answer's first <solution> holds the search/replace edits of envs/swe/edits.py. In the
+image the setup script runs, the edited files are written below /testbed, and the test script runs.
+1.0 if all tests of both lists passed, 0.2 if all of PASS_TO_PASS and some of the others, else 0.0.
+repro-gen: the last ```python block is run below /testbed, and earns 1.0 if it ends with code 2, and
+with code 0 once the patch is applied. Each script has 900 s.
+
+Image: a folder that holds its root, services.images/NAME, where NAME is `metadata.image` with "_"
+for "/" and ":", or the file name of a .sif without that ending. `apptainer build --sandbox` and
+`docker export` make one. It needs bash, git, and all that the scripts install: there is no network.
+
+Deliberate deviations. The edited files are written, there a diff is applied, which fails where an
+image has other line ends. A test that was skipped has not passed. The two runs of repro-gen share
+nothing, and the exit code is read, not printed. No shebang stands for a ```python block. A setup
+that fails is an error, not a 0.
+
+Known leaks: patched code runs in the process whose log says what passed, and can write that log. A
+test of repro-gen can look whether the files were patched, not what they do.
+"""
+
+import json
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+from core.waits import in_thread
+from envs import Reward, final_text, get, require, unfinished
+from envs.swe.edits import EditError, edited, last_block
+from envs.swe.images import EVALUATE, REPRODUCE, run_in_image
+from envs.swe.test_logs import name_of, passed
+
+AGENTS = ("swerl_gen_simple_agent", "swerl_gen")
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """The images and the sandbox they run in."""
+    return ("images", "sandbox")
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless the row says what to run, and which tests count."""
+    mode = get(row, "mode", str, '"eval" or "repro-gen"')
+    require(mode in ("eval", "repro-gen"), "mode", mode, '"eval" or "repro-gen"')
+    image = get(row, "metadata.image", str, "the name of an image")
+    require(re.search(r"[^./:]", image), "metadata.image", image, "the name of an image")
+    if mode == "repro-gen":
+        get(row, "instance.regression_script", str, "a script of bash")
+        patch = get(row, "instance.patch", str, "a patch that solves the issue")
+        require(patch.strip(), "instance.patch", patch, "a patch that solves the issue")
+        return
+    for name in ("setup_script", "test_script"):
+        get(row, f"instance.{name}", str, "a script of bash")
+    get(row, "instance.repo", str, "OWNER/NAME")
+    get(row, "metadata.remove_repo_name", bool | None, "true or false")
+    contents = _contents(row)
+    for path, content in contents.items():
+        at = f"metadata.relevant_file_contents.{path}"
+        require(isinstance(content, str), at, content, "the text of a file")
+        inside = not PurePosixPath(path).is_absolute() and ".." not in PurePosixPath(path).parts
+        require(inside, "metadata.relevant_file_contents", path, "paths inside the repository")
+    for name in ("FAIL_TO_PASS", "PASS_TO_PASS"):
+        tests = _tests(row, name)
+        good = all(isinstance(test, str) for test in tests) and (tests or name == "PASS_TO_PASS")
+        require(good, f"instance.{name}", tests, "a list of names of tests")
+
+
+def _contents(row: dict) -> dict[str, str]:
+    return _json(row, "metadata.relevant_file_contents", dict, "an object: path -> content")
+
+
+def _tests(row: dict, name: str) -> list[str]:
+    return _json(row, f"instance.{name}", list, "a list of names of tests")
+
+
+def _json(row: dict, path: str, kind: type, expected: str) -> Any:
+    """A field that holds a `kind`, or its JSON."""
+    value = get(row, path, kind | str, expected)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            require(False, path, value, expected)
+    require(isinstance(value, kind), path, value, expected)
+    return value
+
+
+async def verify(row: dict, response: str) -> Reward:
+    """Reward 0.0, 0.2 or 1.0; `reason` says why nothing was run.
+
+    `fixed` and `kept` are the shares of FAIL_TO_PASS and PASS_TO_PASS that passed. Raises
+    CheckerError where there is no image, or it cannot be set up.
+    """
+    text = final_text(response).encode("utf-8", "replace").decode()
+    if reason := unfinished(text):
+        return Reward(0.0, {"reason": reason})
+    return await (_reproduce if row["mode"] == "repro-gen" else _evaluate)(row, text)
+
+
+async def _evaluate(row: dict, text: str) -> Reward:
+    solution, closed, _ = text.partition("<solution>")[2].partition("</solution>")
+    if not closed:
+        return Reward(0.0, {"reason": "no <solution>"})
+    try:
+        files = await in_thread(edited, _contents(row), solution.strip())
+    except EditError as error:
+        return Reward(0.0, {"reason": str(error)})
+    if row["metadata"].get("remove_repo_name"):
+        files = {path.partition("/")[2]: content for path, content in files.items()}
+    instance = row["instance"]
+    given = {"setup.sh": instance["setup_script"], "test.sh": instance["test_script"]}
+    given |= {f"edited/{path}": content for path, content in files.items()}
+    ran = await run_in_image(row["metadata"]["image"], EVALUATE, given, list(files))
+    if ran.ended:
+        return Reward(0.0, {"reason": ran.ended})
+    good = await in_thread(passed, instance["repo"], ran.stdout)
+    fixed, kept = (_share(_tests(row, name), good) for name in ("FAIL_TO_PASS", "PASS_TO_PASS"))
+    value = 0.0 if kept < 1 or not fixed else 1.0 if fixed == 1 else 0.2
+    return Reward(value, {"fixed": fixed, "kept": kept})
+
+
+async def _reproduce(row: dict, text: str) -> Reward:
+    code = last_block(text)
+    if code is None:
+        return Reward(0.0, {"reason": "no ```python block"})
+    instance = row["instance"]
+    given = {"setup.sh": instance["regression_script"], "reproduce_bug.py": code}
+    for patch, expected in (("", 2), (instance["patch"], 0)):
+        files = given | {"gold.patch": patch}
+        ran = await run_in_image(row["metadata"]["image"], REPRODUCE, files, [])
+        if ran.ended or ran.code != expected:
+            when = "after" if patch else "before"
+            return Reward(0.0, {"reason": f"{ran.ended or ran.code} {when} the patch"})
+    return Reward(1.0)
+
+
+def _share(tests: list[str], good: set[str]) -> float:
+    return sum(name_of(test) in good for test in tests) / len(tests) if tests else 1.0

@@ -1,0 +1,83 @@
+"""The next tool call of a coding agent, at the turns of PivotRL: is it much as expected?
+
+Row: `expected_action` {"type": "function_call", "name", "arguments": JSON text}, or the same as
+JSON text in `expected_answer`, or in `metadata.expected_action`; `reward_mode` (optional): "binary"
+or "continuous", which NeMo-Gym keeps in its server's configuration, resources_servers/swe_pivot.
+Judged, as there, is the first call of the answer. Its tool must be the same, or have the same
+purpose (TOOLS in envs/swe/coding_calls.py). An edit needs the same command and file (the last
+two parts of its path), a view 80 % of the lines; a shell command the same program, a path in common
+(its last three parts) and a likeness of 0.3; a search or reading the same path. Then the likeness
+of what is edited (the worse of old and new text) or run decides. Binary pays 1.0 from 0.8.
+Continuous pays 0.5 from 0.4, growing to 1.0 at 0.8, less up to a tenth for the size of an edit.
+Likeness is difflib's ratio of the first 2,000 characters.
+
+Deliberate deviations: arguments that are no JSON object earn 0, as do a call without the path or
+shell command that the expected one has, and an edit that changes nothing. There, they are paid.
+
+Known leaks: calls after the first are free. Searches, readings, plans, thoughts and ends are judged
+by tool and path alone, edits not by where they insert. A view may leave out which lines or that it
+is one. What follows 2,000 characters is not compared, and a fifth of an edit or of a shell command
+may be anything ("; rm -rf /").
+"""
+
+from typing import Any
+
+from envs import Reward, get, require
+from envs.rollout.response import Response
+from envs.swe.coding_calls import kind_of, same_target, same_tool, similarity, size_penalty
+from envs.tools.calls import arguments, check_call
+
+AGENTS = ("swe_pivot_tool_simulation_agent", "swe_pivot")
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless the row expects a call, and its reward mode is known."""
+    call = expected_call(row)
+    require(call, "expected_action", row.get("expected_action"), "a function_call")
+    check_call(call, "expected_action.")
+    mode = get(row, "reward_mode", str | None, "a mode or null")
+    require(mode in (None, "binary", "continuous"), "reward_mode", mode, "binary or continuous")
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """The parser of tool calls."""
+    return ("tool_parser",)
+
+
+def verify(row: dict, response: str) -> Reward:
+    """Reward in [0, 1]; `reason` says why it is 0, `similarity` how alike the calls are."""
+    calls = Response.of(response).tool_calls
+    if not calls:
+        return Reward(0.0, {"reason": "no tool call"})
+    try:
+        return judge(expected_call(row), calls[0], row.get("reward_mode") == "continuous")
+    except RecursionError:
+        return Reward(0.0, {"reason": "nested too deep"})
+
+
+def expected_call(row: dict) -> dict[str, Any]:
+    """The call that a row expects, {} for none."""
+    places = [row.get("expected_action"), arguments({"arguments": row.get("expected_answer")})]
+    if isinstance(row.get("metadata"), dict):
+        places.append(row["metadata"].get("expected_action"))
+    calls = [p for p in places if isinstance(p, dict) and p.get("type") == "function_call"]
+    return calls[0] if calls else {}
+
+
+def judge(wanted: dict[str, Any], found: dict[str, Any], continuous: bool) -> Reward:
+    """The reward of a call."""
+    tool, ours, theirs = str(found.get("name")), arguments(found), arguments(wanted)
+    kind = kind_of(tool)
+    if not same_tool(tool, wanted["name"]):
+        return Reward(0.0, {"reason": "another tool"})
+    if not isinstance(ours, dict):
+        return Reward(0.0, {"reason": "arguments are no JSON object"})
+    if not same_target(kind, ours, theirs):
+        return Reward(0.0, {"reason": "another target"})
+    alike = similarity(kind, ours, theirs)
+    if alike < (0.4 if continuous else 0.8):
+        return Reward(0.0, {"reason": "not similar", "similarity": alike})
+    value = min(1.0, 0.5 + 0.5 * (alike - 0.4) / 0.4) if continuous else 1.0
+    if continuous:
+        value *= 1 - size_penalty(kind, ours, 0.1)
+    return Reward(value, {"similarity": alike})

@@ -1,0 +1,152 @@
+"""Tasks in a terminal: 1.0 where the folder that is left passes all checks, else 0.0.
+
+An episode has a shell of its own (envs/sandbox/shell.py), which starts in the working folder. The
+row's `harness` says how the policy types, which its prompt has to explain:
+    terminus_1, terminus_2   each answer is a JSON object of that form (envs/terminals/terminus.py)
+                             with keystrokes and the seconds to wait for them; "C-c" is a key. The
+                             next message shows the terminal, until the task is called complete
+    bash                     calls of the tool `bash` with `command`, until an answer has none
+At most `max_turns` (50) answers. An answer waits for 120 s at most, a command for 60 s.
+
+Row: the task in the prompt, `harness`, `files` (path -> text, in the working folder at first), and
+`checks`, a list of {"command", "stdout", "files"}. When the episode is over, however that came, its
+processes are killed. Each check runs in a fresh sandbox with a copy of the folder: its `files` are
+written over those that are there, and `command` must print `stdout`, but for space at either end.
+Nothing of a check is in the sandbox before, and `stdout` never is. Where nothing was typed: 0.0.
+
+Source: none in NeMo-Gym, whose terminal environments judge one answer
+(envs/terminals/terminal.py). The forms
+are those of the agent Terminus of Terminal-Bench.
+Known leaks: a `stdout` that can be guessed, as code of the policy that a check runs can print it.
+So let a check print results, not "ok". What a terminal shows depends on the machine's speed, too.
+"""
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from envs import Reward, final_text, get, require
+from envs.rollout.chat import NoRoom
+from envs.rollout.messages import chat, functions
+from envs.rollout.response import Response
+from envs.sandbox import sandbox
+from envs.sandbox.shell import Shell, check_files, said_after
+from envs.terminals import terminus
+from envs.terminals.terminus import FORMS, has_form, parsed
+from envs.tools.tools import converse
+
+if TYPE_CHECKING:
+    from envs.rollout.episode import Episode, Turn
+    from envs.rollout.sampler import Sampler
+
+AGENTS = ("terminal_use", "terminal_use_agent")
+MAX_TURNS = 50
+ANSWER_SECONDS = 120.0
+COMMAND_SECONDS = 60.0
+LIMITS = sandbox.Limits(seconds=120, output=10_000, disk=32 << 20, file_size=32 << 20)
+NO_FORM = "The answer is not one JSON object of the form asked for. Nothing was typed."
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """A sandbox that holds a shell, and the parser of calls where the shell is a tool."""
+    return ("shell", "tool_parser") if row["harness"] == "bash" else ("shell",)
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless the row says how to type, and what to check."""
+    harness = get(row, "harness", str, "the name of a harness")
+    require(harness in (*FORMS, "bash"), "harness", harness, "one of: bash, " + ", ".join(FORMS))
+    if harness == "bash":
+        at = "responses_create_params.tools"
+        names = [tool["function"]["name"] for tool in functions(get(row, at, list, "bash")) or ()]
+        require(names == ["bash"], at, names, "the tool bash")
+    turns = get(row, "max_turns", int | None, "a number of answers, or null")
+    require(turns is None or turns > 0, "max_turns", turns, "1 or more")
+    check_files(row, "")
+    require(get(row, "checks", list, "a list of checks"), "checks", [], "one check or more")
+    for i, each in enumerate(row["checks"]):
+        at = f"checks[{i}]."
+        get(each, "command", str, "a command of bash", at)
+        stdout = get(each, "stdout", str, "what the command prints", at).strip()
+        require(stdout, at + "stdout", stdout, "a text that is not empty")
+        check_files(each, at)
+
+
+async def rollout(row: dict, sampler: "Sampler") -> "Episode":
+    """One task. Raises CheckerError where the sandbox fails, and NoRoom for the first prompt."""
+    from envs.rollout.episode import Episode
+
+    async with Shell(LIMITS, row.get("files") or {}) as shell:
+        turns = await (with_tool if row["harness"] == "bash" else with_keys)(row, sampler, shell)
+        return Episode(turns, await judge(row, shell))
+
+
+async def with_tool(row: dict, sampler: "Sampler", shell: Shell) -> "list[Turn]":
+    """The turns of an episode that calls `bash`."""
+
+    async def call(name: str, given: dict[str, Any]) -> str:
+        command = given.get("command")
+        if not isinstance(command, str):
+            return json.dumps({"error": "the argument `command` is no text"})
+        return shell.seen(await shell.run(command, COMMAND_SECONDS))
+
+    params = row["responses_create_params"]
+    steps = row.get("max_turns") or MAX_TURNS
+    return (await converse(sampler, chat(params["input"]), params["tools"], call, steps)).turns
+
+
+async def with_keys(row: dict, sampler: "Sampler", shell: Shell) -> "list[Turn]":
+    """The turns of an episode whose answers are typed."""
+    messages = chat(row["responses_create_params"]["input"])
+    turns: list[Turn] = []
+    for _ in range(row.get("max_turns") or MAX_TURNS):
+        try:
+            turns.append(await sampler.chat(messages))
+        except NoRoom:
+            if not turns:
+                raise
+            break
+        shown, done = await play(row, shell, turns[-1].judged)
+        if done or turns[-1].finish_reason == "length":
+            break
+        messages += [turns[-1].message, {"role": "user", "content": shown}]
+    return turns
+
+
+async def play(row: dict, shell: Shell, response: Response) -> tuple[str, bool]:
+    """Types what an answer says: what the terminal shows, and whether the task is complete."""
+    answer = parsed(final_text(response))
+    if not has_form(answer, row["harness"]):
+        return NO_FORM, False
+    end = time.monotonic() + ANSWER_SECONDS
+    shown = ""
+    for command in answer["commands"]:
+        if (left := end - time.monotonic()) <= 0 or shell.ended:
+            break
+        asked = command.get("duration", command.get("timeout_sec", 1.0))
+        seconds = max(0.05, min(asked, left, COMMAND_SECONDS)) if asked > 0 else 0.05  # NaN is not
+        shown += await shell.type(terminus.keys(command), seconds)
+    return shell.seen(shown), bool(answer.get("task_complete") or answer.get("is_task_complete"))
+
+
+async def judge(row: dict, shell: Shell) -> Reward:
+    """The verdict on what is in the working folder. Raises CheckerError."""
+    if not shell.used:
+        return Reward(0.0, {"reason": "nothing was typed"})
+    folder = await shell.pack()
+    if folder is None:
+        return Reward(0.0, {"reason": "the working folder cannot be read"})
+    passed = 0
+    for each in row["checks"]:
+        said = await said_after(folder, each.get("files") or {}, each["command"], LIMITS)
+        passed += said is not None and said.strip() == each["stdout"].strip()
+    share = passed / len(row["checks"])
+    return Reward(float(share == 1), {"passed": share})
+
+
+async def verify(row: dict, response: str) -> Reward:
+    """The verdict on one answer of keystrokes, typed in a new terminal."""
+    async with Shell(LIMITS, row.get("files") or {}) as shell:
+        if row["harness"] != "bash":
+            await play(row, shell, Response.of(response))
+        return await judge(row, shell)

@@ -1,0 +1,1 @@
+"""Tool calls: one call against a reference, or conversations with tools and users."""

@@ -1,0 +1,149 @@
+"""A representative with tools, whose customer and tools are simulated: 1.0 or 0.0.
+
+Row, as in NeMo-Gym's resources_servers/conversational_tool_use_simulation: `policy` (a text),
+`tools` (each with name, description or doc, parameters or params, and returns), `customer_scenario`
+(texts, and `outside_policy_scope`: whether the customer has to be handed over), and the prompt,
+which has the policy and may have a conversation that goes on; `initial_user_message` begins one.
+With `parallel_tool_calls` false, of several calls in an answer only the first is made.
+
+The judge "general" plays the customer and the tools (envs/tools/simulation.py), and judges:
+    the conversation ends when the customer says so, within 50 answers of the policy
+    each message of the customer and each result has to be a success, else this raises
+    each message and each call of the policy has to be a success, then all of them together
+1.0 where all are. 0.0 with a `reason` where an answer is cut off or empty, calls what is no tool or
+with arguments that do not fit, or is the 50th and has not ended it; `answers` says how many.
+
+A simulator or a judge that fails is never a reward: CheckerError, and the episode begins anew.
+There such samples are masked. So is this one whose customer or tools the judge refuses.
+
+Deliberate deviations. The prompts have our words. What the row brings along is not judged. The
+steps are judged all at once, not one after the other. A call that is not made is told so.
+Known leaks: the judge's taste. Each conversation is another one, as the simulators are sampled.
+"""
+
+import json
+from typing import TYPE_CHECKING
+
+from envs import Reward, final_text, get, require, unfinished
+from envs.following.schemas import problem
+from envs.rollout.chat import NoRoom
+from envs.rollout.messages import chat
+from envs.tools.simulation import JUDGE, Simulation, Step, ends, signature
+
+if TYPE_CHECKING:
+    from envs.rollout.episode import Episode, Turn
+    from envs.rollout.sampler import Sampler
+
+AGENTS = (
+    "conversational_tool_use_agent",
+    "conversational_tool_use_simulation_agent",
+    "conversational_tool_use_simulation",
+)
+ALLOWS_EMPTY_INPUT = True
+MAX_ANSWERS = 50
+ONE_CALL = json.dumps({"error": "one call at a time: this one was not made"})
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """The judge, and the parser of calls."""
+    return f"judges.{JUDGE}", "tool_parser"
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless the row says who talks, by which rules, and with which tools."""
+    get(row, "policy", str, "the representative's policy")
+    wanted = get(row, "customer_scenario.reason_for_contact", str, "what the customer wants")
+    require(wanted.strip(), "customer_scenario.reason_for_contact", wanted, "a text")
+    outside = get(row, "customer_scenario", dict, "a scenario").get("outside_policy_scope")
+    good = isinstance(outside, bool | None)
+    require(good, "customer_scenario.outside_policy_scope", outside, "true, false or null")
+    get(row, "initial_user_message", str | None, "a text or null")
+    for i, tool in enumerate(get(row, "tools", list, "a list of tools")):
+        get(tool, "name", str, "the name of a tool", f"tools[{i}].")
+        for field in ("parameters", "returns"):
+            schema = signature(tool)[field]
+            why = "no object" if not isinstance(schema, dict | None) else problem(schema or {})
+            require(not why, f"tools[{i}].{field}", schema, f"a JSON schema: {why}")
+    messages = chat(row["responses_create_params"]["input"])
+    last = messages[-1] if messages else {}
+    whole = not last.get("tool_calls")
+    require(whole, "responses_create_params.input", last, "no call without its output at the end")
+
+
+async def rollout(row: dict, sampler: "Sampler") -> "Episode":
+    """One conversation. Raises CheckerError, and NoRoom for the first prompt."""
+    from envs.rollout.episode import Episode
+
+    messages = chat(row["responses_create_params"]["input"])
+    if (first := row.get("initial_user_message")) and not any(
+        m["role"] == "user" for m in messages
+    ):
+        messages.append({"role": "user", "content": first})
+    told = Simulation(row, steps_of(messages))
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        messages.append({"role": "user", "content": await told.customer()})
+    turns: list[Turn] = []
+    reason = None
+    while reason is None:
+        try:
+            turns.append(await sampler.chat(messages, row["responses_create_params"].get("tools")))
+        except NoRoom:
+            if not turns:
+                raise
+            reason = "room"
+            break
+        messages.append(turns[-1].message)
+        reason = await follow(row, told, turns[-1], messages, len(turns) == MAX_ANSWERS)
+    reason = reason or await told.verdict()
+    info = {"answers": len(turns)} | ({"reason": reason} if reason else {})
+    return Episode(turns, Reward(float(not reason), info))
+
+
+async def follow(
+    row: dict, told: Simulation, turn: "Turn", messages: list[dict], last: bool
+) -> str | None:
+    """What an answer leads to: why it earns nothing, "" where the customer ends it, else None."""
+    text = final_text(turn.judged)
+    made = turn.message.get("tool_calls", [])
+    if turn.finish_reason == "length":
+        return "length"
+    if not made and (reason := unfinished(text)):
+        return reason
+    if text:
+        told.steps.append(Step("representative", text))
+    if not made:
+        said = await told.customer()
+        messages.append({"role": "user", "content": said})
+        return "" if ends(said) else "too many answers" if last else None
+    several = row["responses_create_params"].get("parallel_tool_calls", True) is not False
+    calls = [
+        Step("call", given["arguments"], given["name"], known["id"])
+        for known, given in zip(made, turn.judged.tool_calls, strict=True)
+    ]
+    for call in calls[: len(calls) if several else 1]:
+        told.steps.append(call)
+        if await told.invalid(call):
+            return "an invalid call"
+    if last:
+        return "too many answers"
+    for i, call in enumerate(calls):
+        output = await told.result(call) if several or i == 0 else ONE_CALL
+        known = {"tool_call_id": call.call_id, "name": call.name}
+        messages.append({"role": "tool", **known, "content": output})
+    return None
+
+
+def steps_of(messages: list[dict]) -> list[Step]:
+    """The steps of the conversation that a row brings along."""
+    steps = []
+    for message in messages:
+        text, calls = message.get("content", ""), message.get("tool_calls") or []
+        if message["role"] in ("user", "assistant") and text:
+            who = "customer" if message["role"] == "user" else "representative"
+            steps.append(Step(who, text))
+        elif message["role"] == "tool":
+            steps.append(Step("result", text, call_id=message["tool_call_id"]))
+        for call in calls:
+            given = json.dumps(call["function"]["arguments"])
+            steps.append(Step("call", given, call["function"]["name"], str(call["id"])))
+    return steps

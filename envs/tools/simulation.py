@@ -1,0 +1,231 @@
+"""A simulated customer, simulated tools, and a judge of their conversation with the policy.
+
+All of them are the judge "general", with prompts of their own. A reply that is of no use is asked
+for again, three times in all. What cannot be had then raises CheckerError.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from core.waits import in_thread, together
+from envs.following.schemas import validator
+from envs.judge import judge
+from envs.sandbox.checkers import CheckerError
+
+JUDGE = "general"
+TRIES = 3
+TEMPERATURE = 1.0
+DONE, TRANSFERRED = "###STOP###", "###TRANSFER###"  # what a customer says at the end
+OPENING = "(You have reached the representative, who waits for your first message.)"
+
+PARTS = {"customer": "assistant", "representative": "user"}  # as the customer's model sees them
+
+SCENE = """A customer talks to a representative of a company, who has tools to look things up and \
+to get things done."""
+RULES = """The representative has to follow this policy:
+<policy>
+{policy}
+</policy>
+"""
+STORY = """This is who the customer is, and what the customer wants:
+<scenario>
+{scenario}
+</scenario>
+"""
+TOOLS = """These are the representative's tools:
+<tools>
+{tools}
+</tools>
+"""
+CUSTOMER = f"""{SCENE} You are the customer.
+{STORY}
+Write the customer's next message and nothing else: one message, as a person would write it. Keep \
+to the scenario, tell only what it says you know, and do not do the representative's work.
+If everything that you want is settled, write only {DONE}
+If the representative has handed you over to somebody else, write only {TRANSFERRED}"""
+TOOL = f"""{SCENE} You are the tools.
+{RULES}{STORY}{TOOLS}
+You are shown the conversation, a step on each line, and the call of a tool. Write what the tool \
+returns and nothing else: a JSON value that fits the `returns` of the tool, what the scenario says \
+of the customer, and all that was said and returned before."""
+VERDICT = """Answer with a JSON object and nothing else: {{"success": true or false, \
+"explanation": "why"}}"""
+STEP = "You are shown the steps before it, each on a line, and the step to judge."
+OF_CUSTOMER = f"""{SCENE} You judge one message of the customer, who is played by somebody.
+{RULES}{STORY}
+{STEP} It is a success if it follows from what was said before, is in keeping with the scenario, \
+and gets on with it. A first message need not say all that the representative will ask for. \
+{DONE} is a success only if what the customer wants is settled; {TRANSFERRED} only if the \
+representative has handed the customer over.
+{VERDICT}"""
+OF_RESULT = f"""{SCENE} You judge what one call of a tool has returned.
+{RULES}{STORY}{TOOLS}
+{STEP} It is a success if it is what that tool returns for these arguments, and agrees with the \
+scenario and with all steps before.
+{VERDICT}"""
+OF_REPRESENTATIVE = f"""{SCENE} You judge one step of the representative: a message, or the call \
+of a tool.
+{RULES}{TOOLS}
+{STEP} It is a success if it helps with what the customer asks for, follows the policy, and agrees \
+with the steps before. The arguments of a call must fit the tool, and come from those steps.
+{VERDICT}"""
+OF_CONVERSATION = f"""{SCENE} You judge all that the representative did.
+{RULES}{TOOLS}
+You are shown the conversation, a step on each line. It is a success if the representative has \
+helped with what the customer asked for, as the policy says. A representative who cannot do so \
+under the policy has to hand the customer over, and nobody else may. Here the customer \
+{{hand_over}} be handed over; if that is not what happened, it is a failure.
+{VERDICT}"""
+
+
+class Step(NamedTuple):
+    """What one of them said or did."""
+
+    who: str  # "customer", "representative", "call" or "result"
+    content: str  # what was said or returned; of a call, its arguments
+    name: str = ""  # of the tool
+    call_id: str = ""
+
+    def line(self) -> str:
+        """The step as JSON, which no text in it can get out of."""
+        if self.who == "call":
+            told = {"representative calls": self.name, "arguments": self.content}
+            return json.dumps(told | {"id": self.call_id}, ensure_ascii=False)
+        if self.who == "result":
+            return json.dumps({"returns": self.content, "id": self.call_id}, ensure_ascii=False)
+        return json.dumps({f"{self.who} says": self.content}, ensure_ascii=False)
+
+
+class Simulation:
+    """A row's conversation so far, and what is simulated of it."""
+
+    def __init__(self, row: dict, steps: list[Step]) -> None:
+        self.steps = steps
+        self.given = len(steps)  # of them, which the row brings along
+        self.tools = {tool["name"]: tool for tool in row["tools"]}
+        scenario = row["customer_scenario"]
+        told = [f"{key.replace('_', ' ')}: {text}" for key, text in scenario.items() if text]
+        outside = bool(scenario.get("outside_policy_scope"))
+        self.words = {
+            "policy": row["policy"],
+            "scenario": "\n".join(line for line in told if not line.startswith("outside policy")),
+            "tools": "\n".join(json.dumps(signature(tool)) for tool in row["tools"]),
+            "hand_over": "has to" if outside else "must not",
+        }
+
+    def transcript(self, end: int | None = None) -> str:
+        """The steps before number `end`, a line each."""
+        return "\n".join(step.line() for step in self.steps[:end]) or "(nothing yet)"
+
+    async def customer(self) -> str:
+        """The customer's next message, which becomes a step. Raises CheckerError."""
+        first = not any(step.who == "customer" for step in self.steps)
+
+        def read(text: str) -> str | None:
+            said = re.sub(r"\A\s*customer:\s*", "", text, flags=re.IGNORECASE).strip()
+            return said if said and not (first and ends(said)) else None
+
+        said = [step for step in self.steps if step.who in PARTS]
+        messages = [{"role": PARTS[step.who], "content": step.content} for step in said]
+        messages.insert(0, {"role": "user", "content": OPENING})
+        text = await self.ask(CUSTOMER, messages, read, "no message of the customer")
+        self.steps.append(Step("customer", text))
+        return text
+
+    async def result(self, call: Step) -> str:
+        """What a call returns, which becomes a step. Raises CheckerError."""
+        schema = self.tools[call.name].get("returns")
+
+        def read(text: str) -> str | None:
+            return text if schema is None or fits(unfenced(text), schema) else None
+
+        shown = f"{self.transcript()}\n\nThe call:\n{call.line()}"
+        messages = [{"role": "user", "content": shown}]
+        text = await self.ask(TOOL, messages, read, f"no result of the tool {call.name}")
+        self.steps.append(Step("result", text, call.name, call.call_id))
+        return text
+
+    async def invalid(self, call: Step) -> bool:
+        """Whether there is no such tool, or it does not take these arguments."""
+        tool = self.tools.get(call.name)
+        schema = tool and signature(tool)["parameters"]
+        return schema is None or not await in_thread(fits, call.content, schema)
+
+    async def verdict(self) -> str:
+        """What of the representative failed: "a step", "the conversation", or "" for nothing.
+
+        Raises CheckerError where customer or tools failed, or a verdict cannot be had.
+        """
+        new = range(self.given, len(self.steps))
+        others = [i for i in new if self.steps[i].who in ("customer", "result")]
+        for i, good in zip(others, await together(map(self.judge, others)), strict=True):
+            if not good:
+                raise CheckerError(f"the judge refused what was simulated: {self.steps[i].line()}")
+        own = [i for i in new if i not in others]
+        if not all(await together(map(self.judge, own))):
+            return "a step"
+        shown = [{"role": "user", "content": self.transcript()}]
+        good = await self.ask(OF_CONVERSATION, shown, success, "no verdict on the conversation")
+        return "" if good else "the conversation"
+
+    async def judge(self, i: int) -> bool:
+        """Whether a step is a success. Raises CheckerError."""
+        step = self.steps[i]
+        prompts = {"customer": OF_CUSTOMER, "result": OF_RESULT}
+        shown = f"{self.transcript(i)}\n\nThe step to judge:\n{step.line()}"
+        messages = [{"role": "user", "content": shown}]
+        prompt = prompts.get(step.who, OF_REPRESENTATIVE)
+        return await self.ask(prompt, messages, success, f"no verdict on a step of {step.who}")
+
+    async def ask(
+        self, prompt: str, messages: list[dict], read: Callable[[str], Any], what: str
+    ) -> Any:
+        """What `read` makes of a reply. Raises CheckerError where it makes nothing of three."""
+        system = {"role": "system", "content": prompt.format(**self.words)}
+        made = await judge.ask(
+            JUDGE, [system, *messages], read, tries=TRIES, temperature=TEMPERATURE
+        )
+        if made is None:
+            raise CheckerError(f"judge {JUDGE!r} gave {what} in {TRIES} replies")
+        return made
+
+
+def ends(said: str) -> bool:
+    """Whether a customer's message ends the conversation."""
+    return DONE in said or TRANSFERRED in said
+
+
+def signature(tool: dict) -> dict:
+    """A tool of a row, whose fields have one of two names."""
+    doc, params = tool.get("doc"), tool.get("params")
+    return {
+        "name": tool["name"],
+        "description": tool.get("description") if doc is None else doc,
+        "parameters": (tool.get("parameters") or {}) if params is None else params,
+        "returns": tool.get("returns"),
+    }
+
+
+def unfenced(text: str) -> str:
+    """A text without the fence of a block of JSON around it."""
+    return text.strip().removeprefix("```json").removesuffix("```")
+
+
+def fits(text: str, schema: dict) -> bool:
+    """Whether a text is JSON that a schema allows."""
+    try:
+        return validator(schema).is_valid(json.loads(text))
+    except (ValueError, RecursionError):
+        return False
+
+
+def success(text: str) -> bool | None:
+    """The verdict in a judge's reply; None where it has none."""
+    try:
+        told = json.loads(unfenced(text))
+    except (ValueError, RecursionError):
+        return None
+    good = told.get("success") if isinstance(told, dict) else None
+    return good if isinstance(good, bool) else None

@@ -1,0 +1,79 @@
+"""The loop of an agent with tools: answers and calls in turn, as in NeMo-Gym's simple_agent."""
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from envs.rollout.chat import NoRoom
+from envs.rollout.episode import Turn
+from envs.rollout.messages import functions
+from envs.rollout.response import Response
+from envs.tools.calls import arguments
+
+if TYPE_CHECKING:
+    from envs.rollout.sampler import Sampler
+
+Call = Callable[[str, dict[str, Any]], Awaitable[str]]  # name and arguments -> what the policy sees
+
+
+@dataclass
+class Talk:
+    """What came of a conversation with tools."""
+
+    messages: list[dict]  # as chat templates take them
+    turns: list[Turn] = field(default_factory=list)
+    calls: list[dict[str, str]] = field(default_factory=list)  # as in Response, with a call_id
+    ended: str = "steps"  # "answer" without a call, "length" where it was cut off, "room", "steps"
+
+    @property
+    def response(self) -> Response:
+        """The last answer, with the calls of all of them, as a verifier judges it."""
+        last = self.turns[-1].judged
+        return Response(last, last.reasoning, last.content, self.calls, last.malformed)
+
+
+async def converse(
+    sampler: "Sampler", messages: list[dict], tools: list[dict] | None, call: Call, max_steps: int
+) -> Talk:
+    """Lets the policy answer and call tools, for at most `max_steps` answers.
+
+    An answer without a call ends it, also one that only thinks, as in Super's configuration.
+
+    `call` may say what went wrong; what it raises ends the rollout. It is not asked for what is no
+    tool of `tools`, nor with arguments that are no JSON object: the policy sees an `error`. The
+    calls of an answer that was cut off are not made. Raises NoRoom where the first prompt has none.
+    """
+    talk = Talk(list(messages))
+    names = {tool["function"]["name"] for tool in functions(tools) or ()}
+    for _ in range(max_steps):
+        try:
+            turn = await sampler.chat(talk.messages, tools)
+        except NoRoom:
+            if not talk.turns:
+                raise
+            talk.ended = "room"
+            break
+        talk.turns.append(turn)
+        talk.messages.append(turn.message)
+        made = turn.message.get("tool_calls", ())
+        for known, told in zip(made, turn.judged.tool_calls, strict=True):
+            talk.calls.append(told | {"call_id": known["id"]})
+        if turn.finish_reason == "length" or not made:
+            talk.ended = "length" if turn.finish_reason == "length" else "answer"
+            break
+        for told in talk.calls[-len(made) :]:
+            output = await answered(call, told, names)
+            known = {"tool_call_id": told["call_id"], "name": told["name"]}
+            talk.messages.append({"role": "tool", **known, "content": output})
+    return talk
+
+
+async def answered(call: Call, told: dict[str, str], names: set[str]) -> str:
+    """What a tool says to a call, or what is wrong with the call."""
+    if told["name"] not in names:
+        return json.dumps({"error": f"there is no tool {told['name'][:100]!r}"})
+    given = arguments(told)
+    if not isinstance(given, dict):
+        return json.dumps({"error": "the arguments are no JSON object"})
+    return await call(told["name"], given)

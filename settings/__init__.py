@@ -1,0 +1,1 @@
+"""The settings of a run: dataclasses, how they are read, and what is wrong with them."""

@@ -1,0 +1,273 @@
+"""Waits: a deadline with a name, one task that ends another, and tasks that end together."""
+
+import asyncio
+import gc
+import sys
+import threading
+import time
+
+import pytest
+
+from core.waits import answer, in_thread, together, unless, within
+
+
+async def stop_after(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+async def fail(message: str) -> None:
+    raise ValueError(message)
+
+
+# --- within ---------------------------------------------------------------------------------------
+
+
+def test_a_wait_warns_halfway_and_ends_with_its_name_and_the_state(capsys):
+    async def wait():
+        await within(0.2, "the groups of step 7", asyncio.sleep(5), lambda: "3 groups ready")
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"for the groups of step 7\. 3 groups ready"):
+        asyncio.run(wait())
+    assert time.monotonic() - began < 2
+    assert "waiting for the groups of step 7" in capsys.readouterr().out
+
+
+def test_a_wait_that_ends_in_time_prints_nothing(capsys):
+    async def wait():
+        return await within(5, "nothing", asyncio.sleep(0, "done"))
+
+    assert asyncio.run(wait()) == "done"
+    assert capsys.readouterr().out == ""
+
+
+def test_the_clock_of_a_wait_may_stand_still(capsys):
+    """As long as it does the wait neither warns nor ends."""
+
+    async def wait():
+        began = time.monotonic()
+
+        def stopped():
+            return min(time.monotonic() - began, 1.0)
+
+        with pytest.raises(TimeoutError, match="waited 0 s for the groups of step 7"):
+            await within(0.4, "the groups of step 7", asyncio.sleep(9), stopped=stopped)
+        return time.monotonic() - began
+
+    assert 1.4 <= asyncio.run(wait()) < 4
+    assert capsys.readouterr().out.count("waiting for the groups of step 7") == 1
+
+
+def test_a_timeout_inside_of_a_wait_keeps_its_own_name():
+    async def inner():
+        raise TimeoutError("the socket")
+
+    with pytest.raises(TimeoutError, match="^the socket$"):
+        asyncio.run(within(5, "something else", inner()))
+
+
+# --- unless ---------------------------------------------------------------------------------------
+
+
+def test_work_that_ends_first_gives_its_result():
+    async def main():
+        work = asyncio.ensure_future(asyncio.sleep(0, "done"))
+        assert await unless(stop_after(60), work) == "done"
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1, "nobody waits for the stop any more"
+
+    asyncio.run(main())
+
+
+def test_work_is_cancelled_when_the_stop_comes_first():
+    async def main():
+        work = asyncio.ensure_future(asyncio.sleep(60, "done"))
+        assert await unless(stop_after(0.01), work) is None
+        assert work.cancelled()
+
+    asyncio.run(main())
+
+
+def test_work_that_fails_raises_its_error():
+    async def main():
+        with pytest.raises(ValueError, match="broken"):
+            await unless(stop_after(60), asyncio.ensure_future(fail("broken")))
+
+    asyncio.run(main())
+
+
+def test_work_that_fails_as_it_is_cancelled_causes_no_complaint():
+    async def main():
+        complaints = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
+
+        async def fails_late():
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise ValueError("too late")
+
+        assert await unless(stop_after(0.01), asyncio.ensure_future(fails_late())) is None
+        gc.collect()
+        assert not complaints
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_wait_ends_though_a_member_of_a_gather_fails_at_that_moment():
+    """The trainer dies: this ends the run, and fails a wait that would be tried again."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        dead = loop.create_future()
+        living = loop.create_future()
+
+        async def retry():
+            while True:
+                try:
+                    await within(5, "both", asyncio.gather(dead, living))
+                except ValueError:
+                    await asyncio.sleep(5)
+
+        task = asyncio.create_task(retry())
+        await asyncio.sleep(0)
+        dead.set_exception(ValueError("dead"))
+        task.cancel()
+        await asyncio.wait([task], timeout=1)
+        return task.cancelled()
+
+    assert asyncio.run(main())
+
+
+def test_a_wait_leaves_nothing_that_python_must_search_for():
+    """Each group is waited for, and searching for what waits left took half of the driver."""
+
+    async def main() -> int:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(10):
+                await within(5, "a nap", asyncio.sleep(0))
+            return gc.collect()
+        finally:
+            gc.enable()
+
+    assert asyncio.run(main()) == 0
+
+
+# --- together -------------------------------------------------------------------------------------
+
+
+def test_results_come_in_order():
+    async def main():
+        naps = [asyncio.sleep(seconds, seconds) for seconds in (0.02, 0.0, 0.01)]
+        assert await together(naps) == [0.02, 0.0, 0.01]
+
+    asyncio.run(main())
+
+
+def test_an_error_ends_the_others_before_it_is_raised():
+    async def main():
+        ended = []
+
+        async def works():
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0)
+                ended.append(True)
+
+        with pytest.raises(ValueError, match="broken"):
+            await together([works(), fail("broken"), works()])
+        assert ended == [True, True]
+
+    asyncio.run(main())
+
+
+def test_cancelling_ends_all():
+    async def main():
+        tasks = [asyncio.ensure_future(asyncio.sleep(60)) for _ in range(2)]
+        waiting = asyncio.create_task(together(tasks))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert all(task.cancelled() for task in tasks)
+
+    asyncio.run(main())
+
+
+def test_nothing_together_is_nothing():
+    assert asyncio.run(together([])) == []
+
+
+# --- answer and in_thread -------------------------------------------------------------------------
+
+
+def test_who_does_not_answer_is_named():
+    with pytest.raises(TimeoutError, match="an engine did not answer for 0 s"):
+        asyncio.run(answer(asyncio.sleep(5), 0.01, "an engine"))
+
+
+@pytest.mark.parametrize("after", [0.1, 0.25])
+def test_an_answer_counts_that_came_while_this_process_stood_still(after):
+    """Or soon after: on the way it waits for threads that stood still as well."""
+
+    async def main():
+        came = asyncio.get_running_loop().create_future()
+        asked = asyncio.create_task(answer(came, 0.12, "an engine"))
+        await asyncio.sleep(0)
+        threading.Timer(after, came.get_loop().call_soon_threadsafe, (came.set_result, 7)).start()
+        time.sleep(0.2)
+        return await asked
+
+    assert asyncio.run(main()) == 7
+
+
+def test_a_function_that_blocks_holds_up_nobody():
+    async def main():
+        began = time.monotonic()
+        blocked = [asyncio.create_task(in_thread(time.sleep, 60)) for _ in range(100)]
+        assert await in_thread(max, 1, 2) == 2
+        for task in blocked:
+            task.cancel()
+        await asyncio.gather(*blocked, return_exceptions=True)
+        return time.monotonic() - began
+
+    assert asyncio.run(main()) < 5
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (ValueError("bad row"), (ValueError, "bad row")),
+        (StopIteration("no more"), (RuntimeError, "StopIteration")),
+    ],
+)
+def test_what_a_function_raises_arrives(error, seen):
+    def fail():
+        raise error
+
+    with pytest.raises(seen[0], match=seen[1]):
+        asyncio.run(in_thread(fail))
+
+
+def test_a_function_that_would_end_the_process_does_not():
+    with pytest.raises(RuntimeError, match=r"exit raised SystemExit\(3\)"):
+        asyncio.run(in_thread(sys.exit, 3))
+
+
+def test_a_function_waits_for_a_thread_where_there_are_none(monkeypatch):
+    start = threading.Thread.start
+    refused = [1, 2]
+
+    def scarce(thread):
+        if refused:
+            raise RuntimeError(f"can't start new thread {refused.pop()}")
+        start(thread)
+
+    async def main():
+        monkeypatch.setattr(threading.Thread, "start", scarce)
+        return await in_thread(max, 1, 2)
+
+    assert asyncio.run(main()) == 2 and not refused

@@ -1,0 +1,325 @@
+"""The client of judges: verdicts, replicas, failures that are no verdicts, and outages."""
+
+import asyncio
+import re
+import time
+
+import pytest
+
+from envs.judge import endpoints, judge
+from envs.rollout import services
+from envs.rollout.services import Services
+from envs.sandbox.checkers import CheckerError
+from support.judges import Judge, configured
+
+MESSAGES = [{"role": "user", "content": "Is it right?"}]
+VERDICTS = {"[[YES]]": True, "[[NO]]": False}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Pauses of a tenth, and a call may take 10 s."""
+    monkeypatch.setattr(judge, "_share", [judge.Share(10.0)])
+    monkeypatch.setattr(judge, "pause", lambda failures: 0.02 * min(2**failures, 10))
+    monkeypatch.setattr(judge, "TICK", 0.02)
+    monkeypatch.setattr(services, "_current", [Services()])
+    for name in endpoints.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def use(**judges):
+    services.configure(Services(judges=judges))
+
+
+def asked(count=1, name="general", tries=1, read=VERDICTS.get, **sampling):
+    """The verdicts of so many calls at once, and the report after them."""
+    judge.JUDGES.clear()
+
+    async def every():
+        calls = [judge.ask(name, MESSAGES, read, tries, **sampling) for _ in range(count)]
+        return await asyncio.gather(*calls), judge.report()
+
+    return asyncio.run(every())
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+
+def test_a_verdict_is_read_from_what_the_judge_says():
+    with Judge("[[YES]]") as server:
+        use(**configured(general=server))
+        assert asked() == ([True], judge.Report({}, {}))
+        (body,) = server.asked
+    assert body == {"model": "recorded", "messages": MESSAGES}
+
+
+@pytest.mark.parametrize(
+    ("reply", "verdict"),
+    [
+        ("<think>[[NO]] at first sight</think>\n[[YES]]", True),
+        ("it has no opening tag: [[NO]]</think>[[YES]]", True),
+        ({"content": "[[YES]]", "reasoning_content": "[[NO]]"}, True),
+        ({"content": None, "reasoning_content": "[[NO]]"}, None),
+        ("<think>it ends before [[NO]]", None),
+        ("", None),
+    ],
+)
+def test_a_thought_is_no_verdict(reply, verdict):
+    def first(text):
+        found = re.search(r"\[\[\w+\]\]", text)
+        return found and VERDICTS[found[0]]
+
+    with Judge(reply) as server:
+        use(**configured(general=server))
+        assert asked(read=first)[0] == [verdict]
+
+
+def test_what_cannot_be_read_is_counted_and_asked_again():
+    with Judge(["well", "", "[[NO]]", "hm", "hm"]) as server:
+        use(**configured(general=server))
+        assert asked(tries=3) == ([False], judge.Report({}, {"general/malformed": 2}))
+        assert asked(tries=2) == ([None], judge.Report({}, {"general/malformed": 2}))
+
+
+def test_the_configuration_overrides_sampling_and_names_the_model():
+    with Judge("[[YES]]", model="big") as server:
+        sampling = {"temperature": 0.0, "max_tokens": 5}
+        use(general={"url": server.url + "/", "model": "big", "sampling": sampling})
+        asked(temperature=0.7, top_p=0.9)
+        (body,) = server.asked
+    expected = {"temperature": 0.0, "max_tokens": 5, "top_p": 0.9, "model": "big"}
+    assert body == expected | {"messages": MESSAGES}
+
+
+def test_any_text_can_be_judged():
+    hostile = "\0 half a pair \ud800 \U0001f600 " + "x" * 1_000_000
+    message = [{"role": "user", "content": hostile}]
+    with Judge(lambda messages: messages[0]["content"][:30]) as server:
+        use(**configured(general=server))
+        said = asyncio.run(judge.ask("general", message, str))
+    assert said == hostile[:30].replace("\ud800", "?").strip()
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("429", "429"),
+        ("503", "5xx"),
+        ("garbage", "garbled"),
+        ("abort", "garbled"),
+        ("reset", "connection"),
+    ],
+)
+def test_a_call_that_fails_is_made_again(fault, reason):
+    with Judge("[[YES]]") as server:
+        use(general={"url": server.url, "model": "recorded"})
+        server.fail(fault, times=2)
+        assert asked() == ([True], judge.Report({}, {f"general/{reason}": 2}))
+        assert len(server.asked) == 1
+
+
+def test_retry_after_is_honoured(monkeypatch):
+    with Judge("[[YES]]") as server:
+        use(**configured(general=server))
+        server.fail("429", times=1, retry_after="1")
+        began = time.monotonic()
+        assert asked()[0] == [True]
+        assert 1.0 <= time.monotonic() - began < 5.0
+
+
+def test_the_forms_of_retry_after():
+    date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 30))
+    assert 25 < judge.rest(date) <= 30
+    waits = {"": 0, "2.5": 2.5, "-1": 0, "soon": 0, "1e9": judge.LONGEST_REST, "nan": 0}
+    assert {text: judge.rest(text) for text in waits} == waits
+
+
+def test_a_server_that_hangs_is_found_out(monkeypatch):
+    monkeypatch.setattr(judge, "SILENCE", 0.2)
+    with Judge("[[YES]]") as server:
+        use(**configured(general=server))
+        server.fail("hang", times=12)  # some calls, and probes
+        verdicts, report = asked(5)
+        assert verdicts == [True] * 5 and report.failures["general/timeout"] == 5
+
+
+def test_a_slow_server_is_left_alone(monkeypatch):
+    monkeypatch.setattr(judge, "SILENCE", 0.1)
+    with Judge("[[YES]]", seconds=1.0) as server:
+        use(**configured(general=server))
+        assert asked(3) == ([True] * 3, judge.Report({}, {}))
+        assert len(server.asked) == 3
+
+
+def test_a_refused_request_is_an_error():
+    with Judge("[[YES]]") as server:
+        use(general={"url": server.url, "model": "another"})
+        with pytest.raises(CheckerError, match="refused.*status 404: .*no model another") as error:
+            asked()
+    assert not isinstance(error.value, judge.Away)
+
+
+# --- replicas and outages -------------------------------------------------------------------------
+
+
+def test_calls_are_bounded_and_go_to_the_least_busy_server():
+    with Judge("[[YES]]", seconds=0.1) as one, Judge("[[YES]]", seconds=0.1) as two:
+        use(general={"url": [one.url, two.url], "concurrency": 8})
+        assert asked(64)[0] == [True] * 64
+        assert one.most == two.most == 8 and min(len(one.asked), len(two.asked)) >= 16
+        judge.configure(10.0, 4)
+        one.most = two.most = 0
+        assert asked(16)[0] == [True] * 16
+        assert one.most == two.most == 2
+
+
+def test_a_dead_server_gets_no_calls_while_another_answers():
+    with Judge("[[YES]]", seconds=0.05) as good, Judge("[[NO]]") as dead:
+        use(general={"url": [good.url, dead.url], "concurrency": 4})
+        dead.down()
+        verdicts, report = asked(40)
+        assert verdicts == [True] * 40 and not report.away
+        assert report.failures["general/connection"] <= 4 + judge.FAILURES
+
+
+def test_an_outage_costs_time_and_no_verdict():
+    async def run(server):
+        calls = [
+            asyncio.create_task(judge.ask("general", MESSAGES, VERDICTS.get)) for _ in range(400)
+        ]
+        await asyncio.sleep(0.3)
+        server.down()
+        await asyncio.sleep(0.3)
+        (why,) = judge.report().away.values()
+        assert server.url in why and "onnect" in why
+        before = server.requests
+        server.fail("503")
+        server.up()  # it listens, and is not ready yet
+        await asyncio.sleep(0.5)
+        assert server.requests - before < 20  # probes, one at a time
+        server.mend()
+        return await asyncio.gather(*calls), judge.report()
+
+    with Judge("[[YES]]", seconds=0.1) as server:
+        use(**configured(general=server))
+        verdicts, report = asyncio.run(run(server))
+        assert verdicts == [True] * 400 and not report.away
+        assert 400 <= len(server.asked) <= 400 + 64  # those that were cut off were asked again
+
+
+def test_a_judge_that_stays_away_is_named():
+    with Judge("[[YES]]") as server:
+        url = server.url
+    use(general={"url": url})
+    judge.configure(0.5, 1)
+    began = time.monotonic()
+    with pytest.raises(judge.Away, match=f"'general' is away: {url}, for \\d s: .*onnect"):
+        asked(3)
+    assert 0.5 <= time.monotonic() - began < 3.0
+
+
+def test_servers_are_found_while_calls_wait(monkeypatch, tmp_path):
+    monkeypatch.setattr(judge, "REREAD", 0.05)
+    file = tmp_path / "judges"
+    monkeypatch.setenv("JUDGES_FILE", str(file))
+
+    async def run(one, two):
+        call = asyncio.create_task(judge.ask("general", MESSAGES, VERDICTS.get))
+        await asyncio.sleep(0.1)
+        assert f"no address in JUDGES_FILE = '{file}'" in judge.report().away["judges.general"]
+        file.write_text(f"other http://127.0.0.1:1/v1\ngeneral {one.url}\ngeneral {two.url}")
+        assert await call is True
+        assert not two.asked  # its line is not written to the end
+        with file.open("a") as lines:
+            lines.write("\n")
+        await asyncio.gather(*(judge.ask("general", MESSAGES, VERDICTS.get) for _ in range(20)))
+        assert len(one.asked) + len(two.asked) == 21 and two.asked
+
+    with Judge("[[YES]]", seconds=0.1) as one, Judge("[[YES]]", seconds=0.1) as two:
+        use(general={"concurrency": 2})
+        asyncio.run(run(one, two))
+
+
+def test_a_call_that_is_given_up_leaves_its_place():
+    async def run():
+        calls = [
+            asyncio.create_task(judge.ask("general", MESSAGES, VERDICTS.get)) for _ in range(9)
+        ]
+        await asyncio.sleep(0.2)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        (one,) = judge.JUDGES[asyncio.get_running_loop()].values()
+        (server,) = one.servers.values()
+        assert server.busy == one.calls == 0
+        return await judge.ask("general", MESSAGES, VERDICTS.get)
+
+    with Judge("[[YES]]", seconds=0.5) as server:
+        use(general={"url": server.url, "concurrency": 2})
+        assert asyncio.run(run()) is True
+
+
+# --- configuration --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"urls": ""}, "['urls'] = '', expected one of url, model, concurrency, sampling"),
+        ({"url": "host:5000"}, "['url'] = 'host:5000', expected http://HOST:PORT/v1"),
+        ({"url": ["http://a:1/v1", 5]}, "['url'] = 5, expected http://HOST:PORT/v1"),
+        ({"model": None}, "['model'] = None, expected the name"),
+        ({"concurrency": 0}, "['concurrency'] = 0, expected calls at once, 1 or more"),
+        ({"concurrency": True}, "['concurrency'] = True, expected calls at once"),
+        ({"sampling": []}, "['sampling'] = [], expected a dictionary"),
+        ({"sampling": {"n": 2}}, "['sampling'] = {'n': 2}, expected no 'n'"),
+    ],
+)
+def test_malformed_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=re.escape("services.judges['general']" + message)):
+        Services(judges={"general": settings})
+
+
+def test_what_is_missing_is_named(monkeypatch, tmp_path):
+    assert services.problem("judges.genrm") == (
+        "no url, and neither JUDGES_FILE nor JUDGE_NODES is set: expected services.judges = "
+        "{'genrm': {'url': 'http://HOST:PORT/v1'}}, or `genrm MODEL GPUS` in JUDGES "
+        "(docs/judges.md)"
+    )
+    monkeypatch.setenv("JUDGES_FILE", str(tmp_path / "judges"))  # launch/judges.sh will write it
+    assert services.problem("judges.genrm") == ""
+    monkeypatch.setenv("JUDGES", "\ngenrm org/model 8 --max-model-len 60000\n")
+    assert services.problem("judges.genrm") == ""
+    assert "JUDGES has no line for it" in services.problem("judges.safety")
+    monkeypatch.delenv("JUDGES_FILE")  # as where a job is submitted
+    assert "neither" in services.problem("judges.genrm")
+    monkeypatch.setenv("JUDGE_NODES", "5")
+    assert services.problem("judges.genrm") == ""
+    monkeypatch.setenv("JUDGE_NODES", "0")
+    assert "neither" in services.problem("judges.genrm")
+
+
+def test_a_server_that_answers_must_serve_the_model():
+    with Judge("[[YES]]", model="big") as server:
+        use(general={"url": server.url}, safety={"url": server.url, "model": "small"})
+        use_wrong = {"url": server.url.removesuffix("/v1")}
+        assert services.problem("judges.general") == ""
+        assert services.problem("judges.safety") == f"{server.url} serves big, expected 'small'"
+        services.configure(Services(judges={"general": use_wrong}))
+        assert "/models: status 404, expected a server" in services.problem("judges.general")
+    use(general={"url": server.url + "/elsewhere"})
+    assert services.problem("judges.general") == ""  # it may come
+
+
+def test_a_configuration_is_checked(tmp_path):
+    from grpo_async import Config
+    from settings import reader as config
+
+    file = tmp_path / "wrong.py"
+    file.write_text('services = {"judges": {"general": {"port": 5}}}')
+    with pytest.raises(config.InputError, match=r"services.judges\['general'\]\['port'\] = 5, exp"):
+        config.read(Config, file)
+    assert endpoints.is_address("http://[::1]:5000/v1") and not endpoints.is_address("http:// a")

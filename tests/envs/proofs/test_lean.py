@@ -1,0 +1,315 @@
+"""Lean: what is compiled, and what is made of the compiler's words.
+
+There is no Lean here. tests/support/lean_stand_in.py stands in for it: it tells right proofs from
+wrong ones by a few words only, so that what these tests show is all but Lean's own verdict.
+"""
+
+import asyncio
+import json
+import os
+import random
+import re
+import shutil
+import tempfile
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.proofs import lean
+from envs.proofs.lean_source import code_block, code_of, proof_of
+from envs.rollout import services
+from envs.sandbox import sandbox
+from envs.sandbox.checkers import CheckerError
+from support.verifiers import HOSTILE, gym_rows, known_answers, lines
+
+AGENT = "math_formal_lean_simple_agent"
+ROW = {"header": "import Mathlib\n\n", "formal_statement": "theorem t : True := by\n"}
+STAND_IN = Path(__file__).parents[2] / "support/lean_stand_in.py"
+
+
+@pytest.fixture(scope="module")
+def stand_in():
+    """The stand-in as services.lean, in the sandbox where there is one."""
+    folder = tempfile.mkdtemp()  # nobody can read it, and nobody runs it
+    os.chmod(folder, 0o755)
+    program = shutil.copy(STAND_IN, folder)
+    before = services.current()
+    services.configure(services.Services(lean=f"{sandbox.python()[0]} {program}"))
+    if problem := sandbox.problem():
+        pytest.skip(f"no sandbox here: {problem}")
+    yield program
+    services.configure(before)
+    shutil.rmtree(folder)
+
+
+def verdict(answer: str, row: dict = ROW):
+    lean.check(row)
+    return asyncio.run(lean.verify(row, answer))
+
+
+def block(proof: str) -> str:
+    return f"```lean4\n{proof}\n```"
+
+
+@pytest.mark.parametrize(("name", "count"), [("lean_minif2f", 39), ("math_formal_lean", 11)])
+def test_known_answers(name, count, stand_in, monkeypatch):
+    monkeypatch.setattr(lean, "LIMITS", lean.LIMITS._replace(seconds=2))
+    known = known_answers(name, AGENT)
+    assert len(known) >= count
+    for row, response, expected, case in known:
+        predicted = case["metadata"].get("predicted_proof")
+        if predicted:
+            row["header"], theorem, rest = predicted.partition("theorem")
+            row["formal_statement"] = theorem + rest.partition(":= by\n")[0] + ":= by\n"
+            source = row["header"] + row["formal_statement"] + proof_of(code_of(str(response)))
+            assert source == predicted
+        if case["source"].endswith("::test_verify_timeout"):  # Gym's compiler is made up there
+            row["formal_statement"] = "theorem sleep_for_ever : True := by\n"
+        assert verdict(str(response), row).value == expected, case
+
+
+def test_known_functions():
+    functions = {
+        "extract_code_block": lambda text, languages, **_: code_block(text, tuple(languages)),
+        "clean_formal_generation": lambda generation, **_: code_of(generation),
+        "extract_proof_only": lambda lean_code: proof_of(lean_code),
+        "build_lean4_proof": lambda generation, data_point, **_: (
+            data_point["header"] + data_point["formal_statement"] + proof_of(code_of(generation))
+        ),
+        "determine_proof_status": lambda compiler_output: status(**compiler_output),
+    }
+    # Lean's errors as the next question tells them: test_lean_refinement.py.
+    later = {"parse_error", "format_error_feedback", "get_error_str", "build_correction_prompt"}
+    agreed = 0
+    for case in lines("known_answers", "math_formal_lean_fns"):
+        args = case["args"]
+        other = args.get("extract_code_mode") == "first" or args.get("final_answer_key")
+        config = args.get("config", {"restate_formal_statement": True})
+        # No released configuration takes the first block, a key, or no statement of the row.
+        if case["fn"] in later or other or not config["restate_formal_statement"]:
+            continue
+        assert functions[case["fn"]](**args) == case["expected"], case
+        agreed += 1
+    assert agreed >= 28
+
+
+def status(process_status: str, stdout: str, stderr: str) -> str:
+    """Our reading of what Gym's client was told, in Gym's words."""
+    ended = "time" if process_status == "timeout" else ""
+    reason = lean.failure(sandbox.Ran(stdout, stderr, int(process_status != "completed"), ended, 0))
+    # A compiler that Gym could not ask is an error here, see test_a_lean_that_is_away.
+    return {"failed": process_status, "sorry": "has_sorry", "": "completed"}.get(reason, reason)
+
+
+def test_real_rows(stand_in):
+    for row in gym_rows("math_formal_lean", AGENT):
+        assert verdict("", row).value == verdict("<think>trivial", row).value == 0
+        statement = row["formal_statement"]
+        assert verdict(block(statement + "  nlinarith"), row).value == 1  # the stand-in says so
+        assert verdict(block(statement + "  sorry"), row).info["reason"] == "sorry"
+
+
+def test_what_lean_says_is_what_counts(stand_in, monkeypatch):
+    monkeypatch.setattr(lean, "LIMITS", lean.LIMITS._replace(seconds=2))
+    assert verdict(f"<think>sorry</think>Here: {block('  trivial -- sorry')} sorry").value == 1
+    failed = verdict(block("  wrong_tactic"))
+    assert (failed.value, failed.info["reason"]) == (0, "failed")
+    assert "unsolved goals" in failed.info["lean"]
+    assert verdict(block("  sleep_for_ever")).info["reason"] == "timeout"
+    assert verdict(block("  much_output")).info["reason"] == "output"
+    assert verdict("\ud800 \x00").value == 1  # replaced, and then the stand-in is content
+
+
+def test_the_statement_is_the_rows(stand_in):
+    """An answer's own theorem is dropped with all before it, so that another proves nothing."""
+    code = "axiom a : False\n\ntheorem u : False := by\n  exact a"
+    assert proof_of(code) == "  exact a"
+    other = block("theorem t : 1 = 1 := by\n  wrong_tactic")
+    assert verdict(f"{block('  trivial')} {other}").value == 0
+    assert verdict(f"{other} {block('  trivial')}").value == 1
+
+
+@pytest.mark.parametrize(
+    "proof",
+    [
+        "  exact sorryAx _ true",
+        "  native_decide",
+        "  decide +native",
+        "  decide (config := { native := true })",
+        "  run_tac (IO.Process.exit 0 : IO Unit)",
+        "  run_tac Lean.Elab.admitGoal (← Lean.Elab.Tactic.getMainGoal)",
+        "  exact (by_elab return .const ``True [])",
+        "  trivial\n#eval (IO.Process.exit 0 : IO Unit)",
+        "  exact exit_at_once\nrun_cmd IO.Process.exit 0",
+        "  exact exit_at_once\nopen IO in #eval Process.exit 0",
+        '  exact exit_at_once\nelab "x" : command => return',
+        '  exact exit_at_once\nmacro "x" : tactic => `(tactic| skip)',
+        "  exact exit_at_once\ninitialize pure ()",
+        "  set_option debug.skipKernelTC true in exact exit_at_once",
+        "  set_option warn.sorry false in exact exit_at_once",
+        "  let rec @[implemented_by f] g := 1\n  trivial",
+        "  trivial /- run_tac -/",
+    ],
+)
+def test_what_runs_code_inside_lean_is_refused(proof, stand_in):
+    got = verdict(block(proof))
+    assert got.value == 0
+    assert got.info["reason"].startswith("forbidden: ")
+
+
+def test_ordinary_words_are_not_refused():
+    proof = "  -- alternative: eliminate, then runs; an IOU, external, exit\n  simp_all [Nat.elab']"
+    assert lean.refused("  nlinarith [sq_nonneg (a + b)] -- macroscopic, nativity") == ""
+    assert lean.refused(proof.replace("elab'", "succ")) == ""
+
+
+def test_a_lean_without_mathlib_is_an_error(stand_in, monkeypatch):
+    monkeypatch.setattr(lean, "LIMITS", lean.LIMITS._replace(seconds=1))
+    for header in ("import Missing\n", "import Slow\n"):
+        with pytest.raises(CheckerError, match="Lean cannot compile the header 'import"):
+            verdict(block("  trivial"), ROW | {"header": header})
+
+
+@pytest.mark.parametrize("command", ["false", "sh -c 'kill -9 $$'"])
+def test_a_lean_that_says_nothing_is_an_error(command, stand_in, monkeypatch):
+    """If it can compile the header, it is the answer that ends it."""
+    row = ROW | {"header": f"import {len(command)}\n"}
+    before = services.current()
+    monkeypatch.setattr(services, "_current", [services.Services(lean=command)])
+    with pytest.raises(CheckerError, match="Lean cannot compile the header 'import"):
+        verdict(block("  trivial"), row)
+    monkeypatch.setattr(services, "_current", [before])
+    assert verdict(block("  exit_silently"), row).info == {"reason": "failed", "lean": ""}
+
+
+def test_a_lean_that_does_not_start_is_an_error(stand_in, monkeypatch):
+    own = services.Services(lean="/usr/bin/no_such_lean")
+    monkeypatch.setattr(services, "_current", [own])
+    with pytest.raises(CheckerError, match="no_such_lean"):
+        verdict(block("  trivial"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "services.lean = '', expected a command such as .*elan.*sandbox = 'http'"),
+        ({"lean": "no_such_lean x"}, "services.lean = 'no_such_lean x': no such command; expected"),
+        ({"lean": "env A=B lean"}, ""),
+    ],
+)
+def test_what_is_missing_is_named_at_the_start(given, message, monkeypatch):
+    monkeypatch.setattr(services, "_current", [services.Services(**given)])
+    assert lean.needs(ROW) == ("lean", "sandbox")
+    problem = services.problem("lean")
+    assert re.search(message, problem) if message else not problem
+
+
+class Service(BaseHTTPRequestHandler):
+    """The sandbox service, with the stand-in's words."""
+
+    answers: dict = {}
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (self.path, asked["language"], asked["timeout"]) == ("/execute", "lean4", 30)
+        proof = asked["generated_code"].rpartition(":= by\n")[2].strip()
+        told = self.answers.get(proof) or {
+            "process_status": "completed",
+            "stdout": "",
+            "stderr": "",
+        }
+        body = json.dumps(told).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_the_service_compiles(monkeypatch):
+    with HTTPServer(("127.0.0.1", 0), Service) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        own = services.Services(sandbox="http", sandbox_url=url)
+        monkeypatch.setattr(services, "_current", [own])
+        said = "t.lean:3:2: error: unsolved goals"
+        cut = "x" * 99 + "<output cut>"
+        Service.answers = {
+            "failed": {"process_status": "failed", "stdout": said, "stderr": ""},
+            "slow": {"process_status": "timeout", "stdout": "", "stderr": "timed out"},
+            "sorry": {"process_status": "completed", "stdout": "uses 'sorry'", "stderr": ""},
+            "long": {"process_status": "completed", "stdout": cut, "stderr": ""},
+            "away": {"process_status": "error", "stdout": "", "stderr": "no lake"},
+        }
+        try:
+            assert lean.needs(ROW) == ("sandbox",)
+            assert verdict(block("  trivial")).value == 1
+            reasons = {"failed": "failed", "slow": "timeout", "sorry": "sorry", "long": "output"}
+            for proof, reason in reasons.items():
+                got = verdict(block(proof))
+                assert (got.value, got.info["reason"]) == (0, reason)
+            with pytest.raises(CheckerError, match="error: no lake"):
+                verdict(block("away"))
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_wrong_proofs_earn_nothing(stand_in):
+    """A thousand changes of a wrong proof, whose error must reach Lean; a hundred are compiled."""
+    rng = random.Random(0)
+    wrong = ["  wrong_tactic", "  exact absurd rfl (by decide)", "I could not prove it."]
+    for i in range(1000):
+        proof = rng.choice(wrong)
+        junk = rng.choice(["", "Done.", "```", "\n", "theorem", ":= by", "by ", "sorry", "🙂"])
+        text = rng.choice([block(proof), f"```lean\n{proof}\n```", proof, f"```\n{proof}\n```"])
+        text = rng.choice([f"{text}\n{junk}", f"{junk}\n{text}", f"{text}{text}", text])
+        if "```" not in junk:
+            source = ROW["formal_statement"] + proof_of(code_of(text))
+            assert proof.split()[0] in source or junk in (":= by", "theorem"), text
+        if i % 20 == 0:
+            assert verdict(text).value == 0, text
+
+
+@pytest.mark.parametrize("text", [t for t in HOSTILE if t.strip()])
+def test_hostile_answers_are_read_in_time(text):
+    began = time.perf_counter()
+    assert isinstance(lean.refused(proof_of(code_of(text))), str)
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n" * 10**6, "<think>" * 10**5, "a" * 10**6])
+def test_hostile_answers_earn_nothing(text):
+    assert verdict(text).value == 0
+
+
+@given(st.text() | st.text("`lean4 \n:=by theorem").map(lambda text: f"```lean4{text}"))
+@settings(max_examples=10_000, deadline=None)
+def test_any_text_has_a_proof(text):
+    proof = proof_of(code_of(text))
+    assert len(proof) <= len(text)
+    assert "```" not in code_block(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"header": None}, "header is missing or null, expected imports and options"),
+        ({"formal_statement": 5}, "formal_statement is 5, expected a theorem up to its"),
+        ({"formal_statement": "theorem t : True := by sorry"}, "formal_statement is 'theorem"),
+        ({"formal_statement": ""}, "formal_statement is '', expected"),
+        ({"name": 3}, "name is 3, expected a text or null"),
+        ({"informal_prefix": []}, r"informal_prefix is \[\], expected"),
+    ],
+)
+def test_bad_rows(change, message):
+    with pytest.raises(ValueError, match=message):
+        lean.check(ROW | change)

@@ -1,0 +1,133 @@
+"""What is kept of unfinished answers, on the engine and on the worker."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from envs.rollout.drafts import DraftBook, DraftedCall, Drafts
+from envs.rollout.episode import Turn
+from envs.rollout.sampler import Request
+
+
+def turn(prompt, tokens, reason="") -> Turn:
+    return Turn(list(prompt), list(tokens), [-1.0] * len(tokens), [0] * len(tokens), reason)
+
+
+def running(name: str, j: int, tokens: list[int]):
+    """vLLM's state of a request that has sampled some tokens."""
+    answer = SimpleNamespace(
+        token_ids=tokens,
+        logprobs=SimpleNamespace(logprobs=[-1.0] * len(tokens)),
+        routed_experts=None,
+    )
+    spans = [SimpleNamespace(start=0, end=len(tokens), version="0")]
+    return SimpleNamespace(
+        external_req_id=Drafts().request_id(name, j),
+        _new_completion_output=lambda ids, reason, stop: answer,
+        _weight_version_spans=lambda: spans,
+    )
+
+
+def test_a_request_goes_on_from_its_drafts_with_its_own_prompt():
+    drafts = Drafts()
+    drafts.open(Request("a", [7, 8], 2, 0, []))
+    assert drafts.turns("a") == [turn([7, 8], []), turn([7, 8], [])]
+    drafts.open(Request("b", [7, 8], 2, 0, [turn([], [5]), turn([], [5, 1], "stop")]))
+    assert drafts.turns("b") == [turn([7, 8], [5]), turn([7, 8], [5, 1], "stop")]
+
+
+def test_what_is_new_beyond_what_is_known():
+    drafts = Drafts()
+    drafts.open(Request("a-1", [7], 3, 0, [turn([], [1]), turn([], []), turn([], [])]))
+    drafts.finish("a-1", 1, turn([7], [4, 5], "stop"))
+    states = {i: running("a-1", j, ids) for i, (j, ids) in enumerate([(0, [2, 3]), (2, [])])}
+    states[9] = running("a", 1, [99])
+    assert drafts.since("a-1", [], states) == [
+        turn([], [1, 2, 3]),
+        turn([], [4, 5], "stop"),
+        turn([], []),
+    ]
+    later = drafts.since("a-1", [2, None, 0], states)
+    assert later == [turn([], [3]), None, turn([], [])]
+    drafts.close("a-1")
+    assert drafts.since("a-1", [], states) == [] == drafts.since("unknown", [3], states)
+
+
+class Watched(list):
+    """A list that counts the elements that are read of it."""
+
+    read = 0
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.read += len(found) if isinstance(index, slice) else 1
+        return found
+
+    def __iter__(self):
+        self.read += len(self)
+        return super().__iter__()
+
+
+def test_a_poll_copies_only_what_is_new():
+    """Of 60,000 tokens that the engine has and 59,990 that the worker knows."""
+    state, known = running("a", 0, list(range(40_000))), 59_990
+    answer = state._new_completion_output([], None, None)
+    answer.token_ids = Watched(answer.token_ids)
+    answer.logprobs.logprobs = Watched(answer.logprobs.logprobs)
+    drafts = Drafts()
+    drafts.open(Request("a", [7], 1, 0, [turn([], range(20_000))]))
+    written = drafts.turns("a")[0]
+    written.token_ids = Watched(written.token_ids)
+    assert drafts.since("a", [known], {0: state}) == [turn([], range(39_990, 40_000))]
+    assert [answer.token_ids.read, answer.logprobs.logprobs.read] == [10, 10]
+    assert written.token_ids.read == 0
+    assert drafts.since("a", [20_000 - 2], {0: state})[0].token_ids[:3] == [19_998, 19_999, 0]
+
+
+def test_a_copy_keeps_what_a_report_brought_as_it_came():
+    first, second = turn([], range(60_000)), turn([], [5])
+    copy = DraftedCall([7], []).extended([first]).extended([second])
+    kept = copy.answers[0]
+    assert len(kept) == 2 and kept[0] is first and kept[1] is second
+    assert copy.known() == [60_001] and copy.turns() == [turn([7], [*range(60_000), 5])]
+
+
+def test_a_copy_follows_the_engine():
+    copy = DraftedCall([7], [])
+    assert copy.known() == [] and copy.extended([]) == copy
+    copy = copy.extended([turn([], [1]), turn([], [], "")])
+    assert copy.known() == [1, 0]
+    copy = copy.extended([turn([], [2], "stop"), turn([], [5])])
+    assert copy.turns() == [turn([7], [1, 2], "stop"), turn([7], [5])]
+    assert copy.known() == [None, 1]
+    assert copy.extended([None, turn([], [6])]).turns()[1].token_ids == [5, 6]
+
+
+def test_drafts_are_kept_where_an_attempt_fails_and_each_attempt_has_lists_of_its_own():
+    book, call = DraftBook(), DraftedCall([7], [])
+    with pytest.raises(ConnectionError), book.of("slot", 3, 2) as first:
+        first[0].append(call)
+        raise ConnectionError
+    with pytest.raises(ConnectionError), book.of("slot", 3, 2) as second:
+        assert second == [[call], []]
+        first[1].append(call)  # what is left of the first attempt still writes
+        assert second == [[call], []]
+        raise ConnectionError
+    with book.of("slot", 4, 2) as other:
+        assert other == [[], []] and other[0] is not other[1]
+    with book.of("slot", 3, 2) as third:
+        assert third == [[call], []]
+    with book.of("slot", 3, 2) as after_success:
+        assert after_success == [[], []]
+    assert not book.groups
+
+
+def test_drafts_of_a_group_that_is_given_up_are_forgotten():
+    book = DraftBook()
+    with pytest.raises(ConnectionError), book.of(0, 3, 1) as drafts:
+        drafts[0].append(DraftedCall([7], []))
+        raise ConnectionError
+    book.forget(0, 3)
+    book.forget(0, 3)
+    with book.of(0, 3, 1) as drafts:
+        assert drafts == [[]]

@@ -1,0 +1,275 @@
+"""The next step of an agent: known answers, real rows, and calls that are nearly right."""
+
+import json
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.rollout.response import Response
+from envs.tools import tool_choice
+from envs.tools.calls import matching, same
+from support.verifiers import HOSTILE, gym_rows, known_answers, lines
+
+AGENT = "single_step_tool_use_with_argument_comparison_agent"
+GOLD = {
+    "user": "GROOM2024",
+    "count": 75,
+    "price": 9.5,
+    "seats": ["A1", "A2"],
+    "notify": True,
+    "note": None,
+    "address": {"city": "Ulm", "zip": 89073},
+    "summary": "User wants adjacent seats for seven people",
+}
+
+
+def call(name: str, arguments: object) -> dict:
+    return {"type": "function_call", "name": name, "arguments": json.dumps(arguments)}
+
+
+def row(action: dict, agent: str = AGENT, **config: object) -> dict:
+    return {
+        "agent_ref": {"name": agent},
+        "expected_action": action,
+        "tool_call_comparator_config": config,
+    }
+
+
+def batch(*queries: str) -> dict:
+    return {"type": "function_call_batch", "calls": [call("search", {"q": q}) for q in queries]}
+
+
+def reward(judged: dict, *calls: dict, text: str = "") -> float:
+    return tool_choice.verify(judged, Response(text, tool_calls=list(calls))).value
+
+
+ROW = row(call("book", GOLD))
+MESSAGE = row({"type": "message", "content": "Which seats?"})
+
+
+def test_known_answers():
+    known = known_answers("single_step_tool_use", AGENT)
+    assert len(known) >= 8
+    for answer in known:
+        judged = answer.row | answer.case.get("config", {})
+        tool_choice.check(judged)
+        assert tool_choice.verify(judged, answer.response).value == answer.reward, answer.case
+
+
+def test_known_functions():
+    """Rewards are compared, and not NeMo-Gym's words for them."""
+    found = lines("known_answers", "single_step_tool_use_with_argument_comparison_fns")
+    cases = [case for case in found if case["fn"] == "ActionComparator.compare_action"]
+    assert len(cases) >= 31
+    for case in cases:
+        args = case["args"]
+        judged = row(args["expected_action"], **args["self"])
+        tool_choice.check(judged)
+        actual = args["actual_action"]
+        calls = actual.get("calls", [actual] if actual["type"] == "function_call" else [])
+        text = actual.get("content", "")
+        assert reward(judged, *calls, text=text) == case["expected"]["reward"], case
+
+
+def test_real_rows():
+    for judged in gym_rows("single_step_tool_use_with_argument_comparison", AGENT):
+        tool_choice.check(judged)
+        assert tool_choice.needs(judged) == ("tool_parser",)
+        action = judged["expected_action"]
+        is_call = action["type"] == "function_call"
+        assert reward(judged, *[action] * is_call, text=action.get("content", "")) == 1
+        assert reward(judged) == reward(judged, call("x", {})) == 0
+        assert reward(judged, text="<think>hm") == reward(judged, text="<think>hm</think>\n") == 0
+
+
+def test_each_agent_has_its_threshold():
+    """Of "the cat sat" and "the dog ran" a sixth of the words is shared."""
+    expected = {"search_pivot": 0, "toolcall_schema": 1, "swe_pivot": 1}
+    for name, value in expected.items():
+        agent = f"{name}_single_step_tool_use_with_argument_comparison_agent"
+        assert agent in tool_choice.AGENTS
+        judged = row(call("f", {"q": "the cat sat"}), agent)
+        assert reward(judged, call("f", {"q": "the dog ran"})) == value
+        assert reward(judged, call("f", {"q": "the dog sat"})) == 1  # two of six
+        assert reward(judged, call("f", {"q": "a dog ran"})) == (name == "swe_pivot")
+        assert reward(judged, call("f", {"q": "the"})) == 0
+    assert reward(
+        row(batch("a", "b"), "parallel_tool_calls_" + AGENT), call("search", {"q": "a"})
+    ) == (pytest.approx(2 / 3))
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "answer"),
+    [
+        (1, True, False),  # NeMo-Gym takes true for 1
+        (True, True, True),
+        (1, 1.0, False),
+        (1.5, 1.5 + 9e-7, True),
+        (1.5, 1.5 + 2e-6, False),
+        (1.5, float("nan"), False),
+        (1.5, float("inf"), False),
+        (None, None, True),
+        (None, "None", False),
+        ("one", "One", False),
+        ("one two", "TWO one", True),
+        ("the cat", "the dog", True),
+        ("the cat ate some food", "the dog ran to the store", False),
+        ("the dog", "the", False),
+        ([1, 2], [2, 1], False),
+        ([1, 2], [1, 2, 3], False),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
+        ({"a": 1}, {}, False),
+    ],
+)
+def test_what_is_the_same(expected, actual, answer):
+    assert same(expected, actual, 0.1, 1e-6) is answer
+
+
+@pytest.mark.parametrize(
+    ("candidates", "size"),
+    [([[0, 1], [0]], 2), ([[0], [0]], 1), ([[], [3]], 1), ([[0, 1], [0, 2], [1], [0]], 4 - 1)],
+)
+def test_the_most_calls_are_matched(candidates, size):
+    assert matching(candidates) == size
+
+
+def test_one_call_can_be_taken_for_several_expected_ones():
+    """The first call fits both expected ones, the second only the first."""
+    judged = row(batch("red and blue", "red and green"))
+    both, one = call("search", {"q": "red and blue"}), call("search", {"q": "a blue one"})
+    assert reward(judged, both, one) == 1
+    assert reward(judged, one, one) == 0
+
+
+def test_a_message_is_any_text_without_a_call():
+    assert reward(MESSAGE, text="No.") == 1
+    assert reward(MESSAGE, call("book", GOLD), text="No.") == 0
+    broken = '<tool_call>{"name": "book"'
+    assert tool_choice.verify(MESSAGE, f"I book: {broken}").value == 0
+    assert tool_choice.verify(MESSAGE, "<think>I wonder").value == 0
+    assert tool_choice.verify(MESSAGE, "<think>x</think> Which?").value == 1
+
+
+def changed(rng: random.Random) -> list[dict]:
+    """The right call with one fault."""
+    data = json.loads(json.dumps(GOLD))
+    key = rng.choice(list(GOLD))
+    match rng.randrange(9):
+        case 0:
+            del data[key]
+        case 1:
+            data[key + "_"] = data[key]
+        case 2:
+            data[key.upper()] = data.pop(key)
+        case 3:
+            data[key] = rng.choice(({}, [], "x", 76, [data[key]], str(data[key]) + "!"))
+            data["summary"] = GOLD["summary"] if key != "summary" else "x"
+        case 4:
+            data["user"] = rng.choice(("groom2024", "GROOM2024 ", "GROOM2025", "", "GROOM 2024"))
+        case 5:
+            data["count"] = rng.choice((74, 75.0, "75", -75, 750, None))
+        case 6:
+            data["seats"] = rng.choice((["A2", "A1"], ["A1"], ["A1", "A2", "A3"], "A1, A2"))
+        case 7:
+            good = call("book", GOLD)
+            junk = rng.choice(("x", "}", "```", "null"))
+            return [good | {"arguments": good["arguments"] + junk}]
+        case 8:
+            return rng.choice(([], [call("Book", GOLD)], [call("book", [GOLD])], [call("", {})]))
+    return [call("book", data)]
+
+
+def test_wrong_calls_earn_nothing():
+    """A thousand changes of the right one; other texts of several words are a known leak."""
+    rng = random.Random(0)
+    for _ in range(1000):
+        calls = changed(rng)
+        assert reward(ROW, *calls, text=json.dumps(GOLD)) == 0, calls
+    assert reward(ROW, call("book", GOLD | {"summary": "seats for a horse"})) == 1
+    assert reward(ROW, call("rob", {}), call("book", GOLD)) == 1
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:8]))
+def test_hostile_answers(text):
+    for arguments in (text, json.dumps(text), json.dumps(GOLD | {"summary": text})):
+        assert reward(ROW, {"name": "book", "arguments": arguments}, text=text) == 0
+    assert reward(ROW, {"name": text, "arguments": "{}"}) == 0
+    assert reward(row(batch("a b")), call("search", {"q": text})) == 0
+
+
+def test_many_calls_take_linear_time():
+    judged = row(batch(*(f"word {i}" for i in range(20))), word_count_similarity_threshold=0)
+    calls = [call("search", {"q": "x y"})] * 5_000
+    assert reward(judged, *calls) == 1
+    assert reward(judged, *[call("search", {"q": "x"})] * 5_000) == 0
+    assert reward(judged, {}, {"name": None, "arguments": None}, {"arguments": 5}) == 0
+    long = row(batch("word " * 50_000))
+    began = time.monotonic()
+    assert reward(long, *[call("search", {"q": "x y"})] * 2_000) == 0
+    assert time.monotonic() - began < 5
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=3,
+)
+
+
+@given(JSON, st.sampled_from(list(GOLD)))
+@settings(max_examples=2500)  # two cases each
+def test_any_arguments_are_judged(data, key):
+    assert reward(ROW, call("book", data)) == 0
+    expected = same(GOLD[key], data, 0.1, 1e-6)
+    assert reward(ROW, call("book", GOLD | {key: data})) == expected
+
+
+@given(st.text(), st.text())
+@settings(max_examples=5000)
+def test_any_text_is_judged(name, text):
+    assert reward(ROW, {"name": name, "arguments": text}, text=text) == 0
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (None, "expected_action.type is missing or null, expected function_call"),
+        ({"type": "call"}, "expected_action.type is 'call', expected function_call"),
+        ({"type": "message"}, "expected_action.content is missing"),
+        ({"type": "function_call"}, "expected_action.name is missing"),
+        (call("f", []), r"expected_action.arguments is '\[\]', expected a JSON object"),
+        (
+            {"type": "function_call", "name": "f", "arguments": {}},
+            "expected_action.arguments is {}",
+        ),
+        ({"type": "function_call_batch"}, "expected_action.calls is missing"),
+        (
+            {"type": "function_call_batch", "calls": []},
+            r"expected_action.calls is \[\], expected at",
+        ),
+        ({"type": "function_call_batch", "calls": [5]}, "expected_action.calls.0.name is missing"),
+    ],
+)
+def test_bad_rows(action, message):
+    with pytest.raises(ValueError, match=message):
+        tool_choice.check(row(action))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (5, "tool_call_comparator_config is 5, expected settings or null"),
+        ({"threshold": 1}, "tool_call_comparator_config.threshold is 1, expected one of: word_co"),
+        ({"word_count_similarity_threshold": 0.7}, "threshold is 0.7, expected a number from 0 to"),
+        ({"floating_point_comparison_threshold": True}, "is True, expected a number"),
+        ({"allow_subset": 1}, "allow_subset is 1, expected true or false"),
+        ({"parallel_tool_call_reward_mode": "f2"}, "is 'f2', expected one of: binary_strict"),
+    ],
+)
+def test_bad_settings(config, message):
+    with pytest.raises(ValueError, match=message):
+        tool_choice.check(ROW | {"tool_call_comparator_config": config})

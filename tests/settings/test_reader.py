@@ -1,0 +1,545 @@
+"""Configuration files and flags, and what is reported of wrong input before Ray starts."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import dpo
+from grpo_async import Config
+from runtime import preflight
+from settings import reader as config
+from settings.reader import InputError
+from settings.run import OWN_ENGINE_ARGS
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = "configs/tiny.py"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a config file and returns its path."""
+
+    def write(text: str, name: str = "mine.py") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def load(*flags) -> Config:
+    """The configuration, whether or not this checkout has made models/tiny."""
+    with mock.patch.object(preflight, "check"):
+        return config.load(Config, [str(flag) for flag in flags], default=TINY)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def test_an_empty_file_is_the_defaults(write):
+    assert config.read(Config, write("")) == Config()
+
+
+def test_without_arguments_the_default_file_is_read():
+    cfg = load()
+    assert cfg.model.endswith("/models/tiny") and "{" not in cfg.run_dir
+    assert re.fullmatch(r".*/runs/tiny-1-\d{8}-\d{6}", cfg.run_dir)
+    assert "/runs/tiny-7-" in load("--seed", 7).run_dir
+
+
+def test_a_file_inherits_overrides_and_computes(write):
+    path = write(
+        "import math\n"
+        "from pathlib import Path\n"
+        "from configs.tiny import *\n"
+        "_half = steps // 2\n"
+        "steps = _half\n"
+        "correction = {'high': 2.0}\n"
+    )
+    cfg = config.read(Config, path)
+    parent = config.read(Config, ROOT / TINY)
+    changed = {k for k, v in vars(parent).items() if getattr(cfg, k) != v}
+    assert changed == {"steps", "correction"} and cfg.steps == parent.steps // 2
+    assert (cfg.correction.high, cfg.correction.action) == (2.0, "truncate")
+
+
+def test_groups_that_are_assigned_again_are_merged_at_any_depth(write):
+    """A file that inherits a group and assigns one leaf of it keeps the others."""
+    write(
+        'policy = {"kind": "megatron", "ranks": 4, "tp": 4}\nengine = {"args": {"a": 1, "b": 2}}\n'
+    )
+    path = write(
+        "exec(open(__file__.replace('child', 'mine')).read())\n"
+        'policy = {"lr": 1e-6}\n'
+        'engine = {"count": 2, "args": {"b": 3, "c": 4}}\n',
+        "child.py",
+    )
+    cfg = config.read(Config, path)
+    policy = cfg.policy
+    assert (policy.kind, policy.ranks, policy.tp, policy.lr) == ("megatron", 4, 4, 1e-6)
+    assert cfg.engine.count == 2 and cfg.engine.args == {"a": 1, "b": 3, "c": 4}
+
+
+def test_an_inherited_group_keeps_the_leaves_that_are_not_assigned(write):
+    """The same by `import *`."""
+    parent = config.read(Config, ROOT / TINY)
+    text = "from configs.tiny import *\npolicy = {'weight_decay': 0.1}\ndata = {'val_samples': 4}\n"
+    cfg = config.read(Config, write(text))
+    assert cfg.policy == dataclasses.replace(parent.policy, weight_decay=0.1)
+    assert cfg.data == dataclasses.replace(parent.data, val_samples=4)
+    assert parent == config.read(Config, ROOT / TINY), "the parent's own dictionaries are untouched"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("[!_]*.py")), ids=str)
+def test_every_config_file_is_valid(path):
+    Settings = dpo.Config if path.stem.endswith("dpo") else Config
+    assert config.read(Settings, path) != Settings()
+
+
+def test_flags_override_the_file(write):
+    text = "steps = 5\npolicy = {'lr': 1e-4}\nloss = {'skip_zero_advantage': True}\nwandb = False\n"
+    path = write(text)
+    flags = ["--correction.high", 2, "--loss.no-skip-zero-advantage"]
+    cfg = load("--steps", 7, "--config", path, *flags)
+    assert (cfg.steps, cfg.policy.lr, cfg.correction.high) == (7, 1e-4, 2.0)
+    assert (cfg.loss.skip_zero_advantage, cfg.wandb) == (False, False)
+    cfg = load(f"--config={path}", "--loss.dual-clip", 3, "--correction.level", "sequence")
+    assert (cfg.loss.dual_clip, cfg.correction.level, cfg.correction.high) == (3.0, "sequence", 5.0)
+    assert cfg.steps == 5
+
+
+def test_flags_of_a_command_have_no_prefix(write):
+    cfg = load("--config", write("run_dir = 'x'\n"), "--resume", "auto")
+    assert (cfg.command.resume, cfg.command.modes) == ("auto", [])
+    cfg = load("--replay", "elsewhere")
+    assert cfg.command.replay == str(Path("elsewhere").resolve()) and cfg.command.modes == [
+        "replay"
+    ]
+
+
+def test_the_file_is_written_into_the_configuration(write):
+    assert load().command.config == TINY
+    path = write("steps = 5\n")
+    assert load("--config", path).command.config == str(path)
+
+
+def test_dictionaries_on_the_command_line_are_json_and_are_merged_into_those_of_the_file():
+    cfg = load("--engine.args", '{"max_num_seqs": 3, "kv_cache_dtype": "fp8"}')
+    expected = {"max_num_seqs": 3, "gpu_memory_utilization": 0.3, "kv_cache_dtype": "fp8"}
+    assert cfg.engine.args == expected == cfg.engine.arguments
+    cfg = load("--sampling.chat-template-kwargs", '{"truncate_history_thinking": false}')
+    both = {"enable_thinking": True, "truncate_history_thinking": False}
+    assert cfg.sampling.chat_template_kwargs == both
+    assert load("--advantage.penalties", '{"thinking": -5}').advantage.penalties == {"thinking": -5}
+    assert Config().engine.arguments == {"max_num_seqs": 256, "gpu_memory_utilization": 0.85}
+
+
+# --- refusing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("wandb = True\nstep = 3\n", r"mine\.py:2: unknown field 'step'; did you mean steps\?$"),
+        ("from configs.tiny import *\nmax_lagg = 3\n", r"py:2: .*'max_lagg'; did you mean max_lag"),
+        ("zzzzzz = 3\n", r"mine\.py:1: unknown field 'zzzzzz'$"),
+        ("\nsteps = 'many'\n", r"mine\.py:2: steps = 'many': .*integer"),
+        ("steps = 0\n", r"mine\.py:1: steps = 0: .*greater than 0"),
+        ("steps: int = -1\n", r"mine\.py:1: steps = -1"),
+        ("steps = 1\nsteps = 1.5\n", r"mine\.py:2: steps = 1\.5: .*integer"),
+        ("max_lag = -1\n", r"mine\.py:1: max_lag = -1: .*greater than or equal to 0"),
+        ("sampling = {'temperature': 0}\n", r"mine\.py:1: sampling\.temperature = 0"),
+        (
+            "loss = {'reduction': 'mean'}\n",
+            r"py:1: loss\.reduction = 'mean': .*'token' or 'sequence'",
+        ),
+        ("policy = {'lr': None}\n", r"mine\.py:1: policy\.lr = None: .*valid number"),
+        ("policy = 5\n", r"mine\.py:1: policy = 5: "),
+        ("correction = {'action': 'drop'}\n", r"mine\.py:1: correction\.action = 'drop': .*'mask'"),
+        ("correction = {'upper': 2}\n", r"mine\.py:1: unknown field 'correction\.upper'"),
+        ("policy = {'leraning_rate': 2}\n", r"mine\.py:1: unknown field 'policy\.leraning_rate'"),
+        (
+            'policy = {\n    "lr": 1e-4,\n    "warmup_step": 3,\n}\n',
+            r"py:3: unknown field 'policy\.warmup_step'; did you mean policy\.warmup_steps\?$",
+        ),
+        (
+            'steps = 3\nengine = {\n    "count": 0,\n}\n',
+            r"mine\.py:3: engine\.count = 0: .*greater than 0",
+        ),
+        ("lr = 1e-4\n", r"mine\.py:1: unknown field 'lr'; did you mean policy\.lr\?$"),
+        ("train = 'a'\n", r"mine\.py:1: unknown field 'train'; did you mean data\.train\b"),
+        (
+            "policy = {'count': 2}\n",
+            r"unknown field 'policy\.count'; did you mean engine\.count\?$",
+        ),
+        ("command = {'resume': 'auto'}\n", r"mine\.py:1: command: expected on the command line"),
+        ("resume = 'auto'\n", r"mine\.py:1: unknown field 'resume'"),
+        ("steps = = 3\n", r"mine\.py:1: SyntaxError: .*line 1"),
+        ("from configs.tyny import *\n", r"mine\.py:1: ModuleNotFoundError: .*tyny"),
+        ("steps = 3 / 0\n", r"mine\.py:1: ZeroDivisionError"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_place_and_value(write, text, message):
+    with pytest.raises(InputError, match=message) as error:
+        config.read(Config, write(text))
+    assert "\n" not in str(error.value)
+
+
+def test_megatron_s_arguments_on_the_command_line_are_merged_into_those_of_the_file():
+    given = '{"overlap_param_gather": false, "bucket_size": 1000}'
+    cfg = load("--config", "configs/rlvr1.py", "--policy.megatron.ddp", given)
+    own = {"grad_reduce_in_fp32": False, "overlap_param_gather": False, "bucket_size": 1000}
+    assert cfg.policy.megatron.ddp == own
+    assert cfg.policy.megatron.model == {"moe_permute_fusion": True}
+    assert cfg.policy.tp == 4
+
+
+@pytest.mark.parametrize("name", OWN_ENGINE_ARGS)
+def test_an_engine_argument_that_the_run_sets_is_refused_by_name(write, name):
+    path = write(f"engine = {{'args': {{'max_num_seqs': 3, {name!r}: 1}}}}\n")
+    with pytest.raises(InputError, match=rf"mine\.py:1: engine\.args sets '{name}', which the run"):
+        config.read(Config, path)
+
+
+def test_all_engine_arguments_that_the_run_sets_are_refused():
+    """But for the few that may be overridden."""
+    names = Config().engine_arguments(on_cpu=False).keys() - OWN_ENGINE_ARGS
+    assert names - Config().engine.arguments.keys() == {
+        "enforce_eager",
+        "enable_chunked_prefill",
+        "hf_overrides",
+        "distributed_executor_backend",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompts_per_step": 5, "loss": {"updates_per_batch": 2}}, "is no multiple of"),
+        ({"val_period": 5, "data": {"val": ""}}, "expected both or neither"),
+        ({"val_period": 0, "data": {"val": "some.jsonl"}}, "expected both or neither"),
+        (
+            {"loss": {"kl_coef": 0.1, "skip_zero_advantage": True}},
+            "needs loss.skip_zero_advantage = False",
+        ),
+        ({"loss": {"dual_clip": 0.5}}, "loss.dual_clip = 0.5: Input should be greater than 1"),
+        (
+            {"correction": {"sequence_error_limit": 0.9}},
+            "correction.sequence_error_limit = 0.9: Input should be greater",
+        ),
+        ({"group_size": 1}, "group_size = 1: expected 2"),
+        ({"advantage": {"clip": (1.0, 2.0)}}, "advantage.clip = (1.0, 2.0): expected low <= 0"),
+        ({"advantage": {"penalties": {"rude": -5.0}}}, "Input should be 'tool_call' or 'thinking'"),
+        ({"policy": {"warmup_lr": math.nan}}, "policy.warmup_lr = nan: Input should be"),
+        ({"policy": {"lr": math.inf}}, "policy.lr = inf: Input should be a finite number"),
+        ({"loss": {"kl_coef": -0.1}}, "loss.kl_coef = -0.1: Input should be greater"),
+        ({"gpu_share": -3.0}, "gpu_share = -3.0: Input should be greater"),
+        (
+            {"gpu_share": 0.5, "engine": {"tensor_parallel": 2}},
+            "engine.tensor_parallel = 2 needs 1",
+        ),
+        ({"loss": {"ratio_clip": (2.0, 0.2)}}, "Input should be less"),
+        (
+            {"advantage": {"low_effort": {"weight": math.nan}}},
+            "advantage.low_effort.weight = nan: Input should be",
+        ),
+        ({"correction": {"low": -2, "high": -1}}, "correction.low = -2: Input should be greater"),
+        ({"correction": {"low": 3, "high": 2}}, "correction.low = 3.0 > correction.high = 2.0"),
+        ({"policy": {"tp": 2}}, "policy: tp * pp * cp = 2 * 1 * 1, ep = 1 need policy.kind"),
+    ],
+)
+def test_contradictory_fields_are_named_with_their_values(write, fields, message):
+    lines = "".join(f"{name} = {value!r}\n" for name, value in fields.items())
+    path = write(re.sub(r"\b(nan|inf)\b", r"float('\1')", lines))
+    with pytest.raises(InputError, match=re.escape(message)) as error:
+        config.read(Config, path)
+    text = str(error.value)
+    assert str(path) in text and "\n" not in text
+    for name, value in fields.items():
+        assert name in text and (isinstance(value, dict) or str(value) in text)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"attention": "sdpa", "row_tokens": 65536},
+        {"attention": "auto", "row_tokens": 131072},
+        {"attention": "flash_attention_2", "row_tokens": 131072},
+        {"attention": "sdpa", "row_tokens": 131072, "kind": "megatron"},
+    ],
+)
+def test_long_rows_are_taken_where_no_mask_is_made(policy):
+    assert Config(policy=policy).policy.row_tokens == policy["row_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--eval_only", "--export", "3", "--run_dir", "x"], "eval_only and export exclude each"),
+        (["--rollout_only", "--replay", "x"], "rollout_only and replay exclude each other"),
+        (["--resume", "auto", "--rollout_only", "--run_dir", "x"], "resume excludes rollout_only"),
+        (["--resume", "auto", "--export", "3", "--run_dir", "x"], "resume excludes export"),
+        (["--resume", "auto"], "resume = 'auto': run_dir has {time}"),
+        (["--export", "3"], "export: run_dir has {time}"),
+        (["--eval_only", "--data.val", ""], "eval_only = True and data.val = '': no rows"),
+    ],
+)
+def test_commands_that_exclude_each_other_are_refused(capfd, flags, message):
+    with pytest.raises(SystemExit) as stop:
+        load(*flags)
+    assert message in unboxed(f"{capfd.readouterr().err} {stop.value}")
+
+
+def test_flags_that_contradict_the_file_are_refused(capfd, write):
+    with pytest.raises((SystemExit, InputError)) as stop:
+        load("--config", write("prompts_per_step = 5\n"), "--loss.updates-per-batch", 2)
+    text = unboxed(f"{capfd.readouterr().err} {stop.value}")
+    assert "prompts_per_step = 5 is no multiple of loss.updates_per_batch = 2" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--stepz", "3"], "Perhaps you meant: --steps"),
+        (["--steps", "many"], "--steps: invalid literal for int() with base 10: 'many'"),
+        (["--correction.level", "tokn"], "'tokn' for argument '--correction.level'"),
+    ],
+)
+def test_a_wrong_flag_is_refused_by_name(capfd, flags, message):
+    with pytest.raises(SystemExit) as stop:
+        load(*flags)
+    assert stop.value.code == 2 and message in unboxed(capfd.readouterr().err)
+
+
+def test_a_missing_file_lists_the_existing_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(
+        InputError, match=r"no/such\.py: no such config.*h100/rlhf\.py, .*s/tiny\.py"
+    ):
+        load("--config", "no/such.py")
+    with pytest.raises(InputError, match="--config: expected the path of a file"):
+        load("--steps", 3, "--config")
+
+
+def unboxed(text: str) -> str:
+    """tyro's output without colours, frames and line breaks."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[─-╿]", " ", text).split())
+
+
+@pytest.fixture
+def shown_help(capfd, monkeypatch) -> str:
+    """What --help prints of a script with the name mine.py."""
+    monkeypatch.setattr(sys, "argv", ["somewhere/mine.py"])
+    with pytest.raises(SystemExit) as stop:
+        load("--help")
+    assert stop.value.code == 0
+    return unboxed(capfd.readouterr().out)
+
+
+def test_help_explains_every_field(shown_help):
+    docs = [doc for Group in groups(Config) for doc in field_docs(Group)]
+    assert len(docs) == len(config.leaves(Config)) + len(list(groups(Config))) - 1
+    shown = shown_help.replace("`", "")
+    assert [doc for doc in docs if " ".join(doc.split()).replace("`", "") not in shown] == []
+
+
+def test_help_names_the_script_its_groups_and_its_file(shown_help):
+    assert shown_help.startswith("usage: mine.py [-h] [OPTIONS]")
+    assert f"The defaults below are those of {TINY}." in shown_help
+    for flag in ("--config", "--resume", "--policy.lr", "--advantage.low-effort.weight"):
+        assert f" {flag} " in shown_help
+    for name in ("policy", "engine", "sampling", "data", "timeouts", "advantage", "loss"):
+        assert f" {name} options " in shown_help
+
+
+def groups(Config: type) -> Iterator[type]:
+    """The class of the settings, and those of its groups at any depth."""
+    yield Config
+    settings = Config()
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from groups(type(value))
+
+
+def field_docs(Group: type) -> list[str]:
+    """The texts below the fields of a class; of a field that is declared again, the last one's."""
+    docs: dict[str, str] = {}
+    for cls in reversed(Group.__mro__):
+        if not dataclasses.is_dataclass(cls):
+            continue
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        for field, text in itertools.pairwise(node.body):
+            value = getattr(text, "value", None)
+            if isinstance(field, ast.AnnAssign) and isinstance(value, ast.Constant):
+                docs[field.target.id] = value.value
+    return [docs[field.name] for field in dataclasses.fields(Group)]
+
+
+def test_a_file_may_use_its_own_names_in_functions_and_comprehensions(write):
+    names = "import math\n_n = 4\ndef _f(): return math.ceil(_n / 3)\n"
+    used = "steps = sum(_n for _ in range(2))\nmax_lag = _f()\n"
+    cfg = config.read(Config, write(names + used))
+    assert (cfg.steps, cfg.max_lag) == (8, 2)
+
+
+def test_config_is_given_once():
+    with pytest.raises(InputError, match="--config is given 2 times"):
+        config.load(Config, ["--config", "configs/tiny.py", "--config=configs/gsm8k.py"], "x")
+
+
+def test_an_empty_dictionary_takes_the_place_of_an_inherited_one():
+    assert config.merge({"tool_call": -5.0}, {}) == {}
+    assert config.merge({"a": 1}, {"b": {"c": 2}}) == {"a": 1, "b": {"c": 2}}
+
+
+# --- models of the hub ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A model folder without weights: a config, and a tokenizer of one token per word."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.WordLevel({"?": 0, "a": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+@pytest.fixture
+def hub(model, tmp_path) -> Path:
+    """A folder for HF_HOME whose cache holds acme/small, by links to blobs as the hub writes it."""
+    cached = tmp_path / "hf/hub/models--acme--small"
+    snapshot = cached / "snapshots/0a1b2c"
+    snapshot.mkdir(parents=True)
+    (cached / "blobs").mkdir()
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("0a1b2c")
+    for content in [*model.iterdir(), model / "model.safetensors"]:
+        blob = cached / "blobs" / content.name
+        blob.write_bytes(content.read_bytes() if content.exists() else b"")
+        (snapshot / content.name).symlink_to(Path("../../blobs") / content.name)
+    return tmp_path / "hf"
+
+
+UNCHECKED = "from runtime import preflight; preflight.check = lambda cfg: None"
+
+
+def load_model(hub: Path, config_text: str, *flags: str, before: str = UNCHECKED, **env: str):
+    """What a process says that loads a config file with the real huggingface_hub."""
+    path = hub.parent / "mine.py"
+    path.write_text(config_text)
+    code = f"""
+import sys
+from settings import reader as config
+from settings.run import RunSettings
+{before}
+print(config.load(RunSettings, sys.argv[1:], "").model)
+"""
+    command = [sys.executable, "-c", code, "--config", str(path), *flags]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(hub)} | env
+    env.pop("HF_HUB_CACHE", None)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=env, cwd=hub.parent, timeout=60
+    )
+
+
+SMALL = "model = 'acme/small'\n"
+OTHER = "model = 'acme/other'\n"
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_is_its_local_snapshot(hub):
+    """Without network, through huggingface_hub itself; what it found is checked."""
+    snapshot = hub / "hub/models--acme--small/snapshots/0a1b2c"
+    done = load_model(hub, SMALL, HF_HUB_OFFLINE="1")
+    assert done.stdout.splitlines()[-1:] == [str(snapshot)], done.stderr
+    (snapshot / "tokenizer_config.json").unlink()
+    done = load_model(hub, SMALL, before="", HF_HUB_OFFLINE="1")
+    expected = "expected a folder that holds tokenizer_config.json"
+    assert done.stderr == f"error: model = {str(snapshot)!r}: {expected}\n"
+
+
+@pytest.mark.slow
+def test_a_folder_goes_before_the_hub(hub, model):
+    shutil.copytree(model, hub.parent / "acme/small")
+    done = load_model(hub, SMALL, HF_HUB_OFFLINE="1")
+    assert done.stdout.splitlines()[-1] == str(hub.parent / "acme/small"), done.stderr
+
+
+@pytest.mark.slow
+def test_weights_that_the_cache_lacks_matter_to_a_run_but_not_to_a_dry_run(hub):
+    snapshot = hub / "hub/models--acme--small/snapshots/0a1b2c"
+    (snapshot / "model.safetensors").unlink()
+    done = load_model(hub, SMALL, HF_HUB_OFFLINE="1")
+    assert done.returncode == 1 and f"no *.safetensors in {snapshot}. " in done.stderr
+    before = "import dry_run\ndry_run.explain = lambda cfg, Config: cfg.model"
+    done = load_model(hub, SMALL, "--dry_run", before=before, HF_HUB_OFFLINE="1")
+    assert done.stdout.splitlines()[-1] == str(snapshot), done.stderr
+
+
+def test_every_file_that_an_index_names_must_be_there(tmp_path):
+    """A download that was interrupted leaves some of them."""
+    assert config.missing_weights(tmp_path) == ["*.safetensors"]
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "model-1.safetensors").touch()
+    assert config.missing_weights(tmp_path) == ["model-2.safetensors"]
+    (tmp_path / "model-2.safetensors").touch()
+    assert config.missing_weights(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_had_is_an_error_that_says_what_was_tried(hub):
+    done = load_model(hub, OTHER, HF_HUB_OFFLINE="1")
+    (line,) = done.stderr.splitlines()
+    folder = hub.parent / "acme/other"
+    start = f"error: model = 'acme/other': there is no folder {folder} that holds config.json"
+    assert done.returncode == 1 and line.startswith(start)
+    assert "OfflineModeIsEnabled: " in line and f"the cache {hub / 'hub'} does not hold it" in line
+    assert line.endswith("(hf download acme/other) and set model to the folder")
+
+
+@pytest.mark.slow
+def test_a_hub_that_does_not_answer_is_waited_for_with_a_deadline(hub):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        short = f"config.HUB_SECONDS = 0.5\n{UNCHECKED}"
+        done = load_model(hub, OTHER, before=short, **env)
+        assert "did not give such a model: ReadTimeout: " in done.stderr
+        done = load_model(hub, SMALL, before=short, **env)
+        assert done.stdout.splitlines()[-1].endswith("/0a1b2c"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["./acme/x", "/acme/x", "../x", "acme", "a/b/c", "here/x", "models/tinny", "~acme/x", "a/b--c"],
+)
+def test_a_local_path_is_never_looked_up(name, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it raises
+    assert config.fetched(name, weights=True) == str(Path(name).resolve())
+    with pytest.raises(ImportError):
+        config.fetched("acme/x", weights=True)
