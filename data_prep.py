@@ -27,7 +27,7 @@ from prep.curriculum import Curriculum
 from prep.profile import Profile
 from prep.shares import Effort, ReasoningControl
 from prep.tool_pairs import ToolPairs
-from settings.reader import InputError
+from settings.errors import InputError
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "blend": Blend,
@@ -42,7 +42,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 
 def main(argv: list[str]) -> int:
-    """Runs a command; its exit code. Raises InputError for what is wrong with the input."""
+    """Runs a command; returns its exit code. Raises InputError for bad input."""
     at = argv.index("--") if "--" in argv else len(argv)
     command = tyro.extras.subcommand_cli_from_dict(
         COMMANDS, prog="data_prep.py", description=__doc__, args=argv[:at]
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     if isinstance(command, Profile):
         command = dataclasses.replace(command, overrides=tuple(argv[at + 1 :]))
     elif at < len(argv):
-        raise InputError("-- belongs to profile, whose run gets what follows")
+        raise InputError("-- belongs to profile: its run gets the words after it")
     try:
         return command.run()
     except OSError as error:  # a disk that is full, a folder that may not be written to

@@ -16,8 +16,7 @@ before they train, so no second model is held; what they found stays in the run'
                                             +--- reference.jsonl <--+
 
 A pair is packed as one unit: both of its sequences lie in one row, so a row's loss needs no other.
-The driver and the order of this file are those of grpo_async.py, without what needs an engine.
-docs/dpo.md shows the difference between the two.
+The driver and the order of this file are those of grpo_async.py, without engines (docs/dpo.md).
 
 Axes, as suffixes:  T tokens of a packed row    N pairs in that row
                     S its sequences, 2N: 2n is the chosen one of pair n, 2n + 1 the rejected one
@@ -29,13 +28,14 @@ Axes, as suffixes:  T tokens of a packed row    N pairs in that row
 
 import asyncio
 import dataclasses
+import importlib
 import itertools
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pydantic
@@ -48,16 +48,18 @@ from torch.nn.functional import logsigmoid
 from core.waits import within
 from envs.rollout.pairs import Pair, load_pairs, render_all
 from envs.rollout.rows import Rows
-from policy import open_policy
 from policy.packing import plan_rows
-from runtime import metrics, modes
 from runtime.checkpoints import Checkpoints
-from runtime.cluster import Cluster, Ranks
+from runtime.cluster import Cluster
 from runtime.console import phase
 from runtime.log import Log
+from runtime.rank import Rank
 from runtime.scores import Scores
-from settings import reader as config
-from settings.run import PairSettings
+from settings import reader
+from settings.pairs import PairSettings
+
+if TYPE_CHECKING:
+    from runtime import modes
 
 # === Config =======================================================================================
 
@@ -69,7 +71,7 @@ class Loss:
     """What is learnt of a pair."""
 
     beta: PositiveFloat = 0.05
-    """How dear it is to leave the reference: the weight of the KL that DPO stands for."""
+    """Strength of the pull to the reference: the weight of the KL that DPO stands for."""
     preference_weight: NonNegativeFloat = 1.0
     """Weight of telling the two answers apart."""
     sft_weight: NonNegativeFloat = 0.2
@@ -78,7 +80,7 @@ class Loss:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Config(PairSettings):
-    """DPO, after settings/run.py's fields of any training; as Nemotron 3 Nano by default."""
+    """Train a language model with DPO. Defaults: Nemotron 3 Nano."""
 
     steps: PositiveInt = 50
     """Batches to train; also the last policy version."""
@@ -220,24 +222,15 @@ def pack(scored: Sequence[Scored], planned_pairs: int) -> Batch:
 # === Trainer ======================================================================================
 
 
-class Trainer:
+class Trainer(Rank):
     """One rank of the policy being trained. A plain class; an actor where it is used."""
-
-    def __init__(self, cfg: Config):
-        self.cfg = cfg
-        self.ranks = Ranks(cfg)
-        self.writes: list[Callable] = []  # of the checkpoint that is being written
-
-    def open_store(self, world: int) -> tuple[str, int]:
-        """Listens for `world` processes; the port is bound before anyone hears of it."""
-        return self.ranks.open_store(world)
 
     def start(self, rank: int, address: tuple[str, int]) -> list:
         """Joins the other ranks and loads the policy; returns what its weights look like."""
         cfg = self.cfg
         torch.manual_seed(cfg.seed)
-        self.ranks.join(rank, address)
-        self.policy = open_policy(cfg.model, cfg.policy, 1.0, cfg.seed, cfg.timeouts.train)
+        self.join_ranks(rank, address)
+        self.policy = self.open_policy(temperature=1.0)
         return self.policy.weight_metas()
 
     def score(self, rows: list[list[Scored]], planned_pairs: int) -> dict[int, list[float]]:
@@ -259,7 +252,7 @@ class Trainer:
         began = time.perf_counter()
         batches = [pack(row, planned_pairs) for row in rows]
         stats = self.policy.forward_backward(batches, lambda x, of: dpo_loss(x, of, self.cfg))
-        total = metrics.reduce_stats(stats, self.policy.dp_group)
+        total = self.reduced(stats)
         if not math.isfinite(total["loss"]):
             raise FloatingPointError(f"the loss of {planned_pairs} pairs is {total['loss']}")
         measured = mean_metrics(total) | self.policy.optimizer_step()
@@ -271,24 +264,7 @@ class Trainer:
         logps = self.policy.logprobs(batches)
         pairs = zip(logps, batches, strict=True)
         stats = [dpo_loss(logp_T, of.to(logp_T.device), self.cfg).stats for logp_T, of in pairs]
-        return metrics.reduce_stats(stats, self.policy.dp_group)
-
-    def save(self, folder: str) -> None:
-        """Copies this rank's state to memory and starts writing it; collective."""
-        self.writes = [self.policy.save(f"{folder}/policy"), self.policy.export_hf(f"{folder}/hf")]
-
-    def saved(self) -> None:
-        """Returns when what `save` began is written; runs beside the training."""
-        for write in self.writes:
-            write()
-
-    def load(self, folder: str) -> None:
-        """Goes on from a checkpoint, bitwise; collective."""
-        self.policy.load(f"{folder}/policy")
-
-    def export(self, folder: str) -> None:
-        """Writes the policy as a model that transformers and vLLM load; collective."""
-        self.policy.export_hf(folder)()
+        return self.reduced(stats)
 
 
 # === The driver ===================================================================================
@@ -316,24 +292,18 @@ class Run:
     async def start(self) -> None:
         """Starts the trainers; scores the pairs while the policy is still the reference."""
         await self.cluster.start_trainers()
-        await self.score(self.rows, self.cfg.steps * self.cfg.pairs_per_step)
+        trains = not self.cfg.command.eval_only
+        if trains:
+            await self.score(self.rows, self.cfg.steps * self.cfg.pairs_per_step)
         await self.score(self.val_rows)
         if self.leaving:
             return
-        state = await self.checkpoints.load(self.MUST_MATCH)
+        state = await self.checkpoints.load(self.MUST_MATCH if trains else None)
         self.version = state.get("version", 0)
         self.evaluated = state.get("evaluated", -1)
         self.log.open(self.cfg, self.version)
 
-    async def start_evaluation(self) -> None:
-        """Starts the trainers on the checkpoint; writes below run_dir/evaluation."""
-        await self.cluster.start_trainers()
-        await self.score(self.val_rows)
-        self.version = (await self.checkpoints.load()).get("version", 0)
-        self.cfg = dataclasses.replace(self.cfg, run_dir=f"{self.cfg.run_dir}/evaluation")
-        self.log.open(self.cfg, self.version)
-
-    async def run(self, loops: modes.Loops) -> None:
+    async def run(self, loops: "modes.Loops") -> None:
         """Starts what training needs, then trains; any task that fails ends the run."""
         self.cluster.on_signal(self.leave)
         await loops.start()
@@ -433,19 +403,31 @@ class Run:
         """Copies this moment, while the run waits, and writes it while the run goes on."""
         progress = {"next_prompt": self.version * self.cfg.pairs_per_step}
         state = {"version": self.version, "progress": progress}
-        await self.checkpoints.save(state, [], self.tasks)
+        await self.checkpoints.save(state, None, self.tasks)
 
 
 def main() -> None:
     """Checks everything that can be checked without a process, then runs."""
-    cfg = config.load(Config, sys.argv[1:], default="configs/tiny_dpo.py")  # --dry_run exits here
+    cfg = reader.load(Config, sys.argv[1:], default="configs/tiny_dpo.py")
+    if cfg.command.dry_run:
+        from dry_run import explain
+
+        print(explain(cfg, Config))
+        return
+    from runtime import modes, preflight
+
+    preflight.prepare(cfg)
     rows = load_pairs(cfg.data.train, cfg)
     run = Run(cfg, rows, load_pairs(cfg.data.val, cfg) if cfg.data.val else None)
     loops = modes.training_loops(run)
     with run.cluster:
         asyncio.run(run.run(loops))
+        if run.log.is_open:
+            from report import finish
+
+            finish(run.cfg)
 
 
 if __name__ == "__main__":
-    # Actors find their classes by module name; in __main__ every process would get its own copy.
-    __import__(Path(__file__).stem).main()
+    # Actors import their classes by this file's name: the driver must use that module as well.
+    importlib.import_module(Path(__file__).stem).main()

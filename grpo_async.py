@@ -7,6 +7,7 @@
 Only sequences whose mean exp|log pi_train - log pi_engine| is at most 2 are summed. One update per
 batch is made, so the PPO ratio is 1 and never clips.
 All stages of Nemotron 3 Super, NVIDIA's 120B model whose RL recipe is public, have this objective.
+That of the GRPO paper, and some twenty others, are settings or a few lines: docs/variants.md.
 
 Two loops run at once and meet in a buffer. Prompts are numbered in file order; group i is trained
 at step i // P and nowhere else, and may start as soon as the policy has version i // P - max_lag:
@@ -36,14 +37,15 @@ picture. docs/grpo_async.md argues each deviation from NeMo-RL (branch super-v3)
 
 import asyncio
 import dataclasses
+import importlib
 import itertools
 import sys
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import pydantic
@@ -52,43 +54,30 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
-import envs
-from core.waits import together, unless, within
-from envs.rollout.drafts import DraftBook, Drafts
-from envs.rollout.episode import Episode, Sample, SampleInfo, Turn, stitch
-from envs.rollout.rows import last_question, load_rows
-from envs.rollout.sampler import Request, Sampler
-from policy import open_policy
+from envs import registry
+from envs.rollout.drafts import Drafts
+from envs.rollout.episode import Episode, Group, Request, Rollouts, Sample, Turn, shaped_reward
+from envs.rollout.sampler import Samplers
 from policy.packing import Share, Update, plan_shares
-from policy.weight_sync import Sender
-from runtime import metrics, modes
+from runtime import metrics
 from runtime.checkpoints import Checkpoints
-from runtime.cluster import Cluster, Ranks
-from runtime.dispatch import Dispatcher, Rollouts, Slot
-from runtime.fleet import Fleet, Received
-from runtime.log import Log, rollout_lines
-from settings import reader as config
-from settings.run import RunSettings
+from runtime.cluster import Cluster
+from runtime.dispatch import Dispatcher, Slot
+from runtime.fleet import Fleet
+from runtime.log import Log
+from runtime.rank import SendingRank
+from settings.run import LowEffort, RunSettings
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 # === Config =======================================================================================
 
 CHECKED = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 Unbounded = Annotated[float, Field(allow_inf_nan=True)]
 Penalties = dict[Literal["tool_call", "thinking"], float]
-
-
-@checked_dataclass(frozen=True, config=CHECKED)
-class LowEffort:
-    """Reward by length, where the last user message asks for a short answer (`shaped_reward`)."""
-
-    weight: NonNegativeFloat = 0.0
-    """Bonus of a short answer; 0: off (Super: 0.2)."""
-    tokens: PositiveInt = 3000
-    """Answer length at which that bonus turns into a penalty."""
-    penalty: NonNegativeFloat = 1.0
-    """Slope of the penalty beyond it."""
-    marker: str = "{reasoning effort: low}"
-    """What such a message holds."""
+Loop = Callable[[], Coroutine[None, None, None]]  # of the run, or what starts it
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
@@ -138,8 +127,6 @@ class Loss:
     """Optimizer steps per batch, each on another part of it. With one, the PPO ratio is 1."""
     ratio_clip: tuple[Annotated[float, Field(ge=0, le=1)], NonNegativeFloat] = (0.2, 0.28)
     """PPO ratio is clipped to [1 - first, 1 + second] (clip-higher, DAPO)."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound -A * ratio by -A * this where A < 0."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the k3 KL to the initial policy; 0: no reference model is loaded."""
     reduction: Literal["token", "sequence"] = "token"
@@ -150,7 +137,7 @@ class Loss:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Config(RunSettings):
-    """GRPO, after settings/run.py's fields (P, G, max_lag); as Nemotron 3 Super by default."""
+    """Train a language model with asynchronous GRPO. Defaults: Nemotron 3 Super."""
 
     advantage: Advantage = dataclasses.field(default_factory=Advantage)
     """Baseline, normalisation, penalties."""
@@ -191,17 +178,6 @@ class Config(RunSettings):
 
 
 @dataclasses.dataclass
-class Group:
-    """A finished prompt group in the buffer."""
-
-    slot: int
-    version: int  # of the policy when the group was dispatched
-    line: int  # of the data file
-    infos: list[SampleInfo]
-    samples: Any  # Ray's reference to list[Sample]
-
-
-@dataclasses.dataclass
 class Batch:
     """A packed row of N sequences; `planned_*` are counts of the whole update, over all ranks."""
 
@@ -236,7 +212,7 @@ def group_advantages(rewards_G: Tensor, rule: Advantage) -> Tensor:
     """Advantages [G] of one prompt's samples; all zero when the group agrees.
 
     A reward minus the mean of the others, over their (unbiased) std + 1e-6; with baseline "mean",
-    those of all. Where that std is rounding, it does not divide. A sample whose advantage is
+    those of all. A std that is only rounding does not divide. A sample whose advantage is
     exactly 0 is not computed (`plan_step`). NeMo-RL algorithms/utils.py:79.
     """
     G = len(rewards_G)
@@ -252,20 +228,6 @@ def group_advantages(rewards_G: Tensor, rule: Advantage) -> Tensor:
         spread_G = std_G > SPREAD_FLOOR * r_G.abs().max()
         advantage_G = torch.where(spread_G, advantage_G / (std_G + 1e-6), advantage_G)
     return advantage_G.clamp(*rule.clip).to(rewards_G.dtype)
-
-
-def shaped_reward(row: dict, episode: Episode, rule: LowEffort) -> float:
-    """The environment's reward; where the prompt asks for low effort, short pays and long costs.
-
-    q = min(1, weight * (1 - tokens / limit));  r' = r + r * max(q, 0) + penalty * min(q, 0)
-    Tokens are those of the last turn. NeMo-RL experience/rollouts.py:1098; Super: 0.2, 3000, 1.
-    """
-    reward = float(episode.reward.value)
-    if not rule.weight or rule.marker not in last_question(row):
-        return reward
-    tokens = len(episode.turns[-1].token_ids)
-    q = min(1.0, rule.weight * (1 - tokens / rule.tokens))
-    return reward + reward * max(q, 0.0) + rule.penalty * min(q, 0.0)
 
 
 class ImportanceWeights(NamedTuple):
@@ -303,19 +265,37 @@ def sequence_mean(x_T: Tensor, mask_T: Tensor, seq_T: Tensor) -> Tensor:
 def k3(log_ratio_T: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(p || q) per token [T]: log_ratio = log q - log p, x ~ p.
 
-    By expm1: in float32, exp(x) - 1 - x is negative for every third x near 1e-4.
+    Uses expm1, as in float32 exp(x) - 1 - x is negative for every third x near 1e-4.
     """
     log_ratio_T = log_ratio_T.clamp(-20, 20)
     return log_ratio_T.expm1() - log_ratio_T
 
 
 def divisor(tokens: float, sequences: float, cfg: Config) -> float:
-    """What an update's summed loss is divided by, given how many tokens and sequences it trains.
+    """The divisor of an update's summed loss, by the tokens and sequences that it trains.
 
-    Asked for the planned counts before the first backward pass, and before the optimizer step for
-    the counts that the filter kept (see `policy_loss`). Dr. GRPO returns a constant.
+    Called with the planned counts, and again with those that the filter kept (`policy_loss`). A
+    fork with another normalisation changes this: Dr. GRPO returns a constant.
     """
     return max(tokens if cfg.loss.reduction == "token" else sequences, 1)
+
+
+class Trusted(NamedTuple):
+    """Which sequences of a row [N] the engine sampled from our policy, and how far each is off."""
+
+    keep_N: Tensor  # bool
+    error_N: Tensor  # mean exp|log pi_old - log pi_engine| over its tokens; 1 means no error
+
+
+def trusted_sequences(gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, limit: float) -> Trusted:
+    """Judges each sequence by the log-ratios `gap_T` [T] of its trained tokens.
+
+    Where trainer and engine disagree by more than `limit`, the engine sampled from some other
+    policy, and its tokens teach nothing about ours. NeMo-RL algorithms/loss_functions.py.
+    """
+    # expm1: a float32 sum of values near 1 loses the error.
+    error_N = 1 + sequence_mean(gap_T.abs().clamp(max=20).expm1(), mask_T, seq_T)
+    return Trusted(error_N <= limit, error_N)
 
 
 class RowLoss(NamedTuple):
@@ -328,30 +308,27 @@ class RowLoss(NamedTuple):
 def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     """The clipped policy gradient of one packed row.
 
-    `logp_T` [T] are the trainer's logprobs, with gradient. How many tokens the filter keeps is
-    known only after the update's last row. So each row is divided by the planned count, and
-    `Trainer.update` rescales the summed gradients by planned / kept. Packing changes nothing.
+    `logp_T` [T] are the trainer's logprobs, with gradient. The sum over the row is divided by the
+    update's planned count, as the count that the filter keeps is known after the last row only:
+
+        planned 1,000 tokens; the filter drops a sequence of 200     every row divides by 1,000
+        grad_scale = 1,000 / 800 = 1.25 before the optimizer step    as if each had divided by 800
+
+    So the filter costs no second forward pass, and packing changes nothing.
     """
     rule = cfg.loss
     # With one update per batch the old policy is this one: the ratio is 1, its gradient counts.
     old_logp_T = logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
     mask_T = batch.mask_T & batch.engine_logp_T.isfinite()
     gap_T = torch.where(mask_T, old_logp_T - batch.engine_logp_T, 0.0)
-
-    # Where trainer and engine disagree this much, the engine sampled from some other policy, and
-    # its tokens teach nothing about ours. expm1: a float32 sum of values near 1 loses the error.
-    error_N = 1 + sequence_mean(gap_T.abs().clamp(max=20).expm1(), mask_T, batch.seq_T)
-    trusted_N = error_N <= cfg.correction.sequence_error_limit
-    mask_T = mask_T & trusted_N[batch.seq_T]
+    trusted = trusted_sequences(gap_T, mask_T, batch.seq_T, cfg.correction.sequence_error_limit)
+    mask_T = mask_T & trusted.keep_N[batch.seq_T]
     weight_T, inside_T = importance_weights(gap_T, mask_T, batch.seq_T, cfg.correction)
 
     ratio_T = (logp_T - old_logp_T).clamp(-20, 20).exp()
     clipped_T = ratio_T.clamp(1 - rule.ratio_clip[0], 1 + rule.ratio_clip[1])
     A_T = batch.advantage_T
     surrogate_T = torch.maximum(-A_T * ratio_T, -A_T * clipped_T)
-    if rule.dual_clip is not None:
-        bounded_T = torch.minimum(surrogate_T, -A_T * rule.dual_clip)
-        surrogate_T = torch.where(A_T < 0, bounded_T, surrogate_T)
     loss_T = weight_T * surrogate_T
 
     kl_T = torch.zeros_like(logp_T)
@@ -372,10 +349,8 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
         "sampling_importance_ratio": weight_T,
         "is_oob_ratio": 1.0 - inside_T.float(),
         "kl_penalty": kl_T,
-        "logp": logp_T,
-        "old_logp": old_logp_T,
     }
-    return RowLoss(loss, metrics.row_stats(loss, batch, mask_T, error_N, trusted_N, measured))
+    return RowLoss(loss, metrics.row_stats(loss, logp_T, batch, mask_T, trusted, measured))
 
 
 # === Packing ======================================================================================
@@ -383,16 +358,21 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 
 def plan_step(groups: list[Group], cfg: Config) -> list[Share]:
     """What each replica, a whole copy of the policy, trains of a batch, from SampleInfos alone."""
-    updates = []
     size = len(groups) // cfg.loss.updates_per_batch
-    for start in range(0, len(groups), size):
-        part = range(start, start + size)
-        every = ((g, j, info) for g in part for j, info in enumerate(groups[g].infos))
-        trained = {(g, j): info for g, j, info in every if info.trained_tokens}
+    updates = []
+    for first in range(0, len(groups), size):
+        trained = {
+            (g, j): info
+            for g in range(first, first + size)
+            for j, info in enumerate(groups[g].infos)
+            if info.trained_tokens
+        }
         tokens = sum(info.trained_tokens for info in trained.values())
+        planned = Update(max(tokens, 1), max(len(trained), 1), rows=[])
+        # Samples without gradient are in these counts, and in no row where they are skipped.
         skips = cfg.loss.skip_zero_advantage
         lengths = {at: i.tokens for at, i in trained.items() if i.has_gradient or not skips}
-        updates.append((Update(max(tokens, 1), max(len(trained), 1), rows=[]), lengths))
+        updates.append((planned, lengths))
     return plan_shares(updates, cfg.policy.row_tokens, cfg.policy.replicas)
 
 
@@ -431,7 +411,7 @@ def token_advantages(sample: Sample, rule: Advantage) -> np.ndarray:
 
 
 class RolloutBuffer:
-    """Where the two loops meet: finished groups, by slot, and the rule of who may start.
+    """Where the two loops meet: finished groups, by slot, and the rule which slots may start.
 
     Slot i trains at step i // P. It may be dispatched once the engines' policy version is at
     least i // P - max_lag, so nothing is ever too old to train on, and nothing is thrown away.
@@ -512,7 +492,7 @@ class RolloutBuffer:
         return f"version {self.version}, {now}, dropped: {dict(self.dropped) or 'none'}"
 
     def wake(self) -> None:
-        """Lets everybody who waits look again."""
+        """Wakes all waits on the buffer, so that each looks at its condition again."""
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -533,73 +513,54 @@ class Generator:
 
     async def start(self) -> None:
         """Builds the engine; its weights come with version 0."""
-        from vllm import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from runtime.engine import open_engine
 
-        Cluster.pass_on_as_text(EngineDeadError)
-        args = AsyncEngineArgs(**self.cfg.engine_arguments(current_platform.is_cpu()))
-        # Whose default budget of prefilled tokens is that of a program, not of a server.
-        self.engine = AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+        self.engine: AsyncLLM = open_engine(self.cfg)
 
     async def generate(self, request: Request) -> list[Turn]:
-        """The request's answers; those that a lost engine had begun go on from their drafts.
+        """The request's answers. Those that a lost engine had begun go on from their drafts."""
+        return await self.written.complete(request, self.answer)
+
+    async def answer(self, request: Request) -> Turn:
+        """The answer to a request of one sample.
 
         Logprobs are of the policy that sampled, at the run's temperature. vLLM labels each token
         with the policy version of its engine step; a running request keeps its KV over an update,
         one submitted after it never hits an older prefix (`cache_salt`).
         """
-        self.written.open(request)
-        try:
-            return await together(self.answer(request, j) for j in range(request.n))
-        finally:
-            self.written.close(request.name)
-
-    async def answer(self, request: Request, j: int) -> Turn:
-        """Sample j of a request, from where its draft ends."""
-        draft = self.written.turns(request.name)[j]
-        if draft.finish_reason:
-            return draft
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        ids = request.prompt_ids + draft.token_ids
-        limit = request.max_tokens or self.cfg.sampling.max_response_tokens
-        room = self.cfg.sampling.max_model_len - len(ids)
-        chosen = {"temperature": self.cfg.sampling.temperature} | request.sampling
+        room = self.cfg.sampling.max_model_len - len(request.prompt_ids)
         params = SamplingParams(
-            seed=request.seed + j + 1_000_003 * len(draft.token_ids),  # not the draft's noise again
-            max_tokens=min(limit - len(draft.token_ids), room),
+            seed=request.seed,
+            max_tokens=min(request.max_tokens, room),
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **chosen,
+            **{"temperature": self.cfg.sampling.temperature} | request.sampling,
         )
-        prompt: Any = {"prompt_token_ids": ids, "cache_salt": str(self.version)}
-        name = self.written.request_id(request.name, j)
-        outputs = self.engine.generate(prompt, params, name, priority=request.priority)
-        async for output in outputs:
-            new = Turn.from_vllm([], output.outputs[0], cached=output.num_cached_tokens or 0)
-            draft = draft.extended(new)
-        self.written.finish(request.name, j, draft)
-        return draft
+        prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": str(self.version)}
+        outputs = self.engine.generate(prompt, params, request.name, priority=request.priority)
+        (output,) = [output async for output in outputs]
+        return Turn.from_vllm([], output.outputs[0], cached=output.num_cached_tokens or 0)
 
     def drafts(self, name: str, known: list[int | None]) -> list[Turn | None]:
-        """What a running request's answers have beyond `known` tokens each; None: known whole."""
+        """For each answer, the tokens after the first `known` ones; None: the caller has all."""
         return self.written.since(name, known, self.engine.output_processor.request_states)
 
-    async def join_sync_group(self, *address: Any) -> list[int]:
+    async def join_sync_group(self, *meeting: bytes | str | int) -> list[int]:
         """Connects the engine's workers to trainer rank 0; returns the bytes of KV of each."""
-        return await self.engine.collective_rpc("join_sync_group", args=address)
+        return await self.engine.collective_rpc("join_sync_group", args=meeting)
 
-    async def update_weights(self, version: int, verify: bool) -> Received:
-        """Receives `version` in flight, between two engine steps. Any error is final."""
+    async def update_weights(self, version: int, verify: bool) -> tuple[dict, list[int]]:
+        """Receives `version` in flight, between two engine steps. Any error is final.
+
+        Returns the seconds of each phase, and a checksum of what each worker received.
+        """
         began = time.perf_counter()
-        # AsyncLLM.pause_generation would sleep for 20 ms more, which nothing here needs.
-        await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await self.engine.pause_generation(mode="keep", clear_cache=False)
         paused = time.perf_counter()
         label = self.engine.update_weight_version(str(version))
         receive = self.engine.collective_rpc("receive_weights", args=(verify,))
@@ -608,10 +569,10 @@ class Generator:
         loaded = time.perf_counter()
         await self.engine.resume_generation()
         phases = {"sync_pause": paused - began, "sync_transfer": loaded - paused}
-        return Received(phases | {"sync_resume": time.perf_counter() - loaded}, checksums)
+        return phases | {"sync_resume": time.perf_counter() - loaded}, checksums
 
     async def check_health(self) -> None:
-        """Raises if the engine is dead; waits for its workers, who answer between two steps."""
+        """Raises if the engine is dead; its workers reply between two of its steps."""
         await self.engine.collective_rpc("check_health")
 
 
@@ -623,21 +584,19 @@ class RolloutWorker:
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
-        self.tokenizer = envs.configure(cfg)
-        self.drafts = DraftBook()  # answers that a retry starts from
+        self.samplers = Samplers(cfg)
 
-    async def rollout_group(self, generator: Any, row: dict, slot: Slot, n: int) -> Rollouts:
-        """n scored answers to one row; after an error, the next call goes on from its drafts."""
-        seed = zlib.crc32(f"{self.cfg.seed} {slot}".encode())
-        shared = (generator, self.tokenizer, self.cfg.sampling.of(row))
-        validation = slot.evaluation is not None
-        with self.drafts.of(slot, row["_line"], n) as drafts:
-            samplers = [Sampler(*shared, seed + j, d, validation) for j, d in enumerate(drafts)]
-            episodes = await envs.rollouts(row, samplers)
+    async def rollout_group(self, engine: "ActorHandle", row: dict, slot: Slot, n: int) -> Rollouts:
+        """n scored answers to one row; after an error, the next call goes on from their drafts."""
+        with self.samplers.of_group(engine, row, slot, n) as samplers:
+            episodes = await registry.rollouts(row, samplers)
         return self.finish(row, slot, episodes)
 
     def finish(self, row: dict, slot: Slot, episodes: list[Episode]) -> Rollouts:
-        """Rewards to advantages, episodes to samples and to a line of rollouts.jsonl each."""
+        """Rewards to advantages, episodes to samples and to a line of rollouts.jsonl each.
+
+        Also for validation, where `slot.evaluation` is a version and n may be 1.
+        """
         rule = self.cfg.advantage
         rewards_G = torch.tensor([shaped_reward(row, e, rule.low_effort) for e in episodes])
         if not rewards_G.isfinite().all():
@@ -654,79 +613,67 @@ class RolloutWorker:
                 sample.reward = float(reward)
                 sample.advantage = float(advantage)
             samples += pieces
-            lines.append(episode.record(self.tokenizer, row, pieces[-1]))
+            lines.append(episode.record(self.samplers.tokenizer, row, pieces[-1]))
         infos = [sample.info() for sample in samples]
-        return Rollouts(infos, samples, rollout_lines(slot, lines, self.cfg))
+        return Rollouts(infos, samples, slot.lines(lines, self.cfg))
 
     def forget(self, slot: Slot, line: int) -> None:
         """Drops the drafts of a prompt that is given up."""
-        self.drafts.forget(slot, line)
+        self.samplers.drafts.forget(slot, line)
 
 
 # === Trainer ======================================================================================
 
 
 class Trained(NamedTuple):
-    """A rank's batch: mean metrics of its updates, its mismatch table, its samples' logprobs."""
+    """What a rank makes of a batch. Ray keeps the logprobs; the driver fetches the rest."""
 
-    metrics: Any  # dict[str, float]; in the driver a reference, as are the others
-    mismatch: Any  # dict
-    logps: Any  # array of all tokens, in the order of the share's places
+    metrics: dict[str, float]  # means over the batch's updates, the same on all ranks
+    mismatch: dict  # between trainer and engine, by environment, lag and place
+    logps: np.ndarray  # of all tokens, in the order of the share's places
 
 
 class Updated(NamedTuple):
-    """One optimizer step: its metrics, and the logprobs [T] of its rows before it."""
+    """One optimizer step: its metrics, and the logprobs [T] of this rank's rows before it."""
 
     metrics: dict[str, float]
     logps: list[Tensor]
 
 
-class Trainer:
+class Trainer(SendingRank):
     """One rank of the policy being trained. A plain class; an actor where it is used."""
-
-    def __init__(self, cfg: Config):
-        self.cfg = cfg
-        self.ranks = Ranks(cfg)
-        self.writes: list[Callable] = []  # of the checkpoint that is being written
-
-    def open_store(self, world: int) -> tuple[str, int]:
-        """Listens for `world` processes; the port is bound before anyone hears of it."""
-        return self.ranks.open_store(world)
 
     def start(self, rank: int, address: tuple[str, int]) -> list:
         """Joins the other ranks and loads the policy; returns what its weights look like."""
-        cfg = self.cfg
-        torch.manual_seed(cfg.seed)
-        self.ranks.join(rank, address)
-        shared = (cfg.model, cfg.policy, cfg.sampling.temperature, cfg.seed, cfg.timeouts.train)
-        self.policy = open_policy(*shared)
-        self.reference = None
-        if cfg.has_reference:
-            self.reference = open_policy(*shared, reference_of=self.policy)
-        self.sender = Sender(self.policy, cfg.timeouts, cfg.gpu_share < 1)
-        return self.policy.weight_metas()
+        torch.manual_seed(self.cfg.seed)
+        self.join_ranks(rank, address)
+        temperature = self.cfg.sampling.temperature
+        self.policy = self.open_policy(temperature)
+        frozen = self.cfg.has_reference
+        self.reference = self.open_policy(temperature, self.policy) if frozen else None
+        return self.open_sender()
 
     def train_step(self, step: int, updates: list[Update], *groups: list[Sample]) -> Trained:
-        """Trains one batch; `groups` are single arguments, as Ray resolves no inner reference."""
+        """Trains one batch. Ray resolves `groups` one by one: it does not look inside a list."""
         began = time.perf_counter()
         rows = [[[groups[g][j] for g, j in row] for row in update.rows] for update in updates]
-        batches = []
-        for update, of_update in zip(updates, rows, strict=True):
-            batches.append([pack(samples, update, self.cfg) for samples in of_update])
+        batches = [
+            [pack(samples, update, self.cfg) for samples in of_update]
+            for update, of_update in zip(updates, rows, strict=True)
+        ]
         self.add_old_and_reference(batches)
         done = [self.update(of_update) for of_update in batches]
-        self.sender.stage()
+        self.stage_weights()
         seconds = {"train_seconds": time.perf_counter() - began}
         measured = metrics.mean_metrics([update.metrics for update in done]) | seconds
         if not self.policy.reports:  # another rank of this replica reports the same rows
             return Trained(measured, {}, np.empty(0))
         logps = itertools.chain(*(update.logps for update in done))
-        pairs = [pair for pair in zip(itertools.chain(*rows), logps, strict=True) if pair[0]]
-        samples = [sample for row, _ in pairs for sample in row]
-        logp_T = torch.cat([torch.empty(0), *(row_logp_T.cpu() for _, row_logp_T in pairs)]).numpy()
+        used = [pair for pair in zip(itertools.chain(*rows), logps, strict=True) if pair[0]]
+        samples = [sample for row, _ in used for sample in row]
+        logp_T = torch.cat([torch.empty(0), *(x_T.cpu() for _, x_T in used)]).numpy()
         limit = self.cfg.correction.sequence_error_limit
-        table = metrics.mismatch_table(samples, logp_T, step, limit)
-        return Trained(measured, table, logp_T)
+        return Trained(measured, metrics.mismatch_table(samples, logp_T, step, limit), logp_T)
 
     def add_old_and_reference(self, updates: list[list[Batch]]) -> None:
         """The logprobs that the loss compares with, computed before the policy moves."""
@@ -747,7 +694,7 @@ class Trainer:
             return policy_loss(logp_T, batch, self.cfg)
 
         stats = self.policy.forward_backward(rows, loss_fn)
-        total = metrics.reduce_stats(stats, self.policy.dp_group)
+        total = self.reduced(stats)
         tokens = rows[0].planned_tokens
         sequences = rows[0].planned_sequences
         # Samples that were counted but not computed cannot fail the filter: they count as kept.
@@ -762,37 +709,11 @@ class Trainer:
         """Mean |logp - engine_logp| over each engine's turns; collective over the ranks."""
         gaps = []
         for turns in answers:
-            samples = [sample for turn in turns for sample in stitch([turn])]
+            samples = [Sample.of([turn]) for turn in turns]
             batch = pack(samples, Update(1, 1, []), self.cfg).to(self.policy.device)
             (logp_T,) = self.policy.logprobs([batch])
             gaps.append(float((logp_T - batch.engine_logp_T)[batch.mask_T].abs().mean()))
         return gaps
-
-    def join_sync_group(self, host: str, port: int, rank: int, world: int) -> None:
-        """Meets the engines' workers at the store that trainer rank 0 opened last."""
-        theirs = self.sender.wire.store(host, port, world) if rank else self.ranks.store
-        self.sender.join(theirs, rank, world)
-
-    def send_weights(self, verify: bool) -> int:
-        """Broadcasts the policy to the engines; collective. Returns a checksum if `verify`."""
-        return self.sender.send(verify)
-
-    def save(self, folder: str) -> None:
-        """Copies this rank's state to memory and starts writing it; collective."""
-        self.writes = [self.policy.save(f"{folder}/policy"), self.policy.export_hf(f"{folder}/hf")]
-
-    def saved(self) -> None:
-        """Returns when what `save` began is written; runs beside the training."""
-        for write in self.writes:
-            write()
-
-    def load(self, folder: str) -> None:
-        """Goes on from a checkpoint, bitwise; collective."""
-        self.policy.load(f"{folder}/policy")
-
-    def export(self, folder: str) -> None:
-        """Writes the policy as a model that transformers and vLLM load; collective."""
-        self.policy.export_hf(folder)()
 
 
 # === Weight sync: every engine from one policy version to the next, in flight =====================
@@ -813,7 +734,7 @@ class Engines:
     async def sync(self, version: int) -> dict[str, float]:
         """Brings all engines to `version`; returns the slowest one's seconds by phase, and a count.
 
-        Raises RuntimeError where none is left after `engine.max_restarts` repairs, or where one
+        Raises RuntimeError where none is left and none may be replaced, or where one
         holds other weights than the trainer; and whatever the very first update raises.
         """
         fleet = self.fleet
@@ -829,14 +750,14 @@ class Engines:
                 received = await fleet.exchange(sends, updates)
                 gaps = await fleet.gaps() if verify else []
             except Exception as error:
-                await fleet.blame(error, lost_before)  # raises what no new engine would mend
+                await fleet.discard_dead(error, lost_before)  # re-raises what no restart can fix
                 continue
             fleet.probe.judge(version, gaps)
             if fleet.alive:  # else all died after they had acknowledged
                 fleet.all_synced()
                 phases = [update.phases for update in received]
                 slowest = {name: max(phase[name] for phase in phases) for name in phases[0]}
-                return slowest | {"engines": len(fleet.serving())}
+                return slowest | {"engines": len(fleet.queue)}
 
     async def repair_forever(self, run: "Run") -> None:
         """Replaces engines that die while they serve; the others go on, and so does training."""
@@ -848,6 +769,21 @@ class Engines:
 
 
 # === The driver: two loops and what they share ====================================================
+
+# The life of step s, from the first prompt to the next policy:
+#
+#   generate_forever     slot i of step s starts when version >= s - max_lag     RolloutBuffer
+#     fill               one prompt: a worker and the least busy engine          Dispatcher
+#       rollout_group    prompt ids, turns, rewards, advantages                  RolloutWorker
+#         generate       token ids in, token ids and logprobs out                Generator
+#     buffer.put         the group is ready; its samples stay where they are
+#   train_forever
+#     take               waits until all P groups of step s are ready
+#     plan_step          from lengths: which replica packs which samples
+#     train_step         pack, policy_loss, gradients, one optimizer step        Trainer
+#     sync               pause, send weights, label them s + 1, resume           Engines
+#     buffer.advance     slots of step s + 1 + max_lag may start
+#     log, save, evaluate
 
 
 @checked_dataclass
@@ -865,6 +801,7 @@ class Run:
     # A checkpoint of a run that differs in these is refused.
     STREAM = ("prompts_per_step", "group_size", "data.train")
     MUST_MATCH = (*STREAM, "policy.replay_routing", "policy.lora_rank")
+    MAX_DROPPED = 20  # prompts in a row; the next one ends the run with its error
 
     def __init__(self, cfg: Config, rows: Sequence[dict], val_rows: Sequence[dict]):
         self.cfg = cfg
@@ -875,9 +812,9 @@ class Run:
         self.progress = Progress()
         self.log = Log()
         self.engines: Any = Engines(cfg, self.cluster)
-        shared = (cfg, self.cluster, self.engines.fleet, self.buffer.census)
-        self.dispatcher = Dispatcher(*shared, self.log.rollouts)
-        self.checkpoints = Checkpoints(cfg, self.cluster, rows, Group)
+        census, write = self.buffer.census, self.log.rollouts
+        self.dispatcher = Dispatcher(cfg, self.cluster, self.engines.fleet, census, write)
+        self.checkpoints = Checkpoints(cfg, self.cluster, rows)
         self.evaluated = -1  # last policy version that was evaluated
         self.dropped_in_a_row = 0
         # Held from optimizer step to sync: a repair must never send weights without a version.
@@ -885,44 +822,35 @@ class Run:
         self.leaving = ""  # why, once the run is asked to save and leave
 
     async def start(self) -> None:
-        """Starts all actors and gives the engines the policy before any rollout."""
-        if not self.cluster.shares_gpus():  # else vLLM must measure what a trainer leaves it
+        """Starts all actors and gives the engines the policy before any rollout.
+
+        To be evaluated, a checkpoint may be of any stream of prompts, and is not gone on from.
+        """
+        # Engines that share a GPU start after its trainers, so that vLLM sees the free memory.
+        if not self.cluster.shares_gpus():
             self.engines.fleet.launch()
         await self.cluster.start_trainers()
-        state = await self.checkpoints.load(self.MUST_MATCH)
-        await self.start_rollouts(state.get("version", 0))
-        if state:
-            self.restore(state, await self.checkpoints.read_ready(state))
-
-    async def start_evaluation(self) -> None:
-        """Starts everything on the policy of the checkpoint; writes below run_dir/evaluation."""
-        await self.cluster.start_trainers()
-        state = await self.checkpoints.load()
-        self.cfg = dataclasses.replace(self.cfg, run_dir=f"{self.cfg.run_dir}/evaluation")
-        self.cluster.cfg = self.cfg
-        self.engines.fleet.cfg = self.cfg
-        await self.start_rollouts(state.get("version", 0))
-
-    async def start_rollouts(self, version: int) -> None:
-        """Starts workers and log; gives the engines the trainers' policy, which is `version`."""
+        trains = not self.cfg.command.eval_only
+        state = await self.checkpoints.load(self.MUST_MATCH if trains else None)
+        version = state.get("version", 0)
         self.log.open(self.cfg, version)
         self.dispatcher.crew.start()
         await self.engines.fleet.start()
         await self.engines.sync(version)
         self.buffer.version = version
+        if state and trains:
+            self.restore(state, await self.checkpoints.read_ready(state))
 
-    async def run(self, loops: modes.Loops) -> None:
-        """Starts what the loops need, then both of them; any task that fails ends the run.
-
-        They are `start`, `generate_forever` and `train_forever` but where a flag asks for less.
-        """
+    async def run(self, loops: Sequence[Loop] | None = None) -> None:
+        """Starts what is needed, then runs both loops, or those of a mode; a failure ends all."""
+        start, generate, train = loops or (self.start, self.generate_forever, self.train_forever)
         self.cluster.on_signal(self.leave)
-        await loops.start()
+        await start()
         async with asyncio.TaskGroup() as self.tasks:  # also those that write checkpoints
-            beside = [loops.generate(), self.engines.repair_forever(self)]
+            beside = [generate(), self.engines.repair_forever(self)]
             beside += [self.cluster.watch(trainer) for trainer in self.cluster.trainers]
             tasks = [self.tasks.create_task(loop) for loop in beside]
-            await loops.train()
+            await train()
             for task in tasks:
                 task.cancel()
         self.log.close()
@@ -939,7 +867,7 @@ class Run:
         slots = itertools.chain(sorted(progress.in_flight), range(progress.next_slot, last))
         async with asyncio.TaskGroup() as tasks:
             for slot in slots:
-                await self.buffer.until(lambda: self.buffer.may_start(slot))  # noqa: B023
+                await self.buffer.until(partial(self.buffer.may_start, slot))
                 self.buffer.start(slot)
                 if slot == progress.next_slot:
                     progress.next_slot += 1
@@ -954,23 +882,23 @@ class Run:
     async def fill(self, slot: int) -> None:
         """Rolls out a slot's prompt; one that keeps failing gives way to the next."""
         progress = self.progress
+        G = self.cfg.group_size
         while True:
             row = self.rows[progress.in_flight[slot] % len(self.rows)]
-            version = self.buffer.version
             try:
-                rollouts = await self.dispatcher.roll_out(row, Slot(slot), self.cfg.group_size)
+                group = await self.dispatcher.roll_out(row, Slot(slot), G, self.buffer.version)
                 break
             except Exception as error:
                 self.buffer.dropped[type(error).__name__] += 1
                 self.dropped_in_a_row += 1
                 line = f"{self.cfg.data.train}:{row['_line']}"
                 self.log.drop(Slot(slot), progress.in_flight[slot], line, error)
-                if self.dropped_in_a_row > self.cfg.max_dropped_in_a_row:
+                if self.dropped_in_a_row > self.MAX_DROPPED:
                     raise
                 self.assign(slot)
         self.dropped_in_a_row = 0
         del progress.in_flight[slot]
-        self.buffer.put(Group(slot, version, row["_line"], *rollouts[:2]))
+        self.buffer.put(group)
         self.log.show_ready(len(self.buffer.ready))
 
     async def train_forever(self) -> None:
@@ -1013,7 +941,7 @@ class Run:
 
     async def take(self, step: int) -> list[Group]:
         """The groups of a step, once all are there; none where the run is to leave."""
-        limit = 2 * self.cfg.rollout_attempts * self.cfg.timeouts.attempt  # a prompt and the next
+        limit = 2 * self.dispatcher.prompt_seconds  # a prompt, and the one that takes its place
         ready = self.buffer.until(lambda: bool(self.leaving) or self.buffer.is_complete(step))
         await self.dispatcher.wait(limit, f"the groups of step {step + 1}", ready)
         return [] if self.leaving else self.buffer.take(step)
@@ -1027,27 +955,29 @@ class Run:
             share = shares[cfg.policy.replica_of(rank)]
             samples = (groups[g].samples for g in share.groups)
             train = trainer.train_step.options(num_returns=3)
-            calls.append((share, Trained(*train.remote(step, share.updates, *samples))))
-        answers = [calls[0][1].metrics, *(call.mismatch for _, call in calls)]
-        done = within(cfg.timeouts.train, "a training step", asyncio.gather(*answers))
-        stats, *tables = await done  # all ranks have the same metrics
-        self.log.mismatch(step + 1, tables)
+            calls.append(train.remote(step, share.updates, *samples))
+        # Ray's references to each field of Trained, of all ranks.
+        stats, tables, logps = zip(*calls, strict=True)
+        done = asyncio.gather(stats[0], *tables)  # all ranks have the same metrics
+        limit = cfg.timeouts.train
+        measured, *found = await self.dispatcher.wait(limit, "a training step", done)
+        self.log.mismatch(step + 1, found)
         if cfg.sample_period and (step + 1) % cfg.sample_period == 0:
-            logps = [(share.places, call.logps) for share, call in calls]
-            self.tasks.create_task(self.checkpoints.write_samples(step + 1, groups, logps))
-        return stats
+            places = [shares[cfg.policy.replica_of(rank)].places for rank in range(len(calls))]
+            scores = list(zip(places, logps, strict=True))
+            self.tasks.create_task(self.checkpoints.write_samples(step + 1, groups, scores))
+        return measured
 
     async def evaluate(self) -> None:
         """Validation rewards and pass@k, once a version; given up when the run is to leave."""
         version = self.buffer.version
         if self.leaving or not self.val_rows or self.evaluated == version:
             return
-        n = self.cfg.data.val_samples
         slots = [Slot(i, version) for i in range(len(self.val_rows))]
         self.log.note(f"evaluating version {version} (prompts: {len(slots)})")
-        calls = map(self.dispatcher.roll_out, self.val_rows, slots, itertools.repeat(n))
         leaves = self.buffer.until(lambda: bool(self.leaving))
-        results = await unless(leaves, asyncio.gather(*calls, return_exceptions=True))
+        n = self.cfg.data.val_samples
+        results = await self.dispatcher.roll_out_all(self.val_rows, slots, n, leaves)
         if results is None:
             return
         answered = []
@@ -1065,7 +995,7 @@ class Run:
     async def save(self) -> None:
         """Copies this moment, while the run waits, and writes it while the run goes on."""
         await self.checkpoints.written()
-        async with self.training:  # a repair must not queue behind it and call it a fault
+        async with self.training:  # or a repair would wait for this save and count it as a failure
             ready = list(self.buffer.ready.values())  # of the same moment as the state
             await self.checkpoints.save(self.state(), ready, self.tasks)
 
@@ -1086,14 +1016,29 @@ class Run:
 
 def main() -> None:
     """Checks everything that can be checked without a process, then runs."""
-    cfg = config.load(Config, sys.argv[1:], default="configs/tiny.py")  # --dry_run exits here
+    from settings import reader
+
+    cfg = reader.load(Config, sys.argv[1:], default="configs/tiny.py")
+    if cfg.command.dry_run:
+        from dry_run import explain
+
+        print(explain(cfg, Config))
+        return
+    from envs.check_rows import load_rows
+    from runtime import modes, preflight
+
+    preflight.prepare(cfg)
     rows = load_rows(cfg.data.train, cfg)
     run = Run(cfg, rows, load_rows(cfg.data.val, cfg) if cfg.data.val else [])
     loops = modes.loops(run)
     with run.cluster:
         asyncio.run(run.run(loops))
+        if run.log.is_open:
+            from report import finish
+
+            finish(run.cfg)
 
 
 if __name__ == "__main__":
-    # Actors find their classes by module name; in __main__ every process would get its own copy.
-    __import__(Path(__file__).stem).main()
+    # Actors import their classes by this file's name: the driver must use that module as well.
+    importlib.import_module(Path(__file__).stem).main()

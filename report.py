@@ -1,14 +1,14 @@
 """The page of a run: `python report.py RUN_DIR` -> RUN_DIR/report.html, one file without network.
 
 All but the tokenizer comes from the run's folder, and the run may still be going: lines and
-archives that are half written are left out, and so is what a missing file would have shown.
+archives that are half written are left out, and so are the parts of the page that need a missing
+file.
 """
 
 import bisect
 import itertools
 import json
 import math
-import re
 import sys
 import time
 from collections import defaultdict
@@ -19,34 +19,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from core.jsonl import METRICS, parse, place, read
 from envs.rollout.markup import FLAWS
 from runtime.archive import listed
 from runtime.health import health
-from settings.reader import InputError
+from runtime.log import in_one_line
+from runtime.summary import summary
+from settings.errors import InputError, shown
+from settings.run import TrainingSettings
 
-# What one page holds: a browser stays quick up to some 50 MB, and long runs write far more.
-LIMITS = {
-    "mismatch": 1000,
-    "rollouts": 2000,
-    "characters": 30_000_000,
-    "pairs": 8,
-    "samples": 256,
-    "samples_per_step": 64,
-    "tokens": 500_000,
-}
-LARGEST = 1e100  # sums of larger numbers could overflow
-# The fields that stand first in a line of rollouts.jsonl.
-NUMBER = rb"(\d{1,15}|null)"
-PLACE = re.compile(rb'{"step": %b, "slot": (\d{1,15}), "evaluation": %b[,}]' % (NUMBER, NUMBER))
-# What the page needs of a line: types, [type of the items], {name: type}. Others are left out.
+# Limits of one page: a browser stays quick up to some 50 MB, and long runs write far more.
+LIMITS = {"mismatch": 1000, "rollouts": 2000, "characters": 30_000_000, "pairs": 8}
+LIMITS |= {"samples": 256, "samples_per_step": 64, "tokens": 500_000}
+# The fields that the page needs of a line: types, [type of the items], {name: type}. Others are
+# left out.
 CONFIG: dict[str, Any] = {"prompts_per_step": int | None, "steps": int | None, "model": str | None}
-METRICS: dict[str, Any] = {"step": int}
 ROW: dict[str, Any] = {"by": str, "key": str, "tokens": int | float}
 ROW |= dict.fromkeys(("mean", "max", "k3", "kept"), int | float | None)
 MISMATCH: dict[str, Any] = {"step": int, "rows": [ROW]}
 ROLLOUT: dict[str, Any] = {"step": int | None, "slot": int, "evaluation": int | None, "row": int}
 ROLLOUT |= {"env": str, "prompt": str, "response": [str], "versions": [[int]]}
 ROLLOUT |= {"reward": int | float | None, "advantage": int | float | None}
+
+
+def finish(cfg: TrainingSettings) -> None:
+    """Draws the pages of a run that has ended, and prints what came out of it."""
+    try:
+        draw(cfg.writes_to)
+        page = f"report: {shown(write(cfg.writes_to))}"
+    except Exception as error:  # the run was good, and this program can be called again
+        page = f"no report: {in_one_line(error)}"
+    print("\n".join([*summary(cfg), page]), flush=True)
 
 
 def write(run_dir: str) -> Path:
@@ -80,39 +83,6 @@ def write(run_dir: str) -> Path:
     return page
 
 
-def parse(lines: Iterable[str], form: dict) -> Iterator[dict]:
-    """The lines that are whole JSON objects of a form; numbers without a finite value are None."""
-    for line in lines:
-        with suppress(ValueError, RecursionError):
-            found = json.loads(line, parse_constant=number, parse_float=number, parse_int=number)
-            if fits(found, form):
-                yield found
-
-
-def number(text: str) -> int | float | None:
-    """A number of JSON; None for NaN, the infinities, and what is nearly as large."""
-    value = float(text)
-    if not abs(value) < LARGEST:
-        return None
-    return int(text) if text.lstrip("-").isdigit() else value
-
-
-def fits(value: Any, form: Any) -> bool:
-    """Whether a value is of a type, a list of such values, or an object with such entries."""
-    if isinstance(form, dict):
-        return isinstance(value, dict) and all(fits(value.get(k), f) for k, f in form.items())
-    if isinstance(form, list):
-        return isinstance(value, list) and all(fits(item, form[0]) for item in value)
-    return isinstance(value, form)
-
-
-def read(path: Path, form: dict) -> Iterator[dict]:
-    """The lines of a JSONL file that have a form; none if it is missing."""
-    if path.exists():
-        with open(path, errors="replace") as file:
-            yield from parse(file, form)
-
-
 def columns(lines: Iterable[dict]) -> dict[str, list]:
     """Every numeric metric, and `step`, as one value for each step; None where it has none."""
     rows: dict[int, dict[str, float]] = defaultdict(dict)
@@ -124,14 +94,14 @@ def columns(lines: Iterable[dict]) -> dict[str, list]:
 
 
 def short(value: float | None, digits: int) -> float | None:
-    """A number without the digits that nobody reads; None where it is not finite."""
+    """A number rounded for reading; None where it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 class Group(NamedTuple):
-    """Where the neighbouring lines of one group are in a file."""
+    """The place of the neighbouring lines of one group in a file."""
 
     step: int  # that trains on it, or the policy version that is evaluated
     trained: bool
@@ -156,14 +126,8 @@ def groups(path: Path) -> Iterator[Group]:
         yield lines[0]._replace(end=lines[-1].end, lines=len(lines))
 
 
-def place(line: bytes) -> dict | None:
-    """Step, slot and evaluation of a line of rollouts.jsonl; None for what is no such line."""
-    found = PLACE.match(line)
-    return json.loads(found[0][:-1] + b"}") if found else None
-
-
 def places(path: Path) -> Iterator[Group]:
-    """Each line whose start says what it belongs to, as a group of its own."""
+    """A group for each line that begins with the known fields."""
     end = 0
     with open(path, "rb") as file:
         for line in file:
@@ -176,7 +140,7 @@ def places(path: Path) -> Iterator[Group]:
 
 
 def evenly(items: list, count: int) -> list:
-    """So many of the items, evenly spread, with the first and the last."""
+    """`count` of the items, evenly spread, with the first and the last."""
     count = min(count, len(items))
     return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
 
@@ -232,7 +196,7 @@ def samples(paths: list[Path], model: str) -> dict:
 
 def unpack(path: Path) -> Iterator[dict]:
     """The first samples of one step's archive; none of an archive that is half written."""
-    with suppress(Exception):  # whatever broken bytes provoke
+    with suppress(Exception):  # broken bytes raise errors of many types
         with np.load(path) as archive:
             a = dict(archive)
         envs = listed(a["env"])
@@ -281,7 +245,7 @@ def texts(model: str, ids: set[int]) -> Texts:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         return Texts({i: tokenizer.decode([i]) for i in sorted(ids)}, "")
-    except Exception as error:  # whatever a foreign folder provokes, ids can still be shown
+    except Exception as error:  # of any type from a foreign folder; ids can still be shown
         return Texts({}, f"{type(error).__name__}: the tokenizer of {model!r} cannot be loaded")
 
 

@@ -29,7 +29,7 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import grpo_async  # noqa: E402
-from envs.judge import judge  # noqa: E402
+from envs.rollout import services  # noqa: E402
 from envs.rollout.episode import SampleInfo  # noqa: E402
 from runtime import cluster, fleet, modes  # noqa: E402
 from runtime.fleet import Received  # noqa: E402
@@ -45,15 +45,9 @@ SAMPLES = 16
 LONGEST = 65536
 PHASES = {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}
 EDGE = 3  # steps at either end, in which the pipeline fills and drains
-ANSWERS = {
-    "open_store": ("127.0.0.1", 0),
-    "start": [],
-    "join_sync_group": [1],
-    "generate": [None],
-    "probe_gaps": [0.0] * ENGINES,
-    "send_weights": 0,
-    "update_weights": Received(PHASES, []),
-}
+ANSWERS = {"open_store": ("127.0.0.1", 0), "open_sync_group": (b"", "127.0.0.1", 0), "start": []}
+ANSWERS |= {"join_sync_group": [1], "generate": [None], "probe_gaps": [0.0] * ENGINES}
+ANSWERS |= {"send_weights": 0, "update_weights": Received(PHASES, [])}
 TABLE = {("position", str(i)): [1e6, 1e6, 1e4, 1e3, 0.1] for i in range(12)}
 STEP = {f"metric_{i}": 1.0 for i in range(21)}, TABLE, []
 
@@ -61,26 +55,16 @@ STEP = {f"metric_{i}": 1.0 for i in range(21)}, TABLE, []
 def infos(numbers: np.random.Generator) -> bytes:
     """A group's SampleInfos, as they come over the wire."""
     lengths = numbers.lognormal(9, 1, SAMPLES).clip(64, LONGEST).astype(int).tolist()
-    return pickle.dumps([info(length) for length in lengths])
-
-
-def info(tokens: int) -> SampleInfo:
-    """What the driver knows of a sample."""
-    return SampleInfo(
-        tokens=tokens,
-        trained_tokens=tokens - 9,
-        reward=tokens % 2,
-        score=tokens % 2,
-        has_gradient=True,
-        response_tokens=tokens - 9,
-        oldest_version=0,
-        newest_version=0,
-        truncated=False,
-        env="math",
+    same = {"has_gradient": True, "oldest_version": 0, "newest_version": 0, "truncated": False}
+    return pickle.dumps(
+        [
+            SampleInfo(n, n - 9, n % 2, n % 2, response_tokens=n - 9, env="math", **same)
+            for n in lengths
+        ]
     )
 
 
-TEXT = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+TEXT = int(sys.argv[2]) if len(sys.argv) > 2 else 20_000
 GROUPS = [infos(np.random.default_rng(i)) for i in range(500)]
 
 
@@ -145,8 +129,8 @@ class Actor:
 
     def answer_call(self, function, *args) -> Answer:
         """What a worker has seen of the judges; where a trainer rank is."""
-        report = judge.Report({}, Counter())
-        return Answer(pickle.dumps(report if function is judge.report else ("node", [0])))
+        report = services.Report({}, Counter())
+        return Answer(pickle.dumps(report if function is services.report else ("node", [0])))
 
     def train(self, *args) -> list[Answer]:
         """Metrics, mismatch table and logprobs of a rank."""
@@ -180,16 +164,10 @@ def measure(steps: int) -> tuple[np.ndarray, dict[str, float]]:
     handle = SimpleNamespace(remote=lambda *args: Actor())
     cluster.actor = fleet.actor = lambda cls, gpus, cfg, **options: handle
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
-        cfg = grpo_async.Config(
-            run_dir=folder,
-            steps=steps + 2 * EDGE + 1,
-            prompts_per_step=PROMPTS,
-            group_size=SAMPLES,
-            rollout_workers=WORKERS,
-            save_period=0,
-            engine={"count": ENGINES},
-            policy={"ranks": RANKS},
-        )
+        sizes = {"prompts_per_step": PROMPTS, "group_size": SAMPLES, "rollout_workers": WORKERS}
+        sizes |= {"engine": {"count": ENGINES}, "policy": {"ranks": RANKS}}
+        count = steps + 2 * EDGE + 1
+        cfg = grpo_async.Config(run_dir=folder, steps=count, save_period=0, **sizes)
         run = grpo_async.Run(cfg, [{"_line": 1}], [])
         run.cluster.places = Places([], [""] * ENGINES, [""] * RANKS)
         run.cluster.shares_gpus = lambda: False
@@ -213,11 +191,8 @@ def main() -> None:
     print(f"{'groups trained':24}", *(f"{end * PROMPTS:9,}" for end in ends))
     print(f"{'driver ms a group':24}", *(f"{1e3 * c / PROMPTS:9.3f}" for c in cost))
     print(f"{'driver s a step':24}", *(f"{c:9.3f}" for c in cost))
-    print(
-        f"{'share of a 60 s step':24}",
-        *(f"{c / 60:9.3%}" for c in cost),
-        f"  (goal {GOAL.get(TIMES, 0.01):.1%})",
-    )
+    goal = f"  (goal {GOAL.get(TIMES, 0.01):.1%})"
+    print(f"{'share of a 60 s step':24}", *(f"{c / 60:9.3%}" for c in cost), goal)
     quiet = np.percentile(np.diff(seconds), 10)
     told = f"{1e3 * quiet / PROMPTS:9.3f} ms a group, {quiet / 60:.3%} of a 60 s step"
     print(f"{'first decile of steps':24}{told}")

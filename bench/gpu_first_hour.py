@@ -99,7 +99,7 @@ class Log:
             time.sleep(0.5)
 
     def command(self, steps: int, *flags: object) -> list[object]:
-        """What trains so many steps in this line's run folder."""
+        """The command that trains `steps` steps in this line's run folder."""
         command = [sys.executable, "grpo_async.py", "--model", model(self), *TINY]
         run = self.folder / f"run-{self.path.stem}"
         return [*command, "--run_dir", run, "--steps", steps, "--save_period", 0, *flags]

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import policy.fsdp
+from bench import rows
 from policy.attention import implementation
 from policy.fsdp import FSDPPolicy
 
@@ -33,6 +34,7 @@ SMALL = {"hidden_size": 1024, "num_attention_heads": 16, "tie_word_embeddings": 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
 TINY |= {"head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 128}
 EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True}
+EXPERTS |= {"moe_intermediate_size": 512}
 
 
 def models() -> dict:
@@ -45,23 +47,8 @@ def models() -> dict:
     return {
         "0.6B": dense(**QWEN3, **SMALL, num_hidden_layers=28, intermediate_size=3072),
         "4B": dense(**QWEN3, **four, num_hidden_layers=36, intermediate_size=9728),
-        "experts": sparse(
-            **QWEN3, **SMALL, **EXPERTS, num_hidden_layers=16, moe_intermediate_size=512
-        ),
+        "experts": sparse(**QWEN3, **SMALL, **EXPERTS, num_hidden_layers=16),
     }
-
-
-class Row:
-    """A packed row of which all but the first token of each sequence is trained."""
-
-    def __init__(self, tokens: int, vocab: int):
-        index_T = torch.arange(tokens, device=DEVICE)
-        self.tokens_T = torch.randint(vocab, (tokens,), device=DEVICE)
-        self.positions_T = index_T % SEQUENCE
-        self.mask_T = self.positions_T > 0
-
-    def to(self, device) -> "Row":
-        return self
 
 
 def timed(work) -> float:
@@ -95,7 +82,7 @@ def train_flops(config, lm, tokens: int) -> float:
     return 6 * (met - looked_up) * tokens + attention
 
 
-def full_logits(model, row: Row) -> torch.Tensor:
+def full_logits(model, row: rows.Row) -> torch.Tensor:
     """What the chunked head replaces: all logits at once."""
     lm = model.lm
     hidden = lm.get_decoder()(
@@ -118,20 +105,12 @@ class RandomPolicy(FSDPPolicy):
 def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> None:
     """Prints the line of one model and row length."""
     # In the place of PolicySettings, which needs pydantic.
-    settings = SimpleNamespace(
-        attention=attention,
-        activation_checkpointing=True,
-        lora_rank=0,
-        lr=1e-6,
-        warmup_lr=1e-6,
-        warmup_steps=0,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-    )
-
+    rates = {"lr": 1e-6, "warmup_lr": 1e-6, "warmup_steps": 0, "weight_decay": 0.0}
+    rates |= {"max_grad_norm": 1.0, "lora_rank": 0, "activation_checkpointing": True}
+    settings = SimpleNamespace(attention=attention, **rates)
     policy.fsdp.AutoConfig = SimpleNamespace(from_pretrained=lambda _: config)
     trained = RandomPolicy("", settings, temperature=1.0)
-    row = Row(tokens, config.vocab_size)
+    row = rows.row(tokens, SEQUENCE, config.vocab_size).to(DEVICE)
     trained.model.full_logits = MethodType(full_logits, trained.model)
     register_fsdp_forward_method(trained.model, "full_logits")
 

@@ -10,10 +10,6 @@ is not within 0.9 to 1.1. Of the hybrid nothing is said about memory: on a CPU i
 loop over tokens that keeps every state.
 """
 
-import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,10 +21,12 @@ from torch.utils._pytree import tree_iter
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from bench.rows import row  # noqa: E402
 from dry_run import megatron_sizes as counted  # noqa: E402
 from grpo_async import Config  # noqa: E402
 from policy import logprobs  # noqa: E402
 from support.configs import changed  # noqa: E402
+from support.megatron_jobs import compute, gathered_objects, in_ranks  # noqa: E402
 from support.tensor_memory import Peak  # noqa: E402
 
 SEQUENCE = 32
@@ -50,22 +48,6 @@ MODELS = {  # and tokens of a row
     "hybrid": (lambda: transformers.NemotronHConfig(**SHAPE, **EXPERTS, **MAMBA), 64),
 }
 LAYOUTS = {"one": {}, "tp2": {"tp": 2}, "cp2": {"cp": 2}, "pp2": {"pp": 2}, "ep2": {"ep": 2}}
-
-
-class Row:
-    """A packed row of which all but the first token of each sequence is trained."""
-
-    routes_T = None
-
-    def __init__(self, tokens: int, seed: int):
-        draw, index_T = torch.Generator().manual_seed(seed), torch.arange(tokens)
-        self.tokens_T = torch.randint(SHAPE["vocab_size"], (tokens,), generator=draw)
-        self.positions_T, self.seq_T = index_T % SEQUENCE, index_T // SEQUENCE
-        self.mask_T = self.positions_T > 0
-
-    def to(self, device: torch.device) -> "Row":
-        """The row: its device is the CPU."""
-        return self
 
 
 class Meter(Peak):
@@ -100,17 +82,18 @@ def sent_bytes(name: str, args: tuple, group) -> float:
 
 
 def measure(cfg: Config, tokens: int) -> dict:
-    """A rank's second step, the first one having made the moments: peak, bytes sent by whom."""
+    """A rank's second step, as the first one makes the moments: peak, and bytes sent by group."""
     from policy.megatron.policy import MegatronPolicy, mpu
 
-    def loss(logp_T, row):
+    def loss(logp_T, _):
         return logp_T.sum(), {}
 
     with Meter() as meter:
         rest = (cfg.sampling.temperature, cfg.seed, cfg.timeouts.train)
         policy = MegatronPolicy(cfg.model, cfg.policy, *rest)
         first = mpu.get_data_parallel_rank() * ROWS
-        rows = [Row(tokens, seed) for seed in range(first, first + ROWS)]
+        of = (tokens, SEQUENCE, SHAPE["vocab_size"])
+        rows = [row(*of, seed) for seed in range(first, first + ROWS)]
         policy.forward_backward(rows, loss)
         policy.optimizer_step()
         meter.bytes, meter.sent = 0, {}
@@ -136,39 +119,18 @@ def settings(model: str, layout: dict, world: int) -> tuple[Config, int]:
     return changed(Config(model=model), **fields, **layout), tokens
 
 
-def work(models: list[str], layout: dict) -> None:
-    """One rank; rank 0 writes the means over the ranks, of memory the most, to its output."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for model in models:
-        cfg, tokens = settings(model, layout, dist.get_world_size())
+def work(job: dict, _: Path) -> list:
+    """[model, checkpointing, the means over the ranks, of memory the most] of all that is asked."""
+    every = []
+    for model in job["models"]:
+        cfg, tokens = settings(model, job["layout"], job["world"])
         for checkpointing in (False, True):
             cfg = changed(cfg, activation_checkpointing=checkpointing)
-            every = [None] * dist.get_world_size()
-            dist.all_gather_object(every, measure(cfg, tokens))
-            found = {key: sum(one[key] for one in every) / len(every) for key in every[0]}
-            found["memory"] = max(one["memory"] for one in every)
-            if dist.get_rank() == 0:
-                print(json.dumps([model, checkpointing, found]))
-
-
-def start(models: list[str], layout: dict) -> list:
-    """Runs the ranks of a layout; what rank 0 wrote: [model, checkpointing, what was measured]."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    world = 2 if layout else 1
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    env |= {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}", "OMP_NUM_THREADS": "1"}
-    log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-    pipes = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
-    command = [sys.executable, "-W", "ignore", __file__, json.dumps(models), json.dumps(layout)]
-    ranks = [subprocess.Popen(command, env=env | {"RANK": str(r)}, **pipes) for r in range(world)]
-    outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        log.seek(0)
-        sys.exit(f"{layout}: a rank failed\n{log.read()[-4000:]}")
-    return [json.loads(line) for line in outputs[0].splitlines() if line.startswith("[")]
+            ranks = gathered_objects([measure(cfg, tokens)])
+            found = {key: sum(one[key] for one in ranks) / len(ranks) for key in ranks[0]}
+            found["memory"] = max(one["memory"] for one in ranks)
+            every.append([model, checkpointing, found])
+    return every
 
 
 def arithmetic(cfg: Config) -> dict[str, float]:
@@ -210,8 +172,10 @@ def main() -> None:
             transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
         for name, layout in LAYOUTS.items():
             able = [m for m in models if name != "ep2" or not m.endswith("dense")]
-            for model, checkpointing, found in start(able, layout):
-                cfg, _ = settings(model, layout, 2 if layout else 1)
+            job = {"name": name, "world": 2 if layout else 1, "layout": layout, "models": able}
+            measured = compute([job], Path(folder), "../../bench/megatron_layouts.py")
+            for model, checkpointing, found in measured(name):
+                cfg, _ = settings(model, layout, job["world"])
                 cfg = changed(cfg, activation_checkpointing=checkpointing)
                 again = ", checkpointing" * checkpointing
                 close &= compare(f"{Path(model).name} {name}{again}", found, arithmetic(cfg))
@@ -219,7 +183,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        work(*map(json.loads, sys.argv[1:]))
+    if paths := sys.argv[1:]:
+        in_ranks(work, [Path(path) for path in paths])
     else:
         main()

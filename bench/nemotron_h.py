@@ -4,54 +4,28 @@
 
 By policy/megatron on one rank where Transformer Engine and mamba-ssm are, else by transformers' own
 modelling code and torch's AdamW. That shows the model's kernels and dtypes, but not our trainer. A
-loaded model must be bitwise what was saved. Its next step must be that without saving but for what
+loaded model must be bitwise what was saved. Its next step must be as without saving except for what
 kernels round: a checkpoint without moments moves weights elsewhere. On a CPU Megatron is float32.
 """
 
 import sys
 import tempfile
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, NemotronHConfig
+from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from bench.rows import Row, row  # noqa: E402
+from support.tiny_models import ROUTED, nemotron  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LR = 0.01  # large enough to move bf16
-TOKENS, VOCAB = 96, 512
+ROW = (96, 48, 512)  # tokens, those of a sequence, vocabulary
 APART = 0.1  # of a step's length, by which two equal steps may end apart
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": VOCAB, "head_dim": 32}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "ssm_state_size": 16, "n_groups": 2}
-SIZES |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "chunk_size": 32, "eos_token_id": 1}
-SIZES |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-LAYERS = ["linear_attention", "moe", "full_attention", "moe"]
-
-
-@dataclass
-class Row:
-    """A packed row of two sequences, as policy.Row."""
-
-    tokens_T: torch.Tensor
-    positions_T: torch.Tensor
-    seq_T: torch.Tensor
-    mask_T: torch.Tensor
-    routes_T: None = None
-
-    def to(self, device: Any) -> "Row":
-        moved = (x.to(device) for x in (self.tokens_T, self.positions_T, self.seq_T, self.mask_T))
-        return Row(*moved)
-
-
-def row(seed: int) -> Row:
-    """Of random tokens."""
-    tokens_T = torch.randint(VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(seed))
-    positions_T = torch.arange(TOKENS) % (TOKENS // 2)
-    return Row(tokens_T, positions_T, torch.arange(TOKENS) // (TOKENS // 2), positions_T > 0)
 
 
 class ByMegatron:
@@ -120,18 +94,18 @@ def main() -> None:
     )
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        made = AutoModelForCausalLM.from_config(NemotronHConfig(**SIZES, layers_block_type=LAYERS))
+        made = AutoModelForCausalLM.from_config(nemotron("ME*E", **ROUTED, vocab_size=ROW[2]))
         made.to(torch.bfloat16).save_pretrained(f"{folder}/model")
         of = {"megatron": ByMegatron, "transformers": ByTransformers}[how]
         trained = of(f"{folder}/model")
         for seed in range(3):
-            trained.step(row(seed))
+            trained.step(row(*ROW, seed))
         before = trained.weights()
         again = trained.saved(f"{folder}/saved", f"{folder}/model")
         loaded = again.weights()
         lost = [name for name in before if not torch.equal(before[name], loaded[name])]
         for policy in (trained, again):
-            policy.step(row(3))
+            policy.step(row(*ROW, 3))
         after = trained.weights()
         share = apart(after, again.weights()) / apart(after, before)
     dist.destroy_process_group()

@@ -30,7 +30,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from envs.rollout.episode import Sample
 from grpo_async import Batch, Config, Group, Trainer, group_advantages, pack, plan_step
-from policy import Policy, open_policy
+from policy import Policy
+from policy.factory import open_policy
 from policy.packing import Update
 
 P = 4  # groups
@@ -119,7 +120,7 @@ def main() -> None:
         ours = Config(model=folder, policy=settings)
         recipe = Config(model=folder, policy=settings, loss={"skip_zero_advantage": False})
         trainer = Trainer(ours)
-        trainer.start(trainer.open_store(1))
+        trainer.start(0, trainer.open_store(1))
         policy: Any = open_policy(folder, recipe.policy)
     start = flat(policy.model.parameters())
     print(f"{len(start) / 1e6:.0f}M parameters, {P} x {sum(LENGTHS)} tokens; median (range)\n")

@@ -37,8 +37,8 @@ from dry_run import gpus, pace, sizes  # noqa: E402
 from dry_run.gpus import Gpu  # noqa: E402
 from dry_run.sizes import Model  # noqa: E402
 from grpo_async import Config  # noqa: E402
-from settings import reader as config  # noqa: E402
-from settings.reader import InputError  # noqa: E402
+from settings import reader  # noqa: E402
+from settings.errors import InputError  # noqa: E402
 from support import shapes  # noqa: E402
 
 STEPS = 24
@@ -62,7 +62,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("config", nargs="?", default="configs/rlvr1.py", help="a file of overrides")
     add("--steps", type=int, default=STEPS, help="steps to simulate")
     faults = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
-    add("--faults", default="", metavar="KIND=N", help=f"so many an hour, in the run ({faults})")
+    add("--faults", default="", metavar="KIND=N", help=f"N of a kind an hour, in a run ({faults})")
     add("--mean", type=float, default=0, help="tokens of a response (a quarter of the longest)")
     add("--spread", type=float, default=1.0, help="of the logarithm of its tokens")
     add("--lengths", default="", metavar="FILE", help="a rollouts.jsonl whose lengths are drawn")
@@ -75,7 +75,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--drafts", type=float, default=1, help="tokens of an engine's step in the tail, by MTP")
     add("--table", default="", metavar="FILE", help="JSON: [[batch, context, seconds], ...]")
     add("--page", default="", metavar="FILE", help="a picture of some steps (.html)")
-    add("--splits", type=int, default=0, help="try so many splits of the same GPUs")
+    add("--splits", type=int, default=0, help="try this many splits of the same GPUs")
     known = "compare with closed forms, with real runs on this machine (minutes), or with both"
     kinds = ("forms", "runs", "all")
     add("--validate", nargs="?", const="all", choices=kinds, help=known)
@@ -101,11 +101,11 @@ def with_model(cfg: Config) -> Iterator[Config]:
 def read(path: str, words: list[str], steps: int) -> Config:
     """The configuration, without looking for its data."""
     file = Path(path) if Path(path).is_file() else ROOT / path
-    base = config.read(Config, file)
+    base = reader.read(Config, file)
     named = dataclasses.replace(base.command, config=path)
     data = dataclasses.replace(base.data, val="")
     base = dataclasses.replace(base, command=named, steps=steps, val_period=0, data=data)
-    return config.with_entries(base, config.overridden(base, words)) if words else base
+    return reader.with_entries(base, reader.overridden(base, words)) if words else base
 
 
 def chosen(model: Model, cfg: Config) -> Gpu:
@@ -135,17 +135,10 @@ def work_of(cfg: Config, given: argparse.Namespace, model: Model) -> Workload:
     mean = given.mean or pace.MEAN_SHARE * limit
     caching = cfg.engine.args.get("enable_prefix_caching", not model.state)
     drawn = Lengths.of_run(given.lengths, limit) if given.lengths else None
-    return Workload(
-        lengths=drawn or Lengths.with_mean(mean, limit, given.spread),
-        prompt=given.prompt,
-        reuses_prompts=bool(caching),
-        environment=Latency(given.environment),
-        turns=given.turns,
-        tool=Latency(given.tool),
-        judge=Latency(given.judge),
-        judged_at_once=given.judged_at_once,
-        seed=cfg.seed,
-    )
+    lengths = drawn or Lengths.with_mean(mean, limit, given.spread)
+    parts = {name: getattr(given, name) for name in ("prompt", "turns", "judged_at_once")}
+    parts |= {n: Latency(getattr(given, n)) for n in ("environment", "tool", "judge")}
+    return Workload(lengths, reuses_prompts=bool(caching), seed=cfg.seed, **parts)
 
 
 class Plan:
@@ -221,9 +214,8 @@ def verdict(plan: Plan, found: Findings) -> str:
         said += f"generation: full engines need {shown(found.bound)}"
     if plan.given.alone:
         return said
-    tried = {
-        name: findings.find(plan.run(cfg)).seconds for name, cfg in plan.changes(found).items()
-    }
+    changes = plan.changes(found)
+    tried = {name: findings.find(plan.run(cfg)).seconds for name, cfg in changes.items()}
     for name, seconds in tried.items():
         print(f"  tried: {name}: {shown(seconds)}")
     if plan.given.splits and len(plan.splits()) < 2:
@@ -247,7 +239,7 @@ def trial(lag: int) -> int:
 
 
 def worth(seconds: float, found: Findings) -> bool:
-    """Whether a step of so many seconds is worth a change."""
+    """Whether a step of this length is worth a change."""
     return seconds <= WORTH * found.seconds
 
 
@@ -295,11 +287,9 @@ def main() -> None:
         except ValueError as error:
             raise InputError(f"--steps {given.steps}: {error}") from None
         engine = cfg.engine
-        print(
-            f"{given.config}: {engine.count * engine.tensor_parallel} + {cfg.policy.ranks} GPUs"
-            f" ({plan.gpu.name}), {cfg.prompts_per_step} x {cfg.group_size} samples a step,"
-            f" max_lag {cfg.max_lag}"
-        )
+        gpus_of = f"{engine.count * engine.tensor_parallel} + {cfg.policy.ranks} GPUs"
+        samples = f"{cfg.prompts_per_step} x {cfg.group_size} samples a step"
+        print(f"{given.config}: {gpus_of} ({plan.gpu.name}), {samples}, max_lag {cfg.max_lag}")
         print("\n".join(findings.table(trace, found)))
         if cfg.model != named.model:
             shape = "Nemotron 3 " + ("Nano" if "nano" in Path(cfg.model).name else "Super")

@@ -39,8 +39,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from envs.rollout.sampler import Request  # noqa: E402
-from policy.weight_sync import WeightReceiver, Wire, buckets  # noqa: E402
+from envs.rollout.episode import Request  # noqa: E402
+from policy.receiver import WeightReceiver  # noqa: E402
+from policy.weight_sync import buckets  # noqa: E402
 
 PROMPT = 16  # tokens
 ANSWER = 64
@@ -81,7 +82,7 @@ class Load:
         while self.running:
             self.started += 1
             prompt = [7 + (self.started * 31 + 5 * j * j + i) % 30 for j in range(PROMPT)]
-            request = Request(f"{self.started}", prompt, 1, self.started, [])
+            request = Request(f"{self.started}", prompt, 1, self.started, [], 65536)
             (turn,) = await self.generator.generate(request)
             self.tokens += len(turn.token_ids)
             self.finished += 1
@@ -104,24 +105,23 @@ async def pair(cfg, call):
     from grpo_async import Generator
 
     generator = Generator(cfg)
-    metas = await call("start", cfg)
+    await call("start", cfg)
     await generator.start()
-    host, port = await call("open_store", 2)
-    wire = pickle.dumps(Wire(metas, cfg.timeouts.answer, cfg.timeouts.sync, cfg.gpu_share < 1))
-    join = generator.join_sync_group(wire, host, port, 1, 2)
-    await asyncio.gather(call("join_sync_group", host, port, 0, 2), join)
+    meeting = await call("open_sync_group", 2)
+    join = generator.join_sync_group(*meeting, 1, 2)
+    await asyncio.gather(call("join_sync_group", meeting, 0, 2), join)
     return generator
 
 
 async def main() -> None:
     """Measures decoding with and without updates, and prints one table."""
     from grpo_async import Config
-    from settings import reader as config
+    from runtime import preflight
 
     updates = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--run_dir", folder, "--sampling.max_response_tokens", str(ANSWER)]
-        cfg = config.load(Config, flags, default="configs/tiny.py")
+        cfg = preflight.load(Config, flags, default="configs/tiny.py")
     process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     call = functools.partial(asyncio.get_running_loop().run_in_executor, process, trainer)
     generator = await pair(cfg, call)
@@ -131,7 +131,7 @@ async def main() -> None:
         send = call("send_weights", False)
         _, received = await asyncio.gather(send, generator.update_weights(version, False))
         sender = next(iter(process._processes))
-        return received.phases | {"memory": memory(engine_pid), "sender_memory": memory(sender)}
+        return received[0] | {"memory": memory(engine_pid), "sender_memory": memory(sender)}
 
     await update(0)
     load = Load(generator)
@@ -225,10 +225,10 @@ def of_trainer(pipe: Any, cfg: Any, rank: int, senders: int, world: int) -> None
         pipe.send(made.open_store(cfg.policy.ranks))
     made.start(rank, pipe.recv())
     if rank == 0:
-        pipe.send((made.sender.wire, made.open_store(world)))
-    address = pipe.recv()
+        pipe.send(made.open_sync_group(world))
+    meeting = pipe.recv()
     if rank < senders:
-        made.join_sync_group(*address, rank, world)
+        made.join_sync_group(meeting, rank, world)
         made.sender.group = Counted(made.sender.group)
     with Gathers() as gathers:
         made.send_weights(False)
@@ -236,11 +236,11 @@ def of_trainer(pipe: Any, cfg: Any, rank: int, senders: int, world: int) -> None
     pipe.send((len(gathers.sizes), sum(gathers.sizes), len(sent), sum(sent)))
 
 
-def of_worker(pipe: Any, wire: Wire, address: tuple[str, int], rank: int, world: int) -> None:
+def of_worker(pipe: Any, meeting: tuple[bytes, str, int], rank: int, world: int) -> None:
     """A worker of an engine that receives one update and throws it away."""
     receiver = WeightReceiver()
     receiver.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
-    receiver.join_sync_group(pickle.dumps(wire), *address, rank, world)
+    receiver.join_sync_group(*meeting, rank, world)
     receiver.sync_group = Counted(receiver.sync_group)
     deque(receiver.incoming([], False), maxlen=0)
     pipe.send((0, 0, len(receiver.sync_group.sizes), sum(receiver.sync_group.sizes)))
@@ -249,13 +249,13 @@ def of_worker(pipe: Any, wire: Wire, address: tuple[str, int], rank: int, world:
 def traffic(ranks: int = 4, mates: int = 0, workers: int = 2) -> None:
     """One update between processes that load no engine, and a table of what each of them got."""
     from grpo_async import Config
-    from settings import reader as config
+    from runtime import preflight
 
     context = multiprocessing.get_context("spawn")
     senders, world = 1 + mates, 1 + mates + workers
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--run_dir", folder, "--policy.ranks", str(ranks)]
-        cfg = config.load(Config, flags, default="configs/tiny.py")
+        cfg = preflight.load(Config, flags, default="configs/tiny.py")
 
     def begin(function: Callable, *args: Any) -> Any:
         ours, theirs = context.Pipe()
@@ -263,13 +263,12 @@ def traffic(ranks: int = 4, mates: int = 0, workers: int = 2) -> None:
         return ours
 
     trainers = [begin(of_trainer, cfg, rank, senders, world) for rank in range(ranks)]
-    meeting = trainers[0].recv()
-    for pipe in trainers:
-        pipe.send(meeting)
-    wire, address = trainers[0].recv()
-    for pipe in trainers:
-        pipe.send(address)
-    engines = [begin(of_worker, wire, address, rank, world) for rank in range(senders, world)]
+    for _ in ("the trainers' store", "the group of the update"):
+        meeting = trainers[0].recv()
+        for pipe in trainers:
+            pipe.send(meeting)
+    engines = [begin(of_worker, meeting, rank, world) for rank in range(senders, world)]
+    wire = pickle.loads(meeting[0])
     whole = sum(math.prod(m.shape) * getattr(torch, m.dtype).itemsize for m in wire.metas)
     print(f"{'':18}{'gathers':>9}{'bytes':>12}{'broadcasts':>12}{'bytes':>12}")
     least = (len(wire.metas), whole * (ranks - 1) // ranks, len(list(buckets(wire.metas))), whole)

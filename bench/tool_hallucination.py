@@ -1,4 +1,4 @@
-"""How often models call a tool that nobody gave them, and how often they are right.
+"""How often models call a tool that was not given to them, and how often they are right.
 
     python bench/tool_hallucination.py models/tiny_tools runs/NAME/step_000160/hf ...
 
@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
-from make_tiny_tools import answers  # noqa: E402
+sys.path.insert(0, str(ROOT))
+from launch.make_tiny_tools import answers  # noqa: E402
 
 SAMPLES = 8
 

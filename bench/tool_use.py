@@ -25,15 +25,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
-from make_tiny import make_model  # noqa: E402
-
+sys.path.insert(0, str(ROOT))
 from envs.maths.python_tool import TOOL  # noqa: E402
+from launch import tiny  # noqa: E402
 
 CALL = (f'<tool_call>{{"name": "{TOOL}", "arguments": {{"code": "', '"}}</tool_call>')
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "<tool>"]
@@ -49,7 +45,6 @@ TEMPLATE = (
 PARAMETERS = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
 TOOLS = [{"type": "function", "name": TOOL, "parameters": PARAMETERS}]
 SLIP, GUESS = 0.07, 0.3  # of digits and of sums
-STEPS, BATCH, LR = 500, 64, 3e-3  # of imitation
 CONFIG = '''"""Sums, with Python at hand."""
 from configs.tiny import *
 
@@ -64,25 +59,6 @@ timeouts = {{"start": 180.0, "rollout": 120.0, "train": 120.0, "sync": 60.0}}
 '''
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each character, and for what calls and answers begin and end with."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *WORDS, *CHARACTERS])}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
-    core.add_special_tokens(SPECIAL)
-    core.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        additional_special_tokens=SPECIAL[3:],
-        clean_up_tokenization_spaces=False,
-        chat_template=TEMPLATE,
-    )
-
-
 def sums(seed: int) -> Iterator[tuple[int, int]]:
     """Pairs of numbers of three digits, without end."""
     dice = random.Random(seed)
@@ -92,11 +68,12 @@ def sums(seed: int) -> Iterator[tuple[int, int]]:
 
 def write_rows(path: Path, pairs: Iterator[tuple[int, int]]) -> None:
     """Rows of the environment python_tool."""
-    with path.open("w") as file:
-        for a, b in pairs:
-            prompt = {"input": [{"role": "user", "content": f"{a}+{b}"}], "tools": TOOLS}
-            row = {"agent_ref": {"name": "ns_tools_simple_agent"}, "expected_answer": str(a + b)}
-            print(json.dumps(row | {"responses_create_params": prompt}), file=file)
+    rows = []
+    for a, b in pairs:
+        prompt = {"input": [{"role": "user", "content": f"{a}+{b}"}], "tools": TOOLS}
+        row = {"agent_ref": {"name": "ns_tools_simple_agent"}, "expected_answer": str(a + b)}
+        rows.append(row | {"responses_create_params": prompt})
+    tiny.write_rows(path, rows)
 
 
 def copied(text: str, dice: random.Random) -> str:
@@ -114,33 +91,6 @@ def demonstration(a: int, b: int, dice: random.Random) -> list[str]:
     return [f"<user>{a}+{b}<assistant>", call, f"<tool>{output}<assistant>", answer]
 
 
-def imitate(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Supervised learning of what the teacher says."""
-    dice = random.Random(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, STEPS, pct_start=0.06)
-    stream = sums(1)
-    for _ in range(STEPS):
-        said = [demonstration(a, b, dice) for a, b in itertools.islice(stream, BATCH)]
-        parts = [[tokenizer.encode(text) for text in texts] for texts in said]
-        longest = max(len(sum(ids, [])) for ids in parts)
-        tokens_BT = torch.full((BATCH, longest), tokenizer.pad_token_id)
-        target_BT = torch.full((BATCH, longest), -100)
-        for row, turns in enumerate(parts):
-            end = 0
-            for i, ids in enumerate(turns):
-                tokens_BT[row, end : end + len(ids)] = torch.tensor(ids)
-                if i % 2:
-                    target_BT[row, end - 1 : end - 1 + len(ids)] = torch.tensor(ids)
-                end += len(ids)
-        logits_BTV = model(tokens_BT, use_cache=False).logits
-        cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-
-
 def make(folder: Path) -> None:
     """A model that is careless, and its problems."""
     torch.manual_seed(0)
@@ -148,11 +98,13 @@ def make(folder: Path) -> None:
     folder.mkdir(parents=True)
     write_rows(folder / "train.jsonl", itertools.islice(sums(2), 4096))
     write_rows(folder / "validation.jsonl", itertools.islice(sums(3), 64))
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    imitate(model, tokenizer)
-    tokenizer.save_pretrained(folder / "model")
-    model.save_pretrained(folder / "model")
+    tokenizer = tiny.make_tokenizer(
+        WORDS, CHARACTERS, TEMPLATE, SPECIAL, additional_special_tokens=SPECIAL[3:]
+    )
+    model, dice = tiny.make_model(tokenizer), random.Random(0)
+    taught = (demonstration(a, b, dice) for a, b in sums(1))
+    tiny.imitate(model, tokenizer, taught, steps=500, batch=64, lr=3e-3)
+    tiny.save(model, tokenizer, folder / "model")
 
 
 def report(folder: Path) -> None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 KNOWN = ROOT.parent / "shared/data/known_answers"
 sys.path.insert(0, str(ROOT))
 
-import envs  # noqa: E402
+from envs import check_rows, registry  # noqa: E402
 from envs.rollout.response import Response  # noqa: E402
 from envs.sandbox.checkers import Checkers  # noqa: E402
 
@@ -28,20 +28,11 @@ SECONDS = 5.0
 AT_ONCE = 8  # answers that are judged together
 TICK = 0.001
 # File of known answers -> agent that judges them.
-FILES = {
-    "math": "math",
-    "mcqa": "mcqa",
-    "instruction_following_gym": "instruction_following",
-    "ifeval": "instruction_following",
-    "structured_outputs": "structured_outputs",
-    "code_gen_gym": "code_gen",
-    "code_function": "code_gen",
-    "reasoning_gym": "reasoning_gym",
-    "calendar": "calendar",
-    "single_step_tool_use": "single_step_tool_use_with_argument_comparison",
-    "terminus_judge": "terminus_judge",
-    "terminal_multi_harness": "terminal_multi_harness",
-}
+SAME = ("math", "mcqa", "structured_outputs", "reasoning_gym", "calendar", "terminus_judge")
+FILES = {name: name for name in (*SAME, "terminal_multi_harness")}
+FILES |= dict.fromkeys(("instruction_following_gym", "ifeval"), "instruction_following")
+FILES |= dict.fromkeys(("code_gen_gym", "code_function"), "code_gen")
+FILES |= {"single_step_tool_use": "single_step_tool_use_with_argument_comparison"}
 
 
 class Case(NamedTuple):
@@ -66,7 +57,7 @@ def cases(name: str) -> Iterator[Case]:
         calls = [item for item in items if item["type"] == "function_call"]
         row["responses_create_params"] = {"input": [{"role": "user", "content": "?"}]}
         try:
-            envs.check_row(row)
+            check_rows.check_row(row)
         except ValueError:
             continue
         yield Case(row, Response(known["response"], tool_calls=calls))
@@ -106,14 +97,14 @@ async def longest_block(judge: Callable[[Case], Awaitable], found: list[Case]) -
 
 async def verify(case: Case) -> object:
     """As a worker judges."""
-    return await envs.verify(*case)
+    return await registry.verify(*case)
 
 
 def bare(agent: str) -> Callable[[Case], Awaitable] | None:
     """The same with the checks in this process; None where there are none."""
-    module = envs.environment(agent)
-    own = getattr(module, "checkers", None)
-    if not isinstance(own, Checkers):
+    module = registry.environment(agent)
+    own = {name: value for name, value in vars(module).items() if isinstance(value, Checkers)}
+    if not own:
         return None
     check = module.make_check()
 
@@ -122,11 +113,11 @@ def bare(agent: str) -> Callable[[Case], Awaitable] | None:
             return check(**request)
 
     async def judge(case: Case) -> object:
-        module.checkers = Here()
+        vars(module).update(dict.fromkeys(own, Here()))
         try:
-            return await envs.verify(*case)
+            return await registry.verify(*case)
         finally:
-            module.checkers = own
+            vars(module).update(own)
 
     return judge
 

@@ -33,7 +33,7 @@ G = 16
 LONGEST = 256
 MEAN = 30
 
-CONFIG = f"""from configs.tiny import *
+CONFIG = """from configs.tiny import *
 model = "model"
 run_dir = "run"
 data = {{"train": "train.jsonl", "val": ""}}
@@ -42,15 +42,19 @@ prompts_per_step = {P}
 group_size = {G}
 loss = {{"skip_zero_advantage": False}}
 policy = {{"lr": 1e-12, "warmup_lr": 1e-12, "row_tokens": 512}}
-sampling = {{"max_response_tokens": {LONGEST}, "max_model_len": {LONGEST + 32}}}
-engine = {{"args": {{"max_num_seqs": 64}}}}
+sampling = {{"max_response_tokens": {longest}, "max_model_len": {longest} + 32}}
+engine = {{"args": {args}}}
 """
-ENVIRONMENT = """from bench.vs_trl import reward
+OURS = CONFIG.format(P=P, G=G, longest=LONGEST, args={"max_num_seqs": 64})
+ENVIRONMENT = """from bench.{name} import score
 from envs import Reward
 AGENTS = ("vowels",)
 def verify(row, response):
-    return Reward(reward(response))
+    return Reward(score(response))
 """
+QUIET = {"logging_steps": 1000, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+QUIET |= {"dataloader_pin_memory": False, "lr_scheduler_type": "constant"}
+QUIET |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
 TRL = {  # environment variables, and settings of GRPOConfig
     "2 threads": ({}, {}),
     "1 thread": ({"OMP_NUM_THREADS": "1"}, {}),
@@ -60,9 +64,17 @@ TRL = {  # environment variables, and settings of GRPOConfig
 }
 
 
-def reward(text: str) -> float:
+def score(text: str) -> float:
     """The share of vowels: free, and hardly ever the same in a whole group."""
     return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
+
+
+def run(command: list, folder: Path, env) -> str:
+    """What a side prints in its own process. Raises RuntimeError with the last line of an error."""
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip() or "no output").splitlines()[-1])
+    return done.stdout
 
 
 # === What both train ==============================================================================
@@ -73,24 +85,27 @@ def make_inputs(folder: Path) -> None:
     import torch
 
     sys.path.insert(0, str(ROOT))
-    from launch.make_tiny import make_model, make_tokenizer
+    from launch import tiny
 
     torch.manual_seed(0)
-    tokenizer = make_tokenizer()
+    tokenizer = tiny.make_tokenizer()
     letters = random.Random(0)
     words = ["".join(letters.choices("abcdefgh", k=letters.randint(6, 10))) for _ in range(1024)]
-    chats = [[{"role": "user", "content": f"reverse {word}"}] for word in words]
-    agent = {"agent_ref": {"name": "vowels"}}
-    rows = [{"responses_create_params": {"input": chat}} | agent for chat in chats]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = make_model(tokenizer)
+    tiny.write_rows(folder / "train.jsonl", map(row_of, words))
+    model = tiny.make_model(tokenizer)
     model.config.max_position_embeddings = 2 * LONGEST
+    chats = [row_of(word)["responses_create_params"]["input"] for word in words[:64]]
     prompts = tokenizer.apply_chat_template(
-        chats[:64], add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
     fit_eos(model, prompts, tokenizer.eos_token_id)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    tiny.save(model, tokenizer, folder / "model")
+
+
+def row_of(word: str) -> dict:
+    """A row of our environment."""
+    chat = [{"role": "user", "content": f"reverse {word}"}]
+    return {"responses_create_params": {"input": chat}, "agent_ref": {"name": "vowels"}}
 
 
 def fit_eos(model, prompts, eos: int) -> None:
@@ -130,7 +145,6 @@ def install_trl() -> None:
 
 def train_trl(steps: int, settings: dict) -> None:
     """Runs in TRL's interpreter; writes trl.json: when steps ended, generation and lengths."""
-    from datasets import load_dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -138,7 +152,7 @@ def train_trl(steps: int, settings: dict) -> None:
 
     def vowels(completions, completion_ids, **_):
         log["lengths"].append([len(ids) for ids in completion_ids])
-        return [reward(completion[0]["content"]) for completion in completions]
+        return [score(completion[0]["content"]) for completion in completions]
 
     class Timed(GRPOTrainer):
         def _generate_single_turn(self, *args, **kwargs):
@@ -152,18 +166,21 @@ def train_trl(steps: int, settings: dict) -> None:
             log["ends"].append(time.perf_counter())
 
     size = settings.setdefault("per_device_train_batch_size", P * G)
-    quiet = {"logging_steps": 1000, "save_strategy": "no", "report_to": "none"}
-    quiet |= {"disable_tqdm": True, "dataloader_pin_memory": False}
-    cpu = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
-    same = {"learning_rate": 1e-12, "lr_scheduler_type": "constant", "shuffle_dataset": False}
+    same = {"learning_rate": 1e-12, "shuffle_dataset": False}
     same |= {"num_generations": G, "gradient_accumulation_steps": P * G // size}
     same |= {"max_steps": steps, "max_completion_length": LONGEST}
-    config = GRPOConfig(output_dir="trl", **quiet, **cpu, **same, **settings)
+    config = GRPOConfig(output_dir="trl", **QUIET, **same, **settings)
+    Timed("model", vowels, config, prompts(), callbacks=[Clock()]).train()
+    Path("trl.json").write_text(json.dumps(log))
+
+
+def prompts():
+    """Our rows as TRL's data set."""
+    from datasets import load_dataset
+
     rows = load_dataset("json", data_files="train.jsonl", split="train", cache_dir="cache")
     rows = rows.map(lambda row: {"prompt": row["responses_create_params"]["input"]})
-    rows = rows.select_columns("prompt")
-    Timed("model", vowels, config, rows, callbacks=[Clock()]).train()
-    Path("trl.json").write_text(json.dumps(log))
+    return rows.select_columns("prompt")
 
 
 def run_trl(folder: Path, name: str, steps: int) -> dict:
@@ -182,12 +199,12 @@ def run_trl(folder: Path, name: str, steps: int) -> dict:
 # === Ours, and the comparison =====================================================================
 
 
-def copy_ours(folder: Path) -> None:
-    """What a user has, and an environment of theirs."""
+def copy_ours(folder: Path, config: str = OURS, name: str = "vs_trl") -> None:
+    """What a user has, with an environment of theirs that scores by bench/NAME.py."""
     hidden = shutil.ignore_patterns(".*", "__pycache__", "data", "models", "runs", "tests")
     shutil.copytree(ROOT, folder, ignore=hidden, dirs_exist_ok=True)
-    (folder / "envs" / "vowels.py").write_text(ENVIRONMENT)
-    (folder / "configs" / "bench.py").write_text(CONFIG)
+    (folder / "envs" / "vowels.py").write_text(ENVIRONMENT.format(name=name))
+    (folder / "configs" / "bench.py").write_text(config)
 
 
 def run_ours(folder: Path, steps: int) -> dict:
@@ -211,13 +228,6 @@ def run_ours(folder: Path, steps: int) -> dict:
     keys = ("train_seconds", "wait_for_rollouts", "sync", "wait_for_training")
     parts = {k: statistics.median(line[k] for line in lines[SKIPPED:]) for k in keys}
     return summary([line["seconds"] for line in lines], [lengths]) | {"parts": parts}
-
-
-def run(command: list, folder: Path, env) -> None:
-    """Runs a side in its own process. Raises RuntimeError with the last line that it wrote."""
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip() or "no output").splitlines()[-1])
 
 
 def summary(ends: list[float], lengths: list[list[int]]) -> dict:

@@ -40,7 +40,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.vs_trl import VENV, copy_ours, install_trl, reward, run  # noqa: E402
+from bench import vs_trl  # noqa: E402
 
 try:
     from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -60,7 +60,7 @@ SPREAD = math.sqrt(0.5)  # standard deviation of the log of a length, of prompts
 LONGEST = 192  # every 150th answer is cut off here
 TRAIN = 1.25  # seconds for 64 samples, as generation has: 64 / 16 seats * 26 tokens * 12 ms
 STILL = 0.1  # seconds without an engine step that count as idle
-EOS = 1  # of make_tiny's tokenizer
+EOS = 1  # of launch/tiny.py's tokenizer
 FAULTS = {8: "request", 12: "reward"}  # step -> what fails once, in a run with faults
 ENGINE = {  # vLLM's arguments on both sides
     "max_num_seqs": SEATS,
@@ -69,25 +69,8 @@ ENGINE = {  # vLLM's arguments on both sides
     "gpu_memory_utilization": 0.3,
     "logits_processors": ["bench.vs_trl_async:Paced"],
 }
-CONFIG = f"""from configs.tiny import *
-model = "model"
-run_dir = "run"
-data = {{"train": "train.jsonl", "val": ""}}
-val_period = 0
-prompts_per_step = {P}
-group_size = {G}
-loss = {{"skip_zero_advantage": False}}
-policy = {{"lr": 1e-12, "warmup_lr": 1e-12}}
-sampling = {{"max_response_tokens": {LONGEST}, "max_model_len": {LONGEST + 32}}}
-engine = {{"args": {ENGINE}}}
-timeouts = {{"start": 180.0, "rollout": 600.0}}
-"""
-ENVIRONMENT = """from bench.vs_trl_async import score
-from envs import Reward
-AGENTS = ("vowels",)
-def verify(row, response):
-    return Reward(score(response))
-"""
+CONFIG = vs_trl.CONFIG.format(P=P, G=G, longest=LONGEST, args=ENGINE)
+CONFIG += 'timeouts = {"start": 180.0, "rollout": 600.0}\n'
 
 
 # === What both sides share ========================================================================
@@ -95,21 +78,14 @@ def verify(row, response):
 
 def make_inputs(folder: Path) -> None:
     """A copy of what a user of ours has, a random model of a million parameters, and prompts."""
-    from launch.make_tiny import make_model, make_tokenizer
+    from launch import tiny
 
-    copy_ours(folder)
-    (folder / "envs" / "vowels.py").write_text(ENVIRONMENT)
-    (folder / "configs" / "bench.py").write_text(CONFIG)
-    tokenizer = make_tokenizer()
-    make_model(tokenizer).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    vs_trl.copy_ours(folder, CONFIG, "vs_trl_async")
+    tokenizer = tiny.make_tokenizer()
+    tiny.save(tiny.make_model(tokenizer), tokenizer, folder / "model")
     letters = random.Random(0)
-    with open(folder / "train.jsonl", "w") as file:
-        for _ in range(2048):
-            word = "".join(letters.choices("abcdefgh", k=8))
-            chat = {"input": [{"role": "user", "content": f"reverse {word}"}]}
-            row = {"responses_create_params": chat, "agent_ref": {"name": "vowels"}}
-            file.write(json.dumps(row) + "\n")
+    words = ("".join(letters.choices("abcdefgh", k=8)) for _ in range(2048))
+    tiny.write_rows(folder / "train.jsonl", map(vs_trl.row_of, words))
 
 
 def fail_once(name: str) -> None:
@@ -122,7 +98,7 @@ def fail_once(name: str) -> None:
 def score(text: str) -> float:
     """The reward of both sides."""
     fail_once("reward")
-    return reward(text)
+    return vs_trl.score(text)
 
 
 class Paced(LogitsProcessor):
@@ -213,7 +189,6 @@ class Tap:
 
 def make_worker(job: dict):
     """TRL's rollout worker with the defaults of AsyncGRPOConfig; of requests it has one a seat."""
-    from datasets import load_dataset
     from transformers import AutoTokenizer
     from trl.experimental.async_grpo import async_rollout_worker
 
@@ -223,11 +198,9 @@ def make_worker(job: dict):
     content = {"close_pattern": "<eos>", "content": "text"}
     template = {"defaults": {"role": "assistant"}, "start_anchor": "<assistant>"}
     tokenizer.response_template = template | {"fields": {"content": content}}
-    rows = load_dataset("json", data_files="train.jsonl", split="train", cache_dir="cache")
-    rows = rows.map(lambda row: {"prompt": row["responses_create_params"]["input"]})
     return async_rollout_worker.AsyncRolloutWorker(
         model_name="model",
-        dataset=rows.select_columns("prompt"),
+        dataset=vs_trl.prompts(),
         reward_funcs=[vowels],
         processing_class=tokenizer,
         eos_token_ids=[EOS],
@@ -322,7 +295,7 @@ def server(folder: Path):
 
 
 def train_ours(job: dict) -> None:
-    """The real program, but for a trainer that sleeps; runs in a copy of this folder."""
+    """The real program with a trainer that sleeps; runs in a copy of this folder."""
     import numpy as np
 
     import grpo_async
@@ -345,7 +318,6 @@ def train_ours(job: dict) -> None:
             return await super().train(step, groups)
 
     os.cpu_count = lambda: 2  # one for the engine: two threads would spin, waiting for each other
-    grpo_async.Fleet.allowed_gap = math.inf  # a trainer's logprobs know nothing of `Paced`
     grpo_async.Trainer = Trainer
     grpo_async.Run = Run
     sys.argv = ["grpo_async.py", "--config", "configs/bench.py"]
@@ -366,10 +338,10 @@ def measure(folder: Path, side: str, **job) -> dict:
     job = {"seconds": TRAIN, "faults": False} | job
     job["steps"] = skipped + STEPS + job["lag"] + 2
     shutil.rmtree(folder / "run", ignore_errors=True)
-    interpreter = VENV / "bin" / "python" if side == "trl" else sys.executable
+    interpreter = vs_trl.VENV / "bin" / "python" if side == "trl" else sys.executable
     env = os.environ | {"BENCH_FOLDER": str(folder), "HF_HUB_OFFLINE": "1"}
     script = folder / "bench" / "vs_trl_async.py"
-    run([interpreter, script, f"--{side}", json.dumps(job)], folder, env)
+    vs_trl.run([interpreter, script, f"--{side}", json.dumps(job)], folder, env)
     record = json.loads((folder / "record.json").read_text())
     rows = record["steps"][skipped : skipped + STEPS + 1]
     note = f"{len(record['steps'])} of {job['steps']} steps. {record['note']}"
@@ -427,7 +399,7 @@ def ratio(name: str, ours: list[dict], theirs: list[dict]) -> str:
 def main() -> None:
     """Measures both sides in turn at each lag, then what one failed request and reward cost."""
     repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    install_trl()
+    vs_trl.install_trl()
     columns = ["", "trained samples/s", "tokens/s trained / sampled", "tokens discarded"]
     columns += ["engine idle", "mean lag", "mean length trained / generated"]
     columns += ["sync ms", "slowest step s"]

@@ -15,7 +15,6 @@ import os
 import random
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from bench import vs_trl  # noqa: E402
+
 STEPS = 20
 SKIPPED = 2  # steps of warm-up, in times
 PAIRS = 16
@@ -46,15 +47,13 @@ def make_inputs(folder: Path, steps: int) -> None:
     """The model, and the pairs of all steps."""
     import torch
 
-    from launch.make_tiny import make_model, make_tokenizer
+    from launch import tiny
 
     torch.manual_seed(0)
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    model = make_model(tokenizer)
+    tokenizer = tiny.make_tokenizer(template=TEMPLATE)
+    model = tiny.make_model(tokenizer)
     model.config.max_position_embeddings = 2 * LONGEST
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    tiny.save(model, tokenizer, folder / "model")
     draw = random.Random(0)
 
     def answer() -> list[dict]:
@@ -66,7 +65,7 @@ def make_inputs(folder: Path, steps: int) -> None:
         word = "".join(draw.choices("abcdefgh", k=draw.randint(6, 10)))
         prompt = [{"role": "user", "content": f"reverse {word}"}]
         rows.append({"prompt": prompt, "chosen": answer(), "rejected": answer()})
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny.write_rows(folder / "pairs.jsonl", rows)
 
 
 def forget_peak() -> None:
@@ -109,15 +108,12 @@ def train_trl(steps: int, size: int, settings: dict) -> dict:
         def on_step_end(self, *_args, **_kwargs):
             ends.append(time.perf_counter())
 
-    quiet = {"logging_steps": 1000, "save_strategy": "no", "report_to": "none"}
-    quiet |= {"disable_tqdm": True, "dataloader_pin_memory": False}
-    cpu = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
-    same = {"learning_rate": LR, "lr_scheduler_type": "constant", "warmup_steps": 0}
-    same |= {"weight_decay": 0.0, "max_grad_norm": 1.0, "beta": BETA, "max_length": None}
-    same |= {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, SFT], "max_steps": steps}
+    same = {"learning_rate": LR, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    same |= {"beta": BETA, "max_length": None, "max_steps": steps}
+    same |= {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, SFT]}
     same |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": PAIRS // size}
     same |= {"precompute_ref_log_probs": True, "precompute_ref_batch_size": PAIRS}
-    config = DPOConfig(output_dir="trl", **quiet, **cpu, **same, **settings)
+    config = DPOConfig(output_dir="trl", **vs_trl.QUIET, **same, **settings)
     rows = load_dataset("json", data_files="pairs.jsonl", split="train", cache_dir="cache")
     trainer = InOrder("model", args=config, train_dataset=rows, callbacks=[Clock()])
     trainer.train()
@@ -165,19 +161,12 @@ def train_ours(steps: int, _size: int, settings: dict) -> dict:
 
 
 def run(folder: Path, side: str, steps: int, size: int, settings: dict) -> dict:
-    """One side in its own process. Raises RuntimeError with the last line that it wrote."""
-    from bench.vs_trl import VENV
-
-    python = VENV / "bin" / "python" if side == "trl" else sys.executable
+    """One side in its own process. Raises RuntimeError as bench/vs_trl.py's `run`."""
+    python = vs_trl.VENV / "bin" / "python" if side == "trl" else sys.executable
     # As runtime/cluster.py sets them for a trainer; both sides have the same.
     threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     command = [python, __file__, f"--{side}", str(steps), str(size), json.dumps(settings)]
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | threads, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip() or "no output").splitlines()[-1])
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(vs_trl.run(command, folder, os.environ | threads).splitlines()[-1])
     seconds = statistics.median(result["seconds"][SKIPPED:])
     name = side if side == "ours" else f"TRL, {size}, {settings}"
     load = os.getloadavg()[0]
@@ -187,10 +176,8 @@ def run(folder: Path, side: str, steps: int, size: int, settings: dict) -> dict:
 
 def main() -> None:
     """Compares losses, then times: TRL's settings, and ours before and after the fastest."""
-    from bench.vs_trl import install_trl
-
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
-    install_trl()
+    vs_trl.install_trl()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder, steps)

@@ -1,4 +1,4 @@
-"""What all RL stages of Nemotron 3 Super share (docs/recipe.md), on 8-GPU nodes."""
+"""Shared values of all RL stages of Nemotron 3 Super (docs/recipe.md), on 8-GPU nodes."""
 
 seed = 42
 val_period = 10000

@@ -4,12 +4,23 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
+# For a health check, and for joining the weight group. A process that misses it is replaced.
+ANSWER_SECONDS = 25.0
+
 T = TypeVar("T")
+Value = TypeVar("Value", covariant=True)
+
+
+class Ref(Protocol[Value]):
+    """A reference to a value that Ray holds; awaiting it fetches the value."""
+
+    def __await__(self) -> Generator[Any, None, Value]:
+        """Fetches the value. Raises what the call that makes it raised."""
 
 
 async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
@@ -23,12 +34,7 @@ async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def in_turn(*parts: Awaitable) -> list:
-    """What one call returns in several parts. They come together: no part needs a task to wait."""
-    return [await part for part in parts]
-
-
-async def unless(stop: Coroutine, work: asyncio.Future[T]) -> T | None:
+async def unless_stopped(stop: Coroutine, work: asyncio.Future[T]) -> T | None:
     """The result of `work`; None where `stop` returns first, and `work` is cancelled."""
     stopped = asyncio.create_task(stop)
     try:
@@ -38,16 +44,16 @@ async def unless(stop: Coroutine, work: asyncio.Future[T]) -> T | None:
         work.cancel()
         await asyncio.wait((work,))
         if not work.cancelled():
-            work.exception()  # asyncio complains about an exception that nobody asked for
+            work.exception()  # asyncio complains about an exception that is never fetched
         return None
     finally:
         stopped.cancel()
 
 
-async def answer(call: Awaitable[T], seconds: float, who: str) -> T:
-    """What somebody answers who is asked whether he lives. Raises TimeoutError naming him.
+async def answer(call: Awaitable[T], seconds: float, name: str) -> T:
+    """The reply to a health check. Raises TimeoutError naming the actor that did not reply.
 
-    Where this process itself stood still for longer, such as after Ctrl-Z, he is given more time.
+    Where this process itself stood still for longer, such as after Ctrl-Z, it waits again.
     """
     task = asyncio.ensure_future(call)
     began = time.monotonic()
@@ -56,7 +62,7 @@ async def answer(call: Awaitable[T], seconds: float, who: str) -> T:
         await asyncio.wait([task], timeout=seconds)
     if not task.done():
         task.cancel()
-        raise TimeoutError(f"{who} did not answer for {seconds:.0f} s")
+        raise TimeoutError(f"{name} did not answer for {seconds:.0f} s")
     return task.result()
 
 
@@ -99,8 +105,8 @@ async def within(
     """Awaits under a named deadline. Raises TimeoutError with that name and `state`.
 
     A line of its own warns when half of that time has gone. `stopped` counts the seconds in which
-    the clock stands still. Who is cancelled gets CancelledError, also where asyncio.gather would
-    raise what one of its members raised at that moment instead.
+    the clock stands still. A cancelled task gets CancelledError, also where asyncio.gather would
+    raise the error that one of its members raised at that moment.
     """
     task: Any = asyncio.current_task()
     before = task.cancelling()

@@ -1,8 +1,8 @@
-"""What a run would need and what would limit it, as a table: nothing is started, no weight is read.
+"""The needs and limits of a run, as a table: nothing is started, no weight is read.
 
 `explain` counts memory (sizes.py; megatron_sizes.py also what is sent) and estimates seconds
-(pace.py) from a Config and the config.json of its model. prep/check.py looks at the rows. What is
-assumed about the hardware is printed with the result.
+(pace.py) from a Config and the config.json of its model. prep/check.py looks at the rows. The
+assumptions about the hardware are printed with the result.
 """
 
 import dataclasses
@@ -17,8 +17,10 @@ from envs.rollout import pairs, services
 from policy import logprobs
 from prep import check
 from runtime.preflight import check_arguments, lacking
-from settings.reader import InputError, flatten
-from settings.run import PairSettings, RunSettings, TrainingSettings
+from settings.errors import InputError
+from settings.pairs import PairSettings
+from settings.run import RunSettings, TrainingSettings
+from settings.values import flatten
 
 JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
 
@@ -122,7 +124,7 @@ def other_checkpointing(cfg: TrainingSettings) -> TrainingSettings:
 
 
 def trainer_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """What a trainer rank always holds, and beside it at each of four moments."""
+    """Memory that a trainer rank always holds, and beside it at each of four moments."""
     states = sizes.states(model, cfg)
     moments = sizes.moments(model, cfg)
     mask = sizes.mask_bytes(cfg.policy)
@@ -158,16 +160,15 @@ def trainer_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def saving_row(model: Model, cfg: TrainingSettings) -> str:
-    """What a checkpoint takes of a node's memory until it is written."""
+    """Memory of a node that a checkpoint takes until it is written."""
     nodes = pace.trainer_nodes(cfg)
-    copies = (
-        f"copies, on the fullest of {nodes} nodes" if nodes > 1 else "copies of all that is saved"
-    )
-    return row("host, while saving", gib(pace.checkpoint_bytes(model, cfg).node), copies)
+    where = f", on the fullest of {nodes} nodes" if nodes > 1 else " of all that is saved"
+    size = gib(pace.checkpoint_bytes(model, cfg).node)
+    return row("host, while saving", size, f"copies{where}")
 
 
 def megatron_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """What the fullest rank of a Megatron layout holds, and what a rank sends."""
+    """Memory of the fullest rank of a Megatron layout, and the bytes that a rank sends."""
     layout = cfg.policy
     shape = megatron_sizes.read_shape(cfg.model, layout)
     stage = megatron_sizes.fullest_stage(shape, cfg)
@@ -205,7 +206,7 @@ def megatron_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def traffic_rows(shape: megatron_sizes.Shape, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """What a Megatron rank sends for each token of its rows, and at each update."""
+    """Bytes that a Megatron rank sends for each token of its rows, and at each update."""
     tokens = megatron_sizes.token_bytes(shape, cfg.policy)
     steps = megatron_sizes.step_bytes(shape, cfg.policy)
     seconds = {k: f"{v:,.2f} s a step" for k, v in pace.traffic_seconds(shape, cfg, gpu).items()}
@@ -218,7 +219,7 @@ def traffic_rows(shape: megatron_sizes.Shape, cfg: TrainingSettings, gpu: Gpu) -
 
 
 def engine_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
-    """What an engine holds on each of its GPUs."""
+    """Memory of an engine on each of its GPUs."""
     tp = cfg.engine.tensor_parallel
     at_once = cfg.engine.arguments["max_num_seqs"]
     utilization = cfg.engine.arguments["gpu_memory_utilization"]
@@ -229,38 +230,35 @@ def engine_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
     whole = tokens / length
     left = (1 - utilization) * gpu.memory
     beside = f"the largest layer uncut, and its part; free are {gib(left)}"
+    each = "of each sequence"
     more = "" if whole >= at_once else f"; not max_num_seqs = {at_once}"
     return [
         "memory of an engine's GPU, GiB",
         row("weights, bf16", gib(2 * model.params / tp), f"1 / {tp} of them"),
         row("KV", gib(sizes.kv_budget(model, cfg, gpu.memory)), share),
         row("KV bytes per token", f"{sizes.kv_bytes(model, tp):,}", f"{layers} keep it"),
-        *(
-            [row("Mamba's states", gib(model.state / tp), "of each sequence")]
-            if model.state
-            else []
-        ),
+        *([row("Mamba's states", gib(model.state / tp), each)] if model.state else []),
         row("KV tokens", f"{tokens:,}", f"{whole:,.1f} sequences of {length:,}{more}"),
         row("+ in an update", gib(sizes.reload_bytes(model, cfg)), beside),
     ]
 
 
 def any_step_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """What a step costs, of a run with rollouts or without."""
+    """Seconds of a step, of a run with rollouts or without."""
     if isinstance(cfg, RunSettings):
         return step_rows(model, cfg, gpu)
     tokens = pace.step_tokens(cfg)
     note = f"{pace.train_flops(model, cfg):.3g} FLOPs"
     return [
         "a step, seconds",
-        row("sequences", f"{cfg.load.sequences:,}"),
+        row("sequences", f"{pace.load_of(cfg).sequences:,}"),
         row("tokens, at most", f"{tokens:,}", f"mean {pace.MEAN_SHARE * tokens:,.0f}"),
         row("= step", f"{pace.step_seconds(model, cfg, gpu):,.2f}", f"training; {note}"),
     ]
 
 
 def step_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
-    """What a step costs, and which side of it binds."""
+    """Seconds of a step, and the side that binds it."""
     limit = pace.response_limit(cfg)
     batch = pace.batch_size(model, cfg, gpu)
     samples = cfg.prompts_per_step * cfg.group_size
@@ -296,7 +294,7 @@ def step_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
 
 
 def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """The least that a weight update takes, and what it is made of."""
+    """The least seconds of a weight update, and their parts."""
     sent, broadcasts, gathered, messages = pace.update_traffic(model, cfg)
     least = f"at least: rank 0 sends {sent / 1e9:,.1f} GB in {broadcasts:,} broadcasts"
     cards = pace.networks(cfg)
@@ -309,7 +307,7 @@ def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def balance_row(model: Model, cfg: RunSettings, gpu: Gpu) -> str:
-    """The fastest split of as many GPUs."""
+    """The fastest split of the same number of GPUs."""
     best = pace.balance(model, cfg, gpu)
     if not best:
         return row("balanced split", "-", "no other split of whole GPUs holds a trainer rank")
@@ -339,7 +337,7 @@ def slurm_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def data_rows(cfg: TrainingSettings) -> check.Summary:
-    """What `data_prep.py check` says of the data files that are there.
+    """The lines of `data_prep.py check` for the data files that exist.
 
     Lengths are left out, as they need the tokenizer.
     """
@@ -356,24 +354,17 @@ def data_rows(cfg: TrainingSettings) -> check.Summary:
 
 
 def problems(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """What does not fit, with the fields to change."""
+    """The problems of memory and layout, with the fields to change."""
     trainer = pace.trainer_bytes(model, cfg)
     save = "" if cfg.policy.activation_checkpointing else ", set policy.activation_checkpointing"
     fsdp = cfg.policy.kind == "fsdp"
     spread = "policy.ranks" if fsdp else "policy.tp, policy.cp, policy.pp or policy.ep"
-    lower = " and ".join(cfg.row_limits)
-    checks = (
-        (
-            trainer > gpu.memory,
-            f"a trainer rank takes {gib(trainer)} of {gib(gpu.memory)} GiB: raise {spread}, lower"
-            f" {lower}{save}",
-        ),
-        (
-            cfg.policy.tp > pace.NODE_GPUS,
-            f"policy.tp = {cfg.policy.tp}: a node has {pace.NODE_GPUS} GPUs",
-        ),
-    )
-    found = [message for bad, message in checks if bad]
+    remedy = f"raise {spread}, lower {' and '.join(cfg.row_limits)}{save}"
+    found = []
+    if trainer > gpu.memory:
+        found += [f"a trainer rank takes {gib(trainer)} of {gib(gpu.memory)} GiB: {remedy}"]
+    if cfg.policy.tp > pace.NODE_GPUS:
+        found += [f"policy.tp = {cfg.policy.tp}: a node has {pace.NODE_GPUS} GPUs"]
     if isinstance(cfg, RunSettings):
         found += engine_problems(model, cfg, gpu)
     files = {"data.train": cfg.data.train, "data.val": cfg.data.val}
@@ -382,7 +373,7 @@ def problems(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def engine_problems(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
-    """What does not fit an engine, or a GPU that it shares, with the fields to change."""
+    """The problems of an engine, or a GPU that it shares, with the fields to change."""
     tp = cfg.engine.tensor_parallel
     length = cfg.sampling.max_model_len
     trainer = pace.trainer_bytes(model, cfg)
@@ -392,27 +383,20 @@ def engine_problems(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
     held = [g.get("trainer", 0) * trainer + g.get("engine", 0) * engine for g in pace.place(cfg)]
     most = max(held, default=trainer)
     tokens = sizes.kv_tokens(model, cfg, gpu.memory, length)
-    checks = (
-        (
-            trainer <= gpu.memory < most,
-            f"a shared GPU takes {gib(most)} of {gib(gpu.memory)} GiB: lower gpu_memory_utilization"
-            " in engine.args",
-        ),
-        (
-            tokens < length,
-            f"an engine's KV holds {tokens:,} tokens, sampling.max_model_len = {length:,}: raise"
-            " engine.tensor_parallel or, in engine.args, gpu_memory_utilization",
-        ),
-        (
-            cfg.gpu_share == 1 and engine + update > gpu.memory,
-            f"a weight update takes {gib(update)} GiB of an engine's GPU, of which"
-            f" gpu_memory_utilization = {utilization:g} leaves {gib(gpu.memory - engine)}: lower it"
-            " in engine.args",
-        ),
-        (model.heads % tp, f"engine.tensor_parallel = {tp} must divide {model.heads} heads"),
-        (
-            tp > pace.NODE_GPUS,
-            f"engine.tensor_parallel = {tp}: a node has {pace.NODE_GPUS} GPUs",
-        ),
-    )
-    return [message for bad, message in checks if bad]
+    found = []
+    if trainer <= gpu.memory < most:
+        taken = f"a shared GPU takes {gib(most)} of {gib(gpu.memory)} GiB"
+        found += [f"{taken}: lower gpu_memory_utilization in engine.args"]
+    if tokens < length:
+        room = f"an engine's KV holds {tokens:,} tokens, sampling.max_model_len = {length:,}"
+        remedy = "raise engine.tensor_parallel or, in engine.args, gpu_memory_utilization"
+        found += [f"{room}: {remedy}"]
+    if cfg.gpu_share == 1 and engine + update > gpu.memory:
+        taken = f"a weight update takes {gib(update)} GiB of an engine's GPU"
+        left = f"gpu_memory_utilization = {utilization:g} leaves {gib(gpu.memory - engine)}"
+        found += [f"{taken}, of which {left}: lower it in engine.args"]
+    if model.heads % tp:
+        found += [f"engine.tensor_parallel = {tp} must divide {model.heads} heads"]
+    if tp > pace.NODE_GPUS:
+        found += [f"engine.tensor_parallel = {tp}: a node has {pace.NODE_GPUS} GPUs"]
+    return found

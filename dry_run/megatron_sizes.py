@@ -1,8 +1,8 @@
-"""What a rank of policy/megatron sends and what it holds at its fullest, from config.json alone.
+"""Bytes that a rank of policy/megatron sends and holds at its fullest, from config.json alone.
 
 Axes:  T places of a packed row   H hidden size   Q, K width of all query, all key heads
        F width inside a feed-forward   k experts of a token   V padded vocabulary
-       C tokens whose logits exist at once
+       C tokens with logits that exist at once
        b bytes of a weight and of an activation: 2 on a GPU; 4 on a CPU, where all is float32
 
 Ring algorithms send, of a tensor of S bytes over n ranks: all-gather and reduce-scatter
@@ -92,7 +92,7 @@ class RankParams(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Over how many ranks the optimizer's state is spread."""
+    """The numbers of ranks over which the optimizer's state is spread."""
 
     shared: int
     routed: int  # of experts
@@ -140,17 +140,17 @@ def rank_params(s: Shape, layout: "PolicySettings", stage: int) -> RankParams:
 
 
 def optimizer_spread(layout: "PolicySettings") -> Spread:
-    """Over how many ranks the optimizer's state of a tensor, and of an expert, is spread."""
+    """The numbers of ranks that share the optimizer's state of a tensor, and of an expert."""
     return Spread(layout.replicas * layout.cp, layout.ranks // layout.pp // layout.ep)
 
 
 def gradient_bytes(layout: "PolicySettings", b: int = 2) -> int:
-    """Of one number of a gradient, as it is summed over rows and ranks."""
+    """Bytes of one number of a gradient, as it is summed over rows and ranks."""
     return 4 if layout.megatron.ddp.get("grad_reduce_in_fp32", True) else b
 
 
 def state_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> dict[str, float]:
-    """What a rank always holds; bf16 weights have float32 main parameters beside the moments."""
+    """Bytes that a rank always holds; bf16 weights have float32 main parameters beside moments."""
     params = rank_params(s, cfg.policy, stage)
     spread = optimizer_spread(cfg.policy)
     weights = b * sum(params)
@@ -221,7 +221,7 @@ def head_bytes(C: int, V: float, H: int, b: int = 2) -> float:
 
 
 def kept_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> float:
-    """What the layers of a stage keep until backward, of as many rows as the pipeline has begun.
+    """Bytes that the layers of a stage keep until backward, for the rows that the pipeline began.
 
     Each layer's input, and what `saved` counts without checkpointing; a stage's output stays too.
     """
@@ -268,12 +268,12 @@ def stage_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> fl
 
 
 def fullest_stage(s: Shape, cfg: "TrainingSettings", b: int = 2) -> int:
-    """The stage whose ranks hold most: the first keeps most rows, the last has the head."""
+    """The stage with the fullest ranks: the first keeps most rows, the last has the head."""
     return max(range(cfg.policy.pp), key=lambda stage: stage_bytes(s, cfg, stage, b))
 
 
 def sending_bytes(s: Shape) -> float:
-    """What sending or exporting the weights takes: the largest tensor twice, and two buckets.
+    """Bytes for sending or exporting the weights: the largest tensor twice, and two buckets.
 
     Rank 0 has them, whole and in bf16: once as shards or to cut, once put together.
     """
@@ -340,7 +340,7 @@ def mamba_exchange(s: Shape, layout: "PolicySettings", b: int = 2) -> float:
 
 
 class Gathered(NamedTuple):
-    """What reaches trainer rank 0 before it can send the weights on."""
+    """Bytes and messages that reach trainer rank 0 before it can send the weights on."""
 
     size: float  # bytes
     messages: int  # at least

@@ -12,8 +12,10 @@ from dry_run import megatron_sizes, sizes
 from dry_run.gpus import Gpu
 from dry_run.sizes import Model
 from policy.weight_sync import BUCKET_BYTES
-from runtime.placement import Node, node_mates, plan, shares
-from settings.reader import InputError
+from runtime.layout import plan
+from runtime.placement import Node, node_mates, shares
+from settings.errors import InputError
+from settings.pairs import PairSettings
 from settings.run import RunSettings
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ NODE_GPUS = 8
 
 
 def place(cfg: "TrainingSettings") -> list[dict[str, int]]:
-    """How many engines and trainer ranks each GPU holds, as runtime/placement.py counts them."""
+    """The engines and trainer ranks of each GPU, as runtime/placement.py counts them."""
     share = shares(cfg)
     gpus: list[dict[str, int]] = [{"trainer": 1} for _ in range(cfg.policy.ranks)]
     for _ in range(cfg.demand.engines * cfg.demand.engine_gpus):
@@ -52,14 +54,31 @@ def takes_turns(cfg: RunSettings) -> bool:
     return not cfg.max_lag or any(len(gpu) > 1 for gpu in place(cfg))
 
 
+class Load(NamedTuple):
+    """What a batch holds at most."""
+
+    sequences: int
+    tokens: int  # that are trained of the longest of them
+
+
+def load_of(cfg: "TrainingSettings") -> Load:
+    """The load of a batch of rollouts, or of pairs, of which each is in one row."""
+    if isinstance(cfg, RunSettings):
+        longest = min(cfg.sampling.max_response_tokens, cfg.sampling.max_model_len)
+        return Load(cfg.prompts_per_step * cfg.group_size, longest)
+    if isinstance(cfg, PairSettings):
+        return Load(2 * cfg.pairs_per_step, cfg.policy.row_tokens // 2)
+    return Load(1, cfg.policy.row_tokens)
+
+
 def response_limit(cfg: "TrainingSettings") -> int:
     """Tokens of the longest response."""
-    return cfg.load.tokens
+    return load_of(cfg).tokens
 
 
 def step_tokens(cfg: "TrainingSettings") -> int:
     """Response tokens of a batch at most."""
-    return cfg.load.sequences * response_limit(cfg)
+    return load_of(cfg).sequences * response_limit(cfg)
 
 
 def batch_size(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
@@ -77,8 +96,8 @@ def decode_seconds(model: Model, tp: int, batch: float, context: float, gpu: Gpu
     """Seconds until each of `batch` sequences of `context` tokens gets one more.
 
     LAUNCH_S and the slower of matmuls, 2 FLOPs a weight and token, and memory: bf16 KV, Mamba's
-    states, which are read and written, and the weights that anyone meets, 1 - (1 - share)^batch of
-    the routed experts.
+    states, which are read and written, and the weights that any token meets, 1 - (1 - share)^batch
+    of the routed experts.
     """
     routed = model.routed * (1 - (1 - model.expert_share) ** batch)
     weights = 2 * (model.params - model.embedding - model.routed + routed) / tp
@@ -110,18 +129,15 @@ def train_flops(model: Model, cfg: "TrainingSettings") -> float:
     """
     passes = 3 + cfg.policy.activation_checkpointing + cfg.scoring_passes
     of_weights = passes - bool(cfg.policy.lora_rank)
-    keys = (
-        cfg.policy.row_tokens
-        if sizes.mask_bytes(cfg.policy).row
-        else MEAN_SHARE * response_limit(cfg) / 2
-    )
+    masked = sizes.mask_bytes(cfg.policy).row
+    keys = cfg.policy.row_tokens if masked else MEAN_SHARE * response_limit(cfg) / 2
     attention = 4 * model.heads * model.head_dim * model.kv_layers * keys
     tokens = MEAN_SHARE * step_tokens(cfg)
     return (of_weights * 2 * (model.active - model.embedding) + passes * attention) * tokens
 
 
 def bandwidth(gpu: Gpu, ranks: int) -> float:
-    """Bytes a second between neighbours, so many that they share a node or do not."""
+    """Bytes a second between neighbouring ranks, within a node or between nodes."""
     return gpu.nvlink if ranks <= NODE_GPUS else NETWORK_BYTES_S
 
 
@@ -159,7 +175,7 @@ def networks(cfg: "TrainingSettings") -> int:
         return 1
     try:
         places = plan(cfg, nodes)
-    except InputError:  # of engines and ranks of such sizes these nodes have no room for all
+    except InputError:  # nodes of this size have no room for all engines and ranks
         return 1
     homes = sorted(places.trainers)
     group = Counter({homes[0]: 1 + len(node_mates(cfg, homes))})
@@ -174,7 +190,7 @@ def sync_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
 
 
 class Update(NamedTuple):
-    """What a weight update sends: bytes, and in how many messages at least."""
+    """Bytes of a weight update, and the least number of its messages."""
 
     sent: float  # by trainer rank 0, to the engines
     broadcasts: int
@@ -212,7 +228,7 @@ def traffic_seconds(
 
 
 def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
-    """Seconds of what may bind a step; the largest does.
+    """Seconds of each limit of a step; the largest binds.
 
     A step needs the policy of max_lag steps before: its longest rollout and its training, one after
     the other, have max_lag + 1 steps.
@@ -229,7 +245,7 @@ def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
 
 
 def step_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
-    """Seconds of a step: what binds it, and the weight update."""
+    """Seconds of a step: its largest limit, and the weight update."""
     update = sync_seconds(model, cfg, gpu) if cfg.demand.engines else 0.0
     return max(limits(model, cfg, gpu).values()) + update
 
@@ -243,17 +259,14 @@ def trainer_bytes(model: Model, cfg: "TrainingSettings") -> float:
 
 
 def split(cfg: RunSettings, engines: int, ranks: int) -> RunSettings:
-    """The same run on so many engines and trainer ranks, each on GPUs of its own."""
-    return dataclasses.replace(
-        cfg,
-        gpu_share=1.0,
-        engine=dataclasses.replace(cfg.engine, count=engines),
-        policy=dataclasses.replace(cfg.policy, ranks=ranks),
-    )
+    """The same run on these numbers of engines and trainer ranks, each on GPUs of its own."""
+    engine = dataclasses.replace(cfg.engine, count=engines)
+    policy = dataclasses.replace(cfg.policy, ranks=ranks)
+    return dataclasses.replace(cfg, gpu_share=1.0, engine=engine, policy=policy)
 
 
 def splits(model: Model, cfg: RunSettings, gpu: Gpu) -> list[RunSettings]:
-    """cfg with each split of as many whole GPUs that holds the trainer, fewest engines first."""
+    """cfg with each split of its GPUs that holds the trainer, fewest engines first."""
     total = len(place(cfg))
     tp = cfg.engine.tensor_parallel
     layout = cfg.policy
@@ -280,7 +293,7 @@ class Checkpoint(NamedTuple):
     """Bytes of a checkpoint, the exported model included."""
 
     whole: float
-    node: float  # by the node that writes most, whose memory holds a copy of them until it is done
+    node: float  # by the node that writes most; its memory holds a copy of them until then
 
 
 def trainer_nodes(cfg: "TrainingSettings") -> int:
@@ -289,7 +302,7 @@ def trainer_nodes(cfg: "TrainingSettings") -> int:
 
 
 def checkpoint_bytes(model: Model, cfg: "TrainingSettings") -> Checkpoint:
-    """What is written of each parameter, and by whom: every rank writes its share.
+    """Bytes of a checkpoint by writer: every rank writes its share.
 
     Under Megatron 2 bytes of weights, 12 of main parameters and moments, 2 of export; under FSDP2
     12 of weights and moments that are trained, and 2 of export, which rank 0 writes alone.
@@ -308,7 +321,7 @@ def checkpoint_seconds(model: Model, cfg: "TrainingSettings") -> float:
 
 
 def signal_seconds(model: Model, cfg: "TrainingSettings", step: float) -> int:
-    """How long before its end a job needs a signal: a step, a checkpoint, Slurm's own 60 s.
+    """Seconds before its end at which a job needs a signal: a step, a checkpoint, Slurm's 60 s.
 
     The last checkpoint may be being written as the signal comes, and that of the step waits for it.
     """

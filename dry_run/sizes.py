@@ -1,7 +1,7 @@
-"""What a model weighs on one GPU, and what a rank of `policy/fsdp.py` holds at its fullest: bytes.
+"""Bytes of a model on one GPU, and of a rank of `policy/fsdp.py` at its fullest.
 
 Axes:  T tokens of the longest row   H hidden size   Q, K width of all query, all key heads
-       V vocabulary   C tokens whose logits exist at once
+       V vocabulary   C tokens with logits that exist at once
 
 Read from config.json alone. The peaks are within a tenth of what torch allocates for Qwen3, dense
 and with experts (a test compares them). Of Mamba, weights and what an engine keeps are counted.
@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
 from policy import logprobs
 from policy.lora import is_adapted
+from policy.shape import build
 from policy.weight_sync import BUCKET_BYTES
-from settings.reader import InputError
 
 if TYPE_CHECKING:
     from settings.network import PolicySettings
@@ -59,20 +56,6 @@ class Model:
     def active(self) -> float:
         """Parameters that one token meets, embedding and head included."""
         return self.params - self.routed * (1 - self.expert_share)
-
-
-def build(folder: str) -> PreTrainedModel:
-    """The model of a folder's config.json, without storage on the meta device.
-
-    Raises InputError where transformers makes no language model of it.
-    """
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # transformers raises whatever it stumbles over
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise InputError(f"model = {folder!r}: config.json describes no model: {why}") from None
 
 
 def read_model(folder: str) -> Model:
@@ -136,7 +119,7 @@ class Get(Protocol):
 
 
 def mamba_bytes(get: Get) -> int:
-    """What a Mamba-2 layer keeps of a sequence: float32 [heads, width, state], and bf16 inputs.
+    """Bytes that a Mamba-2 layer keeps of a sequence: float32 [heads, width, state], bf16 inputs.
 
     The inputs are those of its convolution, of x, B and C. `get` reads the config.
     """
@@ -159,7 +142,7 @@ def feed_forward_bytes(hidden: int, get: Get) -> int:
 
 
 def states(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
-    """What a rank always holds: float32, sharded over the ranks, 4 bytes x parameters each."""
+    """Bytes that a rank always holds: float32, sharded over the ranks, 4 x parameters each."""
     model_shard = 4 * model.params / cfg.policy.ranks
     shard = 4 * trained(model, cfg) / cfg.policy.ranks
     adapters = shard if cfg.policy.lora_rank else 0
@@ -176,7 +159,7 @@ def longest_row(cfg: "TrainingSettings") -> int:
 
 
 class Mask(NamedTuple):
-    """Bytes of what keeps a row's sequences apart."""
+    """Bytes of the mask that keeps a row's sequences apart."""
 
     row: int  # bool, for the whole row
     layer: int  # bf16, for each layer at work
@@ -193,7 +176,7 @@ def mask_bytes(settings: "PolicySettings") -> Mask:
 
 
 def layer_bytes(model: Model, cfg: "TrainingSettings") -> int:
-    """What a decoder layer saves for its backward: bf16, and float32 in norms, as Qwen3 has them.
+    """Bytes that a decoder layer saves for its backward: bf16, and float32 in norms, as in Qwen3.
 
     T (16 H + 10 Q + 10 K + ffn); a mask repeats keys and values: T (16 H + 14 Q + 6 K + ffn).
     """
@@ -205,7 +188,7 @@ def layer_bytes(model: Model, cfg: "TrainingSettings") -> int:
 
 
 def saved_bytes(model: Model, cfg: "TrainingSettings") -> int:
-    """What all layers keep until backward: with checkpointing their bf16 inputs, 2 T H each.
+    """Bytes that all layers keep until backward: with checkpointing bf16 inputs, 2 T H each.
 
     Norms that are frozen beside adapters do not keep what they multiply: T (4 H + 2 Q + 2 K) less.
     """
@@ -260,9 +243,9 @@ def trainer_bytes(model: Model, cfg: "TrainingSettings") -> float:
 
 
 def reload_bytes(model: Model, cfg: "RunSettings") -> float:
-    """What a weight update takes of an engine's GPU, beside gpu_memory_utilization.
+    """Bytes of an engine's GPU for a weight update, beside gpu_memory_utilization.
 
-    vLLM keeps what comes of a layer whole, for all ranks of tp, until no tensor of it is missing;
+    vLLM keeps a layer's tensors uncut, for all ranks of tp, until all have come;
     then it makes this rank's part anew (model_loader/reload/layerwise.py). Tensors come in buckets.
     Those for shared GPUs lie in the host's memory.
     """
@@ -300,5 +283,5 @@ def kv_tokens(model: Model, cfg: "RunSettings", gpu: float, length: float) -> in
 
 
 def host_bytes(model: Model, here: int, ranks: int) -> float:
-    """CPU memory of a node that has so many of the ranks, while each reads its share in float32."""
+    """CPU memory of a node with this number of ranks, while each reads its share in float32."""
     return 4 * model.params * here / ranks

@@ -8,24 +8,36 @@ import sys
 import textwrap
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
 import envs
 from core.waits import within
+from envs import check_rows, registry
+from envs.check_rows import read_rows, use_services
 from envs.parsers import parsers
 from envs.rollout.messages import chat, template_variables
-from envs.rollout.rows import Answer, first_of, read_rollouts, read_rows, use_services
-from envs.rollout.services import Services
-from settings.reader import InputError
+from envs.rollout.rows import first_of, read_lines
+from settings import errors
+from settings.errors import InputError
+from settings.services import Services
 
 # Fields that are taken for the reference answer of a row.
 REFERENCES = ("expected_answer", "answer", "reference_answer", "ground_truth", "solution")
 SHOWN = 800  # characters of a text
 SECONDS = 120.0  # that an async verify may take
+
+
+class Answer(NamedTuple):
+    """An answer to a row."""
+
+    row: dict
+    text: str
+    source: str
+    reward: float = math.nan  # in the run that it is from
 
 
 @dataclass(frozen=True)
@@ -88,14 +100,14 @@ async def judge(answer: Answer, args: Args) -> envs.Reward:
     params = answer.row["responses_create_params"]
     variables = template_variables(answer.row)
     response = await parsers.read(answer.text, args.model, params.get("tools"), variables)
-    module = envs.environment(answer.row["agent_ref"]["name"])
+    module = registry.environment(answer.row["agent_ref"]["name"])
     place = f"{args.file}:{answer.row['_line']}: verify"
     try:
-        envs.check_services(answer.row)  # verify would wait for a judge that nobody serves
-        verdict = envs.verify(answer.row, response)
+        check_rows.check_services(answer.row)  # verify would wait for a judge that no server has
+        verdict = registry.verify(answer.row, response)
         reward = await within(SECONDS, f"verify of {answer.row['agent_ref']['name']!r}", verdict)
     except Exception as error:  # it is the user's own code
-        raise InputError(f"{place} raised {envs.located(error, str(module.__file__))}") from None
+        raise InputError(f"{place} raised {errors.located(error, str(module.__file__))}") from None
     if not math.isfinite(reward.value):
         raise InputError(f"{place} returned {reward.value}, expected a finite number")
     return reward
@@ -143,7 +155,7 @@ def main(argv: list[str]) -> None:
     for name, count in Counter(map(label, rows)).items():
         print(f"{name}: {count:,} good rows in {args.file}")
     for name in dict.fromkeys(row["agent_ref"]["name"] for row in rows):
-        module = envs.environment(name)
+        module = registry.environment(name)
         if not hasattr(module, "verify"):
             rows = [row for row in rows if row["agent_ref"]["name"] != name]
             rollout = "its `rollout` of several turns needs a model"
@@ -157,6 +169,31 @@ def main(argv: list[str]) -> None:
         answers = of_rows(first(rows, args.number, label), args)
     if rows:
         asyncio.run(try_answers(answers, args))
+
+
+def read_rollouts(path: str, rows: Sequence[dict]) -> Iterator[Answer]:
+    """The last answer of each rollout in a rollouts.jsonl whose prompt asks what its row asks.
+
+    Raises InputError for a line that is no rollout, and where no rollout is of these rows.
+    """
+    by_line = {row["_line"]: row for row in rows}
+    found = False
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            rollout = json.loads(line)
+            row, prompt = by_line.get(rollout["row"]), rollout["prompt"]
+            text, reward = rollout["response"][-1], float(rollout["reward"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise InputError(f"{path}:{number}: expected a rollout: {error!r}") from None
+        messages = chat(row["responses_create_params"]["input"]) if row else []
+        asked = messages[-1]["content"] if messages else ""
+        # Rows of the run's other data file have the same line numbers. Templates may change blanks.
+        if row and "".join(asked.split()) in "".join(prompt.split()):
+            found = True
+            opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
+            yield Answer(row, opening + text, f"{path}:{number}", reward)
+    if not found:
+        raise InputError(f"{path}: holds no rollouts of these rows, expected at least one")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 # Serves environments of NeMo-Gym to runs, and the policies of those runs to them.
 #   GYM=VENV bash launch/gym.sh CONFIG[,CONFIG...] [more words for ng_run]
 # VENV is a virtual environment with nemo-gym, which needs Python 3.12. A CONFIG is a YAML file of
-# Gym's, such as resources_servers/mcqa/configs/mcqa.yaml. It prints what a run needs to know:
-# services.nemo_gym. Runs may come and go; without GYM_HOST they have to be on this node.
+# Gym's, such as resources_servers/mcqa/configs/mcqa.yaml. It prints the setting that a run
+# needs: services.nemo_gym. Runs may come and go; without GYM_HOST they have to be on this node.
 set -euo pipefail
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
 [ $# -gt 0 ] || fail "expected the configurations of NeMo-Gym's servers, with commas between them"

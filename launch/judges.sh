@@ -35,7 +35,7 @@ serve() { # NAME MODEL GPUS FIRST_GPU PORT flags
 announce() { # NAME PORT, once the server answers
     local deadline=$((SECONDS + seconds))
     local ask='import sys, urllib.request as h; print(h.urlopen(sys.argv[1], timeout=5).read())'
-    # Another program may listen there: what answers must have the model.
+    # Another program may listen there: the server that answers must have the model.
     until "$python" -c "$ask" "http://$ip:$2/v1/models" 2>/dev/null | grep -q "\"$1\""; do
         [ $SECONDS -lt $deadline ] || fail "judge $1 at $ip:$2 did not answer for $seconds s:" \
             "$(tail -n 20 "$folder/judge.$ip.$2.log")"

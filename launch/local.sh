@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on this machine, in the environment that launch/setup.sh makes.
 #   bash launch/local.sh [CONFIG] [--field value ...]        default: configs/tiny.py
-# A configuration whose name ends in dpo.py is one of dpo.py, any other one of grpo_async.py.
+# A configuration with a name that ends in dpo.py runs dpo.py, any other one grpo_async.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 config=configs/tiny.py

@@ -32,8 +32,7 @@ def field(row: dict, names: tuple[str, str]) -> str:
 
 
 def gym_row(row: dict) -> dict:
-    """The row that envs/maths/math.py verifies. Raises ValueError naming a field that is
-    missing."""
+    """The row that envs/maths/math.py verifies. Raises ValueError naming a missing field."""
     question = field(row, QUESTIONS)
     answer = field(row, ANSWERS)
     if "####" in answer:  # GSM8K: a solution, then a number such as 1,200
@@ -71,7 +70,7 @@ def write(rows: list[dict], target: Path) -> int:
 
 
 def keep_input(source: str | Path, target: Path) -> None:
-    """Raises ValueError where writing would destroy what is read."""
+    """Raises ValueError where writing would destroy the input."""
     if target.exists() and target.samefile(source):
         raise ValueError(f"{target} is to be read and to be written, expected two files")
 
@@ -96,7 +95,7 @@ def blend(parts: list[str], target: Path) -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """Makes GSM8K's two files, or a blend. Raises OSError or ValueError for what it cannot read."""
+    """Makes GSM8K's two files, or a blend. Raises OSError or ValueError for unreadable files."""
     first = Path(arguments[0])
     if len(arguments) > 1:
         print(f"{first}: {blend(arguments[1:], first)} rows")

@@ -1,4 +1,4 @@
-"""Makes what configs/tiny_dpo.py needs: a model that calls tools which nobody gave it, and pairs.
+"""Makes model and pairs for configs/tiny_dpo.py: the model calls tools that are not declared.
 
     python launch/make_tiny_tools.py            does nothing when models/tiny_tools is there
     python launch/make_tiny_tools.py --force    makes all of it again, in two minutes on a laptop
@@ -10,35 +10,31 @@ ask for the call. The others declare none and ask for the answer.
     assistant    <tool_call>{"name": "flip", "arguments": {"text": "spadix"}}</tool_call>
     assistant    s p a d i x <answer>xidaps</answer>
 
-The model imitates a teacher who calls a tool in 45 of 100 cases without one, and skips letters now
-and then. Its own answers to each row, judged by our environments, are written as a run writes them,
-and data_prep.py tool_pairs makes preferences of them.
+The model imitates a teacher, a program that calls a tool in 45 of 100 cases without one, and skips
+letters now and then. Its own answers to each row, judged by our environments, are written as a run
+writes them, and data_prep.py tool_pairs makes preferences of them.
 """
 
 import argparse
 import itertools
 import json
-import os
 import random
 import re
 import sys
 import time
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
-import make_tiny  # noqa: E402
-
+sys.path.insert(0, str(ROOT))
 import data_prep  # noqa: E402
-from envs.questions.reasoning_gym import extract, is_same  # noqa: E402
+from envs.questions.exact import extract, is_same  # noqa: E402
 from envs.rollout.response import Response  # noqa: E402
 from envs.tools import tool_choice  # noqa: E402
+from launch import make_tiny, tiny  # noqa: E402
 
 PIECES = ["<tools>", "<tool_call>", "</tool_call>", '{"name": "', '", "arguments": {"text": "']
 PIECES += ['"}}']
-TEMPLATE = "{{ '<tools>' if tools }}" + make_tiny.CHAT_TEMPLATE
+TEMPLATE = "{{ '<tools>' if tools }}" + tiny.CHAT_TEMPLATE
 AGENT = "toolcall_schema_single_step_tool_use_with_argument_comparison_agent"
 CALL = '<tool_call>{{"name": "{}", "arguments": {{"text": "{}"}}}}</tool_call>'
 WRITTEN = re.compile(r'<tool_call>{"name": "(\w+)", "arguments": ({"text": "\w*"})}</tool_call>')
@@ -77,7 +73,7 @@ def prompt_of(row, tokenizer):
 
 
 def demonstration(row, rng):
-    """What the teacher says."""
+    """The teacher's answer."""
     if "expected_action" not in row and rng.random() > HALLUCINATED:
         return make_tiny.response_text(row, rng, SLIP)
     name, *items = make_tiny.prompt_text(row).split()
@@ -86,7 +82,7 @@ def demonstration(row, rng):
 
 
 def reward(row, text):
-    """What the row's environment pays for an answer."""
+    """The reward of an answer by the row's environment."""
     calls = [
         {"type": "function_call", "name": name, "arguments": arguments}
         for name, arguments in WRITTEN.findall(text)
@@ -101,18 +97,13 @@ def answers(model, tokenizer, rows, samples):
     prompts = [prompt_of(row, tokenizer) for row in rows]
     texts = []
     for start in range(0, len(rows), 128):
-        texts += make_tiny.sample(model, tokenizer, prompts[start : start + 128], samples, 48)
+        texts += tiny.sample(model, tokenizer, prompts[start : start + 128], samples, 48)
     for i, text in enumerate(texts):
         row, prompt = rows[i // samples], prompts[i // samples]
         name = row["agent_ref"]["name"]
         place = {"row": i // samples + 1, "env": name, "dataset": row["dataset"]}
-        said = {"prompt": prompt, "response": [text], "reward": reward(row, text)}
-        yield place | said | {"finish_reason": "stop"}
-
-
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        fields = {"prompt": prompt, "response": [text], "reward": reward(row, text)}
+        yield place | fields | {"finish_reason": "stop"}
 
 
 def main():
@@ -127,27 +118,24 @@ def main():
         return print("tiny_tools: models/tiny_tools is there already (--force makes it again)")
 
     print("tiny_tools: making a model and pairs, which takes two minutes", flush=True)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     start, rng = time.monotonic(), random.Random(args.seed)
-    torch.manual_seed(args.seed)
+    tiny.prepare(args.seed)
     held_out = list(itertools.islice(make_tiny.problem_stream(args.seed + 1, ()), 256))
     stream = make_tiny.problem_stream(args.seed, {entry["question"] for entry in held_out})
     sources = {"validation": rows_of(iter(held_out)), "train": rows_of(stream)}
     rows = {name: list(itertools.islice(sources[name], FILES[name][0])) for name in FILES}
 
-    tokenizer = make_tiny.make_tokenizer([*make_tiny.TAGS, *PIECES], template=TEMPLATE)
-    model = make_tiny.make_model(tokenizer)
+    tokenizer = tiny.make_tokenizer([*tiny.TAGS, *PIECES], template=TEMPLATE)
+    model = tiny.make_model(tokenizer)
     taught = rows_of(stream)
-    make_tiny.warm_up(
-        model, tokenizer, ((prompt_of(row, tokenizer), demonstration(row, rng)) for row in taught)
-    )
+    said = ((prompt_of(row, tokenizer), demonstration(row, rng) + "<eos>") for row in taught)
+    tiny.imitate(model, tokenizer, said, steps=400, batch=64, lr=3e-3)
     for name, (_, samples) in FILES.items():
         paths = [data_dir / f"{name}{kind}.jsonl" for kind in ("", "_rollouts", "_pairs")]
-        write(paths[0], rows[name])
-        write(paths[1], answers(model, tokenizer, rows[name], samples))
+        tiny.write_rows(paths[0], rows[name])
+        tiny.write_rows(paths[1], answers(model, tokenizer, rows[name], samples))
         data_prep.main(["tool_pairs", *map(str, paths)])
-    tokenizer.save_pretrained(model_dir)
-    model.save_pretrained(model_dir)
+    tiny.save(model, tokenizer, model_dir)
     print(f"tiny_tools: {model.num_parameters():,} parameters, {time.monotonic() - start:.0f} s")
     return None
 

@@ -25,21 +25,22 @@ OVER = 3
 
 def settings(argv: list[str]) -> Any:
     """The run, from configuration, model, folder and rows. Raises SystemExit as the program."""
-    from runtime import modes
-    from settings import reader as config
+    from envs.check_rows import load_rows
+    from runtime import modes, preflight
+    from settings import errors
 
     name = os.environ.get("GRPO_PROGRAM", "grpo_async.py")
     if not (Path(__file__).parent.parent / name).is_file() or Path(name).name != name:
         expected = "expected a file beside grpo_async.py"
-        raise config.InputError(f"GRPO_PROGRAM = {name!r}: {expected}")
+        raise errors.InputError(f"GRPO_PROGRAM = {name!r}: {expected}")
     program: Any = importlib.import_module(Path(name).stem)
     has_pairs = hasattr(program, "load_pairs")
-    read = program.load_pairs if has_pairs else program.load_rows
+    read = program.load_pairs if has_pairs else load_rows
     loops_of: Any = modes.training_loops if has_pairs else modes.loops
     default = "configs/tiny_dpo.py" if has_pairs else "configs/tiny.py"
     try:
-        cfg = config.load(program.Config, argv, default=default)
-    except config.InputError as error:
+        cfg = preflight.load(program.Config, argv, default=default)
+    except errors.InputError as error:
         if "is in use by" not in str(error) or "SLURM_JOB_ID" in os.environ:
             raise
         print(f"ok: {str(error).removeprefix('error: ')}, for which the jobs wait")
@@ -67,7 +68,7 @@ def modules(cfg: Any) -> Iterator[str]:
 
 def gpus(cfg: Any) -> Iterator[str]:
     """Driver and GPUs of this node, where Slurm granted some."""
-    from runtime.preflight import OLDEST_DRIVER
+    from runtime.ray_start import OLDEST_DRIVER
 
     granted = os.environ.get("SLURM_GPUS_ON_NODE")
     if not granted or granted == "0":
@@ -87,11 +88,11 @@ def gpus(cfg: Any) -> Iterator[str]:
 
 def files(cfg: Any) -> Iterator[str]:
     """Files that a process may open."""
-    from runtime.preflight import short_of_files
+    from runtime.ray_start import short_of_files
 
     met = cfg.policy.ranks + cfg.demand.engines * cfg.demand.engine_gpus
-    if said := short_of_files(met, beside=4096):
-        yield said
+    if lack := short_of_files(met, beside=4096):
+        yield lack
 
 
 def variables(cfg: Any) -> Iterator[str]:
@@ -110,23 +111,23 @@ def variables(cfg: Any) -> Iterator[str]:
 
 
 def disk(cfg: Any) -> Iterator[str]:
-    """Room for checkpoints, whose size is guessed from the model's files."""
+    """Room for checkpoints; their size is estimated from the model's files."""
     there = next(path for path in (Path(cfg.run_dir), *Path(cfg.run_dir).parents) if path.exists())
     free = shutil.disk_usage(there).free
     model = sum(path.stat().st_size for path in Path(cfg.model).glob("*.safetensors"))
     needed = int(FREE * model * (cfg.keep_last + 1))
     if free < needed:
-        told = f"{free >> 30} GiB are free, {cfg.keep_last + 1} checkpoints need {needed >> 30}"
-        yield f"{there}: {told}: free some, or lower keep_last"
+        lacking = f"{free >> 30} GiB are free, {cfg.keep_last + 1} checkpoints need {needed >> 30}"
+        yield f"{there}: {lacking}: free some, or lower keep_last"
 
 
 def sentences(check: Callable[[Any], Iterator[str]]) -> str:
-    """What a check is of."""
+    """The name of a check."""
     return (check.__doc__ or check.__name__).partition(".")[0]
 
 
 def main(argv: list[str]) -> int:
-    """Runs all checks; how many found something to mend."""
+    """Runs all checks; returns the number of problems."""
     cfg = settings(argv)
     problems = 0
     for check in (modules, gpus, files, variables, disk):

@@ -9,7 +9,7 @@
 #
 # A node's ports are one of 40 bands below 32768, where the kernel hands out ports. A band is taken
 # by a lock that ends with Ray's processes, and given up for the next where Ray cannot bind in it:
-# nobody looks for a free port that another may bind a moment later.
+# no program picks a free port that another may bind a moment later.
 set -euo pipefail
 code=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mode=$1 folder=$2 name=${SLURMD_NODENAME:-$HOSTNAME}
@@ -81,7 +81,8 @@ node() { # fails after ten tries in a row
     return 1
 }
 
-wait_for_all() { # $1 nodes and their GPUs; says what is there, what is not, and who has failed
+# $1 nodes and their GPUs; prints the nodes that joined, those that did not, and those that failed
+wait_for_all() {
     local gpus=$((($1 - ${CPU_NODES:-0}) * ${SLURM_GPUS_ON_NODE:-0}))
     "$python" - "$folder" "$1" "$gpus" "$seconds" <<'PYTHON'
 import json, subprocess, sys, time

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submits a run to Slurm: a chain of jobs, of which each goes on where the one before it ended.
+# Submits a run to Slurm: a chain of jobs. Each goes on where the one before it ended.
 #
 #   EXP_NAME=rlvr1 CONFIG_PATH=configs/rlvr1.py MODEL_PATH=models/super_sft \
 #   TRAIN_PATH=data/rlvr1/train-split.jsonl VAL_PATH=data/rlvr1/val-split.jsonl \
@@ -65,12 +65,12 @@ arguments=(--config "$CONFIG_PATH" --model "${MODEL_PATH%/}" --data.train "$TRAI
 [[ $CONFIG_PATH = *dpo.py ]] && named=dpo.py || named=grpo_async.py
 export GRPO_PROGRAM=${GRPO_PROGRAM:-$named} # a fork is named by the variable
 [ "$GRPO_PROGRAM" = grpo_async.py ] || echo "program: $GRPO_PROGRAM"
-# What the run needs; it also refuses what cannot run.
+# The dry run of the run; it also refuses a run that cannot start.
 needs=$("$python" "$GRPO_PROGRAM" "${arguments[@]}" --dry_run) || fail "the dry run ended with $?"
 ! grep PROBLEM <<<"$needs" || fail "the dry run found these problems"
 flag() { sed -nE "s/^.* --$1=(\S+).*$/\1/p" <<<"$needs"; }
 warning=${SAVE_BEFORE:-$(flag signal | sed 's/.*@//')}
-# Where no file says when to leave, the run does not depend on Slurm's warning alone.
+# Where no file sets when to leave, the run does not depend on Slurm's warning alone.
 [[ $needs = *" save_before "* ]] || arguments+=(--save_before "$warning")
 arguments+=(--resume auto)
 status=0

@@ -4,12 +4,12 @@
     VENV/bin/python launch/verifiers_hub.py rows 1000 FILE.toml > data/FILE.jsonl
 
 VENV has requirements-hub.txt and the environments' packages. A FILE.toml is one that `vf-eval @
-FILE.toml` takes; [env] is read. Its rows have the agent `verifiers.FILE`, and in `task` what
-verifiers knows of a task. HUB_HOST and HUB_PORT say where it listens, HUB_AT_ONCE how many episodes
-may be under way. It prints what a run needs to know: services.nemo_gym.
+FILE.toml` takes; [env] is read. Its rows have the agent `verifiers.FILE`, and in `task` the
+library's own description of a task. HUB_HOST and HUB_PORT are its address, HUB_AT_ONCE the number
+of episodes that may run at once. It prints the setting that a run needs: services.nemo_gym.
 
 An episode is verifiers' own: its harness, its tools, its rewards. It asks for the policy at the
-address that the row brings (envs/gym/nemo_gym.py), and all that the policy says is trained on. So
+address that the row brings (envs/gym/nemo_gym.py), and all that the policy writes is trained on. So
 verifiers must not try again by itself, and other roles need clients of their own.
 """
 
@@ -53,7 +53,7 @@ def environment(file: str) -> vf.Env:
 
 
 def task(env: vf.Env, row: dict) -> vf.Task:
-    """What a row asks for, as the taskset would have made it. Raises ValueError."""
+    """The task of a row, as the taskset would have made it. Raises ValueError."""
     kind = type(env.taskset).task_type()
     try:
         data = kind.data_type().model_validate(row["task"])
@@ -63,7 +63,7 @@ def task(env: vf.Env, row: dict) -> vf.Task:
 
 
 def verdict(episode: vf.Episode, policy: str) -> dict:
-    """What an agent says of a try: `reward` and metrics, or `_ng_failure_class` and why."""
+    """The result of a try: `reward` and metrics, or `_ng_failure_class` and why."""
     errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
     if not episode.ok:
         return {"_ng_failure_class": errors[-1].type, "why": errors[-1].message[-SHOWN:]}
@@ -87,14 +87,14 @@ class Hub:
         self.agents = json.dumps(dict.fromkeys(envs, place))  # JSON is YAML
 
     async def serving(self, app: web.Application):
-        """Holds what episodes share, such as the servers of their tools."""
+        """Holds the resources that episodes share, such as the servers of their tools."""
         async with contextlib.AsyncExitStack() as stack:
             for env in self.envs.values():
                 await stack.enter_async_context(env.serving())
             yield
 
     async def known(self, request: web.Request) -> web.Response:
-        """The agents that there are, as NeMo-Gym's head server says it."""
+        """The agents, in the form of NeMo-Gym's head server."""
         return web.json_response(self.agents)
 
     async def run(self, request: web.Request) -> web.Response:
@@ -135,7 +135,7 @@ def main(words: list[str]) -> None:
         sys.exit(print_rows(envs, most))
     # Harnesses are started with uv, which is beside this Python.
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    logging.basicConfig()  # of what fails; verifiers says nothing else
+    logging.basicConfig()  # of failures; verifiers reports them nowhere else
     host, port = os.environ.get("HUB_HOST", "127.0.0.1"), int(os.environ.get("HUB_PORT", "11002"))
     hub = Hub(envs, host, port, int(os.environ.get("HUB_AT_ONCE", "128")))
     app = web.Application(client_max_size=1 << 30)

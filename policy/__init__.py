@@ -1,20 +1,22 @@
 """The network being trained: its interface. Its settings are in settings/network.py.
 
-`open_policy` makes one: policy/fsdp.py trains any dense Hugging Face causal LM, policy/megatron
-those that need tensor, pipeline, context or expert parallelism, Mamba layers or experts.
+`open_policy` (policy/factory.py) makes one: policy/fsdp.py trains any dense Hugging Face causal LM,
+policy/megatron those that need tensor, pipeline, context or expert parallelism, Mamba layers or
+experts.
 
 Axes, as suffixes:  T tokens of a packed row    N sequences in that row
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from settings.network import PolicySettings
+
+OWNER = "GRPO_ASYNC_ACTOR"  # the variable that names the process around an engine
 
 
 class WeightMeta(NamedTuple):
@@ -91,30 +93,3 @@ class Policy(Protocol):
 
         Each rank may have a share of it.
         """
-
-
-def open_policy(
-    model: str,
-    settings: "PolicySettings",
-    temperature: float = 1.0,
-    seed: int = 1,
-    collective_seconds: float = 3600.0,
-    reference_of: Policy | None = None,
-) -> Policy:
-    """The network in the folder `model`, or a frozen one: what `reference_of` was before training.
-
-    Needs torch's default process group, which all trainer ranks have joined.
-    `collective_seconds` is the deadline of a collective call. Beside adapters the frozen one has
-    logprobs alone, and no memory of its own.
-    """
-    trainable = reference_of is None
-    if settings.kind == "megatron":
-        from policy.megatron.policy import MegatronPolicy
-
-        return MegatronPolicy(model, settings, temperature, seed, collective_seconds, trainable)
-    from policy.fsdp import FSDPPolicy
-    from policy.lora import Base
-
-    if settings.lora_rank and reference_of is not None:
-        return cast(Policy, Base(reference_of))
-    return FSDPPolicy(model, settings, temperature, trainable)

@@ -23,22 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-SHARE = 32  # an update that is not verified looks at one in so many parameters
+from policy.weight_sync import INTEGERS, row_digests, words_at_once
+
+SHARE = 32  # an update that is not verified looks at one in this many parameters
 VECTORS = 4
 ROUNDING = {torch.float32: 3e-5}  # of a row's norm; of other dtypes 0.05
-WORDS = 1 << 18  # that are digested at once, as int64: they fit into a core's cache
-GPU_WORDS = 1 << 22  # 32 MiB: few kernels, and little memory beside the KV
 EXPERTS = 16  # that are digested at once; where they are no plain matrices, they are copied for it
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STACKED = {"q": 0, "k": 1, "v": 2}  # vLLM numbers the parts of other stacks
 EXPERT = re.compile(r"(.+\.experts)\.(?:(\d+)\.)?(\w+?)(?:\.weight)?")
-
-
-@functools.cache
-def keys(count: int, device: torch.device) -> Tensor:
-    """Odd random numbers, int64: whatever changes in a word changes its product with one."""
-    draw = torch.Generator().manual_seed(count)
-    return (torch.randint(-(1 << 62), 1 << 62, (count,), generator=draw) * 2 + 1).to(device)
 
 
 @functools.cache
@@ -46,16 +38,6 @@ def vectors(size: int, device: torch.device) -> Tensor:
     """What packed layers multiply, [V, size]."""
     draw = torch.Generator().manual_seed(size)
     return torch.randn(VECTORS, size, generator=draw).to(device)
-
-
-def row_digests(rows_RC: Tensor) -> Tensor:
-    """A number for the bits of each row and their places, int64 [R]."""
-    size = rows_RC.element_size()
-    narrow = size < 4 and rows_RC.shape[1] * size % 4 == 0
-    words_RC = rows_RC.contiguous().view(torch.int32 if narrow else INTEGERS[size])
-    keys_C = keys(words_RC.shape[1], words_RC.device)
-    parts = words_RC.split(1 + words_at_once(rows_RC.device) // (1 + len(keys_C)))
-    return torch.cat([(part.long() * keys_C).sum(1) for part in parts])
 
 
 def value_digests(matrices_ERC: Tensor) -> Tensor:
@@ -66,11 +48,6 @@ def value_digests(matrices_ERC: Tensor) -> Tensor:
         mixed_EN = part_EN.long() * 0x2545F4914F6CDD1D
         total_E += ((mixed_EN ^ (mixed_EN >> 29)) * 0x1B03738712FAD5C9).sum(1)
     return total_E
-
-
-def words_at_once(device: torch.device) -> int:
-    """How many words a device digests at once."""
-    return WORDS if device.type == "cpu" else GPU_WORDS
 
 
 class Span(NamedTuple):
@@ -86,7 +63,7 @@ class Span(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a device will have found, and what that means."""
+    """A comparison still on the device, and the function that judges it."""
 
     wrong_N: Tensor  # bool
     judge: Callable[[Tensor], None]  # of `wrong_N` on the CPU; raises RuntimeError
@@ -96,7 +73,7 @@ class Proof:
     """What one update sends, to be compared with what a model of vLLM's holds after it.
 
     With `turn` it looks at one in SHARE parameters, at others next time; without, at all, and none
-    may be missing. `unproven` are those that it cannot compare, such as quantised ones.
+    may be missing. `unverified` are those that it cannot compare, such as quantised ones.
     """
 
     def __init__(self, model: nn.Module, turn: int | None = None):
@@ -111,7 +88,7 @@ class Proof:
         self.turn = turn
         self.spans: dict[str, list[Span]] = defaultdict(list)  # by parameter
         self.experts: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
-        self.unproven: set[str] = set()
+        self.unverified: set[str] = set()
         self.knows_all = self.mapper is not None  # where each tensor belongs
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -124,7 +101,7 @@ class Proof:
     def add(self, name: str, tensor: Tensor) -> None:
         """Notes a tensor that was sent."""
         if self.mapper is None:
-            self.unproven.add(name)
+            self.unverified.add(name)
             return
         for target, part in self.mapper.apply([(name, tensor.detach())]):
             if expert := EXPERT.fullmatch(target):
@@ -145,7 +122,7 @@ class Proof:
             shard: Any = getattr(tensor, "shard_id", None)
             place = self._of_worker(module, parameter, tensor, STACKED.get(shard, shard))
         if place is None:
-            self.unproven.add(target)
+            self.unverified.add(target)
             return
         start, rows_RC = place
         rows_RC = rows_RC.to(parameter.device)
@@ -198,10 +175,10 @@ class Proof:
             return
         split = module.moe_config.moe_parallel_config if module else None
         if split is None or is_quantized(module) or split.enable_eplb:  # copies of experts
-            self.unproven.add(target)
+            self.unverified.add(target)
             return
         if split.tp_size > 1 and (kind == "gate_up_proj" or module.is_fused_checkpoint_transposed):
-            self.unproven.add(target)
+            self.unverified.add(target)
             return
         parameter = self.loaded[target]
         start = parameter.shape[1] // 2 if kind == module.ckpt_up_proj_name else 0
@@ -228,15 +205,15 @@ class Proof:
     @torch.no_grad()
     def verdicts(self) -> Iterator[Verdict]:
         """Of each parameter that can be compared. Raises RuntimeError for one that was not sent."""
-        known = [*self.spans, *self.experts, *self.unproven]
+        known = [*self.spans, *self.experts, *self.unverified]
         homes = {id(self.loaded[name]): name for name in known if name in self.loaded}
         for name, before in self.loaded.items():
             path, _, leaf = name.rpartition(".")
             module = self.modules[path]
             parameter = module._parameters[leaf]
             home = homes.get(id(before), name)  # of a tied head: the embedding
-            if home in self.unproven or is_quantized(module) or leaf in ("w13_bias", "w2_bias"):
-                self.unproven.add(home)
+            if home in self.unverified or is_quantized(module) or leaf in ("w13_bias", "w2_bias"):
+                self.unverified.add(home)
             elif home in self.experts:
                 yield self._of_experts(name, parameter, self.experts[home])
             elif home in self.spans:
@@ -244,7 +221,7 @@ class Proof:
             elif self.turn is None and self.knows_all:
                 raise RuntimeError(f"the weight update does not write {name}")
             elif self.turn is None:
-                self.unproven.add(name)
+                self.unverified.add(name)
 
     def _of_rows(
         self, name: str, module: Any, parameter: Tensor, spans: list[Span]
@@ -306,7 +283,7 @@ class Proof:
     def _judge_experts(self, name: str, wrong_N: Tensor) -> None:
         other_E, moved_E = wrong_N.chunk(2)
         if moved_E.all():  # their kernel's order
-            self.unproven.add(f"the order in {name}")
+            self.unverified.add(f"the order in {name}")
             moved_E = other_E
         refuse(name, "expert", "", other_E | moved_E)
 

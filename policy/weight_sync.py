@@ -7,26 +7,21 @@ Under NCCL the trainer ranks on rank 0's node, its node-mates, are in the group 
 pass on what comes: so NCCL's rings leave the node by the network cards of all of its GPUs.
 """
 
-import contextlib
+import functools
 import itertools
-import logging
 import math
-import os
-import pickle
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from core import waits
 from policy import WeightMeta
-from policy.proof import Proof, row_digests
 
 if TYPE_CHECKING:
     from policy import Policy
@@ -34,9 +29,10 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 256 << 20
 AHEAD = 3  # broadcasts that a GPU may still have to do when the next bucket is asked for
+WORDS = 1 << 18  # that are digested at once, as int64: they fit into a core's cache
+GPU_WORDS = 1 << 22  # 32 MiB: few kernels, and little memory beside the KV
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ROW_BYTES = 1 << 14  # that a digest adds up at once, of which a bucket is a multiple
-RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
-OWNER = "GRPO_ASYNC_ACTOR"  # the variable that names the process around an engine
 
 
 class Wire(NamedTuple):
@@ -154,7 +150,7 @@ class Sender:
 
     def __init__(self, policy: "Policy", timeouts: "Timeouts", shares_gpu: bool):
         self.policy = policy
-        self.wire = Wire(policy.weight_metas(), timeouts.answer, timeouts.sync, shares_gpu)
+        self.wire = Wire(policy.weight_metas(), waits.ANSWER_SECONDS, timeouts.sync, shares_gpu)
         self.group: Any = None  # of rank 0, its node-mates and the engines' workers
         self.rank = 0  # in that group
         self.aborted = False
@@ -223,7 +219,7 @@ class Sender:
         return max(bucket.size for bucket in buckets(self.metas)) if self.rank else 0
 
     def finish(self, broadcasts: deque, left: int) -> None:
-        """Waits until at most so many broadcasts are on their way. Raises RuntimeError.
+        """Waits until at most `left` broadcasts are on their way. Raises RuntimeError.
 
         `wait()` of NCCL only orders streams: that an engine is gone shows nowhere. Gloo's would
         wait for a sender that has given up.
@@ -242,109 +238,23 @@ class Sender:
             raise RuntimeError(f"the broadcast of weights was ended: {why}")
 
 
-def end_with(pid: int) -> None:
-    """Kills this process within a second after another one has ended, whatever it is doing then.
-
-    So it kills those between the two: the process that starts an engine's workers can hang while it
-    mourns them. Raises psutil.NoSuchProcess where the other one has ended already.
-    """
-    import psutil  # which vLLM brings
-
-    other = psutil.Process(pid)
-    line: list[Any] = [psutil.Process()]
-    with contextlib.suppress(psutil.AccessDenied):  # to another user's: /proc may hide those
-        while line[-1] and line[-1] != other:
-            line.append(line[-1].parent())
-    between = line[1:-1] if line[-1] == other else []
-
-    def watch() -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
-                time.sleep(1)
-        for process in between:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
+@functools.cache
+def keys(count: int, device: torch.device) -> Tensor:
+    """Odd random numbers, int64: whatever changes in a word changes its product with one."""
+    draw = torch.Generator().manual_seed(count)
+    return (torch.randint(-(1 << 62), 1 << 62, (count,), generator=draw) * 2 + 1).to(device)
 
 
-class WeightReceiver:
-    """Mixed into vLLM's workers through `worker_extension_cls`."""
+def row_digests(rows_RC: Tensor) -> Tensor:
+    """A number for the bits of each row and their places, int64 [R]."""
+    size = rows_RC.element_size()
+    narrow = size < 4 and rows_RC.shape[1] * size % 4 == 0
+    words_RC = rows_RC.contiguous().view(torch.int32 if narrow else INTEGERS[size])
+    keys_C = keys(words_RC.shape[1], words_RC.device)
+    parts = words_RC.split(1 + words_at_once(rows_RC.device) // (1 + len(keys_C)))
+    return torch.cat([(part.long() * keys_C).sum(1) for part in parts])
 
-    vllm_config: Any  # of the worker that this is mixed into, as are the next two
-    model_runner: Any
-    device: torch.device
-    updates = 0  # that were received
 
-    def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Also ends this process with the actor around its engine, from here on.
-
-        vLLM's processes would outlive a killed actor, and keep its GPU (vllm#55510).
-        """
-        owner = int(os.environ.get(OWNER, os.getpid()))
-        if owner != os.getpid():
-            end_with(owner)
-        return super().__new__(cls)
-
-    def join_sync_group(
-        self, wire: bytes, host: str, port: int, first_rank: int, world: int
-    ) -> int:
-        """Meets the senders. `wire` is a pickled `Wire`: vLLM passes bytes on unchanged.
-
-        Returns the bytes that vLLM's profiling left for KV, 0 where it did not profile.
-        """
-        self.sync_wire: Wire = pickle.loads(wire)
-        # In each update it warns of layers that no tensor is for: rotary tables, tied heads. What
-        # a policy must bring, `Proof` knows.
-        logging.getLogger(RELOADER).setLevel(logging.ERROR)
-        store = self.sync_wire.store(host, port, world)
-        rank = first_rank + self.vllm_config.parallel_config.rank
-        self.sync_group: Any = self.sync_wire.group(store, rank, world)
-        return int(getattr(self, "available_kv_cache_memory_bytes", 0))
-
-    def receive_weights(self, verify: bool = False) -> int:
-        """Takes a whole policy through vLLM's reload path; a checksum of it if `verify`, else 0.
-
-        `model.load_weights` alone is a silent no-op on packed layers (vllm#42821, SkyRL#1680).
-        Reads the loaded parameters back, with `verify` all of them. RuntimeError names one that
-        was not written, or that is not what came.
-        """
-        from vllm.config import set_current_vllm_config
-
-        model = self.model_runner.get_model()
-        digests: list[Tensor] = []
-        self.updates += 1
-        proof = Proof(model, None if verify else self.updates)
-        with set_current_vllm_config(self.vllm_config):
-            weights = proof.watch(self.incoming(digests, verify))
-            self.model_runner.reload_weights(weights_iterator=weights)
-            self.refresh_tied_head(model)
-            proof.check()
-        if verify and proof.unproven:
-            print(f"not proven by reading back: {', '.join(sorted(proof.unproven))}", flush=True)
-        return checksum(digests)
-
-    def refresh_tied_head(self, model: nn.Module) -> None:
-        """On CPU a tied head multiplies by a packed copy of the embedding, made once at start."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            return
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-        for layer in model.modules():
-            if isinstance(layer, ParallelLMHead):
-                layer.quant_method.process_weights_after_loading(layer)
-
-    def incoming(self, digests: list[Tensor], verify: bool) -> Iterator[tuple[str, Tensor]]:
-        """Named tensors, as they arrive; with `verify` it adds each bucket's digest to `digests`.
-
-        A bucket is never reused: layers keep views of it.
-        """
-        for bucket in buckets(self.sync_wire.metas):
-            buffer = torch.empty(bucket.size, dtype=torch.uint8, device=self.sync_wire.device)
-            self.sync_group.broadcast(buffer, 0).wait()
-            if verify:
-                digests.append(digest(buffer))
-            for place in bucket.slices:
-                yield place.meta.name, tensor_in(buffer, place)
+def words_at_once(device: torch.device) -> int:
+    """How many words a device digests at once."""
+    return WORDS if device.type == "cpu" else GPU_WORDS

@@ -1,1 +1,1 @@
-"""What data_prep.py does to files of rows: one command, or one part of it, a module."""
+"""The commands of data_prep.py on files of rows: one command, or one part of it, a module."""

@@ -1,4 +1,4 @@
-"""`blend`: released or own files of rows become what a run trains on and is evaluated with."""
+"""`blend`: released or own files of rows become files for training and validation."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from prep import files, mix, placeholders, tables
-from settings.reader import InputError
+from settings.errors import InputError
 
 HUB = "nvidia/Nemotron-RL-Super-Training-Blends"  # nvidia/Nemotron-3-Super-RL-... answers 404
 LAYOUTS = {
@@ -42,7 +42,7 @@ class Blend:
     mix: str = ""
     """FILE:WEIGHT,FILE:WEIGHT of the source: one blend, which ends where a file has ended."""
     leave_out: tuple[str, ...] = ()
-    """Agents whose rows are left out, such as those that no environment serves yet."""
+    """Agents to leave out, with their rows, such as those that no environment serves yet."""
     nemo_gym: bool = False
     """Keep rows of agents that no environment declares: servers of NeMo-Gym have them."""
     sources: str = ""
@@ -51,7 +51,7 @@ class Blend:
     """Write again what is there already."""
 
     def run(self) -> int:
-        """Prepares every blend. Raises InputError for what is wrong with the first bad row."""
+        """Prepares every blend. Raises InputError for the first bad row."""
         for name, least in (("val_holdout", 0), ("sample", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -75,7 +75,7 @@ class Blend:
 
 
 def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> None:
-    """Writes one blend, unless what is there was made of the same bytes in the same way."""
+    """Writes one blend, unless its files were made from the same bytes in the same way."""
     names = LAYOUTS[options.layout]
     folder = Path(options.out, name)
     folder = folder / f"sample-{options.sample}" if options.sample else folder
@@ -84,15 +84,10 @@ def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> No
     wanted: set[placeholders.Target] = set()
     sources = [scan(path, wanted) | {"weight": weight} for path, weight in weighted]
     questions = placeholders.Questions(options.sources)
-    manifest: dict[str, Any] = {
-        "blend": name,
-        "layout": options.layout,
-        "held_out": f"the last {holdout} rows, order kept",
-        "sample": options.sample,
-        "leave_out": sorted(options.leave_out),
-        "sources": sources,
-        "placeholders": questions.hashes(wanted),
-    }
+    manifest: dict[str, Any] = {"blend": name, "layout": options.layout}
+    manifest |= {"held_out": f"the last {holdout} rows, order kept", "sample": options.sample}
+    manifest |= {"leave_out": sorted(options.leave_out), "sources": sources}
+    manifest |= {"placeholders": questions.hashes(wanted)}
     manifest |= {"nemo_gym": True} if options.nemo_gym else {}
     run_hash = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
     if not options.force and is_whole(folder, run_hash):
@@ -112,12 +107,12 @@ def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> No
             for (split, path), output in zip(names.items(), outputs, strict=True)
             if output.rows
         }
-        (folder / "manifest.json").unlink(missing_ok=True)  # it speaks of what is now replaced
+        (folder / "manifest.json").unlink(missing_ok=True)  # of the old files
     aside = folder / "manifest.partial"
     aside.write_text(json.dumps(manifest, indent=1) + "\n")
     aside.replace(folder / "manifest.json")
-    told = ", ".join(f"{split} {part['rows']:,}" for split, part in manifest["splits"].items())
-    print(f"{folder}: {told} rows; {len(wanted):,} placeholders filled; {run_hash}")
+    parts = ", ".join(f"{split} {part['rows']:,}" for split, part in manifest["splits"].items())
+    print(f"{folder}: {parts} rows; {len(wanted):,} placeholders filled; {run_hash}")
     for agent, count in manifest["left_out"].items():
         print(f"  left out: {count:,} rows of {agent}")
     if len(manifest["splits"]) == 1 and holdout:
@@ -125,7 +120,7 @@ def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> No
 
 
 def scan(path: Path, wanted: set[placeholders.Target]) -> dict[str, Any]:
-    """What a manifest says of a source; adds what its placeholders point at to `wanted`."""
+    """A source's entry of the manifest; adds the targets of its placeholders to `wanted`."""
     digest = hashlib.sha256()
     rows = 0
     for line in files.lines(path):
@@ -140,7 +135,7 @@ def scan(path: Path, wanted: set[placeholders.Target]) -> dict[str, Any]:
 
 
 def is_whole(folder: Path, run_hash: str) -> bool:
-    """Whether a folder holds what its manifest says, and that is the run asked for."""
+    """Whether a folder holds the files of its manifest, and the manifest that was asked for."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         splits = manifest["splits"].values()

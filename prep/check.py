@@ -1,4 +1,4 @@
-"""`check`: what is in files of rows, and what is missing before they can be trained on."""
+"""`check`: counts the rows of files, and finds all that is missing for training."""
 
 import json
 import re
@@ -9,12 +9,13 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
-import envs
+from envs import check_rows, registry
+from envs.check_rows import parse
 from envs.rollout import services as configured
-from envs.rollout.rows import parse
 from prep import files
 from prep.placeholders import FIELD
-from settings.reader import InputError
+from settings.errors import InputError
+from settings.services import Services
 
 NAMELESS = "(no agent)"
 
@@ -25,13 +26,13 @@ class Found:
 
     rows: int = 0
     datasets: Counter[str] = field(default_factory=Counter)
-    bad: Counter[str] = field(default_factory=Counter)  # by what is wrong
+    bad: Counter[str] = field(default_factory=Counter)  # by error
     first: dict[str, str] = field(default_factory=dict)  # of each of them: place and message
     needs: set[str] = field(default_factory=set)  # services that good rows are judged by
 
 
 class Summary(NamedTuple):
-    """What a file holds, a line for each agent, and what keeps it from being trained on."""
+    """The contents of a file, a line for each agent, and the problems that prevent training."""
 
     lines: list[str]
     problems: list[str]
@@ -39,7 +40,7 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """What files of rows hold, and what is missing; exit code 0 if all of it can be trained on."""
+    """Contents of files of rows, and all that is missing; exit code 0 if they can be trained on."""
 
     files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE...")]
     """JSONL files of rows."""
@@ -51,11 +52,11 @@ class Check:
     """Bad rows that a file may hold, as data.max_bad_rows of the run."""
 
     def run(self) -> int:
-        """Prints what is there and what is missing."""
+        """Prints the contents and the problems."""
         if not self.files:
             raise InputError("check: expected the path of a JSONL file")
         try:
-            servers = configured.Services(nemo_gym=self.nemo_gym)
+            servers = Services(nemo_gym=self.nemo_gym)
         except ValueError as error:
             raise InputError(f"--nemo_gym: {error}") from None
         if self.nemo_gym:
@@ -70,7 +71,7 @@ class Check:
 
 
 def summary(path: str, max_bad_rows: int, services: Collection[str] = ()) -> Summary:
-    """What is in a file. Services that are needed must be configured, or among `services`.
+    """Summarises a file. Services that are needed must be configured, or among `services`.
 
     Raises InputError where the file cannot be read.
     """
@@ -82,7 +83,7 @@ def summary(path: str, max_bad_rows: int, services: Collection[str] = ()) -> Sum
     problems = [] if rows > bad else [f"{path}: holds no good rows, expected at least one"]
     for name, agent in sorted(found.items()):
         module = known.get(name)
-        served = f"envs/{module.replace('.', '/')}.py" if module else elsewhere(name)
+        served = f"envs/{module}.py" if module else elsewhere(name)
         kinds = [f"{kind} {count:,}" for kind, count in agent.datasets.most_common(3) if kind]
         kinds += ["..."] * (len(agent.datasets) > 3)
         text.append(f"  {name:<40} {agent.rows:>9,}  {served}" + "; " * bool(kinds))
@@ -91,7 +92,7 @@ def summary(path: str, max_bad_rows: int, services: Collection[str] = ()) -> Sum
             problems += [f"{agent.first[kind]} ({n:,} rows)" for kind, n in agent.bad.most_common()]
         for need in sorted(agent.needs):
             has = {need, need.partition(".")[0]} & set(services)
-            problem = "" if has else configured.problem(need)
+            problem = "" if has else check_rows.problem(need)
             text.append(f"  {'':<40} {'':>9}  needs {need}" + ", not there" * bool(problem))
             if problem:
                 problems.append(f"{path}: {name} lacks {need}: {problem}")
@@ -99,7 +100,7 @@ def summary(path: str, max_bad_rows: int, services: Collection[str] = ()) -> Sum
 
 
 def elsewhere(agent: str) -> str:
-    """Where an agent is served that no module of envs/ declares."""
+    """The server of an agent that no module of envs/ declares."""
     from envs.gym import gym
 
     if not configured.current().nemo_gym:
@@ -121,7 +122,7 @@ def survey(path: str) -> dict[str, Found]:
             if FIELD in row:
                 raise ValueError(f"{FIELD} is not filled: data_prep.py blend fills it")
             row = parse(line.text, None)
-            needs = envs.needs(row)
+            needs = registry.needs(row)
         except (ValueError, RecursionError) as error:
             row, problem = loose(line.text), str(error)
         agent = found.setdefault(files.agent(row) or NAMELESS, Found())

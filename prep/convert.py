@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import tyro
 
-import envs
+from envs import check_rows
 from prep import files, tables
-from settings.reader import InputError
+from settings.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Rows:
     answer_field: str = "expected_answer"
     """Field in which the environment looks for the answer."""
     dataset: str = ""
-    """Name by which the metrics tell these rows from others."""
+    """Name of these rows in the metrics."""
     split: str = "train"
-    """Of a folder or a data set of the hub: files named after it, or all."""
+    """Split of a folder or of a data set of the hub: files named after it, or all."""
 
     def run(self) -> int:
         """Writes the rows, each checked. Raises InputError naming the first record that is none."""
@@ -45,7 +45,7 @@ class Rows:
             for _, (place, record) in tables.records(paths, columns):
                 row = self.row(record, place)
                 try:
-                    envs.check_row(row)
+                    check_rows.check_row(row)
                 except ValueError as error:
                     raise InputError(f"{place}: {error}") from None
                 output.write(row)

@@ -2,7 +2,7 @@
 
 Nemotron 3 Nano's report, section 3.2.2: rows that are always solved are dropped; every batch holds
 the same share of each domain; inside a domain rows are drawn by a Gaussian over their pass rate,
-whose mean falls linearly over training. Its width and end points are not published.
+and its mean falls linearly over training. Its width and end points are not published.
 
 Here each row comes exactly once. Then batch b holds the pass rate v in proportion to
 c(v) exp(-(v - mean_b)^2 / (2 width^2)), where c(v) uses up all rows of v. Expanded, the width only
@@ -23,7 +23,7 @@ import tyro
 from tqdm import tqdm
 
 from prep import files, mix
-from settings.reader import InputError
+from settings.errors import InputError
 
 FALL = 0.3  # read off the figure of the report
 STEEPEST = 0.9  # of the fall that sorting would give; beyond it a batch holds few pass rates
@@ -63,7 +63,7 @@ class Curriculum:
     """Domain of a row: its `dataset`, or its agent where it has none; or always the agent."""
 
     def run(self) -> int:
-        """Writes the rows and says what was dropped. Raises InputError for a bad pass rate."""
+        """Writes the rows and prints the number dropped. Raises InputError for a bad pass rate."""
         for name, least in (("prompts_per_step", 1), ("fall", 0)):
             if getattr(self, name) < least:
                 raise InputError(f"--{name} {getattr(self, name)}: expected {least} or more")
@@ -134,7 +134,7 @@ def drawn(rates_N: np.ndarray, quota_B: np.ndarray, fall: float) -> Iterator[int
 def plan(
     values_V: np.ndarray, counts_V: np.ndarray, quota_B: np.ndarray, fall: float
 ) -> np.ndarray:
-    """How many rows [B, V] of each pass rate each batch holds; sums are quota_B and counts_V.
+    """The number of rows [B, V] of each pass rate in each batch; sums are quota_B and counts_V.
 
     The means of the batches lie on a line that falls by `fall`, or as steeply as the rows allow.
     """

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import envs
+from envs import registry
 from envs.rollout.rows import LONGEST_LINE, decoded, raw_lines
-from settings.reader import InputError
+from settings import errors
+from settings.errors import InputError
 
 
 class Line(NamedTuple):
@@ -28,7 +29,7 @@ class Line(NamedTuple):
         return f"{self.path}:{self.number}"
 
     def row(self) -> dict:
-        """Its JSON object. Raises InputError where it holds none, or no UTF-8."""
+        """The line's JSON object. Raises InputError where it holds none, or no UTF-8."""
         try:
             self.text.encode()
             row = json.loads(self.text) if len(self.text) <= LONGEST_LINE else None
@@ -58,8 +59,8 @@ def agent(row: dict) -> str:
 def served() -> dict[str, str]:
     """The modules of envs/ by the agents that they serve. Raises InputError where two claim one."""
     try:
-        return envs.agents()
-    except envs.ModuleError as error:
+        return registry.agents()
+    except errors.ModuleError as error:
         raise InputError(str(error)) from None
 
 
@@ -70,7 +71,7 @@ def sha256(path: Path) -> str:
 
 
 class Output:
-    """A file under construction, NAME.partial, and what a manifest says of its rows."""
+    """A file under construction, NAME.partial, and the manifest's counts of its rows."""
 
     def __init__(self, path: Path):
         self.path = path

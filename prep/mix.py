@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from settings.reader import InputError
+from settings.errors import InputError
 
 
 def turns(weights: Sequence[float]) -> Iterator[int]:
-    """Who is next, for ever: of the first n turns, n * weight / sum are i's, give or take one.
+    """Yields the next index, for ever: of the first n turns i gets n * weight / sum, +- 1.
 
     The k-th turn of i lies in its window [k, k + 1) * sum / weight; of the windows that have begun
     the one that ends first is served (Baruah et al. 1996, proportionate progress).
@@ -32,7 +32,7 @@ def turns(weights: Sequence[float]) -> Iterator[int]:
 
 
 def order(counts: Sequence[int], weights: Sequence[float]) -> Iterator[int]:
-    """Whose next row it is, until it is the turn of one that has none left."""
+    """Yields the index that gives the next row, until the turn of one that has none left."""
     left = list(counts)
     for i in turns(weights):
         if not left[i]:

@@ -1,4 +1,4 @@
-"""Rows whose question is in another data set, for licence reasons: DAPO's and Skywork's.
+"""Rows with the question in another data set, for licence reasons: DAPO's and Skywork's.
 
 Such a row has `_hf_placeholder`: {row, question_template}. Templates of the released blends are
 {"prefix"} or {"suffix"} of DAPO's bare question, and {"template"}, or a string, with {question} in
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from prep.files import sha256
 from prep.tables import data_files, located, records, value
-from settings.reader import InputError
+from settings.errors import InputError
 
 FIELD = "_hf_placeholder"
 # What DAPO-Math-17k puts around each of its questions.
@@ -25,7 +25,7 @@ DAPO_SUFFIX = 'Remember to put your answer on its own line after "Answer:".'
 
 
 class Origin(NamedTuple):
-    """A data set that placeholders point into, and what the `dataset` of their rows holds."""
+    """A data set that placeholders point into, and the `dataset` of their rows."""
 
     tag: str
     hub: str
@@ -40,7 +40,7 @@ Target = tuple[Origin, int]  # and the number of its record
 
 
 def target(row: dict, place: str) -> Target:
-    """Where the question of a row is. Raises InputError where that cannot be told."""
+    """The place of a row's question. Raises InputError where the row does not name one."""
     name = row.get("dataset")
     origin = next((origin for origin in ORIGINS if origin.tag in str(name).lower()), None)
     number = row[FIELD].get("row") if isinstance(row[FIELD], dict) else None
@@ -53,7 +53,7 @@ def target(row: dict, place: str) -> Target:
 
 
 class Questions:
-    """The questions and answers that placeholders ask for: on disk, but for where they are."""
+    """The questions and answers that placeholders ask for, on disk; only the index is in memory."""
 
     def __init__(self, folder: str):
         """`folder` holds the data sets as ORG/NAME or NAME; "": they come from the hub."""
@@ -69,7 +69,7 @@ class Questions:
         self.spool.close()
 
     def hashes(self, wanted: Set[Target]) -> dict[str, list[str]]:
-        """Of the files of each data set that is wanted. Raises InputError where one is absent."""
+        """Hashes of the files of each wanted data set. Raises InputError where one is absent."""
         for origin in {origin for origin, _ in wanted}:
             self.files[origin.hub] = data_files(self._source(origin), origin.split)
         return {hub: list(map(sha256, files)) for hub, files in sorted(self.files.items())}
@@ -114,7 +114,7 @@ class Questions:
 
 
 def bare(answer: Any) -> str:
-    """An answer, of which Skywork has a list as JSON: the first."""
+    """An answer; the first one where it is a list as JSON, as Skywork's are."""
     text = str(answer).strip()
     if isinstance(answer, list) or text[:1] + text[-1:] in ("[]", "{}"):
         try:

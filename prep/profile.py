@@ -11,7 +11,8 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from prep import files
-from settings.reader import ROOT, InputError
+from settings.errors import InputError
+from settings.reader import ROOT
 
 FIELDS = ("pass_rate", "pass_rate_total", "pass_rate_passed")
 
@@ -43,7 +44,7 @@ class Profile:
     run_dir: str = ""
     """Folder of the run; empty: below runs/, named after OUT and the time."""
     overrides: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """What follows `--`."""
+    """Arguments after `--`."""
 
     def run(self) -> int:
         """Runs an evaluation and writes the rows. Raises InputError where it failed."""
@@ -69,20 +70,14 @@ class Profile:
         return 0
 
     def command(self, run_dir: str) -> list[str]:
-        """What evaluates the model on the rows."""
-        settings = {
-            "model": self.model,
-            "data.train": self.file,
-            "data.val": self.file,
-            "data.val_samples": str(self.samples),
-            "run_dir": run_dir,
-            "rollout_log_share": "1",
-        }
+        """The command that evaluates the model on the rows."""
+        settings = {"model": self.model, "data.train": self.file, "data.val": self.file}
+        settings |= {"data.val_samples": str(self.samples), "run_dir": run_dir}
         flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
         return [sys.executable, str(ROOT / "grpo_async.py"), "--eval_only", *flags, *self.overrides]
 
     def counts(self, path: Path) -> Counts:
-        """What the rollouts of an evaluation say. Raises InputError for a line that is none."""
+        """The counts of an evaluation's rollouts. Raises InputError for a line that is none."""
         total, passed = array("I", [0]), array("I", [0])
         for line in files.lines(path):
             rollout = line.row()

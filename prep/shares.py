@@ -1,4 +1,4 @@
-"""`effort` and `reasoning_control`: what a share of the rows asks of the model.
+"""`effort` and `reasoning_control`: a share of the rows asks for less of the model.
 
 A row is chosen by the hash of its line, so the same rows are chosen each time, in any order.
 """
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from prep import files
-from settings.reader import InputError
+from settings.errors import InputError
 
 MARKER = "{reasoning effort: low}"  # of the Super recipe, as advantage.low_effort.marker
 # Agents of the domains that the report names, without `_simple_agent`.
@@ -38,7 +38,7 @@ def share(text: str, purpose: str) -> float:
 
 @dataclass(frozen=True)
 class Effort:
-    """Rows of which some ask for low effort, which the run then rewards by length."""
+    """Makes some rows ask for low effort, which the run then rewards by length."""
 
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
     """JSONL file of rows."""
@@ -48,7 +48,7 @@ class Effort:
     """early: 2 % of math, STEM and code; late: 1 % of math and STEM."""
 
     def run(self) -> int:
-        """Writes the rows and says how many were chosen."""
+        """Writes the rows and prints how many were chosen."""
         seen: Counter[str] = Counter()
         chosen: Counter[str] = Counter()
         with files.rewriting(self.file, self.out) as output:
@@ -85,21 +85,21 @@ def mark(row: dict, place: str) -> None:
 
 @dataclass(frozen=True)
 class ReasoningControl:
-    """Rows of which some are answered without reasoning, and some within a budget of tokens."""
+    """Makes some rows be answered without reasoning, and some within a budget of tokens."""
 
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
     """JSONL file of rows."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """JSONL file to write, its rows in the same order."""
     off: float = OFF
-    """Share of the rows whose chat template gets enable_thinking = false."""
+    """Share of the rows that get enable_thinking = false for the chat template."""
     limited: float = LIMITED
     """Share of the rows, others than those, with a budget in max_output_tokens."""
     budgets: tuple[int, ...] = BUDGETS
     """Budgets, each as often."""
 
     def run(self) -> int:
-        """Writes the rows and says how many were chosen."""
+        """Writes the rows and prints how many were chosen."""
         good = min(self.off, self.limited) >= 0 and self.off + self.limited <= 1
         if not good or not self.budgets or min(self.budgets) < 1:
             given = f"--off {self.off} --limited {self.limited} --budgets {self.budgets}"
@@ -114,8 +114,8 @@ class ReasoningControl:
                     continue
                 params = row.get("responses_create_params")
                 if not isinstance(params, dict):
-                    told = f"responses_create_params is {params!r:.60}, expected an object"
-                    raise InputError(f"{line.place}: {told}")
+                    problem = f"responses_create_params is {params!r:.60}, expected an object"
+                    raise InputError(f"{line.place}: {problem}")
                 if place < 0:
                     stop_thinking(params, line.place)
                 else:

@@ -9,7 +9,8 @@ from typing import Any
 
 from envs.rollout.rows import LONGEST_LINE
 from prep.files import lines
-from settings.reader import HUB_SECONDS, InputError
+from settings.errors import InputError
+from settings.hub import HUB_SECONDS
 
 KINDS = (".parquet", ".arrow", ".jsonl", ".json", ".csv")
 ABOUT = ("dataset_dict.json", "dataset_info.json", "state.json")  # which `datasets` writes
@@ -23,7 +24,7 @@ def records(
     """The records of some files, numbered from 0 through all of them; or those that are wanted.
 
     `columns` are top-level ones: parquet reads no others. Raises InputError for a file that is not
-    of the format that its name says.
+    of the format of its suffix.
     """
     start = 0
     for path in files:
@@ -73,7 +74,7 @@ def is_array(path: Path) -> bool:
 
 
 def objects(path: Path) -> Iterator[dict]:
-    """The objects of a JSON array, of which a chunk is in memory. Raises ValueError."""
+    """The objects of a JSON array, read in chunks. Raises ValueError."""
     decode = json.JSONDecoder().raw_decode
     with open(path, encoding="utf-8") as file:
         text = file.read(CHUNK).lstrip()[1:]
@@ -93,7 +94,7 @@ def objects(path: Path) -> Iterator[dict]:
 
 
 def value(record: dict, column: str, place: str) -> Any:
-    """The value at a.b.0.c of a record. Raises InputError naming what is there instead."""
+    """The value at a.b.0.c of a record. Raises InputError naming the value found instead."""
     found: Any = record
     for key in column.split("."):
         inner = None
@@ -145,5 +146,5 @@ def located(source: str, patterns: list[str], field: str) -> Path:
     except Exception as error:
         why = " ".join(f"{why}{type(error).__name__}: {error}".split())
         load = f"hf download --repo-type dataset {source}"
-        told = f"neither a folder nor on the hub: {why}. Without network, elsewhere: {load}"
-        raise InputError(f"{field} = {source!r}: {told}, and name the folder") from None
+        problem = f"neither a folder nor on the hub: {why}. Without network, elsewhere: {load}"
+        raise InputError(f"{field} = {source!r}: {problem}, and name the folder") from None

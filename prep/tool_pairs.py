@@ -10,10 +10,11 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
-from envs.rollout.markup import FORMS, THINK, split
+from envs.parsers.forms import FORMS
+from envs.rollout.markup import THINK, split
 from envs.rollout.messages import chat, functions
 from prep import files
-from settings.reader import InputError
+from settings.errors import InputError
 
 KINDS = ("no_tools", "with_tools", "hallucination")
 
@@ -27,7 +28,7 @@ class Answer(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Where the lines of a row and of two answers to it begin."""
+    """The byte offsets of the lines of a row and of two answers to it."""
 
     row: int
     kind: str  # one of KINDS
@@ -36,7 +37,7 @@ class Pair(NamedTuple):
 
     @property
     def order(self) -> bytes:
-        """Its place among the others: at random, and the same each time."""
+        """The sorting key of a pair: random, and the same each time."""
         return hashlib.sha256(repr(self).encode()).digest()
 
 
@@ -48,7 +49,7 @@ class ToolPairs:
     a right one that calls no tool is preferred to a wrong one, and to any that calls one. Each
     answer is rejected once at most, as the report of Nemotron 3 Nano has 50,000 pairs of 64,000
     answers (appendix C). Answers that were cut off are left out: none of them ended by itself.
-    So are those of several turns, as rollouts.jsonl does not say what the tools answered.
+    So are those of several turns, as rollouts.jsonl does not hold the tools' results.
     """
 
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
@@ -65,7 +66,7 @@ class ToolPairs:
     """Pairs of a row at most."""
 
     def run(self) -> int:
-        """Writes the pairs, in random order, and says what they are made of."""
+        """Writes the pairs, in random order, and prints their kinds."""
         known = ", ".join(name for name in FORMS if name)
         if self.tool_parser not in FORMS:
             raise InputError(f"--tool_parser {self.tool_parser!r}: expected one of: {known}")

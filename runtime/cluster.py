@@ -1,79 +1,28 @@
-"""A run's processes: its folder, its Ray cluster, its actors, and the trainer ranks' group."""
+"""A run's processes: its folder, its Ray cluster and its actors."""
 
 import asyncio
-import copyreg
 import faulthandler
-import fcntl
 import gc
 import os
-import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import ray
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from core.waits import within
-from envs.rollout.rows import quarantine
-from policy.weight_sync import OWNER
+from policy import OWNER
 from runtime import placement
 from runtime.console import phase
-from runtime.preflight import OLDEST_DRIVER, brief, check_address, short_of_files
-from settings.reader import InputError, shown
+from settings.errors import brief, shown
 from settings.run import TrainingSettings
 
 ROOT = Path(__file__).parent.parent
-# Variables of the driver that its actors get, but for those that are of one process or node.
-FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "VLLM_", "CUDA_")
-OF_ONE = re.compile(
-    r"CUDA_VISIBLE_DEVICES|NCCL_(HOSTID|COMM_ID)|VLLM_(\w+_)?(RANK(_LOCAL)?|HOST|PORT|IPS?)"
-)
-# A killed actor takes its children along. Not by Ray's subreaper: with that, every program that an
-# actor starts seems to exit with status 0.
-CLEANING = {
-    "process_group_cleanup_enabled": True,
-    "kill_child_processes_on_worker_exit_with_raylet_subreaper": False,
-}
-
-
-class Ranks:
-    """How a trainer rank meets others: the ranks of its policy, and the engines' workers."""
-
-    def __init__(self, cfg: TrainingSettings):
-        self.cfg = cfg
-        self.host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-        self.store: Any = None  # the TCPStore that this rank opened last
-
-    def open_store(self, world: int) -> tuple[str, int]:
-        """Listens for `world` processes; the port is bound before anyone hears of it.
-
-        Choosing a free port first and binding it later collides (vLLM issue 28498). Raises
-        RuntimeError where this process may not open enough files to meet them all.
-        """
-        if said := short_of_files(world):
-            raise RuntimeError(f"{os.uname().nodename}: {said}")
-        limit = timedelta(seconds=self.cfg.timeouts.start)
-        self.store = dist.TCPStore(self.host, 0, world, True, limit, wait_for_workers=False)
-        return self.host, self.store.port
-
-    def join(self, rank: int, address: tuple[str, int]) -> None:
-        """Makes torch's default process group of all ranks, who meet at rank 0's store."""
-        world = self.cfg.policy.ranks
-        dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo",
-            store=self.store if rank == 0 else dist.TCPStore(*address, world, False),
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=self.cfg.timeouts.train),
-        )
 
 
 class Cluster:
@@ -89,10 +38,13 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         """Raises InputError where the run folder cannot be had."""
+        from envs.rollout.rows import quarantine
+        from runtime.claim import claim
+        from runtime.ray_start import connect
+
         self.lock = claim(self.cfg)
         signal.signal(signal.SIGINT, interrupt)
-        if not (self.cfg.command.eval_only or self.cfg.command.export):
-            quarantine(self.cfg.run_dir)
+        quarantine(self.cfg)
         phase("starting Ray")
         self.places = connect(self.cfg)
         search_rarely()
@@ -102,13 +54,15 @@ class Cluster:
         """An error leaves with the last lines that the actors logged."""
         if isinstance(error, Exception):
             print(last_lines(self.cfg), file=sys.stderr)
+        import ray
+
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C does not wait for Ray
         ray.shutdown()
         self.lock.close()
 
     def shares_gpus(self) -> bool:
         """Whether trainers and engines use the same GPUs."""
-        return self.cfg.demand.share < 1 and bool(ray.cluster_resources().get("GPU"))
+        return self.cfg.demand.share < 1 and has_gpus()
 
     def on_signal(self, leave: Callable[[str], None]) -> None:
         """Calls `leave` with a reason on SIGTERM, SIGUSR1 and Ctrl-C, and before a Slurm job ends.
@@ -161,27 +115,21 @@ class Cluster:
 
     def task(self, function: Callable, *args: Any, returns: int = 1) -> Any:
         """Runs a function in a process of its own, near its data, and again if that dies."""
+        import ray
+
         options = {"num_cpus": 0, "max_retries": 3, "num_returns": returns}
         return ray.remote(function).options(**options).remote(*args)
 
     async def watch(self, trainer: Any) -> None:
-        """Raises as soon as a trainer rank dies, whether or not anybody waits for it."""
+        """Raises as soon as a trainer rank dies, even while no call of it is awaited."""
         await trainer.watch.options(concurrency_group="watch").remote()
-
-    @staticmethod
-    def pass_on_as_text(error: type[Exception]) -> None:
-        """Lets errors of a class reach other processes as a RuntimeError with the same text.
-
-        Whoever hears of one would import its library: vLLM takes seconds, while all else waits.
-        """
-        copyreg.pickle(error, lambda raised: (RuntimeError, (str(raised),)))
 
 
 def search_rarely() -> None:
     """Makes Python search for garbage after a million new objects, and not in what libraries made.
 
-    The search took half of the driver's time, and what it is for, objects that hold themselves, the
-    driver makes only where something fails.
+    The search took half of the driver's time. Reference cycles, which it is for, appear in the
+    driver only after errors.
     """
     gc.freeze()
     gc.set_threshold(1_000_000)
@@ -192,16 +140,48 @@ def interrupt(*_: Any) -> None:
     raise SystemExit("interrupted; --resume auto goes on from the last checkpoint")
 
 
+def has_gpus() -> bool:
+    """Whether the cluster has any."""
+    import ray
+
+    return bool(ray.cluster_resources().get("GPU"))
+
+
+def cpus() -> int:
+    """The CPUs of the cluster."""
+    import ray
+
+    return int(ray.cluster_resources().get("CPU", 0))
+
+
+def kill(actor: Any) -> None:
+    """Ends the process of an actor."""
+    import ray
+
+    ray.kill(actor)
+
+
+def cancel(call: Any) -> None:
+    """Ends a call whose result is no longer awaited."""
+    import ray
+
+    ray.cancel(call)
+
+
 def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> Any:
     """A Ray actor of a plain class, which gets what `Process` adds.
 
     Without GPUs in the cluster it asks for none, and gets the settings of a CPU.
     """
-    if gpus and not ray.cluster_resources().get("GPU"):
+    import ray
+
+    if gpus and not has_gpus():
+        from runtime.ray_start import cpu_variables
+
         options["runtime_env"] = {"env_vars": cpu_variables(cfg)}
         gpus = 0
     groups = {k: options.pop(k) for k in ("concurrency_groups",) if k in options}
-    folder = Path(cfg.run_dir) / "logs"
+    folder = Path(cfg.writes_to) / "logs"
 
     class Process(cls):
         """What every actor of a run can do beside its own methods."""
@@ -228,9 +208,13 @@ def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> Any:
 
 def check_granted() -> None:
     """Raises RuntimeError where Ray granted this process a GPU that torch cannot use."""
+    import ray
+
     granted = ray.get_gpu_ids()
     if not granted or torch.cuda.is_available():
         return
+    from runtime.ray_start import OLDEST_DRIVER
+
     try:
         torch.cuda.init()
         why = "it finds none"
@@ -258,111 +242,3 @@ def last_lines(cfg: TrainingSettings, lines: int = 8) -> str:
     paths = sorted(Path(cfg.run_dir).glob("**/logs/*.log"), key=os.path.getmtime, reverse=True)
     texts = [(path.name, path.read_text(errors="replace").splitlines()) for path in paths[:6]]
     return "\n".join(f"--- {name}\n" + "\n".join(t[-lines:]) for name, t in texts if t)
-
-
-def claim(cfg: TrainingSettings) -> TextIO:
-    """Takes the run folder for this process; keep what it returns as long as the run lives.
-
-    Raises InputError where it cannot be written to, where another run is alive in it, or was and
-    is not to be continued.
-    """
-    command = cfg.command
-    folder = Path(cfg.run_dir)
-    if command.replayed == cfg.run_dir:
-        raise InputError(f"replay = run_dir = {cfg.run_dir!r}: expected another run_dir")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "lock", "a+")  # noqa: SIM115
-    except OSError as error:
-        expected = f"expected a folder to write to: {error.strerror}"
-        raise InputError(f"run_dir = {cfg.run_dir!r}: {expected}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read().strip()
-        raise InputError(f"run_dir = {cfg.run_dir!r} is in use by {owner}") from None
-    except OSError as error:
-        reason = f"cannot be locked: {error.strerror}"
-        raise InputError(f"run_dir = {cfg.run_dir!r} {reason}") from None
-    metrics = folder / "metrics.jsonl"
-    holds_run = (metrics.exists() and metrics.stat().st_size) or any(
-        folder.glob("step_*/complete.json")
-    )
-    here = command.resume == "auto" or (command.resume and Path(command.resume).parent == folder)
-    goes_on = here or command.export or (command.resume and command.eval_only)
-    if not goes_on and holds_run:
-        expected = "expected an empty folder, or --resume auto to go on"
-        raise InputError(f"run_dir = {cfg.run_dir!r} holds a run already: {expected}")
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-    lock.flush()
-    return lock
-
-
-def of_driver() -> dict[str, str]:
-    """The driver's variables that its actors get as well."""
-    every = os.environ.items()
-    found = {k: v for k, v in every if k.startswith(FORWARDED) and not OF_ONE.fullmatch(k)}
-    judges = os.environ.get("JUDGES_FILE")
-    return found | ({"JUDGES_FILE": os.path.abspath(judges)} if judges else {})
-
-
-def variables() -> dict[str, str]:
-    """What every actor finds in its environment; what the user has set wins."""
-    return {
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "PYTHONDONTWRITEBYTECODE": "",  # without .pyc files each process recompiles 5,000 modules
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        # The driver has the deadlines. Torch's watchdog would end a trainer that waits for an
-        # engine which is lost.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    } | of_driver()
-
-
-def cpu_variables(cfg: TrainingSettings) -> dict[str, str]:
-    """The same for a trainer or an engine on a CPU."""
-    # Two busy processes with two threads each spin on two cores: 5 times slower.
-    alive = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-    cpus = [count for count in alive if count] or [1]
-    # On a node: Ray spreads them.
-    busy = -(-(cfg.policy.ranks + cfg.demand.engines) // len(cpus))
-    threads = max(1, int(min(cpus)) // busy)
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        # Threads that spin while they wait for each other keep a full machine from their work: with
-        # three trainers on two cores a step took 6 s, and takes 0.2 s where they sleep.
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-        "TORCH_COMPILE_DISABLE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    } | of_driver()
-
-
-def connect(cfg: TrainingSettings) -> placement.Places:
-    """Joins the cluster that RAY_ADDRESS names, or starts one on this machine; where all will run.
-
-    Raises InputError where there is no such cluster, or where the actors do not fit.
-    """
-    # Ray prints a traceback for each of a failed call's results that nobody fetches. The first one
-    # fetched has raised the error already.
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # Never a cluster that somebody else has left running here.
-    local: dict[str, Any] = {"address": "local", "include_dashboard": False}
-    local |= {"_node_ip_address": "127.0.0.1", "_system_config": CLEANING}
-    address = os.environ.get("RAY_ADDRESS")
-    check_address(address or "")
-    try:
-        ray.init(
-            runtime_env={"env_vars": variables()},
-            log_to_driver=False,
-            logging_level="ERROR",
-            **({} if address else local),
-        )
-    except (ConnectionError, ValueError) as error:
-        if not address:
-            raise
-        raise InputError(f"RAY_ADDRESS = {address!r}: {brief(error)}") from None
-    return placement.plan(cfg, placement.nodes())

@@ -1,27 +1,28 @@
-"""Sends prompts to rollout workers and engines, and repeats what failed.
-
-A row may kill or block its worker, and with it all other groups there. Each of them is suspect
-then: it is tried again by a worker that has nothing else to do. So only the guilty one is dropped.
-"""
+"""Sends prompts to rollout workers and engines, and tries again what failed."""
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NamedTuple, TypeVar
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import ray
 from tqdm import tqdm
 
-from core.waits import answer, in_turn, within
-from envs.judge import judge
-from envs.rollout.episode import SampleInfo
-from runtime.cluster import Cluster
-from runtime.fleet import ASKED, EVERY, Fleet
-from runtime.outages import Outages
+from core import waits
+from core.waits import Ref, answer, unless_stopped, within
+from envs.rollout import services
+from envs.rollout.episode import Group, SampleInfo
+from runtime.cluster import Cluster, cancel, cpus, kill
+from runtime.fleet import CHECK_SECONDS, CHECKS_PER_SECOND, Fleet
 from settings.run import RunSettings
 
+if TYPE_CHECKING:
+    from runtime.outages import Outages
+
 T = TypeVar("T")
+ATTEMPTS = 3  # of one prompt before it is dropped and its slot is refilled with the next
 CPUS_PER_SUSPECT = 2  # in the cluster, for each of the workers that suspects have to themselves
 
 
@@ -42,13 +43,27 @@ class Slot(NamedTuple):
         step = self.number // prompts_per_step + 1 if self.evaluation is None else None
         return {"step": step, "slot": self.number, "evaluation": self.evaluation}
 
+    def lines(self, records: list[dict], cfg: RunSettings) -> bytes:
+        """Its group for rollouts.jsonl."""
+        place = self.record(cfg.prompts_per_step)
+        return "".join(json.dumps(place | r, default=str) + "\n" for r in records).encode()
 
-class Rollouts(NamedTuple):
-    """A prompt's scored answers; `samples` is a list[Sample], or Ray's reference to one."""
 
-    infos: list[SampleInfo]
-    samples: Any
-    lines: bytes = b""  # for rollouts.jsonl, until they are written
+@dataclasses.dataclass
+class Tries:
+    """The tries of one prompt so far."""
+
+    row: dict
+    slot: Slot
+    rank: int  # of the worker that has all of them, as long as it lives: it keeps the drafts
+    failed: int = 0
+    is_suspect: bool = False  # its worker died in a try
+    error: BaseException = dataclasses.field(default_factory=BaseException)  # of the last one
+
+    @property
+    def name(self) -> str:
+        """As error messages name it."""
+        return f"the rollouts of slot {self.slot}, line {self.row['_line']}"
 
 
 class Crew:
@@ -57,7 +72,7 @@ class Crew:
     def __init__(self, cfg: RunSettings, cluster: Cluster):
         self.cfg = cfg
         self.cluster = cluster
-        self.outages = Outages()
+        self.outages: Outages | None = None  # once a worker has reported one, or a failed call
         self.ranks: dict[Any, int] = {}  # of each living worker: its place among them
         self.started: set[Any] = set()  # those that have answered once
         self.watches: set[asyncio.Task] = set()
@@ -69,7 +84,7 @@ class Crew:
         count = self.cfg.rollout_workers
         for rank in range(count):
             self.launch(rank)
-        suspects = max(1, int(ray.cluster_resources().get("CPU", 0)) // CPUS_PER_SUSPECT)
+        suspects = max(1, cpus() // CPUS_PER_SUSPECT)
         for rank in range(count, count + suspects):
             self.seats.put_nowait(rank)
 
@@ -89,33 +104,53 @@ class Crew:
         return worker
 
     @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[int]:
-        """The rank of a worker for one suspect. The deadline of its step bounds the wait."""
+    async def worker(self, tries: Tries) -> AsyncIterator[Any]:
+        """The worker for a try. A suspect gets one of its own, and waits for a free seat.
+
+        The deadline of its step bounds that wait.
+        """
+        if not tries.is_suspect:
+            yield await self.of_rank(tries.rank)
+            return
         rank = await self.seats.get()
         try:
-            yield rank
+            yield await self.of_rank(rank)
         finally:
             self.seats.put_nowait(rank)
 
     async def is_alive(self, worker: Any) -> bool:
         """Whether a worker answers; one that does not is killed."""
-        limits = self.cfg.timeouts
-        limit = limits.answer if worker in self.started else limits.start
+        started = worker in self.started
+        limit = waits.ANSWER_SECONDS if started else self.cfg.timeouts.start
         try:
-            asked = worker.call.remote(judge.report)
-            self.outages.hear(worker, await answer(asked, limit, "a rollout worker"))
+            asked = worker.call.remote(services.report)
+            self.receive(worker, await answer(asked, limit, "a rollout worker"))
             self.started.add(worker)
         except Exception as error:
-            self.outages.forget(worker)
+            if self.outages:
+                self.outages.forget(worker)
             if self.ranks.pop(worker, None) is not None:
-                ray.kill(worker)
+                kill(worker)
                 tqdm.write(f"a rollout worker is lost: {str(error).partition(chr(10))[0]}")
         return worker in self.ranks
+
+    def receive(self, worker: Any, report: services.Report) -> None:
+        """Takes note of what a worker has seen of servers outside."""
+        if not self.outages and (report.away or report.failures):
+            from runtime.outages import Outages
+
+            self.outages = Outages()
+        if self.outages:
+            self.outages.receive(worker, report)
+
+    def seconds_away(self) -> float:
+        """Seconds so far in which a server outside was away."""
+        return self.outages.seconds() if self.outages else 0.0
 
     async def watch(self, worker: Any) -> None:
         """Notices that a worker dies or hangs, and which judges it finds away."""
         while await self.is_alive(worker):
-            await asyncio.sleep(max(EVERY, len(self.ranks) / ASKED))
+            await asyncio.sleep(max(CHECK_SECONDS, len(self.ranks) / CHECKS_PER_SECOND))
 
 
 class Dispatcher:
@@ -137,64 +172,72 @@ class Dispatcher:
         self.crew = Crew(cfg, cluster)
         self.census = census
         self.write = write
+        self.attempts = ATTEMPTS
 
-    async def roll_out(self, row: dict, slot: Slot, n: int) -> Rollouts:
-        """One row's n rollouts.
+    @property
+    def prompt_seconds(self) -> float:
+        """What all tries of a prompt may take: rollouts, and a health check after each failure."""
+        return self.attempts * (self.cfg.timeouts.rollout + waits.ANSWER_SECONDS)
 
-        Tried `rollout_attempts` times, not counting those that an engine's death or a judge that is
-        away ended; then the last error is raised. WriteError is raised at once. A failure is never
-        a reward. One worker has all tries of a prompt, as long as it lives: it keeps what engines
-        have written. No try begins while a judge is away that the row needs.
+    async def roll_out(self, row: dict, slot: Slot, n: int, version: int) -> Group:
+        """One row's n rollouts, whose engines hold policy `version` or a later one.
+
+        Tried `attempts` times (runtime/retry.py); then the last error is raised. WriteError
+        is raised at once. A failure is never a reward. No try begins while a judge is away that
+        the row needs.
         """
-        what = f"the rollouts of slot {slot}, line {row['_line']}"
-        shared = next(self.crew.turns) % self.cfg.rollout_workers
-        suspect = False
-        attempts = 0
+        tries = Tries(row, slot, next(self.crew.turns) % self.cfg.rollout_workers)
         while True:
-            await self.crew.outages.over(row)
-            place = self.crew.alone() if suspect else contextlib.nullcontext(shared)
-            async with place as rank, self.fleet.lease() as engine:
-                worker = await self.crew.of_rank(rank)
+            if self.crew.outages:
+                await self.crew.outages.over(row)
+            async with self.crew.worker(tries) as worker, self.fleet.lease() as engine:
                 call = worker.rollout_group.options(num_returns=3).remote(engine, row, slot, n)
+                infos, samples, lines = call
                 try:
-                    rollouts = await self.result(call, what)
+                    found, written = await self.result(infos, lines, tries.name)
                 except Exception as error:
-                    asked = self.fleet.is_alive(engine), self.crew.is_alive(worker)
-                    engine_lives, worker_lives = await asyncio.gather(*asked)
-                    away = isinstance(error, judge.Away) or self.crew.outages.concern(row)
-                    attempts += engine_lives and not away
-                    is_last = attempts >= self.cfg.rollout_attempts and not away
-                    if is_last and worker_lives:
-                        worker.forget.remote(slot, row["_line"])
-                        raise
-                    if is_last and suspect:
-                        raise RuntimeError(f"{what} ended a worker that had no others") from error
-                    suspect |= not worker_lives
-                else:
-                    await self.write(rollouts.lines)
-                    return rollouts._replace(lines=b"")
-            await asyncio.sleep(2**attempts)
+                    from runtime import retry
 
-    async def result(self, call: list, what: str) -> Rollouts:
-        """The rollouts of a call, which is cancelled where they do not come."""
-        infos, samples, lines = call
+                    tries.error = error
+                    await retry.count(self, tries, engine, worker)
+                else:
+                    await self.write(written)
+                    return Group(slot.number, version, row["_line"], found, samples)
+            await asyncio.sleep(2**tries.failed)
+
+    async def roll_out_all(
+        self, rows: Sequence[dict], slots: Sequence[Slot], n: int, stop: Coroutine
+    ) -> list[Group | BaseException] | None:
+        """n rollouts of each row, or the error of a row that failed; None once `stop` returns."""
+        calls = (
+            self.roll_out(row, slot, n, slot.evaluation or 0)
+            for row, slot in zip(rows, slots, strict=True)
+        )
+        return await unless_stopped(stop, asyncio.gather(*calls, return_exceptions=True))
+
+    async def result(
+        self, infos: Ref[list[SampleInfo]], lines: Ref[bytes], what: str
+    ) -> tuple[list[SampleInfo], bytes]:
+        """The small results of a call, which is cancelled where they do not come."""
+
+        async def both() -> tuple[list[SampleInfo], bytes]:
+            return await infos, await lines
+
         try:
-            both = in_turn(infos, lines)
-            found, written = await self.wait(self.cfg.timeouts.rollout, what, both)
-            return Rollouts(found, samples, written)
+            return await self.wait(self.cfg.timeouts.rollout, what, both())
         except BaseException:
-            ray.cancel(infos)
+            cancel(infos)
             raise
 
     async def wait(self, seconds: float, what: str, awaitable: Awaitable[T]) -> T:
         """Awaits under a named deadline; time in which a judge is away does not count."""
-        outages = self.crew.outages
-        return await within(seconds, what, awaitable, self.state, outages.seconds)
+        return await within(seconds, what, awaitable, self.state, self.crew.seconds_away)
 
     def state(self) -> str:
         """The census of the run, and the judges that are away."""
-        return "; ".join(filter(None, (self.census(), self.crew.outages.state())))
+        away = self.crew.outages.state() if self.crew.outages else ""
+        return "; ".join(filter(None, (self.census(), away)))
 
     def meters(self) -> dict[str, float]:
         """What judges cost since the last call: seconds away, and failed calls by reason."""
-        return self.crew.outages.meters()
+        return self.crew.outages.meters() if self.crew.outages else {}

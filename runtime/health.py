@@ -1,12 +1,10 @@
 """What the metrics of a run say of its health, in sentences; docs/debugging.md lists the alarms."""
 
-import math
 import statistics
 from typing import Any, NamedTuple
 
-LIMIT = 0.05  # nats at lag 0: exp(0.05) is NeMo-RL's rule of thumb for token_mult_prob_error
-FEW = 0.1  # of the tokens
-RECENT = 10  # steps whose mean tells the present state
+from runtime.rollout_metrics import LIMIT, RECENT, gap
+
 FAIR = 50  # steps of training from which it is an alarm that validation has not risen
 Series = dict[str, list]  # of each metric, and of `step`, a value for each step or None
 
@@ -50,21 +48,6 @@ def health(series: Series, mismatch: list[dict], config: dict) -> list[Finding]:
     # Written so that NaN is an alarm.
     found = [Finding(not value <= most, text.format(value)) for value, most, text in known_ones]
     return progress(series) + found
-
-
-def gap(mismatch: list[dict]) -> float | None:
-    """Mean |log p trainer - log p engine| over recent tokens at lag 0; None where they are few.
-
-    The few are likely to end answers that began under an older policy, and read its KV.
-    """
-    rows = [row for table in mismatch[-RECENT:] for row in table["rows"]]
-    fresh = [row for row in rows if (row["by"], row["key"]) == ("lag", "0")]
-    tokens = sum(row["tokens"] for row in fresh)
-    if not tokens or tokens < FEW * sum(row["tokens"] for row in rows if row["by"] == "all"):
-        return None
-    # A mean that is not finite was read as None.
-    means = [math.nan if row.get("mean") is None else row["mean"] for row in fresh]
-    return sum(mean * row["tokens"] for mean, row in zip(means, fresh, strict=True)) / tokens
 
 
 def progress(series: Series) -> list[Finding]:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from settings.reader import InputError
+from settings.errors import InputError
 from settings.run import TrainingSettings
 
 FILE = "lineage.json"
@@ -25,11 +25,11 @@ def begin(cfg: TrainingSettings, start: dict) -> None:
     """Writes the lineage of a run that starts; `start` is what config.json holds of it."""
     resume = cfg.command.resume
     origin = Path(resume if resume not in ("", "auto") else cfg.model)
-    trained = any(Path(cfg.run_dir).glob("step_*/complete.json"))
-    goes_on = read(Path(cfg.run_dir)) if resume == "auto" and trained else {}
+    trained = any(Path(cfg.writes_to).glob("step_*/complete.json"))
+    goes_on = read(Path(cfg.writes_to)) if resume == "auto" and trained else {}
     data = {"train": cfg.data.train, "val": cfg.data.val}
     lineage = {
-        "run": cfg.run_dir,
+        "run": cfg.writes_to,
         "program": start["program"],
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "commit": start["commit"],
@@ -38,7 +38,7 @@ def begin(cfg: TrainingSettings, start: dict) -> None:
         "data": {name: source(path) for name, path in data.items() if path},
         "parent": goes_on.get("parent") or read(origin) or identity(origin),
     }
-    write(Path(cfg.run_dir), lineage)
+    write(Path(cfg.writes_to), lineage)
 
 
 def mark(cfg: TrainingSettings, folder: str, version: int) -> None:

@@ -3,25 +3,25 @@
 Names are those of NeMo-RL's loss_functions.py; docs/grpo_async.md defines each.
 """
 
-import itertools
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from envs.rollout.episode import Sample, SampleInfo
+from policy import Row
 
 if TYPE_CHECKING:
-    from grpo_async import Batch, Group
+    from envs.rollout.episode import Sample
+
+TOKENS = "tokens/"  # begins the name of a sum over kept tokens, of which a mean is reported
 
 
-def excess(log_ratio_T: Tensor) -> Tensor:
+def k3(log_ratio_T: Tensor) -> Tensor:
     """exp(x) - 1 - x of each log-ratio [T]: the k3 estimate of a KL divergence, never negative."""
     log_ratio_T = log_ratio_T.clamp(-20, 20)
     return log_ratio_T.expm1() - log_ratio_T
@@ -31,38 +31,60 @@ def mismatch(logp_T: Tensor, old_logp_T: Tensor, engine_logp_T: Tensor) -> dict[
     """Per-token measures [T] of how far the trainer is from the engine that sampled."""
     gap_T = old_logp_T - engine_logp_T
     mixture_T = torch.logaddexp(old_logp_T, engine_logp_T) - math.log(2)
-    divergence_T = excess(old_logp_T - mixture_T) + excess(engine_logp_T - mixture_T)
+    divergence_T = k3(old_logp_T - mixture_T) + k3(engine_logp_T - mixture_T)
     return {
         "token_mult_prob_error": gap_T.abs().clamp(max=20).exp(),
-        "gen_kl_error": excess(gap_T),
-        "policy_kl_error": excess(-gap_T),
+        "gen_kl_error": k3(gap_T),
+        "policy_kl_error": k3(-gap_T),
         "js_divergence_error": divergence_T / 2,
         "approx_entropy": -(logp_T - engine_logp_T).clamp(-20, 20).exp() * logp_T,
     }
 
 
+class Scored(Row, Protocol):
+    """A packed row whose tokens an engine sampled, with the environment's verdicts."""
+
+    engine_logp_T: Tensor  # float32
+    score_N: Tensor  # float32, before shaping
+    old_logp_T: Tensor | None  # before the batch's first update, where there are several
+
+
+class Judged(Protocol):
+    """Which sequences of a row are trusted [N], and the mean error of each [N]."""
+
+    @property
+    def keep_N(self) -> Tensor:
+        """Bool."""
+
+    @property
+    def error_N(self) -> Tensor:
+        """1 means no error."""
+
+
 @torch.no_grad()
 def row_stats(
     loss: Tensor,
-    batch: "Batch",
+    logp_T: Tensor,
+    batch: Scored,
     mask_T: Tensor,
-    error_N: Tensor,
-    trusted_N: Tensor,
+    judged: Judged,
     measured: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """What a packed row adds to the metrics: sums over its kept tokens `mask_T`, and counts.
 
-    `measured` holds values [T] by name, and the trainer's `logp` and `old_logp`; a sequence's mean
-    error [N] decided whether it is trusted.
+    `measured` holds values [T] by name, whose means become metrics of these names; `logp_T` [T]
+    are the trainer's logprobs.
     """
+    logp_T = logp_T.detach()
+    old_logp_T = logp_T if batch.old_logp_T is None else batch.old_logp_T
     measured = {name: x_T.detach() for name, x_T in measured.items()}
-    logp_T = measured.pop("logp")
-    measured |= mismatch(logp_T, measured.pop("old_logp"), batch.engine_logp_T)
-    sums = {k: torch.where(mask_T, v, 0.0).sum() for k, v in measured.items()}
+    measured |= mismatch(logp_T, old_logp_T, batch.engine_logp_T)
+    error_N = judged.error_N
+    sums = {TOKENS + k: torch.where(mask_T, v, 0.0).sum() for k, v in measured.items()}
     ratio_T = torch.where(mask_T, measured["probs_ratio"], 1.0)
     present_N = torch.bincount(batch.seq_T[batch.mask_T], minlength=len(error_N)) > 0
     kept_N = torch.bincount(batch.seq_T[mask_T], minlength=len(error_N)) > 0
-    dropped_N = present_N & ~trusted_N
+    dropped_N = present_N & ~judged.keep_N
     return sums | {
         "loss": loss.detach(),
         "probs_ratio_min": ratio_T.min(),
@@ -100,12 +122,9 @@ def reduce_stats(
 def step_metrics(total: dict[str, float], batch_tokens: int, grad_scale: float) -> dict[str, float]:
     """NeMo-RL's training metrics from the reduced stats of one update."""
     kept, sequences = max(total["kept_tokens"], 1), max(total["row_sequences"], 1)
-    per_token = (
-        "probs_ratio probs_ratio_clamped sampling_importance_ratio is_oob_ratio kl_penalty "
-        "token_mult_prob_error gen_kl_error policy_kl_error js_divergence_error approx_entropy"
-    )
     # Where every group agreed nothing was computed, and 0 would be a false value.
-    metrics = {k: total[k] / kept for k in per_token.split() if total["kept_tokens"]}
+    per_token = [k for k in total if k.startswith(TOKENS) and total["kept_tokens"]]
+    metrics = {k.removeprefix(TOKENS): total[k] / kept for k in per_token}
     whole = "probs_ratio_min probs_ratio_max seq_mult_prob_error_max num_masked_seqs"
     metrics |= {k: total[k] for k in (whole + " nonfinite_engine_logprobs").split()}
     dropped_tokens = total["row_tokens"] - total["kept_tokens"]
@@ -133,7 +152,7 @@ def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def mismatch_table(
-    samples: list[Sample], logp_T: np.ndarray, step: int, limit: float
+    samples: "list[Sample]", logp_T: np.ndarray, step: int, limit: float
 ) -> dict[tuple[str, str], list[float]]:
     """How far trainer and engine are apart, by environment, lag and place in the answer.
 
@@ -172,89 +191,3 @@ def mismatch_table(
         for key, row in zip(keys, np.stack(columns, 1), strict=True):
             table[by, str(key)] = row.tolist()
     return table
-
-
-def mismatch_rows(tables: list[dict]) -> list[dict]:
-    """One row for each (by, key) over all ranks: tokens, mean, max, k3 and kept fraction."""
-    rows = []
-    for by, key in sorted({at for table in tables for at in table}):
-        found = np.array([table[by, key] for table in tables if (by, key) in table])
-        n, kept, total, k3_sum, _ = found.sum(0).tolist()
-        row = {"by": by, "key": key, "tokens": int(n), "mean": total / n}
-        rows.append(row | {"max": found[:, 4].max(), "k3": k3_sum / n, "kept": kept / n})
-    return rows
-
-
-def by_origin(groups: list[list[SampleInfo]]) -> dict[str, list[list[SampleInfo]]]:
-    """The groups by the suffix of their metrics: "" has all, "/ENV" and "/ENV/DATASET" some."""
-    found: dict[str, list[list[SampleInfo]]] = {"": groups}
-    for infos in groups:
-        env, dataset = infos[0].env, infos[0].dataset
-        for suffix in [f"/{env}", f"/{env}/{dataset}"] if dataset else [f"/{env}"]:
-            found.setdefault(suffix, []).append(infos)
-    return found
-
-
-def validation_metrics(
-    answered: list[list[SampleInfo]], k: int, dropped: int = 0
-) -> dict[str, float]:
-    """Mean reward, share of right answers (score 1) and, where k > 1, of prompts with one of those.
-
-    `answered` holds the answers to each prompt but those that were dropped. Rewards are shaped,
-    scores are not.
-    """
-    # An episode in pieces counts once.
-    last = [[info for info in infos if not info.continues] for infos in answered]
-    found: dict[str, float] = {"validation_dropped": dropped} if dropped else {}
-    for suffix, prompts in by_origin(last).items():
-        answers = list(itertools.chain(*prompts))
-        found[f"validation_reward{suffix}"] = statistics.fmean(i.reward for i in answers)
-        found[f"validation_exact{suffix}"] = statistics.fmean(i.score >= 1 for i in answers)
-        if k > 1:
-            right = statistics.fmean(any(i.score >= 1 for i in infos) for infos in prompts)
-            found[f"validation_pass@{k}{suffix}"] = right
-    return found
-
-
-def rollout_metrics(groups: list["Group"], step: int) -> dict[str, float]:
-    """What a batch of groups was made of; `step` is the version that trains on it."""
-    of_group = [group.infos for group in groups]
-    infos = list(itertools.chain(*of_group))
-    answers = [info for info in infos if not info.continues]
-    lags = [step - info.oldest_version for info in infos if info.response_tokens] or [0]
-    mixed = [info.oldest_version < info.newest_version for info in infos]
-    found = {
-        "lag_mean": statistics.fmean(lags),
-        "lag_max": max(lags),
-        "mixed_version_samples": statistics.fmean(mixed),
-    }
-    if broken := len(infos) - len(answers):
-        found["broken_prefixes"] = broken
-    if hits := [info.cache_hits for info in infos if info.cache_hits >= 0]:
-        found["prefix_cache_hits"] = statistics.fmean(hits)
-    for suffix, part in by_origin(of_group).items():
-        found |= {name + suffix: value for name, value in answer_metrics(part).items()}
-    return found | component_metrics(answers)
-
-
-def answer_metrics(groups: list[list[SampleInfo]]) -> dict[str, float]:
-    """Reward, length, truncation and zero variance of some groups."""
-    infos = list(itertools.chain(*groups))
-    answers = [info for info in infos if not info.continues]
-    return {
-        "reward": statistics.fmean([info.reward for info in answers]),
-        "response_tokens": statistics.fmean([info.response_tokens for info in infos]),
-        "truncated_samples": statistics.fmean([info.truncated for info in answers]),
-        "zero_variance_groups": statistics.fmean(
-            not any(info.has_gradient for info in infos) for infos in groups
-        ),
-    }
-
-
-def component_metrics(answers: list[SampleInfo]) -> dict[str, float]:
-    """The mean of each number in `Reward.info`, over the answers of an environment that have it."""
-    values = defaultdict(list)
-    for info in answers:
-        for name, value in info.components.items():
-            values[f"info/{name}/{info.env}"].append(value)
-    return {name: statistics.fmean(found) for name, found in values.items()}

@@ -19,13 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import report
+from core import jsonl
 from core.waits import within
-from runtime import archive
-from runtime.checkpoints import BLOCK, EVALUATED, Checkpoints, newest_first, seal, step_of
+from runtime import archive, resume
+from runtime.checkpoints import Checkpoints
 from runtime.cluster import Cluster
+from runtime.folders import BLOCK, newest_first, seal, step_of
 from runtime.log import Log
-from settings.reader import C, InputError
+from runtime.resume import EVALUATED
+from settings.errors import InputError
+from settings.reader import C
 
 Step = Callable[[], Coroutine[Any, Any, None]]
 
@@ -52,9 +55,6 @@ class TrainingRun(Protocol):
 
     async def start(self) -> None:
         """Starts all actors, and goes on from the checkpoint that is asked for."""
-
-    async def start_evaluation(self) -> None:
-        """Starts what an evaluation needs; writes below run_dir/evaluation."""
 
     async def train_forever(self) -> None:
         """Trains all steps."""
@@ -99,7 +99,7 @@ def training_loops(run: TrainingRun) -> Loops:
     command = run.cfg.command
     check_checkpoint(run)
     if command.eval_only:
-        return Loops(run.start_evaluation, nothing, partial(evaluate, run))
+        return Loops(run.start, nothing, partial(evaluate, run))
     if command.export:
         return Loops(partial(start_export, run), nothing, partial(export, run))
     return Loops(run.start, nothing, run.train_forever)
@@ -119,11 +119,11 @@ def check_checkpoint(run: TrainingRun) -> None:
     if command.export:
         run.checkpoints.cfg = of_export(cfg)
     trains = not (command.export or command.eval_only)
-    state = run.checkpoints.look(run.MUST_MATCH if trains else None)
+    state = resume.look(run.checkpoints, run.MUST_MATCH if trains else None)
     step = state.get("version", 0)
     if command.resume != "auto" or command.modes or step < cfg.steps:
         return
-    metrics = report.read(Path(cfg.run_dir) / "metrics.jsonl", report.METRICS)
+    metrics = jsonl.read(Path(cfg.run_dir) / "metrics.jsonl", jsonl.METRICS)
     evaluated = any(EVALUATED & line.keys() for line in metrics if line.get("step") == step)
     if evaluated or not run.val_rows or step > cfg.steps:
         print(f"nothing to do: step {step} of steps = {cfg.steps} is trained; raise steps to go on")

@@ -7,28 +7,28 @@ from typing import Any
 
 from tqdm import tqdm
 
-import envs
-from envs.judge.judge import Report
+from envs import registry
+from envs.rollout.services import Report
 
-TICK = 1.0  # seconds between two looks whether a server is back
-PATIENCE = 60.0  # seconds until an outage is told of again, or the next one; then as it lasts
+LOOK_SECONDS = 1.0  # between two looks whether a server is back
+PATIENCE = 60.0  # seconds until the outage message repeats, then at doubling intervals
 
 
 class Outages:
-    """What the workers say of their servers, and how long the run has waited for any of them."""
+    """What the workers report of their servers, and how long the run has waited for any of them."""
 
     def __init__(self) -> None:
         self.reports: dict[Any, Report] = {}  # by worker
-        self.troubled: dict[Any, dict[str, str]] = {}  # what is away, by each worker that says so
+        self.troubled: dict[Any, dict[str, str]] = {}  # what is away, by the worker that reports it
         self.failures: Counter[str] = Counter()  # by "NAME/REASON", since the last `meters`
-        self.since: float | None = None  # when somebody first said that one is away
+        self.since: float | None = None  # when a worker first reported that one is away
         self.earlier = 0.0  # seconds of outages that are over
         self.metered = 0.0  # seconds of which `meters` has told
         self.tell_at = -PATIENCE
         self.told = False  # of the present outage
 
-    def hear(self, worker: Any, report: Report) -> None:
-        """Takes note of what a worker says."""
+    def receive(self, worker: Any, report: Report) -> None:
+        """Takes note of a worker's report."""
         old = self.reports.get(worker)
         self.reports[worker] = report
         self.troubled.pop(worker, None)
@@ -38,13 +38,13 @@ class Outages:
         self.look()
 
     def forget(self, worker: Any) -> None:
-        """A worker is gone; its successor knows of no outage yet."""
+        """Forgets a worker that is gone; its successor has seen no outage yet."""
         self.reports.pop(worker, None)
         self.troubled.pop(worker, None)
         self.look()
 
     def look(self) -> None:
-        """Times the outage, and tells of it."""
+        """Times the outage, and prints it."""
         now = time.monotonic()
         if not self.away():
             if self.told and self.since is not None:
@@ -60,8 +60,8 @@ class Outages:
             self.tell_at = now + max(PATIENCE, now - self.since)
 
     def away(self) -> dict[str, str]:
-        """What is away by any worker's report, as environments need it, and what it says of it."""
-        every = list(self.troubled.values())  # hundreds of workers have nothing to say
+        """What is away by any worker's report: need -> addresses, how long, the last failure."""
+        every = list(self.troubled.values())  # hundreds of workers report nothing
         return {need: text for away in every for need, text in away.items()}
 
     def state(self) -> str:
@@ -75,15 +75,16 @@ class Outages:
     def concern(self, row: dict) -> bool:
         """Whether a server is away that the row needs."""
         away = self.away()
-        return bool(away) and not away.keys().isdisjoint(envs.needs(row))
+        return bool(away) and not away.keys().isdisjoint(registry.needs(row))
 
     async def over(self, row: dict) -> None:
         """Waits until no server is away that the row needs.
 
-        No deadline bounds it: a worker that misses one looks for it again and again, and is heard.
+        No deadline bounds it: a worker that misses a server looks for it again and again, and
+        reports it.
         """
         while self.concern(row):
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(LOOK_SECONDS)
 
     def meters(self) -> dict[str, float]:
         """Seconds without a server and failed calls since the last time; nothing for none."""

@@ -1,26 +1,22 @@
-"""On which node of the cluster each engine and each trainer rank runs.
+"""What it means to be on a node: where each engine and trainer rank runs, and with which GPUs.
+
+runtime/layout.py chooses the nodes.
 
 The workers of an engine are on one node, and so are the ranks of a tensor-parallel group: what they
 exchange at every layer must not cross the network. Engines fill whole nodes from the first on,
 trainers from the last. Ray by itself would put consecutive ranks on different nodes.
 """
 
-import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from settings.reader import InputError
 from settings.run import TrainingSettings
 
 # Resources of nodes that are not for engines and trainers: `ray start --resources '{"judge": 1}'`.
 JUDGE = "judge"
 CPU_NODE = "cpu_node"  # where the rollout workers run, if there are such nodes
-HAIR = 1e-4  # of a GPU: the least that Ray counts
+LEAST_SHARE = 1e-4  # of a GPU: the least that Ray counts
 
 
 class Node(NamedTuple):
@@ -65,53 +61,9 @@ def shares(cfg: TrainingSettings) -> Shares:
     _, engine_gpus, part = cfg.demand
     if part == 1:
         return Shares(1, engine_gpus, 0, 1)
-    trainer = round(max(part, 0.5 + HAIR), 4)
-    engine = round(max(part - HAIR, HAIR), 4)
-    return Shares(trainer, engine, int((1 - trainer) / engine + HAIR), int(1 / part))
-
-
-def started_engines(cfg: TrainingSettings) -> int:
-    """Engines that the command starts."""
-    return 0 if cfg.command.replayed or cfg.command.export else cfg.demand.engines
-
-
-def plan(cfg: TrainingSettings, nodes: list[Node]) -> Places:
-    """Where all actors fit. Raises InputError naming settings and nodes where they do not.
-
-    A cluster without GPUs runs everything on CPUs. Of actors that share GPUs the node alone is
-    chosen, and Ray chooses the GPU.
-    """
-    engines = started_engines(cfg)
-    check_gpus(cfg, [node.gpus for node in nodes])
-    if not any(node.gpus for node in nodes):
-        return Places(nodes, [""] * engines, [""] * cfg.policy.ranks)
-    share = shares(cfg)
-    tp, size = cfg.policy.tp, cfg.demand.engine_gpus
-    for order in (nodes, nodes[::-1]):  # nodes may differ in their GPUs
-        free = {node.id: node.gpus for node in reversed(order)}
-        groups = fill(free, cfg.policy.ranks // tp, tp)
-        trainers = [home for home in groups for _ in range(tp)]
-        held = Counter(trainers)
-        room = {n.id: free[n.id] * share.alone + held[n.id] * share.beside for n in order}
-        homes = fill(room, engines, size)
-        if len(homes) == engines and len(trainers) == cfg.policy.ranks:
-            return Places(nodes, homes, trainers)
-    have = ", ".join(f"{count} x {gpus}" for gpus, count in Counter(n.gpus for n in nodes).items())
-    raise InputError(
-        f"engine.count = {engines} with engine.tensor_parallel = {size}, and policy.ranks = "
-        f"{cfg.policy.ranks} with policy.tp = {tp}: expected each engine, and each group of tp "
-        f"ranks, on one node; the nodes have {have} GPUs"
-    )
-
-
-def fill(free: dict[str, int], count: int, size: int) -> list[str]:
-    """The nodes of up to `count` actors that take `size` GPUs each, from the first node on."""
-    homes: list[str] = []
-    for node in free:
-        here = min(count - len(homes), free[node] // size)
-        free[node] -= here * size
-        homes += [node] * here
-    return homes
+    trainer = round(max(part, 0.5 + LEAST_SHARE), 4)
+    engine = round(max(part - LEAST_SHARE, LEAST_SHARE), 4)
+    return Shares(trainer, engine, int((1 - trainer) / engine + LEAST_SHARE), int(1 / part))
 
 
 def node_mates(cfg: TrainingSettings, homes: Sequence[str]) -> list[int]:
@@ -125,52 +77,24 @@ def node_mates(cfg: TrainingSettings, homes: Sequence[str]) -> list[int]:
     return [rank for rank in range(1, len(homes)) if homes[rank] == homes[0]]
 
 
-def check_gpus(cfg: TrainingSettings, gpus: Sequence[float]) -> None:
-    """Raises InputError where the nodes have too few GPUs, or none for what needs one."""
-    engines = started_engines(cfg)
-    size, ranks, attention = cfg.demand.engine_gpus, cfg.policy.ranks, cfg.policy.attention
-    there = int(sum(gpus))
-    if not there:
-        if attention.startswith(("flash", "varlen")) and cfg.policy.kind == "fsdp":
-            needs = f"policy.attention = {attention!r} needs a GPU, the cluster has none"
-            raise InputError(f"{needs}: expected auto, or RAY_ADDRESS of another cluster")
-        return
-    share = shares(cfg)
-    needed = ranks + max(0, math.ceil((engines * size - ranks * share.beside) / share.alone))
-    if needed > there:
-        asked = f"policy.ranks = {ranks}, engine.count = {engines}, engine.tensor_parallel = {size}"
-        has = f"gpu_share = {cfg.demand.share:g} need {needed} GPUs, the cluster has {there}"
-        alone = " (no two trainer ranks share one)" if cfg.demand.share < 1 else ""
-        raise InputError(f"{asked} and {has}{alone}: lower one of them")
-
-
-def nodes() -> list[Node]:
-    """The nodes of the Ray cluster, by name: node-9 comes before node-10."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    found = []
-    for node in sorted(alive, key=lambda n: (by_number(n["NodeManagerHostname"]), n["NodeID"])):
-        kept = node["Resources"].keys() & {JUDGE, CPU_NODE}
-        found.append(Node(node["NodeID"], 0 if kept else int(node["Resources"].get("GPU", 0))))
-    return found
-
-
-def by_number(name: str) -> list[tuple[int, str]]:
-    """A name as a key that sorts its numbers by value."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
 def where() -> tuple[str, list]:
     """The node and the GPUs of this actor."""
+    import ray
+
     return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
 
 
 def on(home: str) -> dict[str, Any]:
     """Ray's options of an actor on a node; another node takes it where that one is lost."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     strategy: Any = NodeAffinitySchedulingStrategy(home, soft=True) if home else "SPREAD"
     return {"scheduling_strategy": strategy}
 
 
 def of_worker() -> dict[str, Any]:
     """Ray's options of a rollout worker: on a CPU node, where there are such nodes."""
+    import ray
+
     resources = {CPU_NODE: 0.001} if ray.cluster_resources().get(CPU_NODE) else {}
     return on("") | {"resources": resources}

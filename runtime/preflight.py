@@ -1,26 +1,30 @@
 """What is wrong with the folder, the model or the cluster of a run, found before any actor starts.
 
 Settings are checked where they are declared, rows where they are read (envs/rollout/rows.py). Of
-weights
-only the headers are read.
+weights only the headers are read.
 """
 
 import ast
 import dataclasses
 import difflib
 import functools
+import gc
 import importlib.util
+import io
 import json
 import math
 import os
 import re
-import resource
-import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from settings.reader import InputError, flatten, missing_weights
+from settings import reader
+from settings.errors import InputError, brief, shown
+from settings.hub import missing_weights
+from settings.reader import C
+from settings.values import flatten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -28,9 +32,6 @@ if TYPE_CHECKING:
     from settings.run import RunSettings, TrainingSettings
 
 SHORTEST = 1.0  # seconds; no wait of a run is always shorter
-OLDEST_DRIVER = 580  # of NVIDIA, which CUDA 13 needs
-FILES = 64  # assumed: that a process has open for each trainer rank and engine worker it meets
-CONNECT_SECONDS = 3.0  # that the head of a cluster may take to be reached
 # What makes the models of the embedded configurations.
 MAKERS = {
     "models/tiny": "launch/make_tiny.py",
@@ -68,6 +69,28 @@ DECLARED = {  # what the dictionary of a setting may name
 }
 
 
+def load(Config: type[C], argv: list[str], default: str) -> C:
+    """A configuration that is read and prepared, for programs beside the algorithms' own."""
+    cfg = reader.load(Config, argv, default)
+    prepare(cfg)
+    return cfg
+
+
+def prepare(cfg: "TrainingSettings") -> None:
+    """Checks what can be checked without a process, and shows the run folder.
+
+    Raises InputError as `check` does.
+    """
+    gc.disable()  # it would go through a million objects again and again as libraries load
+    try:
+        check(cfg)
+    finally:
+        gc.enable()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a file must not hide what a run waits for
+        sys.stdout.reconfigure(line_buffering=True)
+    print(f"run folder: {shown(cfg.run_dir)}", flush=True)
+
+
 def check(cfg: "TrainingSettings") -> None:
     """Raises InputError, naming field, value and remedy, where the run could not start."""
     for name, seconds in dataclasses.asdict(cfg.timeouts).items():
@@ -79,12 +102,6 @@ def check(cfg: "TrainingSettings") -> None:
     check_command(cfg)
     check_arguments(cfg)
     check_model(cfg)
-
-
-def brief(error: BaseException) -> str:
-    """An error of another library in one line of at most 300 characters."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 # --- folder and engine ----------------------------------------------------------------------------
@@ -104,7 +121,7 @@ def check_folder(cfg: "TrainingSettings") -> None:
     if not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"{field}: {there} cannot be written to, {expected}")
     if there == folder:
-        from runtime.cluster import claim
+        from runtime.claim import claim
 
         claim(cfg).close()
 
@@ -114,8 +131,8 @@ def check_command(cfg: "TrainingSettings") -> None:
 
     Whether they are of this stream of prompts is looked at when its rows have been read.
     """
-    from runtime.checkpoints import first_whole
     from runtime.modes import of_export, sample_files
+    from runtime.resume import first_whole
 
     first_whole(of_export(cfg) if cfg.command.export else cfg)
     if cfg.command.replayed:
@@ -149,35 +166,6 @@ def arguments(field: str) -> frozenset[str]:
     return frozenset(ast.unparse(f.target) for f in fields if isinstance(f, ast.AnnAssign))
 
 
-def short_of_files(met: int, beside: int = 0) -> str:
-    """What to say where a process that meets so many others may open too few files; else "".
-
-    `beside` are files whatever their number. Ray raises the soft limit of its own processes to the
-    hard one.
-    """
-    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = beside + FILES * met
-    if limit == resource.RLIM_INFINITY or limit >= needed:
-        return ""
-    told = f"ulimit -Hn is {limit}, {met} ranks and engine workers need {needed}"
-    return f"{told}: raise nofile in /etc/security/limits.conf, or LimitNOFILE of slurmd"
-
-
-def check_address(address: str) -> None:
-    """Raises InputError where nobody listens at the HOST:PORT of a cluster.
-
-    Ray would try for a minute. Other forms of address are left to it.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        expected = "expected a Ray cluster (ray start --head), or no RAY_ADDRESS"
-        raise InputError(f"RAY_ADDRESS = {address!r}: {brief(error)}: {expected}") from None
-
-
 # --- model ----------------------------------------------------------------------------------------
 
 
@@ -200,10 +188,10 @@ def check_model(cfg: "TrainingSettings") -> None:
     if b"chat_template" not in settings and not list(Path(model).glob("chat_template*")):
         raise InputError(f"model = {model!r}: its tokenizer has no chat_template, expected one")
     tensors = dict(every_tensor(Path(model)))
-    from dry_run import sizes  # and transformers, which takes seconds
+    from policy import shape  # and transformers, which takes seconds
     from settings.run import RunSettings
 
-    lm = sizes.build(model)
+    lm = shape.build(model)
     check_tensors(model, tensors, lm)
     check_attention(cfg)
     if isinstance(cfg, RunSettings):
@@ -320,7 +308,7 @@ def check_engine(cfg: "RunSettings", hf: "PreTrainedConfig") -> None:
 
 def check_prompts(cfg: "TrainingSettings", lm: "PreTrainedModel") -> None:
     """Raises InputError unless the tokenizer and its chat template make prompts of messages."""
-    from envs.rollout.rows import load_tokenizer, render_messages
+    from envs.rollout.messages import load_tokenizer, render_messages
 
     field = f"model = {cfg.model!r}"
     setting, kwargs = cfg.template_variables

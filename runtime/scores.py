@@ -9,10 +9,9 @@ import math
 import zlib
 from pathlib import Path
 
-import report
+from core import jsonl
+from core.lines import LineFile
 from envs.rollout.rows import Rows
-from runtime import lineage
-from runtime.log import LineFile
 from settings.run import TrainingSettings
 
 FILE = "reference.jsonl"
@@ -23,13 +22,15 @@ class Scores:
     """The numbers of a file's rows, by the row's place among them."""
 
     def __init__(self, cfg: TrainingSettings, rows: Rows):
+        from runtime import lineage
+
         model = lineage.identity(Path(cfg.model))["digest"]
         content = zlib.crc32(rows.checksums.tobytes())
         self.rows = rows
         self.key = f"{model} {content:08x} {cfg.template_variables[1]}"
         self.path = Path(cfg.run_dir) / FILE
         self.values: dict[int, list[float]] = {}
-        for line in report.read(self.path, LINE):
+        for line in jsonl.read(self.path, LINE):
             if line["key"] == self.key:
                 self.values |= dict(enumerate(line["values"], line["first"]))
 

@@ -1,7 +1,10 @@
 """What the keys of NeMo-RL are called here, as the tables of docs/from_nemo_rl.md say."""
 
 import re
+from collections.abc import Container
 from pathlib import Path
+
+from settings.errors import InputError
 
 PAGE = Path(__file__).parent.parent / "docs/from_nemo_rl.md"
 # --key, --key=value, and Hydra's key=value, +key=value, ++key=value and ~key.
@@ -25,3 +28,12 @@ def meaning(key: str) -> str:
     while key not in listed and "." in key:
         key = key.rpartition(".")[0]
     return listed.get(key, "")
+
+
+def refuse(flags: list[str], ours: Container[str]) -> None:
+    """Raises InputError for a key of NeMo-RL, naming the setting that stands in its place here."""
+    for flag in flags:
+        key = key_of(flag)
+        here = "" if flag.startswith("--") and key in ours else meaning(key)
+        if here:
+            raise InputError(f"{flag}: a key of NeMo-RL; here: {here} (docs/{PAGE.name})")

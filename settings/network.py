@@ -7,34 +7,6 @@ from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-# Megatron's arguments that the run itself sets: another value would break it.
-OWN_MEGATRON_ARGS = {
-    "model": (
-        "tensor_model_parallel_size",
-        "sequence_parallel",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "params_dtype",
-        "pipeline_dtype",
-        "bf16",
-        "variable_seq_lengths",
-        "calculate_per_token_loss",
-        "perform_initialization",
-        "use_cpu_initialization",
-    ),
-    "ddp": ("use_distributed_optimizer", "average_in_collective"),
-    "optimizer": (
-        "optimizer",
-        "lr",
-        "weight_decay",
-        "clip_grad",
-        "use_distributed_optimizer",
-        "bf16",
-        "params_dtype",
-    ),
-}
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -50,11 +22,9 @@ class MegatronSettings:
 
     def __post_init__(self) -> None:
         """Refuses arguments that the run itself sets. Raises ValueError."""
-        for part, names in OWN_MEGATRON_ARGS.items():
-            for name in names:
-                if name in getattr(self, part):
-                    own = "which the run itself sets"
-                    raise ValueError(f"policy.megatron.{part} sets {name!r}, {own}")
+        from settings import contradictions
+
+        contradictions.of_megatron(self)
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -107,38 +77,6 @@ class PolicySettings:
 
     def __post_init__(self) -> None:
         """Refuses layouts that cannot work, naming both sides. Raises ValueError."""
-        shared = self.tp * self.pp * self.cp
-        unit = 2 * self.cp * self.tp
-        megatron = self.kind == "megatron"
-        product = f"tp * pp * cp = {self.tp} * {self.pp} * {self.cp}"
-        rules = (
-            (
-                megatron or shared == self.ep == 1,
-                f"{product}, ep = {self.ep} need policy.kind = 'megatron', not 'fsdp'",
-            ),
-            (
-                megatron or not self.replay_routing,
-                "replay_routing = True needs policy.kind = 'megatron', not 'fsdp'",
-            ),
-            (
-                megatron or self.megatron == MegatronSettings(),
-                "megatron needs policy.kind = 'megatron', not 'fsdp'",
-            ),
-            (
-                not (megatron and self.lora_rank),
-                f"lora_rank = {self.lora_rank} needs policy.kind = 'fsdp', not 'megatron'",
-            ),
-            (self.ranks % shared == 0, f"ranks = {self.ranks} is no multiple of {product}"),
-            (
-                self.ranks // self.pp % self.ep == 0,
-                f"ep = {self.ep} must divide ranks / pp = {self.ranks // self.pp}",
-            ),
-            (
-                self.cp == 1 or self.row_tokens % unit == 0,
-                f"row_tokens = {self.row_tokens} is no multiple of 2 * cp * tp = {unit}:"
-                f" try {self.row_tokens // unit * unit or unit}",
-            ),
-        )
-        for holds, message in rules:
-            if not holds:
-                raise ValueError(f"policy: {message}")
+        from settings import contradictions
+
+        contradictions.of_policy(self)

@@ -1,10 +1,12 @@
 """Small models, rows and configurations that the tests share."""
 
+import itertools
 import json
 import os
 import random
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
+DURATIONS = Path(__file__).parents[1] / "durations.txt"
 CHAT_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "{% if m.role == 'assistant' %}<bot>{{ m.content }}"
@@ -29,50 +32,64 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.get_closest_marker("e2e"))
 
 
-def save_tokenizer(folder: Path) -> None:
-    """A character-level tokenizer with a two-role chat template."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Writes durations.txt: the seconds of each test with its fixtures, the longest first."""
+    seconds: Counter = Counter()
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid] += report.duration
+    if seconds:
+        lines = [f"{took:8.2f} {name[:200]}\n" for name, took in seconds.most_common()]
+        DURATIONS.write_text("".join(lines))
 
-    special = ["<pad>", "<eos>", "<user>", "<bot>", "<unk>"]
-    characters = [chr(c) for c in range(32, 127)] + ["\n"]
-    vocab = {token: i for i, token in enumerate(special + characters)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+
+def save_tokenizer(folder: Path):
+    """A character-level tokenizer with a two-role chat template."""
+    from launch import tiny
+
+    tokenizer = tiny.make_tokenizer(
+        tags=[],
+        characters="".join(map(chr, range(32, 127))) + "\n",
+        template="{% for m in messages %}<user>{{ m['content'] }}{% endfor %}<bot>",
+        special=["<pad>", "<eos>", "<user>", "<bot>", "<unk>"],
+        additional_special_tokens=["<user>", "<bot>"],
+        padding_side="right",
+        model_max_length=None,
     )
-    fast.add_special_tokens({"additional_special_tokens": ["<user>", "<bot>"]})
-    fast.chat_template = "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}<bot>"
-    fast.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    """The character tokenizer, as a run loads it."""
+    from envs.rollout.messages import load_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return load_tokenizer(str(folder))
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
     """A random Qwen3 of 0.2M parameters with tied embeddings, the harder case for weight sync."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from launch import tiny
 
     folder = tmp_path_factory.mktemp("model")
-    save_tokenizer(folder)
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=101,
+    model = tiny.make_model(
+        save_tokenizer(folder),
         hidden_size=64,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,
         intermediate_size=128,
         num_hidden_layers=2,
-        tie_word_embeddings=True,
         max_position_embeddings=2048,
         initializer_range=0.2,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model.save_pretrained(folder)
     return str(folder)
 
 
@@ -102,22 +119,14 @@ def spelling_rows(count: int, seed: int = 0) -> list[dict]:
     """Rows of reasoning-gym's spell_backward, as NeMo-Gym writes them."""
     generator = random.Random(seed)
     rows = []
-    for index in range(count):
+    for i in range(count):
         word = "".join(generator.choices("abcdefgh", k=generator.randint(3, 6)))
-        question = f"Spell this word backward (example: sun -> nus): {word}"
-        rows.append(
-            {
-                "responses_create_params": {"input": [{"role": "user", "content": word}]},
-                "agent_ref": {"type": "responses_api_agents", "name": "reasoning_gym_simple_agent"},
-                "question": question,
-                "answer": word[::-1],
-                "metadata": {
-                    "source_dataset": "spell_backward",
-                    "source_index": index,
-                    "word": word,
-                },
-            }
-        )
+        row = {"responses_create_params": {"input": [{"role": "user", "content": word}]}}
+        row["agent_ref"] = {"type": "responses_api_agents", "name": "reasoning_gym_simple_agent"}
+        row["question"] = f"Spell this word backward (example: sun -> nus): {word}"
+        row["answer"] = word[::-1]
+        row["metadata"] = {"source_dataset": "spell_backward", "source_index": i, "word": word}
+        rows.append(row)
     return rows
 
 

@@ -19,14 +19,15 @@ import sys
 import time
 from pathlib import Path
 
+import ray
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from envs.gym import gym, nemo_gym  # noqa: E402
-from envs.judge import judge  # noqa: E402
-from envs.rollout import sampler as sampler_module  # noqa: E402
 from envs.rollout import services  # noqa: E402
 from envs.rollout.episode import stitch  # noqa: E402
 from settings.run import Sampling  # noqa: E402
+from settings.services import Services  # noqa: E402
 from support.chats import Reader, Scripted, real, spell  # noqa: E402
 
 NAMES = ("mcqa", "example_multi_step", "workplace_assistant")
@@ -50,14 +51,9 @@ class Servers:
         LOG.parent.mkdir(exist_ok=True)
         configs = ",".join(f"resources_servers/{name}/configs/{name}.yaml" for name in NAMES)
         command = ["bash", str(ROOT / "launch/gym.sh"), configs, *self.words]
-        self.program = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=self.environment,
-            start_new_session=True,
-            stdout=LOG.open("a"),
-            stderr=subprocess.STDOUT,
-        )
+        options = {"cwd": ROOT, "env": self.environment, "start_new_session": True}
+        output = {"stdout": LOG.open("a"), "stderr": subprocess.STDOUT}
+        self.program = subprocess.Popen(command, **options, **output)
 
     async def ready(self) -> None:
         """Raises TimeoutError where they do not answer in time, RuntimeError where they ended."""
@@ -69,7 +65,6 @@ class Servers:
                 await asyncio.sleep(1)
 
     def stop(self) -> None:
-        """Ends all that was started."""
         os.killpg(self.program.pid, signal.SIGTERM)
         self.program.wait()
 
@@ -86,7 +81,6 @@ def said(call: dict) -> str:
 
 
 def right(name: str, row: dict) -> list[str]:
-    """Answers that earn 1."""
     if name == "mcqa":
         return [f"<think>the the</think> an abane \\boxed{{{row['expected_answer']}}}"]
     if name == "workplace_assistant":
@@ -128,18 +122,18 @@ async def outage(servers: Servers, row: dict, texts: list[str]) -> None:
         await asyncio.sleep(3600)
 
     policy.engine.generate.remote = never
-    sampler_module.ray.cancel = lambda answer: None  # there is no Ray here
+    ray.cancel = lambda answer: None  # there is no Ray here
     rollout = asyncio.create_task(nemo_gym.rollout(row, policy))
     await asked.wait()
     servers.stop()
     began = time.monotonic()
-    while not judge.report().away and not rollout.done():
+    while not services.report().away and not rollout.done():
         await asyncio.sleep(0.1)
-    print(f"outage: noticed after {time.monotonic() - began:.1f} s: {judge.report().away}")
+    print(f"outage: noticed after {time.monotonic() - began:.1f} s: {services.report().away}")
     servers.start()
     try:
         await rollout
-    except judge.Away as error:
+    except services.Away as error:
         print(f"outage: the try ended after {time.monotonic() - began:.0f} s: {error}")
         return
     raise AssertionError("the try had a reward")
@@ -147,8 +141,7 @@ async def outage(servers: Servers, row: dict, texts: list[str]) -> None:
 
 async def main(venv: str, *words: str) -> int:
     """Prints a line for each thing that was asked; returns the exit status."""
-    services.configure(services.Services(nemo_gym=("http://127.0.0.1:18311",)))
-    judge.configure(600.0, 1)
+    services.configure(Services(nemo_gym=("http://127.0.0.1:18311",)), services.Limits(600.0))
     servers = Servers(venv, list(words))
     wrong = 0
     try:

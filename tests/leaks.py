@@ -3,11 +3,10 @@
     python tests/leaks.py [ENTRIES] [DATASET ...]     default 20 entries of each; ten minutes
 
 Each entry's right answer is spoiled in some forty ways. The rewards are those of
-envs/questions/reasoning_gym.py, which runs the scorers in children under a deadline. Printed
-are, for each
-data set and way, how many were tried, the share paid (0.99 or more), the mean and the highest
-reward, the share that `"exact": true` pays, and an example. Then, apart, own answers that earn
-less than 1, what is paid in other letters or blanks, constant answers, and near misses.
+envs/questions/reasoning_gym.py, which runs the scorers in children under a deadline. Printed are,
+for each data set and way, how many were tried, the share paid (0.99 or more), the mean and the
+highest reward, the share that `"exact": true` pays, and an example. Then, apart, own answers that
+earn less than 1, what is paid in other letters or blanks, constant answers, and near misses.
 
 A spoiled answer may be a right one: a puzzle marked * has many, and a longer way may be as good.
 So a line is a suspect, and the library's scorer says whether it is a leak.
@@ -24,7 +23,7 @@ from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from envs.questions import reasoning_gym as puzzles  # noqa: E402
+from envs.questions import reasoning_gym as puzzles
 
 DEADLINE = 3.0  # seconds of CPU of one check
 PAID = 0.99
@@ -199,12 +198,8 @@ def spoiled(entries: list[dict], i: int, dice: random.Random) -> dict[str, str]:
         ways |= {"of another entry": other, "then another": f"{answer} or {other}"}
         ways |= {"another before": f"{other} or {answer}"}
     ways["all answers"] = ", ".join(sorted({answer, *others}))[:20_000]
-    for kind in (
-        plain(answer, entry["question"], dice),
-        numbers(answer, dice),
-        items(answer, dice),
-    ):
-        ways |= dict(kind)
+    ways |= dict(plain(answer, entry["question"], dice))
+    ways |= dict(numbers(answer, dice)) | dict(items(answer, dice))
     bare = re.sub(r"\s", "", answer)
     return {
         way: text
@@ -217,7 +212,8 @@ async def reward(entry: dict, answer: str) -> float:
     """What envs/questions/reasoning_gym.py pays; nan where no verdict was had."""
     try:
         text = f"<answer>{answer}</answer>"
-        verdict = await puzzles.checkers.run(DEADLINE, entry=entry, text=text)
+        pool = puzzles.evaluators if puzzles.evaluates(entry) else puzzles.checkers
+        verdict = await pool.run(DEADLINE, entry=entry, text=text)
         return float(verdict.get("value", "nan"))
     except puzzles.CheckerError as error:
         print(f"no verdict: {entry['metadata']['source_dataset']} {answer[:60]!r}: {error}")
@@ -287,7 +283,6 @@ def suspects(name: str, ways: dict[str, list[Try]]) -> list[list[str]]:
 
 
 async def main() -> None:
-    """Prints the tables."""
     from reasoning_gym.factory import DATASETS
 
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 20

@@ -4,9 +4,8 @@
 
 Needs models/tiny (launch/make_tiny.py). Engines and trainer are real; a server of
 support/judges.py judges. It goes away by closing its port, by answering nothing, and by 503, each
-in a run of its own. A call may wait for three quarters of the outage, and the first attempt that
-counted as a failure would end the run. The exit status is 1 where a reward was wrong; that a prompt
-was dropped, trained twice or never raises AssertionError.
+in a run of its own. A call may wait for three quarters of the outage. The exit status is 1 where a
+reward was wrong; a prompt that was dropped, trained twice or never raises AssertionError.
 """
 
 import os
@@ -22,11 +21,11 @@ from support.program import ROOT
 
 sys.path.insert(0, str(ROOT))
 from grpo_async import Config  # noqa: E402
-from settings import reader as config  # noqa: E402
+from runtime import preflight
 
 STEPS = 4
 FLAGS = {"steps": STEPS, "group_size": 2, "sampling.max_response_tokens": 8, "save_period": 0}
-FLAGS |= {"rollout_attempts": 1, "max_dropped_in_a_row": 0, "val_period": 0, "data.val": ""}
+FLAGS |= {"val_period": 0, "data.val": ""}
 FLAGS |= {"engine.args": '{"max_num_seqs": 64}', "policy.row_tokens": 4096}
 
 
@@ -44,7 +43,7 @@ def main() -> int:
         for fault in ("down", "hang", "503"):
             flags["run_dir"] = str(folder / fault)
             words = [str(word) for flag in flags.items() for word in (f"--{flag[0]}", flag[1])]
-            cfg = config.load(Config, words, default="configs/tiny.py")
+            cfg = preflight.load(Config, words, default="configs/tiny.py")
             with Judge(reply, seconds=0.2) as judge:
                 (folder / "judges").write_text(f"general {judge.url}\n")
                 found = endure(cfg, root, judge, fault, seconds)

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Sets up the environment and runs all tests.
-#   bash tests/run.sh [pytest arguments]
+# Sets up the environment and runs tests; durations.txt then says how long each took.
+#   bash tests/run.sh                     one real run of each kind, and what needs none: six minutes
+#   bash tests/run.sh all                 all that runs on a CPU: twenty minutes
+#   bash tests/run.sh PYTEST ARGUMENTS    what they say
 #   bash tests/run.sh recipe              every configuration trains two steps: ten minutes
 #   bash tests/run.sh hub                 environments of verifiers, in .venv-hub: three minutes
 #   bash tests/run.sh slurm               launch/ on a Slurm that it starts; as root: ten minutes
@@ -36,14 +38,18 @@ if [ "${1:-}" = slurm ]; then
     command -v slurmctld >/dev/null || apt-get install -qq -y slurm-wlm munge >/dev/null
     set -- tests/test_slurm.py "${@:2}"
 fi
-[ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
+case "${1:-}" in
+"") chosen=(-m "smoke or not (e2e or slow)") ;;
+all) chosen=("${@:2}") ;;
+*) exec .venv/bin/python -m pytest "$@" ;;
+esac
 types=$(mktemp)
 nice .venv/bin/mypy >"$types" 2>&1 &
 beside=$!
 trap 'kill $beside 2>/dev/null || cat "$types"; rm "$types"' EXIT
 failed=0
 at_once=$(($(nproc) > 3 ? $(nproc) - 1 : 2))  # most of an end-to-end test is starting processes
-.venv/bin/python -m pytest -n $at_once --dist loadgroup --no-loadscope-reorder --durations 10 ||
-    failed=$?
+.venv/bin/python -m pytest -n $at_once --dist loadgroup --no-loadscope-reorder --durations 10 \
+    "${chosen[@]}" || failed=$?
 wait $beside || failed=$?
 exit $failed

@@ -33,7 +33,7 @@ from grpo_async import (
     shaped_reward,
 )
 from policy.weight_sync import Sender
-from runtime.metrics import reduce_stats, step_metrics, validation_metrics
+from runtime.metrics import mismatch, reduce_stats, step_metrics
 from settings.run import Timeouts
 from support.configs import changed
 
@@ -43,13 +43,8 @@ RAW = Correction(high=math.inf)
 TIS = functools.partial(Correction, "token", "truncate")
 ICEPOP = Correction("token", "mask", 0.5, 5)
 SEQUENCE_MASK = Correction("sequence", "mask", 0.999, 1.002)
-COMMON = {
-    "A": [1.0, -1.0, 2.0],
-    "old": [-1.0, -1.0, -1.0],
-    "curr": [-1.69315, -1.0, -0.59453],
-    "gen": [-0.5, -1.5, -0.8],
-    "ref": [-1.0, -1.0, -1.0],
-}
+COMMON = {"A": [1.0, -1.0, 2.0], "old": [-1.0] * 3, "curr": [-1.69315, -1.0, -0.59453]}
+COMMON |= {"gen": [-0.5, -1.5, -0.8], "ref": [-1.0] * 3}
 UNIT = {"A": [1.0] * 3, "gen": [0.0] * 3, "curr": [math.log(x) for x in (0.1, 1, 3)]}
 
 
@@ -97,12 +92,8 @@ def ppo(sequence: dict) -> dict:
 
 # --- known answers --------------------------------------------------------------------------------
 
-DUAL = {
-    "A": [1.0, -1.0, -4.0],
-    "old": [-1.0, -1.0, -3.0],
-    "gen": [-1.0, -1.0, -3.0],
-    "curr": [-1.69315, -1.0, -0.69741],
-}
+DUAL = {"A": [1.0, -1.0, -4.0], "old": [-1.0, -1.0, -3.0], "gen": [-1.0, -1.0, -3.0]}
+DUAL |= {"curr": [-1.69315, -1.0, -0.69741]}
 POP = {"A": COMMON["A"], "curr": [-1.0] * 3, "gen": [-0.5, -3.5, -0.8]}
 NEAR = {"A": COMMON["A"], "curr": [-1.0] * 3, "gen": [-1.0005] * 3}
 FAR = {"A": COMMON["A"], "curr": [-1.0] * 3, "gen": [-1.003] * 3}
@@ -118,7 +109,6 @@ WIDE = {"A": COMMON["A"], "curr": [-1.0] * 3, "gen": [-1.5, -0.5, -1.0]}  # geom
         (ppo(COMMON), {"correction": TIS(0, 0.8)}, -0.474421),
         (forced(COMMON), {"correction": OFF}, -0.666667),
         (forced(COMMON), {}, -0.370249),  # the objective of Nemotron 3 Super
-        (DUAL, {"correction": OFF, "dual_clip": 3.0}, 4.166667),
         (DUAL, {"correction": OFF}, (-0.5 + 1 + 40) / 3),
         (POP, {"correction": ICEPOP}, -0.747997),
         (NEAR, {"correction": SEQUENCE_MASK}, -0.667000),
@@ -164,38 +154,38 @@ def metrics_of(*sequences: dict, rows: int = 1, **fields) -> dict[str, float]:
     return step_metrics(reduce_stats(stats), tokens, 1.0)
 
 
-def test_metrics_known_answers():
-    metrics = metrics_of(forced(COMMON))
-    for name, expected in {
-        "token_mult_prob_error": 2.0580917,
-        "gen_kl_error": 0.2225893,
-        "policy_kl_error": 0.4101890,
-        "approx_entropy": 0.9641124,
-        "probs_ratio": 1.0,
-        "probs_ratio_clamped": 1.0,
-        "probs_ratio_min": 1.0,
-        "probs_ratio_max": 1.0,
-        "sampling_importance_ratio": (0.303264 + 1.648721 + 1.228102) / 3,
-        "seq_mult_prob_error": 2.0580917,
-        "seq_mult_prob_error_max": 2.0580917,
-        "loss": -0.370249,
-        "global_valid_toks": 3,
-        "num_valid_samples": 1,
-    }.items():
-        assert metrics[name] == pytest.approx(expected, abs=2e-6), name
+def test_a_new_measure_of_tokens_is_reported_as_their_mean(monkeypatch):
+    """A fork adds its name to `measured` and nothing else, a clip fraction for instance."""
+
+    def with_another(logp_T, *others):
+        return mismatch(logp_T, *others) | {"clip_fraction": torch.full_like(logp_T, 0.25)}
+
+    monkeypatch.setattr("runtime.metrics.mismatch", with_another)
+    assert metrics_of(UNIT, NEAR, rows=2)["clip_fraction"] == 0.25
 
 
-def test_ratio_metrics_with_several_updates():
-    metrics = metrics_of(ppo(COMMON), correction=RAW)
-    assert metrics["probs_ratio"] == pytest.approx(1.0, abs=1e-5)
-    assert metrics["probs_ratio_clamped"] == pytest.approx((0.8 + 1 + 1.2) / 3, abs=1e-5)
-    assert metrics["probs_ratio_min"] == pytest.approx(0.5, abs=1e-5)
-    assert metrics["probs_ratio_max"] == pytest.approx(1.5, abs=1e-5)
+ONE_UPDATE = {"token_mult_prob_error": 2.0580917, "gen_kl_error": 0.2225893}
+ONE_UPDATE |= {"policy_kl_error": 0.4101890, "approx_entropy": 0.9641124, "loss": -0.370249}
+ONE_UPDATE |= dict.fromkeys(("probs_ratio", "probs_ratio_clamped"), 1.0)
+ONE_UPDATE |= dict.fromkeys(("probs_ratio_min", "probs_ratio_max"), 1.0)
+ONE_UPDATE |= {"sampling_importance_ratio": (0.303264 + 1.648721 + 1.228102) / 3}
+ONE_UPDATE |= dict.fromkeys(("seq_mult_prob_error", "seq_mult_prob_error_max"), 2.0580917)
+ONE_UPDATE |= {"global_valid_toks": 3, "num_valid_samples": 1}
+SEVERAL = {"probs_ratio": 1.0, "probs_ratio_clamped": 1.0, "probs_ratio_min": 0.5}
+SEVERAL |= {"probs_ratio_max": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("sequence", "rule", "expected", "near"),
+    [(forced(COMMON), SUPER, ONE_UPDATE, 2e-6), (ppo(COMMON), RAW, SEVERAL, 1e-5)],
+)
+def test_metrics_known_answers(sequence, rule, expected, near):
+    metrics = metrics_of(sequence, correction=rule)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=near)
 
 
 def test_js_divergence_against_its_definition():
-    p = np.exp(np.array(COMMON["curr"]))
-    q = np.exp(np.array(COMMON["gen"]))
+    p, q = (np.exp(np.array(COMMON[name])) for name in ("curr", "gen"))
     middle = (p + q) / 2
     expected = sum((x / middle - np.log(x / middle) - 1).mean() for x in (p, q)) / 2
     assert metrics_of(forced(COMMON))["js_divergence_error"] == pytest.approx(expected, rel=1e-5)
@@ -210,19 +200,23 @@ def test_minus_infinity_from_the_engine_under_a_sequence_mask():
     assert stats["nonfinite_engine_logprobs"] == 1 and stats["kept_tokens"] == 2
 
 
+def slope(sequence: dict, **fields) -> torch.Tensor:
+    """The gradient of the loss, for the masked token and each of the sequence."""
+    logp_T, batch = make(sequence)
+    policy_loss(logp_T, batch, config(**fields))[0].backward()
+    return logp_T.grad
+
+
 def test_forced_on_policy_gradient_is_weighted_reinforce():
-    logp_T, batch = make(forced(COMMON))
-    policy_loss(logp_T, batch, config(correction=TIS(0, 1.5)))[0].backward()
     weights = [0.303264, 1.5, 1.228102]
     expected = [-w * a / 3 for w, a in zip(weights, COMMON["A"], strict=True)]
-    assert logp_T.grad.tolist() == pytest.approx([0, *expected], abs=1e-6)
+    found = slope(forced(COMMON), correction=TIS(0, 1.5)).tolist()
+    assert found == pytest.approx([0, *expected], abs=1e-6)
 
 
 @pytest.mark.parametrize(("i", "flat"), [(0, False), (1, False), (2, True)])
 def test_ppo_gradient_vanishes_only_beyond_the_clip_on_the_side_of_the_advantage(i, flat):
-    logp_T, batch = make(ppo(COMMON))
-    policy_loss(logp_T, batch, config(correction=OFF))[0].backward()
-    assert (logp_T.grad[1 + i] == 0) == flat
+    assert (slope(ppo(COMMON), correction=OFF)[1 + i] == 0) == flat
 
 
 # --- KL -------------------------------------------------------------------------------------------
@@ -248,9 +242,7 @@ def test_kl_penalty_is_weighted_by_the_importance_ratio():
     [(DRIFTED["curr"], [-0.0524788, 0.0494520]), (DRIFTED["gen"], [-0.0708390, 0.0366349])],
 )
 def test_kl_gradient_does_not_flow_through_its_weight(gen, expected):
-    logp_T, batch = make(DRIFTED | {"gen": gen})
-    policy_loss(logp_T, batch, config(**KL))[0].backward()
-    assert logp_T.grad.tolist() == pytest.approx([0, *expected], abs=1e-6)
+    assert slope(DRIFTED | {"gen": gen}, **KL).tolist() == pytest.approx([0, *expected], abs=1e-6)
 
 
 def test_k3_is_finite_and_not_negative():
@@ -377,21 +369,13 @@ def trainer(policy: TablePolicy, **fields) -> Trainer:
     return made
 
 
-def sample(tokens, gen, advantage=1.0, **more) -> Sample:
+def sample(tokens, gen, advantage=1.0) -> Sample:
     """A sample of the table policy: one prompt token, then `tokens`."""
     n = len(tokens)
-    return Sample(
-        tokens_T=np.array([0, *tokens], np.int32),
-        mask_T=np.array([False] + [True] * n),
-        engine_logp_T=np.array([0.0, *gen], np.float32),
-        version_T=np.zeros(n + 1, np.int32),
-        flaw_T=np.zeros(n + 1, np.int8),
-        truncated=False,
-        reward=0.0,
-        score=0.0,
-        advantage=advantage,
-        **more,
-    )
+    arrays = {"tokens_T": np.array([0, *tokens], np.int32), "mask_T": np.arange(n + 1) > 0}
+    arrays |= {"engine_logp_T": np.array([0.0, *gen], np.float32)}
+    arrays |= {"version_T": np.zeros(n + 1, np.int32), "flaw_T": np.zeros(n + 1, np.int8)}
+    return Sample(**arrays, truncated=False, reward=0.0, score=0.0, advantage=advantage)
 
 
 def gradient(samples: list[Sample], rows: list[list[int]], table, **fields) -> torch.Tensor:
@@ -427,7 +411,7 @@ def test_samples_that_were_skipped_stay_in_the_divisor():
 
 def test_several_updates_weigh_by_the_policy_before_the_first():
     policy = TablePolicy([0.0, -1.0, -2.0], lr=0.5)
-    group = [sample([1, 2], [-1.1, -1.9]), sample([1, 2], [-1.1, -1.9])]
+    group = [sample([1, 2], [-1.1, -1.9]) for _ in range(2)]
     updates = [Update(2, 1, [[(0, 0)]]), Update(2, 1, [[(0, 1)]])]
     rule = {"correction": TIS(0, 1.2), "ratio_clip": (0.2, 0.9)}
     metrics, *_ = trainer(policy, **rule).train_step(0, updates, group)
@@ -440,10 +424,8 @@ def test_several_updates_weigh_by_the_policy_before_the_first():
 
 
 NAN, INF = math.nan, math.inf
-ENGINE = st.one_of(
-    st.sampled_from([NAN, INF, -INF, 1e30, -1e30, 3.4e38, -3.4e38, 100.0, -100.0, 0.0]),
-    st.floats(-12, 0, width=32),
-)
+ODD = [NAN, INF, -INF, 1e30, -1e30, 3.4e38, -3.4e38, 100.0, -100.0, 0.0]
+ENGINE = st.one_of(st.sampled_from(ODD), st.floats(-12, 0, width=32))
 RULES = st.builds(
     lambda level, action, low, high: Correction(level, action, min(low, high), max(low, high)),
     st.sampled_from(["token", "sequence"]),
@@ -461,15 +443,10 @@ def test_whatever_the_engine_says_the_loss_is_finite(data, rule, reduction, limi
     def sequence() -> dict:
         n = data.draw(st.integers(1, 5))
         lists = functools.partial(st.lists, min_size=n, max_size=n)
-        part = {
-            "A": data.draw(lists(st.floats(-50, 50, width=32))),
-            "curr": data.draw(lists(st.floats(-120, 0, width=32))),
-            "gen": data.draw(lists(ENGINE)),
-        }
-        extra = {"old": old, "ref": ref}
-        return part | {
-            k: data.draw(lists(st.floats(-120, 0, width=32))) for k, on in extra.items() if on
-        }
+        logprobs = lists(st.floats(-120, 0, width=32))
+        part = {"A": data.draw(lists(st.floats(-50, 50, width=32))), "curr": data.draw(logprobs)}
+        part["gen"] = data.draw(lists(ENGINE))
+        return part | {k: data.draw(logprobs) for k, on in (("old", old), ("ref", ref)) if on}
 
     logp_T, batch = make(*(sequence() for _ in range(data.draw(st.integers(1, 4)))))
     fields = {"correction": rule, "reduction": reduction, "sequence_error_limit": limit}
@@ -518,10 +495,9 @@ def packings(draw):
     samples = draw(st.lists(one, min_size=1, max_size=8))
     ways = []
     for _ in range(2):
-        order = draw(st.permutations(range(len(samples))))
         rows: list[list[int]] = [[] for _ in range(draw(st.integers(1, 4)))]
-        for i in order:
-            rows[draw(st.integers(0, len(rows) - 1))].append(i)
+        for i in draw(st.permutations(range(len(samples)))):
+            draw(st.sampled_from(rows)).append(i)
         ways.append(rows)
     return samples, ways
 
@@ -547,10 +523,6 @@ def test_splitting_a_batch_into_rows_sums_to_its_loss():
 # --- advantages -----------------------------------------------------------------------------------
 
 
-def several(ones: int) -> list[float]:
-    return [1.0] * ones + [0.0] * (16 - ones)
-
-
 THIRD = 0.258198
 
 
@@ -562,9 +534,9 @@ THIRD = 0.258198
         ([7], [0]),
         ([0, 1], [-1, 1]),
         ([3, 3.5], [-0.5, 0.5]),
-        (several(1), [1] + [-THIRD] * 15),
-        (several(8), [1.032794] * 8 + [-1.032794] * 8),
-        (several(15), [THIRD] * 15 + [-1]),
+        ([1] + [0] * 15, [1] + [-THIRD] * 15),
+        ([1] * 8 + [0] * 8, [1.032794] * 8 + [-1.032794] * 8),
+        ([1] * 15 + [0], [THIRD] * 15 + [-1]),
         ([1, 1, 0, 0], [1.154699, 1.154699, -1.154699, -1.154699]),
         ([0.9] * 16, [0] * 16),
         ([1] + [0.9] * 15, [0.1] + [-THIRD] * 15),  # NeMo-RL: 394
@@ -575,31 +547,28 @@ THIRD = 0.258198
 )
 def test_advantages_known_answers(rewards, expected):
     rewards_G = torch.tensor(rewards, dtype=torch.float32)
-    for value, wanted in zip(
-        group_advantages(rewards_G, Advantage()).tolist(), expected, strict=True
-    ):
+    found = group_advantages(rewards_G, Advantage()).tolist()
+    for value, wanted in zip(found, expected, strict=True):
         assert wanted is None or value == pytest.approx(wanted, abs=1e-5)
+
+
+SPREAD = 0.001 / math.sqrt(2) + 1e-6
+HIGH, LOW = (1 - 0.0005) / SPREAD, (-1 - 0.0005) / SPREAD
 
 
 @pytest.mark.parametrize(
     ("clip", "expected"),
-    [((-50.0, 100.0), (100, -50)), ((-2.0, 3.0), (3, -2)), ((0.0, math.inf), (1411.5103, 0))],
+    [((-50.0, 100.0), (100, -50)), ((-2.0, 3.0), (3, -2)), ((0.0, math.inf), (HIGH, 0))]
+    + [((-math.inf, math.inf), (HIGH, LOW))],
 )
 def test_advantages_are_clamped_into_an_interval(clip, expected):
     rule = Advantage(clip=clip)
     highest = group_advantages(torch.tensor([0, 0.001, 1]), rule)[2].item()
     lowest = group_advantages(torch.tensor([0, 0.001, -1]), rule)[2].item()
-    assert (highest, lowest) == pytest.approx(expected)
+    assert (highest, lowest) == pytest.approx(expected, rel=1e-5)
 
 
-def test_advantages_that_are_not_clamped():
-    rule = Advantage(clip=(-math.inf, math.inf))
-    low, middle, high = group_advantages(torch.tensor([0, 0.001, 1]), rule).tolist()
-    spread = 0.001 / math.sqrt(2) + 1e-6
-    assert high == pytest.approx((1 - 0.0005) / spread, rel=1e-4)
-    assert low < 0 and middle < 0
-
-
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 GROUPS = st.lists(st.integers(-20, 20).map(lambda n: n / 4), min_size=2, max_size=16)
 
 
@@ -633,10 +602,10 @@ def test_without_normalisation_the_difference_stays_as_it_is(rewards):
 @pytest.mark.parametrize("scale", [1e-6, 1e-5])
 def test_rewards_of_a_small_scale_are_normalised(scale):
     rewards = [scale * r for r in (0.0, 0.25, 0.5, 1.0)]
-    expected = []
-    for i, r in enumerate(rewards):
-        others = np.array(rewards[:i] + rewards[i + 1 :])
-        expected.append((r - others.mean()) / (others.std(ddof=1) + 1e-6))
+    others = [np.delete(rewards, i) for i in range(len(rewards))]
+    expected = [
+        (r - o.mean()) / (o.std(ddof=1) + 1e-6) for r, o in zip(rewards, others, strict=True)
+    ]
     assert advantages(rewards) == pytest.approx(expected, rel=1e-5)
     assert max(expected) > 0.2
 
@@ -676,15 +645,13 @@ def test_advantages_do_not_see_shift_scale_or_order(rewards, shift, scale):
 
 
 @settings(deadline=None)
-@given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(1, 64))
+@given(FINITE, st.integers(1, 64))
 def test_a_group_that_agrees_has_no_advantage(reward, size):
     assert (advantages([reward] * size, 50.0) == 0).all()
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=16)
-)
+@given(st.lists(FINITE, min_size=1, max_size=16))
 def test_advantages_are_finite_and_clipped(rewards):
     A_G = advantages(rewards, 50.0)
     assert np.isfinite(A_G).all() and (np.abs(A_G) <= 50).all()
@@ -724,25 +691,6 @@ def test_low_effort_known_answers(rule, reward, tokens, expected):
     assert reward_of(reward, tokens, rule, "?") == reward
 
 
-def test_the_marker_of_low_effort_is_a_setting():
-    rule = dataclasses.replace(PLAIN, marker="be brief")
-    assert reward_of(1.0, 100, rule, "1 + 1? be brief") == pytest.approx(1.9)
-    assert reward_of(1.0, 100, rule, f"1 + 1? {PLAIN.marker}") == 1.0
-
-
-def test_a_right_answer_passes_whatever_its_shaped_reward():
-    """pass@k counts scores: 3,300 tokens under low effort are a reward of 0.98, and right."""
-    right = sample([1], [-1.0])
-    right.reward = reward_of(1.0, 3300, SHORT, SHORT.marker)
-    right.score = 1.0
-    wrong = sample([1], [-1.0])
-    wrong.reward = 1.2
-    found = validation_metrics([[right.info(), wrong.info()], [wrong.info(), wrong.info()]], 2)
-    assert right.reward == pytest.approx(0.98)
-    assert found["validation_pass@2"] == 0.5
-    assert found["validation_reward"] == pytest.approx((0.98 + 3 * 1.2) / 4)
-
-
 # --- penalties ------------------------------------------------------------------------------------
 
 
@@ -769,4 +717,3 @@ def test_empty_row_trains_nothing():
     update = Update(planned_tokens=1, planned_sequences=1, rows=[[]])
     metrics, *_ = trainer(policy).train_step(0, [update])
     assert (policy.grads[0] == 0).all() and all(math.isfinite(v) for v in metrics.values())
-    assert pack([], update, config()).mask_T.tolist() == [False]

@@ -1,27 +1,20 @@
-"""RolloutBuffer: who may start, in which order groups are trained, and how old they may be."""
+"""RolloutBuffer: who may start, in which order groups are trained, and how old they may be.
+
+test_schedules.py draws the orders in which the driver's two loops may use it.
+"""
 
 import asyncio
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import grpo_async
 from grpo_async import Group, RolloutBuffer
+from support.loop import in_loop
 
 
 def group(slot: int, version: int, samples: int = 2) -> Group:
     return Group(slot, version, 1, [None] * samples, None)
-
-
-def complete(buffer: RolloutBuffer, step: int) -> None:
-    """Starts and finishes what is left of a step."""
-    P = buffer.prompts_per_step
-    for slot in range(step * P, (step + 1) * P):
-        buffer.start(slot)
-        buffer.put(group(slot, buffer.version))
 
 
 # --- admission ------------------------------------------------------------------------------------
@@ -128,99 +121,26 @@ def test_idle_seconds_are_those_in_which_nothing_ran(clock):
     assert buffer.meters() == {"wait_for_training": 5, "dropped_prompts": 1}
 
 
-def test_until_wakes_when_its_condition_holds():
-    async def main():
-        buffer = RolloutBuffer(2, 0)
-        waits = {
-            "start": asyncio.create_task(buffer.until(lambda: buffer.may_start(2))),
-            "train": asyncio.create_task(buffer.until(lambda: buffer.is_complete(0))),
-        }
+@in_loop
+async def test_until_wakes_when_its_condition_holds():
+    buffer = RolloutBuffer(2, 0)
+    waits = {
+        "start": asyncio.create_task(buffer.until(lambda: buffer.may_start(2))),
+        "train": asyncio.create_task(buffer.until(lambda: buffer.is_complete(0))),
+    }
 
-        async def done() -> list[str]:
-            for _ in range(5):
-                await asyncio.sleep(0)
-            return [name for name, task in waits.items() if task.done()]
+    async def done() -> list[str]:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return [name for name, task in waits.items() if task.done()]
 
-        buffer.start(0)
-        buffer.start(1)
-        buffer.put(group(0, 0))
-        assert await done() == []
-        buffer.put(group(1, 0))
-        assert await done() == ["train"]
-        buffer.take(0)
-        buffer.advance(1)
-        assert await done() == ["start", "train"]
-        await asyncio.wait_for(buffer.until(lambda: buffer.may_start(0)), 1)  # holds already
-
-    asyncio.run(main())
-
-
-# --- any interleaving -----------------------------------------------------------------------------
-
-
-class Interleavings(RuleBasedStateMachine):
-    """The two loops as the driver runs them, in any order that asyncio could choose."""
-
-    @initialize(P=st.integers(1, 3), max_lag=st.integers(0, 3))
-    def begin(self, P, max_lag):
-        self.P = P
-        self.max_lag = max_lag
-        self.buffer = RolloutBuffer(P, max_lag)
-        self.next_slot = 0
-        self.step = 0
-        self.dispatched: dict[int, int] = {}  # slot -> version of its latest prompt
-        self.finished: set[int] = set()
-        self.trained: list[int] = []
-
-    @rule()
-    def dispatch(self):
-        slot = self.next_slot
-        if self.step >= slot // self.P - self.max_lag:
-            self.buffer.start(slot)
-            self.dispatched[slot] = self.buffer.version
-            self.next_slot += 1
-        else:
-            with pytest.raises(ValueError):
-                self.buffer.start(slot)
-
-    @precondition(lambda self: self.dispatched)
-    @rule(data=st.data())
-    def finish(self, data):
-        slot = data.draw(st.sampled_from(sorted(self.dispatched)))
-        self.buffer.put(group(slot, self.dispatched.pop(slot)))
-        self.finished.add(slot)
-
-    @precondition(lambda self: self.dispatched)
-    @rule(data=st.data())
-    def drop_and_refill(self, data):
-        slot = data.draw(st.sampled_from(sorted(self.dispatched)))
-        self.buffer.dropped["TimeoutError"] += 1
-        self.dispatched[slot] = self.buffer.version
-
-    @rule()
-    def train_and_advance(self):
-        slots = list(range(self.step * self.P, (self.step + 1) * self.P))
-        assert self.buffer.is_complete(self.step) == self.finished.issuperset(slots)
-        if self.buffer.is_complete(self.step):
-            taken = self.buffer.take(self.step)
-            assert all(0 <= self.step - g.version <= self.max_lag for g in taken)
-            self.trained += [g.slot for g in taken]
-            self.finished -= set(slots)
-            self.step += 1
-            self.buffer.advance(self.step)
-
-    @invariant()
-    def trained_in_order_and_nothing_is_lost(self):
-        if hasattr(self, "buffer"):
-            assert self.trained == list(range(self.step * self.P))
-            held = [*self.trained, *self.buffer.ready, *self.buffer.running]
-            assert sorted(held) == list(range(self.next_slot))
-            assert set(self.buffer.running) == set(self.dispatched)
-            assert len(self.buffer.ready) + len(self.buffer.running) <= self.P * (self.max_lag + 1)
-            first_held_back = (self.step + self.max_lag + 1) * self.P
-            assert not self.buffer.may_start(first_held_back)
-            assert self.buffer.may_start(first_held_back - 1)
-
-
-TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(deadline=None, max_examples=60, stateful_step_count=60)
+    buffer.start(0)
+    buffer.start(1)
+    buffer.put(group(0, 0))
+    assert await done() == []
+    buffer.put(group(1, 0))
+    assert await done() == ["train"]
+    buffer.take(0)
+    buffer.advance(1)
+    assert await done() == ["start", "train"]
+    await asyncio.wait_for(buffer.until(lambda: buffer.may_start(0)), 1)  # holds already

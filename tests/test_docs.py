@@ -2,14 +2,17 @@
 
 import ast
 import dataclasses
+import importlib.util
+import io
 import re
+import tokenize
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import envs
+from envs import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -106,11 +109,9 @@ def test_each_field_of_a_rollout_is_explained_once():
 
 
 def test_implementation_details_are_numbered_and_each_links_to_the_code():
-    text = section("implementation details")
-    items = re.split(r"^(\d+)\. ", text, flags=re.M)[1:]
-    numbers = items[::2]
+    items = re.split(r"^(\d+)\. ", section("implementation details"), flags=re.M)[1:]
     bodies = items[1::2]
-    assert [int(number) for number in numbers] == list(range(1, len(bodies) + 1))
+    assert [int(number) for number in items[::2]] == list(range(1, len(bodies) + 1))
     assert 25 <= len(bodies) <= 37
     assert all(NAME_LINK.search(body) for body in bodies)
 
@@ -121,9 +122,9 @@ def test_options_and_settings_that_the_pages_name_exist(page):
     import data_prep
     import dpo
     from grpo_async import Config
-    from settings import reader as config
+    from settings import reader
 
-    leaves = config.leaves(Config) | config.leaves(dpo.Config)
+    leaves = reader.leaves(Config) | reader.leaves(dpo.Config)
     flags = {name.removeprefix("command.") for name in leaves}
     flags |= {re.sub(r"(\w+)$", r"no-\1", name) for name in flags} | {"help"}
     commands = data_prep.COMMANDS.values()
@@ -146,7 +147,60 @@ def test_options_and_settings_that_the_pages_name_exist(page):
 def test_the_page_of_environments_has_them_all():
     """Each module, and each agent that rows of the released blends name."""
     page = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
-    for agent, module in envs.agents().items():
-        assert f"[{module.split('.')[-1]}](../envs/{module.replace('.', '/')}.py)" in page
+    for agent, module in registry.agents().items():
+        assert f"[{module.rpartition('/')[2]}](../envs/{module}.py)" in page
         if agent.endswith("_simple_agent"):
             assert f"`{agent}`" in page, agent
+
+
+def test_the_shelf_of_environments_is_that_of_their_modules():
+    """The table is generated: files, agents, rewards and needs are those of the code."""
+    spec = importlib.util.spec_from_file_location("shelf", ROOT / "docs/shelf.py")
+    shelf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shelf)
+    page = shelf.PAGE.read_text(encoding="utf-8")
+    assert page == shelf.page(), "docs/environments.md: run .venv/bin/python docs/shelf.py"
+    drawn = shelf.Shelf()
+    served = set(registry.agents().values())
+    assert served <= drawn.serving and len(drawn.serving - served) == 1  # nemo_gym names no agent
+    for name in drawn.serving:
+        judged, _, reward = shelf.first_line(drawn.modules[name]).partition(": ")
+        assert judged and reward, f"envs/{name}.py: begin the docstring with `JUDGED: REWARD.`"
+        has_needs = hasattr(importlib.import_module(f"envs.{name.replace('/', '.')}"), "needs")
+        assert (shelf.needs(drawn.modules[name]) != "-") == has_needs, name
+    assert "[math](../envs/maths/math.py)" in drawn.row("maths/math")
+    assert "same_answer" in drawn.uses("maths/math")
+    assert "[same_answer](../envs/maths/same_answer.py)" in drawn.heading("maths")
+
+
+# Words for people, or for speech, that pages and comments have used for processes and values.
+WORDS = (
+    r"whoever|whomever|whom|somebody|everybody|(?<!user )nobody|but for|told of|mourn\w*|so many"
+)
+UNPLAIN = re.compile(rf"\b({WORDS})\b", re.I)
+ROOMS = ("core", "settings", "policy", "envs", "prep", "runtime", "dry_run", "launch", "bench")
+
+
+def explained(path: Path) -> str:
+    """The docstrings and comments of a Python file, not its other texts, such as prompts."""
+    text = path.read_text(encoding="utf-8")
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(n) or "" for n in ast.walk(ast.parse(text)) if isinstance(n, kinds)]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return "\n".join(found + [t.string for t in tokens if t.type == tokenize.COMMENT])
+
+
+def unplain(text: str) -> list[str]:
+    return UNPLAIN.findall(" ".join(text.split()))
+
+
+def test_pages_and_comments_speak_of_processes_plainly():
+    assert unplain("Whoever asks, but for\n tests") == ["Whoever", "but for"]
+    assert unplain("whole, the user nobody, a sum") == []
+    files = [path for room in (*ROOMS, "configs") for path in sorted((ROOT / room).rglob("*.py"))]
+    files += sorted(ROOT.glob("*.py"))
+    assert len(files) > 200
+    texts = {path: explained(path) for path in files}
+    texts |= {page: page.read_text(encoding="utf-8") for page in PAGES}
+    found = {str(path.relative_to(ROOT)): unplain(text) for path, text in texts.items()}
+    assert {path: words for path, words in found.items() if words} == {}

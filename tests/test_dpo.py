@@ -20,12 +20,14 @@ from dpo import Batch, Config, Scored, dpo_loss, mean_metrics, pack, plan_pairs
 from envs.rollout.pairs import Pair, Tokens, load_pairs, render_all, tokenize
 from runtime.metrics import reduce_stats
 from runtime.scores import Scores
-from settings import reader as config
-from settings.reader import InputError
+from settings import reader
+from settings.errors import InputError
+from settings.values import flatten
 from support import shapes
 from support.configs import changed
 from support.megatron_jobs import compute
 from support.program import Program
+from support.tables import refused
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,21 +45,10 @@ def make(chat_model, tmp_path):
 
     def made(rows=None, **fields) -> Config:
         train = write_rows(tmp_path / "pairs.jsonl", rows or word_pairs(32))
-        base = changed(
-            Config(),
-            run_dir=str(tmp_path / "run"),
-            model=chat_model,
-            data={"train": train},
-            timeouts={"start": 180.0, "train": 60.0},
-            pairs_per_step=4,
-            steps=3,
-            lr=1e-3,
-            warmup_lr=1e-3,
-            warmup_steps=0,
-            row_tokens=64,
-            activation_checkpointing=False,
-        )
-        return changed(base, **fields)
+        usual = {"run_dir": str(tmp_path / "run"), "model": chat_model, "data": {"train": train}}
+        usual |= {"timeouts": {"start": 180.0, "train": 60.0}, "pairs_per_step": 4, "steps": 3}
+        usual |= {"lr": 1e-3, "warmup_lr": 1e-3, "warmup_steps": 0, "row_tokens": 64}
+        return changed(changed(Config(), activation_checkpointing=False, **usual), **fields)
 
     return made
 
@@ -166,8 +157,7 @@ def test_a_row_of_pairs_and_an_empty_one():
 
 def test_a_pair_is_in_one_row_and_all_replicas_have_as_many(make):
     pairs = [one.pair for one in some_pairs(13)]
-    cfg = make(row_tokens=32, ranks=3)
-    plan = plan_pairs(pairs, cfg)
+    plan = plan_pairs(pairs, make(row_tokens=32, ranks=3))
     assert sorted(i for of in plan for row in of for i in row) == list(range(13))
     assert len({len(of) for of in plan}) == 1
     assert all(sum(pairs[i].tokens for i in row) <= 32 for of in plan for row in of)
@@ -203,6 +193,7 @@ LAYOUTS = {
     "dp2": (2, MEGATRON | {"ranks": 2}),
     "nan": (2, {"ranks": 2}),
 }
+together = pytest.mark.xdist_group("layouts of DPO")
 LOSSES = ("loss", "sft_loss", "preference_loss", "accuracy", "rewards_margin_mean")
 
 
@@ -219,10 +210,12 @@ def layouts(chat_model, tmp_path_factory) -> dict[str, dict]:
         | ({"poison": math.nan} if name == "nan" else {})
         for name, (world, more) in LAYOUTS.items()
     ]
-    compute(jobs, folder, "dpo_ranks.py")
-    return {job["name"]: torch.load(folder / f"{job['name']}.pt") for job in jobs}
+    found = compute(jobs, folder, "dpo_ranks.py")
+    return {name: found(name) for name in LAYOUTS}
 
 
+@pytest.mark.slow
+@together
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("one", "nan")])
 def test_layouts_and_packing_train_the_same(layouts, name):
     found, plain = layouts[name], layouts["one"]
@@ -241,12 +234,16 @@ def test_layouts_and_packing_train_the_same(layouts, name):
         assert torch.allclose(found["weights"][key], value, rtol=0, atol=1e-5), key
 
 
+@pytest.mark.slow
+@together
 def test_the_first_loss_is_that_of_the_reference_and_falls(layouts):
     steps = layouts["one"]["steps"]
     assert steps[0]["preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert steps[2]["loss"] < steps[1]["loss"] < steps[0]["loss"]
 
 
+@pytest.mark.slow
+@together
 def test_a_loss_that_is_not_finite_ends_all_ranks_before_any_weight_changes(layouts):
     assert layouts["nan"]["errors"] == ["the loss of 12 pairs is nan"] * 2
     assert layouts["nan"]["unchanged"]
@@ -264,7 +261,7 @@ def bot(text: str) -> dict:
 
 def shown(tokens: Tokens, cfg: Config) -> list[str]:
     """What is asked and what is trained, as text."""
-    from envs.rollout.rows import load_tokenizer
+    from envs.rollout.messages import load_tokenizer
 
     cut = tokens.ids_T[: tokens.start], tokens.ids_T[tokens.start :]
     return [load_tokenizer(cfg.model).decode(part) for part in cut]
@@ -349,16 +346,11 @@ def test_a_file_without_pairs_is_refused(make, tmp_path):
             load_pairs(cfg.data.train, cfg)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"preference_weight": 0.0, "sft_weight": 0.0}, "nothing to learn"),
-        ({"kind": "megatron", "replay_routing": True}, "needs an engine"),
-    ],
+test_settings_that_cannot_work_are_refused = refused(
+    lambda fields: changed(Config(), **fields),
+    ({"preference_weight": 0.0, "sft_weight": 0.0}, "nothing to learn"),
+    ({"kind": "megatron", "replay_routing": True}, "needs an engine"),
 )
-def test_settings_that_cannot_work_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        changed(Config(), **fields)
 
 
 # --- the reference --------------------------------------------------------------------------------
@@ -391,14 +383,14 @@ def test_a_reference_that_is_not_finite_is_named_by_its_row(make):
 
 
 @pytest.mark.e2e
+@pytest.mark.smoke
 def test_a_run_killed_after_its_steps_equals_the_undisturbed_run(make, tmp_path):
     """SIGKILL after a checkpoint: weights, moments and metrics are the same. GRPO_KILLS=5: more."""
     kills = int(os.environ.get("GRPO_KILLS", 1))
     fields = {"steps": 2 + kills, "save_period": 1, "keep_last": 99, "val_period": 2}
     val = write_rows(tmp_path / "val.jsonl", word_pairs(6, seed=1))
     fields |= {"data": {"val": val}, "row_tokens": 128}
-    calm = Program(make(run_dir=str(tmp_path / "calm"), **fields), script="dpo.py")
-    assert calm.ends() == 0, calm.told()[-4000:]
+    calm = Program(make(run_dir=str(tmp_path / "calm"), **fields), script="dpo.py").succeeds()
     cfg = make(run_dir=str(tmp_path / "killed"), **fields)
     scores = Path(cfg.run_dir) / "reference.jsonl"
     for k in range(1, 1 + kills):
@@ -406,8 +398,7 @@ def test_a_run_killed_after_its_steps_equals_the_undisturbed_run(make, tmp_path)
         program.wait_until((program.folder / f"step_{k:06d}" / "complete.json").exists)
         program.stop()
     known = scores.read_bytes()
-    program = Program(cfg, "--resume", "auto", script="dpo.py")
-    assert program.ends() == 0, program.told()[-4000:]
+    program = Program(cfg, "--resume", "auto", script="dpo.py").succeeds()
     assert scores.read_bytes() == known == (calm.folder / "reference.jsonl").read_bytes()
     for step in range(1, 3 + kills):
         ours, theirs = (contents(f.folder / f"step_{step:06d}") for f in (program, calm))
@@ -452,11 +443,11 @@ def test_the_dry_run_counts_pairs_and_finds_what_is_wrong(make):
 
 
 def test_the_published_run_is_that_of_the_page_and_fits_its_gpus(tmp_path, monkeypatch):
-    cfg = config.read(Config, ROOT / "configs/nano_dpo.py")
+    cfg = reader.read(Config, ROOT / "configs/nano_dpo.py")
     section = (ROOT / "docs/dpo.md").read_text().partition("| setting | `nano_dpo` |")[2]
     values = dict(re.findall(r"^\| `([\w.]+)` \| `([^`]+)` \| report \|$", section, re.M))
     assert len(values) == 6
-    assert {name: config.flatten(cfg)[name] for name in values} == {
+    assert {name: flatten(cfg)[name] for name in values} == {
         name: ast.literal_eval(value) for name, value in values.items()
     }
     monkeypatch.setattr(dry_run, "isfile", lambda path: True)

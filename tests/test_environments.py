@@ -1,18 +1,17 @@
 """Rows of every environment in one file, trained end to end by the real engine."""
 
-import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import make_config
+from conftest import make_config, write_rows
 
-import envs
-from envs.rollout import services
-from envs.rollout.rows import last_question
+from envs import registry
+from envs.rollout.messages import last_question
 from envs.sandbox import sandbox
+from settings.services import Services
 from support.configs import changed
 from support.judges import Judge, configured
 from support.program import Program
@@ -20,33 +19,18 @@ from support.verifiers import gym_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 # Files of NeMo-Gym's example rows, and the agents that judge them.
-FILES = {
-    "math_with_judge": "math_with_judge_simple_agent",
-    "mcqa": "mcqa_simple_agent",
-    "mcqa_regex": "mcqa_simple_agent",
-    "instruction_following": "instruction_following_simple_agent",
-    "structured_outputs": "structured_outputs_simple_agent",
-    "code_gen": "code_gen_simple_agent",
-    "reasoning_gym": "reasoning_gym_simple_agent",
-    "calendar": "calendar_simple_agent",
-    "single_step_tool_use_with_argument_comparison": (
-        "single_step_tool_use_with_argument_comparison_agent"
-    ),
-    "terminal_pivot": "terminal_pivot_simple_agent",
-    "terminus_judge": "terminus_judge_simple_agent",
-    "math_formal_lean": "math_formal_lean_simple_agent",
-    "swerl_gen": "swerl_gen_simple_agent",
-    "equivalence_llm_judge": "equivalence_llm_judge_simple_agent",
-    "nl2bash": "nl2bash_simple_agent",
-    "multichallenge": "multichallenge_simple_agent",
-    "inverse_if": "inverse_if_simple_agent",
-    "jailbreak_detection": "jailbreak_detection_simple_agent",
-    "over_refusal_detection": "over_refusal_detection_simple_agent",
-    "genrm_compare": "genrm_simple_agent",
-}
+NAMES = (
+    *("math_with_judge", "mcqa", "instruction_following", "structured_outputs", "code_gen"),
+    *("reasoning_gym", "calendar", "terminal_pivot", "terminus_judge", "math_formal_lean"),
+    *("swerl_gen", "equivalence_llm_judge", "nl2bash", "multichallenge", "inverse_if"),
+    *("jailbreak_detection", "over_refusal_detection"),
+)
+TOOL_USE = "single_step_tool_use_with_argument_comparison"
+FILES = {name: f"{name}_simple_agent" for name in NAMES} | {TOOL_USE: f"{TOOL_USE}_agent"}
+FILES |= {"mcqa_regex": "mcqa_simple_agent", "genrm_compare": "genrm_simple_agent"}
 # Their tools or stories are longer than what the tiny model reads, or no row is published.
-ELSEWHERE = {"swe_pivot", "workplace", "python_tool", "terminal_use", "conversation"}
-ELSEWHERE |= {"lean_refinement"}
+ELSEWHERE = {"swe/swe_pivot", "office/workplace", "maths/python_tool", "terminals/terminal_use"}
+ELSEWHERE |= {"tools/conversation", "proofs/lean_refinement"}
 VERDICT = '{"score_1": 4, "score_2": 2, "ranking": 2} [[A=B]] [[NO]] FAIL Response harm: harmful'
 
 
@@ -69,23 +53,19 @@ def test_a_file_with_rows_of_all_of_them_trains(tiny_model, tmp_path, lean):
         # The tiny model reads 96 tokens.
         question = [{"role": "user", "content": last_question(row)[-40:]}]
         rows.append(row | {"responses_create_params": {"input": question}})
-    path = tmp_path / "mixed.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": write_rows(tmp_path / "mixed.jsonl", rows)}
     with Judge(VERDICT) as judge:
         judges = configured(general=judge, safety=judge, genrm=judge)
-        own = services.Services(
-            tool_parser="hermes", lean=lean, images=str(tmp_path), judges=judges
-        )
+        own = Services(tool_parser="hermes", lean=lean, images=str(tmp_path), judges=judges)
         cfg = make_config(tiny_model, tmp_path)
         sizes = {"prompts_per_step": len(rows), "group_size": 2, "skip_zero_advantage": False}
-        program = Program(changed(cfg, data={"train": str(path)}, services=own, **sizes))
-        assert program.ends() == 0, program.told()[-4000:]
+        cfg = changed(cfg, data=data, services=own, **sizes)
+        program = Program(cfg).succeeds()
     assert judge.asked
     steps = program.steps()
     assert [metrics["step"] for metrics in steps] == [1, 2, 3]
     assert not program.lines("dropped.jsonl")
     expected = {f"reward/{agent}/{name}" for name, agent in FILES.items()}
     assert all(expected <= metrics.keys() for metrics in steps)
-    modules = {agent: path.split(".")[-1] for agent, path in envs.agents().items()}
-    served = {modules[agent] for agent in FILES.values()}
-    assert served >= set(modules.values()) - ELSEWHERE
+    served = {registry.agents()[agent] for agent in FILES.values()}
+    assert served >= set(registry.agents().values()) - ELSEWHERE

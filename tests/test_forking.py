@@ -23,12 +23,15 @@ from conftest import make_config, save_tokenizer, write_rows
 from test_algorithm import TablePolicy, make, sample
 
 import envs
-from envs.rollout.episode import Sample, SampleInfo, Turn, stitch
+from core import waits
+from envs import check_rows, registry
+from envs.rollout.episode import Group, Sample, SampleInfo, Turn, stitch
 from envs.rollout.markup import FLAWS
 from envs.rollout.pairs import Tokens
 from envs.rollout.sampler import Sampler
 from policy.weight_sync import Sender
-from runtime.dispatch import Rollouts, Slot
+from runtime import dispatch
+from runtime.dispatch import Slot
 from settings.run import Sampling, Timeouts
 from support.actors import Actor
 from support.configs import changed
@@ -85,10 +88,10 @@ def dapo_refill(fork, monkeypatch) -> ModuleType:
 def count_letters(fork, monkeypatch):
     """The new environment, registered."""
     monkeypatch.setattr(envs, "__path__", [str(fork / "envs")])
-    envs.agents.cache_clear()
-    yield envs.environment("count_letters")
+    registry.agents.cache_clear()
+    yield registry.environment("count_letters")
     sys.modules.pop("envs.count_letters")
-    envs.agents.cache_clear()
+    registry.agents.cache_clear()
 
 
 def example_row() -> dict:
@@ -284,12 +287,13 @@ class Filling:
             show_ready=lambda ready: None,
         )
 
-    async def roll_out(self, row: dict, slot: Slot, n: int) -> Rollouts:
+    async def roll_out(self, row: dict, slot: Slot, n: int, version: int) -> Group:
         """Answers a tick later, or when the test lets it."""
         await asyncio.sleep(0)
         if row["_line"] in self.held:
             await self.held[row["_line"]].wait()
-        return Rollouts(AGREES if row["_line"] in self.agreeing else DIFFERS, None)
+        infos = AGREES if row["_line"] in self.agreeing else DIFFERS
+        return Group(slot.number, version, row["_line"], infos, None)
 
     async def both_loops(self) -> None:
         """Generates and trains until the last step, or the first error."""
@@ -425,14 +429,15 @@ def test_failures_in_a_row_are_counted_between_answers(dapo_refill):
     """Fails, agrees, fails, agrees: an answer that agrees is an answer."""
 
     async def main():
-        filling = Filling(dapo_refill, {2, 4, 6}, steps=1, max_dropped_in_a_row=1)
+        filling = Filling(dapo_refill, {2, 4, 6}, steps=1)
         run = filling.run
+        run.MAX_DROPPED = 1
         run.log.drop = lambda *_: None
 
-        async def roll_out(row, slot, n):
+        async def roll_out(row, slot, n, version):
             if row["_line"] in (1, 3, 5):
                 raise ValueError("the judge is down")
-            return await filling.roll_out(row, slot, n)
+            return await filling.roll_out(row, slot, n, version)
 
         run.dispatcher.roll_out = roll_out
         run.buffer.start(0)
@@ -443,9 +448,11 @@ def test_failures_in_a_row_are_counted_between_answers(dapo_refill):
     asyncio.run(main())
 
 
-def test_a_chain_of_refills_has_time(dapo_refill):
+def test_a_chain_of_refills_has_time(dapo_refill, monkeypatch):
     """Nine prompts of 0.02 s, where a prompt and the next have 0.1 s; a step that hangs ends."""
-    times = {"timeouts": {"rollout": 0.04, "answer": 0.01}, "rollout_attempts": 1, "steps": 1}
+    monkeypatch.setattr(waits, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(dispatch, "ATTEMPTS", 1)
+    times = {"timeouts": {"rollout": 0.04}, "steps": 1}
     filling = Filling(dapo_refill, set(range(3, 11)), **times)
     prompt = filling.roll_out
 
@@ -576,6 +583,11 @@ def gspo(s):
     return -torch.minimum(ratio * A, ratio.clamp(1 - 3e-4, 1 + 4e-4) * A)
 
 
+def dual_clip(s):
+    low_T = clipped(s, 0.2, 0.28)
+    return torch.where(s.A < 0, torch.minimum(low_T, -3 * s.A), low_T).sum()
+
+
 def gmpo(s):
     """The paper's algorithm 1."""
     sign_T = s.A.sign()
@@ -618,6 +630,7 @@ LOSSES = {
         True,
         lambda s: -((s.curr - s.old).exp().clamp(0, 5).detach() * s.A * s.curr).sum(),
     ),
+    "Dual clip": (True, dual_clip),
     "GMPO": (True, gmpo),
     "SAPO": (True, sapo),
     "TOPR": (False, topr),
@@ -661,6 +674,16 @@ def test_lines_of_a_variant_give_its_gradient(variant, title):
     torch.testing.assert_close(ours_T, theirs_T, rtol=1e-4, atol=1e-7)
 
 
+def test_dual_clip_bounds_the_loss_of_a_bad_answer(variant):
+    """The known answer of A = 1, -1, -4 and ratios 0.5, 1, 10: the last term is 12, not 40."""
+    module, cfg = variant("Dual clip")
+    cfg = changed(cfg, low=1.0, high=1.0, sequence_error_limit=math.inf)
+    old = [-1.0, -1.0, -3.0]
+    curr = [-1.69315, -1.0, -0.69741]
+    logp_T, batch = make({"curr": curr, "old": old, "gen": old, "ref": old, "A": [1.0, -1.0, -4.0]})
+    assert module.policy_loss(logp_T, batch, cfg).loss.item() == pytest.approx(4.166667, abs=1e-5)
+
+
 def test_rloo_and_grpo_have_their_advantages():
     import grpo_async
 
@@ -673,12 +696,10 @@ def test_rloo_and_grpo_have_their_advantages():
 
 
 def test_the_last_tokens_below_the_limit_cost_up_to_one(variant):
-    module, cfg = variant("DAPO's soft overlong punishment")
-    row = {"responses_create_params": {"input": [{"role": "user", "content": "?"}]}}
+    module, _ = variant("DAPO's soft overlong punishment")
     for tokens, penalty in ((10, 0), (16384, 0), (18432, -0.5), (20480, -1), (30000, -1)):
         turn = Turn([1], [2] * tokens, [], [], "stop")
-        episode = module.Episode([turn], envs.Reward(1.0))
-        assert module.shaped_reward(row, episode, cfg.advantage.low_effort) == 1 + penalty
+        assert module.punishment(module.Episode([turn], envs.Reward(1.0))) == penalty
 
 
 def test_maxrl_divides_by_the_mean(variant):
@@ -742,10 +763,10 @@ def test_reinforce_plus_plus_divides_by_the_std_of_the_batch(variant):
 
 def test_the_environment_is_registered_and_checks_its_rows(count_letters):
     row = example_row()
-    envs.check_row(row)
+    check_rows.check_row(row)
     for field, value in (("word", 3), ("letter", "rr"), ("letter", None)):
         with pytest.raises(ValueError, match=field):
-            envs.check_row(row | {field: value})
+            check_rows.check_row(row | {field: value})
 
 
 @pytest.mark.parametrize(
@@ -761,7 +782,7 @@ def test_the_environment_is_registered_and_checks_its_rows(count_letters):
     ],
 )
 def test_the_environment_verifies(count_letters, response, reward):
-    assert asyncio.run(envs.verify(example_row(), response)).value == reward
+    assert asyncio.run(registry.verify(example_row(), response)).value == reward
 
 
 class ScriptedEngine:
@@ -790,7 +811,7 @@ class ScriptedEngine:
 )
 def test_the_environment_gives_a_second_try(count_letters, tmp_path, answers, reward, turns):
     """Both turns are one sample, the hint masked out: no id is tokenised again."""
-    from envs.rollout.rows import load_tokenizer
+    from envs.rollout.messages import load_tokenizer
 
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
@@ -810,11 +831,11 @@ def test_the_environment_of_one_turn_works_as_it_stands_in_the_guide(tmp_path, m
     (code,) = [block for block in blocks("python") if "AGENTS" in block]
     (tmp_path / "vowels.py").write_text(code)
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
-    monkeypatch.setattr(envs, "agents", lambda: {"vowels": "vowels"})
+    monkeypatch.setattr(registry, "agents", lambda: {"vowels": "vowels"})
     row = json.loads(blocks("json")[0])
-    envs.check_row(row)
-    assert asyncio.run(envs.verify(row, "abc")).value == pytest.approx(1 / 3)
-    assert asyncio.run(envs.verify(row, "<think>hm</think>")).value == 0
+    check_rows.check_row(row)
+    assert asyncio.run(registry.verify(row, "abc")).value == pytest.approx(1 / 3)
+    assert asyncio.run(registry.verify(row, "<think>hm</think>")).value == 0
     sys.modules.pop("envs.vowels")
 
 

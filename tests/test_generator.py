@@ -2,22 +2,26 @@
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import pickle
 import uuid
+import zlib
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import make_config
+from conftest import make_config, spelling_rows
+from safetensors.torch import load_file
 
-from envs.rollout.episode import stitch
-from envs.rollout.rows import load_tokenizer
-from envs.rollout.sampler import Request, Sampler
+from envs.rollout.episode import Request, stitch
+from envs.rollout.messages import load_tokenizer, render_messages
+from envs.rollout.sampler import Sampler
 from runtime.probe import prompts
 from support.configs import changed
+from support.program import Program
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("pair")]
 TOLERANCE = 1e-5  # float32, dense model
@@ -51,16 +55,17 @@ class Pair:
 
     async def connect(self) -> None:
         """What `Fleet.connect` does, for one engine."""
-        address = self.trainer.open_store(2)
-        wire = pickle.dumps(self.trainer.sender.wire)
+        meeting = self.trainer.open_sync_group(2)
         await asyncio.gather(
-            asyncio.to_thread(self.trainer.join_sync_group, *address, 0, 2),
-            self.generator.join_sync_group(wire, *address, 1, 2),
+            asyncio.to_thread(self.trainer.join_sync_group, meeting, 0, 2),
+            self.generator.join_sync_group(*meeting, 1, 2),
         )
 
-    async def generate(self, prompt_ids, n, seed, name="", drafts=()) -> list:
+    async def generate(self, prompt_ids, n, seed, name="", drafts=(), max_tokens=None) -> list:
         """n answers of the engine to one prompt."""
-        request = Request(name or uuid.uuid4().hex, prompt_ids, n, seed, list(drafts))
+        name = name or uuid.uuid4().hex
+        limit = max_tokens or self.cfg.sampling.max_response_tokens
+        request = Request(name, prompt_ids, n, seed, list(drafts), limit)
         return await self.generator.generate(request)
 
     async def sync(self, version: int, verify: bool = False) -> dict:
@@ -68,9 +73,9 @@ class Pair:
         send = asyncio.to_thread(self.trainer.send_weights, verify)
         update = self.generator.update_weights(version, verify)
         self.sent, received = await asyncio.gather(send, update)
-        self.received = received.checksums
+        phases, self.received = received
         self.version = version
-        return received.phases
+        return phases
 
     async def next(self, verify: bool = False) -> int:
         """Moves every weight a little, as an optimizer step would, and gives it to the engine."""
@@ -81,7 +86,6 @@ class Pair:
         return self.version
 
     def stop(self) -> None:
-        """Ends the engine's process and the trainer's group."""
         self.generator.engine.shutdown()
         dist.destroy_process_group()
 
@@ -100,6 +104,16 @@ def pair(tiny_model, tmp_path_factory):
         pair.run(pair.start())
         yield pair
         pair.stop()
+
+
+def in_its_loop(test):
+    """A test that is a coroutine, in the event loop in which the engine of its pair lives."""
+
+    @functools.wraps(test)
+    def run(pair, **fixtures) -> None:
+        pair.run(test(pair, **fixtures))
+
+    return run
 
 
 def prompt(i: int) -> list[int]:
@@ -153,38 +167,115 @@ def trainer_logprobs(pair, turns) -> list[torch.Tensor]:
     return logp_T[batch.mask_T]
 
 
-def test_logprobs_agree_before_and_after_updates(pair):
+def plain_synchronous_grpo(pair, rows) -> list[float]:
+    """Textbook GRPO: sample, score, compare, one gradient step; no buffer, packing or Ray."""
+    from reasoning_gym import get_score_answer_fn
+
+    cfg = pair.cfg
+    tokenizer = load_tokenizer(cfg.model)
+    score = get_score_answer_fn("spell_backward")
+
+    async def one_step(step):
+        samples = []
+        rewards = []
+        advantages = []
+        for p in range(cfg.prompts_per_step):
+            slot = step * cfg.prompts_per_step + p
+            seed = zlib.crc32(f"{cfg.seed} {slot}".encode())
+            row = rows[slot % len(rows)]
+            messages = row["responses_create_params"]["input"]
+            prompt = render_messages(tokenizer, messages, None, cfg.sampling.chat_template_kwargs)
+            turns = await pair.generate(prompt, cfg.group_size, seed, max_tokens=16)
+            texts = [tokenizer.decode(t.token_ids, skip_special_tokens=True) for t in turns]
+            r = torch.tensor([score(text.strip(), row) if text.strip() else 0.0 for text in texts])
+            for i in range(len(r)):
+                others = torch.cat([r[:i], r[i + 1 :]]).double()
+                spread = others.std()
+                raw = r[i] - others.mean()
+                advantages.append(float(raw / (spread + 1e-6) if spread > 1e-6 else raw))
+            rewards += r.tolist()
+            samples += [stitch([turn])[0] for turn in turns]
+        step_on(samples, advantages)
+        await pair.sync(step + 1)
+        return sum(rewards) / len(rewards)
+
+    def step_on(samples, advantages):
+        policy = pair.trainer.policy
+        total = sum(int(sample.mask_T.sum()) for sample in samples)
+        for sample, advantage in zip(samples, advantages, strict=True):
+            batch = PlainBatch(sample)
+
+            def loss(logp_T, batch, sample=sample, advantage=advantage):
+                gap_T = logp_T.detach() - torch.tensor(sample.engine_logp_T)
+                weight_T = gap_T.exp().clamp(max=5)
+                return -(weight_T * advantage * logp_T)[batch.mask_T].sum() / total, {}
+
+            policy.forward_backward([batch], loss)
+        policy.optimizer_step(1.0)
+
+    async def loop():
+        return [await one_step(step) for step in range(cfg.steps)]
+
+    return pair.run(loop())
+
+
+class PlainBatch:
+    def __init__(self, sample):
+        self.tokens_T = torch.tensor(sample.tokens_T, dtype=torch.int64)
+        self.positions_T = torch.arange(len(self.tokens_T))
+        self.mask_T = torch.tensor(sample.mask_T)
+
+    def to(self, device):
+        return self
+
+
+@pytest.fixture(scope="module")
+def synchronous(tiny_model, tmp_path_factory) -> Program:
+    """The whole program at max_lag = 0, which has ended; before `pair` changes the variables."""
+    cfg = changed(make_config(tiny_model, tmp_path_factory.mktemp("synchronous")), max_lag=0)
+    return Program(cfg).succeeds(240)
+
+
+def test_lag_zero_is_synchronous_grpo_step_for_step(synchronous, pair):
+    """The asynchronous program at max_lag = 0 and a plain loop make the same model.
+
+    The first test: both start with the model on disk.
+    """
+    rewards = plain_synchronous_grpo(pair, spelling_rows(64))
+    expected = snapshot(pair)
+    steps = synchronous.steps()
+    assert [m["reward"] for m in steps] == pytest.approx(rewards, abs=1e-6)
+    assert all(m["lag_max"] == 0 for m in steps)
+    trained = load_file(synchronous.folder / "step_000003" / "hf" / "model.safetensors")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(trained[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+@in_its_loop
+async def test_logprobs_agree_before_and_after_updates(pair):
     """What the engine reports is what the trainer computes, at every version, within 1e-5."""
-
-    async def scenario():
-        for _ in range(3):
-            version = pair.version
-            groups = [pair.generate(prompt(i), 3, seed=i) for i in range(4)]
-            turns = [turn for group in await asyncio.gather(*groups) for turn in group]
-            engine = torch.tensor([logp for turn in turns for logp in turn.logps])
-            gap = (trainer_logprobs(pair, turns) - engine).abs()
-            assert gap.max() < TOLERANCE, f"version {version}: off by {gap.max():.1e}"
-            assert {v for turn in turns for v in turn.versions} == {version}
-            await pair.next()
-
-    pair.run(scenario())
+    for _ in range(3):
+        version = pair.version
+        groups = [pair.generate(prompt(i), 3, seed=i) for i in range(4)]
+        turns = [turn for group in await asyncio.gather(*groups) for turn in group]
+        engine = torch.tensor([logp for turn in turns for logp in turn.logps])
+        gap = (trainer_logprobs(pair, turns) - engine).abs()
+        assert gap.max() < TOLERANCE, f"version {version}: off by {gap.max():.1e}"
+        assert {v for turn in turns for v in turn.versions} == {version}
+        await pair.next()
 
 
 @torch.no_grad()
-def test_every_token_replays_under_the_version_it_claims(pair):
+@in_its_loop
+async def test_every_token_replays_under_the_version_it_claims(pair):
     """Updates in flight: requests go on, keep their KV, and label each token exactly."""
-    updates = 4
-
-    async def scenario():
-        weights = {pair.version: snapshot(pair)}
-        groups = [asyncio.ensure_future(pair.generate(prompt(i), 2, i)) for i in range(8)]
-        for _ in range(updates):
-            await asyncio.sleep(0.03)
-            version = await pair.next()
-            weights[version] = snapshot(pair)
-        return weights, [turn for group in await asyncio.gather(*groups) for turn in group]
-
-    weights, turns = pair.run(scenario())
+    weights = {pair.version: snapshot(pair)}
+    groups = [asyncio.ensure_future(pair.generate(prompt(i), 2, i)) for i in range(8)]
+    for _ in range(4):
+        await asyncio.sleep(0.03)
+        version = await pair.next()
+        weights[version] = snapshot(pair)
+    turns = [turn for group in await asyncio.gather(*groups) for turn in group]
     assert len(turns) == 16 and all(turn.token_ids for turn in turns)
     assert any(len(set(turn.versions)) > 2 for turn in turns), "no answer lived through an update"
     model = plain_model(pair.cfg)
@@ -194,38 +285,30 @@ def test_every_token_replays_under_the_version_it_claims(pair):
         assert gap < 2 * TOLERANCE, f"off by {gap:.1e}, versions {Counter(turn.versions)}"
 
 
-def test_no_prefix_is_shared_between_versions(pair):
+@in_its_loop
+async def test_no_prefix_is_shared_between_versions(pair):
     """A prompt that starts after an update must not find the blocks of an older policy."""
-
-    async def scenario():
-        long_prompt = [5 + j % 90 for j in range(400)]
-        (before,) = await pair.generate(long_prompt, 1, seed=1)
-        await pair.next()
-        (after,) = await pair.generate(long_prompt, 1, seed=1)
-        return before, after
-
-    before, after = pair.run(scenario())
+    long_prompt = [5 + j % 90 for j in range(400)]
+    (before,) = await pair.generate(long_prompt, 1, seed=1)
+    await pair.next()
+    (after,) = await pair.generate(long_prompt, 1, seed=1)
     gap = (trainer_logprobs(pair, [after]) - torch.tensor(after.logps)).abs().max()
     assert gap < TOLERANCE and after.versions[0] == before.versions[0] + 1 == pair.version
 
 
-def test_a_conversation_finds_its_prefix_in_the_cache_until_an_update(pair):
+@in_its_loop
+async def test_a_conversation_finds_its_prefix_in_the_cache_until_an_update(pair):
     """Three answers in one sequence; the trainer agrees with what the engine says of all tokens."""
     engine = SimpleNamespace(generate=SimpleNamespace(remote=pair.generator.generate))
     sampling = dataclasses.replace(pair.cfg.sampling, max_response_tokens=20)
     sampler = Sampler(engine, load_tokenizer(pair.cfg.model), sampling, 7, [], validation=False)
-
-    async def scenario():
-        messages, turns = [], []
-        for words in ("a word " * 25, "again", "and again"):
-            messages.append({"role": "user", "content": words})
-            turns.append(await sampler.chat(messages))
-            messages.append(turns[-1].message)
-            if len(turns) == 2:
-                await pair.next()
-        return turns
-
-    turns = pair.run(scenario())
+    messages, turns = [], []
+    for words in ("a word " * 25, "again", "and again"):
+        messages.append({"role": "user", "content": words})
+        turns.append(await sampler.chat(messages))
+        messages.append(turns[-1].message)
+        if len(turns) == 2:
+            await pair.next()
     known = [len(turn.prompt_ids) + len(turn.token_ids) for turn in turns]
     assert turns[0].cached == 0 and 0 < known[0] - turns[1].cached <= 128, "whole blocks are kept"
     assert turns[2].cached == 0, "those of an older policy are not found"
@@ -237,40 +320,33 @@ def test_a_conversation_finds_its_prefix_in_the_cache_until_an_update(pair):
     assert gap < TOLERANCE
 
 
-def test_same_seed_same_answers(pair):
+@in_its_loop
+async def test_same_seed_same_answers(pair):
     """Sampling is a function of weights, prompt and seed; samples of a group differ."""
-
-    async def scenario():
-        first = await pair.generate(prompt(0), 3, seed=7)
-        second = await pair.generate(prompt(0), 3, seed=7)
-        return first, second
-
-    first, second = pair.run(scenario())
+    first = await pair.generate(prompt(0), 3, seed=7)
+    second = await pair.generate(prompt(0), 3, seed=7)
     assert [t.token_ids for t in first] == [t.token_ids for t in second]
     assert len({tuple(t.token_ids) for t in first}) == 3
 
 
 @torch.no_grad()
-def test_an_answer_goes_on_from_its_draft(pair):
+@in_its_loop
+async def test_an_answer_goes_on_from_its_draft(pair):
     """What a lost engine had written is kept, with its versions; the rest is sampled after it."""
-
-    async def scenario():
-        first = asyncio.ensure_future(pair.generate(prompt(3), 4, 5, "call"))
-        drafts = []
-        while not drafts or min(len(draft.token_ids) for draft in drafts) < 8:
-            await asyncio.sleep(0.01)
-            drafts = pair.generator.drafts("call", [])
-            assert not first.done()
-        more = pair.generator.drafts("call", [8, None, 0, 10**6])
-        assert more[1] is None and not more[3].token_ids
-        assert more[0] == drafts[0].after(8) and more[2].token_ids[:8] == drafts[2].token_ids[:8]
-        first.cancel()
-        weights = [snapshot(pair)]
-        await pair.next()
-        weights.append(snapshot(pair))
-        return weights, drafts, await pair.generate(prompt(3), 4, 5, "again", drafts)
-
-    weights, drafts, turns = pair.run(scenario())
+    first = asyncio.ensure_future(pair.generate(prompt(3), 4, 5, "call"))
+    drafts = []
+    while not drafts or min(len(draft.token_ids) for draft in drafts) < 8:
+        await asyncio.sleep(0.01)
+        drafts = pair.generator.drafts("call", [])
+        assert not first.done()
+    more = pair.generator.drafts("call", [8, None, 0, 10**6])
+    assert more[1] is None and not more[3].token_ids
+    assert more[0] == drafts[0].after(8) and more[2].token_ids[:8] == drafts[2].token_ids[:8]
+    first.cancel()
+    weights = [snapshot(pair)]
+    await pair.next()
+    weights.append(snapshot(pair))
+    turns = await pair.generate(prompt(3), 4, 5, "again", drafts)
     model = plain_model(pair.cfg)
     for draft, turn in zip(drafts, turns, strict=True):
         n = len(draft.token_ids)
@@ -289,37 +365,33 @@ def test_an_answer_goes_on_from_its_draft(pair):
     assert len({tuple(turn.token_ids) for turn in turns}) == 4
 
 
-def test_a_checked_update_compares_all_bytes_and_names_a_tensor_that_is_missing(pair, monkeypatch):
+@in_its_loop
+async def test_a_checked_update_compares_all_bytes_and_names_a_missing_tensor(pair, monkeypatch):
     """Checksums of what was sent and what came agree; a forgotten tensor is found and named.
 
     The last test: no update repairs an engine after one that failed.
     """
-
-    async def scenario():
-        await pair.next(verify=True)
-        assert pair.received == [pair.sent] != [0]
-        metas = pair.trainer.sender.metas
-        asked = [
-            Request(f"probe {i}", ids, 1, i, [], 32, {"ignore_eos": True})
-            for i, ids in enumerate(prompts(101))
-        ]
-        answers = await asyncio.gather(*map(pair.generator.generate, asked))
-        turns = [turn for (turn,) in answers]
-        gaps = pair.trainer.probe_gaps([turns, turns[:1]])
-        assert len(gaps) == 2 and max(gaps) < TOLERANCE
-        assert {len(turn.token_ids) for turn in turns} == {32}
-
-        gone = "model.layers.1.mlp.down_proj.weight"
-        everything = pair.trainer.policy.named_weights
-        fewer = ((name, weight) for name, weight in everything() if name != gone)
-        monkeypatch.setattr(pair.trainer.policy, "named_weights", lambda: fewer)
-        fewer_metas = [meta for meta in metas if meta.name != gone]
-        pair.trainer.sender.wire = pair.trainer.sender.wire._replace(metas=fewer_metas)
-        await pair.connect()
-        with pytest.raises(Exception, match=f"does not write {gone}"):
-            await pair.sync(pair.version + 1, verify=True)
-
-    pair.run(scenario())
+    await pair.next(verify=True)
+    assert pair.received == [pair.sent] != [0]
+    metas = pair.trainer.sender.metas
+    asked = [
+        Request(f"probe {i}", ids, 1, i, [], 32, {"ignore_eos": True})
+        for i, ids in enumerate(prompts(101))
+    ]
+    answers = await asyncio.gather(*map(pair.generator.generate, asked))
+    turns = [turn for (turn,) in answers]
+    gaps = pair.trainer.probe_gaps([turns, turns[:1]])
+    assert len(gaps) == 2 and max(gaps) < TOLERANCE
+    assert {len(turn.token_ids) for turn in turns} == {32}
+    gone = "model.layers.1.mlp.down_proj.weight"
+    everything = pair.trainer.policy.named_weights
+    fewer = ((name, weight) for name, weight in everything() if name != gone)
+    monkeypatch.setattr(pair.trainer.policy, "named_weights", lambda: fewer)
+    fewer_metas = [meta for meta in metas if meta.name != gone]
+    pair.trainer.sender.wire = pair.trainer.sender.wire._replace(metas=fewer_metas)
+    await pair.connect()
+    with pytest.raises(Exception, match=f"does not write {gone}"):
+        await pair.sync(pair.version + 1, verify=True)
 
 
 def test_who_hears_that_an_engine_is_dead_need_not_import_vllm(pair):

@@ -10,14 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 import grpo_async
-from envs.judge.judge import Report
+from core.lines import WriteError
+from envs.rollout.services import Report
 from grpo_async import Config, Group, Progress, Run
 from runtime import dispatch, modes
 from runtime.archive import write_groups
-from runtime.dispatch import Rollouts
-from runtime.log import Log, WriteError
+from runtime.fleet import Engine, State
+from runtime.log import Log
 from support.actors import Actor, Answer
 from support.configs import changed
+from support.loop import in_loop
 
 ROW = {"_line": 1, "agent_ref": {"name": "any"}}
 INFO = SimpleNamespace(reward=1.0, score=1.0, continues=False, env="any")
@@ -101,7 +103,7 @@ def test_an_evaluation_that_fails_costs_no_checkpoint(history):
     async def breaks(*_):
         if run.buffer.version:
             raise ValueError("the judge is down")
-        return Rollouts([INFO], None)
+        return Group(0, 0, 1, [INFO], None)
 
     run.dispatcher.roll_out = breaks
     with pytest.raises(ExceptionGroup) as error:
@@ -127,189 +129,169 @@ def test_a_run_from_another_folder_saves_before_all_else(history, tmp_path):
     assert history.of("save", "written", "evaluate") == expected
 
 
-def test_each_version_is_evaluated_once_and_none_by_a_run_that_leaves():
-    async def main():
-        run = make_run()
-        evaluated = []
-        run.log.evaluation = lambda version, *_: evaluated.append(version)
-        run.dispatcher.roll_out = lambda *_: asyncio.sleep(0, Rollouts([INFO], None))
-        await run.evaluate()
-        await run.evaluate()
-        run.buffer.version = 3
-        run.leaving = "SIGTERM"
-        await run.evaluate()
-        run.leaving = ""
-        await run.evaluate()
-        assert evaluated == [0, 3]
-
-    asyncio.run(main())
+@in_loop
+async def test_each_version_is_evaluated_once_and_none_by_a_run_that_leaves():
+    run = make_run()
+    evaluated = []
+    run.log.evaluation = lambda version, *_: evaluated.append(version)
+    run.dispatcher.roll_out = lambda *_: asyncio.sleep(0, Group(0, 0, 1, [INFO], None))
+    await run.evaluate()
+    await run.evaluate()
+    run.buffer.version = 3
+    run.leaving = "SIGTERM"
+    await run.evaluate()
+    run.leaving = ""
+    await run.evaluate()
+    assert evaluated == [0, 3]
 
 
-def test_an_evaluation_leaves_out_rows_that_fail_and_names_them():
-    async def main():
-        run = make_run(val_rows=3, data={"val": "val.jsonl", "val_samples": 2}, val_period=1)
-        run.buffer.version = 4
-        logged = []
-        dropped = []
-        run.log.evaluation = lambda *line: logged.append(line)
-        run.log.drop = lambda *line: dropped.append(line)
+@in_loop
+async def test_an_evaluation_leaves_out_rows_that_fail_and_names_them():
+    run = make_run(val_rows=3, data={"val": "val.jsonl", "val_samples": 2}, val_period=1)
+    run.buffer.version = 4
+    logged = []
+    dropped = []
+    run.log.evaluation = lambda *line: logged.append(line)
+    run.log.drop = lambda *line: dropped.append(line)
 
-        async def roll_out(row, slot, n):
-            assert n == 2 and slot == (row["_line"], 4)
-            if slot.number == 1:
-                raise ValueError("the judge is down")
-            return Rollouts([INFO] * n, None)
+    async def roll_out(row, slot, n, version):
+        assert n == 2 and slot == (row["_line"], 4)
+        if slot.number == 1:
+            raise ValueError("the judge is down")
+        return Group(slot.number, version, row["_line"], [INFO] * n, None)
 
-        run.dispatcher.roll_out = roll_out
-        await run.evaluate()
-        assert logged == [(4, [[INFO] * 2] * 2, 1)]
-        ((slot, prompt, row, error),) = dropped
-        assert (slot, prompt, row, str(error)) == ((1, 4), 1, "val.jsonl:1", "the judge is down")
-
-    asyncio.run(main())
+    run.dispatcher.roll_out = roll_out
+    await run.evaluate()
+    assert logged == [(4, [[INFO] * 2] * 2, 1)]
+    ((slot, prompt, row, error),) = dropped
+    assert (slot, prompt, row, str(error)) == ((1, 4), 1, "val.jsonl:1", "the judge is down")
 
 
-def test_an_evaluation_is_given_up_when_the_run_is_to_leave(monkeypatch):
-    async def main():
-        run = make_run(val_rows=3)
-        cancelled = []
-        complaints = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
-        monkeypatch.setattr(dispatch.ray, "cancel", cancelled.append)
-        fleet = run.engines.fleet
-        fleet.admit("engine")
-        well = Report({}, Counter())
-        worker = Actor(rollout_group=lambda *_: (Answer(...), None, b""), call=well)
-        run.cluster.start_worker = lambda: worker
-        evaluation = asyncio.create_task(run.evaluate())
-        await asyncio.sleep(0.01)
-        assert fleet.alive["engine"].groups == 3
-        run.leave("SIGTERM")
-        await asyncio.wait_for(evaluation, 5)
-        assert len(cancelled) == 3, "nothing may go on for nobody"
-        assert fleet.alive["engine"].groups == 0
-        del evaluation
-        gc.collect()
-        assert not complaints
-
-    asyncio.run(main())
+@in_loop
+async def test_an_evaluation_is_given_up_when_the_run_is_to_leave(monkeypatch):
+    run = make_run(val_rows=3)
+    cancelled = []
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
+    monkeypatch.setattr(dispatch, "cancel", cancelled.append)
+    fleet = run.engines.fleet
+    fleet.engines["engine"] = engine = Engine("engine", 0, "", None, State.FRESH)
+    fleet.all_synced()
+    well = Report({}, Counter())
+    worker = Actor(rollout_group=lambda *_: (Answer(...), None, b""), call=well)
+    run.cluster.start_worker = lambda: worker
+    evaluation = asyncio.create_task(run.evaluate())
+    await asyncio.sleep(0.01)
+    assert engine.groups == 3
+    run.leave("SIGTERM")
+    await asyncio.wait_for(evaluation, 5)
+    assert len(cancelled) == 3, "nothing may go on for nobody"
+    assert engine.groups == 0
+    del evaluation
+    gc.collect()
+    assert not complaints
 
 
 # --- prompts that fail ----------------------------------------------------------------------------
 
 
-def test_a_prompt_that_fails_gives_way_to_the_next():
-    async def main():
-        run = make_run(max_dropped_in_a_row=2, prompts_per_step=1)
-        run.rows = [ROW | {"_line": line} for line in (1, 2, 3, 4)]
-        dropped = []
-        run.log.drop = lambda *line: dropped.append(line[:3])
-        run.log.show_ready = lambda count: None
+@in_loop
+async def test_a_prompt_that_fails_gives_way_to_the_next():
+    run = make_run(prompts_per_step=1)
+    run.MAX_DROPPED = 2
+    run.rows = [ROW | {"_line": line} for line in (1, 2, 3, 4)]
+    dropped = []
+    run.log.drop = lambda *line: dropped.append(line[:3])
+    run.log.show_ready = lambda count: None
 
-        async def roll_out(row, slot, n):
-            if row["_line"] in (1, 2):
-                raise ValueError("unanswerable")
-            return Rollouts([INFO], "samples")
+    async def roll_out(row, slot, n, version):
+        if row["_line"] in (1, 2):
+            raise ValueError("unanswerable")
+        return Group(slot.number, version, row["_line"], [INFO], "samples")
 
-        run.dispatcher.roll_out = roll_out
-        run.progress.next_slot = 1
-        run.buffer.start(0)
-        run.assign(0)
+    run.dispatcher.roll_out = roll_out
+    run.progress.next_slot = 1
+    run.buffer.start(0)
+    run.assign(0)
+    await run.fill(0)
+    assert run.buffer.ready[0].line == 3 and run.buffer.ready[0].samples == "samples"
+    assert dropped == [((0, None), i, f"data/tiny/train.jsonl:{i + 1}") for i in (0, 1)]
+    assert run.buffer.dropped == {"ValueError": 2} and run.dropped_in_a_row == 0
+    assert run.progress == Progress(1, 3, {})
+
+
+@pytest.mark.parametrize(
+    ("error", "dropped", "in_flight"),
+    [
+        (ValueError("the judge is down"), {"ValueError": 3}, {0: 2}),
+        (WriteError("rollouts.jsonl: full"), {"WriteError": 1}, {0: 0}),  # it is tried again
+    ],
+)
+@in_loop
+async def test_what_fails_on_and_on_ends_the_run(error, dropped, in_flight):
+    run = make_run()
+    run.MAX_DROPPED = 2
+    run.log = Log()
+    run.log.line = lambda *_: None
+
+    async def fails(*_):
+        raise error
+
+    run.dispatcher.roll_out = fails
+    run.buffer.start(0)
+    run.assign(0)
+    with pytest.raises(type(error), match=str(error)):
         await run.fill(0)
-        assert run.buffer.ready[0].line == 3 and run.buffer.ready[0].samples == "samples"
-        assert dropped == [((0, None), i, f"data/tiny/train.jsonl:{i + 1}") for i in (0, 1)]
-        assert run.buffer.dropped == {"ValueError": 2} and run.dropped_in_a_row == 0
-        assert run.progress == Progress(1, 3, {})
-
-    asyncio.run(main())
-
-
-def test_too_many_prompts_that_fail_end_the_run():
-    async def main():
-        run = make_run(max_dropped_in_a_row=2)
-
-        async def fails(*_):
-            raise ValueError("the judge is down")
-
-        run.dispatcher.roll_out = fails
-        run.buffer.start(0)
-        run.assign(0)
-        with pytest.raises(ValueError, match="the judge is down"):
-            await run.fill(0)
-        assert run.buffer.dropped == {"ValueError": 3}
-
-    asyncio.run(main())
-
-
-def test_a_full_disk_ends_the_run_and_drops_no_prompt():
-    async def main():
-        run = make_run(max_dropped_in_a_row=2)
-        run.log = Log()
-
-        async def fails(*_):
-            raise WriteError("rollouts.jsonl: full")
-
-        run.dispatcher.roll_out = fails
-        run.buffer.start(0)
-        run.assign(0)
-        with pytest.raises(WriteError, match="rollouts.jsonl: full"):
-            await run.fill(0)
-        assert run.progress.in_flight == {0: 0}
-
-    asyncio.run(main())
+    assert run.buffer.dropped == dropped and run.progress.in_flight == in_flight
 
 
 # --- modes ----------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_that_is_cut_short_does_not_end_well():
-    async def main():
-        run = make_run(eval_only=True, data={"val": "v"}, val_period=1)
-        run.dispatcher.roll_out = lambda *_: asyncio.sleep(60)
-        asyncio.get_running_loop().call_later(0.01, run.leave, "SIGTERM")
-        with pytest.raises(RuntimeError, match="before the evaluation was done .SIGTERM."):
-            await modes.loops(run).train()
-        assert run.evaluated == -1
-
-    asyncio.run(main())
+@in_loop
+async def test_an_evaluation_that_is_cut_short_does_not_end_well():
+    run = make_run(eval_only=True, data={"val": "v"}, val_period=1)
+    run.dispatcher.roll_out = lambda *_: asyncio.sleep(60)
+    asyncio.get_running_loop().call_later(0.01, run.leave, "SIGTERM")
+    with pytest.raises(RuntimeError, match="before the evaluation was done .SIGTERM."):
+        await modes.loops(run).train()
+    assert run.evaluated == -1
 
 
-def test_a_replay_goes_on_with_the_files_that_were_not_trained(tmp_path):
+@in_loop
+async def test_a_replay_goes_on_with_the_files_that_were_not_trained(tmp_path):
     """Step 1 is trained and step 2 in the checkpoint: 3 and 4 are read, each at its place."""
+    for step in range(1, 5):
+        write_groups(str(tmp_path / f"samples/step_{step:06d}.npz"), [(0, 0, step)], [], [])
+    fields = {"replay": str(tmp_path), "resume": "auto", "run_dir": "x"}
+    run = make_run(prompts_per_step=1, **fields)
+    loops = modes.loops(run)
+    read = []
 
-    async def main():
-        for step in range(1, 5):
-            write_groups(str(tmp_path / f"samples/step_{step:06d}.npz"), [(0, 0, step)], [], [])
-        fields = {"replay": str(tmp_path), "resume": "auto", "run_dir": "x"}
-        run = make_run(prompts_per_step=1, **fields)
-        loops = modes.loops(run)
-        read = []
+    def task(_, path, returns):
+        read.append(path[-10:-4])
+        return [Answer([(0, 0, int(path[-5]), [])]), "samples"]
 
-        def task(_, path, returns):
-            read.append(path[-10:-4])
-            return [Answer([(0, 0, int(path[-5]), [])]), "samples"]
+    run.cluster.task = task
+    state = {"version": 1, "dropped": {}, "evaluated": -1}
+    state["progress"] = {"next_slot": 2, "next_prompt": 2, "in_flight": {}}
+    run.restore(state, [Group(1, 0, 2, [], None)])
+    reading = asyncio.create_task(loops.generate())
+    lines = []
+    for step in (1, 2, 3):
+        await run.buffer.until(lambda step=step: run.buffer.is_complete(step))
+        lines += [group.line for group in run.buffer.take(step)]
+        run.buffer.wake()
+    await reading
+    assert read == ["000003", "000004"] and lines == [2, 3, 4]
+    assert run.progress == Progress(4, 4, {})
 
-        run.cluster.task = task
-        run.restore(
-            {
-                "version": 1,
-                "dropped": {},
-                "evaluated": -1,
-                "progress": {"next_slot": 2, "next_prompt": 2, "in_flight": {}},
-            },
-            [Group(1, 0, 2, [], None)],
-        )
-        reading = asyncio.create_task(loops.generate())
-        lines = []
-        for step in (1, 2, 3):
-            await run.buffer.until(lambda step=step: run.buffer.is_complete(step))
-            lines += [group.line for group in run.buffer.take(step)]
-            run.buffer.wake()
-        await reading
-        assert read == ["000003", "000004"] and lines == [2, 3, 4]
-        assert run.progress == Progress(4, 4, {})
 
-    asyncio.run(main())
+def test_a_file_that_is_being_written_is_not_replayed(tmp_path):
+    write_groups(str(tmp_path / "samples/step_000001.npz"), [(0, 0, 1)], [], [])
+    (tmp_path / "samples/step_000002.npz.partial.npz").write_bytes(b"half")
+    run = make_run(replay=str(tmp_path), prompts_per_step=1)
+    assert [path.name for path in modes.replayed_files(run)] == ["step_000001.npz"]
 
 
 COMMANDS = {
@@ -334,8 +316,7 @@ def test_a_fork_that_renames_the_training_loop_never_trains_by_mistake(name, mon
         with pytest.raises(AttributeError, match="no attribute 'train_forever'"):
             modes.loops(run)
         return
-    chosen = modes.loops(run)
-    assert chosen.train.func in (modes.evaluate, modes.collect, modes.export)
+    assert modes.loops(run).train.func in (modes.evaluate, modes.collect, modes.export)
 
 
 # --- what a checkpoint holds ----------------------------------------------------------------------
@@ -360,8 +341,6 @@ def test_the_state_of_a_run_comes_back():
 
 @grpo_async.checked_dataclass
 class ForkedProgress(Progress):
-    """With fields that a fork has added."""
-
     difficulty: float = 0.5
     solved: dict[int, int] = dataclasses.field(default_factory=dict)
 
@@ -381,26 +360,23 @@ def test_a_field_that_a_fork_adds_to_progress_is_saved_and_restored(monkeypatch)
     assert other.progress.difficulty == 0.5
 
 
-def test_a_checkpoint_holds_a_group_that_finished_while_it_waited_for_a_repair():
+@in_loop
+async def test_a_checkpoint_holds_a_group_that_finished_while_it_waited_for_a_repair():
     """Its slot must be in flight or ready: a slot in neither would never be generated again."""
+    run = Run(changed(Config(), prompts_per_step=1, steps=4), [ROW], [])
+    saved = {}
 
-    async def main():
-        run = Run(changed(Config(), prompts_per_step=1, steps=4), [ROW], [])
-        saved = {}
+    async def save(state, groups, tasks):
+        saved.update(state, ready=[group.slot for group in groups])
 
-        async def save(state, groups, tasks):
-            saved.update(state, ready=[group.slot for group in groups])
-
-        run.checkpoints = SimpleNamespace(save=save, written=lambda: asyncio.sleep(0))
-        run.tasks = None
-        run.buffer.start(0)
-        run.progress.in_flight[0] = 0
-        async with run.training:  # a repair
-            saving = asyncio.create_task(run.save())
-            await asyncio.sleep(0.01)
-            del run.progress.in_flight[0]
-            run.buffer.put(Group(0, 0, 1, [], None))
-        await saving
-        assert set(saved["progress"]["in_flight"]) | set(saved["ready"]) == {0}
-
-    asyncio.run(main())
+    run.checkpoints = SimpleNamespace(save=save, written=lambda: asyncio.sleep(0))
+    run.tasks = None
+    run.buffer.start(0)
+    run.progress.in_flight[0] = 0
+    async with run.training:  # a repair
+        saving = asyncio.create_task(run.save())
+        await asyncio.sleep(0.01)
+        del run.progress.in_flight[0]
+        run.buffer.put(Group(0, 0, 1, [], None))
+    await saving
+    assert set(saved["progress"]["in_flight"]) | set(saved["ready"]) == {0}

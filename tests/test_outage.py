@@ -10,14 +10,14 @@ pytestmark = pytest.mark.e2e
 
 
 def test_an_outage_of_the_judge_costs_time_alone(tiny_config, tmp_path, monkeypatch):
-    """It lasts longer than a call may wait, and one attempt that counts would end the run.
+    """It lasts longer than a call may wait, and no prompt is dropped.
 
     The judge's address comes by JUDGES_FILE, once the run has started.
     """
     file = tmp_path / "judges"
     monkeypatch.setenv("JUDGES_FILE", str(file))
-    fields = {"steps": 4, "prompts_per_step": 8, "save_period": 0, "rollout_attempts": 1}
-    fields |= {"max_dropped_in_a_row": 0, "timeouts": {"rollout": 8.0}}
+    fields = {"steps": 4, "prompts_per_step": 8, "save_period": 0}
+    fields |= {"timeouts": {"rollout": 8.0}}
     data = write_rows(tmp_path / "rows.jsonl", rows(64))
     cfg = tiny_config(data={"train": data}, max_response_tokens=8, **fields)
     with Judge(reply, seconds=0.2) as judge:

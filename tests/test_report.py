@@ -1,5 +1,6 @@
 """The page of a run, opened in a browser: its curves, tables, rollouts and tokens."""
 
+import functools
 import html
 import itertools
 import json
@@ -14,10 +15,10 @@ import pytest
 from conftest import save_tokenizer
 
 import report
-from settings.reader import InputError
+from settings.errors import InputError
 
 CHROMIUM = shutil.which("chromium")
-browser = pytest.mark.skipif(not CHROMIUM, reason="chromium is absent: the page was not opened")
+ABSENT = pytest.mark.skipif(not CHROMIUM, reason="chromium is absent: the page was not opened")
 ATTACK = "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title=1\">"
 ENVS = ["math", "code"]
 STEPS = 30
@@ -51,45 +52,33 @@ def metric_lines() -> list[dict]:
 
 
 def rollout(step: int | None, slot: int, i: int, evaluation: int | None = None) -> dict:
-    return {
-        "step": step,
-        "slot": slot,
-        "evaluation": evaluation,
-        "row": 3,
-        "env": ENVS[i % 2],
-        "prompt": f"question {i}",
-        "response": [f"answer {i}", "second turn"],
-        "reward": i / 3,
-        "advantage": i - 1.5,
-        "versions": [[0, 5], [1, 2]],
-        "finish_reason": "stop",
-        "info": {"answer": i},
-    }
+    line = {"step": step, "slot": slot, "evaluation": evaluation, "row": 3, "env": ENVS[i % 2]}
+    line |= {"prompt": f"question {i}", "response": [f"answer {i}", "second turn"]}
+    line |= {"reward": i / 3, "advantage": i - 1.5, "versions": [[0, 5], [1, 2]]}
+    return line | {"finish_reason": "stop", "info": {"answer": i}}
 
 
 def save_samples(path: Path) -> None:
     """Two groups of two samples: "hi" was given, and "yes\\n" sampled by versions 8, 8, 9, 9."""
     path.parent.mkdir()
-    ids = [77, 78, 94, 74, 88, 100]
-    given = [0.0, 0.0]
-    np.savez(
-        path,
-        slot=np.array([18, 19]),
-        version=np.array([8, 8]),
-        line=np.array([4, 3]),
-        group=np.array([0, 0, 1, 1], np.int32),
-        length=np.full(4, 6, np.int32),
-        reward=np.array([1, 0, 1, 1 / 3], np.float32),
-        advantage=np.array([1, -1, 0, 0], np.float32),
-        truncated=np.array([False, True, False, False]),
-        env=np.array(["math", "math", "code", "code"]),
-        tokens_T=np.array(ids * 4, np.int32),
-        mask_T=np.array(([False] * 2 + [True] * 4) * 4),
-        engine_logp_T=np.array((given + [-0.1, -0.5, -1.0, -2.0]) * 4, np.float32),
-        version_T=np.array([-1, -1, 8, 8, 9, 9] * 4, np.int32),
-        flaw_T=np.array(([0] * 6) * 3 + [0, 0, 1, 1, 2, 2], np.int8),
-        logp_T=np.array((given + [-0.1, -0.4, -1.0, np.nan]) * 4, np.float32),
-    )
+    of_groups = {"slot": [18, 19], "version": [8, 8], "line": [4, 3]}
+    floats = {"reward": [1, 0, 1, 1 / 3], "advantage": [1, -1, 0, 0]}
+    floats |= {"engine_logp_T": [0.0, 0.0, -0.1, -0.5, -1.0, -2.0] * 4}
+    floats |= {"logp_T": [0.0, 0.0, -0.1, -0.4, -1.0, np.nan] * 4}
+    integers = {"group": [0, 0, 1, 1], "length": [6] * 4, "version_T": [-1, -1, 8, 8, 9, 9] * 4}
+    integers |= {"tokens_T": [77, 78, 94, 74, 88, 100] * 4}
+    flags = {"truncated": [False, True, False, False], "mask_T": ([False] * 2 + [True] * 4) * 4}
+    arrays = {"env": np.array(ENVS).repeat(2)}
+    arrays |= {"flaw_T": np.array([0] * 18 + [0, 0, 1, 1, 2, 2], np.int8)}
+    arrays |= {name: np.array(values) for name, values in (of_groups | flags).items()}
+    arrays |= {name: np.array(values, np.float32) for name, values in floats.items()}
+    arrays |= {name: np.array(values, np.int32) for name, values in integers.items()}
+    np.savez(path, **arrays)
+
+
+def browser(test):
+    """A test that opens a page."""
+    return ABSENT(pytest.mark.slow(test))
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +98,7 @@ def run_dir(tmp_path_factory) -> Path:
     places = [("lag", "0"), ("lag", "10"), ("lag", "2")]
     places += [("position", key) for key in ("1-3", "1024-4095", "16-63", "4-15")]
     table += [row | {"by": by, "key": key, "kept": 1.0} for by, key in places]
-    tables = [table] * 2
-    mismatch = [{"step": i + 1, "rows": rows} for i, rows in enumerate(tables)]
+    mismatch = [{"step": step, "rows": table} for step in (1, 2)]
     write_lines(folder / "mismatch.jsonl", mismatch, '{"step": 3, "rows": [{"by"')
     every = [rollout(None, i, i, evaluation=0) for i in range(2)]
     every += [rollout(None, i, i, evaluation=10) | {"response": [ATTACK]} for i in range(2)]
@@ -154,12 +142,15 @@ def evaluate(page: Path, script: str, width: int = 1400):
     return json.loads(html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', dom, re.S)[1]))
 
 
+@pytest.fixture
+def look(run_dir):
+    """A function that evaluates a script in the page of the run."""
+    return functools.partial(evaluate, run_dir / "report.html")
+
+
 @browser
-@pytest.mark.slow
-def test_curves_have_a_point_for_each_value(run_dir):
-    result = evaluate(
-        run_dir / "report.html",
-        """
+def test_curves_have_a_point_for_each_value(look):
+    result = look("""
         const paths = [...document.querySelectorAll("#curves path[data-key]")];
         const bare = paths.filter((p) => p.getAttribute("opacity") === "1");
         return {
@@ -174,8 +165,7 @@ def test_curves_have_a_point_for_each_value(run_dir):
              [...f.querySelectorAll(".legend span")].map((span) => span.textContent)])),
           tiles: document.querySelector(".tiles").textContent,
         };
-        """,
-    )
+    """)
     points = result["points"]
     assert points["reward"] == points["reward/math"] == points["reward/code"] == STEPS
     assert points["reward/math/gsm8k"] == points["info/format/code"] == STEPS
@@ -199,27 +189,20 @@ def test_curves_have_a_point_for_each_value(run_dir):
 
 
 @browser
-@pytest.mark.slow
-def test_the_start_of_a_run_does_not_flatten_its_waits(run_dir):
+def test_the_start_of_a_run_does_not_flatten_its_waits(look):
     """Step 1 waited 900 s, step 20 40 s, every other one 1 s."""
-    highest, text = evaluate(
-        run_dir / "report.html",
-        """
+    highest, text = look("""
         const plot = document.querySelector("#curves [aria-label=Waits]");
         const marks = [...plot.querySelectorAll("[text-anchor=end]")].map((t) => +t.textContent);
         return [Math.max(...marks), plot.parentElement.querySelector(".label").textContent];
-        """,
-    )
+    """)
     assert highest == 2
     assert "step 1, which contains the start, and what is above 2 in 1 steps" in text
 
 
 @browser
-@pytest.mark.slow
-def test_hovering_shows_the_values(run_dir):
-    shown = evaluate(
-        run_dir / "report.html",
-        """
+def test_hovering_shows_the_values(look):
+    shown = look("""
         const shown = {};
         for (const plot of document.querySelectorAll("#curves svg")) {
           const box = plot.getBoundingClientRect();
@@ -227,23 +210,16 @@ def test_hovering_shows_the_values(run_dir):
           shown[plot.getAttribute("aria-label")] = document.querySelector("#tip").innerText;
         }
         return shown;
-        """,
-    )
-    assert shown["Probability mismatch"].split("\n") == [
-        "step 30",
-        "token_mult_prob_error",
-        "1 + 3.0e-5",
-    ]
+    """)
+    lines = ["step 30", "token_mult_prob_error", "1 + 3.0e-5"]
+    assert shown["Probability mismatch"].split("\n") == lines
     phases = ["wait for rollouts", "1", "train", "2", "weight sync", "0.4", "rest", "1.6"]
     assert shown["Step time by phase"].split("\n")[1:] == phases
 
 
 @browser
-@pytest.mark.slow
-def test_the_mismatch_table_follows_its_slider(run_dir):
-    result = evaluate(
-        run_dir / "report.html",
-        """
+def test_the_mismatch_table_follows_its_slider(look):
+    last, first, rows = look("""
         const slider = document.querySelector("#mismatch input");
         const shown = () => document.querySelector("#mismatch output").textContent;
         const rows = [...document.querySelectorAll("#mismatch tr")].slice(1);
@@ -251,9 +227,7 @@ def test_the_mismatch_table_follows_its_slider(run_dir):
         slider.value = 0;
         slider.dispatchEvent(new Event("input"));
         return [last, shown(), rows.map((row) => [...row.cells].map((c) => c.textContent))];
-        """,
-    )
-    last, first, rows = result
+    """)
     assert last.startswith("step 2,") and first.startswith("step 1,")
     assert rows[0] == ["all", "all", "1,000", "0.01", "2", "1.00e-4", "50.00 %"]
     assert rows[1] == ["env", ATTACK, "1,000", "0.01", "2", "–", "100.00 %"]
@@ -263,11 +237,9 @@ def test_the_mismatch_table_follows_its_slider(run_dir):
 
 
 @browser
-@pytest.mark.slow
-def test_the_top_says_how_the_run_is_and_what_started_it(run_dir):
-    script = """return ["#health", "#health.alarm b", ".config"]
-        .map((selector) => document.querySelector(selector).textContent);"""
-    health, verdict, settings = evaluate(run_dir / "report.html", script)
+def test_the_top_says_how_the_run_is_and_what_started_it(look):
+    health, verdict, settings = look("""return ["#health", "#health.alarm b", ".config"]
+        .map((selector) => document.querySelector(selector).textContent);""")
     assert verdict == "Not healthy. "
     assert health.startswith("Not healthy. Steps whose gradient norm is not finite: 1. Right val")
     assert "from 0% (step 0) to 50% (step 30)." in health
@@ -277,32 +249,19 @@ def test_the_top_says_how_the_run_is_and_what_started_it(run_dir):
 
 
 @browser
-@pytest.mark.slow
-def test_a_validation_prompt_is_shown_with_its_first_and_last_answer(run_dir):
-    shown = evaluate(
-        run_dir / "report.html",
-        """return [...document.querySelectorAll("#pairs .pair")].map((pair) =>
-          [...pair.querySelectorAll("span, pre")].map((part) => part.textContent));""",
-    )
-    assert shown == [
-        [
-            f"prompt, row 3, {ENVS[i]}",
-            str(i),
-            f"reward {reward}, policy 0 (5 tokens), 1 (2 tokens)",
-            f"answer {i}\n\nsecond turn",
-            f"reward {reward}, policy 0 (5 tokens), 1 (2 tokens)",
-            ATTACK,
-        ]
-        for i, reward in enumerate(["0", "0.3333"])
-    ]
+def test_a_validation_prompt_is_shown_with_its_first_and_last_answer(look):
+    shown = look("""return [...document.querySelectorAll("#pairs .pair")].map((pair) =>
+          [...pair.querySelectorAll("span, pre")].map((part) => part.textContent));""")
+    for i, reward in enumerate(["0", "0.3333"]):
+        said = f"reward {reward}, policy 0 (5 tokens), 1 (2 tokens)"
+        answers = [said, f"answer {i}\n\nsecond turn", said, ATTACK]
+        assert shown[i] == [f"prompt, row 3, {ENVS[i]}", str(i), *answers]
+    assert len(shown) == 2
 
 
 @browser
-@pytest.mark.slow
-def test_rollouts_are_listed_filtered_and_opened(run_dir):
-    result = evaluate(
-        run_dir / "report.html",
-        """
+def test_rollouts_are_listed_filtered_and_opened(look):
+    result = look("""
         const form = document.querySelector("#rollouts form"), fields = form.elements;
         const details = () => [...document.querySelectorAll("#list details")];
         const found = (values) => {
@@ -329,16 +288,10 @@ def test_rollouts_are_listed_filtered_and_opened(run_dir):
         saved.querySelector("button").click();
         const chosen = samples.sample.selectedOptions[0].textContent;
         return {counts, second, text: one.textContent, unsaved, row, chosen};
-        """,
-    )
-    assert result["counts"] == [
-        [25, "84 found, page 1 of 4"],
-        [25, "40 found, page 1 of 2"],
-        [2, "2 found, page 1 of 1"],
-        [25, "41 found, page 1 of 2"],
-        [8, "8 found, page 1 of 1"],
-        [4, "4 found, page 1 of 1"],
-    ]
+    """)
+    found = [(25, 84, 4), (25, 40, 2), (2, 2, 1), (25, 41, 2), (8, 8, 1), (4, 4, 1)]
+    counts = [[shown, f"{total} found, page 1 of {pages}"] for shown, total, pages in found]
+    assert result["counts"] == counts
     assert result["second"] == "84 found, page 2 of 4"
     assert result["row"][5:] == ["question 7", "answer 7 second turn"]
     assert "question 7" in result["text"] and "second turn" in result["text"]
@@ -348,11 +301,8 @@ def test_rollouts_are_listed_filtered_and_opened(run_dir):
 
 
 @browser
-@pytest.mark.slow
-def test_tokens_carry_version_colour_and_explanation(run_dir):
-    result = evaluate(
-        run_dir / "report.html",
-        """
+def test_tokens_carry_version_colour_and_explanation(look):
+    result = look("""
         const section = document.querySelector("#samples");
         const {sample, colour} = section.querySelector("form").elements;
         const spans = () => [...section.querySelectorAll(".tokens span")];
@@ -372,8 +322,7 @@ def test_tokens_carry_version_colour_and_explanation(run_dir):
           given: spans().map((span) => span.className),
           painted: spans().map((span) => getComputedStyle(span).backgroundColor),
         };
-        """,
-    )
+    """)
     assert result["text"] == ["h", "i", "y", "e", "s", "↵\n"]
     assert result["versions"] == ["-1", "-1", "8", "8", "9", "9"]
     assert result["given"] == ["given", "given", "", "", "", ""]
@@ -396,18 +345,16 @@ def test_tokens_carry_version_colour_and_explanation(run_dir):
 
 
 @browser
-@pytest.mark.slow
-def test_flawed_tokens_have_the_advantage_of_their_penalty(run_dir):
+def test_flawed_tokens_have_the_advantage_of_their_penalty(look):
     """Only tool_call has a penalty, -5. A field that a fork deleted is no error."""
-    script = """
+    result = look("""
         const flawed = tokens(data.samples.rows[3]).slice(2);
         const shown = flawed.map((t) => explain(t).filter(([name]) => name.startsWith("flaw")));
         const penalised = flawed.map((t) => t.advantage);
         delete config.advantage;
         const without = tokens(data.samples.rows[3]).slice(2).map((t) => t.advantage);
         return {shown, penalised, without, settings: document.querySelector(".config").textContent};
-        """
-    result = evaluate(run_dir / "report.html", script)
+    """)
     assert result["penalised"] == [-5, -5, 0, 0] and result["without"] == [0, 0, 0, 0]
     label = "flaw of its message"
     assert result["shown"] == [[[label, "tool_call"]]] * 2 + [[[label, "thinking"]]] * 2
@@ -415,13 +362,9 @@ def test_flawed_tokens_have_the_advantage_of_their_penalty(run_dir):
 
 
 @browser
-@pytest.mark.slow
-def test_text_of_rollouts_cannot_run(run_dir):
-    page = run_dir / "report.html"
-    assert page.read_text().count("</script>") == 2
-    title, shown = evaluate(
-        page,
-        """
+def test_text_of_rollouts_cannot_run(run_dir, look):
+    assert (run_dir / "report.html").read_text().count("</script>") == 2
+    title, shown = look("""
         const [form, list] = ["form", "#list"].map((s) => document.querySelector("#rollouts " + s));
         form.elements.env.selectedIndex = form.elements.env.length - 1;
         form.oninput();
@@ -429,16 +372,14 @@ def test_text_of_rollouts_cannot_run(run_dir):
         one.open = true;
         one.ontoggle();
         return [document.title, [...one.querySelectorAll("pre")].map((p) => p.textContent)];
-        """,
-    )
+    """)
     assert title == "demo"
     assert shown[:2] == [ATTACK, ATTACK] and json.loads(shown[2]) == {"x": ATTACK}
 
 
 @browser
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1400])
-def test_nothing_is_wider_than_the_screen(run_dir, width):
+def test_nothing_is_wider_than_the_screen(look, width):
     """What is wider scrolls in a box of its own, and no text is smaller than 11 pixels."""
     script = """
         const grown = (e) => e.getBoundingClientRect().right > innerWidth;
@@ -453,13 +394,12 @@ def test_nothing_is_wider_than_the_screen(run_dir, width):
         return [innerWidth, document.documentElement.scrollWidth, wide.map((e) => e.outerHTML),
           Math.min(...sizes), parseFloat(getComputedStyle(text).fontSize) * scale];
         """
-    inner, scrolled, wide, smallest, axis = evaluate(run_dir / "report.html", script, width)
+    inner, scrolled, wide, smallest, axis = look(script, width)
     assert inner == width and scrolled <= width and wide == []
     assert smallest >= 11 and axis >= 10.5
 
 
 @browser
-@pytest.mark.slow
 def test_light_and_dark(run_dir, tmp_path):
     from matplotlib.image import imread
 
@@ -473,15 +413,12 @@ def test_light_and_dark(run_dir, tmp_path):
 
 
 @browser
-@pytest.mark.slow
 def test_an_empty_run_has_a_page(tmp_path):
-    page = report.write(str(tmp_path))
-    text = evaluate(page, "return document.body.innerText;")
+    text = evaluate(report.write(str(tmp_path)), "return document.body.innerText;")
     assert "No metrics yet." in text and "Rollouts" not in text and "Token by token" not in text
 
 
 @browser
-@pytest.mark.slow
 def test_a_run_of_one_step_or_without_waits_has_charts(tmp_path):
     names = ("step_seconds", "wait_for_rollouts", "wait_for_training", "reward")
     for steps, charts in ((1, ["Reward"]), (3, ["Reward", "Step time by phase", "Waits"])):
@@ -495,7 +432,6 @@ def test_a_run_of_one_step_or_without_waits_has_charts(tmp_path):
 
 
 @browser
-@pytest.mark.slow
 @pytest.mark.parametrize("other", [0.5, 0.75])
 def test_right_answers_are_shown_once_where_they_are_the_reward(tmp_path, other):
     """For all environments, and nowhere else."""
@@ -539,17 +475,14 @@ def test_pairs_are_of_the_same_prompt(tmp_path):
     """A group that was lost is written again, and a resumed run may have other validation rows."""
     every = [
         rollout(None, slot, slot, version) | {"response": [f"{version}, answer {i}"]}
-        for version in (0, 5, 10)
-        for slot in range(100)
-        for i in range(2)
+        for version, slot, i in itertools.product((0, 5, 10), range(100), range(2))
     ]
     every = every[:-2] + [every[-1] | {"prompt": "another", "response": ["again"]}]
     write_lines(tmp_path / "rollouts.jsonl", [rollout(1, 0, 0), *every])
     found = report.rollouts(tmp_path / "rollouts.jsonl")["pairs"]
     assert [first["slot"] for first, _ in found] == [0, 14, 28, 42, 57, 71, 85]
-    assert {(first["response"][0], last["response"][0]) for first, last in found} == {
-        ("0, answer 0", "10, answer 0")
-    }
+    answers = {(first["response"][0], last["response"][0]) for first, last in found}
+    assert answers == {("0, answer 0", "10, answer 0")}
 
 
 def test_samples_are_of_several_steps(tmp_path, monkeypatch):
@@ -668,10 +601,8 @@ def test_all_odd_lines_together_leave_the_good_ones(odd_run):
 
 
 @browser
-@pytest.mark.slow
 def test_no_line_breaks_the_page(odd_run):
-    page = report.write(str(odd_run))
-    text = evaluate(page, "return document.body.innerText;")
+    text = evaluate(report.write(str(odd_run)), "return document.body.innerText;")
     assert "Rollouts" in text and "Trainer against engine" in text and "Reward" in text
 
 

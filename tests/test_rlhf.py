@@ -15,9 +15,9 @@ import pytest
 from conftest import make_config, spelling_rows, write_rows
 
 from envs.judged import comparison
-from envs.rollout.services import Services
 from grpo_async import Config
-from settings import reader as config
+from settings import reader
+from settings.services import Services, weights
 from support.configs import changed, shrunk
 from support.judges import Judge
 from support.program import ROOT, Program
@@ -47,7 +47,7 @@ def letters(messages: list[dict]) -> str:
 
 def run(tiny_model, tmp_path, sampling: dict) -> Program:
     """Trains to the end; the judge's address is in JUDGES_FILE."""
-    stage = config.read(Config, ROOT / "configs/rlhf.py")
+    stage = reader.read(Config, ROOT / "configs/rlhf.py")
     val = write_rows(tmp_path / "val.jsonl", rows(4, 1))
     cfg = shrunk(stage, make_config(tiny_model, tmp_path), val)
     write_rows(tmp_path / "train.jsonl", rows(64, 0))
@@ -56,8 +56,7 @@ def run(tiny_model, tmp_path, sampling: dict) -> Program:
     data = {"val_samples": stage.data.val_samples}
     cfg = changed(cfg, steps=STEPS, save_period=STEPS, services=services, data=data)
     assert cfg.loss.kl_coef == 1e-4 and cfg.has_reference
-    program = Program(cfg)
-    assert program.ends(400) == 0, program.told()[-4000:]
+    program = Program(cfg).succeeds(400)
     program.check_slots(cfg, rows=64)
     assert not program.lines("dropped.jsonl")
     return program
@@ -65,8 +64,8 @@ def run(tiny_model, tmp_path, sampling: dict) -> Program:
 
 def check_groups(program: Program) -> list[dict]:
     """What was compared: each group's rewards are those of its answers and base scores."""
-    stage = config.read(Config, ROOT / "configs/rlhf.py")
-    by = comparison.weights(stage.services.genrm)
+    stage = reader.read(Config, ROOT / "configs/rlhf.py")
+    by = weights(stage.services.genrm)
     groups = defaultdict(list)
     for line in program.lines("rollouts.jsonl"):
         groups[line["evaluation"], line["slot"]].append(line)

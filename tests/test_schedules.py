@@ -25,20 +25,9 @@ from grpo_async import Group, RolloutBuffer
 SCHEDULES = int(os.environ.get("GRPO_SCHEDULES", 2000))
 EVENTS = 60  # of a schedule
 # How often each event is drawn; it does nothing where it is not possible.
-WEIGHTS = {
-    "dispatch": 30,
-    "finish": 30,
-    "train": 12,
-    "advance": 10,
-    "drop": 4,
-    "retry": 3,
-    "kill": 3,
-    "repair": 4,
-    "finish_again": 4,
-    "start_again": 4,
-    "checkpoint": 3,
-    "restore": 1,
-}
+WEIGHTS = {"dispatch": 30, "finish": 30, "train": 12, "advance": 10, "drop": 4, "retry": 3}
+WEIGHTS |= {"kill": 3, "repair": 4, "finish_again": 4, "start_again": 4, "checkpoint": 3}
+WEIGHTS |= {"restore": 1}
 
 
 class Running(NamedTuple):
@@ -51,12 +40,8 @@ class Running(NamedTuple):
 
 def snapshot(buffer: RolloutBuffer, prompts: dict[int, int], cursor: int) -> dict:
     """What a checkpoint holds, between two steps: `prompts` are the running slots' rows."""
-    return {
-        "version": buffer.version,
-        "ready": dict(buffer.ready),
-        "running": dict(prompts),
-        "cursor": cursor,
-    }
+    state = {"version": buffer.version, "ready": dict(buffer.ready)}
+    return state | {"running": dict(prompts), "cursor": cursor}
 
 
 def restored(state: dict, P: int, max_lag: int) -> tuple[RolloutBuffer, dict[int, int], int]:
@@ -306,6 +291,7 @@ def test_schedules_drawn_from_seeds():
 # --- the tests can fail ---------------------------------------------------------------------------
 
 LAG = "prompts_per_step - self.max_lag"
+END = "+ 1) * self.prompts_per_step"
 SLOTS = "for slot in self._slots(step)]"
 ADVANCE = "self.version = version\n        self.wake()"
 RESTORE = "self.version = version\n        self.next_step"
@@ -332,10 +318,7 @@ MUTANTS = {
     "keeps what it takes": ("self.ready.pop(slot)", "self.ready[slot]"),
     "stays at its step": ("self.next_step = step + 1", "self.next_step = step"),
     "refuses what is old enough": ("> self.max_lag", ">= self.max_lag"),
-    "loses a slot of each step": (
-        "+ 1) * self.prompts_per_step)",
-        "+ 1) * self.prompts_per_step - 1)",
-    ),
+    "loses a slot of each step": (f"{END})", f"{END} - 1)"),
 }
 WRONG_STATES = {
     "version": lambda state: state["version"] + 1,

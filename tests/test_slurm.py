@@ -5,7 +5,6 @@ bash tests/run.sh slurm        ten minutes; needs root, and Debian's slurm-wlm, 
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from conftest import spelling_rows, write_rows
 
 from runtime.cluster import ROOT
 from runtime.lineage import chain, read
-from support.program import is_alive
+from support.program import copy, is_alive
 from support.slurm import Slurm, slurm
 
 pytestmark = pytest.mark.skipif(
@@ -58,13 +57,9 @@ class Home:
     """A copy of the project, from which jobs are submitted."""
 
     def __init__(self, folder: Path, cluster: Slurm, model: str):
-        self.root = folder / "project"
+        self.root = copy(folder / "project")
         self.cluster = cluster
         self.model = model
-        listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT)
-        for name in listed.decode().split():
-            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, self.root / name)
         subprocess.run(["git", "init", "-q"], cwd=self.root, check=True)
         write_rows(self.root / "train.jsonl", spelling_rows(64))
         write_rows(self.root / "val.jsonl", spelling_rows(4))
@@ -102,17 +97,14 @@ class Home:
         return done.stdout + done.stderr
 
     def log(self, name: str) -> str:
-        """All that the jobs of a run printed."""
         paths = sorted((self.root / "logs" / name).glob("*.log"))
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in paths)
 
     def lines(self, name: str, file: str) -> list[dict]:
-        """The lines of a file of a run."""
         path = self.root / "runs" / name / file
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def steps(self, name: str) -> list[int]:
-        """The steps that were trained."""
         return [line["step"] for line in self.lines(name, "metrics.jsonl") if "loss" in line]
 
     def check(self, name: str, steps: int) -> None:
@@ -257,19 +249,15 @@ def test_judges_and_environments_have_nodes_of_their_own(home):
 def test_stages_follow_each_other(home):
     """Each from the checkpoint of the one before it; the chain of all is in the last one's file."""
     model = home.model
-    for name in ("rlvr1", "rlvr2", "swe1", "rlhf"):
+    stages = ["rlvr1", "rlvr2", "swe1", "rlhf"]
+    for name in stages:
         home.submit(name, steps=2, MODEL_PATH=model)
         home.cluster.wait(lambda: not home.cluster.jobs(), 240)
         model = f"runs/{name}/step_000002/hf"
         assert (home.root / model / "complete.json").exists(), home.log(name)[-4000:]
     lines = chain(read(home.root / model))
     print("\n  from ".join(lines))
-    assert [line.split(", ")[0].rsplit("/", 1)[-1] for line in lines[:-1]] == [
-        "rlhf",
-        "swe1",
-        "rlvr2",
-        "rlvr1",
-    ]
+    assert [line.split(", ")[0].rsplit("/", 1)[-1] for line in lines[-2::-1]] == stages
 
 
 def test_twenty_clusters_start_at_once_on_one_machine(tmp_path):
@@ -283,8 +271,7 @@ def test_twenty_clusters_start_at_once_on_one_machine(tmp_path):
     try:
         for folder in folders:
             folder.mkdir()
-            begin = subprocess.Popen([*command, "node", folder], cwd=ROOT, env=env)
-            started.append(begin)
+            started.append(subprocess.Popen([*command, "node", folder], cwd=ROOT, env=env))
         for folder in folders:
             done = subprocess.run(
                 [*command, "wait", folder], cwd=ROOT, env=env, capture_output=True, text=True

@@ -1,6 +1,7 @@
 """The budget of the code, enforced: what keeps grpo_async.py a file that one person can read."""
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import io
@@ -9,7 +10,7 @@ import statistics
 import subprocess
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +18,11 @@ import pytest
 import torch
 
 import dpo
-from envs.judge.judge import Report
-from grpo_async import Config, Group, RolloutBuffer, Update, pack, policy_loss
-from runtime.metrics import (
-    mean_metrics,
-    reduce_stats,
-    rollout_metrics,
-    step_metrics,
-    validation_metrics,
-)
+from envs.rollout.services import Report
+from grpo_async import Config, RolloutBuffer, Update, pack, policy_loss
+from runtime.metrics import mean_metrics, reduce_stats, step_metrics
 from runtime.outages import Outages
+from runtime.rollout_metrics import rollout_metrics, validation_metrics
 from settings.reader import leaves
 from support.samples import make_sample
 
@@ -37,9 +33,7 @@ FILES = [path for path in FILES if (ROOT / path).is_file()]
 PYTHON = [path for path in FILES if path.endswith(".py")]
 PRODUCT = [path for path in PYTHON if not path.startswith("tests/")]
 CONFIGS = [p for p in PYTHON if p.startswith("configs/")]
-ROOMS = ("policy", "envs", "runtime", "dry_run", "prep")
-SHARED = "__init__|__main__|episode|pairs|rows|sampler"  # what belongs to all environments
-ENVIRONMENTS = [p for p in PYTHON if re.fullmatch(rf"envs/(?!({SHARED})\.py)\w+\.py", p)]
+ROOMS = ("core", "settings", "policy", "envs", "runtime", "dry_run", "prep")
 MAIN = "grpo_async.py"
 SECOND = "dpo.py"
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -54,6 +48,15 @@ def read(path: str) -> str:
 @functools.cache
 def tree(path: str) -> ast.Module:
     return ast.parse(read(path))
+
+
+ENVIRONMENTS = [p for p in PYTHON if p[:5] == "envs/" and re.search("^AGENTS", read(p), re.M)]
+
+
+def refuse(found: Iterable[str]) -> None:
+    """Fails where a rule has found something, and names all of it."""
+    names = list(found)
+    assert not names, "\n".join(names)
 
 
 def functions(path: str) -> list:
@@ -90,35 +93,43 @@ def test_the_measures_measure():
     assert arguments(define) == 3 and length(define) == 2
 
 
-@pytest.mark.parametrize(
-    ("path", "limit"),
-    [
-        (MAIN, 1100),
-        (SECOND, 451),
-        ("policy/fsdp.py", 280),
-        ("policy/megatron/policy.py", 410),
-        ("policy/megatron/hf_weights.py", 250),
-    ]
-    + [(path, 15 if "/h100/" in path else 60) for path in CONFIGS]
-    + [(path, 150) for path in ENVIRONMENTS]
-    + [(path, 90) for path in FILES if path.endswith(".sbatch")],
-)
-def test_files_stay_short(path, limit):
-    assert len(read(path).splitlines()) <= limit
+LIMITS = {
+    MAIN: 1050,
+    SECOND: 450,
+    "policy/fsdp.py": 280,
+    "policy/megatron/policy.py": 410,
+    "policy/megatron/hf_weights.py": 250,
+}
+LIMITS |= {path: 15 if "/h100/" in path else 60 for path in CONFIGS}
+LIMITS |= dict.fromkeys(ENVIRONMENTS, 150)
+LIMITS |= {path: 90 for path in FILES if path.endswith(".sbatch")}
 
 
-@pytest.mark.parametrize("path", PRODUCT)
-def test_functions_stay_small(path):
+def test_files_stay_short():
+    lengths = {path: len(read(path).splitlines()) for path in LIMITS}
+    refuse(f"{path}: {n} lines" for path, n in lengths.items() if n > LIMITS[path])
+
+
+def too_large(path: str) -> Iterator[str]:
+    """What is wrong with the sizes of a file's functions."""
     for node in functions(path):
-        assert length(node) <= 80, f"{node.name} has {length(node)} lines"
-        assert depth(node) <= 4, f"{node.name} nests {depth(node)} deep"
-        assert arguments(node) <= 6, f"{node.name} has {arguments(node)} arguments"
+        sizes = ((length, 80, "lines"), (depth, 4, "blocks deep"), (arguments, 6, "arguments"))
+        for measure, limit, unit in sizes:
+            if measure(node) > limit:
+                yield f"{path}: {node.name}: {measure(node)} {unit}"
 
 
-@pytest.mark.parametrize("path", [MAIN, SECOND])
-def test_the_main_files_are_made_of_short_functions_and_few_tries(path):
-    assert statistics.median(map(length, functions(path))) <= 20
-    assert sum(isinstance(node, ast.Try) for node in ast.walk(tree(path))) <= 4
+def test_functions_stay_small():
+    refuse(found for path in PRODUCT for found in too_large(path))
+
+
+def test_the_main_files_are_made_of_short_functions_and_few_tries():
+    medians = {path: statistics.median(map(length, functions(path))) for path in (MAIN, SECOND)}
+    assert max(medians.values()) <= 20, medians
+    tries = {
+        path: sum(isinstance(node, ast.Try) for node in ast.walk(tree(path))) for path in medians
+    }
+    assert max(tries.values()) <= 4, tries
 
 
 def documented(module: ast.Module) -> set[int]:
@@ -162,26 +173,31 @@ def test_the_main_file_is_not_dense():
     docstrings = documented(tree(MAIN))
     comments = {t.start[0] for t in tokens(MAIN) if t.type == tokenize.COMMENT}
     code = [t for t in tokens(MAIN) if t.type != tokenize.COMMENT and t.start[0] not in docstrings]
-    assert len(code) <= 8000
+    assert len(code) <= 7600
     assert len(packings(MAIN)) <= 10, packings(MAIN)
     written = sum(bool(line.strip()) for line in read(MAIN).splitlines())
     assert len(docstrings | comments) >= 0.15 * written
 
 
 def test_the_main_file_leans_on_few_names():
-    assert len(own_names(MAIN)) <= 40, sorted(own_names(MAIN))
+    """Imported names, of which a module is one; and what it uses of those."""
+    own = [n for n in ast.walk(tree(MAIN)) if isinstance(n, ast.ImportFrom)]
+    own = [n for n in own if n.module.split(".")[0] in (*ROOMS, "report")]
+    assert sum(len(node.names) for node in own) <= 30
+    assert len(own_names(MAIN)) <= 32, sorted(own_names(MAIN))
+    assert sum(token.string == "Any" for token in tokens(MAIN)) <= 3 + 1, "and its import"
 
 
-@pytest.mark.parametrize("path", [p for p in PRODUCT if "/" not in p or p.startswith(ROOMS)])
-def test_every_public_function_says_what_it_returns(path):
-    known = [node for node in public(tree(path).body) if isinstance(node, FUNCTION)]
-    assert [n.name for n in known if not n.returns] == []
+def test_every_public_function_says_what_it_returns():
+    paths = [path for path in PRODUCT if "/" not in path or path.startswith(ROOMS)]
+    known = [(path, node) for path in paths for node in public(tree(path).body)]
+    known = [(path, node) for path, node in known if isinstance(node, FUNCTION)]
+    refuse(f"{path}: {node.name}" for path, node in known if not node.returns)
 
 
-@pytest.mark.parametrize("path", PYTHON)
-def test_lines_fit_in_100_columns(path):
-    wide = [i for i, line in enumerate(read(path).splitlines(), 1) if len(line) > 100]
-    assert not wide
+def test_lines_fit_in_100_columns():
+    lines = [(p, i, line) for p in PYTHON for i, line in enumerate(read(p).splitlines(), 1)]
+    refuse(f"{path}:{i}" for path, i, line in lines if len(line) > 100)
 
 
 def public(nodes: list) -> Iterator:
@@ -193,11 +209,11 @@ def public(nodes: list) -> Iterator:
                 yield from public(node.body)
 
 
-@pytest.mark.parametrize("path", [path for path in PRODUCT if "/" not in path])
-def test_everything_public_has_a_docstring(path):
-    module = tree(path)
-    assert ast.get_docstring(module)
-    assert [node.name for node in public(module.body) if not ast.get_docstring(node)] == []
+def test_everything_public_has_a_docstring():
+    paths = [path for path in PRODUCT if "/" not in path]
+    refuse(path for path in paths if not ast.get_docstring(tree(path)))
+    known = [(path, node) for path in paths for node in public(tree(path).body)]
+    refuse(f"{path}: {node.name}" for path, node in known if not ast.get_docstring(node))
 
 
 SETTINGS = (MAIN, SECOND, "settings/run.py", "settings/network.py")
@@ -219,43 +235,57 @@ def is_checked(node: ast.ClassDef) -> bool:
     return any("frozen" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
-@pytest.mark.parametrize(("Settings", "most"), [(Config, 87), (dpo.Config, 50)])
+@pytest.mark.parametrize(("Settings", "most"), [(Config, 80), (dpo.Config, 40)])
 def test_settings_are_few(Settings, most):
     """Beside the words of the command line, which say what to do with them."""
     assert len([name for name in leaves(Settings) if not name.startswith("command.")]) <= most
 
 
-@pytest.mark.parametrize("path", CONFIGS)
-def test_config_files_are_overrides_only(path):
-    known = set(vars(dpo.Config() if path.endswith("dpo.py") else Config()))
-    docstring, *statements = tree(path).body
-    assert isinstance(docstring.value, ast.Constant)
-    for node in statements:
-        if isinstance(node, ast.ImportFrom):
-            assert node.module.startswith("configs.")
-            continue
-        assert isinstance(node, ast.Assign), f"line {node.lineno} is no assignment"
-        names = {target.id for target in node.targets}
-        assert names <= known, names - known
+def is_override(node: ast.stmt, known: set[str]) -> bool:
+    """Whether a statement of a config inherits from another config, or sets what there is."""
+    if isinstance(node, ast.ImportFrom):
+        return node.module.startswith("configs.")
+    return isinstance(node, ast.Assign) and {target.id for target in node.targets} <= known
 
 
-@pytest.mark.parametrize("path", FILES)
-def test_no_leftovers_and_no_paths_of_one_machine(path):
-    try:
-        text = read(path)
-    except UnicodeDecodeError:
-        return
-    assert not re.search(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b", text)
-    assert not re.search(r"(?<![\w.:~/-])/(?:wo" r"rk|ro" r"ot|ho" r"me)/", text)
+def test_config_files_are_overrides_only():
+    wrong = []
+    for path in CONFIGS:
+        known = set(vars(dpo.Config() if path.endswith("dpo.py") else Config()))
+        docstring, *statements = tree(path).body
+        assert isinstance(docstring.value, ast.Constant), path
+        wrong += [f"{path}:{node.lineno}" for node in statements if not is_override(node, known)]
+    refuse(wrong)
 
 
-@pytest.mark.parametrize("path", [p for p in PRODUCT if p.startswith(("policy/", "envs/"))])
-def test_policies_and_environments_do_not_know_the_algorithm(path):
+def texts() -> Iterator[tuple[str, str]]:
+    """Every file that is text, and its text."""
+    for path in FILES:
+        with contextlib.suppress(UnicodeDecodeError):
+            yield path, read(path)
+
+
+def test_no_leftovers_and_no_paths_of_one_machine():
+    leftover = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
+    place = re.compile(r"(?<![\w.:~/-])/(?:wo" r"rk|ro" r"ot|ho" r"me)/")
+    refuse(path for path, text in texts() if leftover.search(text))
+    refuse(path for path, text in texts() if place.search(text))
+
+
+def imported(path: str) -> set[str]:
+    """The first parts of the names of all modules that a file imports."""
+    found = set()
     for node in ast.walk(tree(path)):
-        names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
         if isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        assert not {"grpo_async", "dpo"} & {name.partition(".")[0] for name in names if name}
+            found.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name.partition(".")[0] for name in found}
+
+
+def test_policies_and_environments_do_not_know_the_algorithm():
+    paths = [path for path in PRODUCT if path.startswith(("policy/", "envs/"))]
+    refuse(path for path in paths if {"grpo_async", "dpo"} & imported(path))
 
 
 # --- metrics --------------------------------------------------------------------------------------
@@ -277,11 +307,11 @@ def metric_keys() -> set[str]:
     keys = set(mean_metrics([step_metrics(reduce_stats([stats]), 1, 1.0)]))
     later = dataclasses.replace(sample, continues=True, cache_hits=0.5)
     infos = [part.info() for part in (sample, later)]
-    keys |= set(rollout_metrics([Group(0, 0, 1, infos, None)], 0))
+    keys |= set(rollout_metrics([infos], 0))
     keys |= set(RolloutBuffer(1, 1).meters())
     keys |= set(validation_metrics([infos[:1] * 2], 2, 1))
     outages = Outages()
-    outages.hear("worker", Report({}, Counter({"judge/reason": 1})))
+    outages.receive("worker", Report({}, Counter({"judge/reason": 1})))
     outages.earlier = 1.0
     keys |= {key.partition("/")[0] for key in outages.meters()}
     # Those by environment and data set are the same metrics again.

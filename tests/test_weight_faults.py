@@ -5,19 +5,15 @@ compares bits there as well.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from policy import WeightMeta
 from runtime.probe import Probe
+from support.megatron_jobs import run
 from support.weight_faults import DENSE, HYBRID, MOE
 
-ROOT = Path(__file__).resolve().parents[1]
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("weight faults")]
 ALWAYS = ["bucket used again", "loaded by load_weights alone"]
 SENT = ["doubled q_norm", "two layers swapped", "k and v swapped", "two embedding rows swapped"]
@@ -28,35 +24,18 @@ FAULTS = {  # the first one of each is also left in updates that are not verifie
 }
 # Reading back sees what differs from what was sent, and a CPU's kernel hides its experts' order.
 UNREAD = {"w1 and w3 of an expert swapped"}
-UNSEEN = {  # by the probe: they change too little
-    "one element 1 % larger",
-    "one element of an expert",
-    "stale A_log",
-    "stale dt_bias",
-}
+# They change too little for the probe.
+UNSEEN = {"one element 1 % larger", "one element of an expert", "stale A_log", "stale dt_bias"}
 
 
 @pytest.fixture(scope="module")
-def checks(models, tiny_model):
-    """What tests/support/check_weights.py prints for a family; all families run at once."""
-    env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}/tests:{ROOT}"}
-    env |= {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    script = [sys.executable, "-W", "ignore", "tests/support/check_weights.py"]
-    running = {}
-    for family, faults in FAULTS.items():
-        folder = tiny_model if family == "qwen3" else models[family]
-        command = [*script, folder, ",".join(faults)]
-        running[family] = subprocess.Popen(command, cwd=ROOT, env=env, **pipes)
-
-    def printed(family: str) -> dict:
-        output, errors = running[family].communicate(timeout=240)
-        assert running[family].returncode == 0, errors[-4000:]
-        return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
-
-    yield printed
-    for process in running.values():
-        process.kill()
+def checks(models, tiny_model) -> dict[str, dict]:
+    """What tests/support/check_weights.py prints, by family."""
+    folders = models | {"qwen3": tiny_model}
+    words = [word for family in FAULTS for word in (folders[family], ",".join(FAULTS[family]))]
+    lines = run("check_weights.py", *words).splitlines()
+    printed = [json.loads(line) for line in lines if line.startswith("{")]
+    return dict(zip(FAULTS, printed, strict=True))
 
 
 def is_near(gap: float, first: float) -> bool:
@@ -73,7 +52,7 @@ def is_near(gap: float, first: float) -> bool:
 @pytest.mark.parametrize("family", FAULTS)
 def test_every_fault_is_found(checks, family):
     """Printed: the probe's gap in nats, whether it is too large, and what reading back says."""
-    told = checks(family)
+    told = checks[family]
     said, first = told["found"].pop("")
     assert said == "", "a sound engine is refused"
     print(f"\n{family}: {first:.1e} nats without a fault")

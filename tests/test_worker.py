@@ -1,21 +1,19 @@
 """What a rollout worker makes of a group: shaped rewards, advantages, samples, the log."""
 
-import asyncio
 import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-import envs
 import grpo_async
-from envs import Reward
-from envs.judge.judge import Away
-from envs.rollout.episode import FLAWS, Episode, Turn, stitch
-from envs.rollout.sampler import Request
+from envs import Reward, registry
+from envs.rollout.episode import FLAWS, Episode, Request, Turn, stitch
+from envs.rollout.services import Away
 from grpo_async import Config, LowEffort, RolloutWorker, Slot, shaped_reward
 from support.actors import Actor
 from support.configs import changed
+from support.loop import in_loop
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: f"<{ids}>")
 ROW = {
@@ -67,7 +65,7 @@ def test_low_effort_is_asked_for_by_the_last_user_message(messages, rule, expect
 @pytest.fixture
 def finish(tmp_path, monkeypatch):
     """Lets a worker finish episodes; returns its samples, their infos and what it wrote."""
-    monkeypatch.setattr("envs.rollout.rows.load_tokenizer", lambda model: TOKENIZER)
+    monkeypatch.setattr("envs.rollout.sampler.load_tokenizer", lambda model: TOKENIZER)
 
     def finish(episodes, row=ROW, evaluation=None, **fields):
         cfg = changed(Config(), run_dir=str(tmp_path), prompts_per_step=4, **fields)
@@ -147,11 +145,12 @@ def test_validation_rollouts_have_no_step(finish):
 # --- engines and packing --------------------------------------------------------------------------
 
 
-def test_an_answer_that_was_finished_before_its_engine_died_keeps_its_prompt():
+@in_loop
+async def test_an_answer_that_was_finished_before_its_engine_died_keeps_its_prompt():
     """The engine that goes on hands it back whole; it does not answer again."""
     generator = grpo_async.Generator(Config())
     draft = Turn([], [5, 1], [-1.0, -2.0], [0, 0], "stop")
-    (answer,) = asyncio.run(generator.generate(Request("again", [7, 8], 1, 0, [draft])))
+    (answer,) = await generator.generate(Request("again", [7, 8], 1, 0, [draft], 9))
     assert answer == Turn([7, 8], [5, 1], [-1.0, -2.0], [0, 0], "stop")
     assert stitch([answer])[0].mask_T.tolist() == [False, False, True, True]
 
@@ -178,8 +177,9 @@ def test_a_row_has_the_experts_of_all_its_samples_or_none():
 # --- retries --------------------------------------------------------------------------------------
 
 
-def test_a_retry_never_reads_what_an_orphan_of_the_last_attempt_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr("envs.rollout.rows.load_tokenizer", lambda model: TOKENIZER)
+@in_loop
+async def test_a_retry_never_reads_what_an_orphan_of_the_last_attempt_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr("envs.rollout.sampler.load_tokenizer", lambda model: TOKENIZER)
     handed = []
 
     async def rollout(row, sampler):
@@ -187,22 +187,20 @@ def test_a_retry_never_reads_what_an_orphan_of_the_last_attempt_writes(tmp_path,
         raise ConnectionError("the tool server is gone")
 
     env = SimpleNamespace(rollout=rollout)
-    monkeypatch.setattr(envs, "environment", lambda name: env)
+    monkeypatch.setattr(registry, "environment", lambda name: env)
     worker = RolloutWorker(changed(Config(), run_dir=str(tmp_path)))
 
-    async def twice():
-        for _ in range(2):
-            with pytest.raises(ConnectionError):
-                await worker.rollout_group(None, ROW, Slot(0), 2)
-
-    asyncio.run(twice())
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            await worker.rollout_group(None, ROW, Slot(0), 2)
     assert len({id(drafts) for drafts in handed}) == len(handed) == 4
 
 
-def test_answers_whose_judge_was_away_are_not_sampled_again(tmp_path, monkeypatch):
+@in_loop
+async def test_answers_whose_judge_was_away_are_not_sampled_again(tmp_path, monkeypatch):
     names = {"eos_token_id": 1, "pad_token_id": 0, "name_or_path": ""}
     tokenizer = SimpleNamespace(decode=lambda ids, **_: f"<{ids}>", **names)
-    monkeypatch.setattr("envs.rollout.rows.load_tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr("envs.rollout.sampler.load_tokenizer", lambda model: tokenizer)
     monkeypatch.setattr("envs.rollout.sampler.render_messages", lambda *_: [7, 8])
     judged = []
 
@@ -212,16 +210,12 @@ def test_answers_whose_judge_was_away_are_not_sampled_again(tmp_path, monkeypatc
             raise Away("judge 'general' is away")
         return 1.0
 
-    monkeypatch.setattr(envs, "environment", lambda name: SimpleNamespace(verify=verify))
+    monkeypatch.setattr(registry, "environment", lambda name: SimpleNamespace(verify=verify))
     worker = RolloutWorker(changed(Config(), run_dir=str(tmp_path)))
     sampled = [turn([7, 8], [5, j], reason="length") for j in range(2)]
     engine = Actor(generate=lambda request: sampled)
-
-    async def twice():
-        with pytest.raises(Away):
-            await worker.rollout_group(engine, ROW, Slot(0), 2)
-        return await worker.rollout_group(engine, ROW, Slot(0), 2)
-
-    infos, _, _ = asyncio.run(twice())
+    with pytest.raises(Away):
+        await worker.rollout_group(engine, ROW, Slot(0), 2)
+    infos, _, _ = await worker.rollout_group(engine, ROW, Slot(0), 2)
     assert len(engine.calls) == 1, "whole answers are played again"
     assert judged[:2] == judged[2:] and [info.reward for info in infos] == [1, 1]

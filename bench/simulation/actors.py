@@ -10,9 +10,9 @@ from bench.simulation.engine import Engine
 from bench.simulation.engine import Sequence as Written
 from bench.simulation.hardware import Hardware
 from bench.simulation.workload import Judges, Workload
-from envs.judge.judge import Report
+from envs.rollout.drafts import DRAFT_SECONDS
 from envs.rollout.episode import SampleInfo
-from envs.rollout.sampler import DRAFT_SECONDS
+from envs.rollout.services import Report
 from policy.weight_sync import Sender
 from runtime.dispatch import Slot
 from runtime.fleet import Received
@@ -43,7 +43,7 @@ class Answer(asyncio.Future):
             return
         if isinstance(value, Exception):
             self.set_exception(value)
-            self.exception()  # nobody need ask for it
+            self.exception()  # it need not be fetched
         else:
             self.set_result(value)
 
@@ -230,7 +230,7 @@ class Transfer:
         self.members[engine] = (version, answer)
 
     def arrive(self) -> None:
-        """Everybody has everything."""
+        """All members have all weights."""
         if any(engine.hangs for engine in self.members):
             return
         self.stage.transfer = None
@@ -265,6 +265,7 @@ class TrainerActor:
         stage.trainers.append(self)
         self.start = Method(lambda rank, address: answered([]))
         self.open_store = Method(lambda world: answered(("host", 1)))
+        self.open_sync_group = Method(lambda world: answered((b"", "host", 1)))
         self.join_sync_group = Method(lambda *_: after(stage.hardware.connect))
         self.call = Method(self._call)
         self.watch = Method(Answer)
@@ -395,22 +396,13 @@ class Group:
         self.engine.groups.pop(self, None)
         self.stage.spans.append(Span(self, self.stage.loop.time()))
         limit = self.stage.workload.lengths.limit
-        newest = self.engine.version
+        same: dict[str, Any] = {"reward": 0.0, "score": 0.0, "has_gradient": True}
+        same |= {"oldest_version": self.oldest, "newest_version": self.engine.version}
+        same |= {"env": "simulated"}
         prompt = self.stage.workload.prompt
         infos = [
-            SampleInfo(
-                tokens=prompt + total,
-                trained_tokens=total,
-                reward=0.0,
-                score=0.0,
-                has_gradient=True,
-                response_tokens=total,
-                oldest_version=self.oldest,
-                newest_version=newest,
-                truncated=total >= limit,
-                env="simulated",
-            )
-            for total in self.totals
+            SampleInfo(prompt + n, n, response_tokens=n, truncated=n >= limit, **same)
+            for n in self.totals
         ]
         infos_answer, samples, lines = self.answers
         infos_answer.give(infos)
@@ -439,7 +431,7 @@ class Rollout:
         work = self.group.stage.workload
         engine = self.group.engine
         end = self.total * (self.turn + 1) / work.turns
-        context = work.prompt + self.turn * work.observed + int(draft)
+        context = work.prompt + int(draft)
         if end - draft < 1e-9:  # an engine that was lost had written it all
             self.group.stage.loop.call_soon(self.turn_done)
             return
@@ -469,8 +461,7 @@ class Rollout:
         if not self.is_over:
             work = self.group.stage.workload
             said = self.total * self.turn / work.turns
-            read = work.prompt + int(said) + (self.turn - 1) * work.observed
-            self.ask(said, read if work.reuses_prompts else 0)
+            self.ask(said, work.prompt + int(said) if work.reuses_prompts else 0)
 
     def judge(self) -> None:
         """The judge is asked, where there is one."""

@@ -11,12 +11,12 @@ from core import waits
 from runtime import fleet, outages
 
 T = TypeVar("T")
-# So many seconds away are one moment: a float of years has no finer ones.
+# Times this close are one moment: a float of years has no finer ones.
 MOMENT = 1e-6
 
 
 class Stuck(RuntimeError):
-    """Everybody waits, and nothing is left that could end it."""
+    """All tasks wait, and nothing is left that could end it."""
 
 
 class VirtualSelector:
@@ -26,9 +26,9 @@ class VirtualSelector:
         self.now = 0.0
 
     def select(self, timeout: float | None) -> list:
-        """Passes so many seconds. Raises Stuck where nothing is due, ever."""
+        """Passes that many seconds. Raises Stuck where nothing is due, ever."""
         if timeout is None:
-            raise Stuck(f"after {self.now:.0f} s everybody waits and nothing is due")
+            raise Stuck(f"after {self.now:.0f} s all tasks wait and nothing is due")
         self.now += max(timeout, 0.0)
         return []
 

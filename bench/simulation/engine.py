@@ -74,7 +74,7 @@ class Engine:
         self.plan_soon()
 
     def drop(self, sequence: Sequence) -> None:
-        """A sequence that nobody wants any more."""
+        """A sequence that is not needed any more."""
         self.settle()
         if sequence.is_running:
             self._take_out(sequence)
@@ -82,18 +82,16 @@ class Engine:
             self.waiting.remove(sequence)
         self.plan_soon()
 
-    def stop(self) -> list[Sequence]:
-        """The engine dies; returns what it was to write, with what is left of each."""
+    def stop(self) -> None:
+        """The engine dies, and writes nothing more."""
         self.settle()
-        lost = list({id(s): s for _, _, s in self.running if s.is_running}.values())
-        for sequence in lost:
-            self._take_out(sequence)
-        lost += self.waiting
+        for _, _, sequence in self.running:
+            if sequence.is_running:
+                self._take_out(sequence)
         self.waiting.clear()
         self.paused = True
         self.running.clear()
         self.plan_soon()
-        return lost
 
     def plan_soon(self) -> None:
         """Plans once, after all that happens at this moment."""

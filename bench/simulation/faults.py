@@ -1,4 +1,4 @@
-"""Who is lost, and when: independent faults at so many an hour."""
+"""Which processes are lost, and when: independent faults at a rate an hour."""
 
 import asyncio
 import dataclasses
@@ -7,7 +7,7 @@ import random
 from typing import NamedTuple
 
 from bench.simulation.actors import EngineActor, Lost, Stage
-from settings.reader import InputError
+from settings.errors import InputError
 
 KINDS = {
     "engine": "an engine dies",
@@ -20,7 +20,7 @@ LOOK = 0.01  # seconds between two looks at the engines' version
 
 
 class Strike(NamedTuple):
-    """An engine dies, at a moment that is known: so many seconds after a version has arrived."""
+    """An engine dies at a known moment: a number of seconds after a version has arrived."""
 
     version: int
     seconds: float
@@ -39,7 +39,7 @@ class Faults:
 
     @classmethod
     def read(cls, text: str) -> "Faults":
-        """engine=1,judge=0.5x600: each kind so many times an hour. Raises InputError."""
+        """engine=1,judge=0.5x600: each kind, at its rate an hour. Raises InputError."""
         rates: dict[str, float] = {}
         outage = cls.outage
         for part in filter(None, text.split(",")):

@@ -8,10 +8,12 @@ its training and its update, one after the other:
     T >= tokens of a step / tokens a second of full engines         the engines bind
 """
 
+import itertools
 import statistics
+from collections.abc import Collection
 from typing import NamedTuple
 
-from bench.simulation.actors import Span
+from bench.simulation.actors import Span, Training
 from bench.simulation.world import Step, Trace
 
 
@@ -36,7 +38,7 @@ class Findings(NamedTuple):
     engines_wait: float  # while no slot runs
     engines_busy: float  # share of the time in which an engine has a sequence
     batch: float  # sequences at once in an engine that has any
-    room: float  # for so many of them
+    room: float  # for this many of them
     trainers_busy: float
     tokens: float  # written in a step
     reread: float  # share of the written tokens that had to be read or written again
@@ -78,21 +80,16 @@ def find(trace: Trace) -> Findings:
     before = trace.steps[steps[0].number - 2] if steps[0].number > 1 else None
     began = before.ended if before else trace.began
     took = steps[-1].ended - began
-    done = [
-        b - a
-        for a, b in zip(before.totals if before else (0, 0, 0, 0), steps[-1].totals, strict=True)
-    ]
+    totals = before.totals if before else (0, 0, 0, 0)
+    done = (b - a for a, b in zip(totals, steps[-1].totals, strict=True))
     busy, filled, tokens, reread = done
     n = len(steps)
     numbers = {step.number - 1 for step in steps}
     trained = [t for t in trace.trainings if t.step in numbers]
-    training = mean_of_slowest(trained)
+    training = statistics.fmean(one.seconds for one in slowest(trained))
     update = statistics.fmean(step.stats["sync_transfer"] for step in steps)
     longest = longest_of(trace, steps)
-    each = [
-        b - a
-        for a, b in zip([began, *(s.ended for s in steps)], (s.ended for s in steps), strict=False)
-    ]
+    each = [b - a for a, b in itertools.pairwise([began, *(step.ended for step in steps)])]
     batch = filled / busy if busy else 0.0
     room, generation = engine_bound(trace, tokens / n)
     chain = longest.seconds - longest.queued + training + update
@@ -119,12 +116,9 @@ def find(trace: Trace) -> Findings:
     )
 
 
-def mean_of_slowest(trained: list) -> float:
-    """Seconds of training: those of the slowest rank of each step."""
-    slowest: dict[int, float] = {}
-    for one in trained:
-        slowest[one.step] = max(slowest.get(one.step, 0.0), one.seconds)
-    return statistics.fmean(slowest.values())
+def slowest(trained: list[Training]) -> Collection[Training]:
+    """What the slowest rank of each step did."""
+    return {one.step: one for one in sorted(trained, key=lambda one: one.seconds)}.values()
 
 
 def quantiles(values: list[float]) -> tuple[float, float, float]:
@@ -138,12 +132,12 @@ def quantiles(values: list[float]) -> tuple[float, float, float]:
 def longest_of(trace: Trace, steps: list[Step]) -> Longest:
     """The slowest group of each step, on average."""
     P = trace.cfg.prompts_per_step
-    slowest: dict[int, Span] = {}
+    longest: dict[int, Span] = {}
     for span in trace.spans:
         step = span.slot // P
-        if step not in slowest or span.ended - span.began > seconds(slowest[step]):
-            slowest[step] = span
-    found = [slowest[step.number - 1] for step in steps]
+        if step not in longest or seconds(span) > seconds(longest[step]):
+            longest[step] = span
+    found = [longest[step.number - 1] for step in steps]
     return Longest(
         statistics.fmean(seconds(span) for span in found),
         statistics.fmean(span.queued for span in found),
@@ -179,34 +173,23 @@ def table(trace: Trace, found: Findings) -> list[str]:
     cfg = trace.cfg
     low, middle, high = found.quantiles
     n = len(trace.steps)
+    shares = f"10 % below {low:,.0f}, half {middle:,.0f}, 90 % {high:,.0f}"
+    longest = found.longest
+    parts = f"{longest.tokens:,.0f} tokens; before them {longest.queued:,.0f} s"
+    parts += f", after them {longest.judging:,.0f} s"
+    full = f"with {found.batch:.1f} sequences, room for {found.room:.0f}"
+    rate = found.tokens / found.seconds / (cfg.engine.count * cfg.engine.tensor_parallel)
     waves = f": they come in waves of {cfg.max_lag + 1}" if cfg.max_lag else ""
     return [
         f"simulated: {n} steps, of which {found.steps} are counted; all seconds are of the model",
-        row(
-            "a step, s",
-            found.seconds,
-            f"10 % below {low:,.0f}, half {middle:,.0f}, 90 % {high:,.0f}{waves}",
-        ),
+        row("a step, s", found.seconds, shares + waves),
         row("training", found.training, f"trainers busy {found.trainers_busy:.0%}"),
         row("weight update", found.update, f"{found.update / found.seconds:.1%} of the step"),
-        row(
-            "longest rollout",
-            found.longest.seconds,
-            f"{found.longest.tokens:,.0f} tokens; before them {found.longest.queued:,.0f} s, after"
-            f" them {found.longest.judging:,.0f} s",
-        ),
+        row("longest rollout", longest.seconds, parts),
         row("trainer waits", found.trainer_waits, f"{found.trainer_waits / found.seconds:.0%}"),
         row("engines wait", found.engines_wait, "no slot runs at all"),
-        row(
-            "engines busy, %",
-            100 * found.engines_busy,
-            f"with {found.batch:.1f} sequences, room for {found.room:.0f}",
-        ),
-        row(
-            "tokens a GPU, /s",
-            found.tokens / found.seconds / (cfg.engine.count * cfg.engine.tensor_parallel),
-            f"{found.tokens / 1e6:,.1f} M a step",
-        ),
+        row("engines busy, %", 100 * found.engines_busy, full),
+        row("tokens a GPU, /s", rate, f"{found.tokens / 1e6:,.1f} M a step"),
         row("written or read again, %", 100 * found.reread, lost(trace)),
         *(row(f"at least, {name}", value) for name, value in found.bounds.items()),
     ]

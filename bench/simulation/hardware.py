@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dry_run import pace, sizes
 from dry_run.gpus import Gpu
 from dry_run.sizes import Model
-from settings.reader import InputError
+from settings.errors import InputError
 
 if TYPE_CHECKING:
     from grpo_async import Config
@@ -31,7 +31,7 @@ class Room(NamedTuple):
     sequence: float  # bytes of a sequence's states
 
     def taken(self, sequences: int, context: float) -> float:
-        """Bytes of so many sequences with so many tokens in all."""
+        """Bytes of a number of sequences with a number of tokens in all."""
         return sequences * self.sequence + context * self.token
 
 

@@ -5,17 +5,19 @@ import json
 import statistics
 from pathlib import Path
 
-from bench.simulation.findings import Findings, table
+from bench.simulation.findings import Findings, seconds, slowest, table
 from bench.simulation.world import Step, Trace
 
 SHOWN = 24  # engines in the picture, spread evenly over all
 BINS = 400  # of the time that it shows
 TEMPLATE = Path(__file__).parent / "page.html"
+REPORT = Path(__file__).parents[2] / "runtime/report_page.html"  # which it looks like
 
 
 def write(trace: Trace, found: Findings, path: str) -> None:
     """Writes the page."""
-    text = TEMPLATE.read_text(encoding="utf-8")
+    style = REPORT.read_text(encoding="utf-8").partition("<style>")[2].partition("</style>")[0]
+    text = TEMPLATE.read_text(encoding="utf-8").replace("__STYLE__", style.strip())
     title = f"simulated: {trace.cfg.command.config or 'a run'}"
     verdict = f"{found.seconds:,.0f} s a step, bound by {found.binds}"
     text = text.replace("__TITLE__", html.escape(title)).replace("__VERDICT__", verdict)
@@ -35,10 +37,7 @@ def drawing(trace: Trace, found: Findings) -> dict:
     every = sorted(engines)
     places = every[:: -(-len(every) // SHOWN)]
     numbers = {step.number - 1 for step in steps}
-    spent = {t.step: t for t in trace.trainings if t.step in numbers}
-    for one in trace.trainings:
-        if one.step in numbers and one.seconds > spent[one.step].seconds:
-            spent[one.step] = one
+    spent = slowest([one for one in trace.trainings if one.step in numbers])
     return {
         "seconds": end - start,
         "room": max(found.room, found.batch),
@@ -48,7 +47,7 @@ def drawing(trace: Trace, found: Findings) -> dict:
         ],
         "trainers": [
             {"step": t.step + 1, "from": t.began - start, "to": t.began - start + t.seconds}
-            for t in spent.values()
+            for t in spent
         ],
         "syncs": [
             {"from": step.ended - start - step.stats["sync_transfer"], "to": step.ended - start}
@@ -74,10 +73,10 @@ def longest(trace: Trace, step: Step, start: float) -> dict | None:
     """The slowest group of a step."""
     P = trace.cfg.prompts_per_step
     spans = [span for span in trace.spans if span.slot // P == step.number - 1]
-    span = max(spans, key=lambda s: s.ended - s.began, default=None)
+    span = max(spans, key=seconds, default=None)
     if span is None:
         return None
-    middle = statistics.median(s.ended - s.began for s in spans)
+    middle = statistics.median(map(seconds, spans))
     return {
         "step": step.number,
         "from": span.began - start,

@@ -10,7 +10,6 @@ killed, when and with which groups, and how long its successor took to start.
 """
 
 import dataclasses
-import json
 import random
 import statistics
 import time
@@ -28,7 +27,8 @@ from bench.simulation.workload import Latency, Lengths, Recorded
 from bench.simulation.world import Trace
 from bench.vs_trl import fit_eos
 from grpo_async import Config
-from launch.make_tiny import make_model, make_tokenizer
+from launch import tiny
+from support.configs import changed
 from support.program import Program, end
 
 P, G = 4, 8
@@ -89,15 +89,14 @@ def make_inputs(folder: Path) -> None:
     choice = {"options": [{"A": "a"}, {"B": "b"}], "expected_answer": "A"}
     row = {"agent_ref": {"name": "mcqa_simple_agent"}} | choice
     rows = [row | {"responses_create_params": {"input": chat}} for chat in chats]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    tiny.write_rows(folder / "train.jsonl", rows)
+    tokenizer = tiny.make_tokenizer()
+    model = tiny.make_model(tokenizer)
     prompts = tokenizer.apply_chat_template(
         chats[:8], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     fit_eos(model, prompts, tokenizer.eos_token_id)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    tiny.save(model, tokenizer, folder / "model")
 
 
 def configured(folder: Path, name: str, lag: int, steps: int, seed: int) -> Config:
@@ -110,30 +109,13 @@ def configured(folder: Path, name: str, lag: int, steps: int, seed: int) -> Conf
         "logits_processors": ["bench.simulation.paced:Paced"],
         "additional_config": {"base": BASE, "each": EACH, "folder": str(logs)},
     }
-    parts: dict = {
-        "data": {"train": str(folder / "train.jsonl")},
-        "engine": {"count": 2, "args": args},
-        "loss": {"skip_zero_advantage": False},
-        "policy": {
-            "lr": 1e-12,
-            "warmup_lr": 1e-12,
-            "row_tokens": 512,
-            "activation_checkpointing": False,
-        },
-        "sampling": {"max_response_tokens": LONGEST, "max_model_len": LONGEST + 32},
-        "timeouts": {"start": 180.0, "rollout": 180.0, "train": 120.0, "sync": 60.0},
-    }
-    return Config(
-        run_dir=str(folder / name / "run"),
-        model=str(folder / "model"),
-        seed=seed,
-        steps=steps,
-        prompts_per_step=P,
-        group_size=G,
-        max_lag=lag,
-        save_period=0,
-        **parts,
-    )
+    parts: dict = {"run_dir": str(folder / name / "run"), "model": str(folder / "model")}
+    parts |= {"data": {"train": str(folder / "train.jsonl")}, "engine": {"count": 2, "args": args}}
+    parts |= {"lr": 1e-12, "warmup_lr": 1e-12, "skip_zero_advantage": False, "row_tokens": 512}
+    parts |= {"activation_checkpointing": False, "prompts_per_step": P, "group_size": G}
+    parts |= {"max_response_tokens": LONGEST, "max_model_len": LONGEST + 32}
+    parts |= {"timeouts": {"start": 180.0, "rollout": 180.0, "train": 120.0, "sync": 60.0}}
+    return changed(Config(seed=seed, steps=steps, max_lag=lag, save_period=0), **parts)
 
 
 def measure(cfg: Config, kill_after: int = 0) -> Run:
@@ -174,7 +156,7 @@ class Costs(Hardware):
     latency: float = 0.0  # of a group: to send it, and after its last token for its rewards
 
     def decode(self, batch: int, context: float) -> float:
-        """Seconds of a step with so many sequences."""
+        """Seconds of a step with this many sequences."""
         return interpolated(self.points, batch, context)
 
     def train(self, rows: Sequence[Sequence[int]]) -> float:
@@ -185,7 +167,7 @@ class Costs(Hardware):
 def costs(run: Run) -> Costs:
     """From a run at max_lag 0, where nothing happens beside anything else.
 
-    There the trainer waits for no longer than an engine works, but for the latency of a group.
+    There the trainer waits for no longer than an engine works and a group's latency.
     """
     steps = run.steps[1:]
     tokens = trained_tokens(run)[1:]
@@ -392,7 +374,7 @@ def table(folder: Path) -> Iterator[str]:
             yield f"  NOT VALID: other work on this machine made engine steps {late:.0%} longer"
         if run.killed:
             start = start_seconds(run, hardware.sync)
-            yield f"  told of this run: a new engine needs {start:.0f} s until it gets weights"
+            yield f"  given of this run: a new engine needs {start:.0f} s until it gets weights"
         pairs += found
         steps_alone += each_step(run, trace)
     alone = statistics.median(pair.error for pair in steps_alone)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from settings.reader import InputError
+from settings.errors import InputError
 
 SPREAD = 1.0  # assumed: of the logarithm of a response's length
 ATTEMPTS = 60  # halvings of an interval: to the last bit
@@ -99,7 +99,6 @@ class Workload:
     environment: Latency = Latency()  # once a sample
     turns: int = 1  # into which a response is cut, with a tool between two of them
     tool: Latency = Latency()
-    observed: int = 0  # tokens that a tool answers
     judge: Latency = Latency()
     judged_at_once: int = 10**9  # calls that the judges answer at a time; others wait
     seed: int = 1
@@ -122,7 +121,7 @@ class Recorded(Workload):
 
 
 class Judges:
-    """Servers that answer so many calls at a time, first come first served."""
+    """Servers that answer a number of calls at a time, first come first served."""
 
     def __init__(self, latency: Latency, at_once: int, seed: int):
         self.latency = latency

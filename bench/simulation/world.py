@@ -18,7 +18,7 @@ from bench.simulation.workload import Workload
 from grpo_async import Config, Group, Run
 from runtime import cluster, fleet, modes
 from runtime.placement import Places
-from settings.reader import InputError
+from settings.errors import InputError
 
 
 class Rows(Sequence):
@@ -78,23 +78,13 @@ class Log:
         self.stage: Stage
         self.dropped: list[str] = []
 
-    def open(self, cfg: Config, version: int) -> None:
-        """Opens no file."""
+    def ignore(self, *_: Any) -> None:
+        """Opens no file, and shows, says and compares nothing."""
 
-    def close(self) -> None:
-        """Closes none."""
+    open = close = show_ready = note = mismatch = ignore
 
     async def rollouts(self, lines: bytes) -> None:
         """Writes no line."""
-
-    def show_ready(self, groups: int) -> None:
-        """Shows nothing."""
-
-    def note(self, message: str) -> None:
-        """Says nothing."""
-
-    def mismatch(self, step: int, tables: list) -> None:
-        """Compares nothing."""
 
     def drop(self, slot: Any, prompt: int, row: str, error: BaseException) -> None:
         """Keeps why a prompt was given up."""

@@ -38,7 +38,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def typed(data: Any, schema: Any) -> Any:
-    """Data of XML or CSV whose texts became numbers and booleans where the schema has these."""
+    """Data of XML or CSV, with texts as numbers and booleans where the schema has these."""
     if not isinstance(schema, dict):
         return data
     kinds = schema.get("type", [])

@@ -1,14 +1,13 @@
-"""Instructions that a program can check: reward in [0, 1].
+"""Instructions that 54 rules check: 1.0 if all are followed, else 0.0; or the share that is.
 
 Row, here or below `verifier_metadata`, which counts first: `instruction_id_list`; `kwargs`, an
 object or null for each of them; `grading_mode`: "binary" (1 if all are followed, the default) or
 "fraction" (the share that is). Judged: the text after the thought, by the 54 rules of
 envs/following/instructions.py, as in NeMo-Gym's resources_servers/instruction_following. A rule
-that
-cannot be applied is not followed.
+that cannot be applied is not followed.
 
 Deliberate deviations: an answer without text follows nothing, as in IFEval's strict mode; a row
-whose arguments are missing, negative or empty is refused, where NeMo-Gym draws random ones or none
+with missing, negative or empty arguments is refused, where NeMo-Gym draws random ones or none
 can be followed; white space around an answer does not count. Sentences are split by NLTK's Punkt
 with short lists of words (envs/following/sentences.py), as its own model is a download.
 
@@ -25,7 +24,7 @@ from typing import Any, get_args
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.following.instructions import RULES, Place, Relation, Word
-from envs.sandbox.checkers import DEADLINE, Checkers
+from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 
 AGENTS = ("instruction_following_simple_agent", "instruction_following")
 MODES = ("binary", "fraction")
@@ -136,4 +135,4 @@ def make_check() -> Callable[..., dict]:
     return check
 
 
-checkers = Checkers("envs.following.instruction_following:make_check")
+checkers = Checkers("envs.following.instruction_following:make_check", answers=MANY)

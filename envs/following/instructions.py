@@ -15,7 +15,7 @@ from typing import Literal, NewType
 from envs.following.sentences import sentences, simple_sentences, tokens
 
 Relation = Literal["less than", "at least"]
-Word = str | list  # of which the first counts
+Word = str | list  # the first of a list counts
 Place = NewType("Place", int)  # counted from 1
 RULES: dict[str, Callable[..., bool]] = {}
 CLOSED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -74,13 +74,13 @@ def lacks_words(text: str, forbidden_words: list) -> bool:
 
 @rule("keywords:frequency", "keywords:word_count_different_numbers")
 def keyword_frequency(text: str, keyword: str, frequency: float, relation: Relation) -> bool:
-    """The keyword appears less often than, or at least, so many times."""
+    """The keyword appears less than, or at least, N times."""
     return compare(occurrences(keyword, text), relation, frequency)
 
 
 @rule("keywords:letter_frequency", "letters:letter_counting2")
 def letter_frequency(text: str, letter: str, let_frequency: float, let_relation: Relation) -> bool:
-    """The letter, in either case, appears less often than, or at least, so many times."""
+    """The letter, in either case, appears less than, or at least, N times."""
     return compare(Counter(text.lower())[letter.strip().lower()], let_relation, let_frequency)
 
 
@@ -166,7 +166,7 @@ def english_lowercase(text: str) -> bool:
 
 @rule("change_case:capital_word_frequency")
 def capital_words(text: str, capital_frequency: float, capital_relation: Relation) -> bool:
-    """Fewer than, or at least, so many words of capitals alone."""
+    """Fewer than, or at least, N words of capitals alone."""
     return compare(sum(map(str.isupper, tokens(text))), capital_relation, capital_frequency)
 
 
@@ -181,19 +181,19 @@ def few_lowercase_words(text: str, N: float) -> bool:
 
 @rule("length_constraints:number_words")
 def number_of_words(text: str, num_words: float, relation: Relation) -> bool:
-    """Fewer than, or at least, so many words."""
+    """Fewer than, or at least, N words."""
     return compare(len(re.findall(r"\w+", text)), relation, num_words)
 
 
 @rule("length_constraints:number_sentences")
 def number_of_sentences(text: str, num_sentences: float, relation: Relation) -> bool:
-    """Fewer than, or at least, so many sentences."""
+    """Fewer than, or at least, N sentences."""
     return compare(len(sentences(text)), relation, num_sentences)
 
 
 @rule("length_constraints:number_paragraphs")
 def number_of_paragraphs(text: str, num_paragraphs: float) -> bool:
-    """So many paragraphs between dividers ***."""
+    """N paragraphs between dividers ***."""
     return parts(r"\s?\*\*\*\s?", text) == num_paragraphs
 
 
@@ -213,7 +213,7 @@ def two_paragraphs(text: str) -> bool:
 def paragraph_begins_with(
     text: str, num_paragraphs: float, nth_paragraph: Place, first_word: str
 ) -> bool:
-    """So many paragraphs between blank lines; the n-th begins with the word."""
+    """N paragraphs between blank lines; the n-th begins with the word."""
     paragraphs = text.split("\n\n")
     count = sum(bool(paragraph.strip()) for paragraph in paragraphs)
     if nth_paragraph > count or not (words := paragraphs[nth_paragraph - 1].split()):
@@ -250,7 +250,7 @@ def unique_words(text: str) -> bool:
 
 @rule("detectable_content:number_placeholders")
 def placeholders(text: str, num_placeholders: float) -> bool:
-    """At least so many [placeholders]."""
+    """At least N [placeholders]."""
     count = 0
     for line in text.split("\n"):
         start = line.find("[")
@@ -270,7 +270,7 @@ def postscript(text: str, postscript_marker: str) -> bool:
 
 @rule("detectable_format:number_bullet_lists")
 def bullets(text: str, num_bullets: float) -> bool:
-    """Exactly so many lines that begin with * or -."""
+    """Exactly N lines that begin with * or -."""
     stars = re.findall(r"^[^\S\n]*\*[^*].*$", text, re.MULTILINE)
     return len(stars) + len(re.findall(r"^[^\S\n]*-", text, re.MULTILINE)) == num_bullets
 
@@ -283,14 +283,14 @@ def closed_answer(text: str) -> bool:
 
 @rule("detectable_format:number_highlighted_sections")
 def highlights(text: str, num_highlights: float) -> bool:
-    """At least so many *highlights* and **highlights** that are not empty."""
+    """At least N *highlights* and **highlights** that are not empty."""
     found = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
     return sum(bool(piece.strip("*").strip()) for piece in found) >= num_highlights
 
 
 @rule("detectable_format:multiple_sections")
 def sections(text: str, section_spliter: str, num_sections: float) -> bool:
-    """At least so many headings of the word and a number."""
+    """At least N headings of the word and a number."""
     return len(re.findall(rf"\s?{section_spliter.strip()}\s?\d+\s?", text)) >= num_sections
 
 

@@ -1,4 +1,4 @@
-"""JSON schemas of draft 2020-12: what is wrong with one, and with data under it."""
+"""JSON schemas of draft 2020-12: errors in a schema, and in data under it."""
 
 import functools
 import json
@@ -44,12 +44,12 @@ def references(schema: Any) -> Iterator[str]:
 
 
 def validator(schema: Any) -> Draft202012Validator:
-    """What finds the errors of data. A schema from elsewhere is not fetched but Unresolvable."""
+    """A validator of data. A schema from elsewhere is not fetched but raises Unresolvable."""
     return Draft202012Validator(schema, registry=Registry())
 
 
 def strict(schema: Any, is_schema: bool = True) -> Any:
-    """A schema whose objects have all their properties and no others."""
+    """The schema, tightened: its objects have all their properties and no others."""
     if not isinstance(schema, dict):
         return schema
     tight = {key: strict(v, not (is_schema and key in NAMED)) for key, v in schema.items()}

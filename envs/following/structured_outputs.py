@@ -1,4 +1,4 @@
-"""Answers in a structured format: 1.0 if they are valid against the row's JSON schema, else 0.0.
+"""JSON, YAML, XML, TOML, CSV or a call, by the row's JSON schema: 1.0 if valid, else 0.0.
 
 Row: `schema_str`, the schema as JSON text; `schema_type`: json (default), yaml, xml, toml or csv;
 `response_mode`: "text" (default), or "tool_call" with `tool_name` and `tool_payload_key`, both
@@ -7,7 +7,7 @@ resources_servers/structured_outputs. The whole text after the thought must pars
 it earns 0. Or there must be one tool call, of that name; judged are its arguments, or what they
 hold under that key. The schema is tightened first: an object has all `properties` that the schema
 names, and no others. Schemas in lists, such as anyOf's, stay as they are, and `format` is not
-checked. XML and CSV know only texts: these become numbers and booleans where the schema says so.
+checked. XML and CSV know only texts: these become numbers and booleans where the schema has them.
 
 Deliberate deviations, where NeMo-Gym pays for more: NaN and Infinity are no JSON. A CSV needs a
 data row, without which any line would do, and rows as long as the header. In XML and CSV a number
@@ -29,7 +29,7 @@ from referencing.exceptions import Unresolvable
 from envs import Reward, final_text, get, require, unfinished
 from envs.following.schemas import problem, strict, validator
 from envs.rollout.response import Response
-from envs.sandbox.checkers import DEADLINE, Checkers
+from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 
 AGENTS = (
     "structured_outputs_simple_agent",
@@ -57,12 +57,12 @@ def check(row: dict) -> None:
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """The parser of tool calls, where a call is judged."""
+    """A parser of tool calls, for rows that ask for a call."""
     return ("tool_parser",) if row.get("response_mode") == "tool_call" else ()
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `reason` says what is wrong, `at` where.
+    """Reward 0.0 or 1.0; `reason` is the error, `at` its place.
 
     Raises CheckerError where no check could run, ValueError where the schema refers to another.
     """
@@ -85,7 +85,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def called(row: dict, calls: list[dict[str, Any]]) -> tuple[str, str | None]:
-    """The arguments of the one call that was asked for, and what is wrong with the calls."""
+    """The arguments of the one call that was asked for, and the error in the calls."""
     if len(calls) != 1:
         return "", "several tool calls" if calls else "no tool call"
     if row.get("tool_name") and calls[0].get("name") != row["tool_name"]:
@@ -119,4 +119,4 @@ def make_check() -> Callable[..., dict]:
     return check
 
 
-checkers = Checkers("envs.following.structured_outputs:make_check")
+checkers = Checkers("envs.following.structured_outputs:make_check", answers=MANY)

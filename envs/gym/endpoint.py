@@ -3,21 +3,20 @@
     program --> POST http://HOST:PORT/GUEST/v1/chat/completions --> the Sampler of that episode
 
 Each rollout worker listens at a port of its own, and each episode has an address of its own. A
-program that is told one address for all episodes when it starts is told that of a router, which
-passes each request on to the address in the request's `metadata["policy"]`:
+program that needs one address for all episodes when it starts gets that of a router, which passes
+each request on to the address in the request's `metadata["policy"]`:
 
     python -m envs.gym.endpoint PORT [HOST]
 
-Where a request repeats what the policy has said, it goes on from the ids that were sampled. Of what
-was said before only role, content, calls and the id of a result are compared, as programs drop
-thoughts and trim texts. How is sampled is the run's matter: temperature, `tool_choice`,
-`response_format` and the like are not read, as what they force is not what the policy would say.
-A shorter `max_tokens` is kept. Several answers (n) and stop words are refused. A stream has the
-whole answer in one event.
+Where a request repeats the policy's answers, it goes on from the ids that were sampled. Of earlier
+messages only role, content, calls and the id of a result are compared, as programs drop thoughts
+and trim texts. The run decides how to sample: temperature, `tool_choice`, `response_format` and the
+like are not read, as a forced answer is not the policy's own. A shorter `max_tokens` is kept.
+Several answers (n) and stop words are refused. A stream has the whole answer in one event.
 
-Who asks for `logprobs` gets the policy's own, of tokens that are called `token_id:N`. Who asks for
-`return_token_ids` or `return_tokens_as_token_ids` finds prompt_token_ids, generation_token_ids and
-generation_log_probs in the message, as NeMo-Gym does, and `versions` beside it. Nothing that is
+A request for `logprobs` gets the policy's own, of tokens that are called `token_id:N`. A request
+with `return_token_ids` or `return_tokens_as_token_ids` gets prompt_token_ids, generation_token_ids
+and generation_log_probs in the message, as NeMo-Gym does, and `versions` beside it. Nothing that is
 trained on takes this way: an episode is made of the turns that its own sampler saw.
 """
 
@@ -38,7 +37,8 @@ from aiohttp import web
 
 from envs import require
 from envs.rollout.chat import NoRoom, Said
-from envs.rollout.messages import chat, check_items, check_tools
+from envs.rollout.check_messages import check_items, check_tools
+from envs.rollout.messages import chat
 
 if TYPE_CHECKING:
     from envs.rollout.episode import Turn
@@ -54,7 +54,7 @@ ENDPOINTS: weakref.WeakKeyDictionary[Any, "asyncio.Task[Endpoint]"] = weakref.We
 
 
 class Asked(NamedTuple):
-    """What a chat request asks for."""
+    """The fields of a chat request that are read."""
 
     messages: list[dict]  # as chat templates take them
     tools: list[dict] | None
@@ -77,23 +77,22 @@ class Asked(NamedTuple):
         require(limit is None or limit > 0, "max_tokens", limit, "1 or more")
         bare = [tool.get("function", tool).items() for tool in tools or ()]
         made = [{k: v for k, v in items if k not in ("type", "strict")} for items in bare]
-        return cls(
-            chat(messages), [{"type": "function", "function": one} for one in made] or None, limit
-        )
+        offered = [{"type": "function", "function": one} for one in made]
+        return cls(chat(messages), offered or None, limit)
 
 
 class Guest:
-    """An episode whose conversations another program holds."""
+    """An episode; its conversations are held by another program."""
 
     def __init__(self, sampler: "Sampler", url: str) -> None:
         self.sampler = sampler
         self.sampling = sampler.sampling
-        self.url = url  # what the program is told
+        self.url = url  # the address that the program gets
         self.turns: list[Turn] = []
         self.said: list[Said] = []  # after each turn
         self.full: NoRoom | None = None  # for a prompt that had none
         self.refused = ""  # why a request was, for another reason
-        self.left = False  # the last request: whoever made it did not wait for the answer
+        self.left = False  # the client of the last request did not wait for the answer
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: set[asyncio.Task | None] = set()  # under way
         self.asking = asyncio.Lock()
@@ -104,9 +103,8 @@ class Guest:
             self.sampler.said = said = self.before(asked)
             known = said.messages if said else []
             longest = self.sampling.max_response_tokens
-            self.sampler.sampling = dataclasses.replace(
-                self.sampling, max_response_tokens=min(asked.max_tokens or longest, longest)
-            )
+            most = min(asked.max_tokens or longest, longest)
+            self.sampler.sampling = dataclasses.replace(self.sampling, max_response_tokens=most)
             messages = known + asked.messages[len(known) :]
             turn = await self.sampler.chat(messages, asked.tools)
             self.turns.append(turn)
@@ -126,21 +124,21 @@ class Guest:
         return None
 
     def fail(self, error: Exception) -> None:
-        """Ends the episode with an error that is none of the program's."""
+        """Ends the episode with an error that the program did not cause."""
         if not self.failed.done():
             self.failed.set_exception(error)
-            self.failed.exception()  # so that asyncio does not miss whoever waits for it
+            self.failed.exception()  # or asyncio would warn that the error was never read
 
 
 def silent(message: Any) -> Any:
-    """A message; "" where the policy has said nothing, which programs tell as null."""
+    """A message; content "" where the policy has written none, which programs repeat as null."""
     says_nothing = isinstance(message, dict) and message.get("content") is None
     is_ours = says_nothing and message.get("role") == "assistant"
     return message | {"content": ""} if is_ours else message
 
 
 def meant(message: dict) -> tuple:
-    """What is compared of a message that is told again."""
+    """The parts of a repeated message that are compared."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     made = [(call["name"], call["arguments"]) for call in calls]
     return message["role"], message["content"].strip(), made, message.get("tool_call_id")
@@ -162,34 +160,29 @@ def completion(turn: "Turn", body: dict[str, Any]) -> dict[str, Any]:
     if turn.finish_reason == "length":
         choice["finish_reason"] = "length"
     if body.get("logprobs"):
-        choice["logprobs"] = {
-            "content": [
-                {"token": f"token_id:{token}", "logprob": logp, "bytes": None, "top_logprobs": []}
-                for token, logp in zip(turn.token_ids, turn.logps, strict=True)
-            ]
-        }
+        known = zip(turn.token_ids, turn.logps, strict=True)
+        named = ({"token": f"token_id:{token}", "logprob": logp} for token, logp in known)
+        content = [one | {"bytes": None, "top_logprobs": []} for one in named]
+        choice["logprobs"] = {"content": content}
     if any(body.get(name) for name in IDS):
         message["prompt_token_ids"] = turn.prompt_ids
         message["generation_token_ids"] = turn.token_ids
         message["generation_log_probs"] = turn.logps
         choice["versions"] = turn.versions
     read, written = len(turn.prompt_ids), len(turn.token_ids)
+    total = {"total_tokens": read + written}
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": str(body.get("model") or MODEL),
         "choices": [choice],
-        "usage": {
-            "prompt_tokens": read,
-            "completion_tokens": written,
-            "total_tokens": read + written,
-        },
+        "usage": {"prompt_tokens": read, "completion_tokens": written} | total,
     }
 
 
 def streamed(made: dict[str, Any]) -> web.Response:
-    """An answer as a stream that is over at once."""
+    """An answer as a stream of one event."""
     (choice,) = made["choices"]
     calls = choice["message"].get("tool_calls", [])
     delta = choice["message"] | {"tool_calls": [{"index": i} | c for i, c in enumerate(calls)]}
@@ -267,7 +260,7 @@ async def invited(sampler: "Sampler") -> AsyncIterator[Guest]:
 
 async def listen(app: web.Application, host: str, port: int) -> int:
     """Serves as long as the process lives; returns the port."""
-    # The policy does not go on with an answer that nobody waits for any more.
+    # The policy does not go on with an answer whose client has gone.
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, host, port, backlog=4096).start()
@@ -291,16 +284,15 @@ class Router:
     async def start(self, host: str, port: int) -> str:
         """Listens; returns the address."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=20)
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=limits
-        )
+        every = aiohttp.TCPConnector(limit=0)
+        self.session = aiohttp.ClientSession(connector=every, timeout=limits)
         app = web.Application(client_max_size=LARGEST)
         app.router.add_get("/v1/models", models)
         app.router.add_post("/v1/chat/completions", self.pass_on)
         return f"http://{host}:{await listen(app, host, port)}/v1"
 
     async def pass_on(self, request: web.Request) -> web.Response:
-        """What the episode answers."""
+        """The episode's reply."""
         raw = await request.read()
         try:
             url = json.loads(raw)["metadata"]["policy"]

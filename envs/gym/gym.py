@@ -1,4 +1,4 @@
-"""NeMo-Gym's servers: which agents there are, and one try of a row by one of them.
+"""NeMo-Gym's servers: the agents that they have, and one try of a row by one of them.
 
 Its head server (`gym env start`, once `ng_run`) knows where each agent is served. Rows go to those
 themselves. An agent that has gone costs time: its rows wait, as those of a judge that is away
@@ -15,17 +15,20 @@ import time
 import urllib.error
 import urllib.request
 import weakref
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import yaml
 
-from envs.judge import judge
-from envs.judge.judge import Away, Failed, Server
+from envs.judge.judge import Failed, Server, pause
 from envs.rollout import services
-from envs.sandbox.checkers import CheckerError
+from envs.rollout.services import Away, CheckerError, Report
+from envs.rollout.transfer import directly
 
-SECONDS = 5.0  # that a head server may take to say what it serves
+SECONDS = 5.0  # seconds that a head server may take to list its agents
 SHOWN = 300  # characters of an error
+ABSENT: dict[str, Callable[[], str]] = {}  # need -> why its agent is away
 SERVING: weakref.WeakKeyDictionary[Any, dict[str, "Agent"]] = weakref.WeakKeyDictionary()
 
 
@@ -34,20 +37,15 @@ def agents(head: str) -> dict[str, str]:
 
     Raises OSError where it does not answer, ValueError where it is no head server.
     """
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{head}/global_config_dict_yaml", timeout=SECONDS) as answer:
+        with directly(f"{head}/global_config_dict_yaml", SECONDS) as answer:
             text = json.loads(answer.read())
-        kinds = {
-            name: kind["responses_api_agents"]
-            for name, kind in yaml.safe_load(text).items()
-            if isinstance(kind, dict) and "responses_api_agents" in kind
-        }
-        return {
-            name: f"http://{one['host']}:{one['port']}"
-            for name, kind in kinds.items()
-            for one in kind.values()
-        }
+        found = {}
+        for name, kind in yaml.safe_load(text).items():
+            if isinstance(kind, dict) and "responses_api_agents" in kind:
+                for one in kind["responses_api_agents"].values():
+                    found[name] = f"http://{one['host']}:{one['port']}"
+        return found
     except (http.client.IncompleteRead, ConnectionError) as error:
         raise OSError(f"it ended in the middle of its answer: {error}"[:SHOWN]) from None
     except http.client.HTTPException as error:
@@ -78,7 +76,7 @@ def place(agent: str) -> str:
 
 
 def problem(agent: str) -> str:
-    """Why no row could be tried by an agent, and how to mend it; "" for nothing."""
+    """Why an agent could try no row, and how to mend it; "" if it could."""
     return _problem(agent, services.current().nemo_gym)
 
 
@@ -95,7 +93,7 @@ def _problem(agent: str, heads: tuple[str, ...]) -> str:
 
 
 async def run(agent: str, row: dict[str, Any], failed: asyncio.Future[None]) -> dict[str, Any]:
-    """What an agent says of its try of a row: the row, `response`, `reward` and more.
+    """The result of an agent's try of a row: the row, `response`, `reward` and more.
 
     Raises Away, CheckerError where the try failed, and at once what `failed` raises.
     """
@@ -115,19 +113,19 @@ class Agent:
         self.looking = asyncio.Lock()
 
     async def run(self, row: dict[str, Any], failed: asyncio.Future[None]) -> dict[str, Any]:
-        """What it says of its try of a row."""
+        """The result of its try of a row."""
         if not self.server:
-            await self.returns("nobody has asked it yet")
+            await self.returns("it was not asked before")
         server = self.server
         assert server
-        call = asyncio.ensure_future(server.request("POST", "run", judge.limit(), row))
+        call = asyncio.ensure_future(server.request("POST", "run", services.limits().seconds, row))
         try:
             while not call.done():
-                limits: dict[str, Any] = {"timeout": judge.patience()}
+                limits: dict[str, Any] = {"timeout": services.patience()}
                 await asyncio.wait([call, failed], return_when=asyncio.FIRST_COMPLETED, **limits)
                 if failed.done():
                     failed.result()
-                if not await self.lives(server, time.monotonic() - judge.patience()):
+                if not await self.lives(server, time.monotonic() - services.patience()):
                     raise Failed("silence", f"{server.url}: no answer, not even to GET")
             return call.result()
         except Failed as failure:
@@ -144,7 +142,7 @@ class Agent:
         async with self.looking:  # one looks for all
             if server.answered < since:
                 with contextlib.suppress(Failed, CheckerError):
-                    await server.request("GET", "", judge.patience())
+                    await server.request("GET", "", services.patience())
             return server.answered >= since
 
     async def returns(self, why: str) -> None:
@@ -153,7 +151,7 @@ class Agent:
             self.why, self.away_since = why, time.monotonic()
             self.keeper = asyncio.create_task(self.keep())
         try:
-            await asyncio.wait_for(asyncio.shield(self.keeper), judge.limit())
+            await asyncio.wait_for(asyncio.shield(self.keeper), services.limits().seconds)
         except TimeoutError:
             raise Away(f"agent {self.name!r} is away, {self.state()}") from None
 
@@ -166,14 +164,14 @@ class Agent:
                 if server and await self.lives(server, time.monotonic()):
                     self.server = server
                     return
-                judge.ABSENT[need] = self.state
-                await asyncio.sleep(judge.pause(failures))
+                ABSENT[need] = self.state
+                await asyncio.sleep(pause(failures))
         finally:
-            judge.ABSENT.pop(need, None)
+            ABSENT.pop(need, None)
             self.keeper = None
 
     async def found(self) -> Server | None:
-        """Where the head servers say that it is; None where they do not."""
+        """The agent's address by the head servers; None where they have none."""
         try:
             return Server(await asyncio.to_thread(place, self.name))
         except (OSError, ValueError) as error:
@@ -183,3 +181,12 @@ class Agent:
     def state(self) -> str:
         """For how long it is away, and why."""
         return f"for {time.monotonic() - self.away_since:.0f} s: {self.why}"
+
+
+def report() -> Report:
+    """The agents that are away."""
+    return Report({need: state() for need, state in ABSENT.items()}, Counter())
+
+
+services.CHECKS["nemo_gym"] = problem
+services.REPORTS.append(report)

@@ -1,9 +1,9 @@
-"""Rows whose agent a server of NeMo-Gym's runs: its environments as they are, its own reward.
+"""Rows that an agent of NeMo-Gym's, or of the library verifiers, plays: the server's reward.
 
 Row: any that NeMo-Gym takes, with an agent (`agent_ref.name`) that no module of envs/ declares and
 a head server of `services.nemo_gym` knows. The agent gets the row by POST /run, as rollouts are
-collected there (nemo_gym/rollout_collection.py), and asks for the policy as often as it likes. What
-its resources server says is the reward; its range is that server's. Environments of the library
+collected there (nemo_gym/rollout_collection.py), and asks for the policy as often as it likes. The
+reward, and its range, are those of its resources server. Environments of the library
 verifiers are agents as well: launch/verifiers_hub.py serves them.
 
     rollout --> POST /run --> agent --> policy_model --> router --> endpoint --> sampler.chat
@@ -13,9 +13,9 @@ verifiers are agents as well: launch/verifiers_hub.py serves them.
 Gym's model server calls one address from its start on: that of a router (envs/gym/endpoint.py).
 The row carries the address of its episode in `responses_create_params.metadata`, which the agent
 passes on with each request, as simple_agent and those that are made from it do. An agent that does
-not gets an error that says so.
+not gets an error that names this.
 
-What is trained on are the turns that our own sampler saw, with their ids, logprobs and versions. In
+The run trains on the turns that its own sampler saw, with their ids, logprobs and versions. In
 NeMo-RL they travel as JSON through each server between engine and trainer, with all earlier ones.
 
 A try that failed is never a reward: neither what the server marks (`_ng_failure_class`), such as a
@@ -26,9 +26,9 @@ engine that dies ends the try: the agent starts the episode anew, and answers th
 played again as long as it asks the same. `mask_sample` takes a sample out of the loss; its reward
 stays in the baseline.
 
-Deliberate deviations. The policy samples as this run says: `temperature`, `top_p` and
-`chat_template_kwargs` of Gym's configuration are not read; those of the row are. What the server
-measures beside the reward, its numbers and booleans, is logged as info/NAME/ENV.
+Deliberate deviations. The policy samples by this run's settings: `temperature`, `top_p` and
+`chat_template_kwargs` of Gym's configuration are not read; those of the row are. The numbers and
+booleans that the server returns beside the reward are logged as info/NAME/ENV.
 Known leaks: those of the server. One that takes a verdict that it cannot read as 0 is believed, and
 so is an agent that takes a router that it cannot reach for the end of an episode.
 """
@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from envs import Reward, get
 from envs.gym import gym
 from envs.gym.endpoint import invited
-from envs.sandbox.checkers import CheckerError
+from envs.rollout.services import CheckerError
 
 if TYPE_CHECKING:
     from envs.rollout.episode import Episode
@@ -57,7 +57,7 @@ def check(row: dict) -> None:
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """The agent."""
+    """A server in `services.nemo_gym` that has the agent."""
     return (f"nemo_gym.{row['agent_ref']['name']}",)
 
 
@@ -86,7 +86,7 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
 
 
 def addressed(row: dict, url: str, seed: int) -> dict[str, Any]:
-    """The row as an agent takes it, which tells the agent's requests where the policy is."""
+    """The row as an agent takes it, with the policy's address for the agent's requests."""
     params = row["responses_create_params"]
     metadata = (params.get("metadata") or {}) | {"policy": url}
     index = {"_ng_task_index": row.get("_line", 0), "_ng_rollout_index": seed}
@@ -95,15 +95,15 @@ def addressed(row: dict, url: str, seed: int) -> dict[str, Any]:
 
 
 def verdict(row: dict, result: Any) -> Reward:
-    """The reward in what an agent says of a try. Raises CheckerError where there is none."""
+    """The reward in the result of a try. Raises CheckerError where there is none."""
     if not isinstance(result, dict) or result.get("_ng_failure_class") is not None:
         what = result.get("_ng_failure_class") if isinstance(result, dict) else "no object"
         raise CheckerError(f"the agent had no verdict: {what}: {str(result)[-300:]}")
     value = result.get("reward")
     if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
         raise CheckerError(f"the agent's reward is {value!r:.50}, expected a finite number")
-    told = {name: v for name, v in result.items() if isinstance(v, int | float)}
-    told = {name: v for name, v in told.items() if -LARGEST < v < LARGEST}
-    info = {name: v for name, v in told.items() if name not in row and name[:1] != "_"}
+    numbers = {name: v for name, v in result.items() if isinstance(v, int | float)}
+    numbers = {name: v for name, v in numbers.items() if -LARGEST < v < LARGEST}
+    info = {name: v for name, v in numbers.items() if name not in row and name[:1] != "_"}
     info.pop("reward", None)
     return Reward(float(value), info)

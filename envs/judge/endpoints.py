@@ -8,43 +8,16 @@ import contextlib
 import functools
 import json
 import os
-import re
 import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ADDRESS = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
-KEYS = ("url", "model", "concurrency", "sampling")
-OWN = {"messages", "model", "n", "stream"}  # parameters that a call sets by itself
+from envs.rollout.transfer import directly
+from settings.services import is_address
+
 VARIABLES = ("JUDGES_FILE", "JUDGES", "JUDGE_NODES")  # of launch/grpo.sbatch
 SECONDS = 5.0  # that a server may take to say what it serves, before a run starts
-
-
-def check(at: str, judge: dict[str, Any]) -> None:
-    """Raises ValueError naming field, value and expectation where a judge is malformed."""
-    urls = judge.get("url") or []
-    urls = urls if isinstance(urls, list) else [urls]
-    count, sampling = judge.get("concurrency", 1), judge.get("sampling", {})
-    is_dict = isinstance(sampling, dict)
-    wrong = [(key, judge[key], f"one of {', '.join(KEYS)}") for key in judge if key not in KEYS]
-    wrong += [("url", url, "http://HOST:PORT/v1") for url in urls if not is_address(url)]
-    if not isinstance(judge.get("model", ""), str):
-        wrong.append(("model", judge["model"], "the name that the server gives it, or ''"))
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        wrong.append(("concurrency", count, "calls at once, 1 or more"))
-    if not is_dict or not all(isinstance(key, str) for key in sampling):
-        wrong.append(("sampling", sampling, "a dictionary such as {'temperature': 0.0}"))
-    elif own := sorted(OWN & sampling.keys()):
-        wrong.append(("sampling", sampling, f"no {own[0]!r}, which each call sets itself"))
-    for key, value, expected in wrong:
-        raise ValueError(f"{at}[{key!r}] = {value!r}, expected {expected}")
-
-
-def is_address(url: Any) -> bool:
-    """Whether calls can be made to a URL."""
-    return isinstance(url, str) and bool(ADDRESS.fullmatch(url))
 
 
 def addresses(name: str, judge: dict[str, Any]) -> list[str]:
@@ -91,9 +64,8 @@ def _problem(name: str, judge: str, file: str, served: str, nodes: str) -> str:
 
 def unserved(url: str, model: str) -> str:
     """What is wrong with a server that answers; "" for nothing, or for one that does not answer."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as runs ask it
     try:
-        with opener.open(f"{url}/models", timeout=SECONDS) as answer:
+        with directly(f"{url}/models", SECONDS) as answer:
             served = [entry["id"] for entry in json.loads(answer.read())["data"]]
     except urllib.error.HTTPError as error:
         starts = error.code in (408, 429) or error.code >= 500

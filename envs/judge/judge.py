@@ -24,25 +24,23 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from envs.judge import endpoints
 from envs.rollout import services
-from envs.sandbox.checkers import CheckerError
+from envs.rollout.services import Away, CheckerError, Report, limits, patience
+from envs.rollout.transfer import Broken, whole
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 FAILURES = 3  # in a row that keep calls from a server
-SILENCE = 20.0  # seconds without a word from a server; then it has as long to say that it lives
-TICK = 0.5  # seconds between two looks at who may be served
+UNREAD = 20  # replies in a row without a verdict: such a judge is broken, and no answer is wrong
+TICK = 0.5  # seconds between two looks at which calls may be served
 REREAD = 10.0  # seconds between two looks at JUDGES_FILE
 LONGEST_PAUSE = 5.0  # seconds between two probes, or before a call is made again
 LONGEST_REST = 60.0  # seconds for which a server's Retry-After is believed
+LONGEST = 32 << 20  # bytes of an answer
 REFUSED = 300  # characters of a refusal that are shown
-
-
-class Away(CheckerError):
-    """A judge was away, and a call has waited for as long as it may. No row is at fault."""
 
 
 class Failed(Exception):
@@ -54,35 +52,13 @@ class Failed(Exception):
         self.rest = rest  # seconds for which the server wants no calls
 
 
-class Share(NamedTuple):
-    """What this process may use of the judges."""
-
-    seconds: float = 3600.0  # that a call may take
-    processes: int = 1  # that share a server's concurrency
-
-
-class Report(NamedTuple):
-    """What this process has seen of the judges, and of what else rows wait for."""
-
-    away: dict[str, str]  # by need, "judges.NAME": its addresses, how long, the last failure
-    failures: Counter[str]  # by "NAME/REASON", since this process started
-
-
-_share = [Share()]
 JUDGES: weakref.WeakKeyDictionary[Any, dict[str, "Judge"]] = weakref.WeakKeyDictionary()
-ABSENT: dict[str, Callable[[], str]] = {}  # what else is away: need -> what is known of it
-
-
-def configure(seconds: float, processes: int) -> None:
-    """Sets how long a call of this process may take, and how many processes share the judges."""
-    _share[0] = Share(seconds, processes)
 
 
 def report() -> Report:
-    """What this process has seen so far."""
+    """What this process has seen of the judges so far."""
     every = [judge for judges in list(JUDGES.values()) for judge in judges.values()]
     away = {f"judges.{one.name}": one.state() for one in every if one.away_since is not None}
-    away |= {need: state() for need, state in ABSENT.items()}
     return Report(away, sum((judge.failures for judge in every), Counter()))
 
 
@@ -97,15 +73,18 @@ async def ask(
 
     `read` gets the text behind the judge's thought. `sampling` are parameters of a chat completion
     (temperature, top_p, max_tokens); services.judges[name]["sampling"] overrides them. Raises Away,
-    and CheckerError where the judge refuses the request.
+    and CheckerError where the judge refuses the request, or says nothing that can be read.
     """
     judges = JUDGES.setdefault(asyncio.get_running_loop(), {})
     judge = judges.setdefault(name, Judge(name))
     for _ in range(tries):
         verdict = read(await judge.say(messages, sampling))
+        judge.unread = 0 if verdict is not None else judge.unread + 1
         if verdict is not None:
             return verdict
         judge.failures[f"{name}/malformed"] += 1
+        if judge.unread >= UNREAD:
+            raise CheckerError(f"judge {name!r} gave no verdict in {judge.unread} replies in a row")
     return None
 
 
@@ -163,14 +142,18 @@ class Server:
         what = f"{method} {self.url}/{path}"
         # Half a surrogate pair is no character, and servers refuse a request that has one.
         data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace") if body else None
-        limits = aiohttp.ClientTimeout(seconds, sock_connect=patience())
+        timeout = aiohttp.ClientTimeout(seconds, sock_connect=patience())
         headers = {"Content-Type": "application/json"}
         try:
             async with (
-                aiohttp.ClientSession(timeout=limits, headers=headers) as session,
-                session.request(method, f"{self.url}/{path}", data=data) as answer,
+                aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+                session.request(
+                    method, f"{self.url}/{path}", data=data, allow_redirects=False
+                ) as answer,
             ):
-                raw = await answer.read()
+                raw = await whole(answer, LONGEST)
+        except Broken as error:
+            raise Failed("garbled", f"{what}: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
             reason = "timeout" if isinstance(error, TimeoutError) else "connection"
             raise Failed(reason, f"{what}: {type(error).__name__}: {error}") from None
@@ -215,16 +198,6 @@ def rest(retry_after: str) -> float:
     return min(max(0.0, seconds), LONGEST_REST)
 
 
-def limit() -> float:
-    """Seconds that a call may take."""
-    return _share[0].seconds
-
-
-def patience() -> float:
-    """SILENCE; less where a call may take little time."""
-    return min(SILENCE, _share[0].seconds / 10)
-
-
 def pause(failures: int) -> float:
     """Seconds before another try, twice as long after each failure. No two are the same."""
     return random.uniform(0.5, 1.0) * min(2.0 ** min(failures, 10), LONGEST_PAUSE)
@@ -239,6 +212,7 @@ class Judge:
         self.waiting: deque[asyncio.Future[Server]] = deque()
         self.calls = 0  # that wait or are under way
         self.failures: Counter[str] = Counter()  # by "NAME/REASON"
+        self.unread = 0  # replies without a verdict since the last verdict
         self.last = ""  # failure
         self.away_since: float | None = None
         self.back_at = 0.0
@@ -252,7 +226,7 @@ class Judge:
     async def say(self, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> str:
         """What the judge says. Raises Away and CheckerError."""
         settings = self.settings
-        seconds = _share[0].seconds
+        seconds = limits().seconds
         began = time.monotonic()
         body = {"model": settings.get("model", ""), "messages": messages}
         body |= sampling | settings.get("sampling", {})
@@ -284,7 +258,7 @@ class Judge:
     async def of(self, server: Server, body: dict[str, Any]) -> str | None:
         """What one server says; None where it fails. Raises CheckerError."""
         try:
-            text = await server.complete(body, _share[0].seconds / 2)
+            text = await server.complete(body, limits().seconds / 2)
         except Failed as failure:
             self.failures[f"{self.name}/{failure.reason}"] += 1
             self.last = str(failure)
@@ -333,8 +307,8 @@ class Judge:
             self.serve()
 
     def serve(self) -> None:
-        """Gives those who wait the servers that take calls, the least busy one first."""
-        most = max(1, self.settings.get("concurrency", 64) // _share[0].processes)
+        """Gives waiting calls the servers that take calls, the least busy one first."""
+        most = max(1, self.settings.get("concurrency", 64) // limits().processes)
         now = time.monotonic()
         while self.waiting:
             if self.waiting[0].done():
@@ -372,5 +346,14 @@ class Judge:
         """Its addresses, for how long it is away, and the last failure."""
         since = time.monotonic() - (self.away_since or time.monotonic())
         nowhere = f"no address in JUDGES_FILE = {os.environ.get('JUDGES_FILE')!r}"
-        why = self.last or "nobody has announced it"
+        why = self.last or "no server has announced it"
         return f"{', '.join(self.servers) or nowhere}, for {since:.0f} s: {why}"
+
+
+def problem(name: str) -> str:
+    """Why a run could not ask the judge `name`, and how to mend it; "" for nothing."""
+    return endpoints.problem(name, services.current().judges.get(name, {}))
+
+
+services.CHECKS["judges"] = problem
+services.REPORTS.append(report)

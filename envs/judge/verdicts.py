@@ -27,7 +27,7 @@ def first_label(text: str, labels: Iterable[str]) -> str | None:
 
 async def choose(name: str, question: str, labels: tuple[str, str], **sampling: Any) -> str | None:
     """The label that a judge gives first; None for none. Raises CheckerError."""
-    from envs.judge import judge  # and asyncio with it, which a look at rows does without
+    from envs.judge import judge
 
     messages = [{"role": "user", "content": question}]
     return await judge.ask(name, messages, lambda text: first_label(text, labels), **sampling)

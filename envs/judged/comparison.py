@@ -13,15 +13,6 @@ from typing import Any, NamedTuple
 
 Pair = tuple[int, int]  # places in the group of the answers that are shown first and second
 
-# The names that services.genrm may set, and their values in RLVR.
-WEIGHTS = {
-    "reasoning_bonus": 0.5,  # for the shortest reasoning of the group, if its answer is a top one
-    "answer_bonus": 0.5,  # for the shortest answer, if it is a top one
-    "top_percentile": 0.2,  # share of the group that is on top
-    "reasoning_length": 0.1,  # from the longest reasoning to the shortest
-    "answer_length": 0.1,  # from the longest answer to the shortest
-    "style": 0.1,  # from the answer with the densest formatting to the plainest
-}
 MOST_SCANS = 100  # of one text; only a text that fights its reader takes more than a few
 
 TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{}]', re.DOTALL)
@@ -40,7 +31,7 @@ ELEMENTS = (
 
 
 class Verdict(NamedTuple):
-    """What a judge says of a pair; by default, that neither answer is better."""
+    """A judge's verdict on a pair; by default, neither answer is better."""
 
     score_1: float = 3.0  # of the first answer, 1 to 5
     score_2: float = 3.0
@@ -64,20 +55,8 @@ class Answer(NamedTuple):
     text: str
 
 
-def weights(given: dict[str, float]) -> dict[str, float]:
-    """All weights, those of services.genrm first. Raises ValueError for one that makes no sense."""
-    for name, value in given.items():
-        at = f"services.genrm[{name!r}] = {value!r}, expected"
-        if name not in WEIGHTS:
-            raise ValueError(f"{at} one of the names {', '.join(WEIGHTS)}")
-        most = 1.0 if name == "top_percentile" else 1e3
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
-            raise ValueError(f"{at} a number from 0 to {most:g}")
-    return WEIGHTS | given
-
-
 def pairs(n: int, strategy: str = "circular") -> list[Pair]:
-    """Which answers of n are compared: each with the next one, in a circle; or "all_pairs".
+    """The pairs of n answers to compare: each with the next one, in a circle; or "all_pairs".
 
     In a circle each answer is shown first once and second once. Raises ValueError for fewer than 2.
     """
@@ -88,7 +67,7 @@ def pairs(n: int, strategy: str = "circular") -> list[Pair]:
     return [(i, (i + 1) % n) for i in range(n)]
 
 
-# === What a judge says ============================================================================
+# === Reading a judge's reply ======================================================================
 
 
 def read(reply: str, quoted: Sequence[Verdict] = ()) -> Verdict | None:
@@ -124,7 +103,7 @@ def verdict_of(text: str) -> Verdict | None:
 
 
 def fences(text: str) -> Iterator[str]:
-    """What stands in each ```json fence."""
+    """The text in each ```json fence."""
     at = 0
     while (opening := FENCE.search(text, at)) and (end := text.find("```", opening.end())) >= 0:
         yield text[opening.end() : end]
@@ -150,7 +129,7 @@ def objects(text: str) -> list[str]:
 
 
 def closings(text: str, start: int) -> dict[int, int]:
-    """Where each brace from `start` on is closed, -1 for nowhere; no string is open at `start`."""
+    """The closing place of each brace from `start` on, -1 for none; no string is open there."""
     ends = {}
     open_braces = []
     for token in TOKEN.finditer(text, start):
@@ -162,11 +141,11 @@ def closings(text: str, start: int) -> dict[int, int]:
     return ends
 
 
-# === What it makes of a group =====================================================================
+# === Rewards of a group ===========================================================================
 
 
 def base_scores(n: int, compared: Sequence[Pair], found: Sequence[Verdict]) -> list[float]:
-    """The mean of what each of n answers scored; equal scores give way to the ranking."""
+    """The mean score of each of n answers; the ranking decides between equal scores."""
     scores: list[list[float]] = [[] for _ in range(n)]
     for (i, j), verdict in zip(compared, found, strict=True):
         lead = 3.5 - verdict.ranking if verdict.tie else 0.0
@@ -216,7 +195,7 @@ def adjusted(
 
 
 def elements(text: str) -> list[int]:
-    """How many headers, list items, bold texts and emojis stand outside of code blocks."""
+    """The number of headers, list items, bold texts and emojis outside of code blocks."""
     plain = CODE.sub("", text)
     return [sum(1 for _ in pattern.finditer(plain)) for pattern in ELEMENTS]
 

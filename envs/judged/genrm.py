@@ -1,6 +1,6 @@
 """Answers to open questions, compared in pairs by a generative reward model: about 1 to 6.
 
-Row: `principle`, what the judge is to look at (default: PRINCIPLE), and `prompt_id`, for readers.
+Row: `principle`, the judge's criterion (default: PRINCIPLE), and `prompt_id`, for readers.
 The answers of a group are compared in a circle, each with the next one, so each is shown first once
 and second once. The judge `genrm` sees the conversation, the principle and both answers without
 their reasoning, under the roles `principle`, `response_1` and `response_2`, which its chat template
@@ -22,7 +22,7 @@ Deliberate deviations. An answer that is empty, or was cut off while it thought,
 as there, and earns 0 at most: the length weights would pay it. Numbers that no judge is asked for,
 such as a score of 10, are no verdict. One that stands in an answer counts only where the reply has
 no other. Where a pair is too long for the judge, neither answer is better.
-Known leaks: what the judge can be talked into; East Asian letters count as formatting, as there.
+Known leaks: answers that persuade the judge; East Asian letters count as formatting, as there.
 """
 
 import hashlib
@@ -34,16 +34,16 @@ from envs import Reward, final_text, get, unfinished
 from envs.judge import judge
 from envs.judged import comparison
 from envs.judged.comparison import Answer, Pair, Verdict
-from envs.rollout import services
 from envs.rollout.messages import chat
 from envs.rollout.response import Response
-from envs.sandbox.checkers import CheckerError
+from envs.rollout.services import CheckerError, current
+from settings.services import weights
 
 AGENTS = ("genrm_simple_agent", "genrm_simple_agent_reasoning_off", "genrm_compare")
 TRIES = 4
 SAMPLING = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 16384}
 LONGEST = 50_000  # characters of a reply
-MOST = 1000  # groups whose verdicts are kept until they are complete
+MOST = 1000  # groups with verdicts that are kept until they are complete
 PRINCIPLE = (
     "Be an impartial judge of two responses to the user. First work out an answer of your own, and "
     "hold both responses against it. Find what is wrong or inaccurate in them, and what is missing "
@@ -52,12 +52,12 @@ PRINCIPLE = (
     "It stays with the subject and is as short as the subject allows. Where the task asks for it, "
     "value what is original."
 )
-# By group, what a group that failed already knows.
+# By group, the verdicts that a failed attempt at it has got.
 FOUND: dict[str, dict[Pair, Verdict | None]] = {}
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """The judge."""
+    """The judge `genrm`, and groups of two answers or more."""
     return ("judges.genrm",)
 
 
@@ -93,7 +93,7 @@ async def score_group(rows: list[dict], responses: list[str]) -> list[Reward]:
 
 
 def answer_of(response: str) -> Answer:
-    """What counts of a response; no text where it has none, or is still thinking."""
+    """The judged part of a response; no text where it has none, or is still thinking."""
     text = final_text(response)
     return Answer(Response.of(response).reasoning, "" if unfinished(text) else text)
 
@@ -133,14 +133,14 @@ async def ask(context: list[dict], shown: list[str], quoted: Sequence[Verdict]) 
 def rewards(
     answers: list[Answer], compared: list[Pair], found: list[Verdict | None]
 ) -> list[Reward]:
-    """The rewards of a group, from what the judge said of each pair."""
-    said = [verdict or Verdict() for verdict in found]
-    base = comparison.base_scores(len(answers), compared, said)
-    final = comparison.adjusted(base, answers, comparison.weights(services.current().genrm))
+    """The rewards of a group, from the judge's verdict on each pair."""
+    given = [verdict or Verdict() for verdict in found]
+    base = comparison.base_scores(len(answers), compared, given)
+    final = comparison.adjusted(base, answers, weights(current().genrm))
     made = []
     for i, (answer, value) in enumerate(zip(answers, final, strict=True)):
         own = [k for k, pair in enumerate(compared) if i in pair]
-        info: dict = {"base": base[i], "ties": sum(said[k].tie for k in own) / len(own)}
+        info: dict = {"base": base[i], "ties": sum(given[k].tie for k in own) / len(own)}
         info["unread"] = sum(found[k] is None for k in own) / len(own)
         if comparison.repeats(answer):
             value, info["reason"] = 1.0, "repeats its reasoning"

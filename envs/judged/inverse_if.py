@@ -8,7 +8,7 @@ of a JSON object, PASS or FAIL: that of the first fenced block, else any, else t
 last lines that has such a word. Rewards are in [0, 1].
 
 Deliberate deviations: a place that the template lacks or does not know is a bad row; an answer that
-is empty or cut off earns 0 unseen; a judge that says neither is counted, and the criterion fails.
+is empty or cut off earns 0 unseen; a reply with neither is counted, and the criterion fails.
 Known leaks: an answer is put into the row's template as it is, so it can speak to the judge.
 """
 
@@ -31,7 +31,7 @@ WORDS = ("PASS", "FAIL")
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """The judge."""
+    """The judge `general`."""
     return (f"judges.{JUDGE}",)
 
 
@@ -40,8 +40,8 @@ def check(row: dict) -> None:
     rubric = get(row, "rubric", list, "a list of criteria")
     require(rubric, "rubric", rubric, "at least one criterion")
     for i, item in enumerate(rubric):
-        said = get(item, "criteria", str, "a criterion", f"rubric[{i}].")
-        require(said.strip(), f"rubric[{i}].criteria", said, "a criterion")
+        criterion = get(item, "criteria", str, "a criterion", f"rubric[{i}].")
+        require(criterion.strip(), f"rubric[{i}].criteria", criterion, "a criterion")
     for name in ("prompt", "reference_response", "judge_system_prompt"):
         get(row, name, str | None, "a text or null")
     template = get(row, "judge_prompt_template", str, "the judge's question")
@@ -67,7 +67,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 async def score(row: dict, criteria: str, text: str) -> float:
-    """1.0 where the judge says PASS of one criterion. Raises CheckerError."""
+    """1.0 where the judge gives PASS for one criterion. Raises CheckerError."""
     filled = row["judge_prompt_template"].format(
         prompt=row.get("prompt") or "",
         model_response=text,
@@ -81,7 +81,7 @@ async def score(row: dict, criteria: str, text: str) -> float:
 
 
 def verdict(text: str) -> str | None:
-    """PASS or FAIL; None where the judge says neither."""
+    """PASS or FAIL; None where the reply has neither."""
     for found in filter(None, (FENCED.search(text), OBJECT.search(text))):
         try:
             result = json.loads(found[found.lastindex or 0])["result"].upper().strip()

@@ -1,12 +1,13 @@
-"""A rubric for the last answer of a conversation: the share of its questions that are met.
+"""The last answer of a conversation, graded by a rubric: the share of its questions that are met.
 
 Row: `rubric` ([{"question", "pass_criteria" (YES or NO, by default YES)}]), and `context`, the
 conversation as text; else that of the row's input. Judged, as in NeMo-Gym's resources_servers/
 multichallenge: the text behind the thought, by the judge `general`, one call for each question. The
-last label counts, else YES or NO in the judge's last line, else NO. Rewards are in [0, 1].
+last label counts, else YES or NO in the judge's last line. Rewards are in [0, 1].
 
-Deliberate deviations: the instructions are our own, with the published labels; an empty rubric is a
-bad row; an answer that is empty or cut off earns 0 unseen. Known leaks: those of the judge.
+Deliberate deviations: the instructions are our own, with the published labels; a reply with neither
+label meets no question, also where NO is wanted; an empty rubric is a bad row; an answer that is
+empty or cut off earns 0 unseen. Known leaks: those of the judge.
 """
 
 from typing import Any
@@ -30,7 +31,7 @@ INSTRUCTIONS = (
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """The judge."""
+    """The judge `general`."""
     return (f"judges.{JUDGE}",)
 
 
@@ -69,8 +70,8 @@ async def score(item: dict[str, Any], context: str, answer: str) -> float:
     parts = {"conversation": context, "answer": answer, "question": item["question"]}
     asked = f"{INSTRUCTIONS}\n\n{quoted(parts, (YES, NO))}"
     messages = [{"role": "user", "content": asked}]
-    said = await judge.ask(JUDGE, messages, verdict, **SAMPLING)
-    return float((said or "NO") == (item.get("pass_criteria") or "YES"))
+    label = await judge.ask(JUDGE, messages, verdict, **SAMPLING)
+    return float(label == (item.get("pass_criteria") or "YES"))
 
 
 def verdict(text: str) -> str | None:

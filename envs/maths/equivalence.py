@@ -2,10 +2,10 @@ r"""Answers that a judge compares with the reference: 1.0 for the same, else 0.0
 
 Row: `expected_answer`; `template_metadata.output_regex`, what of an answer is compared (the last
 match, its first group that is not empty). Judged, as in NeMo-Gym's resources_servers/
-equivalence_llm_judge: the text behind the thought, by the judge `general`, whose first label
+equivalence_llm_judge: the text behind the thought, by the judge `general`; its first label
 counts. An answer without a label is "not the same". Three agents differ in Rules:
 
-    equivalence_llm_judge   questions of all fields; a row's regex says what is compared
+    equivalence_llm_judge   questions of all fields; a row's regex finds the compared part
     nl2bash                 commands, in a block behind "Answer:"; asked again in the other order
     lc_judge                questions about long texts; only the question behind the text is shown
 
@@ -20,8 +20,8 @@ from collections.abc import Callable
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.maths.same_answer import BASH, JUDGE, Rules, same
-from envs.rollout.rows import last_question
-from envs.sandbox.checkers import DEADLINE, Checkers
+from envs.rollout.messages import last_question
+from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 
 # fmt: off
 AGENTS = (
@@ -44,7 +44,7 @@ OF_AGENT = {"nl2bash": NL2BASH, "lc_judge": LONG}
 
 
 def needs(row: dict) -> tuple[str]:
-    """The judge."""
+    """The judge `general`."""
     return (f"judges.{JUDGE}",)
 
 
@@ -68,7 +68,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 async def judged(row: dict, response: str, rules: Rules) -> Reward:
-    """The reward by some rules; `label` is what the judge said last. Raises CheckerError."""
+    """The reward by some rules; `label` is the judge's last label. Raises CheckerError."""
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
@@ -79,7 +79,7 @@ async def judged(row: dict, response: str, rules: Rules) -> Reward:
     is_long = bool(own) and threshold is not None and len(gold) > threshold
     of_answer = None if is_long else own or rules.response_extract_regex
     patterns = [rules.question_extract_regex, of_answer]
-    found = await checkers.run(DEADLINE, patterns=patterns, texts=[question, text])
+    found = await checkers.run(DEADLINE, patterns=patterns, question=question, text=text)
     if "reason" in found:
         return Reward(found.pop("value"), found)
     question, answer = found["found"]
@@ -96,17 +96,17 @@ async def judged(row: dict, response: str, rules: Rules) -> Reward:
 def make_check() -> Callable[..., dict]:
     """The check that a child runs, as a regex may take for ever."""
 
-    def check(patterns: list[str | None], texts: list[str]) -> dict:
+    def check(patterns: list[str | None], question: str, text: str) -> dict:
         found = []
-        for pattern, text in zip(patterns, texts, strict=True):
+        for pattern, given in zip(patterns, (question, text), strict=True):
             flags = re.MULTILINE | re.DOTALL
-            matches = list(re.finditer(pattern, text, flags)) if pattern else []
+            matches = list(re.finditer(pattern, given, flags)) if pattern else []
             last = matches[-1] if matches else None
             groups = (group for group in last.groups() if group and group.strip()) if last else ()
-            found.append(next(iter(groups), last[0] if last else text).strip())
+            found.append(next(iter(groups), last[0] if last else given).strip())
         return {"found": found}
 
     return check
 
 
-checkers = Checkers("envs.maths.equivalence:make_check")
+checkers = Checkers("envs.maths.equivalence:make_check", answers=MANY)

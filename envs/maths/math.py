@@ -1,12 +1,11 @@
 r"""Mathematics judged by the library math-verify: 1.0 if equivalent to the reference, else 0.0.
 
 Row: `expected_answer` (string), with or without one outer `\(..\)` or `$..$`; `question`. Judged,
-as in NeMo-Gym's resources_servers/math_with_judge: the text after `</think>`, whose expressions,
-boxed or not, are compared with `\boxed{expected_answer}`. Where the library says no and
+as in NeMo-Gym's resources_servers/math_with_judge: the text after `</think>`. Its expressions,
+boxed or not, are compared with `\boxed{expected_answer}`. Where the library finds them unequal and
 services.judges has `general`, that judge compares the extracted answer, or else the text, with the
-reference, in both orders (envs/maths/equivalence.py). Deliberate deviation: a response that
-never closes
-its `<think>` was cut off and earns 0.
+reference, in both orders (envs/maths/same_answer.py). Deliberate deviation: a response that never
+closes its `<think>` was cut off and earns 0.
 
 Known leaks, of the library: the task given back as a formula (37*12, an integral), the right side
 of a false equation (3=2), "\neg 2", the other case of a letter, 2% and 200% for 2, and the last
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from envs import Reward, final_text, get, require, unfinished
 from envs.maths.same_answer import JUDGE, both_orders
 from envs.rollout import services
-from envs.sandbox.checkers import DEADLINE, Checkers
+from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 
 AGENTS = ("math_with_judge_simple_agent", "math_with_judge", "math")
 # Parsed once before any check: the parser learns its grammar by use, and a check inherits that.
@@ -38,7 +37,7 @@ def check(row: dict) -> None:
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """The judge, where the configuration has it."""
+    """The judge `general` where `services.judges` has it, else nothing."""
     return (f"judges.{JUDGE}",) if JUDGE in services.current().judges else ()
 
 
@@ -80,4 +79,4 @@ def make_check() -> Callable[..., dict]:
     return check
 
 
-checkers = Checkers("envs.maths.math:make_check")
+checkers = Checkers("envs.maths.math:make_check", answers=MANY)

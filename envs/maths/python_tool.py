@@ -1,14 +1,15 @@
-"""Mathematics with a Python interpreter at hand, which remembers: 1.0 where the answer is right.
+"""Mathematics with a Python interpreter that keeps its state: 1.0 for a right answer, else 0.0.
 
-Row: that of the environment that judges, whose name `verifier_type` is (math_with_judge, which is
-also meant by none), and the tool `stateful_python_code_exec` with `code`. At most 50 answers.
+Row: that of the environment that judges, which `verifier_type` names (default math_with_judge),
+and the tool `stateful_python_code_exec` with `code`. At most 50 answers.
 Judged is the last of them, as in NeMo-Gym's resources_servers/ns_tools, which has its verifier
 judge. Each episode has a session of its own in the sandbox (envs/sandbox/sessions.py), which ends
 with it. A call shows what its code printed, the value of its last line, or a traceback: at most
-1,000 characters. After 10 s on a call the interpreter is begun anew, and says so.
+1,000 characters. After 10 s on a call the interpreter starts anew, and its output states this.
 
-numpy and sympy are there where the sandbox's Python is of this one's version, and nobody may read
-its packages. Where services.sandbox is "http", it is an IPython session of NeMo-Skills' service.
+numpy and sympy are there where the sandbox's Python has this one's version, and the user nobody may
+read its packages. Where services.sandbox is "http", it is an IPython session of NeMo-Skills'
+service.
 
 Deliberate deviations. The sandbox's own interpreter knows no magics of IPython, and shows what was
 printed to stdout and stderr in the order in which it was printed. Processes and threads of a call
@@ -40,7 +41,7 @@ VERIFIERS: dict[str | None, ModuleType] = {"math_with_judge": math, None: math}
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """The sandbox, the parser of calls, and what judging the answer needs."""
+    """A sandbox, a parser of tool calls, and what the row's verifier needs."""
     judging = getattr(VERIFIERS[row.get("verifier_type")], "needs", lambda row: ())
     return "sandbox", "tool_parser", *judging(row)
 

@@ -1,5 +1,4 @@
-"""Whether a judge finds two answers to a question the same: for envs/maths/equivalence.py and
-math.py."""
+"""Whether a judge finds two answers to a question the same: for equivalence.py and math.py."""
 
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ BASH = (
 
 @dataclass(frozen=True)
 class Rules:
-    """How an agent judges; the fields are those of NeMo-Gym's server."""
+    """An agent's rules of judging; the fields are those of NeMo-Gym's server."""
 
     instructions: str = COMPARE
     judge_equal_label: str = "[[A=B]]"
@@ -41,7 +40,7 @@ class Rules:
 
 async def both_orders(row: dict, gold: str, answer: str) -> float:
     """1.0 where the judge finds two answers to a row the same, in either order."""
-    from envs.rollout.rows import last_question  # and asyncio, which a look at rows does without
+    from envs.rollout.messages import last_question
 
     question = row.get("question") or last_question(row)
     rules = Rules()
@@ -52,7 +51,7 @@ async def both_orders(row: dict, gold: str, answer: str) -> float:
 
 
 async def same(question: str, gold: str, candidate: str, rules: Rules) -> bool:
-    """Whether the judge's first label says so. Raises CheckerError."""
+    """Whether the judge's first label is the one for equal answers. Raises CheckerError."""
     labels = (rules.judge_equal_label, rules.judge_not_equal_label)
     parts = {"question": question, "gold": gold, "candidate": candidate}
     asked = rules.instructions.format(same=labels[0], other=labels[1])

@@ -1,4 +1,4 @@
-"""The office of NeMo-Gym's workplace_assistant: its tables, and when two of them are the same."""
+"""The office of NeMo-Gym's workplace_assistant: its tables, and their comparison."""
 
 import csv
 import functools
@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envs.rollout import services
+
 Row = dict[str, Any]
-FILES = {
-    "emails": "emails.csv",
-    "events": "calendar_events.csv",
-    "tasks": "project_tasks.csv",
-    "customers": "customer_relationship_manager_data.csv",
-    "visits": "analytics_data.csv",
-}
-EXACT = ("status", "list_name", "board")  # columns whose case counts
+FILES = {"emails": "emails.csv", "events": "calendar_events.csv", "tasks": "project_tasks.csv"}
+FILES |= {"customers": "customer_relationship_manager_data.csv", "visits": "analytics_data.csv"}
+EXACT = ("status", "list_name", "board")  # columns in which case counts
 
 
 class Table:
@@ -66,7 +63,7 @@ class Table:
 
 @dataclass
 class Office:
-    """What the tools read and change."""
+    """The tables that the tools read and change."""
 
     emails: Table
     events: Table
@@ -111,3 +108,17 @@ def load(folder: str) -> Office:
     visits = tables.pop("visits")
     known = {name: Table(rows) for name, rows in tables.items()}
     return Office(**known, plots=Table([]), visits=visits)
+
+
+def problem(_: str) -> str:
+    """Why the office has no tables, and how to mend it; "" for nothing."""
+    folder = services.current().workplace
+    expected = "expected the folder csv_data/processed of NeMo-Gym's workplace_assistant"
+    if not folder:
+        return f"services.workplace = '', {expected}"
+    absent = [file for file in FILES.values() if not Path(folder, file).is_file()]
+    lacks = f"services.workplace = {folder!r} lacks {', '.join(absent)}: {expected}"
+    return lacks if absent else ""
+
+
+services.CHECKS["workplace"] = problem

@@ -1,7 +1,7 @@
-"""The 27 tools of the office: what they read, what they change, and what they answer.
+"""The 27 tools of the office, which read and change its tables.
 
 Each takes the office and the call's arguments, by the names of NeMo-Gym's schemas, and returns JSON
-values. What they refuse they answer with a text; what they cannot even read raises an exception,
+values. They answer a refused call with a text. Arguments that they cannot read raise an exception,
 which changes nothing.
 
 A search is for a regular expression, whatever the case, as pandas' str.contains understands it.
@@ -37,7 +37,7 @@ LONGEST = 1000  # characters of a search
 
 
 def containing(pattern: str, rows: Iterable[Row], *columns: str) -> list[Row]:
-    """The rows in one of whose columns a pattern is found. Raises ValueError, regex.error."""
+    """The rows that contain a pattern in one of `columns`. Raises ValueError, regex.error."""
     if len(pattern) > LONGEST:
         raise ValueError(f"a search of {len(pattern)} characters, expected at most {LONGEST}")
     compiled = regex.compile(pattern, regex.IGNORECASE)
@@ -76,7 +76,7 @@ def is_small(text: str) -> bool:
 
 
 def page_of(name: str, rows: list[Row], page: int, page_size: int) -> Any:
-    """Some of the rows that were found, and how many there are."""
+    """One page of the rows that were found, and their number."""
     if not rows:
         return f"No {name} found."
     pages = (len(rows) + page_size - 1) // page_size
@@ -95,6 +95,15 @@ def field_of(table: Table, column: str, key: Any, field: Any) -> Any:
     if not row:
         return "Not found."
     return {field: row[field]} if field in row else f"No such field. There are: {', '.join(row)}."
+
+
+def between(rows: list[Row], first: Any, last: Any, value: Callable[[Row], Any]) -> list[Row]:
+    """The rows whose value lies between two bounds, where these are given."""
+    if first:
+        rows = [row for row in rows if value(row) >= first]
+    if last:
+        rows = [row for row in rows if value(row) <= last]
+    return rows
 
 
 def removed(table: Table, column: str, key: Any) -> str:
@@ -142,12 +151,8 @@ def email_search_emails(
         if all(word in text for word in words):
             found.append(row)
     found.sort(key=lambda row: row["sent_datetime"], reverse=True)
-    if date_min:
-        first = str(moment(date_min).date())
-        found = [row for row in found if row["sent_datetime"][:10] >= first]
-    if date_max:
-        last = str(moment(date_max).date())
-        found = [row for row in found if row["sent_datetime"][:10] <= last]
+    first, last = (date and str(moment(date).date()) for date in (date_min, date_max))
+    found = between(found, first, last, lambda row: row["sent_datetime"][:10])
     return page_of("emails", found, page, page_size)
 
 
@@ -196,7 +201,7 @@ def is_event_id(key: Any) -> bool:
 
 
 def event_problem(event: Row) -> str:
-    """What is wrong with a time and a duration; "" for nothing."""
+    """The error in a time and a duration; "" for none."""
     try:
         if "event_start" in event:
             moment(event["event_start"])
@@ -226,12 +231,8 @@ def calendar_search_events(
     page_size: int = 5,
 ) -> Any:
     found = containing(query, office.events.rows, "event_name", "participant_email")
-    if time_min:
-        first = moment(time_min)
-        found = [row for row in found if moment(row["event_start"]) >= first]
-    if time_max:
-        last = moment(time_max)
-        found = [row for row in found if moment(row["event_start"]) <= last]
+    first, last = (bound and moment(bound) for bound in (time_min, time_max))
+    found = between(found, first, last, lambda row: moment(row["event_start"]))
     found.sort(key=lambda row: moment(row["event_start"]), reverse=True)
     return page_of("events", found, page, page_size)
 
@@ -277,12 +278,7 @@ def calendar_update_event(
 
 def visits(office: Office, time_min: Any, time_max: Any) -> list[Row]:
     """The visits of these days, which compare as texts."""
-    found = office.visits
-    if time_min:
-        found = [row for row in found if row["date_of_visit"] >= time_min]
-    if time_max:
-        found = [row for row in found if row["date_of_visit"] <= time_max]
-    return found
+    return between(office.visits, time_min, time_max, lambda row: row["date_of_visit"])
 
 
 def by_day(rows: list[Row], value: Callable[[Row], float] = lambda row: 1) -> dict[str, list]:
@@ -351,7 +347,7 @@ def analytics_get_average_session_duration(
 
 
 def task_problem(office: Office, task: Row) -> str:
-    """What is wrong with the values of a task; "" for nothing."""
+    """The error in the values of a task; "" for none."""
     for name, allowed in {"list_name": LISTS, "board": BOARDS}.items():
         if name in task and task[name] not in allowed:
             return f"Wrong {name}: expected one of {', '.join(allowed)}."

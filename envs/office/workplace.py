@@ -1,4 +1,4 @@
-"""Errands in a simulated office, done with 27 tools: 1.0 where its tables end as they should.
+"""Errands in a simulated office, with 27 tools: 1.0 if its tables end as they should, else 0.0.
 
 Row: `ground_truth`, the calls that do the errand, each with `name` and `arguments` (JSON as text);
 none where there is nothing to do. `category`, `environment_name` and `id` are not read. At most 6
@@ -10,11 +10,11 @@ case of most texts; else 0.0. The folder services.workplace holds NeMo-Gym's fiv
 Deliberate deviations. An answer without calls and without a text behind its thought earns 0, also
 where nothing was to be done. Values that are no texts are compared as they are: Gym takes all of
 them for missing ones, so that any number would do for another. Of the calls that change something
-the first 500 are played. A search takes a second at most. The directory knows whom the tables
-name: Gym's list of addresses is not among them. The tools say in other words what they refuse.
+the first 500 are played. A search takes a second at most. The directory has the people in the
+tables: Gym's list of addresses is not among them. The tools refuse in other words.
 
-Known leaks: what is said is not read, nor is what is looked up. Where nothing is to be done, any
-text is paid.
+Known leaks: texts are not read, nor are the results of searches. Where nothing is to be done, any
+text earns 1.0.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from envs.office.office_tools import TOOLS, WRITES
 from envs.rollout import services
 from envs.rollout.messages import chat
 from envs.rollout.response import Response
-from envs.sandbox.checkers import CheckerError
+from envs.rollout.services import CheckerError
 from envs.tools.calls import check_call
 from envs.tools.tools import converse
 
@@ -42,7 +42,7 @@ MOST_CALLS = 500
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """The office, and the parser of calls."""
+    """The tables of the office in `services.workplace`, and a parser of tool calls."""
     return "workplace", "tool_parser"
 
 
@@ -77,17 +77,17 @@ def fresh() -> Office:
 
 
 def used(office: Office, name: str, given: dict[str, Any]) -> str:
-    """What a tool answers, as JSON text: its `output`, or what was wrong."""
+    """A tool's answer as JSON text: its `output`, or the error."""
     given = {key: value for key, value in given.items() if value is not None}
     try:
         output = TOOLS[name](office, **given)
-    except Exception as error:  # it lies in what the policy asked for, and is told to the policy
+    except Exception as error:  # the policy's arguments caused it, so the policy gets it
         output = f"Error: {type(error).__name__}: {error}"
     return json.dumps({"output": output}, ensure_ascii=False, separators=(",", ":"))
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `reason` says why 0. Raises CheckerError where there are no tables."""
+    """Reward 0.0 or 1.0; `reason` is why 0. Raises CheckerError where there are no tables."""
     calls = Response.of(response).tool_calls
     if reason := "" if calls else unfinished(final_text(response)):
         return Reward(0.0, {"reason": reason})

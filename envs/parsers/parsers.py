@@ -3,10 +3,9 @@
     one thread --JSON lines--> a fork of the server, which has vLLM imported
 
 The server is started with the first answer, where services.reasoning_parser or tool_parser names a
-parser; where neither does, tags are read (envs/rollout/markup.py), and vLLM is not imported.
-Some of
-vLLM's parsers need quadratic time, and no thread can end them: a fork that uses CPU_SECONDS for one
-answer is killed, and the answer is malformed.
+parser; where neither does, tags are read (envs/rollout/markup.py), and vLLM is not imported. Some
+of vLLM's parsers need quadratic time, and no thread can end them: a fork that uses CPU_SECONDS for
+one answer is killed, and the answer is malformed.
 
 A call is whole where the form of the named parser says so (FORMS in markup.py), and where the
 parser read as many as there are. vLLM's parsers mend or drop broken calls without a word, so what
@@ -28,12 +27,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO, cast
 
 from core.waits import in_thread
+from envs.parsers.forms import FORMS, is_object
 from envs.rollout import services
-from envs.rollout.markup import CALL_TAG, FORMS, THINK, flaw, is_object, split
+from envs.rollout.markup import CALL_TAG, THINK, flaw, split
 from envs.rollout.messages import functions
 from envs.rollout.response import Response
-from envs.rollout.services import Services
-from envs.sandbox.checkers import CheckerError
+from envs.rollout.services import CheckerError
+from settings.services import Services
 
 CPU_SECONDS = 20.0  # of one answer; as a rule it takes a few milliseconds, with 1 MB of tags 5 s
 PIECE = 1 << 12  # characters that an engine of vLLM is fed with at once
@@ -119,10 +119,8 @@ class Server:
         env = os.environ | env | {"TOKENIZERS_PARALLELISM": "false"}
         pipe = subprocess.PIPE
         command = [sys.executable, "-c", code, *self.names, str(CPU_SECONDS)]
-        process = subprocess.Popen(
-            command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True
-        )
-        self.process = process
+        ways: dict[str, Any] = {"env": env, "stdin": pipe, "stdout": pipe, "text": True}
+        self.process = process = subprocess.Popen(command, start_new_session=True, **ways)
         greeting = cast(TextIO, process.stdout).readline()
         if greeting != READY:
             self.close()
@@ -196,7 +194,7 @@ def make_parse(reasoning: str, tool: str, model: str) -> Parse:
     from vllm.tokenizers.hf import get_cached_tokenizer
     from vllm.tool_parsers import ToolParserManager
 
-    from envs.rollout.rows import load_tokenizer
+    from envs.rollout.messages import load_tokenizer
 
     for kind, name, known in (
         ("reasoning", reasoning, ReasoningParserManager.lazy_parsers),
@@ -220,13 +218,11 @@ def make_parse(reasoning: str, tool: str, model: str) -> Parse:
             )
             for tool in tools or ()
         ]
+        options: dict[str, Any] = {"chat_template_kwargs": template_kwargs}
         request = ChatCompletionRequest.model_construct(
-            messages=[],
-            tools=offered or None,
-            tool_choice="auto",
-            chat_template_kwargs=template_kwargs,
+            messages=[], tools=offered or None, tool_choice="auto", **options
         )
-        parser = made(tokenizer, offered or None, chat_template_kwargs=template_kwargs)
+        parser = made(tokenizer, offered or None, **options)
         feed_in_pieces(parser)
         parts = split(text) if not reasoning else None
         thought, content, calls = parser.parse(

@@ -11,9 +11,9 @@ stdout is right if its lines are, blanks around them aside; numbers may be writt
 or the text of one if it is close (1e-5 of it, 1e-8).
 
 Deliberate deviations: a process sees one input and no output, so a program cannot read what is
-expected, nor answer with an object that equals everything. It may use the whole standard library;
-os, subprocess and open work, in an empty folder. It has 2 GiB of memory.
-Known leaks: none but tests that are too few.
+expected, nor answer with an object that equals everything. It may use the standard library and
+numpy; os, subprocess and open work, in an empty folder. It has 2 GiB of memory.
+Known leaks: none, except too few tests.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from envs.sandbox.sandbox import Limits
 AGENTS = ("code_gen_simple_agent", "code_gen")
 LIMITS = Limits(seconds=10.0, output=4 << 20)
 FENCE = "```"
-# Around a program whose function is called: what it prints goes nowhere, and it is not __main__.
+# Around a program with a function to call: its prints go nowhere, and it is not __main__.
 CALL = """
 import json as _json, os as _os, sys as _sys
 _said = _os.dup(1)
@@ -49,7 +49,7 @@ _os.write(_said, _result.encode())
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """Programs run in the sandbox."""
+    """A sandbox."""
     return ("sandbox",)
 
 
@@ -74,9 +74,9 @@ def check(row: dict) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `passed` counts tests, `reason` and `error` say why one failed.
+    """Reward 0.0 or 1.0; `passed` counts tests, `reason` and `error` are why one failed.
 
-    Raises CheckerError where no verdict could be had.
+    Raises CheckerError where no test could run.
     """
     text = final_text(response)
     source = block(text)
@@ -103,15 +103,15 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def block(text: str) -> str | None:
-    """What stands between the last two lines that hold three backticks; None for no two."""
+    """The text between the last two lines that hold three backticks; None for no two."""
     lines = text.split("\n")
     fences = [i for i, line in enumerate(lines) if FENCE in line]
     return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else None
 
 
-def prints(said: str, expected: str) -> bool:
+def prints(output: str, expected: str) -> bool:
     """Whether two outputs agree line by line, as texts or as numbers."""
-    lines, right = ([line.strip() for line in t.strip().split("\n")] for t in (said, expected))
+    lines, right = ([line.strip() for line in t.strip().split("\n")] for t in (output, expected))
     return len(lines) == len(right) and all(map(same_line, lines, right))
 
 
@@ -124,10 +124,10 @@ def same_line(line: str, expected: str) -> bool:
     return False
 
 
-def returns(said: str, expected: str) -> bool:
+def returns(output: str, expected: str) -> bool:
     """Whether the JSON of a returned value is the expected one, or nearly the same number."""
     try:
-        value, right = json.loads(said), json.loads(expected)
+        value, right = json.loads(output), json.loads(expected)
     except (ValueError, RecursionError):
         return False
     return json.dumps(value) == json.dumps(right) or value == right or is_close(value, right)

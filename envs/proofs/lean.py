@@ -1,37 +1,35 @@
-r"""Lean 4 proofs of a given statement, compiled beside Mathlib: 1.0 for one Lean accepts, else 0.0.
+r"""Lean 4 proofs of a given statement, compiled beside Mathlib: 1.0 if Lean accepts it, else 0.0.
 
-Row: `header` (imports and options), `formal_statement` (up to its `:= by`), and what a reader wants
-to know: `informal_prefix`, `name`, `split`. Judged, as in NeMo-Gym's resources_servers/
+Row: `header` (imports and options), `formal_statement` (up to its `:= by`), and for readers
+`informal_prefix`, `name`, `split`. Judged, as in NeMo-Gym's resources_servers/
 math_formal_lean: the last fenced block of lean4, else lean3, lean or any, else the whole text. Of a
 block with a theorem or an example only the proof counts, what follows its `:=` and `by`; the row's
-header and statement go before it. Lean must end with code 0 within 30 s and not say "sorry". Here
+header and statement go before it. Lean must end with code 0 within 30 s and not print "sorry". Here
 one answer is judged; envs/proofs/lean_refinement.py lets others follow upon Lean's errors.
 
-Who compiles: the command `services.lean`, in the sandbox; or, where services.sandbox is "http", the
-service at services.sandbox_url, which brings Lean v4.12.0 and Mathlib along.
+The compiler is the command `services.lean`, in the sandbox; or, where services.sandbox is "http",
+the service at services.sandbox_url, which brings Lean v4.12.0 and Mathlib along.
 
 Deliberate deviations. FORBIDDEN words earn 0, wherever they stand: with them an answer runs code
 inside Lean, which can end it with code 0, or has the compiler believed in place of the kernel
-(`native_decide`). All that Lean says is read, not its first 1,000 characters, behind which a
-"sorry" can hide. Where it is not the answer that Lean complains about, it must compile the row's
-header: a Lean without Mathlib is an error, not a 0.
+(`native_decide`). All of Lean's output is read, not its first 1,000 characters, after which a
+"sorry" can hide. Where Lean's errors are not in the answer, it must compile the row's header: a
+Lean without Mathlib is an error, not a 0.
 
 Not checked: which axioms a proof uses (#print axioms). An axiom that an answer adds comes after the
-statement, whose proof cannot use it.
+statement, so the proof cannot use it.
 """
 
 import re
 import shlex
-import shutil
-from pathlib import Path
 from typing import NamedTuple
 
 from core.waits import in_thread
 from envs import Reward, final_text, get, require, unfinished
-from envs.proofs.lean_source import code_of, proof_of
+from envs.proofs.lean_source import code_of, folders, proof_of
 from envs.rollout import services
+from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox, service
-from envs.sandbox.checkers import CheckerError
 
 AGENTS = ("math_formal_lean_simple_agent", "math_formal_lean")
 LIMITS = sandbox.Limits(seconds=30, memory=16 << 30, output=200_000)
@@ -42,13 +40,13 @@ FORBIDDEN = re.compile(
     r"warn\.sorry|implemented_by|\bcsimp\b|\bextern\b|\bunsafe\b|initialize\b|#eval|\brun_\w+|"
     r"\bby_elab\b|\belab(?:_rules)?\b|\bmacro(?:_rules)?\b|simproc\w*|\bIO\b|\bElab\b|\bMeta\b"
 )
-# Where Lean found an error, as in FILE:LINE:COLUMN: error: unknown identifier
-ERROR = re.compile(r":(\d{1,9}):\d+: error")
+ERROR = re.compile(r":(\d{1,9}):\d+: error")  # as in FILE:LINE:COLUMN: error: unknown identifier
+SAYS_WHY = re.compile(r"error|overflow|exception|panic", re.IGNORECASE)  # or it was killed
 COMPILES: set[str] = set()  # headers that this process has seen compiled
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """The sandbox, and the command that runs in it unless the sandbox is the service."""
+    """A sandbox, and `services.lean` unless that sandbox is the service of NeMo-Skills."""
     return ("sandbox",) if services.current().sandbox == "http" else ("lean", "sandbox")
 
 
@@ -63,11 +61,11 @@ def check(row: dict) -> None:
 
 
 class Attempt(NamedTuple):
-    """An answer, and what became of it."""
+    """An answer, its reward and Lean's output."""
 
-    reward: Reward  # 0.0 or 1.0; `reason` says why 0, `lean` what Lean says first
-    source: str = ""  # that Lean was given
-    ran: sandbox.Ran | None = None  # what Lean made of it; None where it was given nothing
+    reward: Reward  # 0.0 or 1.0; `reason` is why 0, `lean` the start of Lean's output
+    source: str = ""  # the file that Lean compiled
+    ran: sandbox.Ran | None = None  # Lean's run; None where it compiled nothing
 
 
 async def verify(row: dict, response: str) -> Reward:
@@ -76,7 +74,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 async def attempt(row: dict, response: str) -> Attempt:
-    """What Lean makes of it. Raises CheckerError where Lean cannot be asked."""
+    """Compiles an answer's proof. Raises CheckerError where Lean cannot run."""
     text = final_text(response)
     if reason := unfinished(text):
         return Attempt(Reward(0.0, {"reason": reason}))
@@ -86,8 +84,9 @@ async def attempt(row: dict, response: str) -> Attempt:
     source = row["header"] + row["formal_statement"] + proof
     ran = await compile_lean(source)
     reason = failure(ran)
-    if reason not in ("", "sorry"):
-        await check_header(row["header"], ran)
+    if reason not in ("", "sorry") and await is_doubtful(row["header"], ran):
+        ran = await compile_lean(source)
+        reason = failure(ran)
     info = {"reason": reason, "lean": (ran.stdout + ran.stderr)[:1000]} if reason else {}
     return Attempt(Reward(float(not reason), info), source, ran)
 
@@ -101,13 +100,13 @@ def refused(proof: str) -> str:
 
 
 async def compile_lean(source: str) -> sandbox.Ran:
-    """What Lean makes of a file. Raises CheckerError where it cannot be asked."""
+    """Lean's output for a file. Raises CheckerError where Lean cannot run."""
     own = services.current()
     source = source.encode("utf-8", "replace").decode()
     if own.sandbox == "http":
-        told = await service.execute(own.sandbox_url, source, "lean4", "", LIMITS)
-        status, out, err = (str(told.get(key)) for key in ("process_status", "stdout", "stderr"))
-        if status not in ENDED:
+        reply = await service.execute(own.sandbox_url, source, "lean4", "", LIMITS)
+        status, out, err = (reply[key] for key in service.FIELDS)
+        if status not in ENDED or (status == "failed" and not SAYS_WHY.search(out + err)):
             raise CheckerError(f"the sandbox service at {own.sandbox_url}: {status}: {err[:300]}")
         ended = "output" if out.endswith("<output cut>") else ENDED[status]
         return sandbox.Ran(out, err, int(status == "failed"), ended, 0.0)
@@ -116,35 +115,31 @@ async def compile_lean(source: str) -> sandbox.Ran:
     return await sandbox.run(command, files=files, reads=folders(command), limits=LIMITS)
 
 
-def folders(command: list[str]) -> list[str]:
-    """What a command needs to see beside /usr: folders that it names, and those of its programs."""
-    program = shutil.which(command[0]) or command[0]
-    named = [Path(path) for word in [program, *command] for path in re.findall(r"/[^:=]+", word)]
-    found = [path if path.is_dir() else path.resolve().parent for path in named if path.exists()]
-    tops = [path.parent if path.name == "bin" else path for path in found]
-    return sorted({str(path) for path in tops if not path.is_relative_to("/usr")})
-
-
 def failure(ran: sandbox.Ran) -> str:
     """Why Lean did not accept a file: "timeout", "output", "memory", "failed", "sorry", or ""."""
-    said = ran.stdout + ran.stderr
+    output = ran.stdout + ran.stderr
     if ran.ended:
         return "timeout" if ran.ended == "time" else ran.ended
-    if ran.code != 0 or ERROR.search(said):
+    if ran.code != 0 or ERROR.search(output):
         return "failed"
-    return "sorry" if re.search(r"\bsorry\b", said.lower()) else ""
+    return "sorry" if re.search(r"\bsorry\b", output.lower()) else ""
 
 
-async def check_header(header: str, ran: sandbox.Ran) -> None:
-    """Raises CheckerError where Lean names no line of the answer, nor compiles the header."""
-    said = ran.stdout + ran.stderr
-    of_answer = [int(line) > header.count("\n") for line in ERROR.findall(said)]
-    silent = not ran.ended and not said.strip()
-    known = header in COMPILES and (ran.ended or of_answer or silent)
-    if any(of_answer) or known:
-        return
+async def is_doubtful(header: str, ran: sandbox.Ran) -> bool:
+    """Whether a proof should be compiled again: Lean refused it and named no line of it.
+
+    Raises CheckerError where the header alone does not compile either.
+    """
+    output = ran.stdout + ran.stderr
+    of_answer = (int(line) > header.count("\n") for line in ERROR.findall(output))
+    if any(of_answer):
+        return False
+    if header in COMPILES and (ran.ended or not output.strip()):
+        # The service's deadline is one of the wall clock: it may have been busy.
+        return ran.ended == "time" and services.current().sandbox == "http"
     probe = await compile_lean(header + "example : True := trivial\n")
     if reason := failure(probe):
-        said = " ".join((probe.stdout + probe.stderr).split())[:300]
-        raise CheckerError(f"Lean cannot compile the header {header[:100]!r}: {reason}: {said}")
+        shown = " ".join((probe.stdout + probe.stderr).split())[:300]
+        raise CheckerError(f"Lean cannot compile the header {header[:100]!r}: {reason}: {shown}")
     COMPILES.add(header)
+    return True

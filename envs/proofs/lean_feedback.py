@@ -1,6 +1,6 @@
-"""What Lean says of a failed proof, as the next question tells it. No environment by itself.
+"""The text of the question after a failed proof, with Lean's errors. No environment by itself.
 
-The layout is that of NeMo-Gym's resources_servers/math_formal_lean, whose model reads it as well.
+The layout is that of NeMo-Gym's resources_servers/math_formal_lean.
 """
 
 import re
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from envs.sandbox.sandbox import Ran
 
 MOST = 8  # errors that are shown
-LONGEST = 2000  # characters of an error, or of what Lean says where it names no line
+LONGEST = 2000  # characters of an error, or of Lean's output where it names no line
 BEFORE = 4  # lines that are shown before the one with an error; one is shown after it
 # FILE.lean:LINE:COLUMN: KIND, or KIND(NAME) since Lean 4.21, and a colon
 MESSAGE = re.compile(r"^\S*?\.lean:(\d{1,9}):(\d{1,9}): (\w+)(?:\([\w.]*\))?:", re.MULTILINE)
@@ -36,28 +36,28 @@ class Found(NamedTuple):
     message: str
 
 
-def errors(said: str) -> list[Found]:
-    """The errors in what Lean says, each with all lines up to the next message."""
-    heads = list(MESSAGE.finditer(said))
-    ends = [*(head.start() for head in heads[1:]), len(said)]
+def errors(output: str) -> list[Found]:
+    """The errors in Lean's output, each with all lines up to the next message."""
+    heads = list(MESSAGE.finditer(output))
+    ends = [*(head.start() for head in heads[1:]), len(output)]
     return [
-        Found(int(head[1]), int(head[2]), said[head.end() : end].strip())
+        Found(int(head[1]), int(head[2]), output[head.end() : end].strip())
         for head, end in zip(heads, ends, strict=False)
         if head[3] == "error"
     ]
 
 
 def feedback(ran: Ran, source: str) -> str:
-    """What a failed proof's author should know."""
+    """The errors of a failed proof, as its author should see them."""
     if ran.ended == "time":
         return TIMEOUT
-    said = f"{ran.stdout}\n{ran.stderr}"
-    if found := errors(said):
+    output = f"{ran.stdout}\n{ran.stderr}"
+    if found := errors(output):
         return marked(source, found)
-    if not said.strip():
+    if not output.strip():
         return SILENT
-    cut = "\n... [Truncated]" if len(said) > LONGEST else ""
-    return f"Compilation output:\n{said[:LONGEST]}{cut}"
+    cut = "\n... [Truncated]" if len(output) > LONGEST else ""
+    return f"Compilation output:\n{output[:LONGEST]}{cut}"
 
 
 def marked(source: str, found: list[Found]) -> str:

@@ -1,20 +1,19 @@
-"""Lean 4 proofs that may be corrected twice upon what Lean says: 1.0 for one it accepts, else 0.0.
+"""Lean 4 proofs, corrected up to twice from Lean's errors: 1.0 if Lean accepts one, else 0.0.
 
-Row and judgement are those of envs/proofs/lean.py. After an attempt that failed, the
-conversation is
-replaced by one question: the attempt, up to 8 of Lean's errors with the code around them, and what
-to do (envs/proofs/lean_feedback.py). Two corrections are asked for. The reward is that of the last
-attempt, and its `attempts` says which one it is. So does NeMo-Gym, by its proof_refinement_agent
-over resources_servers/math_formal_lean.
+Row and judgement are those of envs/proofs/lean.py. After an attempt that failed, the conversation
+is replaced by one question: the attempt, up to 8 of Lean's errors with the code around them, and
+what to do (envs/proofs/lean_feedback.py). Two corrections are asked for. The reward is that of the
+last attempt, and its `attempts` is that attempt's number. So does NeMo-Gym, by its
+proof_refinement_agent over resources_servers/math_formal_lean.
 
 Only the last attempt is trained, as there. Those before it have failed, and an episode has one
 reward: with it, attempts that failed would be paid for what came after them. So a group compares
 first answers with corrections, as there.
 
 Deliberate deviations. The question has our words. Errors are read where Lean writes them, on stdout
-as well as on stderr, and from all that it says, not its first 1,000 characters. An attempt that was
-not compiled is told why. Where a question leaves no room for an answer, the attempt before it is
-the last.
+as well as on stderr, and from all of it, not its first 1,000 characters. After an attempt that was
+not compiled the question gives the reason. Where a question leaves no room for an answer, the
+attempt before it is the last.
 
 Known leaks: those of envs/proofs/lean.py.
 """
@@ -61,5 +60,5 @@ def correction(response: str, tried: lean.Attempt) -> str:
     reason = tried.reward.info["reason"]
     if reason in ("empty", "truncated"):
         return question("(empty)", UNFINISHED)
-    told = feedback(tried.ran, tried.source) if tried.ran else f"It is not compiled: {reason}."
-    return question(final_text(response), told)
+    errors = feedback(tried.ran, tried.source) if tried.ran else f"It is not compiled: {reason}."
+    return question(final_text(response), errors)

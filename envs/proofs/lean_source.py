@@ -1,7 +1,20 @@
-"""The proof in an answer of envs/proofs/lean.py. No environment by itself."""
+"""The proof in an answer of envs/proofs/lean.py, and whether Lean is there for it.
 
+No environment by itself.
+"""
+
+import functools
 import re
+import shlex
+import shutil
+from pathlib import Path
 
+from envs.rollout import services
+
+EXPECTED = (
+    "a command such as `env LEAN_PATH=... /opt/lean/bin/lean` (elan installs Lean, `lake exe cache "
+    "get` Mathlib, `lake env` says LEAN_PATH), or services.sandbox = 'http'"
+)
 LANGUAGES = ("lean4", "lean3", "lean", "")
 
 
@@ -28,7 +41,7 @@ def code_block(text: str, languages: tuple[str, ...] = LANGUAGES) -> str:
 
 
 def proof_of(code: str) -> str:
-    """What follows the `:=` and `by` of the first theorem or example; all code where none is."""
+    """The code after the `:=` and `by` of the first theorem or example; all code without one."""
     lines = code.strip().splitlines()
     heads = (i for i, line in enumerate(lines) if re.match(r"\s*(?:theorem|example)\b", line))
     first = next(heads, len(lines))
@@ -43,3 +56,23 @@ def proof_of(code: str) -> str:
     elif head.startswith("by "):
         proof[0] = head[3:]
     return "\n".join(proof).rstrip()
+
+
+@functools.cache  # it is asked for every row
+def unavailable(command: str) -> str:
+    """Why Lean cannot be started by services.lean, and how to mend it; "" for nothing."""
+    known = command and shutil.which(shlex.split(command)[0])
+    absent = ": no such command;" if command else ","
+    return "" if known else f"services.lean = {command!r}{absent} expected {EXPECTED}"
+
+
+def folders(command: list[str]) -> list[str]:
+    """The folders that a command needs beside /usr: those that it names, and of its programs."""
+    program = shutil.which(command[0]) or command[0]
+    named = [Path(path) for word in [program, *command] for path in re.findall(r"/[^:=]+", word)]
+    found = [path if path.is_dir() else path.resolve().parent for path in named if path.exists()]
+    tops = [path.parent if path.name == "bin" else path for path in found]
+    return sorted({str(path) for path in tops if not path.is_relative_to("/usr")})
+
+
+services.CHECKS["lean"] = lambda _: unavailable(services.current().lean)

@@ -9,7 +9,7 @@ such as its name, are not compared. A row that expects no event pays any answer.
 Of two events with one id the last is judged; an event that is given twice does not overlap itself.
 A text with `<think>` that no parser has read earns 0, as there.
 
-Known leak: a row that expects no event cannot tell a good answer from a bad one.
+Known leak: a row that expects no event rewards good and bad answers alike.
 """
 
 import json
@@ -25,7 +25,7 @@ CONSTRAINT = re.compile(r"(before|after|at) (.+)|(between) (.+) and (.+)")
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless `exp_cal_state` says of each event when it may be."""
+    """Raises ValueError unless `exp_cal_state` has duration and times of each event."""
     expected = get(row, "exp_cal_state", dict, "event ids with what is expected of them")
     for name in expected:
         at = f"exp_cal_state.{name}."
@@ -39,7 +39,7 @@ def check(row: dict) -> None:
 
 
 def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `reason` says what is wrong."""
+    """Reward 0.0 or 1.0; `reason` is the error."""
     if not isinstance(response, Response) and "<think>" in response:
         return Reward(0.0, {"reason": "the thought was not parsed"})
     text = final_text(response)
@@ -48,7 +48,7 @@ def verify(row: dict, response: str) -> Reward:
 
 
 def problem(expected: dict[str, dict], text: str) -> str:
-    """What is wrong with the calendar in a text; "" for nothing."""
+    """The error in the calendar of a text; "" for none."""
     events = {}
     distinct = {}
     for event in first_list(text):

@@ -1,4 +1,4 @@
-"""Which letter of a multiple choice a text names. `options` is letter -> plain text of the option.
+"""The letter of a multiple choice that a text names; `options` maps letters to plain texts.
 
 Patterns and rules are those of NeMo-Gym's resources_servers/mcqa, written so that each is linear in
 the length of the text.
@@ -34,12 +34,12 @@ def latin(text: str) -> str:
 
 def named(text: str, options: dict[str, str]) -> str | None:
     """The letter of the first option that has this text; None for none."""
-    said = plain(text)
-    return next((letter for letter, option in options.items() if option == said), None)
+    written = plain(text)
+    return next((letter for letter, option in options.items() if option == written), None)
 
 
 def boxed(text: str) -> str:
-    r"""What stands in the last \boxed{}, whose braces match; "" for none."""
+    r"""The text in the last \boxed{} with matching braces; "" for none."""
     _, found, rest = text.rpartition("\\boxed{")
     depth = 1 if found else 0
     for brace in re.finditer(r"[{}]", rest):
@@ -69,7 +69,7 @@ def in_box(text: str, options: dict[str, str]) -> str | None:
 
 
 def payloads(text: str, prefix: str) -> Iterator[str]:
-    """What follows "Answer:", or the row's prefix, to the end of the line; the last one first."""
+    """The texts after "Answer:", or the row's prefix, to the end of the line; the last first."""
     text = unicodedata.normalize("NFKC", text)
     patterns = [ANSWER]
     if prefix:
@@ -81,14 +81,14 @@ def payloads(text: str, prefix: str) -> Iterator[str]:
 
 def single(text: str, options: dict[str, str]) -> str | None:
     """The one letter that a payload begins with, or ends with; None where it lists several."""
-    said = latin(text).strip("*_` \t\n\r.,;:")
-    shown = [match for match in LETTER.finditer(said) if match[0].upper() in options]
+    written = latin(text).strip("*_` \t\n\r.,;:")
+    shown = [match for match in LETTER.finditer(written) if match[0].upper() in options]
     for left, right in pairwise(shown):
-        between = said[left.end() : right.start()]
+        between = written[left.end() : right.start()]
         if left[0].upper() != right[0].upper() and LISTED.fullmatch(between):
             return None
-    if leading := LEADING.match(said):
+    if leading := LEADING.match(written):
         letter = leading[0]
     else:
-        letter = said if len(said) == 1 else (CAPITAL.findall(said) or [""])[-1]
+        letter = written if len(written) == 1 else (CAPITAL.findall(written) or [""])[-1]
     return letter.upper() if letter.upper() in options else None

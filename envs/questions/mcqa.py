@@ -1,17 +1,17 @@
-r"""Multiple choice: 1.0 if the letter that was chosen is the right one, else 0.0.
+r"""Multiple choice: 1.0 if the chosen letter is the right one, else 0.0.
 
 Row: `options` ([{"A": text}, ...]; null texts are no options), `expected_answer` (a letter),
 `grading_mode`, `template_metadata` with `output_regex` (one or a list) and `answer_prefix`. Judged:
 the text after the thought, as in NeMo-Gym's resources_servers/mcqa. First the row's regexes, in
-turn: the last match says a letter, in the options or not, or an option's text. Then grading_mode:
+turn: the last match holds a letter, in the options or not, or an option's text. Then grading_mode:
     strict_single_letter_boxed   the last \boxed{}: a capital alone ("[C]"), or before one of :).-
-    lenient_boxed                the same; else the only option whose text stands in the box
+    lenient_boxed                the same; else the only option with its text in the box
     lenient_answer_colon         the first "answer:": a letter or an option's text, no more
     lenient_answer_colon_md      the last "Answer:" or `answer_prefix` that names one letter, in
                                  Markdown too; "A or B" names none; with a prefix, else the box
 
 Deliberate deviations: a regex that is none is a bad row; of several groups the first counts.
-Known leaks: a box is paid for its first letter whatever follows the mark ("B. A. C. D.", "B-D"),
+Known leaks: a box earns 1.0 for its first letter whatever follows the mark ("B. A. C. D.", "B-D"),
 lenient_boxed pays for one that denies the right option ("not B's text"), and
 lenient_answer_colon_md for what follows the letter ("B is wrong", "B or maybe A").
 """
@@ -22,15 +22,11 @@ from collections.abc import Callable
 from core.waits import in_thread
 from envs import Reward, final_text, get, require, unfinished
 from envs.questions import letters
-from envs.sandbox.checkers import DEADLINE, Checkers
+from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 
 AGENTS = ("mcqa_simple_agent", "mcqa")
-MODES = (
-    "strict_single_letter_boxed",
-    "lenient_boxed",
-    "lenient_answer_colon",
-    "lenient_answer_colon_md",
-)
+MODES: tuple[str, ...] = ("strict_single_letter_boxed", "lenient_boxed")
+MODES += ("lenient_answer_colon", "lenient_answer_colon_md")
 COLON = re.compile(r"answer\s*:\s*(.+)", re.IGNORECASE)
 
 
@@ -59,7 +55,7 @@ def check(row: dict) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `letter` is what was chosen. Raises CheckerError."""
+    """Reward 0.0 or 1.0; `letter` is the chosen one. Raises CheckerError."""
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
@@ -100,10 +96,10 @@ def choice(text: str, options: dict[str, str], mode: str, prefix: str) -> str | 
     """The letter that a text chooses under a grading mode; None for none."""
     if mode == "lenient_answer_colon":
         found = COLON.search(text)
-        said = letters.unwrapped(found[1]).strip() if found else ""
-        return said.upper() if said.upper() in options else letters.named(said, options)
+        written = letters.unwrapped(found[1]).strip() if found else ""
+        return written.upper() if written.upper() in options else letters.named(written, options)
     if mode == "lenient_answer_colon_md":
-        chosen = (letters.single(said, options) for said in letters.payloads(text, prefix))
+        chosen = (letters.single(written, options) for written in letters.payloads(text, prefix))
         letter = next(filter(None, chosen), None)
         return letter or (letters.in_box(text, options) if prefix else None)
     letter = letters.in_box(text, options)
@@ -119,4 +115,4 @@ def is_letter(text: str) -> bool:
     return len(text) == 1 and text.isalpha()
 
 
-checkers = Checkers("envs.questions.mcqa:make_check")
+checkers = Checkers("envs.questions.mcqa:make_check", answers=MANY)

@@ -1,4 +1,4 @@
-r"""Puzzles of the library reasoning-gym, judged by its own scorers: reward in [0, 1].
+r"""Puzzles of the library reasoning-gym, judged by its own scorers: 0.0 to 1.0.
 
 Row: `question`, `answer` (null where the puzzle has many), `metadata` with `source_dataset`, as
 written by NeMo-Gym's resources_servers/reasoning_gym. Judged, as there: the last `<answer>` tag
@@ -9,19 +9,19 @@ The library pays many wrong answers: docs/environments.md lists what is known. A
 EVALUATES run as Python, in the sandbox.
 
 A row with `"exact": true` pays 1 for its `answer`, letter by letter, and 0 for any other. It closes
-all of these where there is one right answer and the question says its form. Not so, beside puzzles
-with many: advanced_geometry, codeio, coin_flip, complex_arithmetic, decimal_arithmetic,
-decimal_chain_sum, figlet_font, fraction_simplification, futoshiki, group_anagrams, knights_knaves,
-number_format, palindrome_partitioning, polynomial_equations, polynomial_multiplication,
-pool_matrix, power_function, the integrations.
+all of these where there is one right answer and the question states its form. It does not suit
+puzzles with many answers, nor: advanced_geometry, codeio, coin_flip, complex_arithmetic,
+decimal_arithmetic, decimal_chain_sum, figlet_font, fraction_simplification, futoshiki,
+group_anagrams, knights_knaves, number_format, palindrome_partitioning, polynomial_equations,
+polynomial_multiplication, pool_matrix, power_function, the integrations.
 """
 
 import math
-import re
 from collections.abc import Callable
 
 from envs import Reward, final_text, get, require, unfinished
-from envs.sandbox.checkers import DEADLINE, Checkers
+from envs.questions.exact import extract, is_same
+from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 
 AGENTS = ("reasoning_gym_simple_agent", "reasoning_gym")
 # Their scorers compare with tuples, which JSON turned into lists: the right answer would earn 0.05.
@@ -54,24 +54,31 @@ def check(row: dict) -> None:
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """Answers that run as Python need a sandbox around the checks."""
-    evaluates = row["metadata"]["source_dataset"] in EVALUATES.split()
-    return ("checks",) if evaluates and not row.get("exact") else ()
+    """A sandbox around the checks, for the puzzles that run an answer as Python."""
+    return ("checks",) if evaluates(row) and not row.get("exact") else ()
+
+
+def evaluates(row: dict) -> bool:
+    """Whether the row's scorer runs an answer as Python."""
+    return row["metadata"]["source_dataset"] in EVALUATES.split()
 
 
 async def verify(row: dict, response: str) -> Reward:
     """The library's score, or whether the answer is the row's where `exact` is true.
 
     `info` has the extracted `answer`, and `scorer_errors`, 1 if the scorer raised. An answer that
-    makes the scorer raise, run for 10 s or die is a wrong one. Raises CheckerError where no score
-    could be had, and ValueError where the scorer raises for the row's own answer.
+    makes the scorer raise, run for 10 s or die is a wrong one. Raises CheckerError where no check
+    could run, and ValueError where the scorer raises for the row's own answer.
     """
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
+    if row.get("exact"):  # texts are compared, and nothing of the answer runs
+        answer = extract(text)
+        return Reward(float(is_same(answer, row["answer"])), {"answer": answer[:200]})
     entry = {key: row.get(key) for key in ("question", "answer", "metadata")}
-    exact = bool(row.get("exact"))
-    verdict = await checkers.run(DEADLINE, entry=entry, exact=exact, text=text)
+    pool = evaluators if evaluates(row) else checkers
+    verdict = await pool.run(DEADLINE, entry=entry, text=text)
     if "row_error" in verdict:
         raise ValueError(verdict["row_error"])
     return Reward(verdict.pop("value"), verdict)
@@ -84,10 +91,7 @@ def make_check() -> Callable[..., dict]:
     # Made now, because some take a third of a second.
     scorers = {name: get_score_answer_fn(name) for name in DATASETS if name != "composite"}
 
-    def check(entry: dict, exact: bool, text: str) -> dict:
-        if exact:
-            answer = extract(text)
-            return {"value": float(is_same(answer, entry["answer"])), "answer": answer[:200]}
+    def check(entry: dict, text: str) -> dict:
         metadata = entry["metadata"]
         scorer = scorers[metadata["source_dataset"]]
         if metadata["source_dataset"] in BOARDS:
@@ -102,32 +106,6 @@ def make_check() -> Callable[..., dict]:
     return check
 
 
-def extract(text: str) -> str:
-    r"""The last `<answer>` tag, else the first `\boxed{}`, else everything; stripped."""
-    from reasoning_gym.utils import extract_answer
-
-    if (tagged := extract_answer(text)) is not None:
-        return tagged
-    boxed = re.search(r"\\boxed\{([^}]+)\}", text)
-    return (boxed[1] if boxed else text).strip()
-
-
-def is_same(answer: str, expected: str) -> bool:
-    """Whether two answers are equal. Quotes and blanks around an item of a list do not count."""
-
-    def bare(text: str) -> str:
-        parts = [part.strip() for part in re.split(r"([\[\],])", text)]
-        for i in range(2, len(parts) - 2, 2):
-            quoted = re.fullmatch(r"""(['"])([^'"]*)\1""", parts[i])
-            if quoted and quoted[2].strip() and parts[i - 1] != "]" and parts[i + 1] != "[":
-                parts[i] = quoted[2].strip()
-        return "".join(parts)
-
-    if expected.startswith("["):
-        answer, expected = bare(answer), bare(expected)
-    return answer.strip() == expected.strip()
-
-
 def score(scorer: Callable, answer: str, entry: dict) -> tuple[float, str | None]:
     """The scorer's value, or 0.0 and what it raised."""
     try:
@@ -137,4 +115,5 @@ def score(scorer: Callable, answer: str, entry: dict) -> tuple[float, str | None
         return 0.0, f"{type(error).__name__}: {error}"[:200]
 
 
-checkers = Checkers("envs.questions.reasoning_gym:make_check")
+checkers = Checkers("envs.questions.reasoning_gym:make_check", answers=MANY)
+evaluators = Checkers("envs.questions.reasoning_gym:make_check")

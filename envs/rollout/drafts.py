@@ -4,18 +4,18 @@ An engine keeps `Drafts` of the requests that it runs. Rollout workers copy them
 from time to time. When an engine is lost, the retry hands its copies to another one.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from envs.rollout.episode import Turn
-
-if TYPE_CHECKING:
-    from envs.rollout.sampler import Request
+from core.waits import together
+from envs.rollout.episode import Request, Turn
 
 EMPTY_TURN = Turn([], [], [], [], "")
+DRAFT_SECONDS = 5.0  # what a lost engine may cost of an answer that it was writing
 
 
 class Drafts:
@@ -24,47 +24,71 @@ class Drafts:
     def __init__(self) -> None:
         self.written: dict[str, list[Turn]] = {}
 
-    def open(self, request: "Request") -> None:
-        """Starts a request from the drafts that it brings, or from nothing."""
+    def open(self, request: Request) -> list[Turn]:
+        """What a request has so far: the drafts that it brings, or nothing."""
         drafts = request.drafts or [EMPTY_TURN] * request.n
         self.written[request.name] = [
             dataclasses.replace(draft, prompt_ids=request.prompt_ids) for draft in drafts
         ]
+        return self.written[request.name]
 
-    def turns(self, name: str) -> list[Turn]:
-        """What a request had when it started, and its answers since, one for each sample."""
-        return self.written[name]
+    async def complete(
+        self, request: Request, answer: Callable[[Request], Awaitable[Turn]]
+    ) -> list[Turn]:
+        """The request's answers: from each draft on that it brings, or from nothing.
 
-    def finish(self, name: str, j: int, turn: Turn) -> None:
-        """Stores the whole answer of sample j."""
-        self.written[name][j] = turn
+        `answer` makes the answer to a request of one sample, or the rest of one.
+        """
+        turns = self.open(request)
 
-    def request_id(self, name: str, j: int) -> str:
-        """What vLLM calls sample j of a request."""
-        return f"{name}-{j}"
+        async def finish(j: int) -> None:
+            if not turns[j].finish_reason:
+                new = await answer(rest_of(request, j, turns[j]))
+                turns[j] = turns[j].extended(new)
 
-    def close(self, name: str) -> None:
-        """Forgets a request that has ended."""
-        self.written.pop(name, None)
+        try:
+            await together(finish(j) for j in range(request.n))
+            return turns
+        finally:
+            del self.written[request.name]
 
     def since(
         self, name: str, known: list[int | None], states: Mapping[Any, Any]
     ) -> list[Turn | None]:
-        """What a request's answers have beyond `known` tokens each; [] for an unknown request.
+        """For each answer, the tokens after the first `known` ones; [] for an unknown request.
 
-        None stands for an answer that is known whole. With `known` empty everything is new.
+        None stands for an answer that the caller has whole. With `known` empty all is new.
         `states` is vLLM's engine.output_processor.request_states. Only what is new is copied.
         """
         running = {state.external_req_id: state for state in states.values()}
         turns = self.written.get(name, [])
         pairs = zip(turns, known or [0] * len(turns), strict=False)
         return [
-            None if n is None else beyond(n, turn, running.get(self.request_id(name, j)))
+            None if n is None else unreported(n, turn, running.get(sample_name(name, j)))
             for j, (turn, n) in enumerate(pairs)
         ]
 
 
-def beyond(n: int, turn: Turn, state: Any) -> Turn:
+def sample_name(name: str, j: int) -> str:
+    """vLLM's name of sample j of a request."""
+    return f"{name}-{j}"
+
+
+def rest_of(request: Request, j: int, draft: Turn) -> Request:
+    """The request for sample j of another, without the tokens that its draft has."""
+    written = len(draft.token_ids)
+    return request._replace(
+        name=sample_name(request.name, j),
+        prompt_ids=request.prompt_ids + draft.token_ids,
+        n=1,
+        # A continued answer must not reuse the random numbers of its first part.
+        seed=request.seed + j + 1_000_003 * written,
+        drafts=[],
+        max_tokens=request.max_tokens - written,
+    )
+
+
+def unreported(n: int, turn: Turn, state: Any) -> Turn:
     """What an answer has after its first n tokens: those of `turn`, then those of `state`.
 
     `state` is vLLM's RequestState of the request that goes on from `turn`, None where none does.
@@ -79,7 +103,7 @@ def beyond(n: int, turn: Turn, state: Any) -> Turn:
 
 
 class DraftedCall(NamedTuple):
-    """The worker's copy of one call of `Sampler.generate`: its prompt, and each answer in pieces.
+    """The worker's copy of one call of `answers`: its prompt, and each answer in pieces.
 
     A piece is what one report brought. `answers` is [] until the engine has reported.
     """
@@ -116,14 +140,48 @@ class DraftedCall(NamedTuple):
         return self._replace(answers=[old if n is None else [*old, n] for old, n in pairs])
 
 
+async def answers(calls: list[DraftedCall], k: int, engine: Any, request: Request) -> list[Turn]:
+    """The answers to call k of a rollout: its drafts have some, and the engine writes the rest.
+
+    `calls` are the rollout's, of this try and of an earlier one. Those of the earlier one from k on
+    are dropped where call k had another prompt: then the conversation went another way.
+    """
+    call = calls[k] if k < len(calls) else None
+    if not call or call.prompt_ids != request.prompt_ids or len(call.answers) not in (0, request.n):
+        call = DraftedCall(request.prompt_ids, [])
+        calls[k:] = [call]
+    turns = call.turns()
+    if call.known() != [None] * request.n:
+        turns = await followed(calls, k, engine, request._replace(drafts=turns))
+    calls[k] = DraftedCall(request.prompt_ids, [[turn] for turn in turns])
+    return turns
+
+
+async def followed(calls: list[DraftedCall], k: int, engine: Any, request: Request) -> list[Turn]:
+    """The engine's answers; `calls[k]` follows what it writes, in steps of DRAFT_SECONDS."""
+    answer = engine.generate.remote(request)
+    pending = asyncio.ensure_future(answer)
+    try:
+        while not (await asyncio.wait([pending], timeout=DRAFT_SECONDS))[0]:
+            with contextlib.suppress(Exception):  # `pending` raises when an engine is lost
+                new = await engine.drafts.remote(request.name, calls[k].known())
+                calls[k] = calls[k].extended(new)
+    finally:
+        if not pending.done():  # this rollout was given up: the engine must not go on for it
+            import ray
+
+            ray.cancel(answer)
+    return await pending
+
+
 class DraftBook:
     """The worker's side: for each group, what its rollouts' calls had when they last failed."""
 
     def __init__(self) -> None:
-        self.groups: dict[tuple[Hashable, int], list[list[DraftedCall]]] = {}
+        self.groups: dict[tuple[Any, int], list[list[DraftedCall]]] = {}
 
     @contextlib.contextmanager
-    def of(self, slot: Hashable, line: int, n: int) -> Iterator[list[list[DraftedCall]]]:
+    def of(self, slot: Any, line: int, n: int) -> Iterator[list[list[DraftedCall]]]:
         """The drafts of a group's n rollouts; they are kept only if the block raises.
 
         Each attempt gets lists of its own: what is left of an earlier attempt may still write.
@@ -134,6 +192,6 @@ class DraftBook:
         yield drafts
         self.forget(slot, line)
 
-    def forget(self, slot: Hashable, line: int) -> None:
+    def forget(self, slot: Any, line: int) -> None:
         """Drops the drafts of a group that is done or given up."""
         self.groups.pop((slot, line), None)

@@ -8,19 +8,22 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
+from core.waits import Ref
 from envs import Reward
 from envs.rollout.markup import FLAWS
-from envs.rollout.messages import extend
+from envs.rollout.messages import extend, last_question
 from envs.rollout.response import Response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput
+
+    from settings.run import LowEffort
 
 
 @dataclasses.dataclass
@@ -98,9 +101,22 @@ class Turn:
         )
 
     def after(self, n: int) -> "Turn":
-        """What came after the first n tokens; without the prompt, which whoever asks has."""
+        """The tokens after the first n; without the prompt, which the caller has."""
         rest = (self.token_ids[n:], self.logps[n:], self.versions[n:])
         return Turn([], *rest, self.finish_reason, routes=self.routes, cached=self.cached)
+
+
+class Request(NamedTuple):
+    """What an engine is asked for: n answers to one prompt."""
+
+    name: str  # unique
+    prompt_ids: list[int]
+    n: int
+    seed: int
+    drafts: list[Turn]  # what a lost engine had written of each answer; [] for none
+    max_tokens: int  # of an answer
+    sampling: dict[str, float] = {}  # overrides of temperature, top_p, ... in validation
+    priority: int = 0  # the smaller one goes first
 
 
 @dataclasses.dataclass(slots=True)
@@ -162,6 +178,34 @@ class Sample:
             score=0.0,
         )
 
+    @classmethod
+    def of(cls, turns: list[Turn]) -> "Sample":
+        """One sequence: in turn, what the environment added and what the policy answered."""
+        tokens: list[int] = []
+        mask: list[bool] = []
+        logps: list[float] = []
+        versions: list[int] = []
+        flaws: list[int] = []
+        for turn in turns:
+            added = turn.prompt_ids[len(tokens) :]
+            answered = len(turn.token_ids)
+            tokens += added + turn.token_ids
+            mask += [False] * len(added) + [True] * answered
+            logps += [0.0] * len(added) + turn.logps
+            versions += [-1] * len(added) + turn.versions
+            flaws += [0] * len(added) + [FLAWS.index(turn.judged.malformed)] * answered
+        later = sum(len(turn.prompt_ids) for turn in turns[1:])
+        return cls(
+            tokens_T=np.array(tokens, np.int32),
+            mask_T=np.array(mask, bool),
+            engine_logp_T=np.array(logps, np.float32),
+            version_T=np.array(versions, np.int32),
+            flaw_T=np.array(flaws, np.int8),
+            truncated=turns[-1].finish_reason == "length",
+            cache_hits=sum(turn.cached for turn in turns[1:]) / later if later else -1.0,
+            routes_T=join_routes(turns, len(tokens)),
+        )
+
     def flawed(self, name: str) -> np.ndarray:
         """Which tokens [T] belong to a message with the flaw of that name, one of FLAWS."""
         return self.flaw_T == FLAWS.index(name)
@@ -189,6 +233,25 @@ class Sample:
             continues=self.continues,
             cache_hits=self.cache_hits,
         )
+
+
+class Rollouts(NamedTuple):
+    """A prompt's scored answers. Ray keeps the samples; the driver fetches the rest."""
+
+    infos: list[SampleInfo]
+    samples: list[Sample]
+    lines: bytes  # for rollouts.jsonl
+
+
+@dataclasses.dataclass
+class Group:
+    """A prompt's finished answers, as the driver knows them."""
+
+    slot: int
+    version: int  # of the policy when the group was dispatched
+    line: int  # of the data file
+    infos: list[SampleInfo]
+    samples: Ref[list[Sample]]
 
 
 @dataclasses.dataclass
@@ -230,6 +293,20 @@ class Episode:
         }
 
 
+def shaped_reward(row: dict, episode: Episode, rule: "LowEffort") -> float:
+    """The environment's reward; where the prompt asks for low effort, short pays and long costs.
+
+    q = min(1, weight * (1 - tokens / limit));  r' = r + r * max(q, 0) + penalty * min(q, 0)
+    Tokens are those of the last turn. NeMo-RL experience/rollouts.py:1098; Super: 0.2, 3000, 1.
+    """
+    reward = float(episode.reward.value)
+    if not rule.weight or rule.marker not in last_question(row):
+        return reward
+    tokens = len(episode.turns[-1].token_ids)
+    q = min(1.0, rule.weight * (1 - tokens / rule.tokens))
+    return reward + reward * max(q, 0.0) + rule.penalty * min(q, 0.0)
+
+
 def stitch(turns: list[Turn]) -> list[Sample]:
     """Turns to sequences: each prompt must start with the exact ids before it, or a new one starts.
 
@@ -244,39 +321,11 @@ def stitch(turns: list[Turn]) -> list[Sample]:
             runs.append([])
         runs[-1].append(turn)
         seen = turn.prompt_ids + turn.token_ids
-    samples = [join(run) for run in runs]
+    samples = [Sample.of(run) for run in runs]
     for i, sample in enumerate(samples):
         sample.continues = i > 0
         sample.truncated = turns[-1].finish_reason == "length"
     return samples
-
-
-def join(turns: list[Turn]) -> Sample:
-    """One sequence: in turn, what the environment added and what the policy answered."""
-    tokens: list[int] = []
-    mask: list[bool] = []
-    logps: list[float] = []
-    versions: list[int] = []
-    flaws: list[int] = []
-    for turn in turns:
-        added = turn.prompt_ids[len(tokens) :]
-        answered = len(turn.token_ids)
-        tokens += added + turn.token_ids
-        mask += [False] * len(added) + [True] * answered
-        logps += [0.0] * len(added) + turn.logps
-        versions += [-1] * len(added) + turn.versions
-        flaws += [0] * len(added) + [FLAWS.index(turn.judged.malformed)] * answered
-    later = sum(len(turn.prompt_ids) for turn in turns[1:])
-    return Sample(
-        tokens_T=np.array(tokens, np.int32),
-        mask_T=np.array(mask, bool),
-        engine_logp_T=np.array(logps, np.float32),
-        version_T=np.array(versions, np.int32),
-        flaw_T=np.array(flaws, np.int8),
-        truncated=turns[-1].finish_reason == "length",
-        cache_hits=sum(turn.cached for turn in turns[1:]) / later if later else -1.0,
-        routes_T=join_routes(turns, len(tokens)),
-    )
 
 
 def join_routes(turns: list[Turn], tokens: int) -> np.ndarray | None:

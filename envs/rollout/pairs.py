@@ -16,13 +16,14 @@ import numpy as np
 
 from envs import get, require
 from envs.rollout import rows
-from envs.rollout.messages import chat, check_message, check_tools, functions
-from settings.reader import InputError
+from envs.rollout.check_messages import check_message, check_tools
+from envs.rollout.messages import chat, functions, load_tokenizer
+from settings.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from settings.run import PairSettings
+    from settings.pairs import PairSettings
 
 TEMPLATE_BYTES = 256  # that a chat template may add to an answer's JSON
 ANSWERS = ("chosen", "rejected")
@@ -133,7 +134,7 @@ def render_all(found: rows.Rows, places: Iterable[int], cfg: "PairSettings") -> 
 def tokenize(row: dict, cfg: "PairSettings") -> Pair:
     """The token ids of a row. Raises ValueError for what cannot be trained on."""
     prompt, *answers = split(row)
-    tokenizer = rows.load_tokenizer(cfg.model)
+    tokenizer = load_tokenizer(cfg.model)
     show = functools.partial(_ids, tokenizer, row.get("tools"), cfg.data.chat_template_kwargs)
     asked_T = show(prompt, True)
     pair = Pair(*(_after(asked_T, show([*prompt, answer], False)) for answer in answers))

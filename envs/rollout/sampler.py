@@ -2,42 +2,62 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import uuid
+import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
-import ray
-
-from core.waits import together
-from envs.parsers import parsers
-from envs.rollout.chat import NoRoom as NoRoom
-from envs.rollout.chat import Said, Template
-from envs.rollout.drafts import DraftedCall
-from envs.rollout.episode import Turn
+from core.waits import in_thread, together
+from envs.rollout import drafts, services
+from envs.rollout.drafts import DraftBook, DraftedCall
+from envs.rollout.episode import Request, Turn
+from envs.rollout.messages import load_tokenizer, render_messages, template_variables
 from envs.rollout.response import Response
-from envs.rollout.rows import render_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from settings.run import Sampling
+    from envs.rollout.chat import Said
+    from settings.run import RunSettings, Sampling
 
 # A megabyte takes a tokenizer a second, in which it lets other threads work.
 RENDERERS = ThreadPoolExecutor(4)
-DRAFT_SECONDS = 5.0  # what a lost engine may cost of an answer that it was writing
 
 
-class Request(NamedTuple):
-    """What an engine is asked for: n answers to one prompt."""
+class Samplers:
+    """Makes the samplers of groups: from the tokenizer, the run's sampling and its seed."""
 
-    name: str  # unique
-    prompt_ids: list[int]
-    n: int
-    seed: int
-    drafts: list[Turn]  # what a lost engine had written of each answer; [] for none
-    max_tokens: int | None = None  # of an answer; None: sampling.max_response_tokens
-    sampling: dict[str, float] = {}  # overrides of temperature, top_p, ... in validation
-    priority: int = 0  # the smaller one goes first
+    def __init__(self, cfg: "RunSettings") -> None:
+        limits = services.Limits(cfg.timeouts.rollout, cfg.rollout_workers)
+        services.configure(cfg.services, limits)
+        self.cfg = cfg
+        self.tokenizer = load_tokenizer(cfg.model)
+        self.drafts = DraftBook()
+
+    @contextlib.contextmanager
+    def of_group(self, engine: Any, row: dict, slot: "Slot", n: int) -> "Iterator[list[Sampler]]":
+        """One sampler for each of a row's n rollouts. A slot's seeds are the same in every try.
+
+        Where the block raises, the next samplers of the slot go on from its drafts.
+        """
+        seed = zlib.crc32(f"{self.cfg.seed} {slot}".encode())
+        sampling = sampling_of(row, self.cfg.sampling)
+        validation = slot.evaluation is not None
+        with self.drafts.of(slot, row["_line"], n) as calls_G:
+            yield [
+                Sampler(engine, self.tokenizer, sampling, seed + j, calls, validation)
+                for j, calls in enumerate(calls_G)
+            ]
+
+
+class Slot(Protocol):
+    """A place in the stream of prompts; its text is part of the seed."""
+
+    @property
+    def evaluation(self) -> int | None:
+        """The policy version that is evaluated; None for training."""
 
 
 class Sampler:
@@ -84,6 +104,8 @@ class Sampler:
         prompt goes on from the ids that were sampled. Any other change of what was said before
         starts a new sample, as `stitch` sees it. Raises NoRoom.
         """
+        from envs.rollout.chat import Said, Template  # environments of one turn need none of it
+
         self.tools = tools
         prompt = Template(self.tokenizer, self.sampling.chat_template_kwargs).prompt
         limit = self.sampling.max_model_len
@@ -98,13 +120,10 @@ class Sampler:
         """n answers to one prompt, with their text, which is parsed for the tools rendered last."""
         k = self.calls
         self.calls += 1
-        drafted = self.drafts[k] if k < len(self.drafts) else DraftedCall([], [])
-        if drafted.prompt_ids != prompt_ids or len(drafted.answers) not in (0, n):
-            drafted = DraftedCall(prompt_ids, [])
-            self.drafts[k:] = [drafted]
-        whole = drafted.known() == [None] * n  # an engine that was lost later has answered this
-        turns = drafted.turns() if whole else await self._request(k, n, drafted)
-        self.drafts[k] = DraftedCall(prompt_ids, [[turn] for turn in turns])
+        seed = self.seed + 1000 * k
+        limit = self.sampling.max_response_tokens
+        request = Request(uuid.uuid4().hex, prompt_ids, n, seed, [], limit, self.overrides)
+        turns = await drafts.answers(self.drafts, k, self.engine, request)
         prompt_end = str(self.tokenizer.decode(prompt_ids[-16:])).rstrip()
         for turn in turns:
             turn.prompt_ids = prompt_ids  # the engine has sent a copy
@@ -117,26 +136,24 @@ class Sampler:
 
     async def parse(self, text: str) -> Response:
         """An answer, read by the parsers of the configuration."""
+        named = services.current()
+        if not (named.reasoning_parser or named.tool_parser):
+            return await in_thread(Response.of, text)
+        from envs.parsers import parsers  # a server of vLLM's, where the configuration names some
+
         kwargs = self.sampling.chat_template_kwargs
         return await parsers.read(text, self.tokenizer.name_or_path, self.tools, kwargs)
 
-    async def _request(self, k: int, n: int, drafted: DraftedCall) -> list[Turn]:
-        """Asks the engine, and copies drafts of the answers while it writes them."""
-        name = uuid.uuid4().hex
-        seed = self.seed + 1000 * k
-        limit = self.sampling.max_response_tokens
-        request = Request(name, drafted.prompt_ids, n, seed, drafted.turns(), limit, self.overrides)
-        answer = self.engine.generate.remote(request)
-        pending = asyncio.ensure_future(answer)
-        try:
-            while not (await asyncio.wait([pending], timeout=DRAFT_SECONDS))[0]:
-                with contextlib.suppress(Exception):  # `pending` raises when an engine is lost
-                    new = await self.engine.drafts.remote(name, self.drafts[k].known())
-                    self.drafts[k] = self.drafts[k].extended(new)
-        finally:
-            if not pending.done():  # this rollout was given up: the engine must not go on for it
-                ray.cancel(answer)
-        return await pending
+
+def sampling_of(row: dict, sampling: "Sampling") -> "Sampling":
+    """The run's sampling with the row's own template variables, and its length of answers."""
+    params = row["responses_create_params"]
+    limit = params.get("max_output_tokens") or sampling.max_response_tokens
+    return dataclasses.replace(
+        sampling,
+        chat_template_kwargs=sampling.chat_template_kwargs | template_variables(row),
+        max_response_tokens=min(limit, sampling.max_response_tokens),
+    )
 
 
 def answer_text(tokenizer: "PreTrainedTokenizerBase", turn: Turn) -> str:

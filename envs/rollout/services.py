@@ -1,66 +1,51 @@
-"""What environments need from outside this program, as the configuration names it."""
+"""What environments need from outside this program: whether it is there, and what was seen of it.
 
-import functools
-import os
-import shlex
-import shutil
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+A mechanism (judges, the sandbox, Lean, NeMo-Gym) registers here when an environment imports it. So
+a process loads what its rows need, and nothing else.
+"""
 
-from envs.judge import endpoints
-from envs.judged import comparison
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
+from settings.services import Services
 
-@dataclass(frozen=True)
-class Services:
-    """Parsers of answers, the sandbox, and programs and files that environments use."""
-
-    __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}  # an unknown name is an error
-
-    reasoning_parser: str = ""
-    """vLLM's parser of thoughts: nemotron_v3, deepseek_r1, ...; empty: `<think>` tags."""
-    tool_parser: str = ""
-    """vLLM's parser of tool calls: qwen3_coder, hermes, ...; empty: calls are not read."""
-    sandbox: Literal["bubblewrap", "http", "unsafe"] = "bubblewrap"
-    """What runs code that nobody trusts: "http" is the service of NeMo-Skills at sandbox_url."""
-    sandbox_url: str = ""
-    """Address of the sandbox service: http://127.0.0.1:6000."""
-    lean: str = ""
-    """Command that compiles a Lean file beside Mathlib; empty: the sandbox service does."""
-    images: str = ""
-    """Folder of the images or root folders that patches are tested in."""
-    workplace: str = ""
-    """Folder of the five tables (CSV) that NeMo-Gym's workplace_assistant works on."""
-    judges: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
-    """Models that judge answers, by name: url, model, concurrency, sampling (docs/judges.md)."""
-    genrm: dict[str, float] = field(default_factory=dict, hash=False)
-    """Weights of a comparison that are unlike RLVR's, by name (envs/judged/comparison.py)."""
-    nemo_gym: tuple[str, ...] = ()
-    """Servers of NeMo-Gym or verifiers with the agents that envs/ lacks: http://HOST:PORT."""
-
-    def __post_init__(self) -> None:
-        """Refuses servers that no call could be made to, and unknown weights. Raises ValueError."""
-        comparison.weights(self.genrm)
-        for url in self.nemo_gym:
-            if not endpoints.is_address(url) or url.endswith("/"):
-                expected = "expected addresses such as ('http://HOST:PORT',)"
-                raise ValueError(f"services.nemo_gym = {self.nemo_gym!r}, {expected}")
-        for name, judge in self.judges.items():
-            endpoints.check(f"services.judges[{name!r}]", judge)
+SILENCE = 20.0  # seconds without an answer of a server; then it has as long for a health check
 
 
-EXPECTED = {
-    "lean": "a command such as `env LEAN_PATH=... /opt/lean/bin/lean` (elan installs Lean, `lake "
-    "exe cache get` Mathlib, `lake env` says LEAN_PATH), or services.sandbox = 'http'",
-    "images": "a folder of unpacked images, and services.sandbox = 'bubblewrap'",
-    "workplace": "the folder csv_data/processed of NeMo-Gym's workplace_assistant",
-}
+class CheckerError(RuntimeError):
+    """A check could not run: its processes do not start, die of any answer, or are starved."""
+
+
+class Away(CheckerError):
+    """A judge was away, and a call has waited for as long as it may. No row is at fault."""
+
+
+class Limits(NamedTuple):
+    """What this process may use of servers outside."""
+
+    seconds: float = 3600.0  # that a call may take
+    processes: int = 1  # that divide a server's concurrency among them
+
+
+class Report(NamedTuple):
+    """What this process has seen of the judges, and of what else rows wait for."""
+
+    away: dict[str, str]  # by need, "judges.NAME": its addresses, how long, the last failure
+    failures: Counter[str]  # by "NAME/REASON", since this process started
+
+
 _current = [Services()]
+_limits = [Limits()]
+CHECKS: dict[str, Callable[[str], str]] = {}  # need -> why it cannot be used, "" for nothing
+REPORTS: list[Callable[[], Report]] = []  # of each mechanism that was imported
 
 
-def configure(services: Services) -> None:
-    """Sets what the environments of this process use: once, before the first row."""
+def configure(services: Services, limits: Limits | None = None) -> None:
+    """Sets what the environments of this process use; None leaves the limits as they are."""
     _current[0] = services
+    if limits:
+        _limits[0] = limits
 
 
 def current() -> Services:
@@ -68,42 +53,31 @@ def current() -> Services:
     return _current[0]
 
 
+def limits() -> Limits:
+    """What this process may use of servers outside."""
+    return _limits[0]
+
+
+def patience() -> float:
+    """SILENCE; less where a call may take little time."""
+    return min(SILENCE, limits().seconds / 10)
+
+
 def problem(need: str) -> str:
-    """What keeps environments from something that they need, and how to get it; "" for nothing.
+    """Why a needed service is unavailable and how to fix it; "" if it is available.
 
-    `need` is "sandbox", "checks" (whose answers run as code), "judges.NAME", "nemo_gym.AGENT", or
-    the name of a setting in Services that must not be empty.
+    `need` is what a mechanism registers, such as "sandbox", or "judges.NAME", which asks "judges"
+    about NAME; or else the name of a setting in Services that must not be empty.
     """
-    setting, _, name = need.partition(".")
-    if name and setting == "judges":
-        return endpoints.problem(name, current().judges.get(name, {}))
-    if name and setting == "nemo_gym":
-        from envs.gym import gym
-
-        return gym.problem(name)
-    return _problem(need, current())
+    mechanism, _, name = need.partition(".")
+    if mechanism in CHECKS:
+        return CHECKS[mechanism](name)
+    value = getattr(current(), need)
+    return "" if value else f"services.{need} = {value!r}, expected a value"
 
 
-@functools.cache
-def _problem(need: str, services: Services) -> str:
-    if need == "shell" and services.sandbox != "bubblewrap":
-        return f"services.sandbox = {services.sandbox!r}, expected 'bubblewrap'"
-    if need in ("sandbox", "shell", "checks"):
-        from envs.sandbox.sandbox import problem as of_sandbox
-        from envs.sandbox.sandbox import problem_of_checks
-
-        return problem_of_checks() if need == "checks" else of_sandbox()
-    value = getattr(services, need)
-    shown = f"services.{need} = {value!r}"
-    if not value:
-        return f"{shown}, expected {EXPECTED.get(need, 'a value')}"
-    if need == "lean" and not shutil.which(shlex.split(value)[0]):
-        return f"{shown}: no such command; expected {EXPECTED[need]}"
-    if need == "images" and (services.sandbox != "bubblewrap" or not os.path.isdir(value)):
-        return f"{shown}, services.sandbox = {services.sandbox!r}, expected {EXPECTED[need]}"
-    if need == "workplace":
-        from envs.office.office import FILES
-
-        absent = [file for file in FILES.values() if not os.path.isfile(os.path.join(value, file))]
-        return f"{shown} lacks {', '.join(absent)}: expected {EXPECTED[need]}" if absent else ""
-    return ""
+def report() -> Report:
+    """What this process has seen so far."""
+    reports = [of_mechanism() for of_mechanism in REPORTS]
+    away = {need: state for found in reports for need, state in found.away.items()}
+    return Report(away, sum((found.failures for found in reports), Counter()))

@@ -1,18 +1,19 @@
-"""Checks that may hang, crash or run code: each answer is judged by a process of its own.
+"""Checks that may hang, crash or run code: answers are judged by processes of their own.
 
     Checkers --starts--> server, the library imported --forks, for each thread--> warden
-    each request: thread --JSON line--> warden --forks--> check
+    each request: thread --JSON line--> warden --> check, which the warden forks
 
-A check judges one answer and ends, and nothing of it is left for the next. It has no file open but
-its end of a socket, can write none, sees a scrubbed environment and gains no rights. Where this
-user is not root it can start no process, and trace no warden and no other check. Its warden watches
-it, kills and reaps all that it started, and alone speaks to the parent. A verdict counts behind a
-token, which reaches the check's socket after the fork and is read when the answer has been judged.
+A check that may execute an answer judges one and ends, and nothing is left for the next. One that
+executes nothing judges MANY, or ends with its first failure. It has no file open but its end of a
+socket, can write none, sees a scrubbed environment and gains no rights. Where this user is not root
+it can start no process, and trace no warden and no other check. Its warden watches it, kills and
+reaps all that it started, and is the only one that sends to the parent. A verdict counts only
+after a token, which the check reads from its socket when it has judged the answer.
 
 Where services.sandbox is "bubblewrap" and works, all of this runs in it (envs/sandbox/sandbox.py):
 a check sees the libraries, the code in envs/, no other process, and nothing else of this machine;
-as root it can still start processes, which end with it. An answer that it
-evaluates as Python can still pay itself: it can read the expected answer, or change the scorer.
+as root it can still start processes, which end with it. An answer that it evaluates as Python can
+still give itself a reward: it can read the expected answer, or change the scorer.
 Elsewhere it has this user's rights, and can
     escape its verdict: starve itself, or stop its warden, which is an error, not a 0
     kill or stop processes of this user, and rewrite those that are no checks, as root any
@@ -43,7 +44,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from envs.sandbox.interpreter import count_all_memory
+from envs.rollout.services import CheckerError
+from envs.sandbox.interpreter import count_all_memory, oom_kills
+from envs.sandbox.outcome import OOM
 
 DEADLINE = 10.0  # seconds of CPU of one check; thrice that where others have the CPUs
 PATIENCE = 0.5  # seconds of CPU; a longer check begins again in the slow lane
@@ -51,32 +54,34 @@ START_DEADLINE = 120.0  # seconds; a server needs about one second of CPU
 TICK = 0.1  # seconds between two looks at a check
 GRACE = 10.0  # seconds that a verdict may be late
 MEMORY = 2 << 30  # bytes of address space; a check uses 0.1 GB
+MANY = 100  # answers that a process judges; a fork of 166 MB costs more than most of them
+LARGE = 512 << 20  # bytes that end a check after its answer: SymPy keeps what it has computed
 LONGEST = 64 << 20  # bytes of a verdict
 # Of the environment a check sees these, and no key, token or address of a service.
 ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR", "TZ")
 ROOT = str(Path(__file__).resolve().parents[2])
-PEER = struct.Struct("3i")  # pid, uid and gid of whoever sent
+TOKEN = 16  # bytes
+SIZE = struct.Struct("I")  # of what follows
+PEER = struct.Struct("3i")  # pid, uid and gid of the sender
 libc = ctypes.CDLL(None)
 prctl = libc.prctl  # its options are numbered in linux/prctl.h
 TIMEOUT = {"value": 0.0, "reason": "timeout"}
 STARVED = {"failed": "starved of CPU"}
 
 
-class CheckerError(RuntimeError):
-    """A check could not run: its processes do not start, die of any answer, or are starved."""
-
-
 class Checkers:
     """Processes that run the function made by `factory`, "module:name", under a deadline.
 
-    The function takes the request's fields and returns a dict of at most 64 KiB of JSON. `text` is
-    the field that holds the answer. `children` checks run at once, as many as CPUs if None, and
-    half as many slow ones beside them. Tied to no event loop. All start when first needed, and end
-    with this process.
+    The function takes the request's fields and returns a dict of JSON. `text` is the field that
+    holds the answer. `children` checks run at once, as many as CPUs if None, and half as many slow
+    ones beside them. Each judges `answers` of them: one, or MANY where it executes nothing of them,
+    as else what one does to the process would meet the next. Tied to no event loop. All start when
+    first needed, and end with this process.
     """
 
-    def __init__(self, factory: str, children: int | None = None) -> None:
+    def __init__(self, factory: str, children: int | None = None, answers: int = 1) -> None:
         self.factory = factory
+        self.answers = answers
         children = children or len(os.sched_getaffinity(0))
         self.quick = ThreadPoolExecutor(children)
         self.slow = ThreadPoolExecutor(max(1, children // 2))
@@ -103,12 +108,15 @@ class Checkers:
 
     def _run(self, deadline: float, request: dict) -> dict:
         harmless = request | {"text": ""}
+        killed = oom_kills()
         for _ in range(2):
             verdict = self._ask(deadline, request)
             if "failed" not in verdict or verdict == STARVED:
                 return verdict
             if "failed" in self._ask(deadline, harmless):
                 return verdict
+        if oom_kills() > killed:
+            return {"failed": OOM}
         return {"value": 0.0, "reason": "crashed the checker"}
 
     def _ask(self, deadline: float, request: dict) -> dict:
@@ -146,7 +154,7 @@ class Checkers:
         path = [os.path.abspath(folder) for folder in sys.path]
         # Of the project its code alone: what lies beside it may be the data, with the answers.
         reads = [folder for folder in path if folder != ROOT] + [sys.prefix, sys.base_prefix]
-        reads += [os.path.join(ROOT, folder) for folder in ("core", "envs", "runtime", "settings")]
+        reads += [os.path.join(ROOT, folder) for folder in ("core", "envs", "settings")]
         code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve()"
         env = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         # Address space for the stacks of 128 BLAS threads would alone exceed the memory limit.
@@ -154,7 +162,8 @@ class Checkers:
         door, theirs = socket.socketpair()
         with theirs:  # in a session of its own, since Ctrl-C is meant for the parent
             before = around(reads)
-            command = [*before, sys.executable, "-c", code, self.factory, str(len(before))]
+            command = [*before, sys.executable, "-c", code, self.factory]
+            command += [str(len(before)), str(self.answers)]
             return subprocess.Popen(
                 command, env=env, stdin=theirs.fileno(), stdout=2, start_new_session=True
             ), door
@@ -180,7 +189,7 @@ class Warden:
 
 
 def serve() -> None:
-    """The server's life: a fork for each connection that the parent sends, until it closes."""
+    """Serves: a fork for each connection that the parent sends, until it closes."""
     door = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     logging.disable(logging.CRITICAL)
@@ -201,49 +210,76 @@ def serve() -> None:
 
 
 def attend(function: Callable[..., dict], connection: socket.socket) -> None:
-    """A warden's life: a fork for each request, until the parent closes the connection."""
+    """Runs a warden: each request goes to a check, until the parent closes the connection."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: it inherits the orphans of its checks
     lines = connection.makefile("rw")
     connection.sendall(b".")
+    check: Check | None = None
     for line in lines:
         deadline, request = json.loads(line)
-        print(json.dumps(judge(function, request, deadline, connection)), file=lines, flush=True)
+        check = check if check and check.left else Check(function, int(sys.argv[3]))
+        print(json.dumps(check.judge(request, deadline, connection)), file=lines, flush=True)
 
 
-def judge(
-    function: Callable[..., dict], request: dict, deadline: float, connection: socket.socket
-) -> dict:
-    """What one check says, or what became of it."""
-    ours, theirs = socket.socketpair()
-    with ours:
-        pid = begin(function, request, theirs, int(deadline) + 2)
-        theirs.close()
-        token = secrets.token_bytes(16)  # the fork has no copy of it
-        ours.sendall(b"." + token)
-        said = bytearray()
+class Check:
+    """A process that judges answers one after the other. It ends after `left`, or a failure."""
+
+    def __init__(self, function: Callable[..., dict], left: int) -> None:
+        self.left = left
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            self.pid = begin(function, theirs, left)
+        self.channel.sendall(b".")
+
+    def judge(self, request: dict, deadline: float, connection: socket.socket) -> dict:
+        """The verdict of one answer, or the reason why it has none."""
+        token = secrets.token_bytes(TOKEN)
+        text = json.dumps([deadline, request]).encode()
+        received = bytearray()
+        code = 0
+        self.left -= 1
         try:
-            verdict = watch(pid, deadline, connection, ours, said)
+            self.channel.sendall(SIZE.pack(len(text)) + text + token)
+            verdict = watch(self.pid, deadline, connection, self.channel, received, token)
         except OSError as error:  # such as where /proc is mounted with hidepid
             verdict = {"failed": f"the check cannot be watched: {error}"}
-        code = end(pid)
-        ours.settimeout(TICK)
-        while hear(ours, said):
-            pass
-    if verdict or not said:
-        return verdict or {"failed": f"code {code}"}
+        found = verdict_of(received, token)
+        if verdict or not found or "failed" in found or memory(self.pid) > LARGE:
+            self.left = 0
+        if not self.left:
+            code = end(self.pid)
+            self.channel.settimeout(TICK)
+            while receive(self.channel, received):
+                pass
+            self.channel.close()
+        if verdict or not received:
+            return verdict or {"failed": f"code {code}"}
+        if received.startswith(token) and not is_whole(received, token):
+            return {"failed": f"code {code} in the middle of a verdict"}
+        return verdict_of(received, token) or {"value": 0.0, "reason": "forged a verdict"}
+
+
+def verdict_of(received: bytearray, token: bytes) -> dict:
+    """What a check has sent after the token; {"failed": ...} where it raised, {} if it forged."""
     with contextlib.suppress(ValueError):
-        if said.startswith(token) and isinstance(verdict := json.loads(said[len(token) :]), dict):
-            return verdict
-    return {"value": 0.0, "reason": "forged a verdict"}
+        if is_whole(received, token):
+            verdict = json.loads(received[TOKEN + SIZE.size :])
+            return verdict if isinstance(verdict, dict) else {}
+    return {}
 
 
-def begin(
-    function: Callable[..., dict], request: dict, channel: socket.socket, seconds: int
-) -> int:
+def memory(pid: int) -> int:
+    """The bytes of memory that a process has and shares; 0 where it is gone."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def begin(function: Callable[..., dict], channel: socket.socket, left: int) -> int:
     """Forks a check, which in bubblewrap sees no other process if the kernel allows it; its pid."""
-    told, tell = os.pipe()
+    reading, writing = os.pipe()
     between = os.fork()
     if not between:
         try:
@@ -254,20 +290,18 @@ def begin(
                 libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
             pid = os.fork()
             if not pid:
-                check(function, request, channel, seconds)
-            os.write(tell, str(pid).encode())
+                check(function, channel, left)
+            os.write(writing, str(pid).encode())
         finally:
             os._exit(0)
     os.waitpid(between, 0)  # and the check becomes this process's child
-    with open(told) as numbers:
-        os.close(tell)
+    with open(reading) as numbers:
+        os.close(writing)
         return int(os.read(numbers.fileno(), 20))
 
 
-def check(
-    function: Callable[..., dict], request: dict, channel: socket.socket, seconds: int
-) -> None:
-    """A check's life, of so many seconds of CPU at most."""
+def check(function: Callable[..., dict], channel: socket.socket, left: int) -> None:
+    """Judges `left` answers, each in a limited time of CPU, and ends the process."""
     try:
         channel.recv(1)  # until the warden is its parent
         os.setsid()
@@ -281,32 +315,64 @@ def check(
                     os.close(descriptor)
         for limit in (resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE):  # neither forks nor writes
             resource.setrlimit(limit, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # should it kill its warden
-        try:
-            verdict = function(**request)
-        except BaseException as error:
-            verdict = {"failed": f"{type(error).__name__}: {error}"[:200]}
-        channel.sendall(channel.recv(16) + json.dumps(verdict).encode())
+        for others in reversed(range(left)):
+            (size,) = SIZE.unpack(exactly(channel, SIZE.size))
+            deadline, request = json.loads(exactly(channel, size))
+            seconds = int(time.process_time() + deadline) + 2  # should it kill its warden
+            most = resource.RLIM_INFINITY if others else seconds
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
+            try:
+                verdict = function(**request)
+            except BaseException as error:
+                verdict = {"failed": f"{type(error).__name__}: {error}"[:200]}
+            text = json.dumps(verdict).encode()
+            channel.sendall(exactly(channel, TOKEN) + SIZE.pack(len(text)) + text)
     finally:
         os._exit(0)
 
 
-def watch(
-    pid: int, deadline: float, connection: socket.socket, channel: socket.socket, said: bytearray
-) -> dict:
-    """{} once the process has ended, TIMEOUT, STARVED; ends with the parent.
+def exactly(channel: socket.socket, size: int) -> bytes:
+    """The next `size` bytes. Raises EOFError where the warden is gone."""
+    received = b""
+    while len(received) < size:
+        part = channel.recv(size - len(received))
+        if not part:
+            raise EOFError
+        received += part
+    return received
 
-    Gathers what the check says, as a long verdict would not fit into the channel.
+
+def is_whole(received: bytearray, token: bytes) -> bool:
+    """Whether a check has sent a verdict after the token."""
+    head = TOKEN + SIZE.size
+    if len(received) < head or not received.startswith(token):
+        return False
+    return len(received) >= head + SIZE.unpack(received[TOKEN:head])[0]
+
+
+def watch(
+    pid: int,
+    deadline: float,
+    connection: socket.socket,
+    channel: socket.socket,
+    received: bytearray,
+    token: bytes,
+) -> dict:
+    """{} once the verdict is whole or the process ended, TIMEOUT, STARVED; ends with the parent.
+
+    Collects the check's output meanwhile, as a long verdict would not fit into the channel.
     """
     began = before = time.monotonic()
     ran_before, busy_before, _ = clock(pid)
     spent = 0.0
     is_open = True
-    while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+    while not is_whole(received, token):
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            break
         if not is_open:
             signal.sigtimedwait({signal.SIGCHLD}, TICK)
         elif select.select([channel, connection], [], [], TICK)[0] == [channel]:
-            is_open = hear(channel, said)
+            is_open = receive(channel, received)
         now = time.monotonic()
         ran, busy, idle = clock(pid)
         slept = idle and busy - busy_before < (now - before) / 2
@@ -323,17 +389,17 @@ def watch(
     return {}
 
 
-def hear(channel: socket.socket, said: bytearray) -> bool:
-    """Adds what a check has said since; whether it may say more."""
+def receive(channel: socket.socket, received: bytearray) -> bool:
+    """Appends the new output of a check; returns whether more may follow."""
     part = b""
     with contextlib.suppress(OSError):  # it ended before it had read its token, or is silent
         part = channel.recv(1 << 16)
-    said += part
-    return bool(part) and len(said) < LONGEST
+    received += part
+    return bool(part) and len(received) < LONGEST
 
 
 def clock(pid: int) -> tuple[float, float, bool]:
-    """Seconds a process ran, and ran or waited for a CPU; whether it wants neither CPU nor disk."""
+    """Seconds that a process ran, and ran or waited for a CPU; whether it sleeps."""
     folder = Path(f"/proc/{pid}")
     ran, queued, _ = map(int, (folder / "schedstat").read_text().split())
     state = (folder / "stat").read_text().rpartition(")")[2].split()[0]

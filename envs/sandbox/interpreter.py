@@ -1,4 +1,4 @@
-"""Runs inside the sandbox: a warm Python that forks for each program, so that none pays its start.
+"""Runs inside the sandbox: a warm Python that forks for each program, to save each the start-up.
 
 envs/sandbox/programs.py and sessions.py hand this text to `python -c`: it may import the standard
 library alone.
@@ -23,6 +23,7 @@ import ctypes
 import errno
 import fcntl
 import gc
+import glob
 import importlib
 import json
 import linecache
@@ -54,7 +55,8 @@ UNCOUNTED = {
 NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000
 NOSUID_NODEV = 2 | 4  # of mount
 FOLDERS = ("/work", "/tmp", "/dev/shm")
-WARM = ("numpy", "sympy")  # what sessions often import, where it is there
+LOOK = 0.02  # seconds between two looks at a program
+PAUSE = 0.2  # seconds between two looks at most, else something stood still
 PAGE = 4096  # bytes, of a file in memory at least
 LOOPBACK_UP = (0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
 libc = ctypes.CDLL(None, use_errno=True)
@@ -70,31 +72,50 @@ def prelude() -> dict:
     return names
 
 
-def main(contained: bool, rooms: bool, sessions: str | None = None, **limits: float) -> None:
+def main(
+    contained: bool,
+    rooms: bool,
+    sessions: bool = False,
+    packages: str = "",
+    watches: bool = False,
+    **limits: float,
+) -> None:
     """Serves programs until stdin ends. `contained`: all processes that it sees are its own.
 
-    `sessions`: it makes those instead, which import from this folder.
+    `sessions`: it makes those instead. `packages`: a folder to import from. `watches`: it holds
+    programs to their deadline itself.
     """
     libc.prctl(DUMPABLE, 0)
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
-    if sessions is not None:
-        sys.path.append(sessions)
+    if packages:
+        sys.path.append(packages)
+        warm("numpy", *(["sympy"] if sessions else []))
+    if sessions:
         attend(socket.socket(fileno=requests), contained, rooms, limits)
     names = prelude() | {"exit": sys.exit, "quit": sys.exit}
     while rooms and os.fork():  # this process waits for each room's end, and sees no program
         if os.wait()[1]:
             sys.exit()
-    with open(requests) as lines, open(answers, "w") as said:
+    with open(requests) as lines, open(answers, "w") as replies:
         try:
             if rooms:
                 enter(int(limits["disk"]))
         except OSError:
-            print("alone", file=said, flush=True)
+            print("alone", file=replies, flush=True)
             os._exit(1)
-        serve(lines, said, names, contained, limits)
+        serve(lines, replies, names, contained, watches, limits)
+
+
+def warm(*modules: str) -> None:
+    """Imports them, as far as they are there, so that forks need not."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # no thread outlives a fork
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    del os.environ["OPENBLAS_NUM_THREADS"]
 
 
 def enter(size: int, watched: bool = True) -> None:
@@ -157,6 +178,7 @@ def count_all_memory() -> None:
 def bounds_of(limits: dict, contained: bool) -> dict[int, int]:
     """The kernel's limits of a process, without that of its processor time."""
     bounds = {
+        resource.RLIMIT_AS: limits["memory"],
         resource.RLIMIT_FSIZE: limits["file_size"],
         resource.RLIMIT_NOFILE: limits["open_files"],
         resource.RLIMIT_STACK: limits["memory"],  # deep recursion through C uses megabytes of it
@@ -176,41 +198,91 @@ def confine(limits: dict[int, int]) -> None:
     count_all_memory()
 
 
-def serve(lines: TextIO, said: TextIO, names: dict, contained: bool, limits: dict) -> None:
+def serve(
+    lines: TextIO, replies: TextIO, names: dict, contained: bool, watches: bool, limits: dict
+) -> None:
     """Runs one program on each input that comes; ends this process with 0 when it is done."""
     bounds = bounds_of(limits, contained)
     bounds[resource.RLIMIT_CPU] = math.ceil(limits["seconds"]) + 1
     output = limits["output"]
-    print("ready", file=said, flush=True)
+    print("ready", file=replies, flush=True)
     for line in lines:
         if line == "\n":
             os._exit(0)
         request = json.loads(line)
         files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr")]
         os.pwrite(files[0], request["stdin"].encode("utf-8", "surrogatepass"), 0)
-        pid = os.fork()
+        killed = oom_kills()
+        pid = fork()
         if not pid:
             libc.prctl(DUMPABLE, 1)
             run(request["source"], files, bounds, names)
+        ended = "time" if watches and not ends(pid, limits["seconds"]) else ""
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         clear(contained, pid)
         size, errors = (os.fstat(file).st_size for file in files[1:])
+        if code == -signal.SIGXCPU:
+            ended = "time"
+        if (code or ended) and oom_kills() > killed:
+            ended = "oom"  # it, or a process that it began
         answer = {
             "stdout": os.pread(files[1], output, 0).decode("utf-8", "replace"),
             "stderr": os.pread(files[2], STDERR, max(0, errors - STDERR)).decode(
                 "utf-8", "replace"
             ),
             "code": code,
-            "ended": "output" if size > output else "",
+            "ended": ended or ("output" if size > output else ""),
         }
         for file in files:
             os.close(file)
-        print(json.dumps(answer), file=said, flush=True)
+        print(json.dumps(answer), file=replies, flush=True)
     os._exit(1)
 
 
+def oom_kills() -> int:
+    """How many processes of this machine the kernel has ended for want of memory; 0 if unknown."""
+    with contextlib.suppress(OSError), open("/proc/vmstat") as lines:
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return 0
+
+
+def fork() -> int:
+    """os.fork, tried for some seconds where the machine has no room for a process."""
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            return os.fork()
+        time.sleep(0.1)
+    return os.fork()
+
+
+def ends(pid: int, seconds: float) -> bool:
+    """Waits for a program, and kills it after these seconds, unless it waits for a processor."""
+    spent = 0.0
+    before, queued = time.monotonic(), queues(pid)
+    while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        now, found = time.monotonic(), queues(pid)
+        waited = max((found[thread] - queued.get(thread, 0.0) for thread in found), default=0.0)
+        # A pause of this process, or of the whole machine, is no work of the program.
+        spent += max(0.0, min(now - before, PAUSE) - waited)
+        before, queued = now, found
+        if spent > seconds:
+            os.kill(pid, signal.SIGKILL)
+            return False
+        time.sleep(LOOK)
+    return True
+
+
+def queues(pid: int) -> dict[str, float]:
+    """Seconds that each thread of a process has waited for a processor."""
+    waited = {}
+    for path in glob.iglob(f"/proc/{pid}/task/*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError), open(path) as clocks:
+            waited[path] = int(clocks.read().split()[1]) / 1e9
+    return waited
+
+
 def run(source: str, files: list[int], limits: dict[int, int], names: dict) -> None:
-    """A program's life; ends the process with 0, or with 1 where it raises."""
+    """Runs a program; ends the process with 0, or with 1 where it raises."""
     code = 1
     try:
         os.setsid()
@@ -251,7 +323,7 @@ def fresh_streams(errors: str = "backslashreplace") -> list[TextIO]:
 
 
 def flush(streams: list[TextIO]) -> None:
-    """Writes what streams still hold, as far as there is room for it."""
+    """Writes the buffers of streams, as far as there is room for them."""
     for stream in streams[1:]:
         with contextlib.suppress(BaseException):
             stream.flush()
@@ -276,11 +348,6 @@ def clear(contained: bool, pid: int) -> None:
 
 def attend(door: socket.socket, contained: bool, rooms: bool, limits: dict) -> None:
     """Makes a session of each connection that comes through the door, until that is closed."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # no thread outlives a fork
-    for name in WARM:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    del os.environ["OPENBLAS_NUM_THREADS"]
     gc.freeze()  # a collection would copy the pages that sessions share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they leave no zombies
     while descriptors := socket.recv_fds(door, 1, 1)[1]:
@@ -293,7 +360,7 @@ def attend(door: socket.socket, contained: bool, rooms: bool, limits: dict) -> N
 
 
 def begin(connection: socket.socket, contained: bool, rooms: bool, limits: dict) -> None:
-    """A fork's way into a session; ends the process."""
+    """Runs a session in a fork; ends the process."""
     try:
         if rooms:
             enter(int(limits["disk"]), watched=False)
@@ -305,7 +372,7 @@ def begin(connection: socket.socket, contained: bool, rooms: bool, limits: dict)
 
 
 def session(connection: socket.socket, limits: dict[int, int], most: int) -> None:
-    """A session's life: runs each piece of code that comes, and says what it has printed."""
+    """Runs each piece of code that comes, and answers with the text that it has printed."""
     os.setsid()
     output = os.memfd_create("output")
     for number in (1, 2):
@@ -338,9 +405,9 @@ def session(connection: socket.socket, limits: dict[int, int], most: int) -> Non
         if me == 1:  # and all others in the room came from the code
             clear(True, me)
         beginning = os.pread(output, 4 * most, 0)
-        said = beginning.decode("utf-8", "replace")
-        cut = len(said) > most or os.fstat(output).st_size > len(beginning)
-        connection.sendall(json.dumps({"output": said[:most], "cut": cut}).encode() + b"\n")
+        text = beginning.decode("utf-8", "replace")
+        cut = len(text) > most or os.fstat(output).st_size > len(beginning)
+        connection.sendall(json.dumps({"output": text[:most], "cut": cut}).encode() + b"\n")
 
 
 def piece(code: str, name: str, names: dict) -> None:

@@ -19,15 +19,16 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable
-from pathlib import Path
 
-from envs.rollout.services import current
+from core.waits import in_thread
+from envs.rollout.services import CheckerError, current
 from envs.sandbox import sandbox, service
-from envs.sandbox.checkers import CheckerError
-from envs.sandbox.sandbox import TICK, Clock, Limits, Ran
+from envs.sandbox.interpreter import oom_kills
+from envs.sandbox.outcome import OOM, Limits, Ran, reported
+from envs.sandbox.sandbox import TICK, Clock
+from envs.sandbox.service import TEXT
 
 START = 60.0  # seconds that an interpreter may take to start
-TEXT = Path(__file__).with_name("interpreter.py").read_text(encoding="utf-8")
 READY, ALONE = b"ready\n", b"alone\n"
 
 
@@ -38,7 +39,7 @@ async def programs(
 
     It finds the names of interpreter.PRELUDE. Its runs share a working folder with each other, and
     with no other program. A program that kills its interpreter twice has `ended` "killed", if a
-    harmless one lives. Raises CheckerError where no verdict could be had.
+    harmless one lives. Raises CheckerError where there is no outcome.
     """
     limits = limits or Limits()
     if current().sandbox == "http":
@@ -68,16 +69,20 @@ class Interpreter:
         self.asked = False  # whether it owes an answer
 
     async def judge(self, source: str, stdin: str) -> Ran:
-        """What became of a program. Raises CheckerError where no verdict could be had."""
-        for _ in range(2):
-            if ran := await self.run(source, stdin):
-                return ran
+        """The outcome of a program. Raises CheckerError where there is none."""
+        killed = oom_kills()
+        for tried in range(2):
+            outcome = await self.run(source, stdin)
+            if outcome and (tried or outcome.code != -signal.SIGKILL):  # of anybody, perhaps
+                return outcome
+        if oom_kills() > killed:
+            raise CheckerError(OOM)
         if not await self.run("", ""):
             raise CheckerError("the sandbox's Python dies of any program")
         return Ran("", "", None, "killed", 0.0)
 
     async def run(self, source: str, stdin: str) -> Ran | None:
-        """What became of a program; None where the interpreter died. Raises CheckerError."""
+        """The outcome of a program; None where the interpreter died. Raises CheckerError."""
         process = self.process or await self.start()
         clock = Clock(process.pid)
         request = json.dumps({"source": source, "stdin": stdin}).encode()
@@ -92,21 +97,22 @@ class Interpreter:
             answer.cancel()
             await asyncio.wait({answer})
         seconds = time.monotonic() - clock.began
-        said = b"" if answer.cancelled() else answer.result()
-        if not said:
+        received = b"" if answer.cancelled() else answer.result()
+        if not received:
             await self.close()
             return Ran("", "", None, ended, seconds) if ended else None
-        told = json.loads(said)
-        ended = "time" if told["code"] == -signal.SIGXCPU else told["ended"]
-        return Ran(told["stdout"], told["stderr"], None if ended else told["code"], ended, seconds)
+        made = reported(json.loads(received), seconds)
+        if made.ended == "oom":
+            raise CheckerError(OOM)
+        return made
 
     async def leave(self) -> None:
         """Ends the room; once it has another, the interpreter waits for another program."""
-        said = b""
+        received = b""
         if self.process and not self.asked:
             with contextlib.suppress(TimeoutError):
-                said = await asyncio.wait_for(self.ask(b""), START)
-        if said == READY:
+                received = await asyncio.wait_for(self.ask(b""), START)
+        if received == READY:
             Interpreter.idle[self.limits].append(self)
         else:
             await self.close()
@@ -120,7 +126,7 @@ class Interpreter:
         return b""
 
     async def line(self) -> bytes:
-        """The next line that the interpreter says; empty where it died."""
+        """The next line of the interpreter; empty where it died."""
         loop = asyncio.get_running_loop()
         text = bytearray()
         while part := await loop.sock_recv(self.connection, 1 << 20):
@@ -135,8 +141,13 @@ class Interpreter:
         contained = sandbox.isolates() == "bubblewrap"
         rooms = contained and Interpreter.rooms
         limits = self.limits
-        command = sandbox.wrapped(limits, rooms=rooms) if contained else sandbox.limited(limits)
-        settings = {"contained": contained, "rooms": rooms, **limits._asdict()}
+        packages = await in_thread(sandbox.own_packages)  # which asks a process, once
+        command = sandbox.limited(limits)
+        if contained:
+            command = sandbox.wrapped(limits, rooms=rooms, packages=packages)
+            packages = packages and sandbox.PACKAGES
+        settings = {"contained": contained, "rooms": rooms, "packages": packages}
+        settings |= limits._asdict()
         command += [*sandbox.python(), "-c", TEXT, json.dumps(settings)]
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)
@@ -145,19 +156,19 @@ class Interpreter:
             with theirs:
                 self.process = sandbox.popen(command, theirs.fileno(), errors)
             self.asked = True
-            said = b""
+            received = b""
             with contextlib.suppress(TimeoutError, OSError):
-                said = await asyncio.wait_for(self.line(), START)
-            if said == READY:
+                received = await asyncio.wait_for(self.line(), START)
+            if received == READY:
                 return self.process
             await self.close()
-            if said == ALONE:
+            if received == ALONE:
                 Interpreter.rooms = False
                 return await self.start()
             why = os.pread(errors, sandbox.STDERR, 0).decode("utf-8", "replace").strip()
         finally:
             os.close(errors)
-        raise CheckerError(f"the sandbox's Python did not start: {why or 'it said nothing'}")
+        raise CheckerError(f"the sandbox's Python did not start: {why or 'it wrote nothing'}")
 
     async def close(self) -> None:
         """Ends it, and all that its programs began; the next program starts a new one."""

@@ -1,10 +1,10 @@
-"""The one place that runs code nobody trusts: bubblewrap, a service, or, by name only, nothing.
+"""The one place that runs untrusted code: in bubblewrap, in a service, or unprotected if asked to.
 
     bubblewrap   new user, pid, net, ipc, uts and mount namespaces; no capabilities; the machine's
                  /usr and Python, read-only; a sized tmpfs as working folder; a cleared environment
     http         the sandbox service of NeMo-Skills at services.sandbox_url (SANDBOX_CONTAINER)
     unsafe       a process of this user, with limits and a deadline. It can read and write all that
-                 this user can. Every line that it logs says so
+                 this user can. Every line that it logs repeats this
 
 A run has limits on processor time, memory, processes, file sizes, open files and output, and a
 deadline after which all that it started is killed. Waiting for a free place, or for a processor
@@ -28,10 +28,13 @@ import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from envs.rollout.services import current
-from envs.sandbox.checkers import CheckerError
+from envs.rollout import services
+from envs.rollout.services import CheckerError, current
+from envs.sandbox import service
+from envs.sandbox.interpreter import oom_kills
+from envs.sandbox.outcome import OOM, Limits, Ran
 
 log = logging.getLogger(__name__)
 TICK = 0.5  # seconds between two looks at a run
@@ -39,7 +42,7 @@ NOBODY = ["--reuid", "65534", "--regid", "65534", "--clear-groups"]
 WORK = "/work"  # the working folder of a run
 PACKAGES = "/packages"  # libraries of sessions
 PATIENCE = 5  # times its deadline that a run may take where others have the processors
-HUNGRY = 8  # processes of a run that can only wait for each other
+HUNGRY = 8  # threads of a run that can only wait for each other
 OWN = 8  # processes of a run that are bubblewrap's, or an interpreter's
 START = 60.0  # seconds that an interpreter may take to start
 STDERR = 2000  # characters of it that are kept
@@ -64,35 +67,19 @@ KERNEL = {
 }
 
 
-class Limits(NamedTuple):
-    """What a run may use. The memory of all its processes together may be as large."""
-
-    seconds: float = 10.0  # that it runs or sleeps
-    memory: int = 2 << 30  # bytes of address space of a process
-    processes: int = 64  # that run at once
-    file_size: int = 64 << 20  # bytes
-    open_files: int = 256
-    output: int = 1 << 20  # bytes of stdout
-    disk: int = 64 << 20  # bytes in its working folder
-
-
-class Ran(NamedTuple):
-    """What became of a run."""
-
-    stdout: str
-    stderr: str  # its end
-    code: int | None  # negative for a signal; None where it was ended
-    ended: str  # "" by itself, "time", "memory", "processes" or "output"
-    seconds: float
-
-
 def problem() -> str:
-    """What keeps the sandbox from isolating a run, and how to mend it; "" for nothing."""
+    """Why the sandbox cannot isolate a run, and how to mend it; "" if it can."""
     return _problem(current().sandbox, current().sandbox_url)
 
 
+def problem_of_start() -> str:
+    """Why no program could run, before a run starts; a service is asked as well."""
+    asks = current().sandbox == "http"
+    return problem() or (service.problem(current().sandbox_url) if asks else "")
+
+
 def problem_of_checks() -> str:
-    """What keeps checks whose answers run as code from being isolated; "" for nothing."""
+    """Why checks that run answers as code cannot be isolated; "" if they can."""
     if current().sandbox == "http":
         return "services.sandbox is 'http', which runs programs and no checks: use bubblewrap"
     return problem()
@@ -103,7 +90,7 @@ def _problem(backend: str, url: str) -> str:
     if backend == "unsafe":
         return ""
     if backend == "http":
-        return "" if url else "services.sandbox_url is empty, expected http://HOST:PORT"
+        return service.malformed(url)
     if not shutil.which("bwrap"):
         return "bwrap is not on the path: apt install bubblewrap, or dnf install bubblewrap"
     code = "import os; os.waitpid(os.fork() or os._exit(0), 0)"
@@ -114,17 +101,17 @@ def _problem(backend: str, url: str) -> str:
         raise CheckerError(f"the sandbox did not start a process in {START:g} s") from None
     except OSError as error:
         return f"bubblewrap needs setpriv and prlimit of util-linux: {error}"
-    said = " ".join(done.stderr.split())[-300:]
+    complaint = " ".join(done.stderr.split())[-300:]
     for path, (bad, remedy) in KERNEL.items():
         with contextlib.suppress(OSError):
             if done.returncode and Path(path).read_text().strip() == bad:
                 return f"the kernel forbids user namespaces ({path} is {bad}): {remedy}"
-    return f"bubblewrap cannot isolate a process here: {said}" if done.returncode else ""
+    return f"bubblewrap cannot isolate a process here: {complaint}" if done.returncode else ""
 
 
 @functools.cache
 def python() -> list[str]:
-    """The Python of the sandbox: this one, or where nobody may not read that, the machine's."""
+    """The sandbox's Python: this one; the machine's where the user nobody may not read this one."""
     own = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
     reads = ["test", "-x", own]
     if os.geteuid() == 0:
@@ -135,11 +122,21 @@ def python() -> list[str]:
 
 @functools.cache
 def own_packages() -> str:
-    """The folder of this Python's packages, where the sandbox's Python can import them; else ""."""
+    """The folder of this Python's packages, where the sandbox's Python can import them; else "".
+
+    Raises CheckerError where that could not be seen.
+    """
     folder = sysconfig.get_path("purelib")
     code = f"import sys; sys.path.append({folder!r}); import numpy"
     before = ["setpriv", *NOBODY] if os.geteuid() == 0 else []
-    tried = subprocess.run([*before, *python(), "-c", code], capture_output=True, check=False)
+    try:
+        tried = subprocess.run([*before, *python(), "-c", code], capture_output=True, text=True)
+    except OSError as error:
+        raise CheckerError(f"the sandbox cannot start Python: {error}") from None
+    if tried.returncode < 0:
+        raise CheckerError(f"a Python that imports numpy was ended: code {tried.returncode}")
+    if tried.returncode:
+        log.warning("programs of answers cannot import numpy: %s", tried.stderr[-300:])
     return "" if tried.returncode else folder
 
 
@@ -155,9 +152,9 @@ def wrapped(
 
     `packages` is a folder that it sees as PACKAGES.
 
-    Root becomes nobody first, since the kernel bounds no processes of root. Of an image as `root`
-    only the owner of its files can be used. A command that makes `rooms` forbids namespaces in
-    them, and limits the processor time in them, itself.
+    Root becomes the user nobody first, since the kernel bounds no processes of root. Of an image as
+    `root` only the owner of its files can be used. A command that makes `rooms` forbids namespaces
+    in them, and limits the processor time in them, itself.
     """
     command = ["setpriv", *NOBODY] if os.geteuid() == 0 and not root else []
     command += limited(limits, not rooms)
@@ -193,8 +190,8 @@ def wrapped(
 def around(reads: Iterable[str]) -> list[str]:
     """The command in front of checks that may read these files and folders, and no others.
 
-    Nothing where the configured sandbox is another, or does not work here: checks whose answers
-    run as code say in `needs` that they want it.
+    Empty where the configured sandbox is another, or does not work here: environments whose checks
+    run answers as code name it in `needs`.
     """
     if current().sandbox != "bubblewrap" or problem():
         return []
@@ -219,7 +216,7 @@ def limited(limits: Limits, cpu: bool = True) -> list[str]:
 
 
 def python_folders() -> list[str]:
-    """Where the sandbox's Python lives beside /usr."""
+    """The folders of the sandbox's Python beside /usr."""
     home = Path(python()[0]).parent.parent
     return [] if str(home) == "/usr" else [str(home)]
 
@@ -236,19 +233,21 @@ class Clock:
         self.processes = 0  # of them; of more than may be, some
 
     def look(self, most: int = sys.maxsize) -> None:
-        """Adds the time since the last look, at so many processes at most."""
+        """Adds the time since the last look, for at most this many processes."""
         found = {}
         pages = 0
         hungry = False  # the kernel counts a wait for a processor when it is over
         alive = family(self.pid, most + 1)
         self.processes = len(alive)
         for pid in alive[:most]:
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                ran, queued, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text().split())
+            with contextlib.suppress(OSError, IndexError):
                 pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-                found[pid] = (ran, queued)
-                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-                hungry |= state == "R"
+            for thread in glob.iglob(f"/proc/{pid}/task/*"):
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    ran, queued, _ = map(int, Path(thread, "schedstat").read_text().split())
+                    found[int(thread.rpartition("/")[2])] = (ran, queued)
+                    state = Path(thread, "stat").read_text().rpartition(")")[2].split()[0]
+                    hungry |= state == "R"
         ran, queued = (
             sum(clocks[i] - self.clocks.get(pid, (0, 0))[i] for pid, clocks in found.items())
             for i in range(2)
@@ -264,7 +263,7 @@ class Clock:
         self.memory = pages * os.sysconf("SC_PAGESIZE")
 
     def verdict(self, limits: Limits) -> str:
-        """Which limit was passed, "" for none. Raises CheckerError where it had no processor."""
+        """The limit that was passed, "" for none. Raises CheckerError where it had no processor."""
         self.look(limits.processes + OWN)
         if self.processes > limits.processes + OWN:
             return "processes"
@@ -302,8 +301,8 @@ async def run(
     """Runs a command in a fresh sandbox, with `files` (path -> text) in its working folder.
 
     `root` is a folder that takes the place of the machine's files; what the run changes there is
-    lost. `reads` are folders that it sees beside them. Raises CheckerError where no verdict could
-    be had.
+    lost. `reads` are folders that it sees beside them. Raises CheckerError where there is no
+    outcome.
     """
     limits = limits or Limits()
     backend = isolates()
@@ -329,7 +328,10 @@ async def run(
         async with place():
             passed = [given[0], *given[2:]]
             options: dict[str, Any] = {"stdin": given[1], "pass_fds": passed, "cwd": folder}
+            killed = oom_kills()
             ran = await finish(await start(command, **options), limits)
+        if oom_kills() > killed:  # it, or a process that it began
+            raise CheckerError(OOM)
         begun = ran.ended or b"exit-code" in os.pread(given[0], 1000, 0)
         if backend == "bubblewrap" and not begun:
             raise CheckerError(f"bubblewrap did not start a run: code {ran.code}: {ran.stderr}")
@@ -356,35 +358,25 @@ def memory_file(text: str) -> int:
     return descriptor
 
 
+def alone() -> dict[str, Any]:
+    """Options of a process in a session of its own, which sees nothing here but the path."""
+    env = {"PATH": os.environ.get("PATH", os.defpath)}
+    return {"env": env, "start_new_session": True, "cwd": "/"}
+
+
 def popen(command: list[str], channel: int, errors: int) -> subprocess.Popen:
     """A process in a session of its own, which sees nothing of this environment but the path."""
     try:
-        return subprocess.Popen(
-            command,
-            stdin=channel,
-            stdout=channel,
-            stderr=errors,
-            env={"PATH": os.environ.get("PATH", os.defpath)},
-            start_new_session=True,
-            cwd="/",
-        )
+        return subprocess.Popen(command, stdin=channel, stdout=channel, stderr=errors, **alone())
     except OSError as error:
         raise CheckerError(f"the sandbox cannot start {command[0]}: {error}") from None
 
 
 async def start(command: list[str], **options: Any) -> asyncio.subprocess.Process:
     """A process in a session of its own, which sees nothing of this environment but the path."""
-    env = {"PATH": os.environ.get("PATH", os.defpath)}
-    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-    made = asyncio.ensure_future(
-        asyncio.create_subprocess_exec(
-            *command,
-            env=env,
-            start_new_session=True,
-            stderr=asyncio.subprocess.PIPE,
-            **{"cwd": "/"} | pipes | options,
-        )
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+    begun = asyncio.create_subprocess_exec(*command, **alone() | pipes | options)
+    made = asyncio.ensure_future(begun)
     try:
         return await asyncio.shield(made)
     except asyncio.CancelledError:
@@ -432,7 +424,7 @@ async def finish(process: asyncio.subprocess.Process, limits: Limits) -> Ran:
 
 
 async def beginning(stream: asyncio.StreamReader | None, limit: int) -> bytes:
-    """What comes until a stream ends, or until it is longer than the limit."""
+    """The bytes of a stream until it ends, or is longer than the limit."""
     text = bytearray()
     while stream and len(text) <= limit and (part := await stream.read(1 << 16)):
         text += part
@@ -440,7 +432,7 @@ async def beginning(stream: asyncio.StreamReader | None, limit: int) -> bytes:
 
 
 async def end(stream: asyncio.StreamReader | None) -> bytes:
-    """The end of what a stream says."""
+    """The last characters of a stream."""
     text = b""
     while stream and (part := await stream.read(1 << 16)):
         text = (text + part)[-STDERR:]
@@ -456,3 +448,7 @@ async def kill(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     await process.wait()
+
+
+services.CHECKS["sandbox"] = lambda _: problem_of_start()
+services.CHECKS["checks"] = lambda _: problem_of_checks()

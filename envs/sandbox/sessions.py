@@ -19,9 +19,9 @@ import subprocess
 import uuid
 
 from core.waits import in_thread
-from envs.rollout.services import current
+from envs.rollout.services import CheckerError, current
 from envs.sandbox import sandbox, service
-from envs.sandbox.checkers import PEER, CheckerError
+from envs.sandbox.checkers import PEER
 from envs.sandbox.programs import ALONE, READY, TEXT
 from envs.sandbox.sandbox import TICK, Clock, Limits
 
@@ -39,14 +39,13 @@ class Host:
     def __init__(self, limits: Limits) -> None:
         self.contained = sandbox.isolates() == "bubblewrap"
         self.in_rooms = self.contained and Host.rooms
-        settings = {"contained": self.contained, "rooms": self.in_rooms, **limits._asdict()}
         packages = sandbox.own_packages()
+        command = sandbox.limited(limits, cpu=False)
         if self.contained:
             command = sandbox.wrapped(limits, rooms=True, packages=packages)
-            settings["sessions"] = sandbox.PACKAGES
-        else:
-            command = sandbox.limited(limits, cpu=False)
-            settings["sessions"] = packages
+            packages = packages and sandbox.PACKAGES
+        settings = {"contained": self.contained, "rooms": self.in_rooms, "sessions": True}
+        settings |= limits._asdict() | {"packages": packages}
         command += [*sandbox.python(), "-c", TEXT, json.dumps(settings)]
         self.errors = sandbox.memory_file("")
         self.door, theirs = socket.socketpair()
@@ -76,16 +75,16 @@ class Host:
         return ours
 
     def close(self) -> str:
-        """Ends it with all its sessions; what it complained about."""
+        """Ends it with all its sessions; returns the end of its stderr."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         if self.door.fileno() < 0:
             return ""
         self.door.close()
-        said = os.pread(self.errors, sandbox.STDERR, 0).decode("utf-8", "replace")
+        received = os.pread(self.errors, sandbox.STDERR, 0).decode("utf-8", "replace")
         os.close(self.errors)
-        return said.strip()
+        return received.strip()
 
 
 class Session:
@@ -96,8 +95,8 @@ class Session:
         self.host: Host | None = None
         self.connection: socket.socket | None = None
         self.pid = 0  # of its process, as this process's namespace counts
-        self.handle = -1  # of the same, whoever gets its number later
-        self.name = ""  # that the service knows it by
+        self.handle = -1  # of the same process, even if its number is given to another
+        self.name = ""  # its name at the service
 
     async def __aenter__(self) -> "Session":
         return self
@@ -106,7 +105,7 @@ class Session:
         await self.close()
 
     async def run(self, code: str) -> str:
-        """What a piece of code prints, or what became of it.
+        """The text that a piece of code prints, or why it was ended.
 
         That is at most `limits.output` characters. Raises CheckerError where it could not run.
         """
@@ -133,7 +132,7 @@ class Session:
             return await self.restarted(ended)
 
     async def restarted(self, ended: str) -> str:
-        """Ends what cannot go on, and says why. Raises CheckerError where it was not the code."""
+        """Ends a broken session; returns why. Raises CheckerError unless its code broke it."""
         assert self.host
         with contextlib.suppress(subprocess.TimeoutExpired):
             await in_thread(self.host.process.wait, TICK / 10)
@@ -148,7 +147,7 @@ class Session:
         )
 
     async def ask(self, code: str) -> str | None:
-        """What the code has printed; None where the session died, or talks nonsense."""
+        """The text that the code has printed; None where the session died or broke the protocol."""
         assert self.connection
         loop = asyncio.get_running_loop()
         text = bytearray()
@@ -160,8 +159,8 @@ class Session:
                     break
                 if text.endswith(b"\n"):
                     answer = json.loads(text)
-                    said = str(answer["output"])[: self.limits.output]
-                    return (said + CUT if answer["cut"] else said).strip("\n").rstrip()
+                    received = str(answer["output"])[: self.limits.output]
+                    return (received + CUT if answer["cut"] else received).strip("\n").rstrip()
         return None
 
     async def start(self) -> None:
@@ -169,11 +168,11 @@ class Session:
         await in_thread(sandbox.own_packages)  # which asks a process, once
         host = self.host = Host.of(self.limits)
         self.connection = host.connect()
-        said = await self.greeting()
-        if said == READY:
+        received = await self.greeting()
+        if received == READY:
             self.handle = os.pidfd_open(self.pid)
             return None
-        if said == ALONE and Host.rooms:
+        if received == ALONE and Host.rooms:
             Host.rooms = False
             Host.shared.pop(self.limits, None)
         await self.close()
@@ -186,7 +185,7 @@ class Session:
         raise CheckerError(f"the sandbox's Python did not start a session: {why or 'it is dead'}")
 
     async def greeting(self) -> bytes:
-        """What a new session says first, which tells its process; empty where none came in time."""
+        """The first bytes of a new session, with its process; empty where none came in time."""
         assert self.connection
         loop = asyncio.get_running_loop()
         came = asyncio.Event()
@@ -194,14 +193,14 @@ class Session:
         try:
             await asyncio.wait_for(came.wait(), START)
             size = socket.CMSG_SPACE(PEER.size)
-            said, sent, _, _ = self.connection.recvmsg(len(READY), size)
+            received, sent, _, _ = self.connection.recvmsg(len(READY), size)
         except OSError:
             return b""
         finally:
             loop.remove_reader(self.connection)
         if sent:
             self.pid = PEER.unpack(sent[0][2])[0]
-        return said
+        return received
 
     def send(self, number: int) -> None:
         """Sends a signal to the session's process, which stands still while nothing runs."""
@@ -229,14 +228,15 @@ class Session:
             await in_thread(self.host.close)
 
     async def served(self, code: str) -> str:
-        """What the service's session prints. Raises CheckerError."""
+        """The text that the service's session prints. Raises CheckerError."""
         url = current().sandbox_url
         new = not self.name
         self.name = self.name or uuid.uuid4().hex
-        told = await service.execute(url, code, "ipython", "", self.limits, self.name)
-        status = told.get("process_status")
-        if status not in ("completed", "error", "timeout"):
-            raise CheckerError(f"the sandbox service at {url} answered {str(told)[:200]}")
-        said = f"{told.get('stdout', '')}{told.get('stderr', '')}".rstrip()
-        lost = told.get("new_session_created") and not new
-        return f"{said}\n{LOST}" if lost else said
+        reply = await service.execute(url, code, "ipython", "", self.limits, self.name)
+        status, out, errors = (reply[name] for name in service.FIELDS)
+        # "Session error" is what the service says where it, and not the code, failed.
+        if status not in ("completed", "error", "timeout") or errors.startswith("Session error: "):
+            raise CheckerError(f"the sandbox service at {url} answered {str(reply)[:200]}")
+        received = (out + errors).rstrip()
+        lost = reply.get("new_session_created") and not new
+        return f"{received}\n{LOST}" if lost else received

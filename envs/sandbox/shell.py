@@ -1,6 +1,6 @@
-"""A shell in a terminal of its own, in the sandbox: what is typed, and what it shows.
+"""A shell in a terminal of its own, in the sandbox: types keys and returns the screen.
 
-Each has a sandbox, whose first process (envs/sandbox/terminal_host.py) keeps its limits: processor
+Each has a sandbox. Its first process (envs/sandbox/terminal_host.py) keeps the limits: processor
 time and memory of all its processes together, their number, and the size of its working folder. It
 ends with its `async with`, also where that is cancelled, and nothing of it is left.
 """
@@ -17,8 +17,9 @@ from typing import Any
 
 from core.waits import in_thread
 from envs import get, require
+from envs.rollout import services
+from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox
-from envs.sandbox.checkers import CheckerError
 from envs.sandbox.sandbox import Limits, memory_file
 
 TEXT = Path(__file__).with_name("terminal_host.py").read_text(encoding="utf-8")
@@ -65,42 +66,42 @@ class Shell:
             given = [(path, memory_file(text)) for path, text in self.files.items()]
             for _, descriptor in given:
                 stack.callback(os.close, descriptor)
-            told = {"seconds": limits.seconds, "memory": limits.memory, "output": limits.output}
+            bounds = {"seconds": limits.seconds, "memory": limits.memory, "output": limits.output}
             command = [*sandbox.wrapped(limits, files=given), "--as-pid-1", "prlimit"]
             command += [f"--nproc={limits.processes}", *sandbox.python(), "-c", TEXT]
             options: dict[str, Any] = {"pass_fds": [fd for _, fd in given], "limit": 1 << 20}
-            self.process = await sandbox.start([*command, json.dumps(told)], **options)
+            self.process = await sandbox.start([*command, json.dumps(bounds)], **options)
         await self.answer(START)
 
     async def type(self, keys: str, seconds: float) -> str:
-        """What the terminal shows once these keys were typed, for so many seconds at most.
+        """The text that the terminal shows after these keys, within at most this many seconds.
 
         It shows no more once the shell asks for another command. Raises CheckerError.
         """
         return await self.ask({"keys": keys, "seconds": seconds})
 
     async def run(self, command: str, seconds: float) -> str:
-        """What the terminal shows of a command in so many seconds at most. Raises CheckerError."""
+        """The text that the terminal shows of a command within `seconds`. Raises CheckerError."""
         return await self.ask({"command": command, "seconds": seconds})
 
     async def ask(self, request: dict[str, Any]) -> str:
-        """What the terminal shows."""
+        """The text that the terminal shows."""
         if self.ended:
             return ""
         self.used = True
         self.send(request)
-        told = await self.answer(request["seconds"] + START)
-        self.ended = told["ended"]
-        text = ESCAPES.sub("", told["screen"])
+        reply = await self.answer(request["seconds"] + START)
+        self.ended = reply["ended"]
+        text = ESCAPES.sub("", reply["screen"])
         return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
 
     def seen(self, shown: str) -> str:
-        """What the policy sees of what the terminal shows."""
+        """The part of the terminal's text that the policy sees."""
         shown = shortened(shown, self.limits.output)
         return f"{shown}\n[the terminal was ended: too much {self.ended}]" if self.ended else shown
 
     async def pack(self) -> bytes | None:
-        """Ends all processes. A tar of the working folder, None where none could be made."""
+        """Ends all processes; returns a tar of the working folder, None if none could be made."""
         self.send({"pack": True})
         size = (await self.answer(START))["size"]
         assert self.process and self.process.stdout
@@ -117,21 +118,21 @@ class Shell:
         assert self.process and self.process.stdout
         async with self.late(seconds):
             line = await self.process.stdout.readline()
-            told: dict[str, Any] = json.loads(line)
-            return told
+            reply: dict[str, Any] = json.loads(line)
+            return reply
 
     @contextlib.asynccontextmanager
     async def late(self, seconds: float) -> AsyncIterator[None]:
-        """Raises CheckerError for what takes longer, or fails."""
+        """Awaits; raises CheckerError where that takes longer, or fails."""
         try:
             async with asyncio.timeout(seconds):
                 yield
         except (TimeoutError, ValueError, OSError, EOFError) as error:
-            said = await self.close()
-            raise CheckerError(f"a terminal of the sandbox: {error!r}: {said}") from None
+            complaint = await self.close()
+            raise CheckerError(f"a terminal of the sandbox: {error!r}: {complaint}") from None
 
     async def close(self) -> str:
-        """Ends the terminal with all that it began; what its sandbox complained about."""
+        """Ends the terminal with all that it began; returns the end of its sandbox's stderr."""
         if not self.process:
             return ""
         process, self.process = self.process, None
@@ -142,7 +143,7 @@ class Shell:
 async def said_after(
     folder: bytes, files: dict[str, str], command: str, limits: Limits
 ) -> str | None:
-    """What a command prints in a fresh sandbox, in a packed folder with `files` over its own.
+    """The output of a command in a fresh sandbox, in a packed folder with `files` over its own.
 
     None where it passes a limit. Raises CheckerError.
     """
@@ -168,3 +169,14 @@ def check_files(holder: dict, at: str) -> None:
         parts = PurePosixPath(path).parts
         inside = parts and parts[0] != "/" and ".." not in parts and "\0" not in path
         require(inside, f"{at}files", path, "paths inside the working folder")
+
+
+def problem(_: str) -> str:
+    """Why no shell can be had, and how to mend it; "" for nothing."""
+    backend = services.current().sandbox
+    if backend != "bubblewrap":
+        return f"services.sandbox = {backend!r}, expected 'bubblewrap'"
+    return sandbox.problem()
+
+
+services.CHECKS["shell"] = problem

@@ -2,12 +2,12 @@
 
 envs/sandbox/shell.py hands this text to `python -c`: it may import the standard library alone.
 
-    {"keys", "seconds"}     --> {"screen", "ended"}: what the terminal showed
+    {"keys", "seconds"}     --> {"screen", "ended"}: the text that the terminal showed
     {"command", "seconds"}  --> the same, of a whole command
-    {"pack": true}          --> {"size"}, and so many bytes: a tar of /work once all others are dead
+    {"pack": true}          --> {"size"}, then `size` bytes: a tar of /work once all others are dead
 
-Nobody in the sandbox can kill, stop or trace the first process. A shell that ends is followed by
-another. What passes a limit ends all of them, and `ended` says which.
+No process in the sandbox can kill, stop or trace the first one. A shell that ends is followed by
+another. A process that passes a limit ends all of them, and `ended` names the limit.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from typing import Any
 
 TICK = 0.25  # seconds between two looks at the processes
 SETTLE = 0.03  # seconds in which a prompt follows its notice
-NOTICE = 9  # the shell's descriptor that says when it asks for a command
+NOTICE = 9  # the shell's descriptor on which it announces a prompt
 SHELL = ["bash", "--norc", "--noprofile", "--noediting", "-i"]
 COMMAND = "/tmp/.command"
 SIZE = struct.pack("HHHH", 40, 160, 0, 0)  # lines and columns of the terminal
@@ -59,7 +59,7 @@ def main(seconds: float, memory: int, output: int) -> None:
 
 
 def sourced(command: str) -> str:
-    """What has the shell run a command of many lines as one."""
+    """The line by which the shell runs a command of many lines as one."""
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(COMMAND)
@@ -71,7 +71,7 @@ def sourced(command: str) -> str:
 
 
 class Terminal:
-    """A terminal, its shell, and what all processes of the sandbox have used."""
+    """A terminal, its shell, and the time and memory that all processes of the sandbox used."""
 
     def __init__(self, seconds: float, memory: int, output: int) -> None:
         self.seconds, self.memory, self.output = seconds, memory, output
@@ -93,7 +93,7 @@ class Terminal:
         os.set_blocking(self.tty, False)
 
     def type(self, keys: bytes, seconds: float) -> bytes:
-        """What the terminal shows until so many seconds are over, or all keys have had a prompt.
+        """The text that the terminal shows until `seconds` are over, or all keys have had a prompt.
 
         Of much output its beginning and its end.
         """
@@ -116,25 +116,25 @@ class Terminal:
         return bytes(shown)
 
     def asked(self) -> int:
-        """How often the shell has asked for a command."""
+        """The number of prompts since the last call."""
         with contextlib.suppress(BlockingIOError):
             return len(os.read(self.notices, 4096))
         return 0
 
     def write(self, keys: bytes) -> bytes:
-        """What is left of the keys, which a full terminal does not take."""
+        """Writes keys; returns those that a full terminal does not take."""
         with contextlib.suppress(BlockingIOError, OSError):
             return keys[os.write(self.tty, keys[:512]) :] if keys else keys
         return keys
 
     def read(self) -> bytes:
-        """What the terminal shows; where its shell has ended or left it, another begins, alone."""
+        """The new text of the terminal; where its shell has ended or left, another one starts."""
         gone = self.gone()
         try:
             part = os.read(self.tty, 1 << 14)
         except BlockingIOError:
             part = b""
-        except OSError:  # nobody has it open
+        except OSError:  # no process has it open
             part, gone = b"", True
         if not gone:
             return part
@@ -144,7 +144,7 @@ class Terminal:
         return part + b"\n[the shell has ended with all that it began, and another begins]\n"
 
     def gone(self) -> bool:
-        """Whether the shell has ended; buries all that have, as they become this one's children."""
+        """Whether the shell has ended; reaps all ended processes, as they become its children."""
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
                 self.shell *= pid != self.shell
@@ -170,7 +170,7 @@ class Terminal:
 
 
 def kill() -> None:
-    """Ends all processes of the sandbox but this one."""
+    """Ends all processes of the sandbox except this one."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
@@ -179,7 +179,7 @@ def kill() -> None:
 
 
 def pack() -> None:
-    """Says how large a tar of the working folder is, and then the tar; -1 where none is made."""
+    """Sends the size of a tar of the working folder, then the tar; size -1 where none is made."""
     kill()
     tar = os.memfd_create("tar")
     quiet = subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""Calls of coding agents' tools: what a tool is for, what it works on, and how alike two calls are.
+"""Calls of coding agents' tools: kind, target and likeness of two calls.
 
 As in resources_servers/swe_pivot of NeMo-Gym. `kind` is a category of TOOLS, `found` and `wanted`
 are the arguments of the answer's call and of the expected one.
@@ -37,7 +37,7 @@ LONGEST = 100_000  # characters in which paths are looked for
 
 
 def kind_of(tool: str) -> str:
-    """What a tool is for: a key of TOOLS, or "unknown"."""
+    """The purpose of a tool: a key of TOOLS, or "unknown"."""
     return KINDS.get(tool.lower(), "unknown")
 
 
@@ -63,13 +63,13 @@ def program_of(command: str) -> str:
 
 
 def paths_in(command: str) -> list[str]:
-    """What looks like a path in a shell command."""
+    """The words of a shell command that look like paths."""
     found = PATH.findall(command[:LONGEST])
     return [path for path in found if not path.startswith("--") and len(path) > 2]
 
 
 def edited(args: dict[str, Any]) -> str:
-    """What an edit writes, after what it replaces."""
+    """The text that an edit replaces, then the text that it writes."""
     if "new_str" in args:
         return f"{args.get('old_str', '')}\n{args['new_str']}"
     return _first(args, "patch", "diff", "content", "file_text")
@@ -94,7 +94,7 @@ def same_target(kind: str, found: dict[str, Any], wanted: dict[str, Any]) -> boo
 
 
 def similarity(kind: str, found: dict[str, Any], wanted: dict[str, Any]) -> float:
-    """How alike two calls of one kind are, from 0 to 1; 1 where only their target matters."""
+    """The likeness of two calls of one kind, from 0 to 1; 1 where only their target matters."""
     if kind == "bash":
         run, expected = command_of(found), command_of(wanted)
         return _ratio(run, expected) if run and expected else 1.0
@@ -109,7 +109,7 @@ def similarity(kind: str, found: dict[str, Any], wanted: dict[str, Any]) -> floa
 
 
 def size_penalty(kind: str, args: dict[str, Any], most: float) -> float:
-    """What the size of an edit costs: `most` from 500 characters on."""
+    """The penalty for the size of an edit: `most` from 500 characters on."""
     return most * min(len(edited(args)) / 500, 1.0) if kind == "edit" else 0.0
 
 

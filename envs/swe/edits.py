@@ -1,5 +1,4 @@
-"""What an answer of envs/swe/swe_patch.py holds: a block of Python, or search/replace edits of
-files:
+"""Reads an answer of swe_patch.py: a block of Python, or search/replace edits of files:
 
     ```python
     ### path/of/a/file.py
@@ -93,7 +92,7 @@ def _head(lines: list[str], at: int) -> tuple[str, int]:
 
 
 def _find(lines: list[str], line: str, start: int) -> int:
-    """Where a line is, from `start` on; the number of lines where it is not."""
+    """The index of a line, from `start` on; the number of lines where it is missing."""
     try:
         return lines.index(line, start)
     except ValueError:

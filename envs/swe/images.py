@@ -3,22 +3,16 @@
 No environment by itself: envs/swe/swe_patch.py uses it.
 """
 
+import os
 import re
 from pathlib import Path, PurePosixPath
 
 from envs.rollout import services
+from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox
-from envs.sandbox.checkers import CheckerError
 
-LIMITS = sandbox.Limits(
-    seconds=900,
-    memory=16 << 30,
-    processes=1000,
-    file_size=4 << 30,
-    open_files=4096,
-    output=16 << 20,
-    disk=4 << 30,
-)
+SIZES = {"memory": 16 << 30, "file_size": 4 << 30, "output": 16 << 20, "disk": 4 << 30}
+LIMITS = sandbox.Limits(seconds=900, processes=1000, open_files=4096, **SIZES)
 READY = "the image is set up\n"
 SETUP = """
 work=$PWD
@@ -45,10 +39,10 @@ exec python reproduce_bug.py >/dev/null 2>&1
 async def run_in_image(
     image: str, script: str, files: dict[str, str], args: list[str]
 ) -> sandbox.Ran:
-    """What a script of bash does with the files: `stdout` is what comes after READY.
+    """Runs a script of bash on the files; `stdout` is the output after READY.
 
-    The script says READY before anything of an answer runs. Raises CheckerError where it does not,
-    and where there is no such image.
+    The script prints READY before anything of an answer runs. Raises CheckerError where it does
+    not, and where there is no such image.
     """
     folder = folder_of(image)
     if not folder.is_dir():
@@ -58,9 +52,9 @@ async def run_in_image(
     ran = await sandbox.run(
         ["bash", "judge.sh", *args], files=files, root=str(folder), limits=LIMITS
     )
-    said, ready, log = ran.stdout.partition(READY)
+    before, ready, log = ran.stdout.partition(READY)
     if not ready:
-        why = " ".join(f"{ran.ended} {said} {ran.stderr}".split())[-500:]
+        why = " ".join(f"{ran.ended} {before} {ran.stderr}".split())[-500:]
         raise CheckerError(f"the image {image} cannot be set up, code {ran.code}: {why}")
     return ran._replace(stdout=log)
 
@@ -70,3 +64,16 @@ def folder_of(image: str) -> Path:
     is_file = image.endswith(".sif")
     name = PurePosixPath(image).stem if is_file else re.sub("[/:]", "_", image)
     return Path(services.current().images, name).absolute()
+
+
+def problem(_: str) -> str:
+    """Why no patch can be tested in an image, and how to mend it; "" for nothing."""
+    own = services.current()
+    if own.images and own.sandbox == "bubblewrap" and os.path.isdir(own.images):
+        return ""
+    sandbox = f", services.sandbox = {own.sandbox!r}" if own.images else ""
+    expected = "expected a folder of unpacked images, and services.sandbox = 'bubblewrap'"
+    return f"services.images = {own.images!r}{sandbox}, {expected}"
+
+
+services.CHECKS["images"] = problem

@@ -21,7 +21,7 @@ image has other line ends. A test that was skipped has not passed. The two runs 
 nothing, and the exit code is read, not printed. No shebang stands for a ```python block. A setup
 that fails is an error, not a 0.
 
-Known leaks: patched code runs in the process whose log says what passed, and can write that log. A
+Known leaks: patched code runs in the process that logs the passed tests, and can write that log. A
 test of repro-gen can look whether the files were patched, not what they do.
 """
 
@@ -40,12 +40,12 @@ AGENTS = ("swerl_gen_simple_agent", "swerl_gen")
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """The images and the sandbox they run in."""
+    """The images of `services.images`, and bubblewrap, in which they run."""
     return ("images", "sandbox")
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless the row says what to run, and which tests count."""
+    """Raises ValueError unless the row has scripts to run, and the tests that count."""
     mode = get(row, "mode", str, '"eval" or "repro-gen"')
     require(mode in ("eval", "repro-gen"), "mode", mode, '"eval" or "repro-gen"')
     image = get(row, "metadata.image", str, "the name of an image")
@@ -92,7 +92,7 @@ def _json(row: dict, path: str, kind: type, expected: str) -> Any:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0, 0.2 or 1.0; `reason` says why nothing was run.
+    """Reward 0.0, 0.2 or 1.0; `reason` is why nothing was run.
 
     `fixed` and `kept` are the shares of FAIL_TO_PASS and PASS_TO_PASS that passed. Raises
     CheckerError where there is no image, or it cannot be set up.

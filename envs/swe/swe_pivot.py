@@ -1,4 +1,4 @@
-"""The next tool call of a coding agent, at the turns of PivotRL: is it much as expected?
+"""The next tool call of a coding agent, likened to the expected one: 0.0 or 1.0, or between.
 
 Row: `expected_action` {"type": "function_call", "name", "arguments": JSON text}, or the same as
 JSON text in `expected_answer`, or in `metadata.expected_action`; `reward_mode` (optional): "binary"
@@ -40,12 +40,12 @@ def check(row: dict) -> None:
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """The parser of tool calls."""
+    """A parser of tool calls."""
     return ("tool_parser",)
 
 
 def verify(row: dict, response: str) -> Reward:
-    """Reward in [0, 1]; `reason` says why it is 0, `similarity` how alike the calls are."""
+    """Reward in [0, 1]; `reason` is why it is 0, `similarity` the likeness of the calls."""
     calls = Response.of(response).tool_calls
     if not calls:
         return Reward(0.0, {"reason": "no tool call"})

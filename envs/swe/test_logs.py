@@ -1,4 +1,4 @@
-"""Which tests a log says passed, as SWE-bench reads the output of pytest, Django and SymPy.
+"""The tests that passed by a log, as SWE-bench reads the output of pytest, Django and SymPy.
 
 No environment by itself: envs/swe/swe_patch.py uses it.
 """
@@ -11,7 +11,7 @@ LONGEST = 10_000  # characters of a line that can be a test's
 
 
 def passed(repo: str, log: str) -> set[str]:
-    """The names of the tests whose last status in a log is PASSED. `repo` is OWNER/NAME."""
+    """The names of the tests that have the last status PASSED in a log. `repo` is OWNER/NAME."""
     log = re.sub(r"\x1b\[[0-9;]*m", "", log.replace("…", "..."))
     read = {"django": _django, "sympy": _sympy}.get(repo.rpartition("/")[2], _pytest)
     lines = [line for line in log.split("\n") if len(line) <= LONGEST]

@@ -1,7 +1,7 @@
 """Actions of terminal agents, compared with those that a teacher took, by the rules of its harness.
 
-The rules are those of NeMo-Gym's resources_servers/terminal_multi_harness. Each returns what is
-wrong, "" for nothing. A tool without a rule needs its name and no keys that the teacher has not.
+The rules are those of NeMo-Gym's resources_servers/terminal_multi_harness. Each returns the error,
+"" for none. A tool without a rule needs its name and no keys that the teacher has not.
 """
 
 import json
@@ -27,7 +27,7 @@ def ratio(expected: str, actual: str, threshold: float) -> float:
 def difference(
     wanted: Any, found: Any, schemas: dict[str, dict], bound: float, harness: str
 ) -> str:
-    """What is wrong with an action; both have `type`, and `content`, a call's fields or `calls`."""
+    """The error in an action; both have `type`, and `content`, a call's fields or `calls`."""
     if wanted["type"] != found["type"]:
         return f"a {found['type']}, expected a {wanted['type']}"
     if wanted["type"] == "message":
@@ -42,7 +42,7 @@ def difference(
 
 
 def order(call: dict) -> tuple[str, str]:
-    """Where a call stands in a batch, whose order is free."""
+    """The sorting key of a call in a batch, as the order of a batch is free."""
     decoded = decode(call)
     return call["name"], call["arguments"] if decoded is None else canonical(decoded)
 
@@ -63,7 +63,7 @@ def decode(call: dict) -> Arguments | None:
 def call_difference(
     wanted: dict, found: dict, schemas: dict[str, dict], bound: float, harness: str
 ) -> str:
-    """What is wrong with a call."""
+    """The error in a call, "" for none."""
     expected, actual = decode(wanted), decode(found)
     schema = schemas.get(found["name"])
     if expected is None or actual is None:
@@ -82,7 +82,7 @@ def call_difference(
 
 
 def parse_texts(actual: Arguments, schema: dict) -> None:
-    """Lists and objects that were written as text become what they say."""
+    """Parses lists and objects that were written as text."""
     properties = schema.get("properties")
     for name, of in properties.items() if isinstance(properties, dict) else ():
         kind = {"array": list, "object": dict}.get(str(isinstance(of, dict) and of.get("type")))
@@ -103,7 +103,7 @@ def equal(*names: str) -> Rule:
 
 
 def alike(name: str, plain: Callable[[str], str]) -> Rule:
-    """The texts of this argument, made plain, are as alike as the bound says."""
+    """The normalised texts of this argument reach the bound of likeness."""
 
     def rule(expected: Arguments, actual: Arguments, bound: float) -> str:
         texts = expected.get(name), actual.get(name)
@@ -137,7 +137,7 @@ def filled(name: str, rule: Rule) -> Rule:
 
 
 def plan(expected: Arguments, actual: Arguments, bound: float) -> str:
-    """There is a plan, whatever it says."""
+    """There is a plan, of any content."""
     value = actual.get("plan")
     empty = not value.strip() if isinstance(value, str) else value in (None, [], {})
     return "an empty plan" if empty else ""
@@ -183,9 +183,9 @@ def finish(expected: Arguments, actual: Arguments, bound: float) -> str:
         if not isinstance(given, list) or not given or not all(isinstance(p, str) for p in given):
             return "no paths"
         paths.append(sorted(path.strip() for path in given))
-    return (
-        alike("reason", words)(expected, actual, bound) if paths[0] == paths[1] else "other paths"
-    )
+    if paths[0] != paths[1]:
+        return "other paths"
+    return alike("reason", words)(expected, actual, bound)
 
 
 RULES: dict[str, dict[str, Rule]] = {

@@ -1,8 +1,8 @@
-"""The next action of an agent in a terminal, compared with a teacher's: 1.0 or 0.0.
+"""The next action of an agent in a terminal, compared with a teacher's: 1.0 if alike, else 0.0.
 
 Terminus (terminal_pivot, terminus_judge): the text after the thought is a JSON object of the form
 that `metadata.harness`, terminus_1 or terminus_2, asks for. Row: `expected_answer`, such an object
-as text, and `threshold` (0.9). All keystrokes together must be as alike as the threshold says, by
+as text, and `threshold` (0.9). All keystrokes together must reach that threshold of likeness, by
 difflib's ratio, and a task that is complete must be called so. NeMo-Gym's resources_servers/
 terminus_judge, without its judge.
 
@@ -11,8 +11,8 @@ function_call_batch with `calls`; `declared_tools`, or those of the prompt; `har
 `threshold` (0.9). The rules are in envs/terminals/harnesses.py.
 
 Deliberate deviation: an answer that is empty or cut off earns 0.
-Known leaks: what analysis, plan and messages say is not read; a tenth of the keystrokes may be
-anything; terminus may call a task complete too early; edits and new files may say anything.
+Known leaks: analysis, plan and messages are not read; a tenth of the keystrokes may be anything;
+terminus may call a task complete too early; edits and new files may hold any text.
 """
 
 from collections.abc import Callable
@@ -21,23 +21,20 @@ from typing import Any
 from envs import Reward, final_text, get, require, unfinished
 from envs.following.schemas import problem
 from envs.rollout.response import Response
-from envs.sandbox.checkers import DEADLINE, Checkers
+from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 from envs.terminals import terminus
 from envs.terminals.terminus import parsed
 
 AGENTS = (
-    "terminal_pivot_simple_agent",
-    "terminus_judge_simple_agent",
+    "terminal_pivot_simple_agent", "terminus_judge_simple_agent",
     "terminal_multi_harness_simple_agent",
-    "terminal_pivot",
-    "terminus_judge",
-    "terminal_multi_harness",
-)
+    "terminal_pivot", "terminus_judge", "terminal_multi_harness",
+)  # fmt: skip
 THRESHOLD = 0.9
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """Rows that expect a call need the parser of calls."""
+    """A parser of tool calls, for rows that expect a call."""
     return ("tool_parser",) if "expected_action" in row else ()
 
 
@@ -50,12 +47,8 @@ def check(row: dict) -> None:
         forms = terminus.FORMS
         require(harness in forms, "metadata.harness", harness, "one of: " + ", ".join(forms))
         text = get(row, "expected_answer", str, "a JSON object as text")
-        require(
-            terminus.has_form(parsed(text), harness),
-            "expected_answer",
-            text,
-            f"an answer of {harness}",
-        )
+        fits = terminus.has_form(parsed(text), harness)
+        require(fits, "expected_answer", text, f"an answer of {harness}")
         return
     get(row, "harness", str | None, "the name of a harness or null")
     get(row, "declared_tools", list | None, "a list of tools or null")
@@ -84,7 +77,7 @@ def tools(row: dict) -> list:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `reason` says what is wrong. Raises CheckerError."""
+    """Reward 0.0 or 1.0; `reason` is the error. Raises CheckerError."""
     text = final_text(response)
     found = Response.of(response).tool_calls
     calls = [{key: str(call.get(key)) for key in ("name", "arguments")} for call in found]
@@ -95,9 +88,8 @@ async def verify(row: dict, response: str) -> Reward:
     wanted["threshold"] = THRESHOLD if row.get("threshold") is None else row["threshold"]
     wanted["tools"] = tools(row)
     verdict = await checkers.run(DEADLINE, wanted=wanted, calls=calls, text=text)
-    return Reward(
-        float(not verdict["reason"]), {k: v for k, v in verdict.items() if v and k != "value"}
-    )
+    info = {k: v for k, v in verdict.items() if v and k != "value"}
+    return Reward(float(not verdict["reason"]), info)
 
 
 def make_check() -> Callable[..., dict]:
@@ -122,4 +114,4 @@ def make_check() -> Callable[..., dict]:
     return check
 
 
-checkers = Checkers("envs.terminals.terminal:make_check")
+checkers = Checkers("envs.terminals.terminal:make_check", answers=MANY)

@@ -1,7 +1,7 @@
-"""Tasks in a terminal: 1.0 where the folder that is left passes all checks, else 0.0.
+"""Tasks in a terminal: 1.0 if the folder that is left passes all checks, else 0.0.
 
 An episode has a shell of its own (envs/sandbox/shell.py), which starts in the working folder. The
-row's `harness` says how the policy types, which its prompt has to explain:
+row's `harness` decides how the policy types, which its prompt has to explain:
     terminus_1, terminus_2   each answer is a JSON object of that form (envs/terminals/terminus.py)
                              with keystrokes and the seconds to wait for them; "C-c" is a key. The
                              next message shows the terminal, until the task is called complete
@@ -11,14 +11,12 @@ At most `max_turns` (50) answers. An answer waits for 120 s at most, a command f
 Row: the task in the prompt, `harness`, `files` (path -> text, in the working folder at first), and
 `checks`, a list of {"command", "stdout", "files"}. When the episode is over, however that came, its
 processes are killed. Each check runs in a fresh sandbox with a copy of the folder: its `files` are
-written over those that are there, and `command` must print `stdout`, but for space at either end.
-Nothing of a check is in the sandbox before, and `stdout` never is. Where nothing was typed: 0.0.
+written over those that are there, and `command` must print `stdout`, ends stripped. Nothing of
+a check is in the sandbox before, and `stdout` never is. Where nothing was typed: 0.0.
 
-Source: none in NeMo-Gym, whose terminal environments judge one answer
-(envs/terminals/terminal.py). The forms
-are those of the agent Terminus of Terminal-Bench.
-Known leaks: a `stdout` that can be guessed, as code of the policy that a check runs can print it.
-So let a check print results, not "ok". What a terminal shows depends on the machine's speed, too.
+Source: none in NeMo-Gym: its terminal environments judge one answer (terminal.py). The forms are
+those of the agent Terminus of Terminal-Bench. Known leaks: a `stdout` that can be guessed, as code
+of the policy that a check runs can print it. So let a check print results, not "ok".
 """
 
 import json
@@ -48,12 +46,12 @@ NO_FORM = "The answer is not one JSON object of the form asked for. Nothing was 
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """A sandbox that holds a shell, and the parser of calls where the shell is a tool."""
+    """Bubblewrap, in which a shell runs, and a parser of tool calls for the harness `bash`."""
     return ("shell", "tool_parser") if row["harness"] == "bash" else ("shell",)
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless the row says how to type, and what to check."""
+    """Raises ValueError unless the row has a known harness, and checks."""
     harness = get(row, "harness", str, "the name of a harness")
     require(harness in (*FORMS, "bash"), "harness", harness, "one of: bash, " + ", ".join(FORMS))
     if harness == "bash":
@@ -96,7 +94,7 @@ async def with_tool(row: dict, sampler: "Sampler", shell: Shell) -> "list[Turn]"
 
 
 async def with_keys(row: dict, sampler: "Sampler", shell: Shell) -> "list[Turn]":
-    """The turns of an episode whose answers are typed."""
+    """The turns of an episode in which answers hold keystrokes."""
     messages = chat(row["responses_create_params"]["input"])
     turns: list[Turn] = []
     for _ in range(row.get("max_turns") or MAX_TURNS):
@@ -114,7 +112,7 @@ async def with_keys(row: dict, sampler: "Sampler", shell: Shell) -> "list[Turn]"
 
 
 async def play(row: dict, shell: Shell, response: Response) -> tuple[str, bool]:
-    """Types what an answer says: what the terminal shows, and whether the task is complete."""
+    """Types an answer's keys; returns the terminal's text, and whether the task is complete."""
     answer = parsed(final_text(response))
     if not has_form(answer, row["harness"]):
         return NO_FORM, False
@@ -130,7 +128,7 @@ async def play(row: dict, shell: Shell, response: Response) -> tuple[str, bool]:
 
 
 async def judge(row: dict, shell: Shell) -> Reward:
-    """The verdict on what is in the working folder. Raises CheckerError."""
+    """The verdict on the working folder. Raises CheckerError."""
     if not shell.used:
         return Reward(0.0, {"reason": "nothing was typed"})
     folder = await shell.pack()
@@ -138,8 +136,8 @@ async def judge(row: dict, shell: Shell) -> Reward:
         return Reward(0.0, {"reason": "the working folder cannot be read"})
     passed = 0
     for each in row["checks"]:
-        said = await said_after(folder, each.get("files") or {}, each["command"], LIMITS)
-        passed += said is not None and said.strip() == each["stdout"].strip()
+        output = await said_after(folder, each.get("files") or {}, each["command"], LIMITS)
+        passed += output is not None and output.strip() == each["stdout"].strip()
     share = passed / len(row["checks"])
     return Reward(float(share == 1), {"passed": share})
 

@@ -19,7 +19,7 @@ FORMS: dict[str, tuple[dict, dict]] = {
 
 
 def difference(wanted: dict, text: str) -> str:
-    """What is wrong with an answer of Terminus; "" for nothing."""
+    """The error in an answer of Terminus; "" for none."""
     from envs.terminals.harnesses import ratio
 
     bound = wanted["threshold"]
@@ -56,13 +56,13 @@ def fits(value: Any, fields: dict) -> bool:
 
 
 def keys(command: dict) -> str:
-    """What a command types; "C-c" and the like, alone, are keys, as tmux names them."""
+    """The keys of a command; "C-c" and the like, alone, are keys, as tmux names them."""
     key = re.fullmatch(r"C-([a-z])", command["keystrokes"])
     return chr(ord(key[1]) & 31) if key else str(command["keystrokes"])
 
 
 def parsed(text: str) -> Any:
-    """What a JSON text says; None for what is none."""
+    """The value of a JSON text; None for another text."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):

@@ -9,7 +9,7 @@ from envs import get, require
 
 
 def arguments(call: dict[str, Any]) -> Any:
-    """What the arguments of a call say; None where they are no JSON."""
+    """The parsed arguments of a call; None where they are no JSON."""
     try:
         return json.loads(call["arguments"])
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -25,7 +25,7 @@ def check_call(call: Any, at: str) -> None:
 
 
 def matching(candidates: list[list[int]]) -> int:
-    """How many of the expected calls can have a candidate of their own (Kuhn's algorithm)."""
+    """The number of expected calls that can have a candidate of their own (Kuhn's algorithm)."""
     owners: dict[int, int] = {}
 
     def place(call: int, seen: set[int]) -> bool:

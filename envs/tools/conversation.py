@@ -1,4 +1,4 @@
-"""A representative with tools, whose customer and tools are simulated: 1.0 or 0.0.
+"""A talk with a simulated customer and simulated tools: 1.0 if a judge approves, else 0.0.
 
 Row, as in NeMo-Gym's resources_servers/conversational_tool_use_simulation: `policy` (a text),
 `tools` (each with name, description or doc, parameters or params, and returns), `customer_scenario`
@@ -7,17 +7,18 @@ which has the policy and may have a conversation that goes on; `initial_user_mes
 With `parallel_tool_calls` false, of several calls in an answer only the first is made.
 
 The judge "general" plays the customer and the tools (envs/tools/simulation.py), and judges:
-    the conversation ends when the customer says so, within 50 answers of the policy
+    the conversation ends when the customer ends it, within 50 answers of the policy
     each message of the customer and each result has to be a success, else this raises
     each message and each call of the policy has to be a success, then all of them together
 1.0 where all are. 0.0 with a `reason` where an answer is cut off or empty, calls what is no tool or
-with arguments that do not fit, or is the 50th and has not ended it; `answers` says how many.
+with arguments that do not fit, or is the 50th and has not ended it; `answers` is their number.
 
 A simulator or a judge that fails is never a reward: CheckerError, and the episode begins anew.
-There such samples are masked. So is this one whose customer or tools the judge refuses.
+There such samples are masked, and so are those in which the judge refuses customer or tools.
 
 Deliberate deviations. The prompts have our words. What the row brings along is not judged. The
-steps are judged all at once, not one after the other. A call that is not made is told so.
+steps are judged all at once, not one after the other. A call that is not made gets a result that
+states this.
 Known leaks: the judge's taste. Each conversation is another one, as the simulators are sampled.
 """
 
@@ -45,12 +46,12 @@ ONE_CALL = json.dumps({"error": "one call at a time: this one was not made"})
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """The judge, and the parser of calls."""
+    """The judge `general`, and a parser of tool calls."""
     return f"judges.{JUDGE}", "tool_parser"
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless the row says who talks, by which rules, and with which tools."""
+    """Raises ValueError unless the row has a policy, a scenario of the customer, and tools."""
     get(row, "policy", str, "the representative's policy")
     wanted = get(row, "customer_scenario.reason_for_contact", str, "what the customer wants")
     require(wanted.strip(), "customer_scenario.reason_for_contact", wanted, "a text")
@@ -75,13 +76,12 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     from envs.rollout.episode import Episode
 
     messages = chat(row["responses_create_params"]["input"])
-    if (first := row.get("initial_user_message")) and not any(
-        m["role"] == "user" for m in messages
-    ):
+    asked = any(message["role"] == "user" for message in messages)
+    if (first := row.get("initial_user_message")) and not asked:
         messages.append({"role": "user", "content": first})
-    told = Simulation(row, steps_of(messages))
+    simulation = Simulation(row, steps_of(messages))
     if not messages or messages[-1]["role"] not in ("user", "tool"):
-        messages.append({"role": "user", "content": await told.customer()})
+        messages.append({"role": "user", "content": await simulation.customer()})
     turns: list[Turn] = []
     reason = None
     while reason is None:
@@ -93,16 +93,16 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
             reason = "room"
             break
         messages.append(turns[-1].message)
-        reason = await follow(row, told, turns[-1], messages, len(turns) == MAX_ANSWERS)
-    reason = reason or await told.verdict()
+        reason = await follow(row, simulation, turns[-1], messages, len(turns) == MAX_ANSWERS)
+    reason = reason or await simulation.verdict()
     info = {"answers": len(turns)} | ({"reason": reason} if reason else {})
     return Episode(turns, Reward(float(not reason), info))
 
 
 async def follow(
-    row: dict, told: Simulation, turn: "Turn", messages: list[dict], last: bool
+    row: dict, simulation: Simulation, turn: "Turn", messages: list[dict], last: bool
 ) -> str | None:
-    """What an answer leads to: why it earns nothing, "" where the customer ends it, else None."""
+    """Plays on after an answer: why it earns nothing, "" if the customer ends it, else None."""
     text = final_text(turn.judged)
     made = turn.message.get("tool_calls", [])
     if turn.finish_reason == "length":
@@ -110,24 +110,24 @@ async def follow(
     if not made and (reason := unfinished(text)):
         return reason
     if text:
-        told.steps.append(Step("representative", text))
+        simulation.steps.append(Step("representative", text))
     if not made:
-        said = await told.customer()
-        messages.append({"role": "user", "content": said})
-        return "" if ends(said) else "too many answers" if last else None
+        reply = await simulation.customer()
+        messages.append({"role": "user", "content": reply})
+        return "" if ends(reply) else "too many answers" if last else None
     several = row["responses_create_params"].get("parallel_tool_calls", True) is not False
     calls = [
         Step("call", given["arguments"], given["name"], known["id"])
         for known, given in zip(made, turn.judged.tool_calls, strict=True)
     ]
     for call in calls[: len(calls) if several else 1]:
-        told.steps.append(call)
-        if await told.invalid(call):
+        simulation.steps.append(call)
+        if await simulation.invalid(call):
             return "an invalid call"
     if last:
         return "too many answers"
     for i, call in enumerate(calls):
-        output = await told.result(call) if several or i == 0 else ONE_CALL
+        output = await simulation.result(call) if several or i == 0 else ONE_CALL
         known = {"tool_call_id": call.call_id, "name": call.name}
         messages.append({"role": "tool", **known, "content": output})
     return None

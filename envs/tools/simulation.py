@@ -1,7 +1,7 @@
 """A simulated customer, simulated tools, and a judge of their conversation with the policy.
 
 All of them are the judge "general", with prompts of their own. A reply that is of no use is asked
-for again, three times in all. What cannot be had then raises CheckerError.
+for again, three times in all. Then CheckerError is raised.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from core.waits import in_thread, together
 from envs.following.schemas import validator
 from envs.judge import judge
-from envs.sandbox.checkers import CheckerError
+from envs.rollout.services import CheckerError
 
 JUDGE = "general"
 TRIES = 3
@@ -81,7 +81,7 @@ under the policy has to hand the customer over, and nobody else may. Here the cu
 
 
 class Step(NamedTuple):
-    """What one of them said or did."""
+    """One message, call or result of the conversation."""
 
     who: str  # "customer", "representative", "call" or "result"
     content: str  # what was said or returned; of a call, its arguments
@@ -99,7 +99,7 @@ class Step(NamedTuple):
 
 
 class Simulation:
-    """A row's conversation so far, and what is simulated of it."""
+    """A row's conversation so far, and the simulation of its customer and tools."""
 
     def __init__(self, row: dict, steps: list[Step]) -> None:
         self.steps = steps
@@ -135,7 +135,7 @@ class Simulation:
         return text
 
     async def result(self, call: Step) -> str:
-        """What a call returns, which becomes a step. Raises CheckerError."""
+        """The result of a call, which becomes a step. Raises CheckerError."""
         schema = self.tools[call.name].get("returns")
 
         def read(text: str) -> str | None:
@@ -154,7 +154,7 @@ class Simulation:
         return schema is None or not await in_thread(fits, call.content, schema)
 
     async def verdict(self) -> str:
-        """What of the representative failed: "a step", "the conversation", or "" for nothing.
+        """The failure of the representative: "a step", "the conversation", or "" for none.
 
         Raises CheckerError where customer or tools failed, or a verdict cannot be had.
         """
@@ -182,7 +182,7 @@ class Simulation:
     async def ask(
         self, prompt: str, messages: list[dict], read: Callable[[str], Any], what: str
     ) -> Any:
-        """What `read` makes of a reply. Raises CheckerError where it makes nothing of three."""
+        """A reply as `read` parses it. Raises CheckerError where it cannot parse three."""
         system = {"role": "system", "content": prompt.format(**self.words)}
         made = await judge.ask(
             JUDGE, [system, *messages], read, tries=TRIES, temperature=TEMPERATURE
@@ -198,7 +198,7 @@ def ends(said: str) -> bool:
 
 
 def signature(tool: dict) -> dict:
-    """A tool of a row, whose fields have one of two names."""
+    """The signature of a row's tool; its fields have one of two names."""
     doc, params = tool.get("doc"), tool.get("params")
     return {
         "name": tool["name"],

@@ -1,4 +1,4 @@
-"""The next step of an agent: the tool calls that the row expects, or a message.
+"""The next step of an agent, the calls that the row expects or a message: 0.0 to 1.0.
 
 Row: `expected_action`: {"type": "function_call", "name", "arguments": JSON text}, {"type":
 "function_call_batch", "calls": [such calls]} or {"type": "message", "content"};
@@ -37,29 +37,21 @@ AGENTS = (
     "swe_pivot_single_step_tool_use_with_argument_comparison_agent",
     "parallel_tool_calls_single_step_tool_use_with_argument_comparison_agent",
 )
-SETTINGS: dict[str, Any] = {
-    "word_count_similarity_threshold": 0.1,
-    "floating_point_comparison_threshold": 1e-6,
-    "parallel_tool_call_rewarding": False,
-    "allow_subset": False,
-    "allow_superset": False,
-    "parallel_tool_call_reward_mode": "binary_strict",
-}
+SETTINGS: dict[str, Any] = {"word_count_similarity_threshold": 0.1}
+SETTINGS |= {"floating_point_comparison_threshold": 1e-6, "parallel_tool_call_rewarding": False}
+SETTINGS |= {"allow_subset": False, "allow_superset": False}
+SETTINGS |= {"parallel_tool_call_reward_mode": "binary_strict"}
+COUNTED = dict.fromkeys(("parallel_tool_call_rewarding", "allow_subset", "allow_superset"), True)
 BY_AGENT: dict[str, dict[str, Any]] = {  # how its name begins -> its settings
     "search_pivot": {"word_count_similarity_threshold": 0.3},
     "swe_pivot": {"word_count_similarity_threshold": 0.0},
-    "parallel_tool_calls": {
-        "parallel_tool_call_rewarding": True,
-        "allow_subset": True,
-        "allow_superset": True,
-        "parallel_tool_call_reward_mode": "f1",
-    },
+    "parallel_tool_calls": COUNTED | {"parallel_tool_call_reward_mode": "f1"},
 }
 MODES = ("binary_strict", "fractional", "f1")
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless `expected_action` says what to do, and the settings are some."""
+    """Raises ValueError unless `expected_action` is a known one, and the settings are valid."""
     kind = get(row, "expected_action.type", str, "function_call, function_call_batch or message")
     action = row["expected_action"]
     if kind == "message":
@@ -87,12 +79,12 @@ def check(row: dict) -> None:
 
 
 def needs(row: dict) -> tuple[str, ...]:
-    """The parser of tool calls."""
+    """A parser of tool calls."""
     return ("tool_parser",)
 
 
 def verify(row: dict, response: str) -> Reward:
-    """Reward in [0, 1]; `reason` says why it is less than 1."""
+    """Reward in [0, 1]; `reason` is why it is less than 1."""
     response = Response.of(response)
     action = row["expected_action"]
     calls = response.tool_calls

@@ -19,7 +19,7 @@ Call = Callable[[str, dict[str, Any]], Awaitable[str]]  # name and arguments -> 
 
 @dataclass
 class Talk:
-    """What came of a conversation with tools."""
+    """A finished conversation with tools."""
 
     messages: list[dict]  # as chat templates take them
     turns: list[Turn] = field(default_factory=list)
@@ -40,9 +40,10 @@ async def converse(
 
     An answer without a call ends it, also one that only thinks, as in Super's configuration.
 
-    `call` may say what went wrong; what it raises ends the rollout. It is not asked for what is no
-    tool of `tools`, nor with arguments that are no JSON object: the policy sees an `error`. The
-    calls of an answer that was cut off are not made. Raises NoRoom where the first prompt has none.
+    `call` may return an error as text; an exception of it ends the rollout. It is not called for a
+    name that is not in `tools`, nor with arguments that are no JSON object: the policy sees an
+    `error`. The calls of an answer that was cut off are not made. Raises NoRoom where the first
+    prompt has none.
     """
     talk = Talk(list(messages))
     names = {tool["function"]["name"] for tool in functions(tools) or ()}
@@ -57,23 +58,23 @@ async def converse(
         talk.turns.append(turn)
         talk.messages.append(turn.message)
         made = turn.message.get("tool_calls", ())
-        for known, told in zip(made, turn.judged.tool_calls, strict=True):
-            talk.calls.append(told | {"call_id": known["id"]})
+        for known, parsed in zip(made, turn.judged.tool_calls, strict=True):
+            talk.calls.append(parsed | {"call_id": known["id"]})
         if turn.finish_reason == "length" or not made:
             talk.ended = "length" if turn.finish_reason == "length" else "answer"
             break
-        for told in talk.calls[-len(made) :]:
-            output = await answered(call, told, names)
-            known = {"tool_call_id": told["call_id"], "name": told["name"]}
+        for parsed in talk.calls[-len(made) :]:
+            output = await answered(call, parsed, names)
+            known = {"tool_call_id": parsed["call_id"], "name": parsed["name"]}
             talk.messages.append({"role": "tool", **known, "content": output})
     return talk
 
 
-async def answered(call: Call, told: dict[str, str], names: set[str]) -> str:
-    """What a tool says to a call, or what is wrong with the call."""
-    if told["name"] not in names:
-        return json.dumps({"error": f"there is no tool {told['name'][:100]!r}"})
-    given = arguments(told)
+async def answered(call: Call, parsed: dict[str, str], names: set[str]) -> str:
+    """A tool's result of a call, or the error in the call."""
+    if parsed["name"] not in names:
+        return json.dumps({"error": f"there is no tool {parsed['name'][:100]!r}"})
+    given = arguments(parsed)
     if not isinstance(given, dict):
         return json.dumps({"error": "the arguments are no JSON object"})
-    return await call(told["name"], given)
+    return await call(parsed["name"], given)

@@ -1,4 +1,4 @@
-"""Megatron-Core's configurations: what a run sets, and after it what policy.megatron sets."""
+"""Megatron-Core's configurations: the values of a run, overridden by policy.megatron."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def transformer_config(
     settings: "PolicySettings", fields: dict[str, Any], dtype: torch.dtype
 ) -> TransformerConfig:
-    """Of a network: `fields` of its architecture, its layout, no dropout."""
+    """The configuration of a network: `fields` of its architecture, its layout, no dropout."""
     ours = {
         "tensor_model_parallel_size": settings.tp,
         "sequence_parallel": settings.tp > 1,
@@ -41,26 +41,20 @@ def transformer_config(
 
 
 def ddp_config(settings: "PolicySettings") -> DistributedDataParallelConfig:
-    """Of the wrapper that sums gradients over rows and ranks."""
+    """The configuration of the wrapper that sums gradients over rows and ranks."""
     ours = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
     return DistributedDataParallelConfig(**ours | settings.megatron.ddp)
 
 
 def optimizer_config(settings: "PolicySettings", dtype: torch.dtype) -> OptimizerConfig:
-    """Of AdamW, whose state is spread over the replicas."""
-    ours = {
-        "optimizer": "adam",
-        "lr": settings.lr,
-        "weight_decay": settings.weight_decay,
-        "clip_grad": settings.max_grad_norm,
-        "use_distributed_optimizer": True,
-        "bf16": dtype == torch.bfloat16,
-        "params_dtype": dtype,
-    }
+    """The configuration of AdamW, with its state spread over the replicas."""
+    ours = {"optimizer": "adam", "lr": settings.lr, "weight_decay": settings.weight_decay}
+    ours |= {"clip_grad": settings.max_grad_norm, "use_distributed_optimizer": True}
+    ours |= {"bf16": dtype == torch.bfloat16, "params_dtype": dtype}
     return OptimizerConfig(**ours | with_dtypes(settings.megatron.optimizer))
 
 
 def with_dtypes(given: dict[str, Any]) -> dict[str, Any]:
-    """The same with torch's types, where a configuration has their names: "bfloat16"."""
+    """The arguments with torch's types in place of their names, such as "bfloat16"."""
     named = {k: v for k, v in given.items() if k.endswith("_dtype") and isinstance(v, str)}
     return given | {name: getattr(torch, text, text) for name, text in named.items()}

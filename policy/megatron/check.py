@@ -1,4 +1,4 @@
-"""What can be wrong between a model's folder and its settings, found before any actor starts.
+"""Compares a model's folder with its settings, before any actor starts.
 
 Only config.json and the headers of the *.safetensors files are read.
 """
@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from envs.rollout.rows import load_tokenizer
+from envs.rollout.messages import load_tokenizer
 from policy.megatron.families import FAMILIES, padded
-from settings.reader import InputError
+from settings.errors import InputError
 
 if TYPE_CHECKING:
     from settings.network import PolicySettings
@@ -33,7 +33,7 @@ class Checkpoint:
         self.files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
     def shape(self, name: str) -> list[int]:
-        """Of a tensor. Raises ValueError where there is none."""
+        """The shape of a tensor. Raises ValueError where there is none."""
         if name not in self.files:
             raise ValueError(f"the checkpoint has no tensor {name}")
         return self.files[name].get_slice(name).get_shape()
@@ -109,7 +109,7 @@ class Divisor(NamedTuple):
 
 
 def check_layout(settings: "PolicySettings", hf: PretrainedConfig) -> None:
-    """What must divide what. Raises InputError with the nearest value that does."""
+    """Checks all divisors of a layout. Raises InputError with the nearest value that divides."""
     experts = getattr(hf, "num_local_experts", 0) or getattr(hf, "num_experts", 0) or 0
     no_experts = f"{hf.model_type} has no experts"
     if settings.replay_routing and not experts:
@@ -139,7 +139,7 @@ def has_mamba(hf: PretrainedConfig) -> bool:
 
 
 def divisors(settings: "PolicySettings", hf: PretrainedConfig, experts: int) -> list[Divisor]:
-    """All that must divide something, in the order in which it is checked."""
+    """The divisors that a layout must satisfy, in the order in which they are checked."""
     tp = settings.tp
     layers = getattr(hf, "layers_block_type", None)
     depth = len(layers) if layers else 2 * hf.num_hidden_layers  # attention and MLP are two

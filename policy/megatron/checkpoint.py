@@ -34,13 +34,13 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from settings.reader import InputError
+from settings.errors import InputError
 
 FORMAT = TorchDistSaveShardedStrategy("torch_dist", 1)
 
 
 class Shares:
-    """What a rank copies, writes and reads of a model and of its optimizer's state.
+    """One rank's share of a model and of its optimizer's state: copied, written and read.
 
     `layout` are the settings that must be the same when a checkpoint is loaded, `group` is the
     process group that writing uses.
@@ -68,7 +68,7 @@ class Shares:
         return {"model": model, "optimizer": moments}
 
     def save(self, dir: str, updates: int) -> Callable[[], None]:
-        """Copies this rank's share to memory. What it returns writes it, beside the training."""
+        """Copies this rank's share to memory; returns a function that writes it meanwhile."""
         Path(dir).mkdir(parents=True, exist_ok=True)
         state = self.state(loading=False) | {"updates": updates, "layout": self.layout}
         shards, common = save_preprocess(state, validate_access_integrity=False)
@@ -83,7 +83,7 @@ class Shares:
         return partial(self._write, dir, mcore_to_pyt_state_dict(mine), common)
 
     def _write(self, dir: str, shards: dict[str, Any], common: dict[str, Any]) -> None:
-        """Writes also what says that a checkpoint is there: behind the data of all ranks."""
+        """Writes the data, and after those of all ranks the metadata that mark the checkpoint."""
         planner = MCoreSavePlanner(flatten_state_dict=False)
         checkpoint_io.save(shards, checkpoint_id=dir, planner=planner, process_group=self.group)
         if dist.get_rank(self.group) == 0:
@@ -92,7 +92,7 @@ class Shares:
 
     @torch.no_grad()
     def load(self, dir: str) -> int:
-        """Takes what `save` wrote, for any number of replicas; returns its `updates`.
+        """Loads a checkpoint of `save`, for any number of replicas; returns its `updates`.
 
         Raises InputError where it was saved with another `layout`.
         """

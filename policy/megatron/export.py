@@ -32,7 +32,7 @@ def export(weights: Weights) -> Iterator[tuple[str, Tensor | None]]:
 
 
 def messages(weights: Weights) -> Iterator[list[Entry]]:
-    """The model, cut into what travels at once: tensors of one owner and type."""
+    """The model, cut into messages: tensors of one owner and type."""
     for (owner, dtype), run in itertools.groupby(weights.catalog, lambda e: (e.owner, e.dtype)):
         message: list[Entry] = []
         used = 0
@@ -70,7 +70,7 @@ def collect(weights: Weights, entries: list[Entry]) -> list[Tensor | None]:
 
 
 def named(whole: Tensor, place: Place) -> Iterator[tuple[str, Tensor]]:
-    """What a whole Megatron tensor is in the checkpoint: name and tensor."""
+    """Name and tensor in the checkpoint for each part of a whole Megatron tensor."""
     cuts = zip(place.pieces, whole.split(place.sizes(), place.dim), strict=True)
     rows: dict[str, list[Tensor]] = {}
     for piece, cut in sorted(cuts, key=lambda pair: pair[0]):

@@ -46,7 +46,7 @@ mlp.experts.(\d+).linear_fc2.weight    | columns | {}mixer.experts.\1.down_proj.
 
 
 class Family(NamedTuple):
-    """How a family's checkpoints name what Megatron has."""
+    """The names in a family's checkpoints of Megatron's tensors."""
 
     table: str
     prefix: str  # of a layer's tensors
@@ -59,7 +59,7 @@ FAMILIES["nemotron_h"] = Family(NEMOTRON_H, "backbone.layers.{}.", 1)
 
 
 def padded(vocab: int) -> int:
-    """Rows of Megatron's embedding: tensor parallel ranks must have equally many."""
+    """The rows of Megatron's embedding, padded so that tensor parallel ranks have equally many."""
     return -(-vocab // 128) * 128
 
 
@@ -67,7 +67,7 @@ SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E
 
 
 def pattern(hf: PretrainedConfig) -> str:
-    """Megatron's layers of a config.json: M Mamba-2, * attention, - MLP, E experts."""
+    """Megatron's layers for a config.json: M Mamba-2, * attention, - MLP, E experts."""
     if kinds := getattr(hf, "layers_block_type", None):
         return "".join(SYMBOLS[kind] for kind in kinds)
     step = getattr(hf, "decoder_sparse_step", 0)

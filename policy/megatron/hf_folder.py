@@ -1,4 +1,4 @@
-"""A Megatron policy as a model for transformers and vLLM, of which each rank writes a file."""
+"""A Megatron policy as a model for transformers and vLLM; each rank writes one file of it."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def share(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 def write(dir: str, source: str, share: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     """Writes a share, and on rank 0 index, config and tokenizer; collective over a group of all.
 
-    `dir` appears when it is whole. What is no tensor comes from the folder `source`.
+    `dir` appears when it is complete. Files without tensors come from the folder `source`.
     """
     aside = Path(f"{dir}.partial")
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""Names, rows and shards: what a Megatron tensor is in a Hugging Face checkpoint, and back.
+"""Names, rows and shards: from Megatron's tensors to a Hugging Face checkpoint, and back.
 
 A tensor that Megatron cuts over its tensor parallel ranks is, put together again, some rows of one
 or more tensors of the checkpoint in another order:
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a Megatron tensor lies in the checkpoint, from the first rank's part to the last's."""
+    """The checkpoint's pieces of a Megatron tensor, from the first rank's part to the last's."""
 
     layer: int  # -1: none
     pieces: list[Piece]
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
     @property
     def key(self) -> tuple[int, str]:
-        """By what tensors are sorted: the order of sending, the same on every rank."""
+        """The sorting key of tensors: the order of sending, the same on every rank."""
         return self.layer, self.pieces[0].name
 
     def names(self) -> list[str]:
@@ -53,7 +53,7 @@ class Place(NamedTuple):
         return list(dict.fromkeys(p.name for p in self.pieces if p.name != PADDING))
 
     def sizes(self) -> list[int]:
-        """How many rows, or columns, each piece has."""
+        """The number of rows, or columns, of each piece."""
         return [piece.stop - piece.start for piece in self.pieces]
 
 
@@ -89,7 +89,7 @@ class Weights:
     """One rank's tensors of a model, each with its place in a checkpoint."""
 
     def __init__(self, folder: str, hf: PretrainedConfig, model: nn.Module):
-        self.hf: Any = hf  # whose fields are those of its family
+        self.hf: Any = hf  # config.json, with the fields of its family
         self.file = Checkpoint(folder)
         family = FAMILIES[self.hf.model_type]
         self.prefix = family.prefix
@@ -106,12 +106,12 @@ class Weights:
         self.catalog = self.gather_catalog()
 
     def mark(self, tensor: Any, place: Place, is_expert: bool) -> None:
-        """Sets what Megatron reads; it does so itself for what it initialises, not for all."""
+        """Sets the attributes that Megatron reads, where it does not set them itself."""
         tensor.allreduce = not is_expert
         tensor.tensor_model_parallel = place.ranks > 1 or is_expert
 
     def place(self, name: str, model: Any) -> Place:
-        """Where a parameter lies. Raises ValueError where it has no home in the checkpoint."""
+        """The place of a parameter. Raises ValueError where the checkpoint has none for it."""
         layer = -1
         prefix = ""
         rest = name
@@ -207,7 +207,7 @@ class Weights:
         return shape
 
     def metas(self) -> list[WeightMeta]:
-        """What export.py yields, in its order; no communication."""
+        """Name, shape and type of each tensor of export.py, in its order; no communication."""
         return [
             WeightMeta(name, tuple(self.file.shape(name)), str(dtype).removeprefix("torch."))
             for place, dtype, _ in self.catalog

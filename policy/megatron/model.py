@@ -49,7 +49,7 @@ class Architecture(NamedTuple):
 
 
 def architecture(hf: Any) -> Architecture:
-    """What Megatron is to build for a config.json."""
+    """The architecture that Megatron builds for a config.json."""
     layers = pattern(hf)
     fields: dict[str, Any] = {
         "hidden_size": hf.hidden_size,
@@ -91,15 +91,15 @@ def architecture(hf: Any) -> Architecture:
 
 
 class Places(NamedTuple):
-    """What a router must know of this context parallel rank's places of a padded row."""
+    """A router's view of this context parallel rank's places of a padded row."""
 
     read_L: Tensor  # bool: the engine read this token, so it chose experts for it
     counted_L: Tensor  # bool: of a sample that is trained, so the balance of experts counts it
-    routes_L: Tensor | None  # [L, layers, experts], what the engine chose; -1: unknown
+    routes_L: Tensor | None  # [L, layers, experts], the engine's choice; -1: unknown
 
 
 class Row(PackedSeqParams):
-    """Where the sequences of a padded row end, and what routers must know of its places."""
+    """The ends of the sequences of a padded row, and the places for its routers."""
 
     def __init__(self, ends: Tensor, places: Places):
         longest = int(ends.diff().max())
@@ -111,7 +111,7 @@ class ExpertLayer(TransformerLayer):
     """Gives its router the row: also in backward, when the layer is computed again."""
 
     def forward(self, *args: Any, packed_seq_params: Row, **rest: Any) -> Any:
-        """Of Megatron's interface."""
+        """Runs the layer; Megatron calls it with these arguments."""
         self.mlp.router.places = packed_seq_params.places
         return super().forward(*args, packed_seq_params=packed_seq_params, **rest)
 
@@ -126,7 +126,7 @@ class Router(TopKRouter):
     places: Places  # of the row at hand
 
     def mine(self, x_L: Tensor) -> Tensor:
-        """Of something for each place, what belongs to this rank's share of the sequence."""
+        """The values of this rank's share of the sequence, from those of each place."""
         return x_L.chunk(self.tp_group.size())[self.tp_group.rank()]
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -143,7 +143,7 @@ class Chosen(NamedTuple):
 
 
 class RouteReplay(nn.Module):
-    """Has a router choose the experts that the engine chose, which `layer` numbers (R3).
+    """Makes a router choose the experts that the engine chose in layer `layer` (R3).
 
     Trainer and engine round differently. A token that both send to different experts has different
     logprobs: arXiv:2510.11370. A place without a whole route chooses for itself.

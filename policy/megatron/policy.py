@@ -9,8 +9,8 @@ of every sequence, pipeline stages some layers, expert parallel ranks, across re
 
 The loss is a sum divided once by the count of the whole batch, so gradients are summed, never
 averaged: over replicas and context parallel ranks by DistributedDataParallel, over sequence shards
-by finalize_model_grads. Each rank computes the loss of its whole row; of its gradient it passes on
-what belongs to its own tokens.
+by finalize_model_grads. Each rank computes the loss of its whole row, and passes on the part of the
+gradient that belongs to its own tokens.
 """
 
 import math
@@ -98,8 +98,8 @@ class MegatronPolicy:
 
     Needs the default process group, of TP x CP x PP x replicas ranks. On GPU parameters are bf16
     with float32 main parameters, and gradients are summed in float32, unless `settings.megatron`
-    says otherwise; on CPU all is float32. Routers are frozen. The bias by which Nemotron-H chooses
-    experts moves by 1e-3 a step towards those chosen too rarely (arXiv:2408.15664). Raises
+    sets another type; on CPU all is float32. Routers are frozen. The bias by which Nemotron-H
+    chooses experts moves by 1e-3 a step towards those chosen too rarely (arXiv:2408.15664). Raises
     ValueError naming a tensor that the checkpoint or the model lacks.
     """
 
@@ -127,7 +127,7 @@ class MegatronPolicy:
         others = (mpu.get_tensor_model_parallel_rank(), mpu.get_context_parallel_rank())
         self.reports = mpu.is_pipeline_last_stage() and others == (0, 0)
         self.replays = [m for m in self.model.modules() if isinstance(m, RouteReplay)]
-        # Any: what the schedule runs is the model, or Megatron's wrapper that sums its gradients.
+        # Any: the schedule runs the model, or Megatron's wrapper that sums its gradients.
         self.chunk: Any = self.model
         if trainable:
             self._make_optimizer()
@@ -162,7 +162,7 @@ class MegatronPolicy:
         return self._schedule(rows, None)
 
     def _schedule(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow] | None) -> list[Any]:
-        """Megatron's pipeline schedule over packed rows; returns what the last stage made of each.
+        """Runs Megatron's pipeline schedule over packed rows; returns the last stage's results.
 
         These are stats, or without `loss_fn` logprobs.
         """
@@ -286,25 +286,25 @@ class MegatronPolicy:
             self.chunk.start_param_sync(force_sync=True)
 
     def weight_metas(self) -> list[WeightMeta]:
-        """What `named_weights` yields, in its order; no communication."""
+        """Name, shape and type of each of `named_weights`, in its order; no communication."""
         return self.weights.metas()
 
     def export_hf(self, dir: str) -> Callable[[], None]:
         """Copies this rank's share of a model for transformers and vLLM to memory.
 
-        What it returns writes it, and on rank 0 what belongs to all shares.
+        Returns a function that writes it, and on rank 0 also index, config and tokenizer.
         """
         self._gather()
         share = {name: tensor.cpu() for name, tensor in hf_folder.share(self.weights)}
         return partial(hf_folder.write, dir, self.folder, share, self.write_group)
 
     def save(self, dir: str) -> Callable[[], None]:
-        """Copies this rank's share to memory. What it returns writes it, beside the training."""
+        """Copies this rank's share to memory; returns a function that writes it meanwhile."""
         self._gather()
         return self.shares.save(dir, self.updates)
 
     def load(self, dir: str) -> None:
-        """Continues from what `save` wrote, on any number of replicas; each reads its share.
+        """Continues from a checkpoint of `save`, on any number of replicas; each reads its share.
 
         Raises InputError where that was under another tp, pp or ep, or where gradients had another
         type or other buckets.

@@ -1,6 +1,5 @@
 """The first hour on GPUs, where there is none: what a CPU can do passes, the rest says why not."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,22 +9,11 @@ import psutil
 import pytest
 import torch
 
+from bench import gpu_first_hour as hour
+from bench import nemotron_h
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
-
-
-def bench(name: str):
-    """A module of bench/."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"bench/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def hour():
-    return bench("gpu_first_hour")
 
 
 def table(folder: Path, *lines: str, before: tuple[str, ...] = ()) -> tuple[int, list[list[str]]]:
@@ -38,15 +26,10 @@ def table(folder: Path, *lines: str, before: tuple[str, ...] = ()) -> tuple[int,
 
 def test_a_line_that_needs_more_gpus_is_skipped_and_nothing_fails(tmp_path):
     code, lines = table(tmp_path, "driver", "two_gpus", "matmul")
-    assert code == 2
-    assert [line[:2] for line in lines] == [
-        ["skip", "driver"],
-        ["skip", "two_gpus"],
-        ["pass", "matmul"],
-    ]
-    assert [line[-1] for line in lines] == [
-        f"({tmp_path}/{name}.log)" for name in ("driver", "two_gpus", "matmul")
-    ]
+    found = {name: (verdict, log) for verdict, name, *_, log in lines}
+    verdicts = {"driver": "skip", "two_gpus": "skip", "matmul": "pass"}
+    assert code == 2 and list(found) == list(verdicts) and len(lines) == 3
+    assert found == {name: (v, f"({tmp_path}/{name}.log)") for name, v in verdicts.items()}
     assert lines[-1][-4:-1] == ["on", "a", "CPU"]
     assert "needs 2 GPUs, here are 0" in (tmp_path / "two_gpus.log").read_text()
 
@@ -64,7 +47,7 @@ def test_the_trainer_s_bench_runs(tmp_path):
     assert code == 0 and lines[0][:2] == ["pass", "trainer"], lines
 
 
-def test_a_program_ends_at_its_line_s_deadline_with_all_that_it_started(hour, tmp_path):
+def test_a_program_ends_at_its_line_s_deadline_with_all_that_it_started(tmp_path):
     log = hour.Log("late", tmp_path, 2.0)
     with pytest.raises(TimeoutError, match="waited too long for sleep 60 & sleep 60 to end"):
         log.run("sh", "-c", "sleep 60 & sleep 60")
@@ -80,7 +63,7 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-def test_an_engine_that_is_not_replaced_and_one_that_disagrees_are_seen(hour):
+def test_an_engine_that_is_not_replaced_and_one_that_disagrees_are_seen():
     good = {"engines": 2, "token_mult_prob_error": 1.001}
     assert not hour.serve_again([good] * 10, 9), "they may be of before"
     assert hour.serve_again([good] * 11, 9)
@@ -90,7 +73,7 @@ def test_an_engine_that_is_not_replaced_and_one_that_disagrees_are_seen(hour):
         hour.agreed([good, good | {"token_mult_prob_error": 1.03}])
 
 
-def test_memory_that_a_gpu_still_holds_is_seen(hour, tmp_path, monkeypatch):
+def test_memory_that_a_gpu_still_holds_is_seen(tmp_path, monkeypatch):
     smi = program(tmp_path / "bin/nvidia-smi", "printf '600\\n700\\n'")
     monkeypatch.setenv("PATH", f"{smi.parent}:/usr/bin:/bin")
     log = hour.Log("memory", tmp_path, 60.0)
@@ -105,10 +88,8 @@ def hour_of(root: Path, path: str) -> tuple[int, str]:
         target = root / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((ROOT / name).read_bytes())
-    command = ["bash", "bench/gpu_first_hour.sh", "out"]
-    done = subprocess.run(
-        command, cwd=root, env={"PATH": path}, capture_output=True, text=True, timeout=60
-    )
+    how = {"cwd": root, "env": {"PATH": path}, "capture_output": True, "text": True}
+    done = subprocess.run(["bash", "bench/gpu_first_hour.sh", "out"], timeout=60, **how)
     assert not done.stderr, done.stderr
     return done.returncode, done.stdout
 
@@ -149,23 +130,19 @@ def test_a_checkpoint_of_nemotron_h_loses_nothing(how):
 
 @pytest.mark.parametrize("part", ["weights", "moments"])
 def test_a_checkpoint_of_nemotron_h_that_loses_something_is_told(part, monkeypatch):
-    nemotron_h = bench("nemotron_h")
     if part == "moments":
         monkeypatch.setattr(torch.optim.AdamW, "load_state_dict", lambda self, state: None)
     else:  # those that the run began with
-        whole = nemotron_h.ByTransformers.saved
-        monkeypatch.setattr(
-            nemotron_h.ByTransformers,
-            "saved",
-            lambda self, folder, model: whole(nemotron_h.ByTransformers(model), folder, model),
-        )
+        kind, whole = nemotron_h.ByTransformers, nemotron_h.ByTransformers.saved
+        first = lambda self, folder, model: whole(kind(model), folder, model)  # noqa: E731
+        monkeypatch.setattr(kind, "saved", first)
     monkeypatch.setattr(sys, "argv", ["nemotron_h.py", "transformers"])
     with pytest.raises(SystemExit, match="by transformers: changed .* the next step ends"):
         nemotron_h.main()
 
 
 @pytest.mark.e2e
-def test_engine_and_trainer_agree_on_a_cpu(hour, tiny_config, tiny_model, tmp_path, monkeypatch):
+def test_engine_and_trainer_agree_on_a_cpu(tiny_config, tiny_model, tmp_path, monkeypatch):
     """The tiny job's model, which takes minutes to make, is not made for it."""
     monkeypatch.setattr(hour, "model", lambda log: tiny_model)
     log = hour.Log("one_gpu", tmp_path, 250.0)

@@ -53,12 +53,8 @@ def test_a_run_that_takes_what_it_should_is_simulated_to_the_hundredth(tmp_path)
     trace = real.simulated(run, real.costs(run))
     assert findings.conserved(trace) == []
     pairs = real.compared(run, trace)
-    assert [pair.name for pair in pairs] == [
-        "a step",
-        "trainer waits",
-        "an engine has no answer",
-        "no answer at all",
-    ]
+    names = ["a step", "trainer waits", "an engine has no answer", "no answer at all"]
+    assert [pair.name for pair in pairs] == names
     assert max(pair.error for pair in (*pairs, *real.each_step(run, trace))) < 0.01
 
 
@@ -80,8 +76,7 @@ def test_a_machine_that_does_not_keep_the_pace_is_noticed(tmp_path):
     assert real.behind(run, told) == pytest.approx(0)
     stood = 0.1 * STEP * sum(n - 1 for n in LENGTHS)
     late = [b._replace(slept=b.slept + (i > 25) * stood) for i, b in enumerate(run.engines[0])]
-    slow = dataclasses.replace(run, engines=[late])
-    assert real.behind(slow, told) == pytest.approx(0.1)
+    assert real.behind(dataclasses.replace(run, engines=[late]), told) == pytest.approx(0.1)
 
 
 def test_an_engine_works_from_its_first_step_to_its_last(tmp_path):

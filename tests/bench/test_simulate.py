@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import json
 import random
 import re
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulation import clock, findings, page, world
+from bench import simulate as simulate_py
+from bench.simulation import clock, findings, page, validation, world
 from bench.simulation.actors import Stage
 from bench.simulation.engine import Engine, Sequence
 from bench.simulation.faults import Faults
@@ -23,7 +25,8 @@ from dry_run import pace
 from dry_run.gpus import B200
 from dry_run.sizes import read_model
 from grpo_async import Config
-from settings.reader import InputError
+from runtime import repair
+from settings.errors import InputError
 from support import shapes
 from support.configs import changed
 
@@ -31,10 +34,15 @@ ROOT = Path(__file__).resolve().parents[2]
 P, G = 4, 2
 
 
-def simulate(
-    lag: int, hardware: Hardware, work: Workload, steps: int = 12, faults: str = "", **fields
-) -> world.Trace:
-    fields = {"count": 2, "max_restarts": 99, "rollout_workers": 2} | fields
+@pytest.fixture(autouse=True)
+def no_limit_of_restarts(monkeypatch):
+    """All faults of a test come within one simulated hour."""
+    monkeypatch.setattr(repair, "MAX_RESTARTS", 99)
+
+
+def simulate(lag: int, hardware: Hardware, work: Workload, steps=12, faults="", **fields):
+    """The trace of a run."""
+    fields = {"count": 2, "rollout_workers": 2} | fields
     cfg = changed(Config(), steps=steps, prompts_per_step=P, group_size=G, max_lag=lag, **fields)
     return world.run(cfg, hardware, work, Faults.read(faults))
 
@@ -53,21 +61,26 @@ def step_seconds(trace: world.Trace) -> list[float]:
     return [b - a for a, b in zip(ends, ends[1:], strict=False)]
 
 
-def slowest(trace: world.Trace) -> list[float]:
-    """Seconds of the longest group of each step."""
-    found = [0.0] * len(trace.steps)
-    for span in trace.spans:
-        found[span.slot // P] = max(found[span.slot // P], span.ended - span.began)
-    return found
-
-
 # --- closed forms ---------------------------------------------------------------------------------
 
 
-def test_without_lag_a_step_is_generation_training_and_update():
-    """2 s a token, 0.125 s a trained token, 3 s an update."""
-    trace = simulate(0, Hardware(per_token=2.0, per_trained_token=0.125, sync=3.0), constant(100))
-    assert step_seconds(trace) == pytest.approx([200 + 0.125 * P * G * 100 + 3] * 12, abs=0.01)
+TRAINED = Hardware(per_token=2.0, per_trained_token=0.125, sync=3.0)
+ALONE = Hardware(per_token=1.0)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "waits", "seconds"),
+    [
+        (TRAINED, {}, 2 * 100 + 0.125 * P * G * 100 + 3),
+        (ALONE, {"judge": Latency(30, 0), "judged_at_once": 2}, 100 + 4 * 30),
+        (ALONE, {"turns": 5, "tool": Latency(7, 0)}, 100 + 4 * 7),
+    ],
+    ids=["training and update", "8 answers at once for 2 judges", "tools between 5 turns"],
+)
+def test_without_lag_a_step_is_the_sum_of_its_parts(hardware, waits, seconds):
+    work = dataclasses.replace(constant(100), **waits)
+    trace = simulate(0, hardware, work, save_period=0)
+    assert step_seconds(trace) == pytest.approx([seconds] * 12, abs=0.01)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 3])
@@ -84,11 +97,7 @@ def test_the_longest_rollout_its_training_and_update_take_lag_and_one_steps(lag)
 def test_no_step_is_trained_before_its_longest_rollout_allows(lag, seed):
     """T >= t_longest / (max_lag + 1), for any lengths: of each step, from the version it needs."""
     hardware = Hardware(per_token=1.0, per_trained_token=0.01, sync=2.0)
-    trace = simulate(lag, hardware, varied(seed), steps=20)
-    ends = [trace.began, *(step.ended for step in trace.steps)]
-    for step, longest in enumerate(slowest(trace)):
-        if step > lag:
-            assert ends[step + 1] - ends[step - lag] >= longest + 2.0 - 1e-6
+    assert validation.too_early(simulate(lag, hardware, varied(seed), steps=20)) == 0
 
 
 def test_a_slow_trainer_hides_all_generation():
@@ -102,8 +111,7 @@ def test_a_slow_trainer_hides_all_generation():
 def test_full_engines_write_their_tokens_and_no_more():
     """Two slots an engine, two engines, 8 answers of 100 tokens a step at 1 s: 200 s."""
     hardware = Hardware(per_token=1.0, room=Room(2, 1e9, 1.0, 0.0))
-    trace = simulate(2, hardware, constant(100), steps=18)
-    found = findings.find(trace)
+    found = findings.find(simulate(2, hardware, constant(100), steps=18))
     assert found.seconds == pytest.approx(200, rel=0.01)
     assert found.binds == "generation" and found.engines_busy == pytest.approx(1, abs=0.01)
 
@@ -124,14 +132,6 @@ def test_a_group_that_is_trained_twice_or_too_late_is_noticed():
     assert len(findings.conserved(trace)) == 3
 
 
-def test_judges_answer_so_many_at_once():
-    """8 answers a step come together; two judges of 30 s need four rounds."""
-    hardware = Hardware(per_token=1.0)
-    judged = dataclasses.replace(constant(100), judge=Latency(30, 0), judged_at_once=2)
-    trace = simulate(0, hardware, judged, save_period=0)
-    assert step_seconds(trace) == pytest.approx([100 + 4 * 30] * 12, abs=0.01)
-
-
 def test_an_outage_of_the_judges_costs_as_long_as_it_lasts():
     hardware = Hardware(per_token=1.0)
     judged = dataclasses.replace(constant(100), judge=Latency(1, 0))
@@ -139,12 +139,6 @@ def test_an_outage_of_the_judges_costs_as_long_as_it_lasts():
     assert findings.conserved(hurt) == []
     longer = hurt.steps[-1].ended - calm.steps[-1].ended
     assert 0 < longer <= 500 * hurt.faults["judge"]
-
-
-def test_turns_add_the_seconds_of_their_tools():
-    turns = dataclasses.replace(constant(100), turns=5, tool=Latency(7, 0))
-    trace = simulate(0, Hardware(per_token=1.0), turns)
-    assert step_seconds(trace) == pytest.approx([100 + 4 * 7] * 12, abs=0.01)
 
 
 def test_an_engine_that_dies_costs_a_few_seconds_of_its_answers():
@@ -212,12 +206,10 @@ def test_without_room_the_latest_gives_way_and_reads_its_tokens_again():
 
 
 def test_many_sequences_in_one_engine_are_all_written():
-    numbers = random.Random(0)
+    dice = random.Random(0)
     tight = Hardware(per_token=1.0, per_prompt_token=0.01, room=Room(7, 500, 1.0, 3.0))
-    every = [(numbers.uniform(0, 99), numbers.randint(0, 40), numbers.randint(1, 90))] * 1
-    every += [
-        (numbers.uniform(0, 99), numbers.randint(0, 40), numbers.randint(1, 90)) for _ in range(200)
-    ]
+    draw = lambda: (dice.uniform(0, 99), dice.randint(0, 40), dice.randint(1, 90))  # noqa: E731
+    every = [draw() for _ in range(201)]
     assert all(end > at for end, (at, *_) in zip(write(tight, *every), every, strict=True))
 
 
@@ -317,15 +309,29 @@ def test_a_stage_has_all_its_actors():
 # --- the program ----------------------------------------------------------------------------------
 
 
-def program(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "bench/simulate.py", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def program(monkeypatch, capsys):
+    """A function that does what bench/simulate.py does; returns what that prints."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which main() sets
+    threshold = gc.get_threshold()
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["bench/simulate.py", *words])
+        simulate_py.main()
+        return capsys.readouterr().out
+
+    yield run
+    gc.unfreeze()
+    gc.set_threshold(*threshold)
 
 
 @pytest.mark.slow
 def test_the_last_line_says_what_binds_and_what_to_change(tmp_path):
     small = ("--prompts_per_step", "16", "--group_size", "4", "--steps", "8", "--splits", "2")
-    done = program("configs/rlvr1.py", *small, "--page", str(tmp_path / "page.html"))
+    command = [sys.executable, "bench/simulate.py", "configs/rlvr1.py", *small]
+    command += ["--page", str(tmp_path / "page.html")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "s a step, bound by the longest rollout" in lines[-1]
@@ -337,37 +343,38 @@ def test_the_last_line_says_what_binds_and_what_to_change(tmp_path):
 
 
 @pytest.mark.slow
-def test_changes_of_a_large_lag_are_tried_for_long_enough():
+def test_changes_of_a_large_lag_are_tried_for_long_enough(program):
     small = ("--prompts_per_step", "4", "--group_size", "2", "--steps", "31", "--max_lag", "14")
-    done = program("configs/rlvr1.py", *small)
-    assert "tried: max_lag = 15" in done.stdout and "tried: drafts" in done.stdout, done.stderr
+    told = program("configs/rlvr1.py", *small)
+    assert "tried: max_lag = 15" in told and "tried: drafts" in told, told
 
 
 @pytest.mark.slow
-def test_engines_are_merged_by_two_only_where_they_are_even():
+def test_engines_are_merged_by_two_only_where_they_are_even(program):
     """Three engines would become one, and one none, which no run can have."""
     small = ("--prompts_per_step", "16", "--group_size", "4", "--steps", "5")
-    done = program("configs/rlvr1.py", *small, "--engine.count", "3")
-    assert "bound by the longest rollout" in done.stdout, done.stderr
-    assert "tried: max_lag" in done.stdout
-    assert "engine.tensor_parallel" not in done.stdout
+    told = program("configs/rlvr1.py", *small, "--engine.count", "3")
+    assert "bound by the longest rollout" in told, told
+    assert "tried: max_lag" in told
+    assert "engine.tensor_parallel" not in told
+
+
+WRONG = {
+    "--faults engines=1": "--faults 'engines=1'",
+    "--judge -5": "--judge -5.0: expected at least 0",
+    "--steps 4 --alone": "--steps 4: 4 steps at max_lag 1: expected at least 5",
+    "--page no/x.html": "--page no/x.html: no is no folder",
+    "--engine.count 1 --faults engine=90": "the run ended: engines were lost more",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("--faults", "engines=1"), "--faults 'engines=1'"),
-        (("--judge", "-5"), "--judge -5.0: expected at least 0"),
-        (("--steps", "4", "--alone"), "--steps 4: 4 steps at max_lag 1: expected at least 5"),
-        (("--page", "no/x.html"), "--page no/x.html: no is no folder"),
-        (("--engine.count", "1", "--faults", "engine=90"), "the run ended: engines were lost more"),
-    ],
-)
-def test_a_wrong_option_is_refused_in_one_line(words, told):
-    done = program("configs/rlvr1.py", *words)
-    assert done.returncode == 1 and done.stderr.startswith(f"error: {told}"), done.stderr
-    assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize(("words", "told"), WRONG.items())
+def test_a_wrong_option_is_refused_in_one_line(words, told, program, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program("configs/rlvr1.py", *words.split())
+    assert str(ended.value).startswith(f"error: {told}") and "\n" not in str(ended.value)
+    assert capsys.readouterr().err == ""
 
 
 CHROMIUM = shutil.which("chromium")

@@ -8,193 +8,166 @@ import time
 
 import pytest
 
-from core.waits import answer, in_thread, together, unless, within
+from core.waits import answer, in_thread, together, unless_stopped, within
+from support.loop import in_loop
+
+BROKEN = ValueError("broken")
 
 
 async def stop_after(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
-async def fail(message: str) -> None:
-    raise ValueError(message)
+async def fail(error: Exception) -> None:
+    raise error
 
 
 # --- within ---------------------------------------------------------------------------------------
 
 
-def test_a_wait_warns_halfway_and_ends_with_its_name_and_the_state(capsys):
-    async def wait():
-        await within(0.2, "the groups of step 7", asyncio.sleep(5), lambda: "3 groups ready")
-
+@in_loop
+async def test_a_wait_warns_halfway_and_ends_with_its_name_and_the_state(capsys):
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"for the groups of step 7\. 3 groups ready"):
-        asyncio.run(wait())
-    assert time.monotonic() - began < 2
+        await within(0.2, "the groups of step 7", asyncio.sleep(100), lambda: "3 groups ready")
+    assert time.monotonic() - began < 50
     assert "waiting for the groups of step 7" in capsys.readouterr().out
 
 
-def test_a_wait_that_ends_in_time_prints_nothing(capsys):
-    async def wait():
-        return await within(5, "nothing", asyncio.sleep(0, "done"))
-
-    assert asyncio.run(wait()) == "done"
+@in_loop
+async def test_a_wait_that_ends_in_time_prints_nothing(capsys):
+    assert await within(5, "nothing", asyncio.sleep(0, "done")) == "done"
     assert capsys.readouterr().out == ""
 
 
-def test_the_clock_of_a_wait_may_stand_still(capsys):
+@in_loop
+async def test_the_clock_of_a_wait_may_stand_still(capsys):
     """As long as it does the wait neither warns nor ends."""
+    began = time.monotonic()
 
-    async def wait():
-        began = time.monotonic()
+    def stopped():
+        return min(time.monotonic() - began, 1.0)
 
-        def stopped():
-            return min(time.monotonic() - began, 1.0)
-
-        with pytest.raises(TimeoutError, match="waited 0 s for the groups of step 7"):
-            await within(0.4, "the groups of step 7", asyncio.sleep(9), stopped=stopped)
-        return time.monotonic() - began
-
-    assert 1.4 <= asyncio.run(wait()) < 4
+    with pytest.raises(TimeoutError, match="waited 0 s for the groups of step 7"):
+        await within(0.4, "the groups of step 7", asyncio.sleep(100), stopped=stopped)
+    assert 1.4 <= time.monotonic() - began < 50
     assert capsys.readouterr().out.count("waiting for the groups of step 7") == 1
 
 
 def test_a_timeout_inside_of_a_wait_keeps_its_own_name():
-    async def inner():
-        raise TimeoutError("the socket")
-
     with pytest.raises(TimeoutError, match="^the socket$"):
-        asyncio.run(within(5, "something else", inner()))
+        asyncio.run(within(5, "something else", fail(TimeoutError("the socket"))))
 
 
 # --- unless ---------------------------------------------------------------------------------------
 
 
-def test_work_that_ends_first_gives_its_result():
-    async def main():
-        work = asyncio.ensure_future(asyncio.sleep(0, "done"))
-        assert await unless(stop_after(60), work) == "done"
-        await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 1, "nobody waits for the stop any more"
-
-    asyncio.run(main())
+@in_loop
+async def test_work_that_ends_first_gives_its_result():
+    work = asyncio.ensure_future(asyncio.sleep(0, "done"))
+    assert await unless_stopped(stop_after(60), work) == "done"
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1, "nobody waits for the stop any more"
 
 
-def test_work_is_cancelled_when_the_stop_comes_first():
-    async def main():
-        work = asyncio.ensure_future(asyncio.sleep(60, "done"))
-        assert await unless(stop_after(0.01), work) is None
-        assert work.cancelled()
-
-    asyncio.run(main())
+@in_loop
+async def test_work_is_cancelled_when_the_stop_comes_first():
+    work = asyncio.ensure_future(asyncio.sleep(60, "done"))
+    assert await unless_stopped(stop_after(0.01), work) is None
+    assert work.cancelled()
 
 
-def test_work_that_fails_raises_its_error():
-    async def main():
-        with pytest.raises(ValueError, match="broken"):
-            await unless(stop_after(60), asyncio.ensure_future(fail("broken")))
-
-    asyncio.run(main())
+@in_loop
+async def test_work_that_fails_raises_its_error():
+    with pytest.raises(ValueError, match="broken"):
+        await unless_stopped(stop_after(60), asyncio.ensure_future(fail(BROKEN)))
 
 
-def test_work_that_fails_as_it_is_cancelled_causes_no_complaint():
-    async def main():
-        complaints = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
+@in_loop
+async def test_work_that_fails_as_it_is_cancelled_causes_no_complaint():
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
 
-        async def fails_late():
-            try:
-                await asyncio.sleep(60)
-            finally:
-                raise ValueError("too late")
-
-        assert await unless(stop_after(0.01), asyncio.ensure_future(fails_late())) is None
-        gc.collect()
-        assert not complaints
-
-    asyncio.run(main())
-
-
-def test_a_cancelled_wait_ends_though_a_member_of_a_gather_fails_at_that_moment():
-    """The trainer dies: this ends the run, and fails a wait that would be tried again."""
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        dead = loop.create_future()
-        living = loop.create_future()
-
-        async def retry():
-            while True:
-                try:
-                    await within(5, "both", asyncio.gather(dead, living))
-                except ValueError:
-                    await asyncio.sleep(5)
-
-        task = asyncio.create_task(retry())
-        await asyncio.sleep(0)
-        dead.set_exception(ValueError("dead"))
-        task.cancel()
-        await asyncio.wait([task], timeout=1)
-        return task.cancelled()
-
-    assert asyncio.run(main())
-
-
-def test_a_wait_leaves_nothing_that_python_must_search_for():
-    """Each group is waited for, and searching for what waits left took half of the driver."""
-
-    async def main() -> int:
-        gc.collect()
-        gc.disable()
+    async def fails_late():
         try:
-            for _ in range(10):
-                await within(5, "a nap", asyncio.sleep(0))
-            return gc.collect()
+            await asyncio.sleep(60)
         finally:
-            gc.enable()
+            raise ValueError("too late")
 
-    assert asyncio.run(main()) == 0
+    assert await unless_stopped(stop_after(0.01), asyncio.ensure_future(fails_late())) is None
+    gc.collect()
+    assert not complaints
+
+
+@in_loop
+async def test_a_cancelled_wait_ends_though_a_member_of_a_gather_fails_at_that_moment():
+    """The trainer dies: this ends the run, and fails a wait that would be tried again."""
+    loop = asyncio.get_running_loop()
+    dead = loop.create_future()
+    living = loop.create_future()
+
+    async def retry():
+        while True:
+            try:
+                await within(5, "both", asyncio.gather(dead, living))
+            except ValueError:
+                await asyncio.sleep(5)
+
+    task = asyncio.create_task(retry())
+    await asyncio.sleep(0)
+    dead.set_exception(ValueError("dead"))
+    task.cancel()
+    await asyncio.wait([task], timeout=1)
+    assert task.cancelled()
+
+
+@in_loop
+async def test_a_wait_leaves_nothing_that_python_must_search_for():
+    """Each group is waited for, and searching for what waits left took half of the driver."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            await within(5, "a nap", asyncio.sleep(0))
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 # --- together -------------------------------------------------------------------------------------
 
 
-def test_results_come_in_order():
-    async def main():
-        naps = [asyncio.sleep(seconds, seconds) for seconds in (0.02, 0.0, 0.01)]
-        assert await together(naps) == [0.02, 0.0, 0.01]
-
-    asyncio.run(main())
+@in_loop
+async def test_results_come_in_order():
+    naps = [asyncio.sleep(seconds, seconds) for seconds in (0.02, 0.0, 0.01)]
+    assert await together(naps) == [0.02, 0.0, 0.01]
 
 
-def test_an_error_ends_the_others_before_it_is_raised():
-    async def main():
-        ended = []
+@in_loop
+async def test_an_error_ends_the_others_before_it_is_raised():
+    ended = []
 
-        async def works():
-            try:
-                await asyncio.sleep(60)
-            finally:
-                await asyncio.sleep(0)
-                ended.append(True)
+    async def works():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
 
-        with pytest.raises(ValueError, match="broken"):
-            await together([works(), fail("broken"), works()])
-        assert ended == [True, True]
-
-    asyncio.run(main())
+    with pytest.raises(ValueError, match="broken"):
+        await together([works(), fail(BROKEN), works()])
+    assert ended == [True, True]
 
 
-def test_cancelling_ends_all():
-    async def main():
-        tasks = [asyncio.ensure_future(asyncio.sleep(60)) for _ in range(2)]
-        waiting = asyncio.create_task(together(tasks))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert all(task.cancelled() for task in tasks)
-
-    asyncio.run(main())
+@in_loop
+async def test_cancelling_ends_all():
+    tasks = [asyncio.ensure_future(asyncio.sleep(60)) for _ in range(2)]
+    waiting = asyncio.create_task(together(tasks))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert all(task.cancelled() for task in tasks)
 
 
 def test_nothing_together_is_nothing():
@@ -210,45 +183,37 @@ def test_who_does_not_answer_is_named():
 
 
 @pytest.mark.parametrize("after", [0.1, 0.25])
-def test_an_answer_counts_that_came_while_this_process_stood_still(after):
+@in_loop
+async def test_an_answer_counts_that_came_while_this_process_stood_still(after):
     """Or soon after: on the way it waits for threads that stood still as well."""
-
-    async def main():
-        came = asyncio.get_running_loop().create_future()
-        asked = asyncio.create_task(answer(came, 0.12, "an engine"))
-        await asyncio.sleep(0)
-        threading.Timer(after, came.get_loop().call_soon_threadsafe, (came.set_result, 7)).start()
-        time.sleep(0.2)
-        return await asked
-
-    assert asyncio.run(main()) == 7
+    came = asyncio.get_running_loop().create_future()
+    asked = asyncio.create_task(answer(came, 0.12, "an engine"))
+    await asyncio.sleep(0)
+    threading.Timer(after, came.get_loop().call_soon_threadsafe, (came.set_result, 7)).start()
+    time.sleep(0.2)
+    assert await asked == 7
 
 
-def test_a_function_that_blocks_holds_up_nobody():
-    async def main():
-        began = time.monotonic()
-        blocked = [asyncio.create_task(in_thread(time.sleep, 60)) for _ in range(100)]
-        assert await in_thread(max, 1, 2) == 2
-        for task in blocked:
-            task.cancel()
-        await asyncio.gather(*blocked, return_exceptions=True)
-        return time.monotonic() - began
-
-    assert asyncio.run(main()) < 5
+@in_loop
+async def test_a_function_that_blocks_holds_up_nobody():
+    began = time.monotonic()
+    blocked = [asyncio.create_task(in_thread(time.sleep, 60)) for _ in range(100)]
+    assert await in_thread(max, 1, 2) == 2
+    for task in blocked:
+        task.cancel()
+    await asyncio.gather(*blocked, return_exceptions=True)
+    assert time.monotonic() - began < 50
 
 
 @pytest.mark.parametrize(
-    ("error", "seen"),
-    [
-        (ValueError("bad row"), (ValueError, "bad row")),
-        (StopIteration("no more"), (RuntimeError, "StopIteration")),
-    ],
+    ("raised", "seen", "message"),
+    [(ValueError, ValueError, "bad row"), (StopIteration, RuntimeError, "StopIteration")],
 )
-def test_what_a_function_raises_arrives(error, seen):
+def test_what_a_function_raises_arrives(raised, seen, message):
     def fail():
-        raise error
+        raise raised("bad row")
 
-    with pytest.raises(seen[0], match=seen[1]):
+    with pytest.raises(seen, match=message):
         asyncio.run(in_thread(fail))
 
 

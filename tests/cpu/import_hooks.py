@@ -1,9 +1,12 @@
 """Calls a function with a module right after the module was imported."""
 
+import functools
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 
 class Loader(importlib.abc.Loader):
@@ -41,3 +44,24 @@ class Finder(importlib.abc.MetaPathFinder):
 def after_import(mends: dict[str, Callable]) -> None:
     """`mends` are functions of a module, by its name."""
     sys.meta_path.insert(0, Finder(mends))
+
+
+def surround(module, place: str, context: Callable[..., AbstractContextManager]) -> None:
+    """Each call of a function goes on inside `context(*args)`; `place` is MODULE.CLASS.NAME."""
+    if not place.startswith(f"{module.__name__}."):
+        return
+    *holders, name = place.removeprefix(f"{module.__name__}.").split(".")
+    holder = functools.reduce(getattr, holders, module)
+    function = getattr(holder, name)
+
+    @functools.wraps(function)
+    def plain(*args, **named):
+        with context(*args):
+            return function(*args, **named)
+
+    @functools.wraps(function)
+    async def awaited(*args, **named):
+        with context(*args):
+            return await function(*args, **named)
+
+    setattr(holder, name, awaited if inspect.iscoroutinefunction(function) else plain)

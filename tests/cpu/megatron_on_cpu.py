@@ -98,9 +98,8 @@ def mamba_split_conv1d_scan_combined(
         padded = F.pad(xbc_L.T[None], (weight.shape[1] - 1, 0))
         conv = F.conv1d(padded, weight.float()[:, None], bias.float(), groups=len(weight))[0].T
         x, B, C = F.silu(conv).split([inner, ngroups * n, ngroups * n], -1)
-        B, C = (
-            m.unflatten(-1, (ngroups, n)).repeat_interleave(heads // ngroups, 1) for m in (B, C)
-        )
+        B, C = (m.unflatten(-1, (ngroups, n)) for m in (B, C))
+        B, C = (m.repeat_interleave(heads // ngroups, 1) for m in (B, C))
         rate = F.softplus(dt_L + dt_bias.float())
         y = scan(x.unflatten(-1, (heads, headdim)), rate, A, B, C, D.float())
         out.append(y.flatten(1))
@@ -145,13 +144,13 @@ def install():
 
     dist.all_to_all_single = all_to_all_single
     kernels = {"mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined}
-    inference = ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")
+    # It imports triton, which has no CPU build.
+    inference = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
     missing = dict.fromkeys(("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"), {}) | {
         "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": RMSNorm},
         "mamba_ssm.ops.triton.ssd_combined": kernels | {"mamba_chunk_scan_combined": None},
-        # It imports triton, which has no CPU build.
-        "megatron.core.inference.contexts.attention_context.triton.tensor_ops": dict.fromkeys(
-            inference
+        inference: dict.fromkeys(
+            ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")
         ),
     }
     with pretended(missing):

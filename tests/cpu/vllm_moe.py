@@ -23,11 +23,8 @@ def install():
 
     UnquantizedFusedMoEMethod._setup_kernel = setup_again
     experts, relu2 = CPUUnquantizedExperts, MoEActivation.RELU2_NO_MUL
-    supports, pack, apply = (
-        experts._supports_activation,
-        experts.process_weights_after_loading,
-        experts.apply,
-    )
+    supports, apply = experts._supports_activation, experts.apply
+    pack = experts.process_weights_after_loading
 
     def pack_gated(self, layer):
         if self.moe_config.is_act_and_mul:

@@ -55,25 +55,24 @@ def config(ranks: int = 1, **fields) -> Config:
 
 
 def layout(ranks: int = 1, **fields) -> PolicySettings:
-    """The part of a configuration that says who holds what."""
+    """The part of a configuration that says which rank holds what."""
     return config(ranks, **fields).policy
 
 
 # --- parameters -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "hf",
-    [
-        transformers.Qwen3Config(**TINY),
-        transformers.Qwen3Config(**TINY | {"tie_word_embeddings": True}),
-        transformers.Qwen2Config(**TINY),
-        transformers.LlamaConfig(**TINY),
-        transformers.Qwen3MoeConfig(**TINY, **EXPERTS, mlp_only_layers=[1]),
-        hybrid(),
-    ],
-    ids=["qwen3", "tied", "qwen2", "llama", "experts", "hybrid"],
-)
+CONFIGS = {
+    "qwen3": transformers.Qwen3Config(**TINY),
+    "tied": transformers.Qwen3Config(**TINY | {"tie_word_embeddings": True}),
+    "qwen2": transformers.Qwen2Config(**TINY),
+    "llama": transformers.LlamaConfig(**TINY),
+    "experts": transformers.Qwen3MoeConfig(**TINY, **EXPERTS, mlp_only_layers=[1]),
+    "hybrid": hybrid(),
+}
+
+
+@pytest.mark.parametrize("hf", CONFIGS.values(), ids=CONFIGS)
 def test_one_rank_has_every_parameter_of_transformers(hf, tmp_path):
     hf.save_pretrained(tmp_path)
     counted = megatron_sizes.rank_params(Shape(hf), layout(), 0)
@@ -97,10 +96,8 @@ def test_what_a_rank_of_a_layout_has():
     tied = dense(tie_word_embeddings=True)  # both ends have a copy
     assert megatron_sizes.rank_params(tied, layout(2, pp=2), 1) == (first + H, 0, 0)
     routed, frozen = 2 * 4 * 3 * H * 48, 2 * 4 * H
-    assert megatron_sizes.rank_params(sparse(), layout(2, tp=2, ep=2), 0)[1:] == (
-        routed / 2,
-        frozen,
-    )
+    of_experts = megatron_sizes.rank_params(sparse(), layout(2, tp=2, ep=2), 0)[1:]
+    assert of_experts == (routed / 2, frozen)
 
 
 def test_states_of_a_parameter_on_a_gpu_and_on_a_cpu():
@@ -192,9 +189,8 @@ def test_the_moments_of_a_rank():
 
 
 def test_the_head_in_bf16_is_that_of_fsdp():
-    for C, wide, narrow in ((4096, 1000, 8), (1024, 1000, 1024), (16, 1000, 1024)):
-        expected = sizes.head_bytes(C, wide, narrow)
-        assert megatron_sizes.head_bytes(C, wide, narrow) == expected
+    for head in ((4096, 1000, 8), (1024, 1000, 1024), (16, 1000, 1024)):
+        assert megatron_sizes.head_bytes(*head) == sizes.head_bytes(*head)
     assert megatron_sizes.head_bytes(16, 1000, 64, b=4) == 8 * 16 * 1000 + 4 * 1000 * 64
 
 
@@ -250,8 +246,7 @@ def test_bytes_of_an_update():
     norms = 2 * (2 * H + 2 * D) + H
     sent = megatron_sizes.step_bytes(dense(), layout(2, tp=2))
     assert sent == {"gradients": 4 * 2 * norms / 2, "parameters": 0}
-    tied = dense(tie_word_embeddings=True)
-    sent = megatron_sizes.step_bytes(tied, layout(2, pp=2))
+    sent = megatron_sizes.step_bytes(dense(tie_word_embeddings=True), layout(2, pp=2))
     assert sent == {"gradients": 4 * 2 * V * H / 2, "parameters": 0}
     # Experts have an optimizer of their own, after which all parameters are gathered again.
     shared, routed, _ = megatron_sizes.rank_params(sparse(), layout(4, ep=2), 0)

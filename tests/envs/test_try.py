@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import envs
 from envs import __main__ as envs_main
-from envs.rollout.rows import Answer
-from settings.reader import InputError
+from envs import registry
+from envs.__main__ import Answer
+from settings.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/own_data.md").read_text(encoding="utf-8")
@@ -33,9 +33,8 @@ def block(language: str, holds: str) -> str:
 def project(tmp_path) -> Path:
     """A copy of what the command needs, with the page's environment and its questions as rows."""
     shutil.copytree(ROOT / "envs", tmp_path / "envs", ignore=SKIPPED)
-    (tmp_path / "runtime").mkdir()
-    for name in ("__init__.py", "config.py", "nemo_rl.py", "waits.py"):
-        shutil.copy(ROOT / "runtime" / name, tmp_path / "runtime")
+    for room in ("core", "settings"):
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=SKIPPED)
     (tmp_path / "envs/my_reward.py").write_text(block("python", "AGENTS"))
     question = json.loads(block("json", "question"))
     questions = [question, {"question": "what is 2 plus 2", "answer": "4"}]
@@ -49,7 +48,6 @@ def write(path: Path, rows: list[dict]) -> None:
 
 
 def run(project: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Python in the project's folder."""
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=60)
 
@@ -89,8 +87,7 @@ def test_the_conversion_of_a_hugging_face_data_set(project, monkeypatch):
     messages = [system, user, {"role": "assistant", "content": "4"}]
     library = f"def load_dataset(*path, **options):\n    return [{{'messages': {messages}}}]\n"
     (project / "datasets.py").write_text(library)
-    done = run(project, "-c", block("python", "load_dataset"))
-    assert not done.stderr
+    assert not run(project, "-c", block("python", "load_dataset")).stderr
     (row,) = [json.loads(line) for line in (project / "chats.jsonl").read_text().splitlines()]
     assert row["responses_create_params"]["input"] == [system, user] and row["answer"] == "4"
     out = run(project, "-m", "envs", "chats.jsonl").stdout
@@ -100,8 +97,8 @@ def test_the_conversion_of_a_hugging_face_data_set(project, monkeypatch):
 def test_nothing_heavy_is_imported(project):
     code = "import runpy, sys; sys.argv[1:] = ['train.jsonl']; runpy.run_module('envs', None, "
     code += "'__main__'); print({'ray', 'torch', 'vllm', 'numpy', 'transformers', 'reasoning_gym', "
-    code += "'math_verify', 'sympy', 'envs.maths.math', 'envs.questions.reasoning_gym'} "
-    code += "& set(sys.modules))"
+    code += "'math_verify', 'sympy', 'envs.maths.math', 'envs.questions.reasoning_gym'} & "
+    code += "set(sys.modules))"
     done = run(project, "-c", code)
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
 
@@ -118,16 +115,12 @@ def test_rows_of_each_environment_and_data_set_are_tried(project):
     maths = row | {"agent_ref": {"name": "math"}, "dataset": None, "expected_answer": "43"}
     write(project / "train.jsonl", [row, row, row | {"dataset": "b"}, maths])
     out = try_rows(project, "-n", "1")
-    assert re.findall(r"train.jsonl:(\d+) (\S+)", out) == [
-        ("1", "my_reward/arithmetic"),
-        ("3", "my_reward/b"),
-        ("4", "math"),
-    ]
+    expected = [("1", "my_reward/arithmetic"), ("3", "my_reward/b"), ("4", "math")]
+    assert re.findall(r"train.jsonl:(\d+) (\S+)", out) == expected
     assert "my_reward/arithmetic: 2 good rows" in out and "math: 1 good rows" in out
     assert "answer (expected_answer):\n    43\n  reward 1 " in out, "the reference, not the answer"
     assert out.count(": 1 tried, mean reward 1 ") == 3
-    out = try_rows(project, "-n", "1", "-f", "answer")
-    assert "math: 1 tried, mean reward 0 " in out
+    assert "math: 1 tried, mean reward 0 " in try_rows(project, "-n", "1", "-f", "answer")
 
 
 def test_an_answer_of_a_nested_field_may_be_no_text(project):
@@ -135,9 +128,8 @@ def test_an_answer_of_a_nested_field_may_be_no_text(project):
     write(project / "train.jsonl", [row | {"metadata": {"solution": [42]}}])
     out = try_rows(project, "-f", "metadata.solution")
     assert "  answer (metadata.solution):\n    [42]\n  reward 1 " in out
-    assert problem(project, "train.jsonl", "-f", "metadata.answer") == (
-        "train.jsonl:1: metadata.answer is missing or null, expected an answer"
-    )
+    told = "train.jsonl:1: metadata.answer is missing or null, expected an answer"
+    assert problem(project, "train.jsonl", "-f", "metadata.answer") == told
 
 
 def test_rows_without_a_reference_need_an_answer(project):
@@ -147,10 +139,8 @@ def test_rows_without_a_reference_need_an_answer(project):
     told = problem(project, "train.jsonl")
     assert told.startswith("train.jsonl:1: expected_answer or answer or reference_answer or ")
     assert "-f FIELD or -a TEXT" in told
-    told = problem(project, "train.jsonl", "-a", "42")
-    assert re.search(
-        r"train.jsonl:1: verify raised .*/envs/my_reward.py:\d+: KeyError: 'answer'$", told
-    )
+    raised = r"train.jsonl:1: verify raised .*/envs/my_reward.py:\d+: KeyError: 'answer'$"
+    assert re.search(raised, problem(project, "train.jsonl", "-a", "42"))
 
 
 def test_bad_rows_are_told_before_anything_is_tried(project):
@@ -163,26 +153,15 @@ def test_bad_rows_are_told_before_anything_is_tried(project):
     assert problem(project, "train.jsonl").startswith(f"{project}/train.jsonl: expected a JSONL")
 
 
-@pytest.mark.parametrize(
-    ("verify", "message"),
-    [
-        (
-            "async def verify(row, response):\n    return row['level']",
-            "{file}:4: KeyError: 'level'",
-        ),
-        ("def verify(row, response):\n    return len(response, 2)", "{file}:4: TypeError: len() "),
-        ("def verify(row): return 1", "TypeError: verify() takes 1 positional argument but 2 were"),
-        ("def verify(row, response): ...", "TypeError: environment 'my_reward' returned None, exp"),
-        (
-            "def verify(row, response): return float('nan')",
-            "returned nan, expected a finite number",
-        ),
-        (
-            "needs = lambda row: ('judges.general',)\ndef verify(row, response): return 1",
-            "environment 'my_reward' lacks judges.general: no url, and neither JUDGES_FILE nor",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("verify", "message"), [
+    ("async def verify(row, response):\n    return row['level']", "{file}:4: KeyError: 'level'"),
+    ("def verify(row, response):\n    return len(response, 2)", "{file}:4: TypeError: len() "),
+    ("def verify(row): return 1", "TypeError: verify() takes 1 positional argument but 2 were"),
+    ("def verify(row, response): ...", "TypeError: environment 'my_reward' returned None, exp"),
+    ("def verify(row, response): return float('nan')", "returned nan, expected a finite number"),
+    ("needs = lambda row: ('judges.general',)\ndef verify(row, response): return 1",
+     "environment 'my_reward' lacks judges.general: no url, and neither JUDGES_FILE nor"),
+])  # fmt: skip
 def test_a_wrong_verify_is_told_in_one_line(project, verify, message):
     reward(project, verify)
     told = problem(project, "train.jsonl")
@@ -201,15 +180,13 @@ def test_an_asynchronous_verify_is_awaited_and_timed(project):
 def test_an_environment_of_several_turns_is_said_not_to_be_tried(project):
     reward(project, "async def rollout(row, sampler): ...")
     out = try_rows(project)
-    assert out.splitlines()[1:] == [
-        "my_reward: not tried, its `rollout` of several turns needs a model"
-    ]
+    told = "my_reward: not tried, its `rollout` of several turns needs a model"
+    assert out.splitlines()[1:] == [told]
     reward(project, "async def score_group(rows, answers): ...")
     out = try_rows(project)
     assert out.splitlines()[1:] == ["my_reward: not tried, it compares the answers of a group"]
-    reward(
-        project, "def verify(row, response): return 1\nasync def score_group(rows, answers): ..."
-    )
+    both = "def verify(row, response): return 1\nasync def score_group(rows, answers): ..."
+    reward(project, both)
     out = try_rows(project)
     assert "my_reward: only `verify` is tried, which does not decide alone in training" in out
     assert "3 tried, mean reward 1 " in out
@@ -248,7 +225,7 @@ def test_a_verify_that_never_returns_is_an_error_that_names_it(monkeypatch):
     async def verify(row, response):
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(envs.environment("math"), "verify", verify)
+    monkeypatch.setattr(registry.environment("math"), "verify", verify)
     monkeypatch.setattr(envs_main, "SECONDS", 0.1)
     row = {"_line": 7, "agent_ref": {"name": "math"}, "responses_create_params": {"input": "1"}}
     answer = Answer(row, "1", "given")
@@ -258,9 +235,7 @@ def test_a_verify_that_never_returns_is_an_error_that_names_it(monkeypatch):
 
 def test_an_answer_is_parsed_as_the_run_would_parse_it(project, tiny_model):
     verify = "def verify(row, response):\n    return Reward(1, {'content': response.content})"
-    (project / "envs/my_reward.py").write_text(
-        f"from envs import Reward\nAGENTS = ('my_reward',)\n{verify}\n"
-    )
+    reward(project, verify)
     named = ["--services.reasoning_parser", "nemotron_v3", "--model", tiny_model]
     assert '{"content": "42"}' in try_rows(project, "-a", "so</think>42", *named)
     done = run(project, "-m", "envs", "train.jsonl", "--services.tool_parser", "hermse")

@@ -14,8 +14,9 @@ import pytest
 
 from envs.judge import judge
 from envs.rollout import services
-from envs.rollout.services import Services
-from envs.sandbox.checkers import CheckerError
+from envs.rollout.services import CheckerError
+from settings.services import Services
+from support.loop import in_loop
 from support.program import ROOT, is_alive
 
 pytestmark = pytest.mark.e2e
@@ -36,7 +37,7 @@ def serving(tiny_model, tmp_path, monkeypatch):
     command = ["bash", "launch/judges.sh", str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | given, start_new_session=True)
     monkeypatch.setattr(services, "_current", [Services()])
-    monkeypatch.setattr(judge, "_share", [judge.Share(300.0)])
+    monkeypatch.setattr(services, "_limits", [services.Limits(300.0)])
     yield process
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -49,10 +50,8 @@ def servers(group: int) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             fields = stat.read_text().rpartition(")")[2].split()
-            if (
-                int(fields[2]) == group
-                and b"vllm" in (stat.parent / "cmdline").read_bytes().lower()
-            ):
+            words = (stat.parent / "cmdline").read_bytes().lower()
+            if int(fields[2]) == group and b"vllm" in words:
                 found.append(int(stat.parent.name))
     return [pid for pid in found if is_alive(pid)]
 
@@ -66,12 +65,12 @@ async def first_answer() -> str:
     """What a greedy judge says, once it is there; it is away until then."""
     began = time.monotonic()
     asked = asyncio.create_task(ask("how are you?", temperature=0.0))
-    while not judge.report().away:
+    while not services.report().away:
         await asyncio.sleep(0.1)
-    assert "no address in JUDGES_FILE" in judge.report().away["judges.general"]
+    assert "no address in JUDGES_FILE" in services.report().away["judges.general"]
     (first,) = await asked
     print(f"the first answer came after {time.monotonic() - began:.1f} s")
-    assert 0 < len(first) <= 8 and not judge.report().away
+    assert 0 < len(first) <= 8 and not services.report().away
     return first
 
 
@@ -84,7 +83,7 @@ async def disturbed(first: str, group: int, number: signal.Signals, seconds: flo
     for pid in stopped:
         os.kill(pid, number)
     await asyncio.sleep(seconds)
-    assert judge.report().away and not all(call.done() for call in calls)
+    assert services.report().away and not all(call.done() for call in calls)
     for pid in stopped:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
@@ -92,28 +91,23 @@ async def disturbed(first: str, group: int, number: signal.Signals, seconds: flo
     print(f"200 calls were answered {time.monotonic() - began:.1f} s after {number.name}")
 
 
-def test_a_real_server_is_waited_for_asked_and_missed(serving, monkeypatch):
+@in_loop
+async def test_a_real_server_is_waited_for_asked_and_missed(serving, monkeypatch):
     assert services.problem("judges.general") == "", "it comes with the job"
-
-    async def main():
-        first = await first_answer()
-        hostile = "\0 \ud800 \U0001f600 </think> <|im_end|>"
-        every = await asyncio.gather(*(ask(f"{hostile} {i}") for i in range(100)))
-        assert all(len(said) <= 8 for (said,) in every)
-        with pytest.raises(CheckerError, match=f"refused a request.*status 400.*{LENGTH}"):
-            await ask("x" * LENGTH)
-        assert not judge.report().failures
-        monkeypatch.setattr(judge, "SILENCE", 1.0)
-        await disturbed(first, serving.pid, signal.SIGSTOP, 5)
-        assert set(judge.report().failures) == {"general/timeout"}
-
-    asyncio.run(main())
+    first = await first_answer()
+    hostile = "\0 \ud800 \U0001f600 </think> <|im_end|>"
+    every = await asyncio.gather(*(ask(f"{hostile} {i}") for i in range(100)))
+    assert all(len(said) <= 8 for (said,) in every)
+    with pytest.raises(CheckerError, match=f"refused a request.*status 400.*{LENGTH}"):
+        await ask("x" * LENGTH)
+    assert not services.report().failures
+    monkeypatch.setattr(services, "SILENCE", 1.0)
+    await disturbed(first, serving.pid, signal.SIGSTOP, 5)
+    assert set(services.report().failures) == {"general/timeout"}
 
 
 @pytest.mark.skipif(not os.environ.get("GRPO_JUDGES"), reason="GRPO_JUDGES=1 asks for it: 2 min")
-def test_a_real_server_that_is_killed_is_started_again(serving):
-    async def main():
-        await disturbed(await first_answer(), serving.pid, signal.SIGKILL, 5)
-        assert judge.report().failures["general/connection"] >= judge.FAILURES
-
-    asyncio.run(main())
+@in_loop
+async def test_a_real_server_that_is_killed_is_started_again(serving):
+    await disturbed(await first_answer(), serving.pid, signal.SIGKILL, 5)
+    assert services.report().failures["general/connection"] >= judge.FAILURES

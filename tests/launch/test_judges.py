@@ -1,6 +1,7 @@
 """launch/judges.sh on nodes of eight GPUs: which judge each serves. vLLM is a stand-in."""
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -12,6 +13,10 @@ from pathlib import Path
 import pytest
 
 from runtime.cluster import ROOT
+from support.tables import table
+
+CASES = table(Path(__file__).with_name("cases.txt"))
+pytestmark = pytest.mark.slow
 
 # Serves /v1/models; the model `absent` ends at once, and `other` is one that nobody asked for.
 SERVER = """\
@@ -28,6 +33,8 @@ class Health(http.server.SimpleHTTPRequestHandler):
         self.wfile.write(b'{"id": "%s"}' % name.encode())
 http.server.HTTPServer((given["--host"], int(given["--port"])), Health).serve_forever()
 """
+# Ten ports for each node, of which no other worker of pytest and no node before has one.
+PORTS = itertools.count(5000 + 200 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), 10)
 RLVR = "genrm models/a 8 --max-model-len 60000\n\ngeneral models/b 8\nsafety models/c 1\n"
 
 
@@ -41,15 +48,11 @@ def node(folder: Path, rank: int, judges: str, gpus: int | str = 8, **variables:
     (folder / "python").chmod(0o755)
     given = {"JUDGES": judges, "SLURM_PROCID": rank, "SLURM_GPUS_ON_NODE": gpus}
     given |= {"JUDGES_FILE": folder / "judges", "NODE_IP": "127.0.0.1", "JUDGE_SECONDS": 30}
-    given |= {"GRPO_PYTHON": folder / "python", "JUDGE_PORT": 5000 + 20 * rank}
-    process = subprocess.Popen(
-        ["bash", "launch/judges.sh", str(folder)],
-        cwd=ROOT,
-        env=os.environ | {name: str(value) for name, value in (given | variables).items()},
-        stdout=(folder / "told").open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    given |= {"GRPO_PYTHON": folder / "python", "JUDGE_PORT": next(PORTS)}
+    env = os.environ | {name: str(value) for name, value in (given | variables).items()}
+    how = {"cwd": ROOT, "env": env, "stderr": subprocess.STDOUT, "start_new_session": True}
+    command = ["bash", "launch/judges.sh", str(folder)]
+    process = subprocess.Popen(command, stdout=(folder / "told").open("w"), **how)
     try:
         yield process
     finally:
@@ -72,12 +75,10 @@ def served(folder: Path, rank: int, count: int, judges: str = RLVR, gpus: int | 
     return Counter(name for name, _ in words)
 
 
-@pytest.mark.parametrize(
-    ("rank", "expected"),
-    [(0, {"genrm": 1}), (1, {"general": 1}), (2, {"safety": 8}), (3, {"genrm": 1})],
-)
-def test_nodes_take_the_judges_in_turn(tmp_path, rank, expected):
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_nodes_take_the_judges_in_turn(tmp_path, rank):
     """Five nodes of RLVR: two serve GenRM, two the general judge, one eight copies of safety."""
+    expected = [{"genrm": 1}, {"general": 1}, {"safety": 8}, {"genrm": 1}][rank]
     assert served(tmp_path, rank, sum(expected.values())) == expected
 
 
@@ -86,16 +87,7 @@ def test_small_judges_share_a_node_and_one_without_gpus_is_served_once(tmp_path)
     assert served(tmp_path, 0, 4, judges) == {"a": 2, "b": 1, "c": 1}
 
 
-@pytest.mark.parametrize(
-    ("judges", "expected"),
-    [
-        ("good models/a 4\nabsent models/none 4", "judge absent"),
-        ("other models/a 8", "judge other"),
-        ("large models/a 16", "large"),
-        ("nothing", "nothing"),
-        (" \n", "JUDGES"),
-    ],
-)
+@pytest.mark.parametrize(("judges", "expected"), CASES["judges"])
 def test_a_judge_that_cannot_be_served_ends_the_node(tmp_path, judges, expected):
     with node(tmp_path, 0, judges, JUDGE_SECONDS="8") as process:
         assert process.wait(60)

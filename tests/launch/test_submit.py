@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import spelling_rows, write_rows
 
+from support.tables import table
+
+CASES = table(Path(__file__).with_name("cases.txt"))
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(ROOT / "launch").rglob("*.sh"), *(ROOT / "launch").rglob("*.sbatch")])
 PROFILES = """
@@ -59,16 +62,9 @@ def test_scripts_are_clean(script):
 def given(tmp_path):
     """The variables of a run that could be submitted."""
     rows = write_rows(tmp_path / "rows.jsonl", spelling_rows(4))
-    return {
-        "EXP_NAME": "one",
-        "CONFIG_PATH": "configs/tiny.py",
-        "MODEL_PATH": "models/tiny",
-        "TRAIN_PATH": rows,
-        "VAL_PATH": rows,
-        "SLURM_PARTITION": "batch",
-        "SLURM_ACCOUNT": "me",
-        "GRPO_PYTHON": sys.executable,
-    }
+    of_job = {"EXP_NAME": "one", "SLURM_PARTITION": "batch", "SLURM_ACCOUNT": "me"}
+    of_job |= {"CONFIG_PATH": "configs/tiny.py", "MODEL_PATH": "models/tiny"}
+    return of_job | {"TRAIN_PATH": rows, "VAL_PATH": rows, "GRPO_PYTHON": sys.executable}
 
 
 def submit(variables: dict[str, str], *flags: str) -> subprocess.CompletedProcess:
@@ -79,23 +75,7 @@ def submit(variables: dict[str, str], *flags: str) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize(
-    ("changes", "flags", "told"),
-    [
-        (
-            {"EXP_NAME": "", "TRAIN_PATH": "", "SLURM_ACCOUNT": ""},
-            (),
-            "these variables are missing: EXP_NAME TRAIN_PATH SLURM_ACCOUNT",
-        ),
-        ({"JUDGE_NODES": "2", "EXP_NAME": ""}, (), "these variables are missing: EXP_NAME JUDGES"),
-        ({}, ("--jobs", "no"), "JOBS = 'no': expected how many jobs follow each other"),
-        ({"EXP_NAME": "a b"}, (), "EXP_NAME = 'a b': expected letters, digits"),
-        ({"TRAIN_PATH": "no.jsonl"}, (), "TRAIN_PATH = 'no.jsonl': expected a file that can be"),
-        ({"CONTAINER": "/no.sqsh"}, (), "CONTAINER = '/no.sqsh': it is not there"),
-        ({}, ("--run_dir", "runs/{time}"), "run_dir has {time}: each job would begin anew"),
-        ({}, ("--profile", "no"), "no profile 'no': expected one of cluster, short"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "flags", "told"), CASES["submit"])
 def test_what_is_wrong_is_named_before_anything_is_submitted(given, tmp_path, changes, flags, told):
     (tmp_path / "env.toml").write_text(PROFILES)
     done = submit(given | {"GRPO_ENV_FILE": str(tmp_path / "env.toml")} | changes, *flags)
@@ -140,7 +120,6 @@ def test_a_problem_of_the_dry_run_is_an_error(given, tiny_model):
 
 
 def variables(tmp_path: Path, name: str, **set_already: str) -> subprocess.CompletedProcess:
-    """What launch/profiles.py makes of a profile."""
     (tmp_path / "env.toml").write_text(PROFILES)
     env = os.environ | {"NEMOTRON_ENV_FILE": str(tmp_path / "env.toml")} | set_already
     command = [sys.executable, "launch/profiles.py", name]
@@ -161,18 +140,7 @@ def test_a_profile_becomes_variables_and_those_that_are_set_win(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("none", "no profile 'none': expected one of cluster, short, cloud, far, odd, a, b"),
-        ("wandb", "no profile 'wandb'"),
-        ("cloud", "executor = 'lepton': expected one of local, slurm"),
-        ("default", "no profile 'default'"),
-        ("far", "tunnel = 'ssh': submit on a machine that has sbatch"),
-        ("odd", "env.toml has walltime: expected executor, account"),
-        ("a", "profiles extend each other in a circle: a -> b -> a"),
-    ],
-)
+@pytest.mark.parametrize(("name", "told"), CASES["profiles"])
 def test_a_profile_that_cannot_be_used_is_named(tmp_path, name, told):
     done = variables(tmp_path, name)
     assert done.returncode == 1 and done.stderr.startswith(f"error: {told}")

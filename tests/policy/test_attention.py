@@ -10,15 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from torch.nn.attention.varlen import varlen_attn
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen3Config,
-)
 
 from policy import attention
 from policy.fsdp import FSDPPolicy
@@ -28,11 +21,11 @@ from support.tiny_models import SHAPE, make
 SEEN = SHAPE | {"num_hidden_layers": 2, "initializer_range": 0.2}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 101, "initializer_range": 0.2}
 FAMILIES = {
-    "grouped heads": Qwen3Config(**SEEN),
-    "as many keys": LlamaConfig(**SEEN | {"num_key_value_heads": 4}),
-    "a window": MistralConfig(**SEEN, sliding_window=4),
-    "a scale": GraniteConfig(**SEEN, attention_multiplier=0.7),
-    "learned positions": GPT2Config(**GPT2),
+    "grouped heads": transformers.Qwen3Config(**SEEN),
+    "as many keys": transformers.LlamaConfig(**SEEN | {"num_key_value_heads": 4}),
+    "a window": transformers.MistralConfig(**SEEN, sliding_window=4),
+    "a scale": transformers.GraniteConfig(**SEEN, attention_multiplier=0.7),
+    "learned positions": transformers.GPT2Config(**GPT2),
 }
 LENGTHS = (9, 1, 17, 6)
 POSITIONS_1T = torch.cat([torch.arange(n) for n in LENGTHS])[None]
@@ -53,10 +46,8 @@ def stand_in(*args, **kwargs):
         places = torch.arange(last - first)
         back = places[:, None] - places  # from a query to a key
         seen = (back >= -after) & ((back <= before) | (before < 0))
-        scale = given["scale"]
-        out = F.scaled_dot_product_attention(
-            *(q, k, v), attn_mask=seen, scale=scale, enable_gqa=given["enable_gqa"]
-        )
+        same = {name: given[name] for name in ("scale", "enable_gqa")}
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, **same)
         parts.append(out.transpose(0, 1))
     return torch.cat(parts)
 
@@ -72,7 +63,7 @@ def model(name: str, implementation: str):
     torch.manual_seed(0)
     config = type(FAMILIES[name])(**FAMILIES[name].to_dict())
     how = {"attn_implementation": implementation, "dtype": torch.float32}
-    return AutoModelForCausalLM.from_config(config, **how).eval()
+    return transformers.AutoModelForCausalLM.from_config(config, **how).eval()
 
 
 def test_positions_become_the_ends_of_sequences():
@@ -122,9 +113,8 @@ def test_the_kernel_takes_what_it_is_given(monkeypatch):
     """torch's own operator on tensors without data: its schema, its shapes, its backward."""
     monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
     T = sum(LENGTHS)
-    q, k, v = (
-        torch.empty(1, heads, T, 8, device="meta", requires_grad=True) for heads in (4, 2, 2)
-    )
+    like = {"device": "meta", "requires_grad": True}
+    q, k, v = (torch.empty(1, heads, T, 8, **like) for heads in (4, 2, 2))
     given = {"position_ids": POSITIONS_1T, "scaling": 0.5, "sliding_window": 3, "dropout": 0.0}
     out, weights = attention.varlen(torch.nn.Identity(), q, k, v, None, **given)
     assert out.shape == (1, T, 4, 8) and weights is None
@@ -132,43 +122,37 @@ def test_the_kernel_takes_what_it_is_given(monkeypatch):
     assert (q.grad.shape, k.grad.shape, v.grad.shape) == (q.shape, k.shape, v.shape)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"position_ids": POSITIONS_1T, "softcap": 50.0},
-        {"position_ids": POSITIONS_1T, "s_aux": torch.ones(4)},
-    ],
-)
+@pytest.mark.parametrize("given", [None, {"softcap": 50.0}, {"s_aux": torch.ones(4)}])
 def test_what_the_kernel_does_not_do_is_refused(given):
+    """Rows whose places are unknown, a soft cap, and sinks."""
+    given = {} if given is None else {"position_ids": POSITIONS_1T} | given
     with pytest.raises(ValueError, match=r"Identity: policy\.attention = 'varlen' needs .*'eager'"):
         attention.varlen(torch.nn.Identity(), *[torch.ones(1, 1, 1, 1)] * 3, None, **given)
 
 
+@pytest.fixture
+def one_rank():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_policy_trains_with_it_and_exports_a_model_that_does_not_name_it(tiny_model, tmp_path):
     """With recomputed layers: torch asks for their attention twice."""
     folder = make("qwen3", tmp_path / "model", tiny_model)
-    row = SimpleNamespace(
-        tokens_T=torch.randint(1, 101, (33,)),
-        positions_T=POSITIONS_1T[0],
-        mask_T=POSITIONS_1T[0] > 0,
-    )
+    tokens_T, places_T = torch.randint(1, 101, (33,)), POSITIONS_1T[0]
+    row = SimpleNamespace(tokens_T=tokens_T, positions_T=places_T, mask_T=places_T > 0)
     row.to = lambda device: row
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        found = {}
-        for name in ("varlen", "sdpa"):
-            policy = FSDPPolicy(folder, PolicySettings(attention=name), temperature=1.0)
-            CALLS.clear()
-            policy.forward_backward([row], lambda logp_T, _: (logp_T.sum(), None))
-            found[name] = (
-                policy.logprobs([row])[0],
-                policy.optimizer_step()["grad_norm"],
-                len(CALLS),
-            )
-            policy.export_hf(str(tmp_path / name))()
-    finally:
-        dist.destroy_process_group()
+    found = {}
+    for name in ("varlen", "sdpa"):
+        policy = FSDPPolicy(folder, PolicySettings(attention=name), temperature=1.0)
+        CALLS.clear()
+        policy.forward_backward([row], lambda logp_T, _: (logp_T.sum(), None))
+        (logp_T,) = policy.logprobs([row])
+        found[name] = logp_T, policy.optimizer_step()["grad_norm"], len(CALLS)
+        policy.export_hf(str(tmp_path / name))()
     (ours, norm, calls), (theirs, expected, others) = found.values()
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert norm == pytest.approx(expected, rel=1e-4)
@@ -176,6 +160,7 @@ def test_a_policy_trains_with_it_and_exports_a_model_that_does_not_name_it(tiny_
     assert "varlen" not in (tmp_path / "varlen/config.json").read_text()
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("chosen", ["varlen", "sdpa"])
 def test_what_is_chosen_for_auto_reaches_the_model(chosen, tiny_model, tmp_path, monkeypatch):
     folder = make("qwen3", tmp_path / "model", tiny_model)
@@ -186,11 +171,7 @@ def test_what_is_chosen_for_auto_reaches_the_model(chosen, tiny_model, tmp_path,
         return chosen
 
     monkeypatch.setattr(attention, "implementation", choose)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        policy = FSDPPolicy(folder, PolicySettings(attention="auto"), temperature=1.0)
-    finally:
-        dist.destroy_process_group()
+    policy = FSDPPolicy(folder, PolicySettings(attention="auto"), temperature=1.0)
     assert asked == ["auto"] and policy.lm.config._attn_implementation == chosen
     assert bool(CALLS) == (chosen == "varlen")  # by the comparison that every policy begins with
 

@@ -25,18 +25,9 @@ from policy.logprobs import TokenLogprobs
 from settings.network import PolicySettings
 
 VOCAB, TEMPERATURE = 96, 0.7
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.08,
-    "tie_word_embeddings": False,
-}
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"max_position_embeddings": 128, "initializer_range": 0.08, "tie_word_embeddings": False}
 GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 FAMILIES = {
     "qwen3": (transformers.Qwen3ForCausalLM, SIZES),
@@ -88,18 +79,11 @@ def loss_fn(logp_T: Tensor, row: Row) -> tuple[Tensor, dict]:
     return loss, {"tokens": int(row.mask_T.sum())}
 
 
-def opened(
-    model: Path, temperature: float = TEMPERATURE, trainable: bool = True, **changes
-) -> FSDPPolicy:
+def opened(model: Path, temperature=TEMPERATURE, trainable=True, **changes) -> FSDPPolicy:
     """The policy of a folder, with settings that suit a tiny model."""
-    usual = {
-        "activation_checkpointing": False,
-        "lr": 1e-3,
-        "warmup_steps": 2,
-        "warmup_lr": 5e-4,
-        "weight_decay": 0.01,
-    }
-    return FSDPPolicy(str(model), PolicySettings(**usual | changes), temperature, trainable)
+    usual = {"lr": 1e-3, "warmup_steps": 2, "warmup_lr": 5e-4, "weight_decay": 0.01}
+    settings = PolicySettings(**{"activation_checkpointing": False} | usual | changes)
+    return FSDPPolicy(str(model), settings, temperature, trainable)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,8 +121,7 @@ def checkpoint(tmp_path_factory):
 
 def gradients(policy: FSDPPolicy) -> dict[str, Tensor]:
     """Whole gradients by checkpoint name; the policy's own are dropped."""
-    named = policy.lm.named_parameters()
-    grads = {name: p.grad.full_tensor().clone() for name, p in named}
+    grads = {name: p.grad.full_tensor().clone() for name, p in policy.lm.named_parameters()}
     policy.optimizer.zero_grad()
     return grads
 
@@ -182,10 +165,8 @@ def test_token_logprobs_match_autograd_in_float64(chunk, temperature):
     logp_N = TokenLogprobs.apply(hidden_NH, weight_VH, target_N, temperature, chunk)
     expected_N = naive(hidden_NH, weight_VH, target_N, temperature)
     torch.testing.assert_close(logp_N, expected_N, rtol=1e-12, atol=1e-12)
-    torch.autograd.gradcheck(
-        lambda h, w: TokenLogprobs.apply(h, w, target_N, temperature, chunk),
-        (hidden_NH, weight_VH),
-    )
+    logprobs_of = lambda h, w: TokenLogprobs.apply(h, w, target_N, temperature, chunk)  # noqa: E731
+    torch.autograd.gradcheck(logprobs_of, (hidden_NH, weight_VH))
 
 
 def test_token_logprobs_of_huge_logits_stay_finite():
@@ -420,10 +401,10 @@ def test_save_and_load_continue_bitwise(checkpoint, tmp_path):
     assert resumed.updates == policy.updates == 2
 
 
-@pytest.mark.parametrize(
-    ("family", "part"),
-    [("mamba", "position_ids"), ("gemma2", "head"), ("granite", "head")],
-)
+UNFIT = [("mamba", "position_ids"), ("gemma2", "head"), ("granite", "head")]
+
+
+@pytest.mark.parametrize(("family", "part"), UNFIT)
 def test_what_cannot_be_packed_or_chunked_is_refused(family, part, checkpoint):
     with pytest.raises(RuntimeError, match=f"ForCausalLM.*{part}"):
         opened(checkpoint(family), attention="eager")
@@ -442,13 +423,11 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(lost, checkpoint, tmp_path)
 
 def rows_of(rank: int, world: int) -> list[Row]:
     """Two rows a step on each rank: with two ranks, the last has nothing but padding."""
-    packed = [pack(*SEQUENCES[:3]), pack(*SEQUENCES[3:])]
-    return packed if rank == 0 else [EMPTY, EMPTY][: len(packed)]
+    return [EMPTY, EMPTY] if rank else [pack(*SEQUENCES[:3]), pack(*SEQUENCES[3:])]
 
 
 def split_rows(rank: int, world: int) -> list[Row]:
-    rows = [pack(*SEQUENCES[:2]), SEQUENCES[2], pack(*SEQUENCES[3:]), EMPTY]
-    return rows[rank::world]
+    return [pack(*SEQUENCES[:2]), SEQUENCES[2], pack(*SEQUENCES[3:]), EMPTY][rank::world]
 
 
 def train(policy: FSDPPolicy, rank: int, world: int) -> list[dict]:
@@ -509,9 +488,8 @@ def test_two_ranks_train_as_one(checkpoint, tmp_path):
         assert_same(ours["resumed"], ours["fourth"], 0)
         assert_same(load_file(tmp_path / "export" / "model.safetensors"), last, 0)
         assert ours["metas"] == policy.weight_metas()
-        torch.testing.assert_close(
-            ours["logprobs"][0], policy.logprobs([pack(*SEQUENCES)])[0], rtol=0, atol=1e-4
-        )
+        (logp_T,) = policy.logprobs([pack(*SEQUENCES)])
+        torch.testing.assert_close(ours["logprobs"][0], logp_T, rtol=0, atol=1e-4)
     policy.load(f"{tmp_path}/saved")  # one rank reads what two wrote
     assert_same(weights(policy), seen[0]["history"][2]["weights"], 0)
     assert policy.updates == 3

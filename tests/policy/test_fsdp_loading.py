@@ -13,18 +13,12 @@ from torch.multiprocessing import spawn
 from policy.fsdp import FSDPPolicy
 from settings.network import PolicySettings
 
-SIZES = {
-    "vocab_size": 97,  # as many rows as no number of ranks divides
-    "hidden_size": 36,
-    "intermediate_size": 60,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-}
+ROWS = {"vocab_size": 97}  # no number of ranks divides them
+SIZES = ROWS | {"hidden_size": 36, "intermediate_size": 60, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}
 WORLDS = (4, 2)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-GPT2_SIZES = {"vocab_size": 97, "n_embd": 36, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2_SIZES = ROWS | {"n_embd": 36, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
 
 class Counted:

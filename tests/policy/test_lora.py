@@ -16,7 +16,7 @@ from torch.multiprocessing import spawn
 from transformers.pytorch_utils import Conv1D
 
 import policy.fsdp
-from policy import open_policy
+from policy.factory import open_policy
 from policy.fsdp import FSDPPolicy
 from settings.network import PolicySettings
 
@@ -170,9 +170,8 @@ def test_the_reference_is_the_model_below_the_adapters(checkpoint):
     (base_T,) = reference.logprobs([row])
     assert torch.equal(base_T, start_T) and not torch.equal(moved_T, start_T)
     assert torch.equal(trained.logprobs([row])[0], moved_T)  # and it trains on
-    whole = open_policy(
-        str(checkpoint("qwen3")), PolicySettings(), reference_of=opened(checkpoint("qwen3"))
-    )
+    plain = opened(checkpoint("qwen3"))
+    whole = open_policy(str(checkpoint("qwen3")), PolicySettings(), reference_of=plain)
     assert not any(p.requires_grad for p in whole.model.parameters())
     assert torch.equal(whole.logprobs([row])[0], start_T)
 
@@ -186,10 +185,8 @@ def test_bf16_compute_keeps_float32_adapters(checkpoint, monkeypatch):
     rounded = opened(checkpoint("qwen3_tied"), lora_rank=RANK)
     for each in (exact, rounded):
         each.forward_backward([pack(*SEQUENCES)], loss_fn)
-    grads = [
-        {name: p.grad.full_tensor() for name, p in each._trained().items()}
-        for each in (rounded, exact)
-    ]
+    trained = [each._trained().items() for each in (rounded, exact)]
+    grads = [{name: p.grad.full_tensor() for name, p in named} for named in trained]
     assert all(grad.dtype == torch.float32 for grad in grads[0].values())
     assert_same(*grads, 0.05)
 

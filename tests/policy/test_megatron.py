@@ -35,11 +35,12 @@ LAYOUTS = {
 OVERLAP = {"ddp": {"overlap_param_gather": True, "overlap_grad_reduce": True}}
 STEPS = {"apart": {}, "overlapped": {"megatron": OVERLAP}}  # what two replicas send, and compute
 ROWS = 2
+SMOKE = "tp2"
 
 
 @pytest.fixture(scope="module")
-def measured(models, tmp_path_factory):
-    """What each layout computes, by family."""
+def measured(models, tmp_path_factory, request):
+    """What each layout computes, by family; one layout alone if no test of another one runs."""
     folder = tmp_path_factory.mktemp("layouts")
     jobs = [
         {"name": name, "world": world, "layout": layout, "models": families, "work": "measure"}
@@ -50,21 +51,21 @@ def measured(models, tmp_path_factory):
         | {"steps": [1, 3, 2]}
         for name, layout in STEPS.items()
     ]
+    here = [item for item in request.session.items if item.path == request.path]
+    if all(item.get_closest_marker("smoke") for item in here):
+        jobs = [job for job in jobs if job["name"] == SMOKE]
     jobs.sort(key=lambda job: {2: 0, 1: 1, 4: 2}[job["world"]])
     for job in jobs:
         job |= {"rows": ROWS, "models": [models[family] for family in job["models"]]}
-    compute(jobs, folder)
-    found = {}
-
-    def of(name: str) -> dict:
-        if name not in found:
-            found[name] = torch.load(folder / f"{name}.pt", weights_only=False)
-        return found[name]
-
-    return of
+    return compute(jobs, folder)
 
 
 CASES = [(name, family) for name, (_, _, families) in LAYOUTS.items() for family in families]
+
+
+def marked(cases: list) -> list:
+    """The same, where those of one layout are smoke tests."""
+    return [pytest.param(*c, marks=[pytest.mark.smoke] * (c[0] == SMOKE)) for c in cases]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def sequences(row) -> list[torch.Tensor]:
     return list(row.tokens_T.split(torch.bincount(row.seq_T).tolist()))
 
 
-@pytest.mark.parametrize(("name", "family"), CASES)
+@pytest.mark.parametrize(("name", "family"), marked(CASES))
 def test_logits_equal_transformers(name, family, measured, references):
     logits = measured(name)[family]["logits"]
     limit = 1e-3 if family in MAMBA else 1e-5
@@ -99,7 +100,7 @@ def test_logits_equal_transformers(name, family, measured, references):
         assert (ours - theirs).abs().max() < limit
 
 
-@pytest.mark.parametrize(("name", "family"), CASES)
+@pytest.mark.parametrize(("name", "family"), marked(CASES))
 def test_hf_to_megatron_to_hf_is_bitwise(name, family, measured, models):
     found, original = measured(name)[family], load_file(f"{models[family]}/model.safetensors")
     assert found["before"].keys() == original.keys()
@@ -108,9 +109,9 @@ def test_hf_to_megatron_to_hf_is_bitwise(name, family, measured, models):
     assert found["metas"] == shapes
 
 
-@pytest.mark.parametrize(("name", "family"), CASES)
+@pytest.mark.parametrize(("name", "family"), marked(CASES))
 def test_weights_travel_among_their_owners_only(name, family, measured):
-    """A stage's layers, or a layer's experts, at once; who has nothing of its own does nothing."""
+    """A stage's layers, or a layer's experts, at once; a rank without its own sends nothing."""
     moved, before = measured(name)[family]["moved"], measured(name)[family]["before"]
     assert not any("broadcast" in of_rank for of_rank in moved)
     sent = [of_rank.get("send", []) for of_rank in moved]
@@ -149,7 +150,7 @@ def fsdp(models, tmp_path_factory):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("name", "family"), [case for case in CASES if case[1] not in MAMBA])
+@pytest.mark.parametrize(("name", "family"), marked([c for c in CASES if c[1] not in MAMBA]))
 def test_one_step_is_that_of_fsdp(name, family, measured, fsdp):
     found, (total, step, weights) = measured(name)[family], fsdp(family)
     assert found["total"].keys() == total.keys()
@@ -230,9 +231,8 @@ def test_tokens_of_untrained_samples_move_no_expert_bias(name, measured):
     biases = measured(name)["nemotron_moe"]["biases"]
     for key, before in biases["before"].items():
         assert torch.equal(biases["trains nothing"][key], before)
-        moved, expected = (
-            biases[kind][key] for kind in ("one sample trains nothing", "that sample is absent")
-        )
+        kinds = ("one sample trains nothing", "that sample is absent")
+        moved, expected = (biases[kind][key] for kind in kinds)
         assert torch.equal(moved, expected) and not torch.equal(moved, before)
 
 

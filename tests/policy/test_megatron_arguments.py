@@ -1,6 +1,6 @@
 """policy/megatron/arguments.py as data: what a run sets, what its configuration sets after it.
 
-That AdamW can be told to be precision-aware is Transformer Engine's to prove, on a GPU.
+That AdamW takes the precision-aware arguments shows on a GPU alone, with Transformer Engine.
 """
 
 import dataclasses
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from runtime import preflight
-from settings.network import OWN_MEGATRON_ARGS, PolicySettings
+from settings.contradictions import OWN_MEGATRON_ARGS
+from settings.network import PolicySettings
 
 pytestmark = pytest.mark.slow  # Megatron takes seconds to import
 FIELDS = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
@@ -28,7 +29,7 @@ def configs(dtype=torch.float32, **megatron) -> dict:
 
 
 def values(made: dict) -> dict[str, dict]:
-    """The fields of each, but for its functions."""
+    """The fields of each, except its functions."""
     return {
         part: {f.name: v for f in dataclasses.fields(c) if not callable(v := getattr(c, f.name))}
         for part, c in made.items()
@@ -42,17 +43,17 @@ def test_without_them_gradients_are_float32_and_sums_no_means():
     assert (made["optimizer"].lr, made["optimizer"].bf16) == (2e-6, True)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"ddp": {"grad_reduce_in_fp32": False, "overlap_param_gather": True}},
-        {"model": {"moe_router_dtype": "fp64", "hidden_dropout": 0.1}},
-        {"optimizer": {"adam_beta2": 0.95, "adam_eps": 1e-15}},
-    ],
-)
-def test_they_are_merged_last_and_change_nothing_else(given):
-    usual = values(configs())
-    assert values(configs(**given)) == {part: usual[part] | given.get(part, {}) for part in usual}
+GIVEN = {
+    "ddp": {"grad_reduce_in_fp32": False, "overlap_param_gather": True},
+    "model": {"moe_router_dtype": "fp64", "hidden_dropout": 0.1},
+    "optimizer": {"adam_beta2": 0.95, "adam_eps": 1e-15},
+}
+
+
+@pytest.mark.parametrize("part", GIVEN)
+def test_they_are_merged_last_and_change_nothing_else(part):
+    usual, given = values(configs()), GIVEN[part]
+    assert values(configs(**{part: given})) == usual | {part: usual[part] | given}
 
 
 def test_types_are_text_in_a_configuration():

@@ -1,4 +1,4 @@
-"""Checkpoints and exports of policy/megatron: what a rank writes, and who goes on from it.
+"""Checkpoints and exports of policy/megatron: what a rank writes, and which layouts go on from it.
 
 The ranks of a layout are processes on gloo, as in test_megatron.py.
 """
@@ -36,9 +36,7 @@ JOBS = {  # in this order: layout, ranks, families, and what else is not as usua
     "fewer": (BOTH, 2, EXPERTS, {"work": "reload", "from": "two replicas"}),
     "one": ({}, 1, EXPERTS, {"work": "reload", "from": "two replicas"}),
 }
-RESUMED = [
-    (name, family) for name, job in JOBS.items() if "work" not in job[3] for family in job[2]
-]
+RESUMED = [(name, each) for name, job in JOBS.items() if "work" not in job[3] for each in job[2]]
 EXPORTED = [(name, family) for name, family in RESUMED if "bf16" not in name]
 UNTRAINED = [f"mtp.layers.{i}.norm.weight" for i in range(3)]
 
@@ -65,11 +63,7 @@ def found(models, tmp_path_factory):
         | {"models": [models[family] for family in families]}
         for name, (layout, world, families, other) in JOBS.items()
     ]  # fmt: skip
-    compute(jobs, folder)
-
-    def of(name: str) -> dict:
-        return torch.load(folder / f"{name}.pt", weights_only=False)
-
+    of = compute(jobs, folder)
     of.folder = folder
     return of
 
@@ -134,25 +128,22 @@ def test_gradients_in_bf16_are_those_of_float32_but_for_rounding(found):
     halves, whole = (found(name)["nemotron_dense"] for name in (HALVES, "bf16"))
     norms = [of["step"]["grad_norm"] for of in (halves, whole)]
     assert norms[0] != norms[1] and norms[0] == pytest.approx(norms[1], rel=0.01)
-    moved = [
-        torch.cat(
-            [(of["after"][key] - old).float().flatten() for key, old in of["weights"].items()]
-        )
-        for of in (halves, whole)
-    ]
-    assert torch.cosine_similarity(*moved, dim=0) > 0.9
+
+    def moved(of: dict) -> torch.Tensor:
+        steps = [of["after"][key] - old for key, old in of["weights"].items()]
+        return torch.cat([step.float().flatten() for step in steps])
+
+    assert torch.cosine_similarity(moved(halves), moved(whole), dim=0) > 0.9
 
 
 @pytest.mark.parametrize(
-    ("name", "refused"),
-    [
-        ("of float32", "grad_reduce_in_fp32 = False, not True: set that, or"),
-        ("in buckets", "overlap_grad_reduce = False, not True: set that, or"),
-    ],
+    ("name", "field"),
+    [("of float32", "grad_reduce_in_fp32"), ("in buckets", "overlap_grad_reduce")],
 )
-def test_gradients_of_another_type_or_in_buckets_are_refused(name, refused, found):
+def test_gradients_of_another_type_or_in_buckets_are_refused(name, field, found):
     told = found(name)["nemotron_dense"]["refused"]
-    assert f"was saved with policy.megatron.ddp.{refused} set model to" in told
+    saved = f"was saved with policy.megatron.ddp.{field} = False, not True"
+    assert f"{saved}: set that, or set model to" in told
 
 
 def test_what_says_that_a_checkpoint_is_there_is_written_last(found):

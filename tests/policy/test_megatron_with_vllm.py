@@ -48,22 +48,14 @@ LOADED = ["qwen3_moe", "nemotron_moe", "qwen3", "nemotron_dense"]
 @pytest.fixture(scope="module")
 def scripts(models):
     """What two programs print that hold an engine each, by name; they start together."""
-    env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests"}
-    env |= {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    wanted = {
-        "routing_replay": [models["qwen3_moe"]],
-        "vllm_loads_export": [models[f] for f in LOADED],
-    }
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, "-W", "ignore", f"tests/support/{name}.py", *args],
-            cwd=ROOT,
-            env=env,
-            **pipes,
-        )
-        for name, args in wanted.items()
-    }
+    path = {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
+    given = {"cwd": ROOT, "env": os.environ | path, "text": True}
+    given |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = {}
+    for name, families in {"routing_replay": LOADED[:1], "vllm_loads_export": LOADED}.items():
+        command = [sys.executable, "-W", "ignore", f"tests/support/{name}.py"]
+        command += [models[family] for family in families]
+        running[name] = subprocess.Popen(command, **given)
 
     def printed(name: str) -> dict:
         output, errors = running[name].communicate(timeout=300)

@@ -8,7 +8,8 @@ import vllm.distributed
 from torch import nn
 from vllm.model_executor.models.utils import WeightsMapper
 
-from policy.proof import ROUNDING, Proof, row_digests, value_digests, vectors
+from policy.proof import ROUNDING, Proof, value_digests, vectors
+from policy.weight_sync import row_digests
 from support.host_waits import HostWaits
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -97,12 +98,12 @@ def stacked(monkeypatch):
 
 
 @pytest.mark.parametrize("mapper", [None, WeightsMapper()])
-def test_a_stack_that_the_model_makes_by_itself_is_unproven_and_not_refused(stacked, mapper):
+def test_a_stack_that_the_model_makes_by_itself_is_unverified_and_not_refused(stacked, mapper):
     proof = Proof(stacked(mapper))
     for name in ("gate_proj.weight", "up_proj.weight"):
         proof.add(name, torch.randn(3, 4))
     proof.check()
-    assert proof.unproven >= {"gate_proj.weight", "up_proj.weight"}
+    assert proof.unverified >= {"gate_proj.weight", "up_proj.weight"}
 
 
 def test_rows_that_are_missing_or_other_are_refused_where_all_places_are_known(stacked):
@@ -162,7 +163,7 @@ def verdict(model: nn.Module, sent: dict) -> str:
         proof.check()
     except RuntimeError as error:
         return str(error)
-    return ", ".join(sorted(proof.unproven))
+    return ", ".join(sorted(proof.unverified))
 
 
 def test_experts_are_compared_by_values_and_by_places(experts):
@@ -181,16 +182,15 @@ def test_experts_are_compared_by_values_and_by_places(experts):
     held = layer_of.w13_weight
     layer_of.w13_weight = nn.Parameter(held.detach().transpose(1, 2).contiguous())
     proof.check()
-    assert proof.unproven == {f"the order in {layer}.w13_weight"}, "as of a transposed one"
+    assert proof.unverified == {f"the order in {layer}.w13_weight"}, "as of a transposed one"
     layer_of.w13_weight = held
     both = {one.replace("down", kind): sent[one.replace("down", kind)] for kind in ("gate", "up")}
     places = dict(zip(both, reversed(both.values()), strict=True))
     message = f"{layer}.w13_weight does not hold expert 3 as it was sent"
     assert verdict(model, sent | places) == message
     fewer = {name: tensor for name, tensor in sent.items() if "experts.5.up" not in name}
-    assert (
-        verdict(model, fewer) == f"the weight update does not write expert 5 of {layer}.w13_weight"
-    )
+    message = f"the weight update does not write expert 5 of {layer}.w13_weight"
+    assert verdict(model, fewer) == message
 
 
 def test_a_proof_waits_for_no_device_but_once(experts):

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from policy import WeightMeta, weight_sync
+from policy import OWNER, WeightMeta, receiver, weight_sync
+from policy.receiver import WeightReceiver
 from runtime.cluster import ROOT
 from settings.run import Timeouts
 from support.host_waits import HostWaits
@@ -68,10 +69,10 @@ class Weights:
         self.tensors, self.given, self.gathered = tensors, given or tensors, []
 
     def weight_metas(self) -> list[WeightMeta]:
-        return [
-            WeightMeta(n, tuple(t.shape), str(t.dtype).split(".")[1])
-            for n, t in self.tensors.items()
-        ]
+        of = {
+            name: (tuple(t.shape), str(t.dtype).split(".")[1]) for name, t in self.tensors.items()
+        }
+        return [WeightMeta(name, *form) for name, form in of.items()]
 
     def named_weights(self):
         for name, tensor in self.given.items():
@@ -99,7 +100,7 @@ def test_what_arrives_is_what_was_sent(monkeypatch, limit, staged):
     with HostWaits() as waits:
         sent = sending.send(verify=True)
     assert waits.count == 1, "one number is read, whatever is sent"
-    receiver = weight_sync.WeightReceiver()
+    receiver = WeightReceiver()
     receiver.sync_wire = pickle.loads(pickle.dumps(sending.wire))  # as it reaches an engine
     incoming = iter(network.sent)
 
@@ -112,9 +113,8 @@ def test_what_arrives_is_what_was_sent(monkeypatch, limit, staged):
     assert weight_sync.checksum(digests) == sent != 0
     assert list(arrived) == list(tensors)
     assert all(torch.equal(arrived[name], tensors[name]) for name in tensors)
-    assert len(network.sent) == (
-        1 if limit > 1 << 10 else len(list(weight_sync.buckets(sending.metas)))
-    )
+    buckets = len(list(weight_sync.buckets(sending.metas)))
+    assert len(network.sent) == buckets and (limit < 1 << 10 or buckets == 1)
 
 
 def test_a_second_update_gathers_again():
@@ -188,7 +188,7 @@ def test_both_sides_meet_at_a_store(monkeypatch):
     tensors = weights()
     sending = sender(Weights(tensors))
     monkeypatch.setattr(weight_sync.Sender, "joined", None)
-    receiver = weight_sync.WeightReceiver()
+    receiver = WeightReceiver()
     receiver.available_kv_cache_memory_bytes = 7.0
     receiver.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     wire = pickle.dumps(sending.wire)
@@ -203,7 +203,7 @@ def test_both_sides_meet_at_a_store(monkeypatch):
 
 WORKER = """
 import os, threading
-from policy.weight_sync import WeightReceiver
+from policy.receiver import WeightReceiver
 WeightReceiver()
 print("watches", os.getpid(), sep="\\n", flush=True)
 threading.Event().wait()
@@ -225,8 +225,8 @@ time.sleep(60)
 
 @pytest.mark.slow
 def test_an_engine_s_processes_end_with_the_actor_around_them():
-    """That is killed and so tells nobody; the others wait, as for a kernel, or for each other."""
-    family = FAMILY % weight_sync.OWNER
+    """A killed actor can tell none of them; they wait, as for a kernel, or for each other."""
+    family = FAMILY % OWNER
     command = [sys.executable, "-c", family, "actor", family, "engine", WORKER]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as actor:
         try:
@@ -246,15 +246,15 @@ def test_a_hidden_process_of_another_user_keeps_no_engine_from_starting(monkeypa
 
     monkeypatch.setattr(psutil.Process, "parent", hidden)
     monkeypatch.setattr(threading, "Thread", mock.Mock())
-    weight_sync.end_with(os.getppid())
+    receiver.end_with(os.getppid())
 
 
 def test_outside_an_engine_nothing_is_watched(monkeypatch):
-    monkeypatch.setattr(weight_sync, "end_with", None)
-    monkeypatch.delenv(weight_sync.OWNER, raising=False)
-    weight_sync.WeightReceiver()
-    monkeypatch.setenv(weight_sync.OWNER, str(os.getpid()))
-    weight_sync.WeightReceiver()
+    monkeypatch.setattr(receiver, "end_with", None)
+    monkeypatch.delenv(OWNER, raising=False)
+    WeightReceiver()
+    monkeypatch.setenv(OWNER, str(os.getpid()))
+    WeightReceiver()
 
 
 def test_a_checksum_sees_a_flipped_bit_and_swapped_bytes_and_buckets():

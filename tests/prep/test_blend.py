@@ -11,11 +11,14 @@ import pytest
 from conftest import write_rows
 
 import data_prep
-import envs
+from envs import registry
 from prep import files
 from prep.placeholders import bare
-from settings.reader import InputError
+from settings.errors import InputError
 from support.blends import DAPO, math_row, placeholder, placeholders, released, write_sources
+from support.tables import gives, table
+
+CASES = table(Path(__file__).with_name("cases.txt"))
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def served(monkeypatch):
 
     def serve(rows: list[dict]) -> None:
         names = {row["agent_ref"]["name"] for row in rows}
-        monkeypatch.setattr(envs, "agents", lambda: dict.fromkeys(names, "math"))
+        monkeypatch.setattr(registry, "agents", lambda: dict.fromkeys(names, "math"))
 
     return serve
 
@@ -81,23 +84,18 @@ def test_placeholders_of_every_form_are_filled(blend, tmp_path):
     rows = read(folder / "train-split.jsonl")
     asked = [row["responses_create_params"]["input"][0]["content"] for row in rows]
     boxed = "Put the answer into \\boxed{}."
-    assert asked == [
-        f"{boxed}\n\nDAPO 17?",
-        f"\n\nDAPO 3?\n\n{boxed}",
-        "Answer this: DAPO 8? Thank you.",
-        "Solve Sky 19?, boxed.",
-        "Boxed, please: Sky 0?",
-    ]
+    of_dapo = [f"{boxed}\n\nDAPO 17?", f"\n\nDAPO 3?\n\n{boxed}", "Answer this: DAPO 8? Thank you."]
+    assert asked == [*of_dapo, "Solve Sky 19?, boxed.", "Boxed, please: Sky 0?"]
     assert [row["expected_answer"] for row in rows] == ["17", "3", "8", "19", "0"]
     assert [row["question"] for row in rows] == [*asked[:3], "Sky 19?", "Sky 0?"]
     assert all("_hf_placeholder" not in row and row["pass_rate"] == 0.5 for row in rows)
     manifest = json.loads((folder / "manifest.json").read_text())
-    files_of = sorted((sources / "DAPO-Math-17k/data").iterdir())
+    skywork = "Skywork/Skywork-OR1-RL-Data"
     assert manifest["placeholders"] == {
-        "BytedTsinghua-SIA/DAPO-Math-17k": [hash_of(path) for path in files_of],
-        "Skywork/Skywork-OR1-RL-Data": [
-            hash_of(sources / "Skywork/Skywork-OR1-RL-Data/data/math-0.parquet")
-        ],
+        "BytedTsinghua-SIA/DAPO-Math-17k": list(
+            map(hash_of, sorted(sources.glob("DAPO-*/data/*")))
+        ),
+        skywork: [hash_of(sources / skywork / "data/math-0.parquet")],
     }
 
 
@@ -105,13 +103,11 @@ def hash_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [("34", "34"), ('["34", "35"]', "34"), (["3"], "3"), ('{"a": 7}', "7"), ("[1, 2)", "[1, 2)")]
-    + [("[x]", "[x]"), (" 5 ", "5"), ("[]", ""), ("{1, 2}", "{1, 2}"), (5, "5")],
+test_of_an_answer_in_a_list_the_first_counts = gives(
+    bare,
+    *(("34", "34"), ('["34", "35"]', "34"), (["3"], "3"), ('{"a": 7}', "7"), (" 5 ", "5")),
+    *(("[1, 2)", "[1, 2)"), ("[x]", "[x]"), ("[]", ""), ("{1, 2}", "{1, 2}"), (5, "5")),
 )
-def test_of_an_answer_in_a_list_the_first_counts(answer, expected):
-    assert bare(answer) == expected
 
 
 def test_the_manifest_says_what_is_there(blend, tmp_path):
@@ -201,9 +197,8 @@ def test_each_file_of_a_folder_is_a_blend_and_only_some_may_be_asked_for(blend):
 
 
 def test_a_mixture_is_even_keeps_orders_and_ends_with_the_first_file(blend):
-    parts = {
-        name: [math_row(i, dataset=name) for i in range(n)] for name, n in (("a", 90), ("c", 50))
-    }
+    sizes = {"a": 90, "c": 50}
+    parts = {name: [math_row(i, dataset=name) for i in range(n)] for name, n in sizes.items()}
     spec = ("--mix", "a.jsonl:0.75,c.jsonl:0.25", "--val_holdout", "0")
     path = blend(parts, *spec) / "mix/train-split.jsonl"
     rows = read(path)
@@ -238,54 +233,10 @@ def test_rows_of_an_agent_of_nemo_gym_may_be_kept(blend):
 GOOD = math_row(1)
 
 
-@pytest.mark.parametrize(
-    ("rows", "words", "message"),
-    [
-        (
-            [GOOD, GOOD | {"agent_ref": {"name": "nobody"}}],
-            (),
-            r"in/b.jsonl:2: agent_ref.name is 'nobody', expected one of: .*--leave_out nobody",
-        ),
-        ([GOOD | {"agent_ref": None}], (), r"in/b.jsonl:1: agent_ref.name is '', expected"),
-        ([GOOD, [1]], (), r"in/b.jsonl:2: '\[1\]\\n': expected a JSON object"),
-        ([], (), r"in/b.jsonl: holds no rows, expected at least one"),
-        (
-            [GOOD],
-            ("--mix", "b.jsonl:1,absent.jsonl:1"),
-            r"absent.jsonl: expected a JSONL file: No such",
-        ),
-        ([GOOD], ("--mix", "b.jsonl"), r"--mix: 'b.jsonl': expected FILE:WEIGHT"),
-        ([GOOD], ("--mix", "b.jsonl:-1"), r"--mix: 'b.jsonl:-1': expected FILE:WEIGHT"),
-        ([GOOD], ("--sample", "0"), "--sample 0: expected 1 or more"),
-        ([GOOD], ("--val_holdout", "-1"), "--val_holdout -1: expected 0 or more"),
-        (
-            [placeholder(0, "other", "{question}")],
-            (),
-            r"in/b.jsonl:1: dataset is 'other', expected one with dapo or skywork",
-        ),
-        (
-            [placeholder(-1, DAPO, "{question}")],
-            (),
-            r"in/b.jsonl:1: _hf_placeholder.row is -1, expected",
-        ),
-        (
-            [placeholder(20, DAPO, "{question}")],
-            (),
-            r"DAPO-Math-17k.*: a placeholder asks for record 20",
-        ),
-        (
-            [placeholder(0, DAPO, "Solve.")],
-            (),
-            r"in/b.jsonl:1: _hf_placeholder.question_template is 'Solve.', expected \{question\}",
-        ),
-        (
-            [placeholder(0, DAPO, {"other": "x"})],
-            (),
-            r"question_template is \{'other': 'x'\}, expected",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "rows", "message"), CASES["blend"])
 def test_bad_input_is_named_and_leaves_nothing(blend, tmp_path, rows, words, message):
+    made = {dict: lambda row: GOOD | row, list: list, tuple: lambda row: placeholder(*row)}
+    rows = [made[type(row)](row) for row in rows]
     sources = ("--sources", str(write_sources(tmp_path / "sources")))
     with pytest.raises(InputError, match=message):
         blend(rows, *words, *sources)

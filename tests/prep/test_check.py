@@ -11,21 +11,20 @@ from conftest import write_rows
 import data_prep
 import dry_run
 import envs
+from envs import registry
 from envs.rollout import services
 from grpo_async import Config
-from settings.reader import InputError
+from settings.errors import InputError
+from settings.services import Services
 from support.blends import DAPO, math_row, placeholder, released
 from support.configs import changed
 from support.gym import AGENT, Gym
 
 ROOT = Path(__file__).resolve().parents[2]
-PUZZLE = {
-    "responses_create_params": {"input": [{"role": "user", "content": "Spell ab backward"}]},
-    "agent_ref": {"name": "reasoning_gym"},
-    "question": "Spell ab backward",
-    "answer": "ba",
-    "metadata": {"source_dataset": "spell_backward"},
-}
+QUESTION = "Spell ab backward"
+PUZZLE = {"responses_create_params": {"input": [{"role": "user", "content": QUESTION}]}}
+PUZZLE |= {"agent_ref": {"name": "reasoning_gym"}, "question": QUESTION, "answer": "ba"}
+PUZZLE |= {"metadata": {"source_dataset": "spell_backward"}}
 
 
 @pytest.fixture
@@ -40,8 +39,7 @@ def check(tmp_path, capsys):
 
 
 def test_rows_that_can_be_trained_on_are_counted(check):
-    rows = [math_row(i, dataset=f"set{i % 2}") for i in range(1001)] + [PUZZLE]
-    code, text = check(rows)
+    code, text = check([math_row(i, dataset=f"set{i % 2}") for i in range(1001)] + [PUZZLE])
     assert code == 0
     first, math, puzzle, last = text.splitlines()
     assert first == "./rows.jsonl: 1,002 rows" and last == "all of it can be trained on"
@@ -90,13 +88,13 @@ def test_what_rows_need_is_looked_for(check, tmp_path, monkeypatch):
     module = f'AGENTS = ("needy",)\n{needs}\n'
     (tmp_path / "needy.py").write_text(f"{module}\ndef verify(row, response): return 0\n")
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
-    monkeypatch.setattr(envs, "agents", lambda: {"needy": "needy"})
+    monkeypatch.setattr(registry, "agents", lambda: {"needy": "needy"})
     rows = [math_row(1, agent_ref={"name": "needy"}, many=many) for many in (0, 1, 1)]
     code, text = check(rows)
     (problem,) = (line for line in text.splitlines() if line.startswith("PROBLEM"))
     assert code == 1 and "needy lacks lean: services.lean = '', expected a command" in problem
     assert check(rows, "--services", "lean")[0] == 0
-    monkeypatch.setattr(services, "_current", [services.Services(lean="true")])
+    monkeypatch.setattr(services, "_current", [Services(lean="true")])
     code, text = check(rows)
     assert code == 0 and "needs lean" in text and "not there" not in text
     rows.append(rows[0] | {"many": 2})
@@ -110,7 +108,7 @@ def test_what_rows_need_is_looked_for(check, tmp_path, monkeypatch):
 
 
 def test_agents_of_nemo_gym_are_named_with_their_server(check, monkeypatch):
-    monkeypatch.setattr(services, "_current", [services.Services()])
+    monkeypatch.setattr(services, "_current", [Services()])
     rows = [math_row(1), *(math_row(i, agent_ref={"name": name}) for i, name in enumerate("ab"))]
     with Gym() as server:
         rows[1]["agent_ref"]["name"] = AGENT
@@ -164,7 +162,7 @@ def test_looking_at_rows_imports_no_heavy_library():
 @pytest.mark.parametrize("command", ["check", "blend"])
 def test_an_environment_that_cannot_be_read_is_named(tmp_path, monkeypatch, command):
     (tmp_path / "broken.py").write_text("AGENTS = 5\n")
-    monkeypatch.setattr(envs, "agents", envs.agents.__wrapped__)
+    monkeypatch.setattr(registry, "agents", registry.agents.__wrapped__)
     path = write_rows(tmp_path / "rows.jsonl", [math_row(1)])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(envs, "__path__", [str(tmp_path)])

@@ -1,6 +1,7 @@
 """Data sets of questions and answers, in every format, become rows."""
 
 import csv
+import itertools
 import json
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 from pyarrow import ipc, parquet
 
 import data_prep
-import envs
+from envs import check_rows
 from prep import tables
-from settings.reader import InputError
+from settings.errors import InputError
+from support.tables import table
 
+CASES = table(Path(__file__).with_name("cases.txt"))
 QUESTIONS = [f'Wie viel ist {i} + {i}, "genau"?\nBitte.' for i in range(50)]
 RECORDS = [{"q": question, "a": str(2 * i)} for i, question in enumerate(QUESTIONS)]
 WORDS = ("--prompt", "q", "--answer", "a", "--agent", "math")
@@ -53,11 +56,10 @@ def test_any_format_becomes_the_same_rows(tmp_path, monkeypatch, kind):
     rows = convert(source, tmp_path / "out.jsonl", *WORDS)
     assert [row["question"] for row in rows] == QUESTIONS
     assert [row["expected_answer"] for row in rows] == [record["a"] for record in RECORDS]
-    assert rows[0]["responses_create_params"]["input"] == [
-        {"role": "user", "content": QUESTIONS[0]}
-    ]
+    asked = {"role": "user", "content": QUESTIONS[0]}
+    assert rows[0]["responses_create_params"]["input"] == [asked]
     for row in rows:
-        envs.check_row(row)
+        check_rows.check_row(row)
 
 
 def test_options_shape_the_row(tmp_path):
@@ -108,47 +110,17 @@ def test_a_data_set_of_the_hub_is_taken_from_its_cache_without_network(tmp_path,
     (folder / "refs/main").write_text("abc")
     write(data / "train-00000-of-00001.parquet", RECORDS)
     monkeypatch.chdir(tmp_path)
-    rows = convert(Path("someone/sums"), tmp_path / "o", *WORDS)
-    assert len(rows) == len(RECORDS)
+    assert len(convert(Path("someone/sums"), tmp_path / "o", *WORDS)) == len(RECORDS)
     with pytest.raises(InputError, match="SOURCE = 'someone/other': neither a folder nor on"):
         convert(Path("someone/other"), tmp_path / "o", *WORDS)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words", "message"),
-    [
-        ("d.jsonl", '{"q": "x"}', WORDS, r"d.jsonl:1: a is missing or null .*the columns \['q'\]"),
-        ("d.jsonl", '{"q": "x", "a": "1"}', (*WORDS, "--prompt", "q.0"), r"d.jsonl:1: q.0 is miss"),
-        ("d.jsonl", '{"q": "x", "a": "1"}\n{', WORDS, r"d.jsonl:2: expected JSON"),
-        ("d.jsonl", '{"q": "x", "a": " "}', WORDS, r"d.jsonl:1: expected_answer is ' ', ex"),
-        (
-            "d.jsonl",
-            '{"q": "x", "a": "1"}',
-            (*WORDS, "--agent", "no"),
-            r":1: agent_ref.name is 'no'",
-        ),
-        ("d.jsonl", "\n", WORDS, r"d.jsonl: no row of it is left"),
-        (
-            "d.jsonl",
-            "",
-            (*WORDS, "--template", "x"),
-            r"--template 'x': expected \{question\} in it",
-        ),
-        ("d.json", '[{"q": "x", "a": "1"}, {', WORDS, r"d.json: expected json: "),
-        ("d.json", '[{"q": "x", "a": "1"}', WORDS, r"d.json: expected json: "),
-        ("d.json", "[5]", WORDS, r"d.json: expected json: "),
-        ("d.parquet", "no parquet", WORDS, r"d.parquet: expected parquet: "),
-        ("d.arrow", "no arrow", WORDS, r"d.arrow: expected arrow: "),
-        ("d.csv", "q;a\n1;2\n", WORDS, r"d.csv: 0: q is missing or null .*the columns \['q;a'\]"),
-        ("d.txt", "x", WORDS, r"d.txt: expected a file that ends in .parquet, .arrow"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "words", "message"), CASES["rows"])
 def test_bad_input_is_named_and_leaves_nothing(tmp_path, name, text, words, message):
     (tmp_path / name).write_text(text)
-    flags = dict(zip(words[::2], words[1::2], strict=True))
-    words = tuple(word for pair in flags.items() for word in pair)
+    flags = dict(zip(WORDS[::2], WORDS[1::2], strict=True)) | dict([words] if words else [])
     with pytest.raises(InputError, match=message):
-        convert(tmp_path / name, tmp_path / "out.jsonl", *words)
+        convert(tmp_path / name, tmp_path / "out.jsonl", *itertools.chain(*flags.items()))
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 

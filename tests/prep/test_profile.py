@@ -9,8 +9,8 @@ from conftest import write_rows
 import data_prep
 from grpo_async import Config
 from prep import profile
-from settings import reader as config
-from settings.reader import InputError
+from settings import reader
+from settings.errors import InputError
 from support.blends import math_row
 
 PROGRAM = """
@@ -64,20 +64,21 @@ def test_the_reward_that_passes_is_chosen(profiled):
 def test_the_run_is_an_evaluation_of_every_row_that_the_program_understands(profiled, tmp_path):
     profiled([math_row(0)], [(1, 1.0)], "--samples", "4")
     argv = json.loads((tmp_path / "run/evaluation/argv.json").read_text())
-    cfg = config.overridden(Config(), argv)
-    assert cfg.command.eval_only and cfg.model == "m" and cfg.rollout_log_share == 1
+    cfg = reader.overridden(Config(), argv)
+    assert cfg.command.eval_only and cfg.model == "m"
     assert (cfg.data.val, cfg.data.train, cfg.data.val_samples) == ("in.jsonl", "in.jsonl", 4)
 
 
-def test_a_run_that_fails_is_named_and_leaves_nothing(profiled, tmp_path):
-    with pytest.raises(InputError, match="grpo_async.py ended with 3; run folder run"):
-        profiled([math_row(0)], [], code=3)
-    assert not list(tmp_path.glob("out.*"))
-
-
-def test_a_line_that_is_no_rollout_is_named(profiled, tmp_path):
-    with pytest.raises(InputError, match="rollouts.jsonl:1: expected a rollout: TypeError"):
-        profiled([math_row(0)], [(None, 1)])
+@pytest.mark.parametrize(
+    ("rollouts", "code", "message"),
+    [
+        ([], 3, "grpo_async.py ended with 3; run folder run"),
+        ([(None, 1)], 0, "rollouts.jsonl:1: expected a rollout: TypeError"),
+    ],
+)
+def test_what_fails_is_named_and_leaves_nothing(profiled, tmp_path, rollouts, code, message):
+    with pytest.raises(InputError, match=message):
+        profiled([math_row(0)], rollouts, code=code)
     assert not list(tmp_path.glob("out.*"))
 
 

@@ -9,14 +9,13 @@ from conftest import write_rows
 import data_prep
 from grpo_async import LowEffort, shaped_reward
 from prep.shares import MARKER, mark
-from settings.reader import InputError
+from settings.errors import InputError
 from support.blends import math_row
 
 AGENTS = ("math_with_judge", "mcqa", "code_gen", "calendar")
 
 
 def of_agents(count: int) -> list[dict]:
-    """As many rows of each agent, one after the other."""
     named = [{"agent_ref": {"name": f"{agent}_simple_agent"}} for agent in AGENTS]
     return [math_row(i, **named[i % len(named)]) for i in range(count * len(named))]
 
@@ -41,9 +40,8 @@ def test_a_share_of_some_domains_asks_for_low_effort(tmp_path, phase, share, age
         count = sum(i % len(AGENTS) == k for i in chosen)
         expected = share if k < agents else 0
         assert abs(count - 4000 * expected) <= 4 * (4000 * expected) ** 0.5
-    assert [row for i, row in enumerate(out) if i not in chosen] == [
-        row for i, row in enumerate(rows) if i not in chosen
-    ]
+    others = [i for i in range(len(rows)) if i not in chosen]
+    assert len(out) == len(rows) and [out[i] for i in others] == [rows[i] for i in others]
 
 
 def test_the_choice_is_of_the_row_and_not_of_its_place(tmp_path):
@@ -65,9 +63,8 @@ def test_the_marker_is_what_the_reward_looks_for(tmp_path):
     (changed, *_) = [row for row, before in zip(out, rows, strict=True) if row != before]
     mark(alone := {"responses_create_params": {"input": "1 + 1?"}}, "")
     assert alone["responses_create_params"]["input"] == f"1 + 1? {MARKER}"
-    episode = SimpleNamespace(
-        reward=SimpleNamespace(value=1.0), turns=[SimpleNamespace(token_ids=[])]
-    )
+    turns = [SimpleNamespace(token_ids=[])]
+    episode = SimpleNamespace(reward=SimpleNamespace(value=1.0), turns=turns)
     rule = LowEffort(weight=0.2)
     assert shaped_reward(changed, episode, rule) == pytest.approx(1.2)
     assert shaped_reward(rows[0], episode, rule) == 1.0
@@ -83,9 +80,8 @@ def test_some_rows_lose_reasoning_and_others_get_a_budget(tmp_path):
     texts = {params[i]["metadata"]["chat_template_kwargs"] for i in off}
     assert texts == {'{"enable_thinking": false}'}
     budgets = [params[i]["max_output_tokens"] for i in limited]
-    assert {budget: budgets.count(budget) > 100 for budget in budgets} == dict.fromkeys(
-        (1024, 2048, 4096, 8192), True
-    )
+    assert set(budgets) == {1024, 2048, 4096, 8192}
+    assert all(budgets.count(budget) > 100 for budget in budgets)
 
 
 def test_what_a_row_says_itself_stays(tmp_path):
@@ -112,29 +108,16 @@ NO_USER = [math_row(i, responses_create_params={"input": []}) for i in range(300
 @pytest.mark.parametrize(
     ("rows", "words", "message"),
     [
-        (
-            NO_USER,
-            ("effort", "--phase", "early"),
-            r":\d+: responses_create_params.input holds \[\]",
-        ),
-        (
-            *all_off(metadata={"chat_template_kwargs": "{"}),
-            r":1: .*chat_template_kwargs is '{', e",
-        ),
+        (NO_USER, ("effort", "--phase", "early"),
+         r":\d+: responses_create_params.input holds \[\]"),
+        (*all_off(metadata={"chat_template_kwargs": "{"}), r":1: .*chat_template_kwargs is '{', e"),
         (*all_off(metadata={"chat_template_kwargs": {"a": 1}}), r":1: .*expected a JSON object as"),
-        (
-            *all_off(metadata={"chat_template_kwargs": "5"}),
-            r":1: .*chat_template_kwargs is '5', e",
-        ),
+        (*all_off(metadata={"chat_template_kwargs": "5"}), r":1: .*chat_template_kwargs is '5', e"),
         ([{"agent_ref": {"name": "a"}}], all_off()[1], r":1: responses_create_params is None, exp"),
-        (
-            [math_row(1)],
-            (*all_off()[1], "--limited", "0.1"),
-            r"--off 1.0 --limited 0.1 .*most 1",
-        ),
+        ([math_row(1)], (*all_off()[1], "--limited", "0.1"), r"--off 1.0 --limited 0.1 .*most 1"),
         ([math_row(1)], ("reasoning_control", "--budgets", "0"), r"positive budgets"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_named_and_leaves_nothing(tmp_path, rows, words, message):
     words = words if "--limited" in words or "--off" not in words else (*words, "--limited", "0")
     with pytest.raises(InputError, match=message):

@@ -2,14 +2,18 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from conftest import write_rows
 
 import data_prep
 from envs.rollout.messages import functions
-from settings.reader import InputError
+from settings.errors import InputError
 from support.blends import math_row
+from support.tables import table
+
+CASES = table(Path(__file__).with_name("cases.txt"))
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 TOOLS = [{"type": "function", "name": "f", "parameters": {}}]
@@ -120,16 +124,7 @@ def test_the_order_is_random_and_the_same_each_time(pairs):
     assert len(first) == 54 and first != sorted(first)
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"row": 9}, "an answer to row 9, expected a line of"),
-        ({"reward": "high"}, "expected a rollout: ValueError"),
-        ({"response": None}, "expected a rollout: TypeError"),
-        ({"response": [7]}, "something but text"),
-        ({"prompt": None}, "something but text"),
-    ],
-)
+@pytest.mark.parametrize(("change", "told"), CASES["no rollout"])
 def test_a_line_that_is_no_rollout_is_named(pairs, change, told):
     good = [answer(1, "4", 1.0), answer(1, "5", 0.0)]
     with pytest.raises(InputError, match=told) as error:

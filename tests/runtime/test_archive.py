@@ -65,10 +65,8 @@ def test_experts_that_are_unknown_for_some_are_written_as_such(tmp_path):
 
 def test_experts_survive_a_file(tmp_path):
     random, path = np.random.default_rng(0), str(tmp_path / "groups.npz")
-    group = [
-        make_sample(random, n, routes_T=random.integers(-1, 99, (n, 2, 3)).astype(np.int16))
-        for n in (4, 1, 7)
-    ]
+    routes = [random.integers(-1, 99, (n, 2, 3)).astype(np.int16) for n in (4, 1, 7)]
+    group = [make_sample(random, len(routes_T), routes_T=routes_T) for routes_T in routes]
     write_groups(path, [(0, 0, 1)], [], group)
     _, read = read_groups(path)
     for old, new in zip(group, read, strict=True):
@@ -84,21 +82,14 @@ def test_a_file_that_holds_no_groups_is_named(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"length": np.array([-1])},
-        {"length": np.array([100])},
-        {"length": np.array([2.5])},
-        {"group": np.array([-1])},
-        {"group": np.array([7])},
-        {"tokens_T": np.arange(1)},
-        {"slot": np.array(3)},
-    ],
+    ("name", "value"),
+    [("length", [-1]), ("length", [100]), ("length", [2.5]), ("group", [-1])]
+    + [("group", [7]), ("tokens_T", [0]), ("slot", 3)],
 )
-def test_groups_that_are_no_groups_are_refused_by_file(tmp_path, change):
+def test_groups_that_are_no_groups_are_refused_by_file(tmp_path, name, value):
     path = str(tmp_path / "step_000001.npz")
     write_groups(path, [(0, 0, 1)], [], [make_sample(np.random.default_rng(0), 5)])
-    np.savez(path, **dict(np.load(path)) | change)
+    np.savez(path, **dict(np.load(path)) | {name: np.array(value)})
     with pytest.raises(ValueError, match=f"{path}: expected groups of samples"):
         read_groups(path)
 
@@ -145,8 +136,7 @@ def test_a_field_that_is_known_of_some_is_filled(tmp_path, monkeypatch):
     random, path = np.random.default_rng(0), str(tmp_path / "groups.npz")
     logp_T = np.array([-1.0, -2.0], np.float32)
     known = forked(random, 2, teacher_logp_T=logp_T, source="a", score_of_judge=0.5, weights=[1.0])
-    without = forked(random, 3, weights=[2.0])
-    write_groups(path, [(0, 0, 1)], [], [without, known])
+    write_groups(path, [(0, 0, 1)], [], [forked(random, 3, weights=[2.0]), known])
     _, (filled, again) = read_groups(path)
     assert same(known, again)
     assert np.isnan(filled.teacher_logp_T).all() and len(filled.teacher_logp_T) == 3

@@ -12,19 +12,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from envs.rollout.rows import fingerprint
+from core.lines import fingerprint
 from grpo_async import Config, Run
-from runtime import checkpoints
+from runtime import checkpoints, folders, resume
 from runtime.archive import write_groups
 from runtime.dispatch import Slot
-from settings.reader import InputError
+from settings.errors import InputError
 from support.actors import Actor
 from support.configs import changed
 from support.samples import make_sample
+from support.tables import table
+
+CASES = table(Path(__file__).with_name("cases.txt"))
 
 
 def write_checkpoint(run_dir: Path, step: int) -> Path:
-    """A small complete checkpoint."""
     aside = run_dir / f"step_{step:06d}.partial"
     (aside / "policy").mkdir(parents=True)
     (aside / "hf").mkdir()
@@ -32,20 +34,23 @@ def write_checkpoint(run_dir: Path, step: int) -> Path:
     (aside / "hf" / "model.safetensors").write_bytes(b"weights")
     (aside / "state.json").write_text(json.dumps({"version": step}))
     folder = run_dir / f"step_{step:06d}"
-    files = checkpoints.checksums(str(aside), 0, 2) | checkpoints.checksums(str(aside), 1, 2)
-    checkpoints.commit(str(aside), str(folder), files)
+    files = folders.checksums(str(aside), 0, 2) | folders.checksums(str(aside), 1, 2)
+    folders.commit(str(aside), str(folder), files)
     return folder
 
 
 def damaged(folder: Path) -> list[str]:
     """What two ranks find together."""
-    return [d for r in range(2) if (d := checkpoints.damage(str(folder), r, 2))]
+    return [d for r in range(2) if (d := folders.damage(str(folder), r, 2))]
 
 
-def test_a_whole_checkpoint_is_whole(tmp_path):
-    folder = write_checkpoint(tmp_path, 3)
-    assert not damaged(folder) and not list(tmp_path.glob("*.partial"))
-    assert checkpoints.newest_first(str(tmp_path)) == [folder]
+def test_whole_checkpoints_are_seen_the_newest_by_number_first(tmp_path):
+    assert not any(damaged(write_checkpoint(tmp_path, step)) for step in (9, 1_000_001, 999_999))
+    assert not list(tmp_path.glob("*.partial"))
+    (tmp_path / "step_000011.partial").mkdir()
+    (tmp_path / "step_000012").mkdir()  # renamed, not yet marked
+    found = [folders.step_of(f) for f in folders.newest_first(str(tmp_path))]
+    assert found == [1_000_001, 999_999, 9]
 
 
 @pytest.mark.parametrize("name", ["policy/__0_0.distcp", "state.json", "complete.json"])
@@ -65,41 +70,26 @@ def test_damage_is_found_and_names_the_file(tmp_path, name, kind):
     assert found and (Path(name).name in found or name == "complete.json")
 
 
-def test_one_that_was_being_written_is_not_seen(tmp_path):
-    write_checkpoint(tmp_path, 3)
-    (tmp_path / "step_000004.partial").mkdir()
-    (tmp_path / "step_000005").mkdir()  # renamed, not yet marked
-    assert [f.name for f in checkpoints.newest_first(str(tmp_path))] == ["step_000003"]
-
-
-def test_the_newest_by_number_comes_first(tmp_path):
-    for step in (9, 1_000_001, 10):
-        write_checkpoint(tmp_path, step)
-    found = [checkpoints.step_of(f) for f in checkpoints.newest_first(str(tmp_path))]
-    assert found == [1_000_001, 10, 9]
-
-
 def test_pruning_keeps_the_newest_and_all_exports(tmp_path):
     for step in range(1, 5):
         write_checkpoint(tmp_path, step)
-    checkpoints.prune(str(tmp_path), 2)
-    assert [checkpoints.step_of(f) for f in checkpoints.newest_first(str(tmp_path))] == [4, 3]
+    folders.prune(str(tmp_path), 2)
+    assert [folders.step_of(f) for f in folders.newest_first(str(tmp_path))] == [4, 3]
     assert [p.name for p in (tmp_path / "step_000001").iterdir()] == ["hf"]
     assert (tmp_path / "step_000001" / "hf" / "model.safetensors").read_bytes() == b"weights"
 
 
 def ask(run_dir: Path, **fields) -> Config:
-    """The configuration of a run in a folder."""
     return changed(Config(run_dir=str(run_dir)), **fields)
 
 
 def test_the_checkpoint_that_is_asked_for_must_be_one(tmp_path):
     with pytest.raises(InputError, match="complete.json"):
-        checkpoints.candidates(ask(tmp_path, resume=str(tmp_path)))
+        resume.candidates(ask(tmp_path, resume=str(tmp_path)))
     folder = write_checkpoint(tmp_path, 7)
-    assert checkpoints.candidates(ask(tmp_path, resume=str(folder))) == [str(folder)]
-    assert checkpoints.candidates(ask(tmp_path, resume="auto")) == [str(folder)]
-    assert checkpoints.candidates(ask(tmp_path)) == []
+    assert resume.candidates(ask(tmp_path, resume=str(folder))) == [str(folder)]
+    assert resume.candidates(ask(tmp_path, resume="auto")) == [str(folder)]
+    assert resume.candidates(ask(tmp_path)) == []
 
 
 ROWS = [{"_line": i + 1, "question": i} for i in range(10)]
@@ -109,32 +99,17 @@ BASE = {"prompts_per_step": 8, "group_size": 16, "max_lag": 1, "data": {"train":
 def resumable(prompt: int = 4) -> dict:
     """The state of a run that had given out so many of ROWS."""
     saved = json.loads(json.dumps(dataclasses.asdict(changed(Config(), **BASE))))
-    progress = {"next_prompt": prompt}
-    state = {"config": saved, "folder": "x", "progress": progress}
-    return state | {"prompt": fingerprint(ROWS, prompt)}
+    state = {"config": saved, "folder": "x", "prompt": fingerprint(ROWS, prompt)}
+    return state | {"progress": {"next_prompt": prompt}}
 
 
 def refuse(state: dict, rows: list = ROWS, **fields) -> None:
     """The check of a run with these settings that is to go on from `state`."""
     cfg = changed(Config(), **BASE | fields)
-    checkpoints.refuse_other_stream(state, cfg, rows, Run.MUST_MATCH)
+    resume.refuse_other_stream(state, cfg, rows, Run.MUST_MATCH)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompts_per_step": 4}, "saved with prompts_per_step = 8, not 4"),
-        ({"group_size": 8}, "saved with group_size = 16, not 8"),
-        ({"data": {"train": "b.jsonl"}}, "saved with data.train = 'a.jsonl', not 'b.jsonl'"),
-        (
-            {"policy": {"kind": "megatron", "replay_routing": True}},
-            "saved with policy.replay_routing = False, not True",
-        ),
-        ({"policy": {"lora_rank": 8}}, "saved with policy.lora_rank = 0, not 8"),
-        ({"max_lag": 0}, "saved with max_lag = 1: not less"),
-        ({"replay": "collected"}, "x is of no replay of collected"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), CASES["another schedule"])
 def test_another_schedule_is_refused(fields, message):
     with pytest.raises(InputError, match=message):
         refuse(resumable(), **fields)
@@ -166,11 +141,12 @@ def test_a_data_file_that_has_shifted_is_refused(rows, position, goes_on):
         refuse(state, rows)
 
 
+def text(*lines: dict) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
 def test_rewinding_takes_back_what_came_after(tmp_path):
     """Of each file what the checkpoint's time has left, and evaluations that ended, whole."""
-
-    def text(*lines: dict) -> str:
-        return "".join(json.dumps(line) + "\n" for line in lines)
 
     def read(name: str) -> str:
         return (tmp_path / f"{name}.jsonl").read_text()
@@ -200,24 +176,20 @@ def test_rewinding_takes_back_what_came_after(tmp_path):
     state = {"version": 2, "ready": [4], "progress": progress}
     state["config"] = {"prompts_per_step": 2, "max_lag": 1}
     for _ in range(2):  # it may be killed and do it again
-        assert checkpoints.rewind(str(tmp_path), state) == 2
+        assert resume.rewind(str(tmp_path), state) == 2
         assert read("metrics") == read("mismatch") + evaluated == steps(1, 2) + evaluated
         assert read("rollouts") == rollouts(*first, Slot(0, 2), Slot(4))
         assert read("dropped") == drops[0] + drops[1] + drops[5]
         assert [path.name for path in tmp_path.glob("samples/*")] == ["step_000002.npz"]
     (tmp_path / "metrics.jsonl").write_text(steps(1, 2))  # killed as it evaluated 2
-    assert checkpoints.rewind(str(tmp_path), state) == -1
+    assert resume.rewind(str(tmp_path), state) == -1
     assert read("rollouts") == rollouts(*trained, Slot(4))
-    assert checkpoints.rewind(str(tmp_path), {}) == -1  # from the start again
+    assert resume.rewind(str(tmp_path), {}) == -1  # from the start again
     assert read("rollouts") == read("dropped") == read("metrics") == ""
 
 
-STATE = {
-    "version": 2,
-    "ready": [],
-    "progress": {"next_slot": 2, "next_prompt": 2, "in_flight": {}},
-    "config": {"prompts_per_step": 1, "max_lag": 1},
-}
+STATE = {"version": 2, "ready": [], "config": {"prompts_per_step": 1, "max_lag": 1}}
+STATE |= {"progress": {"next_slot": 2, "next_prompt": 2, "in_flight": {}}}
 
 
 def history(dice: random.Random, steps: int, lag: int) -> list[Slot]:
@@ -237,46 +209,44 @@ def history(dice: random.Random, steps: int, lag: int) -> list[Slot]:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_long_file_is_cut_where_its_end_begins(tmp_path, monkeypatch, seed):
     """As if each line had been read, and however the groups of a run finished."""
-    monkeypatch.setattr(checkpoints, "BLOCK", 2000)
+    monkeypatch.setattr(resume, "BLOCK", 2000)
     dice = random.Random(seed)
     lag, version = dice.randrange(4), dice.randrange(100, 150)
     order = history(dice, 200, lag)
-    lines = {
-        slot: json.dumps(slot.record(2) | {"text": "x" * dice.randrange(99)}) for slot in order
-    }
+    lines = {slot: text(slot.record(2) | {"text": "x" * dice.randrange(99)}) for slot in order}
     path = tmp_path / "rollouts.jsonl"
-    path.write_text("".join(lines[slot] + "\n" for slot in order))
+    path.write_text("".join(lines[slot] for slot in order))
     evaluated = version // 5 * 5
     evaluated -= 5 * (evaluated == version and dice.random() < 0.5)  # it was killed as it did that
     ended = {"step": evaluated, "validation_reward": 1.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(ended) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(text(ended))
     ready = [slot for slot in (2 * version, 2 * version + 1) if dice.random() < 0.5]
     state = STATE | {"version": version, "ready": ready}
     state["config"] = {"prompts_per_step": 2, "max_lag": lag}
     before = path.read_bytes()
-    checkpoints.rewind(str(tmp_path), state)
+    resume.rewind(str(tmp_path), state)
     expected = [
         slot
         for slot in order
         if (slot.evaluation or 0) <= evaluated
         and (slot.evaluation is not None or slot.number < 2 * version or slot.number in ready)
     ]
-    assert path.read_text() == "".join(lines[slot] + "\n" for slot in expected)
-    start = checkpoints.settled(path, version - lag)
+    assert path.read_text() == "".join(lines[slot] for slot in expected)
+    start = resume.settled(path, version - lag)
     assert start > 0.4 * len(before) and before.startswith(path.read_bytes()[:start])
 
 
 def test_a_run_that_is_killed_while_it_cuts_a_file_loses_no_line(tmp_path, monkeypatch):
     path = tmp_path / "rollouts.jsonl"
-    lines = [json.dumps(Slot(slot).record(1)) + "\n" for slot in (0, 1, 3, 2)]
+    lines = [text(Slot(slot).record(1)) for slot in (0, 1, 3, 2)]
     path.write_text("".join(lines))
     monkeypatch.setattr(checkpoints.shutil, "copyfileobj", lambda *_: 1 / 0)
     state = STATE | {"ready": [2]}
     with pytest.raises(ZeroDivisionError):
-        checkpoints.rewind(str(tmp_path), state)
+        resume.rewind(str(tmp_path), state)
     assert path.read_text() == ""
     monkeypatch.undo()
-    checkpoints.rewind(str(tmp_path), state)
+    resume.rewind(str(tmp_path), state)
     assert path.read_text() == lines[0] + lines[1] + lines[3]
     assert [path.name for path in tmp_path.iterdir()] == ["rollouts.jsonl"]
 
@@ -289,12 +259,25 @@ def test_a_full_disk_is_reported_and_leaves_the_last_checkpoint(small_disk):
     assert not (small_disk / "groups.npz").exists() and not damaged(folder)
 
 
+@pytest.mark.parametrize("resume", ["", "auto"])
+def test_what_a_run_left_that_died_in_its_first_step_is_removed(tmp_path, resume):
+    """A run that starts anew must not append to it."""
+    (tmp_path / "rollouts.jsonl").write_text('{"step": 1, "slot": 0, "evaluation": null}\n')
+    (tmp_path / "step_000001.partial").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("")
+    cfg = changed(Config(run_dir=str(tmp_path)), command={"resume": resume})
+    cluster = SimpleNamespace(trainers=[])
+    assert asyncio.run(checkpoints.Checkpoints(cfg, cluster, ROWS).load(())) == {}
+    assert not (tmp_path / "step_000001.partial").exists()
+    assert (tmp_path / "rollouts.jsonl").read_text() == ""
+
+
 def test_a_checkpoint_that_cannot_be_written_is_named_with_the_room_that_is_left(tmp_path):
     """Torch says of a full disk "unexpected pos 704 vs 598"."""
 
     async def main():
         cluster = SimpleNamespace(trainers=[Actor(saved=RuntimeError("unexpected pos"))])
-        saver = checkpoints.Checkpoints(ask(tmp_path), cluster, ROWS, None)
+        saver = checkpoints.Checkpoints(ask(tmp_path), cluster, ROWS)
         state = {"version": 3, "progress": {"next_prompt": 1}}
         async with asyncio.TaskGroup() as tasks:
             await saver.save(state, [], tasks)
@@ -308,10 +291,10 @@ def test_a_checkpoint_that_cannot_be_written_is_named_with_the_room_that_is_left
 def test_going_back_gives_up_the_checkpoints_after(tmp_path):
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step)
-    checkpoints.rewind(str(tmp_path), STATE)
-    assert [checkpoints.step_of(f) for f in checkpoints.newest_first(str(tmp_path))] == [2, 1]
+    resume.rewind(str(tmp_path), STATE)
+    assert [folders.step_of(f) for f in folders.newest_first(str(tmp_path))] == [2, 1]
     write_checkpoint(tmp_path, 4)
-    checkpoints.prune(str(tmp_path), 2)
+    folders.prune(str(tmp_path), 2)
     left = {path.parent.name for path in tmp_path.glob("step_*/policy")}
     assert left == {"step_000002", "step_000004"}, "the third must not fill the disk for ever"
 
@@ -322,19 +305,19 @@ def test_a_damaged_export_does_not_spoil_its_checkpoint(tmp_path):
     write_checkpoint(tmp_path, 2)
     model = folder / "hf" / "model.safetensors"
     model.write_bytes(b"weighs!")
-    assert not damaged(folder) and "CRC-32" in checkpoints.damage(f"{folder}/hf")
-    assert checkpoints.prune(str(tmp_path), 1) == [checkpoints.damage(f"{folder}/hf")]
+    assert not damaged(folder) and "CRC-32" in folders.damage(f"{folder}/hf")
+    assert folders.prune(str(tmp_path), 1) == [folders.damage(f"{folder}/hf")]
     assert not damaged(folder)
     (folder / "hf" / "complete.json").unlink()
     model.write_bytes(b"weights")
-    checkpoints.seal(f"{folder}/hf")
-    assert checkpoints.prune(str(tmp_path), 1) == [] and not (folder / "policy").exists()
-    assert not checkpoints.damage(f"{folder}/hf"), "what stays can still be checked"
+    folders.seal(f"{folder}/hf")
+    assert folders.prune(str(tmp_path), 1) == [] and not (folder / "policy").exists()
+    assert not folders.damage(f"{folder}/hf"), "what stays can still be checked"
 
 
 def test_an_export_is_flushed_before_it_is_marked(tmp_path, monkeypatch):
     flushed = []
-    monkeypatch.setattr(checkpoints, "flush", lambda path: flushed.append(Path(path).name))
+    monkeypatch.setattr(folders, "flush", lambda path: flushed.append(Path(path).name))
     write_checkpoint(tmp_path, 1)
     model, marker, rest = map(flushed.index, ("model.safetensors", "complete.json.partial", "hf"))
     assert model < marker and rest < marker
@@ -343,4 +326,4 @@ def test_an_export_is_flushed_before_it_is_marked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("marker", ["{}", "[]", "5", '{"a": 1}', '{"a": [1]}'])
 def test_a_marker_that_is_none_is_damage(tmp_path, marker):
     (tmp_path / "complete.json").write_text(marker)
-    assert "complete.json" in checkpoints.damage(str(tmp_path))
+    assert "complete.json" in folders.damage(str(tmp_path))

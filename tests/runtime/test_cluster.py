@@ -14,28 +14,33 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray
 from conftest import spelling_rows
 
+from envs import check_rows
 from envs.rollout import rows
 from grpo_async import Config, RolloutWorker, Trainer
-from runtime import cluster
-from runtime.cluster import ROOT, Cluster, Ranks, claim, last_lines
-from settings.reader import InputError
+from runtime import cluster, ray_start
+from runtime.claim import claim
+from runtime.cluster import ROOT, Cluster, last_lines
+from runtime.rank import Rank
+from settings.errors import InputError
 from support.configs import changed
+from support.loop import in_loop
+from support.tables import table
+
+CASES = table(Path(__file__).with_name("cases.txt"))
 
 
 def ask(run_dir: Path, **fields) -> Config:
-    """The configuration of a run in a folder."""
     return changed(Config(run_dir=str(run_dir)), **fields)
 
 
 def nodes(*cpus: int) -> list[dict]:
-    """What Ray says of nodes."""
     return [{"Alive": True, "Resources": {"CPU": float(count)}} for count in cpus]
 
 
 def write_marker(run_dir: Path, step: int) -> Path:
-    """A folder that looks like a whole checkpoint."""
     folder = run_dir / f"step_{step:06d}"
     folder.mkdir(parents=True)
     (folder / "complete.json").write_text("{}")
@@ -46,7 +51,7 @@ def write_marker(run_dir: Path, step: int) -> Path:
 def test_two_runs_never_share_a_folder(tmp_path):
     program = (
         "import sys, time; sys.path.insert(0, '.')\n"
-        "from grpo_async import Config; from runtime.cluster import claim\n"
+        "from grpo_async import Config; from runtime.claim import claim\n"
         f"lock = claim(Config(run_dir={str(tmp_path)!r}))\n"
         "print('mine', flush=True); time.sleep(60)"
     )
@@ -68,14 +73,14 @@ def test_a_start_that_is_refused_changes_nothing_in_the_folder(
 ):
     """Of a living run. The start that is let in writes its own bad rows."""
     monkeypatch.setattr(rows, "BAD", {})
-    monkeypatch.setattr(cluster, "connect", lambda cfg: None)
+    monkeypatch.setattr(ray_start, "connect", lambda cfg: None)
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps(spelling_rows(1)[0]) + "\n{\n")
     cfg = changed(ask(tmp_path / "run", max_bad_rows=1), model=str(tiny_model))
     quarantine = tmp_path / "run/quarantine.jsonl"
     with Cluster(cfg, Trainer, RolloutWorker):
         quarantine.write_text("of the living run\n")
-        rows.load_rows(str(data), cfg)
+        check_rows.load_rows(str(data), cfg)
         with pytest.raises(InputError, match="in use"):
             Cluster(cfg, Trainer, RolloutWorker).__enter__()
         assert quarantine.read_text() == "of the living run\n"
@@ -83,15 +88,13 @@ def test_a_start_that_is_refused_changes_nothing_in_the_folder(
         assert json.loads(quarantine.read_text())["line"] == 2
 
 
-def test_a_folder_with_a_run_is_not_taken_for_an_empty_one(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(InputError, match="--resume auto"):
-        claim(ask(tmp_path))
-    claim(ask(tmp_path, resume="auto")).close()
+def write_metrics(run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
 
 
-def test_a_folder_that_holds_but_a_checkpoint_is_not_empty(tmp_path):
-    write_marker(tmp_path, 3)
+@pytest.mark.parametrize("leave", [write_metrics, lambda run_dir: write_marker(run_dir, 3)])
+def test_a_folder_with_a_run_or_with_a_checkpoint_alone_is_not_empty(tmp_path, leave):
+    leave(tmp_path)
     with pytest.raises(InputError, match="--resume auto"):
         claim(ask(tmp_path))
     claim(ask(tmp_path, resume="auto")).close()
@@ -100,18 +103,18 @@ def test_a_folder_that_holds_but_a_checkpoint_is_not_empty(tmp_path):
 def test_a_checkpoint_of_another_folder_does_not_overwrite_a_run(tmp_path):
     other, folder = tmp_path / "a", tmp_path / "b"
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    write_metrics(folder)
     saved = write_marker(other, 100)
     with pytest.raises(InputError, match="holds a run already"):
         claim(ask(folder, resume=str(saved)))
-    (other / "metrics.jsonl").write_text('{"step": 1}\n')
+    write_metrics(other)
     claim(ask(other, resume=str(saved))).close()
 
 
 @pytest.mark.slow
 def test_a_port_is_bound_before_anybody_knows_of_it(tiny_config):
     """Many ranks that start at once on one machine never take each other's port."""
-    trainers = [Ranks(tiny_config()) for _ in range(30)]
+    trainers = [Rank(tiny_config()) for _ in range(30)]
     with ThreadPoolExecutor(20) as pool:
         addresses = list(pool.map(lambda trainer: trainer.open_store(2), trainers))
     assert len({port for _, port in addresses}) == 30
@@ -119,17 +122,7 @@ def test_a_port_is_bound_before_anybody_knows_of_it(tiny_config):
         socket.create_connection((host, port), timeout=5).close()
 
 
-@pytest.mark.parametrize(
-    ("fields", "allowed"),
-    [
-        ({"resume": "auto"}, True),
-        ({"export": 3}, True),
-        ({"resume": "auto", "eval_only": True, "data": {"val": "v"}}, True),
-        ({"eval_only": True, "data": {"val": "v"}}, False),
-        ({"rollout_only": True}, False),
-        ({"replay": "elsewhere"}, False),
-    ],
-)
+@pytest.mark.parametrize(("fields", "allowed"), CASES["claim"])
 def test_which_modes_work_in_the_folder_of_a_run(tmp_path, fields, allowed):
     write_marker(tmp_path, 3)
     if allowed:
@@ -137,11 +130,6 @@ def test_which_modes_work_in_the_folder_of_a_run(tmp_path, fields, allowed):
         return
     with pytest.raises(InputError, match="holds a run already"):
         claim(ask(tmp_path, **fields))
-
-
-def test_a_run_is_not_replayed_into_its_own_folder(tmp_path):
-    with pytest.raises(InputError, match="expected another run_dir"):
-        claim(ask(tmp_path, replay=str(tmp_path)))
 
 
 def test_the_last_lines_of_the_latest_logs_come_first(tmp_path):
@@ -169,19 +157,17 @@ REASONS = {"SIGTERM": "SIGTERM", "SIGUSR1": "SIGUSR1", "SIGINT": "Ctrl-C", "": "
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_signals_and_the_end_of_the_job_make_a_run_leave(name, monkeypatch, handlers):
-    async def main():
-        reasons = []
-        cluster = Cluster(Config(save_before=60), Trainer, RolloutWorker)
-        seconds = 600 if name else 0
-        monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 60.05 + seconds))
-        cluster.on_signal(reasons.append)
-        if name:
-            os.kill(os.getpid(), getattr(signal, name))
-        await asyncio.sleep(0.2)
-        assert reasons == [REASONS[name]]
-
-    asyncio.run(main())
+@in_loop
+async def test_signals_and_the_end_of_the_job_make_a_run_leave(name, monkeypatch, handlers):
+    reasons = []
+    cluster = Cluster(Config(save_before=60), Trainer, RolloutWorker)
+    seconds = 600 if name else 0
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 60.05 + seconds))
+    cluster.on_signal(reasons.append)
+    if name:
+        os.kill(os.getpid(), getattr(signal, name))
+    await asyncio.sleep(0.2)
+    assert reasons == [REASONS[name]]
 
 
 def test_a_second_ctrl_c_ends_the_program_at_once(handlers):
@@ -199,37 +185,31 @@ def test_a_second_ctrl_c_ends_the_program_at_once(handlers):
 
 
 def test_actors_get_the_driver_s_variables_for_the_libraries_and_what_it_sets_wins(monkeypatch):
-    given = {
-        "NCCL_DEBUG": "INFO",
-        "NCCL_CUMEM_HOST_ENABLE": "0",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "VLLM_LOGGING_LEVEL": "DEBUG",
-        "VLLM_CPU_KVCACHE_SPACE": "7",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    }
+    given = {"NCCL_DEBUG": "INFO", "NCCL_CUMEM_HOST_ENABLE": "0", "GLOO_SOCKET_IFNAME": "eth0"}
+    given |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    given |= {"VLLM_CPU_KVCACHE_SPACE": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     of_one = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP", "VLLM_DP_RANK_LOCAL"), "1")
     of_one |= dict.fromkeys(("VLLM_PORT", "NCCL_HOSTID", "WANDB_API_KEY"), "1")
     for name, value in (given | of_one).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("JUDGES_FILE", raising=False)
-    monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes(64))
-    found = cluster.variables()
+    monkeypatch.setattr(ray, "nodes", lambda: nodes(64))
+    found = ray_start.variables()
     assert given.items() <= found.items() and not of_one.keys() & found.keys()
-    assert cluster.cpu_variables(Config())["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    assert ray_start.cpu_variables(Config())["VLLM_CPU_KVCACHE_SPACE"] == "7"
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert cluster.cpu_variables(Config())["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert ray_start.cpu_variables(Config())["OMP_WAIT_POLICY"] == "PASSIVE"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert cluster.cpu_variables(Config())["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert ray_start.cpu_variables(Config())["OMP_WAIT_POLICY"] == "ACTIVE"
     assert "JUDGES_FILE" not in found
     monkeypatch.setenv("JUDGES_FILE", "logs/judges")  # their working folders are others
-    assert cluster.variables()["JUDGES_FILE"] == os.path.abspath("logs/judges")
+    assert ray_start.variables()["JUDGES_FILE"] == os.path.abspath("logs/judges")
 
 
 def test_without_a_word_of_the_user_vllm_is_quiet_and_no_watchdog_ends_a_trainer(monkeypatch):
     for name in ("VLLM_LOGGING_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.delenv(name, raising=False)
-    found = cluster.variables()
+    found = ray_start.variables()
     assert found["VLLM_LOGGING_LEVEL"] == "WARNING"
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
 
@@ -240,9 +220,9 @@ def test_settings_of_a_cpu_follow_the_cluster_and_not_the_driver(gpus, wanted, m
     """64 CPUs for three trainer ranks and an engine, wherever the driver runs."""
     asked = {}
     handle = SimpleNamespace(options=lambda **options: asked.update(options))
-    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": gpus})
-    monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes(64))
-    monkeypatch.setattr(cluster.ray, "remote", lambda **options: lambda cls: handle)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": gpus})
+    monkeypatch.setattr(ray, "nodes", lambda: nodes(64))
+    monkeypatch.setattr(ray, "remote", lambda **options: lambda cls: handle)
     cluster.actor(Trainer, wanted, ask(Path("run"), ranks=3))
     env = asked.get("runtime_env", {}).get("env_vars", {})
     assert asked["num_gpus"] == (wanted if gpus else 0)
@@ -255,8 +235,8 @@ def test_settings_of_a_cpu_follow_the_cluster_and_not_the_driver(gpus, wanted, m
 )
 def test_threads_are_those_of_the_node_that_a_process_is_on(cpus, threads, monkeypatch):
     """Three trainer ranks and an engine, spread over the nodes that are alive."""
-    monkeypatch.setattr(cluster.ray, "nodes", lambda: [*nodes(*cpus), {"Alive": False}])
-    found = cluster.cpu_variables(ask(Path("run"), ranks=3))
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes(*cpus), {"Alive": False}])
+    found = ray_start.cpu_variables(ask(Path("run"), ranks=3))
     assert found["OMP_NUM_THREADS"] == str(threads)
 
 
@@ -264,33 +244,32 @@ def test_a_rank_that_may_not_open_enough_files_says_so_before_anybody_waits_for_
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     expected = f"{os.uname().nodename}: ulimit -Hn is 4096, 577 ranks .* need 36928: raise nofile"
     with pytest.raises(RuntimeError, match=expected):
-        Ranks(Config()).open_store(577)
+        Rank(Config()).open_store(577)
 
 
 def test_a_driver_that_is_too_old_is_named(monkeypatch):
     """As torch says it; where it can use the GPU, or none was granted, nothing is said."""
-    found = RuntimeError("The NVIDIA driver on your system is too old (found version 12040)")
 
     def refuse():
-        raise found
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040)")
 
     monkeypatch.setattr(cluster.torch.cuda, "init", refuse)
-    monkeypatch.setattr(cluster.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cluster.ray, "get_gpu_ids", lambda: [3])
-    with pytest.raises(RuntimeError, match=r"GPU \[3\] of .* is too old .*: expected .* 580 or"):
-        cluster.check_granted()
-    monkeypatch.setattr(cluster.torch.cuda, "is_available", lambda: True)
-    cluster.check_granted()
-    monkeypatch.setattr(cluster.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cluster.ray, "get_gpu_ids", lambda: [])
-    cluster.check_granted()
+    said = r"GPU \[3\] of .* is too old .*: expected .* 580 or"
+    for gpus, usable in ([3], False), ([3], True), ([], False):
+        monkeypatch.setattr(ray, "get_gpu_ids", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(cluster.torch.cuda, "is_available", lambda usable=usable: usable)
+        if usable or not gpus:
+            cluster.check_granted()
+            continue
+        with pytest.raises(RuntimeError, match=said):
+            cluster.check_granted()
 
 
 CHILDREN = """
 import os, signal, subprocess, sys, time
 import ray
 from grpo_async import Config
-from runtime.cluster import connect
+from runtime.ray_start import connect
 connect(Config())
 
 @ray.remote(num_cpus=0)

@@ -1,6 +1,5 @@
 """What a run shows where nobody watches, and at its end."""
 
-import json
 import os
 import shlex
 import subprocess
@@ -10,9 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import write_rows
 
 from runtime import console
-from runtime.console import Bars, Lines, phase, summary
+from runtime.bars import Bars
+from runtime.console import Lines, phase
+from runtime.summary import summary
 
 ROOT = Path(__file__).parents[2]
 METRICS = {"reward": 0.5, "lag_mean": 0.25, "wait_for_rollouts": 1.0, "wait_for_training": 0.0}
@@ -20,17 +22,14 @@ METRICS = {"reward": 0.5, "lag_mean": 0.25, "wait_for_rollouts": 1.0, "wait_for_
 
 def config(run_dir, steps: int = 40, modes: tuple = ()) -> SimpleNamespace:
     command = SimpleNamespace(modes=modes)
-    return SimpleNamespace(run_dir=str(run_dir), steps=steps, prompts_per_step=4, command=command)
+    folders = {"run_dir": str(run_dir), "writes_to": str(run_dir)}
+    return SimpleNamespace(**folders, steps=steps, prompts_per_step=4, command=command)
 
 
 def checkpoint(folder, step: int, whole: bool = True) -> None:
     (folder / f"step_{step:06d}" / "hf").mkdir(parents=True)
     if whole:
         (folder / f"step_{step:06d}" / "complete.json").write_text("{}")
-
-
-def write(path, lines: list[dict]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def rollout(text: str, evaluation: int | None) -> dict:
@@ -46,11 +45,8 @@ def test_a_step_is_one_line_and_start_up_is_not_in_the_time_that_is_left(capsys,
         lines.step(step, METRICS)
     shown = capsys.readouterr().out.splitlines()
     start = "step 11/40  reward 0.500  lag 0.25  trainer waited 1.00 s"
-    assert shown == [
-        start,
-        start.replace("11/", "12/") + "  00:56 left",
-        start.replace("11/", "13/") + "  01:21 left",
-    ]
+    left = {"11/": "", "12/": "  00:56 left", "13/": "  01:21 left"}
+    assert shown == [start.replace("11/", step) + text for step, text in left.items()]
 
 
 def test_the_log_of_a_thousand_steps_is_short(capsys):
@@ -91,9 +87,9 @@ def test_the_summary_of_a_run_that_is_done(tmp_path, monkeypatch):
         *({"step": step, "reward": step / 40} for step in (4, 40)),
         {"step": 40, "validation_reward": 0.75, "validation_exact": 0.5},
     ]
-    write(run / "metrics.jsonl", lines)
+    write_rows(run / "metrics.jsonl", lines)
     answers = [rollout("old", 0), rollout("c a t\n <answer>tac</answer>", 40), rollout("new", None)]
-    write(run / "rollouts.jsonl", answers)
+    write_rows(run / "rollouts.jsonl", answers)
     monkeypatch.chdir(tmp_path)
     given = ["--config", "my config.py", "--run-dir", "a b", "--steps=40"]
     monkeypatch.setattr(sys, "argv", ["grpo_async.py", *given])
@@ -117,13 +113,9 @@ def test_an_odd_line_does_not_end_the_summary(odd, tmp_path):
     """Nor does an odd value."""
     names = ("validation_reward", "validation_exact")
     values = [odd, {"step": 1, "validation_exact": odd}, dict.fromkeys(("step", *names), 1)]
-    write(tmp_path / "metrics.jsonl", values)
-    answers = [
-        rollout("good", 1),
-        odd,
-        *(rollout("odd", 1) | {k: odd} for k in ("response", "reward")),
-    ]
-    write(tmp_path / "rollouts.jsonl", answers)
+    write_rows(tmp_path / "metrics.jsonl", values)
+    odd_values = [rollout("odd", 1) | {k: odd} for k in ("response", "reward")]
+    write_rows(tmp_path / "rollouts.jsonl", [rollout("good", 1), odd, *odd_values])
     lines = summary(config(tmp_path))
     assert "validation_reward: 1.000 -> 1.000 (1.000 at best)" in lines and "answer: good" in lines
 
@@ -143,7 +135,7 @@ def test_a_run_that_left_early_goes_on_to_the_same_step(tmp_path):
 
 def test_an_evaluation_is_not_compared_with_an_earlier_one_of_another_policy(tmp_path):
     lines = [{"step": step, "validation_reward": step / 100} for step in (80, 40)]
-    write(tmp_path / "metrics.jsonl", lines)
+    write_rows(tmp_path / "metrics.jsonl", lines)
     assert summary(config(tmp_path, modes=("eval_only",)))[1:] == ["validation_reward: 0.400"]
 
 
@@ -154,20 +146,24 @@ def test_what_cannot_be_gone_on_with_has_no_next_command(tmp_path):
 
 def test_the_last_answer_cannot_command_a_terminal(tmp_path):
     lines = [rollout("old", 3), rollout("\x1b]0;new\x07 answer", 4), {"of": "a fork"}]
-    write(tmp_path / "rollouts.jsonl", lines)
+    write_rows(tmp_path / "rollouts.jsonl", lines)
     assert "answer: ]0;new answer" in summary(config(tmp_path))
+
+
+WAITING = """
+import os, sys
+from grpo_async import Config
+from runtime import console, preflight
+preflight.check = lambda cfg: None
+preflight.load(Config, ["--run_dir", sys.argv[1]], "configs/tiny.py")
+console.phase("starting Ray")
+os._exit(0)
+"""
 
 
 def test_a_pipe_shows_at_once_what_a_run_waits_for(tmp_path):
     """Nothing is flushed when the process ends."""
-    code = (
-        "import os, sys; from grpo_async import Config\n"
-        "from runtime import console, preflight\nfrom settings import reader as config\n"
-        "preflight.check = lambda cfg: None\n"
-        f"config.load(Config, ['--run_dir', {str(tmp_path)!r}], 'configs/tiny.py')\n"
-        "console.phase('starting Ray'); os._exit(0)\n"
-    )
     env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", WAITING, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     assert [line[-12:] for line in done.stdout.splitlines()[1:]] == ["starting Ray"], done.stderr

@@ -7,15 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 
-import envs
-from envs.judge.judge import Away, Report
+from core import waits
+from core.lines import WriteError
+from envs import registry
+from envs.rollout.episode import Group
+from envs.rollout.services import Away, Report
 from grpo_async import Config
 from runtime import dispatch
-from runtime.dispatch import Dispatcher, Rollouts, Slot
-from runtime.fleet import EVERY
-from runtime.log import WriteError
+from runtime.dispatch import Dispatcher, Slot
+from runtime.fleet import CHECK_SECONDS
 from support.actors import Actor, Answer
 from support.configs import changed
+from support.loop import in_loop
 
 ROW = {"_line": 5}
 
@@ -53,7 +56,10 @@ class Engines:
 class Setting:
     """A dispatcher of workers that answer with `answers` one after the other, then with "infos"."""
 
-    def __init__(self, monkeypatch, answers=(), alive=(), workers: int = 1, **fields):
+    def __init__(
+        self, monkeypatch, answers=(), alive=(), workers=1, attempts=3, answer=25.0, **fields
+    ):
+        monkeypatch.setattr(waits, "ANSWER_SECONDS", answer)
         self.answers = list(answers)
         self.cancelled = []
         self.killed = []
@@ -67,18 +73,19 @@ class Setting:
         shared = (cfg, cluster, self.fleet, lambda: "2 groups ready")
         self.written = []
         self.dispatcher = Dispatcher(*shared, self.write)
+        self.dispatcher.attempts = attempts
         crew = self.dispatcher.crew
         crew.seats.put_nowait(workers)
         self.launch = crew.launch
         monkeypatch.setattr(crew, "launch", self.note_launch)
-        monkeypatch.setattr(dispatch.ray, "cancel", self.cancelled.append)
-        monkeypatch.setattr(dispatch.ray, "kill", self.killed.append)
+        monkeypatch.setattr(dispatch, "cancel", self.cancelled.append)
+        monkeypatch.setattr(dispatch, "kill", self.killed.append)
         sleep = asyncio.sleep
 
         async def nap(seconds: float):
-            if seconds != EVERY:
+            if seconds != CHECK_SECONDS:
                 self.waits.append(seconds)
-            await sleep(seconds if seconds == EVERY else 0)
+            await sleep(seconds if seconds == CHECK_SECONDS else 0)
 
         monkeypatch.setattr(dispatch.asyncio, "sleep", nap)
 
@@ -106,18 +113,13 @@ class Setting:
         found = self.answers.pop(0) if self.answers else "infos"
         return (found, "samples", b"lines") if isinstance(found, str) else found
 
-    def roll_out(self, slot: int = 9, n: int = 2) -> Rollouts:
-        return asyncio.run(self.dispatcher.roll_out(ROW, Slot(slot), n))
+    def roll_out(self, slot: int = 9, n: int = 2) -> Group:
+        return asyncio.run(self.dispatcher.roll_out(ROW, Slot(slot), n, 5))
 
 
 @pytest.fixture
 def setting(monkeypatch):
-    """A function that makes a dispatcher."""
     return lambda **fields: Setting(monkeypatch, **fields)
-
-
-def broken(message: str = "broken") -> ValueError:
-    return ValueError(message)
 
 
 def test_a_worker_gets_engine_row_slot_and_count(setting):
@@ -133,7 +135,7 @@ def test_the_lines_of_a_group_are_written_once_and_held_by_nobody(setting):
     made = setting(timeouts={"rollout": 0.05})
     tries = iter([("infos", "samples", Answer(...)), ("infos", "samples", b"second")])
     made.workers[0].answers["rollout_group"] = lambda *_: next(tries)
-    assert made.roll_out().lines == b""
+    made.roll_out()
     assert made.written == [b"second"] and len(made.cancelled) == 1
 
 
@@ -151,7 +153,7 @@ def test_lines_that_cannot_be_written_are_no_failure_of_the_prompt(setting):
 
 def test_a_prompt_that_fails_is_tried_again_by_the_same_worker(setting):
     """The worker keeps what had been written of the answers; the engine may be another one."""
-    made = setting(answers=[broken(), broken()], workers=3)
+    made = setting(answers=[ValueError(), ValueError()], workers=3)
     assert made.roll_out().infos == "infos"
     assert [len(w.called("rollout_group")) for w in made.workers] == [3, 0, 0]
     assert made.fleet.given_back == made.fleet.leased == ["engine 0", "engine 1", "engine 2"]
@@ -160,8 +162,7 @@ def test_a_prompt_that_fails_is_tried_again_by_the_same_worker(setting):
 
 
 def test_the_last_error_is_raised_after_the_last_attempt(setting):
-    errors = [broken("first"), broken("second"), broken("third")]
-    made = setting(answers=errors, rollout_attempts=3)
+    made = setting(answers=map(ValueError, ["first", "second", "third"]), attempts=3)
     with pytest.raises(ValueError, match="third"):
         made.roll_out()
     assert len(made.workers[0].called("rollout_group")) == 3
@@ -170,41 +171,39 @@ def test_the_last_error_is_raised_after_the_last_attempt(setting):
 
 
 def test_attempts_that_an_engine_s_death_ended_do_not_count(setting):
-    made = setting(answers=[broken()] * 5, alive=[False] * 4 + [True], rollout_attempts=2)
+    made = setting(answers=[ValueError()] * 5, alive=[False] * 4 + [True], attempts=2)
     assert made.roll_out().infos == "infos"
     assert len(made.fleet.leased) == 6 and made.waits == [1, 1, 1, 1, 2]
 
 
 def test_deaths_and_failures_are_counted_apart(setting):
     alive = [False, True, False, True]
-    made = setting(answers=[broken(str(i)) for i in range(4)], alive=alive, rollout_attempts=2)
+    made = setting(answers=[ValueError(str(i)) for i in range(4)], alive=alive, attempts=2)
     with pytest.raises(ValueError, match="3"):
         made.roll_out()
 
 
 def test_a_group_that_takes_too_long_is_named_with_the_state_of_the_run(setting):
-    made = setting(rollout_attempts=1, timeouts={"rollout": 0.05})
+    made = setting(attempts=1, timeouts={"rollout": 0.05})
     made.workers[0].answers["rollout_group"] = lambda *_: (Answer(...), "samples", b"")
     with pytest.raises(TimeoutError, match=r"the rollouts of slot 9, line 5\. 2 groups ready"):
         made.roll_out()
     assert len(made.cancelled) == 1
 
 
-def test_rollouts_that_nobody_waits_for_any_more_are_cancelled_and_not_tried_again(setting):
-    async def main():
-        made = setting()
-        call = Answer(...)
-        made.workers[0].answers["rollout_group"] = lambda *_: (call, "samples", b"")
-        task = asyncio.create_task(made.dispatcher.roll_out(ROW, Slot(9), 2))
-        while not made.workers[0].called("rollout_group"):
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert made.cancelled == [call] and made.fleet.given_back == ["engine 0"]
-        assert len(made.workers[0].called("rollout_group")) == 1
-
-    asyncio.run(main())
+@in_loop
+async def test_rollouts_that_nobody_waits_for_any_more_are_cancelled_and_not_tried_again(setting):
+    made = setting()
+    call = Answer(...)
+    made.workers[0].answers["rollout_group"] = lambda *_: (call, "samples", b"")
+    task = asyncio.create_task(made.dispatcher.roll_out(ROW, Slot(9), 2, 5))
+    while not made.workers[0].called("rollout_group"):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert made.cancelled == [call] and made.fleet.given_back == ["engine 0"]
+    assert len(made.workers[0].called("rollout_group")) == 1
 
 
 def test_prompts_go_to_the_workers_in_turn(setting):
@@ -230,97 +229,90 @@ def test_a_group_whose_worker_died_is_tried_alone_and_the_attempt_counts(setting
     assert made.started == [0, 2, 1, 0], "the lost one is replaced when its turn comes"
 
 
-def test_only_the_row_that_kills_its_workers_is_given_up(setting):
+@in_loop
+async def test_only_the_row_that_kills_its_workers_is_given_up(setting):
     """Three groups are on the worker that slot 1 kills; each is alone when it is tried again."""
+    made = setting(attempts=3)
+    running = []
+    together = []
+    died = asyncio.Event()
 
-    async def main():
-        made = setting(rollout_attempts=3)
-        running = []
-        together = []
-        died = asyncio.Event()
+    def rollout(worker):
+        async def group(engine, row, slot, n):
+            running.append(slot.number)
+            together.append(len(running))
+            if len(running) == 3:
+                died.set()  # with all three on it
+            await (died.wait() if len(together) <= 3 else asyncio.sleep(0))
+            running.remove(slot.number)
+            if len(together) <= 3 or slot.number == 1:
+                raise made.lose(worker)
+            return f"infos of {slot.number}"
 
-        def rollout(worker):
-            async def group(engine, row, slot, n):
-                running.append(slot.number)
-                together.append(len(running))
-                if len(running) == 3:
-                    died.set()  # with all three on it
-                await (died.wait() if len(together) <= 3 else asyncio.sleep(0))
-                running.remove(slot.number)
-                if len(together) <= 3 or slot.number == 1:
-                    raise made.lose(worker)
-                return f"infos of {slot.number}"
+        def call(*given):
+            answer = Answer(...)
+            done = asyncio.ensure_future(group(*given)).add_done_callback
+            done(lambda task: answer.give(task.exception() or task.result()))
+            return answer, "samples", b""
 
-            def call(*given):
-                answer = Answer(...)
-                done = asyncio.ensure_future(group(*given)).add_done_callback
-                done(lambda task: answer.give(task.exception() or task.result()))
-                return answer, "samples", b""
+        return call
 
-            return call
+    def start():
+        made = worker(None)
+        made.answers["rollout_group"] = rollout(made)
+        return made
 
-        def start():
-            made = worker(None)
-            made.answers["rollout_group"] = rollout(made)
-            return made
-
-        made.dispatcher.crew.cluster.start_worker = start
-        every = (made.dispatcher.roll_out(ROW, Slot(slot), 2) for slot in range(3))
-        first, guilty, last = await asyncio.gather(*every, return_exceptions=True)
-        assert (first.infos, last.infos) == ("infos of 0", "infos of 2")
-        assert str(guilty) == "the rollouts of slot 1, line 5 ended a worker that had no others"
-        assert together == [1, 2, 3, 1, 1, 1, 1]
-
-    asyncio.run(main())
+    made.dispatcher.crew.cluster.start_worker = start
+    every = (made.dispatcher.roll_out(ROW, Slot(slot), 2, 5) for slot in range(3))
+    first, guilty, last = await asyncio.gather(*every, return_exceptions=True)
+    assert (first.infos, last.infos) == ("infos of 0", "infos of 2")
+    alone = "crashed its worker while running alone: the row or its environment is at fault"
+    assert str(guilty) == f"the rollouts of slot 1, line 5 {alone}"
+    assert together == [1, 2, 3, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("attempts", [1, 2])
 def test_a_group_is_tried_alone_once_at_least(setting, attempts):
-    made = setting(rollout_attempts=attempts)
+    made = setting(attempts=attempts)
     (first,) = made.workers
     first.answers["rollout_group"] = lambda *_: made.lose(first)
     assert made.roll_out().infos == "infos" and made.started == [0, 1]
 
 
-def test_a_worker_that_hangs_is_killed_and_its_groups_go_on(setting):
+@in_loop
+async def test_a_worker_that_hangs_is_killed_and_its_groups_go_on(setting):
     """Its event loop is blocked: nothing of it returns, nor the question whether it lives."""
+    made = setting(answer=0.05, timeouts={"start": 0.05})
+    (first,) = made.workers
+    call = Answer(...)
+    first.answers |= {
+        "rollout_group": lambda *_: (call, "samples", b""),
+        "call": lambda *_: Answer(...),
+    }
+    ray_kill = made.killed.append
 
-    async def main():
-        made = setting(timeouts={"answer": 0.05, "start": 0.05})
-        (first,) = made.workers
-        call = Answer(...)
-        first.answers |= {
-            "rollout_group": lambda *_: (call, "samples", b""),
-            "call": lambda *_: Answer(...),
-        }
-        ray_kill = made.killed.append
+    def kill(worker):
+        ray_kill(worker)
+        call.give(RuntimeError("killed"))
 
-        def kill(worker):
-            ray_kill(worker)
-            call.give(RuntimeError("killed"))
-
-        dispatch.ray.kill = kill  # the fixture takes it back
-        assert (await made.dispatcher.roll_out(ROW, Slot(9), 2)).infos == "infos"
-        assert made.killed == [first] and made.started == [0, 1]
-
-    asyncio.run(main())
+    dispatch.kill = kill  # the fixture takes it back
+    assert (await made.dispatcher.roll_out(ROW, Slot(9), 2, 5)).infos == "infos"
+    assert made.killed == [first] and made.started == [0, 1]
 
 
-def test_a_worker_gets_more_time_for_its_first_answer(setting):
-    async def main():
-        made = setting(timeouts={"answer": 0.01, "start": 60})
-        (first,) = made.workers
-        first.answers["call"] = late = Answer(...)
-        crew = made.dispatcher.crew
-        asked = asyncio.create_task(crew.of_rank(0))
-        await asyncio.wait([asked], timeout=0.05)
-        assert not asked.done(), "it is starting"
-        late.give(WELL)
-        assert await asked is first
-        first.answers["call"] = lambda *_: Answer(...)
-        assert not await crew.is_alive(first) and made.killed == [first]
-
-    asyncio.run(main())
+@in_loop
+async def test_a_worker_gets_more_time_for_its_first_answer(setting):
+    made = setting(answer=0.01, timeouts={"start": 60})
+    (first,) = made.workers
+    first.answers["call"] = late = Answer(...)
+    crew = made.dispatcher.crew
+    asked = asyncio.create_task(crew.of_rank(0))
+    await asyncio.wait([asked], timeout=0.05)
+    assert not asked.done(), "it is starting"
+    late.give(WELL)
+    assert await asked is first
+    first.answers["call"] = lambda *_: Answer(...)
+    assert not await crew.is_alive(first) and made.killed == [first]
 
 
 # --- judges that are away -------------------------------------------------------------------------
@@ -329,61 +321,55 @@ AWAY = Report({"judges.general": "http://h:1/v1, for 70 s: status 503"}, Counter
 
 
 def test_an_attempt_that_a_judge_s_absence_ended_does_not_count(setting):
-    answers = [broken("first"), *(Away("general") for _ in range(9)), broken("last")]
-    made = setting(answers=answers, rollout_attempts=2)
+    answers = [ValueError("first"), *(Away("general") for _ in range(9)), ValueError("last")]
+    made = setting(answers=answers, attempts=2)
     with pytest.raises(ValueError, match="last"):
         made.roll_out()
     assert len(made.workers[0].called("rollout_group")) == 11
     assert made.workers[0].called("forget") == [[Slot(9), 5]], "the answers are kept up to then"
 
 
-def test_rows_that_need_an_absent_judge_wait_and_others_do_not(setting, monkeypatch):
+@in_loop
+async def test_rows_that_need_an_absent_judge_wait_and_others_do_not(setting, monkeypatch):
     needs = {1: ("judges.general", "sandbox"), 2: ("judges.safety",), 3: ()}
-    monkeypatch.setattr(envs, "needs", lambda row: needs[row["_line"]])
-
-    async def main():
-        made = setting()
-        crew = made.dispatcher.crew
-        made.workers[0].answers["call"] = AWAY
-        first = await crew.of_rank(0)
-        calls = [
-            asyncio.create_task(made.dispatcher.roll_out({"_line": i}, Slot(i), 2)) for i in needs
-        ]
-        await asyncio.wait(calls, timeout=0.1)
-        assert [call.done() for call in calls] == [False, True, True]
-        assert len(made.fleet.leased) == 2
-        first.answers["call"] = WELL
-        crew.outages.hear(first, WELL)
-        assert (await calls[0]).infos == "infos"
-
-    asyncio.run(main())
+    monkeypatch.setattr(registry, "needs", lambda row: needs[row["_line"]])
+    made = setting()
+    crew = made.dispatcher.crew
+    made.workers[0].answers["call"] = AWAY
+    first = await crew.of_rank(0)
+    calls = [
+        asyncio.create_task(made.dispatcher.roll_out({"_line": i}, Slot(i), 2, 0)) for i in needs
+    ]
+    await asyncio.wait(calls, timeout=0.1)
+    assert [call.done() for call in calls] == [False, True, True]
+    assert len(made.fleet.leased) == 2
+    first.answers["call"] = WELL
+    crew.receive(first, WELL)
+    assert (await calls[0]).infos == "infos"
 
 
-def test_no_deadline_runs_while_a_judge_is_away(setting):
+@in_loop
+async def test_no_deadline_runs_while_a_judge_is_away(setting):
     """Neither that of a group, which is under way, nor that of a step."""
-
-    async def main():
-        made = setting(rollout_attempts=1, timeouts={"rollout": 0.3})
-        made.workers[0].answers["rollout_group"] = lambda *_: (Answer(...), "samples", b"")
-        outages = made.dispatcher.crew.outages
-        group = asyncio.create_task(made.dispatcher.roll_out(ROW, Slot(9), 2))
-        forever = made.dispatcher.wait(0.3, "the groups of step 1", asyncio.Event().wait())
-        step = asyncio.create_task(forever)
-        while not made.workers[0].called("rollout_group"):
-            await asyncio.sleep(0)
-        outages.hear("another worker", AWAY)
-        assert made.dispatcher.state() == (
-            "2 groups ready; judges.general is away: http://h:1/v1, for 70 s: status 503"
-        )
-        done, _ = await asyncio.wait([group, step], timeout=1.0)
-        assert not done
-        outages.hear("another worker", WELL)
-        with pytest.raises(TimeoutError, match="the groups of step 1. 2 groups ready$"):
-            await step
-        with pytest.raises(TimeoutError, match="the rollouts of slot 9"):
-            await group
-
-    asyncio.run(main())
+    made = setting(attempts=1, timeouts={"rollout": 0.3})
+    made.workers[0].answers["rollout_group"] = lambda *_: (Answer(...), "samples", b"")
+    crew = made.dispatcher.crew
+    group = asyncio.create_task(made.dispatcher.roll_out(ROW, Slot(9), 2, 5))
+    forever = made.dispatcher.wait(0.3, "the groups of step 1", asyncio.Event().wait())
+    step = asyncio.create_task(forever)
+    while not made.workers[0].called("rollout_group"):
+        await asyncio.sleep(0)
+    crew.receive("another worker", AWAY)
+    assert made.dispatcher.state() == (
+        "2 groups ready; judges.general is away: http://h:1/v1, for 70 s: status 503"
+    )
+    done, _ = await asyncio.wait([group, step], timeout=1.0)
+    assert not done
+    crew.receive("another worker", WELL)
+    with pytest.raises(TimeoutError, match="the groups of step 1. 2 groups ready$"):
+        await step
+    with pytest.raises(TimeoutError, match="the rollouts of slot 9"):
+        await group
 
 
 # --- slots ----------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ import torch
 
 from grpo_async import Config, Generator
 from runtime import preflight
-from settings.run import OWN_ENGINE_ARGS
+from runtime.engine import engine_arguments
+from settings.contradictions import OWN_ENGINE_ARGS
 
 
 def arguments(on_cpu: bool = False, **args) -> dict:
-    return Config(engine={"args": args}).engine_arguments(on_cpu)
+    return engine_arguments(Config(engine={"args": args}), on_cpu)
 
 
 def test_on_a_gpu_weights_are_bf16_and_logits_float32():
@@ -24,7 +25,7 @@ def test_on_a_gpu_weights_are_bf16_and_logits_float32():
 
 def test_an_engine_of_several_workers_starts_them_itself():
     """Ray's executor, which vLLM may choose on a cluster, would place them anew."""
-    of = {n: Config(engine={"tensor_parallel": n}).engine_arguments(on_cpu=False) for n in (1, 2)}
+    of = {n: engine_arguments(Config(engine={"tensor_parallel": n}), on_cpu=False) for n in (1, 2)}
     assert [of[n]["tensor_parallel_size"] for n in (1, 2)] == [1, 2]
     assert [of[n]["distributed_executor_backend"] for n in (1, 2)] == [None, "mp"]
 
@@ -48,16 +49,11 @@ def test_what_the_run_sets_is_refused_with_its_setting(name, setting):
 
 def started(cfg: Config, monkeypatch):
     """What a generator gives vLLM where a GPU is: its arguments, and the context."""
-    from vllm import AsyncEngineArgs
     from vllm.platforms import current_platform
-    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     given = []
-
-    def noted(args: AsyncEngineArgs, usage_context: UsageContext) -> None:
-        given.append((args, usage_context))
-
+    noted = lambda args, usage_context: given.append((args, usage_context))  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(AsyncLLM, "from_engine_args", noted)
         patch.setattr(type(current_platform), "is_cpu", lambda self: False)
@@ -86,15 +82,11 @@ def test_vllm_takes_them_on_a_gpu(tiny_model, monkeypatch):
 @pytest.mark.slow
 def test_what_vllm_does_by_itself_reaches_it(tiny_model, monkeypatch):
     """Experts over an engine's GPUs, fp8 weights and KV cache, and MTP that drafts tokens."""
-    given = {
-        "enable_expert_parallel": True,
-        "kv_cache_dtype": "fp8",
-        "quantization": "fp8",
-        "mamba_ssm_cache_dtype": "float32",
-        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
-    }
+    given = {"enable_expert_parallel": True, "kv_cache_dtype": "fp8", "quantization": "fp8"}
+    given |= {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    given |= {"mamba_ssm_cache_dtype": "float32"}
     cfg = Config(model=tiny_model, engine={"tensor_parallel": 4, "args": given})
     args, _ = started(cfg, monkeypatch)
     assert {name: getattr(args, name) for name in given} == given
     assert (args.tensor_parallel_size, args.distributed_executor_backend) == (4, "mp")
-    assert args.worker_extension_cls == "policy.weight_sync.WeightReceiver"
+    assert args.worker_extension_cls == "policy.receiver.WeightReceiver"

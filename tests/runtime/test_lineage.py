@@ -1,4 +1,4 @@
-"""The chain of trainings behind a model, and what W&B is told of it."""
+"""The chain of trainings behind a model, and what W&B gets of it."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from grpo_async import Config
 from runtime import lineage
 from runtime.cluster import ROOT
 from runtime.log import Log
-from settings.reader import InputError
+from settings.errors import InputError
 from support.configs import changed
 
 START = {"program": "grpo_async.py", "commit": "c" * 40, "diff": "", "steps": 3, "versions": {}}

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 import report
+from core.lines import LineFile, WriteError
 from envs.rollout.episode import Sample
 from grpo_async import Config
 from runtime.dispatch import Slot
-from runtime.log import LineFile, Log, WriteError, in_one_line, rollout_lines
+from runtime.log import Log, in_one_line
 from support.configs import changed
 
 
@@ -42,10 +43,8 @@ def room_for(size: int):
 
 
 def slots(folder: Path) -> list[int]:
-    """The slot of each line of rollouts.jsonl."""
-    return [
-        json.loads(line)["slot"] for line in (folder / "rollouts.jsonl").read_text().splitlines()
-    ]
+    lines = (folder / "rollouts.jsonl").read_text().splitlines()
+    return [json.loads(line)["slot"] for line in lines]
 
 
 def fill(folder: Path) -> int:
@@ -55,7 +54,7 @@ def fill(folder: Path) -> int:
     with contextlib.closing(LineFile(folder / "rollouts.jsonl")) as file:
         for slot in range(1000):
             try:
-                file.append(rollout_lines(Slot(slot), group, Config()))
+                file.append(Slot(slot).lines(group, Config()))
             except WriteError as error:
                 told = rf"{path}: \d+ of 61\d\d bytes could be written: \[Errno \d+\] .*"
                 assert re.fullmatch(told, str(error))
@@ -63,17 +62,15 @@ def fill(folder: Path) -> int:
     raise AssertionError("the disk was never full")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-def test_a_share_of_the_groups_is_written_evenly(share):
-    """Of each step as many, give or take one, and of each evaluation the same rows."""
-    cfg = Config(prompts_per_step=50, rollout_log_share=share)
+def test_every_group_is_written_with_its_place():
+    cfg = Config(prompts_per_step=50)
     slots = [Slot(i) for i in range(500)] + [Slot(i, e) for e in (0, 9) for i in range(30)]
-    written = b"".join(rollout_lines(slot, [{}] * 2, cfg) for slot in slots)
+    written = b"".join(slot.lines([{}] * 2, cfg) for slot in slots)
     lines = list(map(json.loads, written.splitlines()))
     for step in range(1, 11):
-        assert abs(sum(line["step"] == step for line in lines) - 100 * share) <= 2
+        assert sum(line["step"] == step for line in lines) == 100
     of = [[line["slot"] for line in lines if line["evaluation"] == e] for e in (0, 9)]
-    assert of[0] == of[1] and bool(of[0]) == bool(share)
+    assert of[0] == of[1] == [slot for slot in range(30) for _ in range(2)]
 
 
 def test_a_group_that_does_not_fit_leaves_nothing_and_is_named(tmp_path):
@@ -109,9 +106,11 @@ def test_each_start_is_written_down_in_any_parsers_json(tmp_path):
 
 def test_a_good_run_does_not_fail_for_its_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "draw", lambda folder: 1 / 0)
+    cfg = Config(run_dir=str(tmp_path))
     log = Log()
-    log.open(Config(run_dir=str(tmp_path)), 0)
+    log.open(cfg, 0)
     log.close()
+    report.finish(cfg)
     assert "no report: division by zero" in capsys.readouterr().out
 
 
@@ -146,13 +145,8 @@ def test_an_error_of_another_process_is_one_line_that_names_its_place():
 
 @pytest.mark.parametrize(
     ("lag", "gap", "others", "alarms"),
-    [
-        ("0", 0.06, 50, True),
-        ("0", 0.04, 50, False),
-        ("1", 0.5, 50, False),
-        ("0", 0.06, 500, False),
-        ("0", float("nan"), 50, True),
-    ],
+    [("0", 0.06, 50, True), ("0", 0.04, 50, False), ("1", 0.5, 50, False)]
+    + [("0", 0.06, 500, False), ("0", math.nan, 50, True)],
 )
 def test_the_alarm_is_of_tokens_of_the_policy_that_is_trained(lag, gap, others, alarms):
     """Ten tokens on one rank and thirty, twice as far apart, on another.
@@ -170,11 +164,5 @@ def test_the_alarm_is_of_tokens_of_the_policy_that_is_trained(lag, gap, others, 
     log.mismatch(7, tables)
     (line,) = lines
     assert line["step"] == 7
-    assert (
-        notes
-        == [
-            f"step 7: trainer and engine are {gap:.3f} nats a token apart at lag 0, more than 0.05;"
-            " see docs/debugging.md"
-        ]
-        * alarms
-    )
+    told = f"step 7: trainer and engine are {gap:.3f} nats a token apart at lag 0, more than 0.05;"
+    assert notes == [f"{told} see docs/debugging.md"] * alarms

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from envs.judge.judge import Report
+from envs.rollout.services import Report
 from runtime import outages
 from runtime.outages import Outages
 
@@ -20,33 +20,32 @@ def clock(monkeypatch):
 
 
 def away(why: str = "http://h:1/v1", **failures) -> Report:
-    return Report(
-        {"judges.general": why}, Counter({f"general/{k}": n for k, n in failures.items()})
-    )
+    failed = Counter({f"general/{reason}": count for reason, count in failures.items()})
+    return Report({"judges.general": why}, failed)
 
 
 def test_an_outage_is_timed_while_any_worker_reports_it(clock):
     found = Outages()
-    found.hear("a", WELL)
+    found.receive("a", WELL)
     clock[0] += 10
     assert found.seconds() == 0 and found.state() == ""
-    found.hear("a", away())
+    found.receive("a", away())
     clock[0] += 5
-    found.hear("b", away("http://h:2/v1"))
-    found.hear("a", WELL)
+    found.receive("b", away("http://h:2/v1"))
+    found.receive("a", WELL)
     clock[0] += 5
     assert found.seconds() == 10 and found.state() == "judges.general is away: http://h:2/v1"
-    found.hear("b", WELL)
+    found.receive("b", WELL)
     clock[0] += 100
     assert found.seconds() == 10 and found.state() == ""
-    found.hear("a", away())
+    found.receive("a", away())
     clock[0] += 3
     assert found.seconds() == 13
 
 
 def test_what_a_lost_worker_said_is_forgotten(clock):
     found = Outages()
-    found.hear("a", away())
+    found.receive("a", away())
     clock[0] += 5
     found.forget("a")
     clock[0] += 5
@@ -57,8 +56,8 @@ def test_an_outage_is_told_of_now_and_then(clock, capsys):
     found = Outages()
     for second in range(1000):
         clock[0] = second
-        found.hear("a", away(f"http://h:1/v1, for {second} s"))
-    found.hear("a", WELL)
+        found.receive("a", away(f"http://h:1/v1, for {second} s"))
+    found.receive("a", WELL)
     told = capsys.readouterr().out.splitlines()
     line = "the run waits: judges.general is away: http://h:1/v1, for"
     assert told[:-1] == [f"{line} {second} s" for second in (0, 60, 120, 240, 480, 960)]
@@ -69,7 +68,7 @@ def test_a_judge_that_comes_and_goes_is_told_of_once_a_minute(clock, capsys):
     found = Outages()
     for second in range(180):
         clock[0] = second
-        found.hear("a", away() if second % 10 < 8 else WELL)
+        found.receive("a", away() if second % 10 < 8 else WELL)
     told = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("the run waits") for line in told) == 3
     assert told.count("all answer again, after 8 s") == 3 and found.seconds() == 144
@@ -78,15 +77,15 @@ def test_a_judge_that_comes_and_goes_is_told_of_once_a_minute(clock, capsys):
 def test_failures_and_seconds_are_counted_from_step_to_step(clock):
     found = Outages()
     assert found.meters() == {}
-    found.hear("a", Report({}, Counter({"general/429": 3})))
-    found.hear("b", Report({}, Counter({"general/429": 1, "genrm/malformed": 2})))
+    found.receive("a", Report({}, Counter({"general/429": 3})))
+    found.receive("b", Report({}, Counter({"general/429": 1, "genrm/malformed": 2})))
     counts = {"judge_failures/general/429": 4.0, "judge_failures/genrm/malformed": 2.0}
     assert found.meters() == counts and found.meters() == {}
-    found.hear("a", Report({"judges.general": ""}, Counter({"general/429": 4})))
+    found.receive("a", Report({"judges.general": ""}, Counter({"general/429": 4})))
     clock[0] += 7
     found.forget("b")
     expected = {"judge_failures/general/429": 1.0, "judge_seconds_away": 7.0}
     assert found.meters() == expected and found.meters() == {}
     clock[0] += 2
-    found.hear("b", WELL)  # another process of that rank
+    found.receive("b", WELL)  # another process of that rank
     assert found.meters() == {"judge_seconds_away": 2.0}

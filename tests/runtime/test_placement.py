@@ -12,23 +12,22 @@ from ray.cluster_utils import Cluster as FakeCluster
 from ray.exceptions import ActorDiedError
 
 from grpo_async import Config
-from runtime import placement
+from runtime import joining, placement
 from runtime.cluster import ROOT, Cluster
 from runtime.fleet import Fleet
-from runtime.placement import Node, Places, by_number, plan
-from settings.reader import InputError
+from runtime.layout import by_number, plan
+from runtime.placement import Node, Places
+from settings.errors import InputError
 from support.configs import changed
 
 
 def ask(engines: int, size: int, ranks: int, tp: int, **fields) -> Config:
-    """A configuration with so many actors."""
     layout = {"count": engines, "tensor_parallel": size, "ranks": ranks, "tp": tp}
     kind = {"kind": "megatron"} if tp > 1 else {}
     return changed(Config(), **layout, **kind, **fields)
 
 
 def cluster_of(*gpus: int) -> list[Node]:
-    """Nodes with so many GPUs."""
     return [Node(f"node-{i}", count) for i, count in enumerate(gpus)]
 
 
@@ -146,10 +145,9 @@ def fake_cluster():
     made = FakeCluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
     judges = {"resources": {placement.JUDGE: 1}, "num_gpus": 2}
     bare = {"resources": {placement.CPU_NODE: 1}, "num_gpus": 0}
+    two = {"num_gpus": 2}
     try:
-        nodes = [
-            made.add_node(num_cpus=1, **node) for node in ({"num_gpus": 2},) * 2 + (judges, bare)
-        ]
+        nodes = [made.add_node(num_cpus=1, **node) for node in (two, two, judges, bare)]
         with pytest.MonkeyPatch.context() as change:
             change.setenv("RAY_ADDRESS", made.address)
             change.setenv("PYTHONPATH", f"{ROOT}/tests/support/fake_gpus:{ROOT}/tests/cpu")
@@ -160,6 +158,15 @@ def fake_cluster():
         made.shutdown()
 
 
+async def started(cluster: Cluster, Engine: type, cfg: Config) -> list:
+    """Starts trainers and engines; where each engine is."""
+    await cluster.start_trainers()
+    fleet = Fleet(Engine, cfg, cluster)
+    fleet.launch()
+    await joining.started(fleet)
+    return [engine.start.result() for engine in fleet.engines.values()]
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("fake GPUs")
 def test_actors_are_where_they_should_be(fake_cluster, tmp_path):
@@ -168,17 +175,13 @@ def test_actors_are_where_they_should_be(fake_cluster, tmp_path):
     Trainer, Engine = stand_ins()
 
     async def main(cluster):
-        await cluster.start_trainers()
-        fleet = Fleet(Engine, cfg, cluster)
-        fleet.launch()
-        await fleet.started()
-        (start,) = fleet.launched.values()
+        (engine,) = await started(cluster, Engine, cfg)
         worker = cluster.start_worker()
         asked = asyncio.gather(*(trainer.spot.remote() for trainer in cluster.trainers))
         on_cpus = worker.call.remote(placement.where)
         # This machine, the driver's, has no GPU: that must not show.
         assert await cluster.trainers[0].variable.remote("TORCH_COMPILE_DISABLE") is None
-        return await asked, start.result(), (await asyncio.wait_for(on_cpus, 60))[0]
+        return await asked, engine, (await asyncio.wait_for(on_cpus, 60))[0]
 
     with Cluster(cfg, Trainer, Engine) as cluster:
         trainers, engine, worker = asyncio.run(main(cluster))
@@ -199,11 +202,7 @@ def test_a_trainer_rank_and_an_engine_share_a_gpu_and_never_two_ranks(fake_clust
     Trainer, Engine = stand_ins()
 
     async def main(cluster):
-        await cluster.start_trainers()
-        fleet = Fleet(Engine, cfg, cluster)
-        fleet.launch()
-        await fleet.started()
-        engines = [start.result() for start in fleet.launched.values()]
+        engines = await started(cluster, Engine, cfg)
         return await asyncio.gather(*(t.spot.remote() for t in cluster.trainers)), engines
 
     with Cluster(cfg, Trainer, Engine) as cluster:

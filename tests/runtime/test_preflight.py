@@ -9,17 +9,19 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dry_run import sizes
 from grpo_async import Config
+from policy import shape
 from runtime import preflight
-from settings.reader import InputError
+from settings.errors import InputError
 from support.configs import changed
+from support.tables import table
 from support.tiny_models import FAMILIES
+
+CASES = table(Path(__file__).with_name("cases.txt"))
 
 
 @pytest.fixture
 def model(tiny_model, tmp_path) -> Path:
-    """A copy of the tiny model."""
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
@@ -59,7 +61,7 @@ def test_weights_of_another_format_are_left_to_transformers(model):
 
 
 def test_other_names_and_quantised_tensors_are_left_to_transformers(model):
-    lm = sizes.build(str(model))
+    lm = shape.build(str(model))
     found = dict(preflight.every_tensor(model))
     preflight.check_tensors("x", {f"language_{name}": s for name, s in found.items()}, lm)
     halved = {name: [1] for name in found}
@@ -69,35 +71,7 @@ def test_other_names_and_quantised_tensors_are_left_to_transformers(model):
     preflight.check_tensors("x", halved, lm)
 
 
-@pytest.mark.parametrize(
-    ("fields", "limit"),
-    [
-        ({"max_position_embeddings": 100}, 100),
-        ({"max_position_embeddings": 100, "model_max_length": 300}, 300),
-        (
-            {
-                "max_position_embeddings": 100,
-                "rope_parameters": {"rope_type": "linear", "factor": 4.0},
-            },
-            400,
-        ),
-        (
-            {
-                "max_position_embeddings": 100,
-                "rope_parameters": {"rope_type": "yarn", "factor": 4.0},
-            },
-            100,
-        ),
-        (
-            {
-                "max_position_embeddings": 100,
-                "rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}},
-            },
-            200,
-        ),
-        ({}, 1 << 40),  # such as Mamba
-    ],
-)
+@pytest.mark.parametrize(("fields", "limit"), CASES["longest sequence"])
 def test_the_longest_sequence_is_what_vllm_derives(fields, limit):
     """As vllm/config/model.py, _get_and_verify_max_len, does."""
     text = SimpleNamespace(num_attention_heads=4, **fields)

@@ -1,6 +1,5 @@
 """What engines are asked, and how far their answers may be from the trainer's."""
 
-import asyncio
 import contextlib
 import math
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from policy import WeightMeta
 from runtime.probe import ANSWER, LENGTH, PROMPTS, Probe, prompts
 from support.actors import Actor
 from support.configs import changed
+from support.loop import in_loop
 
 
 def made(dtype: str = "float32", **answers) -> Probe:
@@ -32,22 +32,20 @@ def test_prompts_are_spread_over_the_vocabulary(vocabulary):
         assert min(prompt) < vocabulary / 8 and max(prompt) > vocabulary * 7 / 8
 
 
-def test_every_engine_answers_prompts_of_the_whole_vocabulary_whatever_it_would_say():
-    async def main():
-        engines = [Actor(generate=[name]) for name in ("a", "b")]
-        probe = made(probe_gaps=[0.0, 0.0])
-        assert await probe.gaps(engines) == [0.0, 0.0]
-        for engine in engines:
-            requests = [request for (request,) in engine.called("generate")]
-            assert [request.prompt_ids for request in requests] == prompts(1000)
-            assert len({request.name for request in requests}) == PROMPTS
-            for i, request in enumerate(requests):
-                assert (request.n, request.seed, request.priority) == (1, 7 + i, -1)
-                assert request.max_tokens == ANSWER and request.sampling == {"ignore_eos": True}
-        (trainer,) = probe.cluster.trainers
-        assert trainer.called("probe_gaps") == [[[["a"] * PROMPTS, ["b"] * PROMPTS]]]
-
-    asyncio.run(main())
+@in_loop
+async def test_every_engine_answers_prompts_of_the_whole_vocabulary_whatever_it_would_say():
+    engines = [Actor(generate=[name]) for name in ("a", "b")]
+    probe = made(probe_gaps=[0.0, 0.0])
+    assert await probe.gaps(engines) == [0.0, 0.0]
+    for engine in engines:
+        requests = [request for (request,) in engine.called("generate")]
+        assert [request.prompt_ids for request in requests] == prompts(1000)
+        assert len({request.name for request in requests}) == PROMPTS
+        for i, request in enumerate(requests):
+            assert (request.n, request.seed, request.priority) == (1, 7 + i, -1)
+            assert request.max_tokens == ANSWER and request.sampling == {"ignore_eos": True}
+    (trainer,) = probe.cluster.trainers
+    assert trainer.called("probe_gaps") == [[[["a"] * PROMPTS, ["b"] * PROMPTS]]]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from grpo_async import Config
-from settings import nemo_rl
-from settings import reader as config
+from runtime import preflight
+from settings import errors, nemo_rl, reader
 
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
@@ -17,8 +17,8 @@ ROWS = [
 
 def refused(*flags: str) -> str:
     """What `load` says of a command line."""
-    with pytest.raises(config.InputError) as error:
-        config.load(Config, list(flags), default="configs/tiny.py")
+    with pytest.raises(errors.InputError) as error:
+        preflight.load(Config, list(flags), default="configs/tiny.py")
     return str(error.value)
 
 
@@ -60,10 +60,10 @@ def test_a_key_is_what_its_nearest_listed_parent_is(flag, here):
 
 def test_our_own_settings_are_no_keys_of_nemo_rl():
     """policy.max_grad_norm is the name of both."""
-    ours = [f"--{name}" for name in config.leaves(Config)]
-    config.refuse_nemo_rl(Config, [*ours, *(f"{name}=1" for name in ours)])
+    ours = [f"--{name}" for name in reader.leaves(Config)]
+    reader.check_names(Config, [*ours, *(f"{name}=1" for name in ours)])
     values = ["runs/a=b", "x=1", "{}", '{"grpo.seed": 1}', "a b.c=1", "", "=", "policy.lr=3", "env"]
-    config.refuse_nemo_rl(Config, values)
+    reader.check_names(Config, values)
 
 
 def test_without_its_page_a_key_is_an_unknown_flag(monkeypatch, tmp_path):
@@ -75,7 +75,7 @@ def test_the_page_names_each_key_once_and_only_settings_that_exist():
     keys = [key for row in ROWS for key in re.findall(r"`([\w.]+)`", row[0])]
     assert len(keys) == len(set(keys)) >= 150
     assert all(len(row) == 3 for row in ROWS)
-    known = set(config.leaves(Config)) | {"advantage.low_effort"}
+    known = set(reader.leaves(Config)) | {"advantage.low_effort"}
     named = {row[1].strip("`") for row in ROWS} - {"none"}
     assert named <= known and len(named) >= 40
     assert all(row[2] for row in ROWS if row[1] == "none"), "what has no setting says why"

@@ -23,9 +23,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import dpo
 from grpo_async import Config
 from runtime import preflight
-from settings import reader as config
-from settings.reader import InputError
-from settings.run import OWN_ENGINE_ARGS
+from runtime.engine import engine_arguments
+from settings import reader, values
+from settings.contradictions import OWN_ENGINE_ARGS
+from settings.errors import InputError
+from settings.hub import fetched, missing_weights
+from support.program import unboxed
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "configs/tiny.py"
@@ -33,8 +36,6 @@ TINY = "configs/tiny.py"
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a config file and returns its path."""
-
     def write(text: str, name: str = "mine.py") -> Path:
         path = tmp_path / name
         path.write_text(text)
@@ -46,14 +47,14 @@ def write(tmp_path):
 def load(*flags) -> Config:
     """The configuration, whether or not this checkout has made models/tiny."""
     with mock.patch.object(preflight, "check"):
-        return config.load(Config, [str(flag) for flag in flags], default=TINY)
+        return preflight.load(Config, [str(flag) for flag in flags], default=TINY)
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
 def test_an_empty_file_is_the_defaults(write):
-    assert config.read(Config, write("")) == Config()
+    assert reader.read(Config, write("")) == Config()
 
 
 def test_without_arguments_the_default_file_is_read():
@@ -72,8 +73,8 @@ def test_a_file_inherits_overrides_and_computes(write):
         "steps = _half\n"
         "correction = {'high': 2.0}\n"
     )
-    cfg = config.read(Config, path)
-    parent = config.read(Config, ROOT / TINY)
+    cfg = reader.read(Config, path)
+    parent = reader.read(Config, ROOT / TINY)
     changed = {k for k, v in vars(parent).items() if getattr(cfg, k) != v}
     assert changed == {"steps", "correction"} and cfg.steps == parent.steps // 2
     assert (cfg.correction.high, cfg.correction.action) == (2.0, "truncate")
@@ -90,7 +91,7 @@ def test_groups_that_are_assigned_again_are_merged_at_any_depth(write):
         'engine = {"count": 2, "args": {"b": 3, "c": 4}}\n',
         "child.py",
     )
-    cfg = config.read(Config, path)
+    cfg = reader.read(Config, path)
     policy = cfg.policy
     assert (policy.kind, policy.ranks, policy.tp, policy.lr) == ("megatron", 4, 4, 1e-6)
     assert cfg.engine.count == 2 and cfg.engine.args == {"a": 1, "b": 3, "c": 4}
@@ -98,18 +99,18 @@ def test_groups_that_are_assigned_again_are_merged_at_any_depth(write):
 
 def test_an_inherited_group_keeps_the_leaves_that_are_not_assigned(write):
     """The same by `import *`."""
-    parent = config.read(Config, ROOT / TINY)
+    parent = reader.read(Config, ROOT / TINY)
     text = "from configs.tiny import *\npolicy = {'weight_decay': 0.1}\ndata = {'val_samples': 4}\n"
-    cfg = config.read(Config, write(text))
+    cfg = reader.read(Config, write(text))
     assert cfg.policy == dataclasses.replace(parent.policy, weight_decay=0.1)
     assert cfg.data == dataclasses.replace(parent.data, val_samples=4)
-    assert parent == config.read(Config, ROOT / TINY), "the parent's own dictionaries are untouched"
+    assert parent == reader.read(Config, ROOT / TINY), "the parent's own dictionaries are untouched"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("[!_]*.py")), ids=str)
 def test_every_config_file_is_valid(path):
     Settings = dpo.Config if path.stem.endswith("dpo") else Config
-    assert config.read(Settings, path) != Settings()
+    assert reader.read(Settings, path) != Settings()
 
 
 def test_flags_override_the_file(write):
@@ -119,8 +120,8 @@ def test_flags_override_the_file(write):
     cfg = load("--steps", 7, "--config", path, *flags)
     assert (cfg.steps, cfg.policy.lr, cfg.correction.high) == (7, 1e-4, 2.0)
     assert (cfg.loss.skip_zero_advantage, cfg.wandb) == (False, False)
-    cfg = load(f"--config={path}", "--loss.dual-clip", 3, "--correction.level", "sequence")
-    assert (cfg.loss.dual_clip, cfg.correction.level, cfg.correction.high) == (3.0, "sequence", 5.0)
+    cfg = load(f"--config={path}", "--correction.low", 3, "--correction.level", "sequence")
+    assert (cfg.correction.low, cfg.correction.level, cfg.correction.high) == (3.0, "sequence", 5.0)
     assert cfg.steps == 5
 
 
@@ -156,48 +157,26 @@ def test_dictionaries_on_the_command_line_are_json_and_are_merged_into_those_of_
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("wandb = True\nstep = 3\n", r"mine\.py:2: unknown field 'step'; did you mean steps\?$"),
         ("from configs.tiny import *\nmax_lagg = 3\n", r"py:2: .*'max_lagg'; did you mean max_lag"),
         ("zzzzzz = 3\n", r"mine\.py:1: unknown field 'zzzzzz'$"),
-        ("\nsteps = 'many'\n", r"mine\.py:2: steps = 'many': .*integer"),
-        ("steps = 0\n", r"mine\.py:1: steps = 0: .*greater than 0"),
         ("steps: int = -1\n", r"mine\.py:1: steps = -1"),
-        ("steps = 1\nsteps = 1.5\n", r"mine\.py:2: steps = 1\.5: .*integer"),
-        ("max_lag = -1\n", r"mine\.py:1: max_lag = -1: .*greater than or equal to 0"),
-        ("sampling = {'temperature': 0}\n", r"mine\.py:1: sampling\.temperature = 0"),
-        (
-            "loss = {'reduction': 'mean'}\n",
-            r"py:1: loss\.reduction = 'mean': .*'token' or 'sequence'",
-        ),
-        ("policy = {'lr': None}\n", r"mine\.py:1: policy\.lr = None: .*valid number"),
-        ("policy = 5\n", r"mine\.py:1: policy = 5: "),
+        ("loss = {'reduction': 'mean'}\n",
+         r"py:1: loss\.reduction = 'mean': .*'token' or 'sequence'"),
         ("correction = {'action': 'drop'}\n", r"mine\.py:1: correction\.action = 'drop': .*'mask'"),
         ("correction = {'upper': 2}\n", r"mine\.py:1: unknown field 'correction\.upper'"),
-        ("policy = {'leraning_rate': 2}\n", r"mine\.py:1: unknown field 'policy\.leraning_rate'"),
-        (
-            'policy = {\n    "lr": 1e-4,\n    "warmup_step": 3,\n}\n',
-            r"py:3: unknown field 'policy\.warmup_step'; did you mean policy\.warmup_steps\?$",
-        ),
-        (
-            'steps = 3\nengine = {\n    "count": 0,\n}\n',
-            r"mine\.py:3: engine\.count = 0: .*greater than 0",
-        ),
-        ("lr = 1e-4\n", r"mine\.py:1: unknown field 'lr'; did you mean policy\.lr\?$"),
+        ('policy = {\n    "lr": 1e-4,\n    "warmup_step": 3,\n}\n',
+         r"py:3: unknown field 'policy\.warmup_step'; did you mean policy\.warmup_steps\?$"),
+        ('steps = 3\nengine = {\n    "count": 0,\n}\n',
+         r"mine\.py:3: engine\.count = 0: .*greater than 0"),
         ("train = 'a'\n", r"mine\.py:1: unknown field 'train'; did you mean data\.train\b"),
-        (
-            "policy = {'count': 2}\n",
-            r"unknown field 'policy\.count'; did you mean engine\.count\?$",
-        ),
-        ("command = {'resume': 'auto'}\n", r"mine\.py:1: command: expected on the command line"),
-        ("resume = 'auto'\n", r"mine\.py:1: unknown field 'resume'"),
-        ("steps = = 3\n", r"mine\.py:1: SyntaxError: .*line 1"),
-        ("from configs.tyny import *\n", r"mine\.py:1: ModuleNotFoundError: .*tyny"),
-        ("steps = 3 / 0\n", r"mine\.py:1: ZeroDivisionError"),
+        ("policy = {'count': 2}\n",
+         r"unknown field 'policy\.count'; did you mean engine\.count\?$"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_file_is_refused_by_place_and_value(write, text, message):
+    """And tests/bad_inputs.txt has more of them."""
     with pytest.raises(InputError, match=message) as error:
-        config.read(Config, write(text))
+        reader.read(Config, write(text))
     assert "\n" not in str(error.value)
 
 
@@ -210,65 +189,37 @@ def test_megatron_s_arguments_on_the_command_line_are_merged_into_those_of_the_f
     assert cfg.policy.tp == 4
 
 
-@pytest.mark.parametrize("name", OWN_ENGINE_ARGS)
-def test_an_engine_argument_that_the_run_sets_is_refused_by_name(write, name):
-    path = write(f"engine = {{'args': {{'max_num_seqs': 3, {name!r}: 1}}}}\n")
-    with pytest.raises(InputError, match=rf"mine\.py:1: engine\.args sets '{name}', which the run"):
-        config.read(Config, path)
-
-
 def test_all_engine_arguments_that_the_run_sets_are_refused():
     """But for the few that may be overridden."""
-    names = Config().engine_arguments(on_cpu=False).keys() - OWN_ENGINE_ARGS
-    assert names - Config().engine.arguments.keys() == {
-        "enforce_eager",
-        "enable_chunked_prefill",
-        "hf_overrides",
-        "distributed_executor_backend",
-    }
+    names = engine_arguments(Config(), on_cpu=False).keys() - OWN_ENGINE_ARGS
+    few = {"enforce_eager", "enable_chunked_prefill", "hf_overrides"}
+    few |= {"distributed_executor_backend"}
+    assert names - Config().engine.arguments.keys() == few
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"prompts_per_step": 5, "loss": {"updates_per_batch": 2}}, "is no multiple of"),
-        ({"val_period": 5, "data": {"val": ""}}, "expected both or neither"),
-        ({"val_period": 0, "data": {"val": "some.jsonl"}}, "expected both or neither"),
-        (
-            {"loss": {"kl_coef": 0.1, "skip_zero_advantage": True}},
-            "needs loss.skip_zero_advantage = False",
-        ),
-        ({"loss": {"dual_clip": 0.5}}, "loss.dual_clip = 0.5: Input should be greater than 1"),
-        (
-            {"correction": {"sequence_error_limit": 0.9}},
-            "correction.sequence_error_limit = 0.9: Input should be greater",
-        ),
         ({"group_size": 1}, "group_size = 1: expected 2"),
-        ({"advantage": {"clip": (1.0, 2.0)}}, "advantage.clip = (1.0, 2.0): expected low <= 0"),
+        ({"correction": {"high": 0.0}}, "correction.high = 0.0: Input should be greater than 0"),
+        ({"correction": {"sequence_error_limit": 0.9}},
+         "correction.sequence_error_limit = 0.9: Input should be greater"),
         ({"advantage": {"penalties": {"rude": -5.0}}}, "Input should be 'tool_call' or 'thinking'"),
         ({"policy": {"warmup_lr": math.nan}}, "policy.warmup_lr = nan: Input should be"),
-        ({"policy": {"lr": math.inf}}, "policy.lr = inf: Input should be a finite number"),
         ({"loss": {"kl_coef": -0.1}}, "loss.kl_coef = -0.1: Input should be greater"),
         ({"gpu_share": -3.0}, "gpu_share = -3.0: Input should be greater"),
-        (
-            {"gpu_share": 0.5, "engine": {"tensor_parallel": 2}},
-            "engine.tensor_parallel = 2 needs 1",
-        ),
         ({"loss": {"ratio_clip": (2.0, 0.2)}}, "Input should be less"),
-        (
-            {"advantage": {"low_effort": {"weight": math.nan}}},
-            "advantage.low_effort.weight = nan: Input should be",
-        ),
+        ({"advantage": {"low_effort": {"weight": math.nan}}},
+         "advantage.low_effort.weight = nan: Input should be"),
         ({"correction": {"low": -2, "high": -1}}, "correction.low = -2: Input should be greater"),
-        ({"correction": {"low": 3, "high": 2}}, "correction.low = 3.0 > correction.high = 2.0"),
-        ({"policy": {"tp": 2}}, "policy: tp * pp * cp = 2 * 1 * 1, ep = 1 need policy.kind"),
     ],
-)
+)  # fmt: skip
 def test_contradictory_fields_are_named_with_their_values(write, fields, message):
     lines = "".join(f"{name} = {value!r}\n" for name, value in fields.items())
     path = write(re.sub(r"\b(nan|inf)\b", r"float('\1')", lines))
     with pytest.raises(InputError, match=re.escape(message)) as error:
-        config.read(Config, path)
+        reader.read(Config, path)
     text = str(error.value)
     assert str(path) in text and "\n" not in text
     for name, value in fields.items():
@@ -288,45 +239,6 @@ def test_long_rows_are_taken_where_no_mask_is_made(policy):
     assert Config(policy=policy).policy.row_tokens == policy["row_tokens"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--eval_only", "--export", "3", "--run_dir", "x"], "eval_only and export exclude each"),
-        (["--rollout_only", "--replay", "x"], "rollout_only and replay exclude each other"),
-        (["--resume", "auto", "--rollout_only", "--run_dir", "x"], "resume excludes rollout_only"),
-        (["--resume", "auto", "--export", "3", "--run_dir", "x"], "resume excludes export"),
-        (["--resume", "auto"], "resume = 'auto': run_dir has {time}"),
-        (["--export", "3"], "export: run_dir has {time}"),
-        (["--eval_only", "--data.val", ""], "eval_only = True and data.val = '': no rows"),
-    ],
-)
-def test_commands_that_exclude_each_other_are_refused(capfd, flags, message):
-    with pytest.raises(SystemExit) as stop:
-        load(*flags)
-    assert message in unboxed(f"{capfd.readouterr().err} {stop.value}")
-
-
-def test_flags_that_contradict_the_file_are_refused(capfd, write):
-    with pytest.raises((SystemExit, InputError)) as stop:
-        load("--config", write("prompts_per_step = 5\n"), "--loss.updates-per-batch", 2)
-    text = unboxed(f"{capfd.readouterr().err} {stop.value}")
-    assert "prompts_per_step = 5 is no multiple of loss.updates_per_batch = 2" in text
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--stepz", "3"], "Perhaps you meant: --steps"),
-        (["--steps", "many"], "--steps: invalid literal for int() with base 10: 'many'"),
-        (["--correction.level", "tokn"], "'tokn' for argument '--correction.level'"),
-    ],
-)
-def test_a_wrong_flag_is_refused_by_name(capfd, flags, message):
-    with pytest.raises(SystemExit) as stop:
-        load(*flags)
-    assert stop.value.code == 2 and message in unboxed(capfd.readouterr().err)
-
-
 def test_a_missing_file_lists_the_existing_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(
@@ -335,11 +247,6 @@ def test_a_missing_file_lists_the_existing_ones(tmp_path, monkeypatch):
         load("--config", "no/such.py")
     with pytest.raises(InputError, match="--config: expected the path of a file"):
         load("--steps", 3, "--config")
-
-
-def unboxed(text: str) -> str:
-    """tyro's output without colours, frames and line breaks."""
-    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[─-╿]", " ", text).split())
 
 
 @pytest.fixture
@@ -354,7 +261,7 @@ def shown_help(capfd, monkeypatch) -> str:
 
 def test_help_explains_every_field(shown_help):
     docs = [doc for Group in groups(Config) for doc in field_docs(Group)]
-    assert len(docs) == len(config.leaves(Config)) + len(list(groups(Config))) - 1
+    assert len(docs) == len(reader.leaves(Config)) + len(list(groups(Config))) - 1
     shown = shown_help.replace("`", "")
     assert [doc for doc in docs if " ".join(doc.split()).replace("`", "") not in shown] == []
 
@@ -395,18 +302,13 @@ def field_docs(Group: type) -> list[str]:
 def test_a_file_may_use_its_own_names_in_functions_and_comprehensions(write):
     names = "import math\n_n = 4\ndef _f(): return math.ceil(_n / 3)\n"
     used = "steps = sum(_n for _ in range(2))\nmax_lag = _f()\n"
-    cfg = config.read(Config, write(names + used))
+    cfg = reader.read(Config, write(names + used))
     assert (cfg.steps, cfg.max_lag) == (8, 2)
 
 
-def test_config_is_given_once():
-    with pytest.raises(InputError, match="--config is given 2 times"):
-        config.load(Config, ["--config", "configs/tiny.py", "--config=configs/gsm8k.py"], "x")
-
-
 def test_an_empty_dictionary_takes_the_place_of_an_inherited_one():
-    assert config.merge({"tool_call": -5.0}, {}) == {}
-    assert config.merge({"a": 1}, {"b": {"c": 2}}) == {"a": 1, "b": {"c": 2}}
+    assert values.merge({"tool_call": -5.0}, {}) == {}
+    assert values.merge({"a": 1}, {"b": {"c": 2}}) == {"a": 1, "b": {"c": 2}}
 
 
 # --- models of the hub ----------------------------------------------------------------------------
@@ -451,10 +353,11 @@ def load_model(hub: Path, config_text: str, *flags: str, before: str = UNCHECKED
     path.write_text(config_text)
     code = f"""
 import sys
-from settings import reader as config
+from runtime import preflight
+from settings import hub
 from settings.run import RunSettings
 {before}
-print(config.load(RunSettings, sys.argv[1:], "").model)
+print(preflight.load(RunSettings, sys.argv[1:], "").model)
 """
     command = [sys.executable, "-c", code, "--config", str(path), *flags]
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(hub)} | env
@@ -493,21 +396,21 @@ def test_weights_that_the_cache_lacks_matter_to_a_run_but_not_to_a_dry_run(hub):
     (snapshot / "model.safetensors").unlink()
     done = load_model(hub, SMALL, HF_HUB_OFFLINE="1")
     assert done.returncode == 1 and f"no *.safetensors in {snapshot}. " in done.stderr
-    before = "import dry_run\ndry_run.explain = lambda cfg, Config: cfg.model"
+    before = "preflight.prepare = lambda cfg: None"
     done = load_model(hub, SMALL, "--dry_run", before=before, HF_HUB_OFFLINE="1")
     assert done.stdout.splitlines()[-1] == str(snapshot), done.stderr
 
 
 def test_every_file_that_an_index_names_must_be_there(tmp_path):
     """A download that was interrupted leaves some of them."""
-    assert config.missing_weights(tmp_path) == ["*.safetensors"]
+    assert missing_weights(tmp_path) == ["*.safetensors"]
     weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "model-1.safetensors").touch()
-    assert config.missing_weights(tmp_path) == ["model-2.safetensors"]
+    assert missing_weights(tmp_path) == ["model-2.safetensors"]
     (tmp_path / "model-2.safetensors").touch()
-    assert config.missing_weights(tmp_path) == []
+    assert missing_weights(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -525,7 +428,7 @@ def test_a_model_that_cannot_be_had_is_an_error_that_says_what_was_tried(hub):
 def test_a_hub_that_does_not_answer_is_waited_for_with_a_deadline(hub):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         env = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
-        short = f"config.HUB_SECONDS = 0.5\n{UNCHECKED}"
+        short = f"hub.HUB_SECONDS = 0.5\n{UNCHECKED}"
         done = load_model(hub, OTHER, before=short, **env)
         assert "did not give such a model: ReadTimeout: " in done.stderr
         done = load_model(hub, SMALL, before=short, **env)
@@ -540,6 +443,6 @@ def test_a_local_path_is_never_looked_up(name, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it raises
-    assert config.fetched(name, weights=True) == str(Path(name).resolve())
+    assert fetched(name, weights=True) == str(Path(name).resolve())
     with pytest.raises(ImportError):
-        config.fetched("acme/x", weights=True)
+        fetched("acme/x", weights=True)

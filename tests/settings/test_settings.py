@@ -14,6 +14,7 @@ from grpo_async import CHECKED, Advantage, Correction, Loss, LowEffort
 from runtime.cluster import ROOT
 from settings.reader import leaves
 from settings.run import Data, RunSettings
+from support.tables import gives
 
 GROUPS = ("advantage", "correction", "loss")
 CLASSES = (Advantage, Correction, LowEffort, Loss)
@@ -44,18 +45,14 @@ def reads(source: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("code", "found"),
-    [
-        ("cfg.loss.kl_coef", {"cfg.loss", "cfg.loss.kl_coef"}),
-        ("run.cfg.correction", {"run.cfg.correction"}),
-        ("getattr(cfg, 'x')['advantage.clip']", {"advantage.clip"}),
-        ("rule.ratio_clip", {"rule.ratio_clip"}),
-        ("sample.advantage + loss.detach() + x.clip(max=2)", set()),
-    ],
+test_the_search_finds_what_it_looks_for = gives(
+    reads,
+    ("cfg.loss.kl_coef", {"cfg.loss", "cfg.loss.kl_coef"}),
+    ("run.cfg.correction", {"run.cfg.correction"}),
+    ("getattr(cfg, 'x')['advantage.clip']", {"advantage.clip"}),
+    ("rule.ratio_clip", {"rule.ratio_clip"}),
+    ("sample.advantage + loss.detach() + x.clip(max=2)", set()),
 )
-def test_the_search_finds_what_it_looks_for(code, found):
-    assert reads(code) == found
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".py")])

@@ -19,7 +19,6 @@ STRINGS = (
 )
 # What only a JSON string may hold: in XML it would end a value.
 JSON_STRINGS = ("a </parameter> b", "<parameter=x>", "</function>", '{"name": "f"}', "[}")
-ESCAPED = "\\u003ctool_call\\u003e is a tag, \\u003c/tool_call\\u003e too"
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("add", "write_file", "mcp__list-files", "a.b")
@@ -72,34 +71,15 @@ def llama(name: str, given: dict, rng: random.Random) -> str:
     return json.dumps({"name": name, "parameters": given})
 
 
-def kimi(name: str, given: dict, rng: random.Random) -> str:
-    """As Kimi K2 writes a call."""
-    shown = json.dumps(given, ensure_ascii=False)
-    argument = f"<|tool_call_argument_begin|>{shown}<|tool_call_end|>"
-    return f"<|tool_call_begin|>functions.{name}:{rng.randint(0, 9)}{argument}"
-
-
-def deepseek(name: str, given: dict, rng: random.Random) -> str:
-    """As DeepSeek V3 writes a call."""
-    shown = json.dumps(given, ensure_ascii=False)
-    body = f"function<｜tool▁sep｜>{name}\n```json\n{shown}\n```"
-    return f"<｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜>"
-
-
-def deepseek31(name: str, given: dict, rng: random.Random) -> str:
-    """As DeepSeek V3.1 writes a call."""
-    shown = json.dumps(given, ensure_ascii=False)
-    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{shown}<｜tool▁call▁end｜>"
-
-
-def mistral(name: str, given: dict, rng: random.Random) -> str:
-    """As Mistral writes a call since its tokenizer v11."""
-    return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given, ensure_ascii=False)}"
-
-
-def old_mistral(name: str, given: dict, rng: random.Random) -> str:
-    """As Mistral wrote a call before."""
-    return json.dumps({"name": name, "arguments": given}, ensure_ascii=False)
+# As Kimi K2, DeepSeek V3 and V3.1, Mistral since its tokenizer v11, and Mistral before write it.
+KIMI = "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{given}"
+KIMI += "<|tool_call_end|>"
+DEEPSEEK = (
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{given}\n```<｜tool▁call▁end｜>"
+)
+DEEPSEEK31 = "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{given}<｜tool▁call▁end｜>"
+MISTRAL = "[TOOL_CALLS]{name}[ARGS]{given}"
+OLD_MISTRAL = '{{"name": "{name}", "arguments": {given}}}'
 
 
 class Form(NamedTuple):
@@ -111,17 +91,25 @@ class Form(NamedTuple):
     after: str = ""
     is_json: bool = True
 
+    def call(self, name: str, given: dict, rng: random.Random) -> str:
+        """One call, by a function or by a template for name, arguments as JSON and a number."""
+        if callable(self.write):
+            return self.write(name, given, rng)
+        number = rng.randint(0, 9) if "{number}" in self.write else 0
+        shown = json.dumps(given, ensure_ascii=False)
+        return self.write.format(name=name, given=shown, number=number)
+
 
 FORMS = {
     "hermes": Form(hermes),
     "qwen3_coder": Form(xml, is_json=False),
     "glm47": Form(glm, is_json=False),
     "llama3_json": Form(llama, between="; "),
-    "kimi_k2": Form(kimi, "<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
-    "deepseek_v3": Form(deepseek, "<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
-    "deepseek_v31": Form(deepseek31, "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
-    "mistral": Form(mistral, between=""),
-    "old_mistral": Form(old_mistral, "[TOOL_CALLS][", ", ", "]"),
+    "kimi_k2": Form(KIMI, "<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
+    "deepseek_v3": Form(DEEPSEEK, "<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
+    "deepseek_v31": Form(DEEPSEEK31, "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
+    "mistral": Form(MISTRAL, between=""),
+    "old_mistral": Form(OLD_MISTRAL, "[TOOL_CALLS][", ", ", "]"),
 }
 
 
@@ -134,7 +122,7 @@ def answer(form: str, thinks: bool, rng: random.Random) -> Answer:
     calls = []
     for _ in range(rng.randint(1, 3)):
         calls.append((rng.choice(TOOLS)["function"]["name"], arguments(rng, how.is_json)))
-    *first, last = (how.write(*call, rng) + how.between for call in calls)
+    *first, last = (how.call(*call, rng) + how.between for call in calls)
     written = head + how.before + "".join(first)
     text = (written + last).removesuffix(how.between) + how.after
     return Answer(text, len(head), len(written) if first else len(head), calls)

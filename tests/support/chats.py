@@ -3,14 +3,15 @@
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 from conftest import SHARED
 
-from envs.rollout.episode import Turn
+from envs.rollout.episode import Request, Turn
 from envs.rollout.response import Response
-from envs.rollout.sampler import Request, Sampler
+from envs.rollout.sampler import Sampler
+from settings.run import Sampling
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA = ["<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"]
@@ -50,13 +51,9 @@ def make_tokenizer(template: str, special: list[str], eos: str):
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = decoders.ByteLevel()
     model.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=model,
-        eos_token=eos,
-        pad_token=special[0],
-        bos_token=special[0],
-        additional_special_tokens=special,
-    )
+    named = {"eos_token": eos, "pad_token": special[0], "bos_token": special[0]}
+    named["additional_special_tokens"] = special
+    fast = PreTrainedTokenizerFast(tokenizer_object=model, **named)
     fast.chat_template = template
     return fast
 
@@ -85,6 +82,12 @@ def spell(tokenizer, text: str, dice: random.Random) -> list[int]:
     return ids
 
 
+def sampled(prompt: Iterable[int], tokens: Iterable[int], reason: str = "stop") -> Turn:
+    """A turn of version 0."""
+    ids = list(tokens)
+    return Turn(list(prompt), ids, [-1.0] * len(ids), [0] * len(ids), reason)
+
+
 class Scripted:
     """An engine that answers each request with what `say` makes of its prompt: ids and reason."""
 
@@ -94,10 +97,8 @@ class Scripted:
         self.generate = SimpleNamespace(remote=self.respond)
 
     async def respond(self, request: Request) -> list[Turn]:
-        """One answer."""
         self.requests.append(request)
-        ids, reason = self.say(request)
-        return [Turn(request.prompt_ids, ids, [-1.0] * len(ids), [0] * len(ids), reason)]
+        return [sampled(request.prompt_ids, *self.say(request)) for _ in range(request.n)]
 
 
 class Reader(Sampler):
@@ -111,3 +112,37 @@ class Reader(Sampler):
             return Response.of(text)
         told = [{"type": "function_call"} | call for call in calls]
         return Response(text, content="", tool_calls=told)
+
+
+def saying(tokenizer, say, seed: int = 0, limit: int = 4096, longest: int = 4096) -> Reader:
+    """A sampler whose engine answers with what `say` makes of the prompt's text, oddly spelled.
+
+    That may be an error, which is raised. An answer is cut off where it ends with "...".
+    """
+    dice = random.Random(seed)
+
+    def answer(request):
+        said = say(tokenizer.decode(request.prompt_ids))
+        if isinstance(said, Exception):
+            raise said
+        end = [tokenizer.eos_token_id] * (not said.endswith("..."))
+        return spell(tokenizer, said, dice) + end, "stop" if end else "length"
+
+    options = {"max_model_len": limit, "max_response_tokens": longest, "chat_template_kwargs": {}}
+    return Reader(Scripted(answer), tokenizer, Sampling(**options), seed, [], validation=False)
+
+
+def talker(tokenizer, texts: list[str], limit=4096, reasons=()):
+    """A sampler, and its engine that says the texts one after the other, oddly spelled."""
+    dice = random.Random(0)
+    left = list(texts)
+    why = list(reasons) or ["stop"] * len(texts)
+
+    def say(request):
+        reason = why.pop(0)
+        end = [tokenizer.eos_token_id] * (reason == "stop")
+        return spell(tokenizer, left.pop(0), dice) + end, reason
+
+    engine = Scripted(say)
+    settings = Sampling(max_model_len=limit, chat_template_kwargs={})
+    return Sampler(engine, tokenizer, settings, 0, [], validation=False), engine

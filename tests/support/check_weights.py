@@ -1,9 +1,9 @@
-"""What finds the faults of support/weight_faults.py, with one real vLLM engine in float32.
+"""What finds the faults of support/weight_faults.py, with real vLLM engines in float32.
 
-    PYTHONPATH=tests/cpu:tests:. python tests/support/check_weights.py MODEL FAULT,FAULT,...
+    PYTHONPATH=tests/cpu:tests:. python tests/support/check_weights.py MODEL FAULT,FAULT,... ...
 
-Prints as JSON, by fault, what the check of the update said and the probe's gap in nats; "" is no
-fault. "sent: FAULT" is one of the trainer, which sends what it does not train.
+Prints for each model, as JSON, what the check of the update said and the probe's gap in nats, by
+fault; "" is no fault. "sent: FAULT" is one of the trainer, which sends what it does not train.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from conftest import make_config  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from envs.rollout.sampler import Request  # noqa: E402
+from envs.rollout.episode import Request  # noqa: E402
 from policy import WeightMeta  # noqa: E402
 from policy.proof import SHARE  # noqa: E402
 from policy.weight_sync import Sender  # noqa: E402
@@ -102,16 +102,14 @@ class Checked:
         tensors = self.policy.tensors
         self.policy.sent = FAULTS[sent](tensors, {}) if sent else tensors
         await self.generator.engine.collective_rpc("arm", args=(fault,))
-        calls = (
-            asyncio.to_thread(self.sender.send, verify),
-            self.generator.update_weights(self.version, verify),
-        )
-        checksum, received = await asyncio.gather(*calls, return_exceptions=True)
+        send = asyncio.to_thread(self.sender.send, verify)
+        update = self.generator.update_weights(self.version, verify)
+        checksum, received = await asyncio.gather(send, update, return_exceptions=True)
         if isinstance(received, Exception):
             self.generator.version = self.version
             await self.generator.engine.resume_generation()
             return str(received).splitlines()[0]
-        return "" if set(received.checksums) == {checksum} else "other bytes came"
+        return "" if set(received[1]) == {checksum} else "other bytes came"
 
     async def gap(self) -> float:
         """How far the answers to a probe are from the policy's, nats."""
@@ -124,13 +122,8 @@ class Checked:
         return self.policy.gap([turn for (turn,) in answers])
 
 
-async def main(model: str, faults: list[str]) -> None:
+async def check(model: str, faults: list[str]) -> None:
     """Each fault in one update; the next one, whole, mends it."""
-    import vllm
-
-    made = vllm.AsyncEngineArgs
-    worker = {"worker_extension_cls": "support.weight_faults.FaultyReceiver"}
-    vllm.AsyncEngineArgs = lambda **named: made(**named | worker)
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copytree(model, f"{folder}/model")
         engine = Checked(changed(make_config(copy, Path(folder)), max_model_len=512), copy)
@@ -147,5 +140,16 @@ async def main(model: str, faults: list[str]) -> None:
     print(json.dumps({"found": found, "mended": mended, "some": some}))
 
 
+def main(words: list[str]) -> None:
+    """One engine after the other, since most of a start is the import of vLLM."""
+    import vllm
+
+    made = vllm.AsyncEngineArgs
+    worker = {"worker_extension_cls": "support.weight_faults.FaultyReceiver"}
+    vllm.AsyncEngineArgs = lambda **named: made(**named | worker)
+    for model, faults in zip(words[::2], words[1::2], strict=True):
+        asyncio.run(check(model, faults.split(",")))
+
+
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2].split(",")))
+    main(sys.argv[1:])

@@ -40,24 +40,13 @@ def shrunk(cfg, small, val: str):
     updates = cfg.loss.updates_per_batch
     limit = 4 if cfg.advantage.overlong_filtering else 1
     args = cfg.engine.args | small.engine.args | {"gpu_memory_utilization": 0.3}
-    return changed(
-        cfg,
-        run_dir=small.run_dir,
-        services=small.services,
-        model=small.model,
-        data={"train": small.data.train, "val": val},
-        timeouts=small.timeouts,
-        seed=42,
-        steps=2,
-        val_period=2,
-        save_period=2,
-        save_before=0,
-        rollout_workers=1,
-        prompts_per_step=max(4, 2 * updates),
-        group_size=4,
-        engine={"count": 1, "tensor_parallel": 1, "args": args},
-        policy={"kind": "fsdp", "ranks": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "megatron": {}},
-        max_model_len=small.sampling.max_model_len,
-        max_response_tokens=limit * small.sampling.max_response_tokens,
-        row_tokens=small.policy.row_tokens,
-    )
+    fields = {name: getattr(small, name) for name in ("run_dir", "services", "model", "timeouts")}
+    fields |= {"data": {"train": small.data.train, "val": val}, "seed": 42, "rollout_workers": 1}
+    fields |= {"steps": 2, "val_period": 2, "save_period": 2, "save_before": 0}
+    fields |= {"prompts_per_step": max(4, 2 * updates), "group_size": 4}
+    fields["engine"] = {"count": 1, "tensor_parallel": 1, "args": args}
+    fields["policy"] = {"kind": "fsdp", "megatron": {}, "row_tokens": small.policy.row_tokens}
+    fields["policy"] |= dict.fromkeys(("ranks", "tp", "pp", "cp", "ep"), 1)
+    fields["max_model_len"] = small.sampling.max_model_len
+    fields["max_response_tokens"] = limit * small.sampling.max_response_tokens
+    return changed(cfg, **fields)

@@ -32,11 +32,10 @@ class ExactGenerator:
 
     async def join_sync_group(self, wire: bytes, host: str, port: int, rank: int, world: int):
         """As vLLM's workers do."""
-        from policy.weight_sync import WeightReceiver
+        from policy.receiver import WeightReceiver
 
         self.receiver = WeightReceiver()
-        parallel = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
-        self.receiver.vllm_config = parallel
+        self.receiver.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
         join = self.receiver.join_sync_group
         return [await asyncio.to_thread(join, wire, host, port, rank, world)]
 

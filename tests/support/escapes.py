@@ -5,15 +5,9 @@ so its last line prints 49. No other prints 49 by itself.
 """
 
 OUT = {
-    "memory of the parent": """
-import os
-open(f'/proc/{os.getppid()}/mem', 'rb')""",
-    "environment of the parent": """
-import os
-print(open(f"/proc/{os.getppid()}/environ").read())""",
-    "files of the parent": """
-import os
-assert os.listdir(f'/proc/{os.getppid()}/fd')""",
+    "memory of the parent": "import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')",
+    "environment of the parent": 'import os\nprint(open(f"/proc/{os.getppid()}/environ").read())',
+    "files of the parent": "import os\nassert os.listdir(f'/proc/{os.getppid()}/fd')",
     "pipe of the parent": """
 import os
 with open(f"/proc/{os.getppid()}/fd/1", "w") as f: f.write('{"stdout": "49", "code": 0}\\n')""",
@@ -31,12 +25,8 @@ assert read(os.getppid(), span, 1, here, 1, 0) > 0""",
 import ctypes, os
 fd = os.pidfd_open(os.getppid())
 assert ctypes.CDLL(None).syscall(438, fd, 1, 0) >= 0""",
-    "read the data": """
-import glob
-assert glob.glob('/**/*.jsonl', recursive=True)""",
-    "read the home": """
-import os
-os.listdir('/root') or os.listdir('/home')""",
+    "read the data": "import glob\nassert glob.glob('/**/*.jsonl', recursive=True)",
+    "read the home": "import os\nos.listdir('/root') or os.listdir('/home')",
     "read passwords": "open('/etc/passwd').read()",
     "read the environment": """
 import os
@@ -47,27 +37,18 @@ assert set(os.environ) - {'PATH', 'HOME', 'TMPDIR', 'LANG', 'PWD', 'LC_CTYPE'}""
     "write in proc": "open('/proc/sys/kernel/core_pattern', 'w').write('|/x')",
     "write in sys": "open('/sys/kernel/uevent_helper', 'w').write('/x')",
     "overwrite the interpreter": "import sys; open(sys.executable, 'wb').write(b'x')",
-    "symlink to the root": """
-import os
-os.symlink('/', 'up')
-open('up/etc/passwd').read()""",
+    "symlink to the root": "import os\nos.symlink('/', 'up')\nopen('up/etc/passwd').read()",
     "symlink of the parent's root": """
 import os
 open(os.path.join(f'/proc/{os.getppid()}', 'root', 'etc/passwd'))""",
-    "root of the first process": """
-import os
-open(os.path.join('/proc/1', 'root', 'etc/passwd'))""",
+    "root of the first process": "import os\nopen(os.path.join('/proc/1', 'root', 'etc/passwd'))",
     "chroot": "import os; os.chroot('/tmp')",
-    "mount": """
-import ctypes
-assert ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, 0) == 0""",
+    "mount": "import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, 0) == 0",
     "remount writable": """
 import ctypes
 ctypes.CDLL(None).mount(b'none', b'/', b'', 32 | 4096, 0)
 open('/escaped', 'w').write('x')""",
-    "new user namespace": """
-import ctypes
-assert ctypes.CDLL(None).unshare(0x10000000) == 0""",
+    "new user namespace": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
     "join a namespace": """
 import ctypes, os
 fd = os.open('/proc/1/ns/mnt', os.O_RDONLY)
@@ -81,14 +62,10 @@ import os, shutil
 shutil.copy('/bin/sh', 'sh')
 os.chown('sh', 0, 0)
 os.chmod('sh', 0o4755)""",
-    "device": """
-import os, stat
-os.mknod('disk', 0o600 | stat.S_IFBLK, os.makedev(8, 0))""",
+    "device": "import os, stat\nos.mknod('disk', 0o600 | stat.S_IFBLK, os.makedev(8, 0))",
     "kernel memory": "open('/dev/mem', 'rb').read(10)",
     "kernel log": "open('/dev/kmsg').read(10)",
-    "kernel module": """
-import ctypes
-assert ctypes.CDLL(None).syscall(175, 0, 0, b'') == 0""",
+    "kernel module": "import ctypes\nassert ctypes.CDLL(None).syscall(175, 0, 0, b'') == 0",
     "reboot": "import ctypes; assert ctypes.CDLL(None).reboot(0x01234567) == 0",
     "set the clock": "import time; time.clock_settime(time.CLOCK_REALTIME, 0)",
     "host name": "import socket; socket.sethostname('mine')",
@@ -106,9 +83,7 @@ socket.socket(socket.AF_UNIX).connect('/run/dbus/system_bus_socket')""",
 import fcntl, os, termios
 for c in b'echo 49\\n': fcntl.ioctl(os.open('/dev/tty', os.O_RDWR), termios.TIOCSTI, bytes([c]))""",
     "one large allocation": "print(len(bytearray(10**11)))",
-    "deep recursion": """
-def f(): return f() + 1
-print(f())""",
+    "deep recursion": "def f(): return f() + 1\nprint(f())",
     "compile bomb": "compile('(' * 10**5 + ')' * 10**5, '', 'eval')",
     "power bomb": "print(9 ** 9 ** 9)",
 }
@@ -143,9 +118,7 @@ for fd in range(3, 256):
     "kill the parent": "import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
     "stop the parent": "import os, signal; os.kill(os.getppid(), signal.SIGSTOP)",
     "kill all": "import os, signal; os.kill(-1, signal.SIGKILL)",
-    "kill the first process": """
-import os, signal
-os.kill(1, signal.SIGKILL)""",
+    "kill the first process": "import os, signal\nos.kill(1, signal.SIGKILL)",
     "kill its group": "import os, signal; os.killpg(0, signal.SIGKILL)",
     "abstract sockets": """
 import socket
@@ -175,15 +148,11 @@ for _ in range(5):
     ctypes.memset(place, 1, 256 << 20)
     libc.shmdt(place)
 print(49)""",
-    "memory of many files": """
-for i in range(20_000): open(f"/tmp/{i}", "w").close()
-print(49)""",
+    "memory of many files": 'for i in range(20_000): open(f"/tmp/{i}", "w").close()\nprint(49)',
     "a key in the kernel": """
 import ctypes
 if ctypes.CDLL(None).syscall(248, b"user", b"mark", b"x", 1, -4) > 0: print(49)""",
-    "fork bomb": """
-import os
-while True: os.fork()""",
+    "fork bomb": "import os\nwhile True: os.fork()",
     "fork bomb that goes on": """
 import os
 while True:
@@ -215,18 +184,13 @@ if os.fork() == 0:
         except (OSError, ValueError): pass
     while True: time.sleep(1)
 print(48)""",
-    "memory bomb": """
-a = []
-while True: a.append(bytearray(10**7))""",
+    "memory bomb": "a = []\nwhile True: a.append(bytearray(10**7))",
     "memory bomb of many": """
 import os
 for _ in range(20): os.fork()
 a = []
 while True: a.append(bytearray(10**7))""",
-    "deep recursion in C": """
-x = []
-for _ in range(10**6): x = [x]
-print(repr(x)[:2])""",
+    "deep recursion in C": "x = []\nfor _ in range(10**6): x = [x]\nprint(repr(x)[:2])",
     "regex bomb": "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')",
     "endless loop": "while True: pass",
     "sleep past the deadline": "import time; time.sleep(10**6)",
@@ -239,16 +203,12 @@ while True:
     "wait for a lock": "import threading; l = threading.Lock(); l.acquire(); l.acquire()",
     "stop itself": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
     "endless output": "while True: print('49' * 1000)",
-    "endless errors": """
-import sys
-while True: sys.stderr.write('x' * 10**5)""",
+    "endless errors": "import sys\nwhile True: sys.stderr.write('x' * 10**5)",
     "endless output of children": """
 import os
 os.fork(); os.fork()
 while True: os.write(1, b'x' * 10**5)""",
-    "a file without end": """
-f = open('big', 'wb')
-while True: f.write(bytes(10**6))""",
+    "a file without end": "f = open('big', 'wb')\nwhile True: f.write(bytes(10**6))",
     "files without end": """
 i = 0
 while True:
@@ -260,9 +220,7 @@ i = 0
 while True:
     i += 1
     os.mkdir(f'd{i}')""",
-    "descriptors without end": """
-import os
-while True: os.open('/dev/null', 0)""",
+    "descriptors without end": "import os\nwhile True: os.open('/dev/null', 0)",
     "exit before the test": "exit(0)",
     "exit of the process": "import os; os._exit(0)",
     "crash of the process": "import ctypes; ctypes.string_at(0)",
@@ -285,9 +243,7 @@ print(A('48'))""",
     "control characters": "print('\\r\\x1b[2K\\x004\\x009')",
     "surrogates": "import sys; sys.stdout.buffer.write(b'\\xff\\xfe4\\x009\\x00')",
     "source that is no text": "print('\\ud800')",
-    "encoding": """
-# coding: utf_7
-print('+ADQAOQ-')""",
+    "encoding": "# coding: utf_7\nprint('+ADQAOQ-')",
     "null in the source": "print(1)\x00print(49)",
 }
 

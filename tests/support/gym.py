@@ -9,13 +9,13 @@ responses_api_models/vllm_model), and which errors are tried again (nemo_gym/ope
 import asyncio
 import json
 import re
-import threading
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from envs.gym.endpoint import Router
+from support.judges import Server
 
 AGENT = "sums_simple_agent"
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
@@ -23,7 +23,7 @@ THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 FAULTS = ("500", "hang", "reset", "no metadata")
 
 
-class Gym:
+class Gym(Server):
     """Serves the agent on 127.0.0.1 while `with` lasts, and a router for the policy.
 
     The agent answers calls of `add` with `output`. The reward is 1 where the last answer holds the
@@ -31,6 +31,7 @@ class Gym:
     """
 
     def __init__(self, output: str = "7", **verdict: Any) -> None:
+        super().__init__()
         self.output = output
         self.verdict = verdict
         self.tried: list[dict[str, Any]] = []
@@ -39,65 +40,27 @@ class Gym:
         self.policy = ""  # policy_base_url
         self.head = 0
         self.agent = 0  # the port
-        self.loop = asyncio.new_event_loop()
-        self.runners: list[web.AppRunner] = []
+        self.router = Router()
 
     @property
     def url(self) -> str:
-        """The head server's address."""
         return f"http://127.0.0.1:{self.head}"
 
-    def __enter__(self) -> "Gym":
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        self.wait(self._route())
-        self.up()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.down()
+    def __exit__(self, *error: Any) -> None:
         self.wait(self.router.session.close())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
+        super().__exit__(*error)
 
-    def wait(self, work: Any) -> Any:
-        """What a coroutine returns that runs in the server's thread."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
-
-    def up(self, agent: bool = True) -> None:
+    async def _up(self) -> None:
         """Listens; the head server at the same port as before, the agent at another one."""
-        self.wait(self._up(agent))
-
-    def down(self) -> None:
-        """Closes all ports and connections, but the router's."""
-        self.wait(self._down())
-
-    async def _route(self) -> None:
-        self.router = Router()
-        self.policy = await self.router.start("127.0.0.1", 0)
-
-    async def _up(self, agent: bool) -> None:
+        if not self.policy:
+            self.policy = await self.router.start("127.0.0.1", 0)
         head = web.Application()
         head.router.add_get("/global_config_dict_yaml", self._config)
         served = web.Application(client_max_size=1 << 28)
         served.router.add_get("/", self._alive)
         served.router.add_post("/run", self._run)
         self.head = await self._listen(head, self.head)
-        if agent:
-            self.agent = await self._listen(served, 0)
-
-    async def _listen(self, app: web.Application, port: int) -> int:
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, backlog=4096, reuse_address=True).start()
-        self.runners.append(runner)
-        return int(runner.addresses[0][1])
-
-    async def _down(self) -> None:
-        for runner in self.runners:
-            await runner.cleanup()
-        self.runners.clear()
+        self.agent = await self._listen(served, 0)
 
     async def _alive(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -131,7 +94,7 @@ class Gym:
         params = row["responses_create_params"]
         messages = [{"role": m["role"], "content": m["content"]} for m in params["input"]]
         function = {k: v for k, v in TOOL.items() if k != "type"}
-        for _ in range(row.get("max_steps", 9)):
+        for _ in range(9):
             body = {"model": "policy", "messages": messages, "temperature": 0.1}
             body |= {"tools": [{"type": "function", "function": function}]}
             if self.fault != "no metadata":

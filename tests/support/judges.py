@@ -3,15 +3,60 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Self
 
 from aiohttp import web
 
 FAULTS = ("429", "503", "hang", "garbage", "abort", "reset")
 
 
-class Judge:
+class Server:
+    """Listens on 127.0.0.1, in a thread of its own, while `with` lasts."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.runners: list[web.AppRunner] = []
+
+    def __enter__(self) -> Self:
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.up()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.down()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    def wait(self, work: Coroutine) -> Any:
+        """What a coroutine returns that runs in the server's thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def up(self) -> None:
+        """Listens, at the same port as before."""
+        self.wait(self._up())
+
+    def down(self) -> None:
+        """Closes all ports and connections."""
+        self.wait(self._down())
+
+    async def _listen(self, app: web.Application, port: int) -> int:
+        """Serves at a port, or at a free one for 0; returns it."""
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port, backlog=4096, reuse_address=True).start()
+        self.runners.append(runner)
+        return int(runner.addresses[0][1])
+
+    async def _down(self) -> None:
+        for runner in self.runners:
+            await runner.cleanup()
+        self.runners.clear()
+
+
+class Judge(Server):
     """Serves /v1/models and /v1/chat/completions on 127.0.0.1 while `with` lasts.
 
     `replies` is one text for all, texts in the order of coming, or what a function of the messages
@@ -25,6 +70,7 @@ class Judge:
         model: str = "recorded",
         seconds: float = 0.0,
     ) -> None:
+        super().__init__()
         if callable(replies):
             self.reply = replies
         elif isinstance(replies, str | dict):
@@ -41,24 +87,10 @@ class Judge:
         self.faults: dict[str, float] = {}  # fault -> requests that it still meets
         self.retry_after = ""
         self.port = 0
-        self.loop = asyncio.new_event_loop()
-        self.runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
-
-    def __enter__(self) -> "Judge":
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        self.up()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.down()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
 
     def fail(self, fault: str, times: float = float("inf"), retry_after: str = "") -> None:
         """Lets that many requests meet one of FAULTS; those to /v1/models as well."""
@@ -70,28 +102,14 @@ class Judge:
         """Answers again; those that hang stay so."""
         self.faults.clear()
 
-    def up(self) -> None:
-        """Listens, at the same port as before."""
-        asyncio.run_coroutine_threadsafe(self._up(), self.loop).result()
-
-    def down(self) -> None:
-        """Closes the port and all connections."""
-        asyncio.run_coroutine_threadsafe(self._down(), self.loop).result()
-
     async def _up(self) -> None:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
-        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", self.port, backlog=4096, reuse_address=True)
-        await site.start()
-        self.port = self.runner.addresses[0][1]
+        self.port = await self._listen(app, self.port)
 
     async def _down(self) -> None:
-        if self.runner:
-            await self.runner.cleanup()
-            self.runner = None
+        await super()._down()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:  # requests that hang
             task.cancel()
 
@@ -141,5 +159,4 @@ class Judge:
 
 
 def configured(**judges: Judge) -> dict[str, dict[str, Any]]:
-    """services.judges with these servers, by name."""
     return {name: {"url": judge.url} for name, judge in judges.items()}

@@ -8,22 +8,20 @@ family logits, logprobs, loss, gradient norm, weights after a step.
 
 import dataclasses
 import itertools
-import json
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
 
 from grpo_async import Batch, Config, policy_loss
 from policy import logprobs
 from runtime.metrics import reduce_stats
-from settings.reader import InputError
+from settings.errors import InputError
 from support.configs import changed
+from support.megatron_jobs import gathered_objects, in_ranks, weights
 from support.tensor_memory import Peak
 
 LENGTHS = [13, 22, 7]  # of the sequences in each packed row
@@ -35,15 +33,8 @@ def config(model: str, **fields) -> Config:
     AdamW's first step is g / (|g| + 1e-8): clipped to a norm of 1e-7 it does not blow up what is
     rounding in elements that are nearly 0.
     """
-    usual = {
-        "kind": "megatron",
-        "lr": 0.1,
-        "max_grad_norm": 1e-7,
-        "sequence_error_limit": 1e9,
-        "warmup_steps": 0,
-        "row_tokens": 64,
-        "max_model_len": 64,
-    }
+    usual = {"kind": "megatron", "lr": 0.1, "warmup_steps": 0, "max_grad_norm": 1e-7}
+    usual |= {"sequence_error_limit": 1e9, "row_tokens": 64, "max_model_len": 64}
     return changed(Config(model=model), **usual | fields)
 
 
@@ -81,8 +72,8 @@ def rows(count: int, vocab: int = 101) -> list[Batch]:
     return made
 
 
-def watch_logits(policy) -> list[torch.Tensor]:
-    """A list that fills with the logits [S, V] of each row's padded places, in order."""
+def scored(policy, mine: list[Batch]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logprobs of this rank's rows, and of all rows the logits [S, V] of their padded places."""
     from policy.megatron import policy as megatron
     from policy.megatron.model import local_places
 
@@ -105,7 +96,9 @@ def watch_logits(policy) -> list[torch.Tensor]:
         return head(h_LH, row, shard)
 
     policy._logp = logp
-    return seen
+    logps = policy.logprobs(mine)
+    del policy._logp
+    return logps, gathered_objects(seen if policy.reports else [])
 
 
 def gathered(x, group, dim: int):
@@ -113,11 +106,6 @@ def gathered(x, group, dim: int):
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x.detach().contiguous(), group=group)
     return torch.cat(parts, dim)
-
-
-def weights(policy) -> dict[str, torch.Tensor]:
-    """The policy's weights on rank 0, nothing on the others."""
-    return {name: w.clone() for name, w in policy.named_weights() if w is not None}
 
 
 def traffic(policy) -> dict[str, list[int]]:
@@ -138,26 +126,22 @@ def traffic(policy) -> dict[str, list[int]]:
     return moved
 
 
-def measure(model: str, job: dict, folder: Path) -> dict:
+def measure(cfg: Config, job: dict, folder: Path) -> dict:
     """What one family computes under the job's layout."""
-    cfg = config(model, ranks=dist.get_world_size(), **job["layout"])
     policy = opened(cfg)
     mine = my_rows(job)
     before = weights(policy)
     moved = gathered_objects([traffic(policy)])
-    seen = watch_logits(policy)
-    logps = policy.logprobs(mine)
-    logits = gathered_objects(list(seen) if policy.reports else [])
-    del policy._logp
+    logps, logits = scored(policy, mine)
     stats = policy.forward_backward(mine, lambda logp_T, row: policy_loss(logp_T, row, cfg))
     total = reduce_stats(stats, policy.dp_group)
     step = policy.optimizer_step(1.5)
     after = weights(policy)
     found = {"before": before, "after": after, "logps": logps, "metas": policy.weight_metas()}
     found |= {"logits": logits, "total": total, "step": step, "moved": moved}
-    found |= {"infinite": infinite(policy, mine)} if model.endswith("llama") else {}
-    found |= {"replayed": replay(cfg, mine)} if model.endswith("_moe") else {}
-    return found | ({"biases": balance(cfg, mine)} if model.endswith("nemotron_moe") else {})
+    found |= {"infinite": infinite(policy, mine)} if cfg.model.endswith("llama") else {}
+    found |= {"replayed": replay(cfg, mine)} if cfg.model.endswith("_moe") else {}
+    return found | ({"biases": balance(cfg, mine)} if cfg.model.endswith("nemotron_moe") else {})
 
 
 def infinite(policy, mine: list[Batch]) -> list[float]:
@@ -199,22 +183,17 @@ def replay(cfg: Config, mine: list[Batch]) -> dict:
     """The same with the rows' random routes: logits, the step and the weights after it."""
     cfg = changed(cfg, replay_routing=True)
     policy = opened(cfg)
-    seen = watch_logits(policy)
-    policy.logprobs(mine)
-    logits = gathered_objects(list(seen) if policy.reports else [])
-    del policy._logp
-    policy.forward_backward(mine, lambda logp_T, row: policy_loss(logp_T, row, cfg))
-    step = policy.optimizer_step(1.5)
+    _, logits = scored(policy, mine)
+    first = step(policy, mine, cfg)
     lacking = [dataclasses.replace(row, routes_T=row.routes_T.clone()) for row in mine]
     lacking[0].routes_T[4, :, 1] = lacking[0].routes_T[4, :, 0]  # the same expert twice
-    policy.forward_backward(lacking, lambda logp_T, row: policy_loss(logp_T, row, cfg))
     try:
-        policy.optimizer_step()
+        step(policy, lacking, cfg)
         refused = ""
     except RuntimeError as error:
         refused = str(error)
     after = weights(policy)
-    return {"logits": logits, "step": step, "after": after, "refused": refused}
+    return {"logits": logits, "step": first, "after": after, "refused": refused}
 
 
 def without_loss(row: Batch, sample: int | None = None) -> Batch:
@@ -233,28 +212,17 @@ def alone(row: Batch, samples: list[int]) -> Batch:
 
 def balance(cfg: Config, mine: list[Batch]) -> dict[str, dict[str, torch.Tensor]]:
     """The biases of experts before a step, and after one of each kind from the same weights."""
-    steps = {
-        "before": [],
-        "trains nothing": [without_loss(row) for row in mine],
-        "one sample trains nothing": [without_loss(row, 1) for row in mine],
-        "that sample is absent": [alone(row, [0, 2]) for row in mine],
-    }
+    steps = {"before": [], "trains nothing": [without_loss(row) for row in mine]}
+    steps["one sample trains nothing"] = [without_loss(row, 1) for row in mine]
+    steps["that sample is absent"] = [alone(row, [0, 2]) for row in mine]
     found = {}
     for name, batch in steps.items():
         policy = opened(cfg)
         if batch:
-            policy.forward_backward(batch, lambda logp_T, row: policy_loss(logp_T, row, cfg))
-            policy.optimizer_step()
+            step(policy, batch, cfg)
         biases = weights(policy).items()
         found[name] = {n: w for n, w in biases if n.endswith("correction_bias")}
     return found
-
-
-def gathered_objects(mine: list) -> list:
-    """What all ranks have, in the order of their ranks."""
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return [item for items in every for item in items]
 
 
 def my_rows(job: dict) -> list[Batch]:
@@ -264,23 +232,22 @@ def my_rows(job: dict) -> list[Batch]:
     return rows(job["rows"])[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
 
 
-def step(policy, job: dict, cfg: Config) -> dict:
-    """Trains the job's rows once."""
-    policy.forward_backward(my_rows(job), lambda logp_T, row: policy_loss(logp_T, row, cfg))
+def step(policy, mine: list[Batch], cfg: Config) -> dict:
+    """Trains rows once."""
+    policy.forward_backward(mine, lambda logp_T, row: policy_loss(logp_T, row, cfg))
     return policy.optimizer_step(1.5)
 
 
-def resume(model: str, job: dict, folder: Path) -> dict:
+def resume(cfg: Config, job: dict, folder: Path) -> dict:
     """What each rank holds and writes of a checkpoint, and whether that goes on as if unsaved.
 
     It is written after another step: what was saved is that moment's. `same` says of each rank
     whether that step is bitwise the one of a policy that loads it.
     """
-    cfg = config(model, ranks=dist.get_world_size(), **job["layout"])
-    name = f"{job['name']}-{Path(model).name}"
+    name = f"{job['name']}-{Path(cfg.model).name}"
     path = folder / f"saved-{name}"
-    policy = opened(cfg)
-    step(policy, job, cfg)
+    policy, mine = opened(cfg), my_rows(job)
+    step(policy, mine, cfg)
     saved = weights(policy)
     with Peak(changed_by_training(policy)) as peak:
         own = peak.bytes = sum(storage().nbytes() for storage in peak.live.values())
@@ -290,25 +257,24 @@ def resume(model: str, job: dict, folder: Path) -> dict:
         exporting.bytes = own
         writes += [policy.export_hf(str(folder / f"export-{name}"))]
     calls = counted(policy.optimizer)
-    last = step(policy, job, cfg)
+    last = step(policy, mine, cfg)
     for write in writes:
         write()
-    mine = path.glob(f"__{dist.get_rank()}_*.distcp")
+    files = path.glob(f"__{dist.get_rank()}_*.distcp")
     found = {"held": peak.bytes - own, "exporting": exporting.bytes - own}
-    found |= {"written": sum(file.stat().st_size for file in mine)}
+    found |= {"written": sum(file.stat().st_size for file in files)}
     again = opened(cfg)
     again.load(str(path))
-    found["same"] = step(again, job, cfg) == last
+    found["same"] = step(again, mine, cfg) == last
     for one, other in zip(*map(changed_by_training, (policy, again)), strict=True):
         found["same"] &= torch.equal(one, other)
     found = {"ranks": gathered_objects([found]), "weights": saved, "early": early}
     return found | {"step": last, "calls": calls, "after": weights(policy)}
 
 
-def reload(model: str, job: dict, folder: Path) -> dict:
+def reload(cfg: Config, job: dict, folder: Path) -> dict:
     """Weights of what `resume` saved under another layout, and the step after it; or the export."""
-    cfg = config(model, ranks=dist.get_world_size(), **job["layout"])
-    name = f"{job['from']}-{Path(model).name}"
+    name = f"{job['from']}-{Path(cfg.model).name}"
     policy = opened(cfg)
     try:
         policy.load(str(folder / f"saved-{name}"))
@@ -316,7 +282,7 @@ def reload(model: str, job: dict, folder: Path) -> dict:
         exported = opened(dataclasses.replace(cfg, model=str(folder / f"export-{name}")))
         return {"refused": str(error), "weights": weights(exported)}
     saved = weights(policy)
-    last = step(policy, job, cfg)
+    last = step(policy, my_rows(job), cfg)
     return {"weights": saved, "step": last, "after": weights(policy)}
 
 
@@ -331,17 +297,11 @@ def changed_by_training(policy) -> list[torch.Tensor]:
     return found
 
 
-def steps(model: str, job: dict, folder: Path) -> dict:
+def steps(cfg: Config, job: dict, folder: Path) -> dict:
     """The weights after steps of unlike numbers of rows, and those of a checkpoint of them."""
-    from policy.megatron.policy import mpu
-
-    cfg = config(model, ranks=dist.get_world_size(), **job["layout"])
     policy = opened(cfg)
-    mine = rows(6)[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
-    norms = []
-    for count in job["steps"]:
-        policy.forward_backward(mine[:count], lambda logp_T, row: policy_loss(logp_T, row, cfg))
-        norms.append(policy.optimizer_step()["grad_norm"])
+    mine = my_rows({"rows": 6})
+    norms = [step(policy, mine[:count], cfg)["grad_norm"] for count in job["steps"]]
     path = str(folder / f"steps-{job['name']}")
     policy.save(path)()
     again = opened(cfg)
@@ -349,35 +309,21 @@ def steps(model: str, job: dict, folder: Path) -> dict:
     return {"norms": norms, "after": weights(policy), "loaded": weights(again)}
 
 
-def rank_main(rank: int, world: int, store: str, paths: list[Path]) -> None:
-    """Does jobs of one world size, one layout after the other."""
+WORK = {"measure": measure, "reload": reload, "resume": resume, "steps": steps}
+
+
+def work(job: dict, folder: Path) -> dict:
+    """What a job asks for, by family."""
     from policy.megatron import policy as megatron
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    for path in paths:
-        job = json.loads(path.read_text())
-        megatron.DTYPE = getattr(torch, job.get("dtype", "float32"))
-        work = {"measure": measure, "reload": reload, "resume": resume, "steps": steps}
-        work = work[job["work"]]
-        found = {Path(m).name: work(m, job, path.parent) for m in job["models"]}
-        if rank == 0:
-            torch.save(found, path.with_suffix(".pt"))
-        dist.barrier()
-        megatron.mpu.destroy_model_parallel()
-
-
-def main(paths: list[Path]) -> None:
-    """Does the jobs in their order; neighbours of one world size share their processes."""
-    import policy.megatron.policy  # noqa: F401
-
-    torch.set_num_threads(1)
-    logprobs.CHUNK = 16
-    jobs = [(json.loads(path.read_text())["world"], path) for path in paths]
-    for world, group in itertools.groupby(jobs, lambda job: job[0]):
-        with tempfile.TemporaryDirectory() as folder:
-            args = (world, f"{folder}/store", [path for _, path in group])
-            start_processes(rank_main, args, nprocs=world, start_method="fork")
+    megatron.DTYPE = getattr(torch, job.get("dtype", "float32"))
+    layout = job["layout"] | {"ranks": dist.get_world_size()}
+    every = (config(model, **layout) for model in job["models"])
+    return {Path(cfg.model).name: WORK[job["work"]](cfg, job, folder) for cfg in every}
 
 
 if __name__ == "__main__":
-    main([Path(name) for name in sys.argv[1:]])
+    import policy.megatron.policy  # noqa: F401
+
+    logprobs.CHUNK = 16
+    in_ranks(work, [Path(name) for name in sys.argv[1:]])

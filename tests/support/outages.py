@@ -1,7 +1,5 @@
 """A run whose rewards a judge gives, and what an outage of that judge costs it."""
 
-import shutil
-import subprocess
 import time
 import zlib
 from collections import Counter
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.judges import Judge
-from support.program import ROOT, Program
+from support.program import Program, copy
 
 ENVIRONMENT = '''
 """Asks the judge, whose verdict is a function of row and answer."""
@@ -17,7 +15,7 @@ ENVIRONMENT = '''
 from envs import Reward
 from envs.judge import judge
 
-AGENTS = ("judged",)
+AGENTS = ("asks_judge",)
 
 
 def needs(row):
@@ -43,22 +41,14 @@ def reply(messages: list[dict]) -> str:
 
 def rows(count: int) -> list[dict]:
     """Prompts of the environment."""
-    return [
-        {
-            "responses_create_params": {"input": [{"role": "user", "content": f"row {i}"}]},
-            "agent_ref": {"name": "judged"},
-        }
-        for i in range(1, count + 1)
-    ]
+    asked = [[{"role": "user", "content": f"row {i}"}] for i in range(1, count + 1)]
+    agent = {"agent_ref": {"name": "asks_judge"}}
+    return [agent | {"responses_create_params": {"input": messages}} for messages in asked]
 
 
 def fork(folder: Path) -> Path:
     """A copy of the project that has the environment."""
-    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT)
-    for name in listed.decode().split():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
-    (folder / "envs" / "judged.py").write_text(ENVIRONMENT)
+    (copy(folder) / "envs" / "asks_judge.py").write_text(ENVIRONMENT)
     return folder
 
 
@@ -87,7 +77,7 @@ def endure(cfg, root: Path, judge: Judge, fault: str, seconds: float) -> Endured
         time.sleep(seconds)
         assert program.process.poll() is None, program.told()[-4000:]
         judge.up() if fault == "down" else judge.mend()
-        assert program.ends(600) == 0, program.told()[-4000:]
+        program.succeeds(600)
     finally:
         program.stop()
     program.check_slots(cfg, rows=10**9)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,16 +29,11 @@ class Program:
         command = [sys.executable, script, "--config", str(config), *flags]
         self.output = open(self.folder.with_suffix(".out"), "a+")  # noqa: SIM115
         self.started = time.time()
-        self.process = subprocess.Popen(
-            command,
-            cwd=root,
-            env=os.environ | {"PYTHONFAULTHANDLER": "1"},
-            stdout=self.output,
-            stderr=self.output,
-            start_new_session=True,
-            # A shell's background job ignores Ctrl-C, and so would its children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        how = {"cwd": root, "env": os.environ | {"PYTHONFAULTHANDLER": "1"}}
+        how |= {"stdout": self.output, "stderr": self.output, "start_new_session": True}
+        # A shell's background job ignores Ctrl-C, and so would its children.
+        how["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.process = subprocess.Popen(command, **how)
 
     def told(self) -> str:
         """All that this and earlier programs of the folder printed."""
@@ -63,6 +59,11 @@ class Program:
             raise AssertionError(f"no end in {seconds:.0f} s: {self.told()[-8000:]}") from None
         finally:
             self.stop()
+
+    def succeeds(self, seconds: float = 180) -> "Program":
+        """Itself, once it has ended well."""
+        assert self.ends(seconds) == 0, self.told()[-4000:]
+        return self
 
     def stop(self) -> None:
         """Ends the program, whatever it does."""
@@ -136,6 +137,20 @@ class Program:
         for slot, used in seen.items():
             assert len(used) == cfg.group_size and len(set(used)) == 1, (slot, used)
             assert dropped or used[0] == slot % rows + 1
+
+
+def copy(folder: Path) -> Path:
+    """Copies the project into a folder."""
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT)
+    for name in listed.decode().split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def unboxed(text: str) -> str:
+    """tyro's output without colours, frames and line breaks."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[─-╿]", " ", text).split())
 
 
 def is_alive(pid: int) -> bool:

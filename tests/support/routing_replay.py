@@ -25,8 +25,7 @@ os.environ |= {
 }
 
 
-from envs.rollout.episode import Turn, stitch  # noqa: E402
-from envs.rollout.sampler import Request  # noqa: E402
+from envs.rollout.episode import Request, Turn, stitch  # noqa: E402
 from grpo_async import Config, Generator, pack  # noqa: E402
 from policy import Policy  # noqa: E402
 from policy.packing import Update  # noqa: E402
@@ -63,7 +62,7 @@ async def sampled(cfg: Config, policy: Policy, prompts: int) -> list[Turn]:
     await asyncio.gather(send, generator.update_weights(0, True))
     draw = torch.Generator().manual_seed(0)
     requests = [
-        Request(f"prompt {i}", torch.randint(1, 100, (20,), generator=draw).tolist(), 2, i, [])
+        Request(f"prompt {i}", torch.randint(1, 100, (20,), generator=draw).tolist(), 2, i, [], 200)
         for i in range(prompts)
     ]
     turns = await asyncio.gather(*(generator.generate(request) for request in requests))

@@ -48,14 +48,9 @@ class Slurm:
         port = 16800 + os.getpid() % 100 * 10  # another test may have a cluster here
         self.folder = folder
         self.names = [f"n{i}" for i in range(1, count + 1)]
-        text = CONF.format(
-            folder=folder,
-            host=socket.gethostname(),
-            port=port,
-            nodes=f"n[1-{count}]",
-            first=port + 1,
-            last=port + count,
-        )
+        ports = {"port": port, "first": port + 1, "last": port + count}
+        host, nodes = socket.gethostname(), f"n[1-{count}]"
+        text = CONF.format(folder=folder, host=host, nodes=nodes, **ports)
         (folder / "slurm.conf").write_text(text)
         self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from policy import WeightMeta, weight_sync
-from policy.weight_sync import Sender, WeightReceiver, Wire
+from policy.receiver import WeightReceiver
+from policy.weight_sync import Sender, Wire
 from settings.run import Timeouts
 
 BUCKET_BYTES = 1 << 20
@@ -47,10 +48,8 @@ class Sharded:
         self.stalls = False
 
     def weight_metas(self) -> list[WeightMeta]:
-        return [
-            WeightMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in weights(0).items()
-        ]
+        of = {n: (tuple(t.shape), str(t.dtype).split(".")[1]) for n, t in weights(0).items()}
+        return [WeightMeta(name, *form) for name, form in of.items()]
 
     def named_weights(self):
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -68,7 +67,7 @@ class Trainer:
     """A trainer rank."""
 
     def __init__(self, seconds: float, whole: bool):
-        self.sender = Sender(Sharded(whole), Timeouts(sync=seconds, answer=20), shares_gpu=True)
+        self.sender = Sender(Sharded(whole), Timeouts(sync=seconds), shares_gpu=True)
         self.seconds = seconds
 
     def listen(self) -> int:

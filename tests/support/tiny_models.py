@@ -8,73 +8,34 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    NemotronHConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import transformers
 
-SHAPE = {
-    "vocab_size": 101,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "norm_topk_prob": True,
-}
-MAMBA = {
-    "ssm_state_size": 16,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "n_groups": 2,
-    "chunk_size": 32,
-}
-ROUTED = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "moe_shared_expert_intermediate_size": 48,
-    "routed_scaling_factor": 2.5,
-}
+SHAPE = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+SHAPE |= {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+CHOSEN = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+EXPERTS = CHOSEN | {"num_experts": 4, "norm_topk_prob": True}
+ROUTED = CHOSEN | {"n_routed_experts": 4, "moe_shared_expert_intermediate_size": 48}
+ROUTED |= {"routed_scaling_factor": 2.5}
+MAMBA = {"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16}
+MAMBA |= {"n_groups": 2, "chunk_size": 32}
+ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
 def nemotron(pattern: str, **fields):
     layers = [KINDS[c] for c in pattern]
-    return NemotronHConfig(**SHAPE | MAMBA | fields, layers_block_type=layers)
+    return transformers.NemotronHConfig(**SHAPE | MAMBA | fields, layers_block_type=layers)
 
 
 FAMILIES = {
-    "qwen2": lambda: Qwen2Config(**SHAPE | {"tie_word_embeddings": True}, num_hidden_layers=2),
-    "qwen3": lambda: Qwen3Config(**SHAPE, num_hidden_layers=2),
-    "llama": lambda: LlamaConfig(
-        **SHAPE,
-        num_hidden_layers=2,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
+    "qwen2": lambda: transformers.Qwen2Config(
+        **SHAPE | {"tie_word_embeddings": True}, num_hidden_layers=2
     ),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, num_hidden_layers=2),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, num_hidden_layers=2),
+    "llama": lambda: transformers.LlamaConfig(**SHAPE, num_hidden_layers=2, rope_parameters=ROPE),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS, num_hidden_layers=2),
     "nemotron_dense": lambda: nemotron("M-*-"),
     "nemotron_moe": lambda: nemotron("ME*E", **ROUTED, moe_latent_size=32),
     "one_head_nemotron_moe": lambda: nemotron("ME*E", **ROUTED, num_key_value_heads=1),
@@ -86,7 +47,7 @@ def make(family: str, folder: str | Path, tokenizer: str | Path | None = None) -
     config = FAMILIES[family]()
     config.initializer_range = 0.08
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "e_score_correction_bias" in name or name.endswith(".bias"):
             tensor.data.normal_(0, 0.1)
@@ -94,7 +55,7 @@ def make(family: str, folder: str | Path, tokenizer: str | Path | None = None) -
             tensor.data.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     if tokenizer:
-        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
         for path in Path(tokenizer).glob("chat_template*"):
             shutil.copy(path, folder)
     return str(folder)

@@ -2,7 +2,7 @@
 
 import torch
 
-from policy.weight_sync import WeightReceiver
+from policy.receiver import WeightReceiver
 
 LAYER = "model.layers.1."
 
@@ -48,14 +48,13 @@ def one_element(tensor):
     return tensor
 
 
+def stale_each(*names: str) -> dict:
+    """A fault for each of these tensors."""
+    return {f"stale {name}": stale(f"{name}.weight") for name in names}
+
+
 DENSE = {
-    "stale q_proj": stale("q_proj.weight"),
-    "stale v_proj": stale("v_proj.weight"),
-    "stale o_proj": stale("o_proj.weight"),
-    "stale gate_proj": stale("gate_proj.weight"),
-    "stale up_proj": stale("up_proj.weight"),
-    "stale down_proj": stale("down_proj.weight"),
-    "stale q_norm": stale("q_norm.weight"),
+    **stale_each("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "q_norm"),
     "stale layer norm": stale("input_layernorm.weight"),
     "stale final norm": stale("model.norm.weight"),
     "stale embedding": stale("embed_tokens.weight"),
@@ -77,7 +76,7 @@ DENSE = {
     "norm missing": missing("k_norm.weight"),
 }
 MOE = {
-    "stale lm_head": stale("lm_head.weight"),
+    **stale_each("lm_head"),
     "stale router": stale("mlp.gate.weight"),
     "stale w1 of an expert": stale("experts.2.gate_proj.weight"),
     "stale w3 of an expert": stale("experts.2.up_proj.weight"),
@@ -90,13 +89,12 @@ MOE = {
     "doubled q_norm": changed("q_norm.weight", lambda t: 2 * t),
 }
 HYBRID = {
-    "stale in_proj": stale("in_proj.weight"),
-    "stale conv1d": stale("conv1d.weight"),
+    **stale_each("in_proj", "conv1d"),
     "stale A_log": stale("A_log"),
     "stale D": stale("mixer.D"),
     "stale dt_bias": stale("dt_bias"),
     "zero conv1d bias": changed("conv1d.bias", torch.zeros_like),
-    "stale up_proj": stale("up_proj.weight"),
+    **stale_each("up_proj"),
 }
 FAULTS = DENSE | MOE | HYBRID
 

@@ -15,35 +15,23 @@ from hypothesis import strategies as st
 from envs.following import structured_outputs as structured
 from envs.following.formats import typed
 from envs.rollout.response import Response
-from support.verifiers import HOSTILE, Known, gym_rows, known_answers
+from support.loop import at_once
+from support.scripts import call
+from support.tables import gives, refused
+from support.verifiers import HOSTILE, Known, gym_rows, json_values, known_answers
 
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "minLength": 1},
-        "age": {"type": "integer", "minimum": 0},
-        "score": {"type": "number"},
-        "active": {"type": "boolean"},
-        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        "home": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
-GOLD = {
-    "name": "Ann",
-    "age": 3,
-    "score": 9.5,
-    "active": True,
-    "tags": ["a", "b"],
-    "home": {"city": "Ulm"},
-}
+FLAT = {"name": {"type": "string", "minLength": 1}, "age": {"type": "integer", "minimum": 0}}
+FLAT |= {"score": {"type": "number"}, "active": {"type": "boolean"}}
+DEEP = {"tags": {"type": "array", "items": {"type": "string"}, "minItems": 1}}
+DEEP |= {"home": {"type": "object", "properties": {"city": {"type": "string"}}}}
+PERSON = {"type": "object", "properties": FLAT | DEEP}
+GOLD = {"name": "Ann", "age": 3, "score": 9.5, "active": True, "tags": ["a", "b"]}
+GOLD |= {"home": {"city": "Ulm"}}
 ROW = {"schema_str": json.dumps(PERSON), "schema_type": "json"}
-TABLE = {"type": "array", "items": {"type": "object", "properties": dict(PERSON["properties"])}}
-del TABLE["items"]["properties"]["tags"], TABLE["items"]["properties"]["home"]
+TABLE = {"type": "array", "items": {"type": "object", "properties": FLAT}}
 CSV = {"schema_str": json.dumps(TABLE), "schema_type": "csv"}
-XML = {
-    "schema_str": json.dumps({"type": "object", "properties": {"root": PERSON}}),
-    "schema_type": "xml",
-}
+XML = {"schema_str": json.dumps({"type": "object", "properties": {"root": PERSON}})}
+XML |= {"schema_type": "xml"}
 in_child = structured.make_check()
 
 
@@ -51,17 +39,12 @@ def judge(row: dict, text: str) -> float:
     """The reward by the check of a child, run here."""
     kind = row.get("schema_type") or "json"
     coerce = row.get("xml_coerce_types") is not False
-    return in_child(row["schema_str"], kind, row.get("tool_payload_key") or "", coerce, text)[
-        "value"
-    ]
+    key = row.get("tool_payload_key") or ""
+    return in_child(row["schema_str"], kind, key, coerce, text)["value"]
 
 
 def verify(row: dict, response: str) -> float:
     return asyncio.run(structured.verify(row, response)).value
-
-
-def call(name: str, arguments: object) -> dict:
-    return {"type": "function_call", "name": name, "arguments": json.dumps(arguments)}
 
 
 def filled(known: Known) -> dict:
@@ -78,9 +61,7 @@ def filled(known: Known) -> dict:
 
 
 def test_known_answers():
-    known = known_answers("structured_outputs", "structured_outputs")
-    assert len(known) >= 20
-    for answer in known:
+    for answer in known_answers("structured_outputs", "structured_outputs", least=20):
         row = filled(answer)
         structured.check(row)
         assert verify(row, answer.response) == answer.reward, answer.case
@@ -101,9 +82,8 @@ def example(schema: dict) -> object:
             return next(w for w in fits if len(w) >= schema.get("minLength", 1))
         case "boolean":
             return True
-    return (
-        schema.get("minimum", 0) + 1 if "exclusiveMinimum" in schema else schema.get("minimum", 1)
-    )
+    exclusive = "exclusiveMinimum" in schema
+    return schema.get("minimum", 0) + 1 if exclusive else schema.get("minimum", 1)
 
 
 def test_real_rows():
@@ -130,48 +110,41 @@ def test_the_formats():
     assert verify(CSV, "name,age,score,active\nAnn,3,9.5,true\nBob,4,1e3,0\n") == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "name,age,score,active",  # NeMo-Gym pays a table without rows, and any other line
-        "I cannot do that.",
-        "name,age,score,active\nAnn,3,9.5",
-        "name,age,score,active\nAnn,3,9.5,true,1",
-        "name,age,score\nAnn,3,9.5",
-        "name,age,score,active\nAnn,3,nan,true",
-        "name,age,score,active\nAnn,1_000,9.5,true",
-        "name,age,score,active\nAnn,,9.5,true",
-        "```csv\nname,age,score,active\nAnn,3,9.5,true\n```",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "name,age,score,active",  # NeMo-Gym pays a table without rows, and any other line
+    "I cannot do that.",
+    "name,age,score,active\nAnn,3,9.5",
+    "name,age,score,active\nAnn,3,9.5,true,1",
+    "name,age,score\nAnn,3,9.5",
+    "name,age,score,active\nAnn,3,nan,true",
+    "name,age,score,active\nAnn,1_000,9.5,true",
+    "name,age,score,active\nAnn,,9.5,true",
+    "```csv\nname,age,score,active\nAnn,3,9.5,true\n```",
+])  # fmt: skip
 def test_csv_that_is_not_paid(text):
     assert judge(CSV, text) == 0
 
 
-@pytest.mark.parametrize(
-    ("data", "schema", "expected"),
-    [
-        ({"a": "7"}, {"type": "object", "properties": {"a": {"type": "integer"}}}, {"a": 7}),
-        ({"item": ["1", "2"]}, {"type": "array", "items": {"type": "integer"}}, [1, 2]),
-        ({"item": "1"}, {"type": "array", "items": {"type": "integer"}}, [1]),
-        (None, {"type": "array"}, []),
-        (None, {"type": ["array", "null"]}, None),
-        (None, {"type": "string"}, ""),
-        (None, {"type": "integer"}, None),
-        ("", {"type": ["integer", "null"]}, None),
-        ("7", {"type": ["integer", "null"]}, 7),
-        ("7", {"type": ["string", "integer"]}, "7"),
-        ("TRUE", {"type": "boolean"}, True),
-        ("+.5e1", {"type": "number"}, 5.0),
-        ("inf", {"type": "number"}, "inf"),
-        ("٣", {"type": "integer"}, "٣"),
-        ("9" * 5000, {"type": "integer"}, "9" * 5000),
-        ("7", True, "7"),
-        ({"a": "7"}, {"type": "object", "properties": {"a": True}}, {"a": "7"}),
-    ],
+test_texts_become_what_the_schema_says = gives(
+    typed,
+    ({"a": "7"}, {"type": "object", "properties": {"a": {"type": "integer"}}}, {"a": 7}),
+    ({"item": ["1", "2"]}, {"type": "array", "items": {"type": "integer"}}, [1, 2]),
+    ({"item": "1"}, {"type": "array", "items": {"type": "integer"}}, [1]),
+    (None, {"type": "array"}, []),
+    (None, {"type": ["array", "null"]}, None),
+    (None, {"type": "string"}, ""),
+    (None, {"type": "integer"}, None),
+    ("", {"type": ["integer", "null"]}, None),
+    ("7", {"type": ["integer", "null"]}, 7),
+    ("7", {"type": ["string", "integer"]}, "7"),
+    ("TRUE", {"type": "boolean"}, True),
+    ("+.5e1", {"type": "number"}, 5.0),
+    ("inf", {"type": "number"}, "inf"),
+    ("٣", {"type": "integer"}, "٣"),
+    ("9" * 5000, {"type": "integer"}, "9" * 5000),
+    ("7", True, "7"),
+    ({"a": "7"}, {"type": "object", "properties": {"a": True}}, {"a": "7"}),
 )
-def test_texts_become_what_the_schema_says(data, schema, expected):
-    assert typed(data, schema) == expected
 
 
 def test_a_tool_call():
@@ -183,17 +156,9 @@ def test_a_tool_call():
     assert verify(row, Response("Here it is.", tool_calls=[good])) == 1
     assert verify(row | {"tool_name": None}, Response("", tool_calls=[good | {"name": "x"}])) == 1
     assert verify(row | {"tool_payload_key": None}, Response("", tool_calls=[good])) == 0
-    wrong = [
-        [],
-        [good, good],
-        [good | {"name": "Save"}],
-        [good | {"arguments": "{"}],
-        [good | {"arguments": "[" * 10**5}],
-        [call("save", GOLD)],
-        [call("save", [GOLD])],
-        [call("save", {"data": GOLD | {"age": "3"}})],
-        [{"type": "function_call"}],
-    ]
+    wrong = [[], [good, good], [good | {"name": "Save"}], [good | {"arguments": "{"}]]
+    wrong += [[good | {"arguments": "[" * 10**5}], [call("save", GOLD)], [call("save", [GOLD])]]
+    wrong += [[call("save", {"data": GOLD | {"age": "3"}})], [{"type": "function_call"}]]
     for calls in wrong:
         assert verify(row, Response(json.dumps(GOLD), tool_calls=calls)) == 0, calls
     assert verify(row, json.dumps(GOLD)) == 0
@@ -252,20 +217,13 @@ def test_hostile_answers(kind, text):
     assert judge(ROW | {"schema_type": kind}, text[:20_000]) == 0
 
 
-async def rewards(pairs: list) -> list[float]:
-    verdicts = await asyncio.gather(*(structured.verify(row, text) for row, text in pairs))
-    return [verdict.value for verdict in verdicts]
-
-
 def test_bombs_end_at_the_deadline(monkeypatch):
     """Entities, aliases, patterns that backtrack, and a megabyte of YAML: none hangs or pays."""
     monkeypatch.setattr(structured, "DEADLINE", 1.0)
     any_object = {"schema_str": json.dumps({"type": "object", "uniqueItems": True})}
     deep = {"type": "object", "additionalProperties": {"$ref": "#"}}
-    walked = {
-        "schema_str": json.dumps({"items": {"$ref": "#"}, "maxItems": 9}),
-        "schema_type": "yaml",
-    }
+    walked = {"schema_str": json.dumps({"items": {"$ref": "#"}, "maxItems": 9})}
+    walked |= {"schema_type": "yaml"}
     slow = {"schema_str": json.dumps({"type": "string", "pattern": "^(a+)+$"})}
     entities = "".join(f'<!ENTITY e{i + 1} "{f"&e{i};" * 9}">' for i in range(9))
     laughs = "- &a0 [x]\n" + "".join(f"- &a{i + 1} [{f'*a{i}, ' * 9}]\n" for i in range(8))
@@ -280,7 +238,8 @@ def test_bombs_end_at_the_deadline(monkeypatch):
         (any_object, "1e" + "9" * 10**6),
         (any_object, "\ud800\x00"),
     ]
-    assert asyncio.run(rewards(bombs)) == [0] * len(bombs)
+    rewards = at_once(structured.verify(row, text) for row, text in bombs)
+    assert [reward.value for reward in rewards] == [0] * len(bombs)
 
 
 def test_no_schema_is_fetched():
@@ -296,14 +255,10 @@ def test_any_text_is_judged(kind, text):
     assert judge(ROW | {"schema_type": kind}, text) == 0
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(list(GOLD)), inner),
-    max_leaves=3,
-)
+KEYS = st.sampled_from(list(GOLD))
 
 
-@given(JSON, st.sampled_from(list(GOLD)))
+@given(json_values(st.text() | KEYS), KEYS)
 @settings(max_examples=2500)  # two cases each
 def test_any_json_is_judged(data, key):
     assert judge(ROW, json.dumps(data)) == 0
@@ -317,27 +272,19 @@ def test_references_are_looked_up_when_rows_are_read():
         structured.check(ROW | {"schema_str": json.dumps(schema)})
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema_str": None}, "schema_str is missing or null, expected a JSON schema"),
-        ({"schema_str": PERSON}, "schema_str is {.*}, expected a JSON schema as text"),
-        ({"schema_str": "{"}, "schema_str is '{', expected a JSON schema .*: Expecting"),
-        ({"schema_str": "[" * 10**5}, "schema_str is .*expected a JSON schema"),
-        ({"schema_str": '{"type": "text"}'}, "schema_str is .*'text' is not valid"),
-        ({"schema_str": '{"pattern": "("}'}, "schema_str is .*is not a 'regex'"),
-        ({"schema_str": '{"items": {"$ref": "#/$defs/a"}}'}, "cannot resolve .ref #/.defs/a"),
-        (
-            {"schema_str": '{"$ref": "http://a/b"}'},
-            "schema_str is .*cannot resolve .ref http://a/b",
-        ),
-        ({"schema_type": "html"}, "schema_type is 'html', expected one of: json, yaml"),
-        ({"response_mode": "tool"}, "response_mode is 'tool', expected text or tool_call"),
-        ({"tool_name": 5}, "tool_name is 5, expected a text or null"),
-        ({"tool_payload_key": []}, r"tool_payload_key is \[\], expected a text or null"),
-        ({"xml_coerce_types": "yes"}, "xml_coerce_types is 'yes', expected true or false"),
-    ],
+test_bad_rows = refused(
+    lambda change: structured.check(ROW | change),
+    ({"schema_str": None}, "schema_str is missing or null, expected a JSON schema"),
+    ({"schema_str": PERSON}, "schema_str is {.*}, expected a JSON schema as text"),
+    ({"schema_str": "{"}, "schema_str is '{', expected a JSON schema .*: Expecting"),
+    ({"schema_str": "[" * 10**5}, "schema_str is .*expected a JSON schema"),
+    ({"schema_str": '{"type": "text"}'}, "schema_str is .*'text' is not valid"),
+    ({"schema_str": '{"pattern": "("}'}, "schema_str is .*is not a 'regex'"),
+    ({"schema_str": '{"items": {"$ref": "#/$defs/a"}}'}, "cannot resolve .ref #/.defs/a"),
+    ({"schema_str": '{"$ref": "http://a/b"}'}, "schema_str is .*cannot resolve .ref http://a/b"),
+    ({"schema_type": "html"}, "schema_type is 'html', expected one of: json, yaml"),
+    ({"response_mode": "tool"}, "response_mode is 'tool', expected text or tool_call"),
+    ({"tool_name": 5}, "tool_name is 5, expected a text or null"),
+    ({"tool_payload_key": []}, r"tool_payload_key is \[\], expected a text or null"),
+    ({"xml_coerce_types": "yes"}, "xml_coerce_types is 'yes', expected true or false"),
 )
-def test_bad_rows(change, message):
-    with pytest.raises(ValueError, match=message):
-        structured.check(ROW | change)

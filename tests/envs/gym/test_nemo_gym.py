@@ -6,8 +6,8 @@ asks the real one.
 
 import asyncio
 import contextlib
+import functools
 import os
-import random
 import re
 import socket
 import subprocess
@@ -18,66 +18,49 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import ray
 
 import envs
+from envs import check_rows, registry
 from envs.gym import gym, nemo_gym
 from envs.judge import judge
-from envs.rollout import sampler as sampler_module
 from envs.rollout import services
+from envs.rollout.chat import NoRoom
 from envs.rollout.episode import stitch
-from envs.rollout.sampler import NoRoom
-from envs.rollout.services import Services
-from envs.sandbox.checkers import CheckerError
-from settings.run import Sampling
-from support.chats import CHATML, FORGETFUL, Reader, Scripted, make_tokenizer, spell
+from envs.rollout.services import CheckerError
+from settings import errors
+from settings.services import Services
+from support.chats import CHATML, FORGETFUL, Reader, make_tokenizer, saying
 from support.gym import AGENT, Gym
+from support.loop import in_loop
 
 ROOT = Path(__file__).resolve().parents[3]
+TOKENIZER = make_tokenizer(FORGETFUL, CHATML, "<|im_end|>")  # it drops earlier thoughts
 CALL = '[["add", "{\\"a\\": 3}"]]'
-ROW = {
-    "responses_create_params": {
-        "input": [{"role": "user", "content": "3 + 4?"}],
-        "metadata": {"chat_template_kwargs": "{}"},
-    },
-    "agent_ref": {"type": "responses_api_agents", "name": AGENT},
-    "expected": "seven",
-    "level": 2,
-    "_line": 5,
-}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """Of a model whose template drops earlier thoughts."""
-    return make_tokenizer(FORGETFUL, CHATML, "<|im_end|>")
+PARAMS = {"input": [{"role": "user", "content": "3 + 4?"}]}
+PARAMS["metadata"] = {"chat_template_kwargs": "{}"}
+ROW = {"responses_create_params": PARAMS, "expected": "seven", "level": 2, "_line": 5}
+ROW["agent_ref"] = {"type": "responses_api_agents", "name": AGENT}
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Short pauses, and a call may take 10 s; a server is silent after one."""
-    monkeypatch.setattr(judge, "_share", [judge.Share(10.0)])
+    monkeypatch.setattr(services, "_limits", [services.Limits(10.0)])
     monkeypatch.setattr(judge, "JUDGES", weakref.WeakKeyDictionary())  # not those of other tests
     monkeypatch.setattr(judge, "pause", lambda failures: 0.05)
     monkeypatch.setattr(services, "_current", [Services()])
     gym._problem.cache_clear()
 
 
-def sampler_of(tokenizer, say, seed=0, limit=4096):
-    """A sampler whose engine answers with what `say` makes of the prompt's text, oddly spelled."""
-    dice = random.Random(seed)
-
-    def answer(request):
-        said = say(tokenizer.decode(request.prompt_ids))
-        return spell(tokenizer, said, dice) + [tokenizer.eos_token_id], "stop"
-
-    settings = Sampling(max_model_len=limit, max_response_tokens=512, chat_template_kwargs={})
-    return Reader(Scripted(answer), tokenizer, settings, seed, [], validation=False)
+@pytest.fixture
+def server():
+    """The server that rollouts ask."""
+    with Gym() as server:
+        services.configure(Services(nemo_gym=(server.url,)))
+        yield server
 
 
-def sums(prompt: str) -> str:
-    """Thinks, calls the tool twice, and answers."""
-    answers = prompt.count("<|im_start|>assistant\n")
-    return ["<think>the ban</think> an abane ", CALL, CALL, " seven, the end"][answers]
+sampler_of = functools.partial(saying, TOKENIZER, longest=512)
 
 
 def calls(prompt: str) -> str:
@@ -86,7 +69,6 @@ def calls(prompt: str) -> str:
 
 
 def attempt(gym_server, sampler, row=ROW):
-    """The episode of one rollout."""
     services.configure(Services(nemo_gym=(gym_server.url,)))
     return asyncio.run(nemo_gym.rollout(row, sampler))
 
@@ -94,9 +76,9 @@ def attempt(gym_server, sampler, row=ROW):
 # --- episodes -------------------------------------------------------------------------------------
 
 
-def test_an_episode_is_one_sequence_of_the_ids_that_were_sampled(tokenizer):
+def test_an_episode_is_one_sequence_of_the_ids_that_were_sampled():
     left = [CALL, CALL, "<think>the ban</think> an abane seven"]
-    sampler = sampler_of(tokenizer, lambda prompt: left.pop(0))
+    sampler = sampler_of(lambda prompt: left.pop(0))
     with Gym(output="7 <|im_end|>", accuracy=True, note="x", level=2) as server:
         episode = attempt(server, sampler)
         (sent,) = server.tried
@@ -105,7 +87,7 @@ def test_an_episode_is_one_sequence_of_the_ids_that_were_sampled(tokenizer):
     (sample,) = stitch(episode.turns)
     sampled = sum((turn.token_ids for turn in episode.turns), [])
     assert sample.tokens_T[sample.mask_T].tolist() == sampled
-    text = tokenizer.decode(sample.tokens_T)
+    text = TOKENIZER.decode(sample.tokens_T)
     assert text.count("<|im_start|>tool\n7 <|im_end|><|im_end|>\n") == 2
     metadata = sent["responses_create_params"]["metadata"]
     assert metadata.pop("policy").startswith("http://127.0.0.1:")
@@ -114,16 +96,15 @@ def test_an_episode_is_one_sequence_of_the_ids_that_were_sampled(tokenizer):
     assert "policy" not in ROW["responses_create_params"]["metadata"]
 
 
-def test_a_thought_that_the_agent_tells_again_stays_as_it_was_sampled(tokenizer):
+def test_a_thought_that_the_agent_tells_again_stays_as_it_was_sampled(server):
     left = [f"<think>the the</think>{CALL}", CALL, "seven"]
-    sampler = sampler_of(tokenizer, lambda prompt: left.pop(0))
+    sampler = sampler_of(lambda prompt: left.pop(0))
     sampler.parse = lambda text: thinking(sampler, text)
-    with Gym() as server:
-        episode = attempt(server, sampler)
-        second = server.asked[1]["messages"][1]
+    episode = attempt(server, sampler)
+    second = server.asked[1]["messages"][1]
     assert second["reasoning_content"] == "the the" and second["content"] == ""
     assert len(stitch(episode.turns)) == 1
-    assert "<think>the the</think>" in tokenizer.decode(episode.turns[2].prompt_ids)
+    assert "<think>the the</think>" in TOKENIZER.decode(episode.turns[2].prompt_ids)
 
 
 async def thinking(sampler, text):
@@ -134,79 +115,71 @@ async def thinking(sampler, text):
     return read
 
 
-def test_many_episodes_at_once_keep_apart(tokenizer):
+def test_many_episodes_at_once_keep_apart(server):
     """A group's rows are the same; each rollout's requests reach its own sampler."""
 
     def say(seed):
         return lambda prompt: CALL if "tool" not in prompt else f"seven {seed}"
 
-    samplers = [sampler_of(tokenizer, say(seed), seed) for seed in range(50)]
-    with Gym() as server:
-        services.configure(Services(nemo_gym=(server.url,)))
-        episodes = asyncio.run(envs.rollouts(ROW, samplers))
+    samplers = [sampler_of(say(seed), seed) for seed in range(50)]
+    episodes = asyncio.run(registry.rollouts(ROW, samplers))
     for seed, episode in enumerate(episodes):
         assert [turn.text for turn in episode.turns] == [CALL, f"seven {seed}"]
         assert episode.reward.value == 1.0
 
 
-def test_a_masked_episode_counts_and_is_not_trained_on(tokenizer):
+def test_a_masked_episode_counts_and_is_not_trained_on():
     with Gym(mask_sample=True) as server:
-        episode = attempt(server, sampler_of(tokenizer, calls))
+        episode = attempt(server, sampler_of(calls))
     (sample,) = episode.samples(ROW)
     assert episode.masked and not sample.mask_T.any() and sample.score == 1.0
     assert sample.info().trained_tokens == 0 and sample.info().response_tokens > 0
 
 
-def test_a_first_prompt_without_room_has_no_answer_and_a_later_one_ends_the_episode(tokenizer):
+def test_a_first_prompt_without_room_has_no_answer_and_a_later_one_ends_the_episode():
     with Gym(output="the ban " * 200) as server:
-        episode = attempt(server, sampler_of(tokenizer, lambda prompt: CALL, limit=500))
+        episode = attempt(server, sampler_of(lambda prompt: CALL, limit=500))
         assert len(episode.turns) == 1 and episode.reward.value == 0.0
         with pytest.raises(NoRoom):
-            attempt(server, sampler_of(tokenizer, calls, limit=20))
+            attempt(server, sampler_of(calls, limit=20))
 
 
 # --- failures -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("verdict", "expected"),
-    [
-        ({"_ng_failure_class": "judge_failed", "reward": 0.0}, "judge_failed"),
-        ({"_ng_failure_class": "", "reward": 0.0}, "no verdict"),
-        ({"reward": None}, "reward is None"),
-        ({"reward": 10**400}, "reward is 1000"),
-        ({"reward": float("nan")}, "reward is nan"),
-        ({"reward": "1"}, "reward is '1'"),
-    ],
-)
-def test_a_try_without_a_verdict_is_no_reward(tokenizer, verdict, expected):
+@pytest.mark.parametrize(("verdict", "expected"), [
+    ({"_ng_failure_class": "judge_failed", "reward": 0.0}, "judge_failed"),
+    ({"_ng_failure_class": "", "reward": 0.0}, "no verdict"),
+    ({"reward": None}, "reward is None"),
+    ({"reward": 10**400}, "reward is 1000"),
+    ({"reward": float("nan")}, "reward is nan"),
+    ({"reward": "1"}, "reward is '1'"),
+])  # fmt: skip
+def test_a_try_without_a_verdict_is_no_reward(verdict, expected):
     with Gym(**verdict) as server, pytest.raises(CheckerError, match=expected):
-        attempt(server, sampler_of(tokenizer, calls))
+        attempt(server, sampler_of(calls))
 
 
-def test_a_refused_request_is_no_reward_though_the_agent_bears_it(tokenizer):
-    with Gym() as server:
-        ask, first = server._ask, [True]
+def test_a_refused_request_is_no_reward_though_the_agent_bears_it(server):
+    ask, first = server._ask, [True]
 
-        async def odd(body):
-            if first:
-                first.pop()
-                return await ask(body)
-            with contextlib.suppress(RuntimeError):
-                await ask(body | {"stop": ["x"]})
-            return {"message": {"content": "nothing"}, "finish_reason": "stop"}
+    async def odd(body):
+        if first:
+            first.pop()
+            return await ask(body)
+        with contextlib.suppress(RuntimeError):
+            await ask(body | {"stop": ["x"]})
+        return {"message": {"content": "nothing"}, "finish_reason": "stop"}
 
-        server._ask = odd
-        with pytest.raises(CheckerError, match=r"a request that was refused: stop is \['x'\]"):
-            attempt(server, sampler_of(tokenizer, calls))
+    server._ask = odd
+    with pytest.raises(CheckerError, match=r"a request that was refused: stop is \['x'\]"):
+        attempt(server, sampler_of(calls))
 
 
 @pytest.mark.parametrize(("waits", "masked"), [(False, False), (False, True), (True, False)])
-def test_a_slow_engine_is_no_reward_though_the_agent_gives_up(
-    tokenizer, monkeypatch, waits, masked
-):
-    monkeypatch.setattr(sampler_module.ray, "cancel", lambda answer: None)
-    sampler = sampler_of(tokenizer, calls)
+def test_a_slow_engine_is_no_reward_though_the_agent_gives_up(monkeypatch, waits, masked):
+    monkeypatch.setattr(ray, "cancel", lambda answer: None)
+    sampler = sampler_of(calls)
     respond, requests = sampler.engine.generate.remote, []
 
     def slow(request):
@@ -239,41 +212,34 @@ def test_a_slow_engine_is_no_reward_though_the_agent_gives_up(
                 attempt(server, sampler)
 
 
-def test_only_numbers_that_means_can_be_made_of_are_logged(tokenizer):
+def test_only_numbers_that_means_can_be_made_of_are_logged():
     with Gym(a=float("nan"), b=float("inf"), c=10**400, d=0.5) as server:
-        episode = attempt(server, sampler_of(tokenizer, calls))
+        episode = attempt(server, sampler_of(calls))
     assert episode.reward.info == {"length": 3, "d": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [
-        ("500", "failed: .*status 500.*a tool broke"),
-        ("no metadata", "failed: .*the agent does not pass on metadata of its row"),
-        ("reset", "failed: .*Disconnected"),
-    ],
-)
-def test_a_failed_try_says_why_and_is_no_outage(tokenizer, fault, expected):
-    with Gym() as server:
-        server.fault = fault
-        with pytest.raises(CheckerError, match=expected) as raised:
-            attempt(server, sampler_of(tokenizer, calls))
-    assert not isinstance(raised.value, judge.Away) and not judge.ABSENT
+@pytest.mark.parametrize(("fault", "expected"), [
+    ("500", "failed: .*status 500.*a tool broke"),
+    ("no metadata", "failed: .*the agent does not pass on metadata of its row"),
+    ("reset", "failed: .*Disconnected"),
+])  # fmt: skip
+def test_a_failed_try_says_why_and_is_no_outage(server, fault, expected):
+    server.fault = fault
+    with pytest.raises(CheckerError, match=expected) as raised:
+        attempt(server, sampler_of(calls))
+    assert not isinstance(raised.value, services.Away) and not gym.ABSENT
 
 
-def test_an_agent_that_asks_somebody_else_is_told_of(tokenizer):
-    with Gym() as server:
-        other = Gym()
-        with other:
-            server.policy = "http://127.0.0.1:9/v1"
-            with pytest.raises(CheckerError, match="failed"):
-                attempt(server, sampler_of(tokenizer, calls))
-        server._episode = lambda row: asyncio.sleep(0, "seven")
-        with pytest.raises(CheckerError, match="never asked for the policy: policy_base_url"):
-            attempt(server, sampler_of(tokenizer, calls))
+def test_an_agent_that_asks_somebody_else_is_told_of(server):
+    server.policy = "http://127.0.0.1:9/v1"
+    with pytest.raises(CheckerError, match="failed"):
+        attempt(server, sampler_of(calls))
+    server._episode = lambda row: asyncio.sleep(0, "seven")
+    with pytest.raises(CheckerError, match="never asked for the policy: policy_base_url"):
+        attempt(server, sampler_of(calls))
 
 
-def test_an_engine_that_dies_is_no_fault_of_the_agent(tokenizer):
+def test_an_engine_that_dies_is_no_fault_of_the_agent(server):
     """The error is the engine's, at once, and the answers before it wait for the next try."""
 
     class Dead(Exception):
@@ -284,86 +250,67 @@ def test_an_engine_that_dies_is_no_fault_of_the_agent(tokenizer):
             raise Dead("the engine is lost")
         return CALL
 
-    sampler = sampler_of(tokenizer, say)
-    with Gym() as server:
-        began = time.monotonic()
-        with pytest.raises(Dead):
-            attempt(server, sampler)
-        assert time.monotonic() - began < 2
-        again = sampler_of(tokenizer, lambda prompt: "seven")
-        again.drafts = sampler.drafts
-        episode = attempt(server, again)
+    sampler = sampler_of(say)
+    began = time.monotonic()
+    with pytest.raises(Dead):
+        attempt(server, sampler)
+    assert time.monotonic() - began < 30
+    again = sampler_of(lambda prompt: "seven")
+    again.drafts = sampler.drafts
+    episode = attempt(server, again)
     assert [turn.text for turn in episode.turns] == [CALL, "seven"]
     assert len(again.engine.requests) == 1, "the first answer was played again"
 
 
-def test_a_rollout_that_is_given_up_leaves_no_request(tokenizer, monkeypatch):
+@in_loop
+async def test_a_rollout_that_is_given_up_leaves_no_request(monkeypatch, server):
     cancelled: list = []
-    monkeypatch.setattr(sampler_module.ray, "cancel", cancelled.append)
-    sampler = sampler_of(tokenizer, calls)
+    monkeypatch.setattr(ray, "cancel", cancelled.append)
+    sampler = sampler_of(calls)
     sampler.engine.generate.remote = lambda request: asyncio.get_running_loop().create_future()
-
-    async def give_up():
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(nemo_gym.rollout(ROW, sampler), 0.5)
-        await asyncio.sleep(0.1)
-
-    with Gym() as server:
-        services.configure(Services(nemo_gym=(server.url,)))
-        asyncio.run(give_up())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(nemo_gym.rollout(ROW, sampler), 0.5)
+    await asyncio.sleep(0.1)
     assert len(cancelled) == 1
 
 
 # --- outages --------------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_away_is_waited_for_and_may_come_back_at_another_port(tokenizer):
-    reports = []
-
-    async def outage(server):
-        server.down()
-        rollout = asyncio.create_task(nemo_gym.rollout(ROW, sampler_of(tokenizer, calls)))
-        await asyncio.sleep(0.3)
-        reports.append(judge.report().away)
-        server.up()
-        return await rollout
-
-    with Gym() as server:
-        services.configure(Services(nemo_gym=(server.url,)))
-        episode = asyncio.run(outage(server))
-        first = server.agent
-        assert episode.reward.value == 1.0
-    (text,) = [reports[0].pop(f"nemo_gym.{AGENT}")]
+@in_loop
+async def test_a_server_that_is_away_is_waited_for_and_may_come_back_at_another_port(server):
+    server.down()
+    rollout = asyncio.create_task(nemo_gym.rollout(ROW, sampler_of(calls)))
+    await asyncio.sleep(0.3)
+    away = services.report().away
+    server.up()
+    assert (await rollout).reward.value == 1.0
+    text = away.pop(f"nemo_gym.{AGENT}")
     assert re.match(rf"for 0 s: {re.escape(server.url)} does not answer: .*refused", text)
-    assert reports == [{}] and not judge.ABSENT and first
+    assert away == {} and not gym.ABSENT and server.agent
 
 
 @pytest.mark.parametrize("fault", ["", "hang"])
-def test_a_try_that_an_outage_ends_is_no_attempt(tokenizer, fault):
+@in_loop
+async def test_a_try_that_an_outage_ends_is_no_attempt(server, fault):
     """Nor where nothing but silence says that the server is gone."""
-
-    async def outage(server):
-        server.fault = "hang"
-        rollout = asyncio.create_task(nemo_gym.rollout(ROW, sampler_of(tokenizer, calls)))
-        while not server.tried:
-            await asyncio.sleep(0.01)
-        if fault:
-            server.wait(silence(server))
-        else:
-            server.down()
-        await asyncio.sleep(3 if fault else 1)
-        assert list(judge.report().away) == [f"nemo_gym.{AGENT}"]
+    server.fault = "hang"
+    rollout = asyncio.create_task(nemo_gym.rollout(ROW, sampler_of(calls)))
+    while not server.tried:
+        await asyncio.sleep(0.01)
+    if fault:
+        server.wait(silence(server))
+    else:
         server.down()
-        server.up()
-        server.fault = ""
-        with pytest.raises(judge.Away, match="was away"):
-            await rollout
-        return await nemo_gym.rollout(ROW, sampler_of(tokenizer, calls))
-
-    with Gym() as server:
-        services.configure(Services(nemo_gym=(server.url,)))
-        assert asyncio.run(outage(server)).reward.value == 1.0
-    assert not judge.ABSENT
+    await asyncio.sleep(3 if fault else 1)
+    assert list(services.report().away) == [f"nemo_gym.{AGENT}"]
+    server.down()
+    server.up()
+    server.fault = ""
+    with pytest.raises(services.Away, match="was away"):
+        await rollout
+    assert (await nemo_gym.rollout(ROW, sampler_of(calls))).reward.value == 1.0
+    assert not gym.ABSENT
 
 
 async def silence(server):
@@ -371,70 +318,64 @@ async def silence(server):
     for runner in server.runners:
         for site in runner.sites:
             site._server.close()
-    port = server.agent
-    server.dumb = await asyncio.start_server(lambda r, w: None, "127.0.0.1", port)
+    server.dumb = await asyncio.start_server(lambda r, w: None, "127.0.0.1", server.agent)
 
 
-def test_after_the_time_of_a_rollout_the_call_says_that_the_server_is_away(tokenizer, monkeypatch):
-    monkeypatch.setattr(judge, "_share", [judge.Share(0.5)])
-
-    async def outage(server):
-        server.down()
-        with pytest.raises(judge.Away, match=f"agent '{AGENT}' is away, for . s: .*answer"):
-            await nemo_gym.rollout(ROW, sampler_of(tokenizer, calls))
-        assert list(judge.report().away) == [f"nemo_gym.{AGENT}"], "it is still looked for"
-        server.up()
-        while judge.report().away:
-            await asyncio.sleep(0.01)
-
-    with Gym() as server:
-        services.configure(Services(nemo_gym=(server.url,)))
-        asyncio.run(outage(server))
+@in_loop
+async def test_after_the_time_of_a_rollout_the_call_says_that_the_server_is_away(
+    monkeypatch, server
+):
+    monkeypatch.setattr(services, "_limits", [services.Limits(0.5)])
+    server.down()
+    with pytest.raises(services.Away, match=f"agent '{AGENT}' is away, for . s: .*answer"):
+        await nemo_gym.rollout(ROW, sampler_of(calls))
+    assert list(services.report().away) == [f"nemo_gym.{AGENT}"], "it is still looked for"
+    server.up()
+    while services.report().away:
+        await asyncio.sleep(0.01)
 
 
 # --- who serves what ------------------------------------------------------------------------------
 
 
-def test_agents_that_no_module_declares_are_nemo_gyms(tokenizer):
+def test_agents_that_no_module_declares_are_nemo_gyms():
     with pytest.raises(ValueError, match=f"agent_ref.name is '{AGENT}', expected one of"):
-        envs.check_row(ROW)
+        check_rows.check_row(ROW)
     with Gym() as server:
         services.configure(Services(nemo_gym=(server.url,)))
-        envs.check_row(ROW)
-        assert envs.environment(AGENT) is nemo_gym and not envs.only_compares(AGENT)
-        assert envs.environment("math").__name__ == "envs.maths.math"
-        envs.check_services(ROW)
-        (episode,) = asyncio.run(envs.rollouts(ROW, [sampler_of(tokenizer, calls)]))
+        check_rows.check_row(ROW)
+        assert registry.environment(AGENT) is nemo_gym and not registry.only_compares(AGENT)
+        assert registry.environment("math").__name__ == "envs.maths.math"
+        check_rows.check_services(ROW)
+        (episode,) = asyncio.run(registry.rollouts(ROW, [sampler_of(calls)]))
         assert episode.samples(ROW)[0].env == AGENT
         other = ROW | {"agent_ref": {"name": "nobody"}}
         expected = rf"lacks nemo_gym.nobody: .* no agent 'nobody' there, but {AGENT}; expected a"
-        with pytest.raises(envs.ModuleError, match=expected):
-            envs.check_services(other)
+        with pytest.raises(errors.ModuleError, match=expected):
+            check_rows.check_services(other)
 
 
 def test_a_head_server_that_does_not_answer_or_is_none_is_told_of():
     with Gym() as server:
         url = server.url
         services.configure(Services(nemo_gym=(url, "http://127.0.0.1:9")))
-        envs.check_services(ROW)
+        check_rows.check_services(ROW)
         services.configure(Services(nemo_gym=(server.policy.removesuffix("/v1"),)))
-        with pytest.raises(envs.ModuleError, match="it is no head server of NeMo-Gym: HTTP Error"):
-            envs.check_services(ROW)
+        told = "it is no head server of NeMo-Gym: HTTP Error"
+        with pytest.raises(errors.ModuleError, match=told):
+            check_rows.check_services(ROW)
     services.configure(Services(nemo_gym=(url,)))
     gym._problem.cache_clear()
     expected = rf"\('{url}',\): {url} does not answer: .*; expected a head server that runs"
-    with pytest.raises(envs.ModuleError, match=expected):
-        envs.check_services(ROW)
+    with pytest.raises(errors.ModuleError, match=expected):
+        check_rows.check_services(ROW)
 
 
-@pytest.mark.parametrize(
-    ("said", "error", "expected"),
-    [
-        (b"SSH-2.0-OpenSSH_9\r\n", ValueError, "no server of HTTP: BadStatusLine"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", OSError, "in the middle of its answer"),
-        (b"", OSError, "middle of its answer: Remote end closed"),
-    ],
-)
+@pytest.mark.parametrize(("said", "error", "expected"), [
+    (b"SSH-2.0-OpenSSH_9\r\n", ValueError, "no server of HTTP: BadStatusLine"),
+    (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", OSError, "in the middle of its answer"),
+    (b"", OSError, "middle of its answer: Remote end closed"),
+])  # fmt: skip
 def test_a_head_server_that_goes_away_while_it_speaks_is_silent(said, error, expected):
     with socket.create_server(("127.0.0.1", 0)) as door, ThreadPoolExecutor(1) as thread:
 
@@ -474,8 +415,6 @@ def test_gym_does_not_start_where_another_program_has_the_routers_port(tmp_path)
 
 
 def start_gym(variables):
-    """What launch/gym.sh came to."""
     command = ["bash", "launch/gym.sh", "a.yaml"]
-    return subprocess.run(
-        command, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
+    return subprocess.run(command, env=os.environ | variables, **options)

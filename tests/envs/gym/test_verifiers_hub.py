@@ -6,7 +6,6 @@ GRPO_HUB is a virtual environment with requirements-hub.txt. What needs none is 
 import asyncio
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -17,19 +16,21 @@ from pathlib import Path
 import pytest
 
 import envs
+from envs import check_rows, registry
 from envs.gym import gym, nemo_gym
 from envs.judge import judge
 from envs.rollout import services
+from envs.rollout.chat import NoRoom
 from envs.rollout.episode import stitch
-from envs.rollout.sampler import NoRoom
-from envs.rollout.services import Services
-from envs.sandbox.checkers import CheckerError
-from settings.run import Sampling
-from support.chats import CHATML, FORGETFUL, Reader, Scripted, make_tokenizer, spell
+from settings import errors
+from settings.services import Services
+from support.chats import CHATML, FORGETFUL, make_tokenizer, saying
+from support.loop import in_loop
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "launch/verifiers_hub.py"
 FOLDER = ROOT / "tests/support/hub"  # its modules are environments
+FILES = [str(FOLDER / name) for name in ("sums.toml", "counter.toml")]
 HUB = os.environ.get("GRPO_HUB", "")
 real = pytest.mark.skipif(not HUB, reason="bash tests/run.sh hub runs these")
 TOKENIZER = make_tokenizer(FORGETFUL, CHATML, "<|im_end|>")
@@ -44,7 +45,6 @@ def hub(*words: str, **options) -> subprocess.Popen:
 
 
 def told(*words: str) -> str:
-    """What it prints before it ends."""
     return hub(*words).communicate(timeout=120)[0]
 
 
@@ -58,8 +58,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def up(self) -> None:
-        files = [str(FOLDER / name) for name in ("sums.toml", "counter.toml")]
-        self.program = hub(*files, HUB_PORT=str(self.port))
+        self.program = hub(*FILES, HUB_PORT=str(self.port))
         assert self.program.stdout.readline() == f'services.nemo_gym = ("{self.url}",)\n'
 
     def down(self) -> None:
@@ -74,7 +73,6 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server():
-    """It starts once."""
     one = Server()
     one.up()
     yield one
@@ -84,18 +82,17 @@ def server():
 @pytest.fixture(scope="module")
 def rows():
     """Rows of both environments, by name."""
-    lines = told("rows", "4", *(str(FOLDER / name) for name in ("sums.toml", "counter.toml")))
-    found = [json.loads(line) for line in lines.splitlines()]
-    return {
-        name: [row for row in found if row["agent_ref"]["name"] == f"verifiers.{name}"]
-        for name in ("sums", "counter")
-    }
+    lines = told("rows", "4", *FILES)
+    by_name: dict[str, list] = {"sums": [], "counter": []}
+    for row in map(json.loads, lines.splitlines()):
+        by_name[row["agent_ref"]["name"].removeprefix("verifiers.")].append(row)
+    return by_name
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """A try may take a minute: its tools are programs that start."""
-    monkeypatch.setattr(judge, "_share", [judge.Share(60.0)])
+    monkeypatch.setattr(services, "_limits", [services.Limits(60.0)])
     monkeypatch.setattr(judge, "pause", lambda failures: 0.05)
     monkeypatch.setattr(services, "_current", [Services()])
     gym._problem.cache_clear()
@@ -103,20 +100,11 @@ def patience(monkeypatch):
 
 def sampler_of(*texts, seed=0, limit=8192):
     """A policy that says these texts, oddly spelled, or fails."""
-    dice, left = random.Random(seed), list(texts)
-
-    def answer(request):
-        said = left.pop(0)
-        if isinstance(said, Exception):
-            raise said
-        return [*spell(TOKENIZER, said, dice), TOKENIZER.eos_token_id], "stop"
-
-    settings = Sampling(max_model_len=limit, max_response_tokens=1024, chat_template_kwargs={})
-    return Reader(Scripted(answer), TOKENIZER, settings, seed, [], validation=False)
+    left = list(texts)
+    return saying(TOKENIZER, lambda prompt: left.pop(0), seed, limit, 1024)
 
 
 def add(n: int, name: str = "add") -> str:
-    """An answer that calls the tool."""
     return json.dumps([[name, json.dumps({"a": n})]])
 
 
@@ -145,12 +133,11 @@ def test_without_the_library_it_says_what_is_missing():
 def test_a_row_without_its_task_is_refused():
     services.configure(Services(nemo_gym=("http://127.0.0.1:9",)))
     row = {"responses_create_params": {"input": []}, "agent_ref": {"name": "verifiers.sums"}}
-    with pytest.raises(
-        ValueError, match=r"task is missing or null, expected .*verifiers_hub.py rows"
-    ):
-        envs.check_row(row)
-    envs.check_row(row | {"task": {"idx": 0}})
-    envs.check_row(row | {"agent_ref": {"name": "verifiers_of_another_kind"}})
+    missing = r"task is missing or null, expected .*verifiers_hub.py rows"
+    with pytest.raises(ValueError, match=missing):
+        check_rows.check_row(row)
+    check_rows.check_row(row | {"task": {"idx": 0}})
+    check_rows.check_row(row | {"agent_ref": {"name": "verifiers_of_another_kind"}})
 
 
 # --- episodes -------------------------------------------------------------------------------------
@@ -164,7 +151,7 @@ def test_an_answer_earns_what_the_environment_says(server, rows):
     assert episode.reward == envs.Reward(1.0, {"words": 3.0})
     assert "user\n3 + 4?<|im_end|>" in TOKENIZER.decode(episode.turns[0].prompt_ids)
     assert attempt(server, row, "an 8").reward == envs.Reward(0.0, {"words": 2.0})
-    envs.check_row(row)
+    check_rows.check_row(row)
 
 
 @real
@@ -184,12 +171,8 @@ def test_tools_and_their_state_decide_over_many_turns(server, rows):
 def test_many_at_once_keep_apart(server, rows):
     services.configure(Services(nemo_gym=(server.url,)))
     samplers = [sampler_of(f"it is {n}", seed=n) for n in range(12)]
-
-    async def all_of_them():
-        return await envs.rollouts(rows["sums"][2], samplers)
-
-    values = [episode.reward.value for episode in asyncio.run(all_of_them())]
-    assert values == [float(n == 6) for n in range(12)]
+    episodes = asyncio.run(registry.rollouts(rows["sums"][2], samplers))
+    assert [episode.reward.value for episode in episodes] == [float(n == 6) for n in range(12)]
 
 
 @real
@@ -209,9 +192,9 @@ def test_a_full_context_ends_an_episode_that_is_scored_and_has_to_begin(server, 
 @real
 def test_what_fails_in_the_environment_is_no_reward(server, rows):
     row = rows["sums"][3]
-    with pytest.raises(CheckerError, match="no verdict: TaskError: .*the rubric broke"):
+    with pytest.raises(services.CheckerError, match="no verdict: TaskError: .*the rubric broke"):
         attempt(server, row, "broken")
-    with pytest.raises(CheckerError, match="no verdict: row: .*task is .*answer"):
+    with pytest.raises(services.CheckerError, match="no verdict: row: .*task is .*answer"):
         attempt(server, row | {"task": {"answer": 3}}, "7")
 
 
@@ -230,19 +213,16 @@ def test_an_engine_that_dies_ends_the_try_at_once_and_leaves_no_process(server, 
 
 
 @real
-def test_a_server_that_is_away_costs_time(rows):
+@in_loop
+async def test_a_server_that_is_away_costs_time(rows):
     server = Server()
     services.configure(Services(nemo_gym=(server.url,)))
-
-    async def outage():
+    try:
         trying = asyncio.create_task(nemo_gym.rollout(rows["sums"][3], sampler_of("so 7")))
         await asyncio.sleep(1)
-        assert list(judge.report().away) == ["nemo_gym.verifiers.sums"]
+        assert list(services.report().away) == ["nemo_gym.verifiers.sums"]
         await asyncio.to_thread(server.up)
-        return await trying
-
-    try:
-        assert asyncio.run(outage()).reward.value == 1.0
+        assert (await trying).reward.value == 1.0
     finally:
         server.down()
 
@@ -250,26 +230,22 @@ def test_a_server_that_is_away_costs_time(rows):
 @real
 def test_environments_that_nobody_has_are_refused_by_name(server, rows):
     services.configure(Services(nemo_gym=(server.url,)))
-    envs.check_services(rows["sums"][0])
-    with pytest.raises(
-        envs.ModuleError, match="no agent 'verifiers.sudoku' there, but verifiers.c"
-    ):
-        envs.check_services(rows["sums"][0] | {"agent_ref": {"name": "verifiers.sudoku"}})
+    check_rows.check_services(rows["sums"][0])
+    absent = "no agent 'verifiers.sudoku' there, but verifiers.c"
+    with pytest.raises(errors.ModuleError, match=absent):
+        check_rows.check_services(rows["sums"][0] | {"agent_ref": {"name": "verifiers.sudoku"}})
 
 
 @real
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ('[env.taskset]\nid = "sudoku"', "ModuleNotFoundError: taskset 'sudoku' not found"),
-        ('[env]\nretries.max_retries = 2\ntaskset.id = "sums"', "retries = max_retries=2"),
-        ('[env.agent]\nretries.max_retries = 2\n[env.taskset]\nid = "sums"', "retries = max_retri"),
-        ('[env]\nid = "user-sim"\ntaskset.id = "sums"', "plays are ['assistant', 'user'], exp"),
-        ("[env", "TOMLDecodeError"),
-        ("x = 1", "KeyError: 'env'"),
-        ('[env]\nhue = 1\ntaskset.id = "sums"', "hue\n  Extra inputs are not permitted"),
-    ],
-)
+@pytest.mark.parametrize(("config", "expected"), [
+    ('[env.taskset]\nid = "sudoku"', "ModuleNotFoundError: taskset 'sudoku' not found"),
+    ('[env]\nretries.max_retries = 2\ntaskset.id = "sums"', "retries = max_retries=2"),
+    ('[env.agent]\nretries.max_retries = 2\n[env.taskset]\nid = "sums"', "retries = max_retri"),
+    ('[env]\nid = "user-sim"\ntaskset.id = "sums"', "plays are ['assistant', 'user'], exp"),
+    ("[env", "TOMLDecodeError"),
+    ("x = 1", "KeyError: 'env'"),
+    ('[env]\nhue = 1\ntaskset.id = "sums"', "hue\n  Extra inputs are not permitted"),
+])  # fmt: skip
 def test_a_file_that_nothing_can_be_trained_with_is_refused(tmp_path, config, expected):
     path = tmp_path / "x.toml"
     path.write_text(config)

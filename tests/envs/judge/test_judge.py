@@ -8,9 +8,12 @@ import pytest
 
 from envs.judge import endpoints, judge
 from envs.rollout import services
-from envs.rollout.services import Services
-from envs.sandbox.checkers import CheckerError
+from envs.rollout.services import CheckerError
+from settings import errors
+from settings.services import Services
 from support.judges import Judge, configured
+from support.loop import in_loop
+from support.skills import skills
 
 MESSAGES = [{"role": "user", "content": "Is it right?"}]
 VERDICTS = {"[[YES]]": True, "[[NO]]": False}
@@ -18,8 +21,7 @@ VERDICTS = {"[[YES]]": True, "[[NO]]": False}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Pauses of a tenth, and a call may take 10 s."""
-    monkeypatch.setattr(judge, "_share", [judge.Share(10.0)])
+    monkeypatch.setattr(services, "_limits", [services.Limits(10.0)])
     monkeypatch.setattr(judge, "pause", lambda failures: 0.02 * min(2**failures, 10))
     monkeypatch.setattr(judge, "TICK", 0.02)
     monkeypatch.setattr(services, "_current", [Services()])
@@ -27,17 +29,21 @@ def quick(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def ask():
+    return judge.ask("general", MESSAGES, VERDICTS.get)
+
+
 def use(**judges):
     services.configure(Services(judges=judges))
 
 
-def asked(count=1, name="general", tries=1, read=VERDICTS.get, **sampling):
+def asked(count=1, tries=1, read=VERDICTS.get, **sampling):
     """The verdicts of so many calls at once, and the report after them."""
     judge.JUDGES.clear()
 
     async def every():
-        calls = [judge.ask(name, MESSAGES, read, tries, **sampling) for _ in range(count)]
-        return await asyncio.gather(*calls), judge.report()
+        calls = [judge.ask("general", MESSAGES, read, tries, **sampling) for _ in range(count)]
+        return await asyncio.gather(*calls), services.report()
 
     return asyncio.run(every())
 
@@ -48,22 +54,19 @@ def asked(count=1, name="general", tries=1, read=VERDICTS.get, **sampling):
 def test_a_verdict_is_read_from_what_the_judge_says():
     with Judge("[[YES]]") as server:
         use(**configured(general=server))
-        assert asked() == ([True], judge.Report({}, {}))
+        assert asked() == ([True], services.Report({}, {}))
         (body,) = server.asked
     assert body == {"model": "recorded", "messages": MESSAGES}
 
 
-@pytest.mark.parametrize(
-    ("reply", "verdict"),
-    [
-        ("<think>[[NO]] at first sight</think>\n[[YES]]", True),
-        ("it has no opening tag: [[NO]]</think>[[YES]]", True),
-        ({"content": "[[YES]]", "reasoning_content": "[[NO]]"}, True),
-        ({"content": None, "reasoning_content": "[[NO]]"}, None),
-        ("<think>it ends before [[NO]]", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("reply", "verdict"), [
+    ("<think>[[NO]] at first sight</think>\n[[YES]]", True),
+    ("it has no opening tag: [[NO]]</think>[[YES]]", True),
+    ({"content": "[[YES]]", "reasoning_content": "[[NO]]"}, True),
+    ({"content": None, "reasoning_content": "[[NO]]"}, None),
+    ("<think>it ends before [[NO]]", None),
+    ("", None),
+])  # fmt: skip
 def test_a_thought_is_no_verdict(reply, verdict):
     def first(text):
         found = re.search(r"\[\[\w+\]\]", text)
@@ -77,8 +80,19 @@ def test_a_thought_is_no_verdict(reply, verdict):
 def test_what_cannot_be_read_is_counted_and_asked_again():
     with Judge(["well", "", "[[NO]]", "hm", "hm"]) as server:
         use(**configured(general=server))
-        assert asked(tries=3) == ([False], judge.Report({}, {"general/malformed": 2}))
-        assert asked(tries=2) == ([None], judge.Report({}, {"general/malformed": 2}))
+        assert asked(tries=3) == ([False], services.Report({}, {"general/malformed": 2}))
+        assert asked(tries=2) == ([None], services.Report({}, {"general/malformed": 2}))
+
+
+@in_loop
+async def test_a_judge_that_gives_no_verdicts_is_broken_and_no_answer_wrong():
+    """One odd reply is what NeMo-Gym takes it for, and a verdict in between counts anew."""
+    with Judge(["!!!!"] * 19 + ["[[YES]]"] + ["!!!!"] * 20) as server:
+        use(**configured(general=server))
+        found = [await judge.ask("general", MESSAGES, VERDICTS.get) for _ in range(39)]
+        assert found == [None] * 19 + [True] + [None] * 19
+        with pytest.raises(CheckerError, match="'general' gave no verdict in 20 replies in a row"):
+            await judge.ask("general", MESSAGES, VERDICTS.get)
 
 
 def test_the_configuration_overrides_sampling_and_names_the_model():
@@ -103,22 +117,40 @@ def test_any_text_can_be_judged():
 # --- failures -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        ("429", "429"),
-        ("503", "5xx"),
-        ("garbage", "garbled"),
-        ("abort", "garbled"),
-        ("reset", "connection"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "reason"), [
+    ("429", "429"),
+    ("503", "5xx"),
+    ("garbage", "garbled"),
+    ("abort", "garbled"),
+    ("reset", "connection"),
+])  # fmt: skip
 def test_a_call_that_fails_is_made_again(fault, reason):
     with Judge("[[YES]]") as server:
         use(general={"url": server.url, "model": "recorded"})
         server.fail(fault, times=2)
-        assert asked() == ([True], judge.Report({}, {f"general/{reason}": 2}))
+        assert asked() == ([True], services.Report({}, {f"general/{reason}": 2}))
         assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_another_servers_verdict_does_not_count(status):
+    """What a redirect points to was not asked."""
+    with Judge("[[YES]]") as other:
+        there = f"Location: {other.url}/chat/completions\r\nContent-Length: 0"
+        moved = f"HTTP/1.1 {status} Moved\r\n{there}\r\n\r\n".encode()
+        with skills(lambda *_: moved) as url:
+            use(general={"url": url, "model": "recorded"})
+            with pytest.raises(CheckerError, match=f"refused a request: .*status {status}"):
+                asked()
+        assert other.requests == 0
+
+
+def test_an_endless_answer_is_garbled(monkeypatch):
+    monkeypatch.setattr(judge, "LONGEST", 10_000)
+    left = ["[[YES]]" + " " * 10_000, "[[YES]]"]
+    with Judge(lambda _: left.pop(0)) as server:
+        use(**configured(general=server))
+        assert asked() == ([True], services.Report({}, {"general/garbled": 1}))
 
 
 def test_retry_after_is_honoured(monkeypatch):
@@ -127,7 +159,7 @@ def test_retry_after_is_honoured(monkeypatch):
         server.fail("429", times=1, retry_after="1")
         began = time.monotonic()
         assert asked()[0] == [True]
-        assert 1.0 <= time.monotonic() - began < 5.0
+        assert time.monotonic() - began >= 1.0
 
 
 def test_the_forms_of_retry_after():
@@ -138,7 +170,7 @@ def test_the_forms_of_retry_after():
 
 
 def test_a_server_that_hangs_is_found_out(monkeypatch):
-    monkeypatch.setattr(judge, "SILENCE", 0.2)
+    monkeypatch.setattr(services, "SILENCE", 0.2)
     with Judge("[[YES]]") as server:
         use(**configured(general=server))
         server.fail("hang", times=12)  # some calls, and probes
@@ -147,10 +179,10 @@ def test_a_server_that_hangs_is_found_out(monkeypatch):
 
 
 def test_a_slow_server_is_left_alone(monkeypatch):
-    monkeypatch.setattr(judge, "SILENCE", 0.1)
+    monkeypatch.setattr(services, "SILENCE", 0.1)
     with Judge("[[YES]]", seconds=1.0) as server:
         use(**configured(general=server))
-        assert asked(3) == ([True] * 3, judge.Report({}, {}))
+        assert asked(3) == ([True] * 3, services.Report({}, {}))
         assert len(server.asked) == 3
 
 
@@ -159,7 +191,7 @@ def test_a_refused_request_is_an_error():
         use(general={"url": server.url, "model": "another"})
         with pytest.raises(CheckerError, match="refused.*status 404: .*no model another") as error:
             asked()
-    assert not isinstance(error.value, judge.Away)
+    assert not isinstance(error.value, services.Away)
 
 
 # --- replicas and outages -------------------------------------------------------------------------
@@ -170,7 +202,7 @@ def test_calls_are_bounded_and_go_to_the_least_busy_server():
         use(general={"url": [one.url, two.url], "concurrency": 8})
         assert asked(64)[0] == [True] * 64
         assert one.most == two.most == 8 and min(len(one.asked), len(two.asked)) >= 16
-        judge.configure(10.0, 4)
+        services.configure(services.current(), services.Limits(10.0, 4))
         one.most = two.most = 0
         assert asked(16)[0] == [True] * 16
         assert one.most == two.most == 2
@@ -185,15 +217,17 @@ def test_a_dead_server_gets_no_calls_while_another_answers():
         assert report.failures["general/connection"] <= 4 + judge.FAILURES
 
 
-def test_an_outage_costs_time_and_no_verdict():
-    async def run(server):
-        calls = [
-            asyncio.create_task(judge.ask("general", MESSAGES, VERDICTS.get)) for _ in range(400)
-        ]
+@in_loop
+async def test_an_outage_costs_time_and_no_verdict():
+    with Judge("[[YES]]", seconds=0.1) as server:
+        use(**configured(general=server))
+        calls = [asyncio.create_task(ask()) for _ in range(400)]
         await asyncio.sleep(0.3)
         server.down()
-        await asyncio.sleep(0.3)
-        (why,) = judge.report().away.values()
+        async with asyncio.timeout(60):
+            while not services.report().away:
+                await asyncio.sleep(0.01)
+        (why,) = services.report().away.values()
         assert server.url in why and "onnect" in why
         before = server.requests
         server.fail("503")
@@ -201,12 +235,7 @@ def test_an_outage_costs_time_and_no_verdict():
         await asyncio.sleep(0.5)
         assert server.requests - before < 20  # probes, one at a time
         server.mend()
-        return await asyncio.gather(*calls), judge.report()
-
-    with Judge("[[YES]]", seconds=0.1) as server:
-        use(**configured(general=server))
-        verdicts, report = asyncio.run(run(server))
-        assert verdicts == [True] * 400 and not report.away
+        assert await asyncio.gather(*calls) == [True] * 400 and not services.report().away
         assert 400 <= len(server.asked) <= 400 + 64  # those that were cut off were asked again
 
 
@@ -214,70 +243,60 @@ def test_a_judge_that_stays_away_is_named():
     with Judge("[[YES]]") as server:
         url = server.url
     use(general={"url": url})
-    judge.configure(0.5, 1)
+    services.configure(services.current(), services.Limits(0.5, 1))
     began = time.monotonic()
-    with pytest.raises(judge.Away, match=f"'general' is away: {url}, for \\d s: .*onnect"):
+    with pytest.raises(services.Away, match=f"'general' is away: {url}, for \\d s: .*onnect"):
         asked(3)
-    assert 0.5 <= time.monotonic() - began < 3.0
+    assert 0.5 <= time.monotonic() - began < 60
 
 
-def test_servers_are_found_while_calls_wait(monkeypatch, tmp_path):
+@in_loop
+async def test_servers_are_found_while_calls_wait(monkeypatch, tmp_path):
     monkeypatch.setattr(judge, "REREAD", 0.05)
     file = tmp_path / "judges"
     monkeypatch.setenv("JUDGES_FILE", str(file))
-
-    async def run(one, two):
-        call = asyncio.create_task(judge.ask("general", MESSAGES, VERDICTS.get))
+    with Judge("[[YES]]", seconds=0.1) as one, Judge("[[YES]]", seconds=0.1) as two:
+        use(general={"concurrency": 2})
+        call = asyncio.create_task(ask())
         await asyncio.sleep(0.1)
-        assert f"no address in JUDGES_FILE = '{file}'" in judge.report().away["judges.general"]
+        assert f"no address in JUDGES_FILE = '{file}'" in services.report().away["judges.general"]
         file.write_text(f"other http://127.0.0.1:1/v1\ngeneral {one.url}\ngeneral {two.url}")
         assert await call is True
         assert not two.asked  # its line is not written to the end
         with file.open("a") as lines:
             lines.write("\n")
-        await asyncio.gather(*(judge.ask("general", MESSAGES, VERDICTS.get) for _ in range(20)))
+        await asyncio.gather(*(ask() for _ in range(20)))
         assert len(one.asked) + len(two.asked) == 21 and two.asked
 
-    with Judge("[[YES]]", seconds=0.1) as one, Judge("[[YES]]", seconds=0.1) as two:
-        use(general={"concurrency": 2})
-        asyncio.run(run(one, two))
 
-
-def test_a_call_that_is_given_up_leaves_its_place():
-    async def run():
-        calls = [
-            asyncio.create_task(judge.ask("general", MESSAGES, VERDICTS.get)) for _ in range(9)
-        ]
+@in_loop
+async def test_a_call_that_is_given_up_leaves_its_place():
+    with Judge("[[YES]]", seconds=0.5) as server:
+        use(general={"url": server.url, "concurrency": 2})
+        calls = [asyncio.create_task(ask()) for _ in range(9)]
         await asyncio.sleep(0.2)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         (one,) = judge.JUDGES[asyncio.get_running_loop()].values()
-        (server,) = one.servers.values()
-        assert server.busy == one.calls == 0
-        return await judge.ask("general", MESSAGES, VERDICTS.get)
-
-    with Judge("[[YES]]", seconds=0.5) as server:
-        use(general={"url": server.url, "concurrency": 2})
-        assert asyncio.run(run()) is True
+        (replica,) = one.servers.values()
+        assert replica.busy == one.calls == 0
+        assert await ask() is True
 
 
 # --- configuration --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"urls": ""}, "['urls'] = '', expected one of url, model, concurrency, sampling"),
-        ({"url": "host:5000"}, "['url'] = 'host:5000', expected http://HOST:PORT/v1"),
-        ({"url": ["http://a:1/v1", 5]}, "['url'] = 5, expected http://HOST:PORT/v1"),
-        ({"model": None}, "['model'] = None, expected the name"),
-        ({"concurrency": 0}, "['concurrency'] = 0, expected calls at once, 1 or more"),
-        ({"concurrency": True}, "['concurrency'] = True, expected calls at once"),
-        ({"sampling": []}, "['sampling'] = [], expected a dictionary"),
-        ({"sampling": {"n": 2}}, "['sampling'] = {'n': 2}, expected no 'n'"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"urls": ""}, "['urls'] = '', expected one of url, model, concurrency, sampling"),
+    ({"url": "host:5000"}, "['url'] = 'host:5000', expected http://HOST:PORT/v1"),
+    ({"url": ["http://a:1/v1", 5]}, "['url'] = 5, expected http://HOST:PORT/v1"),
+    ({"model": None}, "['model'] = None, expected the name"),
+    ({"concurrency": 0}, "['concurrency'] = 0, expected calls at once, 1 or more"),
+    ({"concurrency": True}, "['concurrency'] = True, expected calls at once"),
+    ({"sampling": []}, "['sampling'] = [], expected a dictionary"),
+    ({"sampling": {"n": 2}}, "['sampling'] = {'n': 2}, expected no 'n'"),
+])  # fmt: skip
 def test_malformed_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=re.escape("services.judges['general']" + message)):
         Services(judges={"general": settings})
@@ -305,10 +324,9 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
 def test_a_server_that_answers_must_serve_the_model():
     with Judge("[[YES]]", model="big") as server:
         use(general={"url": server.url}, safety={"url": server.url, "model": "small"})
-        use_wrong = {"url": server.url.removesuffix("/v1")}
         assert services.problem("judges.general") == ""
         assert services.problem("judges.safety") == f"{server.url} serves big, expected 'small'"
-        services.configure(Services(judges={"general": use_wrong}))
+        use(general={"url": server.url.removesuffix("/v1")})
         assert "/models: status 404, expected a server" in services.problem("judges.general")
     use(general={"url": server.url + "/elsewhere"})
     assert services.problem("judges.general") == ""  # it may come
@@ -316,10 +334,11 @@ def test_a_server_that_answers_must_serve_the_model():
 
 def test_a_configuration_is_checked(tmp_path):
     from grpo_async import Config
-    from settings import reader as config
+    from settings import reader
+    from settings.services import is_address
 
     file = tmp_path / "wrong.py"
     file.write_text('services = {"judges": {"general": {"port": 5}}}')
-    with pytest.raises(config.InputError, match=r"services.judges\['general'\]\['port'\] = 5, exp"):
-        config.read(Config, file)
-    assert endpoints.is_address("http://[::1]:5000/v1") and not endpoints.is_address("http:// a")
+    with pytest.raises(errors.InputError, match=r"services.judges\['general'\]\['port'\] = 5, exp"):
+        reader.read(Config, file)
+    assert is_address("http://[::1]:5000/v1") and not is_address("http:// a")

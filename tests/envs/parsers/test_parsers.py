@@ -6,24 +6,26 @@ import os
 import random
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 from conftest import save_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.parsers import parsers
+from envs.check_rows import load_rows
+from envs.parsers import forms, parsers
 from envs.rollout import markup, services
-from envs.rollout.episode import Turn, join
+from envs.rollout.episode import Sample, Turn
 from envs.rollout.markup import flaw
+from envs.rollout.messages import load_tokenizer
 from envs.rollout.response import Response
-from envs.rollout.rows import load_rows, load_tokenizer
 from envs.rollout.sampler import Sampler
-from envs.rollout.services import Services
-from settings.reader import InputError
+from settings.errors import InputError
 from settings.run import Sampling
+from settings.services import Services
 from support.calls import TOOLS, answer, broken
+from support.chats import Scripted
+from support.loop import in_loop
 from support.verifiers import DATA, HOSTILE
 
 pytestmark = pytest.mark.slow
@@ -40,22 +42,6 @@ TOKENS = {
     "old_mistral": ["[TOOL_CALLS]"],
 }
 NEMOTRON = ("nemotron_v3", "qwen3_coder", "tags")
-# reasoning parser, tool parser, tokenizer, form
-PAIRS = [
-    (*NEMOTRON, "qwen3_coder"),
-    ("", "qwen3_coder", "plain", "qwen3_coder"),
-    ("qwen3", "qwen3_xml", "tags", "qwen3_coder"),
-    ("deepseek_r1", "hermes", "tags", "hermes"),
-    ("nemotron_v3", "hermes", "plain", "hermes"),
-    ("", "qwen3_json", "plain", "hermes"),
-    ("glm45", "glm47", "tags", "glm47"),
-    ("kimi_k2", "kimi_k2", "tags", "kimi_k2"),
-    ("deepseek_r1", "deepseek_v3", "deepseek", "deepseek_v3"),
-    ("", "deepseek_v31", "deepseek", "deepseek_v31"),
-    ("", "llama3_json", "llama", "llama3_json"),
-    ("", "mistral", "mistral", "mistral"),
-    ("", "mistral", "old_mistral", "old_mistral"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +74,21 @@ def of(parse, text: str, **variables) -> Response:
     return Response(text, **parse(text, TOOLS, variables))
 
 
-@pytest.mark.parametrize(("reasoning", "tool", "tokenizer", "form"), PAIRS)
+@pytest.mark.parametrize(("reasoning", "tool", "tokenizer", "form"), [
+    (*NEMOTRON, "qwen3_coder"),
+    ("", "qwen3_coder", "plain", "qwen3_coder"),
+    ("qwen3", "qwen3_xml", "tags", "qwen3_coder"),
+    ("deepseek_r1", "hermes", "tags", "hermes"),
+    ("nemotron_v3", "hermes", "plain", "hermes"),
+    ("", "qwen3_json", "plain", "hermes"),
+    ("glm45", "glm47", "tags", "glm47"),
+    ("kimi_k2", "kimi_k2", "tags", "kimi_k2"),
+    ("deepseek_r1", "deepseek_v3", "deepseek", "deepseek_v3"),
+    ("", "deepseek_v31", "deepseek", "deepseek_v31"),
+    ("", "llama3_json", "llama", "llama3_json"),
+    ("", "mistral", "mistral", "mistral"),
+    ("", "mistral", "old_mistral", "old_mistral"),
+])  # fmt: skip
 def test_whole_calls_pass_and_broken_ones_never(tokenizers, reasoning, tool, tokenizer, form):
     parse = parsers.make_parse(reasoning, tool, tokenizers[tokenizer])
     rng = random.Random(form)
@@ -117,26 +117,19 @@ def test_without_a_parser_the_same_calls_pass_and_the_same_are_flagged(form):
 PIECES = ["<think>", "</think>", "functions.f:0", "function", "f", "{}", '{"a": 1}', "; ", "\n"]
 PIECES += ["```json", "```", '{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {}}']
 PIECES += [mark for marks in TOKENS.values() for mark in marks]
-PIECES += [
-    "<function=f>",
-    "</function>",
-    "<parameter=p>",
-    "</parameter>",
-    "<arg_key>",
-    "</arg_key>",
-]
-PIECES += ["<arg_value>", "</arg_value>", "<|tool_call_begin|>", "<|tool_call_end|>"]
+PIECES += ["<function=f>", "</function>", "<parameter=p>", "</parameter>", "<arg_key>"]
+PIECES += ["</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_begin|>", "<|tool_call_end|>"]
 
 
 @settings(max_examples=1000, deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join))
 def test_any_text_has_one_flaw_or_none_in_every_form(text):
-    for form in markup.FORMS.values():
+    for form in forms.FORMS.values():
         assert flaw(text, form) in markup.FLAWS
         assert flaw(text, form, parsed=0) in markup.FLAWS
 
 
-TEMPLATES = [
+@pytest.mark.parametrize(("template", "reasoning", "tool"), [
     ("nemotron_3_nano", "nemotron_v3", "qwen3_coder"),
     ("nemotron_3_super", "nemotron_v3", "qwen3_coder"),
     ("nemotron_3_ultra", "nemotron_v3", "qwen3_coder"),
@@ -144,10 +137,7 @@ TEMPLATES = [
     ("qwen3_instruct_2507", "", "hermes"),
     ("qwen2_5", "", "hermes"),
     ("llama3_1", "", "llama3_json"),
-]
-
-
-@pytest.mark.parametrize(("template", "reasoning", "tool"), TEMPLATES)
+])  # fmt: skip
 def test_what_a_models_template_writes_passes(tokenizers, template, reasoning, tool):
     """The answer is what the template adds for it to a conversation."""
     path = DATA / "chat_templates" / f"{template}.jinja"
@@ -159,10 +149,10 @@ def test_what_a_models_template_writes_passes(tokenizers, template, reasoning, t
     question = [{"role": "user", "content": "Do it."}]
     rng = random.Random(template)
 
-    def write(messages: list, **kwargs) -> str:
-        return tokenizer.apply_chat_template(
-            messages, tools=TOOLS, tokenize=False, chat_template=path.read_text(), **kwargs
-        )
+    usual = {"tools": TOOLS, "tokenize": False, "chat_template": path.read_text()}
+
+    def write(messages: list) -> str:
+        return tokenizer.apply_chat_template(messages, **usual)
 
     start = len(write(question))
     for _ in range(40):
@@ -185,35 +175,28 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
 XML = "<tool_call>\n<function=add>\n</function>\n</tool_call>"
 
 
-@pytest.mark.parametrize(
-    ("pair", "text", "expected"),
-    [
-        (NEMOTRON, "<think>\na\n</think>\n\nb", ("\na", "\n\nb", 0, "")),
-        (NEMOTRON, "<think>a thought that was cut", ("a thought that was cut", "", 0, "")),
-        (NEMOTRON, "<think>a</think>b</think>c", ("a", "bc", 0, "thinking")),
-        (NEMOTRON, "<think>a<think></think>b", ("a", "b", 0, "thinking")),
-        (NEMOTRON, f"<think>a{XML}</think>b", ("a", "", 1, "tool_call")),  # in a thought
-        (NEMOTRON, f"<think>a{XML}", ("a", "", 1, "tool_call")),  # </think> is missing
-        (NEMOTRON, f"<think>a</think>{XML[12:]}", ("a", "", 1, "tool_call")),  # vLLM mends it
-        (NEMOTRON, f"<think>a</think>b{XML}c{XML}", ("a", "b", 2, "")),
-        (NEMOTRON, f"<think>a</think>{CALL}", ("a", "", 0, "tool_call")),  # another form
-        (NEMOTRON, "<think>a</think>b<tool_call>", ("a", "b", 0, "tool_call")),  # vLLM drops it
-        (("deepseek_r1", "hermes", "tags"), f"<think>a</think>b{CALL}", ("a", "b", 1, "")),
-        (("deepseek_r1", "hermes", "tags"), f"a{CALL}</think>b", (f"a{CALL}", "b", 0, "")),
-        (("deepseek_r1", "", "tags"), f"<think>a</think>{CALL}", ("a", CALL, 0, "")),
-        (
-            ("deepseek_r1", "", "tags"),
-            "a</think><tool_call>",
-            ("a", "<tool_call>", 0, "tool_call"),
-        ),
-        (("", "hermes", "tags"), f"<think>a</think>b{CALL}", ("a", "b", 1, "")),
-        (("", "xlam", "tags"), "a<tool_call>", ("", "a<tool_call>", 0, "tool_call")),
-        (("", "xlam", "tags"), "a</think>", ("a", "", 0, "")),
-        (("", "llama3_json", "llama"), '{"answer": 5}', ("", '{"answer": 5}', 0, "")),
-        (("", "llama3_json", "llama"), "{x} is a set", ("", "{x} is a set", 0, "")),
-        (("", "glm47", "tags"), "<tool_call>unknown\n</tool_call>", ("", "", 0, "tool_call")),
-    ],
-)
+@pytest.mark.parametrize(("pair", "text", "expected"), [
+    (NEMOTRON, "<think>\na\n</think>\n\nb", ("\na", "\n\nb", 0, "")),
+    (NEMOTRON, "<think>a thought that was cut", ("a thought that was cut", "", 0, "")),
+    (NEMOTRON, "<think>a</think>b</think>c", ("a", "bc", 0, "thinking")),
+    (NEMOTRON, "<think>a<think></think>b", ("a", "b", 0, "thinking")),
+    (NEMOTRON, f"<think>a{XML}</think>b", ("a", "", 1, "tool_call")),  # in a thought
+    (NEMOTRON, f"<think>a{XML}", ("a", "", 1, "tool_call")),  # </think> is missing
+    (NEMOTRON, f"<think>a</think>{XML[12:]}", ("a", "", 1, "tool_call")),  # vLLM mends it
+    (NEMOTRON, f"<think>a</think>b{XML}c{XML}", ("a", "b", 2, "")),
+    (NEMOTRON, f"<think>a</think>{CALL}", ("a", "", 0, "tool_call")),  # another form
+    (NEMOTRON, "<think>a</think>b<tool_call>", ("a", "b", 0, "tool_call")),  # vLLM drops it
+    (("deepseek_r1", "hermes", "tags"), f"<think>a</think>b{CALL}", ("a", "b", 1, "")),
+    (("deepseek_r1", "hermes", "tags"), f"a{CALL}</think>b", (f"a{CALL}", "b", 0, "")),
+    (("deepseek_r1", "", "tags"), f"<think>a</think>{CALL}", ("a", CALL, 0, "")),
+    (("deepseek_r1", "", "tags"), "a</think><tool_call>", ("a", "<tool_call>", 0, "tool_call")),
+    (("", "hermes", "tags"), f"<think>a</think>b{CALL}", ("a", "b", 1, "")),
+    (("", "xlam", "tags"), "a<tool_call>", ("", "a<tool_call>", 0, "tool_call")),
+    (("", "xlam", "tags"), "a</think>", ("a", "", 0, "")),
+    (("", "llama3_json", "llama"), '{"answer": 5}', ("", '{"answer": 5}', 0, "")),
+    (("", "llama3_json", "llama"), "{x} is a set", ("", "{x} is a set", 0, "")),
+    (("", "glm47", "tags"), "<tool_call>unknown\n</tool_call>", ("", "", 0, "tool_call")),
+])  # fmt: skip
 def test_thought_content_calls_and_flaw(tokenizers, pair, text, expected):
     reasoning, tool, tokenizer = pair
     found = of(parsers.make_parse(reasoning, tool, tokenizers[tokenizer]), text)
@@ -225,21 +208,16 @@ def test_arguments_take_the_types_of_the_rows_tools(tokenizers):
     text = "<tool_call>\n<function=add>\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>"
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     typed = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
-    assert [parse(text, tools, {})["tool_calls"][0]["arguments"] for tools in (typed, None)] == [
-        '{"n": 5}',
-        '{"n": "5"}',
-    ]
+    calls = [parse(text, tools, {})["tool_calls"][0] for tools in (typed, None)]
+    assert [call["arguments"] for call in calls] == ['{"n": 5}', '{"n": "5"}']
 
 
-@pytest.mark.parametrize(
-    ("reasoning", "tool", "tokenizer", "said"),
-    [
-        ("", "hermse", "tags", "services.tool_parser = 'hermse': expected one of: .*, hermes, "),
-        ("r1", "", "tags", "services.reasoning_parser = 'r1': expected one of: .*, deepseek_r1, "),
-        ("deepseek_r1", "", "plain", "could not locate think start/end tokens"),
-        ("", "mistral", "tags", "could not locate the tool call token"),
-    ],
-)
+@pytest.mark.parametrize(("reasoning", "tool", "tokenizer", "said"), [
+    ("", "hermse", "tags", "services.tool_parser = 'hermse': expected one of: .*, hermes, "),
+    ("r1", "", "tags", "services.reasoning_parser = 'r1': expected one of: .*, deepseek_r1, "),
+    ("deepseek_r1", "", "plain", "could not locate think start/end tokens"),
+    ("", "mistral", "tags", "could not locate the tool call token"),
+])  # fmt: skip
 def test_parsers_that_cannot_be_used_are_refused(tokenizers, reasoning, tool, tokenizer, said):
     with pytest.raises(ValueError, match=said):
         parsers.make_parse(reasoning, tool, tokenizers[tokenizer])
@@ -254,7 +232,8 @@ def test_a_run_with_an_unknown_parser_does_not_start(tiny_config):
 # --- the process ----------------------------------------------------------------------------------
 
 
-def test_answers_are_parsed_in_a_process_and_the_event_loop_is_not_held_up(named):
+@in_loop
+async def test_answers_are_parsed_in_a_process_and_the_event_loop_is_not_held_up(named):
     """As `Sampler.generate` has them parsed. With 1 MB of each piece a parse takes 8 s at most."""
     model = named(*NEMOTRON)
     sampler = Sampler(None, load_tokenizer(model), Sampling(), 0, [], validation=False)
@@ -272,33 +251,24 @@ def test_answers_are_parsed_in_a_process_and_the_event_loop_is_not_held_up(named
             await asyncio.sleep(0.001)
             held.append(time.perf_counter() - began)
 
-    async def main():
-        watcher = asyncio.ensure_future(watch())
-        first = await sampler.parse(whole.text)
-        await asyncio.gather(*(sampler.parse(text) for text in HOSTILE + tiled))
-        again = await sampler.parse(whole.text)
-        watcher.cancel()
-        return first, again
-
-    first, again = asyncio.run(main())
+    watcher = asyncio.ensure_future(watch())
+    first = await sampler.parse(whole.text)
+    await asyncio.gather(*(sampler.parse(text) for text in HOSTILE + tiled))
+    again = await sampler.parse(whole.text)
+    watcher.cancel()
     assert first == again == whole.text and vars(first) == vars(again)
     assert [call["name"] for call in first.tool_calls] == [name for name, _ in whole.calls]
     assert sorted(held)[-5] < 0.3  # 0.04, but others use the CPUs
 
 
 def test_a_turn_is_parsed_once_for_the_tools_and_the_template_of_its_row(named):
-    model = named(*NEMOTRON)
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(named(*NEMOTRON))
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     tools = [{"type": "function", "name": "add", "parameters": schema}]  # as rows have them
     call = XML.replace("add>", "add>\n<parameter=n>\n5\n</parameter>")
 
     def generate(text: str, opening: str, sampling: Sampling) -> Turn:
-        async def answer(request):
-            ids = tokenizer.encode(text)
-            return [Turn(request.prompt_ids, ids, [-1.0] * len(ids), [0] * len(ids), "length")]
-
-        engine = SimpleNamespace(generate=SimpleNamespace(remote=answer))
+        engine = Scripted(lambda request: (tokenizer.encode(text), "length"))
         sampler = Sampler(engine, tokenizer, sampling, 0, [], validation=False)
         sampler.render("go", tools)
         (turn,) = asyncio.run(sampler.generate(tokenizer.encode("go" + opening)))
@@ -308,12 +278,12 @@ def test_a_turn_is_parsed_once_for_the_tools_and_the_template_of_its_row(named):
     called = {"type": "function_call", "name": "add", "arguments": '{"n": 5}'}
     assert turn.judged is turn.parsed and turn.judged == f"<think>I add.</think>{call}"
     assert (turn.judged.reasoning, turn.judged.content) == ("I add.", "")
-    assert turn.judged.tool_calls == [called] and not join([turn]).flaw_T.any()
+    assert turn.judged.tool_calls == [called] and not Sample.of([turn]).flaw_T.any()
     silent = Sampling(chat_template_kwargs={"enable_thinking": False})
     assert generate("5", "", silent).judged.content == "5"
     assert generate("5", "", Sampling()).judged.content == "", "a thought that was cut"
     broken = generate(call[:-5], "", silent)
-    assert broken.judged.malformed == "tool_call" and (join([broken]).flaw_T[2:] == 1).all()
+    assert broken.judged.malformed == "tool_call" and (Sample.of([broken]).flaw_T[2:] == 1).all()
 
 
 def test_an_answer_that_takes_too_long_is_malformed_and_the_next_is_read(named, monkeypatch):

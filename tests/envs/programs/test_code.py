@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from envs import Reward
 from envs.programs import code
 from envs.sandbox import sandbox
+from support.loop import at_once
+from support.tables import gives, refused
 from support.verifiers import HOSTILE, gym_rows, known_answers
 
 pytestmark = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem())
@@ -36,11 +38,8 @@ def test_known_answers():
             of = answer.row if tests is None else {"verifier_metadata": {"unit_tests": tests}}
             known += [(of, answer)] if "unit_tests" in of.get("verifier_metadata", {}) else []
     assert len(known) >= 144
-
-    async def rewards() -> list[Reward]:
-        return await asyncio.gather(*(code.verify(of, str(k.response)) for of, k in known))
-
-    for (of, answer), reward in zip(known, asyncio.run(rewards()), strict=True):
+    rewards = at_once(code.verify(of, str(answer.response)) for of, answer in known)
+    for (of, answer), reward in zip(known, rewards, strict=True):
         code.check(of)
         assert reward.value == answer.reward, (answer.case, reward)
 
@@ -107,46 +106,37 @@ def test_functions_and_methods_are_called():
     assert judged("def add(xs, y): return {1, 2}", of).info["reason"] == "crashed"
 
 
-@pytest.mark.parametrize(
-    ("said", "expected", "right"),
-    [
-        ("4", "4", True),
-        ("\n 4 \n\n", "4\n", True),
-        ("4.0", "4", True),
-        ("1e3  2", "1000 2.00", True),
-        ("a  b", "a b", False),
-        ("YES", "yes", False),
-        ("0.30000000000000004", "0.3", False),
-        ("1\n2", "1 2", False),
-        ("1\n\n2", "1\n2", False),
-        ("", "", True),
-        ("NaN", "NaN", True),
-        ("sNaN", "1", False),
-        ("9" * 5000, "9" * 5000, True),
-    ],
+test_printed_output = gives(
+    code.prints,
+    ("4", "4", True),
+    ("\n 4 \n\n", "4\n", True),
+    ("4.0", "4", True),
+    ("1e3  2", "1000 2.00", True),
+    ("a  b", "a b", False),
+    ("YES", "yes", False),
+    ("0.30000000000000004", "0.3", False),
+    ("1\n2", "1 2", False),
+    ("1\n\n2", "1\n2", False),
+    ("", "", True),
+    ("NaN", "NaN", True),
+    ("sNaN", "1", False),
+    ("9" * 5000, "9" * 5000, True),
 )
-def test_printed_output(said, expected, right):
-    assert code.prints(said, expected) is right
 
-
-@pytest.mark.parametrize(
-    ("said", "expected", "right"),
-    [
-        ("[1, 2]", "[1,2]", True),
-        ("0.30000000000000004", "0.3", True),
-        ("[0.30000000000000004]", "[0.3]", False),
-        ('"5"', "5", True),
-        ("true", "1", True),
-        ("NaN", "NaN", True),
-        ("Infinity", "1e999", True),
-        ("null", "0", False),
-        ("[[[", "1", False),
-        ("", "null", False),
-        ("9" * 400, "1.0", False),
-    ],
+test_returned_values = gives(
+    code.returns,
+    ("[1, 2]", "[1,2]", True),
+    ("0.30000000000000004", "0.3", True),
+    ("[0.30000000000000004]", "[0.3]", False),
+    ('"5"', "5", True),
+    ("true", "1", True),
+    ("NaN", "NaN", True),
+    ("Infinity", "1e999", True),
+    ("null", "0", False),
+    ("[[[", "1", False),
+    ("", "null", False),
+    ("9" * 400, "1.0", False),
 )
-def test_returned_values(said, expected, right):
-    assert code.returns(said, expected) is right
 
 
 def test_wrong_outputs_earn_nothing():
@@ -171,18 +161,15 @@ def test_wrong_outputs_earn_nothing():
 
 
 def test_hostile_answers():
-    async def judge() -> list[Reward]:
-        texts = HOSTILE + [f"```\n{text}\n```" for text in HOSTILE]
-        return await asyncio.gather(*(code.verify(row(), text) for text in texts))
-
-    assert {reward.value for reward in asyncio.run(judge())} == {0.0}
+    texts = HOSTILE + [f"```\n{text}\n```" for text in HOSTILE]
+    rewards = at_once(code.verify(row(), text) for text in texts)
+    assert {reward.value for reward in rewards} == {0.0}
 
 
 @given(st.text(st.sampled_from("`ab \n")))
 @settings(max_examples=500)
 def test_a_block_is_what_stands_between_the_last_two_fences(text):
-    found = code.block(f"{text}\n```x\nprint(1)\n```")
-    assert found == "print(1)"
+    assert code.block(f"{text}\n```x\nprint(1)\n```") == "print(1)"
 
 
 @given(st.text(st.sampled_from("01.e-+naif \n")), st.text(st.sampled_from("01.e-+ \n")))
@@ -193,22 +180,13 @@ def test_any_two_outputs_are_compared(said, expected):
     code.returns(said, expected)
 
 
-@pytest.mark.parametrize(
-    ("tests", "message"),
-    [
-        ({"inputs": None}, "verifier_metadata.unit_tests.inputs is missing"),
-        ({"outputs": ["4"]}, "unit_tests.outputs is 'a list of 1', expected one for each of the 2"),
-        ({"inputs": [], "outputs": []}, "expected one for each of the 0 inputs, and at least one"),
-        ({"inputs": [2, 5]}, r"unit_tests.inputs\[0\] is 2, expected a string"),
-        ({"fn_name": 5}, "unit_tests.fn_name is 5, expected the name of a function"),
-        (
-            {"fn_name": "f", "inputs": ["x", "y"]},
-            r"unit_tests.inputs\[0\] is \['x'\], expected JSON",
-        ),
-    ],
+test_bad_rows = refused(
+    lambda tests: code.check(row(**tests) if tests else {}),
+    ({}, "verifier_metadata.unit_tests is missing"),
+    ({"inputs": None}, "verifier_metadata.unit_tests.inputs is missing"),
+    ({"outputs": ["4"]}, "unit_tests.outputs is 'a list of 1', expected one for each of the 2"),
+    ({"inputs": [], "outputs": []}, "expected one for each of the 0 inputs, and at least one"),
+    ({"inputs": [2, 5]}, r"unit_tests.inputs\[0\] is 2, expected a string"),
+    ({"fn_name": 5}, "unit_tests.fn_name is 5, expected the name of a function"),
+    ({"fn_name": "f", "inputs": ["x", "y"]}, r"unit_tests.inputs\[0\] is \['x'\], expected JSON"),
 )
-def test_bad_rows(tests, message):
-    with pytest.raises(ValueError, match=message):
-        code.check(row(**tests))
-    with pytest.raises(ValueError, match="verifier_metadata.unit_tests is missing"):
-        code.check({})

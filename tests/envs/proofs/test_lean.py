@@ -5,15 +5,12 @@ wrong ones by a few words only, so that what these tests show is all but Lean's 
 """
 
 import asyncio
-import json
 import os
 import random
 import re
 import shutil
 import tempfile
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,9 @@ from envs.proofs import lean
 from envs.proofs.lean_source import code_block, code_of, proof_of
 from envs.rollout import services
 from envs.sandbox import sandbox
-from envs.sandbox.checkers import CheckerError
+from settings.services import Services
+from support.skills import Handler, skills
+from support.tables import refused
 from support.verifiers import HOSTILE, gym_rows, known_answers, lines
 
 AGENT = "math_formal_lean_simple_agent"
@@ -39,7 +38,7 @@ def stand_in():
     os.chmod(folder, 0o755)
     program = shutil.copy(STAND_IN, folder)
     before = services.current()
-    services.configure(services.Services(lean=f"{sandbox.python()[0]} {program}"))
+    services.configure(Services(lean=f"{sandbox.python()[0]} {program}"))
     if problem := sandbox.problem():
         pytest.skip(f"no sandbox here: {problem}")
     yield program
@@ -59,9 +58,7 @@ def block(proof: str) -> str:
 @pytest.mark.parametrize(("name", "count"), [("lean_minif2f", 39), ("math_formal_lean", 11)])
 def test_known_answers(name, count, stand_in, monkeypatch):
     monkeypatch.setattr(lean, "LIMITS", lean.LIMITS._replace(seconds=2))
-    known = known_answers(name, AGENT)
-    assert len(known) >= count
-    for row, response, expected, case in known:
+    for row, response, expected, case in known_answers(name, AGENT, least=count):
         predicted = case["metadata"].get("predicted_proof")
         if predicted:
             row["header"], theorem, rest = predicted.partition("theorem")
@@ -127,35 +124,31 @@ def test_what_lean_says_is_what_counts(stand_in, monkeypatch):
 
 def test_the_statement_is_the_rows(stand_in):
     """An answer's own theorem is dropped with all before it, so that another proves nothing."""
-    code = "axiom a : False\n\ntheorem u : False := by\n  exact a"
-    assert proof_of(code) == "  exact a"
+    assert proof_of("axiom a : False\n\ntheorem u : False := by\n  exact a") == "  exact a"
     other = block("theorem t : 1 = 1 := by\n  wrong_tactic")
     assert verdict(f"{block('  trivial')} {other}").value == 0
     assert verdict(f"{other} {block('  trivial')}").value == 1
 
 
-@pytest.mark.parametrize(
-    "proof",
-    [
-        "  exact sorryAx _ true",
-        "  native_decide",
-        "  decide +native",
-        "  decide (config := { native := true })",
-        "  run_tac (IO.Process.exit 0 : IO Unit)",
-        "  run_tac Lean.Elab.admitGoal (← Lean.Elab.Tactic.getMainGoal)",
-        "  exact (by_elab return .const ``True [])",
-        "  trivial\n#eval (IO.Process.exit 0 : IO Unit)",
-        "  exact exit_at_once\nrun_cmd IO.Process.exit 0",
-        "  exact exit_at_once\nopen IO in #eval Process.exit 0",
-        '  exact exit_at_once\nelab "x" : command => return',
-        '  exact exit_at_once\nmacro "x" : tactic => `(tactic| skip)',
-        "  exact exit_at_once\ninitialize pure ()",
-        "  set_option debug.skipKernelTC true in exact exit_at_once",
-        "  set_option warn.sorry false in exact exit_at_once",
-        "  let rec @[implemented_by f] g := 1\n  trivial",
-        "  trivial /- run_tac -/",
-    ],
-)
+@pytest.mark.parametrize("proof", [
+    "  exact sorryAx _ true",
+    "  native_decide",
+    "  decide +native",
+    "  decide (config := { native := true })",
+    "  run_tac (IO.Process.exit 0 : IO Unit)",
+    "  run_tac Lean.Elab.admitGoal (← Lean.Elab.Tactic.getMainGoal)",
+    "  exact (by_elab return .const ``True [])",
+    "  trivial\n#eval (IO.Process.exit 0 : IO Unit)",
+    "  exact exit_at_once\nrun_cmd IO.Process.exit 0",
+    "  exact exit_at_once\nopen IO in #eval Process.exit 0",
+    '  exact exit_at_once\nelab "x" : command => return',
+    '  exact exit_at_once\nmacro "x" : tactic => `(tactic| skip)',
+    "  exact exit_at_once\ninitialize pure ()",
+    "  set_option debug.skipKernelTC true in exact exit_at_once",
+    "  set_option warn.sorry false in exact exit_at_once",
+    "  let rec @[implemented_by f] g := 1\n  trivial",
+    "  trivial /- run_tac -/",
+])  # fmt: skip
 def test_what_runs_code_inside_lean_is_refused(proof, stand_in):
     got = verdict(block(proof))
     assert got.value == 0
@@ -171,7 +164,7 @@ def test_ordinary_words_are_not_refused():
 def test_a_lean_without_mathlib_is_an_error(stand_in, monkeypatch):
     monkeypatch.setattr(lean, "LIMITS", lean.LIMITS._replace(seconds=1))
     for header in ("import Missing\n", "import Slow\n"):
-        with pytest.raises(CheckerError, match="Lean cannot compile the header 'import"):
+        with pytest.raises(services.CheckerError, match="Lean cannot compile the header 'import"):
             verdict(block("  trivial"), ROW | {"header": header})
 
 
@@ -180,87 +173,89 @@ def test_a_lean_that_says_nothing_is_an_error(command, stand_in, monkeypatch):
     """If it can compile the header, it is the answer that ends it."""
     row = ROW | {"header": f"import {len(command)}\n"}
     before = services.current()
-    monkeypatch.setattr(services, "_current", [services.Services(lean=command)])
-    with pytest.raises(CheckerError, match="Lean cannot compile the header 'import"):
+    monkeypatch.setattr(services, "_current", [Services(lean=command)])
+    with pytest.raises(services.CheckerError, match="Lean cannot compile the header 'import"):
         verdict(block("  trivial"), row)
     monkeypatch.setattr(services, "_current", [before])
     assert verdict(block("  exit_silently"), row).info == {"reason": "failed", "lean": ""}
 
 
 def test_a_lean_that_does_not_start_is_an_error(stand_in, monkeypatch):
-    own = services.Services(lean="/usr/bin/no_such_lean")
-    monkeypatch.setattr(services, "_current", [own])
-    with pytest.raises(CheckerError, match="no_such_lean"):
+    monkeypatch.setattr(services, "_current", [Services(lean="/usr/bin/no_such_lean")])
+    with pytest.raises(services.CheckerError, match="no_such_lean"):
         verdict(block("  trivial"))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({}, "services.lean = '', expected a command such as .*elan.*sandbox = 'http'"),
-        ({"lean": "no_such_lean x"}, "services.lean = 'no_such_lean x': no such command; expected"),
-        ({"lean": "env A=B lean"}, ""),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ({}, "services.lean = '', expected a command such as .*elan.*sandbox = 'http'"),
+    ({"lean": "no_such_lean x"}, "services.lean = 'no_such_lean x': no such command; expected"),
+    ({"lean": "env A=B lean"}, ""),
+])  # fmt: skip
 def test_what_is_missing_is_named_at_the_start(given, message, monkeypatch):
-    monkeypatch.setattr(services, "_current", [services.Services(**given)])
+    monkeypatch.setattr(services, "_current", [Services(**given)])
     assert lean.needs(ROW) == ("lean", "sandbox")
     problem = services.problem("lean")
     assert re.search(message, problem) if message else not problem
 
 
-class Service(BaseHTTPRequestHandler):
-    """The sandbox service, with the stand-in's words."""
+SAID = {  # by the service, of a proof
+    "failed": ("failed", "t.lean:3:2: error: unsolved goals", ""),
+    "slow": ("timeout", "", "timed out"),
+    "away": ("error", "", "no lake"),
+    "killed": ("failed", "t.lean:1:0: warning: unused variable", ""),
+    "deep": ("failed", "", "Stack overflow detected. Aborting."),
+    "sorry": ("completed", "uses 'sorry'", ""),
+    "long": ("completed", "x" * 99 + "<output cut>", ""),
+}
 
-    answers: dict = {}
 
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert (self.path, asked["language"], asked["timeout"]) == ("/execute", "lean4", 30)
-        proof = asked["generated_code"].rpartition(":= by\n")[2].strip()
-        told = self.answers.get(proof) or {
-            "process_status": "completed",
-            "stdout": "",
-            "stderr": "",
-        }
-        body = json.dumps(told).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+@pytest.mark.parametrize("fault", ["slow", "gone"])
+def test_a_service_that_worked_before_is_doubted(fault, monkeypatch):
+    """It is slow once; or Mathlib is gone, whose lines are not the answer's."""
+    gone = ("failed", "t.lean:1:0: error: object file 'Mathlib.olean' does not exist", "")
+    good = ("completed", "", "")
+    said = [good] if fault == "gone" else [SAID["slow"], good]
 
-    def log_message(self, *args):
-        pass
+    def answer(asked: Handler, request: dict) -> dict:
+        told = said.pop(0) if said else gone
+        return dict(zip(("process_status", "stdout", "stderr"), told, strict=True))
+
+    monkeypatch.setattr(lean, "COMPILES", {ROW["header"]})
+    with skills(answer) as url:
+        own = Services(sandbox="http", sandbox_url=url)
+        monkeypatch.setattr(services, "_current", [own])
+        assert verdict(block("  trivial")).value == 1 and not said
+        if fault == "gone":
+            with pytest.raises(services.CheckerError, match="Lean cannot compile the header"):
+                verdict(block("  trivial"))
 
 
 def test_the_service_compiles(monkeypatch):
-    with HTTPServer(("127.0.0.1", 0), Service) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        own = services.Services(sandbox="http", sandbox_url=url)
+    def answer(asked: Handler, request: dict) -> dict:
+        assert (asked.path, request["language"], request["timeout"]) == ("/execute", "lean4", 30)
+        proof = request["generated_code"].rpartition(":= by\n")[2].strip()
+        told = SAID.get(proof, ("completed", "", ""))
+        return dict(zip(("process_status", "stdout", "stderr"), told, strict=True))
+
+    with skills(answer) as url:
+        own = Services(sandbox="http", sandbox_url=url)
         monkeypatch.setattr(services, "_current", [own])
-        said = "t.lean:3:2: error: unsolved goals"
-        cut = "x" * 99 + "<output cut>"
-        Service.answers = {
-            "failed": {"process_status": "failed", "stdout": said, "stderr": ""},
-            "slow": {"process_status": "timeout", "stdout": "", "stderr": "timed out"},
-            "sorry": {"process_status": "completed", "stdout": "uses 'sorry'", "stderr": ""},
-            "long": {"process_status": "completed", "stdout": cut, "stderr": ""},
-            "away": {"process_status": "error", "stdout": "", "stderr": "no lake"},
+        assert lean.needs(ROW) == ("sandbox",)
+        assert verdict(block("  trivial")).value == 1
+        reasons = {
+            "failed": "failed",
+            "deep": "failed",
+            "slow": "timeout",
+            "sorry": "sorry",
+            "long": "output",
         }
-        try:
-            assert lean.needs(ROW) == ("sandbox",)
-            assert verdict(block("  trivial")).value == 1
-            reasons = {"failed": "failed", "slow": "timeout", "sorry": "sorry", "long": "output"}
-            for proof, reason in reasons.items():
-                got = verdict(block(proof))
-                assert (got.value, got.info["reason"]) == (0, reason)
-            with pytest.raises(CheckerError, match="error: no lake"):
-                verdict(block("away"))
-        finally:
-            server.shutdown()
-            thread.join()
+        for proof, reason in reasons.items():
+            got = verdict(block(proof))
+            assert (got.value, got.info["reason"]) == (0, reason)
+        with pytest.raises(services.CheckerError, match="error: no lake"):
+            verdict(block("away"))
+        with pytest.raises(services.CheckerError, match="failed: "):
+            verdict(block("killed"))
 
 
 def test_wrong_proofs_earn_nothing(stand_in):
@@ -281,9 +276,9 @@ def test_wrong_proofs_earn_nothing(stand_in):
 
 @pytest.mark.parametrize("text", [t for t in HOSTILE if t.strip()])
 def test_hostile_answers_are_read_in_time(text):
-    began = time.perf_counter()
+    began = time.process_time()
     assert isinstance(lean.refused(proof_of(code_of(text))), str)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n" * 10**6, "<think>" * 10**5, "a" * 10**6])
@@ -294,22 +289,16 @@ def test_hostile_answers_earn_nothing(text):
 @given(st.text() | st.text("`lean4 \n:=by theorem").map(lambda text: f"```lean4{text}"))
 @settings(max_examples=10_000, deadline=None)
 def test_any_text_has_a_proof(text):
-    proof = proof_of(code_of(text))
-    assert len(proof) <= len(text)
+    assert len(proof_of(code_of(text))) <= len(text)
     assert "```" not in code_block(text)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"header": None}, "header is missing or null, expected imports and options"),
-        ({"formal_statement": 5}, "formal_statement is 5, expected a theorem up to its"),
-        ({"formal_statement": "theorem t : True := by sorry"}, "formal_statement is 'theorem"),
-        ({"formal_statement": ""}, "formal_statement is '', expected"),
-        ({"name": 3}, "name is 3, expected a text or null"),
-        ({"informal_prefix": []}, r"informal_prefix is \[\], expected"),
-    ],
+test_bad_rows = refused(
+    lambda change: lean.check(ROW | change),
+    ({"header": None}, "header is missing or null, expected imports and options"),
+    ({"formal_statement": 5}, "formal_statement is 5, expected a theorem up to its"),
+    ({"formal_statement": "theorem t : True := by sorry"}, "formal_statement is 'theorem"),
+    ({"formal_statement": ""}, "formal_statement is '', expected"),
+    ({"name": 3}, "name is 3, expected a text or null"),
+    ({"informal_prefix": []}, r"informal_prefix is \[\], expected"),
 )
-def test_bad_rows(change, message):
-    with pytest.raises(ValueError, match=message):
-        lean.check(ROW | change)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.questions import calendar
+from support.tables import refused
 from support.verifiers import HOSTILE, gym_rows, known_answers, lines
 
 EXPECTED = {
@@ -15,11 +16,9 @@ EXPECTED = {
     "1": {"duration": 30, "min_time": "10:00", "max_time": "16:00", "constraint": "at 12:15pm"},
     "2": {"duration": 45, "min_time": "10:00", "max_time": "16:00", "constraint": None},
 }
-GOLD = [
-    {"event_id": 0, "event_name": "a [b] {c}", "start_time": "10:00", "duration": 60},
-    {"event_id": 1, "event_name": "b", "start_time": "12:15", "duration": 30},
-    {"event_id": 2, "event_name": "c", "start_time": "2:30pm", "duration": 45},
-]
+GOLD = [{"event_id": 0, "event_name": "a [b] {c}", "start_time": "10:00", "duration": 60}]
+GOLD += [{"event_id": 1, "event_name": "b", "start_time": "12:15", "duration": 30}]
+GOLD += [{"event_id": 2, "event_name": "c", "start_time": "2:30pm", "duration": 45}]
 ROW = {"exp_cal_state": EXPECTED}
 
 
@@ -39,7 +38,7 @@ def test_known_functions():
     functions = {
         "time_to_minutes": lambda time_str: calendar.minutes(time_str),
         "grade_assistant_response": lambda assistant_response, exp_cal_state, **_: [
-            int(reward(assistant_response, {"exp_cal_state": exp_cal_state})),
+            int(reward(assistant_response, {"exp_cal_state": exp_cal_state}))
         ],
         "extract_json_list": lambda text: calendar.first_list(text) or None,
     }
@@ -61,9 +60,8 @@ def test_real_rows():
 
 
 def test_the_right_calendar_in_any_order_and_with_words_around_it():
-    assert (
-        reward(GOLD) == reward(GOLD[::-1]) == reward(f"Here [1] it is: {json.dumps(GOLD)} !") == 1
-    )
+    told = f"Here [1] it is: {json.dumps(GOLD)} !"
+    assert reward(GOLD) == reward(GOLD[::-1]) == reward(told) == 1
     assert reward(f"<think>{json.dumps(GOLD)}") == reward("<think>no</think>") == 0
     assert reward([*GOLD, GOLD[0]]) == 1  # as in NeMo-Gym: it does not overlap itself
 
@@ -108,19 +106,16 @@ def test_any_list_is_judged(events):
     assert reward([event | {"start_time": "10:00"} for event in events]) == 0
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"exp_cal_state": []}, r"exp_cal_state is \[\], expected"),
-        ({"exp_cal_state": {"0": 5}}, "exp_cal_state.0.duration is missing"),
-        ({"duration": "60"}, "exp_cal_state.0.duration is '60', expected minutes"),
-        ({"min_time": "soon"}, "exp_cal_state.0.min_time is 'soon', expected a time"),
-        ({"max_time": None}, "exp_cal_state.0.max_time is missing"),
-        ({"constraint": "maybe 10am"}, "exp_cal_state.0.constraint is 'maybe 10am'"),
-        ({"constraint": "between 2pm"}, "exp_cal_state.0.constraint is 'between 2pm'"),
-    ],
+test_bad_rows = refused(
+    lambda state: calendar.check({"exp_cal_state": state}),
+    ([], r"exp_cal_state is \[\], expected"),
+    ({"0": 5}, "exp_cal_state.0.duration is missing"),
 )
-def test_bad_rows(change, message):
-    row = change if "exp_cal_state" in change else {"exp_cal_state": {"0": EXPECTED["0"] | change}}
-    with pytest.raises(ValueError, match=message):
-        calendar.check(row)
+test_bad_events = refused(
+    lambda change: calendar.check({"exp_cal_state": {"0": EXPECTED["0"] | change}}),
+    ({"duration": "60"}, "exp_cal_state.0.duration is '60', expected minutes"),
+    ({"min_time": "soon"}, "exp_cal_state.0.min_time is 'soon', expected a time"),
+    ({"max_time": None}, "exp_cal_state.0.max_time is missing"),
+    ({"constraint": "maybe 10am"}, "exp_cal_state.0.constraint is 'maybe 10am'"),
+    ({"constraint": "between 2pm"}, "exp_cal_state.0.constraint is 'between 2pm'"),
+)

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.questions import letters, mcqa
+from support.tables import gives, refused
 from support.verifiers import HOSTILE, gym_rows, known_answers
 
 TEXTS = ["a red fox", "a blue whale", "a green frog", "an owl"]
-OPTIONS = [{letter: text} for letter, text in zip("ABCD", TEXTS, strict=True)]
 PLAIN = dict(zip("ABCD", TEXTS, strict=True))
+OPTIONS = [{letter: text} for letter, text in PLAIN.items()]
 STRICT, LENIENT, COLON, MARKDOWN = mcqa.MODES
 
 
@@ -46,38 +47,34 @@ def test_real_rows():
             assert reward(said, of) == (letter == answer), of["template_metadata"]
 
 
-@pytest.mark.parametrize(
-    ("mode", "text", "letter"),
-    [
-        (STRICT, r"\boxed{B}", "B"),
-        (STRICT, r"\boxed{A} no, \boxed{ (B) }", "B"),
-        (STRICT, r"\boxed{\text{\text{ B }}}", "B"),
-        (STRICT, r"\boxed{B: a blue whale}", "B"),
-        (STRICT, r"\boxed{B. x}", "B"),
-        (STRICT, r"\boxed{b}", None),
-        (STRICT, r"\boxed{E}", None),
-        (STRICT, r"\boxed{AB}", None),
-        (STRICT, r"\boxed{a blue whale}", None),
-        (STRICT, r"\boxed{B", None),
-        (LENIENT, r"\boxed{it is A Blue  whale}", "B"),
-        (LENIENT, r"\boxed{a blue whale or an owl}", None),
-        (LENIENT, "a blue whale", None),
-        (COLON, "Answer: b", "B"),
-        (COLON, "ANSWER :  A blue  whale", "B"),
-        (COLON, "Answer: A\nAnswer: B", "A"),
-        (COLON, "Answer: B because", None),
-        (MARKDOWN, "**Answer:** B because of C", "B"),
-        (MARKDOWN, "Answer: the right one is B", "B"),
-        (MARKDOWN, "Answer: A, B", None),
-        (MARKDOWN, "Answer: A/B", None),
-        (MARKDOWN, "Answer: \uff22", "B"),
-        (MARKDOWN, "Answer: \u0628", "B"),
-        (MARKDOWN, "Answer: B\nAnswer: A or B", "B"),
-        (MARKDOWN, r"\boxed{B}", None),
-    ],
+test_grading_modes = gives(
+    lambda mode, text: mcqa.choice(text, PLAIN, mode, ""),
+    (STRICT, r"\boxed{B}", "B"),
+    (STRICT, r"\boxed{A} no, \boxed{ (B) }", "B"),
+    (STRICT, r"\boxed{\text{\text{ B }}}", "B"),
+    (STRICT, r"\boxed{B: a blue whale}", "B"),
+    (STRICT, r"\boxed{B. x}", "B"),
+    (STRICT, r"\boxed{b}", None),
+    (STRICT, r"\boxed{E}", None),
+    (STRICT, r"\boxed{AB}", None),
+    (STRICT, r"\boxed{a blue whale}", None),
+    (STRICT, r"\boxed{B", None),
+    (LENIENT, r"\boxed{it is A Blue  whale}", "B"),
+    (LENIENT, r"\boxed{a blue whale or an owl}", None),
+    (LENIENT, "a blue whale", None),
+    (COLON, "Answer: b", "B"),
+    (COLON, "ANSWER :  A blue  whale", "B"),
+    (COLON, "Answer: A\nAnswer: B", "A"),
+    (COLON, "Answer: B because", None),
+    (MARKDOWN, "**Answer:** B because of C", "B"),
+    (MARKDOWN, "Answer: the right one is B", "B"),
+    (MARKDOWN, "Answer: A, B", None),
+    (MARKDOWN, "Answer: A/B", None),
+    (MARKDOWN, "Answer: \uff22", "B"),
+    (MARKDOWN, "Answer: \u0628", "B"),
+    (MARKDOWN, "Answer: B\nAnswer: A or B", "B"),
+    (MARKDOWN, r"\boxed{B}", None),
 )
-def test_grading_modes(mode, text, letter):
-    assert mcqa.choice(text, PLAIN, mode, "") == letter
 
 
 def test_a_row_may_have_a_prefix_of_its_own():
@@ -105,19 +102,18 @@ def spoiled(rng: random.Random, mode: str) -> str:
     """A wrong answer that is near the right one."""
     wrong = rng.choice("ACD")
     form = r"\boxed{%s}" if mode in (STRICT, LENIENT) else "Answer: %s"
-    return rng.choice(
-        [
-            form % wrong,
-            form % "B" + "\n" + form % wrong if mode != COLON else form % wrong + form % "B",
-            form % " or ".join(rng.sample("ABCD", 4)),
-            form % "/".join("ABCD"),
-            form % PLAIN[wrong],
-            form % rng.choice(("E", "Z", "", "?", "BB", "1", "none", "all of them")),
-            "It is B, a blue whale.",
-            "Which animal? " + " ".join(f"{k}: {v}" for k, v in PLAIN.items()),
-            form.replace("Answer", "Anser").replace("boxed", "bxed") % "B",
-        ]
-    )
+    wrongs = [
+        form % wrong,
+        form % "B" + "\n" + form % wrong if mode != COLON else form % wrong + form % "B",
+        form % " or ".join(rng.sample("ABCD", 4)),
+        form % "/".join("ABCD"),
+        form % PLAIN[wrong],
+        form % rng.choice(("E", "Z", "", "?", "BB", "1", "none", "all of them")),
+        "It is B, a blue whale.",
+        "Which animal? " + " ".join(f"{k}: {v}" for k, v in PLAIN.items()),
+        form.replace("Answer", "Anser").replace("boxed", "bxed") % "B",
+    ]
+    return rng.choice(wrongs)
 
 
 @pytest.mark.parametrize("mode", mcqa.MODES)
@@ -157,23 +153,18 @@ def test_wrappers_are_taken_off_as_the_pattern_says(text):
     assert letters.unwrapped(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"options": "A"}, "options is 'A', expected a list"),
-        ({"options": [{"A": 5}]}, r"options\[0\] is {'A': 5}, expected an object"),
-        ({"expected_answer": None}, "expected_answer is missing"),
-        ({"expected_answer": "AB"}, "expected_answer is 'AB', expected a letter"),
-        ({"expected_answer": "E"}, "expected_answer is 'E', expected one of the options A, B, C"),
-        ({"options": [{"A": "x", "B": None}]}, "expected_answer is 'B', expected one of the .* A$"),
-        ({"options": None}, "expected_answer is 'B', expected one of the options"),
-        ({"grading_mode": "loose"}, "grading_mode is 'loose', expected one of: strict"),
-        ({"template_metadata": []}, r"template_metadata is \[\], expected"),
-        ({"template_metadata": {"output_regex": 5}}, "template_metadata.output_regex is 5"),
-        ({"template_metadata": {"output_regex": ["(", "x"]}}, r"output_regex is '\(', expected a"),
-        ({"template_metadata": {"answer_prefix": 1}}, "template_metadata.answer_prefix is 1"),
-    ],
+test_bad_rows = refused(
+    lambda fields: mcqa.check(row(**fields) if "grading_mode" not in fields else row() | fields),
+    ({"options": "A"}, "options is 'A', expected a list"),
+    ({"options": [{"A": 5}]}, r"options\[0\] is {'A': 5}, expected an object"),
+    ({"expected_answer": None}, "expected_answer is missing"),
+    ({"expected_answer": "AB"}, "expected_answer is 'AB', expected a letter"),
+    ({"expected_answer": "E"}, "expected_answer is 'E', expected one of the options A, B, C"),
+    ({"options": [{"A": "x", "B": None}]}, "expected_answer is 'B', expected one of the .* A$"),
+    ({"options": None}, "expected_answer is 'B', expected one of the options"),
+    ({"grading_mode": "loose"}, "grading_mode is 'loose', expected one of: strict"),
+    ({"template_metadata": []}, r"template_metadata is \[\], expected"),
+    ({"template_metadata": {"output_regex": 5}}, "template_metadata.output_regex is 5"),
+    ({"template_metadata": {"output_regex": ["(", "x"]}}, r"output_regex is '\(', expected a"),
+    ({"template_metadata": {"answer_prefix": 1}}, "template_metadata.answer_prefix is 1"),
 )
-def test_bad_rows(fields, message):
-    with pytest.raises(ValueError, match=message):
-        mcqa.check(row(**fields) if "grading_mode" not in fields else row() | fields)

@@ -3,19 +3,18 @@
 import asyncio
 import copy
 import json
-import random
 from types import SimpleNamespace
 
 import pytest
 
 from envs.rollout import sampler as sampler_module
-from envs.rollout.chat import MARK, Said, Template
+from envs.rollout.chat import MARK, NoRoom, Said, Template
 from envs.rollout.drafts import DraftBook
 from envs.rollout.episode import Turn, stitch
-from envs.rollout.sampler import NoRoom, Sampler
 from envs.tools.tools import converse
-from settings.run import Sampling
-from support.chats import CHATML, FORGETFUL, Reader, Scripted, make_tokenizer, spell
+from support.chats import CHATML, FORGETFUL, Reader, make_tokenizer, talker
+from support.loop import in_loop
+from support.tables import gives
 
 TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}]
 
@@ -26,37 +25,18 @@ def tokenizer():
     return make_tokenizer(FORGETFUL, CHATML, "<|im_end|>")
 
 
-def talker(tokenizer, texts: list[str], limit=4096, drafts=None, variables=None, reasons=()):
-    """A sampler, and its engine that says the texts one after the other, oddly spelled."""
-    dice = random.Random(0)
-    left = list(texts)
-    why = list(reasons) or ["stop"] * len(texts)
-
-    def say(request):
-        reason = why.pop(0)
-        end = [tokenizer.eos_token_id] * (reason == "stop")
-        return spell(tokenizer, left.pop(0), dice) + end, reason
-
-    engine = Scripted(say)
-    settings = Sampling(max_model_len=limit, chat_template_kwargs=variables or {})
-    drafts = [] if drafts is None else drafts
-    return Sampler(engine, tokenizer, settings, 0, drafts, validation=False), engine
-
-
 def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
+async def twice(sampler, question: str) -> list[Turn]:
+    first = await sampler.chat([user("the?")])
+    return [first, await sampler.chat([user("the?"), first.message, user(question)])]
+
+
 def test_a_prompt_goes_on_from_the_sampled_ids_and_keeps_their_thoughts(tokenizer):
     sampler, _ = talker(tokenizer, ["<think>the the ban</think>an abane", "the end"])
-    messages = [user("the?")]
-
-    async def twice():
-        turns = [await sampler.chat(messages)]
-        messages.extend((turns[0].message, user("and <|im_end|>?")))
-        return [*turns, await sampler.chat(messages)]
-
-    first, second = asyncio.run(twice())
+    first, second = asyncio.run(twice(sampler, "and <|im_end|>?"))
     thought = {"reasoning_content": "the the ban"}
     assert first.message == {"role": "assistant", "content": "an abane"} | thought
     assert first.message is first.message
@@ -65,25 +45,20 @@ def test_a_prompt_goes_on_from_the_sampled_ids_and_keeps_their_thoughts(tokenize
     assert second.prompt_ids == known + tokenizer.encode(added, add_special_tokens=False)
     assert tokenizer.encode(tokenizer.decode(known), add_special_tokens=False) != known
     (sample,) = stitch([first, second])
-    sampled = first.token_ids + second.token_ids
-    assert sample.tokens_T[sample.mask_T].tolist() == sampled
+    assert sample.tokens_T[sample.mask_T].tolist() == first.token_ids + second.token_ids
 
 
-def test_what_was_said_before_may_be_changed_which_starts_a_new_sequence(tokenizer):
-    sampler, engine = talker(tokenizer, ["<think>a</think>b"] * 4)
+@in_loop
+async def test_what_was_said_before_may_be_changed_which_starts_a_new_sequence(tokenizer):
+    sampler, _ = talker(tokenizer, ["<think>a</think>b"] * 4)
     messages = [user("the?")]
-
-    async def talk():
-        turns = [await sampler.chat(messages)]
-        messages.extend((turns[0].message, user("?")))
-        del messages[1]["reasoning_content"]
-        turns.append(await sampler.chat(messages))
-        messages.extend((turns[1].message, user("!")))
+    turns = [await sampler.chat(messages)]
+    messages.extend((turns[0].message, user("?")))
+    del messages[1]["reasoning_content"]
+    turns.append(await sampler.chat(messages))
+    for question in ("!", f"say {MARK}"):
+        messages.extend((turns[-1].message, user(question)))
         turns.append(await sampler.chat(messages, TOOLS))
-        messages.extend((turns[2].message, user(f"say {MARK}")))
-        return [*turns, await sampler.chat(messages, TOOLS)]
-
-    turns = asyncio.run(talk())
     assert [sample.continues for sample in stitch(turns)] == [False, True, True, True]
     for turn, said in zip(turns[1:], (2, 4, 6), strict=True):
         tools = sampler.tools if turn is not turns[1] else None
@@ -94,17 +69,9 @@ def test_a_template_that_hides_the_answer_forces_a_new_sequence(tokenizer):
     """One that shows the last message alone; `stitch` counts it."""
     sampler, _ = talker(tokenizer, ["the", "ban"])
     sampler.tokenizer = copy.deepcopy(tokenizer)
-    sampler.tokenizer.chat_template = FORGETFUL.replace(
-        "m in messages %}<|", "m in messages[-1:] %}<|"
-    )
-    messages = [user("the?")]
-
-    async def twice():
-        turns = [await sampler.chat(messages)]
-        messages.extend((turns[0].message, user("and?")))
-        return [*turns, await sampler.chat(messages)]
-
-    turns = asyncio.run(twice())
+    alone = FORGETFUL.replace("m in messages %}<|", "m in messages[-1:] %}<|")
+    sampler.tokenizer.chat_template = alone
+    turns = asyncio.run(twice(sampler, "and?"))
     assert tokenizer.decode(turns[1].prompt_ids).count("<|im_start|>") == 2
     samples = stitch(turns)
     assert [sample.info().continues for sample in samples] == [False, True]
@@ -112,25 +79,22 @@ def test_a_template_that_hides_the_answer_forces_a_new_sequence(tokenizer):
     assert trained == [turn.token_ids for turn in turns]
 
 
-def test_what_earlier_answers_hold_does_not_matter(tokenizer):
+@in_loop
+async def test_what_earlier_answers_hold_does_not_matter(tokenizer):
     """Neither arguments that no template can write as JSON, nor the word that marks answers."""
     nested: dict = {}
     for _ in range(5000):
         nested = {"a": nested}
     sampler, _ = talker(tokenizer, [MARK, "the", "ban"])
     messages = [user("the?")]
-
-    async def talk():
-        turns = []
-        for _ in range(3):
-            turns.append(await sampler.chat(messages))
-            call = {"tool_calls": [{"function": {"name": "add", "arguments": nested}}]}
-            turns[-1].message.update(call)
-            sampler.said.messages[-1].update(call)  # as if it had said so
-            messages.extend((turns[-1].message, user("and?")))
-        return turns
-
-    assert len(stitch(asyncio.run(talk()))) == 1
+    turns = []
+    for _ in range(3):
+        turns.append(await sampler.chat(messages))
+        call = {"tool_calls": [{"function": {"name": "add", "arguments": nested}}]}
+        turns[-1].message.update(call)
+        sampler.said.messages[-1].update(call)  # as if it had said so
+        messages.extend((turns[-1].message, user("and?")))
+    assert len(stitch(turns)) == 1
     with pytest.raises(RecursionError):
         sampler.render(messages)
 
@@ -148,8 +112,7 @@ def rule(template: str, contents: str, sampled: list[int], reason: str) -> list[
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end")
     tokenizer.chat_template = template
-    roles = ("user", "assistant", "user")
-    pairs = zip(roles, contents.split(", "), strict=True)
+    pairs = zip(("user", "assistant", "user"), contents.split(", "), strict=True)
     messages = [{"role": role, "content": content} for role, content in pairs]
     turn = Turn([], sampled, [-1.0] * len(sampled), [0] * len(sampled), reason)
     said = Said(messages[:-1], None, turn)
@@ -167,30 +130,16 @@ QWEN3 = (
 )
 
 
-@pytest.mark.parametrize(
-    ("template", "contents", "sampled", "reason", "expected"),
-    [
-        (PLAIN, "9 end, 9, 77 88", [100, 2], "stop", [100, 2, 77, 88, 40, 41]),
-        (PLAIN, "9 end, 9, 77", [100, 101], "length", [100, 101, 2, 77, 40, 41]),
-        (
-            QWEN3,
-            "11 12, 56, 70 71 end",
-            [11, 12, 99, 99, 99, 55, 2],
-            "stop",
-            [11, 12, 99, 99, 99, 55, 2, 70, 71, 2, 40, 41],
-        ),
-        (
-            PLAIN,
-            "11 12 13 40 41, 1001, 21 22",
-            [11, 12, 13, 40, 41, 220, 17, 2],
-            "stop",
-            [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41],
-        ),
-    ],
-)
-def test_the_prefix_rule_has_the_outcome_of_nemo_rl(template, contents, sampled, reason, expected):
-    """What an answer is in the template does not matter; a cut-off one is ended by the template."""
-    assert rule(template, contents, sampled, reason) == expected
+# What an answer is in the template does not matter; a cut-off one is ended by the template.
+test_the_prefix_rule_has_the_outcome_of_nemo_rl = gives(
+    rule,
+    (PLAIN, "9 end, 9, 77 88", [100, 2], "stop", [100, 2, 77, 88, 40, 41]),
+    (PLAIN, "9 end, 9, 77", [100, 101], "length", [100, 101, 2, 77, 40, 41]),
+    (QWEN3, "11 12, 56, 70 71 end", [11, 12, 99, 99, 99, 55, 2], "stop",
+     [11, 12, 99, 99, 99, 55, 2, 70, 71, 2, 40, 41]),
+    (PLAIN, "11 12 13 40 41, 1001, 21 22", [11, 12, 13, 40, 41, 220, 17, 2], "stop",
+     [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41]),
+)  # fmt: skip
 
 
 # --- tools ----------------------------------------------------------------------------------------
@@ -220,13 +169,11 @@ def test_calls_are_made_in_turn_and_their_outputs_read(tokenizer):
     assert roles == ["user", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
     ids = [call["call_id"] for call in talk.calls]
     assert len(set(ids)) == 3 and all(len(name) == 9 for name in ids)
-    answered = [m["tool_call_id"] for m in talk.messages if m["role"] == "tool"]
-    assert answered == ids
+    assert [m["tool_call_id"] for m in talk.messages if m["role"] == "tool"] == ids
     assert talk.response == "seven" and talk.response.tool_calls == talk.calls
     (sample,) = stitch(talk.turns)
     assert sample.tokens_T[sample.mask_T].tolist() == sum((t.token_ids for t in talk.turns), [])
-    said = tokenizer.decode(sample.tokens_T)
-    assert said.count("<|im_start|>tool\n7<|im_end|>\n") == 3
+    assert tokenizer.decode(sample.tokens_T).count("<|im_start|>tool\n7<|im_end|>\n") == 3
 
 
 def test_a_template_may_refuse_outputs_without_their_calls_and_several_calls(tokenizer):
@@ -245,16 +192,13 @@ def test_a_template_may_refuse_outputs_without_their_calls_and_several_calls(tok
         Template(strict, {}).text(talk.messages, TOOLS)
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        ('["sub", "{}"]', "there is no tool 'sub'"),
-        ('["add", "{"]', "the arguments are no JSON object"),
-        ('["add", "[3]"]', "the arguments are no JSON object"),
-        ('["add", ""]', "the arguments are no JSON object"),
-        (f'["add", "{"[" * 100_000}"]', "the arguments are no JSON object"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error"), [
+    ('["sub", "{}"]', "there is no tool 'sub'"),
+    ('["add", "{"]', "the arguments are no JSON object"),
+    ('["add", "[3]"]', "the arguments are no JSON object"),
+    ('["add", ""]', "the arguments are no JSON object"),
+    (f'["add", "{"[" * 100_000}"]', "the arguments are no JSON object"),
+])  # fmt: skip
 def test_a_bad_call_is_told_so(tokenizer, call, error):
     talk, asked, _ = talk_with_tools(tokenizer, [f"[{call}]", "ok"], limit=1 << 20)
     assert not asked and json.loads(talk.messages[2]["content"]) == {"error": error}
@@ -281,7 +225,7 @@ def test_a_conversation_ends(tokenizer):
 @pytest.mark.parametrize("same", [True, False])
 def test_a_lost_engine_costs_only_what_the_tools_say_differently(tokenizer, monkeypatch, same):
     """The retry plays the answers again that it has, and asks tools again, without the engine."""
-    monkeypatch.setattr(sampler_module, "DRAFT_SECONDS", 0.01)
+    monkeypatch.setattr(sampler_module.drafts, "DRAFT_SECONDS", 0.01)
     texts = [f"[{ADD}]", f"[{ADD}, {ADD}]", "seven"]
     said = []
 

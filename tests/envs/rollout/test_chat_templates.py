@@ -13,9 +13,9 @@ from envs.rollout import services
 from envs.rollout.chat import Template
 from envs.rollout.episode import Turn, stitch
 from envs.rollout.sampler import Sampler
-from envs.rollout.services import Services
 from envs.tools.tools import converse
 from settings.run import Sampling
+from settings.services import Services
 from support.calls import TOOLS, answer, broken
 from support.chats import Scripted, real, spell
 
@@ -79,7 +79,6 @@ class Recorder(Sampler):
     asked: list[list[dict]]
 
     async def chat(self, messages: list[dict], tools: list | None = None) -> Turn:
-        """Samples as ever."""
         self.asked.append(copy.deepcopy(messages))
         return await super().chat(messages, tools)
 
@@ -91,12 +90,10 @@ class Told:
         self.dice, self.count = dice, 0
 
     def say(self) -> str:
-        """Words and a number."""
         self.count += 1
         return "".join(self.dice.sample(WORDS, 3)) + f"#{self.count}#" + self.dice.choice(WORDS)
 
     async def call(self, name: str, given: dict) -> str:
-        """A tool's output."""
         return self.say()
 
 

@@ -1,12 +1,12 @@
 """What is kept of unfinished answers, on the engine and on the worker."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 
-from envs.rollout.drafts import DraftBook, DraftedCall, Drafts
-from envs.rollout.episode import Turn
-from envs.rollout.sampler import Request
+from envs.rollout.drafts import DraftBook, DraftedCall, Drafts, answers, sample_name
+from envs.rollout.episode import Request, Turn
 
 
 def turn(prompt, tokens, reason="") -> Turn:
@@ -22,7 +22,7 @@ def running(name: str, j: int, tokens: list[int]):
     )
     spans = [SimpleNamespace(start=0, end=len(tokens), version="0")]
     return SimpleNamespace(
-        external_req_id=Drafts().request_id(name, j),
+        external_req_id=sample_name(name, j),
         _new_completion_output=lambda ids, reason, stop: answer,
         _weight_version_spans=lambda: spans,
     )
@@ -30,27 +30,63 @@ def running(name: str, j: int, tokens: list[int]):
 
 def test_a_request_goes_on_from_its_drafts_with_its_own_prompt():
     drafts = Drafts()
-    drafts.open(Request("a", [7, 8], 2, 0, []))
-    assert drafts.turns("a") == [turn([7, 8], []), turn([7, 8], [])]
-    drafts.open(Request("b", [7, 8], 2, 0, [turn([], [5]), turn([], [5, 1], "stop")]))
-    assert drafts.turns("b") == [turn([7, 8], [5]), turn([7, 8], [5, 1], "stop")]
+    asked = []
+
+    async def answer(request: Request) -> Turn:
+        asked.append(request)
+        return turn([], [9, 1], "stop")
+
+    empty = Request("a", [7, 8], 2, 40, [], 16)
+    whole = turn([7, 8], [9, 1], "stop")
+    assert asyncio.run(drafts.complete(empty, answer)) == [whole, whole]
+    assert asked == [Request(f"a-{j}", [7, 8], 1, 40 + j, [], 16) for j in range(2)]
+    asked.clear()
+    begun = Request("b", [7, 8], 2, 40, [turn([], [5]), turn([], [5, 1], "stop")], 16)
+    found = asyncio.run(drafts.complete(begun, answer))
+    assert found == [turn([7, 8], [5, 9, 1], "stop"), turn([7, 8], [5, 1], "stop")]
+    assert asked == [Request("b-0", [7, 8, 5], 1, 1_000_043, [], 15)], "other random numbers"
+    assert not drafts.written
 
 
 def test_what_is_new_beyond_what_is_known():
     drafts = Drafts()
-    drafts.open(Request("a-1", [7], 3, 0, [turn([], [1]), turn([], []), turn([], [])]))
-    drafts.finish("a-1", 1, turn([7], [4, 5], "stop"))
+    begun = [turn([], [1]), turn([], []), turn([], [])]
+    drafts.open(Request("a-1", [7], 3, 0, begun, 9))[1] = turn([7], [4, 5], "stop")
     states = {i: running("a-1", j, ids) for i, (j, ids) in enumerate([(0, [2, 3]), (2, [])])}
     states[9] = running("a", 1, [99])
-    assert drafts.since("a-1", [], states) == [
-        turn([], [1, 2, 3]),
-        turn([], [4, 5], "stop"),
-        turn([], []),
-    ]
-    later = drafts.since("a-1", [2, None, 0], states)
-    assert later == [turn([], [3]), None, turn([], [])]
-    drafts.close("a-1")
+    every = [turn([], [1, 2, 3]), turn([], [4, 5], "stop"), turn([], [])]
+    assert drafts.since("a-1", [], states) == every
+    assert drafts.since("a-1", [2, None, 0], states) == [turn([], [3]), None, turn([], [])]
+    drafts.written.clear()
     assert drafts.since("a-1", [], states) == [] == drafts.since("unknown", [3], states)
+
+
+def test_two_calls_at_once_keep_their_own_drafts():
+    """The second ends first, the engine of the first is lost: the retry asks for the first only."""
+    asked = []
+
+    async def both(calls: list[DraftedCall], first: Exception | None) -> list:
+        async def generate(request: Request) -> list[Turn]:
+            asked.append(request.prompt_ids)
+            await asyncio.sleep(0.02 if request.prompt_ids == [1] else 0)
+            if first and request.prompt_ids == [1]:
+                raise first
+            return [turn([], [*request.prompt_ids, 9], "stop")]
+
+        engine = SimpleNamespace(generate=SimpleNamespace(remote=generate))
+        requests = (Request(f"call-{p}", [p], 1, 0, [], 9) for p in (1, 2))
+        made = (answers(calls, k, engine, request) for k, request in enumerate(requests))
+        return await asyncio.gather(*made, return_exceptions=True)
+
+    calls: list[DraftedCall] = []
+    lost = ConnectionError("the engine is lost")
+    failed, (second,) = asyncio.run(both(calls, lost))
+    assert failed is lost and second.token_ids == [2, 9]
+    assert asked == [[1], [2]]
+    for _ in range(2):
+        (first,), (second,) = asyncio.run(both(calls, None))
+        assert (first.token_ids, second.token_ids) == ([1, 9], [2, 9])
+        assert asked == [[1], [2], [1]], "what is known is not asked for again"
 
 
 class Watched(list):
@@ -75,8 +111,7 @@ def test_a_poll_copies_only_what_is_new():
     answer.token_ids = Watched(answer.token_ids)
     answer.logprobs.logprobs = Watched(answer.logprobs.logprobs)
     drafts = Drafts()
-    drafts.open(Request("a", [7], 1, 0, [turn([], range(20_000))]))
-    written = drafts.turns("a")[0]
+    (written,) = drafts.open(Request("a", [7], 1, 0, [turn([], range(20_000))], 60_000))
     written.token_ids = Watched(written.token_ids)
     assert drafts.since("a", [known], {0: state}) == [turn([], range(39_990, 40_000))]
     assert [answer.token_ids.read, answer.logprobs.logprobs.read] == [10, 10]

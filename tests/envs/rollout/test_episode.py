@@ -21,6 +21,13 @@ def turn(prompt, tokens, version=0, text="fine", reason="stop") -> Turn:
 TOKENIZER = SimpleNamespace(decode=lambda ids: f"<{ids}>")
 
 
+def of_vllm(ids: tuple, logps: list, spans: list, reason: str, experts=None) -> SimpleNamespace:
+    """An answer as vLLM gives it; `spans` are (start, end, version)."""
+    versions = [SimpleNamespace(start=s, end=e, version=v) for s, e, v in spans]
+    given = {"token_ids": ids, "logprobs": SimpleNamespace(logprobs=logps), "finish_reason": reason}
+    return SimpleNamespace(**given, weight_versions=versions, routed_experts=experts)
+
+
 def columns(sample: Sample) -> list[tuple]:
     """(token, trained, logp, version, flaw) of each token."""
     arrays = (sample.tokens_T, sample.mask_T, sample.engine_logp_T, sample.version_T)
@@ -32,12 +39,8 @@ def columns(sample: Sample) -> list[tuple]:
 
 def test_a_single_turn():
     (sample,) = stitch([turn([7, 8], [1, 2], version=3)])
-    assert columns(sample) == [
-        (7, False, 0, -1, 0),
-        (8, False, 0, -1, 0),
-        (1, True, -0.25, 3, 0),
-        (2, True, -0.5, 3, 0),
-    ]
+    prompt = [(7, False, 0, -1, 0), (8, False, 0, -1, 0)]
+    assert columns(sample) == [*prompt, (1, True, -0.25, 3, 0), (2, True, -0.5, 3, 0)]
     assert not sample.truncated and sample.advantage == 0
 
 
@@ -45,34 +48,25 @@ def test_turns_that_continue_are_one_sample_and_the_environments_words_are_maske
     first = turn([7], [1, 2], version=3)
     second = turn([7, 1, 2, 9, 9], [4], version=5, reason="length")
     (sample,) = stitch([first, second])
-    assert columns(sample) == [
-        (7, False, 0, -1, 0),
-        (1, True, -0.25, 3, 0),
-        (2, True, -0.5, 3, 0),
-        (9, False, 0, -1, 0),
-        (9, False, 0, -1, 0),
-        (4, True, -1.0, 5, 0),
-    ]
+    before = [(7, False, 0, -1, 0), (1, True, -0.25, 3, 0), (2, True, -0.5, 3, 0)]
+    after = [(9, False, 0, -1, 0), (9, False, 0, -1, 0), (4, True, -1.0, 5, 0)]
+    assert columns(sample) == before + after
     assert sample.truncated
 
 
 def test_versions_within_a_turn_stay_with_their_tokens():
-    mixed = Turn([7], [1, 2, 3], [-1.0] * 3, [2, 2, 3], "stop")
-    (sample,) = stitch([mixed])
+    (sample,) = stitch([Turn([7], [1, 2, 3], [-1.0] * 3, [2, 2, 3], "stop")])
     assert sample.version_T.tolist() == [-1, 2, 2, 3]
     info = sample.info()
     assert (info.oldest_version, info.newest_version) == (2, 3)
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        [7, 1, 3, 9],  # a sampled token came back as another one
-        [7, 1],  # history was cut
-        [9],  # history was rewritten
-        [],
-    ],
-)
+@pytest.mark.parametrize("prompt", [
+    [7, 1, 3, 9],  # a sampled token came back as another one
+    [7, 1],  # history was cut
+    [9],  # history was rewritten
+    [],
+])  # fmt: skip
 def test_a_violation_of_contiguity_starts_a_new_sample(prompt):
     samples = stitch([turn([7], [1, 2]), turn(prompt, [4]), turn([*prompt, 4, 5], [6])])
     assert [s.tokens_T.tolist() for s in samples] == [[7, 1, 2], [*prompt, 4, 5, 6]]
@@ -81,8 +75,7 @@ def test_a_violation_of_contiguity_starts_a_new_sample(prompt):
 
 
 def test_flawed_turns_mark_their_own_tokens_only():
-    turns = [turn([7], [1, 2], text="<tool_call>"), turn([7, 1, 2, 9], [4])]
-    (sample,) = stitch(turns)
+    (sample,) = stitch([turn([7], [1, 2], text="<tool_call>"), turn([7, 1, 2, 9], [4])])
     call, thinking = FLAWS.index("tool_call"), FLAWS.index("thinking")
     assert sample.flaw_T.tolist() == [0, call, call, 0, 0] and sample.flaw_T.dtype == np.int8
     (sample,) = stitch([turn([7], [1]), turn([7, 1, 9], [4, 5], text="</think></think>")])
@@ -136,9 +129,8 @@ def test_stitching_neither_loses_nor_invents_a_token(steps):
     versions = [v for s in samples for v in s.version_T[s.mask_T].tolist()]
     assert versions == [k for k, (_, answer, _) in enumerate(steps) for _ in answer]
     logps = np.concatenate([s.engine_logp_T for s in samples])
-    tokens, mask = (
-        np.concatenate([getattr(s, k) for s in samples]) for k in ("tokens_T", "mask_T")
-    )
+    tokens = np.concatenate([s.tokens_T for s in samples])
+    mask = np.concatenate([s.mask_T for s in samples])
     assert (logps == np.where(mask, -0.25 * tokens, 0)).all()
     ends = [t.prompt_ids + t.token_ids for t in turns]
     assert all(s.tokens_T.tolist() in ends for s in samples)
@@ -150,23 +142,11 @@ def test_stitching_neither_loses_nor_invents_a_token(steps):
 def test_info():
     (sample,) = stitch([turn([7], [1, 2], 3), turn([7, 1, 2, 9], [4], 5, reason="length")])
     sample.reward, sample.score, sample.advantage = 0.5, 0.25, -1.0
-    info = sample.info()
-    assert dataclasses.asdict(info) == {
-        "tokens": 5,
-        "trained_tokens": 3,
-        "reward": 0.5,
-        "score": 0.25,
-        "has_gradient": True,
-        "response_tokens": 3,
-        "oldest_version": 3,
-        "newest_version": 5,
-        "truncated": True,
-        "env": "",
-        "continues": False,
-        "cache_hits": 0.0,
-        "dataset": "",
-        "components": {},
-    }
+    expected = {"tokens": 5, "trained_tokens": 3, "response_tokens": 3, "has_gradient": True}
+    expected |= {"reward": 0.5, "score": 0.25, "oldest_version": 3, "newest_version": 5}
+    expected |= {"truncated": True, "continues": False, "cache_hits": 0.0}
+    expected |= {"env": "", "dataset": "", "components": {}}
+    assert dataclasses.asdict(sample.info()) == expected
 
 
 def test_info_counts_the_answer_of_a_sample_that_lost_its_loss():
@@ -197,18 +177,10 @@ def test_record():
     row = {"_line": 5, "agent_ref": {"name": "math"}, "dataset": "aime"}
     sample = episode.samples(row)[-1]
     sample.reward, sample.advantage = 1.0, 0.25
-    assert episode.record(TOKENIZER, row, sample) == {
-        "row": 5,
-        "env": "math",
-        "dataset": "aime",
-        "prompt": "<[7]>",
-        "response": ["a", "b"],
-        "reward": 1.0,
-        "advantage": 0.25,
-        "versions": [[2, 2], [3, 2]],
-        "finish_reason": "stop",
-        "info": {"reason": None},
-    }
+    expected = {"row": 5, "env": "math", "dataset": "aime", "prompt": "<[7]>"}
+    expected |= {"response": ["a", "b"], "reward": 1.0, "advantage": 0.25}
+    expected |= {"versions": [[2, 2], [3, 2]], "finish_reason": "stop", "info": {"reason": None}}
+    assert episode.record(TOKENIZER, row, sample) == expected
 
 
 @pytest.mark.parametrize(("dataset", "name"), [(None, ""), ("aime", "aime"), (7, "7")])
@@ -225,14 +197,7 @@ def test_samples_know_what_row_and_environment_say_of_them(dataset, name):
 
 
 def test_a_turn_takes_ids_logprobs_and_version_spans_from_vllm():
-    spans = [(0, 2, "4"), (2, 3, "5")]
-    answer = SimpleNamespace(
-        token_ids=(7, 8, 9),
-        logprobs=SimpleNamespace(logprobs=[-0.5, -1.0, -1.5]),
-        weight_versions=[SimpleNamespace(start=s, end=e, version=v) for s, e, v in spans],
-        routed_experts=None,
-        finish_reason="length",
-    )
+    answer = of_vllm((7, 8, 9), [-0.5, -1.0, -1.5], [(0, 2, "4"), (2, 3, "5")], "length")
     expected = Turn([1, 2], [7, 8, 9], [-0.5, -1.0, -1.5], [4, 4, 5], "length")
     assert Turn.from_vllm([1, 2], answer) == expected
     assert Turn.from_vllm([1, 2], answer, cached=2).cached == 2
@@ -280,13 +245,7 @@ def test_a_token_keeps_the_experts_that_read_it_first():
 
 
 def test_an_answer_that_another_engine_finished_has_the_experts_of_that_one():
-    answer = SimpleNamespace(
-        token_ids=(9,),
-        logprobs=SimpleNamespace(logprobs=[-1.5]),
-        weight_versions=[SimpleNamespace(start=0, end=1, version="5")],
-        routed_experts=np.ones((3, 3, 2), np.uint16),  # it read prompt and draft
-        finish_reason="stop",
-    )
-    whole = turn([7, 8], [1]).extended(Turn.from_vllm([], answer))
-    (sample,) = stitch([whole])
+    experts = np.ones((3, 3, 2), np.uint16)  # it read prompt and draft
+    answer = of_vllm((9,), [-1.5], [(0, 1, "5")], "stop", experts)
+    (sample,) = stitch([turn([7, 8], [1]).extended(Turn.from_vllm([], answer))])
     assert (sample.routes_T[:3] == 1).all() and len(sample.routes_T) == 4

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import envs
-from envs import Reward
+from envs import Reward, registry
 from envs.rollout.episode import Episode, Turn
+from support.loop import in_loop
 
 ROW = {
     "_line": 5,
@@ -29,24 +29,21 @@ class Scripted:
         return [7, 8]
 
     async def generate(self, prompt_ids: list[int], n: int = 1) -> list[Turn]:
-        """n turns with texts 0, 1, ..."""
         self.asked.append((prompt_ids, n))
-        return [
-            Turn(prompt_ids, [j], [-1.0], [0], "stop", f"{self.name}{j}", "<think>")
-            for j in range(n)
-        ]
+        said = [-1.0], [0], "stop"
+        return [Turn(prompt_ids, [j], *said, f"{self.name}{j}", "<think>") for j in range(n)]
 
 
 @pytest.fixture
 def environment(monkeypatch):
     """A function that makes the row's environment of the functions it is given."""
     return lambda **functions: monkeypatch.setattr(
-        envs, "environment", lambda name: SimpleNamespace(**functions)
+        registry, "environment", lambda name: SimpleNamespace(**functions)
     )
 
 
 def run(samplers: list) -> list[Episode]:
-    return asyncio.run(envs.rollouts(ROW, samplers))
+    return asyncio.run(registry.rollouts(ROW, samplers))
 
 
 def test_one_turn_is_one_request_of_the_first_sampler(environment):
@@ -92,27 +89,26 @@ def test_comparison_comes_after_the_answers(environment, turns):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize(
-    ("verdict", "reward"),
-    [
-        (0.5, Reward(0.5)),
-        (1, Reward(1.0)),
-        (True, Reward(1.0)),
-        (np.float32(0.5), Reward(0.5)),
-        (Reward(1, {"reason": "x"}), Reward(1, {"reason": "x"})),
-    ],
-)
+@pytest.mark.parametrize(("verdict", "reward"), [
+    (0.5, Reward(0.5)),
+    (1, Reward(1.0)),
+    (True, Reward(1.0)),
+    (np.float32(0.5), Reward(0.5)),
+    (Reward(1, {"reason": "x"}), Reward(1, {"reason": "x"})),
+])  # fmt: skip
 def test_a_verdict_may_be_a_number_or_a_reward(environment, verdict, reward, is_async):
     async def later(row, response):
         return verdict
 
     environment(verify=later if is_async else lambda *args: verdict)
-    assert asyncio.run(envs.verify(ROW, "four")) == reward
+    assert asyncio.run(registry.verify(ROW, "four")) == reward
     (episode,) = run([Scripted()])
     assert episode.reward == reward
 
 
-@pytest.mark.parametrize("verdict", [None, "1.0", [1.0], Reward(None), Reward("right"), 1j])
+@pytest.mark.parametrize(
+    "verdict", [None, "1.0", [1.0], Reward(None), Reward("right"), Reward(1.0, None), 1j]
+)
 @pytest.mark.parametrize("shape", ["verify", "rollout", "score_group"])
 def test_anything_else_is_refused_by_the_name_of_its_environment(environment, verdict, shape):
     async def rollout(row, sampler):
@@ -121,11 +117,8 @@ def test_anything_else_is_refused_by_the_name_of_its_environment(environment, ve
     async def score_group(rows, responses):
         return [verdict] * len(rows)
 
-    functions = {"verify": lambda *args: verdict if shape == "verify" else 0.0}
-    functions |= {"rollout": {"rollout": rollout}, "score_group": {"score_group": score_group}}.get(
-        shape, {}
-    )
-    environment(**functions)
+    functions = {"verify": lambda *args: verdict, "rollout": rollout, "score_group": score_group}
+    environment(**{"verify": lambda *args: 0.0, shape: functions[shape]})
     with pytest.raises(TypeError, match="environment 'mine' returned .*expected a number or a Re"):
         run([Scripted()])
 
@@ -148,7 +141,8 @@ def test_a_comparison_must_score_every_answer(environment):
         run([Scripted(), Scripted()])
 
 
-def test_an_error_in_one_rollout_ends_its_siblings(environment):
+@in_loop
+async def test_an_error_in_one_rollout_ends_its_siblings(environment):
     alive = []
 
     async def rollout(row, sampler):
@@ -161,11 +155,7 @@ def test_an_error_in_one_rollout_ends_its_siblings(environment):
             alive.remove(sampler)
 
     environment(rollout=rollout)
-
-    async def twice():
-        for _ in range(2):
-            with pytest.raises(ConnectionError):
-                await envs.rollouts(ROW, [Scripted("a"), Scripted("b")])
-            assert not alive
-
-    asyncio.run(twice())
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            await registry.rollouts(ROW, [Scripted("a"), Scripted("b")])
+        assert not alive

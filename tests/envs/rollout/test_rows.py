@@ -1,7 +1,5 @@
 """Prompts as the model sees them, and data files with bad rows in them."""
 
-import copy
-import functools
 import importlib
 import json
 import random
@@ -18,21 +16,19 @@ from conftest import save_tokenizer, spelling_rows
 from transformers import AutoTokenizer
 
 import envs
-from envs.rollout import rows
-from envs.rollout.rows import fingerprint, load_rows, load_tokenizer, quarantine, read_rows, render
-from envs.rollout.services import Services
-from settings.reader import InputError
+from core.lines import fingerprint
+from envs import registry
+from envs.check_rows import load_rows, read_rows
+from envs.rollout import messages, rows
+from envs.rollout.messages import render
+from envs.rollout.rows import quarantine
+from envs.rollout.sampler import sampling_of
+from settings.errors import InputError
 from settings.run import Sampling
+from settings.services import Services
+from support.verifiers import replaced
 
 MUTANTS = 20_000
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    """The character tokenizer of the tests."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    return load_tokenizer(str(folder))
 
 
 def test_a_conversation_ends_where_the_answer_begins(tokenizer):
@@ -48,23 +44,18 @@ def test_parts_of_the_responses_api_are_joined(tokenizer):
     assert tokenizer.decode(render(tokenizer, row, {})) == "<user>spell this<bot>"
 
 
-THOUGHTFUL = [
-    {"role": "user", "content": "1 + 1?"},
-    {"role": "assistant", "content": "<think>one and one</think>2"},
-    {"role": "user", "content": "And 2 + 2?"},
-]
+THOUGHTFUL = [{"role": "user", "content": "1 + 1?"}]
+THOUGHTFUL += [{"role": "assistant", "content": "<think>one and one</think>2"}]
+THOUGHTFUL += [{"role": "user", "content": "And 2 + 2?"}]
 
 
-@pytest.mark.parametrize(
-    ("template", "variables", "keeps", "end"),
-    [
-        ("nemotron_3_super", {}, False, "<think>\n"),
-        ("nemotron_3_super", {"truncate_history_thinking": False}, True, "<think>\n"),
-        ("nemotron_3_super", {"enable_thinking": False}, False, "<think></think>"),
-        ("qwen3", {"enable_thinking": True}, False, "<|im_start|>assistant\n"),
-        ("qwen3", {"enable_thinking": False}, False, "<think>\n\n</think>\n\n"),
-    ],
-)
+@pytest.mark.parametrize(("template", "variables", "keeps", "end"), [
+    ("nemotron_3_super", {}, False, "<think>\n"),
+    ("nemotron_3_super", {"truncate_history_thinking": False}, True, "<think>\n"),
+    ("nemotron_3_super", {"enable_thinking": False}, False, "<think></think>"),
+    ("qwen3", {"enable_thinking": True}, False, "<|im_start|>assistant\n"),
+    ("qwen3", {"enable_thinking": False}, False, "<think>\n\n</think>\n\n"),
+])  # fmt: skip
 def test_variables_reach_the_chat_template(tmp_path, shared_data, template, variables, keeps, end):
     """Super trains with the thoughts of earlier turns left in."""
     save_tokenizer(tmp_path)
@@ -95,6 +86,7 @@ def cfg(tmp_path_factory, tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(rows, "BAD", {})
     return SimpleNamespace(
+        command=SimpleNamespace(eval_only=False, export=0),
         run_dir=str(tmp_path / "run"),
         model=str(folder),
         data=SimpleNamespace(max_bad_rows=0, train="train.jsonl", val="", val_samples=1),
@@ -114,7 +106,7 @@ def dump(row) -> bytes:
 
 
 def quarantined(cfg) -> list[dict]:
-    quarantine(cfg.run_dir)
+    quarantine(cfg)
     path = Path(cfg.run_dir) / "quarantine.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -123,14 +115,8 @@ GOOD = dump(spelling_rows(1)[0])
 
 
 def test_bad_rows_are_set_aside_up_to_a_number(cfg, tmp_path, capsys):
-    lines = [
-        GOOD,
-        b"{",
-        b"",
-        b'{"question": "\xff"}',
-        GOOD,
-        dump(spelling_rows(1)[0] | {"answer": 5}),
-    ]
+    lines = [GOOD, b"{", b"", b'{"question": "\xff"}', GOOD]
+    lines += [dump(spelling_rows(1)[0] | {"answer": 5})]
     path = write_lines(tmp_path / "train.jsonl", lines)
     for allowed in (0, 1, 2):
         cfg.data.max_bad_rows = allowed
@@ -162,34 +148,27 @@ def test_bad_rows_are_set_aside_up_to_a_number(cfg, tmp_path, capsys):
 def test_a_file_of_bad_rows_is_refused(cfg, tmp_path):
     cfg.data.max_bad_rows = 100
     path = write_lines(tmp_path / "train.jsonl", [b"", b"{", b"}"])
-    with pytest.raises(
-        InputError, match=r"holds no good rows.*; .*jsonl:2: expected JSON: .* lines 2, 3\)$"
-    ):
+    told = r"holds no good rows.*; .*jsonl:2: expected JSON: .* lines 2, 3\)$"
+    with pytest.raises(InputError, match=told):
         load_rows(path, cfg)
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"\xef\xbb\xbf" + GOOD, "expected JSON: Unexpected UTF-8 BOM"),
-        (GOOD[:-1] + b', "x": NaN}', "expected JSON: 'NaN' is not finite"),
-        (GOOD[:-1] + b', "x": -1e999}', "expected JSON: '-1e999' is not finite"),
-        (GOOD[:-1] + b', "x": ' + b"9" * 5000 + b"}", "expected JSON: Exceeds the limit"),
-        (GOOD[:-1] + b', "answer": "cba"}', "expected JSON: the key 'answer' appears twice"),
-        (GOOD[:-1] + b', "x": {"y": 1, "y": 1}}', "expected JSON: the key 'y' appears twice"),
-        (GOOD[:-1] + b', "x": "\\ud800"}', r"expected UTF-8: half a pair, \ud800,"),
-        (GOOD[:-1] + b', "x": "\x00"}', "expected JSON: Invalid control character"),
-        (b"[" * 100_000, "expected JSON: maximum recursion depth"),
-        (GOOD + GOOD, "expected JSON: Extra data"),
-        (b"[]", "responses_create_params.input is missing or null, expected a list of messages"),
-        (
-            b'{"question": "1 + 1?", "answer": "2"}',
-            "responses_create_params.input is missing or null, expected a list of messages; the "
-            "row has ['question', 'answer']: docs/own_data.md shows how to convert it",
-        ),
-    ],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("line", "reason"), [
+    (b"\xef\xbb\xbf" + GOOD, "expected JSON: Unexpected UTF-8 BOM"),
+    (GOOD[:-1] + b', "x": NaN}', "expected JSON: 'NaN' is not finite"),
+    (GOOD[:-1] + b', "x": -1e999}', "expected JSON: '-1e999' is not finite"),
+    (GOOD[:-1] + b', "x": ' + b"9" * 5000 + b"}", "expected JSON: Exceeds the limit"),
+    (GOOD[:-1] + b', "answer": "cba"}', "expected JSON: the key 'answer' appears twice"),
+    (GOOD[:-1] + b', "x": {"y": 1, "y": 1}}', "expected JSON: the key 'y' appears twice"),
+    (GOOD[:-1] + b', "x": "\\ud800"}', r"expected UTF-8: half a pair, \ud800,"),
+    (GOOD[:-1] + b', "x": "\x00"}', "expected JSON: Invalid control character"),
+    (b"[" * 100_000, "expected JSON: maximum recursion depth"),
+    (GOOD + GOOD, "expected JSON: Extra data"),
+    (b"[]", "responses_create_params.input is missing or null, expected a list of messages"),
+    (b'{"question": "1 + 1?", "answer": "2"}',
+     "responses_create_params.input is missing or null, expected a list of messages; the "
+     "row has ['question', 'answer']: docs/own_data.md shows how to convert it"),
+], ids=lambda value: value[:40] if isinstance(value, str) else "")  # fmt: skip
 def test_each_kind_of_bad_row_is_named(cfg, tmp_path, line, reason):
     path = write_lines(tmp_path / "train.jsonl", [GOOD, line])
     with pytest.raises(InputError, match=re.escape(f"{path}:2: {reason}")) as error:
@@ -215,14 +194,14 @@ def environment(tmp_path, monkeypatch):
         path.write_text(f'AGENTS = ("{name}",)\n{text}\n')
         written.append(name)
         monkeypatch.setattr(envs, "__path__", [str(folder)])
-        envs.agents.cache_clear()
+        registry.agents.cache_clear()
         importlib.invalidate_caches()
         return path
 
     yield environment
     for name in written:
         sys.modules.pop(f"envs.{name}", None)
-    envs.agents.cache_clear()
+    registry.agents.cache_clear()
 
 
 def row_of(name: str, **fields) -> bytes:
@@ -263,18 +242,15 @@ def test_rows_that_only_compare_are_not_trained_on_one_answer(environment, cfg, 
         load_rows(cfg.data.train, cfg)
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("\nimport no_such_library", r"{path}:3: ModuleNotFoundError: No module named 'no_such_l"),
-        ("LIMIT = 1 / 0", r"{path}:2: ZeroDivisionError: division by zero"),
-        ("return 5", r"{path}:2: SyntaxError: 'return' outside function"),
-        ("def verify(:", r"{path} cannot be read as Python: invalid syntax \(mine.py, line 2\)"),
-        ("from envs import Rewards", r"{path}:2: ImportError: cannot import name 'Rewards'"),
-        ("raise ValueError('two\\nlines')", r"{path}:2: ValueError: two lines"),
-        ("def verfy(row, response): ...", r"{path} defines none, expected a function `verify`"),
-    ],
-)
+@pytest.mark.parametrize(("text", "problem"), [
+    ("\nimport no_such_library", r"{path}:3: ModuleNotFoundError: No module named 'no_such_l"),
+    ("LIMIT = 1 / 0", r"{path}:2: ZeroDivisionError: division by zero"),
+    ("return 5", r"{path}:2: SyntaxError: 'return' outside function"),
+    ("def verify(:", r"{path} cannot be read as Python: invalid syntax \(mine.py, line 2\)"),
+    ("from envs import Rewards", r"{path}:2: ImportError: cannot import name 'Rewards'"),
+    ("raise ValueError('two\\nlines')", r"{path}:2: ValueError: two lines"),
+    ("def verfy(row, response): ...", r"{path} defines none, expected a function `verify`"),
+])  # fmt: skip
 def test_a_broken_environment_is_one_line_with_its_place(environment, cfg, tmp_path, text, problem):
     """However many bad rows are allowed: no row is to blame."""
     path = environment(text)
@@ -299,21 +275,24 @@ def test_a_check_that_raises_names_the_row_and_its_own_line(environment, cfg, tm
 def test_only_environments_that_rows_name_are_imported(environment, cfg, tmp_path):
     environment("raise RuntimeError('nobody asked for me')", "unused")
     environment("def verify(row, response): return 1", "used")
-    file = write_lines(tmp_path / "train.jsonl", [row_of("used")])
-    assert len(load_rows(file, cfg)) == 1
+    assert len(load_rows(write_lines(tmp_path / "train.jsonl", [row_of("used")]), cfg)) == 1
     assert "envs.used" in sys.modules and "envs.unused" not in sys.modules
+
+
+def measured(path: str, cfg) -> tuple:
+    """Rows, the bytes that they keep, and the most that were held at once."""
+    tracemalloc.start()
+    try:
+        return load_rows(path, cfg), *tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_line_of_50_mb_is_held_three_times_at_most(cfg, tmp_path):
     size = 50_000_000
     path = write_lines(tmp_path / "train.jsonl", [GOOD[:-1] + b', "x": "' + b"x" * size + b'"}'])
     cfg.sampling = Sampling(max_model_len=1 << 26, chat_template_kwargs={})
-    tracemalloc.start()
-    try:
-        (row,) = load_rows(path, cfg)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    (row,), _, peak = measured(path, cfg)
     assert len(row["x"]) == size and peak < 3.2 * size
 
 
@@ -321,16 +300,10 @@ def test_only_where_rows_begin_is_kept(cfg, tmp_path):
     """500,000 rows of 10 KB take 8 MB; a row is read when it is asked for."""
     every = [row | {"note": "x" * 10_000} for row in spelling_rows(2_000)]
     path = write_lines(tmp_path / "train.jsonl", [b"", *map(dump, every)])
-    tracemalloc.start()
-    try:
-        found = load_rows(path, cfg)
-        kept, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    found, kept, peak = measured(path, cfg)
     assert kept < 200_000 and peak < 2_000_000
-    assert [found[i] for i in (-1, 0, 7)] == [
-        every[i] | {"_line": i % 2000 + 2} for i in (-1, 0, 7)
-    ]
+    for i in (-1, 0, 7):
+        assert found[i] == every[i] | {"_line": i % 2000 + 2}
     assert [row["_line"] for row in found] == list(range(2, 2_002))
 
 
@@ -358,17 +331,17 @@ def test_a_row_has_the_temperature_of_the_run(cfg, tmp_path):
 def test_a_row_changes_template_variables_and_length_of_answers(tokenizer):
     (row,) = spelling_rows(1)
     own = Sampling(max_response_tokens=100, chat_template_kwargs={"a": 1, "b": 2})
-    assert own.of(row) == own
+    assert sampling_of(row, own) == own
     variables = {"metadata": {"chat_template_kwargs": '{"b": 3, "c": null}'}}
     row["responses_create_params"] |= variables | {"max_output_tokens": 7}
     merged = {"a": 1, "b": 3, "c": None}
-    assert own.of(row) == Sampling(max_response_tokens=7, chat_template_kwargs=merged)
+    assert sampling_of(row, own) == Sampling(max_response_tokens=7, chat_template_kwargs=merged)
     row["responses_create_params"]["max_output_tokens"] = 900
-    assert own.of(row).max_response_tokens == 100
+    assert sampling_of(row, own).max_response_tokens == 100
 
 
 def test_a_prompt_of_50_mb_is_refused_before_it_is_tokenised(cfg, tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "render", lambda *args: pytest.fail("it was tokenised"))
+    monkeypatch.setattr(messages, "render", lambda *args: pytest.fail("it was tokenised"))
     row = spelling_rows(1)[0]
     row["responses_create_params"]["input"][0]["content"] = "x" * 50_000_000
     path = write_lines(tmp_path / "train.jsonl", [dump(row)])
@@ -397,24 +370,17 @@ def test_a_prompt_that_the_chat_template_refuses_is_named(cfg, tmp_path):
 
 # --- mutated rows ---------------------------------------------------------------------------------
 
+CONTENT = ("responses_create_params", "input", 0, "content")
+WRONG = [None, True, 5, {"x": []}]  # wherever on the way to the content
 ODD = [None, True, -1.5, 5, "", "x", [], {}, [[]], {"x": []}, 10**30, ["\x00", {"text": None}]]
 
 
 def places(value, path=()) -> Iterator[tuple]:
-    """The paths of all values inside a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in items:
         yield (*path, key)
         if isinstance(inner, dict | list):
             yield from places(inner, (*path, key))
-
-
-def replaced(row: dict, path: tuple, value) -> bytes:
-    """The row with another value at a path."""
-    row = copy.deepcopy(row)
-    *outer, last = path
-    functools.reduce(lambda part, key: part[key], outer, row)[last] = value
-    return dump(row)
 
 
 def insert(line: bytes, at: int, what: bytes) -> bytes:
@@ -424,7 +390,6 @@ def insert(line: bytes, at: int, what: bytes) -> bytes:
 def spoilt(n: random.Random, row: dict, line: bytes) -> bytes:
     """A line that is no row any more."""
     at, end = n.randrange(1, len(line)), line[:-1] + b', "x": '
-    needed = ("responses_create_params", "input", 0, "content")
     kinds = [
         lambda: line[:at],
         lambda: b"\xef\xbb\xbf" + line,
@@ -435,8 +400,8 @@ def spoilt(n: random.Random, row: dict, line: bytes) -> bytes:
         lambda: b"{" + dump(n.choice(list(row))) + b": 1, " + line[1:],
         lambda: line + n.choice([b",", b" {}", line]),
         lambda: dump(n.choice([*ODD, row["responses_create_params"], [row]])),
-        lambda: replaced(row, needed[: n.randint(1, 4)], n.choice([None, True, 5, {"x": []}])),
-        lambda: replaced(row, ("agent_ref", "name"), n.choice([*ODD, "maths"])),
+        lambda: dump(replaced(row, CONTENT[: n.randint(1, 4)], n.choice(WRONG))),
+        lambda: dump(replaced(row, ("agent_ref", "name"), n.choice([*ODD, "maths"]))),
     ]
     return n.choice(kinds)()
 
@@ -450,7 +415,7 @@ def changed(n: random.Random, row: dict, line: bytes) -> bytes:
         lambda: json.dumps(row, ensure_ascii=False, indent=None, separators=(",", ":")).encode(),
         lambda: dump(dict(n.sample(list(row.items()), len(row)))),
         lambda: dump(row | {n.choice(["", "x", "_x", "é"]): n.choice(ODD)}),
-        lambda: replaced(row, ("responses_create_params", "input", 0, "content"), content),
+        lambda: dump(replaced(row, CONTENT, content)),
         lambda: line[:-1] + b', "x": ' + b"[" * 50 + b"]" * 50 + b"}",
         lambda: line[:-1] + b', "x": ' + b"9" * 4000 + b"}",
     ]
@@ -462,7 +427,7 @@ def unsure(n: random.Random, row: dict, line: bytes) -> bytes:
     at, byte = n.randrange(len(line)), bytes([n.choice([*range(10), *range(11, 256)])])
     path = n.choice(list(places(row)))
     kinds = [
-        lambda: replaced(row, path, n.choice(ODD)),
+        lambda: dump(replaced(row, path, n.choice(ODD))),
         lambda: line[:at] + byte + line[at + 1 :],
         lambda: line[:at] + line[at + n.randint(1, 9) :],
         lambda: insert(

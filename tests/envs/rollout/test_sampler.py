@@ -4,53 +4,31 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import ray
 from conftest import save_tokenizer, spelling_rows
 
 from envs.rollout import sampler as module
-from envs.rollout.episode import Turn
-from envs.rollout.rows import load_tokenizer, render
-from envs.rollout.sampler import Request, Sampler, answer_text
+from envs.rollout.episode import Request, Turn
+from envs.rollout.messages import render
+from envs.rollout.sampler import Sampler, answer_text
 from settings.run import Sampling
+from support.chats import Scripted, sampled
+from support.loop import in_loop
 
 EOS = 1
 
 
-def turn(prompt, tokens, reason="stop") -> Turn:
-    return Turn(list(prompt), list(tokens), [-1.0] * len(tokens), [0] * len(tokens), reason)
+def says(tokenizer, text: str) -> Scripted:
+    """An engine that answers every request with the same words."""
+    return Scripted(lambda request: ([*tokenizer.encode(text), EOS], "stop"))
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    """The character tokenizer of the tests."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    return load_tokenizer(str(folder))
-
-
-class Engine:
-    """Answers every request with the same words."""
-
-    def __init__(self, tokenizer, text="hello", reason="stop"):
-        self.requests: list[Request] = []
-        self.answer = tokenizer.encode(text) + [EOS] * (reason == "stop"), reason
-        self.generate = SimpleNamespace(remote=self.respond)
-
-    async def respond(self, request: Request) -> list[Turn]:
-        """n equal answers."""
-        self.requests.append(request)
-        return [turn(request.prompt_ids, *self.answer) for _ in range(request.n)]
-
-
-def test_requests_name_prompt_count_and_seed(tokenizer):
-    engine = Engine(tokenizer)
+@in_loop
+async def test_requests_name_prompt_count_and_seed(tokenizer):
+    engine = says(tokenizer, "hello")
     settings = Sampling(validation={"temperature": 0.6})
     sampler = Sampler(engine, tokenizer, settings, 7, [], validation=False)
-
-    async def twice():
-        (one,) = await sampler.generate([5, 6])
-        return [one, *await sampler.generate([5, 6, 8], n=2)]
-
-    turns = asyncio.run(twice())
+    turns = await sampler.generate([5, 6]) + await sampler.generate([5, 6, 8], n=2)
     assert [(t.text, t.opening, t.judged) for t in turns] == [("hello", "", "hello")] * 3
     first, second = engine.requests
     assert first == Request(first.name, [5, 6], 1, 7, [], 65536)
@@ -60,7 +38,7 @@ def test_requests_name_prompt_count_and_seed(tokenizer):
 
 
 def test_validation_has_sampling_of_its_own(tokenizer):
-    engine = Engine(tokenizer)
+    engine = says(tokenizer, "hello")
     settings = Sampling(validation={"temperature": 0.6, "top_p": 0.95})
     asyncio.run(Sampler(engine, tokenizer, settings, 7, [], validation=True).generate([5]))
     assert engine.requests[0].sampling == {"temperature": 0.6, "top_p": 0.95}
@@ -78,19 +56,16 @@ def test_room_is_what_the_prompt_leaves():
     assert [sampler.room([0] * n) for n in (0, 9, 10, 11)] == [10, 1, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "opening"),
-    [
-        ("go<think>", "<think>"),
-        ("go<think>\n", "<think>"),
-        ("go", ""),
-        ("<think>a</think>", ""),
-        ("<think>go", ""),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "opening"), [
+    ("go<think>", "<think>"),
+    ("go<think>\n", "<think>"),
+    ("go", ""),
+    ("<think>a</think>", ""),
+    ("<think>go", ""),
+])  # fmt: skip
 def test_a_thought_that_the_prompt_opened_is_judged_with_the_answer(tokenizer, prompt, opening):
     """Templates of reasoning models end with `<think>`."""
-    sampler = Sampler(Engine(tokenizer, "4"), tokenizer, Sampling(), 0, [], validation=False)
+    sampler = Sampler(says(tokenizer, "4"), tokenizer, Sampling(), 0, [], validation=False)
     (answer,) = asyncio.run(sampler.generate(tokenizer.encode(prompt)))
     assert (answer.text, answer.judged) == ("4", opening + "4")
 
@@ -101,11 +76,7 @@ def test_a_thought_that_the_prompt_opened_is_judged_with_the_answer(tokenizer, p
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory):
     """A tokenizer that declares its think tags and a second stop token special."""
-    folder = tmp_path_factory.mktemp("thinker")
-    save_tokenizer(folder)
-    tokenizer = load_tokenizer(str(folder))
-    # Not the cached one, which other tests share.
-    made = type(tokenizer).from_pretrained(str(folder))
+    made = save_tokenizer(tmp_path_factory.mktemp("thinker"))
     made.add_special_tokens(
         {"additional_special_tokens": ["<think>", "</think>", "<tool_call>", "<|im_end|>"]}
     )
@@ -113,44 +84,38 @@ def thinker(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize(
-    ("written", "reason", "text"),
-    [
-        ("<think>a</think>b<eos>", "stop", "<think>a</think>b"),
-        ("<think>a</think>b<|im_end|>", "stop", "<think>a</think>b"),
-        ("<think>a</think><eos>", "stop", "<think>a</think>"),
-        ("<think>a</think>", "length", "<think>a</think>"),
-        ("a<tool_call>", "length", "a<tool_call>"),
-        ("hello <eos>", "stop", "hello "),
-        ("hello<eos><pad><pad>", "stop", "hello"),
-        ("<eos>", "stop", ""),
-        ("", "length", ""),
-    ],
-)
+@pytest.mark.parametrize(("written", "reason", "text"), [
+    ("<think>a</think>b<eos>", "stop", "<think>a</think>b"),
+    ("<think>a</think>b<|im_end|>", "stop", "<think>a</think>b"),
+    ("<think>a</think><eos>", "stop", "<think>a</think>"),
+    ("<think>a</think>", "length", "<think>a</think>"),
+    ("a<tool_call>", "length", "a<tool_call>"),
+    ("hello <eos>", "stop", "hello "),
+    ("hello<eos><pad><pad>", "stop", "hello"),
+    ("<eos>", "stop", ""),
+    ("", "length", ""),
+])  # fmt: skip
 def test_only_the_end_and_padding_are_left_out_of_the_text(thinker, written, reason, text):
-    assert answer_text(thinker, turn([], thinker.encode(written), reason)) == text
+    assert answer_text(thinker, sampled([], thinker.encode(written), reason)) == text
 
 
 # --- engines that are lost ------------------------------------------------------------------------
 
 
-def test_an_answer_that_nobody_waits_for_is_cancelled(monkeypatch):
+@in_loop
+async def test_an_answer_that_nobody_waits_for_is_cancelled(monkeypatch):
     cancelled = []
-    monkeypatch.setattr(module.ray, "cancel", cancelled.append)
-
-    async def give_up():
-        answer = asyncio.get_running_loop().create_future()
-        engine = SimpleNamespace(generate=SimpleNamespace(remote=lambda request: answer))
-        sampler = Sampler(engine, None, Sampling(), 0, [], validation=False)
-        task = asyncio.ensure_future(sampler.generate([1, 2]))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return answer
-
-    assert cancelled == [asyncio.run(give_up())]
+    monkeypatch.setattr(ray, "cancel", cancelled.append)
+    answer = asyncio.get_running_loop().create_future()
+    engine = SimpleNamespace(generate=SimpleNamespace(remote=lambda request: answer))
+    sampler = Sampler(engine, None, Sampling(), 0, [], validation=False)
+    task = asyncio.ensure_future(sampler.generate([1, 2]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cancelled == [answer]
 
 
 class Mortal:
@@ -165,42 +130,35 @@ class Mortal:
     async def since(self, name: str, known: list[int | None]) -> list[Turn | None]:
         """One more token of the first answer each time; the second is whole."""
         self.known.append(known)
-        return [turn([], [6], ""), None] if known else [turn([], [5], ""), turn([], [7])]
+        return [sampled([], [6], ""), None] if known else [sampled([], [5], ""), sampled([], [7])]
 
     async def respond(self, request: Request) -> list[Turn]:
-        """Fails once its drafts were asked for three times."""
         self.requests.append(request)
         while len(self.requests) == 1:
             if len(self.known) == 3:
                 raise RuntimeError("lost")
             await asyncio.sleep(0.01)
-        return [turn(request.prompt_ids, [5, 6, EOS]) for _ in range(request.n)]
+        return [sampled(request.prompt_ids, [5, 6, EOS]) for _ in range(request.n)]
 
 
-def test_a_retry_starts_from_what_was_written(monkeypatch, tokenizer):
+@in_loop
+async def test_a_retry_starts_from_what_was_written(monkeypatch, tokenizer):
     """The retry hands the engine the first one's drafts where prompt and count are the same."""
-    monkeypatch.setattr(module, "DRAFT_SECONDS", 0.01)
+    monkeypatch.setattr(module.drafts, "DRAFT_SECONDS", 0.01)
     engine = Mortal()
     drafts = []
 
     def attempt(prompt: list[int], n: int):
         return Sampler(engine, tokenizer, Sampling(), 0, drafts, False).generate(prompt, n)
 
-    async def attempts():
-        with pytest.raises(RuntimeError, match="lost"):
-            await attempt([1, 2], 2)
-        kept = list(drafts)
-        for prompt, n in (([1, 2], 2), ([9], 2)):
-            drafts[:] = kept
-            await attempt(prompt, n)
+    with pytest.raises(RuntimeError, match="lost"):
+        await attempt([1, 2], 2)
+    kept = list(drafts)
+    for prompt, n in (([1, 2], 2), ([9], 2), ([1, 2], 3)):
         drafts[:] = kept
-        await attempt([1, 2], 3)
-
-    asyncio.run(attempts())
+        await attempt(prompt, n)
     first, again, other_prompt, other_count = (request.drafts for request in engine.requests)
     assert first == other_prompt == other_count == []
-    assert [(d.prompt_ids, d.token_ids, d.finish_reason) for d in again] == [
-        ([1, 2], [5, 6, 6], ""),
-        ([1, 2], [7], "stop"),
-    ]
+    found = [(draft.prompt_ids, draft.token_ids, draft.finish_reason) for draft in again]
+    assert found == [([1, 2], [5, 6, 6], ""), ([1, 2], [7], "stop")]
     assert engine.known == [[], [1, None], [2, None]], "no token travels twice"

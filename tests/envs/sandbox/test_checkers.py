@@ -15,7 +15,9 @@ import pytest
 
 from envs.rollout import services
 from envs.sandbox import checkers, sandbox
-from envs.sandbox.checkers import CheckerError, Checkers
+from envs.sandbox.checkers import Checkers
+from settings.services import Services
+from support.loop import at_once, in_loop
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,11 +28,11 @@ ALSO_HANGS = "\\boxed{\\sin(99346 y)+e^{55125 z}}"
 @pytest.fixture(scope="module", params=["bubblewrap", "unsafe"], autouse=True)
 def home(request):
     """Where the checks run: in bubblewrap, or beside everything else."""
-    services.configure(services.Services(sandbox=request.param))
+    services.configure(Services(sandbox=request.param))
     if sandbox.problem():
         pytest.skip(sandbox.problem())
     yield request.param
-    services.configure(services.Services())
+    services.configure(Services())
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +84,13 @@ def burning(core: int, count: int):
 
 
 def test_the_deadline_does_not_count_the_queue(maths):
-    async def main():
-        texts = [HANGS, HANGS, "2", "2"]
-        return await asyncio.gather(*(maths.run(1.0, expected="2", text=text) for text in texts))
-
-    assert [verdict["value"] for verdict in asyncio.run(main())] == [0, 0, 1, 1]
+    texts = [HANGS, HANGS, "2", "2"]
+    verdicts = at_once(maths.run(1.0, expected="2", text=text) for text in texts)
+    assert [verdict["value"] for verdict in verdicts] == [0, 0, 1, 1]
 
 
-def test_hanging_answers_do_not_delay_good_ones():
+@in_loop
+async def test_hanging_answers_do_not_delay_good_ones():
     """The two that hang keep the only quick check for half a second each, not for two."""
     pool = Checkers("envs.maths.math:make_check", children=1)
 
@@ -97,14 +98,10 @@ def test_hanging_answers_do_not_delay_good_ones():
         verdict = await pool.run(2.0, expected="2", text=text)
         return verdict.get("reason", verdict["value"]), time.monotonic() - began
 
-    async def main():
-        await pool.run(2.0, expected="2", text="2")
-        nonlocal began
-        began = time.monotonic()
-        return await asyncio.gather(*map(timed, [HANGS, ALSO_HANGS, *["\\boxed{2}"] * 8]))
-
-    began = 0.0
-    (first, at_first), (second, _), *good = asyncio.run(main())
+    await pool.run(2.0, expected="2", text="2")
+    began = time.monotonic()
+    verdicts = await asyncio.gather(*map(timed, [HANGS, ALSO_HANGS, *["\\boxed{2}"] * 8]))
+    (first, at_first), (second, _), *good = verdicts
     assert (first, second) == ("timeout", "timeout")
     assert {value for value, _ in good} == {1.0}
     assert max(seconds for _, seconds in good) < at_first
@@ -113,9 +110,8 @@ def test_hanging_answers_do_not_delay_good_ones():
 def test_a_long_verdict_is_heard_whole_and_an_endless_one_is_none(home):
     """The socket between a check and its warden holds 0.2 MB."""
     pool = Checkers("support.evaluating:make_long_check", children=1)
-    began = time.monotonic()
-    verdict = asyncio.run(pool.run(10.0, text="5000000"))
-    assert verdict == {"value": 1.0, "text": "x" * 5_000_000} and time.monotonic() - began < 5
+    verdict = asyncio.run(pool.run(60.0, text="5000000"))
+    assert verdict == {"value": 1.0, "text": "x" * 5_000_000}
     assert asyncio.run(pool.run(2.0, text="99000000"))["reason"] == "timeout"
 
 
@@ -130,6 +126,22 @@ def test_an_answer_that_waits_or_hangs_is_wrong_and_no_failure(evaluating):
     assert evaluating("1") == {"value": 1.0}
 
 
+def test_a_check_judges_as_many_answers_as_it_may_and_none_after_a_failure(home):
+    """ "raise", "die" and "hang" end it; what is asked next has another one."""
+    pool = Checkers("support.evaluating:make_counting_check", children=1, answers=3)
+
+    def judged(text: str) -> float | str:
+        verdict = asyncio.run(pool.run(1.0, text=text))
+        return verdict.get("reason", verdict["value"])
+
+    assert [judged(str(i)) for i in range(7)] == [1, 2, 3, 1, 2, 3, 1]
+    assert judged("hang") == "timeout" and [judged("a"), judged("a")] == [1, 2]
+    assert judged("die") == "crashed the checker" and judged("a") == 2  # after a harmless one
+    assert judged("raise") == "crashed the checker" and judged("a") == 2
+    assert judged("x" * 1_000_000) == 3
+    assert [judged("grow"), judged("a")] == [1, 1]  # what it had kept is gone
+
+
 def test_a_right_answer_is_not_wrong_because_its_check_was_killed_twice(monkeypatch):
     """From outside, as for want of memory: then what is harmless fails as well."""
     asked = []
@@ -139,19 +151,16 @@ def test_a_right_answer_is_not_wrong_because_its_check_was_killed_twice(monkeypa
         return {"failed": "code -9"} if len(asked) < 4 else {"value": 1.0}
 
     monkeypatch.setattr(Checkers, "_ask", ask)
-    with pytest.raises(CheckerError, match="code -9"):
+    with pytest.raises(services.CheckerError, match="code -9"):
         asyncio.run(Checkers("a:b", 1).run(1.0, text="right"))
     assert asked == ["right", ""]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import os; os._exit(3)",
-        "import ctypes; ctypes.string_at(0)",
-        "raise BaseException('x' * 10_000)",
-    ],
-)
+@pytest.mark.parametrize("line", [
+    "import os; os._exit(3)",
+    "import ctypes; ctypes.string_at(0)",
+    "raise BaseException('x' * 10_000)",
+])  # fmt: skip
 def test_an_answer_that_kills_its_check_twice_is_wrong_and_no_failure(evaluating, line):
     assert evaluating(code(line)) == {"value": 0.0, "reason": "crashed the checker"}
     assert evaluating("0.5") == {"value": 0.5}
@@ -176,17 +185,13 @@ def test_in_bubblewrap_no_answer_reaches_its_neighbours(home):
         "import os\nfor pid in [-1, *range(2, 999)]:\n try: os.kill(pid, %d)\n except OSError: 0"
     )
     texts = [code(signals % 9), "0.5", code(signals % 19), "0.5", "0.5"] * 4
-
-    async def main() -> list[dict]:
-        return await asyncio.gather(*(pool.run(1.0, text=text) for text in texts))
-
-    values = [verdict["value"] for verdict in asyncio.run(main())]
-    assert values == [0.25, 0.5, 0.25, 0.5, 0.5] * 4
+    verdicts = at_once(pool.run(1.0, text=text) for text in texts)
+    assert [verdict["value"] for verdict in verdicts] == [0.25, 0.5, 0.25, 0.5, 0.5] * 4
 
 
 def test_checks_that_die_of_every_answer_are_an_error():
     pool = Checkers("support.evaluating:make_broken_check", children=1)
-    with pytest.raises(CheckerError, match="RuntimeError: no memory, no verdict"):
+    with pytest.raises(services.CheckerError, match="RuntimeError: no memory, no verdict"):
         asyncio.run(pool.run(1.0, text="1"))
 
 
@@ -254,21 +259,17 @@ def test_a_check_writes_no_file(evaluating, tmp_path, home):
         assert (tmp_path / "file").read_text() == ""
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        [f"open({str(ROOT / 'README.md')!r})", "value = 7"],
-        ["import os", "value = 7 if os.path.exists('/etc/passwd') else 0"],
-        ["import os", "value = 7 if 'TOKEN' in os.environ else 0"],
-        ["import socket", "socket.create_connection(('127.0.0.1', PORT), 2)", "value = 7"],
-        ["import os", "os.kill(PARENT, 0)", "value = 7"],
-    ],
-)
+@pytest.mark.parametrize("lines", [
+    [f"open({str(ROOT / 'README.md')!r})", "value = 7"],
+    ["import os", "value = 7 if os.path.exists('/etc/passwd') else 0"],
+    ["import os", "value = 7 if 'TOKEN' in os.environ else 0"],
+    ["import socket", "socket.create_connection(('127.0.0.1', PORT), 2)", "value = 7"],
+    ["import os", "os.kill(PARENT, 0)", "value = 7"],
+])  # fmt: skip
 def test_in_bubblewrap_a_check_sees_only_the_code(evaluating, home, lines):
     """Data, passwords, hosts and processes are not there; beside everything else some are."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        words = {"PORT": port, "PARENT": str(os.getpid())}
+        words = {"PORT": str(server.getsockname()[1]), "PARENT": str(os.getpid())}
         lines = [re.sub("|".join(words), lambda m: words[m[0]], line) for line in lines]
         value = evaluating(code(*lines))["value"]
     assert value == 0 if home == "bubblewrap" or "TOKEN" in lines[-1] else value == 7
@@ -306,7 +307,7 @@ def test_a_check_that_gets_no_cpu_is_an_error_and_no_reward(evaluating):
     """A sixth of a core is half a second of CPU in thrice the deadline of 1 s."""
     core = min(os.sched_getaffinity(0))
     text = code("import os", f"os.sched_setaffinity(0, [{core}])", "while True: pass")
-    with burning(core, 5), pytest.raises(CheckerError, match="starved of CPU"):
+    with burning(core, 5), pytest.raises(services.CheckerError, match="starved of CPU"):
         evaluating(text)
     assert evaluating("1") == {"value": 1.0}
 
@@ -317,7 +318,7 @@ def test_a_warden_that_stands_still_is_an_error_and_no_reward(evaluating, monkey
     pool = evaluating.pool
     warden = pool.quick.submit(lambda: pool.own.warden).result()
     os.kill(warden.pid, signal.SIGSTOP)
-    with pytest.raises(CheckerError, match="starved of CPU"):
+    with pytest.raises(services.CheckerError, match="starved of CPU"):
         evaluating("1", 0.1)
     assert evaluating("1") == {"value": 1.0}
     assert warden.pid not in processes()
@@ -325,7 +326,7 @@ def test_a_warden_that_stands_still_is_an_error_and_no_reward(evaluating, monkey
 
 @pytest.mark.parametrize("factory", ["os:abort", "envs.maths.math:no_such_function"])
 def test_a_server_that_cannot_start_is_an_error(factory):
-    with pytest.raises(CheckerError, match="at its start"):
+    with pytest.raises(services.CheckerError, match="at its start"):
         asyncio.run(Checkers(factory).run(1.0))
 
 
@@ -344,7 +345,8 @@ def test_hanging_checks_do_not_outlive_a_killed_parent(home):
     program = f"""
 import asyncio, envs.maths.math as m
 from envs.rollout import services
-services.configure(services.Services(sandbox={home!r}))
+from settings.services import Services
+services.configure(Services(sandbox={home!r}))
 async def main():
     await m.checkers.run(1.0, expected="2", text="2")
     print(flush=True)
@@ -358,7 +360,7 @@ asyncio.run(main())
     assert len(family) > 4, "the parent, the server, wardens and checks"
     parent.kill()
     parent.communicate()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while family & processes().keys():
         assert time.monotonic() < until, "a check is still running"
         time.sleep(0.1)

@@ -1,27 +1,25 @@
 """What the sandbox promises: nothing gets out, nothing stays, nothing is a silent 0."""
 
 import asyncio
-import itertools
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from envs.programs import code
 from envs.rollout import services
-from envs.sandbox import programs, sandbox, service
-from envs.sandbox.checkers import CheckerError
+from envs.rollout.services import CheckerError
+from envs.sandbox import programs, sandbox
 from envs.sandbox.programs import Interpreter
 from envs.sandbox.sandbox import Limits, Ran
+from settings.services import Services
 from support.escapes import ESCAPES
+from support.loop import at_once
 
 contained = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem())
 QUICK = Limits(seconds=1.0, memory=1 << 30)
@@ -29,11 +27,9 @@ ROW = {"verifier_metadata": {"unit_tests": {"inputs": ["7\n"], "outputs": ["49"]
 
 
 @pytest.fixture
-def backend():
-    """A function that chooses the sandbox of a test."""
-    before = services.current()
-    yield lambda name, url="": services.configure(services.Services(sandbox=name, sandbox_url=url))
-    services.configure(before)
+def backend(monkeypatch):
+    made = lambda name, url="": Services(sandbox=name, sandbox_url=url)  # noqa: E731
+    return lambda *args: monkeypatch.setattr(services, "_current", [made(*args)])
 
 
 def run(argv: list[str], **options) -> Ran:
@@ -69,11 +65,8 @@ def no_interpreter_waits():
 
 @contained
 def test_a_command_sees_its_files_and_nothing_of_this_machine():
-    ran = run(
-        ["cat", "a.txt", "deep/b.txt", "-"],
-        stdin="3\n",
-        files={"a.txt": "1\n", "deep/b.txt": "2\n"},
-    )
+    files = {"a.txt": "1\n", "deep/b.txt": "2\n"}
+    ran = run(["cat", "a.txt", "deep/b.txt", "-"], stdin="3\n", files=files)
     assert ran[:4] == ("1\n2\n3\n", "", 0, "")
     python = Path(sandbox.python()[0]).parts[1]
     seen = {f"/{name}" for name in run(["ls", "/"]).stdout.split()}
@@ -127,22 +120,19 @@ def test_no_image_runs_uncontained(backend):
 
 @contained
 def test_endless_output_of_a_command_ends_it():
-    ran = run(["yes"], limits=QUICK._replace(output=1000, seconds=10))
-    assert (ran.ended, len(ran.stdout), ran.code) == ("output", 1000, None) and ran.seconds < 5
+    ran = run(["yes"], limits=QUICK._replace(output=1000, seconds=100))
+    assert (ran.ended, len(ran.stdout), ran.code) == ("output", 1000, None) and ran.seconds < 60
 
 
 @contained
-@pytest.mark.parametrize(
-    ("source", "ended"),
-    [
-        ("while True: pass", "time"),
-        ("import time; time.sleep(100)", "time"),
-        ("while True: print('x' * 1000)", "output"),
-        ("import os, resource\nresource.prlimit(1, resource.RLIMIT_AS, (0, 0))", "killed"),
-        ("import os\nfor number in (9, 15, 19): os.kill(os.getppid(), number)", ""),
-        ("import os\nfor _ in range(40): os.fork()\na = bytearray(10**8)", ""),
-    ],
-)
+@pytest.mark.parametrize(("source", "ended"), [
+    ("while True: pass", "time"),
+    ("import time; time.sleep(100)", "time"),
+    ("while True: print('x' * 1000)", "output"),
+    ("import os, resource\nresource.prlimit(1, resource.RLIMIT_AS, (0, 0))", "killed"),
+    ("import os\nfor number in (9, 15, 19): os.kill(os.getppid(), number)", ""),
+    ("import os\nfor _ in range(40): os.fork()\na = bytearray(10**8)", ""),
+])  # fmt: skip
 def test_limits_are_named(source, ended):
     ran = program(source)
     assert ran.ended == ended and (ran.code is None) == bool(ended), ran
@@ -235,18 +225,12 @@ def test_nothing_gets_out_and_nothing_stays(monkeypatch):
     assert len(ESCAPES) >= 60
     before = children()
     right = "```python\nprint(int(input()) ** 2)\n```"
-
-    async def judge() -> tuple[list, list]:
-        attempts = (code.verify(ROW, f"```python\n{text}\n```") for text in ESCAPES.values())
-        neighbours = (code.verify(ROW, right) for _ in ESCAPES)
-        pairs = zip(attempts, neighbours, strict=True)
-        answers = await asyncio.gather(*itertools.chain.from_iterable(pairs))
-        return answers[::2], answers[1::2]
-
-    attempts, neighbours = asyncio.run(judge())
-    paid = [name for name, reward in zip(ESCAPES, attempts, strict=True) if reward.value]
+    attempts = [f"```python\n{text}\n```" for text in ESCAPES.values()]
+    answers = (answer for attempt in attempts for answer in (attempt, right))
+    rewards = at_once(code.verify(ROW, answer) for answer in answers)
+    paid = [name for name, reward in zip(ESCAPES, rewards[::2], strict=True) if reward.value]
     assert not paid
-    assert all(reward.value == 1 for reward in neighbours)
+    assert all(reward.value == 1 for reward in rewards[1::2])
     assert children() <= before
     assert not any(Path(path).exists() for path in ("/escaped", "/usr/escaped", "/etc/x"))
 
@@ -254,13 +238,10 @@ def test_nothing_gets_out_and_nothing_stays(monkeypatch):
 @contained
 def test_waiting_for_a_place_is_no_run():
     """Forty runs of a quarter of a second on few processors, with half a second for each."""
-
-    async def many() -> list[list[Ran]]:
-        source = "import time; time.sleep(0.25); print(1)"
-        limits = QUICK._replace(seconds=0.6)
-        return await asyncio.gather(*(outputs(source, [""], limits) for _ in range(40)))
-
-    assert [ran.stdout for (ran,) in asyncio.run(many())] == ["1\n"] * 40
+    source = "import time; time.sleep(0.25); print(1)"
+    limits = QUICK._replace(seconds=0.6)
+    many = at_once(outputs(source, [""], limits) for _ in range(40))
+    assert [ran.stdout for (ran,) in many] == ["1\n"] * 40
 
 
 def test_what_is_missing_is_named(monkeypatch, backend):
@@ -272,7 +253,7 @@ def test_what_is_missing_is_named(monkeypatch, backend):
     with pytest.raises(CheckerError, match="bwrap is not on the path"):
         program("print(1)")
     backend("http")
-    assert "services.sandbox_url is empty" in sandbox.problem()
+    assert "services.sandbox_url = ''" in sandbox.problem()
     backend("unsafe")
     assert not sandbox.problem()
     sandbox._problem.cache_clear()
@@ -300,6 +281,14 @@ def test_an_interpreter_that_does_not_start_is_no_verdict(monkeypatch):
         program("print(1)")
 
 
+@pytest.mark.parametrize("name", [pytest.param("bubblewrap", marks=contained), "unsafe"])
+def test_programs_find_numpy_as_in_gyms_image(backend, name):
+    backend(name)
+    ran = program("import numpy as np\nprint((np.eye(200) @ np.ones(200)).sum(), input())", "7\n")
+    assert ran.stdout == "200.0 7\n", ran
+    assert "No module" in program("import torch_that_is_not_there").stderr
+
+
 def test_without_isolation_each_line_says_so(backend, caplog):
     backend("unsafe")
     assert run(["cat", "a"], files={"a": "1"}).stdout == "1"
@@ -309,68 +298,21 @@ def test_without_isolation_each_line_says_so(backend, caplog):
     assert len(lines) >= 3 and all("services.sandbox = 'unsafe'" in line for line in lines)
 
 
-class Service(BaseHTTPRequestHandler):
-    """The sandbox service's /execute, with this machine's Python behind it."""
-
-    away = 0  # requests that are refused first
-    cut = 0  # answers that end too early, then
-
-    def do_POST(self) -> None:
-        """Runs generated_code as `language` says."""
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if Service.away:
-            Service.away -= 1
-            self.send_error(503)
-            return
-        assert self.path == "/execute" and request["language"] == "python"
-        try:
-            done = subprocess.run(
-                [*sandbox.python(), "-c", request["generated_code"]],
-                input=request["std_input"],
-                capture_output=True,
-                text=True,
-                timeout=request["timeout"],
-            )
-            told = {"process_status": "error" if done.returncode else "completed"}
-            told |= {"stdout": done.stdout, "stderr": done.stderr}
-        except subprocess.TimeoutExpired:
-            told = {"process_status": "timeout", "stdout": "", "stderr": "Timed out"}
-        body = json.dumps(told).encode()
-        self.send_response(200)
-        if Service.cut:
-            Service.cut -= 1
-            self.send_header("Content-Length", str(len(body) + 1))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Says nothing."""
+SPINS = {
+    "its first thread": "while 1: pass",
+    "another thread": """
+import threading
+def spin():
+    while 1: pass
+threading.Thread(target=spin).start()""",
+}
 
 
-def test_the_service_runs_programs_and_may_be_away_for_a_while(backend, monkeypatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        backend("http", f"http://127.0.0.1:{server.server_port}/")
-        Service.away = 1
-        assert program("print(Counter(input()))", "aa").stdout == "Counter({'a': 2})\n"
-        Service.cut = 1
-        assert program("print(1)").stdout == "1\n" and not Service.cut
-        assert program("1 / 0").code == 1 and program("while True: pass").ended == "time"
-        assert asyncio.run(code.verify(ROW, "```\nprint(49)\n```")).value == 1
-        with pytest.raises(CheckerError, match="runs programs and no commands"):
-            run(["true"])
-    finally:
-        server.shutdown()
-    server.server_close()
-    monkeypatch.setattr(service, "AWAY", 0.5)
-    with pytest.raises(CheckerError, match="is away for 0.5 s: .*refused"):
-        program("print(1)")
-
-
-def test_a_process_that_no_processor_takes_up_is_not_slow():
+@pytest.mark.parametrize("where", SPINS)
+def test_a_process_that_no_processor_takes_up_is_not_slow(where):
     """Twenty that want the same one: most looks at them fall into a wait that still lasts."""
-    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\nwhile 1: pass"
+    one = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])"
+    code = f"{one}\n{SPINS[where]}"
     spinning = [subprocess.Popen(["nice", sys.executable, "-c", code]) for _ in range(20)]
     try:
         time.sleep(2)
@@ -407,13 +349,7 @@ def test_a_pause_of_this_process_is_no_sleep_of_a_run():
 @contained
 def test_a_run_that_is_given_up_leaves_nothing():
     before = children()
-
-    async def given_up() -> None:
-        task = asyncio.create_task(outputs("while True: pass", [""], Limits()))
-        await asyncio.sleep(0.5)
-        task.cancel()
-        await asyncio.wait([task])
-
     began = time.monotonic()
-    asyncio.run(given_up())
-    assert time.monotonic() - began < 5 and children() <= before
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(outputs("while True: pass", [""], Limits()), 0.5))
+    assert time.monotonic() - began < 60 and children() <= before

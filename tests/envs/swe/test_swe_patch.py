@@ -18,14 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.rollout import services
+from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox
-from envs.sandbox.checkers import CheckerError
 from envs.swe import images as images_module
 from envs.swe import swe_patch
 from envs.swe.edits import EditError, edited, edits
 from envs.swe.images import folder_of
 from envs.swe.test_logs import passed
-from support.verifiers import HOSTILE, gym_rows
+from settings.services import Services
+from support.tables import gives, refused
+from support.verifiers import HOSTILE, gym_rows, replaced
 
 TOOLS = ("bash", "git", "cp", "rm", "grep", "tail", "cat", "python3")
 PACKAGES = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
@@ -41,28 +43,13 @@ def test_half():
 def test_half_of_two():
     assert half(2) == 1.0
 """
-# What the answer of issue "half(3) is 1" must do.
-GOLD = (
-    "```python\n### calc.py\n<<<<<<< SEARCH\n    return x // 2\n=======\n    return x / 2\n"
-    ">>>>>>> REPLACE\n```"
-)
-
-
-PLAIN = {
-    "mode": "eval",
-    "metadata": {"image": IMAGE, "relevant_file_contents": {"calc.py": SOURCE}},
-    "instance": {
-        "repo": "demo/calc",
-        "setup_script": "",
-        "test_script": "",
-        "FAIL_TO_PASS": ["a"],
-        "PASS_TO_PASS": "[]",
-    },
-}
+METADATA = {"image": IMAGE, "relevant_file_contents": {"calc.py": SOURCE}}
+INSTANCE = {"repo": "demo/calc", "setup_script": "", "test_script": ""}
+INSTANCE |= {"FAIL_TO_PASS": ["a"], "PASS_TO_PASS": "[]"}
+PLAIN = {"mode": "eval", "metadata": METADATA, "instance": INSTANCE}
 
 
 def git(*args: str, at: Path, text: str | None = None) -> str:
-    """The output of a command of git, in a folder."""
     user = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
     return subprocess.check_output(["git", "-C", at, *user, *args], text=True, input=text)
 
@@ -106,39 +93,29 @@ def images(tmp_path_factory):
     git("add", ".", at=repository)
     git("commit", "-q", "-m", "first", at=repository)
     before = services.current()
-    services.configure(services.Services(images=str(top)))
+    services.configure(Services(images=str(top)))
     yield root
     services.configure(before)
 
 
 @pytest.fixture(scope="module")
 def row(images):
-    """A row about that image, in mode eval."""
     patch = diff(images / "testbed", "test_calc.py", NEW_TESTS)
     add = f"cd /testbed\ngit apply -v - <<'EOF_1'\n{patch}\nEOF_1\n"
-    return {
-        "mode": "eval",
-        "metadata": {
-            "image": IMAGE,
-            "relevant_file_contents": json.dumps({"calc.py": SOURCE}),
-            "remove_repo_name": False,
-        },
-        "instance": {
-            "repo": "demo/calc",
-            "setup_script": add,
-            "regression_script": "cd /testbed\n",
-            "test_script": "cd /testbed\npython -m pytest -rA -p no:cacheprovider test_calc.py",
-            "patch": diff(images / "testbed", "calc.py", SOURCE.replace("//", "/")),
-            "FAIL_TO_PASS": json.dumps(["test_calc.py::test_half"]),
-            "PASS_TO_PASS": ["test_calc.py::test_double", "test_calc.py::test_half_of_two"],
-        },
-    }
+    metadata = {"image": IMAGE, "relevant_file_contents": json.dumps({"calc.py": SOURCE})}
+    instance = {"repo": "demo/calc", "setup_script": add, "regression_script": "cd /testbed\n"}
+    run = "cd /testbed\npython -m pytest -rA -p no:cacheprovider test_calc.py"
+    patch = diff(images / "testbed", "calc.py", SOURCE.replace("//", "/"))
+    instance |= {"test_script": run, "patch": patch}
+    instance["FAIL_TO_PASS"] = json.dumps(["test_calc.py::test_half"])
+    instance["PASS_TO_PASS"] = ["test_calc.py::test_double", "test_calc.py::test_half_of_two"]
+    metadata["remove_repo_name"] = False
+    return {"mode": "eval", "metadata": metadata, "instance": instance}
 
 
-def with_tests(row: dict, *names: str) -> dict:
-    """A row whose FAIL_TO_PASS is these tests."""
-    tests = [f"test_calc.py::test_{name}" for name in names]
-    return row | {"instance": row["instance"] | {"FAIL_TO_PASS": tests}}
+def instead(row: dict, **fields: object) -> dict:
+    """A row with other fields of its instance."""
+    return row | {"instance": row["instance"] | fields}
 
 
 def reward(row: dict, answer: str):
@@ -155,10 +132,15 @@ def replacing(search: str, replace: str, path: str = "calc.py") -> str:
     return f"```python\n{text}```"
 
 
+# What the answer of issue "half(3) is 1" must do.
+GOLD = replacing("    return x // 2", "    return x / 2")
+
+
 def test_edits_are_paid_by_the_tests_that_pass(row, images):
     before = {path: path.stat().st_mtime_ns for path in images.rglob("*") if path.is_file()}
     assert reward(row, f"<think>easy</think>{solution(GOLD)}").value == 1
-    some = reward(with_tests(row, "half", "gone"), solution(GOLD))
+    tests = ["test_calc.py::test_half", "test_calc.py::test_gone"]
+    some = reward(instead(row, FAIL_TO_PASS=tests), solution(GOLD))
     assert (some.value, some.info) == (0.2, {"fixed": 0.5, "kept": 1.0})
     broken = reward(row, solution(GOLD, replacing("    return x + x", "    return x")))
     assert (broken.value, broken.info) == (0, {"fixed": 1.0, "kept": 0.5})
@@ -179,49 +161,41 @@ def test_a_skipped_test_has_not_passed(row):
     assert reward(row, solution(replacing("    return x // 2", edit))).info["fixed"] == 0
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        ("", "empty"),
-        (f"<think>{solution(GOLD)}", "truncated"),
-        (f"<think>{solution(GOLD)}</think>", "empty"),
-        (f"{solution(GOLD)}</think>I have done it.", "no <solution>"),
-        (GOLD, "no <solution>"),
-        (solution(GOLD).removesuffix("</solution>"), "no <solution>"),
-        ("<solution></solution>" + solution(GOLD), "no edit"),
-        (solution("I cannot."), "no edit"),
-        (solution(GOLD.replace("// 2", "//2")), "search text not found"),
-        (solution(GOLD.replace("    return x //", "return x //")), "search text not found"),
-        (solution(replacing("def half(x):", "def half(x):")), "an edit changes nothing"),
-        (solution(GOLD, replacing("    return x // 2\n", "    return 1")), "edits overlap"),
-        (solution(replacing("", "import os\n", "new.py")), "a file that was not shown"),
-        (solution(replacing("", "x", "../usr/bin/python")), "a file that was not shown"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "reason"), [
+    ("", "empty"),
+    (f"<think>{solution(GOLD)}", "truncated"),
+    (f"<think>{solution(GOLD)}</think>", "empty"),
+    (f"{solution(GOLD)}</think>I have done it.", "no <solution>"),
+    (GOLD, "no <solution>"),
+    (solution(GOLD).removesuffix("</solution>"), "no <solution>"),
+    ("<solution></solution>" + solution(GOLD), "no edit"),
+    (solution("I cannot."), "no edit"),
+    (solution(GOLD.replace("// 2", "//2")), "search text not found"),
+    (solution(GOLD.replace("    return x //", "return x //")), "search text not found"),
+    (solution(replacing("def half(x):", "def half(x):")), "an edit changes nothing"),
+    (solution(GOLD, replacing("    return x // 2\n", "    return 1")), "edits overlap"),
+    (solution(replacing("", "import os\n", "new.py")), "a file that was not shown"),
+    (solution(replacing("", "x", "../usr/bin/python")), "a file that was not shown"),
+])  # fmt: skip
 def test_what_is_no_edit_earns_nothing(row, answer, reason):
     got = reward(row, answer)
     assert (got.value, got.info["reason"]) == (0, reason)
 
 
-@pytest.mark.parametrize(
-    ("edit", "reason"),
-    [
-        ("    import time; time.sleep(1000)", "time"),
-        ("    import os\n    while True: os.write(1, b'x' * 1000)", "output"),
-        (
-            "    import os, time\n    for _ in range(200): os.fork() or time.sleep(1000)\n"
-            "    time.sleep(1000)",
-            "processes",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("edit", "reason"), [
+    ("    import time; time.sleep(1000)", "time"),
+    ("    import os\n    while True: os.write(1, b'x' * 1000)", "output"),
+    (
+        "    import os, time\n    for _ in range(200): os.fork() or time.sleep(1000)\n"
+        "    time.sleep(1000)",
+        "processes",
+    ),
+])  # fmt: skip
 def test_limits_of_the_tests(row, edit, reason, monkeypatch):
     own = images_module.LIMITS._replace(seconds=3, output=10**5, processes=100)
     monkeypatch.setattr(images_module, "LIMITS", own)
-    quiet = row["instance"] | {
-        "test_script": "cd /testbed; python -c 'from test_calc import *; half(1)'"
-    }
-    got = reward(row | {"instance": quiet}, solution(replacing("    return x // 2", edit)))
+    script = "cd /testbed; python -c 'from test_calc import *; half(1)'"
+    got = reward(instead(row, test_script=script), solution(replacing("    return x // 2", edit)))
     assert (got.value, got.info["reason"]) == (0, reason)
 
 
@@ -236,33 +210,26 @@ def test_known_leaks(row):
     said = "".join(f"PASSED test_calc.py::{name}\n" for name in names)
     forged = f"import os\nos.write(1, {said!r}.encode())\nos._exit(0)\ndef half(x):"
     script = "cd /testbed && python -m pytest -s -rA test_calc.py"
-    loud = row["instance"] | {"test_script": script}
     edit = solution(replacing("def half(x):", forged))
-    assert reward(row | {"instance": loud}, edit).value == 1
+    assert reward(instead(row, test_script=script), edit).value == 1
     looks = "import sys\nsys.exit(2 if '//' in open('calc.py').read() else 0)"
     assert reward(row | {"mode": "repro-gen"}, f"```python\n{looks}\n```").value == 1
 
 
-@pytest.mark.parametrize(
-    ("code", "value", "reason"),
-    [
-        ("import sys, calc\nsys.exit(0 if calc.half(3) == 1.5 else 2)", 1, None),
-        ("import sys, calc\nsys.exit(0 if calc.half(3) == 1.5 else 1)", 0, "1 before the patch"),
-        ("raise SystemExit(2)", 0, "2 after the patch"),
-        ("raise SystemExit(0)", 0, "0 before the patch"),
-        ("syntax error", 0, "1 before the patch"),
-        # The runs share no files, so that the second is not told apart by what the first left.
-        (
-            "import os\nif os.path.exists('a'): os._exit(0)\nopen('a', 'w')\nos._exit(2)",
-            0,
-            "2 after the patch",
-        ),
-        # Nor does the working folder say which run it is.
-        ("import os\nos._exit(0 if os.listdir('/work') else 2)", 0, "2 after the patch"),
-        # Nor is it believed what a test says of its end.
-        ("print('reproduction test status:2')\nraise SystemExit(0)", 0, "0 before the patch"),
-    ],
-)
+@pytest.mark.parametrize(("code", "value", "reason"), [
+    ("import sys, calc\nsys.exit(0 if calc.half(3) == 1.5 else 2)", 1, None),
+    ("import sys, calc\nsys.exit(0 if calc.half(3) == 1.5 else 1)", 0, "1 before the patch"),
+    ("raise SystemExit(2)", 0, "2 after the patch"),
+    ("raise SystemExit(0)", 0, "0 before the patch"),
+    ("syntax error", 0, "1 before the patch"),
+    # The runs share no files, so that the second is not told apart by what the first left.
+    ("import os\nif os.path.exists('a'): os._exit(0)\nopen('a', 'w')\nos._exit(2)", 0,
+     "2 after the patch"),
+    # Nor does the working folder say which run it is.
+    ("import os\nos._exit(0 if os.listdir('/work') else 2)", 0, "2 after the patch"),
+    # Nor is it believed what a test says of its end.
+    ("print('reproduction test status:2')\nraise SystemExit(0)", 0, "0 before the patch"),
+])  # fmt: skip
 def test_a_test_must_fail_before_the_patch_and_pass_after_it(row, code, value, reason):
     answer = f"```python\nfirst\n```\n```python\n{code}\n```\nDone."
     got = reward(row | {"mode": "repro-gen"}, answer)
@@ -283,36 +250,30 @@ def test_an_image_that_is_not_right_is_an_error(row):
         ("setup_script", broken, "cannot be set up.*error: patch failed"),
         ("setup_script", "rm -r /testbed/calc.py", "cannot be set up.*no file calc.py"),
     ):
-        changed = row | {"instance": row["instance"] | {field: value}}
         with pytest.raises(CheckerError, match=message):
-            reward(changed, solution(GOLD))
-    unsolved = row["instance"] | {"patch": "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-1\n+2\n"}
-    with pytest.raises(CheckerError, match="cannot be set up"):
-        reward(row | {"mode": "repro-gen", "instance": unsolved}, "```python\nexit(2)\n```")
-    hidden = row["instance"] | {"regression_script": "rm /usr/bin/python"}
-    with pytest.raises(CheckerError, match="cannot be set up.*no python"):
-        reward(row | {"mode": "repro-gen", "instance": hidden}, "```python\nexit(2)\n```")
+            reward(instead(row, **{field: value}), solution(GOLD))
+    for change, message in (
+        ({"patch": "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-1\n+2\n"}, "cannot be set up"),
+        ({"regression_script": "rm /usr/bin/python"}, "cannot be set up.*no python"),
+    ):
+        with pytest.raises(CheckerError, match=message):
+            reward(instead(row, **change) | {"mode": "repro-gen"}, "```python\nexit(2)\n```")
 
 
 def test_images_are_found_by_name():
     own = services.current().images
-    for image, folder in (
-        ("org/name:tag", "org_name_tag"),
-        ("/shared/x_sweb.eval.x86_64.a_s_b-1.sif", "x_sweb.eval.x86_64.a_s_b-1"),
-    ):
-        assert folder_of(image) == Path(own, folder).absolute()
+    name = "x_sweb.eval.x86_64.a_s_b-1"
+    assert folder_of("org/name:tag") == Path(own, "org_name_tag").absolute()
+    assert folder_of(f"/shared/{name}.sif") == Path(own, name).absolute()
 
 
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        ({}, "services.images = '', expected a folder of unpacked images"),
-        ({"images": "/none"}, "services.images = '/none', services.sandbox = 'bubblewrap', expect"),
-        ({"images": "/", "sandbox": "http"}, "services.sandbox = 'http', expected a folder of un"),
-    ],
-)
+@pytest.mark.parametrize(("own", "message"), [
+    ({}, "services.images = '', expected a folder of unpacked images"),
+    ({"images": "/none"}, "services.images = '/none', services.sandbox = 'bubblewrap', expect"),
+    ({"images": "/", "sandbox": "http"}, "services.sandbox = 'http', expected a folder of un"),
+])  # fmt: skip
 def test_what_is_missing_is_named_at_the_start(own, message, monkeypatch):
-    monkeypatch.setattr(services, "_current", [services.Services(**own)])
+    monkeypatch.setattr(services, "_current", [Services(**own)])
     assert swe_patch.needs({}) == ("images", "sandbox")
     assert message in services.problem("images")
 
@@ -398,63 +359,46 @@ def test_any_text_is_edits_or_none(text):
         assert edited({"calc.py": SOURCE}, text).keys() == {"calc.py"}
 
 
-@pytest.mark.parametrize(
-    ("repo", "log", "names"),
-    [
-        ("a/b", "PASSED t.py::a\nFAILED t.py::b - assert 1\nERROR t.py::c", {"t.py::a"}),
-        ("a/b", "PASSED t.py::a\nFAILED t.py::a", set()),
-        ("a/b", "t.py::a PASSED   [ 50%]\nt.py::b SKIPPED [100%]", {"t.py::a"}),
-        ("a/b", "\x1b[32mPASSED\x1b[0m t.py::a[x y]", {"t.py::a[x"}),
-        ("a/b", "PASSED t.py::a[/tmp/z/f.txt]", {"t.py::a[/f.txt]"}),
-        ("a/b", "PASSED t.py::a[//z/f] \nPASSEDt.py::b\nPASSED", {"t.py::a[//z/f]"}),
-        (
-            "django/django",
-            "t (a.B) ... ok\nu (a.B) ... FAIL\nv (a.B) ... noise\nok",
-            {"t (a.B)", "v (a.B)"},
-        ),
-        ("django/django", "t (a.B) ... ok\nFAIL: t (a.B)\nu ... skipped 'no'", {"t (a.B)"}),
-        ("sympy/sympy", "test_a ok\ntest_b F\ntest_c E\ntest_d ok [OK]", {"test_a", "test_d"}),
-        ("sympy/sympy", "PASSED t.py::a\nt.py::b PASSED", {"t.py::a", "t.py::b"}),
-    ],
+test_logs = gives(
+    passed,
+    ("a/b", "PASSED t.py::a\nFAILED t.py::b - assert 1\nERROR t.py::c", {"t.py::a"}),
+    ("a/b", "PASSED t.py::a\nFAILED t.py::a", set()),
+    ("a/b", "t.py::a PASSED   [ 50%]\nt.py::b SKIPPED [100%]", {"t.py::a"}),
+    ("a/b", "\x1b[32mPASSED\x1b[0m t.py::a[x y]", {"t.py::a[x"}),
+    ("a/b", "PASSED t.py::a[/tmp/z/f.txt]", {"t.py::a[/f.txt]"}),
+    ("a/b", "PASSED t.py::a[//z/f] \nPASSEDt.py::b\nPASSED", {"t.py::a[//z/f]"}),
+    ("django/django", "t (a.B) ... ok\nu (a.B) ... FAIL\nv (a.B) ... noise\nok",
+     {"t (a.B)", "v (a.B)"}),
+    ("django/django", "t (a.B) ... ok\nFAIL: t (a.B)\nu ... skipped 'no'", {"t (a.B)"}),
+    ("sympy/sympy", "test_a ok\ntest_b F\ntest_c E\ntest_d ok [OK]", {"test_a", "test_d"}),
+    ("sympy/sympy", "PASSED t.py::a\nt.py::b PASSED", {"t.py::a", "t.py::b"}),
+)  # fmt: skip
+
+
+test_bad_rows = refused(
+    lambda path, value: swe_patch.check(replaced(PLAIN, path.split("."), value)),
+    ("mode", "test", 'mode is \'test\', expected "eval" or "repro-gen"'),
+    ("metadata", None, "metadata.image is missing or null, expected the name of an image"),
+    ("metadata.image", "..", "metadata.image is '..', expected the name"),
+    ("metadata.remove_repo_name", "no", "metadata.remove_repo_name is 'no', expected true"),
+    ("metadata.relevant_file_contents", "{", "metadata.relevant_file_contents is '{', expect"),
+    ("metadata.relevant_file_contents", "[]", r"relevant_file_contents is \[\], expected an"),
+    ("metadata.relevant_file_contents", {"a": 1}, "relevant_file_contents.a is 1, expected"),
+    ("metadata.relevant_file_contents", {"/a": ""}, "contents is '/a', expected paths inside"),
+    ("metadata.relevant_file_contents", {"../a": ""}, "contents is '../a', expected paths"),
+    ("instance.repo", None, "instance.repo is missing or null, expected OWNER/NAME"),
+    ("instance.setup_script", 3, "instance.setup_script is 3, expected a script of bash"),
+    ("instance.test_script", None, "instance.test_script is missing"),
+    ("instance.FAIL_TO_PASS", "[]", r"instance.FAIL_TO_PASS is \[\], expected a list of"),
+    ("instance.FAIL_TO_PASS", "a", "instance.FAIL_TO_PASS is 'a', expected a list of names"),
+    ("instance.PASS_TO_PASS", [1], r"instance.PASS_TO_PASS is \[1\], expected a list of na"),
 )
-def test_logs(repo, log, names):
-    assert passed(repo, log) == names
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("mode", "test", 'mode is \'test\', expected "eval" or "repro-gen"'),
-        ("metadata", None, "metadata.image is missing or null, expected the name of an image"),
-        ("metadata.image", "..", "metadata.image is '..', expected the name"),
-        ("metadata.remove_repo_name", "no", "metadata.remove_repo_name is 'no', expected true"),
-        ("metadata.relevant_file_contents", "{", "metadata.relevant_file_contents is '{', expect"),
-        ("metadata.relevant_file_contents", "[]", r"relevant_file_contents is \[\], expected an"),
-        ("metadata.relevant_file_contents", {"a": 1}, "relevant_file_contents.a is 1, expected"),
-        ("metadata.relevant_file_contents", {"/a": ""}, "contents is '/a', expected paths inside"),
-        ("metadata.relevant_file_contents", {"../a": ""}, "contents is '../a', expected paths"),
-        ("instance.repo", None, "instance.repo is missing or null, expected OWNER/NAME"),
-        ("instance.setup_script", 3, "instance.setup_script is 3, expected a script of bash"),
-        ("instance.test_script", None, "instance.test_script is missing"),
-        ("instance.FAIL_TO_PASS", "[]", r"instance.FAIL_TO_PASS is \[\], expected a list of"),
-        ("instance.FAIL_TO_PASS", "a", "instance.FAIL_TO_PASS is 'a', expected a list of names"),
-        ("instance.PASS_TO_PASS", [1], r"instance.PASS_TO_PASS is \[1\], expected a list of na"),
-    ],
+ROW_OF_TESTS = PLAIN | {"mode": "repro-gen", "instance": {"regression_script": "", "patch": "x"}}
+test_bad_rows_of_tests = refused(
+    lambda path, value: swe_patch.check(replaced(ROW_OF_TESTS, path.split("."), value)),
+    ("instance.regression_script", None, "regression_script is missing or null, expected a"),
+    ("instance.patch", None, "instance.patch is missing or null, expected a"),
+    taken=("mode", "repro-gen"),
 )
-def test_bad_rows(field, value, message):
-    row = json.loads(json.dumps(PLAIN))
-    top, _, name = field.partition(".")
-    if name:
-        row[top][name] = value
-    else:
-        row[top] = value
-    with pytest.raises(ValueError, match=message):
-        swe_patch.check(row)
-
-
-@pytest.mark.parametrize("field", ["regression_script", "patch"])
-def test_bad_rows_of_tests(field):
-    row = {**PLAIN, "mode": "repro-gen", "instance": {"regression_script": "", "patch": "x"}}
-    swe_patch.check(row)
-    with pytest.raises(ValueError, match=f"instance.{field} is missing or null, expected a"):
-        swe_patch.check(row | {"instance": row["instance"] | {field: None}})

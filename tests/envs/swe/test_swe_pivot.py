@@ -11,29 +11,19 @@ from hypothesis import strategies as st
 from envs.rollout.response import Response
 from envs.swe import coding_calls, swe_pivot
 from envs.tools.calls import arguments
+from support.scripts import call
+from support.tables import refused
 from support.verifiers import HOSTILE, known_answers, lines
 
 AGENT = "swe_pivot_tool_simulation_agent"
-EDIT = {
-    "command": "str_replace",
-    "path": "/workspace/proj/foo.py",
-    "old_str": "    return None",
-    "new_str": "    return sum(values)",
-}
+EDIT = {"command": "str_replace", "path": "/workspace/proj/foo.py", "old_str": "    return None"}
+EDIT |= {"new_str": "    return sum(values)"}
 VIEW = {"command": "view", "path": "/workspace/proj/foo.py", "view_range": [200, 250]}
 RUN = {"command": "pytest proj/tests/test_utils.py -q"}
 
 
-def call(name: str, args: object) -> dict:
-    return {"type": "function_call", "name": name, "arguments": json.dumps(args)}
-
-
 def row(name: str, args: dict, mode: str | None = None) -> dict:
-    return {
-        "agent_ref": {"name": AGENT},
-        "expected_action": call(name, args),
-        "reward_mode": mode,
-    }
+    return {"agent_ref": {"name": AGENT}, "expected_action": call(name, args), "reward_mode": mode}
 
 
 def reward(judged: dict, *calls: dict, text: str = "") -> float:
@@ -42,18 +32,14 @@ def reward(judged: dict, *calls: dict, text: str = "") -> float:
 
 def test_known_answers():
     """Their rows say no more what was expected; none of the answers has a call."""
-    known = known_answers("swe_pivot", AGENT)
-    assert len(known) >= 5
-    for answer in known:
+    for answer in known_answers("swe_pivot", AGENT, least=5):
         assert answer.reward == swe_pivot.verify(answer.row, answer.response).value, answer.case
         swe_pivot.check(answer.row | row("bash", RUN))
         with pytest.raises(ValueError, match="expected_action is missing or null, expected a func"):
             swe_pivot.check(answer.row)
 
 
-def of_one_kind(
-    judge, rollout_cat: str, rollout_args: dict, expected_cat: str, expected_args: dict
-):
+def of_one_kind(judge, rollout_cat: str, rollout_args, expected_cat: str, expected_args):
     """Calls of different kinds are another tool's, and are not compared any further."""
     return judge(rollout_cat, rollout_args, expected_args) if rollout_cat == expected_cat else None
 
@@ -90,12 +76,8 @@ def test_known_functions():
     cases = [c for c in found if c["fn"] in FUNCTIONS and not is_judged_otherwise(c)]
     assert len(cases) >= 44
     for case in cases:
-        got = FUNCTIONS[case["fn"]](**case["args"])
-        assert (
-            got == pytest.approx(case["expected"])
-            if isinstance(got, float)
-            else (got == case["expected"])
-        ), case
+        got, expected = FUNCTIONS[case["fn"]](**case["args"]), case["expected"]
+        assert got == (pytest.approx(expected) if isinstance(got, float) else expected), case
 
 
 def test_what_was_expected_may_stand_in_three_places():
@@ -118,11 +100,10 @@ def test_the_same_purpose_is_enough():
     assert reward(row("bash", RUN), call("grep", RUN)) == 0
 
 
-@pytest.mark.parametrize(
-    ("lines", "value"),
-    [([200, 250], 1), ([210, 260], 1), ([211, 260], 0), ("[190, 300]", 1), ([240, 290], 0)]
-    + [(None, 1), ([1], 1), ("x", 1), ([1e999, 2], 1), ([10**400, 10**401], 0), ({}, 1)],
-)
+@pytest.mark.parametrize(("lines", "value"), [
+    ([200, 250], 1), ([210, 260], 1), ([211, 260], 0), ("[190, 300]", 1), ([240, 290], 0),
+    (None, 1), ([1], 1), ("x", 1), ([1e999, 2], 1), ([10**400, 10**401], 0), ({}, 1),
+])  # fmt: skip
 def test_a_view_shows_the_lines(lines, value):
     judged = row("str_replace_editor", VIEW)
     assert reward(judged, call("str_replace_editor", VIEW | {"view_range": lines})) == value
@@ -136,15 +117,13 @@ def test_the_continuous_mode_pays_for_likeness():
     assert reward(judged, call("bash", {"command": "echo bbbbbbbbbbbbbbbbbbbb"})) == 0
     edit = row("edit", {"path": "a", "content": "x" * 1000}, "continuous")
     assert reward(edit, call("edit", {"path": "a", "content": "x" * 1000})) == pytest.approx(0.9)
-    assert (
-        reward(edit | {"reward_mode": None}, call("edit", arguments(edit["expected_action"]))) == 1
-    )
+    same = call("edit", arguments(edit["expected_action"]))
+    assert reward(edit | {"reward_mode": None}, same) == 1
 
 
-@pytest.mark.parametrize(
-    ("tool", "args"),
-    [("bash", RUN), ("edit", EDIT), ("edit", VIEW), ("read_file", {"path": "a.py"})],
-)
+@pytest.mark.parametrize(("tool", "args"), [
+    ("bash", RUN), ("edit", EDIT), ("edit", VIEW), ("read_file", {"path": "a.py"}),
+])  # fmt: skip
 @pytest.mark.parametrize("empty", ["{}", "[]", "", "null", "{", '{"command": ""}', '{"path": " "}'])
 def test_empty_calls_earn_nothing(tool, args, empty):
     """NeMo-Gym pays a call without a command, or a view without a file."""
@@ -180,8 +159,7 @@ def changed(rng: random.Random) -> tuple[dict, list[dict]]:
 
 
 def test_wrong_calls_earn_nothing():
-    """A thousand changes of right ones. The docstring of envs/swe/swe_pivot.py says what is
-    paid."""
+    """A thousand changes of right ones. The docstring of the module says what is paid."""
     rng = random.Random(0)
     for _ in range(1000):
         judged, calls = changed(rng)
@@ -211,23 +189,16 @@ KEYS = st.sampled_from(["command", "path", "view_range", "old_str", "new_str", "
 @settings(max_examples=2500)  # four cases each
 def test_any_call_is_judged(args, tool):
     for judged in (row("edit", EDIT), row("edit", VIEW), row("bash", RUN)):
-        value = reward(judged | {"reward_mode": "continuous"}, call(tool, args))
-        assert value == 0
-    same = reward(row(tool, args, "continuous"), call(tool, args))
-    assert 0.9 <= same <= 1
+        assert reward(judged | {"reward_mode": "continuous"}, call(tool, args)) == 0
+    assert 0.9 <= reward(row(tool, args, "continuous"), call(tool, args)) <= 1
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"expected_action": None}, "expected_action is missing or null, expected a function_call"),
-        ({"expected_action": {"type": "message"}}, "expected_action is {'type': 'message'}, expec"),
-        ({"expected_action": {"type": "function_call"}}, "expected_action.name is missing"),
-        ({"expected_action": call("bash", [])}, r"expected_action.arguments is '\[\]', expected a"),
-        ({"reward_mode": "soft"}, "reward_mode is 'soft', expected binary or continuous"),
-        ({"reward_mode": 1}, "reward_mode is 1, expected a mode or null"),
-    ],
+test_bad_rows = refused(
+    lambda change: swe_pivot.check(row("bash", RUN) | change),
+    ({"expected_action": None}, "expected_action is missing or null, expected a function_call"),
+    ({"expected_action": {"type": "message"}}, "expected_action is {'type': 'message'}, expec"),
+    ({"expected_action": {"type": "function_call"}}, "expected_action.name is missing"),
+    ({"expected_action": call("bash", [])}, r"expected_action.arguments is '\[\]', expected a"),
+    ({"reward_mode": "soft"}, "reward_mode is 'soft', expected binary or continuous"),
+    ({"reward_mode": 1}, "reward_mode is 1, expected a mode or null"),
 )
-def test_bad_rows(change, message):
-    with pytest.raises(ValueError, match=message):
-        swe_pivot.check(row("bash", RUN) | change)

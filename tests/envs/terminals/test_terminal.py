@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,18 +12,14 @@ from hypothesis import strategies as st
 from envs import Reward
 from envs.rollout.response import Response
 from envs.terminals import harnesses, terminal, terminus
+from support.loop import at_once
+from support.tables import refused, table
 from support.verifiers import HOSTILE, gym_rows, known_answers, lines
 
-ANSWER = {
-    "analysis": "a",
-    "plan": "b",
-    "commands": [
-        {"keystrokes": "ls -la /srv/project\n", "duration": 0.1},
-        {"keystrokes": "pwd\n"},
-    ],
-    "task_complete": False,
-}
+KEYS = [{"keystrokes": "ls -la /srv/project\n", "duration": 0.1}, {"keystrokes": "pwd\n"}]
+ANSWER = {"analysis": "a", "plan": "b", "commands": KEYS, "task_complete": False}
 ROW = {"expected_answer": json.dumps(ANSWER), "metadata": {"harness": "terminus_2"}}
+HARNESSES = table(Path(__file__).with_name("harnesses.txt"))["harnesses"]
 TYPE_5 = {"type": 5}
 TOOLS = [{"type": "function", "name": "bash", "parameters": {"type": "object"}}]
 
@@ -117,33 +114,7 @@ def test_a_complete_task_must_be_called_so():
     assert judged(other).value == 0 and judged(other, ROW | {"threshold": 0.6}).value == 1
 
 
-@pytest.mark.parametrize(
-    ("harness", "name", "expected", "right", "wrong"),
-    [
-        ("codex", "exec_command", {"cmd": "ls -la"}, {"cmd": "ls -la\r\n"}, {"cmd": "rm"}),
-        ("codex", "update_plan", {"plan": ["a"]}, {"plan": ["b"]}, {"plan": []}),
-        ("agent006", "execute_python", {"code": "print(1)"}, {"code": "print(2)"}, {"code": " "}),
-        ("agent006", "return_result", {"result": {"a": 1, "b": 2}}, {"result": {"b": 2, "a": 1}},
-         {"result": {"a": [5, 6, 7]}}),
-        ("opencode", "bash", {"command": "ls -la"}, {"command": "ls -la "}, {"command": 5}),
-        ("opencode", "todowrite", {"todos": [{"status": "x", "content": "a"}]},
-         {"todos": [{"status": "x", "content": "b"}]}, {"todos": [{"status": "y"}]}),
-        ("opencode", "todowrite", {"todos": []}, {"todos": []}, {"todos": [{}]}),
-        ("opencode", "read", {"filePath": "a", "limit": 1}, {"filePath": "a"}, {"filePath": "b"}),
-        ("opencode", "write", {"filePath": "a", "content": "x"}, {"filePath": "a", "content": ""},
-         {"filePath": "b"}),
-        ("opencode", "edit", {"filePath": "a", "oldString": "x", "newString": "y"},
-         {"filePath": "a", "oldString": "1", "newString": "2"}, {"filePath": "a"}),
-        ("opencode", "grep", {"pattern": "a", "path": "b"}, {"pattern": "a", "path": "b"},
-         {"pattern": "a"}),
-        ("stirrup", "web_search", {"query": "Cats and dogs"}, {"query": "cats and dogs "},
-         {"query": ""}),
-        ("stirrup", "fetch_web_page", {"url": "http://A.b"}, {"url": "HTTP://a.b"}, {"url": "x"}),
-        ("stirrup", "finish", {"reason": "all done", "paths": ["a", "b"]},
-         {"reason": "All done", "paths": ["b ", "a"]}, {"reason": "all done", "paths": []}),
-        ("other", "any", {"a": 1}, {"a": 2}, {"b": 1}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("harness", "name", "expected", "right", "wrong"), HARNESSES)
 def test_rules_of_harnesses(harness, name, expected, right, wrong):
     tools = [{"name": name, "parameters": {"type": "object"}}]
     of = {"expected_action": called(expected, name), "declared_tools": tools, "harness": harness}
@@ -190,12 +161,9 @@ def test_calls_of_any_form_are_judged():
 def test_hostile_answers():
     long = json.dumps(ANSWER | {"commands": [{"keystrokes": "ls -la /srv/" * 10**4}]})
     of = ROW | {"expected_answer": long}
-
-    async def judge() -> list[Reward]:
-        texts = [*HOSTILE, long.replace("ls", "sl"), long[:-3]]
-        return await asyncio.gather(*(terminal.verify(of, text) for text in texts))
-
-    assert {reward.value for reward in asyncio.run(judge())} == {0.0}
+    texts = [*HOSTILE, long.replace("ls", "sl"), long[:-3]]
+    rewards = at_once(terminal.verify(of, text) for text in texts)
+    assert {reward.value for reward in rewards} == {0.0}
 
 
 @given(st.text(max_size=40) | st.text(st.sampled_from('[{}]":,01 truenls'), max_size=40))
@@ -206,25 +174,20 @@ def test_any_text_is_judged(text):
     assert terminus.difference(wanted, json.dumps(ANSWER | {"commands": text}))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"metadata": {"harness": "x"}}, "metadata.harness is 'x', expected one of: terminus_1"),
-        ({"expected_answer": "{}"}, "expected_answer is '{}', expected an answer of terminus_2"),
-        ({"threshold": 2}, "threshold is 2, expected from 0 to 1"),
-        ({"expected_action": {"type": "x"}}, "expected_action.type is 'x', expected one of"),
-        ({"expected_action": called("x")}, "expected_action.arguments is 'x', expected JSON"),
-        ({"expected_action": {"type": "function_call_batch", "calls": [{}]}},
-         r"expected_action.calls\[0\].name is missing"),
-        ({"expected_action": called({}), "declared_tools": {}}, "declared_tools is {}, expected a"),
-        ({"expected_action": called({}), "declared_tools": [5]},
-         r"declared_tools\[0\].name is missing"),
-        ({"expected_action": called({}), "declared_tools": [TOOLS[0] | {"parameters": "{}"}]},
-         r"declared_tools\[0\].parameters is '{}', expected a JSON schema or null"),
-        ({"expected_action": called({}), "declared_tools": [TOOLS[0] | {"parameters": TYPE_5}]},
-         r"declared_tools\[0\].parameters is {'type': 5}, expected a JSON schema .draft 2020-12"),
-    ],
+test_bad_rows = refused(
+    lambda change: terminal.check(ROW | change),
+    ({"metadata": {"harness": "x"}}, "metadata.harness is 'x', expected one of: terminus_1"),
+    ({"expected_answer": "{}"}, "expected_answer is '{}', expected an answer of terminus_2"),
+    ({"threshold": 2}, "threshold is 2, expected from 0 to 1"),
+    ({"expected_action": {"type": "x"}}, "expected_action.type is 'x', expected one of"),
+    ({"expected_action": called("x")}, "expected_action.arguments is 'x', expected JSON"),
+    ({"expected_action": {"type": "function_call_batch", "calls": [{}]}},
+     r"expected_action.calls\[0\].name is missing"),
+    ({"expected_action": called({}), "declared_tools": {}}, "declared_tools is {}, expected a"),
+    ({"expected_action": called({}), "declared_tools": [5]},
+     r"declared_tools\[0\].name is missing"),
+    ({"expected_action": called({}), "declared_tools": [TOOLS[0] | {"parameters": "{}"}]},
+     r"declared_tools\[0\].parameters is '{}', expected a JSON schema or null"),
+    ({"expected_action": called({}), "declared_tools": [TOOLS[0] | {"parameters": TYPE_5}]},
+     r"declared_tools\[0\].parameters is {'type': 5}, expected a JSON schema .draft 2020-12"),
 )  # fmt: skip
-def test_bad_rows(change, message):
-    with pytest.raises(ValueError, match=message):
-        terminal.check(ROW | change)

@@ -1,25 +1,26 @@
 """Shells in the sandbox: what they remember, what ends them, what they reach; their tasks."""
 
 import asyncio
-import contextlib
 import json
 import os
 import time
 
 import pytest
-from test_chat import talker
 
-from envs import check_row
+from envs.check_rows import check_row
 from envs.rollout import services
 from envs.rollout.response import Response
+from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox, shell
-from envs.sandbox.checkers import CheckerError
 from envs.sandbox.sandbox import Limits
 from envs.sandbox.shell import Shell
 from envs.terminals import terminal_use
-from support.chats import real
+from settings.services import Services
+from support.chats import real, talker
 from support.escapes import OUT
+from support.loop import at_once, in_loop
 from support.scripts import Script, calling
+from support.tables import refused
 from support.verifiers import HOSTILE
 
 pytestmark = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem())
@@ -32,18 +33,16 @@ BASH = [{"type": "function", "name": "bash", "parameters": {"type": "object", "p
 ROW = {
     "agent_ref": {"name": "terminal_use"},
     "responses_create_params": {"input": "Sort numbers.txt into sorted.txt.", "tools": BASH},
-    "harness": "terminus_2",
-    "files": {"data/numbers.txt": "30\n4\n100\n"},
-    "checks": [
-        {"command": "cat data/sorted.txt", "stdout": "4\n30\n100\n"},
-        {"command": "bash sort.sh < in", "stdout": "17\n1009", "files": {"in": "1009\n17\n"}},
-    ],
 }
+ROW |= {"harness": "terminus_2", "files": {"data/numbers.txt": "30\n4\n100\n"}}
+ROW["checks"] = [
+    {"command": "cat data/sorted.txt", "stdout": "4\n30\n100\n"},
+    {"command": "bash sort.sh < in", "stdout": "17\n1009", "files": {"in": "1009\n17\n"}},
+]
 SOLVE = "cd data && sort -n numbers.txt > sorted.txt; echo 'sort -n' > ../sort.sh\n"
 
 
 def typing(*keys: str, done: bool = False, seconds: float = 5) -> str:
-    """An answer of terminus_2."""
     commands = [{"keystrokes": each, "duration": seconds} for each in keys]
     answer = {"analysis": "", "plan": "", "commands": commands, "task_complete": done}
     return f"<think>...</think>{json.dumps(answer)}"
@@ -51,9 +50,8 @@ def typing(*keys: str, done: bool = False, seconds: float = 5) -> str:
 
 def episode(*answers: str, row: dict = ROW):
     """The episode of these answers, and the last message before each of them."""
-    seen: list[str] = []
-    policy = Script(answers, lambda messages: seen.append(messages[-1]["content"]))
-    return asyncio.run(terminal_use.rollout(row, policy)), seen
+    policy = Script(answers)
+    return asyncio.run(terminal_use.rollout(row, policy)), policy.last()
 
 
 def shown(*keys: str, limits: Limits = SMALL, seconds: float = 5.0, files=None) -> list[str]:
@@ -82,29 +80,24 @@ def test_a_shell_remembers_and_shows_what_was_typed():
 
 def test_it_waits_no_longer_than_the_command_or_than_asked():
     began = time.monotonic()
-    quick, slow, _, after, wait = shown(
-        "echo a\n", "sleep 9; echo no\n", "\x03", "(sleep 1; echo late)&\n", "", seconds=1.5
-    )
+    keys = ("echo a\n", "sleep 99; echo no\n", "\x03", "(sleep 1; echo late)&\n", "")
+    quick, slow, _, after, wait = shown(*keys, seconds=1.5)
     assert "a\n" in quick and "no\n" not in slow.partition("\n")[2]
     assert "late" not in after.partition("\n")[2] or "late" in wait + after
-    assert time.monotonic() - began < 9
+    assert time.monotonic() - began < 90
 
 
-def test_a_command_of_many_lines_is_one():
-    async def both():
-        async with Shell(SMALL, {}) as terminal:
-            lines = "for i in 1 2; do\n  echo $i\ndone\ncat > f <<EOF\nz\nEOF\ncat f; cd /tmp"
-            first = await terminal.run(lines, 9)
-            await terminal.type("rm -f /tmp/.command; mkfifo /tmp/.command; mkdir /tmp/d\n", 9)
-            second = await terminal.run("echo $((6 * 7))", 9)
-            await terminal.type("rm -f .command; mkdir .command\n", 9)
-            third = await terminal.run("echo $((6 * 8))", 9)
-            await terminal.type("rmdir .command; head -c 9M /dev/zero > /tmp/full\n", 9)
-            return first, second, third, await terminal.run("echo $((6 * 9))", 9)
-
-    first, second, third, fourth = asyncio.run(both())
-    assert first == "1\n2\nz\n/tmp$ " and second == "42\n/tmp$ "
-    assert "48\n" in third and "54\n" in fourth
+@in_loop
+async def test_a_command_of_many_lines_is_one():
+    async with Shell(SMALL, {}) as terminal:
+        lines = "for i in 1 2; do\n  echo $i\ndone\ncat > f <<EOF\nz\nEOF\ncat f; cd /tmp"
+        assert await terminal.run(lines, 9) == "1\n2\nz\n/tmp$ "
+        await terminal.type("rm -f /tmp/.command; mkfifo /tmp/.command; mkdir /tmp/d\n", 9)
+        assert await terminal.run("echo $((6 * 7))", 9) == "42\n/tmp$ "
+        await terminal.type("rm -f .command; mkdir .command\n", 9)
+        assert "48\n" in await terminal.run("echo $((6 * 8))", 9)
+        await terminal.type("rmdir .command; head -c 9M /dev/zero > /tmp/full\n", 9)
+        assert "54\n" in await terminal.run("echo $((6 * 9))", 9)
 
 
 def test_a_shell_that_ends_is_followed_by_another():
@@ -124,41 +117,34 @@ def test_much_output_is_cut():
     assert text.startswith("seq 300000\n1\n2\n") and text.endswith("\n300000\n~$ ")
 
 
-@pytest.mark.parametrize(
-    ("keys", "ended"),
-    [
-        ("yes > /dev/null\n", "time"),
-        ("for i in $(seq 20); do (while :; do :; done)& done; wait\n", "time"),
-        ("while :; do (timeout 0.2 yes > /dev/null); done\n", "time"),
-        (f"for i in 1 2 3; do {PYTHON} -c '{EATS}' & done; wait\n", "memory"),
-    ],
-)
-def test_what_uses_too_much_is_ended(keys, ended):
-    async def ends():
-        async with Shell(
-            SMALL._replace(seconds=1 + (ended == "memory"), memory=512 << 20), {}
-        ) as terminal:
-            await terminal.type("echo 1 > kept\n", 5)
-            await terminal.type(keys, 60)
-            return terminal.ended, terminal.seen("..."), await terminal.pack()
-
-    how, seen, folder = asyncio.run(ends())
-    assert how == ended and seen == f"...\n[the terminal was ended: too much {ended}]"
-    assert b"kept" in folder, "what was done before counts"
+@pytest.mark.parametrize(("keys", "ended"), [
+    ("yes > /dev/null\n", "time"),
+    ("for i in $(seq 20); do (while :; do :; done)& done; wait\n", "time"),
+    ("while :; do (timeout 0.2 yes > /dev/null); done\n", "time"),
+    (f"for i in 1 2 3; do {PYTHON} -c '{EATS}' & done; wait\n", "memory"),
+])  # fmt: skip
+@in_loop
+async def test_what_uses_too_much_is_ended(keys, ended):
+    limits = SMALL._replace(seconds=1 + (ended == "memory"), memory=512 << 20)
+    async with Shell(limits, {}) as terminal:
+        await terminal.type("echo 1 > kept\n", 5)
+        await terminal.type(keys, 60)
+        assert terminal.ended == ended
+        assert terminal.seen("...") == f"...\n[the terminal was ended: too much {ended}]"
+        assert b"kept" in await terminal.pack(), "what was done before counts"
 
 
-def test_a_background_process_is_ended_while_the_policy_thinks():
-    async def ends():
-        async with Shell(SMALL._replace(seconds=1), {}) as terminal:
-            await terminal.type("yes > /dev/null &\n", 1)
-            await asyncio.sleep(5)
-            await terminal.type("", 0.1)
-            return terminal.ended
-
-    assert asyncio.run(ends()) == "time"
+@in_loop
+async def test_a_background_process_is_ended_while_the_policy_thinks():
+    async with Shell(SMALL._replace(seconds=1), {}) as terminal:
+        await terminal.type("yes > /dev/null &\n", 1)
+        await asyncio.sleep(5)
+        await terminal.type("", 0.1)
+        assert terminal.ended == "time"
 
 
-def test_what_hurts_does_not_end_the_terminal():
+@in_loop
+async def test_what_hurts_does_not_end_the_terminal():
     """A fork bomb, a full disk, killing all, a stopped host, and a terminal in disorder."""
     harm = [
         ":(){ :|:& };:\n",
@@ -168,31 +154,26 @@ def test_what_hurts_does_not_end_the_terminal():
         "exec 9>&- 0<&- 1>&- 2>&-\n",
         "stty -echo raw; PROMPT_COMMAND=; exec sh\n",
     ]
-
-    async def recovers() -> str:
-        async with Shell(SMALL._replace(seconds=90), {}) as terminal:
-            for each in harm:
-                await terminal.type(each, 1.0)
-            screen, end = "", time.monotonic() + 90
-            while "42" not in screen and not terminal.ended and time.monotonic() < end:
-                for each in ("\x03", "exit\n", "echo $((6 * 7))\n"):
-                    screen += await terminal.type(each, 1.0)
-            return terminal.seen(screen)
-
-    assert "42" in asyncio.run(recovers())
+    async with Shell(SMALL._replace(seconds=90), {}) as terminal:
+        for each in harm:
+            await terminal.type(each, 1.0)
+        screen, end = "", time.monotonic() + 90
+        while "42" not in screen and not terminal.ended and time.monotonic() < end:
+            for each in ("\x03", "exit\n", "echo $((6 * 7))\n"):
+                screen += await terminal.type(each, 1.0)
+        assert "42" in terminal.seen(screen)
 
 
 @pytest.mark.parametrize(
     ("made", "listed"), [("chmod 0 f; chmod 0 .", "f"), ("mkfifo p; ln -s / up", "f p up")]
 )
-def test_odd_folders_are_packed(made, listed):
-    async def packed():
-        async with Shell(SMALL, {"f": "1"}) as terminal:
-            await terminal.type(made + "\n", 5)
-            return await terminal.pack()
-
-    said = shell.said_after(asyncio.run(packed()), {}, "cat f; echo ' '$(ls)", SMALL)
-    assert asyncio.run(said) == f"1 {listed}\n"
+@in_loop
+async def test_odd_folders_are_packed(made, listed):
+    async with Shell(SMALL, {"f": "1"}) as terminal:
+        await terminal.type(made + "\n", 5)
+        packed = await terminal.pack()
+    said = await shell.said_after(packed, {}, "cat f; echo ' '$(ls)", SMALL)
+    assert said == f"1 {listed}\n"
 
 
 def test_a_folder_too_large_to_pack_earns_nothing():
@@ -213,23 +194,25 @@ def test_nobody_gets_out_or_at_the_host():
     assert [line for line in said.split("\n") if ".py.out" in line] == ["control.py.out"]
 
 
+async def cancelled(seconds: float, *keys: str, timeout: float = 60) -> None:
+    """Cancels a shell into which these keys are typed, which then has to end in time."""
+
+    async def use() -> None:
+        async with Shell(SMALL, {}) as terminal:
+            for each in keys:
+                await terminal.type(each, 60)
+
+    task = asyncio.create_task(use())
+    await asyncio.sleep(seconds)
+    task.cancel()
+    assert (await asyncio.wait({task}, timeout=timeout))[0], seconds
+
+
 def test_nothing_is_left_of_a_shell_that_is_cancelled():
     before = children()
-
-    async def cancelled(seconds: float):
-        async def use():
-            async with Shell(SMALL, {}) as terminal:
-                await terminal.type("(setsid sleep 300 &) ; sleep 300\n", 60)
-
-        task = asyncio.create_task(use())
-        await asyncio.sleep(seconds)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
     for seconds in (0.0, 0.005, 0.02, 0.05, 0.1, 0.3, 1.0):
-        asyncio.run(cancelled(seconds))
-        end = time.monotonic() + 5
+        asyncio.run(cancelled(seconds, "(setsid sleep 300 &) ; sleep 300\n"))
+        end = time.monotonic() + 60
         while children() > before and time.monotonic() < end:
             time.sleep(0.05)
         assert children() <= before, seconds
@@ -237,22 +220,8 @@ def test_nothing_is_left_of_a_shell_that_is_cancelled():
 
 def test_a_shell_that_is_cancelled_while_it_starts_is_not_waited_for():
     """For a few milliseconds bubblewrap's child outlives it, and holds the pipes."""
-
-    async def cancelled(seconds: float):
-        async def use():
-            async with Shell(SMALL, {}):
-                pass
-
-        task = asyncio.create_task(use())
-        await asyncio.sleep(seconds)
-        task.cancel()
-        assert (await asyncio.wait({task}, timeout=10))[0], seconds
-
-    async def all_of_them():
-        for i in range(50):
-            await asyncio.gather(*(cancelled((i + j / 4) % 30 / 1000) for j in range(4)))
-
-    asyncio.run(all_of_them())
+    for i in range(50):
+        at_once(cancelled((i + j / 4) % 30 / 1000, timeout=10) for j in range(4))
 
 
 def test_many_at_once():
@@ -261,31 +230,26 @@ def test_many_at_once():
             await terminal.type("sleep 0.5; x=$(cat n)\n", 30)
             return await terminal.run("echo $((x * 2))", 30)
 
-    async def all_of_them():
-        return await asyncio.gather(*map(one, range(16)))
-
     before = children()
-    assert [int(text.split()[0]) for text in asyncio.run(all_of_them())] == list(range(0, 32, 2))
+    assert [int(text.split()[0]) for text in at_once(map(one, range(16)))] == [*range(0, 32, 2)]
     assert children() <= before
 
 
 @pytest.mark.parametrize("name", ["unsafe", "http"])
 def test_only_bubblewrap_holds_shells(name, monkeypatch):
-    own = services.Services(sandbox=name, sandbox_url="http://127.0.0.1:9")
+    own = Services(sandbox=name, sandbox_url="http://127.0.0.1:9")
     monkeypatch.setattr(services, "_current", [own])
     assert services.problem("shell") == f"services.sandbox = {name!r}, expected 'bubblewrap'"
     with pytest.raises(CheckerError, match="bubblewrap|no commands"):
         shown("ls\n")
 
 
-def test_a_terminal_that_dies_is_an_error():
-    async def dies():
+@in_loop
+async def test_a_terminal_that_dies_is_an_error():
+    with pytest.raises(CheckerError, match="a terminal of the sandbox"):
         async with Shell(SMALL, {}) as terminal:
             terminal.process.kill()
             await terminal.type("ls\n", 1)
-
-    with pytest.raises(CheckerError, match="a terminal of the sandbox"):
-        asyncio.run(dies())
 
 
 # --- tasks ----------------------------------------------------------------------------------------
@@ -343,25 +307,22 @@ def test_turns_are_limited_and_the_folder_counts_all_the_same():
 def test_an_answer_waits_for_a_limited_time(monkeypatch):
     monkeypatch.setattr(terminal_use, "ANSWER_SECONDS", 1.0)
     began = time.monotonic()
-    waits = ["sleep 50\n"] * 50
+    waits = ["sleep 500\n"] * 50
     for seconds in (1e400, 10**400, -1, float("nan"), 40):
         episode(typing(*waits, done=True, seconds=seconds), row=ROW | {"checks": ROW["checks"][:1]})
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        # What is left behind is dead before the check, and its shell is another.
-        "(while :; do echo '4 30 100' > data/sorted.txt; done) & alias cat='echo 4 30 100'\n",
-        "echo 'cat() { echo 4; echo 30; echo 100; }' > .bashrc; cp .bashrc .profile\n",
-        "mkdir bin; printf '#!/bin/sh\\necho 17; echo 1009' > bin/bash; chmod +x bin/bash; "
-        "PATH=$PWD/bin:$PATH; cp -r bin .local\n",
-        # What the check brings is written over what is there.
-        "mkdir .given; printf '17\\n1009' > .given/in; ln -s .given/in in; echo cat > sort.sh\n",
-        "mkdir -p /tmp/given && chmod 0 /tmp/given; echo cat > sort.sh; mkdir in\n",
-    ],
-)
+@pytest.mark.parametrize("keys", [
+    # What is left behind is dead before the check, and its shell is another.
+    "(while :; do echo '4 30 100' > data/sorted.txt; done) & alias cat='echo 4 30 100'\n",
+    "echo 'cat() { echo 4; echo 30; echo 100; }' > .bashrc; cp .bashrc .profile\n",
+    "mkdir bin; printf '#!/bin/sh\\necho 17; echo 1009' > bin/bash; chmod +x bin/bash; "
+    "PATH=$PWD/bin:$PATH; cp -r bin .local\n",
+    # What the check brings is written over what is there.
+    "mkdir .given; printf '17\\n1009' > .given/in; ln -s .given/in in; echo cat > sort.sh\n",
+    "mkdir -p /tmp/given && chmod 0 /tmp/given; echo cat > sort.sh; mkdir in\n",
+])  # fmt: skip
 def test_a_check_cannot_be_forged(keys):
     made, _ = episode(typing(keys, done=True, seconds=1))
     assert made.reward.value == 0, keys
@@ -396,10 +357,8 @@ def test_hostile_answers_are_typed_in_time():
     """Keys of any kind neither stop a terminal nor end it."""
 
     async def typed(text: str) -> None:
-        assert await terminal_use.play(ROW, None, Response.of(text)) == (
-            terminal_use.NO_FORM,
-            False,
-        )
+        played = await terminal_use.play(ROW, None, Response.of(text))
+        assert played == (terminal_use.NO_FORM, False)
         async with Shell(SMALL, {}) as terminal:
             answer = Response.of(typing(text, "\x03", "\n", seconds=0.3))
             shown, done = await terminal_use.play(ROW, terminal, answer)
@@ -409,39 +368,29 @@ def test_hostile_answers_are_typed_in_time():
     for text in HOSTILE:
         began = time.monotonic()
         asyncio.run(typed(text))
-        assert time.monotonic() - began < 10, text[:9]
+        assert time.monotonic() - began < 60, text[:9]
 
 
 def test_one_answer_is_judged_by_itself():
     assert asyncio.run(terminal_use.verify(ROW, Response(typing(SOLVE)))).value == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"harness": None}, "harness is missing or null, expected the name of a harness"),
-        ({"harness": "codex"}, "harness is 'codex', expected one of: bash, terminus_1, term"),
-        ({"max_turns": 0}, "max_turns is 0, expected 1 or more"),
-        ({"files": []}, r"files is \[\], expected an object"),
-        ({"files": {"/etc/x": ""}}, "files is '/etc/x', expected paths inside"),
-        ({"files": {"a/../../x": ""}}, "files is 'a/../../x', expected paths inside"),
-        ({"files": {"": ""}}, "files is '', expected paths inside"),
-        ({"files": {"a": 1}}, "files.a is 1, expected the text of a file"),
-        ({"checks": []}, r"checks is \[\], expected one check or more"),
-        ({"checks": ["ls"]}, r"checks\[0\].command is missing or null"),
-        ({"checks": [{"command": "ls"}]}, r"checks\[0\].stdout is missing or null"),
-        (
-            {"checks": [{"command": "ls", "stdout": " "}]},
-            r"checks\[0\].stdout is '', expected a te",
-        ),
-        (
-            {"checks": [{"command": "ls", "stdout": "a", "files": {"..": ""}}]},
-            r"checks\[0\].files is '..', expected paths inside",
-        ),
-        ({"harness": "bash", "responses_create_params": {"input": "?"}}, "tools is missing"),
-    ],
-)
-def test_bad_rows(change, message):
-    check_row(ROW)
-    with pytest.raises(ValueError, match=message):
-        check_row(ROW | change)
+test_bad_rows = refused(
+    lambda change: check_row(ROW | change),
+    ({"harness": None}, "harness is missing or null, expected the name of a harness"),
+    ({"harness": "codex"}, "harness is 'codex', expected one of: bash, terminus_1, term"),
+    ({"max_turns": 0}, "max_turns is 0, expected 1 or more"),
+    ({"files": []}, r"files is \[\], expected an object"),
+    ({"files": {"/etc/x": ""}}, "files is '/etc/x', expected paths inside"),
+    ({"files": {"a/../../x": ""}}, "files is 'a/../../x', expected paths inside"),
+    ({"files": {"": ""}}, "files is '', expected paths inside"),
+    ({"files": {"a": 1}}, "files.a is 1, expected the text of a file"),
+    ({"checks": []}, r"checks is \[\], expected one check or more"),
+    ({"checks": ["ls"]}, r"checks\[0\].command is missing or null"),
+    ({"checks": [{"command": "ls"}]}, r"checks\[0\].stdout is missing or null"),
+    ({"checks": [{"command": "ls", "stdout": " "}]}, r"checks\[0\].stdout is '', expected a te"),
+    ({"checks": [{"command": "ls", "stdout": "a", "files": {"..": ""}}]},
+     r"checks\[0\].files is '..', expected paths inside"),
+    ({"harness": "bash", "responses_create_params": {"input": "?"}}, "tools is missing"),
+    taken=({},),
+)  # fmt: skip

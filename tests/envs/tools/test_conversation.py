@@ -7,64 +7,44 @@ import re
 
 import pytest
 
-from envs import check_row
+from envs.check_rows import check_row
 from envs.judge import judge
 from envs.rollout import services
-from envs.rollout.chat import NoRoom
 from envs.rollout.response import Response
-from envs.sandbox.checkers import CheckerError
 from envs.tools import conversation, simulation
 from envs.tools.simulation import DONE, TRANSFERRED, Simulation, Step
+from settings.services import Services
 from support.judges import Judge, configured
-from support.scripts import Script, calling
+from support.scripts import Full, Script, calling
+from support.tables import refused
 from support.verifiers import HOSTILE
 
 GOOD = '{"success": true, "explanation": "fine"}'
 BAD = '```json\n{"success": false, "explanation": "no"}\n```'
-LOOKUP = {
-    "name": "look_up",
-    "doc": "Finds an order.",
-    "params": {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]},
-    "returns": {"type": "object", "required": ["state"]},
-}
-SHOWN = {"type": "function", "name": "look_up", "parameters": LOOKUP["params"]}
-ROW = {
-    "agent_ref": {"name": "conversational_tool_use_agent"},
-    "policy": "Be {kind} and honest.",
-    "tools": [LOOKUP],
-    "customer_scenario": {
-        "customer_persona": "A {hurried} buyer",
-        "reason_for_contact": "Where is order 7?",
-        "outside_policy_scope": False,
-    },
-    "responses_create_params": {
-        "input": [{"role": "system", "content": "You are an agent. Be {kind} and honest."}],
-        "tools": [SHOWN],
-        "parallel_tool_calls": False,
-    },
-}
-ROLES = {
-    "customer": "You are the customer",
-    "tool": "You are the tools",
-    "of_customer": "You judge one message of the customer",
-    "of_result": "You judge what one call",
-    "of_step": "You judge one step of the representative",
-    "of_all": "You judge all that",
-}
+GIVEN = {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]}
+LOOKUP = {"name": "look_up", "doc": "Finds an order.", "params": GIVEN}
+LOOKUP["returns"] = {"type": "object", "required": ["state"]}
+SCENARIO = {"customer_persona": "A {hurried} buyer", "reason_for_contact": "Where is order 7?"}
+SCENARIO["outside_policy_scope"] = False
+PARAMS = {"tools": [{"type": "function", "name": "look_up", "parameters": GIVEN}]}
+PARAMS["input"] = [{"role": "system", "content": "You are an agent. Be {kind} and honest."}]
+PARAMS["parallel_tool_calls"] = False
+ROW = {"agent_ref": {"name": "conversational_tool_use_agent"}, "policy": "Be {kind} and honest."}
+ROW |= {"tools": [LOOKUP], "customer_scenario": SCENARIO, "responses_create_params": PARAMS}
+ROLES = {"customer": "You are the customer", "tool": "You are the tools"}
+ROLES |= {"of_customer": "You judge one message of the customer"}
+ROLES |= {"of_step": "You judge one step of the representative"}
+ROLES |= {"of_result": "You judge what one call", "of_all": "You judge all that"}
 
 
 class Cast:
     """The judge in all its roles: for each, what it says in turn, and the last of it for ever."""
 
     def __init__(self, **lines: str | list[str]) -> None:
-        usual = {
-            "customer": ["Where is my order 7?", f"Thanks. {DONE}"],
-            "tool": '{"state": "sent"}',
-        }
+        usual = {"customer": ["Where is my order 7?", f"Thanks. {DONE}"]}
+        usual |= {"tool": '{"state": "sent"}'}
         told = usual | {role: GOOD for role in ROLES if role.startswith("of_")} | lines
-        self.lines = {
-            role: [said] if isinstance(said, str) else said for role, said in told.items()
-        }
+        self.lines = {r: [said] if isinstance(said, str) else said for r, said in told.items()}
         self.asked: list[tuple[str, list[dict]]] = []
 
     def reply(self, messages: list[dict]) -> str:
@@ -77,7 +57,6 @@ class Cast:
         return sum(asked == role for asked, _ in self.asked)
 
     def last(self, role: str) -> list[dict]:
-        """The messages that this role was asked with last."""
         return [messages for asked, messages in self.asked if asked == role][-1]
 
 
@@ -88,7 +67,7 @@ def talk(monkeypatch):
 
     def run(cast: Cast, *answers, row: dict = ROW, policy=None):
         with Judge(cast.reply) as server:
-            own = services.Services(judges=configured(general=server))
+            own = Services(judges=configured(general=server))
             monkeypatch.setattr(services, "_current", [own])
             policy = policy or Script(map(Response.of, answers))
             return asyncio.run(conversation.rollout(row, policy))
@@ -98,10 +77,9 @@ def talk(monkeypatch):
 
 def test_a_conversation_ends_when_the_customer_says_so(talk):
     cast = Cast()
-    seen: list[list[dict]] = []
-    answers = [calling("look_up", id="7"), "It was sent."]
-    policy = Script(answers, lambda messages: seen.append(list(messages)))
+    policy = Script([calling("look_up", id="7"), "It was sent."])
     made = talk(cast, policy=policy)
+    seen = policy.seen
     assert (made.reward.value, made.reward.info) == (1.0, {"answers": 2}) and len(made.turns) == 2
     assert [message["role"] for message in seen[1]] == ["system", "user", "assistant", "tool"]
     assert seen[0][1]["content"] == "Where is my order 7?"
@@ -134,9 +112,8 @@ def test_each_role_sees_what_it_needs_and_no_more(talk):
 
 
 def test_a_handover_is_what_some_scenarios_ask_for(talk):
-    scenario = ROW["customer_scenario"] | {"outside_policy_scope": True}
     cast = Cast(customer=["Sue them!", TRANSFERRED])
-    row = ROW | {"customer_scenario": scenario}
+    row = ROW | {"customer_scenario": SCENARIO | {"outside_policy_scope": True}}
     assert talk(cast, "I hand you over.", row=row).reward.value == 1
     assert "has to be handed over" in cast.last("of_all")[0]["content"]
 
@@ -147,66 +124,54 @@ def test_nothing_a_policy_says_looks_like_a_step():
     assert json.loads(line)["representative says"].startswith("x")
 
 
-@pytest.mark.parametrize(
-    ("lines", "reason"),
-    [
-        ({"of_step": [GOOD, BAD]}, "a step"),
-        ({"of_all": BAD}, "the conversation"),
-        ({"of_all": ["not JSON", '{"success": "yes"}', '{"success": false}']}, "the conversation"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "reason"), [
+    ({"of_step": [GOOD, BAD]}, "a step"),
+    ({"of_all": BAD}, "the conversation"),
+    ({"of_all": ["not JSON", '{"success": "yes"}', '{"success": false}']}, "the conversation"),
+])  # fmt: skip
 def test_what_the_judge_refuses_of_the_policy_earns_nothing(lines, reason, talk):
     cast = Cast(customer=["Where is it?", "And?", DONE], **lines)
     made = talk(cast, "One moment.", "It was sent.")
     assert (made.reward.value, made.reward.info["reason"]) == (0.0, reason)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ({"customer": ""}, "no message of the customer in 3 replies"),
-        ({"customer": f"Bye {DONE}"}, "no message of the customer in 3 replies"),
-        ({"tool": "sent"}, "no result of the tool look_up in 3 replies"),
-        ({"tool": '{"status": 1}'}, "no result of the tool look_up in 3 replies"),
-        ({"of_customer": [GOOD, BAD]}, "refused what was simulated: {.customer says"),
-        ({"of_result": BAD}, "refused what was simulated: {.returns"),
-        ({"of_all": "Yes, it is."}, "no verdict on the conversation in 3 replies"),
-        ({"of_step": '{"explanation": "?"}'}, "no verdict on a step of call in 3 replies"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "message"), [
+    ({"customer": ""}, "no message of the customer in 3 replies"),
+    ({"customer": f"Bye {DONE}"}, "no message of the customer in 3 replies"),
+    ({"tool": "sent"}, "no result of the tool look_up in 3 replies"),
+    ({"tool": '{"status": 1}'}, "no result of the tool look_up in 3 replies"),
+    ({"of_customer": [GOOD, BAD]}, "refused what was simulated: {.customer says"),
+    ({"of_result": BAD}, "refused what was simulated: {.returns"),
+    ({"of_all": "Yes, it is."}, "no verdict on the conversation in 3 replies"),
+    ({"of_step": '{"explanation": "?"}'}, "no verdict on a step of call in 3 replies"),
+])  # fmt: skip
 def test_a_simulator_or_judge_that_fails_is_never_a_reward(lines, message, talk):
-    with pytest.raises(CheckerError, match=message):
+    with pytest.raises(services.CheckerError, match=message):
         talk(Cast(**lines), calling("look_up", id="7"), "It was sent.")
 
 
 def test_a_useless_reply_is_asked_for_again(talk):
     cast = Cast(customer=["", "Customer: Hello", DONE], tool=["", '```json\n{"state": 1}\n```'])
-    seen: list[list[dict]] = []
-    answers = [calling("look_up", id="7"), "It was sent."]
-    policy = Script(answers, lambda messages: seen.append(list(messages)))
+    policy = Script([calling("look_up", id="7"), "It was sent."])
     assert talk(cast, policy=policy).reward.value == 1
-    assert seen[0][-1]["content"] == "Hello"
-    assert seen[1][-1]["content"] == '```json\n{"state": 1}\n```', "as the tool has written it"
+    assert policy.last() == ["Hello", '```json\n{"state": 1}\n```'], "as the tool has written it"
 
 
 def test_a_judge_that_is_away_is_no_reward(monkeypatch):
-    monkeypatch.setattr(judge, "_share", [judge.Share(seconds=0.5)])
-    own = services.Services(judges={"general": {"url": "http://127.0.0.1:9/v1"}})
-    monkeypatch.setattr(services, "_current", [own])
-    with pytest.raises(CheckerError, match="gave no answer|is away"):
+    monkeypatch.setattr(services, "_limits", [services.Limits(seconds=0.5)])
+    away = {"general": {"url": "http://127.0.0.1:9/v1"}}
+    monkeypatch.setattr(services, "_current", [Services(judges=away)])
+    with pytest.raises(services.CheckerError, match="gave no answer|is away"):
         asyncio.run(conversation.rollout(ROW, Script([])))
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        ("", "empty"),
-        ("<think>hm", "truncated"),
-        (calling("other"), "an invalid call"),
-        (calling("look_up"), "an invalid call"),
-        (calling("look_up", id=7), "an invalid call"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "reason"), [
+    ("", "empty"),
+    ("<think>hm", "truncated"),
+    (calling("other"), "an invalid call"),
+    (calling("look_up"), "an invalid call"),
+    (calling("look_up", id=7), "an invalid call"),
+])  # fmt: skip
 def test_an_answer_that_cannot_be_used_ends_it(answer, reason, talk):
     cast = Cast(customer=["Where is it?", "And?", DONE])
     made = talk(cast, "One moment.", answer)
@@ -226,9 +191,8 @@ def test_hostile_answers_are_heard(text, talk):
 def test_the_fiftieth_answer_is_the_last(talk, monkeypatch):
     monkeypatch.setattr(conversation, "MAX_ANSWERS", 2)
     cast = Cast(customer=["Hello", "And?", f"Bye {DONE}"])
-    assert talk(cast, "a", "b", "c").reward.value == 1, (
-        "the customer may end it behind the last one"
-    )
+    ended = talk(cast, "a", "b", "c")
+    assert ended.reward.value == 1, "the customer may end it behind the last one"
     cast = Cast(customer="And?")
     made = talk(cast, "a", "b", "c")
     assert made.reward.info == {"answers": 2, "reason": "too many answers"}
@@ -244,12 +208,6 @@ def test_a_cut_off_answer_and_a_full_prompt_end_it(talk):
 
     assert talk(Cast(), policy=Cut(["It was"])).reward.info["reason"] == "length"
 
-    class Full(Script):
-        async def chat(self, messages, tools=None):
-            if self.length:
-                raise NoRoom("full")
-            return await super().chat(messages, tools)
-
     cast = Cast(customer=["Hello", "And?"])
     assert talk(cast, policy=Full(["a"])).reward.info == {"answers": 1, "reason": "room"}
 
@@ -257,15 +215,13 @@ def test_a_cut_off_answer_and_a_full_prompt_end_it(talk):
 def test_of_several_calls_the_row_says_how_many_are_made(talk):
     call = calling("look_up", id="7").tool_calls[0]
     both = Response("", content="", tool_calls=[call, call | {"arguments": '{"id": "8"}'}])
-    params = ROW["responses_create_params"]
-    several = ROW | {"responses_create_params": params | {"parallel_tool_calls": True}}
+    several = ROW | {"responses_create_params": PARAMS | {"parallel_tool_calls": True}}
     for row, made in ((ROW, 1), (several, 2)):
         cast = Cast()
-        seen: list[list[dict]] = []
-        policy = Script([both, "Sent."], lambda messages, seen=seen: seen.append(list(messages)))
+        policy = Script([both, "Sent."])
         assert talk(cast, row=row, policy=policy).reward.value == 1
         assert cast.count("tool") == cast.count("of_result") == made
-        outputs = [m["content"] for m in seen[1] if m["role"] == "tool"]
+        outputs = [m["content"] for m in policy.seen[1] if m["role"] == "tool"]
         assert outputs[1] == ('{"state": "sent"}' if made == 2 else conversation.ONE_CALL)
 
 
@@ -280,8 +236,7 @@ def test_a_row_may_bring_a_conversation_along(talk):
         {"type": "function_call_output", "call_id": "a", "output": '{"state": "lost"}'},
         {"role": "assistant", "content": "It is lost."},
     ]
-    params = ROW["responses_create_params"]
-    row = ROW | {"responses_create_params": params | {"input": params["input"] + items}}
+    row = ROW | {"responses_create_params": PARAMS | {"input": PARAMS["input"] + items}}
     check_row(row)
     cast = Cast(customer=["Oh.", DONE])
     assert talk(cast, "Sorry.", row=row).reward.value == 1
@@ -295,27 +250,17 @@ def test_it_needs_the_judge_and_a_parser():
     assert simulation.JUDGE == "general"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"policy": None}, "policy is missing or null"),
-        ({"customer_scenario": None}, "customer_scenario.reason_for_contact is missing"),
-        ({"customer_scenario": {"reason_for_contact": " "}}, "reason_for_contact is ' ', expected"),
-        (
-            {"customer_scenario": {"reason_for_contact": "x", "outside_policy_scope": "no"}},
-            "outside_policy_scope is 'no', expected true, false or null",
-        ),
-        ({"initial_user_message": 1}, "initial_user_message is 1, expected a text or null"),
-        ({"tools": None}, "tools is missing or null"),
-        ({"tools": ["x"]}, r"tools\[0\].name is missing"),
-        ({"tools": [{"name": "x", "params": 3}]}, r"tools\[0\].parameters is 3, expected a JSON"),
-        (
-            {"tools": [{"name": "x", "returns": {"type": 3}}]},
-            r"tools\[0\].returns is .* a JSON schema",
-        ),
-    ],
-)
-def test_bad_rows(change, message):
-    check_row(ROW)
-    with pytest.raises(ValueError, match=message):
-        check_row(ROW | change)
+test_bad_rows = refused(
+    lambda change: check_row(ROW | change),
+    ({"policy": None}, "policy is missing or null"),
+    ({"customer_scenario": None}, "customer_scenario.reason_for_contact is missing"),
+    ({"customer_scenario": {"reason_for_contact": " "}}, "reason_for_contact is ' ', expected"),
+    ({"customer_scenario": {"reason_for_contact": "x", "outside_policy_scope": "no"}},
+     "outside_policy_scope is 'no', expected true, false or null"),
+    ({"initial_user_message": 1}, "initial_user_message is 1, expected a text or null"),
+    ({"tools": None}, "tools is missing or null"),
+    ({"tools": ["x"]}, r"tools\[0\].name is missing"),
+    ({"tools": [{"name": "x", "params": 3}]}, r"tools\[0\].parameters is 3, expected a JSON"),
+    ({"tools": [{"name": "x", "returns": {"type": 3}}]}, r"tools\[0\].returns is .* a JSON schema"),
+    taken=({},),
+)  # fmt: skip

@@ -11,31 +11,19 @@ from hypothesis import strategies as st
 from envs.rollout.response import Response
 from envs.tools import tool_choice
 from envs.tools.calls import matching, same
-from support.verifiers import HOSTILE, gym_rows, known_answers, lines
+from support.scripts import call
+from support.tables import gives, refused
+from support.verifiers import HOSTILE, gym_rows, json_values, known_answers, lines
 
 AGENT = "single_step_tool_use_with_argument_comparison_agent"
-GOLD = {
-    "user": "GROOM2024",
-    "count": 75,
-    "price": 9.5,
-    "seats": ["A1", "A2"],
-    "notify": True,
-    "note": None,
-    "address": {"city": "Ulm", "zip": 89073},
-    "summary": "User wants adjacent seats for seven people",
-}
-
-
-def call(name: str, arguments: object) -> dict:
-    return {"type": "function_call", "name": name, "arguments": json.dumps(arguments)}
+GOLD = {"user": "GROOM2024", "count": 75, "price": 9.5, "seats": ["A1", "A2"], "notify": True}
+GOLD |= {"note": None, "address": {"city": "Ulm", "zip": 89073}}
+GOLD |= {"summary": "User wants adjacent seats for seven people"}
 
 
 def row(action: dict, agent: str = AGENT, **config: object) -> dict:
-    return {
-        "agent_ref": {"name": agent},
-        "expected_action": action,
-        "tool_call_comparator_config": config,
-    }
+    fields = {"agent_ref": {"name": agent}, "expected_action": action}
+    return fields | {"tool_call_comparator_config": config}
 
 
 def batch(*queries: str) -> dict:
@@ -51,9 +39,7 @@ MESSAGE = row({"type": "message", "content": "Which seats?"})
 
 
 def test_known_answers():
-    known = known_answers("single_step_tool_use", AGENT)
-    assert len(known) >= 8
-    for answer in known:
+    for answer in known_answers("single_step_tool_use", AGENT, least=8):
         judged = answer.row | answer.case.get("config", {})
         tool_choice.check(judged)
         assert tool_choice.verify(judged, answer.response).value == answer.reward, answer.case
@@ -96,45 +82,40 @@ def test_each_agent_has_its_threshold():
         assert reward(judged, call("f", {"q": "the dog sat"})) == 1  # two of six
         assert reward(judged, call("f", {"q": "a dog ran"})) == (name == "swe_pivot")
         assert reward(judged, call("f", {"q": "the"})) == 0
-    assert reward(
-        row(batch("a", "b"), "parallel_tool_calls_" + AGENT), call("search", {"q": "a"})
-    ) == (pytest.approx(2 / 3))
+    both = row(batch("a", "b"), "parallel_tool_calls_" + AGENT)
+    assert reward(both, call("search", {"q": "a"})) == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize(
-    ("expected", "actual", "answer"),
-    [
-        (1, True, False),  # NeMo-Gym takes true for 1
-        (True, True, True),
-        (1, 1.0, False),
-        (1.5, 1.5 + 9e-7, True),
-        (1.5, 1.5 + 2e-6, False),
-        (1.5, float("nan"), False),
-        (1.5, float("inf"), False),
-        (None, None, True),
-        (None, "None", False),
-        ("one", "One", False),
-        ("one two", "TWO one", True),
-        ("the cat", "the dog", True),
-        ("the cat ate some food", "the dog ran to the store", False),
-        ("the dog", "the", False),
-        ([1, 2], [2, 1], False),
-        ([1, 2], [1, 2, 3], False),
-        ({"a": 1}, {"a": 1, "b": 2}, False),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
-        ({"a": 1}, {}, False),
-    ],
+test_what_is_the_same = gives(
+    lambda expected, actual: same(expected, actual, 0.1, 1e-6),
+    (1, True, False),  # NeMo-Gym takes true for 1
+    (True, True, True),
+    (1, 1.0, False),
+    (1.5, 1.5 + 9e-7, True),
+    (1.5, 1.5 + 2e-6, False),
+    (1.5, float("nan"), False),
+    (1.5, float("inf"), False),
+    (None, None, True),
+    (None, "None", False),
+    ("one", "One", False),
+    ("one two", "TWO one", True),
+    ("the cat", "the dog", True),
+    ("the cat ate some food", "the dog ran to the store", False),
+    ("the dog", "the", False),
+    ([1, 2], [2, 1], False),
+    ([1, 2], [1, 2, 3], False),
+    ({"a": 1}, {"a": 1, "b": 2}, False),
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
+    ({"a": 1}, {}, False),
 )
-def test_what_is_the_same(expected, actual, answer):
-    assert same(expected, actual, 0.1, 1e-6) is answer
 
-
-@pytest.mark.parametrize(
-    ("candidates", "size"),
-    [([[0, 1], [0]], 2), ([[0], [0]], 1), ([[], [3]], 1), ([[0, 1], [0, 2], [1], [0]], 4 - 1)],
+test_the_most_calls_are_matched = gives(
+    matching,
+    ([[0, 1], [0]], 2),
+    ([[0], [0]], 1),
+    ([[], [3]], 1),
+    ([[0, 1], [0, 2], [1], [0]], 4 - 1),
 )
-def test_the_most_calls_are_matched(candidates, size):
-    assert matching(candidates) == size
 
 
 def test_one_call_can_be_taken_for_several_expected_ones():
@@ -208,68 +189,43 @@ def test_many_calls_take_linear_time():
     assert reward(judged, *[call("search", {"q": "x"})] * 5_000) == 0
     assert reward(judged, {}, {"name": None, "arguments": None}, {"arguments": 5}) == 0
     long = row(batch("word " * 50_000))
-    began = time.monotonic()
+    began = time.process_time()
     assert reward(long, *[call("search", {"q": "x y"})] * 2_000) == 0
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 30
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=3,
-)
-
-
-@given(JSON, st.sampled_from(list(GOLD)))
-@settings(max_examples=2500)  # two cases each
+@given(json_values(), st.sampled_from(list(GOLD)))
+@settings(max_examples=2500, deadline=None)  # two cases each
 def test_any_arguments_are_judged(data, key):
     assert reward(ROW, call("book", data)) == 0
-    expected = same(GOLD[key], data, 0.1, 1e-6)
-    assert reward(ROW, call("book", GOLD | {key: data})) == expected
+    assert reward(ROW, call("book", GOLD | {key: data})) == same(GOLD[key], data, 0.1, 1e-6)
 
 
 @given(st.text(), st.text())
-@settings(max_examples=5000)
+@settings(max_examples=5000, deadline=None)
 def test_any_text_is_judged(name, text):
     assert reward(ROW, {"name": name, "arguments": text}, text=text) == 0
 
 
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [
-        (None, "expected_action.type is missing or null, expected function_call"),
-        ({"type": "call"}, "expected_action.type is 'call', expected function_call"),
-        ({"type": "message"}, "expected_action.content is missing"),
-        ({"type": "function_call"}, "expected_action.name is missing"),
-        (call("f", []), r"expected_action.arguments is '\[\]', expected a JSON object"),
-        (
-            {"type": "function_call", "name": "f", "arguments": {}},
-            "expected_action.arguments is {}",
-        ),
-        ({"type": "function_call_batch"}, "expected_action.calls is missing"),
-        (
-            {"type": "function_call_batch", "calls": []},
-            r"expected_action.calls is \[\], expected at",
-        ),
-        ({"type": "function_call_batch", "calls": [5]}, "expected_action.calls.0.name is missing"),
-    ],
+test_bad_rows = refused(
+    lambda action: tool_choice.check(row(action)),
+    (None, "expected_action.type is missing or null, expected function_call"),
+    ({"type": "call"}, "expected_action.type is 'call', expected function_call"),
+    ({"type": "message"}, "expected_action.content is missing"),
+    ({"type": "function_call"}, "expected_action.name is missing"),
+    (call("f", []), r"expected_action.arguments is '\[\]', expected a JSON object"),
+    ({"type": "function_call", "name": "f", "arguments": {}}, "expected_action.arguments is {}"),
+    ({"type": "function_call_batch"}, "expected_action.calls is missing"),
+    ({"type": "function_call_batch", "calls": []}, r"expected_action.calls is \[\], expected at"),
+    ({"type": "function_call_batch", "calls": [5]}, "expected_action.calls.0.name is missing"),
 )
-def test_bad_rows(action, message):
-    with pytest.raises(ValueError, match=message):
-        tool_choice.check(row(action))
 
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (5, "tool_call_comparator_config is 5, expected settings or null"),
-        ({"threshold": 1}, "tool_call_comparator_config.threshold is 1, expected one of: word_co"),
-        ({"word_count_similarity_threshold": 0.7}, "threshold is 0.7, expected a number from 0 to"),
-        ({"floating_point_comparison_threshold": True}, "is True, expected a number"),
-        ({"allow_subset": 1}, "allow_subset is 1, expected true or false"),
-        ({"parallel_tool_call_reward_mode": "f2"}, "is 'f2', expected one of: binary_strict"),
-    ],
+test_bad_settings = refused(
+    lambda config: tool_choice.check(ROW | {"tool_call_comparator_config": config}),
+    (5, "tool_call_comparator_config is 5, expected settings or null"),
+    ({"threshold": 1}, "tool_call_comparator_config.threshold is 1, expected one of: word_co"),
+    ({"word_count_similarity_threshold": 0.7}, "threshold is 0.7, expected a number from 0 to"),
+    ({"floating_point_comparison_threshold": True}, "is True, expected a number"),
+    ({"allow_subset": 1}, "allow_subset is 1, expected true or false"),
+    ({"parallel_tool_call_reward_mode": "f2"}, "is 'f2', expected one of: binary_strict"),
 )
-def test_bad_settings(config, message):
-    with pytest.raises(ValueError, match=message):
-        tool_choice.check(ROW | {"tool_call_comparator_config": config})

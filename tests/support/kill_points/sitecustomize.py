@@ -1,12 +1,11 @@
 """With this folder and tests/cpu on PYTHONPATH a process of a run ends itself at an armed point.
 
-KILL_FILE=FILE; FILE holds "POINT SIGNAL": whoever gets there first removes it and takes that
-signal. Test support: nothing of it is imported by the product.
+KILL_FILE=FILE; FILE holds "POINT SIGNAL": the first process at that point removes the file and
+sends itself that signal. Test support: nothing of it is imported by the product.
 """
 
 import contextlib
 import functools
-import inspect
 import os
 import signal
 from pathlib import Path
@@ -22,10 +21,10 @@ POINTS = {
     },
     "engine core": {
         "while it serves": "vllm.v1.engine.core.EngineCore.step",
-        "before it joins": "policy.weight_sync.WeightReceiver.join_sync_group",
-        "before it receives weights": "policy.weight_sync.WeightReceiver.receive_weights",
-        "before it takes the first bucket": "policy.weight_sync.WeightReceiver.incoming",
-        "after it loaded them": "policy.weight_sync.WeightReceiver.receive_weights",
+        "before it joins": "policy.receiver.WeightReceiver.join_sync_group",
+        "before it receives weights": "policy.receiver.WeightReceiver.receive_weights",
+        "before it takes the first bucket": "policy.receiver.WeightReceiver.incoming",
+        "after it loaded them": "policy.receiver.WeightReceiver.receive_weights",
     },
     "worker": {
         "before it asks for a group": "grpo_async.RolloutWorker.rollout_group",
@@ -33,19 +32,19 @@ POINTS = {
         "after it wrote a group down": "grpo_async.RolloutWorker.finish",
     },
     "trainer": {
-        "before it joins": "grpo_async.Trainer.join_sync_group",
+        "before it joins": "runtime.rank.SendingRank.join_sync_group",
         "before a step": "grpo_async.Trainer.train_step",
         "after the optimizer": "grpo_async.Trainer.update",
         "after a step": "grpo_async.Trainer.train_step",
-        "before it sends weights": "grpo_async.Trainer.send_weights",
-        "after it sent them": "grpo_async.Trainer.send_weights",
+        "before it sends weights": "runtime.rank.SendingRank.send_weights",
+        "after it sent them": "runtime.rank.SendingRank.send_weights",
         "before it scores a probe": "grpo_async.Trainer.probe_gaps",
-        "before it copies a checkpoint": "grpo_async.Trainer.save",
-        "before it writes one": "grpo_async.Trainer.saved",
-        "after it wrote one": "grpo_async.Trainer.saved",
-        "before it renames a checkpoint": "runtime.checkpoints.commit",
-        "after a checkpoint is there": "runtime.checkpoints.commit",
-        "before it deletes an old one": "runtime.checkpoints.prune",
+        "before it copies a checkpoint": "runtime.rank.Rank.save",
+        "before it writes one": "runtime.rank.Rank.saved",
+        "after it wrote one": "runtime.rank.Rank.saved",
+        "before it renames a checkpoint": "runtime.folders.commit",
+        "after a checkpoint is there": "runtime.folders.commit",
+        "before it deletes an old one": "runtime.folders.prune",
     },
     "driver": {
         "before it takes a step's groups": "grpo_async.RolloutBuffer.take",
@@ -54,7 +53,8 @@ POINTS = {
         "after the engines were synced": "grpo_async.Engines.sync",
     },
 }
-MODULES = ("grpo_async", "runtime.checkpoints", "policy.weight_sync", "vllm.v1.engine.core")
+MODULES = ("grpo_async", "runtime.rank", "runtime.folders", "policy.receiver")
+MODULES += ("vllm.v1.engine.core",)
 FILE = os.environ.get("KILL_FILE", "")
 
 
@@ -70,29 +70,13 @@ def strike(point: str) -> None:
 
 
 @contextlib.contextmanager
-def between(before: list[str], after: list[str]):
-    """Strikes at the points before and after what is done in it."""
+def between(before: list[str], after: list[str], *_):
+    """Strikes at the points before and after a call, whatever its arguments are."""
     for point in before:
         strike(point)
     yield
     for point in after:
         strike(point)
-
-
-def watched(function, *points):
-    """The function, with its points."""
-
-    @functools.wraps(function)
-    def plain(*args, **named):
-        with between(*points):
-            return function(*args, **named)
-
-    @functools.wraps(function)
-    async def awaited(*args, **named):
-        with between(*points):
-            return await function(*args, **named)
-
-    return awaited if inspect.iscoroutinefunction(function) else plain
 
 
 def mend(module) -> None:
@@ -102,15 +86,16 @@ def mend(module) -> None:
         for what, place in points.items():
             when = 1 if what.startswith("after") else 0
             places.setdefault(place, ([], []))[when].append(f"{role} {what}")
-    for place, (before, after) in places.items():
-        if not place.startswith(f"{module.__name__}."):
-            continue
-        *holders, function = place.removeprefix(f"{module.__name__}.").split(".")
-        holder = functools.reduce(getattr, holders, module)
-        setattr(holder, function, watched(getattr(holder, function), before, after))
+    for place, points in places.items():
+        surround(module, place, functools.partial(between, *points))
+
+
+def unlimited(repair) -> None:
+    """Replaces engines however often they are killed in an hour."""
+    repair.MAX_RESTARTS = 10**6
 
 
 if FILE:
-    from import_hooks import after_import
+    from import_hooks import after_import, surround
 
-    after_import(dict.fromkeys(MODULES, mend))
+    after_import(dict.fromkeys(MODULES, mend) | {"runtime.repair": unlimited})

@@ -44,22 +44,11 @@ class Linear(Base):
     """Column parallel, row parallel, or alone; a sequence parallel one moves the sequence."""
 
     def __init__(
-        self,
-        in_features,
-        out_features,
-        sequence_parallel=False,
-        fuse_wgrad_accumulation=False,
-        tp_group=None,
-        tp_size=1,
-        get_rng_state_tracker=None,
-        rng_tracker_name=None,
-        init_method=None,
-        bias=True,
-        return_bias=False,
-        params_dtype=None,
-        parallel_mode=None,
+        self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False,
+        tp_group=None, tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None,
+        init_method=None, bias=True, return_bias=False, params_dtype=None, parallel_mode=None,
         device="cuda",
-    ):
+    ):  # fmt: skip
         super().__init__()
         assert not fuse_wgrad_accumulation and not return_bias
         self.parallel_mode = parallel_mode
@@ -113,24 +102,11 @@ class GroupedLinear(Base):
     """Several products, of neighbouring rows each, whose weights are weight0, weight1, ..."""
 
     def __init__(
-        self,
-        num_gemms,
-        in_features,
-        out_features,
-        sequence_parallel=False,
-        fuse_wgrad_accumulation=False,
-        tp_group=None,
-        tp_size=1,
-        get_rng_state_tracker=None,
-        rng_tracker_name=None,
-        init_method=None,
-        bias=True,
-        return_bias=False,
-        params_dtype=None,
-        parallel_mode=None,
-        device="cuda",
-        ub_name=None,
-    ):
+        self, num_gemms, in_features, out_features, sequence_parallel=False,
+        fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, get_rng_state_tracker=None,
+        rng_tracker_name=None, init_method=None, bias=True, return_bias=False, params_dtype=None,
+        parallel_mode=None, device="cuda", ub_name=None,
+    ):  # fmt: skip
         super().__init__()
         assert not fuse_wgrad_accumulation and not bias and tp_size == 1
         self.num_gemms = num_gemms
@@ -161,14 +137,9 @@ class RMSNorm(nn.Module):
     """The norm, computed in float32."""
 
     def __init__(
-        self,
-        hidden_size,
-        eps=1e-5,
-        sequence_parallel=None,
-        params_dtype=None,
-        zero_centered_gamma=False,
-        device="cuda",
-    ):
+        self, hidden_size, eps=1e-5, sequence_parallel=None, params_dtype=None,
+        zero_centered_gamma=False, device="cuda",
+    ):  # fmt: skip
         super().__init__()
         assert not zero_centered_gamma
         self.eps = eps
@@ -184,44 +155,21 @@ class DotProductAttention(nn.Module):
     """Causal attention inside each sequence of a packed row, whose keys all ranks gather."""
 
     def __init__(
-        self,
-        num_attention_heads,
-        kv_channels,
-        num_gqa_groups=None,
-        attention_dropout=0.1,
-        attn_mask_type="causal",
-        sequence_parallel=False,
-        tp_size=1,
-        get_rng_state_tracker=None,
-        tp_group=None,
-        layer_number=None,
-        attention_type="self",
-        cp_group=None,
-        cp_global_ranks=None,
-        cp_stream=None,
-        cp_comm_type="p2p",
-        softmax_scale=None,
-    ):
+        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.1,
+        attn_mask_type="causal", sequence_parallel=False, tp_size=1, get_rng_state_tracker=None,
+        tp_group=None, layer_number=None, attention_type="self", cp_group=None,
+        cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_scale=None,
+    ):  # fmt: skip
         super().__init__()
         assert not attention_dropout and attn_mask_type == "causal" and attention_type == "self"
         self.cp_group = cp_group
         self.scale = softmax_scale
 
     def forward(
-        self,
-        query_layer,
-        key_layer,
-        value_layer,
-        attention_mask=None,
-        qkv_format=None,
-        cu_seqlens_q=None,
-        cu_seqlens_kv=None,
-        cu_seqlens_q_padded=None,
-        cu_seqlens_kv_padded=None,
-        max_seqlen_q=None,
-        max_seqlen_kv=None,
-        attn_mask_type=None,
-    ):
+        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None,
+        cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None,
+    ):  # fmt: skip
         assert (qkv_format, attn_mask_type) == ("thd", "padding_causal")
         q, k, v = query_layer, key_layer, value_layer
         total = int(cu_seqlens_q[-1])
@@ -241,8 +189,7 @@ class DotProductAttention(nn.Module):
             keys = (seq == i).nonzero().squeeze(1)
             seen = mine[own][:, None] >= keys
             heads = (x.transpose(0, 1)[None] for x in (q[own], k[keys], v[keys]))
-            part = F.scaled_dot_product_attention(
-                *heads, attn_mask=seen, scale=self.scale, enable_gqa=True
-            )
+            how = {"attn_mask": seen, "scale": self.scale, "enable_gqa": True}
+            part = F.scaled_dot_product_attention(*heads, **how)
             out = out.index_copy(0, own, part[0].transpose(0, 1))
         return out.flatten(1)

@@ -7,18 +7,9 @@ class FusedAdam(torch.optim.Optimizer):
     """AdamW."""
 
     def __init__(
-        self,
-        params,
-        lr=1e-3,
-        bias_correction=True,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0.0,
-        amsgrad=False,
-        *,
-        adam_w_mode=True,
-        capturable=False,
-    ):
+        self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8,
+        weight_decay=0.0, amsgrad=False, *, adam_w_mode=True, capturable=False,
+    ):  # fmt: skip
         assert bias_correction and adam_w_mode and not amsgrad and not capturable
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps}
         super().__init__(params, defaults | {"weight_decay": weight_decay})

@@ -1,0 +1,29 @@
+"""A packed row of random tokens, for what measures a trainer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Row:
+    """As policy.Row; all but the first token of each sequence is trained."""
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    seq_T: torch.Tensor
+    mask_T: torch.Tensor
+    routes_T: None = None
+
+    def to(self, device: Any) -> "Row":
+        """The row on a device."""
+        tensors = (self.tokens_T, self.positions_T, self.seq_T, self.mask_T)
+        return Row(*(tensor.to(device) for tensor in tensors))
+
+
+def row(tokens: int, sequence: int, vocab: int, seed: int = 0) -> Row:
+    """Random tokens in sequences of equal length."""
+    drawn_T = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(seed))
+    index_T = torch.arange(tokens)
+    return Row(drawn_T, index_T % sequence, index_T // sequence, index_T % sequence > 0)

@@ -1,0 +1,187 @@
+"""Which rows of NeMo-Gym can be trained on: each is checked before anything of a run starts."""
+
+import importlib
+import json
+import os
+import reprlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envs import get, registry, require
+from envs.parsers import parsers
+from envs.rollout import services
+from envs.rollout.chat import DENSEST
+from envs.rollout.check_messages import check_items, check_overrides, check_tools
+from envs.rollout.messages import load_tokenizer, render
+from envs.rollout.rows import keep_bad, loads, refuse_none, sort_lines
+from settings.errors import InputError, ModuleError, located
+from settings.services import Services
+
+if TYPE_CHECKING:
+    from settings.run import RunSettings
+
+# What an error calls a need, if not by its name.
+NEEDS = {"checks": "a sandbox for answers that run as code", "tool_parser": "a parser of calls"}
+
+
+# What checks a need: the environment that names it may import it later, or not at all.
+MECHANISMS = {
+    "judges": "envs.judge.judge",
+    "nemo_gym": "envs.gym.gym",
+    "sandbox": "envs.sandbox.sandbox",
+    "checks": "envs.sandbox.sandbox",
+    "shell": "envs.sandbox.shell",
+    "lean": "envs.proofs.lean_source",
+    "images": "envs.swe.images",
+    "workplace": "envs.office.office",
+}
+
+
+def problem(need: str) -> str:
+    """Why a needed service is unavailable and how to fix it; "" if it is available."""
+    if mechanism := MECHANISMS.get(need.partition(".")[0]):
+        importlib.import_module(mechanism)
+    return services.problem(need)
+
+
+def check_services(row: dict) -> None:
+    """Raises ModuleError where a service is missing that the row's environment needs."""
+    name = row["agent_ref"]["name"]
+    for need in registry.needs(row):
+        if why := problem(need):
+            raise ModuleError(f"environment {name!r} lacks {NEEDS.get(need, need)}: {why}")
+
+
+def check_row(row: Any) -> None:
+    """Raises ValueError naming dotted path, value and expectation unless `row` is a Gym row."""
+    at = "responses_create_params."
+    items = get(row, at + "input", list | str, "a list of messages" + conversion(row))
+    check_items(items, at + "input")
+    check_tools(get(row, at + "tools", list | None, "a list or null"), at + "tools")
+    check_overrides(row["responses_create_params"], at)
+    module = registry.environment(get(row, "agent_ref.name", str, "the name of an environment"))
+    some = items or getattr(module, "ALLOWS_EMPTY_INPUT", False)
+    require(some, at + "input", items, "at least one message")
+    try:
+        getattr(module, "check", lambda row: None)(row)
+    except ValueError:
+        raise
+    except ImportError as error:
+        raise ModuleError(located(error, str(module.__file__))) from error
+    except Exception as error:  # such as a KeyError for what the row lacks
+        raise ValueError(located(error, str(module.__file__))) from error
+
+
+def conversion(row: Any) -> str:
+    """Where to read how a row of another format becomes a Gym row; "" for what may be one."""
+    if not isinstance(row, dict) or not row or "responses_create_params" in row:
+        return ""
+    return f"; the row has {reprlib.repr(list(row))}: docs/own_data.md shows how to convert it"
+
+
+def load_rows(path: str, cfg: "RunSettings") -> Sequence[dict]:
+    """The rows of a JSONL file.
+
+    A line that is malformed, of an unknown environment, or longer than the model allows is counted
+    on the terminal and left out. Raises InputError naming file, line and field where there are more
+    than `data.max_bad_rows` of them, or nothing else, where the model's chat template refuses the
+    first good one, and where vLLM cannot use the parsers of `services`.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise InputError(f"{Path(path).resolve()}: expected a JSONL file, not a folder or a pipe")
+    use_services(cfg.services, cfg.model)
+    rows, bad = read_rows(path, cfg.data.max_bad_rows, cfg)
+    try:
+        check_length(rows[0], cfg)
+    except ValueError as error:
+        if not cfg.data.max_bad_rows:
+            raise InputError(f"{path}:{rows[0]['_line']}: {error}") from None
+    keep_bad(path, bad, cfg)
+    return rows
+
+
+def use_services(named: Services, model: str) -> None:
+    """Sets what environments use. Raises InputError where a parser cannot be used for the model."""
+    services.configure(named)
+    if problem := parsers.problem(named, model):
+        raise InputError(problem)
+
+
+def read_rows(
+    path: str, allowed: float, cfg: "RunSettings | None" = None
+) -> tuple[Sequence[dict], list[dict]]:
+    """The good rows of a JSONL file, and what is wrong with the others.
+
+    Without `cfg` prompts may have any length. Raises InputError where more than `allowed` rows are
+    bad, or all, for an environment's module that cannot be used, and for rows to train on that
+    compare answers where there is only one. Such rows are left out of validation.
+    """
+    single = single_answers(path, cfg) if cfg else ""
+    alone: Counter[str] = Counter()  # rows by agent, that lack a second answer
+
+    def is_used(line: str) -> bool:
+        agent = parse(line, cfg)["agent_ref"]["name"]
+        lacks = bool(single) and registry.only_compares(agent)
+        alone[agent] += lacks
+        return not lacks
+
+    rows, bad = sort_lines(path, allowed, is_used)
+    if cfg and alone.total():
+        counts = ", ".join(f"{count:,} of {name}" for name, count in alone.items() if count)
+        told = f"{path}: rows that compare answers, {counts}, and {single} = 1"
+        if not rows or path == cfg.data.train:
+            raise InputError(f"{told}, expected 2 or more")
+        print(f"{told}: they are not evaluated")
+    refuse_none(rows, bad)
+    return rows, bad
+
+
+def single_answers(path: str, cfg: "RunSettings") -> str:
+    """The setting that gives rows of this file one answer each; "" where they get more."""
+    samples = {"data.val_samples": cfg.data.val_samples} if path == cfg.data.val else {}
+    if path == cfg.data.train:
+        samples["group_size"] = getattr(cfg, "group_size", 2)  # not all algorithms have groups
+    return next((name for name, count in samples.items() if count < 2), "")
+
+
+def parse(line: str, cfg: "RunSettings | None") -> dict:
+    """The row of a line. Raises ValueError saying what is wrong with it."""
+    row, size = loads(line)
+    check_row(row)
+    if cfg:
+        check_services(row)
+        check_temperature(row, cfg)
+    if cfg and size + 256 > cfg.sampling.max_model_len:  # a token is at least one byte
+        check_length(row, cfg)
+    return row
+
+
+def check_temperature(row: dict, cfg: "RunSettings") -> None:
+    """Raises ValueError where a row asks for another temperature than the trainer divides by."""
+    temperature = row["responses_create_params"].get("temperature")
+    own = cfg.sampling.temperature
+    if temperature not in (None, own):
+        at = "responses_create_params.temperature"
+        raise ValueError(f"{at} is {temperature}, expected sampling.temperature = {own}, or null")
+
+
+def check_length(row: dict, cfg: "RunSettings") -> None:
+    """Raises ValueError unless the prompt leaves the model room for an answer."""
+    params = row["responses_create_params"]
+    if not params["input"]:
+        return
+    limit = cfg.sampling.max_model_len
+    at = "responses_create_params.input"
+    expected = f"expected less than sampling.max_model_len = {limit}"
+    size = len(json.dumps([params["input"], params.get("tools")], ensure_ascii=False))
+    if size > DENSEST * limit:
+        raise ValueError(f"{at} is {size} characters long, {expected} tokens")
+    try:
+        tokenizer = load_tokenizer(cfg.model)
+        length = len(render(tokenizer, row, cfg.sampling.chat_template_kwargs))
+    except Exception as error:  # a chat template is the model's own code
+        raise ValueError(f"{at} is refused by the chat template: {error}") from None
+    if length >= limit:
+        raise ValueError(f"{at} is {length} tokens long, {expected}")

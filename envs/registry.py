@@ -1,0 +1,184 @@
+"""Which environment serves a row, and what it makes of the answers to it."""
+
+import ast
+import difflib
+import functools
+import importlib.util
+import inspect
+import numbers
+import re
+import reprlib
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import envs
+from core.waits import in_thread
+from envs import Reward, require
+from envs.rollout import services
+from envs.rollout.response import Response
+from settings.errors import ModuleError, located
+
+if TYPE_CHECKING:
+    from envs.rollout.episode import Episode
+    from envs.rollout.sampler import Sampler
+
+
+# What a module that serves an agent cannot lack. The others are not parsed.
+SERVES = re.compile(r"\bAGENTS\b|^(async )?def (verify|rollout|score_group)\b", re.MULTILINE)
+
+
+@functools.cache
+def agents() -> dict[str, str]:
+    """Agent name -> module, such as maths/math, read from the files.
+
+    Raises ModuleError where two claim a name.
+    """
+    claimed: dict[str, str] = {}
+    root = Path(envs.__path__[0])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).with_suffix("").as_posix()
+        if path.with_suffix("").is_dir():
+            raise ModuleError(f"envs/{name}.py has the name of the folder envs/{name}/: rename it")
+        for agent in _agents(path):
+            if agent in claimed:
+                files = f"envs/{claimed[agent]}.py and envs/{name}.py"
+                raise ModuleError(f"{files} both declare the agent {agent!r}, expected one of them")
+            claimed[agent] = name
+    return claimed
+
+
+def _agents(path: Path) -> tuple[str, ...]:
+    """What a module's top-level `AGENTS = (...)` says, without importing it; () where it has none.
+
+    Raises ModuleError where it is no literal tuple or list of strings.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        module = ast.parse(text if SERVES.search(text) else "", path)
+    except (SyntaxError, ValueError) as error:
+        raise ModuleError(f"{path} cannot be read as Python: {error}") from None
+    found: tuple[str, ...] = ()
+    for node in module.body:
+        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        if "AGENTS" not in [target and ast.unparse(target) for target in targets]:
+            continue
+        value = getattr(node, "value", None)  # `AGENTS += ...` depends on what stands above it
+        items: list[Any] = [None]
+        if isinstance(value, ast.Tuple | ast.List) and not isinstance(node, ast.AugAssign):
+            items = [getattr(item, "value", None) for item in value.elts]
+        if not all(isinstance(item, str) for item in items):
+            shown = ast.unparse(value) if value else "nothing"
+            raise ModuleError(f"{path}: AGENTS is {shown}, expected a literal tuple of names")
+        found = tuple(items)
+    return found
+
+
+def environment(name: str) -> ModuleType:
+    """The module serving `agent_ref.name` == `name`; ValueError with those of like names if none.
+
+    Where there is a server of NeMo-Gym's, it has the agents that no module declares. Raises
+    ModuleError, with file and line, where the module cannot be imported.
+    """
+    known = agents()
+    is_known = name in list(known)
+    file = "envs." + (known[name] if is_known else "gym/nemo_gym").replace("/", ".")
+    if not is_known and not services.current().nemo_gym:
+        expected = f"one of {len(known)} agents (docs/environments.md)"
+        if near := difflib.get_close_matches(str(name)[:100], known, 5):
+            expected += f", such as {', '.join(near)}"
+        require(False, "agent_ref.name", name, expected)
+    try:
+        module = importlib.import_module(file)
+    except Exception as error:  # it is the user's own code
+        spec = importlib.util.find_spec(file)
+        raise ModuleError(located(error, str(spec and spec.origin))) from error
+    if not any(hasattr(module, shape) for shape in ("verify", "rollout", "score_group")):
+        expected = "expected a function `verify`, `rollout` or `score_group`"
+        raise ModuleError(f"{module.__file__} defines none, {expected}")
+    return module
+
+
+def only_compares(name: str) -> bool:
+    """Whether an answer has no reward by itself in this agent's environment, but beside others."""
+    module = environment(name)
+    return not hasattr(module, "verify") and not hasattr(module, "rollout")
+
+
+async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
+    """One scored episode of the row for each sampler.
+
+    In an environment of one turn the first sampler generates all answers. Where a comparison fails,
+    the next call compares the same answers, which the samplers' drafts hold. Raises what the
+    environment raises, TypeError for what is no reward, and ValueError for an episode without
+    turns.
+    """
+    from core.waits import together
+    from envs.rollout.episode import Episode
+
+    name = row["agent_ref"]["name"]
+    module = environment(name)
+    if hasattr(module, "rollout"):
+        episodes = await together(module.rollout(row, sampler) for sampler in samplers)
+    else:
+        params = row["responses_create_params"]
+        prompt_ids = samplers[0].render(params["input"], params.get("tools"))
+        turns = await samplers[0].generate(prompt_ids, len(samplers))
+        if only_compares(name):
+            rewards = [Reward(0.0)] * len(turns)  # until they are compared
+        else:
+            rewards = await together(verify(row, turn.judged) for turn in turns)
+        episodes = [Episode([turn], reward) for turn, reward in zip(turns, rewards, strict=True)]
+    for episode in episodes:
+        if not isinstance(episode, Episode):
+            returned = f"environment {name!r} returned {reprlib.repr(episode)}"
+            raise TypeError(f"{returned} from rollout, expected an Episode")
+        if not episode.turns:
+            raise ValueError(f"environment {name!r} returned an episode without turns")
+    if hasattr(module, "score_group"):
+        texts = [episode.turns[-1].judged for episode in episodes]
+        rewards = await module.score_group([row] * len(texts), texts)
+        if len(rewards) != len(texts):
+            returned = f"score_group of environment {name!r} returned {len(rewards)} rewards"
+            raise ValueError(f"{returned}, expected one for each of {len(texts)} responses")
+    else:
+        rewards = [episode.reward for episode in episodes]
+    pairs = zip(episodes, rewards, strict=True)
+    return [replace(episode, reward=_as_reward(name, reward)) for episode, reward in pairs]
+
+
+async def verify(row: dict, response: str) -> Reward:
+    """The verdict of the row's environment, whose `verify` may be a function or a coroutine.
+
+    A function gets a thread of its own: it may block. Raises TypeError where the verdict is neither
+    a Reward nor a number.
+    """
+    name = row["agent_ref"]["name"]
+    judge = environment(name).verify
+    response = Response.of(response)
+    if inspect.iscoroutinefunction(judge):
+        verdict = judge(row, response)
+    else:
+        verdict = await in_thread(judge, row, response)
+    return _as_reward(name, await verdict if inspect.isawaitable(verdict) else verdict)
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """The services that judging the row takes."""
+    return tuple(getattr(environment(row["agent_ref"]["name"]), "needs", lambda row: ())(row))
+
+
+def _as_reward(name: str, verdict: Any) -> Reward:
+    reward = verdict if isinstance(verdict, Reward) else Reward(verdict)
+    value = _builtin(reward.value)
+    if not isinstance(value, numbers.Real) or not isinstance(reward.info, dict):
+        returned = f"environment {name!r} returned {reprlib.repr(verdict)}"
+        raise TypeError(f"{returned}, expected a number or a Reward with one")
+    return Reward(float(value), {name: _builtin(v) for name, v in reward.info.items()})
+
+
+def _builtin(value: Any) -> Any:
+    """Python's value of a scalar of numpy: those are no JSON values, and its bool is no number."""
+    is_scalar = type(value).__module__ == "numpy" and value.ndim == 0
+    return value.item() if is_scalar else value

@@ -1,0 +1,35 @@
+"""Which network trains: policy/fsdp.py or policy/megatron, by the settings."""
+
+from typing import TYPE_CHECKING, cast
+
+from policy import Policy
+
+if TYPE_CHECKING:
+    from settings.network import PolicySettings
+
+
+def open_policy(
+    model: str,
+    settings: "PolicySettings",
+    temperature: float = 1.0,
+    seed: int = 1,
+    collective_seconds: float = 3600.0,
+    reference_of: Policy | None = None,
+) -> Policy:
+    """The network in the folder `model`, or a frozen one: what `reference_of` was before training.
+
+    Needs torch's default process group, which all trainer ranks have joined.
+    `collective_seconds` is the deadline of a collective call. Beside adapters the frozen one has
+    logprobs alone, and no memory of its own.
+    """
+    trainable = reference_of is None
+    if settings.kind == "megatron":
+        from policy.megatron.policy import MegatronPolicy
+
+        return MegatronPolicy(model, settings, temperature, seed, collective_seconds, trainable)
+    from policy.fsdp import FSDPPolicy
+    from policy.lora import Base
+
+    if settings.lora_rank and reference_of is not None:
+        return cast(Policy, Base(reference_of))
+    return FSDPPolicy(model, settings, temperature, trainable)

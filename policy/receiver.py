@@ -1,0 +1,132 @@
+"""The engine's side of a weight update, within vLLM's workers."""
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from policy import OWNER
+from policy.proof import Proof
+from policy.weight_sync import Wire, buckets, checksum, digest, tensor_in
+
+RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
+
+
+def end_with(pid: int) -> None:
+    """Kills this process within a second after another one has ended, whatever it is doing then.
+
+    So it kills those between the two: the process that starts an engine's workers can hang while
+    waiting for its dead children. Raises psutil.NoSuchProcess where the other one has ended
+    already.
+    """
+    import psutil  # which vLLM brings
+
+    other = psutil.Process(pid)
+    line: list[Any] = [psutil.Process()]
+    with contextlib.suppress(psutil.AccessDenied):  # to another user's: /proc may hide those
+        while line[-1] and line[-1] != other:
+            line.append(line[-1].parent())
+    between = line[1:-1] if line[-1] == other else []
+
+    def watch() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(1)
+        for process in between:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class WeightReceiver:
+    """Mixed into vLLM's workers through `worker_extension_cls`."""
+
+    vllm_config: Any  # of the worker that this is mixed into, as are the next two
+    model_runner: Any
+    device: torch.device
+    updates = 0  # that were received
+
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        """Also ends this process with the actor around its engine, from here on.
+
+        vLLM's processes would outlive a killed actor, and keep its GPU (vllm#55510).
+        """
+        owner = int(os.environ.get(OWNER, os.getpid()))
+        if owner != os.getpid():
+            end_with(owner)
+        return super().__new__(cls)
+
+    def join_sync_group(
+        self, wire: bytes, host: str, port: int, first_rank: int, world: int
+    ) -> int:
+        """Meets the senders. `wire` is a pickled `Wire`: vLLM passes bytes on unchanged.
+
+        Returns the bytes that vLLM's profiling left for KV, 0 where it did not profile.
+        """
+        self.sync_wire: Wire = pickle.loads(wire)
+        # In each update it warns of layers that no tensor is for: rotary tables, tied heads. What
+        # a policy must bring, `Proof` knows.
+        logging.getLogger(RELOADER).setLevel(logging.ERROR)
+        store = self.sync_wire.store(host, port, world)
+        rank = first_rank + self.vllm_config.parallel_config.rank
+        self.sync_group: Any = self.sync_wire.group(store, rank, world)
+        return int(getattr(self, "available_kv_cache_memory_bytes", 0))
+
+    def receive_weights(self, verify: bool = False) -> int:
+        """Takes a whole policy through vLLM's reload path; a checksum of it if `verify`, else 0.
+
+        `model.load_weights` alone is a silent no-op on packed layers (vllm#42821, SkyRL#1680).
+        Reads the loaded parameters back, with `verify` all of them. RuntimeError names one that
+        was not written, or that is not what came.
+        """
+        from vllm.config import set_current_vllm_config
+
+        model = self.model_runner.get_model()
+        digests: list[Tensor] = []
+        self.updates += 1
+        proof = Proof(model, None if verify else self.updates)
+        with set_current_vllm_config(self.vllm_config):
+            weights = proof.watch(self.incoming(digests, verify))
+            self.model_runner.reload_weights(weights_iterator=weights)
+            self.refresh_tied_head(model)
+            proof.check()
+            names = ", ".join(sorted(proof.unverified))
+            print(f"not verified by reading back: {names}", flush=True)
+            print(
+                f"not verified by reading back: {', '.join(sorted(proof.unverified))}", flush=True
+            )
+        return checksum(digests)
+
+    def refresh_tied_head(self, model: nn.Module) -> None:
+        """On CPU a tied head multiplies by a packed copy of the embedding, made once at start."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            return
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for layer in model.modules():
+            if isinstance(layer, ParallelLMHead):
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def incoming(self, digests: list[Tensor], verify: bool) -> Iterator[tuple[str, Tensor]]:
+        """Named tensors, as they arrive; with `verify` it adds each bucket's digest to `digests`.
+
+        A bucket is never reused: layers keep views of it.
+        """
+        for bucket in buckets(self.sync_wire.metas):
+            buffer = torch.empty(bucket.size, dtype=torch.uint8, device=self.sync_wire.device)
+            self.sync_group.broadcast(buffer, 0).wait()
+            if verify:
+                digests.append(digest(buffer))
+            for place in bucket.slices:
+                yield place.meta.name, tensor_in(buffer, place)

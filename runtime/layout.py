@@ -1,0 +1,90 @@
+"""Whether a run fits into its cluster, and on which nodes: planned once, before its actors."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import ray
+
+from runtime.placement import CPU_NODE, JUDGE, Node, Places, shares
+from settings.errors import InputError
+from settings.run import TrainingSettings
+
+
+def started_engines(cfg: TrainingSettings) -> int:
+    """Engines that the command starts."""
+    return 0 if cfg.command.replayed or cfg.command.export else cfg.demand.engines
+
+
+def plan(cfg: TrainingSettings, nodes: list[Node]) -> Places:
+    """Where all actors fit. Raises InputError naming settings and nodes where they do not.
+
+    A cluster without GPUs runs everything on CPUs. Of actors that share GPUs the node alone is
+    chosen, and Ray chooses the GPU.
+    """
+    engines = started_engines(cfg)
+    check_gpus(cfg, [node.gpus for node in nodes])
+    if not any(node.gpus for node in nodes):
+        return Places(nodes, [""] * engines, [""] * cfg.policy.ranks)
+    share = shares(cfg)
+    tp, size = cfg.policy.tp, cfg.demand.engine_gpus
+    for order in (nodes, nodes[::-1]):  # nodes may differ in their GPUs
+        free = {node.id: node.gpus for node in reversed(order)}
+        groups = fill(free, cfg.policy.ranks // tp, tp)
+        trainers = [home for home in groups for _ in range(tp)]
+        held = Counter(trainers)
+        room = {n.id: free[n.id] * share.alone + held[n.id] * share.beside for n in order}
+        homes = fill(room, engines, size)
+        if len(homes) == engines and len(trainers) == cfg.policy.ranks:
+            return Places(nodes, homes, trainers)
+    have = ", ".join(f"{count} x {gpus}" for gpus, count in Counter(n.gpus for n in nodes).items())
+    raise InputError(
+        f"engine.count = {engines} with engine.tensor_parallel = {size}, and policy.ranks = "
+        f"{cfg.policy.ranks} with policy.tp = {tp}: expected each engine, and each group of tp "
+        f"ranks, on one node; the nodes have {have} GPUs"
+    )
+
+
+def fill(free: dict[str, int], count: int, size: int) -> list[str]:
+    """The nodes of up to `count` actors that take `size` GPUs each, from the first node on."""
+    homes: list[str] = []
+    for node in free:
+        here = min(count - len(homes), free[node] // size)
+        free[node] -= here * size
+        homes += [node] * here
+    return homes
+
+
+def check_gpus(cfg: TrainingSettings, gpus: Sequence[float]) -> None:
+    """Raises InputError where the nodes have too few GPUs, or none for what needs one."""
+    engines = started_engines(cfg)
+    size, ranks, attention = cfg.demand.engine_gpus, cfg.policy.ranks, cfg.policy.attention
+    there = int(sum(gpus))
+    if not there:
+        if attention.startswith(("flash", "varlen")) and cfg.policy.kind == "fsdp":
+            needs = f"policy.attention = {attention!r} needs a GPU, the cluster has none"
+            raise InputError(f"{needs}: expected auto, or RAY_ADDRESS of another cluster")
+        return
+    share = shares(cfg)
+    needed = ranks + max(0, math.ceil((engines * size - ranks * share.beside) / share.alone))
+    if needed > there:
+        asked = f"policy.ranks = {ranks}, engine.count = {engines}, engine.tensor_parallel = {size}"
+        has = f"gpu_share = {cfg.demand.share:g} need {needed} GPUs, the cluster has {there}"
+        alone = " (no two trainer ranks share one)" if cfg.demand.share < 1 else ""
+        raise InputError(f"{asked} and {has}{alone}: lower one of them")
+
+
+def nodes() -> list[Node]:
+    """The nodes of the Ray cluster, by name: node-9 comes before node-10."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    found = []
+    for node in sorted(alive, key=lambda n: (by_number(n["NodeManagerHostname"]), n["NodeID"])):
+        kept = node["Resources"].keys() & {JUDGE, CPU_NODE}
+        found.append(Node(node["NodeID"], 0 if kept else int(node["Resources"].get("GPU", 0))))
+    return found
+
+
+def by_number(name: str) -> list[tuple[int, str]]:
+    """A name as a key that sorts its numbers by value."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

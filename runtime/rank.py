@@ -1,0 +1,114 @@
+"""What every trainer rank does, whatever it trains: meets the others, saves, loads, exports."""
+
+import os
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime import metrics
+from settings.run import TrainingSettings
+
+if TYPE_CHECKING:
+    from policy import Policy, WeightMeta
+    from policy.weight_sync import Sender
+
+
+class Rank:
+    """A trainer rank, without what an algorithm makes of it. Its `start` sets `policy`."""
+
+    policy: "Policy"
+
+    def __init__(self, cfg: TrainingSettings):
+        self.cfg: Any = cfg  # of the algorithm's class
+        self.store: Any = None  # the TCPStore that this rank opened last
+        self.writes: list[Callable] = []  # of the checkpoint that is being written
+
+    def open_store(self, world: int) -> tuple[str, int]:
+        """Listens for `world` processes; the port is bound before its address is passed on.
+
+        Choosing a free port first and binding it later collides (vLLM issue 28498). Raises
+        RuntimeError where this process may not open enough files to meet them all.
+        """
+        from runtime.ray_start import address_of_node, short_of_files
+
+        if problem := short_of_files(world):
+            raise RuntimeError(f"{os.uname().nodename}: {problem}")
+        limit = timedelta(seconds=self.cfg.timeouts.start)
+        host = address_of_node()
+        self.store = dist.TCPStore(host, 0, world, True, limit, wait_for_workers=False)
+        return host, self.store.port
+
+    def join_ranks(self, rank: int, address: tuple[str, int]) -> None:
+        """Makes torch's default process group of all ranks, which meet at rank 0's store."""
+        world = self.cfg.policy.ranks
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=self.store if rank == 0 else dist.TCPStore(*address, world, False),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=self.cfg.timeouts.train),
+        )
+
+    def open_policy(self, temperature: float, reference_of: "Policy | None" = None) -> "Policy":
+        """The policy to train, or the frozen reference of one; collective."""
+        from policy.factory import open_policy
+
+        cfg = self.cfg
+        seconds = cfg.timeouts.train
+        return open_policy(cfg.model, cfg.policy, temperature, cfg.seed, seconds, reference_of)
+
+    def reduced(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
+        """The rows' stats in one dict, over all ranks (metrics.reduce_stats); collective."""
+        return metrics.reduce_stats(rows, self.policy.dp_group)
+
+    def save(self, folder: str) -> None:
+        """Copies this rank's state to memory and starts writing it; collective."""
+        self.writes = [self.policy.save(f"{folder}/policy"), self.policy.export_hf(f"{folder}/hf")]
+
+    def saved(self) -> None:
+        """Returns when what `save` began is written; runs beside the training."""
+        for write in self.writes:
+            write()
+
+    def load(self, folder: str) -> None:
+        """Goes on from a checkpoint, bitwise; collective."""
+        self.policy.load(f"{folder}/policy")
+
+    def export(self, folder: str) -> None:
+        """Writes the policy as a model that transformers and vLLM load; collective."""
+        self.policy.export_hf(folder)()
+
+
+class SendingRank(Rank):
+    """A trainer rank whose policy is sent to engines. Rank 0 and its node-mates join them."""
+
+    sender: "Sender"
+
+    def open_sender(self) -> list["WeightMeta"]:
+        """Prepares updates of the policy; returns what its weights look like."""
+        from policy.weight_sync import Sender
+
+        self.sender = Sender(self.policy, self.cfg.timeouts, self.cfg.gpu_share < 1)
+        return self.policy.weight_metas()
+
+    def open_sync_group(self, world: int) -> tuple[bytes, str, int]:
+        """Listens for the `world` members of the weight group; what they need to join it."""
+        return pickle.dumps(self.sender.wire), *self.open_store(world)
+
+    def join_sync_group(self, meeting: tuple[bytes, str, int], rank: int, world: int) -> None:
+        """Meets the engines' workers at the store that trainer rank 0 opened last."""
+        store = self.sender.wire.store(*meeting[1:], world) if rank else self.store
+        self.sender.join(store, rank, world)
+
+    def stage_weights(self) -> None:
+        """Gathers the first of the weights while the engines still generate; collective."""
+        self.sender.stage()
+
+    def send_weights(self, verify: bool) -> int:
+        """Broadcasts the policy to the engines; collective. Returns a checksum if `verify`."""
+        return self.sender.send(verify)

@@ -1,0 +1,115 @@
+"""What follows the loss of an engine: an update ends, the guilty are found, successors start."""
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+from core import waits
+from core.waits import answer, together, within
+from policy.weight_sync import Sender
+from runtime import joining
+from settings.run import RunSettings
+
+if TYPE_CHECKING:
+    from runtime.fleet import Fleet
+
+HOUR = 3600.0
+MAX_RESTARTS = 3  # times an hour that lost engines are replaced
+
+
+def allowed(fleet: "Fleet") -> bool:
+    """Whether lost engines may be replaced now: MAX_RESTARTS times an hour.
+
+    Beyond that those that are left go on. Raises RuntimeError where none is, with the last error.
+    """
+    now = time.monotonic()
+    fleet.repairs = [at for at in fleet.repairs if now - at < HOUR]
+    if len(fleet.repairs) < MAX_RESTARTS:
+        fleet.repairs.append(now)
+        fleet.is_held = False
+        return True
+    if not fleet.engines:
+        often = f"more often in an hour than MAX_RESTARTS = {MAX_RESTARTS} (runtime/repair.py)"
+        raise RuntimeError(f"engines were lost {often}: {fleet.error}") from fleet.error
+    if not fleet.is_held:
+        fleet.is_held = True
+        why = f"MAX_RESTARTS = {MAX_RESTARTS} (runtime/repair.py) in the last hour"
+        left = len(fleet.alive)
+        tqdm.write(f"{left} engines go on, a lost one is not replaced yet: {why}")
+    return False
+
+
+def settings_of_successors(fleet: "Fleet") -> RunSettings:
+    """The settings of engines that start beside others.
+
+    Where a trainer rank uses their GPU meanwhile, vLLM's profiling would take what the rank needs
+    or frees for its own, and refuse to start. So the rank frees what it can, and vLLM gets the
+    size of the KV cache that the first engines found.
+    """
+    cfg = fleet.cfg
+    if not fleet.cluster.shares_gpus():
+        return cfg
+    for trainer in fleet.cluster.trainers:  # long before the engine's process looks
+        trainer.call.options(concurrency_group="watch").remote(torch.cuda.empty_cache)
+    known = {"kv_cache_memory_bytes": fleet.kv_bytes} if fleet.kv_bytes else {}
+    engine = dataclasses.replace(cfg.engine, args=known | cfg.engine.args)
+    return dataclasses.replace(cfg, engine=engine)
+
+
+async def replace(fleet: "Fleet") -> None:
+    """Starts successors of lost engines; returns when some have started."""
+    while True:
+        await fleet.missing.wait()
+        await asyncio.sleep(1)  # those that are lost together are replaced together
+        fleet.launch()
+        if await joining.started(fleet):
+            return
+
+
+async def end_update(fleet: "Fleet", received: dict[asyncio.Future, Any]) -> BaseException:
+    """Discards the engines that failed in an update; its error, once no send is left waiting.
+
+    `received` are the engines' calls. Raises TimeoutError where a send does not end.
+    """
+    limit = fleet.cfg.timeouts.sync
+    failures = (t.exception() for t in {*fleet.sent, *received} if t.done())
+    errors = [failure for failure in failures if failure]
+    # Engines that have all buckets are done in a moment; the others never.
+    await asyncio.wait(received, timeout=2 if errors else 0)
+    error = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
+    fleet.discard([e for t, e in received.items() if not t.done() or t.exception()], error)
+    # The dead engines' sockets are closed now, so a send that waits for them ends as well. NCCL
+    # has no sockets: its sends are aborted.
+    await ask(fleet, fleet.cluster.senders, Sender.abort)
+    await within(limit, "the trainers' sends to end", asyncio.wait(fleet.sent))
+    return error
+
+
+async def discard_dead(fleet: "Fleet", error: Exception, discarded: int) -> None:
+    """Discards the engines that are dead after a failed update.
+
+    `discarded` is the count before it. Where none is found guilty, all are suspect. Re-raises the
+    errors that restarting an engine cannot fix: where no update has ever worked, or a send still
+    runs. Raises TimeoutError where a trainer rank hangs.
+    """
+    if not fleet.worked:
+        raise error
+    await ask(fleet, fleet.cluster.trainers, os.getpid)
+    if not all(send.done() for send in fleet.sent):
+        raise error  # no trainer rank would take part in another update
+    await asyncio.gather(*map(fleet.is_alive, fleet.alive))
+    if fleet.discarded == discarded:
+        fleet.discard(fleet.alive, error)
+
+
+async def ask(fleet: "Fleet", trainers: list, function: Callable) -> None:
+    """Calls a function in trainer ranks, whatever they do. TimeoutError names the first one."""
+    asked = [t.call.options(concurrency_group="watch").remote(function) for t in trainers]
+    limit = waits.ANSWER_SECONDS
+    await together(answer(a, limit, f"trainer rank {i}") for i, a in enumerate(asked))

@@ -1,0 +1,153 @@
+"""Settings that exclude each other, or that a library would refuse late: found as they are read."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from settings.network import MegatronSettings, PolicySettings
+    from settings.run import EngineSettings, Sampling, TrainingSettings
+
+# Of a row, whose T x T mask torch indexes with 32 bits in SDPA's kernel (pytorch issue 187227).
+SDPA_TOKENS = 1 << 16
+# vLLM's arguments that the run itself sets, and our setting for each: another value would break it.
+OWN_ENGINE_ARGS = {
+    "model": "model",
+    "load_format": "",
+    "dtype": "",
+    "tensor_parallel_size": "engine.tensor_parallel",
+    "pipeline_parallel_size": "engine.tensor_parallel",
+    "data_parallel_size": "engine.count",
+    "prefill_context_parallel_size": "engine.tensor_parallel",
+    "max_model_len": "sampling.max_model_len",
+    "logprobs_mode": "",
+    "scheduling_policy": "",
+    "worker_extension_cls": "",
+    "enable_return_routed_experts": "policy.replay_routing",
+    "seed": "seed",
+}
+# Megatron's arguments that the run itself sets: another value would break it.
+OWN_MEGATRON_ARGS = {
+    "model": (
+        "tensor_model_parallel_size",
+        "sequence_parallel",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "params_dtype",
+        "pipeline_dtype",
+        "bf16",
+        "variable_seq_lengths",
+        "calculate_per_token_loss",
+        "perform_initialization",
+        "use_cpu_initialization",
+    ),
+    "ddp": ("use_distributed_optimizer", "average_in_collective"),
+    "optimizer": (
+        "optimizer",
+        "lr",
+        "weight_decay",
+        "clip_grad",
+        "use_distributed_optimizer",
+        "bf16",
+        "params_dtype",
+    ),
+}
+
+
+def of_megatron(megatron: "MegatronSettings") -> None:
+    """Refuses arguments that the run itself sets. Raises ValueError."""
+    for part, names in OWN_MEGATRON_ARGS.items():
+        for name in names:
+            if name in getattr(megatron, part):
+                own = "which the run itself sets"
+                raise ValueError(f"policy.megatron.{part} sets {name!r}, {own}")
+
+
+def of_policy(policy: "PolicySettings") -> None:
+    """Refuses layouts that cannot work, naming both sides. Raises ValueError."""
+    shared = policy.tp * policy.pp * policy.cp
+    unit = 2 * policy.cp * policy.tp
+    megatron = policy.kind == "megatron"
+    product = f"tp * pp * cp = {policy.tp} * {policy.pp} * {policy.cp}"
+    rules = (
+        (
+            megatron or shared == policy.ep == 1,
+            f"{product}, ep = {policy.ep} need policy.kind = 'megatron', not 'fsdp'",
+        ),
+        (
+            megatron or not policy.replay_routing,
+            "replay_routing = True needs policy.kind = 'megatron', not 'fsdp'",
+        ),
+        (
+            megatron or not any(vars(policy.megatron).values()),
+            "megatron needs policy.kind = 'megatron', not 'fsdp'",
+        ),
+        (
+            not (megatron and policy.lora_rank),
+            f"lora_rank = {policy.lora_rank} needs policy.kind = 'fsdp', not 'megatron'",
+        ),
+        (policy.ranks % shared == 0, f"ranks = {policy.ranks} is no multiple of {product}"),
+        (
+            policy.ranks // policy.pp % policy.ep == 0,
+            f"ep = {policy.ep} must divide ranks / pp = {policy.ranks // policy.pp}",
+        ),
+        (
+            policy.cp == 1 or policy.row_tokens % unit == 0,
+            f"row_tokens = {policy.row_tokens} is no multiple of 2 * cp * tp = {unit}:"
+            f" try {policy.row_tokens // unit * unit or unit}",
+        ),
+    )
+    for holds, message in rules:
+        if not holds:
+            raise ValueError(f"policy: {message}")
+
+
+def of_engine(engine: "EngineSettings") -> None:
+    """Refuses arguments that the run itself sets, and senseless ones. Raises ValueError."""
+    for name, setting in OWN_ENGINE_ARGS.items():
+        if name in engine.args:
+            own = f"which the run itself sets{setting and f' by {setting}'}"
+            raise ValueError(f"engine.args sets {name!r}, {own}")
+    for name, kind, most in (("max_num_seqs", int, None), ("gpu_memory_utilization", float, 1)):
+        value = engine.arguments[name]
+        good = isinstance(value, kind | int) and not isinstance(value, bool) and value > 0
+        if not good or (most and value > most):
+            below = f", at most {most}" if most else ""
+            raise ValueError(f"engine.args sets {name} = {value!r}: expected above 0{below}")
+
+
+def of_sampling(sampling: "Sampling") -> None:
+    """Refuses what vLLM would refuse at the first evaluation. Raises ValueError."""
+    chosen = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | sampling.validation
+    top_k = chosen["top_k"]
+    for name, holds, expected in (
+        ("temperature", chosen["temperature"] >= 0, "0 or more"),
+        ("top_p", 0 < chosen["top_p"] <= 1, "above 0, at most 1"),
+        ("top_k", isinstance(top_k, int) and top_k >= -1, "a whole number, -1 or more"),
+        ("min_p", 0 <= chosen["min_p"] <= 1, "0 to 1"),
+    ):
+        if not holds:
+            value = chosen[name]
+            raise ValueError(f"sampling.validation sets {name} = {value}, expected {expected}")
+
+
+def of_training(cfg: "TrainingSettings") -> None:
+    """Refuses settings that exclude each other, naming both. Raises ValueError."""
+    for name in ("run_dir", "model"):
+        if not getattr(cfg, name):
+            raise ValueError(f"{name} = '': expected a folder")
+    val = f"val_period = {cfg.val_period} and data.val = {cfg.data.val!r}"
+    if bool(cfg.val_period) != bool(cfg.data.val) and not cfg.command.eval_only:
+        raise ValueError(f"{val}: expected both or neither")
+    if cfg.command.eval_only and not cfg.data.val:
+        raise ValueError("eval_only = True and data.val = '': no rows")
+    rows = cfg.row_limits
+    longest = max(rows, key=lambda name: rows[name])
+    masked = (cfg.policy.kind, cfg.policy.attention) == ("fsdp", "sdpa")
+    if masked and rows[longest] > SDPA_TOKENS:
+        long = f"{longest} = {rows[longest]}: above {SDPA_TOKENS} a GPU computes wrong values"
+        raise ValueError(f"policy.attention = 'sdpa' and {long}, expected 'auto'")
+    goes_on = "resume = 'auto'" if cfg.command.resume == "auto" else ""
+    goes_on = goes_on or ("export" if cfg.command.export else "")
+    if goes_on and "{time}" in cfg.run_dir:
+        raise ValueError(f"{goes_on}: run_dir has {{time}}")

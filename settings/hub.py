@@ -1,0 +1,61 @@
+"""Models of the Hugging Face hub."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+from settings.errors import InputError
+
+HUB_SECONDS = 10.0  # that the Hugging Face hub may take to say whether it has a model
+MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+
+
+def fetched(model: str, weights: bool) -> str:
+    """The absolute path of a model's folder; ORG/NAME that is no folder comes from the hub.
+
+    A folder that ORG names here, or models/, means a local path. Raises InputError where the hub
+    and its cache have no such model.
+    """
+    folder = Path(model).resolve()
+    is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and not re.search(r"--|\.\.", model)
+    if (
+        os.path.exists(folder)
+        or not is_name
+        or folder.parent.exists()
+        or model.startswith("models/")
+    ):
+        return str(folder)
+    from huggingface_hub import HfApi, constants, snapshot_download  # 0.4 s
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    why = ""
+    try:  # snapshot_download would ask the same without a deadline
+        HfApi().model_info(model, timeout=HUB_SECONDS)
+    except Exception as error:  # of the network or of the hub; the cache may have the model
+        why = f"{type(error).__name__}: {error}; "
+    patterns = [*MODEL_FILES, "*.safetensors"] if weights else [*MODEL_FILES]
+    try:
+        found = snapshot_download(model, allow_patterns=patterns, local_files_only=bool(why))
+        lacking = missing_weights(Path(found)) if weights else []
+        if not lacking:
+            return found
+        why += f"no {lacking[0]} in {found}"
+    except Exception as error:
+        absent = type(error) is LocalEntryNotFoundError
+        cache = f"the cache {constants.HF_HUB_CACHE} does not hold it"
+        why += cache if absent else f"{type(error).__name__}: {error}"
+    raise InputError(
+        f"model = {model!r}: there is no folder {folder} that holds config.json, and the Hugging "
+        f"Face hub did not give such a model: {' '.join(why.split())}. Without network, download "
+        f"it elsewhere (hf download {model}) and set model to the folder"
+    )
+
+
+def missing_weights(folder: Path) -> list[str]:
+    """The files of weights that a model's index names and its folder lacks."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [name for name in names if not (folder / name).exists()]
+    return [] if any(folder.glob("*.safetensors")) else ["*.safetensors"]

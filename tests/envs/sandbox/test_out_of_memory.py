@@ -1,0 +1,152 @@
+"""What the kernel ends for want of memory has no verdict, in each kind of sandbox."""
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+
+import pytest
+
+from envs.programs import code
+from envs.rollout import services
+from envs.rollout.services import CheckerError
+from envs.sandbox import checkers, programs, sandbox, service
+from envs.sandbox.outcome import Ran
+from envs.sandbox.programs import Interpreter
+from settings.services import Services
+from support.skills import Handler, executed, skills
+
+KILLED = "import os; os.kill(os.getpid(), 9)"
+ROW = {"verifier_metadata": {"unit_tests": {"inputs": ["7\n"], "outputs": ["49"]}}}
+SQUARE = "print(int(input()) ** 2)"
+COUNTS = '    with contextlib.suppress(OSError), open("/proc/vmstat")'
+OUT = "the kernel was out of memory and ended a run"
+contained = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem())
+
+
+@pytest.fixture
+def backend():
+    """A function that chooses the sandbox."""
+    before = services.current()
+    yield lambda name, url="": services.configure(Services(sandbox=name, sandbox_url=url))
+    services.configure(before)
+
+
+def reward(text: str) -> float:
+    """What the environment `code` pays for an answer."""
+    return asyncio.run(code.verify(ROW, f"```python\n{text}\n```")).value
+
+
+@pytest.fixture
+def starved(monkeypatch):
+    """Each look at the kernel's counter finds that it has risen."""
+    rising = itertools.count()
+    for module in (checkers, programs, sandbox):
+        monkeypatch.setattr(module, "oom_kills", lambda: next(rising))
+    assert COUNTS in service.TEXT
+    text = service.TEXT.replace(COUNTS, f"    return time.monotonic_ns()\n{COUNTS}")
+    monkeypatch.setattr(programs, "TEXT", text)
+    Interpreter.idle.clear()
+    yield
+    Interpreter.idle.clear()
+
+
+@contained
+def test_a_command_that_is_killed(monkeypatch):
+    """The command, or a process that it began."""
+    killed = ["sh", "-c", "kill -9 $$"]
+    assert asyncio.run(sandbox.run(killed)).code == 137
+    rising = itertools.count()
+    monkeypatch.setattr(sandbox, "oom_kills", lambda: next(rising))
+    for command in (killed, ["sh", "-c", "sh -c 'kill -9 $$'; exit 1"]):
+        with pytest.raises(CheckerError, match=OUT):
+            asyncio.run(sandbox.run(command))
+
+
+@contained
+@pytest.mark.parametrize("backend_name", ["bubblewrap", "unsafe"])
+def test_a_program_that_is_killed(backend, starved, backend_name):
+    backend(backend_name)
+    with pytest.raises(CheckerError, match=OUT):
+        reward(KILLED)
+    with pytest.raises(CheckerError, match=OUT):
+        reward("import subprocess; subprocess.run(['sh', '-c', 'kill -9 $$'], check=True)")
+    assert reward(SQUARE) == 1
+
+
+@contained
+def test_a_program_that_kills_itself_is_wrong(backend):
+    backend("bubblewrap")
+    assert reward(KILLED) == 0
+
+
+def test_an_interpreter_that_is_killed_with_its_program(starved, monkeypatch):
+    async def dies(self: Interpreter, source: str, stdin: str) -> None:
+        return None
+
+    monkeypatch.setattr(Interpreter, "run", dies)
+    with pytest.raises(CheckerError, match=OUT):
+        asyncio.run(Interpreter(sandbox.Limits()).judge(SQUARE, "7\n"))
+
+
+@pytest.mark.parametrize("last", [Ran("49\n", "", 0, "", 0.1), Ran("", "", -9, "", 0.1)])
+def test_a_program_that_is_killed_once_runs_again(monkeypatch, last):
+    """By what the kernel does not count; what is killed twice has killed itself."""
+    outcomes = [Ran("", "", -9, "", 0.1), last]
+
+    async def run(self: Interpreter, source: str, stdin: str) -> Ran:
+        return outcomes.pop(0)
+
+    monkeypatch.setattr(Interpreter, "run", run)
+    assert asyncio.run(Interpreter(sandbox.Limits()).judge(SQUARE, "7\n")) == last
+
+
+def test_a_check_that_is_killed_while_it_sends_has_no_verdict(monkeypatch):
+    def begin(function: object, channel: socket.socket, left: int) -> int:
+        if pid := os.fork():
+            return pid
+        channel.recv(1)
+        (size,) = checkers.SIZE.unpack(checkers.exactly(channel, checkers.SIZE.size))
+        checkers.exactly(channel, size)
+        token = checkers.exactly(channel, checkers.TOKEN)
+        channel.sendall(token + checkers.SIZE.pack(1000) + b'{"value": 1')
+        os._exit(0)
+
+    monkeypatch.setattr(checkers, "begin", begin)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        verdict = checkers.Check(lambda: {}, 1).judge({"text": "2"}, 5.0, ours)
+    assert verdict == {"failed": "code 0 in the middle of a verdict"}
+
+
+def test_a_check_that_is_killed(starved):
+    dies = checkers.Checkers("support.evaluating:make_check", children=1)
+    with pytest.raises(CheckerError, match=OUT):
+        asyncio.run(dies.run(5.0, text="__import__('os')._exit(3)"))
+
+
+@pytest.mark.parametrize("victim", ["pid", "os.getpid()"])
+def test_a_program_that_is_killed_at_a_service(backend, tmp_path, victim):
+    """Alone, or with its interpreter. The kernel counts it."""
+    counter = tmp_path / "vmstat"
+    kills = itertools.count()
+    forked = '        ended = "time" if watches'
+    assert forked in service.TEXT
+
+    def starved(_: Handler, given: dict) -> dict | int:
+        counter.write_text(f"oom_kill {next(kills)}\n")
+        code, program = (
+            given[name].replace("/proc/vmstat", str(counter))
+            for name in ("generated_code", "std_input")
+        )
+        if json.dumps(SQUARE) in program:
+            counts = f"write({str(counter)!r}, 'oom_kill {next(kills)}\\n')"
+            code = code.replace(forked, f"        {counts}; os.kill({victim}, 9)\n{forked}")
+        return executed(given | {"generated_code": code, "std_input": program})
+
+    with skills(starved) as url:
+        backend("http", url)
+        with pytest.raises(CheckerError, match="gave no outcome of a program"):
+            reward(SQUARE)
+        assert reward("print(1)") == 0 and reward("print(49)") == 1

@@ -1,0 +1,268 @@
+"""The sandbox service: its verdicts are those of bubblewrap, and no failure of it is a verdict."""
+
+import asyncio
+import itertools
+import os
+import random
+import subprocess
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from envs.programs import code
+from envs.rollout import services
+from envs.rollout.services import CheckerError
+from envs.sandbox import interpreter, programs, sandbox, service
+from envs.sandbox.outcome import Limits, Ran
+from envs.sandbox.sessions import Session
+from settings.services import Services
+from support.skills import executed, skills
+
+LIMITS = Limits(seconds=1.0, memory=1 << 30, output=1000)
+ROW = {"verifier_metadata": {"unit_tests": {"inputs": ["7\n"], "outputs": ["49"]}}}
+SQUARE = "print(int(input()) ** 2)"
+contained = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem())
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch):
+    """A function that chooses the sandbox: bubblewrap, or the service at a URL."""
+    before = services.current()
+    monkeypatch.setattr(service, "AWAY", 3.0)
+
+    def choose(url: str = "") -> None:
+        services.configure(Services(sandbox="http" if url else "bubblewrap", sandbox_url=url))
+
+    yield choose
+    services.configure(before)
+    service.problem.cache_clear()
+
+
+def outcome(source: str, stdin: str = "7\n") -> Ran:
+    """The outcome of one program."""
+
+    async def made() -> Ran:
+        return [ran async for ran in programs.programs(source, [stdin], LIMITS)][0]
+
+    return asyncio.run(made())
+
+
+def verdict(source: str) -> tuple:
+    """The outcome without what it wrote to stderr, where a Python names its own lines."""
+    ran = outcome(source)
+    return ran.stdout, ran.code, ran.ended
+
+
+def reward(text: str) -> float:
+    """What the environment `code` pays for an answer."""
+    return asyncio.run(code.verify(ROW, f"```python\n{text}\n```")).value
+
+
+# --- one verdict ----------------------------------------------------------------------------------
+
+BEFORE = ("", "print('é\\u4e2d')\n", "import sys; sys.stderr.write('x' * 5000)\n", "x = input()\n")
+MIDDLE = ("", "print(49)\n", "print(49, flush=True)\n", "import os; os.write(1, b'\\xff\\x00')\n")
+ENDS = {
+    "nothing": "",
+    "an error": "1 / 0",
+    "an exit code": "import os; os._exit(3)",
+    "exit": "exit(3)",
+    "segmentation fault": "import ctypes; ctypes.string_at(0)",
+    "abort": "import os; os.abort()",
+    "its own end": "import os; os.kill(os.getpid(), 9)",
+    "too much memory": "x = bytearray(3 << 30)",
+    "too much output": "print('x' * 2000)",
+    "deep recursion": "f = lambda n: n and f(n - 1)\nf(20_000)",
+    "half a surrogate pair": "print('\\ud800')",
+    "no Python": "print(",
+    "NUL": "print(49)\0",
+    "a forged outcome": 'print(\'ready\\n{"stdout": "49", "stderr": "", "code": 0, "ended": ""}\')',
+}
+PROGRAMS = list(itertools.product(BEFORE, MIDDLE, BEFORE, MIDDLE, ENDS))  # 3,584
+CHOSEN = random.Random(0).sample(PROGRAMS, int(os.environ.get("GRPO_PROGRAMS", "24")))
+
+
+@contained
+@pytest.mark.slow
+def test_verdicts_are_those_of_bubblewrap(backend):
+    """Of as many programs as GRPO_PROGRAMS says."""
+    sources = ["".join([*parts, ENDS[end]]) for *parts, end in CHOSEN]
+    expected = [verdict(source) for source in sources]
+    with skills() as url:
+        backend(url)
+        for source, ran in zip(sources, expected, strict=True):
+            assert verdict(source) == ran, source
+
+
+@pytest.mark.slow
+def test_a_program_that_takes_too_long_is_ended_by_its_own_clock(backend):
+    with skills() as url:
+        backend(url)
+        for waits in ("while True: pass", "import time; time.sleep(100)"):
+            assert outcome(f"print(49)\n{waits}").ended == "time"
+        long = f"text = {'y' * 200_000!r}\nprint(len(text), len(input()))"
+        assert outcome(long, "z" * 200_000 + "\n").stdout == "200000 200000\n"
+        kills = "import os; print(49, flush=True); os.kill(os.getppid(), 9)"
+        assert outcome(kills).ended == "killed" and reward(kills) == 0
+        assert reward(SQUARE) == 1
+        assert outcome("print(Counter(input()))", "aa").stdout == "Counter({'a': 2})\n"
+        with pytest.raises(CheckerError, match="runs programs and no commands"):
+            asyncio.run(sandbox.run(["true"]))
+
+
+def test_a_pause_of_the_machine_is_no_time_of_a_program(monkeypatch):
+    jumps = iter([0.0, 0.0, 60.0])
+    past = [0.0]
+
+    def monotonic() -> float:
+        past[0] += next(jumps, 0.0)
+        return time.monotonic() + past[0]
+
+    clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+    monkeypatch.setattr(interpreter, "time", clock)
+    with subprocess.Popen(["sleep", "0.5"]) as process:
+        assert interpreter.ends(process.pid, 5.0)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert not interpreter.ends(process.pid, 0.3)
+
+
+def test_a_thread_that_waited_and_ended_costs_a_program_no_time(monkeypatch):
+    """It had waited for a processor for 100 s, and the others never."""
+    found = iter([{"first": 0.0, "second": 0.0}, {"first": 0.0, "second": 100.0}])
+    monkeypatch.setattr(interpreter, "queues", lambda _: next(found, {"first": 0.0}))
+    with subprocess.Popen(["sleep", "0.5"]) as process:
+        assert interpreter.ends(process.pid, 5.0)
+
+
+def test_a_file_that_a_program_left_is_no_module_of_the_next(backend, monkeypatch, tmp_path):
+    """The service's programs have one folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fcntl.py").write_text("raise SystemExit")
+    with skills() as url:
+        backend(url)
+        assert reward(SQUARE) == 1
+
+
+def test_a_fork_is_tried_again_where_there_is_no_room_for_it(monkeypatch):
+    left = [OSError(11, "no"), OSError(12, "no"), 7]
+
+    def fork() -> int:
+        if isinstance(made := left.pop(0), OSError):
+            raise made
+        return made
+
+    monkeypatch.setattr(interpreter.os, "fork", fork)
+    assert interpreter.fork() == 7
+
+
+# --- no failure is a verdict ----------------------------------------------------------------------
+
+
+FAULTS = {
+    "no text": {"process_status": "completed", "stdout": None, "stderr": ""},
+    "no field": {"process_status": "completed", "stdout": "49\n"},
+    "a list": [1],
+    "no JSON": b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n49\n",
+    "a cut answer": b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"process_status": "comp',
+    "two answers": b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n{}{}",
+    "no HTTP": b"49\n",
+    "nothing": b"",
+    "an error": 500,
+    "too much": b"HTTP/1.1 200 OK\r\nContent-Length: 9000000\r\n\r\n" + b" " * 9_000_000,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_answer_that_is_none_is_asked_for_again(backend, fault):
+    left = [FAULTS[fault]]
+    with skills(lambda _, given: left.pop() if left else executed(given)) as url:
+        backend(url)
+        assert outcome(SQUARE).stdout == "49\n" and not left
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"process_status": "completed", "stdout": "49\n", "stderr": ""}, "gave no outcome"),
+        ({"process_status": "completed", "stdout": "ready\n", "stderr": "Killed"}, "no outcome"),
+        (
+            {"process_status": "completed", "stdout": 'ready\n{"stdout": "4', "stderr": ""},
+            "gave no",
+        ),
+        ({"process_status": "error", "stdout": "", "stderr": ""}, "gave no outcome"),
+        ({"process_status": "timeout", "stdout": "", "stderr": ""}, "gave no outcome in 25 s"),
+        (403, "refused a request: status 403"),
+        (b"HTTP/1.1 302 Found\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n", "status 302"),
+        (b"HTTP/1.1 307 Found\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n", "status 307"),
+    ],
+)
+def test_a_service_that_fails_gives_no_verdict(backend, said, why):
+    with skills(lambda _, given: said) as url:
+        backend(url)
+        with pytest.raises(CheckerError, match=why):
+            outcome(SQUARE)
+
+
+def test_a_service_may_be_away_for_a_limited_time(backend):
+    left = [503, 429]
+    with skills(lambda _, given: left.pop() if left else executed(given)) as url:
+        backend(url)
+        assert outcome(SQUARE).stdout == "49\n" and not left
+    with pytest.raises(CheckerError, match="is away for 3 s: .*Cannot connect"):
+        outcome(SQUARE)
+
+
+def test_a_session_that_fails_shows_the_model_nothing(backend):
+    """The service says "error" both of code that raises and of a session that it cannot make."""
+    said = {"process_status": "error", "stdout": "", "stderr": "NameError: name 'x'\n"}
+    with skills(lambda *_: said) as url:
+        backend(url)
+        assert asyncio.run(Session(LIMITS).run("x")) == "NameError: name 'x'"
+        said["stderr"] = "Session error: [Errno 12] Cannot allocate memory\n"
+        with pytest.raises(CheckerError, match="answered .*Cannot allocate memory"):
+            asyncio.run(Session(LIMITS).run("x"))
+
+
+def test_slow_answers_end_at_the_deadline_and_delay_no_other(backend, monkeypatch):
+    """Sixteen of them, a byte a moment each."""
+    monkeypatch.setattr(service, "GRACE", 1.0)
+    monkeypatch.setattr(service, "START", 0.0)
+    monkeypatch.setattr(service, "AWAY", 0.0)
+
+    async def beside(slow: str, healthy: str) -> tuple[float, float, list]:
+        began = time.monotonic()
+        drips = [service.program(slow, SQUARE, "7\n", LIMITS) for _ in range(16)]
+        waiting = asyncio.gather(*drips, return_exceptions=True)
+        await asyncio.sleep(0.3)
+        ran = await service.program(healthy, SQUARE, "7\n", LIMITS)
+        assert ran.stdout == "49\n"
+        quick = time.monotonic() - began
+        errors = await waiting
+        return quick, time.monotonic() - began, errors
+
+    with skills(lambda handler, _: handler.drip(0.2)) as slow, skills() as healthy:
+        quick, whole, errors = asyncio.run(beside(slow, healthy))
+    assert all("is away for 0 s: TimeoutError" in str(error) for error in errors)
+    assert quick < whole and whole >= 6.0  # seconds: five of the deadline's one, and the grace
+
+
+# --- before a run starts --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["", "localhost:6000", "http://", "ftp://127.0.0.1:6000"])
+def test_an_address_that_is_none_is_refused(backend, url):
+    services.configure(Services(sandbox="http", sandbox_url=url))
+    assert services.problem("sandbox") == (
+        f"services.sandbox_url = {url!r}, expected http://HOST:PORT"
+    )
+
+
+def test_a_service_is_asked_before_a_run_starts(backend, monkeypatch):
+    monkeypatch.setattr(service, "STARTS", 0.5)
+    with skills() as url:
+        backend(url)
+        assert services.problem("sandbox") == ""
+    service.problem.cache_clear()
+    assert f"GET {url}/health: " in services.problem("sandbox")
+    assert "refused" in services.problem("sandbox")

@@ -1,0 +1,80 @@
+"""Runs the tiny model, kills an engine, and prints which of our files two walks have entered.
+
+    python tests/walks.py           real Ray and vLLM: one minute
+
+The first walk is that of a prompt group, from `Run.fill` to the end of `Trainer.train_step`; the
+second that of an engine's death, from `Fleet.discard` until its successor has the policy, in the
+driver. Of the group's files some get it, or a part of it, as an argument; the others help. Then for
+each walk the functions of grpo_async.py that another file calls: where a reader returns to it.
+Needs models/tiny (launch/make_tiny.py).
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from support.program import ROOT, Program, end
+
+sys.path.insert(0, str(ROOT))
+from grpo_async import Config
+from runtime import preflight
+
+FLAGS = {"steps": 1000, "prompts_per_step": 8, "group_size": 4, "val_period": 0, "data.val": ""}
+FLAGS |= {"sampling.max_response_tokens": 8, "save_period": 0, "engine.count": 2}
+
+
+class Call(NamedTuple):
+    """A function of our files that a walk entered, and the nearest of our files that called it."""
+
+    walk: str
+    file: str
+    function: str
+    caller: str
+    handed: str  # "1" where an argument is a group or a part of one
+
+
+def trace(folder: Path) -> list[Call]:
+    """The calls of a run that loses an engine and gets another."""
+    walks = folder / "walks"
+    walks.mkdir()
+    os.environ["WALK_FOLDER"] = str(walks)
+    hooks = [ROOT / "tests/support/walk", ROOT / "tests/cpu"]
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, hooks))
+    words = [str(word) for flag in FLAGS.items() for word in (f"--{flag[0]}", flag[1])]
+    words += ["--run_dir", str(folder / "run")]
+    program = Program(preflight.load(Config, words, default="configs/tiny.py"))
+    try:
+        program.wait_until(lambda: len(program.steps()) >= 3)
+        healthy = [call for call in read(walks) if call.walk == "group"]
+        end(program.pids("Generator")[0])
+        program.wait_until(lambda: program.steps()[-1]["engines"] == 1)
+        program.wait_until(lambda: program.steps()[-1]["engines"] == 2)
+    finally:
+        program.stop()
+    return healthy + [call for call in read(walks) if call.walk == "death"]
+
+
+def read(walks: Path) -> list[Call]:
+    lines = [line for path in sorted(walks.iterdir()) for line in path.read_text().splitlines()]
+    return [Call(*line.split(" ")) for line in lines]
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as name:
+        calls = trace(Path(name))
+    for walk in ("group", "death"):
+        of_walk = [call for call in calls if call.walk == walk]
+        files = sorted({call.file for call in of_walk})
+        print(f"{walk}: {len(files)} files: {', '.join(files)}")
+        if walk == "group":
+            passed = sorted({call.file for call in of_walk if call.handed == "1"})
+            print(f"  handed the group: {len(passed)} files: {', '.join(passed)}")
+        back = {c.function for c in of_walk if c.file == "grpo_async.py" != c.caller}
+        print(f"  into grpo_async.py: {', '.join(sorted(back))}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
