@@ -3,8 +3,10 @@
 import asyncio
 import itertools
 import json
+import multiprocessing
 import os
 import socket
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -102,7 +104,9 @@ def test_a_program_that_is_killed_once_runs_again(monkeypatch, last):
     assert asyncio.run(Interpreter(sandbox.Limits()).judge(SQUARE, "7\n")) == last
 
 
-def test_a_check_that_is_killed_while_it_sends_has_no_verdict(monkeypatch):
+def verdict_of_one_killed_while_it_sends() -> dict:
+    """Of a warden, which kills and reaps all children of its process: it must have its own."""
+
     def begin(function: object, channel: socket.socket, left: int) -> int:
         if pid := os.fork():
             return pid
@@ -113,10 +117,15 @@ def test_a_check_that_is_killed_while_it_sends_has_no_verdict(monkeypatch):
         channel.sendall(token + checkers.SIZE.pack(1000) + b'{"value": 1')
         os._exit(0)
 
-    monkeypatch.setattr(checkers, "begin", begin)
+    checkers.begin = begin
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        verdict = checkers.Check(lambda: {}, 1).judge({"text": "2"}, 5.0, ours)
+        return checkers.Check(lambda: {}, 1).judge({"text": "2"}, 5.0, ours)
+
+
+def test_a_check_that_is_killed_while_it_sends_has_no_verdict():
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
+        verdict = own.submit(verdict_of_one_killed_while_it_sends).result(60)
     assert verdict == {"failed": "code 0 in the middle of a verdict"}
 
 
