@@ -23,10 +23,12 @@ OLDEST_DRIVER = 580  # of NVIDIA, which CUDA 13 needs
 FILES = 64  # assumed: that a process has open for each trainer rank and engine worker it meets
 CONNECT_SECONDS = 3.0  # that the head of a cluster may take to be reached
 # A killed actor takes its children along. Not by Ray's subreaper: with that, every program that an
-# actor starts seems to exit with status 0.
-CLEANING = {
+# actor starts seems to exit with status 0. Each actor has a process of its own, so Ray need not
+# start an idle one for each processor.
+SYSTEM = {
     "process_group_cleanup_enabled": True,
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": False,
+    "prestart_worker_first_driver": False,
 }
 
 
@@ -62,7 +64,7 @@ def connect(cfg: TrainingSettings) -> placement.Places:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Never a cluster that another user has left running here.
     local: dict[str, Any] = {"address": "local", "include_dashboard": False}
-    local |= {"_node_ip_address": "127.0.0.1", "_system_config": CLEANING}
+    local |= {"_node_ip_address": "127.0.0.1", "_system_config": SYSTEM}
     address = os.environ.get("RAY_ADDRESS")
     check_address(address or "")
     try:
