@@ -11,35 +11,6 @@ pytestmark = pytest.mark.e2e
 DROPPED = "dropped.jsonl"
 
 
-def test_engines_and_workers_that_are_killed_are_replaced(tiny_config):
-    """An engine while it serves, then an actor around one and a rollout worker at once."""
-    engine = {"count": 2, "verify_sync_every": 3}
-    fields = {"steps": 10_000, "max_response_tokens": 64, "save_period": 0, "sample_period": 5}
-    cfg = tiny_config(engine=engine, **fields)
-    program = Program(cfg)
-    try:
-        for number, victims in enumerate((("cores",), ("Generator", "RolloutWorker")), 1):
-            program.wait_until(lambda n=number: len(program.steps()) >= 2 * n)
-            for name in victims:
-                end((program.engine_cores() if name == "cores" else program.pids(name))[0])
-            seen = len(program.steps())
-            took = program.wait_until(
-                lambda s=seen: (
-                    len(program.steps()) >= s + 2
-                    and program.steps()[-1]["engines"] == cfg.engine.count
-                )
-            )
-            print(f"{victims}: {took:.1f} s until all serve and two more steps were trained")
-        family = {pid: name for pid, name in program.family().items() if b"Agent" not in name}
-        assert len(family) >= 4
-    finally:
-        program.stop()
-    # The driver is killed too: vLLM's processes end with it, only agents of Ray's node may stay.
-    assert not survivors(family) and not program.pids("Generator")
-    program.check_slots(cfg, rows=64, steps=len(program.steps()))
-    assert not program.lines("dropped.jsonl")
-
-
 @pytest.mark.smoke
 def test_no_process_of_vllm_outlives_its_actor(tiny_config, monkeypatch):
     """Not even where Ray, which would end it, is killed in the same moment.

@@ -93,17 +93,35 @@ def longest_answer(program: Program) -> int:
     return max(sum(tokens for _, tokens in line["versions"]) for line in lines)
 
 
-def test_a_run_goes_on_whatever_ended_it(tiny_config, tmp_path):
-    """SIGTERM, a damaged checkpoint, a killed trainer rank, Ctrl-C: nothing is lost, no one stays.
+def replaces(program: Program, engines: int, *victims: int) -> None:
+    """Kills processes of a run; it trains two more steps, and then all its engines serve."""
+    for pid in victims:
+        end(pid)
+    wanted = len(program.steps()) + 2
 
-    The driver ends within seconds, whatever it waits for. A terminal sends Ctrl-C to all processes.
-    Sequences may become longer from one start to the next, as in the recipe: 49,152 to 65,536.
+    def is_whole() -> bool:
+        steps = program.steps()
+        return len(steps) >= wanted and steps[-1]["engines"] == engines
+
+    program.wait_until(is_whole)
+
+
+def test_a_run_goes_on_whatever_ended_it(tiny_config, tmp_path):
+    """Killed engines and workers, SIGTERM, a damaged checkpoint, a killed trainer rank, Ctrl-C.
+
+    Nothing is lost, and no process stays. An engine is killed while it serves, then the actor
+    around one and a rollout worker at once. The driver ends within seconds, whatever it waits for.
+    A terminal sends Ctrl-C to all processes. Sequences may become longer from one start to the
+    next, as in the recipe: 49,152 to 65,536.
     """
     val = write_rows(tmp_path / "val.jsonl", spelling_rows(4, 1))
     fields = {"save_period": 2, "keep_last": 3, "max_response_tokens": 48, "ranks": 2}
     cfg = tiny_config(steps=1000, data={"val": val}, val_period=2, max_model_len=32, **fields)
-    program = Program(cfg)
-    program.wait_until(lambda: len(program.steps()) >= 3)
+    program = Program(changed(cfg, engine={"count": 2, "verify_sync_every": 3}))
+    program.wait_until(lambda: len(program.steps()) >= 2)
+    replaces(program, 2, program.engine_cores()[0])
+    replaces(program, 2, program.pids("Generator")[0], program.pids("RolloutWorker")[0])
+    assert not program.lines("dropped.jsonl")
     program.signal(signal.SIGTERM)
     program.succeeds(60)
     assert "(SIGTERM); --resume auto goes on" in program.told()
