@@ -198,11 +198,16 @@ def around(reads: Iterable[str]) -> list[str]:
     command = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     command += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--tmpfs", "/tmp"]
     folders = [*BOUND, *reads]  # over the empty /tmp, as this project may lie there
+    bound: list[str] = []
     for folder in sorted({folder for folder in folders if os.path.exists(folder)}, key=len):
         if folder in BOUND and os.path.islink(folder):
             command += ["--symlink", os.readlink(folder), folder]
-        else:
-            command += ["--ro-bind", folder, folder]
+            continue
+        # A link in a bound folder is there already, and nothing can be bound where it points.
+        if any(folder.startswith(f"{above}/") for above in bound):
+            folder = os.path.realpath(folder)
+        command += ["--ro-bind", folder, folder]
+        bound.append(folder)
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     return [*command, "--setenv", "TMPDIR", "/tmp", "--remount-ro", "/", "--chdir", "/"]
 

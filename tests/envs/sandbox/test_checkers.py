@@ -17,7 +17,7 @@ from envs.rollout import services
 from envs.sandbox import checkers, sandbox
 from envs.sandbox.checkers import Checkers
 from settings.services import Services
-from support.loop import at_once, in_loop
+from support.loop import at_once
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,7 +89,6 @@ def test_the_deadline_does_not_count_the_queue(maths):
     assert [verdict["value"] for verdict in verdicts] == [0, 0, 1, 1]
 
 
-@in_loop
 async def test_hanging_answers_do_not_delay_good_ones():
     """The two that hang keep the only quick check for half a second each, not for two."""
     pool = Checkers("envs.maths.math:make_check", children=1)
@@ -328,6 +327,19 @@ def test_a_warden_that_stands_still_is_an_error_and_no_reward(evaluating, monkey
 def test_a_server_that_cannot_start_is_an_error(factory):
     with pytest.raises(services.CheckerError, match="at its start"):
         asyncio.run(Checkers(factory).run(1.0))
+
+
+def test_a_folder_of_libraries_may_be_a_link_in_another(tmp_path, monkeypatch):
+    """As .venv is one in a checkout that shares it."""
+    (tmp_path / "elsewhere").mkdir()
+    text = "def make_check():\n    return lambda text: {'value': 1.0}\n"
+    (tmp_path / "elsewhere/linked.py").write_text(text)
+    (tmp_path / "bound").mkdir()
+    (tmp_path / "bound/link").symlink_to(tmp_path / "elsewhere")
+    for folder in ("bound", "bound/link"):
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    linked = Checkers("linked:make_check", children=1)
+    assert asyncio.run(linked.run(5.0, text="")) == {"value": 1.0}
 
 
 def test_a_server_that_died_is_replaced(evaluating):
