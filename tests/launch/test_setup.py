@@ -1,8 +1,10 @@
 """Which build launch/setup.sh installs into a folder that other machines may share."""
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,10 @@ def test_another_build_is_refused_and_nothing_installed(home, built, device):
     other = {"cpu": "gpu", "gpu": "cpu"}[device]
     assert (status, installed) == (1, "")
     assert f"DEVICE = '{device}', but .venv is a {other} build: expected DEVICE={other}" in said
+
+
+def test_what_the_image_imports_at_its_end_is_there():
+    """The last line of its file: all environments' modules and their libraries."""
+    text = (ROOT / "launch/containers/Dockerfile").read_text()
+    (code,) = re.findall(r'^RUN .venv/bin/python -c "(.*)"$', text, re.M)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
