@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 CHECKED = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 Unbounded = Annotated[float, Field(allow_inf_nan=True)]
 Penalties = dict[Literal["tool_call", "thinking"], float]
-Loop = Callable[[], Coroutine[None, None, None]]  # of the run, or what starts it
+Loop = Callable[[], Coroutine[None, None, None]]  # of a run; its start is one as well
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
@@ -95,7 +95,7 @@ class Advantage:
     penalties: Penalties = dataclasses.field(default_factory=dict)
     """Replaces the advantage of every token of a message with such a flaw (Super: -5 each)."""
     low_effort: LowEffort = dataclasses.field(default_factory=LowEffort)
-    """Reward of answers to prompts that ask for low effort, by their length."""
+    """What answers to prompts that ask for low effort earn, by their length."""
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
@@ -130,7 +130,7 @@ class Loss:
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the k3 KL to the initial policy; 0: no reference model is loaded."""
     reduction: Literal["token", "sequence"] = "token"
-    """Every token weighs the same, or every sequence does (an episode may be several)."""
+    """Every token weighs the same, or every sequence does (an episode may consist of several)."""
     skip_zero_advantage: bool = True
     """Count samples without advantage in the divisor but spend no compute on them."""
 
@@ -213,7 +213,8 @@ def group_advantages(rewards_G: Tensor, rule: Advantage) -> Tensor:
 
     A reward minus the mean of the others, over their (unbiased) std + 1e-6; with baseline "mean",
     those of all. A std that is only rounding does not divide. A sample whose advantage is
-    exactly 0 is not computed (`plan_step`). NeMo-RL algorithms/utils.py:79.
+    exactly 0, and that has no penalised message, costs no compute (`plan_step`). NeMo-RL
+    algorithms/utils.py:79.
     """
     G = len(rewards_G)
     if G < 2:
@@ -241,6 +242,8 @@ def importance_weights(
     gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, rule: Correction
 ) -> ImportanceWeights:
     """Weights of tokens by their ratio pi_old / pi_engine, whose log is `gap_T` [T].
+
+    pi_old is the trained policy before the batch's first update; with one update, pi_train.
 
     The bounds judge a token's own ratio or its sequence's. Masking gives the own ratio, or 0 if
     outside; truncation the judged one, clamped. TIS: Yao et al. 2025; IcePop: Ling team 2025.
@@ -462,7 +465,7 @@ class RolloutBuffer:
         self.dropped.update(dropped)
 
     def is_complete(self, step: int) -> bool:
-        """Whether all P groups of a step are ready. Looks first for those that start last."""
+        """Whether all P groups of a step are ready. Looks up first those that start last."""
         return all(slot in self.ready for slot in reversed(self._slots(step)))
 
     def take(self, step: int) -> list[Group]:
@@ -475,7 +478,7 @@ class RolloutBuffer:
         return groups
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Waits until a condition holds; what fills or empties the buffer has its own deadline."""
+        """Waits until a condition holds. What fills and empties the buffer has the deadlines."""
         while not holds():
             await self.changed.wait()
 
@@ -669,6 +672,7 @@ class Trainer(SendingRank):
         if not self.policy.reports:  # another rank of this replica reports the same rows
             return Trained(measured, {}, np.empty(0))
         logps = itertools.chain(*(update.logps for update in done))
+        # A row without samples fills up a share, so that all ranks have as many.
         used = [pair for pair in zip(itertools.chain(*rows), logps, strict=True) if pair[0]]
         samples = [sample for row, _ in used for sample in row]
         logp_T = torch.cat([torch.empty(0), *(x_T.cpu() for _, x_T in used)]).numpy()
@@ -753,7 +757,7 @@ class Engines:
                 await fleet.discard_dead(error, lost_before)  # re-raises what no restart can fix
                 continue
             fleet.probe.judge(version, gaps)
-            if fleet.alive:  # else all died after they had acknowledged
+            if fleet.alive:  # or all died after they had acknowledged the update
                 fleet.all_synced()
                 phases = [update.phases for update in received]
                 slowest = {name: max(phase[name] for phase in phases) for name in phases[0]}
@@ -954,7 +958,7 @@ class Run:
         for rank, trainer in enumerate(self.cluster.trainers):
             share = shares[cfg.policy.replica_of(rank)]
             samples = (groups[g].samples for g in share.groups)
-            train = trainer.train_step.options(num_returns=3)
+            train = trainer.train_step.options(num_returns=len(Trained._fields))
             calls.append(train.remote(step, share.updates, *samples))
         # Ray's references to each field of Trained, of all ranks.
         stats, tables, logps = zip(*calls, strict=True)

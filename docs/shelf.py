@@ -94,7 +94,10 @@ class Shelf:
         module = self.modules[name]
         served = ", ".join(f"`{agent}`" for agent in agents(module)) or "any other"
         link = f"[{name.rpartition('/')[2]}](../envs/{name}.py)"
-        cells = (link, served, first_line(module), needs(module), self.uses(name))
+        about = first_line(module)
+        if ": " not in about:
+            sys.exit(f"envs/{name}.py: begins with {about!r}, expected a docstring JUDGED: REWARD.")
+        cells = (link, served, about, needs(module), self.uses(name))
         return f"| {' | '.join(cells)} |\n"
 
     def heading(self, folder: str) -> str:

@@ -80,18 +80,25 @@ def first(items: Iterable, number: int, label_of: Callable[[Any], str]) -> Itera
 
 
 def of_rows(rows: Iterable[dict], args: Args) -> Iterator[Answer]:
-    """For each row the answers given, or that of its field. Raises InputError where it has none."""
+    """For each row the answers given, or that of its field.
+
+    A row may have no reference: it is named and left out. Raises InputError where the field that
+    was asked for holds no answer.
+    """
     for row in rows:
         yield from (Answer(row, text, "given") for text in args.answer)
         if args.answer:
             continue
         known = [name for name in REFERENCES if row.get(name) is not None]
-        field = args.field or (known or [" or ".join(REFERENCES)])[0]
+        if not args.field and not known:
+            what = "no reference answer; -f FIELD or -a TEXT says what to try"
+            print(f"{args.file}:{row['_line']} {label(row)}: not tried, {what}")
+            continue
+        field = args.field or known[0]
         try:
             value = envs.get(row, field, str | int | float | list | dict, "an answer")
         except ValueError as error:
-            hint = "" if args.field else "; -f FIELD or -a TEXT says what to try"
-            raise InputError(f"{args.file}:{row['_line']}: {error}{hint}") from None
+            raise InputError(f"{args.file}:{row['_line']}: {error}") from None
         yield Answer(row, value if isinstance(value, str) else json.dumps(value), field)
 
 

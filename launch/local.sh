@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains on this machine, in the environment that launch/setup.sh makes.
 #   bash launch/local.sh [CONFIG] [--field value ...]        default: configs/tiny.py
-# A configuration with a name that ends in dpo.py runs dpo.py, any other one grpo_async.py.
+# A configuration with a name that ends in dpo.py runs dpo.py, any other one grpo_async.py, unless
+# GRPO_PROGRAM names a fork.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 config=configs/tiny.py
@@ -12,4 +13,4 @@ bash launch/setup.sh
 unset PYTHONDONTWRITEBYTECODE
 [ "$config" = configs/tiny.py ] && .venv/bin/python launch/make_tiny.py
 [ "$config" = configs/tiny_dpo.py ] && .venv/bin/python launch/make_tiny_tools.py
-exec .venv/bin/python "$program" --config "$config" "$@"
+exec .venv/bin/python "${GRPO_PROGRAM:-$program}" --config "$config" "$@"

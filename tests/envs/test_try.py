@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import write_rows
 
 from envs import __main__ as envs_main
 from envs import registry
@@ -38,13 +39,9 @@ def project(tmp_path) -> Path:
     (tmp_path / "envs/my_reward.py").write_text(block("python", "AGENTS"))
     question = json.loads(block("json", "question"))
     questions = [question, {"question": "what is 2 plus 2", "answer": "4"}]
-    write(tmp_path / "questions.jsonl", questions * 5)
+    write_rows(tmp_path / "questions.jsonl", questions * 5)
     run(tmp_path, "-c", block("python", "questions.jsonl"))
     return tmp_path
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run(project: Path, *arguments: str) -> subprocess.CompletedProcess:
@@ -113,7 +110,7 @@ def test_given_answers_are_tried_on_each_row(project):
 def test_rows_of_each_environment_and_data_set_are_tried(project):
     row = json.loads((project / "train.jsonl").read_text().splitlines()[0])
     maths = row | {"agent_ref": {"name": "math"}, "dataset": None, "expected_answer": "43"}
-    write(project / "train.jsonl", [row, row, row | {"dataset": "b"}, maths])
+    write_rows(project / "train.jsonl", [row, row, row | {"dataset": "b"}, maths])
     out = try_rows(project, "-n", "1")
     expected = [("1", "my_reward/arithmetic"), ("3", "my_reward/b"), ("4", "math")]
     assert re.findall(r"train.jsonl:(\d+) (\S+)", out) == expected
@@ -125,20 +122,22 @@ def test_rows_of_each_environment_and_data_set_are_tried(project):
 
 def test_an_answer_of_a_nested_field_may_be_no_text(project):
     row = json.loads((project / "train.jsonl").read_text().splitlines()[0])
-    write(project / "train.jsonl", [row | {"metadata": {"solution": [42]}}])
+    write_rows(project / "train.jsonl", [row | {"metadata": {"solution": [42]}}])
     out = try_rows(project, "-f", "metadata.solution")
     assert "  answer (metadata.solution):\n    [42]\n  reward 1 " in out
     told = "train.jsonl:1: metadata.answer is missing or null, expected an answer"
     assert problem(project, "train.jsonl", "-f", "metadata.answer") == told
 
 
-def test_rows_without_a_reference_need_an_answer(project):
+def test_rows_without_a_reference_are_named_and_an_answer_may_be_given(project):
     row = json.loads((project / "train.jsonl").read_text().splitlines()[0])
     del row["answer"]
-    write(project / "train.jsonl", [row])
-    told = problem(project, "train.jsonl")
-    assert told.startswith("train.jsonl:1: expected_answer or answer or reference_answer or ")
-    assert "-f FIELD or -a TEXT" in told
+    write_rows(project / "train.jsonl", [row])
+    done = run(project, "-m", "envs", "train.jsonl")
+    lacks = (
+        "train.jsonl:1 my_reward/arithmetic: not tried, no reference answer; -f FIELD or -a TEXT"
+    )
+    assert done.returncode == 0 and lacks in done.stdout
     raised = r"train.jsonl:1: verify raised .*/envs/my_reward.py:\d+: KeyError: 'answer'$"
     assert re.search(raised, problem(project, "train.jsonl", "-a", "42"))
 
@@ -207,12 +206,12 @@ def test_answers_of_a_run_are_judged_again(project):
         rollout(1, "<user>a validation row<bot>", "42", 1),
         rollout(99, f"<user>{question}<bot>", "42", 1),
     ]
-    write(project / "rollouts.jsonl", lines)
+    write_rows(project / "rollouts.jsonl", lines)
     out = try_rows(project, "-r", "rollouts.jsonl", "-n", "9")
     assert re.findall(r"answer \(rollouts.jsonl:(\d)\):", out) == ["1", "2", "3"]
     assert re.findall(r"  reward (\S+) ", out) == ["1", "0.1", "0"], "a thought is no answer"
     assert "3 tried, mean reward 0.3667, in the run 0.5 (0 to 1);" in out
-    write(project / "rollouts.jsonl", lines[3:])
+    write_rows(project / "rollouts.jsonl", lines[3:])
     told = problem(project, "train.jsonl", "-r", "rollouts.jsonl")
     assert told == "rollouts.jsonl: holds no rollouts of these rows, expected at least one"
     told = problem(project, "train.jsonl", "-r", "train.jsonl")
