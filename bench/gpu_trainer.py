@@ -53,13 +53,12 @@ def models() -> dict:
 
 def timed(work) -> float:
     """Seconds of the second of two calls."""
+    synchronize = torch.cuda.synchronize if GPU else lambda: None
     for _ in range(2):
-        if GPU:
-            torch.cuda.synchronize()
+        synchronize()
         began = time.perf_counter()
         work()
-        if GPU:
-            torch.cuda.synchronize()
+        synchronize()
     return time.perf_counter() - began
 
 

@@ -9,16 +9,16 @@ the default sizes. Peak is what the computation adds to its inputs, gradients in
 before it pays for what a library allocates once.
 """
 
-import argparse
 import importlib.util
-import json
+import multiprocessing
 import resource
-import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
+import tyro
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -72,22 +72,12 @@ def measure(method: str, tokens: int, vocab: int, hidden: int, chunk: int) -> di
     return {"peak": peak_bytes(device) - baseline, "seconds": seconds, "checks": checks}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in {"tokens": 8192, "vocab": 131072, "hidden": 1024, "chunk": CHUNK}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--method", choices=METHODS, help="measure one here, print JSON")
-    args = vars(parser.parse_args())
-    if args["method"]:
-        print(json.dumps(measure(**args)))
-        return
-    sizes = [f"--{name}={args[name]}" for name in ("tokens", "vocab", "hidden", "chunk")]
-    results = {}
-    for method in METHODS:
-        command = [sys.executable, __file__, "--method", method, *sizes]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        results[method] = json.loads(output.splitlines()[-1])
-    print("T={tokens} V={vocab} H={hidden} chunk={chunk}".format(**args))
+def main(tokens: int = 8192, vocab: int = 131072, hidden: int = 1024, chunk: int = CHUNK) -> None:
+    sizes = (tokens, vocab, hidden, chunk)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
+        results = {method: pool.submit(measure, method, *sizes).result() for method in METHODS}
+    print(f"T={tokens} V={vocab} H={hidden} chunk={chunk}")
     print(f"{'':10}{'peak GB':>10}{'seconds':>10}{'ratio of peaks':>17}{'ratio of times':>17}")
     base = results["plain"]
     for method, got in results.items():
@@ -100,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -4,7 +4,7 @@
 
 NeMo-RL's recipe for Nemotron 3 Super computes the logprobs of the whole batch before it trains, for
 the sequence-error filter, the importance weights and the divisor. With one update per batch the
-training forward computes the same logprobs again. `one_pass` is the trainer as shipped, metrics
+training forward computes the same logprobs again. One pass is the trainer as shipped, metrics
 included; `two_passes` is the recipe, written here by hand. Each has a policy of its own and trains
 the same batches in turn; the gradients and weights of both must stay equal to rounding.
 
@@ -40,11 +40,6 @@ PROMPT = 32
 SIZE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 4096}
 SIZE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 ROUNDING = 1e-4  # difference of the gradients that is allowed, relative to their norm
-
-
-def one_pass(trainer: Trainer, rows: list[Batch]) -> None:
-    """The training pass alone; `rows` are the samples that have an advantage."""
-    trainer.update(rows)
 
 
 def two_passes(policy: Policy, rows: list[Batch]) -> None:
@@ -127,7 +122,7 @@ def main() -> None:
     print("| groups that agree | one pass, s | two passes, s | ratio |\n|---|---|---|---|")
     for agreeing in (0, P // 2):
         groups = make_groups(policy, agreeing, recipe)
-        work = [(one_pass, trainer, packed(groups, ours))]
+        work: list[tuple] = [(Trainer.update, trainer, packed(groups, ours))]
         work += [(two_passes, policy, packed(groups, recipe))]
         seconds: list[list[float]] = [[], []]
         for repetition in range(repetitions):

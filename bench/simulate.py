@@ -225,7 +225,8 @@ def verdict(plan: Plan, found: Findings) -> str:
         faster = findings.find(plan.run(drafted, MTP)).seconds
         what = f"drafts that make the tail {MTP} times as fast (no setting of ours)"
         print(f"  tried: {what}: {shown(faster)}")
-    saves = [name for name in sorted(tried, key=tried.__getitem__)[:2] if worth(tried[name], found)]
+    best = sorted(tried, key=tried.__getitem__)[:2]
+    saves = [name for name in best if tried[name] <= WORTH * found.seconds]
     if not saves:
         return f"{said}; no change that was tried saves 5 %"
     older = {name: " (older samples)" if name.startswith("max_lag") else "" for name in saves}
@@ -236,11 +237,6 @@ def verdict(plan: Plan, found: Findings) -> str:
 def trial(lag: int) -> int:
     """Steps of a change that is tried at that max_lag: enough to be counted."""
     return max(TRIED + lag, findings.fewest(lag))
-
-
-def worth(seconds: float, found: Findings) -> bool:
-    """Whether a step of this length is worth a change."""
-    return seconds <= WORTH * found.seconds
 
 
 def shown(seconds: float) -> str:

@@ -35,6 +35,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
+import psutil  # noqa: E402  # which vLLM brings
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -47,12 +48,6 @@ PROMPT = 16  # tokens
 ANSWER = 64
 RESPONSE = 22  # mean tokens of a response in the tiny job
 WINDOW = 0.25  # seconds of decoding, with an update or without
-
-
-def memory(pid: int) -> float:
-    """Resident MB of a process."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def counter(name: str) -> float:
@@ -125,13 +120,14 @@ async def main() -> None:
     process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     call = functools.partial(asyncio.get_running_loop().run_in_executor, process, trainer)
     generator = await pair(cfg, call)
-    engine_pid = generator.engine.engine_core.resources.engine_manager.processes[0].pid
+    manager = generator.engine.engine_core.resources.engine_manager
+    engine, sender = (psutil.Process(p) for p in (manager.processes[0].pid, *process._processes))
 
     async def update(version: int) -> dict:
         send = call("send_weights", False)
         _, received = await asyncio.gather(send, generator.update_weights(version, False))
-        sender = next(iter(process._processes))
-        return received[0] | {"memory": memory(engine_pid), "sender_memory": memory(sender)}
+        held = {"memory": engine.memory_info().rss, "sender_memory": sender.memory_info().rss}
+        return received[0] | held
 
     await update(0)
     load = Load(generator)

@@ -16,10 +16,11 @@ its backward sends keys and values once more.
 """
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dry_run.sizes import RESERVE, longest_row
+from dry_run.sizes import RESERVE, field, head_bytes, longest_row
 from policy import logprobs
 from policy.megatron.check import read_config
 from policy.megatron.families import padded, pattern
@@ -34,9 +35,7 @@ class Shape:
     """Widths of a model's layers, whole; 0 where it has no such layer. `hf` is its config.json."""
 
     def __init__(self, hf: Any):
-        def get(*names: str) -> int:
-            return next((v for v in (getattr(hf, name, None) for name in names) if v), 0)
-
+        get = functools.partial(field, hf)
         self.layers = pattern(hf)  # M Mamba-2, * attention, - MLP, E experts
         self.hidden = hf.hidden_size
         self.ffn = get("intermediate_size")
@@ -129,10 +128,7 @@ def rank_params(s: Shape, layout: "PolicySettings", stage: int) -> RankParams:
     Tied weights are twice there where first and last stage differ.
     """
     each = [layer_params(s, kind) for kind in stage_layers(s, layout, stage)]
-    cut = sum(layer.cut for layer in each)
-    whole = sum(layer.whole for layer in each)
-    routed = sum(layer.routed for layer in each)
-    frozen = sum(layer.frozen for layer in each)
+    cut, whole, routed, frozen = map(sum, zip(*each, strict=True))
     last = stage == layout.pp - 1
     tables = (stage == 0) + last - (s.tied and layout.pp == 1)
     shared = (cut + tables * s.vocab * s.hidden) / layout.tp + whole + last * s.hidden
@@ -212,12 +208,6 @@ def at_work(s: Shape, layout: "PolicySettings", kind: str) -> float:
     if kind == "*":
         return (2 * s.query + 2 * H) / tp + 2 * key_width(s, layout)
     return ((2 * s.ffn if kind == "-" else s.mamba_in + s.mamba) + 2 * H) / tp
-
-
-def head_bytes(C: int, V: float, H: int, b: int = 2) -> float:
-    """dry_run/sizes.py's head_bytes for any b: in float32 no copy in bf16 takes over."""
-    copy = b * V * H if b < 4 else 0
-    return max(8 * C * V, (4 + b) * C * V + 4 * V * H, b * C * V + 4 * V * H + copy)
 
 
 def kept_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> float:
@@ -377,8 +367,7 @@ def step_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, floa
     """
     spread = optimizer_spread(layout)
     each = [rank_params(s, layout, stage) for stage in range(layout.pp)]
-    shared = sum(params.shared for params in each) / layout.pp
-    routed = sum(params.routed for params in each) / layout.pp
+    shared, routed, _ = (sum(counts) / layout.pp for counts in zip(*each, strict=True))
     scattered = ring(spread.shared) * shared + ring(spread.routed) * routed
     whole = sum(layer_params(s, kind).whole for kind in s.layers) + s.hidden
     ends = 2 * s.vocab * s.hidden / layout.tp if s.tied and layout.pp > 1 else 0

@@ -49,11 +49,6 @@ def ranks_per_node(cfg: "TrainingSettings") -> int:
     return min(cfg.policy.ranks, NODE_GPUS)
 
 
-def takes_turns(cfg: RunSettings) -> bool:
-    """Whether the two loops cannot overlap: without lag, or where they share a GPU."""
-    return not cfg.max_lag or any(len(gpu) > 1 for gpu in place(cfg))
-
-
 class Load(NamedTuple):
     """What a batch holds at most."""
 
@@ -238,7 +233,8 @@ def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
         return {"training": training}
     generation = generation_seconds(model, cfg, gpu)
     longest = longest_seconds(model, cfg, gpu)
-    if takes_turns(cfg):
+    takes_turns = not cfg.max_lag or any(len(gpu) > 1 for gpu in place(cfg))
+    if takes_turns:
         return {"generation + training": max(generation, longest / (cfg.max_lag + 1)) + training}
     chain = (longest + training) / (cfg.max_lag + 1)
     return {"generation": generation, "training": training, "longest rollout": chain}

@@ -7,9 +7,10 @@ Read from config.json alone. The peaks are within a tenth of what torch allocate
 and with experts (a test compares them). Of Mamba, weights and what an engine keeps are counted.
 """
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from policy import logprobs
 from policy.lora import is_adapted
@@ -62,10 +63,7 @@ def read_model(folder: str) -> Model:
     """Counts the model of a folder's config.json. Raises InputError where it describes none."""
     lm = build(folder)
     text = lm.config.get_text_config()
-
-    def get(*names: str, default: int = 0) -> int:
-        return next((v for v in (getattr(text, name, None) for name in names) if v), default)
-
+    get = functools.partial(field, text)
     sizes = {name: p.numel() for name, p in lm.named_parameters()}
     units = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
     layers = [{name: p.numel() for name, p in unit.named_parameters()} for unit in units]
@@ -95,8 +93,8 @@ def read_model(folder: str) -> Model:
         kv_heads=get("num_key_value_heads", default=heads),
         head_dim=get("head_dim", default=hidden // heads),
         latent=latent and latent + get("qk_rope_head_dim"),
-        state=kinds.count("linear_attention") * mamba_bytes(get),
-        ffn=feed_forward_bytes(hidden, get),
+        state=kinds.count("linear_attention") * mamba_bytes(text),
+        ffn=feed_forward_bytes(hidden, text),
         vocab=vocab,
     )
 
@@ -112,27 +110,28 @@ def routed(sizes: dict[str, int]) -> int:
     return sum(size for name, size in sizes.items() if ".experts." in name)
 
 
-class Get(Protocol):
-    """The first field of a config.json, of several names, that is there and not 0."""
+def field(config: Any, *names: str, default: int = 0) -> int:
+    """The first of a config.json's fields of these names that is there and not 0."""
+    return next((v for v in (getattr(config, name, None) for name in names) if v), default)
 
-    def __call__(self, *names: str, default: int = 0) -> int: ...
 
-
-def mamba_bytes(get: Get) -> int:
+def mamba_bytes(config: Any) -> int:
     """Bytes that a Mamba-2 layer keeps of a sequence: float32 [heads, width, state], bf16 inputs.
 
-    The inputs are those of its convolution, of x, B and C. `get` reads the config.
+    The inputs are those of its convolution, of x, B and C.
     """
+    get = functools.partial(field, config)
     heads = get("mamba_num_heads") * get("mamba_head_dim")
     convolved = heads + 2 * get("n_groups") * get("ssm_state_size")
     return 4 * heads * get("ssm_state_size") + 2 * (get("conv_kernel") - 1) * convolved
 
 
-def feed_forward_bytes(hidden: int, get: Get) -> int:
+def feed_forward_bytes(hidden: int, config: Any) -> int:
     """Bytes a token that `down(silu(gate) * up)` saves: four bf16 tensors as wide as it is inside.
 
-    Each of a token's experts also copies its input and its output. `get` reads the config.
+    Each of a token's experts also copies its input and its output.
     """
+    get = functools.partial(field, config)
     inside = get("intermediate_size")
     if not get("num_experts", "n_routed_experts", "num_local_experts"):
         return 8 * inside
@@ -199,17 +198,18 @@ def saved_bytes(model: Model, cfg: "TrainingSettings") -> int:
     return model.layers * (2 * T * model.hidden if again else whole)
 
 
-def head_bytes(C: int, V: int, H: int) -> int:
+def head_bytes(C: int, V: float, H: int, b: int = 2) -> float:
     """Most that TokenLogprobs allocates at once, beside inputs and outputs as long as the row.
 
     Forward: logits and their log-softmax, 8 C V. Backward: a chunk in float32, the one before in
     bf16, and the head's float32 gradient, 6 C V + 4 V H; at last its bf16 copy, 2 C V + 6 V H. With
-    H = 0 the head is not trained.
+    H = 0 the head is not trained. With b = 4 all is float32, and there is no copy.
     """
-    return max(8 * C * V, 6 * C * V + 4 * V * H, 2 * C * V + 6 * V * H)
+    copy = b * V * H if b < 4 else 0
+    return max(8 * C * V, (4 + b) * C * V + 4 * V * H, b * C * V + 4 * V * H + copy)
 
 
-def moments(model: Model, cfg: "TrainingSettings") -> dict[str, int]:
+def moments(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
     """Bytes beside the states at the four moments at which a rank may be fullest.
 
     Of the layers, FSDP2 holds two gathered in bf16, one's bf16 gradients and one's float32 input of

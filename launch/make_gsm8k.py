@@ -46,8 +46,13 @@ def gym_row(row: dict) -> dict:
     }
 
 
-def read(source: str | Path) -> list[dict]:
-    """The rows of one file. Raises ValueError naming file and line of one that is none."""
+def read(source: str | Path, target: Path) -> list[dict]:
+    """The rows of one file. Raises ValueError naming file and line of one that is none.
+
+    Also where writing the target would destroy it.
+    """
+    if target.exists() and target.samefile(source):
+        raise ValueError(f"{target} is to be read and to be written, expected two files")
     rows = []
     with open(source, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -69,16 +74,9 @@ def write(rows: list[dict], target: Path) -> int:
     return len(rows)
 
 
-def keep_input(source: str | Path, target: Path) -> None:
-    """Raises ValueError where writing would destroy the input."""
-    if target.exists() and target.samefile(source):
-        raise ValueError(f"{target} is to be read and to be written, expected two files")
-
-
 def convert(source: Path, target: Path) -> int:
     """Rewrites one file; returns its number of rows."""
-    keep_input(source, target)
-    return write(read(source), target)
+    return write(read(source, target), target)
 
 
 def blend(parts: list[str], target: Path) -> int:
@@ -88,8 +86,7 @@ def blend(parts: list[str], target: Path) -> int:
         name, _, source = part.partition("=")
         if not name or not source:
             raise ValueError(f"{part!r}: expected NAME=FILE, such as math=train.jsonl")
-        keep_input(source, target)
-        rows = read(source)
+        rows = read(source, target)
         placed += [((i + 0.5) / len(rows), row | {"dataset": name}) for i, row in enumerate(rows)]
     return write([row for _, row in sorted(placed, key=lambda place: place[0])], target)
 

@@ -17,7 +17,6 @@ the model can write, spell and sort, but three of five answers are wrong. Reinfo
 to teach it not to skip any item.
 """
 
-import argparse
 import itertools
 import random
 import re
@@ -26,6 +25,7 @@ import time
 from pathlib import Path
 
 import reasoning_gym
+import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -113,24 +113,19 @@ def measure(model, tokenizer, entries, samples=4):
     return form, exact
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--force", action="store_true", help="make them again")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--root", type=Path, default=ROOT)
-    args = parser.parse_args()
-    model_dir, data_dir = args.root / "models" / "tiny", args.root / "data" / "tiny"
+def main(force: bool = False, seed: int = 0, root: Path = ROOT):
+    model_dir, data_dir = root / "models" / "tiny", root / "data" / "tiny"
     train = data_dir / "train.jsonl"
     is_current = train.exists() and '"exact": true' in train.read_text()
     # The model is written last.
-    if is_current and (model_dir / "model.safetensors").exists() and not args.force:
+    if is_current and (model_dir / "model.safetensors").exists() and not force:
         return print("tiny: models/tiny and data/tiny are there already (--force makes them again)")
 
     print("tiny: making a model and its problems, which takes less than a minute", flush=True)
-    start, rng = time.monotonic(), random.Random(args.seed)
-    tiny.prepare(args.seed)
-    validation = list(itertools.islice(problem_stream(args.seed + 1, ()), VALIDATION_ROWS))
-    stream = problem_stream(args.seed, {entry["question"] for entry in validation})
+    start, rng = time.monotonic(), random.Random(seed)
+    tiny.prepare(seed)
+    validation = list(itertools.islice(problem_stream(seed + 1, ()), VALIDATION_ROWS))
+    stream = problem_stream(seed, {entry["question"] for entry in validation})
     tiny.write_rows(data_dir / "validation.jsonl", map(nemo_gym_row, validation))
     tiny.write_rows(train, map(nemo_gym_row, itertools.islice(stream, TRAIN_ROWS)))
 
@@ -148,4 +143,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

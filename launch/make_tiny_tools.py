@@ -15,7 +15,6 @@ letters now and then. Its own answers to each row, judged by our environments, a
 writes them, and data_prep.py tool_pairs makes preferences of them.
 """
 
-import argparse
 import itertools
 import json
 import random
@@ -23,6 +22,8 @@ import re
 import sys
 import time
 from pathlib import Path
+
+import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -106,22 +107,17 @@ def answers(model, tokenizer, rows, samples):
         yield place | fields | {"finish_reason": "stop"}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--force", action="store_true", help="make them again")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--root", type=Path, default=ROOT)
-    args = parser.parse_args()
-    model_dir, data_dir = args.root / "models" / "tiny_tools", args.root / "data" / "tiny_tools"
+def main(force: bool = False, seed: int = 0, root: Path = ROOT):
+    model_dir, data_dir = root / "models" / "tiny_tools", root / "data" / "tiny_tools"
     # The model is written last.
-    if (model_dir / "model.safetensors").exists() and not args.force:
+    if (model_dir / "model.safetensors").exists() and not force:
         return print("tiny_tools: models/tiny_tools is there already (--force makes it again)")
 
     print("tiny_tools: making a model and pairs, which takes two minutes", flush=True)
-    start, rng = time.monotonic(), random.Random(args.seed)
-    tiny.prepare(args.seed)
-    held_out = list(itertools.islice(make_tiny.problem_stream(args.seed + 1, ()), 256))
-    stream = make_tiny.problem_stream(args.seed, {entry["question"] for entry in held_out})
+    start, rng = time.monotonic(), random.Random(seed)
+    tiny.prepare(seed)
+    held_out = list(itertools.islice(make_tiny.problem_stream(seed + 1, ()), 256))
+    stream = make_tiny.problem_stream(seed, {entry["question"] for entry in held_out})
     sources = {"validation": rows_of(iter(held_out)), "train": rows_of(stream)}
     rows = {name: list(itertools.islice(sources[name], FILES[name][0])) for name in FILES}
 
@@ -141,4 +137,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

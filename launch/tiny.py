@@ -3,6 +3,7 @@
 For launch/make_tiny*.py, and for what bench/ and tests/ train or let speak.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -121,18 +123,14 @@ def demonstration_batch(
     tokenizer: PreTrainedTokenizerFast, demonstrations: Iterable[Sequence[str]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded tokens [B, T] and, for each, the next one to predict (-100: not trained)."""
-    encoded = [[tokenizer.encode(text) for text in texts] for texts in demonstrations]
-    longest = max(sum(map(len, parts)) for parts in encoded)
-    tokens_BT = torch.full((len(encoded), longest), tokenizer.pad_token_id)
-    target_BT = torch.full((len(encoded), longest), -100)
-    for row, parts in enumerate(encoded):
-        end = 0
-        for i, ids in enumerate(map(torch.tensor, parts)):
-            tokens_BT[row, end : end + len(ids)] = ids
-            if i % 2:
-                target_BT[row, end - 1 : end - 1 + len(ids)] = ids
-            end += len(ids)
-    return tokens_BT, target_BT
+    tokens, targets = [], []
+    for texts in demonstrations:
+        parts = [tokenizer.encode(text) for text in texts]
+        taught = [ids if i % 2 else [-100] * len(ids) for i, ids in enumerate(parts)]
+        tokens.append(torch.tensor(sum(parts, [])))
+        targets.append(torch.tensor([*sum(taught, [])[1:], -100]))
+    pad = functools.partial(pad_sequence, batch_first=True)
+    return pad(tokens, padding_value=tokenizer.pad_token_id), pad(targets, padding_value=-100)
 
 
 @torch.no_grad()
@@ -144,11 +142,9 @@ def sample(
     longest: int = 40,
 ) -> list[str]:
     """Responses to each prompt in turn, `samples` of each, of at most `longest` tokens."""
-    padded = tokenizer.pad({"input_ids": [tokenizer.encode(prompt) for prompt in prompts]})
-    batch = {
-        name: torch.tensor(padded[name]).repeat_interleave(samples, 0)
-        for name in ("input_ids", "attention_mask")
-    }
-    output = model.generate(**batch, do_sample=True, top_k=0, max_new_tokens=longest)
+    encoded = {"input_ids": [tokenizer.encode(prompt) for prompt in prompts]}
+    batch = tokenizer.pad(encoded, return_tensors="pt")
+    how = {"do_sample": True, "top_k": 0, "num_return_sequences": samples}
+    output = model.generate(**batch, **how, max_new_tokens=longest)
     responses_BT = output[:, batch["input_ids"].shape[1] :]
     return tokenizer.batch_decode(responses_BT, skip_special_tokens=True)

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import tempfile
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -94,14 +95,15 @@ def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> No
         print(f"{folder}: nothing to do, {run_hash} is there (--force writes it again)")
         return
     lines = merged(weighted, [source["rows"] for source in sources], options.sample)
-    kept = Kept(lines, options.leave_out, questions, options.nemo_gym)
+    left_out = Counter(dict.fromkeys(options.leave_out, 0))
+    rows = kept(lines, left_out, questions, options.nemo_gym)
     paths = [folder / path for path in names.values()]
-    with questions, files.writing(*paths) as outputs:
-        questions.read(wanted)
-        split(kept, outputs, holdout)
+    with tempfile.TemporaryFile() as spool, files.writing(*paths) as outputs:
+        questions.read(wanted, spool)
+        split(rows, outputs, holdout)
         if not outputs[0].rows:
             raise InputError(f"{weighted[0][0]}: no row is left for {outputs[0].path}")
-        manifest |= {"run_hash": run_hash, "left_out": dict(sorted(kept.left_out.items()))}
+        manifest |= {"run_hash": run_hash, "left_out": dict(sorted(left_out.items()))}
         manifest["splits"] = {
             split: {"file": path} | output.summary()
             for (split, path), output in zip(names.items(), outputs, strict=True)
@@ -146,37 +148,30 @@ def is_whole(folder: Path, run_hash: str) -> bool:
         return False
 
 
-class Kept:
-    """The rows of a blend in order, filled and checked, each with its line."""
+def kept(
+    lines: Iterable[files.Line],
+    left_out: Counter[str],
+    questions: placeholders.Questions,
+    nemo_gym: bool,
+) -> Iterator[tuple[dict, str]]:
+    """The rows in order, filled and checked, each with its line; counts those of `left_out`.
 
-    def __init__(
-        self,
-        lines: Iterable[files.Line],
-        leave_out: Collection[str],
-        questions: placeholders.Questions,
-        nemo_gym: bool,
-    ):
-        self.lines = lines
-        self.questions = questions
-        self.nemo_gym = nemo_gym
-        self.left_out: Counter[str] = Counter(dict.fromkeys(leave_out, 0))
-
-    def __iter__(self) -> Iterator[tuple[dict, str]]:
-        """Raises InputError for a row that is malformed or that no environment serves."""
-        known = files.served()
-        for line in self.lines:
-            row = line.row()
-            agent = files.agent(row)
-            if agent in self.left_out:
-                self.left_out[agent] += 1
-            elif agent not in known and not (agent and self.nemo_gym):
-                expected = f"expected one of: {', '.join(sorted(known))}"
-                remedy = f"--leave_out {agent} leaves its rows out; `check {line.path}` names all"
-                raise InputError(f"{line.place}: agent_ref.name is {agent!r}, {expected}; {remedy}")
-            elif placeholders.FIELD in row:
-                yield self.questions.fill(row, line.place), ""
-            else:
-                yield row, line.text
+    Raises InputError for a row that is malformed or that no environment serves.
+    """
+    known = files.served()
+    for line in lines:
+        row = line.row()
+        agent = files.agent(row)
+        if agent in left_out:
+            left_out[agent] += 1
+        elif agent not in known and not (agent and nemo_gym):
+            expected = f"expected one of: {', '.join(sorted(known))}"
+            remedy = f"--leave_out {agent} leaves its rows out; `check {line.path}` names all"
+            raise InputError(f"{line.place}: agent_ref.name is {agent!r}, {expected}; {remedy}")
+        elif placeholders.FIELD in row:
+            yield questions.fill(row, line.place), ""
+        else:
+            yield row, line.text
 
 
 def merged(
@@ -193,14 +188,14 @@ def merged(
             yield line
 
 
-def split(kept: Kept, outputs: list[files.Output], holdout: int) -> None:
+def split(rows: Iterable[tuple[dict, str]], outputs: list[files.Output], holdout: int) -> None:
     """Deals rows out: the last `holdout` to the held-out files in equal runs, all else to train.
 
     All go to train where there are no more of them than that.
     """
     train, *others = outputs
     waiting: deque[tuple[dict, str]] = deque()
-    for pair in kept:
+    for pair in rows:
         waiting.append(pair)
         if len(waiting) > holdout:
             train.write(*waiting.popleft())

@@ -6,10 +6,9 @@ it. NVIDIA's resolver takes only the string for Skywork: rows then lose their in
 """
 
 import json
-import tempfile
 from collections.abc import Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from prep.files import sha256
 from prep.tables import data_files, located, records, value
@@ -61,13 +60,6 @@ class Questions:
         self.starts: dict[Target, int] = {}
         self.files: dict[str, list[Path]] = {}  # of each data set
 
-    def __enter__(self) -> "Questions":
-        self.spool = tempfile.TemporaryFile()  # noqa: SIM115
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.spool.close()
-
     def hashes(self, wanted: Set[Target]) -> dict[str, list[str]]:
         """Hashes of the files of each wanted data set. Raises InputError where one is absent."""
         for origin in {origin for origin, _ in wanted}:
@@ -83,16 +75,17 @@ class Questions:
             raise InputError(f"--sources {self.folder}: expected {tried[0]} or {tried[1]} there")
         return found
 
-    def read(self, wanted: Set[Target]) -> None:
-        """Reads all that is wanted. Raises InputError for a record that is not there."""
+    def read(self, wanted: Set[Target], spool: IO[bytes]) -> None:
+        """Copies all that is wanted to a file. Raises InputError for a record that is not there."""
+        self.spool = spool
         for origin in sorted({origin for origin, _ in wanted}):
             numbers = {number for other, number in wanted if other == origin}
             files = self.files[origin.hub]
             for number, (place, record) in records(files, ["prompt", "reward_model"], numbers):
                 found = value(record, "prompt.0.content", place)
                 answer = value(record, "reward_model.ground_truth", place)
-                self.starts[origin, number] = self.spool.tell()
-                self.spool.write(json.dumps([found, bare(answer)]).encode() + b"\n")
+                self.starts[origin, number] = spool.tell()
+                spool.write(json.dumps([found, bare(answer)]).encode() + b"\n")
                 numbers.discard(number)
             if numbers:
                 where = f"{files[0].parent}: {origin.hub} ({origin.split})"

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import time
-from array import array
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -20,8 +20,8 @@ FIELDS = ("pass_rate", "pass_rate_total", "pass_rate_passed")
 class Counts(NamedTuple):
     """Answers to each line of a file, and those that passed."""
 
-    total: array
-    passed: array
+    total: Counter[int]
+    passed: Counter[int]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Profile:
             lacking = 0
             for line in files.lines(self.file):
                 row = {name: v for name, v in line.row().items() if name not in FIELDS}
-                n = total[line.number] if line.number < len(total) else 0
+                n = total[line.number]
                 lacking += not n
                 if n:
                     right = passed[line.number]
@@ -78,17 +78,13 @@ class Profile:
 
     def counts(self, path: Path) -> Counts:
         """The counts of an evaluation's rollouts. Raises InputError for a line that is none."""
-        total, passed = array("I", [0]), array("I", [0])
+        counts = Counts(Counter(), Counter())
         for line in files.lines(path):
             rollout = line.row()
             try:
                 number, good = int(rollout["row"]), float(rollout["reward"]) >= self.threshold
             except (LookupError, TypeError, ValueError) as error:
                 raise InputError(f"{line.place}: expected a rollout: {error!r}") from None
-            if number >= len(total):
-                more = bytes((number + 1 - len(total)) * total.itemsize)
-                total.frombytes(more)
-                passed.frombytes(more)
-            total[number] += 1
-            passed[number] += good
-        return Counts(total, passed)
+            counts.total[number] += 1
+            counts.passed[number] += good
+        return counts

@@ -118,20 +118,16 @@ class Training(NamedTuple):
     seconds: float
 
 
-class Span:
-    """One group's rollouts: when, where, until when tokens were written, and the most of them."""
+class Span(NamedTuple):
+    """One group's rollouts: when and where they were."""
 
-    __slots__ = ("began", "ended", "engine", "queued", "slot", "tokens", "version", "written")
-
-    def __init__(self, group: "Group", ended: float):
-        self.slot = group.slot.number
-        self.began = group.began
-        self.ended = ended
-        self.engine = group.engine.place
-        self.tokens = max(group.totals)
-        self.version = group.oldest
-        self.written = group.written
-        self.queued = group.queued
+    slot: int
+    engine: int
+    tokens: int  # of the longest answer
+    began: float
+    queued: float  # seconds, as of the group
+    written: float  # when the last token was
+    ended: float
 
 
 class EngineActor:
@@ -190,7 +186,7 @@ class EngineActor:
     def hang(self) -> None:
         """It neither works nor answers from now on."""
         self.hangs = True
-        self.engine.pause()
+        self.engine.set_paused(True)
 
     def _answer_probe(self, request: Any) -> Answer:
         """A new engine answers all prompts of the probe at once, before it gets any group."""
@@ -205,7 +201,7 @@ class EngineActor:
     def _update_weights(self, version: int, verify: bool) -> Answer:
         answer = self.keep(Answer())
         if not answer.done():
-            self.engine.pause()
+            self.engine.set_paused(True)
             self.stage.transfer.join(self, version, answer)  # type: ignore[union-attr]
         return answer
 
@@ -238,7 +234,7 @@ class Transfer:
         phases = {"sync_pause": 0.0, "sync_transfer": seconds, "sync_resume": 0.0}
         for engine, (version, answer) in self.members.items():
             engine.version = version
-            engine.engine.resume()
+            engine.engine.set_paused(False)
             answer.give(Received(phases, [0]))
         for send in self.sends:
             send.give(0)
@@ -310,15 +306,12 @@ class WorkerActor:
         self.rollout_group = Method(self._roll_out)
 
     def _roll_out(self, engine: EngineActor, row: dict, slot: Slot, n: int) -> Sequence[Answer]:
+        if error := self.error or engine.error:
+            return [answered(error) for _ in range(3)]
+        line = row["_line"]
+        totals = self.stage.workload.of_group(line, n)
         answers = [Answer() for _ in range(3)]
-        error = self.error or engine.error
-        if error:
-            for answer in answers:
-                answer.give(error)
-            return answers
-        group = Group(self, engine, slot, row["_line"], answers)
-        answers[0].owner = group
-        group.begin(self.stage.workload.of_group(row["_line"], n))
+        answers[0].owner = Group(self, engine, slot, line, totals, answers)
         return answers
 
     def die(self, error: Exception) -> None:
@@ -334,10 +327,16 @@ class WorkerActor:
 
 
 class Group:
-    """One try of one prompt's rollouts."""
+    """One try of one prompt's rollouts; those of an earlier try go on from their drafts."""
 
     def __init__(
-        self, worker: WorkerActor, engine: EngineActor, slot: Slot, line: int, answers: list[Answer]
+        self,
+        worker: WorkerActor,
+        engine: EngineActor,
+        slot: Slot,
+        line: int,
+        totals: list[int],
+        answers: list[Answer],
     ):
         self.worker = worker
         self.stage = worker.stage
@@ -347,19 +346,14 @@ class Group:
         self.answers = answers
         self.began = self.stage.loop.time()
         self.oldest = engine.version
-        self.rollouts: list[Rollout] = []
-        self.totals: list[int] = []
-        self.left = 0
-        self.written = 0.0  # when the last token so far was
-        self.queued = 0.0  # seconds in which what wrote it waited for a place in its engine
-
-    def begin(self, totals: list[int]) -> None:
-        """Sends all samples to the engine; those of an earlier try go on from their drafts."""
         self.totals = totals
         self.left = len(totals)
-        self.worker.groups[self] = self.engine.groups[self] = None
-        drafts = self.worker.drafts.pop((self.slot, self.line), [0.0] * self.left)
+        self.written = 0.0  # when the last token so far was
+        self.queued = 0.0  # seconds in which what wrote it waited for a place in its engine
+        worker.groups[self] = engine.groups[self] = None
+        drafts = worker.drafts.pop((slot, line), [0.0] * self.left)
         work = self.stage.workload
+        self.rollouts: list[Rollout] = []
         for j, (total, draft) in enumerate(zip(totals, drafts, strict=True)):
             shared = work.prompt if j and work.reuses_prompts else 0
             self.rollouts.append(Rollout(self, total, draft, shared))
@@ -394,7 +388,9 @@ class Group:
             return
         self.worker.groups.pop(self, None)
         self.engine.groups.pop(self, None)
-        self.stage.spans.append(Span(self, self.stage.loop.time()))
+        where = (self.slot.number, self.engine.place, max(self.totals))
+        when = (self.began, self.queued, self.written, self.stage.loop.time())
+        self.stage.spans.append(Span(*where, *when))
         limit = self.stage.workload.lengths.limit
         same: dict[str, Any] = {"reward": 0.0, "score": 0.0, "has_gradient": True}
         same |= {"oldest_version": self.oldest, "newest_version": self.engine.version}

@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
-import time as real
+import time
 from collections.abc import Callable, Coroutine, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
+from unittest import mock
 
 from core import waits
 from runtime import fleet, outages
@@ -65,31 +66,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
 
-class Clock:
-    """Stands where modules of the product have `time`."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        self.time = self.monotonic = self.perf_counter = loop.time
-        self.strftime = real.strftime
-
-
 @contextlib.contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Attributes of objects, each with another value while the block lasts."""
-    before = [(place, name, getattr(place, name)) for place, name, _ in changes]
-    try:
-        for place, name, value in changes:
-            setattr(place, name, value)
+    with contextlib.ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(mock.patch.object(*change))
         yield
-    finally:
-        for place, name, value in before:
-            setattr(place, name, value)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, T]], driver: ModuleType) -> T:
     """Runs a coroutine of the product, on virtual time in all modules of it that read a clock."""
     loop = VirtualLoop()
-    modules = (driver, fleet, outages, waits)
-    changes = [(module, "time", Clock(loop)) for module in modules]
+    clocks = dict.fromkeys(("time", "monotonic", "perf_counter"), loop.time)
+    virtual = SimpleNamespace(**clocks, strftime=time.strftime)
+    changes = [(module, "time", virtual) for module in (driver, fleet, outages, waits)]
     with replaced(*changes), asyncio.Runner(loop_factory=lambda: loop) as runner:
         return runner.run(main())

@@ -61,16 +61,10 @@ class Engine:
         self.waiting.append(sequence)
         self.plan_soon()
 
-    def pause(self) -> None:
-        """No step is made until `resume`."""
+    def set_paused(self, paused: bool) -> None:
+        """From now on no step is made, or steps go on."""
         self.settle()
-        self.paused = True
-        self.plan_soon()
-
-    def resume(self) -> None:
-        """Steps go on."""
-        self.settle()
-        self.paused = False
+        self.paused = paused
         self.plan_soon()
 
     def drop(self, sequence: Sequence) -> None:

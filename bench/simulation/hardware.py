@@ -1,6 +1,7 @@
 """Seconds of tokens, batches, updates and starts: those of dry_run/pace.py, or a table's."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -87,16 +88,14 @@ class Modelled(Hardware):
                 f"an engine of {tp} {gpu.name} has no room for a sequence beside weights"
             )
         self.drafts = drafts
-        self.steps: list[tuple[float, float]] = []  # by batch: seconds of memory, of matmuls
+        self.step = functools.cache(self._step)
         self.parts = (model, tp, gpu)
         self.slope = (self._memory(1, 1e6) - self._memory(1, 0)) / 1e6
         self._of_trainer(model, cfg, gpu)
 
     def decode(self, batch: int, context: float) -> float:
         """As pace.decode_seconds, with what does not change between calls kept."""
-        while len(self.steps) <= batch:
-            self._next_batch()
-        memory, matmuls = self.steps[batch]
+        memory, matmuls = self.step(batch)
         seconds = pace.LAUNCH_S + max(memory + context * self.slope, matmuls)
         return seconds / self.drafts if batch <= TAIL else seconds
 
@@ -111,11 +110,10 @@ class Modelled(Hardware):
         seconds = pace.decode_seconds(model, tp, batch, context, gpu._replace(flops=math.inf))
         return seconds - pace.LAUNCH_S
 
-    def _next_batch(self) -> None:
+    def _step(self, batch: int) -> tuple[float, float]:
         model, tp, gpu = self.parts
-        batch = len(self.steps)
         matmuls = pace.decode_seconds(model, tp, batch, 0, gpu._replace(hbm=math.inf))
-        self.steps.append((self._memory(batch, 0), matmuls - pace.LAUNCH_S))
+        return self._memory(batch, 0), matmuls - pace.LAUNCH_S
 
     def _of_trainer(self, model: Model, cfg: "Config", gpu: Gpu) -> None:
         layout = cfg.policy

@@ -66,29 +66,23 @@ class Trace:
     lost_tokens: float = 0.0
     faults: dict[str, int] = dataclasses.field(default_factory=dict)
     replaced: int = 0  # engines
-    said: str = ""  # by the driver
 
 
 class Log:
     """Stands for the run's log: keeps its steps, and opens the picture at `first`."""
 
-    def __init__(self, trace: Trace, picture: range):
+    def __init__(self, trace: Trace, picture: range, stage: Stage):
         self.trace = trace
         self.picture = picture
-        self.stage: Stage
-        self.dropped: list[str] = []
+        self.stage = stage
 
     def ignore(self, *_: Any) -> None:
-        """Opens no file, and shows, says and compares nothing."""
+        """Opens no file, and shows, says, compares and keeps nothing."""
 
-    open = close = show_ready = note = mismatch = ignore
+    open = close = show_ready = note = mismatch = drop = ignore
 
     async def rollouts(self, lines: bytes) -> None:
         """Writes no line."""
-
-    def drop(self, slot: Any, prompt: int, row: str, error: BaseException) -> None:
-        """Keeps why a prompt was given up."""
-        self.dropped.append(f"slot {slot}: {error}")
 
     def step(self, step: int, groups: list[Group], stats: dict[str, float]) -> None:
         """Keeps a step."""
@@ -158,7 +152,6 @@ def run(
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         clock.run(lambda: main(trace, faults or Faults(), picture), grpo_async)
-    trace.said = said.getvalue()
     return trace
 
 
@@ -171,8 +164,7 @@ async def main(trace: Trace, faults: Faults, picture: range) -> None:
     simulated.cluster.shares_gpus = lambda: False  # type: ignore[method-assign]
     simulated.cluster.on_signal = lambda leave: None  # type: ignore[method-assign]
     simulated.checkpoints = Checkpoints(simulated, trace.hardware)  # type: ignore[assignment]
-    log = Log(trace, picture)
-    log.stage = stage
+    log = Log(trace, picture, stage)
     simulated.log = log  # type: ignore[assignment]
     simulated.dispatcher.write = log.rollouts
     loops = modes.Loops(simulated.start, simulated.generate_forever, simulated.train_forever)
@@ -193,15 +185,13 @@ async def main(trace: Trace, faults: Faults, picture: range) -> None:
         (ray, "cancel", cancel),
         (ray, "cluster_resources", lambda: {"CPU": 64.0}),
     ):
-        try:
-            await simulated.run(loops._replace(train=train))
-        finally:
-            trace.spans = stage.spans
-            trace.trainings = stage.trainings
-            trace.histories = stage.histories
-            trace.lost_tokens = stage.lost_tokens
-            trace.faults = dict(stage.deaths)
-            trace.replaced = simulated.engines.fleet.discarded
+        await simulated.run(loops._replace(train=train))
+    trace.spans = stage.spans
+    trace.trainings = stage.trainings
+    trace.histories = stage.histories
+    trace.lost_tokens = stage.lost_tokens
+    trace.faults = dict(stage.deaths)
+    trace.replaced = simulated.engines.fleet.discarded
 
 
 def cancel(answer: Any) -> None:

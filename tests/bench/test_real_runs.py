@@ -1,6 +1,8 @@
 """How real runs are measured and compared, on runs that are made up; none is started here."""
 
 import dataclasses
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,9 +113,6 @@ def test_a_killed_engine_is_known_by_the_groups_that_began_again(tmp_path):
 @pytest.mark.slow
 def test_an_engine_step_takes_as_long_as_it_is_told(tmp_path):
     """Of three sequences one goes; what a step needs of its processor is part of its time."""
-    import time
-    from types import SimpleNamespace
-
     from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
     from bench.simulation.paced import Paced

@@ -10,9 +10,11 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import ray
 
 from bench import simulate as simulate_py
 from bench.simulation import clock, findings, page, validation, world
@@ -62,7 +64,6 @@ def step_seconds(trace: world.Trace) -> list[float]:
 
 
 # --- closed forms ---------------------------------------------------------------------------------
-
 
 TRAINED = Hardware(per_token=2.0, per_trained_token=0.125, sync=3.0)
 ALONE = Hardware(per_token=1.0)
@@ -281,10 +282,6 @@ def test_everybody_who_waits_for_ever_is_noticed():
 
 
 def test_what_the_simulation_replaces_is_put_back():
-    import time
-
-    import ray
-
     before = (ray.kill, world.fleet.actor, world.cluster.actor)
     simulate(1, Hardware(per_token=1.0), constant(10))
     assert (ray.kill, world.fleet.actor, world.cluster.actor) == before
