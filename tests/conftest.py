@@ -1,17 +1,27 @@
 """Small models, rows and configurations that the tests share."""
 
+import asyncio
+import contextlib
+import inspect
 import itertools
 import json
 import os
 import random
 import shutil
+import signal
+import socket
 import subprocess
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from envs.rollout import services
 from support.configs import changed
+from support.program import ROOT
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -30,6 +40,14 @@ CHAT_TEMPLATE = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with whole programs come first, so that no long one is left over at the end."""
     items.sort(key=lambda item: not item.get_closest_marker("e2e"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    """Tests that are coroutines run in an event loop of their own."""
+    test = pyfuncitem.obj
+    if inspect.iscoroutinefunction(test):
+        pyfuncitem.obj = lambda **fixtures: asyncio.run(test(**fixtures))
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
@@ -136,6 +154,13 @@ def write_rows(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
+@pytest.fixture(autouse=True)
+def own_services(monkeypatch):
+    """What a test tells `services.configure` holds for that test."""
+    monkeypatch.setattr(services, "_current", services._current.copy())
+    monkeypatch.setattr(services, "_limits", services._limits.copy())
+
+
 @pytest.fixture
 def tiny_config(tiny_model, tmp_path):
     """A function that makes a small Config for a run in the test's folder."""
@@ -166,6 +191,26 @@ def make_config(model: str, folder: Path, Config=None):
         row_tokens=128,
         activation_checkpointing=False,
     )
+
+
+@contextlib.contextmanager
+def serving_judge(name: str, model: str, folder: Path, length: int) -> Iterator[subprocess.Popen]:
+    """launch/judges.sh with one judge on this CPU, and the variables of a run beside it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = f"--max-model-len {length} --enforce-eager --dtype float32"
+    of_run = {"JUDGES": f"{name} {model} 0 {flags}", "JUDGES_FILE": str(folder / "judges")}
+    given = {"NODE_IP": "127.0.0.1", "JUDGE_PORT": str(port), "SLURM_GPUS_ON_NODE": "0"}
+    given |= {"GRPO_PYTHON": sys.executable, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    how = {"cwd": ROOT, "env": os.environ | of_run | given, "start_new_session": True}
+    process = subprocess.Popen(["bash", "launch/judges.sh", str(folder)], **how)
+    try:
+        with mock.patch.dict(os.environ, of_run):
+            yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture

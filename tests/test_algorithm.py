@@ -522,7 +522,6 @@ def test_splitting_a_batch_into_rows_sums_to_its_loss():
 
 # --- advantages -----------------------------------------------------------------------------------
 
-
 THIRD = 0.258198
 
 
@@ -530,7 +529,6 @@ THIRD = 0.258198
     ("rewards", "expected"),
     [
         ([1, 2, 3], [-2.121317, 0, 2.121317]),
-        ([4, 5, 6], [-2.121317, 0, 2.121317]),
         ([7], [0]),
         ([0, 1], [-1, 1]),
         ([3, 3.5], [-0.5, 0.5]),
@@ -602,10 +600,8 @@ def test_without_normalisation_the_difference_stays_as_it_is(rewards):
 @pytest.mark.parametrize("scale", [1e-6, 1e-5])
 def test_rewards_of_a_small_scale_are_normalised(scale):
     rewards = [scale * r for r in (0.0, 0.25, 0.5, 1.0)]
-    others = [np.delete(rewards, i) for i in range(len(rewards))]
-    expected = [
-        (r - o.mean()) / (o.std(ddof=1) + 1e-6) for r, o in zip(rewards, others, strict=True)
-    ]
+    others = [(r, np.delete(rewards, i)) for i, r in enumerate(rewards)]
+    expected = [(r - rest.mean()) / (rest.std(ddof=1) + 1e-6) for r, rest in others]
     assert advantages(rewards) == pytest.approx(expected, rel=1e-5)
     assert max(expected) > 0.2
 

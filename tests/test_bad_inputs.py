@@ -32,11 +32,10 @@ from runtime.layout import plan
 from runtime.placement import Node
 from settings.errors import InputError
 from support.configs import changed
-from support.program import unboxed
+from support.program import ROOT, unboxed
 from support.samples import make_sample
 from support.tables import table
 
-ROOT = Path(__file__).parent.parent
 ROWS = spelling_rows(8)
 GOOD = json.dumps(ROWS[0])
 
@@ -64,17 +63,14 @@ class Home:
         base |= {"steps": 3, "prompts_per_step": 2, "group_size": 2, "max_model_len": 128}
         return changed(grpo_async.Config(), **base | fields)
 
-    def write(self, text: str) -> Path:
+    def lines(self, text: str) -> Path:
         """The config file: what a run needs, then a case's own lines."""
         path = self.folder / "mine.py"
         names = ("run_dir", "model", "steps", "prompts_per_step", "group_size")
         lines = [f"{name} = {getattr(self.config(), name)!r}\n" for name in names]
         lines += [f"data = {{'train': {str(self.train)!r}}}\n", "sampling = "]
-        path.write_text("".join(lines) + "{'max_model_len': 128}\n" + text)
+        path.write_text("".join(lines) + "{'max_model_len': 128}\n" + f"{text}\n")
         return path
-
-    def lines(self, text: str) -> None:
-        self.write(f"{text}\n")
 
     def put(self, name: str, content: str | bytes, times: int = 1) -> None:
         """Writes a file, whose content may stand in it many times."""
@@ -389,7 +385,7 @@ def test_the_program_ends_within_seconds_of_its_start(name, tmp_path, tiny_model
 @pytest.mark.slow
 def test_ctrl_c_ends_the_start_in_one_line(tmp_path, tiny_model):
     """While Ray starts, of which nothing is needed here but that it takes long."""
-    config = str(Home(tmp_path, tiny_model).write(""))
+    config = str(Home(tmp_path, tiny_model).lines(""))
     code = (
         "import sys, time, ray, grpo_async\n"
         "ray.init = lambda **options: time.sleep(60)\n"

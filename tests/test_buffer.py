@@ -10,7 +10,6 @@ import pytest
 
 import grpo_async
 from grpo_async import Group, RolloutBuffer
-from support.loop import in_loop
 
 
 def group(slot: int, version: int, samples: int = 2) -> Group:
@@ -88,7 +87,7 @@ def clock(monkeypatch):
 
 def test_census_says_what_is_where(clock):
     buffer = RolloutBuffer(2, 1)
-    assert buffer.census() == ("version 0, 0 groups ready, 0 running (oldest 0 s), dropped: none")
+    assert buffer.census() == "version 0, 0 groups ready, 0 running (oldest 0 s), dropped: none"
     buffer.start(0)
     clock.seconds += 7
     for slot in (1, 2):
@@ -96,9 +95,8 @@ def test_census_says_what_is_where(clock):
     buffer.put(group(1, 0))
     buffer.dropped["TimeoutError"] += 2
     clock.seconds += 5
-    assert buffer.census() == (
-        "version 0, 1 groups ready, 2 running (oldest 12 s), dropped: {'TimeoutError': 2}"
-    )
+    told = "version 0, 1 groups ready, 2 running (oldest 12 s), dropped: {'TimeoutError': 2}"
+    assert buffer.census() == told
 
 
 def test_idle_seconds_are_those_in_which_nothing_ran(clock):
@@ -121,7 +119,6 @@ def test_idle_seconds_are_those_in_which_nothing_ran(clock):
     assert buffer.meters() == {"wait_for_training": 5, "dropped_prompts": 1}
 
 
-@in_loop
 async def test_until_wakes_when_its_condition_holds():
     buffer = RolloutBuffer(2, 0)
     waits = {

@@ -12,7 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from envs import registry
+import data_prep
+import dpo
+from envs import Reward, registry
+from envs.rollout.episode import Episode, Turn, stitch
+from grpo_async import Config
+from runtime.dispatch import Slot
+from settings import reader
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -59,11 +65,8 @@ def section(heading: str) -> str:
 
 def first_cells(text: str) -> list[str]:
     """The names in backticks in the first column of all tables."""
-    return [key for cell in re.findall(r"^\|([^|]*)\|", text, re.M) for key in ticked(cell)]
-
-
-def ticked(text: str) -> list[str]:
-    return re.findall(r"`(\w+)`", text)
+    cells = re.findall(r"^\|([^|]*)\|", text, re.M)
+    return [key for cell in cells for key in re.findall(r"`([\w@]+)`", cell)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -96,10 +99,6 @@ def test_each_metric_is_explained_once():
 
 
 def test_each_field_of_a_rollout_is_explained_once():
-    from envs import Reward
-    from envs.rollout.episode import Episode, Turn, stitch
-    from runtime.dispatch import Slot
-
     turn = Turn([1], [2], [-1.0], [0], "stop")
     row = {"_line": 1, "agent_ref": {"name": "any"}}
     tokenizer = SimpleNamespace(decode=str)
@@ -119,11 +118,6 @@ def test_implementation_details_are_numbered_and_each_links_to_the_code():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_and_settings_that_the_pages_name_exist(page):
     """Every `--flag` is one of the programs', and `group.setting` is in that group."""
-    import data_prep
-    import dpo
-    from grpo_async import Config
-    from settings import reader
-
     leaves = reader.leaves(Config) | reader.leaves(dpo.Config)
     flags = {name.removeprefix("command.") for name in leaves}
     flags |= {re.sub(r"(\w+)$", r"no-\1", name) for name in flags} | {"help"}

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_rows
+from test_docs import first_cells
 from test_resume import contents, timeless
 from torch import tensor
 
 import dry_run
 from dpo import Batch, Config, Scored, dpo_loss, mean_metrics, pack, plan_pairs
+from envs.rollout.messages import load_tokenizer
 from envs.rollout.pairs import Pair, Tokens, load_pairs, render_all, tokenize
 from runtime.metrics import reduce_stats
 from runtime.scores import Scores
@@ -26,10 +28,8 @@ from settings.values import flatten
 from support import shapes
 from support.configs import changed
 from support.megatron_jobs import compute
-from support.program import Program
+from support.program import ROOT, Program
 from support.tables import refused
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def word_pairs(count: int, seed: int = 0) -> list[dict]:
@@ -261,8 +261,6 @@ def bot(text: str) -> dict:
 
 def shown(tokens: Tokens, cfg: Config) -> list[str]:
     """What is asked and what is trained, as text."""
-    from envs.rollout.messages import load_tokenizer
-
     cut = tokens.ids_T[: tokens.start], tokens.ids_T[tokens.start :]
     return [load_tokenizer(cfg.model).decode(part) for part in cut]
 
@@ -301,9 +299,8 @@ def test_tools_are_shown_and_calls_are_answers(make):
     row = {"prompt": "hi", "chosen": "a", "rejected": rejected}
     plain, given = tokenize(row, cfg), tokenize(row | {"tools": [tool]}, cfg)
     assert shown(plain.rejected, cfg)[1] == shown(given.rejected, cfg)[1] == "[f]<eos>"
-    assert (
-        '"name": "f"' in shown(given.chosen, cfg)[0] and "name" not in shown(plain.chosen, cfg)[0]
-    )
+    assert '"name": "f"' in shown(given.chosen, cfg)[0]
+    assert "name" not in shown(plain.chosen, cfg)[0]
 
 
 GOOD = {"prompt": "hi", "chosen": "a", "rejected": "b"}
@@ -428,9 +425,7 @@ def glossary() -> set[str]:
     """The metrics that docs/dpo.md explains, but for what a clock says."""
     text = (ROOT / "docs/dpo.md").read_text()
     (section,) = re.findall(r"^## Metrics$([\s\S]*?)^## ", text, re.M)
-    cells = re.findall(r"^\|([^|]*)\|", section, re.M)
-    names = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    return {name for name in names if not name.endswith("seconds")}
+    return {name for name in first_cells(section) if not name.endswith("seconds")}
 
 
 def test_the_dry_run_counts_pairs_and_finds_what_is_wrong(make):
@@ -447,9 +442,8 @@ def test_the_published_run_is_that_of_the_page_and_fits_its_gpus(tmp_path, monke
     section = (ROOT / "docs/dpo.md").read_text().partition("| setting | `nano_dpo` |")[2]
     values = dict(re.findall(r"^\| `([\w.]+)` \| `([^`]+)` \| report \|$", section, re.M))
     assert len(values) == 6
-    assert {name: flatten(cfg)[name] for name in values} == {
-        name: ast.literal_eval(value) for name, value in values.items()
-    }
+    for name, value in values.items():
+        assert flatten(cfg)[name] == ast.literal_eval(value), name
     monkeypatch.setattr(dry_run, "isfile", lambda path: True)
     model = shapes.write("models/nano_sft", tmp_path / "nano")
     told = dry_run.explain(changed(cfg, model=model, command={"gpu": "h100"}), Config)

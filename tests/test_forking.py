@@ -23,6 +23,7 @@ from conftest import make_config, save_tokenizer, write_rows
 from test_algorithm import TablePolicy, make, sample
 
 import envs
+import grpo_async
 from core import waits
 from envs import check_rows, registry
 from envs.rollout.episode import Group, Sample, SampleInfo, Turn, stitch
@@ -35,9 +36,8 @@ from runtime.dispatch import Slot
 from settings.run import Sampling, Timeouts
 from support.actors import Actor
 from support.configs import changed
-from support.program import Program
+from support.program import ROOT, Program
 
-ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "models", "data", "tests", "bench")
 WORDS = "strawberry banana committee possessed mississippi"
 
@@ -66,22 +66,15 @@ def load(fork: Path, name: str, monkeypatch) -> ModuleType:
     return module
 
 
-@pytest.fixture
-def my_grpo(fork, monkeypatch) -> ModuleType:
-    """The trainer with OPO's advantages."""
-    return load(fork, "my_grpo", monkeypatch)
+def forked(name: str):
+    """A fixture: the forked trainer of a name as a module."""
+    return pytest.fixture(lambda fork, monkeypatch: load(fork, name, monkeypatch))
 
 
-@pytest.fixture
-def dr_grpo(fork, monkeypatch) -> ModuleType:
-    """The trainer with Dr. GRPO's advantages and divisor."""
-    return load(fork, "dr_grpo", monkeypatch)
-
-
-@pytest.fixture
-def dapo_refill(fork, monkeypatch) -> ModuleType:
-    """The trainer with DAPO's dynamic sampling."""
-    return load(fork, "dapo_refill", monkeypatch)
+my_grpo = forked("my_grpo")  # OPO's advantages
+dr_grpo = forked("dr_grpo")  # Dr. GRPO's advantages and divisor
+dapo_refill = forked("dapo_refill")  # DAPO's dynamic sampling
+ipo = forked("ipo")
 
 
 @pytest.fixture
@@ -141,9 +134,8 @@ def test_a_bare_copy_runs_its_own_classes(fork):
 # --- a variant of DPO -----------------------------------------------------------------------------
 
 
-def test_ipo_wants_a_gap_and_not_more(fork, monkeypatch):
+def test_ipo_wants_a_gap_and_not_more(ipo):
     """At beta 0.05 of 10 nats: a loss of 0 there, of 100 at the reference, and as much at 20."""
-    ipo = load(fork, "ipo", monkeypatch)
     cfg = changed(ipo.Config(), sft_weight=0.0)
     ids_T = np.arange(5, 8, dtype=np.int32)
     pair = ipo.Pair(Tokens(ids_T, 1), Tokens(ids_T, 1))
@@ -202,7 +194,6 @@ def test_the_forks_rollouts_use_it_and_its_loss_is_the_policy_gradient(my_grpo, 
 
 
 # --- a new divisor --------------------------------------------------------------------------------
-
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5]
 ANSWERS = [[1, 2], [2, 3, 3], [1], [3, 1, 2, 2], [2, 2]]
@@ -307,36 +298,27 @@ class Filling:
         return sorted(trained + [int(entry["row"].split(":")[1]) for entry in self.given_up])
 
 
-def test_a_group_that_agrees_gives_way_to_the_next_prompt(dapo_refill):
+async def test_a_group_that_agrees_gives_way_to_the_next_prompt(dapo_refill):
     """By hand, lag 1: line 3 agrees at version 0, after step 1 its slot gets line 7 at version 1.
 
     Slots 0 to 3 have lines 1 to 4. Slot 1's line 2 gives way to 5, and that to 6.
     """
-
-    async def main():
-        filling = Filling(dapo_refill, {2, 3, 5}, max_lag=1)
-        filling.held[3] = asyncio.Event()
-        run = filling.run
-        running = asyncio.create_task(filling.both_loops())
-        await run.buffer.until(lambda: run.buffer.version == 1)
-        assert run.progress.agreed == {} and run.progress.next_prompt == 6
-        filling.held[3].set()
-        await running
-        assert filling.trained == [[(0, 1, 0), (1, 6, 0)], [(2, 7, 1), (3, 4, 0)]]
-        assert [metrics["agreed_groups"] for metrics in filling.metrics] == [2, 1]
-        assert run.progress == dapo_refill.Progress(4, 7, {}, {})
-        assert filling.lines() == [1, 2, 3, 4, 5, 6, 7]
-        assert filling.given_up[0] == {
-            "slot": 1,
-            "evaluation": None,
-            "prompt": 1,
-            "row": "data/tiny/train.jsonl:2",
-            "reason": "agreed",
-            "error": "no gradient, rewards [1.0]",
-        }
-        assert not run.buffer.dropped, "an agreement is no failure"
-
-    asyncio.run(main())
+    filling = Filling(dapo_refill, {2, 3, 5}, max_lag=1)
+    filling.held[3] = asyncio.Event()
+    run = filling.run
+    running = asyncio.create_task(filling.both_loops())
+    await run.buffer.until(lambda: run.buffer.version == 1)
+    assert run.progress.agreed == {} and run.progress.next_prompt == 6
+    filling.held[3].set()
+    await running
+    assert filling.trained == [[(0, 1, 0), (1, 6, 0)], [(2, 7, 1), (3, 4, 0)]]
+    assert [metrics["agreed_groups"] for metrics in filling.metrics] == [2, 1]
+    assert run.progress == dapo_refill.Progress(4, 7, {}, {})
+    assert filling.lines() == [1, 2, 3, 4, 5, 6, 7]
+    place = {"slot": 1, "evaluation": None, "prompt": 1, "row": "data/tiny/train.jsonl:2"}
+    why = {"reason": "agreed", "error": "no gradient, rewards [1.0]"}
+    assert filling.given_up[0] == place | why
+    assert not run.buffer.dropped, "an agreement is no failure"
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
@@ -344,45 +326,33 @@ def test_batches_are_full_whatever_agrees(dapo_refill, max_lag):
     """Every prompt up to the last one once, in slots of its step, within the lag."""
     filling = Filling(dapo_refill, {1, 2, 5, 7, 8, 10, 13}, max_lag=max_lag, steps=5)
     asyncio.run(filling.both_loops())
-    assert [[slot for slot, _, _ in step] for step in filling.trained] == [
-        [2 * i, 2 * i + 1] for i in range(5)
-    ]
+    slots = [[slot for slot, _, _ in step] for step in filling.trained]
+    assert slots == [[2 * i, 2 * i + 1] for i in range(5)]
     for i, step in enumerate(filling.trained):
         assert all(0 <= i - version <= max_lag for _, _, version in step)
     assert filling.lines() == list(range(1, filling.run.progress.next_prompt + 1))
     assert sum(m["agreed_groups"] for m in filling.metrics) == len(filling.given_up)
 
 
-def test_a_resumed_run_goes_on_in_the_middle_of_a_chain_of_refills(dapo_refill):
+async def test_a_resumed_run_goes_on_in_the_middle_of_a_chain_of_refills(dapo_refill):
     """Slot 1 waits for line 5 when the checkpoint is made; the run after it ends the same."""
-
-    async def main():
-        filling = Filling(dapo_refill, {2, 3, 5}, max_lag=1)
-        filling.held[5] = asyncio.Event()
-        running = asyncio.create_task(filling.both_loops())
-        await filling.run.buffer.until(lambda: len(filling.run.buffer.ready) == 3)
-        state = json.loads(json.dumps(filling.run.state())) | {"evaluated": -1}
-        ready = list(filling.run.buffer.ready.values())
-        assert state["progress"] == {
-            "next_slot": 4,
-            "next_prompt": 6,
-            "in_flight": {"1": 4},
-            "agreed": {"0": 1, "1": 1},
-        }
-        resumed = Filling(dapo_refill, {2, 3, 5}, max_lag=1)
-        resumed.run.restore(state, ready)
-        await resumed.both_loops()
-        filling.held[5].set()
-        await running
-        assert (
-            resumed.trained == filling.trained == [[(0, 1, 0), (1, 7, 0)], [(2, 6, 0), (3, 4, 0)]]
-        )
-        for of_run in (filling, resumed):
-            assert [metrics["agreed_groups"] for metrics in of_run.metrics] == [2, 1]
-        assert [entry["prompt"] for entry in filling.given_up] == [1, 2, 4]
-        assert [entry["prompt"] for entry in resumed.given_up] == [4]
-
-    asyncio.run(main())
+    filling, resumed = (Filling(dapo_refill, {2, 3, 5}, max_lag=1) for _ in range(2))
+    filling.held[5] = asyncio.Event()
+    running = asyncio.create_task(filling.both_loops())
+    await filling.run.buffer.until(lambda: len(filling.run.buffer.ready) == 3)
+    state = json.loads(json.dumps(filling.run.state())) | {"evaluated": -1}
+    progress = {"next_slot": 4, "next_prompt": 6, "in_flight": {"1": 4}}
+    assert state["progress"] == progress | {"agreed": {"0": 1, "1": 1}}
+    resumed.run.restore(state, list(filling.run.buffer.ready.values()))
+    await resumed.both_loops()
+    filling.held[5].set()
+    await running
+    assert filling.trained == [[(0, 1, 0), (1, 7, 0)], [(2, 6, 0), (3, 4, 0)]]
+    assert resumed.trained == filling.trained
+    for of_run in (filling, resumed):
+        assert [metrics["agreed_groups"] for metrics in of_run.metrics] == [2, 1]
+    assert [entry["prompt"] for entry in filling.given_up] == [1, 2, 4]
+    assert [entry["prompt"] for entry in resumed.given_up] == [4]
 
 
 @pytest.mark.parametrize("agreeing", [4, 5])
@@ -425,27 +395,23 @@ def test_what_counts_is_a_gradient(dapo_refill, monkeypatch, infos, refilled):
     assert bool(filling.given_up) == refilled
 
 
-def test_failures_in_a_row_are_counted_between_answers(dapo_refill):
+async def test_failures_in_a_row_are_counted_between_answers(dapo_refill):
     """Fails, agrees, fails, agrees: an answer that agrees is an answer."""
+    filling = Filling(dapo_refill, {2, 4, 6}, steps=1)
+    run = filling.run
+    run.MAX_DROPPED = 1
+    run.log.drop = lambda *_: None
 
-    async def main():
-        filling = Filling(dapo_refill, {2, 4, 6}, steps=1)
-        run = filling.run
-        run.MAX_DROPPED = 1
-        run.log.drop = lambda *_: None
+    async def roll_out(row, *place):
+        if row["_line"] in (1, 3, 5):
+            raise ValueError("the judge is down")
+        return await filling.roll_out(row, *place)
 
-        async def roll_out(row, slot, n, version):
-            if row["_line"] in (1, 3, 5):
-                raise ValueError("the judge is down")
-            return await filling.roll_out(row, slot, n, version)
-
-        run.dispatcher.roll_out = roll_out
-        run.buffer.start(0)
-        run.assign(0)
-        await run.fill(0)
-        assert run.buffer.ready[0].line == 7 and run.buffer.dropped == {"ValueError": 3}
-
-    asyncio.run(main())
+    run.dispatcher.roll_out = roll_out
+    run.buffer.start(0)
+    run.assign(0)
+    await run.fill(0)
+    assert run.buffer.ready[0].line == 7 and run.buffer.dropped == {"ValueError": 3}
 
 
 def test_a_chain_of_refills_has_time(dapo_refill, monkeypatch):
@@ -472,15 +438,10 @@ def test_a_chain_of_refills_has_time(dapo_refill, monkeypatch):
 
 # --- published variants ---------------------------------------------------------------------------
 
-
 PAGE = (ROOT / "docs/variants.md").read_text()
 TABLE_ROWS = re.findall(r"^\| (?!variant|---)(.*)", PAGE, re.M)
-BLOCKS = {
-    title: (text, diff)
-    for title, text, diff in re.findall(
-        r"^### ([^\n]*)\n([^#]*?)```diff\n(.*?)```", PAGE, re.M | re.S
-    )
-}
+BLOCK = re.compile(r"^### ([^\n]*)\n([^#]*?)```diff\n(.*?)```", re.M | re.S)
+BLOCKS = {title: (text, diff) for title, text, diff in BLOCK.findall(PAGE)}
 
 
 def settings_in(text: str) -> dict:
@@ -516,11 +477,12 @@ def variant(tmp_path, monkeypatch):
     return make_variant
 
 
-def gradients(module: ModuleType, cfg, formula, old: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of seven sequences' logprobs: by `policy_loss`, and by a formula of one sequence.
+def check_gradient(module: ModuleType, cfg, old: bool, formula) -> None:
+    """Of seven sequences' logprobs: that of `policy_loss` is that of a formula of one sequence.
 
     Two sequences are near those that they are compared with. Two tokens of one are far off.
     """
+    assert (cfg.loss.updates_per_batch > 1) == old
     random = torch.Generator().manual_seed(3)
     lengths = (20, 15, 2, 9, 32, 3, 4)
     advantages = (0.7, -1.1, 0.4, -0.6, 0.9, -0.8, 0.5)
@@ -547,7 +509,7 @@ def gradients(module: ModuleType, cfg, formula, old: bool) -> tuple[torch.Tensor
     (theirs_T,) = torch.autograd.grad(total, logp_T)
     moved = torch.unique(batch.seq_T[theirs_T != 0])
     assert len(moved) >= 2, "nothing compared"
-    return ours_T, theirs_T
+    torch.testing.assert_close(ours_T, theirs_T, rtol=1e-4, atol=1e-7)
 
 
 def clipped(s, low: float, high: float) -> torch.Tensor:
@@ -607,10 +569,6 @@ def topr(s):
     return -(weight * s.A * s.curr).sum()
 
 
-def kl_in_reward(s):
-    return -((s.A - 0.01 * (s.old - s.ref).sum()) * s.curr).sum()
-
-
 # By the start of their row or title: whether there are old logprobs, and the formula.
 ROWS = {
     "GRPO": (False, grpo),
@@ -626,22 +584,15 @@ ROWS = {
 }
 LOSSES = {
     "GSPO": (True, gspo),
-    "CISPO": (
-        True,
-        lambda s: -((s.curr - s.old).exp().clamp(0, 5).detach() * s.A * s.curr).sum(),
-    ),
+    "CISPO": (True, lambda s: -((s.curr - s.old).exp().clamp(0, 5).detach() * s.A * s.curr).sum()),
     "Dual clip": (True, dual_clip),
     "GMPO": (True, gmpo),
     "SAPO": (True, sapo),
     "TOPR": (False, topr),
-    "KL in the reward": (False, kl_in_reward),
+    "KL in the reward": (False, lambda s: -((s.A - 0.01 * (s.old - s.ref).sum()) * s.curr).sum()),
 }
-OTHERS = {
-    "DAPO's soft overlong punishment",
-    "MaxRL",
-    "Pass@k training",
-    "REINFORCE++ with baseline",
-}
+OTHERS = {"DAPO's soft overlong punishment", "MaxRL", "Pass@k training"}
+OTHERS |= {"REINFORCE++ with baseline"}
 
 
 def test_all_variants_of_the_page_are_tested():
@@ -653,25 +604,16 @@ def test_all_variants_of_the_page_are_tested():
 
 @pytest.mark.parametrize("start", ROWS)
 def test_settings_of_a_variant_give_its_gradient(start):
-    import grpo_async
-
     (row,) = [row for row in TABLE_ROWS if row.startswith(start)]
     cfg = changed(grpo_async.Config(), **settings_in(row))
-    old, formula = ROWS[start]
-    assert (cfg.loss.updates_per_batch > 1) == old
-    ours_T, theirs_T = gradients(grpo_async, cfg, formula, old)
-    torch.testing.assert_close(ours_T, theirs_T, rtol=1e-4, atol=1e-7)
+    check_gradient(grpo_async, cfg, *ROWS[start])
 
 
 @pytest.mark.parametrize("title", LOSSES)
 def test_lines_of_a_variant_give_its_gradient(variant, title):
     module, cfg = variant(title)
-    old, formula = LOSSES[title]
-    assert (cfg.loss.updates_per_batch > 1) == old
-    off = {"low": 1.0, "high": 1.0, "sequence_error_limit": math.inf}
-    cfg = changed(cfg, correction=off)
-    ours_T, theirs_T = gradients(module, cfg, formula, old)
-    torch.testing.assert_close(ours_T, theirs_T, rtol=1e-4, atol=1e-7)
+    cfg = changed(cfg, low=1.0, high=1.0, sequence_error_limit=math.inf)
+    check_gradient(module, cfg, *LOSSES[title])
 
 
 def test_dual_clip_bounds_the_loss_of_a_bad_answer(variant):
@@ -685,8 +627,6 @@ def test_dual_clip_bounds_the_loss_of_a_bad_answer(variant):
 
 
 def test_rloo_and_grpo_have_their_advantages():
-    import grpo_async
-
     rewards_G = torch.tensor([1.0, 0.0, 0.0, 1.0])
     for start, expected in (("RLOO", 2 / 3), ("GRPO", 0.5 / (math.sqrt(1 / 3) + 1e-6))):
         (row,) = [row for row in TABLE_ROWS if row.startswith(start)]
@@ -809,12 +749,8 @@ class ScriptedEngine:
         ([("2", "length")], 0.0, 1),
     ],
 )
-def test_the_environment_gives_a_second_try(count_letters, tmp_path, answers, reward, turns):
+def test_the_environment_gives_a_second_try(count_letters, tokenizer, answers, reward, turns):
     """Both turns are one sample, the hint masked out: no id is tokenised again."""
-    from envs.rollout.messages import load_tokenizer
-
-    save_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path))
     engine = ScriptedEngine(tokenizer, *answers)
     sampler = Sampler(engine, tokenizer, Sampling(max_model_len=512), 0, [], False)
     episode = asyncio.run(count_letters.rollout(example_row(), sampler))
@@ -888,8 +824,7 @@ def test_a_forked_trainer_trains_on_the_new_environment(fork, tiny_model, tmp_pa
     assert all(len(group) == 8 and abs(sum(group)) < 1e-3 for group in groups.values())
     trained = [slot for (slot, _), group in groups.items() if any(group)]
     assert sorted(trained) == list(range(8))
-    given_up = [
-        (line["slot"], int(line["row"].split(":")[1])) for line in program.lines("dropped.jsonl")
-    ]
+    dropped = program.lines("dropped.jsonl")
+    given_up = [(line["slot"], int(line["row"].split(":")[1])) for line in dropped]
     assert sorted(given_up) == sorted(at for at, group in groups.items() if not any(group))
     assert given_up and sum(m["agreed_groups"] for m in steps) == len(given_up)

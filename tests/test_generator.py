@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from envs.rollout.episode import Request, stitch
 from envs.rollout.messages import load_tokenizer, render_messages
 from envs.rollout.sampler import Sampler
+from grpo_async import Generator, Trainer, Update, pack
 from runtime.probe import prompts
 from support.configs import changed
 from support.program import Program
@@ -39,8 +40,6 @@ class Pair:
             "HF_HUB_OFFLINE": "1",
         }.items():
             monkeypatch.setenv(name, value)
-        from grpo_async import Generator, Trainer
-
         self.version = 0
         self.cfg = cfg
         self.generator = Generator(cfg)
@@ -158,27 +157,22 @@ def plain_model(cfg):
 
 def trainer_logprobs(pair, turns) -> list[torch.Tensor]:
     """The trainer's own packed forward over the same tokens."""
-    from envs.rollout.episode import stitch
-    from grpo_async import Update, pack
-
     samples = [sample for turn in turns for sample in stitch([turn])]
     batch = pack(samples, Update(1, 1, []), pair.cfg)
     (logp_T,) = pair.trainer.policy.logprobs([batch])
     return logp_T[batch.mask_T]
 
 
-def plain_synchronous_grpo(pair, rows) -> list[float]:
+async def plain_synchronous_grpo(pair, rows) -> list[float]:
     """Textbook GRPO: sample, score, compare, one gradient step; no buffer, packing or Ray."""
     from reasoning_gym import get_score_answer_fn
 
     cfg = pair.cfg
     tokenizer = load_tokenizer(cfg.model)
     score = get_score_answer_fn("spell_backward")
-
-    async def one_step(step):
-        samples = []
-        rewards = []
-        advantages = []
+    means = []
+    for step in range(cfg.steps):
+        samples, rewards, advantages = [], [], []
         for p in range(cfg.prompts_per_step):
             slot = step * cfg.prompts_per_step + p
             seed = zlib.crc32(f"{cfg.seed} {slot}".encode())
@@ -195,38 +189,28 @@ def plain_synchronous_grpo(pair, rows) -> list[float]:
                 advantages.append(float(raw / (spread + 1e-6) if spread > 1e-6 else raw))
             rewards += r.tolist()
             samples += [stitch([turn])[0] for turn in turns]
-        step_on(samples, advantages)
+        step_on(pair.trainer.policy, samples, advantages)
         await pair.sync(step + 1)
-        return sum(rewards) / len(rewards)
-
-    def step_on(samples, advantages):
-        policy = pair.trainer.policy
-        total = sum(int(sample.mask_T.sum()) for sample in samples)
-        for sample, advantage in zip(samples, advantages, strict=True):
-            batch = PlainBatch(sample)
-
-            def loss(logp_T, batch, sample=sample, advantage=advantage):
-                gap_T = logp_T.detach() - torch.tensor(sample.engine_logp_T)
-                weight_T = gap_T.exp().clamp(max=5)
-                return -(weight_T * advantage * logp_T)[batch.mask_T].sum() / total, {}
-
-            policy.forward_backward([batch], loss)
-        policy.optimizer_step(1.0)
-
-    async def loop():
-        return [await one_step(step) for step in range(cfg.steps)]
-
-    return pair.run(loop())
+        means.append(sum(rewards) / len(rewards))
+    return means
 
 
-class PlainBatch:
-    def __init__(self, sample):
-        self.tokens_T = torch.tensor(sample.tokens_T, dtype=torch.int64)
-        self.positions_T = torch.arange(len(self.tokens_T))
-        self.mask_T = torch.tensor(sample.mask_T)
+def step_on(policy, samples, advantages) -> None:
+    """One gradient step, of one sample after the other."""
+    total = sum(int(sample.mask_T.sum()) for sample in samples)
+    for sample, advantage in zip(samples, advantages, strict=True):
+        tokens_T, mask_T = torch.tensor(sample.tokens_T).long(), torch.tensor(sample.mask_T)
+        places_T = torch.arange(len(tokens_T))
+        batch = SimpleNamespace(tokens_T=tokens_T, positions_T=places_T, mask_T=mask_T)
+        batch.to = lambda device, batch=batch: batch
 
-    def to(self, device):
-        return self
+        def loss(logp_T, batch, sample=sample, advantage=advantage):
+            gap_T = logp_T.detach() - torch.tensor(sample.engine_logp_T)
+            weight_T = gap_T.exp().clamp(max=5)
+            return -(weight_T * advantage * logp_T)[batch.mask_T].sum() / total, {}
+
+        policy.forward_backward([batch], loss)
+    policy.optimizer_step(1.0)
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +225,7 @@ def test_lag_zero_is_synchronous_grpo_step_for_step(synchronous, pair):
 
     The first test: both start with the model on disk.
     """
-    rewards = plain_synchronous_grpo(pair, spelling_rows(64))
+    rewards = pair.run(plain_synchronous_grpo(pair, spelling_rows(64)))
     expected = snapshot(pair)
     steps = synchronous.steps()
     assert [m["reward"] for m in steps] == pytest.approx(rewards, abs=1e-6)

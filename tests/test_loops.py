@@ -19,7 +19,6 @@ from runtime.fleet import Engine, State
 from runtime.log import Log
 from support.actors import Actor, Answer
 from support.configs import changed
-from support.loop import in_loop
 
 ROW = {"_line": 1, "agent_ref": {"name": "any"}}
 INFO = SimpleNamespace(reward=1.0, score=1.0, continues=False, env="any")
@@ -28,9 +27,8 @@ INFO = SimpleNamespace(reward=1.0, score=1.0, continues=False, env="any")
 def make_run(val_rows: int = 1, **fields) -> Run:
     """A run of which nothing is started; what it logs is lost."""
     run = Run(changed(Config(), **fields), [ROW], [ROW | {"_line": i} for i in range(val_rows)])
-    run.log = SimpleNamespace(
-        **dict.fromkeys(("step", "note", "drop", "write", "evaluation"), lambda *_: None)
-    )
+    names = ("step", "note", "drop", "write", "evaluation")
+    run.log = SimpleNamespace(**dict.fromkeys(names, lambda *_: None))
     return run
 
 
@@ -129,7 +127,6 @@ def test_a_run_from_another_folder_saves_before_all_else(history, tmp_path):
     assert history.of("save", "written", "evaluate") == expected
 
 
-@in_loop
 async def test_each_version_is_evaluated_once_and_none_by_a_run_that_leaves():
     run = make_run()
     evaluated = []
@@ -145,7 +142,6 @@ async def test_each_version_is_evaluated_once_and_none_by_a_run_that_leaves():
     assert evaluated == [0, 3]
 
 
-@in_loop
 async def test_an_evaluation_leaves_out_rows_that_fail_and_names_them():
     run = make_run(val_rows=3, data={"val": "val.jsonl", "val_samples": 2}, val_period=1)
     run.buffer.version = 4
@@ -167,7 +163,6 @@ async def test_an_evaluation_leaves_out_rows_that_fail_and_names_them():
     assert (slot, prompt, row, str(error)) == ((1, 4), 1, "val.jsonl:1", "the judge is down")
 
 
-@in_loop
 async def test_an_evaluation_is_given_up_when_the_run_is_to_leave(monkeypatch):
     run = make_run(val_rows=3)
     cancelled = []
@@ -195,7 +190,6 @@ async def test_an_evaluation_is_given_up_when_the_run_is_to_leave(monkeypatch):
 # --- prompts that fail ----------------------------------------------------------------------------
 
 
-@in_loop
 async def test_a_prompt_that_fails_gives_way_to_the_next():
     run = make_run(prompts_per_step=1)
     run.MAX_DROPPED = 2
@@ -227,7 +221,6 @@ async def test_a_prompt_that_fails_gives_way_to_the_next():
         (WriteError("rollouts.jsonl: full"), {"WriteError": 1}, {0: 0}),  # it is tried again
     ],
 )
-@in_loop
 async def test_what_fails_on_and_on_ends_the_run(error, dropped, in_flight):
     run = make_run()
     run.MAX_DROPPED = 2
@@ -248,7 +241,6 @@ async def test_what_fails_on_and_on_ends_the_run(error, dropped, in_flight):
 # --- modes ----------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_an_evaluation_that_is_cut_short_does_not_end_well():
     run = make_run(eval_only=True, data={"val": "v"}, val_period=1)
     run.dispatcher.roll_out = lambda *_: asyncio.sleep(60)
@@ -258,7 +250,6 @@ async def test_an_evaluation_that_is_cut_short_does_not_end_well():
     assert run.evaluated == -1
 
 
-@in_loop
 async def test_a_replay_goes_on_with_the_files_that_were_not_trained(tmp_path):
     """Step 1 is trained and step 2 in the checkpoint: 3 and 4 are read, each at its place."""
     for step in range(1, 5):
@@ -360,7 +351,6 @@ def test_a_field_that_a_fork_adds_to_progress_is_saved_and_restored(monkeypatch)
     assert other.progress.difficulty == 0.5
 
 
-@in_loop
 async def test_a_checkpoint_holds_a_group_that_finished_while_it_waited_for_a_repair():
     """Its slot must be in flight or ready: a slot in neither would never be generated again."""
     run = Run(changed(Config(), prompts_per_step=1, steps=4), [ROW], [])

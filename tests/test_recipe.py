@@ -7,7 +7,6 @@ import ast
 import math
 import os
 import re
-from pathlib import Path
 
 import pytest
 from conftest import make_config, spelling_rows, write_rows
@@ -18,9 +17,8 @@ from runtime import preflight
 from settings import errors, reader, values
 from support import shapes
 from support.configs import shrunk
-from support.program import Program
+from support.program import ROOT, Program
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/recipe.md").read_text(encoding="utf-8")
 FILES = {
     str(path.relative_to(ROOT / "configs").with_suffix("")): path

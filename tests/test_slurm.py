@@ -20,9 +20,8 @@ from runtime.lineage import chain, read
 from support.program import copy, is_alive
 from support.slurm import Slurm, slurm
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("GRPO_SLURM"), reason="bash tests/run.sh slurm runs these"
-)
+WHY = "bash tests/run.sh slurm runs these"
+pytestmark = pytest.mark.skipif(not os.environ.get("GRPO_SLURM"), reason=WHY)
 SMALL = """
 from configs.tiny import *
 
@@ -72,27 +71,15 @@ class Home:
     def told(self, status: int, name: str, *flags: str, steps: int = 30, **variables) -> str:
         """What launch/submit.sh prints before it ends with a status."""
         (self.root / "configs/small.py").write_text(SMALL.format(steps=steps))
-        given = {
-            "EXP_NAME": name,
-            "CONFIG_PATH": "configs/small.py",
-            "MODEL_PATH": self.model,
-            "TRAIN_PATH": "train.jsonl",
-            "VAL_PATH": "val.jsonl",
-            "SLURM_PARTITION": "batch",
-            "SLURM_ACCOUNT": "nobody",
-            "SLURM_TIME_LIMIT": "10",
-            "SBATCH_NUM_NODES": str(len(self.cluster.names)),
-            "GPUS_PER_NODE": "0",
-            "SAVE_BEFORE": "60",
-            "RESTART_SECONDS": "60",
-            "NODE_IP": "127.0.0.1",
-            "GRPO_PYTHON": sys.executable,
-        }
-        env = self.cluster.env | given | variables
+        given = {"EXP_NAME": name, "CONFIG_PATH": "configs/small.py", "MODEL_PATH": self.model}
+        given |= {"TRAIN_PATH": "train.jsonl", "VAL_PATH": "val.jsonl"}
+        given |= {"SLURM_PARTITION": "batch", "SLURM_ACCOUNT": "nobody", "SLURM_TIME_LIMIT": "10"}
+        given |= {"SBATCH_NUM_NODES": str(len(self.cluster.names)), "GPUS_PER_NODE": "0"}
+        given |= {"SAVE_BEFORE": "60", "RESTART_SECONDS": "60"}
+        given |= {"NODE_IP": "127.0.0.1", "GRPO_PYTHON": sys.executable}
+        how = {"cwd": self.root, "env": self.cluster.env | given | variables}
         command = ["bash", "launch/submit.sh", *flags]
-        done = subprocess.run(
-            command, cwd=self.root, env=env, capture_output=True, text=True, timeout=120
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, **how)
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
 

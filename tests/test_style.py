@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_docs import first_cells, section
 
 import dpo
 from envs.rollout.services import Report
@@ -69,9 +70,8 @@ def length(node) -> int:
 
 def depth(node, elif_of=None) -> int:
     """The deepest nesting of blocks below a node; `elif` is as deep as its `if`."""
-    inner = [
-        depth(child, node if is_elif(node, child) else None) for child in ast.iter_child_nodes(node)
-    ]
+    children = ast.iter_child_nodes(node)
+    inner = [depth(child, node if is_elif(node, child) else None) for child in children]
     return (isinstance(node, BLOCK) and not elif_of) + max(inner, default=0)
 
 
@@ -126,9 +126,7 @@ def test_functions_stay_small():
 def test_the_main_files_are_made_of_short_functions_and_few_tries():
     medians = {path: statistics.median(map(length, functions(path))) for path in (MAIN, SECOND)}
     assert max(medians.values()) <= 20, medians
-    tries = {
-        path: sum(isinstance(node, ast.Try) for node in ast.walk(tree(path))) for path in medians
-    }
+    tries = {path: sum(isinstance(n, ast.Try) for n in ast.walk(tree(path))) for path in medians}
     assert max(tries.values()) <= 4, tries
 
 
@@ -339,9 +337,5 @@ def test_metrics_are_few():
 
 
 def test_metrics_are_those_of_the_glossary():
-    path = "docs/grpo_async.md"
-    heading, rest = re.search(r"^(#+) .*glossary.*$([\s\S]*)", read(path), re.M | re.I).groups()
-    section = re.split(rf"^#{{1,{len(heading)}}} ", rest, flags=re.M)[0]
-    first_cells = re.findall(r"^\|([^|]*)\|", section, re.M)
-    listed = {key for cell in first_cells for key in re.findall(r"`([\w@]+)`", cell)}
+    listed = set(first_cells(section("glossary")))
     assert listed - {"step", "seconds"} == metric_keys()

@@ -13,7 +13,6 @@ from envs.rollout.services import Away
 from grpo_async import Config, LowEffort, RolloutWorker, Slot, shaped_reward
 from support.actors import Actor
 from support.configs import changed
-from support.loop import in_loop
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: f"<{ids}>")
 ROW = {
@@ -145,7 +144,6 @@ def test_validation_rollouts_have_no_step(finish):
 # --- engines and packing --------------------------------------------------------------------------
 
 
-@in_loop
 async def test_an_answer_that_was_finished_before_its_engine_died_keeps_its_prompt():
     """The engine that goes on hands it back whole; it does not answer again."""
     generator = grpo_async.Generator(Config())
@@ -177,7 +175,6 @@ def test_a_row_has_the_experts_of_all_its_samples_or_none():
 # --- retries --------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_a_retry_never_reads_what_an_orphan_of_the_last_attempt_writes(tmp_path, monkeypatch):
     monkeypatch.setattr("envs.rollout.sampler.load_tokenizer", lambda model: TOKENIZER)
     handed = []
@@ -196,7 +193,6 @@ async def test_a_retry_never_reads_what_an_orphan_of_the_last_attempt_writes(tmp
     assert len({id(drafts) for drafts in handed}) == len(handed) == 4
 
 
-@in_loop
 async def test_answers_whose_judge_was_away_are_not_sampled_again(tmp_path, monkeypatch):
     names = {"eos_token_id": 1, "pad_token_id": 0, "name_or_path": ""}
     tokenizer = SimpleNamespace(decode=lambda ids, **_: f"<{ids}>", **names)

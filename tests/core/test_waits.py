@@ -9,7 +9,6 @@ import time
 import pytest
 
 from core.waits import answer, in_thread, together, unless_stopped, within
-from support.loop import in_loop
 
 BROKEN = ValueError("broken")
 
@@ -25,7 +24,6 @@ async def fail(error: Exception) -> None:
 # --- within ---------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_a_wait_warns_halfway_and_ends_with_its_name_and_the_state(capsys):
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"for the groups of step 7\. 3 groups ready"):
@@ -34,13 +32,11 @@ async def test_a_wait_warns_halfway_and_ends_with_its_name_and_the_state(capsys)
     assert "waiting for the groups of step 7" in capsys.readouterr().out
 
 
-@in_loop
 async def test_a_wait_that_ends_in_time_prints_nothing(capsys):
     assert await within(5, "nothing", asyncio.sleep(0, "done")) == "done"
     assert capsys.readouterr().out == ""
 
 
-@in_loop
 async def test_the_clock_of_a_wait_may_stand_still(capsys):
     """As long as it does the wait neither warns nor ends."""
     began = time.monotonic()
@@ -62,7 +58,6 @@ def test_a_timeout_inside_of_a_wait_keeps_its_own_name():
 # --- unless ---------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_work_that_ends_first_gives_its_result():
     work = asyncio.ensure_future(asyncio.sleep(0, "done"))
     assert await unless_stopped(stop_after(60), work) == "done"
@@ -70,20 +65,17 @@ async def test_work_that_ends_first_gives_its_result():
     assert len(asyncio.all_tasks()) == 1, "nobody waits for the stop any more"
 
 
-@in_loop
 async def test_work_is_cancelled_when_the_stop_comes_first():
     work = asyncio.ensure_future(asyncio.sleep(60, "done"))
     assert await unless_stopped(stop_after(0.01), work) is None
     assert work.cancelled()
 
 
-@in_loop
 async def test_work_that_fails_raises_its_error():
     with pytest.raises(ValueError, match="broken"):
         await unless_stopped(stop_after(60), asyncio.ensure_future(fail(BROKEN)))
 
 
-@in_loop
 async def test_work_that_fails_as_it_is_cancelled_causes_no_complaint():
     complaints = []
     asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
@@ -99,7 +91,6 @@ async def test_work_that_fails_as_it_is_cancelled_causes_no_complaint():
     assert not complaints
 
 
-@in_loop
 async def test_a_cancelled_wait_ends_though_a_member_of_a_gather_fails_at_that_moment():
     """The trainer dies: this ends the run, and fails a wait that would be tried again."""
     loop = asyncio.get_running_loop()
@@ -121,7 +112,6 @@ async def test_a_cancelled_wait_ends_though_a_member_of_a_gather_fails_at_that_m
     assert task.cancelled()
 
 
-@in_loop
 async def test_a_wait_leaves_nothing_that_python_must_search_for():
     """Each group is waited for, and searching for what waits left took half of the driver."""
     gc.collect()
@@ -137,13 +127,11 @@ async def test_a_wait_leaves_nothing_that_python_must_search_for():
 # --- together -------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_results_come_in_order():
     naps = [asyncio.sleep(seconds, seconds) for seconds in (0.02, 0.0, 0.01)]
     assert await together(naps) == [0.02, 0.0, 0.01]
 
 
-@in_loop
 async def test_an_error_ends_the_others_before_it_is_raised():
     ended = []
 
@@ -159,7 +147,6 @@ async def test_an_error_ends_the_others_before_it_is_raised():
     assert ended == [True, True]
 
 
-@in_loop
 async def test_cancelling_ends_all():
     tasks = [asyncio.ensure_future(asyncio.sleep(60)) for _ in range(2)]
     waiting = asyncio.create_task(together(tasks))
@@ -183,7 +170,6 @@ def test_who_does_not_answer_is_named():
 
 
 @pytest.mark.parametrize("after", [0.1, 0.25])
-@in_loop
 async def test_an_answer_counts_that_came_while_this_process_stood_still(after):
     """Or soon after: on the way it waits for threads that stood still as well."""
     came = asyncio.get_running_loop().create_future()
@@ -194,7 +180,6 @@ async def test_an_answer_counts_that_came_while_this_process_stood_still(after):
     assert await asked == 7
 
 
-@in_loop
 async def test_a_function_that_blocks_holds_up_nobody():
     began = time.monotonic()
     blocked = [asyncio.create_task(in_thread(time.sleep, 60)) for _ in range(100)]
@@ -222,7 +207,7 @@ def test_a_function_that_would_end_the_process_does_not():
         asyncio.run(in_thread(sys.exit, 3))
 
 
-def test_a_function_waits_for_a_thread_where_there_are_none(monkeypatch):
+async def test_a_function_waits_for_a_thread_where_there_are_none(monkeypatch):
     start = threading.Thread.start
     refused = [1, 2]
 
@@ -231,8 +216,5 @@ def test_a_function_waits_for_a_thread_where_there_are_none(monkeypatch):
             raise RuntimeError(f"can't start new thread {refused.pop()}")
         start(thread)
 
-    async def main():
-        monkeypatch.setattr(threading.Thread, "start", scarce)
-        return await in_thread(max, 1, 2)
-
-    assert asyncio.run(main()) == 2 and not refused
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    assert await in_thread(max, 1, 2) == 2 and not refused

@@ -146,12 +146,11 @@ def install():
     kernels = {"mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined}
     # It imports triton, which has no CPU build.
     inference = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
+    tensor_ops = ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")
     missing = dict.fromkeys(("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"), {}) | {
         "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": RMSNorm},
         "mamba_ssm.ops.triton.ssd_combined": kernels | {"mamba_chunk_scan_combined": None},
-        inference: dict.fromkeys(
-            ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")
-        ),
+        inference: dict.fromkeys(tensor_ops),
     }
     with pretended(missing):
         from megatron.core.ssm import mamba_mixer

@@ -16,6 +16,7 @@ from dry_run import megatron_sizes, pace, sizes
 from dry_run.gpus import Gpu, planned
 from dry_run.sizes import GIB, Model
 from grpo_async import Config
+from launch import tiny
 from policy import fsdp, logprobs
 from prep.check import Summary
 from settings import reader
@@ -34,12 +35,11 @@ def h100(memory: float) -> Gpu:
     return planned("h100")._replace(memory=memory * GIB)
 
 
-QWEN = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
-QWEN_8B = QWEN | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
-QWEN_8B |= {"num_attention_heads": 32, "tie_word_embeddings": False}
-QWEN_06B = QWEN | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
-QWEN_06B |= {"num_attention_heads": 16, "tie_word_embeddings": True}
-QWEN_17B = QWEN_06B | {"hidden_size": 2048, "intermediate_size": 6144}
+KL = {"kl_coef": 1e-4, "skip_zero_advantage": False}
+QWEN_8B = shapes.QWEN | {"hidden_size": 4096, "intermediate_size": 12288}
+QWEN_8B |= {"num_hidden_layers": 36, "num_attention_heads": 32, "tie_word_embeddings": False}
+QWEN_06B = shapes.QWEN | {"hidden_size": 1024, "intermediate_size": 3072}
+QWEN_17B = shapes.QWEN | {"hidden_size": 2048, "intermediate_size": 6144}
 # Nemotron 3 Super: 40 Mamba, 40 expert and 8 attention layers, 512 experts of which 22 are met.
 counts = {"params": 120_600_000_000, "routed": 112_700_000_000, "expert_share": 22 / 512}
 counts |= {"embedding": 131072 * 4096, "root": 2 * 131072 * 4096, "layer": 2_900_000_000}
@@ -162,15 +162,14 @@ def test_a_compressed_kv_is_shared_by_all_heads(folder):
 
 
 def test_states_are_sixteen_bytes_a_parameter_and_four_for_a_reference():
-    cfg = changed(Config(), ranks=8, kl_coef=1e-4, skip_zero_advantage=False)
+    cfg = changed(Config(), ranks=8, **KL)
     assert sum(sizes.states(SUPER, cfg).values()) == pytest.approx(20 * 120.6e9 / 8)
     trained = sizes.states(SUPER, changed(Config(), ranks=8))
     assert sum(trained.values()) == pytest.approx(16 * 120.6e9 / 8)
 
 
 def test_adapters_alone_have_gradients_and_moments(folder):
-    kl = {"kl_coef": 1e-4, "skip_zero_advantage": False}
-    whole = changed(Config(model=folder("8B", **QWEN_8B)), ranks=8, **kl)
+    whole = changed(Config(model=folder("8B", **QWEN_8B)), ranks=8, **KL)
     cfg = changed(whole, lora_rank=16)
     model = sizes.read_model(cfg.model)
     attention = 2 * (4096 + 4096) + 2 * (4096 + 1024)  # q, o; k, v
@@ -222,12 +221,11 @@ SHAPES = dict(CASES["what holds most of a rank's memory"])
 @pytest.mark.parametrize("lora_rank", [0, 2])
 @pytest.mark.parametrize("most", SHAPES)
 def test_a_trainer_rank_holds_what_is_printed(
-    tmp_path, monkeypatch, ranks, lora_rank, checkpointing, most
+    tmp_path, monkeypatch, request, ranks, lora_rank, checkpointing, most
 ):
-    shape = SHAPES[most]
     size = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
     size |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    size |= {"tie_word_embeddings": True} | shape
+    size |= {"tie_word_embeddings": True} | SHAPES[most]
     row_tokens = size.pop("row_tokens")
     monkeypatch.setattr(logprobs, "CHUNK", size.pop("chunk", 64))
     torch.manual_seed(0)
@@ -242,25 +240,23 @@ def test_a_trainer_rank_holds_what_is_printed(
     monkeypatch.setattr(fsdp.FSDPPolicy, "_check_architecture", lambda _: None)  # 7 ranks are fake
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
     dist.init_process_group(backend, rank=0, world_size=ranks, store=store)
-    try:
-        policy = fsdp.FSDPPolicy(cfg.model, cfg.policy, temperature=1.0)
-        parameters = list(policy.model.parameters())
-        for parameter in policy._trained().values():
-            parameter.grad = torch.zeros_like(parameter)
-        policy.optimizer.step()
-        policy.optimizer.zero_grad()
-        moments = [moment for state in policy.optimizer.state.values() for moment in state.values()]
-        peak = AsOnGPU([getattr(t, "_local_tensor", t) for t in [*parameters, *moments]])
-        monkeypatch.setattr(logprobs, "matmul", peak.matmul)
-        row = SimpleNamespace(
-            tokens_T=torch.randint(size["vocab_size"], (row_tokens,)),
-            positions_T=torch.arange(row_tokens) % 32,
-        )
-        row.mask_T, row.to = row.positions_T > 0, lambda _: row
-        with peak:
-            policy.forward_backward([row, row], lambda logp_T, _: (logp_T.sum(), {}))
-    finally:
-        dist.destroy_process_group()
+    request.addfinalizer(dist.destroy_process_group)
+    policy = fsdp.FSDPPolicy(cfg.model, cfg.policy, temperature=1.0)
+    parameters = list(policy.model.parameters())
+    for parameter in policy._trained().values():
+        parameter.grad = torch.zeros_like(parameter)
+    policy.optimizer.step()
+    policy.optimizer.zero_grad()
+    moments = [moment for state in policy.optimizer.state.values() for moment in state.values()]
+    peak = AsOnGPU([getattr(t, "_local_tensor", t) for t in [*parameters, *moments]])
+    monkeypatch.setattr(logprobs, "matmul", peak.matmul)
+    row = SimpleNamespace(
+        tokens_T=torch.randint(size["vocab_size"], (row_tokens,)),
+        positions_T=torch.arange(row_tokens) % 32,
+    )
+    row.mask_T, row.to = row.positions_T > 0, lambda _: row
+    with peak:
+        policy.forward_backward([row, row], lambda logp_T, _: (logp_T.sum(), {}))
     model = sizes.read_model(cfg.model)
     during = sizes.moments(model, cfg)
     del during["sending weights"]
@@ -401,9 +397,8 @@ def test_training_costs_six_flops_a_parameter_and_more_for_what_runs_again():
     plain = pace.train_flops(SUPER, cfg)
     assert plain == pytest.approx(matmuls + attention)
     again = {"activation_checkpointing": True, "updates_per_batch": 2}
-    kl = {"kl_coef": 1e-4, "skip_zero_advantage": False}
     assert pace.train_flops(SUPER, changed(cfg, **again)) == pytest.approx(plain * 5 / 3)
-    assert pace.train_flops(SUPER, changed(cfg, **kl)) == pytest.approx(plain * 4 / 3)
+    assert pace.train_flops(SUPER, changed(cfg, **KL)) == pytest.approx(plain * 4 / 3)
     masked = changed(cfg, attention="sdpa")
     expected = matmuls + attention * 65536 / 6144
     assert pace.train_flops(SUPER, masked) == pytest.approx(expected)
@@ -537,8 +532,6 @@ def test_a_gpu_is_named_or_that_of_the_machine(monkeypatch):
 
 
 def test_the_table_of_the_tiny_job(tmp_path):
-    from launch import tiny
-
     tiny.make_model(tiny.make_tokenizer()).config.save_pretrained(tmp_path / "tiny")
     cfg = read("tiny", str(tmp_path / "tiny"))
     text = dry_run.explain(cfg, Config)

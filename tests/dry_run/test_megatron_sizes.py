@@ -61,7 +61,6 @@ def layout(ranks: int = 1, **fields) -> PolicySettings:
 
 # --- parameters -----------------------------------------------------------------------------------
 
-
 CONFIGS = {
     "qwen3": transformers.Qwen3Config(**TINY),
     "tied": transformers.Qwen3Config(**TINY | {"tie_word_embeddings": True}),

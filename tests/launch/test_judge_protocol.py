@@ -4,44 +4,28 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from conftest import serving_judge
 
 from envs.judge import judge
 from envs.rollout import services
 from envs.rollout.services import CheckerError
 from settings.services import Services
-from support.loop import in_loop
-from support.program import ROOT, is_alive
+from support.program import is_alive
 
 pytestmark = pytest.mark.e2e
 LENGTH = 128  # of prompt and answer; a token is a character
 
 
 @pytest.fixture
-def serving(tiny_model, tmp_path, monkeypatch):
-    """judges.sh with one judge on this CPU, and the variables of a run beside it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    flags = f"--max-model-len {LENGTH} --enforce-eager --dtype float32"
-    given = {"JUDGES": f"general {tiny_model} 0 {flags}", "JUDGES_FILE": str(tmp_path / "judges")}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    given |= {"NODE_IP": "127.0.0.1", "JUDGE_PORT": str(port), "SLURM_GPUS_ON_NODE": "0"}
-    given |= {"GRPO_PYTHON": sys.executable, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    command = ["bash", "launch/judges.sh", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | given, start_new_session=True)
-    monkeypatch.setattr(services, "_current", [Services()])
-    monkeypatch.setattr(services, "_limits", [services.Limits(300.0)])
-    yield process
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def serving(tiny_model, tmp_path):
+    """The judge "general", of whose service the environments of this process know."""
+    with serving_judge("general", tiny_model, tmp_path, LENGTH) as process:
+        services.configure(Services(), services.Limits(300.0))
+        yield process
 
 
 def servers(group: int) -> list[int]:
@@ -91,7 +75,6 @@ async def disturbed(first: str, group: int, number: signal.Signals, seconds: flo
     print(f"200 calls were answered {time.monotonic() - began:.1f} s after {number.name}")
 
 
-@in_loop
 async def test_a_real_server_is_waited_for_asked_and_missed(serving, monkeypatch):
     assert services.problem("judges.general") == "", "it comes with the job"
     first = await first_answer()
@@ -107,7 +90,6 @@ async def test_a_real_server_is_waited_for_asked_and_missed(serving, monkeypatch
 
 
 @pytest.mark.skipif(not os.environ.get("GRPO_JUDGES"), reason="GRPO_JUDGES=1 asks for it: 2 min")
-@in_loop
 async def test_a_real_server_that_is_killed_is_started_again(serving):
     await disturbed(await first_answer(), serving.pid, signal.SIGKILL, 5)
     assert services.report().failures["general/connection"] >= judge.FAILURES

@@ -61,8 +61,7 @@ def test_a_limit_of_open_files_that_is_too_low_for_the_world_is_named(monkeypatc
 
 def test_a_run_that_is_alive_is_waited_for_and_in_a_job_refused(argv, monkeypatch, capsys):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    lock = claim(reader.load(grpo_async.Config, argv, default=""))
-    try:
+    with claim(reader.load(grpo_async.Config, argv, default="")):
         with pytest.raises(SystemExit) as stop:
             preflight.main(argv)
         assert stop.value.code is None
@@ -70,5 +69,3 @@ def test_a_run_that_is_alive_is_waited_for_and_in_a_job_refused(argv, monkeypatc
         monkeypatch.setenv("SLURM_JOB_ID", "1")
         with pytest.raises(errors.InputError, match="is in use by"):
             preflight.main(argv)
-    finally:
-        lock.close()

@@ -90,13 +90,11 @@ def test_placeholders_of_every_form_are_filled(blend, tmp_path):
     assert [row["question"] for row in rows] == [*asked[:3], "Sky 19?", "Sky 0?"]
     assert all("_hf_placeholder" not in row and row["pass_rate"] == 0.5 for row in rows)
     manifest = json.loads((folder / "manifest.json").read_text())
-    skywork = "Skywork/Skywork-OR1-RL-Data"
-    assert manifest["placeholders"] == {
-        "BytedTsinghua-SIA/DAPO-Math-17k": list(
-            map(hash_of, sorted(sources.glob("DAPO-*/data/*")))
-        ),
-        skywork: [hash_of(sources / skywork / "data/math-0.parquet")],
-    }
+    dapo, skywork = "BytedTsinghua-SIA/DAPO-Math-17k", "Skywork/Skywork-OR1-RL-Data"
+    used = {dapo: sorted(sources.glob("DAPO-*/data/*"))}
+    used[skywork] = [sources / skywork / "data/math-0.parquet"]
+    hashes = {name: list(map(hash_of, paths)) for name, paths in used.items()}
+    assert manifest["placeholders"] == hashes
 
 
 def hash_of(path: Path) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from huggingface_hub import constants
 from pyarrow import ipc, parquet
 
 import data_prep
@@ -99,8 +100,6 @@ def test_of_a_folder_the_split_is_read_in_order_without_what_datasets_writes_bes
 
 
 def test_a_data_set_of_the_hub_is_taken_from_its_cache_without_network(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     folder = tmp_path / "datasets--someone--sums"

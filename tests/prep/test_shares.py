@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import write_rows
@@ -54,8 +55,6 @@ def test_the_choice_is_of_the_row_and_not_of_its_place(tmp_path):
 
 def test_the_marker_is_what_the_reward_looks_for(tmp_path):
     """In the last message of the user, of which there may be parts, and answers behind it."""
-    from types import SimpleNamespace
-
     parts = [{"type": "input_text", "text": "1 +"}, {"type": "input_text", "text": " 1?"}]
     chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "Hm."}]
     rows = [math_row(i, responses_create_params={"input": chat}) for i in range(500)]

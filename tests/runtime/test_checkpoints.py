@@ -272,18 +272,14 @@ def test_what_a_run_left_that_died_in_its_first_step_is_removed(tmp_path, resume
     assert (tmp_path / "rollouts.jsonl").read_text() == ""
 
 
-def test_a_checkpoint_that_cannot_be_written_is_named_with_the_room_that_is_left(tmp_path):
+async def test_a_checkpoint_that_cannot_be_written_is_named_with_the_room_that_is_left(tmp_path):
     """Torch says of a full disk "unexpected pos 704 vs 598"."""
-
-    async def main():
-        cluster = SimpleNamespace(trainers=[Actor(saved=RuntimeError("unexpected pos"))])
-        saver = checkpoints.Checkpoints(ask(tmp_path), cluster, ROWS)
-        state = {"version": 3, "progress": {"next_prompt": 1}}
+    cluster = SimpleNamespace(trainers=[Actor(saved=RuntimeError("unexpected pos"))])
+    saver = checkpoints.Checkpoints(ask(tmp_path), cluster, ROWS)
+    state = {"version": 3, "progress": {"next_prompt": 1}}
+    with pytest.raises(ExceptionGroup) as error:
         async with asyncio.TaskGroup() as tasks:
             await saver.save(state, [], tasks)
-
-    with pytest.raises(ExceptionGroup) as error:
-        asyncio.run(main())
     (note,) = error.value.exceptions[0].__notes__
     assert re.fullmatch(rf"{tmp_path}/step_000003 was not saved; \d+ MiB are free there", note)
 

@@ -26,7 +26,6 @@ from runtime.cluster import ROOT, Cluster, last_lines
 from runtime.rank import Rank
 from settings.errors import InputError
 from support.configs import changed
-from support.loop import in_loop
 from support.tables import table
 
 CASES = table(Path(__file__).with_name("cases.txt"))
@@ -157,7 +156,6 @@ REASONS = {"SIGTERM": "SIGTERM", "SIGUSR1": "SIGUSR1", "SIGINT": "Ctrl-C", "": "
 
 
 @pytest.mark.parametrize("name", REASONS)
-@in_loop
 async def test_signals_and_the_end_of_the_job_make_a_run_leave(name, monkeypatch, handlers):
     reasons = []
     cluster = Cluster(Config(save_before=60), Trainer, RolloutWorker)

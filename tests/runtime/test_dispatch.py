@@ -18,17 +18,19 @@ from runtime.dispatch import Dispatcher, Slot
 from runtime.fleet import CHECK_SECONDS
 from support.actors import Actor, Answer
 from support.configs import changed
-from support.loop import in_loop
 
 ROW = {"_line": 5}
-
-
 WELL = Report({}, Counter())
 
 
 def worker(rollout) -> Actor:
     """One that lives and asks no judge."""
     return Actor(rollout_group=rollout, call=WELL)
+
+
+def silent() -> tuple:
+    """What a call gives of which nothing comes."""
+    return Answer(...), "samples", b""
 
 
 class Engines:
@@ -66,8 +68,7 @@ class Setting:
         self.waits = []
         self.fleet = Engines(list(alive))
         self.workers = [worker(self.answer) for _ in range(workers)]
-        cfg = changed(Config(), **fields)
-        cfg = changed(cfg, rollout_workers=workers)
+        cfg = changed(Config(), rollout_workers=workers, **fields)
         self.started = []  # ranks, one for each worker that was started
         cluster = SimpleNamespace(start_worker=self.start_worker)
         shared = (cfg, cluster, self.fleet, lambda: "2 groups ready")
@@ -132,9 +133,8 @@ def test_a_worker_gets_engine_row_slot_and_count(setting):
 
 def test_the_lines_of_a_group_are_written_once_and_held_by_nobody(setting):
     """The first attempt is given up between its infos and its lines."""
-    made = setting(timeouts={"rollout": 0.05})
-    tries = iter([("infos", "samples", Answer(...)), ("infos", "samples", b"second")])
-    made.workers[0].answers["rollout_group"] = lambda *_: next(tries)
+    tries = [("infos", "samples", lines) for lines in (Answer(...), b"second")]
+    made = setting(answers=tries, timeouts={"rollout": 0.05})
     made.roll_out()
     assert made.written == [b"second"] and len(made.cancelled) == 1
 
@@ -184,18 +184,15 @@ def test_deaths_and_failures_are_counted_apart(setting):
 
 
 def test_a_group_that_takes_too_long_is_named_with_the_state_of_the_run(setting):
-    made = setting(attempts=1, timeouts={"rollout": 0.05})
-    made.workers[0].answers["rollout_group"] = lambda *_: (Answer(...), "samples", b"")
+    made = setting(answers=[silent()], attempts=1, timeouts={"rollout": 0.05})
     with pytest.raises(TimeoutError, match=r"the rollouts of slot 9, line 5\. 2 groups ready"):
         made.roll_out()
     assert len(made.cancelled) == 1
 
 
-@in_loop
 async def test_rollouts_that_nobody_waits_for_any_more_are_cancelled_and_not_tried_again(setting):
-    made = setting()
-    call = Answer(...)
-    made.workers[0].answers["rollout_group"] = lambda *_: (call, "samples", b"")
+    call, *_ = answer = silent()
+    made = setting(answers=[answer])
     task = asyncio.create_task(made.dispatcher.roll_out(ROW, Slot(9), 2, 5))
     while not made.workers[0].called("rollout_group"):
         await asyncio.sleep(0)
@@ -229,7 +226,6 @@ def test_a_group_whose_worker_died_is_tried_alone_and_the_attempt_counts(setting
     assert made.started == [0, 2, 1, 0], "the lost one is replaced when its turn comes"
 
 
-@in_loop
 async def test_only_the_row_that_kills_its_workers_is_given_up(setting):
     """Three groups are on the worker that slot 1 kills; each is alone when it is tried again."""
     made = setting(attempts=3)
@@ -279,20 +275,15 @@ def test_a_group_is_tried_alone_once_at_least(setting, attempts):
     assert made.roll_out().infos == "infos" and made.started == [0, 1]
 
 
-@in_loop
 async def test_a_worker_that_hangs_is_killed_and_its_groups_go_on(setting):
     """Its event loop is blocked: nothing of it returns, nor the question whether it lives."""
-    made = setting(answer=0.05, timeouts={"start": 0.05})
+    call, *_ = answer = silent()
+    made = setting(answers=[answer], answer=0.05, timeouts={"start": 0.05})
     (first,) = made.workers
-    call = Answer(...)
-    first.answers |= {
-        "rollout_group": lambda *_: (call, "samples", b""),
-        "call": lambda *_: Answer(...),
-    }
-    ray_kill = made.killed.append
+    first.answers["call"] = lambda *_: Answer(...)
 
     def kill(worker):
-        ray_kill(worker)
+        made.killed.append(worker)
         call.give(RuntimeError("killed"))
 
     dispatch.kill = kill  # the fixture takes it back
@@ -300,7 +291,6 @@ async def test_a_worker_that_hangs_is_killed_and_its_groups_go_on(setting):
     assert made.killed == [first] and made.started == [0, 1]
 
 
-@in_loop
 async def test_a_worker_gets_more_time_for_its_first_answer(setting):
     made = setting(answer=0.01, timeouts={"start": 60})
     (first,) = made.workers
@@ -329,7 +319,6 @@ def test_an_attempt_that_a_judge_s_absence_ended_does_not_count(setting):
     assert made.workers[0].called("forget") == [[Slot(9), 5]], "the answers are kept up to then"
 
 
-@in_loop
 async def test_rows_that_need_an_absent_judge_wait_and_others_do_not(setting, monkeypatch):
     needs = {1: ("judges.general", "sandbox"), 2: ("judges.safety",), 3: ()}
     monkeypatch.setattr(registry, "needs", lambda row: needs[row["_line"]])
@@ -337,9 +326,8 @@ async def test_rows_that_need_an_absent_judge_wait_and_others_do_not(setting, mo
     crew = made.dispatcher.crew
     made.workers[0].answers["call"] = AWAY
     first = await crew.of_rank(0)
-    calls = [
-        asyncio.create_task(made.dispatcher.roll_out({"_line": i}, Slot(i), 2, 0)) for i in needs
-    ]
+    roll_out = made.dispatcher.roll_out
+    calls = [asyncio.create_task(roll_out({"_line": i}, Slot(i), 2, 0)) for i in needs]
     await asyncio.wait(calls, timeout=0.1)
     assert [call.done() for call in calls] == [False, True, True]
     assert len(made.fleet.leased) == 2
@@ -348,11 +336,9 @@ async def test_rows_that_need_an_absent_judge_wait_and_others_do_not(setting, mo
     assert (await calls[0]).infos == "infos"
 
 
-@in_loop
 async def test_no_deadline_runs_while_a_judge_is_away(setting):
     """Neither that of a group, which is under way, nor that of a step."""
-    made = setting(attempts=1, timeouts={"rollout": 0.3})
-    made.workers[0].answers["rollout_group"] = lambda *_: (Answer(...), "samples", b"")
+    made = setting(answers=[silent()], attempts=1, timeouts={"rollout": 0.3})
     crew = made.dispatcher.crew
     group = asyncio.create_task(made.dispatcher.roll_out(ROW, Slot(9), 2, 5))
     forever = made.dispatcher.wait(0.3, "the groups of step 1", asyncio.Event().wait())
@@ -360,9 +346,8 @@ async def test_no_deadline_runs_while_a_judge_is_away(setting):
     while not made.workers[0].called("rollout_group"):
         await asyncio.sleep(0)
     crew.receive("another worker", AWAY)
-    assert made.dispatcher.state() == (
-        "2 groups ready; judges.general is away: http://h:1/v1, for 70 s: status 503"
-    )
+    told = "2 groups ready; judges.general is away: http://h:1/v1, for 70 s: status 503"
+    assert made.dispatcher.state() == told
     done, _ = await asyncio.wait([group, step], timeout=1.0)
     assert not done
     crew.receive("another worker", WELL)

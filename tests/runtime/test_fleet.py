@@ -19,11 +19,9 @@ from runtime.placement import Places
 from runtime.probe import PROMPTS
 from support.actors import Actor, Answer
 from support.configs import changed
-from support.loop import in_loop
 
 MEETING = (b"wire", "host", 1)
 PHASES = {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}
-
 HASTY = {"answer": 0.05, "timeouts": {"sync": 60}}
 
 
@@ -111,7 +109,6 @@ def house(monkeypatch):
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-@in_loop
 async def test_an_engine_that_is_replaced_beside_a_trainer_is_told_its_memory(house, share):
     """What the first ones found; and the trainer frees what it only keeps."""
     home = house(2, gpu_share=share, args={"max_num_seqs": 8})
@@ -129,7 +126,6 @@ async def test_an_engine_that_is_replaced_beside_a_trainer_is_told_its_memory(ho
     assert home.trainer.called("call") == [[function] for function in emptied * 2]
 
 
-@in_loop
 async def test_the_others_are_synced_while_a_lost_engine_is_replaced(house):
     home = await house(2).open()
     first, second = home.made
@@ -152,7 +148,6 @@ async def test_the_others_are_synced_while_a_lost_engine_is_replaced(house):
     assert third.called("update_weights")[-1][1] is True, "what is new must be verified"
 
 
-@in_loop
 async def test_a_group_without_a_lost_engine_is_made_before_the_next_update(house):
     home = await house(3).open()
     home.slow = True
@@ -163,7 +158,6 @@ async def test_a_group_without_a_lost_engine_is_made_before_the_next_update(hous
     assert home.worlds() == [4, 3]
 
 
-@in_loop
 async def test_engines_join_with_all_ranks_of_theirs(house):
     """Rank 0 is the trainer's; each engine of two GPUs has two."""
     home = await house(2, tensor_parallel=2).open()
@@ -172,7 +166,6 @@ async def test_engines_join_with_all_ranks_of_theirs(house):
     assert joins == [[b"wire", "host", 1, 1, 5], [b"wire", "host", 1, 3, 5]]
 
 
-@in_loop
 async def test_an_engine_that_died_unnoticed_is_not_waited_for_in_a_new_group(house):
     home = await house(3).open()
     home.slow = True
@@ -182,7 +175,6 @@ async def test_an_engine_that_died_unnoticed_is_not_waited_for_in_a_new_group(ho
     assert home.worlds() == [4, 2] and home.fleet.of(State.SERVING) == [home.made[2]]
 
 
-@in_loop
 async def test_an_engine_that_hangs_is_replaced_by_name(house):
     """It answers nothing, not even whether it lives."""
     home = await house(2, answer=0.05).open()
@@ -194,7 +186,6 @@ async def test_an_engine_that_hangs_is_replaced_by_name(house):
     assert str(home.fleet.error) == "an engine did not answer for 0 s"
 
 
-@in_loop
 async def test_an_engine_that_has_yet_to_answer_is_leased_last(house):
     """It has given back all its groups: by their number it would come first."""
     home = await house(2).open()
@@ -208,7 +199,6 @@ async def test_an_engine_that_has_yet_to_answer_is_leased_last(house):
 
 
 @pytest.mark.parametrize("when", ["update", "joining"])
-@in_loop
 async def test_an_engine_need_not_answer_while_it_joins_or_is_updated(house, when):
     home = await house(1, answer=0.2).open()
     (engine,) = home.made
@@ -228,7 +218,6 @@ async def test_an_engine_need_not_answer_while_it_joins_or_is_updated(house, whe
     assert await asked and not home.killed
 
 
-@in_loop
 async def test_an_engine_that_does_not_join_has_a_deadline_of_its_own(house):
     home = await house(2, answer=0.05, timeouts={"sync": 60, "start": 60}).open()
     first, second = home.made
@@ -247,7 +236,6 @@ async def test_an_engine_that_does_not_join_has_a_deadline_of_its_own(house):
     assert home.killed == [first, third] and home.updates(second)[-1] == 1
 
 
-@in_loop
 async def test_an_update_waits_where_nobody_is_left(house):
     home = await house(1).open()
     home.slow = True
@@ -270,7 +258,6 @@ async def test_an_update_waits_where_nobody_is_left(house):
         (HASTY, {"check_health": hangs, "update_weights": hangs}, [0], r"did not answer for 0 s"),
     ],
 )
-@in_loop
 async def test_an_engine_that_spoils_an_update_is_replaced(house, fields, answers, sent, error):
     """And it alone: the others get the update. One that hangs is found before it is waited for."""
     home = await house(2, **fields).open()
@@ -286,7 +273,6 @@ async def test_an_engine_that_spoils_an_update_is_replaced(house, fields, answer
     assert re.search(error, repr(home.fleet.error))
 
 
-@in_loop
 async def test_an_engine_that_is_nearly_done_when_another_fails_is_kept(house):
     home = await house(3).open()
     first, *others = home.made
@@ -303,7 +289,6 @@ async def test_an_engine_that_is_nearly_done_when_another_fails_is_kept(house):
     assert home.killed == [first] and home.fleet.of(State.SERVING) == others
 
 
-@in_loop
 async def test_a_send_that_a_lost_engine_leaves_hanging_is_ended(house):
     home = await house(2, timeouts={"sync": 60}).open()
     lost, well = home.made
@@ -313,7 +298,6 @@ async def test_a_send_that_a_lost_engine_leaves_hanging_is_ended(house):
     assert home.updates(well) == [0, 1, 1]
 
 
-@in_loop
 async def test_node_mates_join_between_rank_0_and_the_engines_and_are_told_as_well(house):
     home = house(2, timeouts={"sync": 60})
     mate, other = (Actor(send_weights=0) for _ in range(2))
@@ -334,7 +318,6 @@ async def test_node_mates_join_between_rank_0_and_the_engines_and_are_told_as_we
     assert [Sender.abort] not in other.called("call")
 
 
-@in_loop
 async def test_a_node_mate_that_hangs_is_named(house):
     home = house(2, answer=0.05)
     mate = Actor(send_weights=0)
@@ -347,7 +330,6 @@ async def test_a_node_mate_that_hangs_is_named(house):
         await asyncio.wait_for(home.engines.sync(1), 5)
 
 
-@in_loop
 async def test_a_send_that_never_ends_ends_the_run_by_name(house):
     """Not even aborted: a trainer rank would not take part in another update."""
     home = await house(2, timeouts={"sync": 0.2}).open()
@@ -357,7 +339,6 @@ async def test_a_send_that_never_ends_ends_the_run_by_name(house):
         await asyncio.wait_for(home.engines.sync(1), 5)
 
 
-@in_loop
 async def test_an_update_that_nobody_is_guilty_of_makes_all_suspects(house):
     """The send fails, and every engine reports good health."""
     home = await house(2).open()
@@ -368,7 +349,6 @@ async def test_an_update_that_nobody_is_guilty_of_makes_all_suspects(house):
     assert len(home.fleet.repairs) == 1
 
 
-@in_loop
 async def test_a_trainer_that_hangs_is_named_and_no_engine_blamed(house):
     home = await house(2, answer=0.05).open()
     home.trainer.answers["send_weights"] = lambda _: RuntimeError("connection closed")
@@ -378,7 +358,6 @@ async def test_a_trainer_that_hangs_is_named_and_no_engine_blamed(house):
     assert not home.killed
 
 
-@in_loop
 async def test_a_replacement_that_is_lost_before_it_was_synced_harms_nobody(house):
     home = await house(2).open()
     well = home.made[1]
@@ -400,7 +379,6 @@ async def test_a_replacement_that_is_lost_before_it_was_synced_harms_nobody(hous
         ({"probe_gaps": [0.0, math.nan]}, "engines score unlike the trainer at version 0"),
     ],
 )
-@in_loop
 async def test_the_first_update_of_all_must_work(house, answers, message):
     home = house(2)
     home.trainer.answers |= answers
@@ -409,7 +387,6 @@ async def test_the_first_update_of_all_must_work(house, answers, message):
     assert len(home.made) == 2, "what never worked is not mended by another start"
 
 
-@in_loop
 async def test_a_replacement_that_fails_to_start_disturbs_nobody(house, monkeypatch):
     home = await house(2).open()
     run = SimpleNamespace(training=asyncio.Lock(), buffer=RolloutBuffer(1, 1))
@@ -423,7 +400,6 @@ async def test_a_replacement_that_fails_to_start_disturbs_nobody(house, monkeypa
     assert home.updates(home.made[1]) == [0] and len(home.fleet.repairs) == 3
 
 
-@in_loop
 async def test_a_lost_engine_is_repaired_with_the_version_that_the_others_hold(house, monkeypatch):
     """Not while the trainer is in a step: its weights would have no version."""
     home = await house(2).open()
@@ -442,7 +418,6 @@ async def test_a_lost_engine_is_repaired_with_the_version_that_the_others_hold(h
     repair.cancel()
 
 
-@in_loop
 async def test_the_run_goes_on_with_those_that_are_left(house):
     home = await house(2, max_restarts=0).open()
     home.lose(home.made[0])
@@ -454,7 +429,6 @@ async def test_the_run_goes_on_with_those_that_are_left(house):
 
 
 @pytest.mark.parametrize("starts", [True, False])
-@in_loop
 async def test_too_many_losses_end_the_run_with_the_last_error(house, starts):
     """Those of engines that served, and those of replacements that do not start."""
     home = await house(1, max_restarts=2).open()
@@ -469,7 +443,6 @@ async def test_too_many_losses_end_the_run_with_the_last_error(house, starts):
     assert len(home.made) == 3
 
 
-@in_loop
 async def test_only_the_replacements_of_the_last_hour_count(house, monkeypatch, capsys):
     """An engine that dies now and then is replaced for days."""
     clock = SimpleNamespace(now=0.0)
@@ -493,7 +466,6 @@ async def test_only_the_replacements_of_the_last_hour_count(house, monkeypatch, 
     assert len(home.made) == 6
 
 
-@in_loop
 async def test_an_engine_that_cannot_start_at_first_ends_the_run_at_once(house):
     home = house(2)
     home.broken = RuntimeError("dtype is not supported")
@@ -502,7 +474,6 @@ async def test_an_engine_that_cannot_start_at_first_ends_the_run_at_once(house):
     assert home.killed == home.made and len(home.made) == 2
 
 
-@in_loop
 async def test_an_engine_that_starts_too_slowly_is_named(house):
     home = house(1, timeouts={"start": 0.05})
     home.slow = True
@@ -513,7 +484,6 @@ async def test_an_engine_that_starts_too_slowly_is_named(house):
 # --- the probe of new engines ---------------------------------------------------------------------
 
 
-@in_loop
 async def test_new_engines_answer_a_probe(house):
     home = await house(2, seed=7).open()
     asked = [engine.called("generate") for engine in home.made]
@@ -525,7 +495,6 @@ async def test_new_engines_answer_a_probe(house):
     assert [len(e.called("generate")) for e in home.made] == [PROMPTS] * 3
 
 
-@in_loop
 async def test_engines_are_verified_every_so_many_updates(house):
     home = await house(1, verify_sync_every=2).open()
     for version in (1, 2, 3):
@@ -538,7 +507,6 @@ async def test_engines_are_verified_every_so_many_updates(house):
 # --- leases ---------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_the_least_busy_engine_is_leased(house):
     home = await house(2).open()
     async with contextlib.AsyncExitStack() as stack:
@@ -552,7 +520,6 @@ async def test_the_least_busy_engine_is_leased(house):
     assert home.fleet.queue == sorted(home.fleet.engines.values(), key=lambda e: e.number)
 
 
-@in_loop
 async def test_a_lease_of_an_engine_that_is_lost_ends_well(house):
     home = await house(2).open()
     async with home.fleet.lease() as engine:
@@ -561,7 +528,6 @@ async def test_a_lease_of_an_engine_that_is_lost_ends_well(house):
     assert home.fleet.queue == list(home.fleet.engines.values())
 
 
-@in_loop
 async def test_a_lease_ends_with_what_it_waited_for(house):
     home = house(1, timeouts={"start": 0.02, "train": 0.02, "sync": 0.02})
     with pytest.raises(TimeoutError, match="an engine that holds the policy"):

@@ -169,44 +169,36 @@ async def started(cluster: Cluster, Engine: type, cfg: Config) -> list:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("fake GPUs")
-def test_actors_are_where_they_should_be(fake_cluster, tmp_path):
+async def test_actors_are_where_they_should_be(fake_cluster, tmp_path):
     first, second = sorted(fake_cluster[:2])
     cfg = ask(1, 2, 2, 1, run_dir=str(tmp_path / "run"))
     Trainer, Engine = stand_ins()
-
-    async def main(cluster):
+    with Cluster(cfg, Trainer, Engine) as cluster:
         (engine,) = await started(cluster, Engine, cfg)
         worker = cluster.start_worker()
-        asked = asyncio.gather(*(trainer.spot.remote() for trainer in cluster.trainers))
         on_cpus = worker.call.remote(placement.where)
+        trainers = [await trainer.spot.remote() for trainer in cluster.trainers]
         # This machine, the driver's, has no GPU: that must not show.
         assert await cluster.trainers[0].variable.remote("TORCH_COMPILE_DISABLE") is None
-        return await asked, engine, (await asyncio.wait_for(on_cpus, 60))[0]
-
-    with Cluster(cfg, Trainer, Engine) as cluster:
-        trainers, engine, worker = asyncio.run(main(cluster))
+        of_worker, _ = await asyncio.wait_for(on_cpus, 60)
     assert [rank for rank, _, _ in trainers] == [0, 1]
     assert cluster.senders == cluster.trainers
     assert [node for _, node, _ in trainers] == [second] * 2
     gpus = [gpu for _, _, gpu in trainers]
     assert gpus == sorted(gpus) and len(set(map(str, gpus))) == 2
     assert (engine[0], len(engine[1])) == (first, 2)
-    assert worker == fake_cluster[3]
+    assert of_worker == fake_cluster[3]
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("fake GPUs")
-def test_a_trainer_rank_and_an_engine_share_a_gpu_and_never_two_ranks(fake_cluster, tmp_path):
+async def test_a_trainer_rank_and_an_engine_share_a_gpu_and_never_two_ranks(fake_cluster, tmp_path):
     """On the one node that has room, by Ray's own choice of the GPU."""
     cfg = ask(4, 1, 4, 1, gpu_share=0.5, run_dir=str(tmp_path / "run"))
     Trainer, Engine = stand_ins()
-
-    async def main(cluster):
-        engines = await started(cluster, Engine, cfg)
-        return await asyncio.gather(*(t.spot.remote() for t in cluster.trainers)), engines
-
     with Cluster(cfg, Trainer, Engine) as cluster:
-        trainers, engines = asyncio.run(main(cluster))
+        engines = await started(cluster, Engine, cfg)
+        trainers = [await trainer.spot.remote() for trainer in cluster.trainers]
     assert cluster.senders == cluster.trainers[:1]
     of_trainers = [(node, *gpus) for _, node, gpus in trainers]
     assert sorted(of_trainers) == sorted((node, *gpus) for node, gpus in engines)

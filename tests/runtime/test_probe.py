@@ -11,7 +11,6 @@ from policy import WeightMeta
 from runtime.probe import ANSWER, LENGTH, PROMPTS, Probe, prompts
 from support.actors import Actor
 from support.configs import changed
-from support.loop import in_loop
 
 
 def made(dtype: str = "float32", **answers) -> Probe:
@@ -32,7 +31,6 @@ def test_prompts_are_spread_over_the_vocabulary(vocabulary):
         assert min(prompt) < vocabulary / 8 and max(prompt) > vocabulary * 7 / 8
 
 
-@in_loop
 async def test_every_engine_answers_prompts_of_the_whole_vocabulary_whatever_it_would_say():
     engines = [Actor(generate=[name]) for name in ("a", "b")]
     probe = made(probe_gaps=[0.0, 0.0])

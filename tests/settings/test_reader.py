@@ -28,9 +28,8 @@ from settings import reader, values
 from settings.contradictions import OWN_ENGINE_ARGS
 from settings.errors import InputError
 from settings.hub import fetched, missing_weights
-from support.program import unboxed
+from support.program import ROOT, unboxed
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = "configs/tiny.py"
 
 
@@ -129,9 +128,8 @@ def test_flags_of_a_command_have_no_prefix(write):
     cfg = load("--config", write("run_dir = 'x'\n"), "--resume", "auto")
     assert (cfg.command.resume, cfg.command.modes) == ("auto", [])
     cfg = load("--replay", "elsewhere")
-    assert cfg.command.replay == str(Path("elsewhere").resolve()) and cfg.command.modes == [
-        "replay"
-    ]
+    assert cfg.command.replay == str(Path("elsewhere").resolve())
+    assert cfg.command.modes == ["replay"]
 
 
 def test_the_file_is_written_into_the_configuration(write):
@@ -241,9 +239,8 @@ def test_long_rows_are_taken_where_no_mask_is_made(policy):
 
 def test_a_missing_file_lists_the_existing_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(
-        InputError, match=r"no/such\.py: no such config.*h100/rlhf\.py, .*s/tiny\.py"
-    ):
+    known = r"no/such\.py: no such config.*h100/rlhf\.py, .*s/tiny\.py"
+    with pytest.raises(InputError, match=known):
         load("--config", "no/such.py")
     with pytest.raises(InputError, match="--config: expected the path of a file"):
         load("--steps", 3, "--config")

@@ -3,9 +3,9 @@
 import ast
 import dataclasses
 import re
-import subprocess
 
 import pytest
+import test_style
 from conftest import spelling_rows, write_rows
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -22,10 +22,8 @@ LEAVES = {field.name for group in CLASSES for field in dataclasses.fields(group)
 # These words have other meanings too: numpy's clip, a level of a log, the bounds of anything.
 COMMON = {"action", "baseline", "clip", "high", "level", "low", "normalize", "penalty", "reduction"}
 COMMON |= {"marker", "tokens", "weight"}
-ROOMS = ("runtime", "policy", "envs", "dry_run", "prep", "data_prep.py", "report.py")
-LISTED = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", *ROOMS]
-NAMES = subprocess.check_output(LISTED, text=True).split()
-FILES = [name for name in NAMES if (ROOT / name).is_file()]
+ROOMS = ("runtime/", "policy/", "envs/", "dry_run/", "prep/", "data_prep.py", "report.py")
+FILES = [name for name in test_style.FILES if name.startswith(ROOMS)]
 
 
 def reads(source: str) -> set[str]:
@@ -83,7 +81,6 @@ class Stripped(RunSettings):
 
 def test_a_config_without_the_algorithm_s_groups_is_planned_and_saved(tiny_model, tmp_path):
     assert not any(name.partition(".")[0] in GROUPS for name in leaves(Stripped))
-    cfg = Stripped(
-        model=tiny_model, data=Data(train=write_rows(tmp_path / "rows.jsonl", spelling_rows(2)))
-    )
+    train = write_rows(tmp_path / "rows.jsonl", spelling_rows(2))
+    cfg = Stripped(model=tiny_model, data=Data(train=train))
     assert "everything fits" in explain(cfg, Stripped)

@@ -16,12 +16,8 @@ import tempfile
 from datetime import timedelta
 from pathlib import Path
 
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+os.environ |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

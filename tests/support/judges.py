@@ -1,12 +1,16 @@
 """A judge of recorded replies: a small server of OpenAI's protocol that can be told to fail."""
 
 import asyncio
+import contextlib
 import json
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, Self
 
 from aiohttp import web
+
+from envs.rollout import services
+from settings.services import Services
 
 FAULTS = ("429", "503", "hang", "garbage", "abort", "reset")
 
@@ -160,3 +164,11 @@ class Judge(Server):
 
 def configured(**judges: Judge) -> dict[str, dict[str, Any]]:
     return {name: {"url": judge.url} for name, judge in judges.items()}
+
+
+@contextlib.contextmanager
+def as_judge(name: str, *recorded, weights: dict | None = None, **options) -> Iterator[Judge]:
+    """A Judge that is this process's judge of that name, also when it is gone."""
+    with Judge(*recorded, **options) as judge:
+        services.configure(Services(judges=configured(**{name: judge}), genrm=weights or {}))
+        yield judge

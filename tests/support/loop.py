@@ -1,18 +1,7 @@
-"""Tests that are coroutines."""
+"""Calls of coroutines from a test that is none."""
 
 import asyncio
-import functools
-from collections.abc import Awaitable, Callable, Iterable
-
-
-def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """The test as a function that runs it in an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(*args, **named) -> None:
-        asyncio.run(test(*args, **named))
-
-    return run
+from collections.abc import Awaitable, Iterable
 
 
 def at_once(calls: Iterable[Awaitable]) -> list:

@@ -17,13 +17,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+os.environ |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 from envs.rollout.episode import Request, Turn, stitch  # noqa: E402
 from grpo_async import Config, Generator, pack  # noqa: E402

@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from envs.rollout import services
+from settings.services import Services
+
 Reply = dict | bytes | int  # JSON, the bytes of a whole answer, or a status
 
 
@@ -18,28 +21,18 @@ def executed(request: dict) -> Reply:
     """What the service's `execute_python` says: no exit code, and 500 for what is no UTF-8."""
     limit = request["max_output_characters"]
     command = [sys.executable, "-c", request["generated_code"]]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     try:
-        made = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,
-        )
+        made = subprocess.Popen(command, **pipes, encoding="utf-8", start_new_session=True)
     except (OSError, ValueError):  # an argument that is too long, or holds a NUL
         return 500
     try:
         texts = made.communicate(request["std_input"], timeout=request["timeout"])
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, UnicodeError) as error:
         os.killpg(made.pid, signal.SIGKILL)
         made.wait()
-        return {"process_status": "timeout", "stdout": "", "stderr": "Execution timed out\n"}
-    except UnicodeError:
-        os.killpg(made.pid, signal.SIGKILL)
-        made.wait()
-        return 500
+        late = {"process_status": "timeout", "stdout": "", "stderr": "Execution timed out\n"}
+        return 500 if isinstance(error, UnicodeError) else late
     cut = [text if len(text) <= limit else text[:limit] + "<output cut>" for text in texts]
     return {"process_status": "completed", "stdout": cut[0], "stderr": cut[1]}
 
@@ -98,3 +91,11 @@ def skills(answer: Callable[[Handler, dict], Reply] = lambda _, given: executed(
             yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
+
+
+@contextlib.contextmanager
+def as_sandbox(*answer: Callable[[Handler, dict], Reply]) -> Iterator:
+    """The address of such a service that is this process's sandbox, also when it is gone."""
+    with skills(*answer) as url:
+        services.configure(Services(sandbox="http", sandbox_url=url))
+        yield url

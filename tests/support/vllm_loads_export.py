@@ -17,12 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+os.environ |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def exported(model: str, folder: Path) -> tuple[list[int], torch.Tensor]:

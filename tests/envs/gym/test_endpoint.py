@@ -14,7 +14,6 @@ from envs.gym import endpoint
 from envs.gym.endpoint import Asked, Router, invited, meant
 from envs.rollout.episode import stitch
 from support.chats import CHATML, FORGETFUL, make_tokenizer, saying
-from support.loop import in_loop
 from support.verifiers import json_values
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -47,7 +46,6 @@ async def message(guest, *messages: dict) -> dict:
 MESSAGES = [user("hm?")]
 
 
-@in_loop
 async def test_openais_own_client_talks_and_its_prompts_go_on_from_sampled_ids():
     left = ["<think>the the</think> an abane ", CALL, "the end"]
     sampler = saying(TOKENIZER, lambda prompt: left.pop(0))
@@ -77,7 +75,6 @@ async def test_openais_own_client_talks_and_its_prompts_go_on_from_sampled_ids()
     assert [request.max_tokens for request in sampler.engine.requests] == [99, 99, 99]
 
 
-@in_loop
 async def test_a_stream_says_what_an_answer_says():
     """As OpenAI's client reads it, calls and all; a prompt without room is refused as ever."""
     left = ["<think>the the</think> an abane ", CALL]
@@ -107,7 +104,6 @@ async def test_a_stream_says_what_an_answer_says():
     lambda said: said | {"prompt_token_ids": [1], "reasoning": "x", "refusal": None},
     lambda said: said | {"content": [{"type": "text", "text": said["content"]}]},
 ])  # fmt: skip
-@in_loop
 async def test_what_was_said_is_known_again(change):
     left = ["<think>the</think> an abane", "the end"]
     async with invited(saying(TOKENIZER, lambda prompt: left.pop(0))) as guest:
@@ -117,7 +113,6 @@ async def test_what_was_said_is_known_again(change):
 
 
 @pytest.mark.parametrize("first", ["", "<think>the</think>"])
-@in_loop
 async def test_an_answer_without_words_is_told_again_as_null(first):
     left = [first, "the end"]
     async with invited(saying(TOKENIZER, lambda prompt: left.pop(0))) as guest:
@@ -127,7 +122,6 @@ async def test_an_answer_without_words_is_told_again_as_null(first):
     assert status == 200 and len(guest.turns) == 2 and len(stitch(guest.turns)) == 1
 
 
-@in_loop
 async def test_other_words_start_a_sequence_of_their_own():
     async with invited(saying(TOKENIZER, lambda prompt: f"an {len(prompt)}")) as guest:
         said = await message(guest)
@@ -140,7 +134,6 @@ async def test_other_words_start_a_sequence_of_their_own():
     assert len(guest.turns) == 4
 
 
-@in_loop
 async def test_conversations_side_by_side_and_branches_go_on_from_their_own_ids():
     """As a program has them that asks another agent, or that goes back to an earlier answer."""
     async with invited(saying(TOKENIZER, lambda prompt: f"the {len(prompt)} abane")) as guest:
@@ -157,7 +150,6 @@ async def test_conversations_side_by_side_and_branches_go_on_from_their_own_ids(
     assert sum(sampled, []) == sum((t.token_ids for t in (a, b, b2, a2, branch)), [])
 
 
-@in_loop
 async def test_of_two_answers_that_read_the_same_the_later_one_goes_on():
     async with invited(saying(TOKENIZER, lambda prompt: "the abane the ban the end an")) as guest:
         await ask(guest)
@@ -166,7 +158,6 @@ async def test_of_two_answers_that_read_the_same_the_later_one_goes_on():
     assert first.token_ids != second.token_ids and len(stitch([first, second, last])) == 2
 
 
-@in_loop
 async def test_an_endpoint_that_could_not_listen_is_tried_again(monkeypatch):
     sampler = saying(TOKENIZER, lambda prompt: "the")
 
@@ -182,7 +173,6 @@ async def test_an_endpoint_that_could_not_listen_is_tried_again(monkeypatch):
         assert (await ask(guest))[0] == 200
 
 
-@in_loop
 async def test_calls_at_once_are_answered_one_after_the_other():
     async with invited(saying(TOKENIZER, lambda prompt: prompt[-40:-30])) as guest:
         texts = [f"{i} the ban the abane" for i in range(20)]
@@ -191,7 +181,6 @@ async def test_calls_at_once_are_answered_one_after_the_other():
     assert said == sorted(turn.text for turn in guest.turns) and len(said) == 20
 
 
-@in_loop
 async def test_ids_logprobs_and_versions_come_where_they_are_asked_for():
     async with invited(saying(TOKENIZER, lambda prompt: "the ban")) as guest:
         _, plain = await ask(guest)
@@ -212,7 +201,6 @@ async def test_ids_logprobs_and_versions_come_where_they_are_asked_for():
 @pytest.mark.parametrize(
     ("asked", "expected"), [({}, 50), ({"max_tokens": 7}, 7), ({"max_completion_tokens": 60}, 50)]
 )
-@in_loop
 async def test_a_shorter_answer_may_be_asked_for(asked, expected):
     sampler = saying(TOKENIZER, lambda prompt: "the...", longest=50)
     async with invited(sampler) as guest:
@@ -239,7 +227,6 @@ async def test_a_shorter_answer_may_be_asked_for(asked, expected):
     ({"messages": MESSAGES, "max_tokens": "x"}, "max_tokens is 'x'"),
     ({"messages": MESSAGES, "max_tokens": -1}, "max_tokens is -1"),
 ])  # fmt: skip
-@in_loop
 async def test_a_malformed_request_is_refused_and_ends_nothing(body, expected):
     async with invited(saying(TOKENIZER, lambda prompt: "the")) as guest:
         status, told = await post(guest.url, body)
@@ -271,7 +258,6 @@ def test_any_json_is_a_request_or_a_value_error(body):
     assert asked.messages and list(map(meant, asked.messages))
 
 
-@in_loop
 async def test_a_prompt_without_room_is_said_in_vllms_words():
     """NeMo-Gym looks for `context length` and ends the episode as one that was cut off."""
     async with invited(saying(TOKENIZER, lambda prompt: "the", limit=60)) as guest:
@@ -280,7 +266,6 @@ async def test_a_prompt_without_room_is_said_in_vllms_words():
         assert (await ask(guest))[0] == 200 and len(guest.turns) == 1
 
 
-@in_loop
 async def test_an_engine_that_dies_ends_the_episode_with_its_own_error():
     sampler = saying(TOKENIZER, lambda prompt: ConnectionError("the engine is lost"))
     async with invited(sampler) as guest:
@@ -322,7 +307,6 @@ def hangs(engine):
     return mend, asked
 
 
-@in_loop
 async def test_nobody_is_answered_when_the_episode_is_over(cancelled):
     sampler = saying(TOKENIZER, lambda prompt: "the")
     _, asked = hangs(sampler.engine)
@@ -335,7 +319,6 @@ async def test_nobody_is_answered_when_the_episode_is_over(cancelled):
     assert status == 410 and "over" in told["error"]["message"] and len(cancelled) == 1
 
 
-@in_loop
 async def test_an_answer_that_nobody_waits_for_is_given_up(cancelled):
     sampler = saying(TOKENIZER, lambda prompt: "the")
     mend, asked = hangs(sampler.engine)
@@ -348,7 +331,6 @@ async def test_an_answer_that_nobody_waits_for_is_given_up(cancelled):
     assert status == 200 and len(guest.turns) == 1 and len(cancelled) == 1
 
 
-@in_loop
 async def test_the_router_passes_requests_on_to_their_episodes():
     samplers = [saying(TOKENIZER, lambda prompt, name=name: name) for name in "ab"]
     router = Router()

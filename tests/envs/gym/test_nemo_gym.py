@@ -32,7 +32,6 @@ from settings import errors
 from settings.services import Services
 from support.chats import CHATML, FORGETFUL, Reader, make_tokenizer, saying
 from support.gym import AGENT, Gym
-from support.loop import in_loop
 
 ROOT = Path(__file__).resolve().parents[3]
 TOKENIZER = make_tokenizer(FORGETFUL, CHATML, "<|im_end|>")  # it drops earlier thoughts
@@ -45,10 +44,9 @@ ROW["agent_ref"] = {"type": "responses_api_agents", "name": AGENT}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(services, "_limits", [services.Limits(10.0)])
+    services.configure(Services(), services.Limits(10.0))
     monkeypatch.setattr(judge, "JUDGES", weakref.WeakKeyDictionary())  # not those of other tests
     monkeypatch.setattr(judge, "pause", lambda failures: 0.05)
-    monkeypatch.setattr(services, "_current", [Services()])
     gym._problem.cache_clear()
 
 
@@ -241,18 +239,10 @@ def test_an_agent_that_asks_somebody_else_is_told_of(server):
 
 def test_an_engine_that_dies_is_no_fault_of_the_agent(server):
     """The error is the engine's, at once, and the answers before it wait for the next try."""
-
-    class Dead(Exception):
-        pass
-
-    def say(prompt):
-        if "tool" in prompt:
-            raise Dead("the engine is lost")
-        return CALL
-
-    sampler = sampler_of(say)
+    lost = ConnectionError("the engine is lost")
+    sampler = sampler_of(lambda prompt: lost if "tool" in prompt else CALL)
     began = time.monotonic()
-    with pytest.raises(Dead):
+    with pytest.raises(ConnectionError, match="the engine is lost"):
         attempt(server, sampler)
     assert time.monotonic() - began < 30
     again = sampler_of(lambda prompt: "seven")
@@ -262,7 +252,6 @@ def test_an_engine_that_dies_is_no_fault_of_the_agent(server):
     assert len(again.engine.requests) == 1, "the first answer was played again"
 
 
-@in_loop
 async def test_a_rollout_that_is_given_up_leaves_no_request(monkeypatch, server):
     cancelled: list = []
     monkeypatch.setattr(ray, "cancel", cancelled.append)
@@ -277,7 +266,6 @@ async def test_a_rollout_that_is_given_up_leaves_no_request(monkeypatch, server)
 # --- outages --------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_a_server_that_is_away_is_waited_for_and_may_come_back_at_another_port(server):
     server.down()
     rollout = asyncio.create_task(nemo_gym.rollout(ROW, sampler_of(calls)))
@@ -291,7 +279,6 @@ async def test_a_server_that_is_away_is_waited_for_and_may_come_back_at_another_
 
 
 @pytest.mark.parametrize("fault", ["", "hang"])
-@in_loop
 async def test_a_try_that_an_outage_ends_is_no_attempt(server, fault):
     """Nor where nothing but silence says that the server is gone."""
     server.fault = "hang"
@@ -321,11 +308,8 @@ async def silence(server):
     server.dumb = await asyncio.start_server(lambda r, w: None, "127.0.0.1", server.agent)
 
 
-@in_loop
-async def test_after_the_time_of_a_rollout_the_call_says_that_the_server_is_away(
-    monkeypatch, server
-):
-    monkeypatch.setattr(services, "_limits", [services.Limits(0.5)])
+async def test_after_the_time_of_a_rollout_the_call_says_that_the_server_is_away(server):
+    services.configure(services.current(), services.Limits(0.5))
     server.down()
     with pytest.raises(services.Away, match=f"agent '{AGENT}' is away, for . s: .*answer"):
         await nemo_gym.rollout(ROW, sampler_of(calls))

@@ -25,7 +25,6 @@ from envs.rollout.episode import stitch
 from settings import errors
 from settings.services import Services
 from support.chats import CHATML, FORGETFUL, make_tokenizer, saying
-from support.loop import in_loop
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "launch/verifiers_hub.py"
@@ -92,9 +91,8 @@ def rows():
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """A try may take a minute: its tools are programs that start."""
-    monkeypatch.setattr(services, "_limits", [services.Limits(60.0)])
+    services.configure(Services(), services.Limits(60.0))
     monkeypatch.setattr(judge, "pause", lambda failures: 0.05)
-    monkeypatch.setattr(services, "_current", [Services()])
     gym._problem.cache_clear()
 
 
@@ -201,11 +199,9 @@ def test_what_fails_in_the_environment_is_no_reward(server, rows):
 @real
 @pytest.mark.parametrize("said", [[], [add(3)]])
 def test_an_engine_that_dies_ends_the_try_at_once_and_leaves_no_process(server, rows, said):
-    class Dead(Exception):
-        pass
-
-    with pytest.raises(Dead):
-        attempt(server, rows["counter"][1], *said, Dead("the engine is lost"))
+    lost = ConnectionError("the engine is lost")
+    with pytest.raises(ConnectionError, match="the engine is lost"):
+        attempt(server, rows["counter"][1], *said, lost)
     limit = time.monotonic() + 10
     while server.players() and time.monotonic() < limit:
         time.sleep(0.1)
@@ -213,7 +209,6 @@ def test_an_engine_that_dies_ends_the_try_at_once_and_leaves_no_process(server, 
 
 
 @real
-@in_loop
 async def test_a_server_that_is_away_costs_time(rows):
     server = Server()
     services.configure(Services(nemo_gym=(server.url,)))

@@ -11,8 +11,7 @@ from envs.rollout import services
 from envs.rollout.services import CheckerError
 from settings import errors
 from settings.services import Services
-from support.judges import Judge, configured
-from support.loop import in_loop
+from support.judges import Judge, as_judge
 from support.skills import skills
 
 MESSAGES = [{"role": "user", "content": "Is it right?"}]
@@ -21,10 +20,9 @@ VERDICTS = {"[[YES]]": True, "[[NO]]": False}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(services, "_limits", [services.Limits(10.0)])
+    services.configure(Services(), services.Limits(10.0))
     monkeypatch.setattr(judge, "pause", lambda failures: 0.02 * min(2**failures, 10))
     monkeypatch.setattr(judge, "TICK", 0.02)
-    monkeypatch.setattr(services, "_current", [Services()])
     for name in endpoints.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -52,8 +50,7 @@ def asked(count=1, tries=1, read=VERDICTS.get, **sampling):
 
 
 def test_a_verdict_is_read_from_what_the_judge_says():
-    with Judge("[[YES]]") as server:
-        use(**configured(general=server))
+    with as_judge("general", "[[YES]]") as server:
         assert asked() == ([True], services.Report({}, {}))
         (body,) = server.asked
     assert body == {"model": "recorded", "messages": MESSAGES}
@@ -72,23 +69,19 @@ def test_a_thought_is_no_verdict(reply, verdict):
         found = re.search(r"\[\[\w+\]\]", text)
         return found and VERDICTS[found[0]]
 
-    with Judge(reply) as server:
-        use(**configured(general=server))
+    with as_judge("general", reply):
         assert asked(read=first)[0] == [verdict]
 
 
 def test_what_cannot_be_read_is_counted_and_asked_again():
-    with Judge(["well", "", "[[NO]]", "hm", "hm"]) as server:
-        use(**configured(general=server))
+    with as_judge("general", ["well", "", "[[NO]]", "hm", "hm"]):
         assert asked(tries=3) == ([False], services.Report({}, {"general/malformed": 2}))
         assert asked(tries=2) == ([None], services.Report({}, {"general/malformed": 2}))
 
 
-@in_loop
 async def test_a_judge_that_gives_no_verdicts_is_broken_and_no_answer_wrong():
     """One odd reply is what NeMo-Gym takes it for, and a verdict in between counts anew."""
-    with Judge(["!!!!"] * 19 + ["[[YES]]"] + ["!!!!"] * 20) as server:
-        use(**configured(general=server))
+    with as_judge("general", ["!!!!"] * 19 + ["[[YES]]"] + ["!!!!"] * 20):
         found = [await judge.ask("general", MESSAGES, VERDICTS.get) for _ in range(39)]
         assert found == [None] * 19 + [True] + [None] * 19
         with pytest.raises(CheckerError, match="'general' gave no verdict in 20 replies in a row"):
@@ -108,8 +101,7 @@ def test_the_configuration_overrides_sampling_and_names_the_model():
 def test_any_text_can_be_judged():
     hostile = "\0 half a pair \ud800 \U0001f600 " + "x" * 1_000_000
     message = [{"role": "user", "content": hostile}]
-    with Judge(lambda messages: messages[0]["content"][:30]) as server:
-        use(**configured(general=server))
+    with as_judge("general", lambda messages: messages[0]["content"][:30]):
         said = asyncio.run(judge.ask("general", message, str))
     assert said == hostile[:30].replace("\ud800", "?").strip()
 
@@ -148,14 +140,12 @@ def test_another_servers_verdict_does_not_count(status):
 def test_an_endless_answer_is_garbled(monkeypatch):
     monkeypatch.setattr(judge, "LONGEST", 10_000)
     left = ["[[YES]]" + " " * 10_000, "[[YES]]"]
-    with Judge(lambda _: left.pop(0)) as server:
-        use(**configured(general=server))
+    with as_judge("general", lambda _: left.pop(0)):
         assert asked() == ([True], services.Report({}, {"general/garbled": 1}))
 
 
 def test_retry_after_is_honoured(monkeypatch):
-    with Judge("[[YES]]") as server:
-        use(**configured(general=server))
+    with as_judge("general", "[[YES]]") as server:
         server.fail("429", times=1, retry_after="1")
         began = time.monotonic()
         assert asked()[0] == [True]
@@ -171,8 +161,7 @@ def test_the_forms_of_retry_after():
 
 def test_a_server_that_hangs_is_found_out(monkeypatch):
     monkeypatch.setattr(services, "SILENCE", 0.2)
-    with Judge("[[YES]]") as server:
-        use(**configured(general=server))
+    with as_judge("general", "[[YES]]") as server:
         server.fail("hang", times=12)  # some calls, and probes
         verdicts, report = asked(5)
         assert verdicts == [True] * 5 and report.failures["general/timeout"] == 5
@@ -180,8 +169,7 @@ def test_a_server_that_hangs_is_found_out(monkeypatch):
 
 def test_a_slow_server_is_left_alone(monkeypatch):
     monkeypatch.setattr(services, "SILENCE", 0.1)
-    with Judge("[[YES]]", seconds=1.0) as server:
-        use(**configured(general=server))
+    with as_judge("general", "[[YES]]", seconds=1.0) as server:
         assert asked(3) == ([True] * 3, services.Report({}, {}))
         assert len(server.asked) == 3
 
@@ -217,10 +205,8 @@ def test_a_dead_server_gets_no_calls_while_another_answers():
         assert report.failures["general/connection"] <= 4 + judge.FAILURES
 
 
-@in_loop
 async def test_an_outage_costs_time_and_no_verdict():
-    with Judge("[[YES]]", seconds=0.1) as server:
-        use(**configured(general=server))
+    with as_judge("general", "[[YES]]", seconds=0.1) as server:
         calls = [asyncio.create_task(ask()) for _ in range(400)]
         await asyncio.sleep(0.3)
         server.down()
@@ -228,7 +214,7 @@ async def test_an_outage_costs_time_and_no_verdict():
             while not services.report().away:
                 await asyncio.sleep(0.01)
         (why,) = services.report().away.values()
-        assert server.url in why and "onnect" in why
+        assert server.url in why and re.search("onnect|write request", why)
         before = server.requests
         server.fail("503")
         server.up()  # it listens, and is not ready yet
@@ -242,15 +228,13 @@ async def test_an_outage_costs_time_and_no_verdict():
 def test_a_judge_that_stays_away_is_named():
     with Judge("[[YES]]") as server:
         url = server.url
-    use(general={"url": url})
-    services.configure(services.current(), services.Limits(0.5, 1))
+    services.configure(Services(judges={"general": {"url": url}}), services.Limits(0.5, 1))
     began = time.monotonic()
     with pytest.raises(services.Away, match=f"'general' is away: {url}, for \\d s: .*onnect"):
         asked(3)
     assert 0.5 <= time.monotonic() - began < 60
 
 
-@in_loop
 async def test_servers_are_found_while_calls_wait(monkeypatch, tmp_path):
     monkeypatch.setattr(judge, "REREAD", 0.05)
     file = tmp_path / "judges"
@@ -269,7 +253,6 @@ async def test_servers_are_found_while_calls_wait(monkeypatch, tmp_path):
         assert len(one.asked) + len(two.asked) == 21 and two.asked
 
 
-@in_loop
 async def test_a_call_that_is_given_up_leaves_its_place():
     with Judge("[[YES]]", seconds=0.5) as server:
         use(general={"url": server.url, "concurrency": 2})

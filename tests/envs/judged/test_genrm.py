@@ -22,8 +22,7 @@ from settings import errors
 from settings.run import Sampling
 from settings.services import WEIGHTS, Services, weights
 from support.chats import Scripted
-from support.judges import Judge, configured
-from support.loop import in_loop
+from support.judges import as_judge
 from support.tables import gives, refused
 from support.verifiers import HOSTILE, gym_rows, lines
 
@@ -36,18 +35,16 @@ BETTER = '{"score_1": 4, "score_2": 2, "ranking": 2}'
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(services, "_limits", [services.Limits(5.0)])
+    services.configure(Services(), services.Limits(5.0))
     monkeypatch.setattr(judge, "pause", lambda failures: 0.02)
     monkeypatch.setattr(judge, "TICK", 0.02)
-    monkeypatch.setattr(services, "_current", [Services()])
     monkeypatch.setattr(genrm, "FOUND", {})
     judge.JUDGES.clear()
 
 
 def score(replies, responses, row=ROW, weights=NO_WEIGHTS):
     """The rewards of a group, and what the judge was asked."""
-    with Judge(replies) as server:
-        services.configure(Services(judges=configured(genrm=server), genrm=weights))
+    with as_judge("genrm", replies, weights=weights) as server:
         responses = [Response.of(text) for text in responses]
         rewards = asyncio.run(genrm.score_group([row] * len(responses), responses))
         return rewards, server.asked
@@ -275,7 +272,6 @@ def test_a_group_of_one_is_refused():
         score(BETTER, ["a"])
 
 
-@in_loop
 async def test_a_pair_too_long_for_the_judge_is_a_draw_and_other_refusals_are_errors(monkeypatch):
     refusal = "This model's maximum context length is 60000 tokens. However, your prompt has more"
     services.configure(Services(judges={"genrm": {"url": "http://127.0.0.1:1/v1"}}))
@@ -292,7 +288,6 @@ async def test_a_pair_too_long_for_the_judge_is_a_draw_and_other_refusals_are_er
         await genrm.score_group(*group)
 
 
-@in_loop
 async def test_verdicts_outlive_a_group_that_failed_and_not_one_that_did_not(monkeypatch):
     group = [ROW] * 3, [Response.of(text) for text in ("aaa", "bb", "c")]
     real, tried = judge.ask, []
@@ -305,8 +300,7 @@ async def test_verdicts_outlive_a_group_that_failed_and_not_one_that_did_not(mon
         return await real(name, messages, *args, **kwargs)
 
     monkeypatch.setattr(judge, "ask", once_refused)
-    with Judge(by_length) as server:
-        services.configure(Services(judges=configured(genrm=server), genrm=NO_WEIGHTS))
+    with as_judge("genrm", by_length, weights=NO_WEIGHTS):
         with pytest.raises(services.Away):
             await genrm.score_group(*group)
         assert [len(found) for found in genrm.FOUND.values()] == [2]
@@ -328,8 +322,7 @@ def test_a_comparison_that_fails_is_made_again_with_the_same_answers(tokenizer, 
             samplers = [Sampler(*shared, 0, draft, False) for draft in drafts]
             return await registry.rollouts(ROW, samplers)
 
-    with Judge(by_length) as server:
-        services.configure(Services(judges=configured(genrm=server), genrm=NO_WEIGHTS))
+    with as_judge("genrm", by_length, weights=NO_WEIGHTS) as server:
         with monkeypatch.context() as patch:
             patch.setattr(services, "_limits", [services.Limits(0.3)])
             server.down()
@@ -419,11 +412,9 @@ def test_hostile_answers_and_replies_are_survived(text):
     assert time.process_time() - began < 1
 
 
-@in_loop
 async def test_the_loop_is_not_held_up_by_large_answers():
     text = "# " + "word **bold** {\n" * 62_500
-    with Judge(BETTER) as server:
-        services.configure(Services(judges=configured(genrm=server)))
+    with as_judge("genrm", BETTER):
         group = asyncio.create_task(genrm.score_group([ROW] * 4, [Response.of(text)] * 4))
         longest, last = 0.0, time.thread_time()
         while not group.done():

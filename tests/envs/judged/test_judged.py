@@ -13,6 +13,7 @@ from envs.judged import inverse_if, multichallenge, safety
 from envs.maths import equivalence, math
 from envs.maths.same_answer import Rules
 from envs.rollout import services
+from settings.services import Services
 from support.judges import Judge, configured
 from support.tables import refused
 from support.verifiers import HOSTILE, gym_rows, known_answers, lines
@@ -21,16 +22,14 @@ from support.verifiers import HOSTILE, gym_rows, known_answers, lines
 @pytest.fixture
 def asked():
     """A function that serves judges with given replies, by name, until the test ends."""
-    before = services.current()
     with contextlib.ExitStack() as served:
 
         def serve(**replies) -> dict[str, Judge]:
             judges = {name: served.enter_context(Judge(reply)) for name, reply in replies.items()}
-            services.configure(dataclasses.replace(before, judges=configured(**judges)))
+            services.configure(Services(judges=configured(**judges)))
             return judges
 
         yield serve
-    services.configure(before)
 
 
 def question(judge: Judge, k: int = -1) -> str:

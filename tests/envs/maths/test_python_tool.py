@@ -19,9 +19,9 @@ from envs.sandbox.sandbox import Limits
 from envs.sandbox.sessions import Host, Session
 from settings.services import Services
 from support.escapes import ESCAPES, OUT
-from support.loop import at_once, in_loop
+from support.loop import at_once
 from support.scripts import Script, calling
-from support.skills import Handler, skills
+from support.skills import Handler, as_sandbox
 from support.tables import refused
 from support.verifiers import HOSTILE, gym_rows
 
@@ -30,14 +30,6 @@ QUICK = Limits(seconds=1.0, memory=1 << 30, output=1000, processes=32, disk=16 <
 TOOLS = [{"type": "function", "name": python_tool.TOOL}]
 ROW = {"agent_ref": {"name": "ns_tools_simple_agent"}}
 ROW |= {"responses_create_params": {"input": "12 * 12?", "tools": TOOLS}, "expected_answer": "144"}
-
-
-@pytest.fixture
-def backend(monkeypatch):
-    close_hosts()
-    made = lambda name, url="": Services(sandbox=name, sandbox_url=url)  # noqa: E731
-    yield lambda *args: monkeypatch.setattr(services, "_current", [made(*args)])
-    close_hosts()
 
 
 def close_hosts() -> None:
@@ -51,14 +43,10 @@ def children() -> set[int]:
     return set(sandbox.family(os.getpid())) - {os.getpid()}
 
 
-async def said(pieces: list[str], limits: Limits = QUICK) -> list[str]:
+async def session(*pieces: str, limits: Limits = QUICK) -> list[str]:
+    """What a session says to each piece of code."""
     async with Session(limits) as python:
         return [await python.run(code) for code in pieces]
-
-
-def session(*pieces: str, limits: Limits = QUICK) -> list[str]:
-    """What a session says to each piece of code."""
-    return asyncio.run(said(list(pieces), limits))
 
 
 def error(output: str) -> str:
@@ -66,8 +54,8 @@ def error(output: str) -> str:
 
 
 @contained
-def test_a_session_remembers_as_a_notebook_does():
-    assert session(
+async def test_a_session_remembers_as_a_notebook_does():
+    assert await session(
         "x = 3\nprint('hi')\nx * 2",
         "x + 1;",
         "_ + x",
@@ -84,8 +72,8 @@ def test_a_session_remembers_as_a_notebook_does():
 
 
 @contained
-def test_what_goes_wrong_is_the_output():
-    zero, syntax, unknown, read = session("1 / 0", "x =", "def f():\n    g()\nf()", "input()")
+async def test_what_goes_wrong_is_the_output():
+    zero, syntax, unknown, read = await session("1 / 0", "x =", "def f():\n    g()\nf()", "input()")
     assert zero.splitlines()[1:3] == ['  File "<cell 1>", line 1, in <module>', "    1 / 0"]
     assert error(zero) == "ZeroDivisionError: division by zero"
     assert error(syntax) == "SyntaxError: invalid syntax" and "interpreter" not in syntax
@@ -94,8 +82,8 @@ def test_what_goes_wrong_is_the_output():
 
 
 @contained
-def test_output_is_cut_and_comes_from_processes_too():
-    long, system, surrogate = session(
+async def test_output_is_cut_and_comes_from_processes_too():
+    long, system, surrogate = await session(
         "print('a' * 5000)",
         "import os\nprint(1, flush=True)\nos.system('echo 2; echo 3 >&2');",
         "print('\\ud800')",
@@ -105,12 +93,12 @@ def test_output_is_cut_and_comes_from_processes_too():
 
 
 @contained
-def test_libraries_are_there():
+async def test_libraries_are_there():
     if not sandbox.own_packages():
         pytest.skip("nobody may read this Python's packages")
     code = "import numpy, sympy\nprint(sympy.factorint(120), numpy.arange(3).sum())"
     late = "import importlib, mpmath; importlib.import_module('sympy.physics.quantum').__name__"
-    assert session(code, late) == ["{2: 3, 3: 1, 5: 1} 3", "'sympy.physics.quantum'"]
+    assert await session(code, late) == ["{2: 3, 3: 1, 5: 1} 3", "'sympy.physics.quantum'"]
 
 
 BABBLE = """
@@ -128,23 +116,23 @@ for i in range(3, 99):
     ("import ctypes; ctypes.string_at(0)", "The code ended the interpreter."),
     (BABBLE, ""),
 ])  # fmt: skip
-def test_a_session_that_cannot_go_on_is_begun_anew(code, why):
-    _, output, new, after = session("x = 1", code, "y = 1", "'x' in globals(), y")
+async def test_a_session_that_cannot_go_on_is_begun_anew(code, why):
+    _, output, new, after = await session("x = 1", code, "y = 1", "'x' in globals(), y")
     assert output.startswith(why) and output.endswith(sessions.LOST)
     assert (new, after) == ("", "(False, 1)")
 
 
 @contained
-def test_a_call_has_a_limit_of_memory():
+async def test_a_call_has_a_limit_of_memory():
     code = "x = 1\na = [bytearray(10**8) for _ in range(99)]"
-    output, after = session(code, "x", limits=QUICK._replace(seconds=10.0))
+    output, after = await session(code, "x", limits=QUICK._replace(seconds=10.0))
     assert error(output) == "MemoryError" and after == "1"
 
 
 @contained
-def test_nothing_runs_between_two_calls():
+async def test_nothing_runs_between_two_calls():
     """Processes are dead, threads stand still, and a fork is not a second session."""
-    began, forked, alone, counted, later = session(
+    began, forked, alone, counted, later = await session(
         "import os, subprocess, threading, time\n"
         "subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
         "n = 0\n"
@@ -161,7 +149,6 @@ def test_nothing_runs_between_two_calls():
 
 
 @contained
-@in_loop
 async def test_a_session_stands_still_while_its_policy_thinks():
     """A thread that would spin uses no processor between two calls."""
 
@@ -178,7 +165,6 @@ async def test_a_session_stands_still_while_its_policy_thinks():
 
 @contained
 @pytest.mark.parametrize("rooms", [True, False])
-@in_loop
 async def test_sessions_find_nothing_of_each_other(monkeypatch, rooms):
     """Those of one host, if the kernel allows rooms; else each has a sandbox of its own."""
     before = children()
@@ -228,7 +214,6 @@ def test_nothing_gets_out_and_nothing_stays(monkeypatch):
 
 
 @contained
-@in_loop
 async def test_an_episode_that_is_given_up_leaves_nothing():
     before = children()
 
@@ -268,8 +253,7 @@ async def stay():
         print(*sandbox.family(os.getpid())[1:], flush=True)
         await asyncio.sleep(1000)
 asyncio.run(stay())"""
-    here = Path(__file__).parent
-    env = os.environ | {"PYTHONPATH": ":".join(map(str, (here, here.parents[1], here.parents[2])))}
+    env = os.environ | {"PYTHONPATH": ":".join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) as process:
         began = set(map(int, process.stdout.readline().split()))
         process.kill()
@@ -281,7 +265,6 @@ asyncio.run(stay())"""
 
 
 @contained
-@in_loop
 async def test_a_host_that_died_is_no_output():
     async with Session(QUICK) as python:
         await python.run("x = 1")
@@ -290,38 +273,38 @@ async def test_a_host_that_died_is_no_output():
         with pytest.raises(services.CheckerError, match="the sandbox's Python ended"):
             while True:  # the kernel takes its time to end what is in the sandbox
                 assert await python.run("x") == "1"
-    assert await said(["2"]) == ["2"]
+    assert await session("2") == ["2"]
 
 
 @contained
-def test_a_session_that_does_not_start_is_no_output(monkeypatch):
+async def test_a_session_that_does_not_start_is_no_output(monkeypatch):
     before = children()
     close_hosts()
     monkeypatch.setattr(sessions, "TEXT", "raise SystemExit('broken on purpose')")
     with pytest.raises(services.CheckerError, match="did not start a session: broken on purpose"):
-        session("1")
+        await session("1")
     monkeypatch.setattr(sessions, "TEXT", "import time; time.sleep(100)")
     monkeypatch.setattr(sessions, "START", 0.3)
     with pytest.raises(services.CheckerError, match="it did not greet"):
-        session("1")
+        await session("1")
     assert children() <= before
 
 
-def test_without_isolation_each_host_says_so(backend, caplog):
+async def test_without_isolation_each_host_says_so(caplog):
     before = children()
-    backend("unsafe")
+    services.configure(Services(sandbox="unsafe"))
     late = f"Timed out after 1 s. {sessions.LOST}"
-    assert session("x = 2", "x * 2", "while True: pass")[1:] == ["4", late]
+    assert (await session("x = 2", "x * 2", "while True: pass"))[1:] == ["4", late]
     assert any("services.sandbox = 'unsafe'" in line.getMessage() for line in caplog.records)
     assert children() <= before
 
 
-def test_what_is_missing_is_named(monkeypatch):
+async def test_what_is_missing_is_named(monkeypatch):
     sandbox._problem.cache_clear()
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     with pytest.raises(services.CheckerError, match="bwrap is not on the path"):
         close_hosts()
-        session("1")
+        await session("1")
     sandbox._problem.cache_clear()
 
 
@@ -333,8 +316,7 @@ for line in sys.stdin:
     print('.', flush=True)"""
 
 
-@in_loop
-async def test_the_service_has_sessions_too(backend):
+async def test_the_service_has_sessions_too():
     """Each is a process of this machine's Python."""
     known: dict[str, subprocess.Popen] = {}
 
@@ -356,8 +338,7 @@ async def test_the_service_has_sessions_too(backend):
         said = "".join(iter(process.stdout.readline, ".\n"))
         return told | {"stdout": said, "process_status": "completed"}
 
-    with skills(answer) as url:
-        backend("http", url)
+    with as_sandbox(answer):
         async with Session(QUICK) as python, Session(QUICK) as other:
             assert [await python.run("x = 1"), await python.run("print(x)")] == ["", "1"]
             await other.run("y = 1")
@@ -422,9 +403,9 @@ def test_no_answer_is_paid_for_what_it_is_not(text):
 
 
 @contained
-def test_hostile_code_is_answered(monkeypatch):
+async def test_hostile_code_is_answered(monkeypatch):
     """Whatever it is: a text comes back, and the session or its follower goes on."""
-    outputs = session(*HOSTILE, "1")
+    outputs = await session(*HOSTILE, "1")
     assert outputs[-1] == "1" and all(len(output) < 1200 for output in outputs)
 
 

@@ -25,7 +25,6 @@ from settings.run import Sampling
 from settings.services import Services
 from support.calls import TOOLS, answer, broken
 from support.chats import Scripted
-from support.loop import in_loop
 from support.verifiers import DATA, HOSTILE
 
 pytestmark = pytest.mark.slow
@@ -66,8 +65,7 @@ def named(tokenizers):
         services.configure(Services(reasoning_parser=reasoning, tool_parser=tool))
         return tokenizers[tokenizer]
 
-    yield name
-    services.configure(Services())
+    return name
 
 
 def of(parse, text: str, **variables) -> Response:
@@ -232,7 +230,6 @@ def test_a_run_with_an_unknown_parser_does_not_start(tiny_config):
 # --- the process ----------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_answers_are_parsed_in_a_process_and_the_event_loop_is_not_held_up(named):
     """As `Sampler.generate` has them parsed. With 1 MB of each piece a parse takes 8 s at most."""
     model = named(*NEMOTRON)
@@ -286,31 +283,25 @@ def test_a_turn_is_parsed_once_for_the_tools_and_the_template_of_its_row(named):
     assert broken.judged.malformed == "tool_call" and (Sample.of([broken]).flaw_T[2:] == 1).all()
 
 
-def test_an_answer_that_takes_too_long_is_malformed_and_the_next_is_read(named, monkeypatch):
+async def test_an_answer_that_takes_too_long_is_malformed_and_the_next_is_read(named, monkeypatch):
     """vLLM joins the characters of arguments that are JSON in quadratic time."""
     monkeypatch.setattr(parsers, "CPU_SECONDS", 0.5)
     model = named("", "kimi_k2", "tags")
     whole = answer("kimi_k2", True, random.Random(0))
     call = "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>"
     slow = f'<think>a</think>{call}{{"a": "{"b" * 10**6}"}}'
-
-    def ask(text: str) -> Response:
-        return asyncio.run(parsers.read(text, model, None, {}))
-
-    assert [call["name"] for call in ask(whole.text).tool_calls] == [n for n, _ in whole.calls]
-    late = ask(slow)
+    asked = (whole.text, slow, whole.text)
+    first, late, next_one = [await parsers.read(text, model, None, {}) for text in asked]
+    assert [call["name"] for call in first.tool_calls] == [name for name, _ in whole.calls]
     assert (late, late.reasoning, late.tool_calls) == (slow, "a", []) and late.malformed
-    assert len(ask(whole.text).tool_calls) == len(whole.calls)
+    assert len(next_one.tool_calls) == len(whole.calls)
 
 
-def test_a_server_that_died_is_started_again(named):
+async def test_a_server_that_died_is_started_again(named):
     model = named("", "hermes", "plain")
-
-    def ask() -> Response:
-        return asyncio.run(parsers.read(CALL, model, None, {}))
-
-    before = ask()
+    before = await parsers.read(CALL, model, None, {})
     old = parsers.server("", "hermes", model).process
     os.killpg(old.pid, signal.SIGKILL)  # the fork as well
-    assert vars(ask()) == vars(before) and before.tool_calls[0]["name"] == "add"
+    after = await parsers.read(CALL, model, None, {})
+    assert vars(after) == vars(before) and before.tool_calls[0]["name"] == "add"
     assert parsers.server("", "hermes", model).process.pid != old.pid

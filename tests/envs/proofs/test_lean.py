@@ -22,7 +22,7 @@ from envs.proofs.lean_source import code_block, code_of, proof_of
 from envs.rollout import services
 from envs.sandbox import sandbox
 from settings.services import Services
-from support.skills import Handler, skills
+from support.skills import Handler, as_sandbox
 from support.tables import refused
 from support.verifiers import HOSTILE, gym_rows, known_answers, lines
 
@@ -34,16 +34,15 @@ STAND_IN = Path(__file__).parents[2] / "support/lean_stand_in.py"
 @pytest.fixture(scope="module")
 def stand_in():
     """The stand-in as services.lean, in the sandbox where there is one."""
-    folder = tempfile.mkdtemp()  # nobody can read it, and nobody runs it
-    os.chmod(folder, 0o755)
-    program = shutil.copy(STAND_IN, folder)
-    before = services.current()
-    services.configure(Services(lean=f"{sandbox.python()[0]} {program}"))
     if problem := sandbox.problem():
         pytest.skip(f"no sandbox here: {problem}")
-    yield program
+    before = services.current()
+    with tempfile.TemporaryDirectory() as folder:  # nobody can read it, and nobody runs it
+        os.chmod(folder, 0o755)
+        program = shutil.copy(STAND_IN, folder)
+        services.configure(Services(lean=f"{sandbox.python()[0]} {program}"))
+        yield program
     services.configure(before)
-    shutil.rmtree(folder)
 
 
 def verdict(answer: str, row: dict = ROW):
@@ -221,35 +220,25 @@ def test_a_service_that_worked_before_is_doubted(fault, monkeypatch):
         return dict(zip(("process_status", "stdout", "stderr"), told, strict=True))
 
     monkeypatch.setattr(lean, "COMPILES", {ROW["header"]})
-    with skills(answer) as url:
-        own = Services(sandbox="http", sandbox_url=url)
-        monkeypatch.setattr(services, "_current", [own])
+    with as_sandbox(answer):
         assert verdict(block("  trivial")).value == 1 and not said
         if fault == "gone":
             with pytest.raises(services.CheckerError, match="Lean cannot compile the header"):
                 verdict(block("  trivial"))
 
 
-def test_the_service_compiles(monkeypatch):
+def test_the_service_compiles():
     def answer(asked: Handler, request: dict) -> dict:
         assert (asked.path, request["language"], request["timeout"]) == ("/execute", "lean4", 30)
         proof = request["generated_code"].rpartition(":= by\n")[2].strip()
         told = SAID.get(proof, ("completed", "", ""))
         return dict(zip(("process_status", "stdout", "stderr"), told, strict=True))
 
-    with skills(answer) as url:
-        own = Services(sandbox="http", sandbox_url=url)
-        monkeypatch.setattr(services, "_current", [own])
+    with as_sandbox(answer):
         assert lean.needs(ROW) == ("sandbox",)
         assert verdict(block("  trivial")).value == 1
-        reasons = {
-            "failed": "failed",
-            "deep": "failed",
-            "slow": "timeout",
-            "sorry": "sorry",
-            "long": "output",
-        }
-        for proof, reason in reasons.items():
+        reasons = {"failed": "failed", "deep": "failed", "slow": "timeout", "sorry": "sorry"}
+        for proof, reason in (reasons | {"long": "output"}).items():
             got = verdict(block(proof))
             assert (got.value, got.info["reason"]) == (0, reason)
         with pytest.raises(services.CheckerError, match="error: no lake"):

@@ -13,7 +13,6 @@ from envs.rollout.drafts import DraftBook
 from envs.rollout.episode import Turn, stitch
 from envs.tools.tools import converse
 from support.chats import CHATML, FORGETFUL, Reader, make_tokenizer, talker
-from support.loop import in_loop
 from support.tables import gives
 
 TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}]
@@ -48,7 +47,6 @@ def test_a_prompt_goes_on_from_the_sampled_ids_and_keeps_their_thoughts(tokenize
     assert sample.tokens_T[sample.mask_T].tolist() == first.token_ids + second.token_ids
 
 
-@in_loop
 async def test_what_was_said_before_may_be_changed_which_starts_a_new_sequence(tokenizer):
     sampler, _ = talker(tokenizer, ["<think>a</think>b"] * 4)
     messages = [user("the?")]
@@ -79,7 +77,6 @@ def test_a_template_that_hides_the_answer_forces_a_new_sequence(tokenizer):
     assert trained == [turn.token_ids for turn in turns]
 
 
-@in_loop
 async def test_what_earlier_answers_hold_does_not_matter(tokenizer):
     """Neither arguments that no template can write as JSON, nor the word that marks answers."""
     nested: dict = {}

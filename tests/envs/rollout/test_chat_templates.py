@@ -43,8 +43,7 @@ def tokenizers(shared_data, tmp_path_factory):
         folder = tmp_path_factory.getbasetemp() / "-".join(FAMILIES[name][:2])
         tokenizer.save_pretrained(folder)
         tokenizer.name_or_path = str(folder)
-    yield made
-    services.configure(Services())
+    return made
 
 
 class Model:

@@ -15,11 +15,8 @@ def turn(prompt, tokens, reason="") -> Turn:
 
 def running(name: str, j: int, tokens: list[int]):
     """vLLM's state of a request that has sampled some tokens."""
-    answer = SimpleNamespace(
-        token_ids=tokens,
-        logprobs=SimpleNamespace(logprobs=[-1.0] * len(tokens)),
-        routed_experts=None,
-    )
+    logprobs = SimpleNamespace(logprobs=[-1.0] * len(tokens))
+    answer = SimpleNamespace(token_ids=tokens, logprobs=logprobs, routed_experts=None)
     spans = [SimpleNamespace(start=0, end=len(tokens), version="0")]
     return SimpleNamespace(
         external_req_id=sample_name(name, j),

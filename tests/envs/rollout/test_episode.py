@@ -156,10 +156,9 @@ def test_info_counts_the_answer_of_a_sample_that_lost_its_loss():
     assert (info.trained_tokens, info.response_tokens, info.has_gradient) == (0, 2, False)
 
 
-@pytest.mark.parametrize(
-    ("advantage", "text", "expected"),
-    [(0.0, "fine", False), (0.5, "fine", True), (0.0, "<tool_call>", True)],
-)
+@pytest.mark.parametrize(("advantage", "text", "expected"), [
+    (0.0, "fine", False), (0.5, "fine", True), (0.0, "<tool_call>", True),
+])  # fmt: skip
 def test_a_flawed_sample_without_advantage_still_has_a_gradient(advantage, text, expected):
     (sample,) = stitch([turn([7], [1], text=text)])
     sample.advantage = advantage

@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from conftest import save_tokenizer
+from conftest import save_tokenizer, write_rows
 from transformers import AutoTokenizer
 
 from envs import check_rows, registry
@@ -117,14 +117,13 @@ def test_every_released_row_loads_and_is_rendered(tokenizers, shared_data, tmp_p
     agent = {"agent_ref": {"type": "responses_api_agents", "name": "any"}}
     for source in sorted((shared_data / "gym_rows").glob("*.jsonl")):
         rows = [agent | json.loads(line) for line in source.read_text().splitlines()]
-        path = tmp_path / source.name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = write_rows(tmp_path / source.name, rows)
         of_rows = {row["responses_create_params"].get("temperature") for row in rows} - {None}
         sampling = Sampling(temperature=of_rows.pop() if of_rows else 1.0)
         made = {"data": Data(), "sampling": sampling, "services": Services()}
         cfg = SimpleNamespace(**made, model="", run_dir="")
         monkeypatch.setattr("envs.check_rows.load_tokenizer", lambda model: tokenizers["qwen3"])
-        found = load_rows(str(path), cfg)
+        found = load_rows(path, cfg)
         assert [row["_line"] for row in found] == list(range(1, len(rows) + 1))
         for row, tokenizer in ((r, t) for r in found for t in tokenizers.values()):
             assert not row["responses_create_params"]["input"] or render(tokenizer, row, {})

@@ -8,13 +8,9 @@ import pytest
 
 from envs import Reward, registry
 from envs.rollout.episode import Episode, Turn
-from support.loop import in_loop
 
-ROW = {
-    "_line": 5,
-    "agent_ref": {"name": "mine"},
-    "responses_create_params": {"input": [{"role": "user", "content": "1 + 1?"}], "tools": ["t"]},
-}
+PARAMS = {"input": [{"role": "user", "content": "1 + 1?"}], "tools": ["t"]}
+ROW = {"_line": 5, "agent_ref": {"name": "mine"}, "responses_create_params": PARAMS}
 
 
 class Scripted:
@@ -141,7 +137,6 @@ def test_a_comparison_must_score_every_answer(environment):
         run([Scripted(), Scripted()])
 
 
-@in_loop
 async def test_an_error_in_one_rollout_ends_its_siblings(environment):
     alive = []
 

@@ -13,7 +13,6 @@ from envs.rollout.messages import render
 from envs.rollout.sampler import Sampler, answer_text
 from settings.run import Sampling
 from support.chats import Scripted, sampled
-from support.loop import in_loop
 
 EOS = 1
 
@@ -23,7 +22,6 @@ def says(tokenizer, text: str) -> Scripted:
     return Scripted(lambda request: ([*tokenizer.encode(text), EOS], "stop"))
 
 
-@in_loop
 async def test_requests_name_prompt_count_and_seed(tokenizer):
     engine = says(tokenizer, "hello")
     settings = Sampling(validation={"temperature": 0.6})
@@ -102,7 +100,6 @@ def test_only_the_end_and_padding_are_left_out_of_the_text(thinker, written, rea
 # --- engines that are lost ------------------------------------------------------------------------
 
 
-@in_loop
 async def test_an_answer_that_nobody_waits_for_is_cancelled(monkeypatch):
     cancelled = []
     monkeypatch.setattr(ray, "cancel", cancelled.append)
@@ -141,7 +138,6 @@ class Mortal:
         return [sampled(request.prompt_ids, [5, 6, EOS]) for _ in range(request.n)]
 
 
-@in_loop
 async def test_a_retry_starts_from_what_was_written(monkeypatch, tokenizer):
     """The retry hands the engine the first one's drafts where prompt and count are the same."""
     monkeypatch.setattr(module.drafts, "DRAFT_SECONDS", 0.01)

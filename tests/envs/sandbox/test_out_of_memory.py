@@ -9,35 +9,19 @@ import socket
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+from test_service import SQUARE, contained, reward
 
-from envs.programs import code
 from envs.rollout import services
 from envs.rollout.services import CheckerError
 from envs.sandbox import checkers, programs, sandbox, service
 from envs.sandbox.outcome import Ran
 from envs.sandbox.programs import Interpreter
 from settings.services import Services
-from support.skills import Handler, executed, skills
+from support.skills import Handler, as_sandbox, executed
 
 KILLED = "import os; os.kill(os.getpid(), 9)"
-ROW = {"verifier_metadata": {"unit_tests": {"inputs": ["7\n"], "outputs": ["49"]}}}
-SQUARE = "print(int(input()) ** 2)"
 COUNTS = '    with contextlib.suppress(OSError), open("/proc/vmstat")'
 OUT = "the kernel was out of memory and ended a run"
-contained = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem())
-
-
-@pytest.fixture
-def backend():
-    """A function that chooses the sandbox."""
-    before = services.current()
-    yield lambda name, url="": services.configure(Services(sandbox=name, sandbox_url=url))
-    services.configure(before)
-
-
-def reward(text: str) -> float:
-    """What the environment `code` pays for an answer."""
-    return asyncio.run(code.verify(ROW, f"```python\n{text}\n```")).value
 
 
 @pytest.fixture
@@ -67,20 +51,19 @@ def test_a_command_that_is_killed(monkeypatch):
 
 
 @contained
-@pytest.mark.parametrize("backend_name", ["bubblewrap", "unsafe"])
-def test_a_program_that_is_killed(backend, starved, backend_name):
-    backend(backend_name)
+@pytest.mark.parametrize("backend", ["bubblewrap", "unsafe"])
+async def test_a_program_that_is_killed(starved, backend):
+    services.configure(Services(sandbox=backend))
     with pytest.raises(CheckerError, match=OUT):
-        reward(KILLED)
+        await reward(KILLED)
     with pytest.raises(CheckerError, match=OUT):
-        reward("import subprocess; subprocess.run(['sh', '-c', 'kill -9 $$'], check=True)")
-    assert reward(SQUARE) == 1
+        await reward("import subprocess; subprocess.run(['sh', '-c', 'kill -9 $$'], check=True)")
+    assert await reward(SQUARE) == 1
 
 
 @contained
-def test_a_program_that_kills_itself_is_wrong(backend):
-    backend("bubblewrap")
-    assert reward(KILLED) == 0
+async def test_a_program_that_kills_itself_is_wrong():
+    assert await reward(KILLED) == 0
 
 
 def test_an_interpreter_that_is_killed_with_its_program(starved, monkeypatch):
@@ -136,11 +119,12 @@ def test_a_check_that_is_killed(starved):
 
 
 @pytest.mark.parametrize("victim", ["pid", "os.getpid()"])
-def test_a_program_that_is_killed_at_a_service(backend, tmp_path, victim):
+async def test_a_program_that_is_killed_at_a_service(tmp_path, victim):
     """Alone, or with its interpreter. The kernel counts it."""
     counter = tmp_path / "vmstat"
     kills = itertools.count()
     forked = '        ended = "time" if watches'
+    slow = f"import time; time.sleep(5); {SQUARE}"  # or it may have ended before it is killed
     assert forked in service.TEXT
 
     def starved(_: Handler, given: dict) -> dict | int:
@@ -149,13 +133,12 @@ def test_a_program_that_is_killed_at_a_service(backend, tmp_path, victim):
             given[name].replace("/proc/vmstat", str(counter))
             for name in ("generated_code", "std_input")
         )
-        if json.dumps(SQUARE) in program:
+        if json.dumps(slow) in program:
             counts = f"write({str(counter)!r}, 'oom_kill {next(kills)}\\n')"
             code = code.replace(forked, f"        {counts}; os.kill({victim}, 9)\n{forked}")
         return executed(given | {"generated_code": code, "std_input": program})
 
-    with skills(starved) as url:
-        backend("http", url)
+    with as_sandbox(starved):
         with pytest.raises(CheckerError, match="gave no outcome of a program"):
-            reward(SQUARE)
-        assert reward("print(1)") == 0 and reward("print(49)") == 1
+            await reward(slow)
+        assert await reward("print(1)") == 0 and await reward("print(49)") == 1

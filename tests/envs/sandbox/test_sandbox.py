@@ -26,12 +26,6 @@ QUICK = Limits(seconds=1.0, memory=1 << 30)
 ROW = {"verifier_metadata": {"unit_tests": {"inputs": ["7\n"], "outputs": ["49"]}}}
 
 
-@pytest.fixture
-def backend(monkeypatch):
-    made = lambda name, url="": Services(sandbox=name, sandbox_url=url)  # noqa: E731
-    return lambda *args: monkeypatch.setattr(services, "_current", [made(*args)])
-
-
 def run(argv: list[str], **options) -> Ran:
     return asyncio.run(sandbox.run(argv, **options))
 
@@ -47,13 +41,8 @@ def program(source: str, stdin: str = "", limits: Limits = QUICK) -> Ran:
 
 def children() -> set[int]:
     """The processes that came from this one, once no interpreter waits for a program."""
-
-    async def close() -> None:
-        for waiting in Interpreter.idle.values():
-            while waiting:
-                await waiting.pop().close()
-
-    asyncio.run(close())
+    at_once(python.close() for waiting in Interpreter.idle.values() for python in waiting)
+    Interpreter.idle.clear()
     return set(sandbox.family(os.getpid())) - {os.getpid()}
 
 
@@ -112,8 +101,8 @@ def test_a_command_reads_the_folders_that_it_is_given():
         assert "Read-only" in run(["touch", f"{folder}/b"], reads=[folder]).stderr
 
 
-def test_no_image_runs_uncontained(backend):
-    backend("unsafe")
+def test_no_image_runs_uncontained():
+    services.configure(Services(sandbox="unsafe"))
     with pytest.raises(CheckerError, match="'unsafe' runs no image, expected 'bubblewrap'"):
         run(["true"], root="/")
 
@@ -195,9 +184,7 @@ def test_a_user_may_have_less_than_a_program():
     many = "limits=QUICK._replace(processes=100_000)"  # other tests' programs count too
     code = f"from test_sandbox import *; print(program('print(1)', {many}))"
     command = ["prlimit", "--nproc=50000", "--cpu=1000", sys.executable, "-c", code]
-    here = Path(__file__).parent
-    path = ":".join(map(str, (here, here.parents[1], here.parents[2])))
-    env = os.environ | {"PYTHONPATH": path}
+    env = os.environ | {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert "stdout='1\\n'" in done.stdout, done.stdout + done.stderr
 
@@ -244,7 +231,7 @@ def test_waiting_for_a_place_is_no_run():
     assert [ran.stdout for (ran,) in many] == ["1\n"] * 40
 
 
-def test_what_is_missing_is_named(monkeypatch, backend):
+def test_what_is_missing_is_named(monkeypatch):
     sandbox._problem.cache_clear()
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     assert "apt install bubblewrap" in sandbox.problem()
@@ -252,9 +239,9 @@ def test_what_is_missing_is_named(monkeypatch, backend):
         run(["true"])
     with pytest.raises(CheckerError, match="bwrap is not on the path"):
         program("print(1)")
-    backend("http")
+    services.configure(Services(sandbox="http"))
     assert "services.sandbox_url = ''" in sandbox.problem()
-    backend("unsafe")
+    services.configure(Services(sandbox="unsafe"))
     assert not sandbox.problem()
     sandbox._problem.cache_clear()
 
@@ -282,15 +269,15 @@ def test_an_interpreter_that_does_not_start_is_no_verdict(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [pytest.param("bubblewrap", marks=contained), "unsafe"])
-def test_programs_find_numpy_as_in_gyms_image(backend, name):
-    backend(name)
+def test_programs_find_numpy_as_in_gyms_image(name):
+    services.configure(Services(sandbox=name))
     ran = program("import numpy as np\nprint((np.eye(200) @ np.ones(200)).sum(), input())", "7\n")
     assert ran.stdout == "200.0 7\n", ran
     assert "No module" in program("import torch_that_is_not_there").stderr
 
 
-def test_without_isolation_each_line_says_so(backend, caplog):
-    backend("unsafe")
+def test_without_isolation_each_line_says_so(caplog):
+    services.configure(Services(sandbox="unsafe"))
     assert run(["cat", "a"], files={"a": "1"}).stdout == "1"
     assert program("print(int(input()) * 2)", "4").stdout == "8\n"
     assert program("while True: pass").ended == "time"
@@ -333,17 +320,14 @@ def test_a_process_that_no_processor_takes_up_is_not_slow(where):
 
 
 def test_a_pause_of_this_process_is_no_sleep_of_a_run():
-    sleeping = subprocess.Popen(["sleep", "60"])
-    try:
+    with subprocess.Popen(["sleep", "10"]) as sleeping:
         clock = sandbox.Clock(sleeping.pid)
         time.sleep(0.5)
         clock.look()
         assert clock.spent > 0.4  # a run that sleeps spends its time
         time.sleep(2)  # and nobody looks
         assert not clock.verdict(Limits(seconds=2))
-    finally:
         sleeping.kill()
-        sleeping.wait()
 
 
 @contained

@@ -17,7 +17,7 @@ from envs.sandbox import interpreter, programs, sandbox, service
 from envs.sandbox.outcome import Limits, Ran
 from envs.sandbox.sessions import Session
 from settings.services import Services
-from support.skills import executed, skills
+from support.skills import as_sandbox, executed, skills
 
 LIMITS = Limits(seconds=1.0, memory=1 << 30, output=1000)
 ROW = {"verifier_metadata": {"unit_tests": {"inputs": ["7\n"], "outputs": ["49"]}}}
@@ -26,37 +26,26 @@ contained = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem()
 
 
 @pytest.fixture(autouse=True)
-def backend(monkeypatch):
-    """A function that chooses the sandbox: bubblewrap, or the service at a URL."""
-    before = services.current()
+def quick(monkeypatch):
     monkeypatch.setattr(service, "AWAY", 3.0)
-
-    def choose(url: str = "") -> None:
-        services.configure(Services(sandbox="http" if url else "bubblewrap", sandbox_url=url))
-
-    yield choose
-    services.configure(before)
+    yield
     service.problem.cache_clear()
 
 
-def outcome(source: str, stdin: str = "7\n") -> Ran:
+async def outcome(source: str, stdin: str = "7\n") -> Ran:
     """The outcome of one program."""
-
-    async def made() -> Ran:
-        return [ran async for ran in programs.programs(source, [stdin], LIMITS)][0]
-
-    return asyncio.run(made())
+    return [ran async for ran in programs.programs(source, [stdin], LIMITS)][0]
 
 
-def verdict(source: str) -> tuple:
+async def verdict(source: str) -> tuple:
     """The outcome without what it wrote to stderr, where a Python names its own lines."""
-    ran = outcome(source)
+    ran = await outcome(source)
     return ran.stdout, ran.code, ran.ended
 
 
-def reward(text: str) -> float:
+async def reward(text: str) -> float:
     """What the environment `code` pays for an answer."""
-    return asyncio.run(code.verify(ROW, f"```python\n{text}\n```")).value
+    return (await code.verify(ROW, f"```python\n{text}\n```")).value
 
 
 # --- one verdict ----------------------------------------------------------------------------------
@@ -85,30 +74,28 @@ CHOSEN = random.Random(0).sample(PROGRAMS, int(os.environ.get("GRPO_PROGRAMS", "
 
 @contained
 @pytest.mark.slow
-def test_verdicts_are_those_of_bubblewrap(backend):
+async def test_verdicts_are_those_of_bubblewrap():
     """Of as many programs as GRPO_PROGRAMS says."""
     sources = ["".join([*parts, ENDS[end]]) for *parts, end in CHOSEN]
-    expected = [verdict(source) for source in sources]
-    with skills() as url:
-        backend(url)
+    expected = [await verdict(source) for source in sources]
+    with as_sandbox():
         for source, ran in zip(sources, expected, strict=True):
-            assert verdict(source) == ran, source
+            assert await verdict(source) == ran, source
 
 
 @pytest.mark.slow
-def test_a_program_that_takes_too_long_is_ended_by_its_own_clock(backend):
-    with skills() as url:
-        backend(url)
+async def test_a_program_that_takes_too_long_is_ended_by_its_own_clock():
+    with as_sandbox():
         for waits in ("while True: pass", "import time; time.sleep(100)"):
-            assert outcome(f"print(49)\n{waits}").ended == "time"
+            assert (await outcome(f"print(49)\n{waits}")).ended == "time"
         long = f"text = {'y' * 200_000!r}\nprint(len(text), len(input()))"
-        assert outcome(long, "z" * 200_000 + "\n").stdout == "200000 200000\n"
+        assert (await outcome(long, "z" * 200_000 + "\n")).stdout == "200000 200000\n"
         kills = "import os; print(49, flush=True); os.kill(os.getppid(), 9)"
-        assert outcome(kills).ended == "killed" and reward(kills) == 0
-        assert reward(SQUARE) == 1
-        assert outcome("print(Counter(input()))", "aa").stdout == "Counter({'a': 2})\n"
+        assert (await outcome(kills)).ended == "killed" and await reward(kills) == 0
+        assert await reward(SQUARE) == 1
+        assert (await outcome("print(Counter(input()))", "aa")).stdout == "Counter({'a': 2})\n"
         with pytest.raises(CheckerError, match="runs programs and no commands"):
-            asyncio.run(sandbox.run(["true"]))
+            await sandbox.run(["true"])
 
 
 def test_a_pause_of_the_machine_is_no_time_of_a_program(monkeypatch):
@@ -135,13 +122,12 @@ def test_a_thread_that_waited_and_ended_costs_a_program_no_time(monkeypatch):
         assert interpreter.ends(process.pid, 5.0)
 
 
-def test_a_file_that_a_program_left_is_no_module_of_the_next(backend, monkeypatch, tmp_path):
+async def test_a_file_that_a_program_left_is_no_module_of_the_next(monkeypatch, tmp_path):
     """The service's programs have one folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fcntl.py").write_text("raise SystemExit")
-    with skills() as url:
-        backend(url)
-        assert reward(SQUARE) == 1
+    with as_sandbox():
+        assert await reward(SQUARE) == 1
 
 
 def test_a_fork_is_tried_again_where_there_is_no_room_for_it(monkeypatch):
@@ -174,63 +160,51 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_answer_that_is_none_is_asked_for_again(backend, fault):
+async def test_an_answer_that_is_none_is_asked_for_again(fault):
     left = [FAULTS[fault]]
-    with skills(lambda _, given: left.pop() if left else executed(given)) as url:
-        backend(url)
-        assert outcome(SQUARE).stdout == "49\n" and not left
+    with as_sandbox(lambda _, given: left.pop() if left else executed(given)):
+        assert (await outcome(SQUARE)).stdout == "49\n" and not left
 
 
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [
-        ({"process_status": "completed", "stdout": "49\n", "stderr": ""}, "gave no outcome"),
-        ({"process_status": "completed", "stdout": "ready\n", "stderr": "Killed"}, "no outcome"),
-        (
-            {"process_status": "completed", "stdout": 'ready\n{"stdout": "4', "stderr": ""},
-            "gave no",
-        ),
-        ({"process_status": "error", "stdout": "", "stderr": ""}, "gave no outcome"),
-        ({"process_status": "timeout", "stdout": "", "stderr": ""}, "gave no outcome in 25 s"),
-        (403, "refused a request: status 403"),
-        (b"HTTP/1.1 302 Found\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n", "status 302"),
-        (b"HTTP/1.1 307 Found\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n", "status 307"),
-    ],
-)
-def test_a_service_that_fails_gives_no_verdict(backend, said, why):
-    with skills(lambda _, given: said) as url:
-        backend(url)
-        with pytest.raises(CheckerError, match=why):
-            outcome(SQUARE)
+@pytest.mark.parametrize(("said", "why"), [
+    ({"process_status": "completed", "stdout": "49\n", "stderr": ""}, "gave no outcome"),
+    ({"process_status": "completed", "stdout": "ready\n", "stderr": "Killed"}, "no outcome"),
+    ({"process_status": "completed", "stdout": 'ready\n{"stdout": "4', "stderr": ""}, "gave no"),
+    ({"process_status": "error", "stdout": "", "stderr": ""}, "gave no outcome"),
+    ({"process_status": "timeout", "stdout": "", "stderr": ""}, "gave no outcome in 25 s"),
+    (403, "refused a request: status 403"),
+    (b"HTTP/1.1 302 Found\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n", "status 302"),
+    (b"HTTP/1.1 307 Found\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n", "status 307"),
+])  # fmt: skip
+async def test_a_service_that_fails_gives_no_verdict(said, why):
+    with as_sandbox(lambda _, given: said), pytest.raises(CheckerError, match=why):
+        await outcome(SQUARE)
 
 
-def test_a_service_may_be_away_for_a_limited_time(backend):
+async def test_a_service_may_be_away_for_a_limited_time():
     left = [503, 429]
-    with skills(lambda _, given: left.pop() if left else executed(given)) as url:
-        backend(url)
-        assert outcome(SQUARE).stdout == "49\n" and not left
+    with as_sandbox(lambda _, given: left.pop() if left else executed(given)):
+        assert (await outcome(SQUARE)).stdout == "49\n" and not left
     with pytest.raises(CheckerError, match="is away for 3 s: .*Cannot connect"):
-        outcome(SQUARE)
+        await outcome(SQUARE)
 
 
-def test_a_session_that_fails_shows_the_model_nothing(backend):
+async def test_a_session_that_fails_shows_the_model_nothing():
     """The service says "error" both of code that raises and of a session that it cannot make."""
     said = {"process_status": "error", "stdout": "", "stderr": "NameError: name 'x'\n"}
-    with skills(lambda *_: said) as url:
-        backend(url)
-        assert asyncio.run(Session(LIMITS).run("x")) == "NameError: name 'x'"
+    with as_sandbox(lambda *_: said):
+        assert await Session(LIMITS).run("x") == "NameError: name 'x'"
         said["stderr"] = "Session error: [Errno 12] Cannot allocate memory\n"
         with pytest.raises(CheckerError, match="answered .*Cannot allocate memory"):
-            asyncio.run(Session(LIMITS).run("x"))
+            await Session(LIMITS).run("x")
 
 
-def test_slow_answers_end_at_the_deadline_and_delay_no_other(backend, monkeypatch):
+async def test_slow_answers_end_at_the_deadline_and_delay_no_other(monkeypatch):
     """Sixteen of them, a byte a moment each."""
     monkeypatch.setattr(service, "GRACE", 1.0)
     monkeypatch.setattr(service, "START", 0.0)
     monkeypatch.setattr(service, "AWAY", 0.0)
-
-    async def beside(slow: str, healthy: str) -> tuple[float, float, list]:
+    with skills(lambda handler, _: handler.drip(0.2)) as slow, skills() as healthy:
         began = time.monotonic()
         drips = [service.program(slow, SQUARE, "7\n", LIMITS) for _ in range(16)]
         waiting = asyncio.gather(*drips, return_exceptions=True)
@@ -239,10 +213,7 @@ def test_slow_answers_end_at_the_deadline_and_delay_no_other(backend, monkeypatc
         assert ran.stdout == "49\n"
         quick = time.monotonic() - began
         errors = await waiting
-        return quick, time.monotonic() - began, errors
-
-    with skills(lambda handler, _: handler.drip(0.2)) as slow, skills() as healthy:
-        quick, whole, errors = asyncio.run(beside(slow, healthy))
+        whole = time.monotonic() - began
     assert all("is away for 0 s: TimeoutError" in str(error) for error in errors)
     assert quick < whole and whole >= 6.0  # seconds: five of the deadline's one, and the grace
 
@@ -251,17 +222,16 @@ def test_slow_answers_end_at_the_deadline_and_delay_no_other(backend, monkeypatc
 
 
 @pytest.mark.parametrize("url", ["", "localhost:6000", "http://", "ftp://127.0.0.1:6000"])
-def test_an_address_that_is_none_is_refused(backend, url):
+def test_an_address_that_is_none_is_refused(url):
     services.configure(Services(sandbox="http", sandbox_url=url))
     assert services.problem("sandbox") == (
         f"services.sandbox_url = {url!r}, expected http://HOST:PORT"
     )
 
 
-def test_a_service_is_asked_before_a_run_starts(backend, monkeypatch):
+def test_a_service_is_asked_before_a_run_starts(monkeypatch):
     monkeypatch.setattr(service, "STARTS", 0.5)
-    with skills() as url:
-        backend(url)
+    with as_sandbox() as url:
         assert services.problem("sandbox") == ""
     service.problem.cache_clear()
     assert f"GET {url}/health: " in services.problem("sandbox")

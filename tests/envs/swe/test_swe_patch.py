@@ -185,11 +185,8 @@ def test_what_is_no_edit_earns_nothing(row, answer, reason):
 @pytest.mark.parametrize(("edit", "reason"), [
     ("    import time; time.sleep(1000)", "time"),
     ("    import os\n    while True: os.write(1, b'x' * 1000)", "output"),
-    (
-        "    import os, time\n    for _ in range(200): os.fork() or time.sleep(1000)\n"
-        "    time.sleep(1000)",
-        "processes",
-    ),
+    ("    import os, time\n    for _ in range(200): os.fork() or time.sleep(1000)\n"
+     "    time.sleep(1000)", "processes"),
 ])  # fmt: skip
 def test_limits_of_the_tests(row, edit, reason, monkeypatch):
     own = images_module.LIMITS._replace(seconds=3, output=10**5, processes=100)

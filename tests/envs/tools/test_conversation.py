@@ -14,7 +14,7 @@ from envs.rollout.response import Response
 from envs.tools import conversation, simulation
 from envs.tools.simulation import DONE, TRANSFERRED, Simulation, Step
 from settings.services import Services
-from support.judges import Judge, configured
+from support.judges import as_judge
 from support.scripts import Full, Script, calling
 from support.tables import refused
 from support.verifiers import HOSTILE
@@ -66,9 +66,7 @@ def talk(monkeypatch):
     monkeypatch.setattr(judge, "pause", lambda failures: 0.01)
 
     def run(cast: Cast, *answers, row: dict = ROW, policy=None):
-        with Judge(cast.reply) as server:
-            own = Services(judges=configured(general=server))
-            monkeypatch.setattr(services, "_current", [own])
+        with as_judge("general", cast.reply):
             policy = policy or Script(map(Response.of, answers))
             return asyncio.run(conversation.rollout(row, policy))
 
@@ -157,10 +155,9 @@ def test_a_useless_reply_is_asked_for_again(talk):
     assert policy.last() == ["Hello", '```json\n{"state": 1}\n```'], "as the tool has written it"
 
 
-def test_a_judge_that_is_away_is_no_reward(monkeypatch):
-    monkeypatch.setattr(services, "_limits", [services.Limits(seconds=0.5)])
+def test_a_judge_that_is_away_is_no_reward():
     away = {"general": {"url": "http://127.0.0.1:9/v1"}}
-    monkeypatch.setattr(services, "_current", [Services(judges=away)])
+    services.configure(Services(judges=away), services.Limits(seconds=0.5))
     with pytest.raises(services.CheckerError, match="gave no answer|is away"):
         asyncio.run(conversation.rollout(ROW, Script([])))
 

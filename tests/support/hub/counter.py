@@ -40,7 +40,6 @@ class CountTask(vf.Task[CountData, CountState, CountConfig]):
 
     @classmethod
     def toolsets(cls, config: CountConfig) -> list[vf.Toolset]:
-        """Its tool."""
         return [Counter(config.tools)]
 
     @vf.reward
@@ -50,8 +49,6 @@ class CountTask(vf.Task[CountData, CountState, CountConfig]):
 
 
 class CountingConfig(vf.TasksetConfig):
-    """The taskset's."""
-
     task: CountConfig = CountConfig()
 
 
@@ -59,7 +56,6 @@ class Counting(vf.Taskset[CountTask, CountingConfig]):
     """Five goals."""
 
     def load(self) -> list[CountTask]:
-        """Its tasks."""
         made = [CountData(prompt=f"Count to {n}.", goal=n) for n in range(3, 8)]
         return [CountTask(data, self.config.task) for data in made]
 

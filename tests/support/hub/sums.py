@@ -32,6 +32,5 @@ class Sums(vf.Taskset[SumTask]):
     """Ten sums."""
 
     def load(self) -> list[SumTask]:
-        """Its tasks."""
         made = [SumData(prompt=f"{n} + 4?", answer=str(n + 4)) for n in range(10)]
         return [SumTask(data, self.config.task) for data in made]
