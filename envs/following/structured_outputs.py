@@ -11,9 +11,9 @@ checked. XML and CSV know only texts: these become numbers and booleans where th
 
 Deliberate deviations, where NeMo-Gym pays for more: NaN and Infinity are no JSON. A CSV needs a
 data row, without which any line would do, and rows as long as the header. In XML and CSV a number
-is digits, sign, point and exponent, not "1_000" or "nan". Where it pays for nothing: XML elements
-of several types, such as integer or null, become numbers as in CSV; a property may have the name
-`properties`.
+is digits, sign, point and exponent, not "1_000" or "nan". Where it pays for nothing: blanks may
+stand before a YAML; XML elements of several types, such as integer or null, become numbers as in
+CSV; a property may have the name `properties`.
 
 Known leaks: values are not compared with the document, so any that fit the schema are paid, and so
 are empty lists, comments, a key given twice and arguments beside `tool_payload_key`. Right answers
@@ -34,6 +34,7 @@ from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 AGENTS = (
     "structured_outputs_simple_agent",
     "structured_outputs_v3_simple_agent",
+    "structured_outputs_v4_simple_agent",
     "structured_outputs",
 )
 TYPES = ("json", "yaml", "xml", "toml", "csv")

@@ -30,6 +30,8 @@ from envs.rollout.messages import last_question
 # fmt: off
 AGENTS = (
     "jailbreak_detection_simple_agent", "jailbreak_detection",
+    "jailbreak_engagement_with_disclaimer", "jailbreak_refusal_with_explanation",
+    "jailbreak_hard_refusal_no_redirection", "jailbreak_hard_refusal_with_helplines",
     "jbb_behaviors_judge_comparison_agent", "jailbreakv28k_transfer_llm_agent",
     "over_refusal_detection_simple_agent", "over_refusal_detection", "xstest_eval_agent",
 )

@@ -9,7 +9,7 @@ closes its `<think>` was cut off and earns 0.
 
 Known leaks, of the library: the task given back as a formula (37*12, an integral), the right side
 of a false equation (3=2), "\neg 2", the other case of a letter, 2% and 200% for 2, and the last
-number of a text without a box ("1 or 2").
+number of a text without a box ("1 or 2"). NeMo-Gym pins math-verify 0.8, which pays no 2% for 2.
 
 SymPy hangs on answers such as 9^{9^{9^9}}, and no thread or signal handler can interrupt it. So
 checks run in the child processes of envs/sandbox/checkers.py.

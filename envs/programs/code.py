@@ -12,7 +12,8 @@ or the text of one if it is close (1e-5 of it, 1e-8).
 
 Deliberate deviations: a process sees one input and no output, so a program cannot read what is
 expected, nor answer with an object that equals everything. It may use the standard library and
-numpy; os, subprocess and open work, in an empty folder. It has 2 GiB of memory.
+numpy; os, subprocess and open work, in an empty folder, and `from __future__`. It has 2 GiB of
+memory.
 Known leaks: none, except too few tests.
 """
 
@@ -40,8 +41,8 @@ _lines = _sys.stdin.read().split("\\n")
 _sys.stdin = open(_os.devnull)
 __name__ = "solution"
 _sys.modules[__name__] = _sys.modules["__main__"]
-{source}
-_owner = Solution() if "class Solution" in {text!r} else None
+exec({source!r})
+_owner = Solution() if "class Solution" in {source!r} else None
 _function = getattr(_owner, {name!r}) if _owner else globals()[{name!r}]
 _result = _json.dumps(_function(*(_json.loads(line) for line in _lines)))
 _os.write(_said, _result.encode())
@@ -54,7 +55,7 @@ def needs(row: dict) -> tuple[str, ...]:
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless there are tests, each with input and output."""
+    """Raises ValueError unless there are tests, each with an output that can be printed."""
     at = "verifier_metadata.unit_tests"
     tests = get(row, at, dict, "inputs, outputs and fn_name")
     inputs = get(tests, "inputs", list, "a list of strings", f"{at}.")
@@ -65,12 +66,16 @@ def check(row: dict) -> None:
             require(isinstance(value, str), f"{at}.{field}[{i}]", value, "a string")
     expected = f"one for each of the {len(inputs)} inputs, and at least one"
     require(len(inputs) == len(outputs) > 0, f"{at}.outputs", f"a list of {len(outputs)}", expected)
+    for i, value in enumerate(outputs):
+        size = len(value.strip().encode("utf-8", "surrogatepass"))
+        most = f"at most {LIMITS.output} bytes, as a program may print no more"
+        require(size <= LIMITS.output, f"{at}.outputs[{i}]", f"a text of {size} bytes", most)
     for i, (given, value) in enumerate(zip(inputs, outputs, strict=True) if name else ()):
         for field, lines in ((f"inputs[{i}]", given.split("\n")), (f"outputs[{i}]", [value])):
             try:
                 list(map(json.loads, lines))
-            except (ValueError, RecursionError):
-                require(False, f"{at}.{field}", lines, "JSON, because fn_name is given")
+            except (ValueError, RecursionError) as error:
+                require(False, f"{at}.{field}", lines, f"JSON, because fn_name is given ({error})")
 
 
 async def verify(row: dict, response: str) -> Reward:
@@ -80,12 +85,12 @@ async def verify(row: dict, response: str) -> Reward:
     """
     text = final_text(response)
     source = block(text)
-    if reason := unfinished(text) or ("" if source is not None else "no code block"):
+    if reason := unfinished(text) or ("" if source else "no code block"):
         return Reward(0.0, {"reason": reason})
     tests = row["verifier_metadata"]["unit_tests"]
     name = tests.get("fn_name")
     if name:
-        source = CALL.format(source=source, text=source, name=name.split(".")[-1])
+        source = CALL.format(source=source, name=name.split(".")[-1])
     passed = 0
     reason = error = ""
     async with aclosing(programs(source or "", tests["inputs"], LIMITS)) as runs:

@@ -7,7 +7,8 @@ event with its duration, inside its times, and no two events may overlap. Other 
 such as its name, are not compared. A row that expects no event pays any answer.
 
 Of two events with one id the last is judged; an event that is given twice does not overlap itself.
-A text with `<think>` that no parser has read earns 0, as there.
+A text with `<think>` that no parser has read earns 0, as there. Deliberate deviations: texts of an
+event may hold brackets, with which NeMo-Gym's regular expression finds no list; 12:-1 is no time.
 
 Known leak: a row that expects no event rewards good and bad answers alike.
 """

@@ -41,8 +41,8 @@ def named(text: str, options: dict[str, str]) -> str | None:
 def boxed(text: str) -> str:
     r"""The text in the last \boxed{} with matching braces; "" for none."""
     _, found, rest = text.rpartition("\\boxed{")
-    depth = 1 if found else 0
-    for brace in re.finditer(r"[{}]", rest):
+    depth = 1
+    for brace in re.finditer(r"[{}]", rest if found else ""):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
             return rest[: brace.start()]

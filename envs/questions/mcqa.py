@@ -10,7 +10,8 @@ turn: the last match holds a letter, in the options or not, or an option's text.
     lenient_answer_colon_md      the last "Answer:" or `answer_prefix` that names one letter, in
                                  Markdown too; "A or B" names none; with a prefix, else the box
 
-Deliberate deviations: a regex that is none is a bad row; of several groups the first counts.
+Deliberate deviations: a regex that is none is a bad row; of several groups the first counts. The
+package nemo-gym 0.4.0 is older: it reads the first box, with one capital alone.
 Known leaks: a box earns 1.0 for its first letter whatever follows the mark ("B. A. C. D.", "B-D"),
 lenient_boxed pays for one that denies the right option ("not B's text"), and
 lenient_answer_colon_md for what follows the letter ("B is wrong", "B or maybe A").

@@ -24,6 +24,7 @@ from envs.sandbox.sandbox import Limits, memory_file
 
 TEXT = Path(__file__).with_name("terminal_host.py").read_text(encoding="utf-8")
 START = 60.0  # seconds that a terminal may take to start, or to answer late
+PRINTED = 1 << 20  # bytes that the command of a check may print
 # Sequences that move the cursor, choose colours, or name the window.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07?|[ -/]?[0-~])")
 
@@ -150,7 +151,7 @@ async def said_after(
     given = {f".given/{path}": text for path, text in files.items()}
     argv = ["bash", "-c", CHECK, "check", command]
     stdin = await in_thread(lambda: base64.b64encode(folder).decode())
-    limits = limits._replace(output=1 << 20)
+    limits = limits._replace(output=PRINTED)
     ran = await sandbox.run(argv, stdin=stdin, files=given, limits=limits)
     return None if ran.ended else ran.stdout
 

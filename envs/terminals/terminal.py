@@ -27,7 +27,9 @@ from envs.terminals.terminus import parsed
 
 AGENTS = (
     "terminal_pivot_simple_agent", "terminus_judge_simple_agent",
-    "terminal_multi_harness_simple_agent",
+    "terminus_judge_string_only_simple_agent", "terminal_multi_harness_simple_agent",
+    "terminal_multi_harness_agent006_agent", "terminal_multi_harness_codex_agent",
+    "terminal_multi_harness_opencode_agent", "terminal_multi_harness_stirrup_agent",
     "terminal_pivot", "terminus_judge", "terminal_multi_harness",
 )  # fmt: skip
 THRESHOLD = 0.9

@@ -14,9 +14,8 @@ processes are killed. Each check runs in a fresh sandbox with a copy of the fold
 written over those that are there, and `command` must print `stdout`, ends stripped. Nothing of
 a check is in the sandbox before, and `stdout` never is. Where nothing was typed: 0.0.
 
-Source: none in NeMo-Gym: its terminal environments judge one answer (terminal.py). The forms are
-those of the agent Terminus of Terminal-Bench. Known leaks: a `stdout` that can be guessed, as code
-of the policy that a check runs can print it. So let a check print results, not "ok".
+Source: none in NeMo-Gym; the forms are those of the agent Terminus of Terminal-Bench. Known leaks:
+a `stdout` that can be guessed, as code of the policy can print it. So let a check print results.
 """
 
 import json
@@ -28,7 +27,7 @@ from envs.rollout.chat import NoRoom
 from envs.rollout.messages import chat, functions
 from envs.rollout.response import Response
 from envs.sandbox import sandbox
-from envs.sandbox.shell import Shell, check_files, said_after
+from envs.sandbox.shell import PRINTED, Shell, check_files, said_after
 from envs.terminals import terminus
 from envs.terminals.terminus import FORMS, has_form, parsed
 from envs.tools.tools import converse
@@ -66,7 +65,8 @@ def check(row: dict) -> None:
         at = f"checks[{i}]."
         get(each, "command", str, "a command of bash", at)
         stdout = get(each, "stdout", str, "what the command prints", at).strip()
-        require(stdout, at + "stdout", stdout, "a text that is not empty")
+        fits = 0 < len(stdout.encode("utf-8", "surrogatepass")) <= PRINTED
+        require(fits, at + "stdout", stdout, f"a text of 1 to {PRINTED} bytes")
         check_files(each, at)
 
 

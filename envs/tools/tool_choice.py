@@ -12,7 +12,8 @@ for equal texts. Reward 0.0 or 1.0. With `parallel_tool_call_rewarding` the numb
 too, and the modes `fractional` and `f1` pay for some of the calls. Where a message is expected, any
 text without a call is paid.
 
-Deliberate deviations: true is not 1, and a message with a broken tool call earns 0.
+Deliberate deviations: true is not 1, and a message with a broken tool call earns 0. The package
+nemo-gym 0.4.0 is older: it looks at the first call alone, and knows no batches.
 
 Known leaks: any message is paid. So are more calls than expected, unless their number counts. At
 the threshold 0.1 "the cat" is "the dog", and at 0.0, SWE 1's, any two words are: its reward is the
@@ -35,6 +36,7 @@ AGENTS = (
     "search_pivot_single_step_tool_use_with_argument_comparison_agent",
     "search_pivot",
     "swe_pivot_single_step_tool_use_with_argument_comparison_agent",
+    "droid_pivot_single_step_tool_use_with_argument_comparison_agent",
     "parallel_tool_calls_single_step_tool_use_with_argument_comparison_agent",
 )
 SETTINGS: dict[str, Any] = {"word_count_similarity_threshold": 0.1}
@@ -45,6 +47,7 @@ COUNTED = dict.fromkeys(("parallel_tool_call_rewarding", "allow_subset", "allow_
 BY_AGENT: dict[str, dict[str, Any]] = {  # how its name begins -> its settings
     "search_pivot": {"word_count_similarity_threshold": 0.3},
     "swe_pivot": {"word_count_similarity_threshold": 0.0},
+    "droid_pivot": {"word_count_similarity_threshold": 0.0},
     "parallel_tool_calls": COUNTED | {"parallel_tool_call_reward_mode": "f1"},
 }
 MODES = ("binary_strict", "fractional", "f1")

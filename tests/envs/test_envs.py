@@ -22,19 +22,16 @@ import envs
 import envs.maths.math as maths
 import envs.questions.reasoning_gym as puzzles
 from envs import check_rows, registry
+from launch.make_gsm8k import blend, convert
 from settings import errors
+from support.blends import math_row
 from support.loop import at_once
 from support.tables import gives, refused
 from support.verifiers import json_values, lines, replaced
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGS = "\\boxed{9^{9^{9^9}}}"
-MATH_ROW = {
-    "responses_create_params": {"input": [{"role": "user", "content": "1 + 1?"}]},
-    "agent_ref": {"type": "responses_api_agents", "name": "math_with_judge_simple_agent"},
-    "question": "1 + 1?",
-    "expected_answer": "2",
-}
+MATH_ROW = math_row(1)
 PUZZLE_ROW = {
     "responses_create_params": {"input": [{"role": "user", "content": "How many legs?"}]},
     "agent_ref": {"type": "responses_api_agents", "name": "reasoning_gym_simple_agent"},
@@ -42,6 +39,7 @@ PUZZLE_ROW = {
     "answer": "383",
     "metadata": {"source_dataset": "leg_counting"},
 }
+EXACT_ROW = PUZZLE_ROW | {"exact": True}
 
 
 def verify_all(module, pairs) -> list[envs.Reward]:
@@ -64,15 +62,24 @@ def test_every_agent_name_finds_its_module():
         assert all(registry.environment(name) is module for name in module.AGENTS)
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("reasoning_gyms", ", such as reasoning_gym"),
-        (["math"], ", such as math"),
-        ({"math": 1}, ""),
-        *((name, "$") for name in ("zzz", "", None, 3)),
-    ],
+test_names_in_the_example_rows_of_nemo_gym = gives(
+    lambda name: registry.agents().get(name),
+    ("structured_outputs_v4_simple_agent", "following/structured_outputs"),
+    ("terminal_multi_harness_codex_agent", "terminals/terminal"),
+    ("terminus_judge_string_only_simple_agent", "terminals/terminal"),
+    ("jailbreak_engagement_with_disclaimer", "judged/safety"),
+    ("jailbreak_refusal_with_explanation", "judged/safety"),
+    ("jailbreak_hard_refusal_no_redirection", "judged/safety"),
+    ("jailbreak_hard_refusal_with_helplines", "judged/safety"),
 )
+
+
+@pytest.mark.parametrize(("name", "near"), [
+    ("reasoning_gyms", ", such as reasoning_gym"),
+    (["math"], ", such as math"),
+    ({"math": 1}, ""),
+    *((name, "$") for name in ("zzz", "", None, 3)),
+])  # fmt: skip
 def test_an_unknown_agent_is_answered_with_those_of_like_names(name, near):
     text = rf"agent_ref.name is .*expected one of \d+ agents \(docs/environments.md\){near}"
     with pytest.raises(ValueError, match=text):
@@ -150,6 +157,7 @@ test_a_bad_row_is_refused_by_name = refused(
     (MATH_ROW, ["expected_answer"], 2, "expected_answer is 2, expected a string"),
     (MATH_ROW, ["expected_answer"], " ", "expected_answer is ' ', expected an answer"),
     (PUZZLE_ROW, ["answer"], 383, "answer is 383, expected a string or null"),
+    (EXACT_ROW, ["answer"], None, "answer is missing or null, expected a string, because"),
     (PUZZLE_ROW, ["metadata"], None, r"metadata\.source_dataset is missing"),
     (PUZZLE_ROW, ["metadata", "source_dataset"], "legs", r"source_dataset is 'legs', expected"),
     (PUZZLE_ROW, ["metadata", "source_dataset"], "composite", "'composite', expected"),
@@ -157,15 +165,8 @@ test_a_bad_row_is_refused_by_name = refused(
 )
 
 
-PATHS = [
-    ["responses_create_params"],
-    INPUT,
-    [*INPUT, 0],
-    [*INPUT, 0, "role"],
-    [*INPUT, 0, "content"],
-    ["agent_ref"],
-    ["agent_ref", "name"],
-]
+PATHS = [INPUT[:1], INPUT, [*INPUT, 0], [*INPUT, 0, "role"], [*INPUT, 0, "content"]]
+PATHS += [["agent_ref"], ["agent_ref", "name"]]
 
 
 def refuses_politely(row) -> None:
@@ -240,8 +241,6 @@ def test_a_blend_is_made_of_rows_in_the_order_of_their_files(tmp_path):
 
     Answers of MATH keep their commas, GSM8K's lose them.
     """
-    from launch.make_gsm8k import blend
-
     gsm8k = [{"question": f"q{i}", "answer": f"It is so.\n#### 1,{i}00"} for i in range(2)]
     maths_like = [{"problem": f"p{i}\u2028", "expected_answer": f"(1, {i})"} for i in range(3)]
     maths_like.append({"problem": "p3", "answer": "\\frac{1}{2}"})
@@ -268,8 +267,6 @@ def test_a_blend_is_made_of_rows_in_the_order_of_their_files(tmp_path):
     ("{", ":2: Expecting property name"),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_blended_is_named(tmp_path, line, message):
-    from launch.make_gsm8k import blend
-
     source = tmp_path / "source.jsonl"
     source.write_text('{"question": "?", "answer": "#### 3"}\n' + line)
     with pytest.raises(ValueError, match=re.escape(f"{source}{message}")):
@@ -284,8 +281,6 @@ def test_a_row_that_cannot_be_blended_is_named(tmp_path, line, message):
 
 def test_what_is_read_is_not_overwritten(tmp_path):
     """Neither by a blend nor by a file converted to itself, under whatever name."""
-    from launch.make_gsm8k import blend, convert
-
     source, link = tmp_path / "train.jsonl", tmp_path / "link.jsonl"
     source.write_text('{"question": "?", "answer": "#### 3"}\n')
     link.symlink_to(source)
@@ -397,9 +392,10 @@ test_which_answer_is_scored = gives(
 )
 
 
-EXACT_ROW = PUZZLE_ROW | {"exact": True}
 test_an_exact_row_pays_its_answer_only = gives(
     lambda gold, text: verify(puzzles, EXACT_ROW | {"answer": gold}, text).value,
+    ("xidaps", "xidaps", 1),
+    ("xidaps", " xidaps\n", 1),
     ("xidaps", "<answer>xidaps</answer>", 1),
     ("xidaps", "<answer>xidapsEXTRAJUNK</answer>", 0),  # the library pays 0.9999999999999999
     ("xidaps", "Xidaps", 0),
@@ -452,21 +448,14 @@ def test_an_exact_row_refuses_what_the_library_pays(name, expected, metadata, wr
     assert [reward.value for reward in verify_all(puzzles, pairs)] == [1, 1, 0, 1]
 
 
-def test_an_exact_row_needs_an_answer():
-    with pytest.raises(ValueError, match="answer is missing or null, expected a string, because"):
-        check_rows.check_row(EXACT_ROW | {"answer": None})
-
-
 def test_a_row_that_its_scorer_cannot_use_is_an_error_and_no_reward():
     row = PUZZLE_ROW | {"metadata": {"source_dataset": "boxnet"}}
     with pytest.raises(ValueError, match="metadata"):
         verify(puzzles, row, "[]")
 
 
-CODE_ROW = PUZZLE_ROW | {
-    "answer": "0",
-    "metadata": {"source_dataset": "binary_matrix", "matrix": [[0]], "solution": [[0]]},
-}
+CODE = {"source_dataset": "binary_matrix", "matrix": [[0]], "solution": [[0]]}
+CODE_ROW = PUZZLE_ROW | {"answer": "0", "metadata": CODE}
 
 
 @pytest.mark.slow

@@ -100,8 +100,16 @@ def test_functions_and_methods_are_called():
     for main in ("print(add([1], 2))", "input()", "import unittest; unittest.main()"):
         guarded = f"{plain}\nif __name__ == '__main__':\n    {main}"
         assert judged(guarded, of).value == 1, main
-    assert judged(plain, of).value == judged(method, of).value == 1
-    for wrong in ("add = 5", "def other(): pass", "def add(xs, y): return xs", "input()", "exit()"):
+    future = f"from __future__ import annotations\n{plain}\ndef other() -> unknown: ..."
+    assert judged(plain, of).value == judged(method, of).value == judged(future, of).value == 1
+    for wrong in (
+        "add = 5",
+        "def other(): pass",
+        "def add(xs, y): return xs",
+        "input()",
+        "exit()",
+        "",
+    ):
         assert judged(wrong, of).value == 0, wrong
     assert judged("def add(xs, y): return {1, 2}", of).info["reason"] == "crashed"
 
@@ -189,4 +197,6 @@ test_bad_rows = refused(
     ({"inputs": [2, 5]}, r"unit_tests.inputs\[0\] is 2, expected a string"),
     ({"fn_name": 5}, "unit_tests.fn_name is 5, expected the name of a function"),
     ({"fn_name": "f", "inputs": ["x", "y"]}, r"unit_tests.inputs\[0\] is \['x'\], expected JSON"),
+    ({"fn_name": "f", "inputs": ["1", "9" * 5000]}, r"inputs\[1\] is \['9.*\(4300 digits"),
+    ({"outputs": ["4", " " + "5" * (2**22 + 1)]}, r"outputs\[1\] is .*4194305.*at most 4194304"),
 )

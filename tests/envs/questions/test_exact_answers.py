@@ -46,9 +46,3 @@ def test_hostile_answers_take_little_time_and_no_process(monkeypatch):
         slowest = max(slowest, time.process_time() - began)
     print(f"the slowest took {1000 * slowest:.1f} ms")
     assert slowest < 0.15  # 0.01 to 0.02
-
-
-def test_only_the_answer_is_paid():
-    for text, paid in (("a", 1), (" a\n", 1), ("<answer>a</answer>", 1), ("b", 0), ("<think>a", 0)):
-        made = asyncio.run(reasoning_gym.verify(ROW | {"exact": True}, text))
-        assert made.value == paid, text

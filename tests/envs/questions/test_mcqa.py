@@ -59,6 +59,8 @@ test_grading_modes = gives(
     (STRICT, r"\boxed{AB}", None),
     (STRICT, r"\boxed{a blue whale}", None),
     (STRICT, r"\boxed{B", None),
+    (STRICT, "B. So {x}}", None),
+    (LENIENT, r"\fbox{\text{a blue whale}}", None),
     (LENIENT, r"\boxed{it is A Blue  whale}", "B"),
     (LENIENT, r"\boxed{a blue whale or an owl}", None),
     (LENIENT, "a blue whale", None),

@@ -18,7 +18,7 @@ from envs.terminals import terminal_use
 from settings.services import Services
 from support.chats import real, talker
 from support.escapes import OUT
-from support.loop import at_once, in_loop
+from support.loop import at_once
 from support.scripts import Script, calling
 from support.tables import refused
 from support.verifiers import HOSTILE
@@ -30,10 +30,8 @@ SMALL = Limits(
 PYTHON = " ".join(sandbox.python())
 EATS = 'import time; x = b"a" * (250 << 20); time.sleep(60)'
 BASH = [{"type": "function", "name": "bash", "parameters": {"type": "object", "properties": {}}}]
-ROW = {
-    "agent_ref": {"name": "terminal_use"},
-    "responses_create_params": {"input": "Sort numbers.txt into sorted.txt.", "tools": BASH},
-}
+PARAMS = {"input": "Sort numbers.txt into sorted.txt.", "tools": BASH}
+ROW = {"agent_ref": {"name": "terminal_use"}, "responses_create_params": PARAMS}
 ROW |= {"harness": "terminus_2", "files": {"data/numbers.txt": "30\n4\n100\n"}}
 ROW["checks"] = [
     {"command": "cat data/sorted.txt", "stdout": "4\n30\n100\n"},
@@ -54,14 +52,10 @@ def episode(*answers: str, row: dict = ROW):
     return asyncio.run(terminal_use.rollout(row, policy)), policy.last()
 
 
-def shown(*keys: str, limits: Limits = SMALL, seconds: float = 5.0, files=None) -> list[str]:
+async def shown(*keys: str, seconds: float = 5.0, files: dict | None = None) -> list[str]:
     """What one shell shows of these keys."""
-
-    async def typed():
-        async with Shell(limits, files or {}) as terminal:
-            return [await terminal.type(each, seconds) for each in keys]
-
-    return asyncio.run(typed())
+    async with Shell(SMALL, files or {}) as terminal:
+        return [await terminal.type(each, seconds) for each in keys]
 
 
 def children() -> set[int]:
@@ -71,23 +65,22 @@ def children() -> set[int]:
 # --- shells ---------------------------------------------------------------------------------------
 
 
-def test_a_shell_remembers_and_shows_what_was_typed():
+async def test_a_shell_remembers_and_shows_what_was_typed():
     keys = ("cd a; x=7\n", "pwd; echo $((x * 6))\n", "cat b.txt\n")
-    first, second, third = shown(*keys, files={"a/b.txt": "né\n"})
+    first, second, third = await shown(*keys, files={"a/b.txt": "né\n"})
     assert first == "cd a; x=7\n~/a$ "
     assert second == "pwd; echo $((x * 6))\n/work/a\n42\n~/a$ " and "\nné\n" in third
 
 
-def test_it_waits_no_longer_than_the_command_or_than_asked():
+async def test_it_waits_no_longer_than_the_command_or_than_asked():
     began = time.monotonic()
     keys = ("echo a\n", "sleep 99; echo no\n", "\x03", "(sleep 1; echo late)&\n", "")
-    quick, slow, _, after, wait = shown(*keys, seconds=1.5)
+    quick, slow, _, after, wait = await shown(*keys, seconds=1.5)
     assert "a\n" in quick and "no\n" not in slow.partition("\n")[2]
     assert "late" not in after.partition("\n")[2] or "late" in wait + after
     assert time.monotonic() - began < 90
 
 
-@in_loop
 async def test_a_command_of_many_lines_is_one():
     async with Shell(SMALL, {}) as terminal:
         lines = "for i in 1 2; do\n  echo $i\ndone\ncat > f <<EOF\nz\nEOF\ncat f; cd /tmp"
@@ -100,19 +93,19 @@ async def test_a_command_of_many_lines_is_one():
         assert "54\n" in await terminal.run("echo $((6 * 9))", 9)
 
 
-def test_a_shell_that_ends_is_followed_by_another():
-    gone, new, *_ = shown("sleep 60 & cd /tmp; exit\n", "pwd; pgrep sleep\n")
+async def test_a_shell_that_ends_is_followed_by_another():
+    gone, new, *_ = await shown("sleep 60 & cd /tmp; exit\n", "pwd; pgrep sleep\n")
     assert "the shell has ended with all that it began" in gone
     assert new == "pwd; pgrep sleep\n/work\n~$ "
 
 
-def test_escapes_are_not_shown():
-    (text,) = shown(r"printf '\033[31mred\033[0m \033]0;title\007x\r\n10%%\r20%%\n'" + "\n")
+async def test_escapes_are_not_shown():
+    (text,) = await shown(r"printf '\033[31mred\033[0m \033]0;title\007x\r\n10%%\r20%%\n'" + "\n")
     assert "\nred x\n20%\n" in text
 
 
-def test_much_output_is_cut():
-    (text,) = shown("seq 300000\n")
+async def test_much_output_is_cut():
+    (text,) = await shown("seq 300000\n")
     assert len(text) < 3 * SMALL.output and "[... output cut ...]" in text
     assert text.startswith("seq 300000\n1\n2\n") and text.endswith("\n300000\n~$ ")
 
@@ -123,7 +116,6 @@ def test_much_output_is_cut():
     ("while :; do (timeout 0.2 yes > /dev/null); done\n", "time"),
     (f"for i in 1 2 3; do {PYTHON} -c '{EATS}' & done; wait\n", "memory"),
 ])  # fmt: skip
-@in_loop
 async def test_what_uses_too_much_is_ended(keys, ended):
     limits = SMALL._replace(seconds=1 + (ended == "memory"), memory=512 << 20)
     async with Shell(limits, {}) as terminal:
@@ -134,7 +126,6 @@ async def test_what_uses_too_much_is_ended(keys, ended):
         assert b"kept" in await terminal.pack(), "what was done before counts"
 
 
-@in_loop
 async def test_a_background_process_is_ended_while_the_policy_thinks():
     async with Shell(SMALL._replace(seconds=1), {}) as terminal:
         await terminal.type("yes > /dev/null &\n", 1)
@@ -143,7 +134,6 @@ async def test_a_background_process_is_ended_while_the_policy_thinks():
         assert terminal.ended == "time"
 
 
-@in_loop
 async def test_what_hurts_does_not_end_the_terminal():
     """A fork bomb, a full disk, killing all, a stopped host, and a terminal in disorder."""
     harm = [
@@ -167,7 +157,6 @@ async def test_what_hurts_does_not_end_the_terminal():
 @pytest.mark.parametrize(
     ("made", "listed"), [("chmod 0 f; chmod 0 .", "f"), ("mkfifo p; ln -s / up", "f p up")]
 )
-@in_loop
 async def test_odd_folders_are_packed(made, listed):
     async with Shell(SMALL, {"f": "1"}) as terminal:
         await terminal.type(made + "\n", 5)
@@ -182,7 +171,7 @@ def test_a_folder_too_large_to_pack_earns_nothing():
     assert made.reward.info == {"reason": "the working folder cannot be read"}
 
 
-def test_nobody_gets_out_or_at_the_host():
+async def test_nobody_gets_out_or_at_the_host():
     """The programs of support/escapes.py, with the first process in the place of the parent."""
     of_host = {name: code for name, code in OUT.items() if "getppid" in code or "/proc/1" in code}
     assert len(of_host) > 9
@@ -190,7 +179,7 @@ def test_nobody_gets_out_or_at_the_host():
     texts = {p: f"{c.replace('os.getppid()', '1')}\nprint(4_9)\n" for p, c in pieces.items()}
     texts["control.py"] = "print(49)"
     loop = f"for i in *.py; do timeout 9 {PYTHON} $i > $i.out 2>/dev/null </dev/null; done\n"
-    *_, said = shown(loop, "grep -lx 49 *.out; echo end\n", files=texts, seconds=60)
+    *_, said = await shown(loop, "grep -lx 49 *.out; echo end\n", files=texts, seconds=60)
     assert [line for line in said.split("\n") if ".py.out" in line] == ["control.py.out"]
 
 
@@ -236,15 +225,13 @@ def test_many_at_once():
 
 
 @pytest.mark.parametrize("name", ["unsafe", "http"])
-def test_only_bubblewrap_holds_shells(name, monkeypatch):
-    own = Services(sandbox=name, sandbox_url="http://127.0.0.1:9")
-    monkeypatch.setattr(services, "_current", [own])
+async def test_only_bubblewrap_holds_shells(name):
+    services.configure(Services(sandbox=name, sandbox_url="http://127.0.0.1:9"))
     assert services.problem("shell") == f"services.sandbox = {name!r}, expected 'bubblewrap'"
     with pytest.raises(CheckerError, match="bubblewrap|no commands"):
-        shown("ls\n")
+        await shown("ls\n")
 
 
-@in_loop
 async def test_a_terminal_that_dies_is_an_error():
     with pytest.raises(CheckerError, match="a terminal of the sandbox"):
         async with Shell(SMALL, {}) as terminal:
@@ -353,21 +340,17 @@ def test_an_untouched_folder_earns_nothing():
     assert episode(typing("ls\n", done=True), row=row)[0].reward.value == 1
 
 
-def test_hostile_answers_are_typed_in_time():
+async def test_hostile_answers_are_typed_in_time():
     """Keys of any kind neither stop a terminal nor end it."""
-
-    async def typed(text: str) -> None:
+    for text in HOSTILE:
+        began = time.monotonic()
         played = await terminal_use.play(ROW, None, Response.of(text))
         assert played == (terminal_use.NO_FORM, False)
         async with Shell(SMALL, {}) as terminal:
             answer = Response.of(typing(text, "\x03", "\n", seconds=0.3))
-            shown, done = await terminal_use.play(ROW, terminal, answer)
-            assert len(shown) < 2 * terminal_use.LIMITS.output and not done and not terminal.ended
+            told, done = await terminal_use.play(ROW, terminal, answer)
+            assert len(told) < 2 * terminal_use.LIMITS.output and not done and not terminal.ended
             assert await terminal.pack()
-
-    for text in HOSTILE:
-        began = time.monotonic()
-        asyncio.run(typed(text))
         assert time.monotonic() - began < 60, text[:9]
 
 
@@ -389,6 +372,8 @@ test_bad_rows = refused(
     ({"checks": ["ls"]}, r"checks\[0\].command is missing or null"),
     ({"checks": [{"command": "ls"}]}, r"checks\[0\].stdout is missing or null"),
     ({"checks": [{"command": "ls", "stdout": " "}]}, r"checks\[0\].stdout is '', expected a te"),
+    ({"checks": [{"command": "ls", "stdout": "a" * 2**20 + "b"}]},
+     r"checks\[0\].stdout is 'a.*b', expected a text of 1 to 1048576 bytes"),
     ({"checks": [{"command": "ls", "stdout": "a", "files": {"..": ""}}]},
      r"checks\[0\].files is '..', expected paths inside"),
     ({"harness": "bash", "responses_create_params": {"input": "?"}}, "tools is missing"),

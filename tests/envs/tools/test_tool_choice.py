@@ -73,14 +73,16 @@ def test_real_rows():
 
 def test_each_agent_has_its_threshold():
     """Of "the cat sat" and "the dog ran" a sixth of the words is shared."""
-    expected = {"search_pivot": 0, "toolcall_schema": 1, "swe_pivot": 1}
+    expected = {"search_pivot": 0, "toolcall_schema": 1, "swe_pivot": 1, "droid_pivot": 1}
     for name, value in expected.items():
         agent = f"{name}_single_step_tool_use_with_argument_comparison_agent"
         assert agent in tool_choice.AGENTS
         judged = row(call("f", {"q": "the cat sat"}), agent)
         assert reward(judged, call("f", {"q": "the dog ran"})) == value
         assert reward(judged, call("f", {"q": "the dog sat"})) == 1  # two of six
-        assert reward(judged, call("f", {"q": "a dog ran"})) == (name == "swe_pivot")
+        assert reward(judged, call("f", {"q": "a dog ran"})) == (
+            name in ("swe_pivot", "droid_pivot")
+        )
         assert reward(judged, call("f", {"q": "the"})) == 0
     both = row(batch("a", "b"), "parallel_tool_calls_" + AGENT)
     assert reward(both, call("search", {"q": "a"})) == pytest.approx(2 / 3)
