@@ -236,6 +236,25 @@ async def test_an_engine_that_does_not_join_has_a_deadline_of_its_own(house):
     assert home.killed == [first, third] and home.updates(second)[-1] == 1
 
 
+async def test_a_group_that_failed_is_made_anew_by_those_that_had_one_before(house):
+    home = await house(2, answer=0.05, timeouts={"sync": 60, "start": 60}).open()
+    first, second = home.made
+    home.slow = True
+    home.lose(first)
+    await asyncio.wait_for(home.engines.sync(1), 5)
+    third = home.made[2]
+    third.answers["start"].give(None)
+    await asyncio.wait_for(home.fleet.replaced(), 5)
+
+    def joins(*_):
+        third.answers["check_health"] = RuntimeError("it died")
+        return RuntimeError("it died")
+
+    third.answers["join_sync_group"] = joins
+    await asyncio.wait_for(home.engines.sync(2), 5)
+    assert home.worlds() == [3, 2, 3, 2] and home.updates(second)[-1] == 2
+
+
 async def test_an_update_waits_where_nobody_is_left(house):
     home = await house(1).open()
     home.slow = True
