@@ -243,10 +243,9 @@ def importance_weights(
 ) -> ImportanceWeights:
     """Weights of tokens by their ratio pi_old / pi_engine, whose log is `gap_T` [T].
 
-    pi_old is the trained policy before the batch's first update; with one update, pi_train.
-
-    The bounds judge a token's own ratio or its sequence's. Masking gives the own ratio, or 0 if
-    outside; truncation the judged one, clamped. TIS: Yao et al. 2025; IcePop: Ling team 2025.
+    pi_old is the policy before the batch's first update. The bounds judge a token's own ratio or
+    its sequence's. Masking gives the own ratio, or 0 if outside; truncation the judged one,
+    clamped. TIS: Yao et al. 2025; IcePop: Ling team 2025.
     """
     weight_T = gap_T.clamp(-20, 20).exp()  # must not overflow before the rule sees it
     judged_T = weight_T

@@ -120,11 +120,12 @@ class Crew:
 
     async def is_alive(self, worker: Any) -> bool:
         """Whether a worker answers; one that does not is killed."""
-        started = worker in self.started
-        limit = waits.ANSWER_SECONDS if started else self.cfg.timeouts.start
+        limit = waits.ANSWER_SECONDS if worker in self.started else self.cfg.timeouts.start
         try:
             asked = worker.call.remote(services.report)
-            self.receive(worker, await answer(asked, limit, "a rollout worker"))
+            report = await answer(asked, limit, "a rollout worker")
+            if worker in self.ranks:  # or another call has given it up meanwhile
+                self.receive(worker, report)
             self.started.add(worker)
         except Exception as error:
             if self.outages:

@@ -368,3 +368,21 @@ def test_a_record_names_the_step_or_the_evaluation():
     assert Slot(7).record(4) == {"step": 2, "slot": 7, "evaluation": None}
     assert Slot(8).record(4) == {"step": 3, "slot": 8, "evaluation": None}
     assert Slot(7, 0).record(4) == {"step": None, "slot": 7, "evaluation": 0}
+
+
+async def test_a_late_report_of_a_worker_that_was_given_up_begins_no_outage(monkeypatch):
+    """Two health checks of one worker: the first one times out, then the second is answered."""
+    setting = Setting(monkeypatch, answer=0.2)
+    crew = setting.dispatcher.crew
+    crew.receive(setting.workers[0], Report({}, Counter(failed=1)))  # outages are watched now
+    crew.ranks[setting.workers[0]] = 0
+    crew.started.add(setting.workers[0])
+    late = Answer(...)
+    answers = [Answer(...), late]
+    setting.workers[0].answers["call"] = lambda *_: answers.pop(0)
+    first = asyncio.create_task(crew.is_alive(setting.workers[0]))
+    await asyncio.wait([first], timeout=0.1)
+    second = asyncio.create_task(crew.is_alive(setting.workers[0]))
+    assert not await first and setting.killed == setting.workers
+    late.give(AWAY)
+    assert not await second and not crew.outages.away()
