@@ -133,8 +133,9 @@ def own_packages() -> str:
         tried = subprocess.run([*before, *python(), "-c", code], capture_output=True, text=True)
     except OSError as error:
         raise CheckerError(f"the sandbox cannot start Python: {error}") from None
-    if tried.returncode < 0:
-        raise CheckerError(f"a Python that imports numpy was ended: code {tried.returncode}")
+    if tried.returncode and "ModuleNotFoundError" not in tried.stderr:  # it may be for a moment
+        said = f"code {tried.returncode}, {tried.stderr[-300:]!r}"
+        raise CheckerError(f"a Python could not import numpy: {said}")
     if tried.returncode:
         log.warning("programs of answers cannot import numpy: %s", tried.stderr[-300:])
     return "" if tried.returncode else folder

@@ -337,3 +337,15 @@ def test_a_run_that_is_given_up_leaves_nothing():
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(outputs("while True: pass", [""], Limits()), 0.5))
     assert time.monotonic() - began < 60 and children() <= before
+
+
+def test_a_look_at_numpy_that_fails_for_a_moment_is_taken_again(monkeypatch):
+    """Remembered, each right program that needs it would earn 0 until the run ends."""
+    sandbox.own_packages.cache_clear()
+    ran = subprocess.CompletedProcess([], 1, "", "ImportError: libopenblas: Cannot allocate memory")
+    with monkeypatch.context() as starved:
+        starved.setattr(sandbox.subprocess, "run", lambda *_, **__: ran)
+        starved.setattr(sandbox, "python", lambda: [sys.executable])
+        with pytest.raises(CheckerError, match="could not import numpy: code 1, .*allocate"):
+            sandbox.own_packages()
+    assert sandbox.own_packages()
