@@ -126,7 +126,7 @@ class Crew:
             report = await answer(asked, limit, "a rollout worker")
             if worker in self.ranks:  # or another call has given it up meanwhile
                 self.receive(worker, report)
-            self.started.add(worker)
+                self.started.add(worker)
         except Exception as error:
             if self.outages:
                 self.outages.forget(worker)

@@ -155,7 +155,7 @@ class Fleet:
         self.take_in_started()
         # One that is dead or hangs by now would keep the others waiting.
         await asyncio.gather(*map(self.is_alive, self.alive))
-        if not self.alive or self.grouped != set(self.alive):
+        while not self.alive or self.grouped != set(self.alive):  # one may die once it has joined
             from runtime import joining
 
             await joining.join(self)

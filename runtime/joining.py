@@ -40,7 +40,7 @@ async def join(fleet: "Fleet") -> None:
     members = fleet.alive  # from here on none may be missing: the others would wait
     if fleet.grouped == set(members):
         return
-    fleet.grouped = set()  # a group that was not made whole is none
+    fleet.grouped = set()  # until all have joined: a group that lacks one is none
     if not fleet.worked:
         phase("sending the policy to the engines")
     cfg = fleet.cfg

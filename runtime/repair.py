@@ -84,9 +84,9 @@ async def end_update(fleet: "Fleet", received: dict[asyncio.Future, Any]) -> Bas
     await asyncio.wait(received, timeout=2 if errors else 0)
     error = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
     fleet.discard([e for t, e in received.items() if not t.done() or t.exception()], error)
+    fleet.grouped = set()
     # The dead engines' sockets are closed now, so a send that waits for them ends as well. NCCL
     # has no sockets: its sends are aborted.
-    fleet.grouped = set()
     await ask(fleet, fleet.cluster.senders, Sender.abort)
     await within(limit, "the trainers' sends to end", asyncio.wait(fleet.sent))
     return error

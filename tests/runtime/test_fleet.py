@@ -255,6 +255,24 @@ async def test_a_group_that_failed_is_made_anew_by_those_that_had_one_before(hou
     assert home.worlds() == [3, 2, 3, 2] and home.updates(second)[-1] == 2
 
 
+async def test_an_engine_that_dies_once_it_has_joined_is_left_out(house):
+    """The trainer joins late, so the update has not begun when the engine is found dead."""
+    home = await house(2, answer=1.0, timeouts={"sync": 60, "start": 60}).open()
+    home.lose(home.made[0])
+    await asyncio.wait_for(home.fleet.replaced(), 5)
+    late = Answer(...)
+    joins = [late]
+    home.trainer.answers["join_sync_group"] = lambda *_: joins.pop() if joins else None
+    update = asyncio.create_task(home.engines.sync(1))
+    await asyncio.sleep(0.1)
+    successor = home.made[2]
+    successor.answers["check_health"] = RuntimeError("it died")
+    assert not await home.fleet.is_alive(successor)
+    late.give(None)
+    await asyncio.wait_for(update, 5)
+    assert home.killed == [home.made[0], successor] and home.worlds() == [3, 3, 2]
+
+
 async def test_an_update_waits_where_nobody_is_left(house):
     home = await house(1).open()
     home.slow = True
