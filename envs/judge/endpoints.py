@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from envs.judge import prompts
 from envs.rollout.transfer import directly
 from settings.services import is_address
 
@@ -43,6 +44,8 @@ def problem(name: str, judge: dict[str, Any]) -> str:
 
     A server that does not answer is none: the run waits for it. One that answers must serve it.
     """
+    if (path := judge.get("prompts")) and (wrong := prompts.problem(path)):
+        return f"services.judges[{name!r}]['prompts']: {wrong}"
     return _problem(name, json.dumps(judge), *(os.environ.get(key, "") for key in VARIABLES))
 
 
@@ -53,7 +56,8 @@ def _problem(name: str, judge: str, file: str, served: str, nodes: str) -> str:
         with ThreadPoolExecutor(len(found)) as pool:
             answers = pool.map(lambda url: unserved(url, settings.get("model", "")), found)
             return next(filter(None, answers), "")
-    names = [line.split()[0] for line in served.splitlines() if line.strip()]
+    lines = (text_of(served) or served).splitlines()
+    names = [line.split()[0] for line in lines if line.strip()]
     comes = bool(file) or nodes not in ("", "0")  # with a job that has yet to be submitted, perhaps
     if comes and (name in names or not names):
         return ""

@@ -20,13 +20,16 @@ import json
 import logging
 import os
 import random
+import re
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
+from core.waits import in_thread
 from envs.judge import endpoints
+from envs.judge.prompts import inert
 from envs.rollout import services
 from envs.rollout.services import Away, CheckerError, Report, limits, patience
 from envs.rollout.transfer import Broken, whole
@@ -41,6 +44,8 @@ LONGEST_PAUSE = 5.0  # seconds between two probes, or before a call is made agai
 LONGEST_REST = 60.0  # seconds for which a server's Retry-After is believed
 LONGEST = 32 << 20  # bytes of an answer
 REFUSED = 300  # characters of a refusal that are shown
+TOO_LONG = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)")  # as vLLM says it
+LARGE = 1 << 16  # characters of messages that are not worth a thread
 
 
 class Failed(Exception):
@@ -50,6 +55,10 @@ class Failed(Exception):
         super().__init__(message)
         self.reason = reason  # "429", "5xx", "timeout", "connection" or "garbled"
         self.rest = rest  # seconds for which the server wants no calls
+
+
+class TooLong(CheckerError):
+    """A conversation is longer than the judge's context."""
 
 
 JUDGES: weakref.WeakKeyDictionary[Any, dict[str, "Judge"]] = weakref.WeakKeyDictionary()
@@ -71,17 +80,29 @@ async def ask(
 ) -> T | None:
     """The verdict that `read` finds in what the judge says; None where it finds none `tries` times.
 
-    `read` gets the text behind the judge's thought. `sampling` are parameters of a chat completion
-    (temperature, top_p, max_tokens); services.judges[name]["sampling"] overrides them. Raises Away,
-    and CheckerError where the judge refuses the request, or says nothing that can be read.
+    Control tokens of chat templates in the messages get a space (envs/judge/prompts.py). `read`
+    gets the text behind the judge's thought. `sampling` are parameters of a chat completion
+    (temperature, top_p, max_tokens); services.judges[name]["sampling"] overrides them. A reply that
+    was cut off has no verdict, and a conversation that is longer than the judge's context gets
+    none. Raises Away, and CheckerError where the judge refuses any other request, or where UNREAD
+    replies in a row have no verdict.
     """
+    if sum(len(message["content"]) for message in messages) > LARGE:
+        messages = await in_thread(inert, messages)
+    else:
+        messages = inert(messages)
     judges = JUDGES.setdefault(asyncio.get_running_loop(), {})
     judge = judges.setdefault(name, Judge(name))
-    for _ in range(tries):
-        verdict = read(await judge.say(messages, sampling))
+    said_nothing = 0
+    while said_nothing < tries:
+        try:
+            verdict = read(await judge.say(messages, sampling))
+        except TooLong:
+            verdict, said_nothing = None, tries  # the next one would be refused as well
         judge.unread = 0 if verdict is not None else judge.unread + 1
         if verdict is not None:
             return verdict
+        said_nothing += 1
         judge.failures[f"{name}/malformed"] += 1
         if judge.unread >= UNREAD:
             raise CheckerError(f"judge {name!r} gave no verdict in {judge.unread} replies in a row")
@@ -163,21 +184,38 @@ class Server:
             reason = "429" if answer.status == 429 else "5xx"
             raise Failed(reason, told, rest(answer.headers.get("Retry-After", "")))
         if answer.status != 200:
-            raise CheckerError(f"a server refused a request: {told}")
+            raise refusal(
+                told, sum(len(one["content"]) for one in (body or {}).get("messages", []))
+            )
         try:
             return json.loads(raw)
         except (ValueError, RecursionError):
             raise Failed("garbled", told) from None
 
 
+def refusal(told: str, characters: int) -> CheckerError:
+    """The error for a request that a server refuses; `characters` are those of the conversation.
+
+    A conversation with fewer characters than half of the context's tokens is not too long: the
+    judge is served with too short a context for the tokens that it is asked for.
+    """
+    context = TOO_LONG.search(told)
+    if context and characters > int(context[1]) / 2:
+        return TooLong(f"a server refused a conversation of {characters} characters: {told}")
+    return CheckerError(f"a server refused a request: {told}")
+
+
 def said(url: str, told: Any) -> str:
-    """The text of a chat completion behind the thought; "" for a thought that does not end.
+    """The text of a chat completion behind the thought; "" for what was cut off.
 
     Raises Failed where it is no chat completion, or the server has given it up.
     """
     try:
-        if told["choices"][0].get("finish_reason") in ("abort", "error"):
+        ended = told["choices"][0].get("finish_reason")
+        if ended in ("abort", "error"):
             raise Failed("garbled", f"{url}/chat/completions was given up by the server")
+        if ended == "length":  # a label in it may be one of those that the judge weighs
+            return ""
         text = told["choices"][0]["message"]["content"] or ""
         text = text.rpartition("</think>")[2]
         return "" if "<think>" in text else text.strip()

@@ -74,17 +74,24 @@ def read(reply: str, quoted: Sequence[Verdict] = ()) -> Verdict | None:
     """The verdict in a judge's reply; None for none.
 
     It is the first JSON object of those in ```json fences, else the last one of the text, that has
-    a score or a ranking. `quoted` are the objects that stand in the answers themselves: where there
-    is another one, a judge that repeats an answer is not believed to mean it.
+    a score or a ranking. `quoted` are the verdicts that stand in the answers themselves: a judge
+    that repeats one is believed to mean it only where there is no other, and it ends the reply.
     """
     found = verdicts(reply)
-    return next((verdict for verdict in found if verdict not in quoted), next(iter(found), None))
+    own = [verdict for verdict in found if verdict not in quoted]
+    ends = reply.rstrip("` \n").endswith("}")
+    return next(iter(own or (found if ends else ())), None)
 
 
 def verdicts(text: str) -> list[Verdict]:
     """All verdicts that a text holds: first those in fences in their order, then from the end."""
     fenced = [made for block in fences(text) for made in map(verdict_of, objects(block))]
     return list(filter(None, [*fenced, *map(verdict_of, reversed(objects(text)))]))
+
+
+def veiled(text: str) -> str:
+    """A text without a verdict: where there is one, all braces are doubled, which is no JSON."""
+    return text.replace("{", "{{").replace("}", "}}") if verdicts(text) else text
 
 
 def verdict_of(text: str) -> Verdict | None:

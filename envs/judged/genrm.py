@@ -20,8 +20,9 @@ verdicts that were found are kept.
 
 Deliberate deviations. An answer that is empty, or was cut off while it thought, is shown as "None",
 as there, and earns 0 at most: the length weights would pay it. Numbers that no judge is asked for,
-such as a score of 10, are no verdict. One that stands in an answer counts only where the reply has
-no other. Where a pair is too long for the judge, neither answer is better.
+such as a score of 10, are no verdict. One that stands in an answer is shown with its braces
+doubled, and counts only where it ends a reply that has no other. Where a pair is too long for the
+judge, neither answer is better.
 Known leaks: answers that persuade the judge; East Asian letters count as formatting, as there.
 """
 
@@ -32,11 +33,12 @@ from collections.abc import Sequence
 from core.waits import in_thread, together
 from envs import Reward, final_text, get, unfinished
 from envs.judge import judge
+from envs.judge.prompts import chosen, prompts
 from envs.judged import comparison
 from envs.judged.comparison import Answer, Pair, Verdict
 from envs.rollout.messages import chat
 from envs.rollout.response import Response
-from envs.rollout.services import CheckerError, current
+from envs.rollout.services import current
 from settings.services import weights
 
 AGENTS = ("genrm_simple_agent", "genrm_simple_agent_reasoning_off", "genrm_compare")
@@ -44,14 +46,7 @@ TRIES = 4
 SAMPLING = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 16384}
 LONGEST = 50_000  # characters of a reply
 MOST = 1000  # groups with verdicts that are kept until they are complete
-PRINCIPLE = (
-    "Be an impartial judge of two responses to the user. First work out an answer of your own, and "
-    "hold both responses against it. Find what is wrong or inaccurate in them, and what is missing "
-    "that the user would want to know. A good response answers what was asked and follows the "
-    "instructions; where a request can be understood in several ways, it asks rather than assumes. "
-    "It stays with the subject and is as short as the subject allows. Where the task asks for it, "
-    "value what is original."
-)
+PRINCIPLE = prompts(__file__)["principle"]
 # By group, the verdicts that a failed attempt at it has got.
 FOUND: dict[str, dict[Pair, Verdict | None]] = {}
 
@@ -75,17 +70,17 @@ async def score_group(rows: list[dict], responses: list[str]) -> list[Reward]:
     """
     compared = comparison.pairs(len(responses))
     answers = [answer_of(response) for response in responses]
-    principle = {"role": "principle", "content": rows[0].get("principle") or PRINCIPLE}
+    own = chosen("genrm", PRINCIPLE)
+    principle = {"role": "principle", "content": rows[0].get("principle") or own}
     context = [*conversation(rows[0]), principle]
-    group, quoted = await in_thread(prepared, context, answers)
+    group, shown, quoted = await in_thread(prepared, context, answers)
     found = FOUND.setdefault(group, {})
     while len(FOUND) > MOST:
         FOUND.pop(next(iter(FOUND)))
 
     async def compare(i: int, j: int) -> None:
         if (i, j) not in found:
-            shown = [answers[i].text or "None", answers[j].text or "None"]
-            found[i, j] = await ask(context, shown, quoted[i] + quoted[j])
+            found[i, j] = await ask(context, [shown[i], shown[j]], quoted[i] + quoted[j])
 
     await together(compare(i, j) for i, j in compared)
     FOUND.pop(group, None)
@@ -98,10 +93,13 @@ def answer_of(response: str) -> Answer:
     return Answer(Response.of(response).reasoning, "" if unfinished(text) else text)
 
 
-def prepared(context: list[dict], answers: list[Answer]) -> tuple[str, list[list[Verdict]]]:
-    """A name for the group, and the verdicts that stand in each answer."""
+def prepared(
+    context: list[dict], answers: list[Answer]
+) -> tuple[str, list[str], list[list[Verdict]]]:
+    """A name for the group; of each answer what is shown, and the verdicts that stand in it."""
     name = hashlib.sha256(json.dumps([context, answers]).encode()).hexdigest()
-    return name, [comparison.verdicts(answer.text) for answer in answers]
+    shown = [comparison.veiled(answer.text) or "None" for answer in answers]
+    return name, shown, [comparison.verdicts(answer.text) for answer in answers]
 
 
 def conversation(row: dict) -> list[dict]:
@@ -111,10 +109,7 @@ def conversation(row: dict) -> list[dict]:
 
 
 async def ask(context: list[dict], shown: list[str], quoted: Sequence[Verdict]) -> Verdict | None:
-    """The judge's verdict on two answers; None where it gives none.
-
-    Raises Away, and CheckerError where the judge refuses, but not for too long a conversation.
-    """
+    """The judge's verdict on two answers; None where it gives none. Raises as `judge.ask` does."""
 
     def read(reply: str) -> Verdict | None:
         verdict = comparison.read(reply, quoted) if len(reply) <= LONGEST else None
@@ -122,12 +117,7 @@ async def ask(context: list[dict], shown: list[str], quoted: Sequence[Verdict]) 
 
     roles = ("response_1", "response_2")
     pair = [{"role": role, "content": text} for role, text in zip(roles, shown, strict=True)]
-    try:
-        return await judge.ask("genrm", [*context, *pair], read, TRIES, **SAMPLING)
-    except CheckerError as error:
-        if "context length" not in str(error):  # as vLLM calls what is too long
-            raise
-        return None
+    return await judge.ask("genrm", [*context, *pair], read, TRIES, **SAMPLING)
 
 
 def rewards(

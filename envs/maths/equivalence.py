@@ -12,14 +12,16 @@ counts. An answer without a label is "not the same". Three agents differ in Rule
 As in the released configurations, no Rules look again at a whole answer for half the reward.
 
 Deliberate deviations: the instructions are our own, with the published labels, which an answer
-cannot imitate; an answer that is empty or cut off earns 0 unseen. Known leaks: those of the judge.
+cannot imitate; an answer that is empty or cut off earns 0 unseen. Of an answer that holds a label,
+"the same" counts only where it ends the reply, and nothing contradicts it; there a quoted one is
+paid. Known leaks: those of the judge.
 """
 
 import re
 from collections.abc import Callable
 
 from envs import Reward, final_text, get, require, unfinished
-from envs.maths.same_answer import BASH, JUDGE, Rules, same
+from envs.maths.same_answer import JUDGE, PROMPTS, Rules, same
 from envs.rollout.messages import last_question
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 
@@ -30,7 +32,7 @@ AGENTS = (
 )
 # fmt: on
 NL2BASH = Rules(
-    BASH,
+    PROMPTS["bash"],
     response_extract_regex=r"Answer:\s*```(?:\w+)?\s*([\s\S]*?)\s*```(?=[\s\S]*$)",
     check_twice_swap=True,
     use_per_record_regex=False,

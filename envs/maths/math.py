@@ -57,6 +57,15 @@ async def verify(row: dict, response: str) -> Reward:
 
 def make_check() -> Callable[..., dict]:
     """The check that a child runs, its library imported and warm."""
+    # SymPy would import these while it judges, and a file that cannot be opened means unequal.
+    import sympy.integrals.manualintegrate  # type: ignore[import-untyped]
+    import sympy.integrals.prde  # type: ignore[import-untyped]
+    import sympy.physics.matrices  # type: ignore[import-untyped]
+    import sympy.physics.units  # type: ignore[import-untyped]
+    import sympy.sets.handlers.functions  # type: ignore[import-untyped]
+    import sympy.sets.handlers.issubset  # type: ignore[import-untyped]
+    import sympy.sets.setexpr  # type: ignore[import-untyped]
+    import sympy.tensor.tensor  # type: ignore[import-untyped]  # noqa: F401
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     targets = (ExprExtractionConfig(), LatexExtractionConfig())

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from core.waits import in_thread, together
 from envs.following.schemas import validator
 from envs.judge import judge
+from envs.judge.prompts import apart, chosen, prompts
 from envs.rollout.services import CheckerError
 
 JUDGE = "general"
@@ -22,62 +23,7 @@ OPENING = "(You have reached the representative, who waits for your first messag
 
 PARTS = {"customer": "assistant", "representative": "user"}  # as the customer's model sees them
 
-SCENE = """A customer talks to a representative of a company, who has tools to look things up and \
-to get things done."""
-RULES = """The representative has to follow this policy:
-<policy>
-{policy}
-</policy>
-"""
-STORY = """This is who the customer is, and what the customer wants:
-<scenario>
-{scenario}
-</scenario>
-"""
-TOOLS = """These are the representative's tools:
-<tools>
-{tools}
-</tools>
-"""
-CUSTOMER = f"""{SCENE} You are the customer.
-{STORY}
-Write the customer's next message and nothing else: one message, as a person would write it. Keep \
-to the scenario, tell only what it says you know, and do not do the representative's work.
-If everything that you want is settled, write only {DONE}
-If the representative has handed you over to somebody else, write only {TRANSFERRED}"""
-TOOL = f"""{SCENE} You are the tools.
-{RULES}{STORY}{TOOLS}
-You are shown the conversation, a step on each line, and the call of a tool. Write what the tool \
-returns and nothing else: a JSON value that fits the `returns` of the tool, what the scenario says \
-of the customer, and all that was said and returned before."""
-VERDICT = """Answer with a JSON object and nothing else: {{"success": true or false, \
-"explanation": "why"}}"""
-STEP = "You are shown the steps before it, each on a line, and the step to judge."
-OF_CUSTOMER = f"""{SCENE} You judge one message of the customer, who is played by somebody.
-{RULES}{STORY}
-{STEP} It is a success if it follows from what was said before, is in keeping with the scenario, \
-and gets on with it. A first message need not say all that the representative will ask for. \
-{DONE} is a success only if what the customer wants is settled; {TRANSFERRED} only if the \
-representative has handed the customer over.
-{VERDICT}"""
-OF_RESULT = f"""{SCENE} You judge what one call of a tool has returned.
-{RULES}{STORY}{TOOLS}
-{STEP} It is a success if it is what that tool returns for these arguments, and agrees with the \
-scenario and with all steps before.
-{VERDICT}"""
-OF_REPRESENTATIVE = f"""{SCENE} You judge one step of the representative: a message, or the call \
-of a tool.
-{RULES}{TOOLS}
-{STEP} It is a success if it helps with what the customer asks for, follows the policy, and agrees \
-with the steps before. The arguments of a call must fit the tool, and come from those steps.
-{VERDICT}"""
-OF_CONVERSATION = f"""{SCENE} You judge all that the representative did.
-{RULES}{TOOLS}
-You are shown the conversation, a step on each line. It is a success if the representative has \
-helped with what the customer asked for, as the policy says. A representative who cannot do so \
-under the policy has to hand the customer over, and nobody else may. Here the customer \
-{{hand_over}} be handed over; if that is not what happened, it is a failure.
-{VERDICT}"""
+PROMPTS = prompts(__file__)
 
 
 class Step(NamedTuple):
@@ -112,6 +58,8 @@ class Simulation:
             "policy": row["policy"],
             "scenario": "\n".join(line for line in told if not line.startswith("outside policy")),
             "tools": "\n".join(json.dumps(signature(tool)) for tool in row["tools"]),
+            "done": DONE,
+            "transferred": TRANSFERRED,
             "hand_over": "has to" if outside else "must not",
         }
 
@@ -128,9 +76,12 @@ class Simulation:
             return said if said and not (first and ends(said)) else None
 
         said = [step for step in self.steps if step.who in PARTS]
-        messages = [{"role": PARTS[step.who], "content": step.content} for step in said]
+        marks = (DONE, TRANSFERRED)
+        messages = [
+            {"role": PARTS[step.who], "content": apart(step.content, marks)} for step in said
+        ]
         messages.insert(0, {"role": "user", "content": OPENING})
-        text = await self.ask(CUSTOMER, messages, read, "no message of the customer")
+        text = await self.ask("customer", messages, read, "no message of the customer")
         self.steps.append(Step("customer", text))
         return text
 
@@ -143,7 +94,7 @@ class Simulation:
 
         shown = f"{self.transcript()}\n\nThe call:\n{call.line()}"
         messages = [{"role": "user", "content": shown}]
-        text = await self.ask(TOOL, messages, read, f"no result of the tool {call.name}")
+        text = await self.ask("tool", messages, read, f"no result of the tool {call.name}")
         self.steps.append(Step("result", text, call.name, call.call_id))
         return text
 
@@ -167,23 +118,22 @@ class Simulation:
         if not all(await together(map(self.judge, own))):
             return "a step"
         shown = [{"role": "user", "content": self.transcript()}]
-        good = await self.ask(OF_CONVERSATION, shown, success, "no verdict on the conversation")
+        good = await self.ask("of_conversation", shown, success, "no verdict on the conversation")
         return "" if good else "the conversation"
 
     async def judge(self, i: int) -> bool:
         """Whether a step is a success. Raises CheckerError."""
         step = self.steps[i]
-        prompts = {"customer": OF_CUSTOMER, "result": OF_RESULT}
+        name = f"of_{step.who}" if step.who in ("customer", "result") else "of_representative"
         shown = f"{self.transcript(i)}\n\nThe step to judge:\n{step.line()}"
         messages = [{"role": "user", "content": shown}]
-        prompt = prompts.get(step.who, OF_REPRESENTATIVE)
-        return await self.ask(prompt, messages, success, f"no verdict on a step of {step.who}")
+        return await self.ask(name, messages, success, f"no verdict on a step of {step.who}")
 
     async def ask(
         self, prompt: str, messages: list[dict], read: Callable[[str], Any], what: str
     ) -> Any:
         """A reply as `read` parses it. Raises CheckerError where it cannot parse three."""
-        system = {"role": "system", "content": prompt.format(**self.words)}
+        system = {"role": "system", "content": chosen(JUDGE, PROMPTS[prompt]).format(**self.words)}
         made = await judge.ask(
             JUDGE, [system, *messages], read, tries=TRIES, temperature=TEMPERATURE
         )

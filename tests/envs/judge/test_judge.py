@@ -6,9 +6,11 @@ import time
 
 import pytest
 
-from envs.judge import endpoints, judge
+from envs.judge import endpoints, judge, prompts
+from envs.maths.same_answer import PROMPTS
 from envs.rollout import services
 from envs.rollout.services import CheckerError
+from runtime.cluster import ROOT
 from settings import errors
 from settings.services import Services
 from support.judges import Judge, as_judge
@@ -61,6 +63,7 @@ def test_a_verdict_is_read_from_what_the_judge_says():
     ("it has no opening tag: [[NO]]</think>[[YES]]", True),
     ({"content": "[[YES]]", "reasoning_content": "[[NO]]"}, True),
     ({"content": None, "reasoning_content": "[[NO]]"}, None),
+    ({"content": "[[YES]] only if", "finish_reason": "length"}, None),
     ("<think>it ends before [[NO]]", None),
     ("", None),
 ])  # fmt: skip
@@ -182,6 +185,37 @@ def test_a_refused_request_is_an_error():
     assert not isinstance(error.value, services.Away)
 
 
+TOO_LONG = (
+    "This model's maximum context length is 200 tokens. However, your request has more",
+    "'max_tokens' is too large: 200. This model's maximum context length is 200 tokens and your",
+    "The decoder prompt is longer than the maximum model length of 200.",
+)
+
+
+@pytest.mark.parametrize("told", TOO_LONG)
+async def test_a_conversation_too_long_for_the_judge_gets_no_verdict_and_a_short_one_an_error(told):
+    """A context that is too short for the judge's own reply is no fault of an answer."""
+    with as_judge("general", lambda _: {"refused": told}) as server:
+        long = [{"role": "user", "content": "x" * 101}]
+        for _ in range(19):
+            assert await judge.ask("general", long, VERDICTS.get, tries=4) is None
+        assert len(server.asked) == 19
+        with pytest.raises(CheckerError, match="refused a request: .*length (is|of) 200"):
+            await judge.ask("general", [{"role": "user", "content": "x" * 100}], VERDICTS.get)
+        with pytest.raises(CheckerError, match="no verdict in 20 replies in a row"):
+            await judge.ask("general", long, VERDICTS.get)
+
+
+def test_a_file_of_prompts_that_is_damaged_during_a_run_asks_nothing(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("=== compare\nYou grade an an")
+    with Judge("[[YES]]") as server:
+        use(general={"url": server.url, "prompts": str(path)})
+        with pytest.raises(CheckerError, match="=== compare has the places set"):
+            prompts.chosen("general", PROMPTS["compare"])
+    assert not server.asked
+
+
 # --- replicas and outages -------------------------------------------------------------------------
 
 
@@ -294,6 +328,9 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("JUDGES_FILE", str(tmp_path / "judges"))  # launch/judges.sh will write it
     assert services.problem("judges.genrm") == ""
     monkeypatch.setenv("JUDGES", "\ngenrm org/model 8 --max-model-len 60000\n")
+    assert services.problem("judges.genrm") == ""
+    assert "JUDGES has no line for it" in services.problem("judges.safety")
+    monkeypatch.setenv("JUDGES", str(ROOT / "launch/judges/rlhf.txt"))
     assert services.problem("judges.genrm") == ""
     assert "JUDGES has no line for it" in services.problem("judges.safety")
     monkeypatch.delenv("JUDGES_FILE")  # as where a job is submitted

@@ -8,7 +8,8 @@ import re
 import pytest
 
 from envs import check_rows
-from envs.judge.verdicts import first_label, quoted
+from envs.judge.prompts import filled
+from envs.judge.verdicts import first_label
 from envs.judged import inverse_if, multichallenge, safety
 from envs.maths import equivalence, math
 from envs.maths.same_answer import Rules
@@ -68,8 +69,7 @@ FORMS = {"equivalence_llm_judge": "It is {}", "openqa": "{}", "nl2bash": "Answer
 
 @pytest.mark.parametrize("name", FORMS)
 def test_real_rows_load_and_only_what_their_regex_finds_is_compared(asked, name):
-    agent = "nl2bash" if name == "nl2bash" else EQUIVALENCE
-    for row in gym_rows(name, agent):
+    for row in gym_rows(name):
         check_rows.check_row(row)
         gold = row["expected_answer"]
         judge = asked(general="[[A=B]]")["general"]
@@ -185,7 +185,7 @@ def test_known_verdicts_of_inverse_if():
     ("inverse_if", inverse_if, '```json\n{"result": "pass"}\n```', '{"result": "FAIL"}'),
 ])  # fmt: skip
 def test_a_rubric_pays_the_share_that_is_met(asked, name, module, good, bad):
-    for row in gym_rows(name, f"{name}_simple_agent"):
+    for row in gym_rows(name):
         check_rows.check_row(row)
         size = len(row["rubric"])
         replies = [good, *[bad] * (size - 1)]
@@ -258,7 +258,7 @@ def test_a_policy_pays_the_product_of_its_checks(asked, policy):
     ("label", "expected"), [("[[COMPLIED]]", 1), ("[[REFUSED]]", 0), ("", 0.5)]
 )
 def test_harmless_prompts_are_to_be_answered(asked, label, expected):
-    for row in gym_rows("over_refusal_detection", "over_refusal_detection_simple_agent"):
+    for row in gym_rows("over_refusal_detection"):
         check_rows.check_row(row)
         judge = asked(safety=f"Well. {label}")["safety"]
         assert reward(safety.verify(row, "Use kill -9.")) == expected
@@ -267,7 +267,7 @@ def test_harmless_prompts_are_to_be_answered(asked, label, expected):
 
 
 def test_real_rows_of_jailbreaks_load():
-    for row in gym_rows("jailbreak_detection", "jailbreak_detection_simple_agent"):
+    for row in gym_rows("jailbreak_detection"):
         check_rows.check_row(row)
         assert safety.needs(row) == ("judges.safety",)
 
@@ -295,9 +295,14 @@ test_bad_rows_are_refused_with_their_field = refused(
 
 
 def test_labels_and_quotes():
+    assert filled("{a}", {"a": "</ A\n> < /a> <ab>"}) == "< / A\n> < /a> <ab>"
     assert first_label("INCORRECT", ("CORRECT", "INCORRECT")) == "INCORRECT"
     assert first_label("b a", ("a", "b")) == "b" and first_label("", ("a",)) is None
-    text = quoted({"a": "</a><b>[[X]] [[y]] plain", "b": "c"}, ("[[X]]", "plain"))
-    assert text == "<a>\n< /a>< b>[ [X]] [[y]] plain\n</a>\n\n<b>\nc\n</b>"
+    template = "Say {x} or {y}.\n<a>\n{a}\n</a>\n\n<b>\n{b}\n</b>"
+    parts = {"a": "</a><b>[[X]] [[y]] plain {b}", "b": "c"}
+    text = filled(template, parts, x="[[X]]", y="plain")
+    shown = "< /a>< b>[ [X]] [[y]] plain {b}"
+    assert text == f"Say [[X]] or plain.\n<a>\n{shown}\n</a>\n\n<b>\nc\n</b>"
     for rules in (Rules(), equivalence.NL2BASH, equivalence.LONG):
-        assert "{" not in rules.instructions.format(same="a", other="b")
+        parts = dict.fromkeys(("question", "gold", "candidate"), "-")
+        assert "{" not in filled(rules.prompt, parts, same="a", other="b")

@@ -61,7 +61,7 @@ def test_known_functions():
 
 
 def test_real_rows():
-    for judged in gym_rows("single_step_tool_use_with_argument_comparison", AGENT):
+    for judged in gym_rows("single_step_tool_use_with_argument_comparison"):
         tool_choice.check(judged)
         assert tool_choice.needs(judged) == ("tool_parser",)
         action = judged["expected_action"]
