@@ -99,8 +99,10 @@ def verdict(row: dict, result: Any) -> Reward:
     if not isinstance(result, dict) or result.get("_ng_failure_class") is not None:
         what = result.get("_ng_failure_class") if isinstance(result, dict) else "no object"
         raise CheckerError(f"the agent had no verdict: {what}: {str(result)[-300:]}")
-    value = result.get("reward")
-    if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
+    value, answered = result.get("reward"), result.get("response")
+    if isinstance(answered, dict) and answered.get("status") == "failed":
+        raise CheckerError(f"the agent's response failed: {str(answered.get('error'))[:300]}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
         raise CheckerError(f"the agent's reward is {value!r:.50}, expected a finite number")
     numbers = {name: v for name, v in result.items() if isinstance(v, int | float)}
     numbers = {name: v for name, v in numbers.items() if -LARGEST < v < LARGEST}

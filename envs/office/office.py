@@ -11,6 +11,15 @@ from envs.rollout import services
 Row = dict[str, Any]
 FILES = {"emails": "emails.csv", "events": "calendar_events.csv", "tasks": "project_tasks.csv"}
 FILES |= {"customers": "customer_relationship_manager_data.csv", "visits": "analytics_data.csv"}
+COLUMNS = {
+    "emails": "email_id inbox/outbox sender/recipient subject sent_datetime body",
+    "events": "event_id event_name participant_email event_start duration",
+    "tasks": "task_id task_name assigned_to_email list_name due_date board",
+    "customers": "customer_id assigned_to_email customer_name customer_email customer_phone"
+    " last_contact_date product_interest status follow_up_by notes",
+    "visits": "date_of_visit visitor_id page_views session_duration_seconds traffic_source"
+    " user_engaged",
+}
 EXACT = ("status", "list_name", "board")  # columns in which case counts
 
 
@@ -96,13 +105,17 @@ def folded(row: Row) -> Row:
 def load(folder: str) -> Office:
     """The office of a folder with NeMo-Gym's tables; to be copied before it is changed.
 
-    Raises OSError where a file is missing.
+    Raises OSError where a file is missing, and ValueError for one that is no such table: the calls
+    of a ground truth would find nothing to change in it, and any answer would be right.
     """
     tables = {}
     for name, file in FILES.items():
+        columns = COLUMNS[name].split()
         with open(Path(folder, file), newline="", encoding="utf-8") as lines:
-            rows = csv.DictReader(lines)
-            tables[name] = [{key: text or None for key, text in row.items()} for row in rows]
+            rows = list(csv.DictReader(lines))
+        if not rows or any(list(row) != columns or None in row.values() for row in rows):
+            raise ValueError(f"{folder}/{file}: expected rows of {', '.join(columns)}")
+        tables[name] = [{key: text or None for key, text in row.items()} for row in rows]
     for row in tables["visits"]:
         row["user_engaged"] = row["user_engaged"] == "True"
     visits = tables.pop("visits")
@@ -113,12 +126,16 @@ def load(folder: str) -> Office:
 def problem(_: str) -> str:
     """Why the office has no tables, and how to mend it; "" for nothing."""
     folder = services.current().workplace
-    expected = "expected the folder csv_data/processed of NeMo-Gym's workplace_assistant"
+    expected = "expected the tables that `bash launch/tables.sh FOLDER` fetches"
     if not folder:
         return f"services.workplace = '', {expected}"
-    absent = [file for file in FILES.values() if not Path(folder, file).is_file()]
-    lacks = f"services.workplace = {folder!r} lacks {', '.join(absent)}: {expected}"
-    return lacks if absent else ""
+    if absent := [file for file in FILES.values() if not Path(folder, file).is_file()]:
+        return f"services.workplace = {folder!r} lacks {', '.join(absent)}: {expected}"
+    try:
+        load(folder)
+    except (OSError, ValueError, csv.Error) as error:
+        return f"services.workplace = {folder!r}: {error}: {expected}"
+    return ""
 
 
 services.CHECKS["workplace"] = problem

@@ -10,10 +10,12 @@ import shutil
 from pathlib import Path
 
 from envs.rollout import services
+from envs.sandbox import service
+from settings.services import is_address
 
 EXPECTED = (
-    "a command such as `env LEAN_PATH=... /opt/lean/bin/lean` (elan installs Lean, `lake exe cache "
-    "get` Mathlib, `lake env` says LEAN_PATH), or services.sandbox = 'http'"
+    "a folder that `bash launch/lean.sh FOLDER` makes, a command such as `env LEAN_PATH=... lean`, "
+    "or http://HOST:PORT of NeMo-Skills' sandbox service"
 )
 LANGUAGES = ("lean4", "lean3", "lean", "")
 
@@ -58,12 +60,47 @@ def proof_of(code: str) -> str:
     return "\n".join(proof).rstrip()
 
 
+def url() -> str:
+    """The sandbox service that compiles proofs; "" where a command does."""
+    own = services.current()
+    if is_address(own.lean):
+        return own.lean
+    return own.sandbox_url if own.sandbox == "http" and not own.lean else ""
+
+
+def command() -> list[str]:
+    """What compiles a file here: the program of a folder that launch/lean.sh made, or a command."""
+    own = services.current().lean
+    return [program] if (program := of_folder(own)) else shlex.split(own)
+
+
+def of_folder(lean: str) -> str:
+    """The program in a folder that launch/lean.sh made; "" where `lean` is no folder."""
+    return str(Path(lean, "bin/lean").absolute()) if lean and Path(lean).is_dir() else ""
+
+
+def problem(_: str) -> str:
+    """Why no proof can be compiled, and how to mend it; "" for nothing."""
+    own = services.current()
+    if address := url():
+        return service.problem(address)
+    told = f"services.lean = {own.lean!r}"
+    if own.sandbox == "http":
+        return f"{told} is a command, and services.sandbox = 'http' runs none: expected the URL"
+    return unavailable(own.lean) and f"{told}{unavailable(own.lean)} expected {EXPECTED}"
+
+
 @functools.cache  # it is asked for every row
-def unavailable(command: str) -> str:
-    """Why Lean cannot be started by services.lean, and how to mend it; "" for nothing."""
-    known = command and shutil.which(shlex.split(command)[0])
-    absent = ": no such command;" if command else ","
-    return "" if known else f"services.lean = {command!r}{absent} expected {EXPECTED}"
+def unavailable(lean: str) -> str:
+    """What is wrong with services.lean as a folder or a command; "" for nothing."""
+    if program := of_folder(lean):
+        return "" if shutil.which(program) else ": the folder has no program bin/lean;"
+    try:
+        words = shlex.split(lean)
+    except ValueError as error:
+        return f": {error};"
+    absent = ": no such folder or command;" if lean else ","
+    return "" if words and shutil.which(words[0]) else absent
 
 
 def folders(command: list[str]) -> list[str]:
@@ -75,4 +112,4 @@ def folders(command: list[str]) -> list[str]:
     return sorted({str(path) for path in tops if not path.is_relative_to("/usr")})
 
 
-services.CHECKS["lean"] = lambda _: unavailable(services.current().lean)
+services.CHECKS["lean"] = problem

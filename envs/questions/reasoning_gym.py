@@ -86,6 +86,9 @@ async def verify(row: dict, response: str) -> Reward:
 
 def make_check() -> Callable[..., dict]:
     """The check that a child runs, its library imported."""
+    # As in envs/maths/math.py: scorers of integrals and polynomials have SymPy import these.
+    import sympy.integrals.manualintegrate  # type: ignore[import-untyped]
+    import sympy.integrals.prde  # type: ignore[import-untyped]  # noqa: F401
     from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
     # Made now, because some take a third of a second.

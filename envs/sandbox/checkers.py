@@ -10,12 +10,13 @@ it can start no process, and trace no warden and no other check. Its warden watc
 reaps all that it started, and is the only one that sends to the parent. A verdict counts only
 after a token, which the check reads from its socket when it has judged the answer.
 
-Where services.sandbox is "bubblewrap" and works, all of this runs in it (envs/sandbox/sandbox.py):
-a check sees the libraries, the code in envs/, no other process, and nothing else of this machine;
-as root it can still start processes, which end with it. An answer that it evaluates as Python can
-still give itself a reward: it can read the expected answer, or change the scorer.
-Elsewhere it has this user's rights, and can
-    escape its verdict: starve itself, or stop its warden, which is an error, not a 0
+Where services.sandbox is "bubblewrap", all of this runs in it (envs/sandbox/sandbox.py), or raises;
+checks that execute nothing run without it where it is missing here. In it a check sees the
+libraries, the code in envs/, no other process, and nothing else of this machine; as root it can
+still start processes, which end with it. An answer that it evaluates as Python can still give
+itself a reward: it can read the expected answer, or change the scorer. Elsewhere it has this
+user's rights, and can
+    escape its verdict: starve itself, or stop or kill its warden, which is an error, not a 0
     kill or stop processes of this user, and rewrite those that are no checks, as root any
     leave processes behind: as root, or itself, where it kills its warden first
     read, empty or remove files, connect to hosts, use MEMORY in each child
@@ -45,18 +46,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from envs.rollout.services import CheckerError
-from envs.sandbox.interpreter import count_all_memory, oom_kills
+from envs.sandbox.interpreter import count_all_memory, fork, oom_kills
 from envs.sandbox.outcome import OOM
 
 DEADLINE = 10.0  # seconds of CPU of one check; thrice that where others have the CPUs
 PATIENCE = 0.5  # seconds of CPU; a longer check begins again in the slow lane
 START_DEADLINE = 120.0  # seconds; a server needs about one second of CPU
 TICK = 0.1  # seconds between two looks at a check
+AWAKE = "RD"  # states of a process that does not sleep
+STOPPED = "Tt"  # from outside, where a check executes nothing of its answers
 GRACE = 10.0  # seconds that a verdict may be late
 MEMORY = 2 << 30  # bytes of address space; a check uses 0.1 GB
 MANY = 100  # answers that a process judges; a fork of 166 MB costs more than most of them
 LARGE = 512 << 20  # bytes that end a check after its answer: SymPy keeps what it has computed
 LONGEST = 64 << 20  # bytes of a verdict
+TRIES = 3  # of an answer; two are enough where its check dies of it
 # Of the environment a check sees these, and no key, token or address of a service.
 ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR", "TZ")
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -93,8 +97,8 @@ class Checkers:
         """The function's answer to `request`; value 0.0 with reason "timeout" after `deadline`.
 
         In seconds of CPU, or of sleep; neither the wait for a free child nor that for a CPU
-        counts. Value 0.0 with reason "crashed the checker" if the check dies twice, and lives with
-        an empty `text`. Raises CheckerError.
+        counts. Value 0.0 with reason "crashed the checker" if a warden sees the check die twice,
+        and live with an empty `text`. Raises CheckerError.
         """
         import asyncio  # takes longer than all else that the registry imports with this module
 
@@ -109,24 +113,28 @@ class Checkers:
     def _run(self, deadline: float, request: dict) -> dict:
         harmless = request | {"text": ""}
         killed = oom_kills()
-        for _ in range(2):
+        deaths = 0
+        for _ in range(TRIES):
             verdict = self._ask(deadline, request)
             if "failed" not in verdict or verdict == STARVED:
                 return verdict
             if "failed" in self._ask(deadline, harmless):
                 return verdict
-        if oom_kills() > killed:
-            return {"failed": OOM}
-        return {"value": 0.0, "reason": "crashed the checker"}
+            deaths += "died" in verdict
+            if deaths > 1:
+                crashed = {"value": 0.0, "reason": "crashed the checker"}
+                return {"failed": OOM} if oom_kills() > killed else crashed
+        return verdict
 
     def _ask(self, deadline: float, request: dict) -> dict:
-        """The warden's verdict, or what `failed`."""
+        """The warden's verdict, or what `failed`; with "died" where it saw the check die of it."""
         warden = getattr(self.own, "warden", None) or self._warden()
         self.own.warden = None
         try:
             verdict = warden.ask(json.dumps([deadline, request]), 4 * deadline + GRACE)
         except TimeoutError:  # it would have answered, had it been given a CPU
-            os.kill(warden.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(warden.pid, signal.SIGKILL)
             return STARVED
         except (OSError, ValueError):
             return {"failed": "the warden died"}
@@ -144,9 +152,14 @@ class Checkers:
                 socket.send_fds(door, [b"."], [theirs.fileno()])
         try:
             return Warden(ours)
-        except (OSError, ValueError):
-            process.kill()
-            raise CheckerError(f"{self.factory}: code {process.wait()} at its start") from None
+        except (OSError, ValueError) as error:
+            if isinstance(error, TimeoutError):
+                process.kill()
+            try:
+                why = f"code {process.wait(GRACE)} at its start"
+            except subprocess.TimeoutExpired:  # it lives, and others need it
+                why = "no warden could be forked"
+            raise CheckerError(f"{self.factory}: {why}") from None
 
     def _start(self) -> tuple[subprocess.Popen, socket.socket]:
         from envs.sandbox.sandbox import around
@@ -161,7 +174,7 @@ class Checkers:
         env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         door, theirs = socket.socketpair()
         with theirs:  # in a session of its own, since Ctrl-C is meant for the parent
-            before = around(reads)
+            before = around(reads, self.answers == 1)
             command = [*before, sys.executable, "-c", code, self.factory]
             command += [str(len(before)), str(self.answers)]
             return subprocess.Popen(
@@ -203,7 +216,10 @@ def serve() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # wardens leave no zombies
     while descriptors := socket.recv_fds(door, 1, 1)[1]:
         with socket.socket(fileno=descriptors[0]) as connection:
-            if not os.fork():
+            pid = -1
+            with contextlib.suppress(OSError):  # the connection closes without a greeting
+                pid = fork()
+            if not pid:
                 door.close()
                 attend(function, connection)
                 sys.exit()
@@ -219,8 +235,12 @@ def attend(function: Callable[..., dict], connection: socket.socket) -> None:
     check: Check | None = None
     for line in lines:
         deadline, request = json.loads(line)
-        check = check if check and check.left else Check(function, int(sys.argv[3]))
-        print(json.dumps(check.judge(request, deadline, connection)), file=lines, flush=True)
+        try:
+            check = check if check and check.lives() else Check(function, int(sys.argv[3]))
+            verdict = check.judge(request, deadline, connection)
+        except OSError as error:  # such as where there is no room for a process or a file
+            check, verdict = None, {"failed": f"a check could not be started: {error}"}
+        print(json.dumps(verdict), file=lines, flush=True)
 
 
 class Check:
@@ -231,7 +251,14 @@ class Check:
         self.channel, theirs = socket.socketpair()
         with theirs:
             self.pid = begin(function, theirs, left)
-        self.channel.sendall(b".")
+        self.go = b"."
+
+    def lives(self) -> bool:
+        """Whether it may judge another answer; where it was killed meanwhile, reaps it."""
+        if self.left and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            self.left = 0
+            end(self.pid)
+        return self.left > 0
 
     def judge(self, request: dict, deadline: float, connection: socket.socket) -> dict:
         """The verdict of one answer, or the reason why it has none."""
@@ -241,7 +268,8 @@ class Check:
         code = 0
         self.left -= 1
         try:
-            self.channel.sendall(SIZE.pack(len(text)) + text + token)
+            self.channel.sendall(self.go + SIZE.pack(len(text)) + text + token)
+            self.go = b""
             verdict = watch(self.pid, deadline, connection, self.channel, received, token)
         except OSError as error:  # such as where /proc is mounted with hidepid
             verdict = {"failed": f"the check cannot be watched: {error}"}
@@ -255,7 +283,7 @@ class Check:
                 pass
             self.channel.close()
         if verdict or not received:
-            return verdict or {"failed": f"code {code}"}
+            return verdict or {"failed": f"code {code}", "died": True}
         if received.startswith(token) and not is_whole(received, token):
             return {"failed": f"code {code} in the middle of a verdict"}
         return verdict_of(received, token) or {"value": 0.0, "reason": "forged a verdict"}
@@ -278,41 +306,53 @@ def memory(pid: int) -> int:
 
 
 def begin(function: Callable[..., dict], channel: socket.socket, left: int) -> int:
-    """Forks a check, which in bubblewrap sees no other process if the kernel allows it; its pid."""
-    reading, writing = os.pipe()
-    between = os.fork()
-    if not between:
-        try:
-            if sys.argv[2] != "0":
-                libc.unshare(0x30020000)  # CLONE_NEWUSER, NEWPID (for the next fork) and NEWNS
-                # MS_REMOUNT, BIND, NODEV, NOSUID and RDONLY: libraries have written there by now
-                libc.mount(b"none", b"/tmp", None, 0x1027, None)
-                libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
-            pid = os.fork()
-            if not pid:
-                check(function, channel, left)
-            os.write(writing, str(pid).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(between, 0)  # and the check becomes this process's child
-    with open(reading) as numbers:
-        os.close(writing)
-        return int(os.read(numbers.fileno(), 20))
+    """Forks a check, which becomes this process's child; its pid. Raises OSError."""
+    ours, numbers = socket.socketpair()
+    with ours:
+        with numbers:
+            if not (between := fork()):
+                isolate(function, channel, left, numbers)
+            os.waitpid(between, 0)
+        pid = ours.recv(20)
+    if not pid:
+        raise OSError("its process could not be forked")
+    return int(pid)
+
+
+def isolate(
+    function: Callable[..., dict], channel: socket.socket, left: int, numbers: socket.socket
+) -> None:
+    """Forks a check, which in bubblewrap sees no other process if the kernel allows it.
+
+    Sends its pid, as the sender's namespace counts, and ends this process.
+    """
+    try:
+        if sys.argv[2] != "0":
+            libc.unshare(0x30020000)  # CLONE_NEWUSER, NEWPID (for the next fork) and NEWNS
+            # MS_REMOUNT, BIND, NODEV, NOSUID and RDONLY: libraries have written there by now
+            libc.mount(b"none", b"/tmp", None, 0x1027, None)
+            libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+        pid = fork()
+        if not pid:
+            check(function, channel, left)
+        numbers.sendall(str(pid).encode())
+    finally:
+        os._exit(0)
 
 
 def check(function: Callable[..., dict], channel: socket.socket, left: int) -> None:
     """Judges `left` answers, each in a limited time of CPU, and ends the process."""
     try:
-        channel.recv(1)  # until the warden is its parent
-        os.setsid()
-        prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the warden
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         os.dup2(0, 1)
         os.dup2(0, 2)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor not in (0, 1, 2, channel.fileno()):
                 with contextlib.suppress(OSError):  # that of the listing is closed already
                     os.close(descriptor)
+        exactly(channel, 1)  # until the warden is its parent
+        os.setsid()
+        prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the warden
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         for limit in (resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE):  # neither forks nor writes
             resource.setrlimit(limit, (0, 0))
         for others in reversed(range(left)):
@@ -325,6 +365,8 @@ def check(function: Callable[..., dict], channel: socket.socket, left: int) -> N
                 verdict = function(**request)
             except BaseException as error:
                 verdict = {"failed": f"{type(error).__name__}: {error}"[:200]}
+                if not isinstance(error, OSError | ImportError):  # of the machine, not the answer
+                    verdict["died"] = True
             text = json.dumps(verdict).encode()
             channel.sendall(exactly(channel, TOKEN) + SIZE.pack(len(text)) + text)
     finally:
@@ -399,11 +441,12 @@ def receive(channel: socket.socket, received: bytearray) -> bool:
 
 
 def clock(pid: int) -> tuple[float, float, bool]:
-    """Seconds that a process ran, and ran or waited for a CPU; whether it sleeps."""
+    """Seconds that a process ran, and ran or waited for a CPU; whether the answer lets it sleep."""
     folder = Path(f"/proc/{pid}")
     ran, queued, _ = map(int, (folder / "schedstat").read_text().split())
     state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-    return ran / 1e9, (ran + queued) / 1e9, state not in "RD"
+    awake = AWAKE if sys.argv[3:] == ["1"] else AWAKE + STOPPED
+    return ran / 1e9, (ran + queued) / 1e9, state not in awake
 
 
 def end(pid: int) -> int:

@@ -8,6 +8,7 @@ library alone.
                   JSON line {stdout, stderr, code, ended} <-- once all that it started is dead
     empty line    --> the room ends, and the next is made
     "alone" line  <-- the kernel allows no rooms here, and this process ends
+    code DIED     <-- a room has died of its program
 
 With `sessions` its stdin takes connections, and each is a room where one piece of code after the
 other runs in the same process, as in a notebook:
@@ -58,7 +59,12 @@ FOLDERS = ("/work", "/tmp", "/dev/shm")
 LOOK = 0.02  # seconds between two looks at a program
 PAUSE = 0.2  # seconds between two looks at most, else something stood still
 PAGE = 4096  # bytes, of a file in memory at least
+OTHER, DIED = 2, 3  # exit codes: it has ended for another reason; its child died of a program
+MOMENTARY = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 LOOPBACK_UP = (0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+# Codes of a process that a signal ended which anybody may have sent: the machine's owner, a job
+# that is cleared away, or the process itself. Nothing tells who did, so what ends so runs again.
+SENT = tuple(-getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "QUIT", "KILL", "TERM"))
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -96,17 +102,34 @@ def main(
     if sessions:
         attend(socket.socket(fileno=requests), contained, rooms, limits)
     names = prelude() | {"exit": sys.exit, "quit": sys.exit}
-    while rooms and os.fork():  # this process waits for each room's end, and sees no program
-        if os.wait()[1]:
-            sys.exit()
+    while rooms and fork():  # this process waits for each room's end, and sees no program
+        if code := fate(os.wait()[1]):
+            os._exit(code)
     with open(requests) as lines, open(answers, "w") as replies:
         try:
             if rooms:
                 enter(int(limits["disk"]))
-        except OSError:
-            print("alone", file=replies, flush=True)
-            os._exit(1)
+        except OSError as error:
+            if error.errno in MOMENTARY:
+                traceback.print_exc()
+            else:
+                print("alone", file=replies, flush=True)
+            os._exit(OTHER)
+        if watches and fork():  # as the service does not say how it ended
+            if fate(os.wait()[1]) == DIED:
+                outcome = {"stdout": "", "stderr": "", "code": -1, "ended": "killed"}
+                print(json.dumps(outcome), file=replies, flush=True)
+            os._exit(0)
         serve(lines, replies, names, contained, watches, limits)
+
+
+def fate(status: int) -> int:
+    """0 for a child that has ended well, DIED for one that a program has harmed, else OTHER.
+
+    No program can kill the first process of its room.
+    """
+    code = os.waitstatus_to_exitcode(status)
+    return OTHER if code in (OTHER, -signal.SIGKILL, -signal.SIGTERM) else DIED if code else 0
 
 
 def warm(*modules: str) -> None:
@@ -136,7 +159,7 @@ def enter(size: int, watched: bool = True) -> None:
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, *LOOPBACK_UP)
     if os.fork():
-        os._exit(watched and bool(os.wait()[1]))
+        os._exit(watched and fate(os.wait()[1]))
     mount("proc", "/proc", "")
     header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     call(libc.capset, header, nothing)
@@ -210,10 +233,14 @@ def serve(
         if line == "\n":
             os._exit(0)
         request = json.loads(line)
-        files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr")]
-        os.pwrite(files[0], request["stdin"].encode("utf-8", "surrogatepass"), 0)
         killed = oom_kills()
-        pid = fork()
+        try:
+            files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr")]
+            os.pwrite(files[0], request["stdin"].encode("utf-8", "surrogatepass"), 0)
+            pid = fork()
+        except OSError:
+            traceback.print_exc()
+            os._exit(OTHER)
         if not pid:
             libc.prctl(DUMPABLE, 1)
             run(request["source"], files, bounds, names)
@@ -236,7 +263,7 @@ def serve(
         for file in files:
             os.close(file)
         print(json.dumps(answer), file=replies, flush=True)
-    os._exit(1)
+    os._exit(OTHER)
 
 
 def oom_kills() -> int:
@@ -282,8 +309,11 @@ def queues(pid: int) -> dict[str, float]:
 
 
 def run(source: str, files: list[int], limits: dict[int, int], names: dict) -> None:
-    """Runs a program; ends the process with 0, or with 1 where it raises."""
-    code = 1
+    """Runs a program; ends the process with 0, or with 1 where it raises.
+
+    One that is interrupted ends by that signal, as where it is Python's main program.
+    """
+    code, interrupted = 1, False
     try:
         os.setsid()
         for number, file in enumerate(files):
@@ -305,7 +335,8 @@ def run(source: str, files: list[int], limits: dict[int, int], names: dict) -> N
         if threading := sys.modules.get("threading"):
             threading._shutdown()  # programs that want a deep stack run in a thread
         code = 0
-    except BaseException:
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -313,6 +344,9 @@ def run(source: str, files: list[int], limits: dict[int, int], names: dict) -> N
                 stream.flush()
             except BaseException:
                 code = 1
+        if interrupted:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         os._exit(code)
 
 
@@ -365,8 +399,9 @@ def begin(connection: socket.socket, contained: bool, rooms: bool, limits: dict)
         if rooms:
             enter(int(limits["disk"]), watched=False)
         session(connection, bounds_of(limits, contained), int(limits["output"]))
-    except OSError:
-        connection.sendall(b"alone\n")
+    except OSError as error:
+        if error.errno not in MOMENTARY:
+            connection.sendall(b"alone\n")
     finally:
         os._exit(0)
 

@@ -1,8 +1,13 @@
 """What a run of untrusted code may use, and how it ended."""
 
+import contextlib
+from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 OOM = "the kernel was out of memory and ended a run"
+REFUSED = "a run was refused a process or thread: the limit of a cgroup (pids.max)"
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Limits(NamedTuple):
@@ -27,11 +32,34 @@ class Ran(NamedTuple):
     seconds: float
 
 
+def refusals() -> int:
+    """How many processes and threads the cgroups of this process have refused; 0 if unknown.
+
+    Those that a run's own limit refuses do not count.
+    """
+    total = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds not in ("", "pids"):
+                continue
+            folder = CGROUPS / kinds / path.lstrip("/")
+            while folder.is_relative_to(CGROUPS / kinds):
+                with contextlib.suppress(OSError):
+                    total += int((folder / "pids.events").read_text().split()[1])
+                folder = folder.parent
+    return total
+
+
 def reported(reply: dict[str, Any], seconds: float) -> Ran:
     """The outcome of which envs/sandbox/interpreter.py reports; `ended` may be "oom".
 
     Raises LookupError, TypeError or ValueError where that is none.
     """
-    ended = str(reply["ended"])
-    code = None if ended else int(reply["code"])
-    return Ran(str(reply["stdout"]), str(reply["stderr"]), code, ended, seconds)
+    ended, stdout, stderr = (reply[name] for name in ("ended", "stdout", "stderr"))
+    code = None if ended else reply["code"]
+    if not all(isinstance(text, str) for text in (ended, stdout, stderr)):
+        raise TypeError(f"expected texts, got {reply!r:.200}")
+    if type(code) not in (int, NoneType) or (code is None) != bool(ended):
+        raise TypeError(f"expected an exit code, got {code!r:.50}")
+    return Ran(stdout, stderr, code, ended, seconds)

@@ -22,14 +22,18 @@ from collections.abc import AsyncGenerator, Iterable
 
 from core.waits import in_thread
 from envs.rollout.services import CheckerError, current
-from envs.sandbox import sandbox, service
-from envs.sandbox.interpreter import oom_kills
-from envs.sandbox.outcome import OOM, Limits, Ran, reported
+from envs.sandbox import sandbox, service, user_limit
+from envs.sandbox.interpreter import DIED, OTHER, SENT, oom_kills
+from envs.sandbox.outcome import OOM, REFUSED, Limits, Ran, refusals, reported
 from envs.sandbox.sandbox import TICK, Clock
 from envs.sandbox.service import TEXT
+from envs.sandbox.user_limit import FULL
 
 START = 60.0  # seconds that an interpreter may take to start
+EXIT = 5.0  # seconds that a dead interpreter's sandbox may take to end
 READY, ALONE = b"ready\n", b"alone\n"
+# Exit codes of an interpreter that no program has harmed, but that was killed or refused a process.
+ENDED = (-9, -15, 128 + 9, 128 + 15, OTHER)
 
 
 async def programs(
@@ -38,8 +42,9 @@ async def programs(
     """Runs a Python program on each input in turn, in a process of its own, one at a time.
 
     It finds the names of interpreter.PRELUDE. Its runs share a working folder with each other, and
-    with no other program. A program that kills its interpreter twice has `ended` "killed", if a
-    harmless one lives. Raises CheckerError where there is no outcome.
+    no other program. One that harms its interpreter so that it dies, twice, has `ended` "killed",
+    "killed", if a harmless one lives. Raises CheckerError where there is no outcome, as where the
+    interpreter was killed.
     """
     limits = limits or Limits()
     if current().sandbox == "http":
@@ -67,16 +72,31 @@ class Interpreter:
         self.process: subprocess.Popen | None = None
         self.connection: socket.socket
         self.asked = False  # whether it owes an answer
+        self.in_rooms = False
+        self.deaths = 0  # of interpreters that a program has harmed
 
     async def judge(self, source: str, stdin: str) -> Ran:
-        """The outcome of a program. Raises CheckerError where there is none."""
-        killed = oom_kills()
+        """The outcome of a program. Raises CheckerError where there is none.
+
+        What a signal ends that may have come from outside runs once more. Where the same happens
+        again, it is the program's own end: a program can send itself each of them, and a program
+        that does so must earn its 0.
+        """
+        killed, deaths = oom_kills(), self.deaths
+        refused, full = refusals(), user_limit.full(self.limits)
         for tried in range(2):
             outcome = await self.run(source, stdin)
-            if outcome and (tried or outcome.code != -signal.SIGKILL):  # of anybody, perhaps
+            if outcome and (outcome.code or outcome.ended):
+                if refusals() > refused:
+                    raise CheckerError(REFUSED)
+                if full or await user_limit.full_after(self.limits, bool(outcome.ended)):
+                    raise CheckerError(FULL)
+            if outcome and (tried or outcome.code not in SENT):
                 return outcome
         if oom_kills() > killed:
             raise CheckerError(OOM)
+        if self.deaths < deaths + 2:
+            raise CheckerError("the sandbox's Python was killed, or refused a process")
         if not await self.run("", ""):
             raise CheckerError("the sandbox's Python dies of any program")
         return Ran("", "", None, "killed", 0.0)
@@ -98,6 +118,8 @@ class Interpreter:
             await asyncio.wait({answer})
         seconds = time.monotonic() - clock.began
         received = b"" if answer.cancelled() else answer.result()
+        if not received and not ended:
+            self.deaths += await self.died()
         if not received:
             await self.close()
             return Ran("", "", None, ended, seconds) if ended else None
@@ -105,6 +127,15 @@ class Interpreter:
         if made.ended == "oom":
             raise CheckerError(OOM)
         return made
+
+    async def died(self) -> bool:
+        """Whether an interpreter whose connection has ended was harmed by a program."""
+        assert self.process
+        try:
+            code = await asyncio.to_thread(self.process.wait, EXIT)
+        except subprocess.TimeoutExpired:
+            return False
+        return code == DIED if self.in_rooms else code not in ENDED
 
     async def leave(self) -> None:
         """Ends the room; once it has another, the interpreter waits for another program."""
@@ -139,10 +170,10 @@ class Interpreter:
     async def start(self) -> subprocess.Popen:
         """Starts an interpreter with a room. Raises CheckerError where it does not start."""
         contained = sandbox.isolates() == "bubblewrap"
-        rooms = contained and Interpreter.rooms
+        rooms = self.in_rooms = contained and Interpreter.rooms
         limits = self.limits
         packages = await in_thread(sandbox.own_packages)  # which asks a process, once
-        command = sandbox.limited(limits)
+        command = [*user_limit.lifted(), *sandbox.limited(limits)]
         if contained:
             command = sandbox.wrapped(limits, rooms=rooms, packages=packages)
             packages = packages and sandbox.PACKAGES

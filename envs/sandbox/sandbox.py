@@ -18,6 +18,7 @@ import glob
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,9 +33,10 @@ from typing import Any
 
 from envs.rollout import services
 from envs.rollout.services import CheckerError, current
-from envs.sandbox import service
+from envs.sandbox import service, user_limit
 from envs.sandbox.interpreter import oom_kills
-from envs.sandbox.outcome import OOM, Limits, Ran
+from envs.sandbox.outcome import OOM, REFUSED, Limits, Ran, refusals
+from envs.sandbox.user_limit import FULL, OWN
 
 log = logging.getLogger(__name__)
 TICK = 0.5  # seconds between two looks at a run
@@ -43,7 +45,6 @@ WORK = "/work"  # the working folder of a run
 PACKAGES = "/packages"  # libraries of sessions
 PATIENCE = 5  # times its deadline that a run may take where others have the processors
 HUNGRY = 8  # threads of a run that can only wait for each other
-OWN = 8  # processes of a run that are bubblewrap's, or an interpreter's
 START = 60.0  # seconds that an interpreter may take to start
 STDERR = 2000  # characters of it that are kept
 BOUND = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
@@ -53,6 +54,9 @@ cd "$0" && mount -t tmpfs -o "size=$1" none /mnt && mkdir /mnt/over /mnt/work /m
 layers=lowerdir=.,upperdir=/mnt/over,workdir=/mnt/work,userxattr
 mount -t overlay -o "$layers" none /mnt/root && shift && exec "$@"
 """
+WORKS: list[bool] = []  # [True] once bubblewrap has isolated a process
+# Why bubblewrap will not isolate a process a moment later either.
+LASTS = re.compile("not on the path|util-linux|the kernel forbids|[Pp]ermission|not permitted")
 PLACES: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 KERNEL = {
     "/proc/sys/user/max_user_namespaces": ("0", "sysctl user.max_user_namespaces=15000"),
@@ -68,14 +72,24 @@ KERNEL = {
 
 
 def problem() -> str:
-    """Why the sandbox cannot isolate a run, and how to mend it; "" if it can."""
-    return _problem(current().sandbox, current().sandbox_url)
+    """Why the sandbox cannot isolate a run, and how to mend it; "" if it can.
+
+    Bubblewrap is tried once where that works, and again each time where it did not.
+    """
+    if current().sandbox == "http":
+        return service.malformed(current().sandbox_url)
+    if current().sandbox == "bubblewrap" and not WORKS:
+        if why := problem_of_bubblewrap():
+            return why
+        WORKS.append(True)
+    return ""
 
 
 def problem_of_start() -> str:
     """Why no program could run, before a run starts; a service is asked as well."""
     asks = current().sandbox == "http"
-    return problem() or (service.problem(current().sandbox_url) if asks else "")
+    why = problem() or (service.problem(current().sandbox_url) if asks else "")
+    return why or ("" if asks else user_limit.problem(Limits()))
 
 
 def problem_of_checks() -> str:
@@ -85,22 +99,17 @@ def problem_of_checks() -> str:
     return problem()
 
 
-@functools.cache
-def _problem(backend: str, url: str) -> str:
-    if backend == "unsafe":
-        return ""
-    if backend == "http":
-        return service.malformed(url)
+def problem_of_bubblewrap() -> str:
+    """Why bubblewrap has not isolated a process just now; "" if it has."""
     if not shutil.which("bwrap"):
         return "bwrap is not on the path: apt install bubblewrap, or dnf install bubblewrap"
     code = "import os; os.waitpid(os.fork() or os._exit(0), 0)"
-    probe = [*wrapped(Limits()), *python(), "-c", code]
     try:
-        done = subprocess.run(probe, capture_output=True, text=True, timeout=START, cwd="/")
-    except subprocess.TimeoutExpired:
-        raise CheckerError(f"the sandbox did not start a process in {START:g} s") from None
-    except OSError as error:
+        done = told([*wrapped(Limits()), *python(), "-c", code])
+    except FileNotFoundError as error:
         return f"bubblewrap needs setpriv and prlimit of util-linux: {error}"
+    except OSError as error:
+        return f"bubblewrap could not be started: {error}"
     complaint = " ".join(done.stderr.split())[-300:]
     for path, (bad, remedy) in KERNEL.items():
         with contextlib.suppress(OSError):
@@ -109,14 +118,26 @@ def _problem(backend: str, url: str) -> str:
     return f"bubblewrap cannot isolate a process here: {complaint}" if done.returncode else ""
 
 
+def told(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """The end of a command of our own. Raises OSError, and CheckerError where it does not end."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=START, cwd="/")
+    except subprocess.TimeoutExpired:
+        raise CheckerError(f"the sandbox did not start a process in {START:g} s") from None
+
+
 @functools.cache
 def python() -> list[str]:
-    """The sandbox's Python: this one; the machine's where the user nobody may not read this one."""
+    """The sandbox's Python: this one; the machine's where the user nobody may not read this one.
+
+    Raises OSError, and CheckerError, where that could not be seen.
+    """
     own = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
-    reads = ["test", "-x", own]
-    if os.geteuid() == 0:
-        reads = ["setpriv", *NOBODY, *reads]
-    found = own if subprocess.run(reads, check=False).returncode == 0 else "/usr/bin/python3"
+    before = ["setpriv", *NOBODY] if os.geteuid() == 0 else []
+    seen = told([*before, "sh", "-c", 'test -x "$0" && echo yes || echo no', own])
+    found = {"yes\n": own, "no\n": "/usr/bin/python3"}.get(seen.stdout)
+    if not found:
+        raise CheckerError(f"the sandbox cannot look for {own}: {seen.stderr[-300:]}")
     return [found, "-I", "-S"]
 
 
@@ -130,7 +151,7 @@ def own_packages() -> str:
     code = f"import sys; sys.path.append({folder!r}); import numpy"
     before = ["setpriv", *NOBODY] if os.geteuid() == 0 else []
     try:
-        tried = subprocess.run([*before, *python(), "-c", code], capture_output=True, text=True)
+        tried = told([*before, *python(), "-c", code])
     except OSError as error:
         raise CheckerError(f"the sandbox cannot start Python: {error}") from None
     if tried.returncode and "ModuleNotFoundError" not in tried.stderr:  # it may be for a moment
@@ -157,7 +178,8 @@ def wrapped(
     `root` only the owner of its files can be used. A command that makes `rooms` forbids namespaces
     in them, and limits the processor time in them, itself.
     """
-    command = ["setpriv", *NOBODY] if os.geteuid() == 0 and not root else []
+    command = user_limit.lifted()
+    command += ["setpriv", *NOBODY] if os.geteuid() == 0 and not root else []
     command += limited(limits, not rooms)
     if root:
         own = ["unshare", "--user", "--map-root-user", "--mount"]
@@ -188,13 +210,19 @@ def wrapped(
     return [*command, "--chdir", WORK]
 
 
-def around(reads: Iterable[str]) -> list[str]:
+def around(reads: Iterable[str], executes: bool) -> list[str]:
     """The command in front of checks that may read these files and folders, and no others.
 
-    Empty where the configured sandbox is another, or does not work here: environments whose checks
-    run answers as code name it in `needs`.
+    Empty where the configured sandbox is another. Where it is bubblewrap and does not work, checks
+    that execute nothing of answers need none if it is missing here. Raises CheckerError for others,
+    and where it fails otherwise, as it may for a moment.
     """
-    if current().sandbox != "bubblewrap" or problem():
+    if current().sandbox != "bubblewrap":
+        return []
+    if why := problem():
+        if executes or not LASTS.search(why):
+            raise CheckerError(f"checks cannot be isolated: {why}")
+        log.warning("checks run with the rights of this user: %s", why)
         return []
     command = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     command += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--tmpfs", "/tmp"]
@@ -235,18 +263,20 @@ class Clock:
         self.spent = 0.0
         self.began = self.before = time.monotonic()
         self.clocks: dict[int, tuple[int, int]] = {}
+        self.used = math.nan  # seconds of processor time at the last look
         self.memory = 0  # bytes that all of them use
         self.processes = 0  # of them; of more than may be, some
 
     def look(self, most: int = sys.maxsize) -> None:
         """Adds the time since the last look, for at most this many processes."""
         found = {}
-        pages = 0
+        pages, used = 0, 0.0
         hungry = False  # the kernel counts a wait for a processor when it is over
         alive = family(self.pid, most + 1)
         self.processes = len(alive)
         for pid in alive[:most]:
             with contextlib.suppress(OSError, IndexError):
+                used += processor_time(pid)
                 pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             for thread in glob.iglob(f"/proc/{pid}/task/*"):
                 with contextlib.suppress(OSError, ValueError, IndexError):
@@ -259,13 +289,15 @@ class Clock:
             for i in range(2)
         )
         now = time.monotonic()
+        # With that of threads and children which began and ended since the last look.
+        gained = ran / 1e9 if math.isnan(self.used) else max(0.0, used - self.used)
         # A pause of this process, or of the whole machine, is no sleep of the run.
-        elapsed = min(now - self.before, max(2 * TICK, ran / 1e9))
+        elapsed = min(now - self.before, max(2 * TICK, gained))
         waited = queued / (ran + queued) if len(found) < HUNGRY and ran + queued > 0 else 0.0
         busy = min(1.0, (ran + queued) / 1e9 / max(elapsed, 1e-9))
         waits = hungry and len(found) < HUNGRY
-        self.spent += min(elapsed, ran / 1e9) if waits else elapsed * (1 - waited * busy)
-        self.before, self.clocks = now, found
+        self.spent += min(elapsed, gained) if waits else elapsed * (1 - waited * busy)
+        self.before, self.clocks, self.used = now, found, used
         self.memory = pages * os.sysconf("SC_PAGESIZE")
 
     def verdict(self, limits: Limits) -> str:
@@ -281,6 +313,12 @@ class Clock:
                 f"its deadline of {limits.seconds:g} s"
             )
         return "memory" if self.memory > limits.memory else ""
+
+
+def processor_time(pid: int) -> float:
+    """Seconds of processor time of a process, its ended threads, and children it has waited for."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def family(pid: int, most: int = sys.maxsize) -> list[int]:
@@ -330,14 +368,19 @@ async def run(
                 target = Path(folder, path)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_text(text, encoding="utf-8", errors="surrogatepass")
-            command = [*limited(limits), *argv]
+            command = [*user_limit.lifted(), *limited(limits), *argv]
         async with place():
             passed = [given[0], *given[2:]]
             options: dict[str, Any] = {"stdin": given[1], "pass_fds": passed, "cwd": folder}
-            killed = oom_kills()
+            killed, refused = oom_kills(), refusals()
+            full = user_limit.full(limits, bool(root))
             ran = await finish(await start(command, **options), limits)
         if oom_kills() > killed:  # it, or a process that it began
             raise CheckerError(OOM)
+        if refusals() > refused:
+            raise CheckerError(REFUSED)
+        if full or await user_limit.full_after(limits, bool(ran.ended), bool(root)):
+            raise CheckerError(FULL)
         begun = ran.ended or b"exit-code" in os.pread(given[0], 1000, 0)
         if backend == "bubblewrap" and not begun:
             raise CheckerError(f"bubblewrap did not start a run: code {ran.code}: {ran.stderr}")

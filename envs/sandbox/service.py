@@ -10,7 +10,7 @@ import contextlib
 import functools
 import http.client
 import json
-import signal
+import os
 import time
 import urllib.error
 import urllib.request
@@ -19,13 +19,14 @@ from typing import Any
 
 from envs.rollout.services import CheckerError
 from envs.rollout.transfer import Broken, directly, whole
-from envs.sandbox.interpreter import STDERR
+from envs.sandbox.interpreter import SENT, STDERR
 from envs.sandbox.outcome import Limits, Ran, reported
 from settings.services import is_address
 
 GRACE = 30.0  # seconds that an answer may be late
 AWAY = 900.0  # seconds that the service may be away
-STARTS = 60.0  # seconds that it may take to answer before a run starts
+# Seconds that it may take to answer before a run starts. A job has its image fetched first.
+STARTS = 300.0 if "SLURM_JOB_ID" in os.environ else 60.0
 START = 20.0  # seconds that a Python there may take to start
 SHARE = 5  # seconds for one of processor time, where others have the processors
 HEADER = "X-Session-ID"  # by which the service's workers are chosen, too
@@ -42,23 +43,27 @@ class Failed(Exception):
 async def program(url: str, source: str, stdin: str, limits: Limits) -> Ran:
     """The outcome of a Python program there. Raises CheckerError where there is none.
 
-    A program that has none twice has killed its interpreter, if a harmless one has an outcome
-    before and after it, and the kernel has ended nothing for want of memory in between.
+    A program has killed its interpreter if that was seen twice, a harmless one has an outcome
+    before and after it, and the kernel has ended nothing for want of memory in between. One that a
+    signal in SENT has ended runs once more, and what ends so twice has ended itself.
     """
-    counts = []
+    counts, deaths = [], 0
     for tried in range(2):
         outcome = await attempt(url, source, stdin, limits)
-        if outcome and (tried or outcome.code != -signal.SIGKILL):  # of anybody, perhaps
+        died = outcome is not None and outcome.ended == "killed"
+        if outcome and not died and (tried or outcome.code not in SENT):
             return outcome
+        deaths += died
         counts.append(await attempt(url, COUNT, "", limits))
     first, second = counts
-    if first and second and first.stdout == second.stdout and first.code == second.code == 0:
+    lives = first and second and first.stdout == second.stdout and first.code == second.code == 0
+    if lives and deaths == 2:
         return Ran("", "", None, "killed", 0.0)
     raise CheckerError(f"the sandbox service at {url} gave no outcome of a program")
 
 
 async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | None:
-    """The outcome of a program; None where its interpreter or an OOM killer ended it.
+    """The outcome of a program; None where it has none, or an OOM killer ended it.
 
     Raises CheckerError where it got too little processor time.
     """

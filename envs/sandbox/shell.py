@@ -19,18 +19,24 @@ from core.waits import in_thread
 from envs import get, require
 from envs.rollout import services
 from envs.rollout.services import CheckerError
-from envs.sandbox import sandbox
+from envs.sandbox import sandbox, user_limit
+from envs.sandbox.interpreter import SENT
 from envs.sandbox.sandbox import Limits, memory_file
+from envs.sandbox.user_limit import FULL
 
 TEXT = Path(__file__).with_name("terminal_host.py").read_text(encoding="utf-8")
 START = 60.0  # seconds that a terminal may take to start, or to answer late
 PRINTED = 1 << 20  # bytes that the command of a check may print
+READY = "the folder is unpacked\n"
+# What tar says of a folder that cannot be unpacked anywhere: one made step by step can be so.
+OWN_FAULTS = ("No space left", "File name too long")
 # Sequences that move the cursor, choose colours, or name the window.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07?|[ -/]?[0-~])")
 
 # $1 is run in the working folder, which stdin holds; what is in .given goes over it.
-CHECK = """
+CHECK = f"""
 mkdir -p .given && mv .given /tmp/given && base64 -d | tar -x || exit
+echo {READY.strip()}
 cp -r --remove-destination /tmp/given/. . || exit
 HOME=/tmp exec bash -c "$1" </dev/null
 """
@@ -44,6 +50,7 @@ class Shell:
         self.files = files
         self.used = False  # whether anything was typed
         self.ended = ""  # the limit that it has passed: "time" or "memory"
+        self.full = False  # whether its user had no room for all its processes
         self.process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> "Shell":
@@ -63,6 +70,7 @@ class Shell:
         if sandbox.isolates() != "bubblewrap":
             raise CheckerError("a shell needs services.sandbox = 'bubblewrap'")
         limits = self.limits
+        self.full = user_limit.full(limits)
         with contextlib.ExitStack() as stack:
             given = [(path, memory_file(text)) for path, text in self.files.items()]
             for _, descriptor in given:
@@ -102,9 +110,14 @@ class Shell:
         return f"{shown}\n[the terminal was ended: too much {self.ended}]" if self.ended else shown
 
     async def pack(self) -> bytes | None:
-        """Ends all processes; returns a tar of the working folder, None if none could be made."""
+        """Ends all processes; returns a tar of the working folder, None if none could be made.
+
+        Raises CheckerError, also where a command may have been refused a process.
+        """
         self.send({"pack": True})
         size = (await self.answer(START))["size"]
+        if self.full or user_limit.full(self.limits):
+            raise CheckerError(FULL)
         assert self.process and self.process.stdout
         async with self.late(START):
             return None if size < 0 else await self.process.stdout.readexactly(size)
@@ -146,14 +159,22 @@ async def said_after(
 ) -> str | None:
     """The output of a command in a fresh sandbox, in a packed folder with `files` over its own.
 
-    None where it passes a limit. Raises CheckerError.
+    None where it passes a limit, or the folder is one that cannot be unpacked anywhere. Raises
+    CheckerError, also where unpacking fails for another reason. A command that a signal in SENT
+    has ended runs once more; where it ends so again, it is the folder's fault.
     """
     given = {f".given/{path}": text for path, text in files.items()}
     argv = ["bash", "-c", CHECK, "check", command]
     stdin = await in_thread(lambda: base64.b64encode(folder).decode())
-    limits = limits._replace(output=PRINTED)
-    ran = await sandbox.run(argv, stdin=stdin, files=given, limits=limits)
-    return None if ran.ended else ran.stdout
+    limits = limits._replace(output=PRINTED + len(READY))
+    for _ in range(2):
+        ran = await sandbox.run(argv, stdin=stdin, files=given, limits=limits)
+        if 128 - (ran.code or 0) not in SENT:
+            break
+    _, begun, output = ran.stdout.partition(READY)
+    if begun or ran.ended or any(fault in ran.stderr for fault in OWN_FAULTS):
+        return None if ran.ended or not begun else output
+    raise CheckerError(f"a folder cannot be unpacked: code {ran.code}: {ran.stderr[-300:]}")
 
 
 def shortened(text: str, most: int) -> str:
@@ -177,7 +198,7 @@ def problem(_: str) -> str:
     backend = services.current().sandbox
     if backend != "bubblewrap":
         return f"services.sandbox = {backend!r}, expected 'bubblewrap'"
-    return sandbox.problem()
+    return sandbox.problem() or user_limit.problem(Limits())
 
 
 services.CHECKS["shell"] = problem

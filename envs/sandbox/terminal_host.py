@@ -185,6 +185,8 @@ def pack() -> None:
     quiet = subprocess.DEVNULL
     subprocess.run(["chmod", "-R", "u+rwX", "/work"], stderr=quiet, check=False)
     made = subprocess.run(["tar", "-c", "-C", "/work", "."], stdout=tar, stderr=quiet, check=False)
+    if made.returncode == -signal.SIGKILL:  # from outside, as nothing else lives here
+        sys.exit("tar was killed")
     size = -1 if made.returncode else os.fstat(tar).st_size
     print(json.dumps({"size": size}), flush=True)
     at = 0

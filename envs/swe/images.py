@@ -12,13 +12,20 @@ from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox
 
 SIZES = {"memory": 16 << 30, "file_size": 4 << 30, "output": 16 << 20, "disk": 4 << 30}
+KILLED = (-9, -15, 137, 143)  # codes of what a signal from outside may have ended
 LIMITS = sandbox.Limits(seconds=900, processes=1000, open_files=4096, **SIZES)
 READY = "the image is set up\n"
 SETUP = """
 work=$PWD
 export PIP_NO_INDEX=1
-bash setup.sh >setup.log 2>&1
-! grep -q '^error: patch' setup.log || { tail -n 20 setup.log; exit; }
+code=0
+bash setup.sh >setup.log 2>&1 || code=$?
+# 126, 127: its last command, git, could not be run
+if [ $code = 126 ] || [ $code = 127 ] ||
+    grep -qE '^error: patch|No space left on device' setup.log; then
+    tail -n 20 setup.log
+    exit
+fi
 cd /testbed || exit
 """
 # Arguments: the edited files, which exist in the image already.
@@ -27,10 +34,11 @@ for path; do [ -f "$path" ] || {{ echo "no file $path"; exit; }}; done
 cp -r "$work/edited/." . && echo '{READY.strip()}' && bash "$work/test.sh" 2>&1
 """
 REPRODUCE = f"""{SETUP}
+git apply --check "$work/there.patch" || exit
 [ ! -s "$work/gold.patch" ] || git apply "$work/gold.patch" || exit
 conda=/opt/miniconda3/bin/activate
 [ ! -f $conda ] || {{ source $conda; conda activate testbed; }}
-command -v python >/dev/null || {{ echo "no python"; exit; }}
+python -c '' >/dev/null 2>&1 || {{ echo "no python"; exit; }}
 cp "$work/reproduce_bug.py" . && rm -r "$work"/* && echo '{READY.strip()}' || exit
 exec python reproduce_bug.py >/dev/null 2>&1
 """
@@ -42,16 +50,20 @@ async def run_in_image(
     """Runs a script of bash on the files; `stdout` is the output after READY.
 
     The script prints READY before anything of an answer runs. Raises CheckerError where it does
-    not, and where there is no such image.
+    not, and where there is no such image. What a signal ended runs once more: another process may
+    have sent it. That of the second time is the answer's own.
     """
     folder = folder_of(image)
     if not folder.is_dir():
-        remedy = f"apptainer build --sandbox {folder} IMAGE, or unpack `docker export` there"
+        remedy = "bash launch/images.sh ROWS FOLDER fetches those of a file of rows"
         raise CheckerError(f"the image {image} is missing: expected a folder {folder}: {remedy}")
     files = files | {"judge.sh": script}
-    ran = await sandbox.run(
-        ["bash", "judge.sh", *args], files=files, root=str(folder), limits=LIMITS
-    )
+    for _ in range(2):
+        ran = await sandbox.run(
+            ["bash", "judge.sh", *args], files=files, root=str(folder), limits=LIMITS
+        )
+        if ran.code not in KILLED:
+            break
     before, ready, log = ran.stdout.partition(READY)
     if not ready:
         why = " ".join(f"{ran.ended} {before} {ran.stderr}".split())[-500:]
@@ -72,7 +84,8 @@ def problem(_: str) -> str:
     if own.images and own.sandbox == "bubblewrap" and os.path.isdir(own.images):
         return ""
     sandbox = f", services.sandbox = {own.sandbox!r}" if own.images else ""
-    expected = "expected a folder of unpacked images, and services.sandbox = 'bubblewrap'"
+    expected = "expected services.sandbox = 'bubblewrap', and a folder of unpacked images"
+    expected += " as `bash launch/images.sh ROWS FOLDER` makes it"
     return f"services.images = {own.images!r}{sandbox}, {expected}"
 
 

@@ -19,7 +19,8 @@ for "/" and ":", or the file name of a .sif without that ending. `apptainer buil
 Deliberate deviations. The edited files are written, there a diff is applied, which fails where an
 image has other line ends. A test that was skipped has not passed. The two runs of repro-gen share
 nothing, and the exit code is read, not printed. No shebang stands for a ```python block. A setup
-that fails is an error, not a 0.
+that fails is an error, not a 0. So are tests that do not run: where none passes with an answer, one
+must pass without it, or be named in the log where PASS_TO_PASS is empty.
 
 Known leaks: patched code runs in the process that logs the passed tests, and can write that log. A
 test of repro-gen can look whether the files were patched, not what they do.
@@ -28,14 +29,17 @@ test of repro-gen can look whether the files were patched, not what they do.
 import json
 import re
 from pathlib import PurePosixPath
-from typing import Any
 
 from core.waits import in_thread
 from envs import Reward, final_text, get, require, unfinished
+from envs.rollout.services import CheckerError
+from envs.sandbox.outcome import Ran
 from envs.swe.edits import EditError, edited, last_block
+from envs.swe.fields import contents, tests_of
 from envs.swe.images import EVALUATE, REPRODUCE, run_in_image
-from envs.swe.test_logs import name_of, passed
+from envs.swe.test_logs import name_of, passed, statuses
 
+RUN: set[int] = set()  # hashes of instances whose tests run without an answer
 AGENTS = ("swerl_gen_simple_agent", "swerl_gen")
 
 
@@ -59,36 +63,15 @@ def check(row: dict) -> None:
         get(row, f"instance.{name}", str, "a script of bash")
     get(row, "instance.repo", str, "OWNER/NAME")
     get(row, "metadata.remove_repo_name", bool | None, "true or false")
-    contents = _contents(row)
-    for path, content in contents.items():
+    for path, content in contents(row).items():
         at = f"metadata.relevant_file_contents.{path}"
         require(isinstance(content, str), at, content, "the text of a file")
         inside = not PurePosixPath(path).is_absolute() and ".." not in PurePosixPath(path).parts
         require(inside, "metadata.relevant_file_contents", path, "paths inside the repository")
     for name in ("FAIL_TO_PASS", "PASS_TO_PASS"):
-        tests = _tests(row, name)
+        tests = tests_of(row, name)
         good = all(isinstance(test, str) for test in tests) and (tests or name == "PASS_TO_PASS")
         require(good, f"instance.{name}", tests, "a list of names of tests")
-
-
-def _contents(row: dict) -> dict[str, str]:
-    return _json(row, "metadata.relevant_file_contents", dict, "an object: path -> content")
-
-
-def _tests(row: dict, name: str) -> list[str]:
-    return _json(row, f"instance.{name}", list, "a list of names of tests")
-
-
-def _json(row: dict, path: str, kind: type, expected: str) -> Any:
-    """A field that holds a `kind`, or its JSON."""
-    value = get(row, path, kind | str, expected)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            require(False, path, value, expected)
-    require(isinstance(value, kind), path, value, expected)
-    return value
 
 
 async def verify(row: dict, response: str) -> Reward:
@@ -108,21 +91,43 @@ async def _evaluate(row: dict, text: str) -> Reward:
     if not closed:
         return Reward(0.0, {"reason": "no <solution>"})
     try:
-        files = await in_thread(edited, _contents(row), solution.strip())
+        files = await in_thread(edited, contents(row), solution.strip())
     except EditError as error:
         return Reward(0.0, {"reason": str(error)})
+    ran = await _tested(row, files)
+    if ran.ended:
+        return Reward(0.0, {"reason": ran.ended})
+    good = await in_thread(passed, row["instance"]["repo"], ran.stdout)
+    tests = [tests_of(row, name) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")]
+    if not any(name_of(test) in good for test in sum(tests, [])):
+        await _must_run(row)
+    fixed, kept = (_share(names, good) for names in tests)
+    value = 0.0 if kept < 1 or not fixed else 1.0 if fixed == 1 else 0.2
+    return Reward(value, {"fixed": fixed, "kept": kept})
+
+
+async def _tested(row: dict, files: dict[str, str]) -> Ran:
+    """The run of the tests with these files in the repository."""
     if row["metadata"].get("remove_repo_name"):
         files = {path.partition("/")[2]: content for path, content in files.items()}
     instance = row["instance"]
     given = {"setup.sh": instance["setup_script"], "test.sh": instance["test_script"]}
     given |= {f"edited/{path}": content for path, content in files.items()}
-    ran = await run_in_image(row["metadata"]["image"], EVALUATE, given, list(files))
-    if ran.ended:
-        return Reward(0.0, {"reason": ran.ended})
-    good = await in_thread(passed, instance["repo"], ran.stdout)
-    fixed, kept = (_share(_tests(row, name), good) for name in ("FAIL_TO_PASS", "PASS_TO_PASS"))
-    value = 0.0 if kept < 1 or not fixed else 1.0 if fixed == 1 else 0.2
-    return Reward(value, {"fixed": fixed, "kept": kept})
+    return await run_in_image(row["metadata"]["image"], EVALUATE, given, list(files))
+
+
+async def _must_run(row: dict) -> None:
+    """Raises CheckerError where the tests do not run without an answer either."""
+    key = hash(json.dumps(row["instance"]))
+    if key in RUN:
+        return
+    ran = await _tested(row, contents(row))
+    found = await in_thread(statuses, row["instance"]["repo"], ran.stdout)
+    kept = [name_of(test) for test in tests_of(row, "PASS_TO_PASS")]
+    if not (any(found.get(test) == "PASSED" for test in kept) if kept else found):
+        why = " ".join(f"{ran.ended} {ran.stdout[-300:]}".split())
+        raise CheckerError(f"the tests in {row['metadata']['image']} do not run: {why}")
+    RUN.add(key)
 
 
 async def _reproduce(row: dict, text: str) -> Reward:
@@ -132,7 +137,7 @@ async def _reproduce(row: dict, text: str) -> Reward:
     instance = row["instance"]
     given = {"setup.sh": instance["regression_script"], "reproduce_bug.py": code}
     for patch, expected in (("", 2), (instance["patch"], 0)):
-        files = given | {"gold.patch": patch}
+        files = given | {"gold.patch": patch, "there.patch": instance["patch"]}
         ran = await run_in_image(row["metadata"]["image"], REPRODUCE, files, [])
         if ran.ended or ran.code != expected:
             when = "after" if patch else "before"

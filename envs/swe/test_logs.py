@@ -10,12 +10,17 @@ ENDINGS = {" ok": "PASSED", " F": "FAILED", " E": "ERROR"}  # of SymPy's lines
 LONGEST = 10_000  # characters of a line that can be a test's
 
 
-def passed(repo: str, log: str) -> set[str]:
-    """The names of the tests that have the last status PASSED in a log. `repo` is OWNER/NAME."""
+def statuses(repo: str, log: str) -> dict[str, str]:
+    """The last status of each test that a log names. `repo` is OWNER/NAME."""
     log = re.sub(r"\x1b\[[0-9;]*m", "", log.replace("…", "..."))
     read = {"django": _django, "sympy": _sympy}.get(repo.rpartition("/")[2], _pytest)
     lines = [line for line in log.split("\n") if len(line) <= LONGEST]
-    return {name_of(name) for name, status in read(lines).items() if status == "PASSED"}
+    return {name_of(test): status for test, status in read(lines).items() if status in STATUSES}
+
+
+def passed(repo: str, log: str) -> set[str]:
+    """The names of the tests that have the last status PASSED in a log."""
+    return {test for test, status in statuses(repo, log).items() if status == "PASSED"}
 
 
 def name_of(test: str) -> str:

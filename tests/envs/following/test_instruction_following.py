@@ -83,7 +83,7 @@ def test_known_rewards():
     for of, response, reward, case in known_answers("instruction_following_gym", "x"):
         instruction_following.check(of)
         assert judged(response, of).value == reward, case
-    for of in gym_rows("instruction_following", "instruction_following_simple_agent"):
+    for of in gym_rows("instruction_following"):
         instruction_following.check(of)
         assert judged("", of).value == 0
 

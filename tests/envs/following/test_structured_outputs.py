@@ -52,7 +52,7 @@ def filled(known: Known) -> dict:
     row = known.row | known.case.get("config", {})
     if "schema_str" not in row:
         asked = known.case["prompt"][-1]["content"]
-        rows = gym_rows("structured_outputs", "structured_outputs")
+        rows = gym_rows("structured_outputs")
         (example,) = [
             r for r in rows if r["responses_create_params"]["input"][-1]["content"] == asked
         ]
@@ -87,7 +87,7 @@ def example(schema: dict) -> object:
 
 
 def test_real_rows():
-    for row in gym_rows("structured_outputs", "structured_outputs_simple_agent"):
+    for row in gym_rows("structured_outputs"):
         structured.check(row)
         assert structured.needs(row) == ()
         assert verify(row, "") == verify(row, "I cannot do that.") == verify(row, "{}") == 0

@@ -10,12 +10,10 @@ import functools
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import ray
@@ -32,8 +30,8 @@ from settings import errors
 from settings.services import Services
 from support.chats import CHATML, FORGETFUL, Reader, make_tokenizer, saying
 from support.gym import AGENT, Gym
+from support.program import ran
 
-ROOT = Path(__file__).resolve().parents[3]
 TOKENIZER = make_tokenizer(FORGETFUL, CHATML, "<|im_end|>")  # it drops earlier thoughts
 CALL = '[["add", "{\\"a\\": 3}"]]'
 PARAMS = {"input": [{"role": "user", "content": "3 + 4?"}]}
@@ -152,6 +150,8 @@ def test_a_first_prompt_without_room_has_no_answer_and_a_later_one_ends_the_epis
     ({"reward": 10**400}, "reward is 1000"),
     ({"reward": float("nan")}, "reward is nan"),
     ({"reward": "1"}, "reward is '1'"),
+    ({"reward": True}, "reward is True"),
+    ({"reward": 0, "response": {"status": "failed", "error": "no disk"}}, "failed: no disk"),
 ])  # fmt: skip
 def test_a_try_without_a_verdict_is_no_reward(verdict, expected):
     with Gym(**verdict) as server, pytest.raises(CheckerError, match=expected):
@@ -399,6 +399,4 @@ def test_gym_does_not_start_where_another_program_has_the_routers_port(tmp_path)
 
 
 def start_gym(variables):
-    command = ["bash", "launch/gym.sh", "a.yaml"]
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
-    return subprocess.run(command, env=os.environ | variables, **options)
+    return ran("bash", "launch/gym.sh", "a.yaml", env=os.environ | variables)

@@ -116,9 +116,6 @@ def attempt(server, row, *texts, **options):
     return episode
 
 
-# --- without the library --------------------------------------------------------------------------
-
-
 def test_without_the_library_it_says_what_is_missing():
     """That of the tests has none; `-S` so that it stays so."""
     words = [sys.executable, "-S", str(PROGRAM), "x.toml"]
@@ -136,9 +133,6 @@ def test_a_row_without_its_task_is_refused():
         check_rows.check_row(row)
     check_rows.check_row(row | {"task": {"idx": 0}})
     check_rows.check_row(row | {"agent_ref": {"name": "verifiers_of_another_kind"}})
-
-
-# --- episodes -------------------------------------------------------------------------------------
 
 
 @real
@@ -182,9 +176,6 @@ def test_a_full_context_ends_an_episode_that_is_scored_and_has_to_begin(server, 
     assert len(episode.turns) == 1 and episode.reward.value == 1.0
     with pytest.raises(NoRoom):
         attempt(server, row, add(4), limit=20)
-
-
-# --- failures -------------------------------------------------------------------------------------
 
 
 @real

@@ -100,7 +100,7 @@ def test_known_answers(real):
 
 
 def test_real_rows_pay_what_they_ask_for(real):
-    for of in gym_rows("workplace_assistant", "workplace_assistant_simple_agent"):
+    for of in gym_rows("workplace_assistant"):
         workplace.check(of)
         wanted = of["ground_truth"]
         assert judged(wanted, wanted).value == 1 and judged(wanted[:-1], wanted).value == 0
@@ -308,11 +308,34 @@ test_bad_rows_are_named = refused(
 )
 
 
+@pytest.mark.parametrize("text", [
+    "",
+    "email_id,subject\n1,a\n",
+    SMALL["emails"].split("\n")[0] + "\n",
+    SMALL["emails"][:-20],
+    "<html>log in</html>\n",
+    "version https://git-lfs.github.com/spec/v1\nsize 5\n",
+    "\0" * 4096,
+])  # fmt: skip
+def test_a_damaged_table_pays_nothing_and_is_named(tmp_path, monkeypatch, text):
+    """A ground truth would find nothing to change in it."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for name, table in SMALL.items():
+        (folder / FILES[name]).write_text(text if name == "emails" else table)
+    monkeypatch.setattr(services, "_current", [Services(workplace=str(folder))])
+    with pytest.raises(services.CheckerError, match="emails.csv: expected rows of email_id, inbox"):
+        judged([call("email_delete_email", email_id="00000002")], [SEND])
+
+
 def test_a_folder_without_tables_is_named(monkeypatch, tmp_path):
     assert not services.problem("workplace")
     monkeypatch.setattr(services, "_current", [Services(workplace=str(tmp_path / "no"))])
     assert "lacks emails.csv, calendar_events.csv" in services.problem("workplace")
     monkeypatch.setattr(services, "_current", [Services()])
-    assert "expected the folder csv_data/processed" in services.problem("workplace")
-    with pytest.raises(services.CheckerError, match="expected the folder csv_data/processed"):
+    assert "`bash launch/tables.sh FOLDER`" in services.problem("workplace")
+    with pytest.raises(
+        services.CheckerError,
+        match="`bash launch/tables.sh FOLDER`",
+    ):
         judged([SEND], [SEND])

@@ -45,7 +45,7 @@ def test_known_answers():
 
 
 def test_real_rows():
-    for of in gym_rows("code_gen", "code_gen_simple_agent"):
+    for of in gym_rows("code_gen"):
         code.check(of)
         assert asyncio.run(code.verify(of, "")).value == 0
         assert judged("print(input())", of).info["reason"] in ("wrong answer", "crashed")

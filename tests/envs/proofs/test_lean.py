@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.proofs import lean
+from envs.proofs import lean, lean_runs
 from envs.proofs.lean_source import code_block, code_of, proof_of
 from envs.rollout import services
 from envs.sandbox import sandbox
@@ -56,7 +56,7 @@ def block(proof: str) -> str:
 
 @pytest.mark.parametrize(("name", "count"), [("lean_minif2f", 39), ("math_formal_lean", 11)])
 def test_known_answers(name, count, stand_in, monkeypatch):
-    monkeypatch.setattr(lean, "LIMITS", lean.LIMITS._replace(seconds=2))
+    monkeypatch.setattr(lean_runs, "LIMITS", lean_runs.LIMITS._replace(seconds=2))
     for row, response, expected, case in known_answers(name, AGENT, least=count):
         predicted = case["metadata"].get("predicted_proof")
         if predicted:
@@ -97,7 +97,9 @@ def test_known_functions():
 def status(process_status: str, stdout: str, stderr: str) -> str:
     """Our reading of what Gym's client was told, in Gym's words."""
     ended = "time" if process_status == "timeout" else ""
-    reason = lean.failure(sandbox.Ran(stdout, stderr, int(process_status != "completed"), ended, 0))
+    reason = lean_runs.failure(
+        sandbox.Ran(stdout, stderr, int(process_status != "completed"), ended, 0)
+    )
     # A compiler that Gym could not ask is an error here, see test_a_lean_that_is_away.
     return {"failed": process_status, "sorry": "has_sorry", "": "completed"}.get(reason, reason)
 
@@ -111,7 +113,7 @@ def test_real_rows(stand_in):
 
 
 def test_what_lean_says_is_what_counts(stand_in, monkeypatch):
-    monkeypatch.setattr(lean, "LIMITS", lean.LIMITS._replace(seconds=2))
+    monkeypatch.setattr(lean_runs, "LIMITS", lean_runs.LIMITS._replace(seconds=2))
     assert verdict(f"<think>sorry</think>Here: {block('  trivial -- sorry')} sorry").value == 1
     failed = verdict(block("  wrong_tactic"))
     assert (failed.value, failed.info["reason"]) == (0, "failed")
@@ -161,7 +163,7 @@ def test_ordinary_words_are_not_refused():
 
 
 def test_a_lean_without_mathlib_is_an_error(stand_in, monkeypatch):
-    monkeypatch.setattr(lean, "LIMITS", lean.LIMITS._replace(seconds=1))
+    monkeypatch.setattr(lean_runs, "LIMITS", lean_runs.LIMITS._replace(seconds=1))
     for header in ("import Missing\n", "import Slow\n"):
         with pytest.raises(services.CheckerError, match="Lean cannot compile the header 'import"):
             verdict(block("  trivial"), ROW | {"header": header})
@@ -186,8 +188,11 @@ def test_a_lean_that_does_not_start_is_an_error(stand_in, monkeypatch):
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({}, "services.lean = '', expected a command such as .*elan.*sandbox = 'http'"),
-    ({"lean": "no_such_lean x"}, "services.lean = 'no_such_lean x': no such command; expected"),
+    ({}, "services.lean = '', expected a folder that `bash launch/lean.sh FOLDER` makes"),
+    ({"lean": "no_such_lean x"}, "lean = 'no_such_lean x': no such folder or command; expected"),
+    ({"lean": "a 'b"}, ": No closing quotation; expected a folder"),
+    ({"lean": "/usr"}, "lean = '/usr': the folder has no program bin/lean; expected"),
+    ({"lean": "env lean", "sandbox": "http"}, "'env lean' is a command, and services.sandbox ="),
     ({"lean": "env A=B lean"}, ""),
 ])  # fmt: skip
 def test_what_is_missing_is_named_at_the_start(given, message, monkeypatch):
@@ -201,6 +206,7 @@ SAID = {  # by the service, of a proof
     "failed": ("failed", "t.lean:3:2: error: unsolved goals", ""),
     "slow": ("timeout", "", "timed out"),
     "away": ("error", "", "no lake"),
+    "full": ("failed", "", "error: cannot allocate memory"),
     "killed": ("failed", "t.lean:1:0: warning: unused variable", ""),
     "deep": ("failed", "", "Stack overflow detected. Aborting."),
     "sorry": ("completed", "uses 'sorry'", ""),
@@ -219,12 +225,68 @@ def test_a_service_that_worked_before_is_doubted(fault, monkeypatch):
         told = said.pop(0) if said else gone
         return dict(zip(("process_status", "stdout", "stderr"), told, strict=True))
 
-    monkeypatch.setattr(lean, "COMPILES", {ROW["header"]})
+    monkeypatch.setattr(lean_runs, "COMPILES", {ROW["header"]})
     with as_sandbox(answer):
         assert verdict(block("  trivial")).value == 1 and not said
         if fault == "gone":
             with pytest.raises(services.CheckerError, match="Lean cannot compile the header"):
                 verdict(block("  trivial"))
+
+
+@pytest.mark.parametrize(("said", "expected"), [
+    (("timeout", "", "timed out"), "Lean cannot compile the header .*: timeout"),
+    (("failed", "x.lean:3:1: error: IO error: No space left on device", ""), "service at .*failed"),
+    (("failed", "", "x.lean:3:1: error: failed to create thread"), "service at .*: failed"),
+    (("completed", "<html>log in</html>", ""), "does not refuse a false proof, code 0: <html>log"),
+    (("completed", "", "lake: command not found"), "does not refuse a false proof, code 0: lake"),
+])  # fmt: skip
+def test_a_service_that_fails_after_it_worked_is_an_error(said, expected, monkeypatch):
+    monkeypatch.setattr(lean_runs, "COMPILES", {ROW["header"]})
+    monkeypatch.setattr(lean_runs, "REFUSES", set())
+    told = dict(zip(("process_status", "stdout", "stderr"), said, strict=True))
+    with as_sandbox(lambda *_: told), pytest.raises(services.CheckerError, match=expected):
+        verdict(block("  trivial"))
+
+
+@pytest.mark.parametrize("command", ["false", "sh -c 'kill -9 $$'", "sh -c 'kill $$'"])
+def test_a_lean_that_is_killed_after_it_worked_is_an_error(command, stand_in, monkeypatch):
+    assert verdict(block("  trivial")).value == 1
+    monkeypatch.setattr(lean_runs, "COMPILES", {ROW["header"]})
+    monkeypatch.setattr(services, "_current", [Services(lean=command)])
+    with pytest.raises(services.CheckerError, match="Lean cannot compile the header"):
+        verdict(block("  trivial"))
+
+
+def test_a_folder_of_launch_lean_sh_compiles(stand_in, tmp_path, monkeypatch):
+
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "bin/lean")
+        program.parent.mkdir()
+        program.write_text(f'#!/bin/sh\nexec {services.current().lean} "$@"\n')
+        for path in (folder, program.parent, program):
+            os.chmod(path, 0o755)
+        shutil.copy(stand_in, folder)
+        program.write_text(program.read_text().replace(str(Path(stand_in).parent), folder))
+        monkeypatch.setattr(services, "_current", [Services(lean=folder)])
+        assert not services.problem("lean")
+        assert verdict(block("  trivial")).value == 1
+        assert verdict(block("  wrong_tactic")).info["reason"] == "failed"
+
+
+def test_a_service_compiles_beside_a_sandbox_for_all_else(monkeypatch):
+    """What excludes an HTTP sandbox, such as images and shells, may be used with it."""
+    asked = []
+
+    def answer(handler: Handler, request: dict) -> dict:
+        asked.append(request["language"])
+        return {"process_status": "completed", "stdout": "", "stderr": ""}
+
+    with as_sandbox(answer):
+        url = services.current().sandbox_url
+        monkeypatch.setattr(services, "_current", [Services(lean=url)])
+        assert lean.needs(ROW) == ("lean",) and not services.problem("lean")
+        assert verdict(block("  trivial")).value == 1 and asked == ["lean4"]
+        assert services.current().sandbox == "bubblewrap"
 
 
 def test_the_service_compiles():
@@ -235,7 +297,7 @@ def test_the_service_compiles():
         return dict(zip(("process_status", "stdout", "stderr"), told, strict=True))
 
     with as_sandbox(answer):
-        assert lean.needs(ROW) == ("sandbox",)
+        assert lean.needs(ROW) == ("lean",) and not services.problem("lean")
         assert verdict(block("  trivial")).value == 1
         reasons = {"failed": "failed", "deep": "failed", "slow": "timeout", "sorry": "sorry"}
         for proof, reason in (reasons | {"long": "output"}).items():
@@ -243,8 +305,9 @@ def test_the_service_compiles():
             assert (got.value, got.info["reason"]) == (0, reason)
         with pytest.raises(services.CheckerError, match="error: no lake"):
             verdict(block("away"))
-        with pytest.raises(services.CheckerError, match="failed: "):
-            verdict(block("killed"))
+        for proof in ("killed", "full"):
+            with pytest.raises(services.CheckerError, match="failed: "):
+                verdict(block(proof))
 
 
 def test_wrong_proofs_earn_nothing(stand_in):

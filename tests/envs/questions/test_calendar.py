@@ -52,7 +52,7 @@ def test_known_functions():
 
 
 def test_real_rows():
-    for row in gym_rows("calendar", "calendar_simple_agent"):
+    for row in gym_rows("calendar"):
         calendar.check(row)
         assert reward("", row) == reward("I cannot do that.", row) == 0
         last = [m for m in row["responses_create_params"]["input"] if m["role"] == "assistant"]

@@ -75,16 +75,30 @@ def test_an_interpreter_that_is_killed_with_its_program(starved, monkeypatch):
         asyncio.run(Interpreter(sandbox.Limits()).judge(SQUARE, "7\n"))
 
 
+@pytest.mark.parametrize("number", [1, 2, 3, 9, 15])
 @pytest.mark.parametrize("last", [Ran("49\n", "", 0, "", 0.1), Ran("", "", -9, "", 0.1)])
-def test_a_program_that_is_killed_once_runs_again(monkeypatch, last):
+def test_a_program_that_is_killed_once_runs_again(monkeypatch, last, number):
     """By what the kernel does not count; what is killed twice has killed itself."""
-    outcomes = [Ran("", "", -9, "", 0.1), last]
+    outcomes = [Ran("", "", -number, "", 0.1), last]
 
     async def run(self: Interpreter, source: str, stdin: str) -> Ran:
         return outcomes.pop(0)
 
     monkeypatch.setattr(Interpreter, "run", run)
     assert asyncio.run(Interpreter(sandbox.Limits()).judge(SQUARE, "7\n")) == last
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 9, 15])
+def test_a_program_that_is_killed_once_at_a_service_runs_again(monkeypatch, number):
+    last = Ran("49\n", "", 0, "", 0.1)
+    counted = Ran("oom_kill 0\n", "", 0, "", 0.1)
+    outcomes = [Ran("", "", -number, "", 0.1), counted, last]
+
+    async def attempt(*_: object) -> Ran:
+        return outcomes.pop(0)
+
+    monkeypatch.setattr(service, "attempt", attempt)
+    assert asyncio.run(service.program("", SQUARE, "7\n", sandbox.Limits())) == last
 
 
 def verdict_of_one_killed_while_it_sends() -> dict:

@@ -1,6 +1,7 @@
 """What the sandbox promises: nothing gets out, nothing stays, nothing is a silent 0."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from envs.programs import code
 from envs.rollout import services
 from envs.rollout.services import CheckerError
 from envs.sandbox import programs, sandbox
+from envs.sandbox.checkers import Checkers
 from envs.sandbox.programs import Interpreter
 from envs.sandbox.sandbox import Limits, Ran
 from settings.services import Services
@@ -232,7 +234,7 @@ def test_waiting_for_a_place_is_no_run():
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    sandbox._problem.cache_clear()
+    monkeypatch.setattr(sandbox, "WORKS", [])
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     assert "apt install bubblewrap" in sandbox.problem()
     with pytest.raises(CheckerError, match="bwrap is not on the path"):
@@ -243,19 +245,17 @@ def test_what_is_missing_is_named(monkeypatch):
     assert "services.sandbox_url = ''" in sandbox.problem()
     services.configure(Services(sandbox="unsafe"))
     assert not sandbox.problem()
-    sandbox._problem.cache_clear()
 
 
 @contained
 def test_a_kernel_that_forbids_is_named(monkeypatch, tmp_path):
-    sandbox._problem.cache_clear()
+    monkeypatch.setattr(sandbox, "WORKS", [])
     switch = tmp_path / "max_user_namespaces"
     switch.write_text("0\n")
     monkeypatch.setattr(sandbox, "KERNEL", {str(switch): ("0", "sysctl user.max=1")})
     monkeypatch.setattr(sandbox, "wrapped", lambda limits: ["false"])
     assert sandbox.problem().startswith("the kernel forbids user namespaces")
     assert "sysctl user.max=1" in sandbox.problem()
-    sandbox._problem.cache_clear()
 
 
 @contained
@@ -264,7 +264,7 @@ def test_an_interpreter_that_does_not_start_is_no_verdict(monkeypatch):
     with pytest.raises(CheckerError, match="did not start: broken on purpose"):
         program("print(1)")
     monkeypatch.setattr(programs, "TEXT", "print('ready', flush=True); input(); exit()")
-    with pytest.raises(CheckerError, match="dies of any program"):
+    with pytest.raises(CheckerError, match="was killed, or refused a process"):
         program("print(1)")
 
 
@@ -285,8 +285,38 @@ def test_without_isolation_each_line_says_so(caplog):
     assert len(lines) >= 3 and all("services.sandbox = 'unsafe'" in line for line in lines)
 
 
+ONE_BY_ONE = {
+    "children": """
+import os, time
+def spin():
+    end = time.thread_time() + 0.02
+    while time.thread_time() < end: pass
+while 1:
+    if not os.fork(): os._exit(spin() or 0)
+    os.wait()""",
+    "threads": """
+import threading, time
+def spin():
+    end = time.thread_time() + 0.02
+    while time.thread_time() < end: pass
+while 1:
+    thread = threading.Thread(target=spin)
+    thread.start()
+    thread.join()""",
+}
+
+
+@contained
+@pytest.mark.parametrize("kind", ONE_BY_ONE)
+def test_what_has_ended_has_used_the_time_of_a_program(kind):
+    """It is no program that got no processor: that one would be tried again, and earn no 0."""
+    ran = program(ONE_BY_ONE[kind])
+    assert ran.ended == "time", ran
+
+
 SPINS = {
     "its first thread": "while 1: pass",
+    "its children, one by one": ONE_BY_ONE["children"],
     "another thread": """
 import threading
 def spin():
@@ -349,3 +379,49 @@ def test_a_look_at_numpy_that_fails_for_a_moment_is_taken_again(monkeypatch):
         with pytest.raises(CheckerError, match="could not import numpy: code 1, .*allocate"):
             sandbox.own_packages()
     assert sandbox.own_packages()
+
+
+@contextlib.contextmanager
+def no_room(monkeypatch):
+    """No process starts, except by what runs already; all that was seen before is forgotten."""
+    sandbox.python.cache_clear()
+    monkeypatch.setattr(sandbox, "WORKS", [])
+    said = "setpriv: failed to execute bwrap: Resource temporarily unavailable"
+    refused = subprocess.CompletedProcess([], 126, "", said)
+    with monkeypatch.context() as crowded:
+        crowded.setattr(sandbox.subprocess, "run", lambda *_, **__: refused)
+        yield
+
+
+def test_a_look_at_python_that_fails_for_a_moment_is_taken_again(monkeypatch):
+    """Remembered, programs would have another Python, perhaps without numpy."""
+    own = sandbox.python()
+    with no_room(monkeypatch), pytest.raises(CheckerError, match="look for .*unavailable"):
+        sandbox.python()
+    assert sandbox.python() == own
+
+
+@contained
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", [1, 9])
+def test_a_probe_of_bubblewrap_that_fails_for_a_moment_switches_nothing_off(monkeypatch, answers):
+    pool = Checkers("support.evaluating:make_check", children=1, answers=answers)
+    python = sandbox.python()
+    with no_room(monkeypatch):
+        monkeypatch.setattr(sandbox, "python", lambda: python)
+        assert "unavailable" in sandbox.problem()
+        with pytest.raises(CheckerError, match="checks cannot be isolated: .*unavailable"):
+            asyncio.run(pool.run(5.0, text="1"))
+    assert not sandbox.problem()
+    looks = "float(__import__('os').path.exists('/etc/passwd'))"
+    assert asyncio.run(pool.run(5.0, text=looks)) == {"value": 0.0}
+
+
+def test_without_bubblewrap_only_checks_that_execute_nothing_run(monkeypatch, caplog):
+    monkeypatch.setattr(sandbox, "WORKS", [])
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    assert sandbox.around([], False) == []
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "rights of this user: bwrap is not on the path" in line
+    with pytest.raises(CheckerError, match="cannot be isolated: bwrap is not on the path"):
+        sandbox.around([], True)

@@ -90,8 +90,11 @@ async def test_a_program_that_takes_too_long_is_ended_by_its_own_clock():
             assert (await outcome(f"print(49)\n{waits}")).ended == "time"
         long = f"text = {'y' * 200_000!r}\nprint(len(text), len(input()))"
         assert (await outcome(long, "z" * 200_000 + "\n")).stdout == "200000 200000\n"
+        harms = "import os; print(49, flush=True); os.kill(os.getppid(), 11)"
+        assert (await outcome(harms)).ended == "killed" and await reward(harms) == 0
         kills = "import os; print(49, flush=True); os.kill(os.getppid(), 9)"
-        assert (await outcome(kills)).ended == "killed" and await reward(kills) == 0
+        with pytest.raises(CheckerError, match="gave no outcome"):  # anybody there could
+            await outcome(kills)
         assert await reward(SQUARE) == 1
         assert (await outcome("print(Counter(input()))", "aa")).stdout == "Counter({'a': 2})\n"
         with pytest.raises(CheckerError, match="runs programs and no commands"):
@@ -170,6 +173,11 @@ async def test_an_answer_that_is_none_is_asked_for_again(fault):
     ({"process_status": "completed", "stdout": "49\n", "stderr": ""}, "gave no outcome"),
     ({"process_status": "completed", "stdout": "ready\n", "stderr": "Killed"}, "no outcome"),
     ({"process_status": "completed", "stdout": 'ready\n{"stdout": "4', "stderr": ""}, "gave no"),
+    *[({"process_status": "completed", "stdout": f"ready\n{line}", "stderr": ""}, "gave no outcome")
+      for line in ('{"stdout": null, "stderr": "", "code": 0, "ended": ""}',
+                   '{"stdout": "", "stderr": "", "code": 0, "ended": null}',
+                   '{"stdout": "", "stderr": "", "code": Infinity, "ended": ""}',
+                   '{"stdout": "", "stderr": "", "code": true, "ended": ""}')],
     ({"process_status": "error", "stdout": "", "stderr": ""}, "gave no outcome"),
     ({"process_status": "timeout", "stdout": "", "stderr": ""}, "gave no outcome in 25 s"),
     (403, "refused a request: status 403"),

@@ -12,6 +12,7 @@ import subprocess
 import time
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -246,15 +247,38 @@ def test_an_image_that_is_not_right_is_an_error(row):
     for field, value, message in (
         ("setup_script", broken, "cannot be set up.*error: patch failed"),
         ("setup_script", "rm -r /testbed/calc.py", "cannot be set up.*no file calc.py"),
+        ("setup_script", "no_git apply", "cannot be set up, code 0:.*no_git: command not found"),
+        ("setup_script", "echo No space left on device", "cannot be set up.*No space left"),
+        ("setup_script", "rm /testbed/test_calc.py", "do not run:.*not found: test_calc.py"),
+        ("test_script", "no_pytest", "do not run:.*no_pytest: command not found"),
+        ("test_script", "python -m no_pytest", "do not run:.*No module named no_pytest"),
     ):
         with pytest.raises(CheckerError, match=message):
             reward(instead(row, **{field: value}), solution(GOLD))
     for change, message in (
         ({"patch": "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-1\n+2\n"}, "cannot be set up"),
         ({"regression_script": "rm /usr/bin/python"}, "cannot be set up.*no python"),
+        ({"regression_script": "rm -r /usr/lib/python*"}, "cannot be set up.*no python"),
+        ({"regression_script": "rm /testbed/calc.py"}, "cannot be set up.*calc.py: No such file"),
     ):
         with pytest.raises(CheckerError, match=message):
             reward(instead(row, **change) | {"mode": "repro-gen"}, "```python\nexit(2)\n```")
+
+
+def test_tests_that_a_signal_ended_run_once_more(row, images):
+    """It may have come from outside."""
+    run = row["instance"]["test_script"]
+    times = []
+
+    async def first_is_killed(*args, real=sandbox.run, **given):
+        times.append(len(times))
+        if len(times) == 1:
+            given["files"] = given["files"] | {"test.sh": "kill -9 $$\n" + run}
+        return await real(*args, **given)
+
+    with mock.patch.object(sandbox, "run", first_is_killed):
+        assert reward(row, solution(GOLD)).value == 1
+    assert times == [0, 1]
 
 
 def test_images_are_found_by_name():
@@ -265,9 +289,9 @@ def test_images_are_found_by_name():
 
 
 @pytest.mark.parametrize(("own", "message"), [
-    ({}, "services.images = '', expected a folder of unpacked images"),
+    ({}, "services.images = '', expected services.sandbox = 'bubblewrap', and a folder of"),
     ({"images": "/none"}, "services.images = '/none', services.sandbox = 'bubblewrap', expect"),
-    ({"images": "/", "sandbox": "http"}, "services.sandbox = 'http', expected a folder of un"),
+    ({"images": "/", "sandbox": "http"}, "sandbox = 'http', expected services.sandbox = 'bubb"),
 ])  # fmt: skip
 def test_what_is_missing_is_named_at_the_start(own, message, monkeypatch):
     monkeypatch.setattr(services, "_current", [Services(**own)])
@@ -277,7 +301,7 @@ def test_what_is_missing_is_named_at_the_start(own, message, monkeypatch):
 
 def test_real_rows(tmp_path):
     """The patch of each row, written as edits, gives the files that git makes of it."""
-    rows = gym_rows("swerl_gen", "swerl_gen_simple_agent")
+    rows = gym_rows("swerl_gen")
     assert {row["mode"] for row in rows} == {"eval", "repro-gen"}
     for row in rows:
         swe_patch.check(row)

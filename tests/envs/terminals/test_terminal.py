@@ -73,7 +73,7 @@ def test_known_likeness():
 
 def test_real_rows():
     for name in ("terminal_pivot", "terminus_judge"):
-        for of in gym_rows(name, f"{name}_simple_agent"):
+        for of in gym_rows(name):
             terminal.check(of)
             assert judged(of["expected_answer"], of).value == 1
             assert judged(f"<think>so</think>\n{of['expected_answer']}", of).value == 1

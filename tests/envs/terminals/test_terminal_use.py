@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import subprocess
 import time
 
 import pytest
@@ -171,6 +172,14 @@ def test_a_folder_too_large_to_pack_earns_nothing():
     assert made.reward.info == {"reason": "the working folder cannot be read"}
 
 
+def test_a_folder_too_deep_to_unpack_earns_nothing():
+    """Made step by step, as no path names all of it."""
+    deep = "for _ in $(seq 40); do mkdir $name; cd $name; done"
+    keys = f"cd; name=$(printf d%.0s $(seq 250)); {deep}\n"
+    made, _ = episode(typing(keys, done=True))
+    assert (made.reward.value, made.reward.info) == (0.0, {"passed": 0.0})
+
+
 async def test_nobody_gets_out_or_at_the_host():
     """The programs of support/escapes.py, with the first process in the place of the parent."""
     of_host = {name: code for name, code in OUT.items() if "getppid" in code or "/proc/1" in code}
@@ -320,6 +329,38 @@ def test_a_check_whose_sandbox_does_not_begin_is_an_error(monkeypatch):
     monkeypatch.setattr(sandbox, "wrapped", lambda *_: refused)
     with pytest.raises(CheckerError, match="did not start a run: code 1: .*no more namespaces"):
         asyncio.run(shell.said_after(b"", {}, "echo 17", SMALL))
+
+
+@pytest.mark.parametrize("place", ["base64 -d", "tar -x"])
+def test_a_folder_that_cannot_be_unpacked_is_an_error(monkeypatch, place):
+    """As where a process is refused, or killed."""
+    broken = shell.CHECK.replace(place, "sh -c 'kill -9 $$'")
+    assert broken != shell.CHECK
+    monkeypatch.setattr(shell, "CHECK", broken)
+    with pytest.raises(CheckerError, match="a folder cannot be unpacked: code"):
+        episode(typing(SOLVE, done=True))
+
+
+@pytest.mark.parametrize("number", [1, 2, 9, 15])
+def test_a_check_that_a_signal_ends_runs_once_more(default_signals, monkeypatch, number):
+    run, left = sandbox.run, [f"kill -{number} $$; sleep 60"]
+
+    async def runs(argv: list[str], **options) -> sandbox.Ran:
+        return await run([*argv[:-1], left.pop() if left else argv[-1]], **options)
+
+    monkeypatch.setattr(sandbox, "run", runs)
+    folder = subprocess.check_output(["tar", "-c", "-T", os.devnull])
+    assert asyncio.run(shell.said_after(folder, {}, "echo 17", SMALL)) == "17\n"
+    assert asyncio.run(shell.said_after(folder, {}, f"kill -{number} $$", SMALL)) == ""
+
+
+async def test_a_pack_that_is_killed_is_an_error(monkeypatch):
+    text = shell.TEXT.replace('["tar", "-c", "-C", "/work", "."]', '["sh", "-c", "kill -9 $$"]')
+    assert text != shell.TEXT
+    monkeypatch.setattr(shell, "TEXT", text)
+    async with Shell(SMALL, {}) as terminal:
+        with pytest.raises(CheckerError, match="tar was killed"):
+            await terminal.pack()
 
 
 def test_what_a_check_expects_is_nowhere_in_the_sandbox():

@@ -1,0 +1,92 @@
+"""Runs of Lean: what compiles a file, what it said, and whether it is to be believed.
+
+No environment by itself: envs/proofs/lean.py uses it.
+"""
+
+import re
+
+from envs.proofs import lean_source
+from envs.proofs.lean_source import folders
+from envs.rollout.services import CheckerError
+from envs.sandbox import sandbox, service
+
+LIMITS = sandbox.Limits(seconds=30, memory=16 << 30, output=200_000)
+ENDED = {"completed": "", "failed": "", "timeout": "time"}  # status of the service -> Ran.ended
+ERROR = re.compile(r":(\d{1,9}):\d+: error")  # as in FILE:LINE:COLUMN: error: unknown identifier
+# What says that the proof is at fault: without it, Lean was killed, or had no memory or disk.
+SAYS_WHY = re.compile(rf"{ERROR.pattern}|stack overflow|deep recursion", re.IGNORECASE)
+# A proof can do no IO and start no thread: what fails so is the machine.
+MACHINE = re.compile(r"error: (?:IO error|failed to create thread)")
+COMPILES: set[str] = set()  # headers that this process has seen compiled
+REFUSES: set[str] = set()  # headers below which it has seen a false proof refused
+
+
+async def compile_lean(source: str) -> sandbox.Ran:
+    """Lean's output for a file. Raises CheckerError where Lean cannot run."""
+    source = source.encode("utf-8", "replace").decode()
+    if url := lean_source.url():
+        reply = await service.execute(url, source, "lean4", "", LIMITS)
+        status, out, err = (reply[key] for key in service.FIELDS)
+        unsaid = not SAYS_WHY.search(out + err) or MACHINE.search(out + err)
+        if status not in ENDED or (status == "failed" and unsaid):
+            raise CheckerError(f"the sandbox service at {url}: {status}: {err[:300]}")
+        ended = "output" if out.endswith("<output cut>") else ENDED[status]
+        return sandbox.Ran(out, err, int(status == "failed"), ended, 0.0)
+    command = [*lean_source.command(), "proof.lean"]
+    files = {"proof.lean": source}
+    return await sandbox.run(command, files=files, reads=folders(command), limits=LIMITS)
+
+
+def failure(ran: sandbox.Ran) -> str:
+    """Why Lean did not accept a file: "timeout", "output", "memory", "failed", "sorry", or ""."""
+    output = ran.stdout + ran.stderr
+    if ran.ended:
+        return "timeout" if ran.ended == "time" else ran.ended
+    if ran.code != 0 or ERROR.search(output):
+        return "failed"
+    return "sorry" if re.search(r"\bsorry\b", output.lower()) else ""
+
+
+async def is_doubtful(header: str, ran: sandbox.Ran) -> bool:
+    """Whether a proof should be compiled again: Lean refused it and named no line of it.
+
+    Raises CheckerError where the header alone does not compile either.
+    """
+    output = ran.stdout + ran.stderr
+    of_answer = (int(line) > header.count("\n") for line in ERROR.findall(output))
+    if any(of_answer):
+        return False
+    if header in COMPILES and (ran.ended or not output.strip()):
+        return is_unsaid(ran)
+    await must_compile(header)
+    return True
+
+
+def is_unsaid(ran: sandbox.Ran) -> bool:
+    """Whether Lean ended in silence, as when it is killed, or by the deadline of a service.
+
+    That is one of the wall clock: the service may have been busy.
+    """
+    silent = not ran.ended and not (ran.stdout + ran.stderr).strip()
+    return silent or (ran.ended == "time" and bool(lean_source.url()))
+
+
+async def must_compile(header: str) -> None:
+    """Raises CheckerError where a header alone does not compile."""
+    probe = await compile_lean(header + "example : True := trivial\n")
+    if reason := failure(probe):
+        shown = " ".join((probe.stdout + probe.stderr).split())[:300]
+        raise CheckerError(f"Lean cannot compile the header {header[:100]!r}: {reason}: {shown}")
+    COMPILES.add(header)
+
+
+async def must_refuse(header: str) -> None:
+    """Raises CheckerError where a false proof is accepted: what compiles there is not Lean."""
+    if header in REFUSES:
+        return
+    probe = await compile_lean(header + "example : False := trivial\n")
+    output = probe.stdout + probe.stderr
+    if failure(probe) != "failed" or not ERROR.search(output):
+        shown = " ".join(output.split())[:300]
+        raise CheckerError(f"Lean does not refuse a false proof, code {probe.code}: {shown}")
+    REFUSES.add(header)
