@@ -1,19 +1,14 @@
 """Which environment serves a row, and what it makes of the answers to it."""
 
-import ast
 import difflib
-import functools
 import importlib.util
 import inspect
 import numbers
-import re
 import reprlib
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import envs
 from core.waits import in_thread
 from envs import Reward, require
 from envs.rollout import services
@@ -25,63 +20,15 @@ if TYPE_CHECKING:
     from envs.rollout.sampler import Sampler
 
 
-# What a module that serves an agent cannot lack. The others are not parsed.
-SERVES = re.compile(r"\bAGENTS\b|^(async )?def (verify|rollout|score_group)\b", re.MULTILINE)
-
-
-@functools.cache
-def agents() -> dict[str, str]:
-    """Agent name -> module, such as maths/math, read from the files.
-
-    Raises ModuleError where two claim a name.
-    """
-    claimed: dict[str, str] = {}
-    root = Path(envs.__path__[0])
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).with_suffix("").as_posix()
-        if path.with_suffix("").is_dir():
-            raise ModuleError(f"envs/{name}.py has the name of the folder envs/{name}/: rename it")
-        for agent in _agents(path):
-            if agent in claimed:
-                files = f"envs/{claimed[agent]}.py and envs/{name}.py"
-                raise ModuleError(f"{files} both declare the agent {agent!r}, expected one of them")
-            claimed[agent] = name
-    return claimed
-
-
-def _agents(path: Path) -> tuple[str, ...]:
-    """What a module's top-level `AGENTS = (...)` says, without importing it; () where it has none.
-
-    Raises ModuleError where it is no literal tuple or list of strings.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        module = ast.parse(text if SERVES.search(text) else "", path)
-    except (SyntaxError, ValueError) as error:
-        raise ModuleError(f"{path} cannot be read as Python: {error}") from None
-    found: tuple[str, ...] = ()
-    for node in module.body:
-        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-        if "AGENTS" not in [target and ast.unparse(target) for target in targets]:
-            continue
-        value = getattr(node, "value", None)  # `AGENTS += ...` depends on what stands above it
-        items: list[Any] = [None]
-        if isinstance(value, ast.Tuple | ast.List) and not isinstance(node, ast.AugAssign):
-            items = [getattr(item, "value", None) for item in value.elts]
-        if not all(isinstance(item, str) for item in items):
-            shown = ast.unparse(value) if value else "nothing"
-            raise ModuleError(f"{path}: AGENTS is {shown}, expected a literal tuple of names")
-        found = tuple(items)
-    return found
-
-
 def environment(name: str) -> ModuleType:
     """The module serving `agent_ref.name` == `name`; ValueError with those of like names if none.
 
     Where there is a server of NeMo-Gym's, it has the agents that no module declares. Raises
     ModuleError, with file and line, where the module cannot be imported.
     """
-    known = agents()
+    from envs import agents  # found once a process has a row
+
+    known = agents.served()
     is_known = name in list(known)
     file = "envs." + (known[name] if is_known else "gym/nemo_gym").replace("/", ".")
     if not is_known and not services.current().nemo_gym:

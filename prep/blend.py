@@ -52,7 +52,10 @@ class Blend:
     """Write again what is there already."""
 
     def run(self) -> int:
-        """Prepares every blend. Raises InputError for the first bad row."""
+        """Prepares every blend, except those without an environment unless `only` names them.
+
+        Raises InputError for the first bad row.
+        """
         for name, least in (("val_holdout", 0), ("sample", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -64,15 +67,34 @@ class Blend:
         chosen = self.only or list(blends) or ["*"]
         if self.name and len(chosen) > 1 and not self.mix:
             raise InputError(f"--name {self.name}: {folder} holds {len(chosen)}: --only says which")
-        for name in chosen:
-            if name not in blends:
-                raise InputError(f"{folder}: expected {name}.jsonl there")
-            if not self.mix:
+        if absent := [name for name in chosen if name not in blends]:
+            raise InputError(f"{folder}: expected {absent[0]}.jsonl there")
+        every = () if self.only or self.mix else chosen
+        left = {name: unserved(self, blends[name]) for name in every}
+        left = {} if all(left.values()) else left  # the first of them is an error then
+        for name in chosen if not self.mix else ():
+            if of_agents := left.get(name):
+                rows = f"its {of_agents.total():,} rows ({', '.join(of_agents)})"
+                print(f"{blends[name]}: not written, no environment serves {rows}")
+            else:
                 prepare(self, self.name or name, [(blends[name], 1.0)])
         if self.mix:
             weighted = [(folder / path, weight) for path, weight in mix.parts(self.mix)]
             prepare(self, self.name or "mix", weighted)
         return 0
+
+
+def unserved(options: Blend, path: Path) -> Counter[str]:
+    """The rows of a file by agent; none where one row would be kept, or names no agent."""
+    known = files.served()
+    found: Counter[str] = Counter()
+    for line in files.lines(path):
+        agent = files.agent(line.row())
+        serves = agent in known or options.nemo_gym
+        if not agent or (serves and agent not in options.leave_out):
+            return Counter()
+        found[agent] += 1
+    return found
 
 
 def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> None:

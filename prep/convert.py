@@ -1,6 +1,7 @@
 """`rows`: a data set of questions and answers becomes rows."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -9,6 +10,8 @@ import tyro
 from envs import check_rows
 from prep import files, tables
 from settings.errors import InputError
+
+FINAL = re.compile(r"####\s*\$?(-?\d[\d,]*(?:\.\d+)?)\s*\Z")  # as GSM8K ends a solution
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Rows:
         patterns = [f"*{kind}" for kind in tables.KINDS]
         paths = tables.data_files(tables.located(self.source, patterns, "SOURCE"), self.split)
         columns = [self.prompt.split(".")[0], self.answer.split(".")[0]]
+        cut = 0
         with files.rewriting(self.source, self.out) as output:
             for _, (place, record) in tables.records(paths, columns):
                 row = self.row(record, place)
@@ -49,12 +53,17 @@ class Rows:
                 except ValueError as error:
                     raise InputError(f"{place}: {error}") from None
                 output.write(row)
+                cut += bool(FINAL.search(str(tables.value(record, self.answer, place))))
+        if cut:
+            print(f"{cut:,} answers are the numbers after ####, without the solutions before them")
         return 0
 
     def row(self, record: dict, place: str) -> dict[str, Any]:
         """The row of a record."""
         asked = tables.value(record, self.prompt, place)
         answer = tables.value(record, self.answer, place)
+        if final := FINAL.search(answer) if isinstance(answer, str) else None:
+            answer = final[1].replace(",", "")
         if not isinstance(asked, list):
             content = self.template.replace("{question}", str(asked))
             asked = [{"role": "user", "content": content}]

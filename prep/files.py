@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envs import registry
+from envs import agents
 from envs.rollout.rows import LONGEST_LINE, decoded, raw_lines
 from settings import errors
 from settings.errors import InputError
@@ -59,7 +59,7 @@ def agent(row: dict) -> str:
 def served() -> dict[str, str]:
     """The modules of envs/ by the agents that they serve. Raises InputError where two claim one."""
     try:
-        return registry.agents()
+        return agents.served()
     except errors.ModuleError as error:
         raise InputError(str(error)) from None
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from core.waits import together
+from core import waits
 from envs.rollout.episode import Request, Turn
 
 EMPTY_TURN = Turn([], [], [], [], "")
@@ -23,6 +23,7 @@ class Drafts:
 
     def __init__(self) -> None:
         self.written: dict[str, list[Turn]] = {}
+        self.idle = waits.Idle()  # of requests
 
     def open(self, request: Request) -> list[Turn]:
         """What a request has so far: the drafts that it brings, or nothing."""
@@ -40,6 +41,7 @@ class Drafts:
         `answer` makes the answer to a request of one sample, or the rest of one.
         """
         turns = self.open(request)
+        self.idle.change(1)
 
         async def finish(j: int) -> None:
             if not turns[j].finish_reason:
@@ -47,9 +49,10 @@ class Drafts:
                 turns[j] = turns[j].extended(new)
 
         try:
-            await together(finish(j) for j in range(request.n))
+            await waits.together(finish(j) for j in range(request.n))
             return turns
         finally:
+            self.idle.change(-1)
             del self.written[request.name]
 
     def since(
@@ -164,8 +167,11 @@ async def followed(calls: list[DraftedCall], k: int, engine: Any, request: Reque
     try:
         while not (await asyncio.wait([pending], timeout=DRAFT_SECONDS))[0]:
             with contextlib.suppress(Exception):  # `pending` raises when an engine is lost
-                new = await engine.drafts.remote(request.name, calls[k].known())
-                calls[k] = calls[k].extended(new)
+                reported = engine.drafts.remote(request.name, calls[k].known())
+                report = waits.answer(reported, waits.ANSWER_SECONDS, "an engine")
+                answered = asyncio.wait([pending])  # a report that hangs must not delay the answer
+                new = await waits.unless_stopped(answered, asyncio.ensure_future(report))
+                calls[k] = calls[k].extended(new or [])
     finally:
         if not pending.done():  # this rollout was given up: the engine must not go on for it
             import ray
@@ -190,7 +196,8 @@ class DraftBook:
         drafts = [list(calls) for calls in old]
         self.groups[slot, line] = drafts
         yield drafts
-        self.forget(slot, line)
+        if self.groups.get((slot, line)) is drafts:  # else an earlier attempt has ended late
+            self.forget(slot, line)
 
     def forget(self, slot: Any, line: int) -> None:
         """Drops the drafts of a group that is done or given up."""

@@ -137,6 +137,7 @@ class SampleInfo:
     cache_hits: float = -1.0
     dataset: str = ""
     components: dict[str, float] = dataclasses.field(default_factory=dict)
+    judging: float = 0.0  # seconds in which its group waited for rewards or tools, for no engine
 
 
 @dataclasses.dataclass

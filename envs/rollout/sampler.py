@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
-from core.waits import in_thread, together
+from core.waits import Idle, in_thread, together
 from envs.rollout import drafts, services
 from envs.rollout.drafts import DraftBook, DraftedCall
 from envs.rollout.episode import Request, Turn
@@ -46,10 +46,13 @@ class Samplers:
         sampling = sampling_of(row, self.cfg.sampling)
         validation = slot.evaluation is not None
         with self.drafts.of(slot, row["_line"], n) as calls_G:
-            yield [
+            samplers = [
                 Sampler(engine, self.tokenizer, sampling, seed + j, calls, validation)
                 for j, calls in enumerate(calls_G)
             ]
+            for sampler in samplers:
+                sampler.idle = samplers[0].idle
+            yield samplers
 
 
 class Slot(Protocol):
@@ -84,6 +87,7 @@ class Sampler:
         self.drafts = drafts
         self.overrides: dict[Any, float] = dict(sampling.validation) if validation else {}
         self.calls = 0
+        self.idle = Idle()  # of calls, in all samplers of the group
         self.tools: list | None = None  # of the conversation that was rendered last
         self.said: Said | None = None  # what `chat` has asked last
 
@@ -123,7 +127,11 @@ class Sampler:
         seed = self.seed + 1000 * k
         limit = self.sampling.max_response_tokens
         request = Request(uuid.uuid4().hex, prompt_ids, n, seed, [], limit, self.overrides)
-        turns = await drafts.answers(self.drafts, k, self.engine, request)
+        self.idle.change(1)
+        try:
+            turns = await drafts.answers(self.drafts, k, self.engine, request)
+        finally:
+            self.idle.change(-1)
         prompt_end = str(self.tokenizer.decode(prompt_ids[-16:])).rstrip()
         for turn in turns:
             turn.prompt_ids = prompt_ids  # the engine has sent a copy

@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 import time
@@ -21,24 +20,20 @@ from hypothesis import strategies as st
 import envs
 import envs.maths.math as maths
 import envs.questions.reasoning_gym as puzzles
-from envs import check_rows, registry
+from envs import agents, check_rows, registry
 from launch.make_gsm8k import blend, convert
 from settings import errors
 from support.blends import math_row
 from support.loop import at_once
+from support.program import ran
+from support.samples import asking
 from support.tables import gives, refused
 from support.verifiers import json_values, lines, replaced
 
-ROOT = Path(__file__).resolve().parents[2]
 HANGS = "\\boxed{9^{9^{9^9}}}"
 MATH_ROW = math_row(1)
-PUZZLE_ROW = {
-    "responses_create_params": {"input": [{"role": "user", "content": "How many legs?"}]},
-    "agent_ref": {"type": "responses_api_agents", "name": "reasoning_gym_simple_agent"},
-    "question": "How many legs?",
-    "answer": "383",
-    "metadata": {"source_dataset": "leg_counting"},
-}
+PUZZLE_ROW = asking("How many legs?", "reasoning_gym_simple_agent", question="How many legs?")
+PUZZLE_ROW |= {"answer": "383", "metadata": {"source_dataset": "leg_counting"}}
 EXACT_ROW = PUZZLE_ROW | {"exact": True}
 
 
@@ -63,7 +58,7 @@ def test_every_agent_name_finds_its_module():
 
 
 test_names_in_the_example_rows_of_nemo_gym = gives(
-    lambda name: registry.agents().get(name),
+    lambda name: agents.served().get(name),
     ("structured_outputs_v4_simple_agent", "following/structured_outputs"),
     ("terminal_multi_harness_codex_agent", "terminals/terminal"),
     ("terminus_judge_string_only_simple_agent", "terminals/terminal"),
@@ -106,16 +101,16 @@ def test_a_copied_environment_does_not_take_over_an_agent(
     shutil.copytree(Path(envs.__file__).parent, tmp_path, dirs_exist_ok=True)
     (tmp_path / f"{name}.py").write_text(f"{text}\n")
     monkeypatch.setattr(envs, "__path__", [str(tmp_path)])
-    registry.agents.cache_clear()
+    agents.served.cache_clear()
     with pytest.raises(ValueError, match=problem):
         registry.environment("math")
-    registry.agents.cache_clear()
+    agents.served.cache_clear()
 
 
 def test_an_environment_without_a_verdict_is_refused_with_its_first_row(tmp_path, monkeypatch):
     (tmp_path / "misspelt.py").write_text('AGENTS = ("misspelt",)\ndef verfy(row, response): ...\n')
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
-    monkeypatch.setattr(registry, "agents", lambda: {"misspelt": "misspelt"})
+    monkeypatch.setattr(agents, "served", lambda: {"misspelt": "misspelt"})
     with pytest.raises(ValueError, match="misspelt.py defines none, expected.*`verify`"):
         check_rows.check_row(MATH_ROW | {"agent_ref": {"name": "misspelt"}})
 
@@ -123,8 +118,7 @@ def test_an_environment_without_a_verdict_is_refused_with_its_first_row(tmp_path
 def test_scanning_imports_no_heavy_library():
     heavy = "{'asyncio', 'sympy', 'math_verify', 'reasoning_gym', 'numpy', 'torch'}"
     code = f"import envs.maths.math, sys; print({heavy} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert out.stdout == "set()\n", out
+    assert ran(sys.executable, "-c", code).stdout == "set()\n"
 
 
 def test_released_rows_pass():

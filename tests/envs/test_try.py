@@ -15,8 +15,8 @@ from envs import __main__ as envs_main
 from envs import registry
 from envs.__main__ import Answer
 from settings.errors import InputError
+from support.program import ROOT, ran
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/own_data.md").read_text(encoding="utf-8")
 SKIPPED = shutil.ignore_patterns("__pycache__")
 
@@ -45,8 +45,7 @@ def project(tmp_path) -> Path:
 
 
 def run(project: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=60)
+    return ran(sys.executable, *arguments, root=project)
 
 
 def try_rows(project: Path, *arguments: str) -> str:

@@ -11,12 +11,13 @@ import pytest
 from conftest import write_rows
 
 import data_prep
-from envs import registry
+from envs import agents
 from prep import files
 from prep.placeholders import bare
 from settings.errors import InputError
 from support.blends import DAPO, math_row, placeholder, placeholders, released, write_sources
 from support.tables import gives, table
+from support.verifiers import of_blend
 
 CASES = table(Path(__file__).with_name("cases.txt"))
 
@@ -51,14 +52,14 @@ def served(monkeypatch):
 
     def serve(rows: list[dict]) -> None:
         names = {row["agent_ref"]["name"] for row in rows}
-        monkeypatch.setattr(registry, "agents", lambda: dict.fromkeys(names, "math"))
+        monkeypatch.setattr(agents, "served", lambda: dict.fromkeys(names, "math"))
 
     return serve
 
 
-def test_a_released_blend_keeps_its_rows_and_their_order(blend, served, shared_data, tmp_path):
+def test_a_released_blend_keeps_its_rows_and_their_order(blend, served, tmp_path):
     """Real rows of two dozen environments, with placeholders in between."""
-    rows = released(shared_data)
+    rows = released()
     rows[10:10] = placeholders()
     served(rows)
     sources = write_sources(tmp_path / "sources")
@@ -218,6 +219,33 @@ def test_rows_of_an_agent_may_be_left_out(blend, tmp_path, capsys):
     assert len(read(folder / "b/train-split.jsonl")) == 2
     assert "left out: 1 rows of lean_agent" in capsys.readouterr().out
     assert json.loads((folder / "b/manifest.json").read_text())["left_out"] == {"lean_agent": 1}
+
+
+def test_a_blend_that_nobody_serves_is_passed_over(blend, capsys):
+    """Those of SWE 2 as published: only a command that names the blend ends there."""
+    swe2 = of_blend("swe2")
+    folder = blend({"rlhf": [math_row(1)], "swe2": swe2, "tool": [math_row(2)]})
+    assert {path.name for path in folder.iterdir()} == {"rlhf", "tool"}
+    rows = "2 rows (swe_agents_train, swe_agents_val)"
+    assert (
+        f"in/swe2.jsonl: not written, no environment serves its {rows}\n" in capsys.readouterr().out
+    )
+    for words in (("--only", "swe2"), ("--only", "rlhf", "swe2", "--force")):
+        with pytest.raises(InputError, match="swe2.jsonl:1: agent_ref.name is 'swe_agents_train'"):
+            blend(None, *words)
+    left = [word for row in swe2 for word in ("--leave_out", row["agent_ref"]["name"])]
+    blend(None, *left, "--force")
+    assert f"no environment serves its {rows}" in capsys.readouterr().out
+    blend({"swe2": [*swe2, math_row(3)]}, "--nemo_gym", "--force")
+    assert len(read(folder / "swe2/train-split.jsonl")) == 3
+    with pytest.raises(InputError, match="agent_ref.name is 'swe_agents_train'"):
+        blend({"swe2": [*swe2, math_row(3)]})
+
+
+def test_blends_without_any_environment_are_an_error(blend):
+    swe2 = of_blend("swe2")
+    with pytest.raises(InputError, match="b.jsonl:1: agent_ref.name is 'swe_agents_train'"):
+        blend({"b": swe2, "c": swe2})
 
 
 def test_rows_of_an_agent_of_nemo_gym_may_be_kept(blend):

@@ -1,9 +1,7 @@
 """What `check` says of a file, and that the dry run says the same."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import write_rows
@@ -11,7 +9,7 @@ from conftest import write_rows
 import data_prep
 import dry_run
 import envs
-from envs import registry
+from envs import agents
 from envs.rollout import services
 from grpo_async import Config
 from settings.errors import InputError
@@ -19,11 +17,11 @@ from settings.services import Services
 from support.blends import DAPO, math_row, placeholder, released
 from support.configs import changed
 from support.gym import AGENT, Gym
+from support.program import ran
+from support.samples import asking
 
-ROOT = Path(__file__).resolve().parents[2]
 QUESTION = "Spell ab backward"
-PUZZLE = {"responses_create_params": {"input": [{"role": "user", "content": QUESTION}]}}
-PUZZLE |= {"agent_ref": {"name": "reasoning_gym"}, "question": QUESTION, "answer": "ba"}
+PUZZLE = asking(QUESTION, "reasoning_gym", question=QUESTION, answer="ba")
 PUZZLE |= {"metadata": {"source_dataset": "spell_backward"}}
 
 
@@ -88,11 +86,11 @@ def test_what_rows_need_is_looked_for(check, tmp_path, monkeypatch):
     module = f'AGENTS = ("needy",)\n{needs}\n'
     (tmp_path / "needy.py").write_text(f"{module}\ndef verify(row, response): return 0\n")
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
-    monkeypatch.setattr(registry, "agents", lambda: {"needy": "needy"})
+    monkeypatch.setattr(agents, "served", lambda: {"needy": "needy"})
     rows = [math_row(1, agent_ref={"name": "needy"}, many=many) for many in (0, 1, 1)]
     code, text = check(rows)
     (problem,) = (line for line in text.splitlines() if line.startswith("PROBLEM"))
-    assert code == 1 and "needy lacks lean: services.lean = '', expected a command" in problem
+    assert code == 1 and "needy lacks lean: services.lean = '', expected a folder" in problem
     assert check(rows, "--services", "lean")[0] == 0
     monkeypatch.setattr(services, "_current", [Services(lean="true")])
     code, text = check(rows)
@@ -131,8 +129,8 @@ def test_a_file_that_is_absent_is_named(tmp_path):
         data_prep.main(["check", str(tmp_path / "absent.jsonl")])
 
 
-def test_the_released_rows_are_counted_by_agent(check, shared_data):
-    rows = released(shared_data)
+def test_the_released_rows_are_counted_by_agent(check):
+    rows = released()
     code, text = check(rows)
     assert code == 1 and f"{len(rows)} rows" in text
     table = [line.split() for line in text.splitlines() if line.startswith("  ")]
@@ -155,14 +153,13 @@ def test_the_dry_run_says_the_same(tiny_model, tmp_path):
 def test_looking_at_rows_imports_no_heavy_library():
     heavy = "{'torch', 'transformers', 'pyarrow', 'huggingface_hub', 'ray', 'vllm'}"
     code = f"import data_prep, sys; print({heavy} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert out.stdout == "set()\n", out
+    assert ran(sys.executable, "-c", code).stdout == "set()\n"
 
 
 @pytest.mark.parametrize("command", ["check", "blend"])
 def test_an_environment_that_cannot_be_read_is_named(tmp_path, monkeypatch, command):
     (tmp_path / "broken.py").write_text("AGENTS = 5\n")
-    monkeypatch.setattr(registry, "agents", registry.agents.__wrapped__)
+    monkeypatch.setattr(agents, "served", agents.served.__wrapped__)
     path = write_rows(tmp_path / "rows.jsonl", [math_row(1)])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(envs, "__path__", [str(tmp_path)])

@@ -63,6 +63,18 @@ def test_any_format_becomes_the_same_rows(tmp_path, monkeypatch, kind):
         check_rows.check_row(row)
 
 
+def test_the_number_that_ends_a_solution_is_the_answer(tmp_path, capsys):
+    """As in GSM8K; a heading within a text is none."""
+    solutions = {"2 x 600 = <<2*600=1200>>1200\n#### 1,200": "1200", "half\n#### -0.5": "-0.5"}
+    solutions |= {"so much\n#### $12": "12", "#### 1.000.5": "#### 1.000.5"}
+    solutions |= {"#### Title\nand text": "#### Title\nand text", "7": "7"}
+    records = [{"q": "How many?", "a": text} for text in solutions]
+    source = write(tmp_path / "d.jsonl", records)
+    rows = convert(source, tmp_path / "out.jsonl", *WORDS)
+    assert [row["expected_answer"] for row in rows] == list(solutions.values())
+    assert "3 answers are the numbers after ####" in capsys.readouterr().out
+
+
 def test_options_shape_the_row(tmp_path):
     record = {"chat": [{"content": {"text": "1 + 1?"}}], "meta": {"label": 2}}
     source = write(tmp_path / "d.jsonl", [record])

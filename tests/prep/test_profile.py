@@ -69,13 +69,10 @@ def test_the_run_is_an_evaluation_of_every_row_that_the_program_understands(prof
     assert (cfg.data.val, cfg.data.train, cfg.data.val_samples) == ("in.jsonl", "in.jsonl", 4)
 
 
-@pytest.mark.parametrize(
-    ("rollouts", "code", "message"),
-    [
-        ([], 3, "grpo_async.py ended with 3; run folder run"),
-        ([(None, 1)], 0, "rollouts.jsonl:1: expected a rollout: TypeError"),
-    ],
-)
+@pytest.mark.parametrize(("rollouts", "code", "message"), [
+    ([], 3, "grpo_async.py ended with 3; run folder run"),
+    ([(None, 1)], 0, "rollouts.jsonl:1: expected a rollout: TypeError"),
+])  # fmt: skip
 def test_what_fails_is_named_and_leaves_nothing(profiled, tmp_path, rollouts, code, message):
     with pytest.raises(InputError, match=message):
         profiled([math_row(0)], rollouts, code=code)

@@ -104,19 +104,15 @@ def all_off(**params) -> tuple[list[dict], tuple[str, ...]]:
 NO_USER = [math_row(i, responses_create_params={"input": []}) for i in range(300)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "words", "message"),
-    [
-        (NO_USER, ("effort", "--phase", "early"),
-         r":\d+: responses_create_params.input holds \[\]"),
-        (*all_off(metadata={"chat_template_kwargs": "{"}), r":1: .*chat_template_kwargs is '{', e"),
-        (*all_off(metadata={"chat_template_kwargs": {"a": 1}}), r":1: .*expected a JSON object as"),
-        (*all_off(metadata={"chat_template_kwargs": "5"}), r":1: .*chat_template_kwargs is '5', e"),
-        ([{"agent_ref": {"name": "a"}}], all_off()[1], r":1: responses_create_params is None, exp"),
-        ([math_row(1)], (*all_off()[1], "--limited", "0.1"), r"--off 1.0 --limited 0.1 .*most 1"),
-        ([math_row(1)], ("reasoning_control", "--budgets", "0"), r"positive budgets"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rows", "words", "message"), [
+    (NO_USER, ("effort", "--phase", "early"), r":\d+: responses_create_params.input holds \[\]"),
+    (*all_off(metadata={"chat_template_kwargs": "{"}), r":1: .*chat_template_kwargs is '{', e"),
+    (*all_off(metadata={"chat_template_kwargs": {"a": 1}}), r":1: .*expected a JSON object as"),
+    (*all_off(metadata={"chat_template_kwargs": "5"}), r":1: .*chat_template_kwargs is '5', e"),
+    ([{"agent_ref": {"name": "a"}}], all_off()[1], r":1: responses_create_params is None, exp"),
+    ([math_row(1)], (*all_off()[1], "--limited", "0.1"), r"--off 1.0 --limited 0.1 .*most 1"),
+    ([math_row(1)], ("reasoning_control", "--budgets", "0"), r"positive budgets"),
+])  # fmt: skip
 def test_bad_input_is_named_and_leaves_nothing(tmp_path, rows, words, message):
     words = words if "--limited" in words or "--off" not in words else (*words, "--limited", "0")
     with pytest.raises(InputError, match=message):

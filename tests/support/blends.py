@@ -7,6 +7,8 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from prep.placeholders import DAPO_PREFIX, DAPO_SUFFIX
+from support.samples import asking
+from support.verifiers import DATA, gym_rows
 
 DAPO = "super_v3_lcsft_step1000_dapo17k"
 SKYWORK = "super_v3_lcsft_step1000_skyworks_no_omni"
@@ -24,9 +26,8 @@ TEMPLATES = {
 def math_row(i: int, **fields) -> dict:
     """A row that the mathematics of this repository verifies."""
     question = f"What is {i} + {i}?"
-    message = {"role": "user", "content": question}
-    row = {"responses_create_params": {"input": [message]}, "agent_ref": MATH}
-    return row | {"question": question, "expected_answer": str(2 * i), "dataset": "sums"} | fields
+    row = asking(question, question=question, expected_answer=str(2 * i), dataset="sums")
+    return row | {"agent_ref": MATH} | fields
 
 
 def placeholder(number: int, dataset: str, template) -> dict:
@@ -41,12 +42,11 @@ def placeholders() -> list[dict]:
     return [placeholder(next(numbers), d, t) for d, ts in TEMPLATES.items() for t in ts]
 
 
-def released(shared_data: Path) -> list[dict]:
+def released() -> list[dict]:
     """All rows of NeMo-Gym that lie beside the project, each with its agent."""
     rows = []
-    for path in sorted((shared_data / "gym_rows").glob("*.jsonl")):
-        ours = {"agent_ref": {"name": f"{path.stem}_simple_agent"}, "dataset": path.stem}
-        rows += [ours | json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+    for name in sorted(path.stem for path in (DATA / "gym_rows").glob("*.jsonl")):
+        rows += [{"dataset": name} | row for row in gym_rows(name)]
     return rows
 
 

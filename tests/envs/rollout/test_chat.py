@@ -96,9 +96,6 @@ async def test_what_earlier_answers_hold_does_not_matter(tokenizer):
         sampler.render(messages)
 
 
-# --- the known answers of NeMo-RL's tests ---------------------------------------------------------
-
-
 def rule(template: str, contents: str, sampled: list[int], reason: str) -> list[int]:
     """The prompt after an answer between two messages, of a tokenizer whose token 2 ends one."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -137,9 +134,6 @@ test_the_prefix_rule_has_the_outcome_of_nemo_rl = gives(
     (PLAIN, "11 12 13 40 41, 1001, 21 22", [11, 12, 13, 40, 41, 220, 17, 2], "stop",
      [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41]),
 )  # fmt: skip
-
-
-# --- tools ----------------------------------------------------------------------------------------
 
 
 def talk_with_tools(tokenizer, texts, max_steps=9, limit=4096, reasons=(), output="7"):
@@ -214,9 +208,6 @@ def test_a_conversation_ends(tokenizer):
     assert talk.ended == "room", "a huge output is not even tokenised"
     with pytest.raises(NoRoom, match="characters do not fit into 1 tokens"):
         talk_with_tools(tokenizer, ["a"], limit=1)
-
-
-# --- engines that are lost ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -1,12 +1,16 @@
 """What is kept of unfinished answers, on the engine and on the worker."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 
+from core import waits
+from envs.rollout import drafts
 from envs.rollout.drafts import DraftBook, DraftedCall, Drafts, answers, sample_name
 from envs.rollout.episode import Request, Turn
+from support.actors import Actor, Answer
 
 
 def turn(prompt, tokens, reason="") -> Turn:
@@ -43,6 +47,24 @@ def test_a_request_goes_on_from_its_drafts_with_its_own_prompt():
     assert found == [turn([7, 8], [5, 9, 1], "stop"), turn([7, 8], [5, 1], "stop")]
     assert asked == [Request("b-0", [7, 8, 5], 1, 1_000_043, [], 15)], "other random numbers"
     assert not drafts.written
+
+
+async def test_an_engine_is_idle_while_it_has_no_request():
+    """Also after one that failed."""
+    drafts = Drafts()
+
+    async def answer(request: Request) -> Turn:
+        await asyncio.sleep(0.05)
+        if request.max_tokens == 1:
+            raise ConnectionError
+        return turn([], [9], "stop")
+
+    for tokens in (1, 9):
+        with contextlib.suppress(ConnectionError):
+            await drafts.complete(Request(str(tokens), [7], 1, 0, [], tokens), answer)
+    assert drafts.idle.take() < 0.05
+    await asyncio.sleep(0.05)
+    assert drafts.idle.take() >= 0.05 and not drafts.idle.running
 
 
 def test_what_is_new_beyond_what_is_known():
@@ -152,6 +174,31 @@ def test_drafts_are_kept_where_an_attempt_fails_and_each_attempt_has_lists_of_it
     with book.of("slot", 3, 2) as after_success:
         assert after_success == [[], []]
     assert not book.groups
+
+
+def test_an_earlier_attempt_that_ends_late_takes_no_drafts_from_the_next_one():
+    book = DraftBook()
+    call = DraftedCall([7], [])
+    with book.of("slot", 3, 1), pytest.raises(ConnectionError), book.of("slot", 3, 1) as second:
+        second[0].append(call)
+        raise ConnectionError
+    with book.of("slot", 3, 1) as third:
+        assert third == [[call]]
+
+
+@pytest.mark.parametrize("limit", [0.05, 60])
+async def test_an_engine_that_does_not_report_delays_no_answer(monkeypatch, limit):
+    """Its report never comes; the answer does, after the report's deadline or before it."""
+    monkeypatch.setattr(drafts, "DRAFT_SECONDS", 0.01)
+    monkeypatch.setattr(waits, "ANSWER_SECONDS", limit)
+    whole = Answer(...)
+    engine = Actor(generate=whole, drafts=lambda *_: Answer(...))
+    calls: list[DraftedCall] = []
+    asked = asyncio.create_task(answers(calls, 0, engine, Request("a", [7], 1, 0, [], 9)))
+    await asyncio.sleep(0.1)
+    whole.give([turn([], [9], "stop")])
+    assert await asyncio.wait_for(asked, 1) == [turn([], [9], "stop")]
+    assert (len(engine.called("drafts")) > 1) == (limit < 1)
 
 
 def test_drafts_of_a_group_that_is_given_up_are_forgotten():

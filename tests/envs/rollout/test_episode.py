@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from envs import Reward
 from envs.rollout.episode import FLAWS, Episode, Sample, Turn, stitch
-
-
-def turn(prompt, tokens, version=0, text="fine", reason="stop") -> Turn:
-    logps = [-0.25 * t for t in tokens]
-    return Turn(list(prompt), list(tokens), logps, [version] * len(tokens), reason, text)
-
+from support.samples import routed, turn
 
 TOKENIZER = SimpleNamespace(decode=lambda ids: f"<{ids}>")
 
@@ -32,9 +27,6 @@ def columns(sample: Sample) -> list[tuple]:
     """(token, trained, logp, version, flaw) of each token."""
     arrays = (sample.tokens_T, sample.mask_T, sample.engine_logp_T, sample.version_T)
     return list(zip(*(a.tolist() for a in (*arrays, sample.flaw_T)), strict=True))
-
-
-# --- stitch ---------------------------------------------------------------------------------------
 
 
 def test_a_single_turn():
@@ -136,16 +128,13 @@ def test_stitching_neither_loses_nor_invents_a_token(steps):
     assert all(s.tokens_T.tolist() in ends for s in samples)
 
 
-# --- what is reported about a sample --------------------------------------------------------------
-
-
 def test_info():
     (sample,) = stitch([turn([7], [1, 2], 3), turn([7, 1, 2, 9], [4], 5, reason="length")])
     sample.reward, sample.score, sample.advantage = 0.5, 0.25, -1.0
     expected = {"tokens": 5, "trained_tokens": 3, "response_tokens": 3, "has_gradient": True}
     expected |= {"reward": 0.5, "score": 0.25, "oldest_version": 3, "newest_version": 5}
     expected |= {"truncated": True, "continues": False, "cache_hits": 0.0}
-    expected |= {"env": "", "dataset": "", "components": {}}
+    expected |= {"env": "", "dataset": "", "components": {}, "judging": 0.0}
     assert dataclasses.asdict(sample.info()) == expected
 
 
@@ -217,17 +206,6 @@ def test_prefix_cache_hits_are_those_of_later_turns():
     assert [sample.info().cache_hits for sample in stitch([*turns[:2], longer])] == [12 / 15]
     alone = [sample.cache_hits for sample in stitch(turns)]
     assert alone == [0.8, -1.0], "a sequence of one turn has no later prompt"
-
-
-# --- experts --------------------------------------------------------------------------------------
-
-
-def routed(prompt, tokens, first: int) -> Turn:
-    """A turn whose tokens, but the last, were read by experts that are counted up."""
-    made = turn(prompt, tokens)
-    n = len(prompt) + len(tokens) - 1
-    made.routes = np.arange(first, first + 6 * n, dtype=np.uint16).reshape(n, 3, 2)
-    return made
 
 
 def test_a_token_keeps_the_experts_that_read_it_first():

@@ -53,9 +53,6 @@ test_the_last_question_is_the_users = gives(
 )
 
 
-# --- what is refused ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("params", "message"), [
     ({"input": [THOUGHT | {"type": "image"}]}, r"input\[0\]\.type is 'image', expected one"),
     ({"input": [THOUGHT | {"summary": "x"}]}, r"input\[0\]\.summary is 'x', expected a list"),
@@ -92,8 +89,6 @@ def test_only_an_environment_that_says_so_takes_no_input(monkeypatch):
     module.ALLOWS_EMPTY_INPUT = True
     check_rows.check_row(row)
 
-
-# --- real rows and templates ----------------------------------------------------------------------
 
 TEMPLATES = ("nemotron_3_super", "nemotron_3_nano", "qwen3", "qwen3_instruct_2507", "qwen2_5")
 

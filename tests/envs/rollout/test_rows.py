@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 import envs
 from core.lines import fingerprint
-from envs import registry
+from envs import agents
 from envs.check_rows import load_rows, read_rows
 from envs.rollout import messages, rows
 from envs.rollout.messages import render
@@ -194,14 +194,14 @@ def environment(tmp_path, monkeypatch):
         path.write_text(f'AGENTS = ("{name}",)\n{text}\n')
         written.append(name)
         monkeypatch.setattr(envs, "__path__", [str(folder)])
-        registry.agents.cache_clear()
+        agents.served.cache_clear()
         importlib.invalidate_caches()
         return path
 
     yield environment
     for name in written:
         sys.modules.pop(f"envs.{name}", None)
-    registry.agents.cache_clear()
+    agents.served.cache_clear()
 
 
 def row_of(name: str, **fields) -> bytes:

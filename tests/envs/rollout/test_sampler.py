@@ -68,9 +68,6 @@ def test_a_thought_that_the_prompt_opened_is_judged_with_the_answer(tokenizer, p
     assert (answer.text, answer.judged) == ("4", opening + "4")
 
 
-# --- text -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory):
     """A tokenizer that declares its think tags and a second stop token special."""
@@ -95,9 +92,6 @@ def thinker(tmp_path_factory):
 ])  # fmt: skip
 def test_only_the_end_and_padding_are_left_out_of_the_text(thinker, written, reason, text):
     assert answer_text(thinker, sampled([], thinker.encode(written), reason)) == text
-
-
-# --- engines that are lost ------------------------------------------------------------------------
 
 
 async def test_an_answer_that_nobody_waits_for_is_cancelled(monkeypatch):
