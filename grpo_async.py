@@ -23,7 +23,7 @@ at step i // P and nowhere else, and may start as soon as the policy has version
 The driver is one asyncio program that moves references and lengths, never tokens.
 
 Axes, as suffixes:  P prompts of a step    G samples of a prompt    T tokens of a packed row
-                    N sequences in that row    J the other samples of a group
+                    N sequences in that row    J the samples that a reward is compared with
 
 Policy version v = batches trained so far. Every sampled token carries the version that produced it.
 
@@ -100,7 +100,7 @@ class Advantage:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Correction:
-    """What to do where trainer and engine disagree. One mechanism; the papers are points in it:
+    """What to do where trainer and engine disagree. Papers differ in level, action, low, high:
 
     TIS                 token     truncate  0      5        (Nemotron 3 Super)
     IcePop              token     mask      0.5    5
@@ -110,7 +110,7 @@ class Correction:
     level: Literal["token", "sequence"] = "token"
     """Judge each token's ratio, or the geometric mean of its sequence's ratios."""
     action: Literal["truncate", "mask"] = "truncate"
-    """Clamp the ratio into [low, high], or zero the weight of what lies outside."""
+    """Clamp the ratio into [low, high], or give weight 0 outside, where the divisor counts on."""
     low: NonNegativeFloat = 0.0
     """Lower bound of pi_train / pi_engine."""
     high: Annotated[Unbounded, Field(gt=0)] = 5.0
@@ -196,9 +196,8 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same row on another device."""
-        moved: dict[str, Any] = {
-            k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)
-        }
+        tensors = ((k, v) for k, v in vars(self).items() if isinstance(v, Tensor))
+        moved: dict[str, Any] = {k: v.to(device) for k, v in tensors}
         return dataclasses.replace(self, **moved)
 
 
@@ -212,9 +211,9 @@ def group_advantages(rewards_G: Tensor, rule: Advantage) -> Tensor:
     """Advantages [G] of one prompt's samples; all zero when the group agrees.
 
     A reward minus the mean of the others, over their (unbiased) std + 1e-6; with baseline "mean",
-    those of all. A std that is only rounding does not divide. A sample whose advantage is
-    exactly 0, and that has no penalised message, costs no compute (`plan_step`). NeMo-RL
-    algorithms/utils.py:79.
+    those of all. A std that is only rounding, or of fewer than two, does not divide: where one
+    succeeds among failures, the others agree, and it keeps r - mean. A sample whose advantage is
+    exactly 0 costs no compute without a penalty (`plan_step`). NeMo-RL algorithms/utils.py:79.
     """
     G = len(rewards_G)
     if G < 2:
@@ -244,8 +243,8 @@ def importance_weights(
     """Weights of tokens by their ratio pi_old / pi_engine, whose log is `gap_T` [T].
 
     pi_old is the policy before the batch's first update. The bounds judge a token's own ratio or
-    its sequence's. Masking gives the own ratio, or 0 if outside; truncation the judged one,
-    clamped. TIS: Yao et al. 2025; IcePop: Ling team 2025.
+    its sequence's. Masking gives a token's own ratio, and 0 where the judged one is outside;
+    truncation gives the judged one, clamped. TIS: Yao et al. 2025; IcePop: Ling team 2025.
     """
     weight_T = gap_T.clamp(-20, 20).exp()  # must not overflow before the rule sees it
     judged_T = weight_T
@@ -290,7 +289,7 @@ class Trusted(NamedTuple):
 
 
 def trusted_sequences(gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, limit: float) -> Trusted:
-    """Judges each sequence by the log-ratios `gap_T` [T] of its trained tokens.
+    """The filter: judges each sequence by the log-ratios `gap_T` [T] of its trained tokens.
 
     Where trainer and engine disagree by more than `limit`, the engine sampled from some other
     policy, and its tokens teach nothing about ours. NeMo-RL algorithms/loss_functions.py.
@@ -335,7 +334,7 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 
     kl_T = torch.zeros_like(logp_T)
     if batch.ref_logp_T is not None:
-        # No gradient flows through this weight either, as in super-v3.
+        # Its weight has no gradient, and `correction` does not bound it, as in super-v3.
         drift_T = torch.where(mask_T, logp_T.detach() - batch.engine_logp_T, 0.0)
         kl_T = drift_T.clamp(-20, 20).exp() * k3(batch.ref_logp_T - logp_T)
         loss_T = loss_T + rule.kl_coef * kl_T
@@ -426,8 +425,6 @@ class RolloutBuffer:
         self.next_step = 0  # whose groups the trainer waits for
         self.running: dict[int, float] = {}  # slot -> time of dispatch
         self.ready: dict[int, Group] = {}
-        self.idle_since = time.monotonic()  # the engines' wait
-        self.idle_seconds = 0.0
         self.dropped: Counter[str] = Counter()  # reason -> prompts that gave way to the next
         self.changed = asyncio.Event()
 
@@ -439,8 +436,6 @@ class RolloutBuffer:
         """Marks a slot as being generated. Raises ValueError if it may not be."""
         if not self.may_start(slot) or slot in self.running or slot in self.ready:
             raise ValueError(f"slot {slot} cannot start now: {self.census()}")
-        if not self.running:
-            self.idle_seconds += time.monotonic() - self.idle_since
         self.running[slot] = time.monotonic()
 
     def put(self, group: Group) -> None:
@@ -448,7 +443,6 @@ class RolloutBuffer:
         if self.running.pop(group.slot, None) is None:
             raise ValueError(f"slot {group.slot} was not running: {self.census()}")
         self.ready[group.slot] = group
-        self.idle_since = time.monotonic()
         self.wake()
 
     def advance(self, version: int) -> None:
@@ -482,10 +476,8 @@ class RolloutBuffer:
             await self.changed.wait()
 
     def meters(self) -> dict[str, float]:
-        """Seconds without a running slot since the last call; prompts dropped so far."""
-        idle = self.idle_seconds
-        self.idle_seconds = 0.0
-        return {"wait_for_training": idle, "dropped_prompts": self.dropped.total()}
+        """Prompts dropped so far."""
+        return {"dropped_prompts": self.dropped.total()}
 
     def census(self) -> str:
         """One line for error messages: what is where, and for how long."""
@@ -556,10 +548,11 @@ class Generator:
         """Connects the engine's workers to trainer rank 0; returns the bytes of KV of each."""
         return await self.engine.collective_rpc("join_sync_group", args=meeting)
 
-    async def update_weights(self, version: int, verify: bool) -> tuple[dict, list[int]]:
-        """Receives `version` in flight, between two engine steps. Any error is final.
+    async def update_weights(self, version: int, verify: bool) -> tuple[dict, list[int], float]:
+        """Receives `version` in flight, between two engine steps. An error costs the engine.
 
-        Returns the seconds of each phase, and a checksum of what each worker received.
+        Returns the seconds of each phase, a checksum of what each worker received, and the
+        seconds since the last update in which the engine had no request.
         """
         began = time.perf_counter()
         await self.engine.pause_generation(mode="keep", clear_cache=False)
@@ -571,7 +564,8 @@ class Generator:
         loaded = time.perf_counter()
         await self.engine.resume_generation()
         phases = {"sync_pause": paused - began, "sync_transfer": loaded - paused}
-        return phases | {"sync_resume": time.perf_counter() - loaded}, checksums
+        phases |= {"sync_resume": time.perf_counter() - loaded}
+        return phases, checksums, self.written.idle.take()
 
     async def check_health(self) -> None:
         """Raises if the engine is dead; its workers reply between two of its steps."""
@@ -592,7 +586,11 @@ class RolloutWorker:
         """n scored answers to one row; after an error, the next call goes on from their drafts."""
         with self.samplers.of_group(engine, row, slot, n) as samplers:
             episodes = await registry.rollouts(row, samplers)
-        return self.finish(row, slot, episodes)
+        rollouts = self.finish(row, slot, episodes)
+        judging = samplers[0].idle.take()
+        for info in rollouts.infos:
+            info.judging = judging
+        return rollouts
 
     def finish(self, row: dict, slot: Slot, episodes: list[Episode]) -> Rollouts:
         """Rewards to advantages, episodes to samples and to a line of rollouts.jsonl each.
@@ -630,7 +628,7 @@ class RolloutWorker:
 class Trained(NamedTuple):
     """What a rank makes of a batch. Ray keeps the logprobs; the driver fetches the rest."""
 
-    metrics: dict[str, float]  # means over the batch's updates, the same on all ranks
+    metrics: dict[str, float]  # means over the batch's updates, of all ranks; seconds are its own
     mismatch: dict  # between trainer and engine, by environment, lag and place
     logps: np.ndarray  # of all tokens, in the order of the share's places
 
@@ -678,10 +676,10 @@ class Trainer(SendingRank):
         limit = self.cfg.correction.sequence_error_limit
         return Trained(measured, metrics.mismatch_table(samples, logp_T, step, limit), logp_T)
 
-    def add_old_and_reference(self, updates: list[list[Batch]]) -> None:
+    def add_old_and_reference(self, batches: list[list[Batch]]) -> None:
         """The logprobs that the loss compares with, computed before the policy moves."""
-        rows = list(itertools.chain(*updates))
-        if len(updates) > 1:
+        rows = list(itertools.chain(*batches))
+        if len(batches) > 1:
             for batch, logp_T in zip(rows, self.policy.logprobs(rows), strict=True):
                 batch.old_logp_T = logp_T
         if self.reference:
@@ -735,7 +733,7 @@ class Engines:
         self.fleet = Fleet(Generator, cfg, cluster)
 
     async def sync(self, version: int) -> dict[str, float]:
-        """Brings all engines to `version`; returns the slowest one's seconds by phase, and a count.
+        """Brings all engines to `version`; returns metrics, a phase's seconds from the slowest one.
 
         Raises RuntimeError where none is left and none may be replaced, or where one
         holds other weights than the trainer; and whatever the very first update raises.
@@ -760,15 +758,16 @@ class Engines:
                 fleet.all_synced()
                 phases = [update.phases for update in received]
                 slowest = {name: max(phase[name] for phase in phases) for name in phases[0]}
-                return slowest | {"engines": len(fleet.queue)}
+                idle = sum(update.idle for update in received) / len(received)
+                return slowest | {"wait_for_training": idle, "engines": len(fleet.queue)}
 
     async def repair_forever(self, run: "Run") -> None:
         """Replaces engines that die while they serve; the others go on, and so does training."""
-        while True:
-            await self.fleet.replaced()
+        while not run.leaving:
+            await self.fleet.unless_left(self.fleet.replaced(), lambda: run.leaving)
             async with run.training:
                 if self.fleet.missing.is_set():
-                    await self.sync(run.buffer.version)
+                    await run.sync_or_leave(run.buffer.version)
 
 
 # === The driver: two loops and what they share ====================================================
@@ -916,13 +915,12 @@ class Run:
             await self.evaluate()
         for step in range(buffer.version, cfg.steps):
             began = time.perf_counter()
-            groups = await self.take(step)
-            if not groups:
+            if not (groups := await self.take(step)):
                 break
             waited = time.perf_counter() - began
             async with self.training:
                 stats = await self.train(step, groups)
-                stats |= await self.engines.sync(step + 1)
+                stats |= await self.sync_or_leave(step + 1)
                 buffer.advance(step + 1)
             stats |= {"wait_for_rollouts": waited, "step_seconds": time.perf_counter() - began}
             self.log.step(step + 1, groups, stats | buffer.meters() | self.dispatcher.meters())
@@ -936,6 +934,11 @@ class Run:
         await self.checkpoints.written()
         if self.leaving:
             self.log.note(f"left at step {buffer.version} ({self.leaving}); --resume auto goes on")
+
+    async def sync_or_leave(self, version: int) -> dict[str, float]:
+        """`Engines.sync`; {} once the run is to leave and no engine lives, so that it can save."""
+        sync = self.engines.sync(version)
+        return await self.engines.fleet.unless_left(sync, lambda: self.leaving)
 
     def is_due(self, period: int) -> bool:
         """Whether something is to be done at this version: every `period`, and at the end."""
@@ -963,7 +966,7 @@ class Run:
         stats, tables, logps = zip(*calls, strict=True)
         done = asyncio.gather(stats[0], *tables)  # all ranks have the same metrics
         limit = cfg.timeouts.train
-        measured, *found = await self.dispatcher.wait(limit, "a training step", done)
+        measured, *found = await self.dispatcher.wait(limit, "a training step", done, judged=False)
         self.log.mismatch(step + 1, found)
         if cfg.sample_period and (step + 1) % cfg.sample_period == 0:
             places = [shares[cfg.policy.replica_of(rank)].places for rank in range(len(calls))]

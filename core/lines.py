@@ -6,9 +6,11 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from settings.errors import RunError
 
-class WriteError(Exception):
-    """The run folder does not take what is written to it, so no prompt is at fault."""
+
+class WriteError(RunError):
+    """The run folder does not take what is written to it."""
 
 
 class LineFile:

@@ -1,7 +1,8 @@
-"""Waits that have a name and a deadline."""
+"""Waits that have a name and a deadline, and the time in which nothing runs."""
 
 import asyncio
 import concurrent.futures
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
@@ -23,6 +24,28 @@ class Ref(Protocol[Value]):
         """Fetches the value. Raises what the call that makes it raised."""
 
 
+class Idle:
+    """Counts the seconds in which nothing runs, from the first `change` or `take` on."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.since = math.inf  # up to this moment `seconds` is complete
+        self.seconds = 0.0
+
+    def change(self, by: int) -> None:
+        """From now on one more runs (1), or one fewer (-1)."""
+        now = time.monotonic()
+        self.seconds += 0.0 if self.running else max(0.0, now - self.since)
+        self.since = now
+        self.running += by
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        self.change(0)
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
 async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
     """asyncio.gather, but an error ends the others too, before it is raised: no orphan works on."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
@@ -35,7 +58,10 @@ async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def unless_stopped(stop: Coroutine, work: asyncio.Future[T]) -> T | None:
-    """The result of `work`; None where `stop` returns first, and `work` is cancelled."""
+    """The result of `work`; None where `stop` returns first, and `work` is cancelled.
+
+    Raises what either of them raises.
+    """
     stopped = asyncio.create_task(stop)
     try:
         await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -45,9 +71,11 @@ async def unless_stopped(stop: Coroutine, work: asyncio.Future[T]) -> T | None:
         await asyncio.wait((work,))
         if not work.cancelled():
             work.exception()  # asyncio complains about an exception that is never fetched
+        stopped.result()
         return None
     finally:
         stopped.cancel()
+        work.cancel()  # where the caller was cancelled, it must not go on alone
 
 
 async def answer(call: Awaitable[T], seconds: float, name: str) -> T:
@@ -100,9 +128,10 @@ async def within(
     what: str,
     awaitable: Awaitable[T],
     state: Callable[[], Any] = lambda: "",
-    stopped: Callable[[], float] = lambda: 0.0,
+    stopped: Callable[[], float] = float,
+    late: type[Exception] = TimeoutError,
 ) -> T:
-    """Awaits under a named deadline. Raises TimeoutError with that name and `state`.
+    """Awaits under a named deadline. Raises a `late` error with that name and `state`.
 
     A line of its own warns when half of that time has gone. `stopped` counts the seconds in which
     the clock stands still. A cancelled task gets CancelledError, also where asyncio.gather would
@@ -129,11 +158,9 @@ async def within(
     try:
         async with asyncio.timeout(None) as deadline:
             return await awaitable
-    except TimeoutError:
-        if not deadline.expired():
-            raise
-        raise TimeoutError(f"waited {seconds:.0f} s for {what}. {state()}") from None
     except Exception as error:
+        if isinstance(error, TimeoutError) and deadline.expired():
+            raise late(f"waited {seconds:.0f} s for {what}. {state()}") from None
         if task.cancelling() > before:
             raise asyncio.CancelledError from error
         raise

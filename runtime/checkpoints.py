@@ -22,12 +22,7 @@ from typing import TYPE_CHECKING
 
 from core.lines import fingerprint
 from core.waits import within
-from runtime.folders import (
-    checksums,
-    commit,
-    newest_first,
-    prune,
-)
+from runtime.folders import checksums, commit, listing, newest_first, split
 from settings.run import TrainingSettings
 
 if TYPE_CHECKING:
@@ -90,19 +85,23 @@ class Checkpoints:
         trainers = self.cluster.trainers
         parts = (t.saved.options(concurrency_group="io").remote() for t in trainers)
         await within(limit, f"{aside} to be written", asyncio.gather(*parts))
+        Path(aside, "state.json").write_text(json.dumps(state, indent=1))
+        from runtime import kept, lineage
+
+        own = ["state.json", *lineage.mark(self.cfg, aside, state["version"])]
         if groups is not None:
             await self.write_groups(f"{aside}/groups.npz", groups)
-        Path(aside, "state.json").write_text(json.dumps(state, indent=1))
-        from runtime import lineage
-
-        lineage.mark(self.cfg, aside, state["version"])
+            own.append("groups.npz")
         # Not in the driver: a thread that hangs in a file system would not let it end.
         calls = [t.call.options(concurrency_group="io").remote for t in trainers]
-        parts = (call(checksums, aside, part, len(calls)) for part, call in enumerate(calls))
+        asked = asyncio.gather(*(call(listing, aside) for call in calls))
+        listings = await within(limit, f"{aside} to be listed", asked)
+        listings[0] = [*listings[0], *own]
+        parts = (call(checksums, aside, n) for call, n in zip(calls, split(listings), strict=True))
         files = await within(limit, f"{aside} to be flushed", asyncio.gather(*parts))
         merged = dict(itertools.chain(*(part.items() for part in files)))
         await within(limit, f"{folder} to be committed", calls[0](commit, aside, folder, merged))
-        deleted = calls[0](prune, self.cfg.run_dir, self.cfg.keep_last)
+        deleted = calls[0](kept.prune, self.cfg.run_dir, self.cfg.keep_last)
         for problem in await within(limit, "old checkpoints to be deleted", deleted):
             print(f"kept the checkpoint around a damaged export: {problem}")
 

@@ -1,7 +1,6 @@
 """A run's processes: its folder, its Ray cluster and its actors."""
 
 import asyncio
-import faulthandler
 import gc
 import os
 import signal
@@ -12,14 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from core.waits import within
 from policy import OWNER
 from runtime import placement
 from runtime.console import phase
-from settings.errors import brief, shown
+from settings.errors import shown
 from settings.run import TrainingSettings
 
 ROOT = Path(__file__).parent.parent
@@ -53,6 +51,8 @@ class Cluster:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """An error leaves with the last lines that the actors logged."""
         if isinstance(error, Exception):
+            from runtime.process import last_lines
+
             print(last_lines(self.cfg), file=sys.stderr)
         import ray
 
@@ -187,9 +187,12 @@ def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> Any:
         """What every actor of a run can do beside its own methods."""
 
         def __init__(self, *args: Any):
-            redirect(folder, cls.__name__)
+            from runtime import process
+
+            process.redirect(folder, cls.__name__)
             os.environ[OWNER] = str(os.getpid())
-            check_granted()
+            process.find_programs()
+            process.check_granted()
             super().__init__(*args)
 
         def call(self, function: Callable, *args: Any) -> Any:
@@ -204,41 +207,3 @@ def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> Any:
     Process.__qualname__ = cls.__name__
     made = ray.remote(num_cpus=0, **groups)(Process)
     return made.options(num_gpus=gpus, **options)
-
-
-def check_granted() -> None:
-    """Raises RuntimeError where Ray granted this process a GPU that torch cannot use."""
-    import ray
-
-    granted = ray.get_gpu_ids()
-    if not granted or torch.cuda.is_available():
-        return
-    from runtime.ray_start import OLDEST_DRIVER
-
-    try:
-        torch.cuda.init()
-        why = "it finds none"
-    except (AssertionError, RuntimeError) as error:
-        why = brief(error)
-    raise RuntimeError(
-        f"Ray granted GPU {granted} of {os.uname().nodename}, which torch {torch.__version__} "
-        f"cannot use: {why}: expected NVIDIA's driver {OLDEST_DRIVER} or newer, and in .venv what "
-        "DEVICE=gpu bash launch/setup.sh installs"
-    )
-
-
-def redirect(folder: Path, name: str) -> None:
-    """Sends this process's output, and that of its children, to a file of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    host = os.uname().nodename
-    with open(folder / f"{name}-{host}-{os.getpid()}.log", "a", buffering=1) as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    faulthandler.enable()
-
-
-def last_lines(cfg: TrainingSettings, lines: int = 8) -> str:
-    """The last lines of each actor's log, the latest first, for an error message."""
-    paths = sorted(Path(cfg.run_dir).glob("**/logs/*.log"), key=os.path.getmtime, reverse=True)
-    texts = [(path.name, path.read_text(errors="replace").splitlines()) for path in paths[:6]]
-    return "\n".join(f"--- {name}\n" + "\n".join(t[-lines:]) for name, t in texts if t)

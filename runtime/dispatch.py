@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from tqdm import tqdm
 
 from core import waits
-from core.waits import Ref, answer, unless_stopped, within
+from core.waits import Ref, answer, together, unless_stopped, within
 from envs.rollout import services
 from envs.rollout.episode import Group, SampleInfo
 from runtime.cluster import Cluster, cancel, cpus, kill
 from runtime.fleet import CHECK_SECONDS, CHECKS_PER_SECOND, Fleet
+from settings.errors import RunError
 from settings.run import RunSettings
 
 if TYPE_CHECKING:
@@ -96,12 +97,16 @@ class Crew:
         return worker
 
     async def of_rank(self, rank: int) -> Any:
-        """The living worker of a rank, which has started; a new one where there is none."""
-        living = (worker for worker, its_rank in self.ranks.items() if its_rank == rank)
-        worker = next(living, None) or self.launch(rank)
-        if worker not in self.started:
-            await self.is_alive(worker)
-        return worker
+        """The living worker of a rank, which has started; a new one where there is none.
+
+        Raises RunError where ATTEMPTS in turn do not start: no row has reached them.
+        """
+        for _ in range(ATTEMPTS):
+            living = (worker for worker, its_rank in self.ranks.items() if its_rank == rank)
+            worker = next(living, None) or self.launch(rank)
+            if worker in self.started or await self.is_alive(worker):
+                return worker
+        raise RunError(f"{ATTEMPTS} rollout workers did not start; see logs/RolloutWorker-*.log")
 
     @contextlib.asynccontextmanager
     async def worker(self, tries: Tries) -> AsyncIterator[Any]:
@@ -183,7 +188,7 @@ class Dispatcher:
     async def roll_out(self, row: dict, slot: Slot, n: int, version: int) -> Group:
         """One row's n rollouts, whose engines hold policy `version` or a later one.
 
-        Tried `attempts` times (runtime/retry.py); then the last error is raised. WriteError
+        Tried `attempts` times (runtime/retry.py); then the last error is raised. RunError
         is raised at once. A failure is never a reward. No try begins while a judge is away that
         the row needs.
         """
@@ -209,12 +214,20 @@ class Dispatcher:
     async def roll_out_all(
         self, rows: Sequence[dict], slots: Sequence[Slot], n: int, stop: Coroutine
     ) -> list[Group | BaseException] | None:
-        """n rollouts of each row, or the error of a row that failed; None once `stop` returns."""
-        calls = (
-            self.roll_out(row, slot, n, slot.evaluation or 0)
-            for row, slot in zip(rows, slots, strict=True)
-        )
-        return await unless_stopped(stop, asyncio.gather(*calls, return_exceptions=True))
+        """n rollouts of each row, or the error of a row that failed; None once `stop` returns.
+
+        The first RunError ends them all, and is raised.
+        """
+
+        async def result(row: dict, slot: Slot) -> Group | BaseException:
+            try:
+                return await self.roll_out(row, slot, n, slot.evaluation or 0)
+            except RunError:
+                raise
+            except Exception as error:
+                return error
+
+        return await unless_stopped(stop, asyncio.ensure_future(together(map(result, rows, slots))))
 
     async def result(
         self, infos: Ref[list[SampleInfo]], lines: Ref[bytes], what: str
@@ -230,9 +243,10 @@ class Dispatcher:
             cancel(infos)
             raise
 
-    async def wait(self, seconds: float, what: str, awaitable: Awaitable[T]) -> T:
-        """Awaits under a named deadline; time in which a judge is away does not count."""
-        return await within(seconds, what, awaitable, self.state, self.crew.seconds_away)
+    async def wait(self, seconds: float, what: str, call: Awaitable[T], judged: bool = True) -> T:
+        """Awaits under a named deadline; for what is judged, not while a judge is away."""
+        stopped = self.crew.seconds_away if judged else float
+        return await within(seconds, what, call, self.state, stopped)
 
     def state(self) -> str:
         """The census of the run, and the judges that are away."""

@@ -1,6 +1,9 @@
 """vLLM's engine as a run uses it: its arguments, and how it is opened."""
 
+import contextlib
 import copyreg
+import gc
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from settings.run import RunSettings
@@ -33,13 +36,24 @@ def engine_arguments(cfg: RunSettings, on_cpu: bool) -> dict[str, Any]:
     return merge(ours, cfg.engine.arguments)
 
 
+@contextlib.contextmanager
+def without_collecting() -> Iterator[None]:
+    """Looking for garbage among what is imported takes a third of vLLM's import."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def open_engine(cfg: RunSettings) -> "AsyncLLM":
     """An engine without weights: its first update brings them."""
-    from vllm import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.exceptions import EngineDeadError
+    with without_collecting():
+        from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.exceptions import EngineDeadError
 
     class InFlightLLM(AsyncLLM):
         async def pause_generation(self, *, mode: Any = "keep", clear_cache: bool = False) -> None:

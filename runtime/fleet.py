@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
@@ -24,6 +24,7 @@ from core.waits import answer, within
 from runtime import placement
 from runtime.cluster import Cluster, actor, kill
 from runtime.console import phase
+from settings.errors import RunError
 from settings.run import RunSettings
 
 if TYPE_CHECKING:
@@ -61,10 +62,11 @@ class Engine:
 
 
 class Received(NamedTuple):
-    """The result of a weight update: seconds by phase, and each worker's checksum."""
+    """An engine's result of a weight update."""
 
-    phases: dict[str, float]
-    checksums: list[int]
+    phases: dict[str, float]  # seconds
+    checksums: list[int]  # of what each worker received
+    idle: float = 0.0  # seconds without a request since the last update
 
 
 class Fleet:
@@ -162,11 +164,15 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def lease(self) -> AsyncIterator[Any]:
-        """The least busy engine for a group's rollouts, once there is one that holds a policy."""
+        """The least busy engine for a group's rollouts, once there is one that holds a policy.
+
+        Raises RunError where there is none for too long.
+        """
         limits = self.cfg.timeouts
         if not self.queue:  # a deadline costs more than all the rest
-            limit = 2 * limits.start + limits.train + limits.sync
-            await within(limit, "an engine that holds the policy", self.any_serving())
+            limit = 4 * limits.start + 2 * limits.train + 3 * limits.sync  # of three repairs
+            what = "an engine that holds the policy"
+            await within(limit, what, self.any_serving(), late=RunError)
         engine = self.least_busy()
         self.occupy(engine, 1)
         try:
@@ -287,6 +293,12 @@ class Fleet:
             self.discarded += 1
             tqdm.write(f"an engine is lost: {error}")
             self.missing.set()
+
+    async def unless_left(self, sync: Coroutine, leaving: Callable[[], Any]) -> dict[str, float]:
+        """The result of `sync`; cancels it, and {}, once the run is leaving and no engine lives."""
+        from runtime import repair
+
+        return await repair.unless_left(self, sync, leaving)
 
     async def replaced(self) -> None:
         """Waits for engines to be lost, and for their successors to start."""

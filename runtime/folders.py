@@ -1,11 +1,11 @@
 """Checkpoint folders that are whole or not there: written aside, flushed, renamed, marked last."""
 
 import json
-import math
 import os
 import re
 import shutil
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 MARKER = "complete.json"
@@ -22,15 +22,32 @@ def crc32(path: Path) -> int:
     return value
 
 
-def checksums(folder: str, part: int = 0, parts: int = 1) -> dict[str, tuple[int, int]]:
-    """Flushes every `parts`-th file below a folder; its size and CRC-32 by relative name."""
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    found = {}
-    for path in files[part::parts]:
+def listing(folder: str) -> list[str]:
+    """The files below a folder that this process sees, by relative name."""
+    files = (path for path in Path(folder).rglob("*") if path.is_file())
+    return [str(path.relative_to(folder)) for path in files]
+
+
+def split(listings: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The files that each rank flushes: each file once, by a rank that sees it.
+
+    A shared file system may show a rank the folder of a moment ago, without the others' files.
+    """
+    seen = [set(names) for names in listings]
+    parts: list[list[str]] = [[] for _ in seen]
+    for i, name in enumerate(sorted(set().union(*seen))):
+        ranks = [rank for rank, names in enumerate(seen) if name in names]
+        parts[ranks[i % len(ranks)]].append(name)
+    return parts
+
+
+def checksums(folder: str, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Flushes files below a folder; the size and CRC-32 of each by its relative name."""
+    paths = {name: Path(folder, name) for name in names}
+    for path in paths.values():
         flush(path)
         flush(path.parent)
-        found[str(path.relative_to(folder))] = (path.stat().st_size, crc32(path))
-    return found
+    return {name: (path.stat().st_size, crc32(path)) for name, path in paths.items()}
 
 
 def flush(path: Path) -> None:
@@ -66,29 +83,7 @@ def mark(folder: str, files: dict[str, tuple[int, int]]) -> None:
 
 def seal(export: str) -> None:
     """Flushes and marks an export that was written into a checkpoint again."""
-    mark(export, checksums(export))
-
-
-def damage(folder: str, part: int = 0, parts: int = 1, largest: float = math.inf) -> str:
-    """What is wrong with every `parts`-th file of a checkpoint; empty if nothing is.
-
-    Files of more than `largest` bytes are judged by their size alone.
-    """
-    try:
-        expected = json.loads((Path(folder) / MARKER).read_text())
-        files = sorted((name, tuple(sizes)) for name, sizes in expected.items())
-        if {len(sizes) for _, sizes in files} != {2}:
-            raise ValueError("expected the size and CRC-32 of each file")
-    except (OSError, TypeError, ValueError, AttributeError) as error:
-        return f"{folder}/{MARKER}: {error}"
-    for name, (size, crc) in files[part::parts]:
-        path = Path(folder) / name
-        actual = path.stat().st_size if path.is_file() else None
-        if actual != size:
-            return f"{path}: {actual} bytes, expected {size}"
-        if size <= largest and crc32(path) != crc:
-            return f"{path}: its CRC-32 is not the one in {MARKER}"
-    return ""
+    mark(export, checksums(export, listing(export)))
 
 
 def step_of(folder: Path) -> int:
@@ -101,29 +96,3 @@ def newest_first(run_dir: str) -> list[Path]:
     """The checkpoint folders of a run that once were complete."""
     folders = [path.parent for path in Path(run_dir).glob(f"step_*/{MARKER}")]
     return sorted(folders, key=step_of, reverse=True)
-
-
-def prune(run_dir: str, keep: int) -> list[str]:
-    """Deletes what resuming needs from all but the newest `keep` checkpoints; hf/ stays.
-
-    Also what is left of those that were given up, or were half deleted when their run died. One
-    whose export is damaged is kept, as the only copy of its policy; returns what is wrong there.
-    """
-    kept = newest_first(run_dir)[:keep]
-    problems = []
-    for folder in Path(run_dir).glob("step_*"):
-        if step_of(folder) < 0 or folder in kept:
-            continue
-        export = folder / EXPORT
-        marked = (folder / MARKER).exists() and (export / MARKER).exists()
-        if marked and (problem := damage(str(export))):
-            problems.append(problem)
-            continue
-        (folder / MARKER).unlink(missing_ok=True)  # first: half of it must not look complete
-        for path in folder.iterdir():
-            if path.name == "hf":
-                continue
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if not any(folder.iterdir()):
-            folder.rmdir()
-    return problems

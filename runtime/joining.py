@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
 
 from core import waits
 from core.waits import together, within
@@ -10,6 +12,14 @@ from runtime.console import phase
 
 if TYPE_CHECKING:
     from runtime.fleet import Fleet
+
+
+class EnginesError(RuntimeError):
+    """Engines that live failed at something: replacing them is enough."""
+
+    def __init__(self, engines: list, error: BaseException):
+        super().__init__(str(error))
+        self.engines = engines
 
 
 async def started(fleet: "Fleet") -> bool:
@@ -51,10 +61,24 @@ async def join(fleet: "Fleet") -> None:
     world = len(senders) + len(members) * tp
     joins = [s.join_sync_group.remote(meeting, i, world) for i, s in enumerate(senders)]
     for engine, rank in zip(members, range(len(senders), world, tp), strict=True):
-        joins.append(engine.join_sync_group.remote(*meeting, rank, world))
+        joins.append(member(engine, engine.join_sync_group.remote(*meeting, rank, world)))
     with fleet.occupying():
         # Each of them gives up after ANSWER_SECONDS by itself, and says why.
         limit = 2 * waits.ANSWER_SECONDS
         joined = await within(limit, "trainer and engines to connect", together(joins))
     fleet.kv_bytes = fleet.kv_bytes or min(itertools.chain(*joined[len(senders) :]))
     fleet.grouped = set(members)
+
+
+async def member(engine: Any, joining: Awaitable[list[int]]) -> list[int]:
+    """What an engine reports once it has joined.
+
+    Raises EnginesError where it fails before it could have waited too long for another member.
+    """
+    began = time.monotonic()
+    try:
+        return await joining
+    except Exception as error:
+        if time.monotonic() - began < waits.ANSWER_SECONDS:
+            raise EnginesError([engine], error) from error
+        raise

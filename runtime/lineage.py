@@ -41,10 +41,14 @@ def begin(cfg: TrainingSettings, start: dict) -> None:
     write(Path(cfg.writes_to), lineage)
 
 
-def mark(cfg: TrainingSettings, folder: str, version: int) -> None:
-    """Writes the lineage of a policy version into its checkpoint, and into the export there."""
+def mark(cfg: TrainingSettings, folder: str, version: int) -> list[str]:
+    """Writes the lineage of a policy version into its checkpoint, and into the export there.
+
+    Returns the names of both files in the checkpoint.
+    """
     for place in (Path(folder), Path(folder, "hf")):
         write(place, read(Path(cfg.run_dir)) | {"version": version})
+    return [FILE, f"hf/{FILE}"]
 
 
 def write(folder: Path, lineage: dict) -> None:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from core.lines import LineFile, WriteError
+from core.waits import in_thread, within
 from runtime.console import Lines
+from settings.errors import RunError
 from settings.run import TrainingSettings
 
 if TYPE_CHECKING:
@@ -78,8 +80,13 @@ class Log:
 
     async def rollouts(self, lines: bytes) -> None:
         """Appends a group's lines while the event loop goes on. Raises WriteError."""
+        if not lines:  # of a group that is not of the share to be written
+            return
+        limit = self.cfg.timeouts.train
+        file = self.files["rollouts"]
         async with self.writing:
-            await asyncio.to_thread(self.files["rollouts"].append, lines)
+            done = in_thread(file.append, lines)
+            await within(limit, f"{file.path} to take lines", done, late=WriteError)
 
     def mismatch(self, step: int, tables: list[dict]) -> None:
         """Writes a step's mismatch table; warns where trainer and engine disagree at lag 0.
@@ -98,9 +105,9 @@ class Log:
     def drop(self, slot: "Slot", prompt: int, row: str, error: BaseException) -> None:
         """Writes down a prompt that was given up, its place in the stream, and why.
 
-        Raises the error where it is a WriteError: the run must end, and the prompt is good.
+        Raises the error where it is a RunError: the run must end, and the prompt is good.
         """
-        if isinstance(error, WriteError):
+        if isinstance(error, RunError):
             raise error
         place = {"slot": slot.number, "evaluation": slot.evaluation, "prompt": prompt, "row": row}
         self.line("dropped", place | {"reason": type(error).__name__, "error": str(error)})

@@ -180,6 +180,10 @@ class NoEngines:
         """Sends nothing, and measures nothing."""
         return {}
 
+    async def unless_left(self, sync: Coroutine, leaving: Callable[[], Any]) -> dict[str, float]:
+        """The result of `sync`, which waits for nothing."""
+        return await sync
+
 
 def replayed_files(run: RolloutRun) -> list[Path]:
     """The files to train on, in the order of their steps; prepares the run for them.

@@ -9,9 +9,10 @@ trainers from the last. Ray by itself would put consecutive ranks on different n
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from settings.run import TrainingSettings
+if TYPE_CHECKING:
+    from settings.run import TrainingSettings
 
 # Resources of nodes that are not for engines and trainers: `ray start --resources '{"judge": 1}'`.
 JUDGE = "judge"
@@ -53,7 +54,7 @@ class Places(NamedTuple):
         return sorted(range(len(found)), key=lambda i: (place.get(found[i][0], -1), found[i][1]))
 
 
-def shares(cfg: TrainingSettings) -> Shares:
+def shares(cfg: "TrainingSettings") -> Shares:
     """By `gpu_share`. A trainer rank takes more than half: NCCL refuses two of them on a GPU.
 
     Ray by itself would fill a GPU with trainer ranks before it takes the next.
@@ -66,7 +67,7 @@ def shares(cfg: TrainingSettings) -> Shares:
     return Shares(trainer, engine, int((1 - trainer) / engine + LEAST_SHARE), int(1 / part))
 
 
-def node_mates(cfg: TrainingSettings, homes: Sequence[str]) -> list[int]:
+def node_mates(cfg: "TrainingSettings", homes: Sequence[str]) -> list[int]:
     """The trainer ranks beside rank 0 on its node; `homes` are the nodes by rank, "" without GPUs.
 
     They join it in sending weights: NCCL leaves a node by the network cards of the group's GPUs.

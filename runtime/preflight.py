@@ -84,6 +84,7 @@ def prepare(cfg: "TrainingSettings") -> None:
     gc.disable()  # it would go through a million objects again and again as libraries load
     try:
         check(cfg)
+        check_installed(cfg)
     finally:
         gc.enable()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a file must not hide what a run waits for
@@ -96,12 +97,20 @@ def check(cfg: "TrainingSettings") -> None:
     for name, seconds in dataclasses.asdict(cfg.timeouts).items():
         if seconds < SHORTEST:
             raise InputError(f"timeouts.{name} = {seconds:g}: expected {SHORTEST:g} s or more")
-    if cfg.wandb and not importlib.util.find_spec("wandb"):
-        raise InputError("wandb = True: it is not installed; pip install wandb, or set it False")
     check_folder(cfg)
     check_command(cfg)
     check_arguments(cfg)
     check_model(cfg)
+
+
+def check_installed(cfg: "TrainingSettings") -> None:
+    """Raises InputError where this machine lacks a library that not all runs need."""
+    if cfg.wandb and not importlib.util.find_spec("wandb"):
+        raise InputError("wandb = True: it is not installed; pip install wandb, or set it False")
+    if cfg.policy.kind == "megatron":
+        from policy.megatron.check import check_kernels
+
+        check_kernels(cfg.model)
 
 
 # --- folder and engine ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 from core.waits import within
 from envs.rollout.episode import Request
 from runtime.cluster import Cluster
+from runtime.joining import EnginesError
 from settings.run import RunSettings
 
 PROMPTS = 8
@@ -35,7 +36,10 @@ class Probe:
         self.first: float | None = None  # nats
 
     async def gaps(self, engines: Iterable[Any]) -> list[float]:
-        """Mean |logp - engine_logp| over the answers of each engine, nats."""
+        """Mean |logp - engine_logp| over the answers of each engine, nats.
+
+        Raises EnginesError naming those that do not answer.
+        """
         limit = self.cfg.timeouts.sync
         embeddings = [m.shape for m in self.cluster.metas if "embed" in m.name or "wte" in m.name]
         vocabulary = max((shape[0] for shape in embeddings), default=LENGTH)
@@ -43,10 +47,15 @@ class Probe:
             Request(f"probe {i}", ids, 1, self.cfg.seed + i, [], ANSWER, {"ignore_eos": True}, -1)
             for i, ids in enumerate(prompts(vocabulary))
         ]
-        calls = [engine.generate.remote(request) for engine in engines for request in asked]
-        answering = within(limit, "the engines to answer a probe", asyncio.gather(*calls))
-        turns = [turn for (turn,) in await answering]
-        answers = [turns[i : i + PROMPTS] for i in range(0, len(turns), PROMPTS)]
+        calls = {e: asyncio.gather(*(e.generate.remote(r) for r in asked)) for e in engines}
+        if not calls:  # all were lost since they acknowledged the update
+            return []
+        await asyncio.wait(calls.values(), timeout=limit)
+        late = TimeoutError(f"waited {limit:.0f} s for an engine to answer a probe")
+        errors = {e: call.exception() if call.done() else late for e, call in calls.items()}
+        if failed := [engine for engine, error in errors.items() if error]:
+            raise EnginesError(failed, errors[failed[0]] or late)
+        answers = [[turn for (turn,) in call.result()] for call in calls.values()]
         scores = asyncio.gather(*(t.probe_gaps.remote(answers) for t in self.cluster.trainers))
         return (await within(limit, "the trainers to score it", scores))[0]
 

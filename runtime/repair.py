@@ -4,14 +4,14 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
 from core import waits
-from core.waits import answer, together, within
+from core.waits import answer, together, unless_stopped, within
 from policy.weight_sync import Sender
 from runtime import joining
 from settings.run import RunSettings
@@ -95,9 +95,10 @@ async def end_update(fleet: "Fleet", received: dict[asyncio.Future, Any]) -> Bas
 async def discard_dead(fleet: "Fleet", error: Exception, discarded: int) -> None:
     """Discards the engines that are dead after a failed update.
 
-    `discarded` is the count before it. Where none is found guilty, all are suspect. Re-raises the
-    errors that restarting an engine cannot fix: where no update has ever worked, or a send still
-    runs. Raises TimeoutError where a trainer rank hangs.
+    Those that the error names are discarded as well. Where it names none, and no more are lost than
+    the `discarded` ones before the update, all are suspect. Re-raises the errors that restarting an
+    engine cannot fix: where no update has ever worked, or a send still runs. Raises TimeoutError
+    where a trainer rank hangs.
     """
     if not fleet.worked:
         raise error
@@ -105,8 +106,30 @@ async def discard_dead(fleet: "Fleet", error: Exception, discarded: int) -> None
     if not all(send.done() for send in fleet.sent):
         raise error  # no trainer rank would take part in another update
     await asyncio.gather(*map(fleet.is_alive, fleet.alive))
-    if fleet.discarded == discarded:
+    if isinstance(error, joining.EnginesError):
+        fleet.discard(error.engines, error)
+    elif fleet.discarded == discarded:
         fleet.discard(fleet.alive, error)
+
+
+async def unless_left(
+    fleet: "Fleet", sync: Coroutine[Any, Any, dict], leaving: Callable[[], Any]
+) -> dict[str, float]:
+    """The result of `sync`; cancels it and returns {} once the run is leaving and no engine lives.
+
+    Also where no engine may be started any more. Raises what `sync` raises in any other case.
+    """
+
+    async def stranded() -> None:
+        while not leaving() or fleet.alive:
+            await asyncio.sleep(1)
+
+    try:
+        return await unless_stopped(stranded(), asyncio.ensure_future(sync)) or {}
+    except RuntimeError:
+        if leaving() and not fleet.alive:
+            return {}
+        raise
 
 
 async def ask(fleet: "Fleet", trainers: list, function: Callable) -> None:

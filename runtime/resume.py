@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from core import jsonl, lines
 from core.waits import within
-from runtime.folders import BLOCK, MARKER, damage, flush, newest_first, step_of
+from runtime.folders import BLOCK, MARKER, flush, newest_first, step_of
+from runtime.kept import damage
 from settings.errors import InputError
 from settings.run import TrainingSettings
 

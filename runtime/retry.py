@@ -23,8 +23,9 @@ async def count(dispatcher: "Dispatcher", tries: "Tries", engine: Any, worker: A
     asked = dispatcher.fleet.is_alive(engine), crew.is_alive(worker)
     engine_lives, worker_lives = await asyncio.gather(*asked)
     away = isinstance(tries.error, Away) or bool(crew.outages and crew.outages.concern(tries.row))
-    tries.failed += engine_lives and not away
-    is_last = tries.failed >= dispatcher.attempts and not away
+    counts = engine_lives and not away
+    tries.failed += counts
+    is_last = counts and tries.failed >= dispatcher.attempts
     if is_last and worker_lives:
         worker.forget.remote(tries.slot, tries.row["_line"])
         raise tries.error

@@ -64,6 +64,7 @@ def rollout_metrics(groups: "list[list[SampleInfo]]", step: int) -> dict[str, fl
         "lag_mean": statistics.fmean(lags),
         "lag_max": max(lags),
         "mixed_version_samples": statistics.fmean(mixed),
+        "judging_seconds": statistics.fmean(infos[0].judging for infos in groups),
     }
     if broken := len(infos) - len(answers):
         found["broken_prefixes"] = broken

@@ -34,5 +34,9 @@ def brief(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
+class RunError(RuntimeError):
+    """A failure that another prompt would not avoid: it ends the run, and costs no prompt."""
+
+
 class ModuleError(ValueError):
     """An environment's module cannot be used, whatever the row."""

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-import types
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 import pydantic
 import tyro
 
-from settings.errors import InputError, located
-from settings.values import booleans, flatten, merge
+from settings.errors import InputError
+from settings.values import assigned, booleans, flatten, merge
 
 if TYPE_CHECKING:
     from settings.run import TrainingSettings
@@ -40,16 +39,6 @@ def dictionaries(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
         is_instance=lambda value: isinstance(value, dict),
         str_from_instance=lambda value: [json.dumps(value)],
     )
-
-
-class Merged(dict):
-    """The names of a config file. A dictionary that is assigned again is merged into the old one.
-
-    So a file that inherits `policy = {"tp": 4}` and assigns `policy = {"lr": 1e-6}` keeps tp.
-    """
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, merge(self.get(name), value))
 
 
 def load(Config: type[C], argv: list[str], default: str) -> C:
@@ -149,8 +138,12 @@ def with_paths(cfg: C) -> C:
         folders["resume"] = str(Path(command.resume).resolve())
     if command.replayed:
         folders["replay"] = str(Path(command.replayed).resolve())
+    located: dict[str, Any] = {}
+    if services := getattr(cfg, "services", None):  # a run without rollouts has none
+        located["services"] = services.located()
     return dataclasses.replace(
         cfg,
+        **located,
         run_dir=str(Path(run_dir).resolve()),
         model=folder_of(cfg.model, weights=not command.dry_run),
         command=dataclasses.replace(command, **folders),
@@ -177,17 +170,7 @@ def read(Config: type[C], path: Path) -> C:
         there = sorted(ROOT.glob("configs/**/[!_]*.py"))
         found = ", ".join(str(p.relative_to(ROOT)) for p in there)
         raise InputError(f"{path.resolve()}: no such config file; there are: {found} in {ROOT}")
-    assigned = Merged(__file__=str(path), __name__=path.stem)
-    try:
-        exec(compile(path.read_text(), str(path), "exec"), assigned)
-    except (Exception, SystemExit) as error:
-        text = located(error, str(path)).removeprefix("None:None: ")  # the place of a NUL
-        raise InputError(text if text.startswith(str(path)) else f"{path}: {text}") from error
-    chosen = {
-        name: value
-        for name, value in assigned.items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType | type)
-    }
+    chosen = assigned(path)
     fields = {field.name for field in dataclasses.fields(Config)} - {"command"}
     if chosen.keys() <= fields and not any(booleans(chosen, Config())):
         with contextlib.suppress(pydantic.ValidationError):

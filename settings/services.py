@@ -1,7 +1,8 @@
 """Settings of what environments need from outside this program."""
 
+import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 # The names that services.genrm may set, and their values in RLVR.
@@ -28,7 +29,7 @@ def weights(given: dict[str, float]) -> dict[str, float]:
 
 
 ADDRESS = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
-KEYS = ("url", "model", "concurrency", "sampling")
+KEYS = ("url", "model", "concurrency", "sampling", "prompts")
 OWN = {"messages", "model", "n", "stream"}  # parameters that a call sets by itself
 
 
@@ -42,6 +43,8 @@ def check(at: str, judge: dict[str, Any]) -> None:
     wrong += [("url", url, "http://HOST:PORT/v1") for url in urls if not is_address(url)]
     if not isinstance(judge.get("model", ""), str):
         wrong.append(("model", judge["model"], "the name that the server gives it, or ''"))
+    if not isinstance(judge.get("prompts", ""), str):
+        wrong.append(("prompts", judge["prompts"], "the path of a file of prompts"))
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         wrong.append(("concurrency", count, "calls at once, 1 or more"))
     if not is_dict or not all(isinstance(key, str) for key in sampling):
@@ -72,17 +75,27 @@ class Services:
     sandbox_url: str = ""
     """Address of the sandbox service: http://127.0.0.1:6000."""
     lean: str = ""
-    """Command that compiles a Lean file beside Mathlib; empty: the sandbox service does."""
+    """What compiles Lean: the folder of launch/lean.sh, a command, or a sandbox service's URL."""
     images: str = ""
     """Folder of the images or root folders that patches are tested in."""
     workplace: str = ""
     """Folder of the five tables (CSV) that NeMo-Gym's workplace_assistant works on."""
     judges: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
-    """Models that judge answers, by name: url, model, concurrency, sampling (docs/judges.md)."""
+    """Models that judge answers, by name: url, model, sampling and others (docs/judges.md)."""
     genrm: dict[str, float] = field(default_factory=dict, hash=False)
     """Weights of a comparison that are unlike RLVR's, by name (envs/judged/comparison.py)."""
     nemo_gym: tuple[str, ...] = ()
     """Servers of NeMo-Gym or verifiers with the agents that envs/ lacks: http://HOST:PORT."""
+
+    def located(self) -> "Services":
+        """The same with absolute paths, since processes have working folders of their own."""
+        named = {name: getattr(self, name) for name in ("lean", "images", "workplace")}
+        folders = {name: os.path.abspath(p) for name, p in named.items() if os.path.isdir(p)}
+        judges = {name: dict(judge) for name, judge in self.judges.items()}
+        for judge in judges.values():
+            if "prompts" in judge:
+                judge["prompts"] = os.path.abspath(judge["prompts"])
+        return replace(self, judges=judges, **folders)
 
     def __post_init__(self) -> None:
         """Refuses servers that no call could be made to, and unknown weights. Raises ValueError."""

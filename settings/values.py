@@ -1,8 +1,12 @@
-"""Operations on the values of settings: merged, flattened, searched."""
+"""Operations on the values of settings: assigned by a file, merged, flattened, searched."""
 
 import dataclasses
+import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from settings.errors import InputError, located
 
 
 def merge(old: Any, new: Any) -> Any:
@@ -13,6 +17,31 @@ def merge(old: Any, new: Any) -> Any:
     if not (isinstance(old, dict) and isinstance(new, dict) and new):
         return new
     return old | {name: merge(old.get(name), value) for name, value in new.items()}
+
+
+class Merged(dict):
+    """The names of a config file. A dictionary that is assigned again is merged into the old one.
+
+    So a file that inherits `policy = {"tp": 4}` and assigns `policy = {"lr": 1e-6}` keeps tp.
+    """
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, merge(self.get(name), value))
+
+
+def assigned(path: Path) -> dict[str, Any]:
+    """What a config file assigns. Raises InputError naming file and line."""
+    names = Merged(__file__=str(path), __name__=path.stem)
+    try:
+        exec(compile(path.read_text(), str(path), "exec"), names)
+    except (Exception, SystemExit) as error:
+        text = located(error, str(path)).removeprefix("None:None: ")  # the place of a NUL
+        raise InputError(text if text.startswith(str(path)) else f"{path}: {text}") from error
+    return {
+        name: value
+        for name, value in names.items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType | type)
+    }
 
 
 def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:

@@ -100,26 +100,23 @@ FAR = {"A": COMMON["A"], "curr": [-1.0] * 3, "gen": [-1.003] * 3}
 WIDE = {"A": COMMON["A"], "curr": [-1.0] * 3, "gen": [-1.5, -0.5, -1.0]}  # geometric mean 1
 
 
-@pytest.mark.parametrize(
-    ("sequence", "fields", "expected"),
-    [
-        (ppo(COMMON), {"correction": OFF}, -0.633333),
-        (ppo(COMMON), {"correction": OFF, "ratio_clip": (0.2, 0.28)}, -0.686666),
-        (ppo(COMMON), {"correction": RAW}, -0.206499),
-        (ppo(COMMON), {"correction": TIS(0, 0.8)}, -0.474421),
-        (forced(COMMON), {"correction": OFF}, -0.666667),
-        (forced(COMMON), {}, -0.370249),  # the objective of Nemotron 3 Super
-        (DUAL, {"correction": OFF}, (-0.5 + 1 + 40) / 3),
-        (POP, {"correction": ICEPOP}, -0.747997),
-        (NEAR, {"correction": SEQUENCE_MASK}, -0.667000),
-        (FAR, {"correction": SEQUENCE_MASK}, 0.0),
-        (WIDE, {"correction": SEQUENCE_MASK}, -(math.exp(0.5) - math.exp(-0.5) + 2) / 3),
-        (WIDE, {"correction": Correction("sequence", "truncate")}, -2 / 3),
-        (FAR, {"correction": Correction("sequence", "truncate", 0, 0.9)}, -0.6),
-        (UNIT, {"correction": TIS(0, 2)}, -1.033333),
-        (UNIT, {"correction": TIS(0.5, 2)}, -1.166667),
-    ],
-)
+@pytest.mark.parametrize(("sequence", "fields", "expected"), [
+    (ppo(COMMON), {"correction": OFF}, -0.633333),
+    (ppo(COMMON), {"correction": OFF, "ratio_clip": (0.2, 0.28)}, -0.686666),
+    (ppo(COMMON), {"correction": RAW}, -0.206499),
+    (ppo(COMMON), {"correction": TIS(0, 0.8)}, -0.474421),
+    (forced(COMMON), {"correction": OFF}, -0.666667),
+    (forced(COMMON), {}, -0.370249),  # the objective of Nemotron 3 Super
+    (DUAL, {"correction": OFF}, (-0.5 + 1 + 40) / 3),
+    (POP, {"correction": ICEPOP}, -0.747997),
+    (NEAR, {"correction": SEQUENCE_MASK}, -0.667000),
+    (FAR, {"correction": SEQUENCE_MASK}, 0.0),
+    (WIDE, {"correction": SEQUENCE_MASK}, -(math.exp(0.5) - math.exp(-0.5) + 2) / 3),
+    (WIDE, {"correction": Correction("sequence", "truncate")}, -2 / 3),
+    (FAR, {"correction": Correction("sequence", "truncate", 0, 0.9)}, -0.6),
+    (UNIT, {"correction": TIS(0, 2)}, -1.033333),
+    (UNIT, {"correction": TIS(0.5, 2)}, -1.166667),
+])  # fmt: skip
 def test_loss_known_answers(sequence, fields, expected):
     logp_T, batch = make(sequence)
     loss, stats = policy_loss(logp_T, batch, config(**fields))
@@ -127,17 +124,14 @@ def test_loss_known_answers(sequence, fields, expected):
     assert stats["loss"].item() == loss.item()
 
 
-@pytest.mark.parametrize(
-    ("sequence", "rule", "outside"),
-    [
-        (UNIT, TIS(0, 2), 1 / 3),
-        (UNIT, TIS(0.5, 2), 2 / 3),
-        (POP, ICEPOP, 1 / 3),
-        (NEAR, SEQUENCE_MASK, 0.0),
-        (FAR, SEQUENCE_MASK, 1.0),
-        (forced(COMMON), Correction(), 0.0),
-    ],
-)
+@pytest.mark.parametrize(("sequence", "rule", "outside"), [
+    (UNIT, TIS(0, 2), 1 / 3),
+    (UNIT, TIS(0.5, 2), 2 / 3),
+    (POP, ICEPOP, 1 / 3),
+    (NEAR, SEQUENCE_MASK, 0.0),
+    (FAR, SEQUENCE_MASK, 1.0),
+    (forced(COMMON), Correction(), 0.0),
+])  # fmt: skip
 def test_is_oob_ratio_is_the_share_of_tokens_outside(sequence, rule, outside):
     assert metrics_of(sequence, correction=rule)["is_oob_ratio"] == pytest.approx(outside)
     twice = metrics_of(sequence, forced(COMMON), rows=2, correction=rule)["is_oob_ratio"]
@@ -525,24 +519,21 @@ def test_splitting_a_batch_into_rows_sums_to_its_loss():
 THIRD = 0.258198
 
 
-@pytest.mark.parametrize(
-    ("rewards", "expected"),
-    [
-        ([1, 2, 3], [-2.121317, 0, 2.121317]),
-        ([7], [0]),
-        ([0, 1], [-1, 1]),
-        ([3, 3.5], [-0.5, 0.5]),
-        ([1] + [0] * 15, [1] + [-THIRD] * 15),
-        ([1] * 8 + [0] * 8, [1.032794] * 8 + [-1.032794] * 8),
-        ([1] * 15 + [0], [THIRD] * 15 + [-1]),
-        ([1, 1, 0, 0], [1.154699, 1.154699, -1.154699, -1.154699]),
-        ([0.9] * 16, [0] * 16),
-        ([1] + [0.9] * 15, [0.1] + [-THIRD] * 15),  # NeMo-RL: 394
-        ([1] + [0.9, 0.9000001] * 5, [0.1] + [None] * 10),
-        ([0, 0.001, 1], [None, None, 50]),
-        ([0, 0.001, -1], [None, None, -50]),
-    ],
-)
+@pytest.mark.parametrize(("rewards", "expected"), [
+    ([1, 2, 3], [-2.121317, 0, 2.121317]),
+    ([7], [0]),
+    ([0, 1], [-1, 1]),
+    ([3, 3.5], [-0.5, 0.5]),
+    ([1] + [0] * 15, [1] + [-THIRD] * 15),
+    ([1] * 8 + [0] * 8, [1.032794] * 8 + [-1.032794] * 8),
+    ([1] * 15 + [0], [THIRD] * 15 + [-1]),
+    ([1, 1, 0, 0], [1.154699, 1.154699, -1.154699, -1.154699]),
+    ([0.9] * 16, [0] * 16),
+    ([1] + [0.9] * 15, [0.1] + [-THIRD] * 15),  # NeMo-RL: 394
+    ([1] + [0.9, 0.9000001] * 5, [0.1] + [None] * 10),
+    ([0, 0.001, 1], [None, None, 50]),
+    ([0, 0.001, -1], [None, None, -50]),
+])  # fmt: skip
 def test_advantages_known_answers(rewards, expected):
     rewards_G = torch.tensor(rewards, dtype=torch.float32)
     found = group_advantages(rewards_G, Advantage()).tolist()
@@ -667,21 +658,18 @@ def reward_of(value: float, tokens: int, rule: LowEffort, content: str) -> float
     return shaped_reward(row, Episode([turn], Reward(value)), rule)
 
 
-@pytest.mark.parametrize(
-    ("rule", "reward", "tokens", "expected"),
-    [
-        (PLAIN, 1.0, 100, 1.9),
-        (STEEP, 1.0, 200, -1.0),
-        (SHORT, 1.0, 0, 1.2),
-        (SHORT, 1.0, 3000, 1.0),
-        (SHORT, 1.0, 3300, 0.98),
-        (SHORT, 1.0, 6000, 0.8),
-        (SHORT, 1.0, 30000, 1 - 1.8),
-        (SHORT, 0.0, 0, 0.0),
-        (SHORT, 0.0, 6000, -0.2),
-        (LowEffort(weight=9.0, tokens=1000), 1.0, 0, 2.0),
-    ],
-)
+@pytest.mark.parametrize(("rule", "reward", "tokens", "expected"), [
+    (PLAIN, 1.0, 100, 1.9),
+    (STEEP, 1.0, 200, -1.0),
+    (SHORT, 1.0, 0, 1.2),
+    (SHORT, 1.0, 3000, 1.0),
+    (SHORT, 1.0, 3300, 0.98),
+    (SHORT, 1.0, 6000, 0.8),
+    (SHORT, 1.0, 30000, 1 - 1.8),
+    (SHORT, 0.0, 0, 0.0),
+    (SHORT, 0.0, 6000, -0.2),
+    (LowEffort(weight=9.0, tokens=1000), 1.0, 0, 2.0),
+])  # fmt: skip
 def test_low_effort_known_answers(rule, reward, tokens, expected):
     assert reward_of(reward, tokens, rule, f"? {rule.marker}") == pytest.approx(expected)
     assert reward_of(reward, tokens, rule, "?") == reward

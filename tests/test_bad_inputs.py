@@ -26,13 +26,13 @@ from conftest import spelling_rows, write_rows
 import grpo_async
 from core.lines import fingerprint
 from envs.rollout.messages import load_tokenizer
-from runtime import cluster, folders, ray_start
+from runtime import cluster, folders, kept, ray_start
 from runtime.archive import write_groups
 from runtime.layout import plan
 from runtime.placement import Node
 from settings.errors import InputError
 from support.configs import changed
-from support.program import ROOT, unboxed
+from support.program import ROOT, ran, unboxed
 from support.samples import make_sample
 from support.tables import table
 
@@ -114,11 +114,12 @@ class Home:
         state["prompt"] = fingerprint(numbered, 2 * step)
         state["config"] = dataclasses.asdict(self.config(**fields or {}))
         (aside / "state.json").write_text(json.dumps(state))
-        folders.commit(str(aside), str(folder), folders.checksums(str(aside)))
+        files = folders.checksums(str(aside), folders.listing(str(aside)))
+        folders.commit(str(aside), str(folder), files)
 
     def prune(self, keep: int) -> None:
         """Of the older checkpoints only the models are left."""
-        folders.prune(str(self.run), keep)
+        kept.prune(str(self.run), keep)
 
     def finished(self) -> None:
         self.checkpoint(3)
@@ -294,22 +295,19 @@ def test_the_same_inputs_unspoilt_start_a_run(flags, tmp_path, tiny_model, monke
         grpo_async.main()
 
 
-@pytest.mark.parametrize(
-    ("nodes", "flags", "says"),
-    [
-        ([1], "--policy.ranks 2", r"policy\.ranks = 2, .* need 3 GPUs, the cluster has 1: lo"),
-        ([8, 8], "--engine.count 16", r"engine\.count = 16, .* need 17 GPUs, .* has 16"),
-        ([1], "--gpu_share 0.6", r"gpu_share = 0\.6 need 2 GPUs, the cluster has 1"),
-        ([1], "--gpu_share 0.5 --policy.ranks 2",
-         r"policy\.ranks = 2, .* need 2 GPUs, .* has 1 \(no two trainer ranks share one\)"),
-        ([4, 4], "--engine.tensor_parallel 2 --engine.count 4",
-         r"engine\.count = 4, engine\.tensor_parallel = 2 .* need 9 GPUs, the cluster has 8"),
-        ([1, 1, 1], "--engine.tensor_parallel 2",
-         r"engine\.tensor_parallel = 2, .* on one node; the nodes have 3 x 1 GPUs"),
-        ([], "--policy.attention flash_attention_2", r"needs a GPU, the cluster has none"),
-        ([0], "--policy.attention varlen", r"needs a GPU, the cluster has none: expected auto"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("nodes", "flags", "says"), [
+    ([1], "--policy.ranks 2", r"policy\.ranks = 2, .* need 3 GPUs, the cluster has 1: lo"),
+    ([8, 8], "--engine.count 16", r"engine\.count = 16, .* need 17 GPUs, .* has 16"),
+    ([1], "--gpu_share 0.6", r"gpu_share = 0\.6 need 2 GPUs, the cluster has 1"),
+    ([1], "--gpu_share 0.5 --policy.ranks 2",
+     r"policy\.ranks = 2, .* need 2 GPUs, .* has 1 \(no two trainer ranks share one\)"),
+    ([4, 4], "--engine.tensor_parallel 2 --engine.count 4",
+     r"engine\.count = 4, engine\.tensor_parallel = 2 .* need 9 GPUs, the cluster has 8"),
+    ([1, 1, 1], "--engine.tensor_parallel 2",
+     r"engine\.tensor_parallel = 2, .* on one node; the nodes have 3 x 1 GPUs"),
+    ([], "--policy.attention flash_attention_2", r"needs a GPU, the cluster has none"),
+    ([0], "--policy.attention varlen", r"needs a GPU, the cluster has none: expected auto"),
+])  # fmt: skip
 def test_too_small_a_cluster_is_named_before_any_actor(
     nodes, flags, says, tmp_path, tiny_model, monkeypatch
 ):
@@ -326,20 +324,17 @@ def test_too_small_a_cluster_is_named_before_any_actor(
         grpo_async.main()
 
 
-@pytest.mark.parametrize(
-    ("nodes", "fields"),
-    [
-        ([], {"ranks": 4, "count": 4}),  # on CPUs
-        ([2], {}),
-        ([1], {"gpu_share": 0.5}),
-        ([1], {"gpu_share": 0.25, "count": 2}),
-        ([2], {"gpu_share": 0.5, "ranks": 2, "count": 2}),
-        ([1], {"replay": "elsewhere"}),
-        ([1], {"export": 3, "run_dir": "x"}),
-        ([4, 2], {"tensor_parallel": 2, "count": 2, "ranks": 2}),
-        ([1], {"gpu_share": 0.5, "attention": "flash_attention_2"}),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "fields"), [
+    ([], {"ranks": 4, "count": 4}),  # on CPUs
+    ([2], {}),
+    ([1], {"gpu_share": 0.5}),
+    ([1], {"gpu_share": 0.25, "count": 2}),
+    ([2], {"gpu_share": 0.5, "ranks": 2, "count": 2}),
+    ([1], {"replay": "elsewhere"}),
+    ([1], {"export": 3, "run_dir": "x"}),
+    ([4, 2], {"tensor_parallel": 2, "count": 2, "ranks": 2}),
+    ([1], {"gpu_share": 0.5, "attention": "flash_attention_2"}),
+])  # fmt: skip
 def test_a_cluster_that_is_large_enough_is_taken(nodes, fields):
     plan(changed(grpo_async.Config(), **fields), [Node(str(i), n) for i, n in enumerate(nodes)])
 
@@ -368,11 +363,10 @@ def test_the_program_ends_within_seconds_of_its_start(name, tmp_path, tiny_model
     home = Home(tmp_path, tiny_model)
     flags = case.spoil(home)
     (tmp_path / "ray").mkdir()
-    command = [sys.executable, str(ROOT / "grpo_async.py"), *flags]
     env = os.environ | {"RAY_TMPDIR": str(tmp_path / "ray")}
     began = time.monotonic()
     before = os.times()
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    done = ran(sys.executable, ROOT / "grpo_async.py", *flags, root=None, env=env, seconds=60)
     after = os.times()
     seconds = after.children_user + after.children_system - before[2] - before[3]
     print(f"{name}: {time.monotonic() - began:.1f} s, {seconds:.1f} s of them on the processor")

@@ -265,15 +265,12 @@ def shown(tokens: Tokens, cfg: Config) -> list[str]:
     return [load_tokenizer(cfg.model).decode(part) for part in cut]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "hi", "chosen": "a", "rejected": "b"},
-        {"prompt": [USER], "chosen": [bot("a")], "rejected": [bot("b")]},
-        {"chosen": [USER, bot("a")], "rejected": [USER, bot("b")], "score_chosen": 9},
-        {"prompt": "hi", "chosen": [USER, bot("a")], "rejected": [USER, bot("b")]},
-    ],
-)
+@pytest.mark.parametrize("row", [
+    {"prompt": "hi", "chosen": "a", "rejected": "b"},
+    {"prompt": [USER], "chosen": [bot("a")], "rejected": [bot("b")]},
+    {"chosen": [USER, bot("a")], "rejected": [USER, bot("b")], "score_chosen": 9},
+    {"prompt": "hi", "chosen": [USER, bot("a")], "rejected": [USER, bot("b")]},
+])  # fmt: skip
 def test_all_forms_of_a_row_are_the_same_pair(make, row):
     cfg = make([row])
     (pair,) = render_all(load_pairs(cfg.data.train, cfg), [0], cfg)

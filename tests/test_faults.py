@@ -6,6 +6,7 @@ import pytest
 from conftest import write_rows
 
 from support.program import Program, copy, end, survivors
+from support.samples import asking
 
 pytestmark = pytest.mark.e2e
 DROPPED = "dropped.jsonl"
@@ -18,6 +19,7 @@ def test_no_process_of_vllm_outlives_its_actor(tiny_config, monkeypatch):
     An engine of several parts has a process for each, which the first one starts. Each has its part
     of every update: at lag 0 the trainer computes the logprobs that they sampled with.
     """
+    monkeypatch.delenv("PYTHONPATH")  # all starts as a user's does
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two processes on few processors
     fields = {"tensor_parallel": 2, "max_lag": 0, "verify_sync_every": 1}
     program = Program(tiny_config(steps=10_000, save_period=0, **fields))
@@ -76,15 +78,10 @@ def test_an_environment_that_fails_costs_its_prompt_and_never_becomes_a_reward(
         (root / name).write_text(text.replace(long, short))
     (root / "envs" / "broken.py").write_text(BROKEN_ENVIRONMENT)
     kinds = {3: "raise", 6: "hang", 9: "nan", 12: "exit", 15: "freeze"}
-    agent = {"agent_ref": {"name": "broken"}}
-    asked = {i: [{"role": "user", "content": f"row {i}"}] for i in range(1, 33)}
-    rows = [
-        agent | {"kind": kinds.get(i, "well"), "responses_create_params": {"input": messages}}
-        for i, messages in asked.items()
-    ]
+    rows = [asking(f"row {i}", "broken", kind=kinds.get(i, "well")) for i in range(1, 33)]
     data = {"train": write_rows(tmp_path / "rows.jsonl", rows)}
-    cfg = tiny_config(steps=4, timeouts={"rollout": 10.0}, data=data)
-    program = Program(cfg, root=root).succeeds()
+    cfg = tiny_config(steps=4, timeouts={"rollout": 20.0}, data=data)
+    program = Program(cfg, root=root).succeeds(400)  # most of it are deadlines, one after the other
     program.check_slots(cfg, rows=32)
     dropped = {(line["row"].rsplit(":", 1)[1], line["reason"]) for line in program.lines(DROPPED)}
     assert {row for row, _ in dropped} == set(map(str, kinds))

@@ -25,7 +25,7 @@ from test_algorithm import TablePolicy, make, sample
 import envs
 import grpo_async
 from core import waits
-from envs import check_rows, registry
+from envs import agents, check_rows, registry
 from envs.rollout.episode import Group, Sample, SampleInfo, Turn, stitch
 from envs.rollout.markup import FLAWS
 from envs.rollout.pairs import Tokens
@@ -36,7 +36,8 @@ from runtime.dispatch import Slot
 from settings.run import Sampling, Timeouts
 from support.actors import Actor
 from support.configs import changed
-from support.program import ROOT, Program
+from support.program import ROOT, Program, ran
+from support.samples import asking
 
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "models", "data", "tests", "bench")
 WORDS = "strawberry banana committee possessed mississippi"
@@ -52,7 +53,7 @@ def fork(tmp_path_factory) -> Path:
     assert len(commands) == 9
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
     for command in commands:
-        done = subprocess.run(command.split(), cwd=folder, env=env, capture_output=True, text=True)
+        done = ran(*command.split(), root=folder, env=env)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
     return folder
 
@@ -81,10 +82,10 @@ ipo = forked("ipo")
 def count_letters(fork, monkeypatch):
     """The new environment, registered."""
     monkeypatch.setattr(envs, "__path__", [str(fork / "envs")])
-    registry.agents.cache_clear()
+    agents.served.cache_clear()
     yield registry.environment("count_letters")
     sys.modules.pop("envs.count_letters")
-    registry.agents.cache_clear()
+    agents.served.cache_clear()
 
 
 def example_row() -> dict:
@@ -124,10 +125,9 @@ runpy.run_path("bare.py", run_name="__main__")
 def test_a_bare_copy_runs_its_own_classes(fork):
     """No line of the copy names the file: neither its classes nor its usage are grpo_async's."""
     shutil.copy(ROOT / "grpo_async.py", fork / "bare.py")
-    run = partial(subprocess.run, cwd=fork, capture_output=True, text=True, timeout=100)
-    done = run([sys.executable, "-c", WHICH_CLASSES])
+    done = ran(sys.executable, "-c", WHICH_CLASSES, root=fork)
     assert done.stdout.split() == ["bare", "bare", "False"], done.stderr
-    done = run([sys.executable, "bare.py", "--help"])
+    done = ran(sys.executable, "bare.py", "--help", root=fork)
     assert done.stdout.startswith("usage: bare.py "), done.stderr
 
 
@@ -173,15 +173,10 @@ def test_the_forks_rollouts_use_it_and_its_loss_is_the_policy_gradient(my_grpo, 
     save_tokenizer(tmp_path)
     cfg = my_grpo.Config(run_dir=str(tmp_path), model=str(tmp_path))
     worker = my_grpo.RolloutWorker(cfg)
-    row = {
-        "_line": 1,
-        "agent_ref": {"name": "any"},
-        "responses_create_params": {"input": [{"role": "user", "content": "?"}]},
-    }
     turns = [Turn([7, 8], [9] * n, [-0.5] * n, [0] * n, "stop") for n in (1, 3)]
     rewards = (envs.Reward(1.0), envs.Reward(0.0))
     episodes = [my_grpo.Episode([t], r) for t, r in zip(turns, rewards, strict=True)]
-    samples = worker.finish(row, Slot(0), episodes).samples
+    samples = worker.finish(asking("?", _line=1), Slot(0), episodes).samples
     assert [s.advantage for s in samples] == [0.75, -0.25]
 
     batch = my_grpo.pack(samples, my_grpo.Update(4, 2, []), cfg)
@@ -379,15 +374,12 @@ def test_a_run_whose_groups_all_agree_ends(dapo_refill):
     assert "19 groups of step" in str(errors.value.exceptions[0].exceptions)
 
 
-@pytest.mark.parametrize(
-    ("infos", "refilled"),
-    [
-        (DIFFERS, False),
-        (AGREES, True),
-        ([info(1.0), info(1.0, flaw=1)], False),  # a penalty has a gradient
-        ([info(1.0, 0.5, trained=False), info(0.0, 0.0)], True),  # overlong filtering masked it
-    ],
-)
+@pytest.mark.parametrize(("infos", "refilled"), [
+    (DIFFERS, False),
+    (AGREES, True),
+    ([info(1.0), info(1.0, flaw=1)], False),  # a penalty has a gradient
+    ([info(1.0, 0.5, trained=False), info(0.0, 0.0)], True),  # overlong filtering masked it
+])  # fmt: skip
 def test_what_counts_is_a_gradient(dapo_refill, monkeypatch, infos, refilled):
     filling = Filling(dapo_refill, {1}, steps=1)
     monkeypatch.setattr(sys.modules[__name__], "AGREES", infos)
@@ -709,18 +701,15 @@ def test_the_environment_is_registered_and_checks_its_rows(count_letters):
             check_rows.check_row(row | {field: value})
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ("3", 1.0),
-        ("2, no: 3.", 1.0),
-        ("<think>2 or 4</think>3", 1.0),
-        ("3 or 2", 0.0),
-        ("three", 0.0),
-        ("", 0.0),
-        ("9" * 5000, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("response", "reward"), [
+    ("3", 1.0),
+    ("2, no: 3.", 1.0),
+    ("<think>2 or 4</think>3", 1.0),
+    ("3 or 2", 0.0),
+    ("three", 0.0),
+    ("", 0.0),
+    ("9" * 5000, 0.0),
+])  # fmt: skip
 def test_the_environment_verifies(count_letters, response, reward):
     assert asyncio.run(registry.verify(example_row(), response)).value == reward
 
@@ -740,15 +729,12 @@ class ScriptedEngine:
         return [Turn(request.prompt_ids, ids, [-1.0] * len(ids), [0] * len(ids), reason)]
 
 
-@pytest.mark.parametrize(
-    ("answers", "reward", "turns"),
-    [
-        ([("3", "stop")], 1.0, 1),
-        ([("2", "stop"), ("3", "stop")], 0.5, 2),
-        ([("2", "stop"), ("4", "stop")], 0.0, 2),
-        ([("2", "length")], 0.0, 1),
-    ],
-)
+@pytest.mark.parametrize(("answers", "reward", "turns"), [
+    ([("3", "stop")], 1.0, 1),
+    ([("2", "stop"), ("3", "stop")], 0.5, 2),
+    ([("2", "stop"), ("4", "stop")], 0.0, 2),
+    ([("2", "length")], 0.0, 1),
+])  # fmt: skip
 def test_the_environment_gives_a_second_try(count_letters, tokenizer, answers, reward, turns):
     """Both turns are one sample, the hint masked out: no id is tokenised again."""
     engine = ScriptedEngine(tokenizer, *answers)
@@ -767,7 +753,7 @@ def test_the_environment_of_one_turn_works_as_it_stands_in_the_guide(tmp_path, m
     (code,) = [block for block in blocks("python") if "AGENTS" in block]
     (tmp_path / "vowels.py").write_text(code)
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
-    monkeypatch.setattr(registry, "agents", lambda: {"vowels": "vowels"})
+    monkeypatch.setattr(agents, "served", lambda: {"vowels": "vowels"})
     row = json.loads(blocks("json")[0])
     check_rows.check_row(row)
     assert asyncio.run(registry.verify(row, "abc")).value == pytest.approx(1 / 3)
@@ -791,20 +777,13 @@ def test_a_forked_trainer_trains_on_the_new_environment(fork, tiny_model, tmp_pa
     rows = []
     for word in WORDS.split():
         for letter in sorted(set(word)):
-            message = {"role": "user", "content": f"How many {letter} are in {word}?"}
-            params = {"responses_create_params": {"input": [message]}}
-            rows.append(example_row() | params | {"word": word, "letter": letter})
-    cfg = changed(
-        make_config(tiny_model, tmp_path, load(fork, "both", monkeypatch).Config),
-        data={"train": write_rows(tmp_path / "letters.jsonl", rows * 7)},  # no line comes twice
-        steps=2,
-        group_size=8,
-        max_gen_batches=20,
-        max_model_len=320,
-        max_response_tokens=64,
-        row_tokens=320,
-        skip_zero_advantage=False,
-    )
+            asked = asking(f"How many {letter} are in {word}?", word=word, letter=letter)
+            rows.append(asked | {"agent_ref": example_row()["agent_ref"]})
+    base = make_config(tiny_model, tmp_path, load(fork, "both", monkeypatch).Config)
+    data = {"train": write_rows(tmp_path / "letters.jsonl", rows * 7)}  # no line comes twice
+    sizes = {"group_size": 8, "max_gen_batches": 20, "skip_zero_advantage": False}
+    sizes |= {"max_model_len": 320, "max_response_tokens": 64, "row_tokens": 320}
+    cfg = changed(base, steps=2, data=data, **sizes)
     program = Program(cfg, script="both.py", root=fork)
     assert program.ends(240) == 0, program.told()[-3000:]
 

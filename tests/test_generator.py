@@ -72,7 +72,7 @@ class Pair:
         send = asyncio.to_thread(self.trainer.send_weights, verify)
         update = self.generator.update_weights(version, verify)
         self.sent, received = await asyncio.gather(send, update)
-        phases, self.received = received
+        phases, self.received, _ = received
         self.version = version
         return phases
 

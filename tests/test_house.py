@@ -7,14 +7,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from envs.check_rows import MECHANISMS
+from support.program import ROOT, ran
 
-ROOT = Path(__file__).resolve().parents[1]
 LISTED = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "*.py"]
 SKIPPED = ("tests/", "docs/", "configs/")
 FILES = [
@@ -82,7 +81,7 @@ COMPUTED = {
     "envs.registry": [name for name, path in MODULES.items() if serves(path)],
     "envs.check_rows": [*MECHANISMS.values()],
     "envs.sandbox.interpreter": [],  # libraries
-    "launch.preflight": [],  # the program that its command line names
+    "launch.preflight": [*MECHANISMS.values()],  # and the program that its command line names
     "grpo_async": [],  # itself
     "dpo": [],
 }
@@ -199,7 +198,5 @@ assert policy_loss(-torch.ones(len(batch.tokens_T)), batch, cfg).loss.isfinite()
 
 
 def test_algorithm_packing_and_buffer_need_torch_alone():
-    path = {"PYTHONPATH": f"{ROOT}/tests"}
-    command = [sys.executable, "-c", ALGORITHM]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=path)
+    done = ran(sys.executable, "-c", ALGORITHM, env={"PYTHONPATH": f"{ROOT}/tests"})
     assert done.returncode == 0, done.stderr

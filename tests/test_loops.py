@@ -17,6 +17,7 @@ from runtime import dispatch, modes
 from runtime.archive import write_groups
 from runtime.fleet import Engine, State
 from runtime.log import Log
+from settings.errors import RunError
 from support.actors import Actor, Answer
 from support.configs import changed
 
@@ -120,6 +121,19 @@ def test_a_run_that_goes_on_makes_up_for_a_missing_evaluation(history, tmp_path,
     assert history.of("save", "evaluate").startswith(f"evaluate {version}")
 
 
+def test_a_step_is_saved_although_no_engine_is_left_to_be_synced(history):
+    """The run is to leave: the checkpoint holds the step, and no engine is waited for."""
+    run = history.make(steps=3, val_period=3, save_period=0)
+
+    async def sync(version):
+        run.leave("SIGTERM")
+        await asyncio.Event().wait()
+
+    run.engines.sync = sync
+    train(run)
+    assert history.of("train", "save", "written") == "train 0, save 1, written 1"
+
+
 def test_a_run_from_another_folder_saves_before_all_else(history, tmp_path):
     fields = {"steps": 4, "val_period": 1, "save_period": 0, "run_dir": str(tmp_path)}
     train(history.make(2, **fields))
@@ -214,13 +228,11 @@ async def test_a_prompt_that_fails_gives_way_to_the_next():
     assert run.progress == Progress(1, 3, {})
 
 
-@pytest.mark.parametrize(
-    ("error", "dropped", "in_flight"),
-    [
-        (ValueError("the judge is down"), {"ValueError": 3}, {0: 2}),
-        (WriteError("rollouts.jsonl: full"), {"WriteError": 1}, {0: 0}),  # it is tried again
-    ],
-)
+@pytest.mark.parametrize(("error", "dropped", "in_flight"), [
+    (ValueError("the judge is down"), {"ValueError": 3}, {0: 2}),
+    (WriteError("rollouts.jsonl: full"), {"WriteError": 1}, {0: 0}),  # it is tried again
+    (RunError("no worker starts"), {"RunError": 1}, {0: 0}),
+])  # fmt: skip
 async def test_what_fails_on_and_on_ends_the_run(error, dropped, in_flight):
     run = make_run()
     run.MAX_DROPPED = 2
@@ -276,6 +288,7 @@ async def test_a_replay_goes_on_with_the_files_that_were_not_trained(tmp_path):
     await reading
     assert read == ["000003", "000004"] and lines == [2, 3, 4]
     assert run.progress == Progress(4, 4, {})
+    assert await run.sync_or_leave(4) == {}, "no engine is there to take an update"
 
 
 def test_a_file_that_is_being_written_is_not_replayed(tmp_path):

@@ -175,14 +175,11 @@ def places(share: Share, k: int = 0) -> list[tuple[int, int]]:
     return sorted((share.groups[g], j) for row in share.updates[k].rows for g, j in row)
 
 
-@pytest.mark.parametrize(
-    ("fields", "computed"),
-    [
-        ({}, [(0, 0), (0, 1), (2, 0)]),
-        ({"skip_zero_advantage": False}, [(0, 0), (0, 1), (1, 0), (2, 0)]),
-        ({"skip_zero_advantage": False, "kl_coef": 0.1}, [(0, 0), (0, 1), (1, 0), (2, 0)]),
-    ],
-)
+@pytest.mark.parametrize(("fields", "computed"), [
+    ({}, [(0, 0), (0, 1), (2, 0)]),
+    ({"skip_zero_advantage": False}, [(0, 0), (0, 1), (1, 0), (2, 0)]),
+    ({"skip_zero_advantage": False, "kl_coef": 0.1}, [(0, 0), (0, 1), (1, 0), (2, 0)]),
+])  # fmt: skip
 def test_skipped_samples_stay_in_the_divisor_and_overlong_ones_leave_it(fields, computed):
     groups = groups_of(
         [info(11), info(21)],

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from conftest import save_tokenizer
 
 import report
 from settings.errors import InputError
+from support.program import ran
 
 CHROMIUM = shutil.which("chromium")
 ABSENT = pytest.mark.skipif(not CHROMIUM, reason="chromium is absent: the page was not opened")
@@ -114,8 +114,7 @@ def run_dir(tmp_path_factory) -> Path:
 def chromium(page: Path, *flags: str) -> str:
     """Opens a page; returns what was printed, after checking that the page had no complaint."""
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", *flags)
-    command = [CHROMIUM, *flags, "--virtual-time-budget=3000", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = ran(CHROMIUM, *flags, "--virtual-time-budget=3000", page.as_uri())
     assert done.returncode == 0, done.stderr
     assert "INFO:CONSOLE" not in done.stderr
     return done.stdout

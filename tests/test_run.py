@@ -19,7 +19,7 @@ of_one_run = pytest.mark.xdist_group("a finished run")
 
 @pytest.fixture(scope="module")
 def finished(tiny_model, tmp_path_factory):
-    """One asynchronous run on two engines, and its configuration."""
+    """One asynchronous run on two engines that start as a user's do, and its configuration."""
     folder = tmp_path_factory.mktemp("async")
     cfg = changed(
         make_config(tiny_model, folder),
@@ -30,7 +30,9 @@ def finished(tiny_model, tmp_path_factory):
         max_response_tokens=48,
         skip_zero_advantage=False,
     )
-    return Program(cfg).succeeds(240), cfg
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONPATH")
+        return Program(cfg).succeeds(240), cfg
 
 
 @pytest.mark.smoke

@@ -13,52 +13,34 @@ from envs.rollout.services import Away
 from grpo_async import Config, LowEffort, RolloutWorker, Slot, shaped_reward
 from support.actors import Actor
 from support.configs import changed
+from support.samples import asking, routed, turn
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: f"<{ids}>")
-ROW = {
-    "_line": 5,
-    "agent_ref": {"name": "math"},
-    "responses_create_params": {"input": [{"role": "user", "content": "1 + 1?"}]},
-}
-
-
-def turn(prompt, tokens, text="fine", reason="stop") -> Turn:
-    n = len(tokens)
-    return Turn(list(prompt), list(tokens), [-1.0] * n, [0] * n, reason, text)
-
-
-# --- rewards --------------------------------------------------------------------------------------
-
+ROW = asking("1 + 1?", "math", _line=5)
 LOW = "{reasoning effort: low}"
 EFFORT = LowEffort(weight=1.0, tokens=10)
 
 
-@pytest.mark.parametrize(
-    ("messages", "rule", "expected"),
-    [
-        ([f"1 + 1? {LOW}"], EFFORT, 1.8),
-        (["1 + 1?"], EFFORT, 1.0),
-        ([LOW, "and now?"], EFFORT, 1.0),  # only the last message counts
-        (["before", f"now {LOW}"], EFFORT, 1.8),
-        ([f"1 + 1? {LOW}"], LowEffort(), 1.0),  # off
-        ([f"1 + 1? {LOW}"], LowEffort(weight=1.0, tokens=10, marker="be brief"), 1.0),
-        (["1 + 1? be brief"], LowEffort(weight=1.0, tokens=10, marker="be brief"), 1.8),
-        (["1 + 1?\n\\be 'brief'"], LowEffort(weight=1.0, tokens=10, marker="\n\\be 'brief'"), 1.8),
-        ([("system", LOW)], EFFORT, 1.0),
-        ([f"1 + 1? {LOW}", ("assistant", "a call"), ("tool", "its result")], EFFORT, 1.8),
-        (["1 + 1?", ("assistant", LOW)], EFFORT, 1.0),
-        ([[{"type": "input_text", "text": f"1 + 1? {LOW}"}]], EFFORT, 1.8),
-    ],
-)
+@pytest.mark.parametrize(("messages", "rule", "expected"), [
+    ([f"1 + 1? {LOW}"], EFFORT, 1.8),
+    (["1 + 1?"], EFFORT, 1.0),
+    ([LOW, "and now?"], EFFORT, 1.0),  # only the last message counts
+    (["before", f"now {LOW}"], EFFORT, 1.8),
+    ([f"1 + 1? {LOW}"], LowEffort(), 1.0),  # off
+    ([f"1 + 1? {LOW}"], LowEffort(weight=1.0, tokens=10, marker="be brief"), 1.0),
+    (["1 + 1? be brief"], LowEffort(weight=1.0, tokens=10, marker="be brief"), 1.8),
+    (["1 + 1?\n\\be 'brief'"], LowEffort(weight=1.0, tokens=10, marker="\n\\be 'brief'"), 1.8),
+    ([("system", LOW)], EFFORT, 1.0),
+    ([f"1 + 1? {LOW}", ("assistant", "a call"), ("tool", "its result")], EFFORT, 1.8),
+    (["1 + 1?", ("assistant", LOW)], EFFORT, 1.0),
+    ([[{"type": "input_text", "text": f"1 + 1? {LOW}"}]], EFFORT, 1.8),
+])  # fmt: skip
 def test_low_effort_is_asked_for_by_the_last_user_message(messages, rule, expected):
     pairs = [m if isinstance(m, tuple) else ("user", m) for m in messages]
     row = {"responses_create_params": {"input": [{"role": r, "content": m} for r, m in pairs]}}
     turns = [turn([7], [1] * 9), turn([7, *[1] * 9], [2, 2])]  # the last answer's length counts
     reward = shaped_reward(row, Episode(turns, Reward(1)), rule)
     assert reward == pytest.approx(expected) and isinstance(reward, float)
-
-
-# --- from episodes to samples ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -90,8 +72,7 @@ def test_a_group_is_compared_and_written(finish):
 
 
 def test_the_score_is_the_reward_before_it_was_shaped(finish):
-    message = {"role": "user", "content": f"1 + 1? {LOW}"}
-    row = ROW | {"responses_create_params": {"input": [message]}}
+    row = asking(f"1 + 1? {LOW}", "math", _line=5)
     samples, infos, _ = finish([Episode([turn([7], [1])], Reward(1))], row, low_effort=EFFORT)
     assert samples[0].reward == pytest.approx(1.9) and samples[0].score == infos[0].score == 1
 
@@ -112,15 +93,12 @@ def test_overlong_filtering_takes_all_sequences_of_an_episode(finish):
     assert [i.trained_tokens for i in infos] == [0, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("penalties", "penalised"),
-    [
-        ({}, []),
-        ({"tool_call": -5.0}, ["tool_call"]),
-        ({"thinking": -2.0}, ["thinking"]),
-        ({"tool_call": -5.0, "thinking": -2.0}, ["tool_call", "thinking"]),
-    ],
-)
+@pytest.mark.parametrize(("penalties", "penalised"), [
+    ({}, []),
+    ({"tool_call": -5.0}, ["tool_call"]),
+    ({"thinking": -2.0}, ["thinking"]),
+    ({"tool_call": -5.0, "thinking": -2.0}, ["tool_call", "thinking"]),
+])  # fmt: skip
 def test_each_flaw_has_a_penalty_of_its_own(finish, penalties, penalised):
     texts = {"tool_call": "<tool_call>", "thinking": "a</think>b</think>"}
     episodes = [Episode([turn([7], [1], text=text)], Reward(1)) for text in texts.values()]
@@ -141,9 +119,6 @@ def test_validation_rollouts_have_no_step(finish):
     assert (line["step"], line["slot"], line["evaluation"], line["advantage"]) == (None, 9, 3, 0)
 
 
-# --- engines and packing --------------------------------------------------------------------------
-
-
 async def test_an_answer_that_was_finished_before_its_engine_died_keeps_its_prompt():
     """The engine that goes on hands it back whole; it does not answer again."""
     generator = grpo_async.Generator(Config())
@@ -151,14 +126,6 @@ async def test_an_answer_that_was_finished_before_its_engine_died_keeps_its_prom
     (answer,) = await generator.generate(Request("again", [7, 8], 1, 0, [draft], 9))
     assert answer == Turn([7, 8], [5, 1], [-1.0, -2.0], [0, 0], "stop")
     assert stitch([answer])[0].mask_T.tolist() == [False, False, True, True]
-
-
-def routed(prompt, tokens, first: int) -> Turn:
-    """A turn whose tokens, but the last, were read by experts that are counted up."""
-    made = turn(prompt, tokens)
-    n = len(prompt) + len(tokens) - 1
-    made.routes = np.arange(first, first + 6 * n, dtype=np.uint16).reshape(n, 3, 2)
-    return made
 
 
 def test_a_row_has_the_experts_of_all_its_samples_or_none():
@@ -170,9 +137,6 @@ def test_a_row_has_the_experts_of_all_its_samples_or_none():
     two.routes_T = None
     assert grpo_async.pack([one, two], update, Config()).routes_T is None
     assert grpo_async.pack([], update, Config()).routes_T is None
-
-
-# --- retries --------------------------------------------------------------------------------------
 
 
 async def test_a_retry_never_reads_what_an_orphan_of_the_last_attempt_writes(tmp_path, monkeypatch):

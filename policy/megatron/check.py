@@ -61,10 +61,9 @@ NEMOTRON_H = {
 def check_megatron(model: str, settings: "PolicySettings") -> None:
     """Checks a model's folder against settings.
 
-    Raises InputError naming the tensor, the field or the library, and what was expected.
+    Raises InputError naming the tensor or the field, and what was expected.
     """
     hf = read_config(model, settings)
-    check_installed(hf)
     check_tensors(model, hf)
     words = len(load_tokenizer(model))
     if words > hf.vocab_size:
@@ -88,14 +87,15 @@ def read_config(model: str, settings: "PolicySettings") -> PretrainedConfig:
     return hf
 
 
-def check_installed(hf: PretrainedConfig) -> None:
+def check_kernels(model: str) -> None:
     """Raises InputError where a library of kernels is missing; tests/cpu stands in for them."""
+    hf = AutoConfig.from_pretrained(model)
     kernels = ["transformer_engine"]
     if hf.model_type == "nemotron_h" and torch.cuda.is_available():
         kernels += ["mamba_ssm", "causal_conv1d"]
     for name in kernels:
         if not find_spec(name):
-            remedy = "install requirements-megatron.txt; on a CPU put tests/cpu on PYTHONPATH"
+            remedy = "bash launch/setup.sh megatron; on a CPU put tests/cpu on PYTHONPATH"
             raise InputError(f"policy.kind = 'megatron' needs {name}, which is missing: {remedy}")
 
 

@@ -5,9 +5,11 @@ import gc
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from core import waits
 from core.waits import answer, in_thread, together, unless_stopped, within
 
 BROKEN = ValueError("broken")
@@ -19,9 +21,6 @@ async def stop_after(seconds: float) -> None:
 
 async def fail(error: Exception) -> None:
     raise error
-
-
-# --- within ---------------------------------------------------------------------------------------
 
 
 async def test_a_wait_warns_halfway_and_ends_with_its_name_and_the_state(capsys):
@@ -53,9 +52,6 @@ async def test_the_clock_of_a_wait_may_stand_still(capsys):
 def test_a_timeout_inside_of_a_wait_keeps_its_own_name():
     with pytest.raises(TimeoutError, match="^the socket$"):
         asyncio.run(within(5, "something else", fail(TimeoutError("the socket"))))
-
-
-# --- unless ---------------------------------------------------------------------------------------
 
 
 async def test_work_that_ends_first_gives_its_result():
@@ -124,9 +120,6 @@ async def test_a_wait_leaves_nothing_that_python_must_search_for():
         gc.enable()
 
 
-# --- together -------------------------------------------------------------------------------------
-
-
 async def test_results_come_in_order():
     naps = [asyncio.sleep(seconds, seconds) for seconds in (0.02, 0.0, 0.01)]
     assert await together(naps) == [0.02, 0.0, 0.01]
@@ -159,9 +152,6 @@ async def test_cancelling_ends_all():
 
 def test_nothing_together_is_nothing():
     assert asyncio.run(together([])) == []
-
-
-# --- answer and in_thread -------------------------------------------------------------------------
 
 
 def test_who_does_not_answer_is_named():
@@ -218,3 +208,58 @@ async def test_a_function_waits_for_a_thread_where_there_are_none(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", scarce)
     assert await in_thread(max, 1, 2) == 2 and not refused
+
+
+def test_idle_seconds_are_those_in_which_nothing_runs(monkeypatch):
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    idle = waits.Idle()
+
+    def after(seconds: float, act, *by: int) -> float | None:
+        now.seconds += seconds
+        return act(*by)
+
+    assert after(50, idle.take) == 0, "counted before anything has run"
+    after(3, idle.change, 1)  # 3 s idle
+    after(10, idle.change, 1)
+    after(10, idle.change, -1)
+    after(10, idle.change, -1)
+    after(4, idle.change, 1)  # 4 s idle
+    assert after(1, idle.take) == 7
+    after(20, idle.change, -1)
+    assert after(5, idle.take) == 5
+    assert after(6, idle.take) == 6 and after(0, idle.take) == 0
+
+
+async def test_work_is_cancelled_with_the_one_that_waits_for_it():
+    work = asyncio.ensure_future(asyncio.Event().wait())
+    waiting = asyncio.create_task(unless_stopped(asyncio.Event().wait(), work))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await asyncio.wait([work], timeout=1)
+    assert work.cancelled()
+
+
+async def test_an_error_of_what_stops_the_work_is_raised():
+    async def fails():
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        await unless_stopped(fails(), asyncio.ensure_future(asyncio.Event().wait()))
+
+
+@pytest.mark.parametrize("error", [TimeoutError, ValueError])
+async def test_a_cancelled_wait_is_cancelled_whatever_its_members_raise_then(error):
+    async def member():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise error("late") from None
+
+    waiting = asyncio.create_task(within(60, "a member", member()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

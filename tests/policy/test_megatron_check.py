@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import time
 from importlib.metadata import requires
@@ -13,13 +12,13 @@ import pytest
 from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
 
-from policy.megatron.check import check_megatron
+from policy.megatron.check import check_kernels, check_megatron
 from settings.errors import InputError
 from settings.network import PolicySettings
+from support.program import ROOT, ran
 from support.tables import table
 from support.tiny_models import FAMILIES, make
 
-ROOT = Path(__file__).resolve().parents[2]
 CASES = table(Path(__file__).with_name("cases.txt"))
 
 
@@ -74,8 +73,10 @@ def test_every_family_passes(family, folder):
 def test_missing_kernels_are_named_with_what_installs_them(folder, monkeypatch):
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.endswith("cpu")])
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
-    message = refusal(folder("llama"))
-    assert "needs transformer_engine" in message and "requirements-megatron.txt" in message
+    model = folder("llama")
+    check_megatron(model, PolicySettings(kind="megatron"))  # a machine that submits needs none
+    with pytest.raises(InputError, match="transformer_engine.* bash launch/setup.sh megatron"):
+        check_kernels(model)
 
 
 def test_an_unknown_architecture_names_those_that_are_known(folder, tiny_model):
@@ -147,8 +148,7 @@ def test_replicas_of_a_layout():
 @pytest.mark.slow
 def test_the_program_refuses_a_layout_within_seconds(folder):
     flags = ["--policy.kind", "megatron", "--policy.tp", "3", "--policy.ranks", "3"]
-    command = [sys.executable, "grpo_async.py", "--model", folder("qwen3"), *flags]
     began = time.monotonic()
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = ran(sys.executable, "grpo_async.py", "--model", folder("qwen3"), *flags)
     assert ended.returncode == 1 and "error: policy.tp = 3 does not divide" in ended.stderr
     assert time.monotonic() - began < 30 and "Traceback" not in ended.stderr

@@ -80,9 +80,6 @@ def test_rounding_of_many_rows_stays_within_what_is_allowed(columns):
     assert (gap_RV.norm(dim=1) / rows_RC.norm(dim=1)).max() < ROUNDING[torch.float32] / 3
 
 
-# --- layouts --------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def stacked(monkeypatch):
     """A function that makes a model of one stack of two matrices, with a mapper or without."""
@@ -123,8 +120,6 @@ def test_rows_that_are_missing_or_other_are_refused_where_all_places_are_known(s
     with pytest.raises(RuntimeError, match=r"does not write gate_up_proj\.weight"):
         Proof(model).check()
 
-
-# --- experts --------------------------------------------------------------------------------------
 
 E, INNER, HIDDEN = 20, 6, 8
 

@@ -1,7 +1,10 @@
 """Checkpoint folders: whole or not there, and a run folder that goes back to one."""
 
 import asyncio
+import builtins
 import dataclasses
+import io
+import itertools
 import json
 import os
 import random
@@ -14,7 +17,7 @@ import pytest
 
 from core.lines import fingerprint
 from grpo_async import Config, Run
-from runtime import checkpoints, folders, resume
+from runtime import checkpoints, folders, kept, resume
 from runtime.archive import write_groups
 from runtime.dispatch import Slot
 from settings.errors import InputError
@@ -34,14 +37,14 @@ def write_checkpoint(run_dir: Path, step: int) -> Path:
     (aside / "hf" / "model.safetensors").write_bytes(b"weights")
     (aside / "state.json").write_text(json.dumps({"version": step}))
     folder = run_dir / f"step_{step:06d}"
-    files = folders.checksums(str(aside), 0, 2) | folders.checksums(str(aside), 1, 2)
+    files = folders.checksums(str(aside), folders.listing(str(aside)))
     folders.commit(str(aside), str(folder), files)
     return folder
 
 
 def damaged(folder: Path) -> list[str]:
     """What two ranks find together."""
-    return [d for r in range(2) if (d := folders.damage(str(folder), r, 2))]
+    return [d for r in range(2) if (d := kept.damage(str(folder), r, 2))]
 
 
 def test_whole_checkpoints_are_seen_the_newest_by_number_first(tmp_path):
@@ -51,6 +54,42 @@ def test_whole_checkpoints_are_seen_the_newest_by_number_first(tmp_path):
     (tmp_path / "step_000012").mkdir()  # renamed, not yet marked
     found = [folders.step_of(f) for f in folders.newest_first(str(tmp_path))]
     assert found == [1_000_001, 999_999, 9]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_file_is_flushed_once_by_a_rank_that_sees_it(seed):
+    """Some ranks see the folder of a moment ago."""
+    draw = random.Random(seed)
+    ranks = draw.randint(1, 5)
+    seen = [{f"policy/__{rank}_0.distcp"} for rank in range(ranks)]  # what it wrote itself
+    for name in (f"hf/{i}" for i in range(draw.randint(0, 9))):
+        for rank in draw.sample(range(ranks), draw.randint(1, ranks)):
+            seen[rank].add(name)
+    parts = folders.split([sorted(names) for names in seen])
+    assert all(set(part) <= names for part, names in zip(parts, seen, strict=True))
+    assert sorted(itertools.chain(*parts)) == sorted(set().union(*seen))
+
+
+def test_files_are_shared_out_evenly():
+    names = [str(i) for i in range(12)]
+    assert [len(part) for part in folders.split([names] * 4)] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("name", ["policy/__0_0.distcp", "state.json", "complete.json"])
+def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch, name):
+    """So that an older checkpoint is tried."""
+    folder = write_checkpoint(tmp_path, 3)
+    open_file = io.open
+
+    def refuse(path, *mode, **options):
+        if str(path) == str(folder / name):
+            raise OSError(5, "Input/output error")
+        return open_file(path, *mode, **options)
+
+    for module in (builtins, io):
+        monkeypatch.setattr(module, "open", refuse)
+    problem = kept.damage(str(folder))
+    assert name in problem and "Input/output error" in problem
 
 
 @pytest.mark.parametrize("name", ["policy/__0_0.distcp", "state.json", "complete.json"])
@@ -73,7 +112,7 @@ def test_damage_is_found_and_names_the_file(tmp_path, name, kind):
 def test_pruning_keeps_the_newest_and_all_exports(tmp_path):
     for step in range(1, 5):
         write_checkpoint(tmp_path, step)
-    folders.prune(str(tmp_path), 2)
+    kept.prune(str(tmp_path), 2)
     assert [folders.step_of(f) for f in folders.newest_first(str(tmp_path))] == [4, 3]
     assert [p.name for p in (tmp_path / "step_000001").iterdir()] == ["hf"]
     assert (tmp_path / "step_000001" / "hf" / "model.safetensors").read_bytes() == b"weights"
@@ -290,7 +329,7 @@ def test_going_back_gives_up_the_checkpoints_after(tmp_path):
     resume.rewind(str(tmp_path), STATE)
     assert [folders.step_of(f) for f in folders.newest_first(str(tmp_path))] == [2, 1]
     write_checkpoint(tmp_path, 4)
-    folders.prune(str(tmp_path), 2)
+    kept.prune(str(tmp_path), 2)
     left = {path.parent.name for path in tmp_path.glob("step_*/policy")}
     assert left == {"step_000002", "step_000004"}, "the third must not fill the disk for ever"
 
@@ -301,14 +340,14 @@ def test_a_damaged_export_does_not_spoil_its_checkpoint(tmp_path):
     write_checkpoint(tmp_path, 2)
     model = folder / "hf" / "model.safetensors"
     model.write_bytes(b"weighs!")
-    assert not damaged(folder) and "CRC-32" in folders.damage(f"{folder}/hf")
-    assert folders.prune(str(tmp_path), 1) == [folders.damage(f"{folder}/hf")]
+    assert not damaged(folder) and "CRC-32" in kept.damage(f"{folder}/hf")
+    assert kept.prune(str(tmp_path), 1) == [kept.damage(f"{folder}/hf")]
     assert not damaged(folder)
     (folder / "hf" / "complete.json").unlink()
     model.write_bytes(b"weights")
     folders.seal(f"{folder}/hf")
-    assert folders.prune(str(tmp_path), 1) == [] and not (folder / "policy").exists()
-    assert not folders.damage(f"{folder}/hf"), "what stays can still be checked"
+    assert kept.prune(str(tmp_path), 1) == [] and not (folder / "policy").exists()
+    assert not kept.damage(f"{folder}/hf"), "what stays can still be checked"
 
 
 def test_an_export_is_flushed_before_it_is_marked(tmp_path, monkeypatch):
@@ -322,4 +361,4 @@ def test_an_export_is_flushed_before_it_is_marked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("marker", ["{}", "[]", "5", '{"a": 1}', '{"a": [1]}'])
 def test_a_marker_that_is_none_is_damage(tmp_path, marker):
     (tmp_path / "complete.json").write_text(marker)
-    assert "complete.json" in folders.damage(str(tmp_path))
+    assert "complete.json" in kept.damage(str(tmp_path))

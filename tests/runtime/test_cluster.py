@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,9 +21,9 @@ from conftest import spelling_rows
 from envs import check_rows
 from envs.rollout import rows
 from grpo_async import Config, RolloutWorker, Trainer
-from runtime import cluster, ray_start
+from runtime import cluster, process, ray_start
 from runtime.claim import claim
-from runtime.cluster import ROOT, Cluster, last_lines
+from runtime.cluster import ROOT, Cluster
 from runtime.rank import Rank
 from settings.errors import InputError
 from support.configs import changed
@@ -139,7 +140,7 @@ def test_the_last_lines_of_the_latest_logs_come_first(tmp_path):
         os.utime(path, (1000 - age, 1000 - age))
     expected = ["--- Trainer-host-1.log", "Trainer 7", "Trainer 8"]
     expected += ["--- RolloutWorker-host-1.log", "RolloutWorker 7", "RolloutWorker 8"]
-    assert last_lines(ask(tmp_path), 2).splitlines() == expected
+    assert process.last_lines(ask(tmp_path), 2).splitlines() == expected
 
 
 @pytest.fixture
@@ -251,16 +252,24 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch):
     def refuse():
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040)")
 
-    monkeypatch.setattr(cluster.torch.cuda, "init", refuse)
+    monkeypatch.setattr(process.torch.cuda, "init", refuse)
     said = r"GPU \[3\] of .* is too old .*: expected .* 580 or"
     for gpus, usable in ([3], False), ([3], True), ([], False):
         monkeypatch.setattr(ray, "get_gpu_ids", lambda gpus=gpus: gpus)
-        monkeypatch.setattr(cluster.torch.cuda, "is_available", lambda usable=usable: usable)
+        monkeypatch.setattr(process.torch.cuda, "is_available", lambda usable=usable: usable)
         if usable or not gpus:
-            cluster.check_granted()
+            process.check_granted()
             continue
         with pytest.raises(RuntimeError, match=said):
-            cluster.check_granted()
+            process.check_granted()
+
+
+def test_an_actor_finds_the_programs_of_its_python(monkeypatch):
+    """FlashInfer's compiler runs ninja, which lies there; a user's shell may not have it."""
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert not shutil.which("ruff")
+    process.find_programs()
+    assert shutil.which("ruff") and os.environ["PATH"].endswith(":/usr/bin")
 
 
 CHILDREN = """

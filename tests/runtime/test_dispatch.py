@@ -16,6 +16,7 @@ from grpo_async import Config
 from runtime import dispatch
 from runtime.dispatch import Dispatcher, Slot
 from runtime.fleet import CHECK_SECONDS
+from settings.errors import RunError
 from support.actors import Actor, Answer
 from support.configs import changed
 
@@ -151,6 +152,30 @@ def test_lines_that_cannot_be_written_are_no_failure_of_the_prompt(setting):
     assert len(made.fleet.leased) == 1
 
 
+async def test_an_error_of_the_run_ends_an_evaluation_at_once(setting):
+    """The rows that are not answered yet would each wait for the same; other errors are results."""
+    made = setting(answers=[ValueError("bad row"), "infos"], attempts=1)
+
+    async def roll_out_all():
+        slots = [Slot(i, 4) for i in range(3)]
+        never = asyncio.Event().wait()
+        return await made.dispatcher.roll_out_all([ROW] * 3, slots, 1, never)
+
+    failed, *groups = await roll_out_all()
+    assert str(failed) == "bad row" and [group.infos for group in groups] == ["infos"] * 2
+
+    async def hang(lines):
+        if len(made.written) == 3:
+            await asyncio.Event().wait()
+        made.written.append(lines)
+        raise WriteError("hangs")
+
+    made.dispatcher.write = hang
+    with pytest.raises(WriteError, match="hangs"):
+        await asyncio.wait_for(roll_out_all(), 5)
+    assert len(made.fleet.given_back) == 6
+
+
 def test_a_prompt_that_fails_is_tried_again_by_the_same_worker(setting):
     """The worker keeps what had been written of the answers; the engine may be another one."""
     made = setting(answers=[ValueError(), ValueError()], workers=3)
@@ -174,6 +199,16 @@ def test_attempts_that_an_engine_s_death_ended_do_not_count(setting):
     made = setting(answers=[ValueError()] * 5, alive=[False] * 4 + [True], attempts=2)
     assert made.roll_out().infos == "infos"
     assert len(made.fleet.leased) == 6 and made.waits == [1, 1, 1, 1, 2]
+
+
+def test_a_try_that_an_engine_s_death_ended_is_not_the_last_one(setting):
+    """The worker died in the try that counted last, so the prompt has one more, alone."""
+    made = setting(alive=[True, False], attempts=1)
+    first = made.workers[0]
+    first.answers["rollout_group"] = lambda *_: made.lose(first)
+    made.answers = [ValueError("the engine died")]
+    assert made.roll_out().infos == "infos"
+    assert len(made.fleet.leased) == 3
 
 
 def test_deaths_and_failures_are_counted_apart(setting):
@@ -280,7 +315,8 @@ async def test_a_worker_that_hangs_is_killed_and_its_groups_go_on(setting):
     call, *_ = answer = silent()
     made = setting(answers=[answer], answer=0.05, timeouts={"start": 0.05})
     (first,) = made.workers
-    first.answers["call"] = lambda *_: Answer(...)
+    replies = [WELL]  # at its start
+    first.answers["call"] = lambda *_: replies.pop() if replies else Answer(...)
 
     def kill(worker):
         made.killed.append(worker)
@@ -289,6 +325,22 @@ async def test_a_worker_that_hangs_is_killed_and_its_groups_go_on(setting):
     dispatch.kill = kill  # the fixture takes it back
     assert (await made.dispatcher.roll_out(ROW, Slot(9), 2, 5)).infos == "infos"
     assert made.killed == [first] and made.started == [0, 1]
+
+
+async def test_a_worker_that_does_not_start_costs_no_try_of_the_prompt(setting):
+    made = setting(attempts=1)
+    made.workers[0].answers["call"] = RuntimeError("no memory left")
+    assert (await made.dispatcher.roll_out(ROW, Slot(9), 2, 5)).infos == "infos"
+    assert made.started == [0, 0] and made.killed == made.workers[:1]
+
+
+async def test_workers_that_never_start_end_the_run_and_no_row_is_blamed(setting):
+    made = setting(attempts=1)
+    answers = {"call": RuntimeError("no memory left")}
+    made.dispatcher.crew.cluster.start_worker = lambda: Actor(**answers)
+    with pytest.raises(RunError, match="3 rollout workers did not start"):
+        await made.dispatcher.roll_out(ROW, Slot(9), 2, 5)
+    assert made.started == [0, 0, 0] and not made.fleet.leased
 
 
 async def test_a_worker_gets_more_time_for_its_first_answer(setting):
@@ -348,6 +400,9 @@ async def test_no_deadline_runs_while_a_judge_is_away(setting):
     crew.receive("another worker", AWAY)
     told = "2 groups ready; judges.general is away: http://h:1/v1, for 70 s: status 503"
     assert made.dispatcher.state() == told
+    nothing = asyncio.Event().wait()
+    with pytest.raises(TimeoutError, match="a training step"):  # which needs no judge
+        await made.dispatcher.wait(0.3, "a training step", nothing, judged=False)
     done, _ = await asyncio.wait([group, step], timeout=1.0)
     assert not done
     crew.receive("another worker", WELL)

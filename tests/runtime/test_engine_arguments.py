@@ -1,13 +1,15 @@
 """What an engine is started with: the branch of a GPU as data, and as vLLM understands it."""
 
 import asyncio
+import gc
+import sys
 
 import pytest
 import torch
 
 from grpo_async import Config, Generator
 from runtime import preflight
-from runtime.engine import engine_arguments
+from runtime.engine import engine_arguments, open_engine
 from settings.contradictions import OWN_ENGINE_ARGS
 
 
@@ -45,6 +47,24 @@ def test_what_the_run_sets_is_refused_with_its_setting(name, setting):
     assert name in preflight.arguments("engine.args")
     with pytest.raises(ValueError, match=f"sets '{name}', which the run itself sets.*{setting}"):
         arguments(**{name: 2})
+
+
+def test_no_garbage_is_looked_for_while_vllm_is_imported(monkeypatch):
+    """That would take as long as half of the import. After an error it is looked for as ever."""
+    looked = []
+
+    class Broken:
+        @staticmethod
+        def find_spec(name, *args):
+            if name == "vllm":
+                looked.append(gc.isenabled())
+                raise ImportError("broken")
+
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken, *sys.meta_path])
+    with pytest.raises(ImportError, match="broken"):
+        open_engine(Config())
+    assert looked == [False] and gc.isenabled()
 
 
 def started(cfg: Config, monkeypatch):

@@ -17,6 +17,7 @@ from runtime import fleet, joining, repair
 from runtime.fleet import Engine, State
 from runtime.placement import Places
 from runtime.probe import PROMPTS
+from settings.errors import RunError
 from support.actors import Actor, Answer
 from support.configs import changed
 
@@ -75,6 +76,11 @@ class House:
         """The engine that the next group would get."""
         async with self.fleet.lease() as engine:
             return engine
+
+    def run(self) -> SimpleNamespace:
+        """What a repair needs of a run."""
+        parts = {"training": asyncio.Lock(), "buffer": RolloutBuffer(1, 1), "leaving": ""}
+        return SimpleNamespace(sync_or_leave=self.engines.sync, **parts)
 
     def updates(self, engine) -> list[int]:
         return [version for version, _ in engine.called("update_weights")]
@@ -282,7 +288,7 @@ async def test_an_update_waits_where_nobody_is_left(house):
     assert not update.done() and not home.fleet.of(State.SERVING)
     waiting = asyncio.create_task(home.leased())
     home.made[1].answers["start"].give(None)
-    assert await asyncio.wait_for(update, 5) == PHASES | {"engines": 1}
+    assert await asyncio.wait_for(update, 5) == PHASES | {"engines": 1, "wait_for_training": 0.0}
     assert await asyncio.wait_for(waiting, 5) is home.made[1]
 
 
@@ -386,6 +392,84 @@ async def test_an_update_that_nobody_is_guilty_of_makes_all_suspects(house):
     assert len(home.fleet.repairs) == 1
 
 
+@pytest.mark.parametrize(
+    ("call", "reply"),
+    [
+        ("join_sync_group", RuntimeError("no memory left")),
+        ("generate", RuntimeError("no memory left")),
+        ("generate", hangs),
+    ],
+)
+async def test_an_engine_that_fails_to_join_or_to_answer_a_probe_is_the_only_one_replaced(
+    house, call, reply
+):
+    """All engines report good health."""
+    home = await house(3, verify_sync_every=1, timeouts={"sync": 0.2}).open()
+    home.lose(home.made[0])  # so all must join again
+    await home.fleet.replaced()
+    home.made[3].answers[call] = reply
+    await asyncio.wait_for(home.engines.sync(1), 5)
+    assert home.killed == [home.made[0], home.made[3]]
+    assert home.fleet.of(State.SERVING)[:2] == home.made[1:3]
+
+
+async def test_a_member_that_waited_too_long_for_another_is_not_blamed(house):
+    home = await house(2, answer=0.05).open()
+    home.lose(home.made[0])
+    await home.fleet.replaced()
+    late = Answer(...)
+    home.made[1].answers["join_sync_group"] = late
+    asyncio.get_running_loop().call_later(0.06, late.give, RuntimeError("the store timed out"))
+    with pytest.raises(RuntimeError, match="the store timed out") as error:
+        await home.fleet.connect()
+    assert not isinstance(error.value, joining.EnginesError)
+
+
+async def test_a_run_that_leaves_waits_for_no_engine(house):
+    """The update waits for a successor; it is given up once the run is to leave."""
+    home = await house(1).open()
+    home.slow = True
+    home.lose(home.made[0])
+    leaving = []
+    sync = home.fleet.unless_left(home.engines.sync(1), lambda: leaving)
+    task = asyncio.create_task(sync)
+    await asyncio.sleep(0.05)
+    assert not task.done() and len(home.made) == 2
+    leaving.append("SIGTERM")
+    assert await asyncio.wait_for(task, 5) == {}
+
+
+async def test_a_run_that_leaves_is_not_ended_for_a_lack_of_restarts(house, monkeypatch):
+    """Neither by the update of its last step nor by the repair beside it."""
+    home = await house(1, max_restarts=0).open()
+    home.lose(home.made[0])
+    sleep = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(seconds / 100))
+    run = home.run()
+    run.leaving = "SIGTERM"
+    assert await home.fleet.unless_left(home.engines.sync(1), lambda: run.leaving) == {}
+    await asyncio.wait_for(home.engines.repair_forever(run), 5)
+    replaced = home.fleet.unless_left(home.fleet.replaced(), lambda: run.leaving)
+    assert await asyncio.wait_for(replaced, 5) == {}
+    with pytest.raises(RuntimeError, match="MAX_RESTARTS = 0"):
+        await home.fleet.unless_left(home.engines.sync(1), lambda: "")
+
+
+async def test_a_named_engine_is_replaced_in_the_round_in_which_another_is_lost(house):
+    home = await house(3).open()
+    lost, well, named = home.made
+    home.lose(lost)
+    error = joining.EnginesError([named], RuntimeError("no memory left"))
+    await repair.discard_dead(home.fleet, error, 0)
+    assert home.killed == [lost, named] and home.fleet.of(State.SERVING) == [well]
+
+
+async def test_a_run_that_leaves_ends_an_update_of_engines_that_live(house):
+    home = await house(1).open()
+    synced = await home.fleet.unless_left(home.engines.sync(1), lambda: "SIGTERM")
+    assert synced["engines"] == 1 and home.updates(home.made[0]) == [0, 1]
+
+
 async def test_a_trainer_that_hangs_is_named_and_no_engine_blamed(house):
     home = await house(2, answer=0.05).open()
     home.trainer.answers["send_weights"] = lambda _: RuntimeError("connection closed")
@@ -426,7 +510,7 @@ async def test_the_first_update_of_all_must_work(house, answers, message):
 
 async def test_a_replacement_that_fails_to_start_disturbs_nobody(house, monkeypatch):
     home = await house(2).open()
-    run = SimpleNamespace(training=asyncio.Lock(), buffer=RolloutBuffer(1, 1))
+    run = home.run()
     sleep = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(seconds / 100))
     home.broken = RuntimeError("no memory left")
@@ -441,7 +525,7 @@ async def test_a_lost_engine_is_repaired_with_the_version_that_the_others_hold(h
     """Not while the trainer is in a step: its weights would have no version."""
     home = await house(2).open()
     await home.engines.sync(3)
-    run = SimpleNamespace(training=asyncio.Lock(), buffer=RolloutBuffer(1, 1))
+    run = home.run()
     run.buffer.version = 3
     sleep = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(seconds / 100))
@@ -532,6 +616,15 @@ async def test_new_engines_answer_a_probe(house):
     assert [len(e.called("generate")) for e in home.made] == [PROMPTS] * 3
 
 
+async def test_an_update_reports_how_long_the_engines_had_no_request(house):
+    """The mean of all engines; of the phases the slowest one's."""
+    home = await house(2).open()
+    for seconds, engine in zip((1.0, 4.0), home.made, strict=True):
+        engine.answers["update_weights"] = (PHASES | {"sync_pause": seconds}, [0], seconds)
+    found = await home.engines.sync(1)
+    assert (found["wait_for_training"], found["sync_pause"]) == (2.5, 4.0)
+
+
 async def test_engines_are_verified_every_so_many_updates(house):
     home = await house(1, verify_sync_every=2).open()
     for version in (1, 2, 3):
@@ -567,7 +660,7 @@ async def test_a_lease_of_an_engine_that_is_lost_ends_well(house):
 
 async def test_a_lease_ends_with_what_it_waited_for(house):
     home = house(1, timeouts={"start": 0.02, "train": 0.02, "sync": 0.02})
-    with pytest.raises(TimeoutError, match="an engine that holds the policy"):
+    with pytest.raises(RunError, match="an engine that holds the policy"):
         await home.leased()
 
 

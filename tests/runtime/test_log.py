@@ -6,7 +6,9 @@ import json
 import math
 import re
 import resource
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,6 +84,18 @@ def test_a_group_that_does_not_fit_leaves_nothing_and_is_named(tmp_path):
 def test_a_full_disk_leaves_whole_groups(small_disk):
     count = fill(small_disk)
     assert slots(small_disk) == sorted(2 * list(range(count))) and count > 50
+
+
+async def test_a_folder_that_takes_no_lines_ends_the_run_by_name(tmp_path):
+    """A file system that hangs; the event loop goes on."""
+    hangs = threading.Event()
+    log = Log()
+    log.cfg = changed(Config(), timeouts={"train": 0.05})
+    log.files = {"rollouts": SimpleNamespace(path=tmp_path / "x", append=lambda _: hangs.wait())}
+    with pytest.raises(WriteError, match=f"waited 0 s for {tmp_path}/x to take lines"):
+        await log.rollouts(b"a line")
+    await log.rollouts(b"")  # of a group that is not written: no thread starts for it
+    hangs.set()
 
 
 def test_each_start_is_written_down_in_any_parsers_json(tmp_path):

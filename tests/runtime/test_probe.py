@@ -44,6 +44,7 @@ async def test_every_engine_answers_prompts_of_the_whole_vocabulary_whatever_it_
             assert request.max_tokens == ANSWER and request.sampling == {"ignore_eos": True}
     (trainer,) = probe.cluster.trainers
     assert trainer.called("probe_gaps") == [[[["a"] * PROMPTS, ["b"] * PROMPTS]]]
+    assert await probe.gaps([]) == [], "all were lost meanwhile"
 
 
 @pytest.mark.parametrize(

@@ -22,19 +22,16 @@ def refused(*flags: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["grpo.num_prompts_per_step=256"],
-        ["+grpo.num_prompts_per_step=256"],
-        ["++grpo.num_prompts_per_step=256"],
-        ["--grpo.num_prompts_per_step=256"],
-        ["--grpo.num-prompts-per-step", "256"],
-        ["~grpo.num_prompts_per_step"],
-        ["--steps", "3", "grpo.num_prompts_per_step=256", "--help"],
-        ["--dry_run", "--config", "no/such.py", "grpo.num_prompts_per_step=256"],
-    ],
-)
+@pytest.mark.parametrize("flags", [
+    ["grpo.num_prompts_per_step=256"],
+    ["+grpo.num_prompts_per_step=256"],
+    ["++grpo.num_prompts_per_step=256"],
+    ["--grpo.num_prompts_per_step=256"],
+    ["--grpo.num-prompts-per-step", "256"],
+    ["~grpo.num_prompts_per_step"],
+    ["--steps", "3", "grpo.num_prompts_per_step=256", "--help"],
+    ["--dry_run", "--config", "no/such.py", "grpo.num_prompts_per_step=256"],
+])  # fmt: skip
 def test_a_key_of_nemo_rl_is_refused_with_our_name_before_anything_else(flags):
     told = refused(*flags)
     (word,) = (flag for flag in flags if "grpo" in flag)
@@ -42,18 +39,15 @@ def test_a_key_of_nemo_rl_is_refused_with_our_name_before_anything_else(flags):
     assert told == f"error: {word}: {expected}"
 
 
-@pytest.mark.parametrize(
-    ("flag", "here"),
-    [
-        ("policy.model_name=m", "model: a folder of"),
-        ("policy.generation.vllm_kwargs.max_num_seqs=4", "engine.args: vLLM's engine arguments"),
-        ("policy.max_grad_norm=2", "policy.max_grad_norm ("),
-        ("grpo.reward_scaling.enabled=true", "none: asynchronous NeMo-RL ignores them"),
-        ("grpo.never_heard_of=1", "none: no setting takes its place"),
-        ("env.nemo_gym.x.y=1", "none: no setting takes its place"),
-        ("cluster.num_nodes=2", "policy.ranks: "),
-    ],
-)
+@pytest.mark.parametrize(("flag", "here"), [
+    ("policy.model_name=m", "model: a folder of"),
+    ("policy.generation.vllm_kwargs.max_num_seqs=4", "engine.args: vLLM's engine arguments"),
+    ("policy.max_grad_norm=2", "policy.max_grad_norm ("),
+    ("grpo.reward_scaling.enabled=true", "none: asynchronous NeMo-RL ignores them"),
+    ("grpo.never_heard_of=1", "none: no setting takes its place"),
+    ("env.nemo_gym.x.y=1", "none: no setting takes its place"),
+    ("cluster.num_nodes=2", "policy.ranks: "),
+])  # fmt: skip
 def test_a_key_is_what_its_nearest_listed_parent_is(flag, here):
     assert f"error: {flag}: a key of NeMo-RL; here: {here}" in refused(flag)
 

@@ -10,25 +10,22 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import dpo
 from grpo_async import Config
-from runtime import preflight
 from runtime.engine import engine_arguments
 from settings import reader, values
 from settings.contradictions import OWN_ENGINE_ARGS
 from settings.errors import InputError
 from settings.hub import fetched, missing_weights
-from support.program import ROOT, unboxed
+from support.program import ROOT, ran, unboxed
 
 TINY = "configs/tiny.py"
 
@@ -45,8 +42,7 @@ def write(tmp_path):
 
 def load(*flags) -> Config:
     """The configuration, whether or not this checkout has made models/tiny."""
-    with mock.patch.object(preflight, "check"):
-        return preflight.load(Config, [str(flag) for flag in flags], default=TINY)
+    return reader.load(Config, [str(flag) for flag in flags], default=TINY)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -64,14 +60,8 @@ def test_without_arguments_the_default_file_is_read():
 
 
 def test_a_file_inherits_overrides_and_computes(write):
-    path = write(
-        "import math\n"
-        "from pathlib import Path\n"
-        "from configs.tiny import *\n"
-        "_half = steps // 2\n"
-        "steps = _half\n"
-        "correction = {'high': 2.0}\n"
-    )
+    imports = "import math\nfrom pathlib import Path\nfrom configs.tiny import *\n"
+    path = write(imports + "_half = steps // 2\nsteps = _half\ncorrection = {'high': 2.0}\n")
     cfg = reader.read(Config, path)
     parent = reader.read(Config, ROOT / TINY)
     changed = {k for k, v in vars(parent).items() if getattr(cfg, k) != v}
@@ -152,25 +142,20 @@ def test_dictionaries_on_the_command_line_are_json_and_are_merged_into_those_of_
 # --- refusing -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("from configs.tiny import *\nmax_lagg = 3\n", r"py:2: .*'max_lagg'; did you mean max_lag"),
-        ("zzzzzz = 3\n", r"mine\.py:1: unknown field 'zzzzzz'$"),
-        ("steps: int = -1\n", r"mine\.py:1: steps = -1"),
-        ("loss = {'reduction': 'mean'}\n",
-         r"py:1: loss\.reduction = 'mean': .*'token' or 'sequence'"),
-        ("correction = {'action': 'drop'}\n", r"mine\.py:1: correction\.action = 'drop': .*'mask'"),
-        ("correction = {'upper': 2}\n", r"mine\.py:1: unknown field 'correction\.upper'"),
-        ('policy = {\n    "lr": 1e-4,\n    "warmup_step": 3,\n}\n',
-         r"py:3: unknown field 'policy\.warmup_step'; did you mean policy\.warmup_steps\?$"),
-        ('steps = 3\nengine = {\n    "count": 0,\n}\n',
-         r"mine\.py:3: engine\.count = 0: .*greater than 0"),
-        ("train = 'a'\n", r"mine\.py:1: unknown field 'train'; did you mean data\.train\b"),
-        ("policy = {'count': 2}\n",
-         r"unknown field 'policy\.count'; did you mean engine\.count\?$"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "message"), [
+    ("from configs.tiny import *\nmax_lagg = 3\n", r"py:2: .*'max_lagg'; did you mean max_lag"),
+    ("zzzzzz = 3\n", r"mine\.py:1: unknown field 'zzzzzz'$"),
+    ("steps: int = -1\n", r"mine\.py:1: steps = -1"),
+    ("loss = {'reduction': 'mean'}\n", r"py:1: loss\.reduction = 'mean': .*'token' or 'sequence'"),
+    ("correction = {'action': 'drop'}\n", r"mine\.py:1: correction\.action = 'drop': .*'mask'"),
+    ("correction = {'upper': 2}\n", r"mine\.py:1: unknown field 'correction\.upper'"),
+    ('policy = {\n    "lr": 1e-4,\n    "warmup_step": 3,\n}\n',
+     r"py:3: unknown field 'policy\.warmup_step'; did you mean policy\.warmup_steps\?$"),
+    ('steps = 3\nengine = {\n    "count": 0,\n}\n',
+     r"mine\.py:3: engine\.count = 0: .*greater than 0"),
+    ("train = 'a'\n", r"mine\.py:1: unknown field 'train'; did you mean data\.train\b"),
+    ("policy = {'count': 2}\n", r"unknown field 'policy\.count'; did you mean engine\.count\?$"),
+])  # fmt: skip
 def test_a_wrong_file_is_refused_by_place_and_value(write, text, message):
     """And tests/bad_inputs.txt has more of them."""
     with pytest.raises(InputError, match=message) as error:
@@ -195,24 +180,21 @@ def test_all_engine_arguments_that_the_run_sets_are_refused():
     assert names - Config().engine.arguments.keys() == few
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompts_per_step": 5, "loss": {"updates_per_batch": 2}}, "is no multiple of"),
-        ({"group_size": 1}, "group_size = 1: expected 2"),
-        ({"correction": {"high": 0.0}}, "correction.high = 0.0: Input should be greater than 0"),
-        ({"correction": {"sequence_error_limit": 0.9}},
-         "correction.sequence_error_limit = 0.9: Input should be greater"),
-        ({"advantage": {"penalties": {"rude": -5.0}}}, "Input should be 'tool_call' or 'thinking'"),
-        ({"policy": {"warmup_lr": math.nan}}, "policy.warmup_lr = nan: Input should be"),
-        ({"loss": {"kl_coef": -0.1}}, "loss.kl_coef = -0.1: Input should be greater"),
-        ({"gpu_share": -3.0}, "gpu_share = -3.0: Input should be greater"),
-        ({"loss": {"ratio_clip": (2.0, 0.2)}}, "Input should be less"),
-        ({"advantage": {"low_effort": {"weight": math.nan}}},
-         "advantage.low_effort.weight = nan: Input should be"),
-        ({"correction": {"low": -2, "high": -1}}, "correction.low = -2: Input should be greater"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"prompts_per_step": 5, "loss": {"updates_per_batch": 2}}, "is no multiple of"),
+    ({"group_size": 1}, "group_size = 1: expected 2"),
+    ({"correction": {"high": 0.0}}, "correction.high = 0.0: Input should be greater than 0"),
+    ({"correction": {"sequence_error_limit": 0.9}},
+     "correction.sequence_error_limit = 0.9: Input should be greater"),
+    ({"advantage": {"penalties": {"rude": -5.0}}}, "Input should be 'tool_call' or 'thinking'"),
+    ({"policy": {"warmup_lr": math.nan}}, "policy.warmup_lr = nan: Input should be"),
+    ({"loss": {"kl_coef": -0.1}}, "loss.kl_coef = -0.1: Input should be greater"),
+    ({"gpu_share": -3.0}, "gpu_share = -3.0: Input should be greater"),
+    ({"loss": {"ratio_clip": (2.0, 0.2)}}, "Input should be less"),
+    ({"advantage": {"low_effort": {"weight": math.nan}}},
+     "advantage.low_effort.weight = nan: Input should be"),
+    ({"correction": {"low": -2, "high": -1}}, "correction.low = -2: Input should be greater"),
+])  # fmt: skip
 def test_contradictory_fields_are_named_with_their_values(write, fields, message):
     lines = "".join(f"{name} = {value!r}\n" for name, value in fields.items())
     path = write(re.sub(r"\b(nan|inf)\b", r"float('\1')", lines))
@@ -224,17 +206,30 @@ def test_contradictory_fields_are_named_with_their_values(write, fields, message
         assert name in text and (isinstance(value, dict) or str(value) in text)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {"attention": "sdpa", "row_tokens": 65536},
-        {"attention": "auto", "row_tokens": 131072},
-        {"attention": "flash_attention_2", "row_tokens": 131072},
-        {"attention": "sdpa", "row_tokens": 131072, "kind": "megatron"},
-    ],
-)
+@pytest.mark.parametrize("policy", [
+    {"attention": "sdpa", "row_tokens": 65536},
+    {"attention": "auto", "row_tokens": 131072},
+    {"attention": "flash_attention_2", "row_tokens": 131072},
+    {"attention": "sdpa", "row_tokens": 131072, "kind": "megatron"},
+])  # fmt: skip
 def test_long_rows_are_taken_where_no_mask_is_made(policy):
     assert Config(policy=policy).policy.row_tokens == policy["row_tokens"]
+
+
+def test_paths_of_services_are_those_of_the_folder_in_which_a_run_starts(
+    write, tmp_path, monkeypatch
+):
+    """Workers have other folders. A command and what is not there stay as they are written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/images").mkdir(parents=True)
+    services = {"images": "data/images", "workplace": "data/none", "lean": "env lean"}
+    services["judges"] = {"genrm": {"model": "m", "prompts": "own.txt"}, "general": {"model": "g"}}
+    cfg = reader.load(Config, ["--config", str(write(f"services = {services}"))], default=TINY)
+    found = cfg.services
+    assert found.images == str(tmp_path / "data/images")
+    assert (found.workplace, found.lean) == ("data/none", "env lean")
+    assert found.judges["genrm"] == {"model": "m", "prompts": str(tmp_path / "own.txt")}
+    assert found.judges["general"] == {"model": "g"}
 
 
 def test_a_missing_file_lists_the_existing_ones(tmp_path, monkeypatch):
@@ -356,12 +351,10 @@ from settings.run import RunSettings
 {before}
 print(preflight.load(RunSettings, sys.argv[1:], "").model)
 """
-    command = [sys.executable, "-c", code, "--config", str(path), *flags]
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(hub)} | env
     env.pop("HF_HUB_CACHE", None)
-    return subprocess.run(
-        command, capture_output=True, text=True, env=env, cwd=hub.parent, timeout=60
-    )
+    command = (sys.executable, "-c", code, "--config", path, *flags)
+    return ran(*command, root=hub.parent, env=env)
 
 
 SMALL = "model = 'acme/small'\n"
