@@ -21,6 +21,9 @@ policy = {
 services = {
     "reasoning_parser": "nemotron_v3",
     "tool_parser": "qwen3_coder",
+    "lean": "data/lean",
+    "images": "data/images",
+    "workplace": "data/workplace",
     "judges": {name: {"model": name} for name in ("general", "safety", "genrm")},
 }
 timeouts = {"start": 3600.0, "rollout": 7200.0, "train": 7200.0}

@@ -20,6 +20,11 @@ sampling = {"max_model_len": 49152, "max_response_tokens": 49152}
 advantage = {"clip": (-float("inf"), float("inf")), "overlong_filtering": True}
 correction = {"high": float("inf")}
 loss = {"skip_zero_advantage": False}
+services = {
+    "reasoning_parser": "nemotron_v3",
+    "tool_parser": "qwen3_coder",
+    "workplace": "data/workplace",
+}
 
 engine = {
     "count": 32,

@@ -11,3 +11,4 @@ data = {
 prompts_per_step = 16
 advantage = {"penalties": {"tool_call": -5.0, "thinking": -5.0}}
 loss = {"updates_per_batch": 1}
+services = {"tool_parser": "llama3_json"}

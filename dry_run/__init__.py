@@ -25,8 +25,8 @@ from settings.values import flatten
 JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
 
 
-def explain(cfg: TrainingSettings, Config: type) -> str:
-    """The whole table, from the model's config.json alone.
+def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = None) -> str:
+    """The whole table, from the model's config.json and the rows, whose summary may be given.
 
     Raises InputError where there is none, for a model or a layout that Megatron cannot train, and
     for an argument that its library does not have.
@@ -38,7 +38,7 @@ def explain(cfg: TrainingSettings, Config: type) -> str:
     model = sizes.read_model(cfg.model)
     gpu = planned(cfg.command.gpu)
     active = f", {model.active:,.0f} of them active" if model.routed else ""
-    data = data_rows(cfg)
+    data = data_rows(cfg) if data is None else data
     wrong = problems(model, cfg, gpu) + data.problems
     lines = [
         f"{model.name}: {model.params:,} parameters{active}",

@@ -1,33 +1,46 @@
-"""Looks before a job starts: may this run start, and can this machine run it?
+"""Looks before a run is submitted, and again in its job: may it start, and can it run there?
 
     python launch/preflight.py --config configs/rlvr1.py --run_dir runs/rlvr1 --resume auto ...
 
-Takes the arguments of grpo_async.py, or of the program that GRPO_PROGRAM names. Prints a line for
-each thing that was looked at. Exit status: 0 where all is well, 1 where something must be mended, 3
-where the run is over. Before a job is submitted, a run that is alive is well: the job waits for it.
+Takes the arguments of grpo_async.py, or of the program that GRPO_PROGRAM names. Prints the dry run
+and a line for each thing that was looked at. Exit status: 0 where all is well, 1 where something
+must be mended, 3 where the run is over.
+
+The machine that submits may have none of what the nodes have. So libraries, GPUs, limits and
+services are looked at in a job alone (SLURM_JOB_ID), and with GRPO_EXECUTOR=local, where this
+machine runs it. Before a job is submitted, a run that is alive is well: the job waits for it.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from launch.host import disk
 
-FREE = 5.0  # times a checkpoint of the policy that the run folder should have room for
 OVER = 3
+
+
+def runs_here() -> bool:
+    """Whether this machine is one of those that the run will have."""
+    return "SLURM_JOB_ID" in os.environ or os.environ.get("GRPO_EXECUTOR") == "local"
 
 
 def settings(argv: list[str]) -> Any:
     """The run, from configuration, model, folder and rows. Raises SystemExit as the program."""
+    from dry_run import check, explain
     from envs.check_rows import load_rows
     from runtime import modes, preflight
-    from settings import errors
+    from settings import errors, reader
 
     name = os.environ.get("GRPO_PROGRAM", "grpo_async.py")
     if not (Path(__file__).parent.parent / name).is_file() or Path(name).name != name:
@@ -38,13 +51,21 @@ def settings(argv: list[str]) -> Any:
     read = program.load_pairs if has_pairs else load_rows
     loops_of: Any = modes.training_loops if has_pairs else modes.loops
     default = "configs/tiny_dpo.py" if has_pairs else "configs/tiny.py"
+    cfg = reader.load(program.Config, argv, default=default)
+    # Nodes that wait do not count the rows of each agent as well.
+    told = explain(cfg, program.Config, check.Summary([], []) if runs_here() else None)
+    print(told)
+    if "\nPROBLEM: " in told:
+        raise errors.InputError("the dry run found these problems")
     try:
-        cfg = preflight.load(program.Config, argv, default=default)
+        preflight.check(cfg)
     except errors.InputError as error:
-        if "is in use by" not in str(error) or "SLURM_JOB_ID" in os.environ:
+        if "is in use by" not in str(error) or runs_here():
             raise
         print(f"ok: {str(error).removeprefix('error: ')}, for which the jobs wait")
         raise SystemExit from None
+    if runs_here():
+        preflight.check_installed(cfg)
     rows = read(cfg.data.train, cfg)
     val = read(cfg.data.val, cfg) if cfg.data.val else []
     try:
@@ -55,6 +76,31 @@ def settings(argv: list[str]) -> Any:
         raise
     print(f"ok: {cfg.command.config}, {cfg.model}, {len(rows):,} rows, {len(val):,} for evaluation")
     return cfg
+
+
+@contextlib.contextmanager
+def trusted() -> Iterator[None]:
+    """Does not look for services, which the nodes may have. A setting that is empty is a problem.
+
+    Judges are looked for: a run whose settings and variables name none has none on any machine.
+    """
+    from envs.check_rows import MECHANISMS
+    from envs.rollout import services
+
+    def lacks(need: str, name: str) -> str:
+        comes = need == "lean" and os.environ.get("SANDBOX_CONTAINER")
+        is_set = getattr(services.current(), need, True)
+        return "" if is_set or comes else known[need](name)
+
+    for mechanism in MECHANISMS.values():
+        importlib.import_module(mechanism)
+    known = dict(services.CHECKS)
+    passed = MECHANISMS.keys() - {"judges"}
+    services.CHECKS.update({need: partial(lacks, need) for need in passed})
+    try:
+        yield
+    finally:
+        services.CHECKS.update(known)
 
 
 def modules(cfg: Any) -> Iterator[str]:
@@ -86,6 +132,25 @@ def gpus(cfg: Any) -> Iterator[str]:
         yield f"NVIDIA's driver is {versions[0]}, CUDA 13 needs {OLDEST_DRIVER}: update it"
 
 
+def compilers(cfg: Any) -> Iterator[str]:
+    """What compiles kernels at the first use, on a node whose GPUs Slurm granted."""
+    if os.environ.get("SLURM_GPUS_ON_NODE", "0") == "0":
+        return
+    known = (os.environ.get("CC", ""), "gcc", "clang")  # in Triton's order (runtime/build.py)
+    if not any(name and shutil.which(name) for name in known):
+        yield "no C compiler is on PATH, so Triton's first kernel would fail: apt-get install gcc"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        yield f"{header} is missing, so Triton's first kernel would fail: get python3-dev"
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    has_nvcc = shutil.which("nvcc") or Path(toolkit, "bin/nvcc").exists()
+    compiles = has_nvcc and shutil.which("ninja", path=beside)
+    if cfg.demand.engines and not compiles and not importlib.util.find_spec("flashinfer_cubin"):
+        what = "nvcc (CUDA_HOME) or ninja, nor the library flashinfer-cubin"
+        print(f"note: vLLM goes without FlashInfer's kernels, which are faster: there is no {what}")
+
+
 def files(cfg: Any) -> Iterator[str]:
     """Files that a process may open."""
     from runtime.ray_start import short_of_files
@@ -110,17 +175,6 @@ def variables(cfg: Any) -> Iterator[str]:
         yield "wandb = True, and neither WANDB_API_KEY nor ~/.netrc is there: wandb login"
 
 
-def disk(cfg: Any) -> Iterator[str]:
-    """Room for checkpoints; their size is estimated from the model's files."""
-    there = next(path for path in (Path(cfg.run_dir), *Path(cfg.run_dir).parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    model = sum(path.stat().st_size for path in Path(cfg.model).glob("*.safetensors"))
-    needed = int(FREE * model * (cfg.keep_last + 1))
-    if free < needed:
-        lacking = f"{free >> 30} GiB are free, {cfg.keep_last + 1} checkpoints need {needed >> 30}"
-        yield f"{there}: {lacking}: free some, or lower keep_last"
-
-
 def sentences(check: Callable[[Any], Iterator[str]]) -> str:
     """The name of a check."""
     return (check.__doc__ or check.__name__).partition(".")[0]
@@ -128,9 +182,11 @@ def sentences(check: Callable[[Any], Iterator[str]]) -> str:
 
 def main(argv: list[str]) -> int:
     """Runs all checks; returns the number of problems."""
-    cfg = settings(argv)
+    with contextlib.nullcontext() if runs_here() else trusted():
+        cfg = settings(argv)
+    of_job = (modules, gpus, compilers, files) if runs_here() else ()
     problems = 0
-    for check in (modules, gpus, files, variables, disk):
+    for check in (*of_job, variables, disk):
         found = list(check(cfg))
         problems += len(found)
         print("\n".join(f"PROBLEM: {problem}" for problem in found) or f"ok: {sentences(check)}")

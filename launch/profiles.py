@@ -21,7 +21,7 @@ VARIABLES = {
     "partition": "SLURM_PARTITION",
     "run_partition": "SLURM_PARTITION",
     "batch_partition": "SLURM_PARTITION",
-    "nodes": "SBATCH_NUM_NODES",
+    "nodes": "PROFILE_NODES",
     "gpus_per_node": "GPUS_PER_NODE",
     "time": "SLURM_TIME_LIMIT",
     "container_image": "CONTAINER",
@@ -30,6 +30,7 @@ VARIABLES = {
     "cpus_per_task": "SBATCH_CPUS_PER_TASK",  # which sbatch itself reads, as the next one
     "mem": "SBATCH_MEM_PER_NODE",
 }
+WANDB = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY"}  # of its own table, for all profiles
 # Keys that other executors or one task per node leave without meaning here.
 IGNORED = ("extends", "env_vars", "ntasks_per_node", "nproc_per_node", "exclusive")
 IGNORED += ("build_partition", "build_time", "build_cache_dir", "remote_job_dir", "lustre_mount")
@@ -60,9 +61,17 @@ def profile(every: dict[str, Any], name: str, seen: tuple[str, ...] = ()) -> dic
         fail(f"profiles extend each other in a circle: {' -> '.join([*seen, name])}")
     own = every[name]
     above = profile(every, own["extends"], (*seen, name)) if own.get("extends") else {}
-    merged = above | own
-    merged["env_vars"] = above.get("env_vars", {}) | own.get("env_vars", {})
-    return merged
+    return above | own | {"env_vars": table(above, "env_vars") | table(own, "env_vars")}
+
+
+def table(keys: dict[str, Any], name: str) -> dict[str, Any]:
+    """A table by its name, empty where there is none. Ends the program for any other value."""
+    found = keys.get(name, {})
+    if not isinstance(found, dict):
+        fail(f"{name} = {found!r} of env.toml: expected a table")
+    if odd := [key for key in found if not key.isidentifier()]:
+        fail(f"[{name}] of env.toml has {odd[0]!r}: expected a variable's name")
+    return found
 
 
 def variables(keys: dict[str, Any]) -> dict[str, str]:
@@ -74,12 +83,19 @@ def variables(keys: dict[str, Any]) -> dict[str, str]:
         fail(f"tunnel = {keys['tunnel']!r}: submit on a machine that has sbatch")
     if unknown := sorted(keys.keys() - VARIABLES.keys() - {*IGNORED}):
         fail(f"env.toml has {', '.join(unknown)}: expected {', '.join([*VARIABLES, *IGNORED])}")
-    found = {name: str(value) for name, value in keys["env_vars"].items()}
+    found = {name: text(name, value) for name, value in keys["env_vars"].items()}
     for key, variable in VARIABLES.items():
         if key in keys:
-            value = keys[key]
-            found[variable] = ",".join(value) if isinstance(value, list) else str(value)
+            parts = keys[key] if isinstance(keys[key], list) else [keys[key]]
+            found[variable] = ",".join(text(key, part) for part in parts)
     return found
+
+
+def text(key: str, value: Any) -> str:
+    """The text of a value, or of a list's part. Ends the program for any other."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        fail(f"{key} = {value!r} of env.toml: expected a text or a number")
+    return str(value)
 
 
 def main(name: str) -> None:
@@ -89,7 +105,11 @@ def main(name: str) -> None:
         every = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         fail(f"{path}: {error}")
-    for variable, value in variables(profile(every, name)).items():
+    board = table(every, "wandb")
+    if unknown := sorted(board.keys() - WANDB.keys()):
+        fail(f"[wandb] of env.toml has {', '.join(unknown)}: expected {', '.join(WANDB)}")
+    found = {WANDB[key]: text(key, value) for key, value in board.items()}
+    for variable, value in (found | variables(profile(every, name))).items():
         if not os.environ.get(variable):
             print(f"export {variable}={shlex.quote(value)}")
 

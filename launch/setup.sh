@@ -3,6 +3,8 @@
 #   bash launch/setup.sh            GPU build where nvidia-smi finds a GPU, else the CPU build
 #   DEVICE=cpu bash launch/setup.sh    a .venv keeps its build: that of another is refused
 #   bash launch/setup.sh test       also what the tests need
+#   bash launch/setup.sh megatron   also the kernels of policy.kind = "megatron", compiled here for
+#                                   an hour or so: they take g++ and the CUDA toolkit 13.0
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE # without .pyc files every process recompiles 5,000 modules
@@ -39,3 +41,25 @@ install() { # REQUIREMENTS STAMP FILE...
 
 install "requirements-$DEVICE.txt" installed requirements.txt "requirements-$DEVICE.txt"
 [ "${1:-}" != test ] || install requirements-test.txt installed-test requirements-test.txt
+[ "${1:-}" = megatron ] || exit 0
+
+fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
+[ "$DEVICE" = gpu ] || fail "DEVICE = '$DEVICE': expected gpu, as kernels are compiled for GPUs"
+export CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+lacking=()
+command -v g++ >/dev/null || lacking+=(g++)
+[ -x "$CUDA_HOME/bin/nvcc" ] ||
+    lacking+=("$CUDA_HOME/bin/nvcc (CUDA toolkit 13.0, or set CUDA_HOME)")
+header=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
+[ -e "$header" ] || lacking+=("$header (apt-get install python3-dev)")
+[ ${#lacking[@]} = 0 ] || fail "kernels cannot be compiled without $(printf '%s; ' "${lacking[@]}")"
+stamp=$(cksum <requirements-megatron.txt)
+[ "$(cat .venv/installed-megatron 2>/dev/null)" != "$stamp" ] || exit 0
+echo "setup: compiling requirements-megatron.txt for .venv"
+# What is compiled sees the headers that torch's wheels bring along, and the ninja of .venv.
+nvidia=$(.venv/bin/python -c 'import nvidia; print(nvidia.__path__[0])')
+export CPATH=$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH} PATH=$PWD/.venv/bin:$PATH
+.venv/bin/pip install --quiet wheel==0.48.0 # which builds without isolation must find
+# Not uv, and against the torch of .venv: docs/megatron.md says why.
+.venv/bin/pip install --no-build-isolation -r requirements-megatron.txt
+echo "$stamp" >.venv/installed-megatron

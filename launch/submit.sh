@@ -1,13 +1,8 @@
 #!/usr/bin/env bash
 # Submits a run to Slurm: a chain of jobs. Each goes on where the one before it ended.
-#
-#   EXP_NAME=rlvr1 CONFIG_PATH=configs/rlvr1.py MODEL_PATH=models/super_sft \
-#   TRAIN_PATH=data/rlvr1/train-split.jsonl VAL_PATH=data/rlvr1/val-split.jsonl \
-#   SLURM_PARTITION=batch SLURM_ACCOUNT=me JOBS=5 bash launch/submit.sh [--steps 540 ...]
-#
+# docs/cluster.md shows a call and lists the variables. DRY_RUN=true prints what would be submitted.
 # Flags: --profile NAME of env.toml, --jobs N for JOBS, --follow; all others go to GRPO_PROGRAM:
 # dpo.py where the name of the configuration ends so, else grpo_async.py.
-# docs/cluster.md lists the variables. DRY_RUN=true prints what would be submitted.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -15,17 +10,15 @@ fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
 seconds() { # of a time limit of Slurm: MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M:S
     [[ $1 =~ ^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$ ]] || fail "SLURM_TIME_LIMIT = '$1': expected H:MM:SS"
     local days=0 rest=$1 h m s
-    if [[ $1 = *-* ]]; then
-        days=${1%%-*} rest=${1#*-}:0:0
-    elif [[ $1 != *:*:* ]]; then
-        rest=0:$1:0
-    fi
+    [[ $1 = *-* || $1 = *:*:* ]] || rest=0:$1:0
+    [[ $1 != *-* ]] || days=${1%%-*} rest=${1#*-}:0:0
     IFS=: read -r h m s _ <<<"$rest"
     echo $((((10#$days * 24 + 10#$h) * 60 + 10#$m) * 60 + 10#$s))
 }
 
-follow='' profile='' arguments=()
+follow='' profile='' arguments=() jobs=()
 while [ $# -gt 0 ]; do
+    [[ $1 != --profile=* && $1 != --jobs=* ]] || set -- "${1%%=*}" "${1#*=}" "${@:2}"
     case $1 in
     --profile) profile=${2:?--profile: expected the name of a table in env.toml} && shift ;;
     --jobs) JOBS=${2:?--jobs: expected how many jobs follow each other} && shift ;;
@@ -34,12 +27,19 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-python=${GRPO_PYTHON:-$root/.venv/bin/python}
 if [ -n "$profile" ]; then
-    exported=$("$python" launch/profiles.py "$profile")
+    any=$(command -v "${GRPO_PYTHON:-}" "$root/.venv/bin/python" python3 | head -n 1)
+    exported=$("$any" launch/profiles.py "$profile")
     eval "$exported"
 fi
-[ -z "${CONTAINER:-}" ] || python=$root/.venv/bin/python # GRPO_PYTHON is the image's then
+python=$root/.venv/bin/python look=preflight.py
+if [ -z "${CONTAINER:-}" ]; then
+    python=${GRPO_PYTHON:-$python}
+elif [ "${GRPO_EXECUTOR:-}" != local ]; then # the image has all libraries
+    [ -x "$python" ] || python=python3 look=host.py
+    GRPO_PYTHON=${GRPO_PYTHON:-/opt/grpo_async/.venv/bin/python}
+fi
+"$python" -c 'import tomllib' || fail "$python: expected Python 3.11 or newer: docs/cluster.md"
 
 missing=() required=(EXP_NAME CONFIG_PATH MODEL_PATH TRAIN_PATH SLURM_PARTITION SLURM_ACCOUNT)
 [ "${JUDGE_NODES:-0}" = 0 ] || required+=(JUDGES)
@@ -48,16 +48,24 @@ for name in "${required[@]}"; do
     [ -n "${!name:-}" ] || missing+=("$name")
 done
 [ ${#missing[@]} = 0 ] || fail "these variables are missing: ${missing[*]}"
-[[ $EXP_NAME =~ ^[A-Za-z0-9._-]+$ ]] || fail "EXP_NAME = '$EXP_NAME': expected letters, digits, . _"
+[[ $EXP_NAME =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] ||
+    fail "EXP_NAME = '$EXP_NAME': expected letters, digits, . _ -, of which . and - do not begin it"
 [[ " ${arguments[*]} " != *"{time}"* ]] || fail "run_dir has {time}: each job would begin anew"
 [[ ${JOBS:-1} =~ ^[1-9][0-9]*$ ]] || fail "JOBS = '$JOBS': expected how many jobs follow each other"
+for name in CPU_NODES SAVE_BEFORE SBATCH_NUM_NODES GPUS_PER_NODE PROFILE_NODES; do
+    [[ ${!name:-1} =~ ^(0|[1-9][0-9]*)$ ]] || fail "$name = '${!name}': expected a whole number"
+done
 for name in CONFIG_PATH TRAIN_PATH ${VAL_PATH:+VAL_PATH}; do
     [[ -f ${!name} && -r ${!name} ]] || fail "$name = '${!name}': expected a file that can be read"
 done
-for name in CONTAINER SANDBOX_CONTAINER PERSISTENT_CACHE SIF_DIR; do
+for name in CONTAINER SANDBOX_CONTAINER PERSISTENT_CACHE; do
     [[ ${!name:-} != /* ]] || [ -e "${!name}" ] || fail "$name = '${!name}': it is not there"
 done
-
+if [ -n "${JUDGES:-}" ] && [ "${JUDGE_NODES:-}" != 0 ]; then # a file, or its lines
+    [ ! -f "$JUDGES" ] || JUDGES=$(<"$JUDGES")
+    JUDGE_NODES=$("$python" launch/judges.py "${GPUS_PER_NODE:-8}")
+    export JUDGES JUDGE_NODES
+fi
 arguments=(--config "$CONFIG_PATH" --model "${MODEL_PATH%/}" --data.train "$TRAIN_PATH"
     ${VAL_PATH:+--data.val "$VAL_PATH"} --run_dir "runs/$EXP_NAME" "${arguments[@]}")
 [ -z "${SAVE_BEFORE:-}" ] || arguments+=(--save_before "$SAVE_BEFORE")
@@ -65,23 +73,24 @@ arguments=(--config "$CONFIG_PATH" --model "${MODEL_PATH%/}" --data.train "$TRAI
 [[ $CONFIG_PATH = *dpo.py ]] && named=dpo.py || named=grpo_async.py
 export GRPO_PROGRAM=${GRPO_PROGRAM:-$named} # a fork is named by the variable
 [ "$GRPO_PROGRAM" = grpo_async.py ] || echo "program: $GRPO_PROGRAM"
-# The dry run of the run; it also refuses a run that cannot start.
-needs=$("$python" "$GRPO_PROGRAM" "${arguments[@]}" --dry_run) || fail "the dry run ended with $?"
-! grep PROBLEM <<<"$needs" || fail "the dry run found these problems"
+arguments+=(--resume auto)
+status=0 # of the dry run, and of what refuses a run that cannot start
+needs=$(env -u SLURM_JOB_ID "$python" "launch/$look" "${arguments[@]}") || status=$?
+printf '%s\n' "$needs"
+case $status in 0) ;; 3) exit 0 ;; *) exit 1 ;; esac
 flag() { sed -nE "s/^.* --$1=(\S+).*$/\1/p" <<<"$needs"; }
 warning=${SAVE_BEFORE:-$(flag signal | sed 's/.*@//')}
 # Where no file sets when to leave, the run does not depend on Slurm's warning alone.
 [[ $needs = *" save_before "* ]] || arguments+=(--save_before "$warning")
-arguments+=(--resume auto)
-status=0
-"$python" launch/preflight.py "${arguments[@]}" || status=$?
-[ "$status" != 3 ] || exit 0
-[ "$status" = 0 ] || exit 1
 if [ "${GRPO_EXECUTOR:-slurm}" = local ]; then
     exec "$python" "$GRPO_PROGRAM" "${arguments[@]}"
 fi
-export JUDGE_NODES=${JUDGE_NODES:-0} CPU_NODES=${CPU_NODES:-0} SIF_DIR=${SIF_DIR:-}
-nodes=${SBATCH_NUM_NODES:-$(($(flag nodes) + JUDGE_NODES + CPU_NODES))}
+export JUDGE_NODES=${JUDGE_NODES:-0} CPU_NODES=${CPU_NODES:-0}
+needed=$(($(flag nodes) + JUDGE_NODES + CPU_NODES)) nodes=${SBATCH_NUM_NODES:-0}
+[ "$nodes" = 0 ] || [ "$nodes" -ge "$needed" ] ||
+    fail "SBATCH_NUM_NODES = $nodes: expected $needed or more: $(flag nodes) for the run," \
+        "JUDGE_NODES = $JUDGE_NODES, CPU_NODES = $CPU_NODES"
+[ "$nodes" != 0 ] || nodes=$((${PROFILE_NODES:-0} > needed ? PROFILE_NODES : needed))
 limit=${SLURM_TIME_LIMIT:-4:00:00}
 length=$(seconds "$limit")
 [ "$length" -gt $((warning + 60)) ] ||
@@ -89,8 +98,12 @@ length=$(seconds "$limit")
 options=(--job-name="$EXP_NAME" --dependency=singleton --nodes="$nodes" --exclusive
     --partition="$SLURM_PARTITION" --account="$SLURM_ACCOUNT"
     --time="$limit" --signal=B:USR1@"$warning"
-    --output="logs/$EXP_NAME/%j.log" --parsable)
+    --output="logs/$EXP_NAME/%j.log" --parsable
+    ${EXCLUDE_NODES:+--exclude="$EXCLUDE_NODES"} ${SLURM_QOS:+--qos="$SLURM_QOS"}
+    ${SLURM_RESERVATION:+--reservation="$SLURM_RESERVATION"} ${SEGMENT:+--segment="$SEGMENT"})
 gpus=${GPUS_PER_NODE:-$(flag gpus-per-node)}
+[ "$gpus" = 0 ] || [ -n "${SBATCH_NUM_NODES:-}" ] || [ "$gpus" -ge "$(flag gpus-per-node)" ] ||
+    fail "GPUS_PER_NODE = $gpus: nodes are counted with $(flag gpus-per-node): set SBATCH_NUM_NODES"
 [ "$gpus" = 0 ] || options+=(--gres=gpu:"$gpus")
 
 # Jobs that wait and run keep this code, whatever is edited meanwhile.
@@ -100,7 +113,6 @@ if [ "${SKIP_CODE_SNAPSHOT:-false}" != true ]; then
     [[ $CONFIG_PATH = /* ]] || arguments[1]=$GRPO_CODE/$CONFIG_PATH
 fi
 if [ "${DRY_RUN:-false}" = true ]; then
-    printf '%s\n' "$needs"
     printf '%q ' sbatch "${options[@]}" "$GRPO_CODE/launch/grpo.sbatch" "${arguments[@]}" && echo
     cat launch/grpo.sbatch
     echo "# ${JOBS:-1} times; nothing was submitted"
@@ -117,17 +129,14 @@ elif [ "$GRPO_CODE" != "$root" ]; then
     echo "code: that of ${GRPO_CODE#"$root"/}, as before; REFRESH_CODE_SNAPSHOT=true takes today's"
 fi
 mkdir -p "logs/$EXP_NAME"
-jobs=()
 for ((i = 0; i < ${JOBS:-1}; i++)); do
-    if ! job=$(sbatch "${options[@]}" "$GRPO_CODE/launch/grpo.sbatch" "${arguments[@]}" 2>&1); then
+    job=$(sbatch "${options[@]}" "$GRPO_CODE/launch/grpo.sbatch" "${arguments[@]}" 2>&1) ||
         fail "sbatch refused partition SLURM_PARTITION = '$SLURM_PARTITION', account" \
             "SLURM_ACCOUNT = '$SLURM_ACCOUNT', $nodes nodes, $gpus GPUs each: $job"
-    fi
     jobs+=("$job")
     echo "job $job: $EXP_NAME, $nodes nodes, log logs/$EXP_NAME/$job.log"
 done
 [ -n "$follow" ] || exit 0
-
 ask() {
     read -rp "[d]etach or [c]ancel the jobs? " answer </dev/tty
     [ "$answer" != c ] || scancel "${jobs[@]}"

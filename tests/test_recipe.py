@@ -4,22 +4,31 @@ bash tests/run.sh recipe       every configuration trains; else test_rlhf.py tra
 """
 
 import ast
+import contextlib
+import json
 import math
 import os
 import re
+from pathlib import Path
 
 import pytest
 from conftest import make_config, spelling_rows, write_rows
 
 import dry_run
+from envs import agents, check_rows, registry
+from envs.rollout import services
+from envs.sandbox import sandbox
 from grpo_async import Config
+from launch import judges
 from runtime import preflight
 from settings import errors, reader, values
-from support import shapes
-from support.configs import shrunk
+from support import shapes, verifiers
+from support.configs import changed, shrunk
+from support.judges import Judge, configured
 from support.program import ROOT, Program
 
 PAGE = (ROOT / "docs/recipe.md").read_text(encoding="utf-8")
+VALUES = (ROOT / "docs/recipe_values.md").read_text(encoding="utf-8")
 FILES = {
     str(path.relative_to(ROOT / "configs").with_suffix("")): path
     for path in sorted((ROOT / "configs").rglob("*.py"))
@@ -28,6 +37,9 @@ DPO = [name for name in FILES if name.endswith("dpo")]  # docs/dpo.md has their 
 NAMES = [name for name in FILES if name not in ["_super", *DPO]]  # which is a part of others
 OTHERS = ["gsm8k", "math_blend", "test", "tiny"]
 RECIPE = [name for name in NAMES if name not in OTHERS]
+JUDGES = ["general", "safety", "genrm"]
+# Their tools or stories are longer than what the tiny model reads.
+LONG = ["office/workplace", "maths/python_tool", "proofs/lean_refinement"]
 CHAIN = ["rlvr1", "rlvr2", "rlvr3", "swe1", "swe2", "rlhf"]
 
 
@@ -98,32 +110,26 @@ def load(name: str) -> Config:
     return reader.read(Config, FILES[name])
 
 
-# --- the page -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", RECIPE)
 def test_a_config_has_the_values_of_the_page_and_no_others(name):
-    assert differences(name, PAGE) == []
+    assert differences(name, VALUES) == []
 
 
 def test_every_config_of_the_recipe_has_a_column_and_every_column_a_config():
-    assert set(stated(PAGE)) == {*RECIPE, "_super"}
+    assert set(stated(VALUES)) == {*RECIPE, "_super"}
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "wrong", "found"),
-    [
-        ("swe2", "| `64` | `16` | `128` |", "| `64` | `17` | `128` |", "prompts_per_step: 16"),
-        ("h100/swe1", "`policy.cp` | `8` | `16`", "`policy.cp` | `8` |", "policy.cp: 16"),
-        ("rlvr3", "`loss.skip_zero_advantage` | `False`", "|", "skip_zero_advantage: False"),
-        ("nano_rlvr", "(-inf, inf)", "(-inf, 1.0)", "advantage.clip: "),
-        ("rlvr_small", '["max_num_seqs"]', '["block_size"]', 'engine.args["max_num_seqs"]: 16'),
-        ("swe1", "`policy.tp` | `4`", "`policy.top` | `4`", "policy.top: None"),
-    ],
-)
+@pytest.mark.parametrize(("name", "row", "wrong", "found"), [
+    ("swe2", "| `64` | `16` | `128` |", "| `64` | `17` | `128` |", "prompts_per_step: 16"),
+    ("h100/swe1", "`policy.cp` | `8` | `16`", "`policy.cp` | `8` |", "policy.cp: 16"),
+    ("rlvr3", "`loss.skip_zero_advantage` | `False`", "|", "skip_zero_advantage: False"),
+    ("nano_rlvr", "(-inf, inf)", "(-inf, 1.0)", "advantage.clip: "),
+    ("rlvr_small", '["max_num_seqs"]', '["block_size"]', 'engine.args["max_num_seqs"]: 16'),
+    ("swe1", "`policy.tp` | `4`", "`policy.top` | `4`", "policy.top: None"),
+])  # fmt: skip
 def test_a_wrong_and_a_missing_value_are_found(name, row, wrong, found):
-    assert row in PAGE
-    assert found in "\n".join(differences(name, PAGE.replace(row, wrong)))
+    assert row in VALUES
+    assert found in "\n".join(differences(name, VALUES.replace(row, wrong)))
 
 
 def test_each_stage_starts_from_the_last_checkpoint_of_the_one_before():
@@ -145,32 +151,59 @@ def test_the_table_of_nodes_is_that_of_the_configs():
     ((header, _, *rows),) = tables(PAGE, "config")
     assert header[1:5] == ["engines x GPUs", "trainers", "judge nodes", "nodes"]
     counted = {}
-    for names, engines, trainers, judges, nodes, _ in rows:
+    for names, engines, trainers, judged, nodes, _ in rows:
         for name in ticked(names):
             cfg = load(name)
             assert engines == f"{cfg.engine.count} x {cfg.engine.tensor_parallel}", name
             assert int(trainers) == cfg.policy.ranks, name
             gpus = cfg.engine.count * cfg.engine.tensor_parallel + cfg.policy.ranks
-            counted[name] = 8 * (int(nodes) - int(judges)) == gpus
+            counted[name] = 8 * (int(nodes) - int(judged)) == gpus
     assert counted == {n: True for n in RECIPE if not n.startswith("nemo_rl")}
 
 
 def test_the_commands_of_the_page_name_each_stage_once():
     """Those of submit.sh repeat the paths that the configs have anyway."""
-    ((_, _, *rows),) = tables(PAGE, "config")
-    judges = {name: row[3] for row in rows for name in ticked(row[0])}
+    ((_, _, *rows),) = tables(PAGE, "file")
+    files = {name: ticked(row[0])[0] for row in rows for name in ticked(row[5])}
     for name in CHAIN:
         cfg = load(name)
         paths = f"MODEL_PATH={cfg.model} TRAIN_PATH={cfg.data.train} VAL_PATH={cfg.data.val} "
         start = f"`EXP_NAME={name} CONFIG_PATH=configs/{name}.py {paths}"
         (line,) = (line for line in PAGE.splitlines() if start in line)
         assert line.endswith("bash launch/submit.sh --gpu b200` |"), "a B200 is no H100"
-        assert f" JUDGE_NODES={judges[name]} " in line or judges[name] == "0"
+        assert re.findall(r" JUDGES=(\S+) ", line) == list(filter(None, [files.get(name)]))
         assert cfg.run_dir == f"runs/{name}"
         assert PAGE.count(f"`python grpo_async.py --config configs/{name}.py --resume auto`") == 1
 
 
-# --- on paper -------------------------------------------------------------------------------------
+def test_the_files_of_judges_are_those_of_the_page():
+    """Their models, sizes, lengths, counts and nodes, and the configurations that they are for."""
+    ((_, _, *roles),) = tables(PAGE, "role")
+    models = {
+        ticked(row[0])[0]: (*ticked(row[1]), row[2], row[3].replace(",", "")) for row in roles
+    }
+    ((header, _, *rows),) = tables(PAGE, "file")
+    assert {ticked(row[0])[0] for row in rows} == {
+        str(path.relative_to(ROOT)) for path in (ROOT / "launch/judges").iterdir()
+    }
+    nodes = {}
+    for file, *counts, own_nodes, configs, _ in rows:
+        found = judges.read(str(ROOT / ticked(file)[0]), 8)
+        assert {one.name: str(one.count) for one in found} == {
+            name: count for name, count in zip(header[1:4], counts, strict=True) if count != "0"
+        }
+        for one in found:
+            flags = one.flags
+            longest = flags[flags.index("--max-model-len") + 1]
+            assert (one.model, str(one.gpus), longest) == models[one.name]
+            pairs = list(zip(flags, flags[1:], strict=False))
+            assert one.gpus == 1 or ("--tensor-parallel-size", str(one.gpus)) in pairs
+        every = [judges.servers(found, 8, own_nodes, node) for node in range(int(own_nodes))]
+        assert all(sum(one.gpus for one in node) == 8 for node in every), "no GPU is idle"
+        assert sum(map(len, every)) == sum(map(int, counts))
+        nodes |= dict.fromkeys(ticked(configs), own_nodes)
+    ((_, _, *sizes),) = tables(PAGE, "config")
+    assert nodes == {n: row[3] for row in sizes for n in ticked(row[0]) if row[3] != "0"}
 
 
 def shape_of(name: str) -> str:
@@ -211,24 +244,92 @@ def test_an_absent_input_checkpoint_is_an_error_before_anything_starts(tmp_path,
             preflight.load(Config, flags, default="configs/tiny.py")
 
 
-# --- for two steps --------------------------------------------------------------------------------
+def blend_of(name: str) -> str:
+    """The published blend that a configuration trains on, as the table of agents calls it."""
+    return re.sub(r"^rlvr\d$", "rlvr", f"{load(name).data.train}/".split("/")[1])
+
+
+@pytest.fixture
+def recipe_services(tmp_path, monkeypatch, lean):
+    """What the recipe starts beside a run: judges, and paths of services that a test may have."""
+    if why := sandbox.problem():
+        pytest.skip(why)
+    (tmp_path / "images").mkdir()
+    with contextlib.ExitStack() as stack:
+        judges = {name: stack.enter_context(Judge("", name)) for name in JUDGES}
+        told = "".join(f"{name} {judge.url}\n" for name, judge in judges.items())
+        (tmp_path / "judges").write_text(told)
+        monkeypatch.setenv("JUDGES_FILE", str(tmp_path / "judges"))
+        tables = str(verifiers.DATA / "workplace_csv")
+        yield {"lean": lean, "images": str(tmp_path / "images"), "workplace": tables}
+
+
+def check_blend(cfg: Config, rows: list[dict]) -> None:
+    """Raises ValueError or ModuleError for a row that a configuration could not train on."""
+    services.configure(cfg.services)
+    for row in rows:
+        check_rows.parse(json.dumps(row), cfg)
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPE if blend_of(n) != "swe2"])
+def test_a_config_takes_a_real_row_of_each_agent_of_its_blend(name, recipe_services):
+    """Its prompts may be long here: the model of the test would count other tokens."""
+    rows = verifiers.of_blend(blend_of(name))
+    cfg = changed(load(name), max_model_len=1 << 20)
+    check_blend(changed(cfg, services=recipe_services), rows)
+    needs = {need for row in rows for need in registry.needs(row)}
+    for need in needs & recipe_services.keys():
+        with pytest.raises(errors.ModuleError, match=f"lacks {need}"):
+            check_blend(changed(cfg, services=recipe_services | {need: ""}), rows)
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPE if blend_of(n) == "swe2"])
+def test_the_rows_of_swe2_are_refused_by_the_names_of_their_agents(name):
+    for row in verifiers.of_blend("swe2"):
+        with pytest.raises(ValueError, match=row["agent_ref"]["name"]):
+            check_blend(load(name), [row])
+
+
+def test_the_page_and_the_table_have_the_same_agents_in_each_blend():
+    """An agent of a blend that has no real row in the table is missing here."""
+    ((_, _, *rows),) = tables(PAGE, "blend")
+    stated = {blend: set(ticked(names)) for cell, names in rows for blend in ticked(cell)}
+    for blend, names in stated.items():
+        of_table = {row["agent_ref"]["name"] for row in verifiers.of_blend(blend)}
+        assert names == of_table, blend
+    assert stated.keys() == {blend_of(name) for name in RECIPE}
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", NAMES if os.environ.get("GRPO_RECIPE") else [])
-def test_a_config_trains_a_tiny_model(name, tiny_model, tmp_path):
+def test_a_config_trains_a_tiny_model(name, tiny_model, tmp_path, recipe_services):
     """Its sizes are those of a test; its advantages, loss and sampling are its own.
 
-    With GRPO_RECIPE=1; otherwise tests/test_rlhf.py trains one of them.
+    So are its agents: real rows of its blend, cut short, and as many to spell, for which a random
+    model is paid. With GRPO_RECIPE=1; otherwise tests/test_rlhf.py trains one of them.
     """
     val = write_rows(tmp_path / "val.jsonl", spelling_rows(4, 1))
     cfg = shrunk(load(name), make_config(tiny_model, tmp_path), val)
-    program = Program(cfg).succeeds()
+    served, blend = agents.served(), verifiers.of_blend(blend_of(name))
+    own = [row for row in blend if served.get(row["agent_ref"]["name"], "") not in ["", *LONG]]
+    pairs = zip(map(verifiers.shortened, own), spelling_rows(len(own)), strict=True)
+    rows = [row for pair in pairs for row in pair]
+    rows += spelling_rows(max(0, 64 - len(rows)), 2)
+    write_rows(Path(cfg.data.train), rows)
+    count = max(cfg.prompts_per_step, len(own))
+    with Judge(verifiers.VERDICT) as judge:
+        judges = configured(**dict.fromkeys(JUDGES, judge)) if own else {}
+        given = recipe_services | {"tool_parser": "hermes", "judges": judges}
+        given |= {"genrm": load(name).services.genrm}
+        cfg = changed(cfg, services=given if own else {}, prompts_per_step=count)
+        program = Program(cfg).succeeds()
     steps = program.steps()
     assert [m["step"] for m in steps] == [1, 2]
     assert all(math.isfinite(m["loss"]) and m["grad_norm"] > 0 for m in steps)
     assert abs(steps[0]["token_mult_prob_error"] - 1) < 1e-5
-    program.check_slots(cfg, rows=64)
+    program.check_slots(cfg, rows=len(rows))
     assert (program.folder / "step_000002" / "hf" / "config.json").exists()
+    trained = {key.split("/")[1] for step in steps for key in step if key.startswith("reward/")}
+    assert trained >= {row["agent_ref"]["name"] for row in own}
     validated = [m["step"] for m in program.lines("metrics.jsonl") if "validation_reward" in m]
     assert validated == [0, 2]

@@ -5,6 +5,7 @@ bash tests/run.sh slurm        ten minutes; needs root, and Debian's slurm-wlm, 
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from conftest import spelling_rows, write_rows
 
 from runtime.cluster import ROOT
 from runtime.lineage import chain, read
-from support.program import copy, is_alive
+from support.program import copy, is_alive, ran
 from support.slurm import Slurm, slurm
 
 WHY = "bash tests/run.sh slurm runs these"
@@ -37,7 +38,7 @@ timeouts = {{"start": 180.0, "rollout": 60.0, "train": 60.0, "sync": 30.0}}
 # Stands for Python in a job: Ray that does nothing, and a driver that ends as MODE says.
 ACTOR = r"""#!/bin/bash
 case "$*" in
-*preflight.py*) exit 0 ;;
+*preflight.py*) echo "looks at ${*:2}" ;;
 *ray.scripts*) exec sleep 600 ;;
 -*) while [ ! -s "$2/head" ]; do sleep 0.2; done ;;
 *grpo_async.py*)
@@ -48,6 +49,34 @@ case "$*" in
     dies) echo "Traceback (most recent call last):" >&2; exit 1 ;;
     killed) kill -KILL $$ ;;
     esac ;;
+esac
+"""
+
+
+# Stands for pyxis: programs of an image are those of this machine, its entry is a stand-in.
+CONTAINERS = r"""#!/bin/bash
+export SERVICE='echo "$SLURMD_NODENAME serves at $NGINX_PORT" >>serve; exec sleep 600'
+words=()
+for word; do
+    case $word in
+    --container-image=*) echo "image ${word#*=} on $SLURM_JOB_NODELIST" >>images ;;
+    --container-* | --no-container-*) ;;
+    /start-with-nginx.sh) words+=(bash -c "$SERVICE") ;;
+    *) words+=("$word") ;;
+    esac
+done
+exec SRUN "${words[@]}"
+"""
+
+# Real Ray in a job, beside a driver that does nothing until Slurm warns it.
+IDLE = r"""#!/bin/bash
+case "${SLURM_JOB_ID:+job} $*" in
+job*preflight.py*) exit 0 ;;
+job*grpo_async.py*)
+    trap 'exit 0' USR1
+    echo "the driver starts"
+    for i in {1..600}; do sleep 0.2; done ;;
+*) exec PYTHON "$@" ;;
 esac
 """
 
@@ -77,9 +106,8 @@ class Home:
         given |= {"SBATCH_NUM_NODES": str(len(self.cluster.names)), "GPUS_PER_NODE": "0"}
         given |= {"SAVE_BEFORE": "60", "RESTART_SECONDS": "60"}
         given |= {"NODE_IP": "127.0.0.1", "GRPO_PYTHON": sys.executable}
-        how = {"cwd": self.root, "env": self.cluster.env | given | variables}
-        command = ["bash", "launch/submit.sh", *flags]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, **how)
+        env = self.cluster.env | given | variables
+        done = ran("bash", "launch/submit.sh", *flags, root=self.root, env=env)
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -154,6 +182,35 @@ def test_a_run_that_fails_starts_again_and_one_that_refuses_or_leaves_does_not(
     assert f"JobState={state}" in home.cluster.run("scontrol", "show", "job", job)
 
 
+@pytest.mark.parametrize("flags", [[], ["--services.lean", "data/lean"]])
+def test_a_sandbox_service_is_on_every_node_and_compiles_lean(home, flags):
+    """Beside a run in an image of its own; a Lean that a flag names is left as it is."""
+    (home.root / "programs").mkdir()
+    srun = home.root / "programs/srun"
+    srun.write_text(CONTAINERS.replace("SRUN", shutil.which("srun")))
+    (home.root / "python").write_text(ACTOR)
+    for program in (srun, home.root / "python"):
+        program.chmod(0o755)
+    given = {"GRPO_CODE": str(home.root), "GRPO_PYTHON": str(home.root / "python")}
+    given |= {"CONTAINER": "run:1", "SANDBOX_CONTAINER": "skills:2", "MODE": "leaves"}
+    given |= {"NODE_IP": "127.0.0.1", "PATH": f"{home.root}/programs:{os.environ['PATH']}"}
+    options = ["--nodes=3", "--time=5", "--job-name=beside", "--output=out", "--parsable"]
+    command = ["sbatch", *options, "launch/grpo.sbatch", "--steps", "7", *flags]
+    env = home.cluster.env | given
+    job = subprocess.check_output(command, cwd=home.root, env=env, text=True).strip()
+    out = home.root / "out"
+    home.cluster.wait(lambda: out.exists() and "the driver starts" in out.read_text(), 60)
+    serve = home.root / "serve"
+    expected = "".join(f"{name} serves at 6000\n" for name in home.cluster.names)
+    home.cluster.wait(lambda: "".join(sorted(serve.read_text().splitlines(True))) == expected, 30)
+    home.cluster.run("scancel", "--signal=USR1", "--batch", job)
+    home.cluster.wait(lambda: not home.cluster.jobs(), 60)
+    lean = "" if flags else " --services.lean http://127.0.0.1:6000"
+    assert f"looks at {' '.join(['--steps', '7', *flags])}{lean}\n" in out.read_text()
+    images = (home.root / "images").read_text().splitlines()
+    assert {line.split()[1] for line in images} == {"skills:2", "run:1"}
+
+
 @pytest.mark.parametrize("what", ["Ray", "all"])
 def test_a_node_that_is_killed_costs_a_restart_at_most(home, what):
     """Ray of the trainer's node ends at once, or all of the step there; the job starts it again."""
@@ -190,6 +247,35 @@ def ancestors(pid: int) -> list[int]:
     while "slurmstepd" not in Path(f"/proc/{found[-1]}/comm").read_text():
         found.append(parent(found[-1]))
     return found[::-1]
+
+
+def test_a_job_shuns_excluded_nodes_and_commands_attach_to_its_cluster(home):
+    """They have its token, which is nobody else's to read. Without it Ray answers nobody."""
+    programs = home.root / "programs"
+    programs.mkdir()
+    (programs / "python").write_text(IDLE.replace("PYTHON", sys.executable))
+    (programs / "python").chmod(0o755)
+    (programs / "ray").symlink_to(Path(sys.executable).with_name("ray"))
+    given = {"EXCLUDE_NODES": "n1", "SBATCH_NUM_NODES": "2"}
+    given |= {"PYTHONPATH": ""}  # `ray status` asks for all of Ray
+    (job,) = home.submit("idle", GRPO_PYTHON=str(programs / "python"), **given)
+    home.cluster.wait(lambda: "the driver starts" in home.log("idle"), 120)
+    assert " NodeList=n[2-3]" in home.cluster.run("scontrol", "show", "job", job)
+
+    def attached(*command: str) -> subprocess.CompletedProcess:
+        words = ["bash", "launch/attach.sh", *command]
+        return ran(*words, root=home.root, env=home.cluster.env)
+
+    home.cluster.wait(lambda: " 1 node_" in attached(job, "ray", "status").stdout, 60)
+    assert attached(job, "printenv", "SLURMD_NODENAME").stdout == "n2\n"
+    assert attached(job, "env", "-u", "RAY_AUTH_TOKEN", "ray", "status").returncode != 0
+    folder = home.root / "logs/idle" / job
+    assert (folder / "attach").stat().st_mode & 0o777 == 0o600
+    home.cluster.run("scancel", "--signal=USR1", "--batch", job)
+    home.cluster.wait(lambda: not home.cluster.jobs(), 60)
+    late = attached(job, "true")
+    assert late.returncode == 1 and f"error: job {job} is " in late.stderr
+    assert "expected one that is RUNNING" in late.stderr
 
 
 def test_what_cannot_run_is_refused_before_it_waits_in_the_queue(home):
@@ -260,9 +346,7 @@ def test_twenty_clusters_start_at_once_on_one_machine(tmp_path):
             folder.mkdir()
             started.append(subprocess.Popen([*command, "node", folder], cwd=ROOT, env=env))
         for folder in folders:
-            done = subprocess.run(
-                [*command, "wait", folder], cwd=ROOT, env=env, capture_output=True, text=True
-            )
+            done = ran(*command, "wait", folder, env=env, seconds=600)
             assert done.returncode == 0, done.stdout + done.stderr
         heads = {(folder / "head").read_text() for folder in folders}
         tries = sum(p.read_text().count("try ") for f in folders for p in f.glob("node.*.log"))

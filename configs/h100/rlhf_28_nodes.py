@@ -3,5 +3,5 @@
 from configs.h100.rlhf import *
 
 run_dir = "runs/rlhf_28_nodes"
-engine = engine | {"count": 8}
+engine = engine | {"count": 8, "args": engine["args"] | {"gpu_memory_utilization": 0.75}}
 policy = policy | {"ranks": 128}

@@ -3,5 +3,5 @@
 from configs.h100.rlvr1 import *
 
 run_dir = "runs/rlvr_27_nodes"
-engine = engine | {"count": 12}
+engine = engine | {"count": 12, "args": engine["args"] | {"gpu_memory_utilization": 0.7}}
 policy = policy | {"ranks": 64}

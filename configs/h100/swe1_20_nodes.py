@@ -3,10 +3,5 @@
 from configs.h100.swe1 import *
 
 run_dir = "runs/swe1_20_nodes"
-save_before = 5400
-timeouts = timeouts | {"rollout": 14400.0}
-engine = engine | {
-    "count": 4,
-    "args": engine["args"] | {"gpu_memory_utilization": 0.75, "max_num_seqs": 16},
-}
+engine = engine | {"count": 4, "args": engine["args"] | {"gpu_memory_utilization": 0.75}}
 policy = policy | {"ranks": 128, "cp": 8, "ep": 16}

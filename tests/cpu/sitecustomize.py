@@ -3,6 +3,7 @@
 Test support: nothing of it is imported by the product.
 """
 
+import quick_start  # noqa: F401
 from import_hooks import after_import
 
 PATCHES = {

@@ -59,8 +59,6 @@ def layout(ranks: int = 1, **fields) -> PolicySettings:
     return config(ranks, **fields).policy
 
 
-# --- parameters -----------------------------------------------------------------------------------
-
 CONFIGS = {
     "qwen3": transformers.Qwen3Config(**TINY),
     "tied": transformers.Qwen3Config(**TINY | {"tie_word_embeddings": True}),
@@ -110,9 +108,6 @@ def test_states_of_a_parameter_on_a_gpu_and_on_a_cpu():
     kl = {"kl_coef": 1e-4, "skip_zero_advantage": False}
     held = megatron_sizes.state_bytes(sparse(), config(1, **kl), 0)
     assert held["reference of the KL"] == held["weights"]
-
-
-# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_gradients_in_bf16_take_half_and_let_super_fit_an_h100(tmp_path):
@@ -191,9 +186,6 @@ def test_the_head_in_bf16_is_that_of_fsdp():
     for head in ((4096, 1000, 8), (1024, 1000, 1024), (16, 1000, 1024)):
         assert megatron_sizes.head_bytes(*head) == sizes.head_bytes(*head)
     assert megatron_sizes.head_bytes(16, 1000, 64, b=4) == 8 * 16 * 1000 + 4 * 1000 * 64
-
-
-# --- communication --------------------------------------------------------------------------------
 
 
 def test_rank_0_gathers_what_others_own():

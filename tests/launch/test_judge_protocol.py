@@ -12,7 +12,6 @@ from conftest import serving_judge
 
 from envs.judge import judge
 from envs.rollout import services
-from envs.rollout.services import CheckerError
 from settings.services import Services
 from support.program import is_alive
 
@@ -41,8 +40,10 @@ def servers(group: int) -> list[int]:
 
 
 def ask(text: str, **sampling):
+    """A reply of seven tokens, which then ends by itself: one that is cut off says nothing."""
     message = [{"role": "user", "content": text}]
-    return judge.ask("general", message, lambda said: (said,), max_tokens=8, **sampling)
+    ends = {"min_tokens": 7, "max_tokens": 32, "logit_bias": {"1": 100}}  # 1: <eos>
+    return judge.ask("general", message, lambda said: (said,), **ends | sampling)
 
 
 async def first_answer() -> str:
@@ -81,12 +82,11 @@ async def test_a_real_server_is_waited_for_asked_and_missed(serving, monkeypatch
     hostile = "\0 \ud800 \U0001f600 </think> <|im_end|>"
     every = await asyncio.gather(*(ask(f"{hostile} {i}") for i in range(100)))
     assert all(len(said) <= 8 for (said,) in every)
-    with pytest.raises(CheckerError, match=f"refused a request.*status 400.*{LENGTH}"):
-        await ask("x" * LENGTH)
     assert not services.report().failures
+    assert await ask("x" * LENGTH) is None
     monkeypatch.setattr(services, "SILENCE", 1.0)
     await disturbed(first, serving.pid, signal.SIGSTOP, 5)
-    assert set(services.report().failures) == {"general/timeout"}
+    assert set(services.report().failures) == {"general/timeout", "general/malformed"}
 
 
 @pytest.mark.skipif(not os.environ.get("GRPO_JUDGES"), reason="GRPO_JUDGES=1 asks for it: 2 min")

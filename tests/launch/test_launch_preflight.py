@@ -1,6 +1,8 @@
 """What launch/preflight.py says of a run before it starts."""
 
+import os
 import resource
+import sys
 
 import pytest
 from conftest import spelling_rows, write_rows
@@ -10,6 +12,29 @@ from launch import preflight
 from runtime.claim import claim
 from settings import errors, reader
 from support.configs import changed
+from support.program import ran
+
+LEAN = {"header": "import Mathlib", "formal_statement": "theorem t : True := by"}
+LEAN |= {"agent_ref": {"name": "math_formal_lean_simple_agent"}}
+LEAN |= {"responses_create_params": {"input": [{"role": "user", "content": "Prove it."}]}}
+
+
+@pytest.fixture(autouse=True)
+def on_the_submit_host(monkeypatch):
+    """Where there is no job, and no variable of one."""
+    for name in ("SLURM_JOB_ID", "GRPO_EXECUTOR", "PERSISTENT_CACHE", "SANDBOX_CONTAINER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def in_a_job(monkeypatch):
+    """A function that begins a job."""
+
+    def begin() -> None:
+        monkeypatch.setenv("SLURM_JOB_ID", "1")
+        monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
+
+    return begin
 
 
 @pytest.fixture
@@ -21,11 +46,18 @@ def argv(tiny_model, tmp_path):
     return [*flags, "--run_dir", str(tmp_path / "run")]
 
 
-def test_a_line_for_each_check_and_its_problems_are_counted(argv, tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("PERSISTENT_CACHE", raising=False)
+def test_a_line_for_each_check_and_its_problems_are_counted(
+    argv, tmp_path, monkeypatch, capsys, in_a_job
+):
     assert preflight.main(argv) == 0
     told = capsys.readouterr().out
-    assert told.count("ok: ") == 6 and "4 rows" in told
+    assert told.count("ok: ") == 3 and "4 rows" in told and "ulimit" not in told
+    assert "everything fits" in told and "reasoning_gym_simple_agent" in told
+    in_a_job()
+    assert preflight.main(argv) == 0
+    told = capsys.readouterr().out
+    assert told.count("ok: ") == 7 and "everything fits" in told
+    assert "reasoning_gym_simple_agent" not in told, "rows are read once"
     monkeypatch.setenv("PERSISTENT_CACHE", str(tmp_path / "none"))
     assert preflight.main(argv) == 1
     assert f"PROBLEM: PERSISTENT_CACHE = '{tmp_path}/none'" in capsys.readouterr().out
@@ -40,8 +72,9 @@ def test_pairs_are_looked_at_by_their_own_program(chat_model, tmp_path, monkeypa
     assert preflight.main(argv) == 0
     assert "3 rows, 3 for evaluation" in capsys.readouterr().out
     write_rows(tmp_path / "pairs.jsonl", [{"prompt": "ab", "chosen": "ba"}])
-    with pytest.raises(errors.InputError, match="pairs.jsonl:1: rejected is missing"):
+    with pytest.raises(errors.InputError, match="the dry run found these problems"):
         preflight.main(argv)
+    assert "pairs.jsonl:1: rejected is missing" in capsys.readouterr().out
     for name in ("ppo.py", "launch/preflight.py"):
         monkeypatch.setenv("GRPO_PROGRAM", name)
         with pytest.raises(errors.InputError, match=f"'{name}': expected a file beside grpo"):
@@ -59,13 +92,74 @@ def test_a_limit_of_open_files_that_is_too_low_for_the_world_is_named(monkeypatc
     assert not list(preflight.files(large))
 
 
-def test_a_run_that_is_alive_is_waited_for_and_in_a_job_refused(argv, monkeypatch, capsys):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+def test_libraries_are_looked_for_in_the_job_alone(argv, monkeypatch, in_a_job):
+    """W&B is not installed here, as Transformer Engine may be in the image of the job alone."""
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    assert preflight.main([*argv, "--wandb"]) == 0
+    monkeypatch.setenv("GRPO_EXECUTOR", "local")
+    with pytest.raises(errors.InputError, match="wandb = True: it is not installed"):
+        preflight.main([*argv, "--wandb"])
+    monkeypatch.delenv("GRPO_EXECUTOR")
+    in_a_job()
+    with pytest.raises(errors.InputError, match="wandb = True: it is not installed"):
+        preflight.main([*argv, "--wandb"])
+
+
+def test_services_are_looked_for_in_the_job_alone_and_empty_settings_everywhere(
+    argv, tmp_path, monkeypatch, capsys, in_a_job
+):
+    """A container of the job brings Lean, which the run's settings need not name."""
+    write_rows(tmp_path / "rows.jsonl", [LEAN] * 4)
+    with pytest.raises(errors.InputError, match="the dry run found these problems"):
+        preflight.main(argv)
+    assert "lacks lean: services.lean = ''" in capsys.readouterr().out
+    monkeypatch.setenv("SANDBOX_CONTAINER", "any")
+    assert preflight.main(argv) == 0
+    monkeypatch.delenv("SANDBOX_CONTAINER")
+    named = [*argv, "--services.lean", "/of/the/job/lean"]
+    assert preflight.main(named) == 0
+    in_a_job()
+    with pytest.raises(errors.InputError, match=r"lacks lean: services\.lean = '/of/the/job/lean'"):
+        preflight.main(named)
+
+
+def test_a_run_that_is_alive_is_waited_for_and_in_a_job_refused(argv, capsys, in_a_job):
     with claim(reader.load(grpo_async.Config, argv, default="")):
         with pytest.raises(SystemExit) as stop:
             preflight.main(argv)
         assert stop.value.code is None
         assert "in use by process" in capsys.readouterr().out
-        monkeypatch.setenv("SLURM_JOB_ID", "1")
+        in_a_job()
         with pytest.raises(errors.InputError, match="is in use by"):
             preflight.main(argv)
+
+
+def test_what_compiles_kernels_is_missed_where_gpus_are(monkeypatch, tmp_path, capsys):
+    cfg = grpo_async.Config()
+    assert not list(preflight.compilers(cfg)), "no GPU was granted"
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(preflight.sysconfig, "get_path", lambda _: str(tmp_path))
+    compiler, header = preflight.compilers(cfg)
+    assert "Triton's first kernel would fail: apt-get install gcc" in compiler
+    assert header.startswith(f"{tmp_path}/Python.h is missing")
+    assert "vLLM goes without FlashInfer's kernels" in capsys.readouterr().out
+    (tmp_path / "bin").mkdir()
+    for name in ("gcc", "Python.h", "bin/nvcc"):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(0o755)
+    assert not list(preflight.compilers(cfg)), "ninja lies beside this Python"
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_kernels_are_looked_for_in_the_job_alone(argv):
+    """In processes without tests/cpu, which has a Transformer Engine."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "launch/preflight.py", *argv, "--policy.kind", "megatron"]
+    done = ran(*command, env=env)
+    assert done.returncode == 0 and "memory of a trainer rank, GiB: stage 1" in done.stdout
+    done = ran(*command, env=env | {"SLURM_JOB_ID": "1"})
+    assert done.returncode == 1 and "needs transformer_engine" in done.stderr

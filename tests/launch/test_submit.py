@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import spelling_rows, write_rows
 
+from support.program import ROOT, ran
 from support.tables import table
 
 CASES = table(Path(__file__).with_name("cases.txt"))
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(ROOT / "launch").rglob("*.sh"), *(ROOT / "launch").rglob("*.sbatch")])
 PROFILES = """
 default = "short"
@@ -39,6 +39,16 @@ executor = "lepton"
 tunnel = "ssh"
 [odd]
 walltime = "1"
+[timed]
+time = 12:00:00.5
+[tabled]
+env_vars = "A=1"
+[named]
+env_vars = { "A B" = "1" }
+[listed]
+env_vars = { A = ["1"] }
+[truth]
+nodes = true
 [a]
 extends = "b"
 [b]
@@ -52,7 +62,7 @@ project = "x"
 def test_scripts_are_clean(script):
     subprocess.run(["bash", "-n", script], check=True)
     linter = Path(sys.executable).with_name("shellcheck")
-    done = subprocess.run([linter, script], capture_output=True, text=True, timeout=60)
+    done = ran(linter, script)
     assert done.returncode == 0, done.stdout
     lines = script.read_text().splitlines()
     assert max(map(len, lines)) <= 100 and len(lines) <= (90 if script.suffix == ".sbatch" else 150)
@@ -70,9 +80,7 @@ def given(tmp_path):
 def submit(variables: dict[str, str], *flags: str) -> subprocess.CompletedProcess:
     """Runs launch/submit.sh with these variables and no others of its own."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
-    command = ["bash", "launch/submit.sh", *flags]
-    env = kept | variables
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return ran("bash", "launch/submit.sh", *flags, env=kept | variables)
 
 
 @pytest.mark.parametrize(("changes", "flags", "told"), CASES["submit"])
@@ -85,8 +93,8 @@ def test_what_is_wrong_is_named_before_anything_is_submitted(given, tmp_path, ch
 @pytest.mark.slow
 def test_the_command_of_sbatch_can_be_seen(given, tiny_model, monkeypatch):
     """Nodes of engines, judges and environments; the warning reaches the batch script alone."""
-    more = {"DRY_RUN": "true", "JUDGE_NODES": "2", "CPU_NODES": "1", "MODEL_PATH": tiny_model}
-    more["JUDGES"] = "general models/judge 8"
+    more = {"DRY_RUN": "true", "CPU_NODES": "1", "MODEL_PATH": tiny_model}
+    more["JUDGES"] = "general models/judge 8 x2"
     done = submit(given | more, "--steps", "7", "--max_lag", "0")
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("sbatch "))
@@ -94,7 +102,7 @@ def test_the_command_of_sbatch_can_be_seen(given, tiny_model, monkeypatch):
     expected = {"--job-name=one", "--dependency=singleton", "--nodes=4", "--time=4:00:00"}
     assert expected | {"--account=me", "--partition=batch", "--gres=gpu:1"} <= set(words)
     (signal,) = (word for word in words if word.startswith("--signal=B:USR1@"))
-    left = ["--save_before", signal.partition("@")[2], "--resume", "auto"]
+    left = ["--resume", "auto", "--save_before", signal.partition("@")[2]]
     assert words[-8:] == ["--steps", "7", "--max_lag", "0", *left]
     assert "#SBATCH --no-kill" in done.stdout
     assert not (ROOT / "code_snapshots/one").exists()
@@ -116,14 +124,10 @@ def test_a_problem_of_the_dry_run_is_an_error(given, tiny_model):
     assert done.returncode == 1 and "prompts_per_step" in done.stdout + done.stderr
 
 
-# --- profiles -------------------------------------------------------------------------------------
-
-
 def variables(tmp_path: Path, name: str, **set_already: str) -> subprocess.CompletedProcess:
     (tmp_path / "env.toml").write_text(PROFILES)
     env = os.environ | {"NEMOTRON_ENV_FILE": str(tmp_path / "env.toml")} | set_already
-    command = [sys.executable, "launch/profiles.py", name]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    return ran(sys.executable, "launch/profiles.py", name, env=env)
 
 
 def test_a_profile_becomes_variables_and_those_that_are_set_win(tmp_path):
@@ -137,6 +141,7 @@ def test_a_profile_becomes_variables_and_those_that_are_set_win(tmp_path):
         "export SLURM_PARTITION=debug",
         "export SLURM_TIME_LIMIT=00:30:00",
         "export TOKEN='it'\"'\"'s'",
+        "export WANDB_PROJECT=x",
     ]
 
 
@@ -144,6 +149,12 @@ def test_a_profile_becomes_variables_and_those_that_are_set_win(tmp_path):
 def test_a_profile_that_cannot_be_used_is_named(tmp_path, name, told):
     done = variables(tmp_path, name)
     assert done.returncode == 1 and done.stderr.startswith(f"error: {told}")
+
+
+def test_the_table_of_wandb_has_a_project_and_an_entity(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PROFILES", PROFILES + 'mode = "offline"\n')
+    done = variables(tmp_path, "short")
+    assert done.stderr == "error: [wandb] of env.toml has mode: expected project, entity\n"
 
 
 def test_the_example_of_profiles_can_be_read(tmp_path, monkeypatch):

