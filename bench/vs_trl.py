@@ -82,30 +82,38 @@ def run(command: list, folder: Path, env) -> str:
 
 def make_inputs(folder: Path) -> None:
     """A model whose responses are `MEAN` tokens long on average, and 1,024 prompts of 16 to 20."""
-    import torch
-
     sys.path.insert(0, str(ROOT))
     from launch import tiny
 
-    torch.manual_seed(0)
-    tokenizer = tiny.make_tokenizer()
     letters = random.Random(0)
     words = ["".join(letters.choices("abcdefgh", k=letters.randint(6, 10))) for _ in range(1024)]
-    tiny.write_rows(folder / "train.jsonl", map(row_of, words))
-    model = tiny.make_model(tokenizer)
-    model.config.max_position_embeddings = 2 * LONGEST
-    chats = [row_of(word)["responses_create_params"]["input"] for word in words[:64]]
-    prompts = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    )
-    fit_eos(model, prompts, tokenizer.eos_token_id)
-    tiny.save(model, tokenizer, folder / "model")
+    rows = list(map(row_of, words))
+    tiny.write_rows(folder / "train.jsonl", rows)
+    save_model(folder / "model", rows[:64], max_position_embeddings=2 * LONGEST)
 
 
 def row_of(word: str) -> dict:
     """A row of our environment."""
     chat = [{"role": "user", "content": f"reverse {word}"}]
     return {"responses_create_params": {"input": chat}, "agent_ref": {"name": "vowels"}}
+
+
+def save_model(folder: Path, rows: list[dict], **settings) -> None:
+    """A random model that ends an answer to such rows everywhere with like chance."""
+    import torch
+
+    from launch import tiny
+
+    torch.manual_seed(0)
+    tokenizer = tiny.make_tokenizer()
+    model = tiny.make_model(tokenizer)
+    vars(model.config).update(settings)
+    chats = [row["responses_create_params"]["input"] for row in rows]
+    prompts = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    fit_eos(model, prompts, tokenizer.eos_token_id)
+    tiny.save(model, tokenizer, folder)
 
 
 def fit_eos(model, prompts, eos: int) -> None:

@@ -12,12 +12,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import quick_start  # noqa: F401
 
 from envs.rollout import services
 from support.configs import changed
@@ -25,6 +27,7 @@ from support.program import ROOT
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("PYTHONPATH", f"{ROOT}/tests/support/quick")
 
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 DURATIONS = Path(__file__).parents[1] / "durations.txt"
@@ -193,6 +196,16 @@ def make_config(model: str, folder: Path, Config=None):
     )
 
 
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """A process that nohup or a script's `&` has started ignores these, and so do its children."""
+    kept = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGQUIT)}
+    kept[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, before in kept.items():
+        signal.signal(number, before)
+
+
 @contextlib.contextmanager
 def serving_judge(name: str, model: str, folder: Path, length: int) -> Iterator[subprocess.Popen]:
     """launch/judges.sh with one judge on this CPU, and the variables of a run beside it."""
@@ -211,6 +224,17 @@ def serving_judge(name: str, model: str, folder: Path, length: int) -> Iterator[
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture
+def lean():
+    """A command that stands in for Lean, in a folder that the sandbox's user can read."""
+    from envs.sandbox import sandbox
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        program = shutil.copy(Path(__file__).parent / "support/lean_stand_in.py", folder)
+        yield f"{sandbox.python()[0]} {program}"
 
 
 @pytest.fixture

@@ -7,8 +7,10 @@ judge: math-verify==0.8.0, openapi-schema-validator==0.6.3, xmltodict==1.0.2, re
 numpy==2.2.6, pandas, tiktoken, httpx, rich; from a repository, verifiable-instructions. A server
 that cannot be imported is named and left out. The answers are those of tests/support/oracle/.
 
-Where a judge is asked, both sides get the same replies. The exit status is 1 where rewards differ
-and no line of tests/support/oracle/differences.py says why.
+Where a judge is asked, both sides get the same replies, ours by the real client from a server of
+recorded ones. The names with "recorded" have what judges said in NeMo-Gym's example rollouts and
+unit tests. The exit status is 1 where rewards differ and no line of
+tests/support/oracle/differences.py says why.
 """
 
 import asyncio
@@ -22,16 +24,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from envs import registry  # noqa: E402
-from envs.judge import judge  # noqa: E402
 from envs.rollout import services  # noqa: E402
 from envs.rollout.response import Response  # noqa: E402
 from settings.services import Services  # noqa: E402
 from support.oracle.cases import ENVIRONMENTS, Case, cases  # noqa: E402
 from support.oracle.differences import EXPLAINED  # noqa: E402
+from support.oracle.here import Recorded, recorded  # noqa: E402
 
 THEIRS = ROOT / "tests/support/oracle/theirs.py"
 AT_ONCE = 2
-LINE = "{:22} {:>5} {:>6} {:>9} {:>11} {:>10}"
+LINE = "{:26} {:>5} {:>6} {:>9} {:>11} {:>10}"
 HEAD = ("environment", "cases", "equal", "explained", "unexplained", "not judged")
 
 
@@ -42,7 +44,7 @@ class Absent(Exception):
 def theirs(venv: Path, name: str, given: list[Case]) -> list[float | str]:
     """NeMo-Gym's rewards, or why it gives none. Raises Absent."""
     environment = ENVIRONMENTS[name]
-    fields = ("row", "text", "calls", "replies")
+    fields = ("row", "text", "calls", "replies", "config", "group")
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, "cases"), Path(folder, "rewards")]
         made = [json.dumps({key: getattr(case, key) for key in fields}) for case in given]
@@ -58,32 +60,31 @@ def theirs(venv: Path, name: str, given: list[Case]) -> list[float | str]:
 def ours(name: str, given: list[Case]) -> list[float | str]:
     """Our rewards, or why we refuse the row."""
 
-    async def every() -> list[float | str]:
-        width = asyncio.Semaphore(1 if given and given[0].replies else AT_ONCE)
+    async def every(judge: Recorded) -> list[float | str]:
+        width = asyncio.Semaphore(1 if any(case.replies for case in given) else AT_ONCE)
 
         async def one(case: Case) -> float | str:
             async with width:
-                return await our(ENVIRONMENTS[name].agent, case)
+                return await our(judge, ENVIRONMENTS[name].agent, case)
 
         return await asyncio.gather(*map(one, given))
 
-    return asyncio.run(every())
+    with recorded() as judge:
+        return asyncio.run(every(judge))
 
 
-async def our(agent: str, case: Case) -> float | str:
+async def our(judge: Recorded, agent: str, case: Case) -> float | str:
     """Our reward for an answer, or why there is none: a bad row, or a machine that is busy."""
     row = case.row | {"agent_ref": {"name": agent}}
     read = Response.of(case.text)
     calls = [call | {"type": "function_call"} for call in case.calls]
     response = Response(case.text, read.reasoning, read.content, calls, read.malformed)
-    replies = iter(case.replies)
-
-    async def ask(name, messages, verdict, **sampling):
-        return verdict(next(replies))
-
-    judge.ask = ask
     try:
         registry.environment(agent).check(row)
+        if case.group:
+            return (await judge.rewards(row, case.group, case))[case.group.index(case.text)]
+        if case.replies:
+            return await judge.reward(row, response, case)
         return (await registry.verify(row, response)).value
     except (ValueError, services.CheckerError) as error:
         return str(error)
@@ -136,7 +137,7 @@ def main(venv: str, *chosen: str) -> int:
         try:
             counts, reasons = compared(Path(venv).absolute(), name)
         except Absent as error:
-            table.append(f"{name:22} not compared: {error}")
+            table.append(f"{name:26} not compared: {error}")
             continue
         total += counts["unexplained"]
         table.append(LINE.format(name, *(counts[column] for column in HEAD[1:])))

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Sets up the environment and runs tests; durations.txt then says how long each took.
 #   bash tests/run.sh                     one real run of each kind, and what needs none: six minutes
-#   bash tests/run.sh all                 all that runs on a CPU: twenty minutes
+#   bash tests/run.sh all                 all that runs on a CPU: half an hour
 #   bash tests/run.sh PYTEST ARGUMENTS    what they say
 #   bash tests/run.sh recipe              every configuration trains two steps: ten minutes
 #   bash tests/run.sh hub                 environments of verifiers, in .venv-hub: three minutes
-#   bash tests/run.sh slurm               launch/ on a Slurm that it starts; as root: ten minutes
+#   bash tests/run.sh slurm               launch/ on a Slurm that it starts; as root: half an hour
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh test

@@ -14,7 +14,7 @@ import pytest
 
 import data_prep
 import dpo
-from envs import Reward, registry
+from envs import Reward, agents
 from envs.rollout.episode import Episode, Turn, stitch
 from grpo_async import Config
 from runtime.dispatch import Slot
@@ -141,7 +141,7 @@ def test_options_and_settings_that_the_pages_name_exist(page):
 def test_the_page_of_environments_has_them_all():
     """Each module, and each agent that rows of the released blends name."""
     page = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
-    for agent, module in registry.agents().items():
+    for agent, module in agents.served().items():
         assert f"[{module.rpartition('/')[2]}](../envs/{module}.py)" in page
         if agent.endswith("_simple_agent"):
             assert f"`{agent}`" in page, agent
@@ -155,7 +155,7 @@ def test_the_shelf_of_environments_is_that_of_their_modules():
     page = shelf.PAGE.read_text(encoding="utf-8")
     assert page == shelf.page(), "docs/environments.md: run .venv/bin/python docs/shelf.py"
     drawn = shelf.Shelf()
-    served = set(registry.agents().values())
+    served = set(agents.served().values())
     assert served <= drawn.serving and len(drawn.serving - served) == 1  # nemo_gym names no agent
     for name in drawn.serving:
         judged, _, reward = shelf.first_line(drawn.modules[name]).partition(": ")

@@ -10,6 +10,7 @@ from bench.simulation.engine import Engine
 from bench.simulation.engine import Sequence as Written
 from bench.simulation.hardware import Hardware
 from bench.simulation.workload import Judges, Workload
+from core.waits import Idle
 from envs.rollout.drafts import DRAFT_SECONDS
 from envs.rollout.episode import SampleInfo
 from envs.rollout.services import Report
@@ -140,6 +141,7 @@ class EngineActor:
         self.place = next(i for i in range(len(places) + 1) if i not in places)
         self.version = -1
         self.groups: dict[Group, None] = {}  # in the order in which they came
+        self.idle = Idle()
         self.open: set[Answer] = set()  # calls that are not answered yet
         self.hangs = False
         self.error: Exception | None = None
@@ -235,7 +237,7 @@ class Transfer:
         for engine, (version, answer) in self.members.items():
             engine.version = version
             engine.engine.set_paused(False)
-            answer.give(Received(phases, [0]))
+            answer.give(Received(phases, [0], engine.idle.take()))
         for send in self.sends:
             send.give(0)
 
@@ -351,6 +353,7 @@ class Group:
         self.written = 0.0  # when the last token so far was
         self.queued = 0.0  # seconds in which what wrote it waited for a place in its engine
         worker.groups[self] = engine.groups[self] = None
+        engine.idle.change(1)
         drafts = worker.drafts.pop((slot, line), [0.0] * self.left)
         work = self.stage.workload
         self.rollouts: list[Rollout] = []
@@ -371,10 +374,16 @@ class Group:
 
     def stop(self) -> None:
         """Nothing of this group goes on."""
-        self.worker.groups.pop(self, None)
-        self.engine.groups.pop(self, None)
+        self.leave()
         for rollout in self.rollouts:
             rollout.stop()
+
+    def leave(self) -> None:
+        """Worker and engine have it no longer."""
+        self.worker.groups.pop(self, None)
+        if self in self.engine.groups:
+            del self.engine.groups[self]
+            self.engine.idle.change(-1)
 
     def fail(self, error: Exception) -> None:
         """The call raises."""
@@ -386,8 +395,7 @@ class Group:
         self.left -= 1
         if self.left:
             return
-        self.worker.groups.pop(self, None)
-        self.engine.groups.pop(self, None)
+        self.leave()
         where = (self.slot.number, self.engine.place, max(self.totals))
         when = (self.began, self.queued, self.written, self.stage.loop.time())
         self.stage.spans.append(Span(*where, *when))

@@ -35,7 +35,7 @@ class Findings(NamedTuple):
     training: float
     update: float
     trainer_waits: float  # for rollouts
-    engines_wait: float  # while no slot runs
+    engines_wait: float  # without a group, mean
     engines_busy: float  # share of the time in which an engine has a sequence
     batch: float  # sequences at once in an engine that has any
     room: float  # for this many of them
@@ -187,7 +187,7 @@ def table(trace: Trace, found: Findings) -> list[str]:
         row("weight update", found.update, f"{found.update / found.seconds:.1%} of the step"),
         row("longest rollout", longest.seconds, parts),
         row("trainer waits", found.trainer_waits, f"{found.trainer_waits / found.seconds:.0%}"),
-        row("engines wait", found.engines_wait, "no slot runs at all"),
+        row("engines wait", found.engines_wait, "no group at all, mean of the engines"),
         row("engines busy, %", 100 * found.engines_busy, full),
         row("tokens a GPU, /s", rate, f"{found.tokens / 1e6:,.1f} M a step"),
         row("written or read again, %", 100 * found.reread, lost(trace)),

@@ -25,11 +25,12 @@ from bench.simulation.faults import Faults, Strike
 from bench.simulation.hardware import Hardware, Points, Room, interpolated
 from bench.simulation.workload import Latency, Lengths, Recorded
 from bench.simulation.world import Trace
-from bench.vs_trl import fit_eos
+from bench.vs_trl import save_model
 from grpo_async import Config
 from launch import tiny
 from support.configs import changed
 from support.program import Program, end
+from support.samples import asking
 
 P, G = 4, 8
 SEATS = 16  # of an engine
@@ -82,21 +83,12 @@ class Run:
 
 def make_inputs(folder: Path) -> None:
     """A random model that ends an answer everywhere with like chance, and prompts of one length."""
-    torch.manual_seed(0)
     letters = random.Random(0)
     words = ["".join(letters.choices("abcdefgh", k=WORD)) for _ in range(1024)]
-    chats = [[{"role": "user", "content": word}] for word in words]
     choice = {"options": [{"A": "a"}, {"B": "b"}], "expected_answer": "A"}
-    row = {"agent_ref": {"name": "mcqa_simple_agent"}} | choice
-    rows = [row | {"responses_create_params": {"input": chat}} for chat in chats]
+    rows = [asking(word, "mcqa_simple_agent", **choice) for word in words]
     tiny.write_rows(folder / "train.jsonl", rows)
-    tokenizer = tiny.make_tokenizer()
-    model = tiny.make_model(tokenizer)
-    prompts = tokenizer.apply_chat_template(
-        chats[:8], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    fit_eos(model, prompts, tokenizer.eos_token_id)
-    tiny.save(model, tokenizer, folder / "model")
+    save_model(folder / "model", rows[:8])
 
 
 def configured(folder: Path, name: str, lag: int, steps: int, seed: int) -> Config:
@@ -314,7 +306,7 @@ def compared(run: Run, trace: Trace) -> list[Pair]:
     waits = [
         Pair("trainer waits", found.trainer_waits, mean(window, "wait_for_rollouts")),
         Pair("an engine has no answer", (1 - found.engines_busy) * found.seconds, idle * length),
-        Pair("no answer at all", found.engines_wait, mean(window, "wait_for_training")),
+        Pair("an engine has no group", found.engines_wait, mean(window, "wait_for_training")),
     ]
     kept = [pair for pair in waits if pair.measured > SMALL * length]
     return [Pair("a step", found.seconds, length), *kept]

@@ -1,7 +1,6 @@
 """The first hour on GPUs, where there is none: what a CPU can do passes, the rest says why not."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,15 +10,15 @@ import torch
 
 from bench import gpu_first_hour as hour
 from bench import nemotron_h
+from support.program import ROOT, ran
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 
 def table(folder: Path, *lines: str, before: tuple[str, ...] = ()) -> tuple[int, list[list[str]]]:
     """Exit status and words of each line."""
-    command = [*before, sys.executable, "bench/gpu_first_hour.py", str(folder), *lines]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command = (*before, sys.executable, "bench/gpu_first_hour.py", folder, *lines)
+    done = ran(*command, seconds=300)
     assert not done.stderr, done.stderr
     return done.returncode, [line.split() for line in done.stdout.splitlines()]
 
@@ -88,8 +87,7 @@ def hour_of(root: Path, path: str) -> tuple[int, str]:
         target = root / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((ROOT / name).read_bytes())
-    how = {"cwd": root, "env": {"PATH": path}, "capture_output": True, "text": True}
-    done = subprocess.run(["bash", "bench/gpu_first_hour.sh", "out"], timeout=60, **how)
+    done = ran("bash", "bench/gpu_first_hour.sh", "out", root=root, env={"PATH": path})
     assert not done.stderr, done.stderr
     return done.returncode, done.stdout
 
@@ -107,7 +105,7 @@ def test_the_lines_follow_an_installation_and_give_the_exit_status(tmp_path):
     (tmp_path / "launch").mkdir()
     for name in ("requirements.txt", "requirements-cpu.txt", "requirements-overrides.txt"):
         (tmp_path / name).touch()
-    stamp = subprocess.run(["cksum", "/dev/null"], capture_output=True, text=True, check=True)
+    stamp = ran("cksum", "/dev/null")
     (tmp_path / ".venv/installed").write_text(stamp.stdout.removesuffix(" /dev/null\n"))
     code, said = hour_of(tmp_path, "/usr/bin:/bin")
     assert code == 2 and said.splitlines()[1:] == ["line bench/gpu_first_hour.py out"]
@@ -121,9 +119,8 @@ def test_the_head_is_measured_against_full_logits(tmp_path):
 
 @pytest.mark.parametrize("how", ["megatron", "transformers"])
 def test_a_checkpoint_of_nemotron_h_loses_nothing(how):
-    command = [sys.executable, "bench/nemotron_h.py", how]
     env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = ran(sys.executable, "bench/nemotron_h.py", how, env=env)
     assert done.returncode == 0, done.stderr
     assert f"resumed by {how}" in done.stdout.splitlines()[-1]
 

@@ -19,7 +19,7 @@ def made_up(tmp_path, lag: int = 0) -> Run:
     """A run in which everything takes just as long as it should, one thing after the other."""
     cfg = real.configured(tmp_path, f"lag-{lag}", lag, len(LENGTHS), 1)
     steps, rollouts, beats = [], [], []
-    now = idle = 0.0
+    now = 0.0
     for number, tokens in enumerate(LENGTHS, 1):
         began = now + LATENCY / 2
         ends = [began + STEP * (i + 1) for i in range(tokens)]
@@ -29,8 +29,7 @@ def made_up(tmp_path, lag: int = 0) -> Run:
         took = waited + trained + CALL + sum(UPDATE.values())
         now += took
         parts = {"wait_for_rollouts": waited, "train_seconds": trained, "step_seconds": took}
-        parts |= {"wait_for_training": idle}  # before its groups began
-        idle = took - waited
+        parts |= {"wait_for_training": took - waited}
         steps.append({"step": number, "seconds": now} | parts | UPDATE)
         for slot in range((number - 1) * P, number * P):
             rollouts += [{"slot": slot, "versions": [[number - 1, tokens]]}] * G
@@ -55,7 +54,7 @@ def test_a_run_that_takes_what_it_should_is_simulated_to_the_hundredth(tmp_path)
     trace = real.simulated(run, real.costs(run))
     assert findings.conserved(trace) == []
     pairs = real.compared(run, trace)
-    names = ["a step", "trainer waits", "an engine has no answer", "no answer at all"]
+    names = ["a step", "trainer waits", "an engine has no answer", "an engine has no group"]
     assert [pair.name for pair in pairs] == names
     assert max(pair.error for pair in (*pairs, *real.each_step(run, trace))) < 0.01
 

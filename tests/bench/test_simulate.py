@@ -8,10 +8,8 @@ import random
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import ray
@@ -31,8 +29,8 @@ from runtime import repair
 from settings.errors import InputError
 from support import shapes
 from support.configs import changed
+from support.program import ROOT, ran
 
-ROOT = Path(__file__).resolve().parents[2]
 P, G = 4, 2
 
 
@@ -326,9 +324,8 @@ def program(monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_last_line_says_what_binds_and_what_to_change(tmp_path):
     small = ("--prompts_per_step", "16", "--group_size", "4", "--steps", "8", "--splits", "2")
-    command = [sys.executable, "bench/simulate.py", "configs/rlvr1.py", *small]
-    command += ["--page", str(tmp_path / "page.html")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    words = ("configs/rlvr1.py", *small, "--page", tmp_path / "page.html")
+    done = ran(sys.executable, "bench/simulate.py", *words, seconds=300)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "s a step, bound by the longest rollout" in lines[-1]
@@ -385,7 +382,6 @@ def test_the_page_draws_its_picture(tmp_path):
     trace = world.run(cfg, hardware, varied(), picture=range(4, 8))
     page.write(trace, findings.find(trace), str(tmp_path / "page.html"))
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom")
-    uri = (tmp_path / "page.html").as_uri()
-    done = subprocess.run([CHROMIUM, *flags, uri], capture_output=True, text=True, timeout=120)
+    done = ran(CHROMIUM, *flags, (tmp_path / "page.html").as_uri())
     assert "INFO:CONSOLE" not in done.stderr
     assert done.stdout.count("step 6:") == 0 and done.stdout.count("<rect") > 20

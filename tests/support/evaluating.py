@@ -1,6 +1,12 @@
 """Checks that evaluate what they are given, as some of reasoning-gym's do."""
 
+import errno
 import os
+import signal
+import sys
+import time
+
+from envs.sandbox import checkers
 
 
 def make_check():
@@ -39,3 +45,50 @@ def make_counting_check():
         return {"value": float(len(judged))}
 
     return check
+
+
+def make_refused_check():
+    """A check that the machine has no room for, but for that of an empty text."""
+    forks, refused = os.fork, []
+
+    def fork() -> int:
+        frame = sys._getframe()
+        while frame and frame.f_code.co_name != "attend":
+            frame = frame.f_back
+        if frame and frame.f_locals["request"]["text"]:
+            refused.append(1)
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return forks()
+
+    os.fork = fork
+    time.sleep = lambda seconds: None
+    return make_check()
+
+
+def make_crowded_check():
+    """A check whose server finds no room for a warden: often, where it has one already."""
+    forks, asked = os.fork, []
+
+    def fork() -> int:
+        asked.append(sys._getframe(2).f_code.co_name == "serve")
+        if asked == [True] or 2 < sum(asked) < 200:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return forks()
+
+    os.fork = fork
+    time.sleep = lambda seconds: None
+    return make_check()
+
+
+def make_orphaned_check():
+    """A check whose warden is killed as soon as it has forked it for a text that is not empty."""
+    begin = checkers.begin
+
+    def begun(*given) -> int:
+        pid = begin(*given)
+        if sys._getframe(2).f_locals["request"]["text"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pid
+
+    checkers.begin = begun
+    return make_check()

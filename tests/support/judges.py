@@ -64,8 +64,9 @@ class Judge(Server):
     """Serves /v1/models and /v1/chat/completions on 127.0.0.1 while `with` lasts.
 
     `replies` is one text for all, texts in the order of coming, or what a function of the messages
-    says. A reply that is a dict is the `message`, with `reasoning_content` perhaps. An exhausted
-    list is an error 400. `asked` holds the body of every chat request that was answered.
+    says. A reply that is a dict is the `message`, with `reasoning_content` and `finish_reason`
+    perhaps, or has `refused`, the message of an error 400, which an exhausted list is too. `asked`
+    holds the body of every chat request that was answered.
     """
 
     def __init__(
@@ -157,8 +158,11 @@ class Judge(Server):
         except StopIteration:
             return web.json_response({"message": "no more replies were recorded"}, status=400)
         self.asked.append(body)
-        message = reply if isinstance(reply, dict) else {"content": reply}
-        choice = {"index": 0, "message": {"role": "assistant"} | message, "finish_reason": "stop"}
+        message = dict(reply) if isinstance(reply, dict) else {"content": reply}
+        if "refused" in message:
+            return web.json_response({"error": {"message": message["refused"]}}, status=400)
+        ended = message.pop("finish_reason", "stop")
+        choice = {"index": 0, "message": {"role": "assistant"} | message, "finish_reason": ended}
         return web.json_response({"object": "chat.completion", "choices": [choice]})
 
 

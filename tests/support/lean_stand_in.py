@@ -8,7 +8,14 @@ import re
 import sys
 import time
 
-WRONG = ("wrong_tactic", "absurd rfl", "could not prove", "Proof Plan", "7 * y ^ 3 : ZMod 7")
+WRONG = (
+    "wrong_tactic",
+    "absurd rfl",
+    "False := trivial",
+    "could not prove",
+    "Proof Plan",
+    "7 * y ^ 3 : ZMod 7",
+)
 
 name = sys.argv[-1]
 with open(name, encoding="utf-8") as file:

@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-ROOT = Path(__file__).resolve().parents[2]
+from support.program import ROOT, ran
 
 
 def compute(jobs: list[dict], folder: Path, script: str = "megatron_ranks.py") -> Callable:
@@ -68,7 +67,7 @@ def run(program: str, *arguments: str) -> str:
     """What a program of tests/support prints where Megatron-Core runs on a CPU."""
     env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests"}
     env |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    command = [sys.executable, "-W", "ignore", f"tests/support/{program}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+    command = (sys.executable, "-W", "ignore", f"tests/support/{program}", *arguments)
+    done = ran(*command, env=env, seconds=400)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from support.judges import Judge
 from support.program import Program, copy
+from support.samples import asking
 
 ENVIRONMENT = '''
 """Asks the judge, whose verdict is a function of row and answer."""
@@ -41,9 +42,7 @@ def reply(messages: list[dict]) -> str:
 
 def rows(count: int) -> list[dict]:
     """Prompts of the environment."""
-    asked = [[{"role": "user", "content": f"row {i}"}] for i in range(1, count + 1)]
-    agent = {"agent_ref": {"name": "asks_judge"}}
-    return [agent | {"responses_create_params": {"input": messages}} for messages in asked]
+    return [asking(f"row {i}", "asks_judge") for i in range(1, count + 1)]
 
 
 def fork(folder: Path) -> Path:

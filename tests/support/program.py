@@ -88,11 +88,12 @@ class Program:
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
-                fields = stat.read_text().rsplit(")", 1)[1].split()
+                short, fields = stat.read_text().rsplit(")", 1)
                 name = (stat.parent / "cmdline").read_bytes()
             except OSError:
                 continue
-            if int(fields[1]) in parents and b"EngineCore" in name:
+            is_core = b"EngineCore" in name or short.endswith("(EngineCore")  # started, or forked
+            if int(fields.split()[1]) in parents and is_core:
                 found.append(int(stat.parent.name))
         return sorted(found)
 
@@ -137,6 +138,13 @@ class Program:
         for slot, used in seen.items():
             assert len(used) == cfg.group_size and len(set(used)) == 1, (slot, used)
             assert dropped or used[0] == slot % rows + 1
+
+
+def ran(*command, root: Path = ROOT, env=None, seconds: float = 120):
+    """A program that has ended, with its exit status and what it printed."""
+    words = [str(word) for word in command]
+    how = {"cwd": root, "env": env, "timeout": seconds}
+    return subprocess.run(words, capture_output=True, text=True, **how)
 
 
 def copy(folder: Path) -> Path:

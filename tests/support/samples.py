@@ -1,8 +1,28 @@
-"""Samples with random contents."""
+"""Rows, turns, and samples with random contents."""
 
 import numpy as np
 
-from envs.rollout.episode import Sample
+from envs.rollout.episode import Sample, Turn
+
+
+def asking(text: str, agent: str = "any", **fields) -> dict:
+    """A row of an agent that asks the policy this."""
+    params = {"input": [{"role": "user", "content": text}]}
+    return {"responses_create_params": params, "agent_ref": {"name": agent}} | fields
+
+
+def turn(prompt, tokens, version: int = 0, text: str = "fine", reason: str = "stop") -> Turn:
+    """A turn whose logprobs tell its tokens apart."""
+    logps = [-0.25 * t for t in tokens]
+    return Turn(list(prompt), list(tokens), logps, [version] * len(tokens), reason, text)
+
+
+def routed(prompt, tokens, first: int) -> Turn:
+    """A turn whose tokens, but the last, were read by experts that are counted up."""
+    made = turn(prompt, tokens)
+    n = len(prompt) + len(tokens) - 1
+    made.routes = np.arange(first, first + 6 * n, dtype=np.uint16).reshape(n, 3, 2)
+    return made
 
 
 def make_sample(random: np.random.Generator, tokens: int, env: str = "", **fields) -> Sample:

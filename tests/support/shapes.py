@@ -1,9 +1,13 @@
 """config.json of the models that configs/ names, with their published dimensions, no weights."""
 
+import json
+import math
 from pathlib import Path
 
+import torch
 from transformers import LlamaConfig, NemotronHConfig, Qwen3Config
 
+SHARD = 1 << 31  # parameters of a file, about
 KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe"}
 HYBRID = {"vocab_size": 131072, "num_attention_heads": 32, "num_key_value_heads": 2}
 HYBRID |= {"head_dim": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128}
@@ -56,3 +60,41 @@ def write(model: str, folder: Path) -> str:
     """Writes the config.json of a model of SHAPES; returns its folder."""
     SHAPES[model]().save_pretrained(folder)
     return str(folder)
+
+
+def write_checkpoint(model: str, folder: Path, tokenizer: str) -> None:
+    """A model's folder with all tensors by name and shape; their bytes are a hole in the file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = SHAPES[model]()
+    config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config)
+    shards: list[dict[str, list[int]]] = [{}]
+    filled = 0
+    for name, tensor in revert_weight_conversion(lm, dict(lm.state_dict())).items():
+        if filled > SHARD:
+            filled = 0
+            shards.append({})
+        filled += tensor.numel()
+        shards[-1][name] = list(tensor.shape)
+    files = {}
+    for i, sizes in enumerate(shards):
+        files |= dict.fromkeys(sizes, f"model-{i:05}.safetensors")
+        write_holes(folder / f"model-{i:05}.safetensors", sizes)
+    index = json.dumps({"metadata": {}, "weight_map": files})
+    (folder / "model.safetensors.index.json").write_text(index)
+
+
+def write_holes(path: Path, sizes: dict[str, list[int]]) -> None:
+    """A file of safetensors whose tensors have these names and shapes, and no bytes on the disk."""
+    header, end = {}, 0
+    for name, shape in sizes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)

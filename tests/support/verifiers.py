@@ -10,10 +10,16 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 
+from envs.rollout.messages import last_question
 from envs.rollout.response import Response
+from support.tables import table
 
+# Agent, file and line of a real row of it, blends that have the agent.
+AGENTS = table(Path(__file__).with_name("agents.txt"))["rows"]
 DATA = Path(__file__).resolve().parents[3] / "shared/data"
 TEXT = st.text()
+# What a judge of all roles may reply, for a test in which no verdict matters.
+VERDICT = '{"score_1": 4, "score_2": 2, "ranking": 2} [[A=B]] [[NO]] FAIL Response harm: harmful'
 REPEATED = ("[", "{", '[{"a":', "<a>", "\\boxed{", "word, ", "<think>", "```")
 HOSTILE = ["", " ", "\x00", "\ud800", *(text * 10**5 for text in REPEATED)]
 HOSTILE += ["(a+)+" * 10**4, "a" * 10**6, "\n" * 10**6, "9" * 10**6]
@@ -65,8 +71,31 @@ def known_answers(name: str, agent: str, least: int = 1) -> list[Known]:
     return found
 
 
-def gym_rows(name: str, agent: str) -> list[dict]:
-    """NeMo-Gym's example rows of an environment, of which there are some."""
-    found = [row | {"agent_ref": {"name": agent}} for row in lines("gym_rows", name)]
+def gym_rows(name: str, agent: str = "") -> list[dict]:
+    """NeMo-Gym's example rows of a file, of which there are some.
+
+    Rows of a file that names no agent get the first one that the table has for it, or `agent`,
+    which the table must have for it.
+    """
+    agents = [one for one, place, _ in AGENTS if place.partition(":")[0] == name]
+    assert (agent or agents[0]) in agents, f"agents.txt has {agents} for {name}"
+    given = {"agent_ref": {"type": "responses_api_agents", "name": agent or agents[0]}}
+    found = [given | row | (given if agent else {}) for row in lines("gym_rows", name)]
     assert found
     return found
+
+
+def of_blend(blend: str) -> list[dict]:
+    """The real rows of a blend in the table, each under its agent."""
+    found = []
+    for agent, place, blends in AGENTS:
+        if blend in blends.split():
+            name, _, number = place.partition(":")
+            found.append(gym_rows(name, agent)[int(number) - 1])
+    return found
+
+
+def shortened(row: dict) -> dict:
+    """The row with the end of its question alone: a tiny model reads 96 tokens."""
+    question = [{"role": "user", "content": last_question(row)[-40:]}]
+    return row | {"responses_create_params": {"input": question}}

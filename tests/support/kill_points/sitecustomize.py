@@ -44,7 +44,7 @@ POINTS = {
         "after it wrote one": "runtime.rank.Rank.saved",
         "before it renames a checkpoint": "runtime.folders.commit",
         "after a checkpoint is there": "runtime.folders.commit",
-        "before it deletes an old one": "runtime.folders.prune",
+        "before it deletes an old one": "runtime.kept.prune",
     },
     "driver": {
         "before it takes a step's groups": "grpo_async.RolloutBuffer.take",
@@ -53,7 +53,7 @@ POINTS = {
         "after the engines were synced": "grpo_async.Engines.sync",
     },
 }
-MODULES = ("grpo_async", "runtime.rank", "runtime.folders", "policy.receiver")
+MODULES = ("grpo_async", "runtime.rank", "runtime.folders", "runtime.kept", "policy.receiver")
 MODULES += ("vllm.v1.engine.core",)
 FILE = os.environ.get("KILL_FILE", "")
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from support.oracle import findings
+from support.oracle.replays import REPLAYS
 from support.oracle.spoil import spoiled
 
 DATA = Path(__file__).resolve().parents[4] / "shared/data/known_answers"
@@ -38,6 +39,8 @@ class Case(NamedTuple):
     text: str
     calls: list[dict]
     replies: list[str] = []  # what a judge says in turn
+    config: dict[str, Any] = {}  # settings of NeMo-Gym's server other than the released ones
+    group: list[str] = []  # answers that it is compared with, itself too
 
 
 ENVIRONMENTS = {
@@ -68,7 +71,12 @@ ENVIRONMENTS = {
         *["jailbreak_detection"] * 2, "jailbreak_detection_nemotron_combined_reward_tp8"
     ),
     "safety, harmless": Environment(*["over_refusal_detection"] * 2),
+    "genrm": Environment(*["genrm_compare"] * 2),
+    "conversation": Environment(*["conversational_tool_use_simulation"] * 2),
 }
+RECORDED = ", recorded"  # behind a name: what judges said in rollouts and unit tests
+ENVIRONMENTS |= {f"{name}{RECORDED}": ENVIRONMENTS.pop(name) for name in ("genrm", "conversation")}
+ENVIRONMENTS |= {f"{name}{RECORDED}": ENVIRONMENTS[name] for name in findings.REPLIES}
 
 
 def lines(path: Path) -> list[dict]:
@@ -79,6 +87,10 @@ def lines(path: Path) -> list[dict]:
 
 def cases(name: str, gym: Path) -> Iterator[Case]:
     """All cases of an environment; `gym` is the folder with resources_servers."""
+    if name.endswith(RECORDED):
+        yield from replayed(name.removesuffix(RECORDED))
+        yield from rollouts(name, gym)
+        return
     given = [*of_reviews(name), *of_gym(name, gym), *known(name)]
     if replies := findings.REPLIES.get(name):
         given = [case._replace(replies=said * 50) for case in given for said in replies]
@@ -114,6 +126,42 @@ def of_gym(name: str, gym: Path) -> Iterator[Case]:
         for i, made in enumerate(lines(path)):
             if "response" in made and (row := rows.get(asked(made))):
                 yield Case(f"{path.name}:{i + 1}", row, *said(made["response"]["output"]))
+
+
+def replayed(name: str) -> Iterator[Case]:
+    """The replies of judges in tests/support/oracle/replays.py."""
+    for i, replay in enumerate(REPLAYS.get(name, [])):
+        group = replay.answers if len(replay.answers) > 1 else []
+        for answer in replay.answers:
+            told = (replay.replies, replay.config, group)
+            yield Case(f"replay {i}", INPUT | replay.row, answer, [], *told)
+
+
+def rollouts(name: str, gym: Path) -> Iterator[Case]:
+    """NeMo-Gym's example rollouts with what its judge said in them."""
+    folder = gym / "resources_servers" / ENVIRONMENTS[name].server / "data"
+    rows = {
+        asked(row): row
+        for path in sorted(folder.glob("*example*.jsonl"))
+        for row in ([] if path.stem.endswith("_prepare") else lines(path))
+        if "rollouts" not in path.stem
+    }
+    for path in sorted(folder.glob("*rollouts*.jsonl")) if is_first(name) else ():
+        for i, made in enumerate(lines(path)):
+            told = [e["response"]["output"] for e in made.get("judge_evaluations", [])]
+            replies = [said(output)[0] for output in told]
+            replies += [e["judge_response"] for e in made.get("rubric_evaluations", [])]
+            if replies and (row := rows.get(asked(made))):
+                text, calls = said(made["response"]["output"])
+                config = {"check_twice_swap": len(replies) > 1} if told else {}
+                yield Case(f"{path.name}:{i + 1}", row, text, calls, replies, config)
+
+
+def is_first(name: str) -> bool:
+    """Whether an environment is the first of its server, whose rollouts are its own."""
+    server = ENVIRONMENTS[name].server
+    names = [other for other, of in ENVIRONMENTS.items() if of.server == server]
+    return names[0] == name.removesuffix(RECORDED)
 
 
 def known(name: str) -> Iterator[Case]:

@@ -15,6 +15,9 @@ from envs.tools.calls import arguments
 from support.oracle.cases import Case
 
 Test = Callable[[Case, float, float], bool]
+VERDICT = re.compile(
+    r"\[\[[A-Z!=_]+\]\]|CORRECT|\bPASS\b|\byes\b|Response harm:|\"(?:result|score_1)\""
+)
 LABEL = re.compile(r"\\boxed\{\s*([A-Z]\s*[:).\-]|\\text|\{)")
 
 
@@ -52,6 +55,11 @@ def hollow(case: Case) -> bool:
     return not changes or any(key in wanted for key in lacks)
 
 
+def quotes(case: Case) -> bool:
+    """Whether a judge may quote a verdict that an answer, or another of its group, holds."""
+    return any(VERDICT.search(text) for text in (case.text, *case.group))
+
+
 EXPLAINED: list[tuple[str, Test, str]] = [
     ("", less(unanswered),
      "an answer that is empty, or was cut off within its thought, earns 0"),
@@ -76,4 +84,11 @@ EXPLAINED: list[tuple[str, Test, str]] = [
     ("code", more(has("from __future__")), "NeMo-Gym puts its own lines before it: a SyntaxError"),
     ("reasoning_gym", more(lambda case: case.row["metadata"]["source_dataset"] in BOARDS),
      "the scorer compares with tuples, which JSON turned into lists"),
+    ("multichallenge", less(lambda case: "NO" in str(case.row["rubric"])),
+     "a reply with neither label meets no question, also where NO is wanted"),
+    ("genrm", either(lambda case: '"score_1": 10' in "".join(case.replies)),
+     "numbers that no judge is asked for are no verdict"),
+    ("genrm", either(quotes), "a verdict that an answer holds, and the judge quotes, is not read"),
+    *((name, less(quotes), "a verdict that the answer holds, and the judge quotes, is not paid")
+      for name in ("equivalence", "lc_judge", "nl2bash", "multichallenge", "inverse_if", "safety")),
 ]  # fmt: skip

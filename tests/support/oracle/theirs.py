@@ -4,8 +4,9 @@
 
 Runs where nemo-gym is installed, and imports nothing of ours. SERVER is a folder of its
 resources_servers, CONFIG a file in its configs/. CASES has a line of JSON for each answer: `row`,
-`text`, `calls`, and `replies`, which a judge gives in turn. REWARDS gets a line for each: the
-reward, or the error as text.
+`text`, `calls`, `replies`, which a judge gives in turn, `config`, settings other than those of the
+file, and `group`, the answers that it is compared with. REWARDS gets a line for each: the reward,
+or the error as text.
 """
 
 import asyncio
@@ -77,7 +78,7 @@ def load(name: str, config: str) -> SimpleNamespace:
     server = kind(config=config, server_client=MagicMock(spec=ServerClient))
     server.setup_webserver()  # in which some read their files
     request = inspect.get_annotations(kind.verify, eval_str=True)["body"]
-    return SimpleNamespace(server=server, body=request, many=asyncio.Semaphore(many))
+    return SimpleNamespace(app=app, server=server, body=request, many=asyncio.Semaphore(many))
 
 
 def is_own(kind: type, app: object) -> bool:
@@ -89,11 +90,36 @@ async def judge(there: SimpleNamespace, case: dict) -> float | str:
     replies = iter(case.get("replies", []))
     post = AsyncMock(side_effect=lambda **_: Reply(response(next(replies), [])))
     there.server.server_client.post = post
+    config = there.server.config
     try:
+        if case.get("group"):
+            return await in_group(there, case)
+        there.server.config = config.model_copy(update=case.get("config", {}))
         body = case["row"] | {"response": response(case["text"], case["calls"])}
         return float((await there.server.verify(there.body.model_validate(body))).reward)
     except Exception as error:
         return f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
+    finally:
+        there.server.config = config
+
+
+async def in_group(there: SimpleNamespace, case: dict) -> float:
+    """The reward of an answer beside the others of its group, compared in a circle."""
+    group = case["group"]
+    made = [response(text, []) for text in group]
+    shown = [there.app.extract_output_text(one) for one in made]
+    pairs = zip(shown, shown[1:] + shown[:1], strict=True)
+    said = dict(zip(pairs, case["replies"], strict=True))
+
+    def reply(json: object, **_: object) -> Reply:
+        return Reply(response(said[json.metadata["response_1"], json.metadata["response_2"]], []))
+
+    there.server.server_client.post = AsyncMock(side_effect=reply)
+    size = {"num_rollouts_per_prompt": len(group)}
+    there.server.config = there.server.config.model_copy(update=size | case["config"])
+    bodies = [there.body.model_validate(case["row"] | {"response": one}) for one in made]
+    found = await asyncio.gather(*map(there.server.verify, bodies))
+    return float(found[group.index(case["text"])].reward)
 
 
 async def main(name: str, config: str, cases: str, rewards: str) -> None:
