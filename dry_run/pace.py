@@ -184,7 +184,7 @@ def sync_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
     return 2 * model.params / (networks(cfg) * NETWORK_BYTES_S or gpu.nvlink)
 
 
-class Update(NamedTuple):
+class Traffic(NamedTuple):
     """Bytes of a weight update, and the least number of its messages."""
 
     sent: float  # by trainer rank 0, to the engines
@@ -193,16 +193,16 @@ class Update(NamedTuple):
     messages: int
 
 
-def update_traffic(model: Model, cfg: "TrainingSettings") -> Update:
+def update_traffic(model: Model, cfg: "TrainingSettings") -> Traffic:
     """bf16 weights, gathered and then broadcast in buckets. FSDP2 gathers tensor by tensor."""
     layout = cfg.policy
     whole = 2 * model.params
     broadcasts = math.ceil(whole / BUCKET_BYTES)
     if layout.kind == "megatron":
         shape = megatron_sizes.read_shape(cfg.model, layout)
-        return Update(whole, broadcasts, *megatron_sizes.gathered(shape, layout))
+        return Traffic(whole, broadcasts, *megatron_sizes.gathered(shape, layout))
     others = megatron_sizes.ring(layout.ranks)
-    return Update(whole, broadcasts, whole * others, model.tensors if others else 0)
+    return Traffic(whole, broadcasts, whole * others, model.tensors if others else 0)
 
 
 def traffic_seconds(
