@@ -133,8 +133,7 @@ def python() -> list[str]:
     Raises OSError, and CheckerError, where that could not be seen.
     """
     own = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
-    before = ["setpriv", *NOBODY] if os.geteuid() == 0 else []
-    seen = told([*before, "sh", "-c", 'test -x "$0" && echo yes || echo no', own])
+    seen = told([*as_run_user(), "sh", "-c", 'test -x "$0" && echo yes || echo no', own])
     found = {"yes\n": own, "no\n": "/usr/bin/python3"}.get(seen.stdout)
     if not found:
         raise CheckerError(f"the sandbox cannot look for {own}: {seen.stderr[-300:]}")
@@ -149,9 +148,8 @@ def own_packages() -> str:
     """
     folder = sysconfig.get_path("purelib")
     code = f"import sys; sys.path.append({folder!r}); import numpy"
-    before = ["setpriv", *NOBODY] if os.geteuid() == 0 else []
     try:
-        tried = told([*before, *python(), "-c", code])
+        tried = told([*as_run_user(), *python(), "-c", code])
     except OSError as error:
         raise CheckerError(f"the sandbox cannot start Python: {error}") from None
     if tried.returncode and "ModuleNotFoundError" not in tried.stderr:  # it may be for a moment
@@ -178,9 +176,7 @@ def wrapped(
     `root` only the owner of its files can be used. A command that makes `rooms` forbids namespaces
     in them, and limits the processor time in them, itself.
     """
-    command = user_limit.lifted()
-    command += ["setpriv", *NOBODY] if os.geteuid() == 0 and not root else []
-    command += limited(limits, not rooms)
+    command = [*as_run_user(root), *limited(limits, not rooms)]
     if root:
         own = ["unshare", "--user", "--map-root-user", "--mount"]
         command += [*own, "sh", "-c", LAYER, root, str(limits.disk)]
@@ -239,6 +235,12 @@ def around(reads: Iterable[str], executes: bool) -> list[str]:
         bound.append(folder)
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     return [*command, "--setenv", "TMPDIR", "/tmp", "--remount-ro", "/", "--chdir", "/"]
+
+
+def as_run_user(root: str = "") -> list[str]:
+    """The command in front of one that makes it a process of a run's user, with all of its room."""
+    becomes = ["setpriv", *NOBODY] if os.geteuid() == 0 and not root else []
+    return [*user_limit.lifted(), *becomes]
 
 
 def limited(limits: Limits, cpu: bool = True) -> list[str]:

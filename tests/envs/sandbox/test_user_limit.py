@@ -44,8 +44,10 @@ def others() -> Iterator[None]:
 @pytest.mark.parametrize("source", [THREAD, COMMAND])
 def test_a_limit_that_may_be_raised_is(others, fresh, source):  # noqa: F811
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    for looked in (sandbox.python, sandbox.own_packages):
+        looked.cache_clear()
     try:
-        resource.setrlimit(resource.RLIMIT_NPROC, (OTHERS + 6, hard))
+        resource.setrlimit(resource.RLIMIT_NPROC, (OTHERS - 6, hard))
         assert outcome(source).stdout.strip() == "49"
     finally:
         resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
