@@ -401,9 +401,12 @@ class Run:
 
     async def save(self) -> None:
         """Copies this moment, while the run waits, and writes it while the run goes on."""
+        await self.checkpoints.save(self.state(), None, self.tasks)
+
+    def state(self) -> dict:
+        """What a checkpoint holds beside the policy, as JSON values."""
         progress = {"next_prompt": self.version * self.cfg.pairs_per_step}
-        state = {"version": self.version, "progress": progress}
-        await self.checkpoints.save(state, None, self.tasks)
+        return {"version": self.version, "progress": progress}
 
 
 def main() -> None:

@@ -1,9 +1,6 @@
-"""Files of JSON lines that are appended to, and the place in a stream of rows."""
+"""Files of JSON lines that are appended to."""
 
-import json
 import os
-import zlib
-from collections.abc import Sequence
 from pathlib import Path
 
 from settings.errors import RunError
@@ -39,9 +36,3 @@ class LineFile:
     def close(self) -> None:
         """Closes the file, in which nothing is buffered."""
         self.file.close()
-
-
-def fingerprint(rows: Sequence[dict], position: int) -> int:
-    """CRC-32 of the row before `position` in a stream; it differs where rows have shifted."""
-    row = rows[(position - 1) % len(rows)]
-    return zlib.crc32(json.dumps(row | {"_line": 0}).encode())

@@ -18,9 +18,8 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from core.lines import fingerprint
 from core.waits import within
 from runtime.folders import checksums, commit, listing, newest_first, split
 from settings.run import TrainingSettings
@@ -34,10 +33,10 @@ class Checkpoints:
     """Saves, finds and loads a run's checkpoints; trainers and workers of the cluster do the work.
 
     A checkpoint's state is a dictionary of JSON values. The run chooses what is in it, and finds it
-    again with `folder` and `evaluated` added. `rows` is the stream of prompts.
+    again with `folder` and `evaluated` added. `rows` are the `Rows` that it trains on.
     """
 
-    def __init__(self, cfg: TrainingSettings, cluster: "Cluster", rows: Sequence[dict]):
+    def __init__(self, cfg: TrainingSettings, cluster: "Cluster", rows: Any):
         self.cfg = cfg
         self.cluster = cluster
         self.rows = rows
@@ -57,7 +56,7 @@ class Checkpoints:
         await self.written()
         folder = f"{self.cfg.run_dir}/step_{state['version']:06d}"
         state = state | {"config": dataclasses.asdict(self.cfg)}
-        state["prompt"] = fingerprint(self.rows, state["progress"]["next_prompt"])
+        state["rows"] = [len(self.rows), self.rows.checksum(len(self.rows))]
         state["ready"] = [group.slot for group in groups or ()]
         copies = (t.save.remote(f"{folder}.partial") for t in self.cluster.trainers)
         limit = self.cfg.timeouts.train

@@ -59,6 +59,9 @@ class TrainingRun(Protocol):
     async def train_forever(self) -> None:
         """Trains all steps."""
 
+    def state(self) -> dict:
+        """What a checkpoint holds of the run beside its policy."""
+
     async def evaluate(self) -> None:
         """Evaluates the present version."""
 
@@ -119,7 +122,8 @@ def check_checkpoint(run: TrainingRun) -> None:
     if command.export:
         run.checkpoints.cfg = of_export(cfg)
     trains = not (command.export or command.eval_only)
-    state = resume.look(run.checkpoints, run.MUST_MATCH if trains else None)
+    must_match = run.MUST_MATCH if trains else None
+    state = resume.look(run.checkpoints, must_match, run.state())
     step = state.get("version", 0)
     if command.resume != "auto" or command.modes or step < cfg.steps:
         return

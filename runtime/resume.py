@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from core import jsonl, lines
+from core import jsonl
 from core.waits import within
+from runtime import lineage
 from runtime.folders import BLOCK, MARKER, flush, newest_first, step_of
 from runtime.kept import damage
 from settings.errors import InputError
 from settings.run import TrainingSettings
 
 if TYPE_CHECKING:
+    from envs.rollout.rows import Rows
     from runtime.checkpoints import Checkpoints
 
+MISSING = object()  # no value of a setting
 EVALUATED = {"validation_reward", "validation_accuracy"}  # one of them ends an evaluation
 
 
@@ -58,7 +61,7 @@ def refuse_none(cfg: TrainingSettings, notes: list[str]) -> None:
 
 
 def refuse_other_stream(
-    state: dict, cfg: TrainingSettings, rows: Sequence[dict], must_match: Sequence[str]
+    state: dict, cfg: TrainingSettings, rows: "Rows", must_match: Sequence[str]
 ) -> None:
     """Raises InputError where a run counts or reads prompts unlike the one that was saved."""
     saved = state["config"]
@@ -71,14 +74,20 @@ def refuse_other_stream(
         raise InputError(f"{folder} was saved with max_lag = {saved['max_lag']}: not less")
     for name in must_match:
         after = leaf_of(now, name, None)
-        before = leaf_of(saved, name, after)  # what did not exist then cannot differ
+        before = leaf_of(saved, name, MISSING)
+        if before is MISSING:
+            raise another_layout(folder, f"lacks config.{name}")
         if before != after:
             raise InputError(f"{folder} was saved with {name} = {before!r}, not {after!r}")
-    prompt = state["progress"]["next_prompt"]
-    if state["prompt"] != lines.fingerprint(rows, prompt):
-        message = f"prompt {prompt} is another one than {folder} was saved with"
-        why = "were rows added or removed, or are others quarantined now?"
+    count, checksum = state["rows"]
+    if rows.checksum(count) != checksum or len(rows) < count:
+        message = f"its first {count} rows are not those that {folder} was saved with"
+        why = "were rows changed, added or removed, or are others quarantined now?"
         raise InputError(f"data.train = {cfg.data.train!r}: {message}: {why}")
+    prompt = state["progress"]["next_prompt"]
+    if len(rows) > count and prompt > count:
+        message = f"{folder} was saved in a later pass over {count} rows, and now there are"
+        raise InputError(f"data.train = {cfg.data.train!r}: {message} {len(rows)}")
 
 
 def leaf_of(config: dict, name: str, default: Any) -> Any:
@@ -212,24 +221,44 @@ async def load(checkpoints: "Checkpoints", must_match: Sequence[str] | None) -> 
     return state if state.get("folder") else {}
 
 
-def look(checkpoints: "Checkpoints", must_match: Sequence[str] | None) -> dict:
+def look(checkpoints: "Checkpoints", must_match: Sequence[str] | None, fresh: dict) -> dict:
     """The state of the checkpoint that `load` would take, {} for none; nothing is started.
 
-    Raises InputError as `load` does, except for damage inside of large files.
+    `fresh` is what the run would save now. Raises InputError as `load` does, except for damage
+    inside of large files, and where a checkpoint to go on from has other fields than `fresh`.
     """
     folder = first_whole(checkpoints.cfg)
-    return state_of(checkpoints, folder, must_match) if folder else {}
+    state = state_of(checkpoints, folder, must_match) if folder else {}
+    if state and must_match is not None:
+        refuse_other_layout(state, fresh)
+    return state
 
 
 def state_of(checkpoints: "Checkpoints", folder: str, must_match: Sequence[str] | None) -> dict:
     """The state of a whole checkpoint. Raises InputError where it cannot be gone on from."""
     state = json.loads(Path(folder, "state.json").read_text()) | {"folder": folder}
-    if missing := {"config", "progress", "prompt", "version"} - state.keys():
-        expected = f"expected {', '.join(sorted(missing))} in its state.json"
-        raise InputError(f"{folder} was saved by another version of this program: {expected}")
+    needed = {"config", "version"} if must_match is None else {"config", "progress", "rows"}
+    if missing := needed - state.keys():
+        raise another_layout(folder, f"lacks {', '.join(sorted(missing))}")
     if must_match is not None:
         refuse_other_stream(state, checkpoints.cfg, checkpoints.rows, must_match)
     return state
+
+
+def another_layout(folder: str, what: str) -> InputError:
+    """The error of a checkpoint whose state.json has other fields than this program writes."""
+    commit = lineage.read(Path(folder)).get("commit") or "unknown"
+    return InputError(f"{folder}: its state.json {what}: it was saved by commit {commit}")
+
+
+def refuse_other_layout(state: dict, fresh: dict) -> None:
+    """Raises InputError where a checkpoint has not the fields of `fresh`, which a run saves now."""
+    saved, known = state["progress"].keys(), fresh["progress"].keys()
+    problems = [f"lacks {name}" for name in fresh.keys() - state.keys()]
+    problems += [f"lacks progress.{name}" for name in known - saved]
+    problems += [f"has progress.{name}, which is unknown here" for name in saved - known]
+    if problems:
+        raise another_layout(state["folder"], min(problems))
 
 
 async def newest(checkpoints: "Checkpoints", must_match: Sequence[str] | None) -> dict:

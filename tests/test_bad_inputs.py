@@ -24,7 +24,6 @@ import ray
 from conftest import spelling_rows, write_rows
 
 import grpo_async
-from core.lines import fingerprint
 from envs.rollout.messages import load_tokenizer
 from runtime import cluster, folders, kept, ray_start
 from runtime.archive import write_groups
@@ -33,7 +32,7 @@ from runtime.placement import Node
 from settings.errors import InputError
 from support.configs import changed
 from support.program import ROOT, ran, unboxed
-from support.samples import make_sample
+from support.samples import make_sample, stream
 from support.tables import table
 
 ROWS = spelling_rows(8)
@@ -108,14 +107,34 @@ class Home:
         (aside / "hf").mkdir()
         (aside / "hf/config.json").write_text("{}")
         (aside / "policy/__0_0.distcp").write_bytes(bytes(5000))
-        numbered = [row | {"_line": i} for i, row in enumerate(ROWS[::order], 1)]
         progress = {"next_slot": 2 * step, "next_prompt": 2 * step, "in_flight": {}}
         state = {"version": step, "progress": progress, "ready": [], "dropped": {}}
-        state["prompt"] = fingerprint(numbered, 2 * step)
+        rows = ROWS[::order]
+        state["rows"] = [len(rows), stream(rows).checksum(len(rows))]
         state["config"] = dataclasses.asdict(self.config(**fields or {}))
         (aside / "state.json").write_text(json.dumps(state))
         files = folders.checksums(str(aside), folders.listing(str(aside)))
         folders.commit(str(aside), str(folder), files)
+
+    def state(self, step: int, fields: dict) -> None:
+        """Changes fields of a checkpoint's state, also nested ones; ... deletes one."""
+        folder = self.run / f"step_{step:06d}"
+        path = folder / "state.json"
+        state = json.loads(path.read_text())
+        for name, value in fields.items():
+            *above, leaf = name.split(".")
+            inner = functools.reduce(dict.__getitem__, above, state)
+            inner.pop(leaf, None) if value is ... else inner.update({leaf: value})
+        path.write_text(json.dumps(state))
+        names = json.loads((folder / "complete.json").read_text())
+        folders.mark(str(folder), folders.checksums(str(folder), list(names)))
+
+    def seal(self) -> None:
+        """The model is marked, as a run marks what it exports."""
+        folders.seal(str(self.model))
+
+    def integers(self, name: str) -> None:
+        self.tensors(lambda state: state.update({name: state[name].int()}))
 
     def prune(self, keep: int) -> None:
         """Of the older checkpoints only the models are left."""

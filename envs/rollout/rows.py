@@ -43,6 +43,10 @@ class Rows(Sequence[dict]):
         self.lines.append(line)
         self.checksums.append(zlib.crc32(text.rstrip(b"\n")))  # rows may be appended
 
+    def checksum(self, count: int) -> int:
+        """CRC-32 of the first `count` rows' lines, as they were when the file was read."""
+        return zlib.crc32(self.checksums[:count].tobytes())
+
     def __len__(self) -> int:
         return len(self.starts)
 

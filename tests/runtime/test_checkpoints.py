@@ -14,16 +14,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
-from core.lines import fingerprint
 from grpo_async import Config, Run
 from runtime import checkpoints, folders, kept, resume
 from runtime.archive import write_groups
 from runtime.dispatch import Slot
+from runtime.rank import Rank
 from settings.errors import InputError
 from support.actors import Actor
 from support.configs import changed
-from support.samples import make_sample
+from support.samples import make_sample, stream
 from support.tables import table
 
 CASES = table(Path(__file__).with_name("cases.txt"))
@@ -138,14 +139,15 @@ BASE = {"prompts_per_step": 8, "group_size": 16, "max_lag": 1, "data": {"train":
 def resumable(prompt: int = 4) -> dict:
     """The state of a run that had given out so many of ROWS."""
     saved = json.loads(json.dumps(dataclasses.asdict(changed(Config(), **BASE))))
-    state = {"config": saved, "folder": "x", "prompt": fingerprint(ROWS, prompt)}
+    rows = [len(ROWS), stream(ROWS).checksum(len(ROWS))]
+    state = {"config": saved, "folder": "x", "rows": rows}
     return state | {"progress": {"next_prompt": prompt}}
 
 
 def refuse(state: dict, rows: list = ROWS, **fields) -> None:
     """The check of a run with these settings that is to go on from `state`."""
     cfg = changed(Config(), **BASE | fields)
-    resume.refuse_other_stream(state, cfg, rows, Run.MUST_MATCH)
+    resume.refuse_other_stream(state, cfg, stream(rows), Run.MUST_MATCH)
 
 
 @pytest.mark.parametrize(("fields", "message"), CASES["another schedule"])
@@ -159,24 +161,22 @@ def test_the_same_schedule_goes_on_with_other_settings():
     refuse(resumable(), max_lag=2, steps=7, lr=1e-3, run_dir="elsewhere")
 
 
-@pytest.mark.parametrize(
-    ("rows", "position", "goes_on"),
-    [
-        (ROWS, 23, True),
-        ([row | {"_line": row["_line"] + 1} for row in ROWS], 4, True),  # after a blank line
-        (ROWS + ROWS[:1], 4, True),  # behind what was used
-        (ROWS + ROWS[:1], 23, False),  # it was read twice: what came third is another row now
-        (ROWS[:2] + ROWS[3:], 4, False),
-        (ROWS[:1] * 2 + ROWS[1:], 4, False),
-        (ROWS[::-1], 4, False),
-    ],
-)
-def test_a_data_file_that_has_shifted_is_refused(rows, position, goes_on):
+@pytest.mark.parametrize(("rows", "position", "says"), [
+    (ROWS, 23, ""),
+    (ROWS + ROWS[:1], 10, ""),  # behind what was used
+    (ROWS + ROWS[:1], 11, "x was saved in a later pass over 10 rows, and now there are 11$"),
+    (ROWS[:2] + ROWS[3:], 4, "its first 10 rows are not those"),
+    (ROWS[:9], 4, "its first 10 rows are not those"),
+    (ROWS[:1] * 2 + ROWS[1:], 4, "its first 10 rows are not those"),
+    (ROWS[:4] + ROWS[:1] * 6, 4, "its first 10 rows are not those"),  # none of them was used
+    (ROWS[::-1], 4, "its first 10 rows are not those"),
+])  # fmt: skip
+def test_a_data_file_that_has_changed_is_refused(rows, position, says):
     state = resumable(position)
-    if goes_on:
+    if not says:
         refuse(state, rows)
         return
-    with pytest.raises(InputError, match=f"'a.jsonl': prompt {position} is another one than x was"):
+    with pytest.raises(InputError, match=f"data.train = 'a.jsonl': {says}"):
         refuse(state, rows)
 
 
@@ -314,7 +314,7 @@ def test_what_a_run_left_that_died_in_its_first_step_is_removed(tmp_path, resume
 async def test_a_checkpoint_that_cannot_be_written_is_named_with_the_room_that_is_left(tmp_path):
     """Torch says of a full disk "unexpected pos 704 vs 598"."""
     cluster = SimpleNamespace(trainers=[Actor(saved=RuntimeError("unexpected pos"))])
-    saver = checkpoints.Checkpoints(ask(tmp_path), cluster, ROWS)
+    saver = checkpoints.Checkpoints(ask(tmp_path), cluster, stream(ROWS))
     state = {"version": 3, "progress": {"next_prompt": 1}}
     with pytest.raises(ExceptionGroup) as error:
         async with asyncio.TaskGroup() as tasks:
@@ -362,3 +362,20 @@ def test_an_export_is_flushed_before_it_is_marked(tmp_path, monkeypatch):
 def test_a_marker_that_is_none_is_damage(tmp_path, marker):
     (tmp_path / "complete.json").write_text(marker)
     assert "complete.json" in kept.damage(str(tmp_path))
+
+
+def test_ranks_share_the_files_of_an_exported_model(tmp_path, monkeypatch):
+    """One of two finds the flipped bit; a model without a marker is nobody's export."""
+    for name in ("a.safetensors", "b.safetensors"):
+        (tmp_path / name).write_bytes(bytes(100))
+    folders.seal(str(tmp_path))
+    (tmp_path / "b.safetensors").write_bytes(bytes(99) + b"\1")
+    found = [kept.flaw(str(tmp_path), rank, 2) for rank in range(2)]
+    assert found[0] == "" and re.search(r"b\.safetensors: its CRC-32 is not the one", found[1])
+    assert kept.flaw(str(tmp_path), largest=50) == ""  # what is left to the trainers
+    rank = Rank(ask(tmp_path, model=str(tmp_path), ranks=2))
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    with pytest.raises(RuntimeError, match=r"^model = .*b\.safetensors: its CRC-32 is not"):
+        rank.open_policy(1.0)
+    (tmp_path / "complete.json").unlink()
+    assert kept.flaw(str(tmp_path)) == ""

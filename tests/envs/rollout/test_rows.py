@@ -16,7 +16,6 @@ from conftest import save_tokenizer, spelling_rows
 from transformers import AutoTokenizer
 
 import envs
-from core.lines import fingerprint
 from envs import agents
 from envs.check_rows import load_rows, read_rows
 from envs.rollout import messages, rows
@@ -67,12 +66,14 @@ def test_variables_reach_the_chat_template(tmp_path, shared_data, template, vari
     assert ("one and one" in prompt) == keeps and prompt.endswith(end)
 
 
-def test_the_fingerprint_is_of_the_prompt_before_the_position():
-    stream = [row | {"_line": i} for i, row in enumerate(spelling_rows(3), 1)]
-    moved = [row | {"_line": row["_line"] + 1} for row in stream]
-    assert fingerprint(stream, 2) == fingerprint(moved, 2) == fingerprint(stream, 5)
-    assert len({fingerprint(stream, position) for position in (1, 2, 3)}) == 3
-    assert fingerprint(stream, 2) != fingerprint(stream[1:], 2)
+def test_the_checksum_is_of_the_first_rows(tmp_path):
+    """Whatever stands between or behind them."""
+    first, second, third = (dump(row) for row in spelling_rows(3))
+    read = [
+        read_rows(write_lines(tmp_path / "x.jsonl", lines), 1)[0].checksum(2)
+        for lines in ([first, second], [b"", first, b"{", second, third], [second, first, third])
+    ]
+    assert read[0] == read[1] != read[2]
 
 
 # --- bad rows -------------------------------------------------------------------------------------
