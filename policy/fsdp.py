@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from policy import AnyRow, LossFn, WeightMeta, attention, logprobs
+from policy.finite import refuse_infinite
 from policy.lora import Adapters
 
 if TYPE_CHECKING:  # pydantic is not needed to train
@@ -130,7 +131,7 @@ class FSDPPolicy:
         self._check_architecture()
 
     def _read(self) -> None:
-        """Fills the shards, in float32. Raises ValueError naming a tensor that is not there."""
+        """Fills the shards, in float32. Raises ValueError naming a tensor that lacks or is NaN."""
         lm = self.lm
         # from_pretrained fills what its class makes, and of a DTensor the rows of this rank alone.
         made: Any = type("Made", (type(lm),), {"__new__": lambda cls, config: lm})
@@ -143,6 +144,8 @@ class FSDPPolicy:
         if lacking := sorted(loaded["missing_keys"]):
             needed = f"{len(lacking)} tensors that {type(lm).__name__} needs"
             raise ValueError(f"model = {self.folder!r} lacks {needed}, such as {lacking[0]}")
+        for name, tensor, _ in self._weights():
+            refuse_infinite(name, tensor, self.folder)
 
     def forward_backward(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow]) -> list[Any]:
         """Adds up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns all stats."""
@@ -242,12 +245,8 @@ class FSDPPolicy:
 
     def save(self, dir: str) -> Callable[[], object]:
         """Copies this rank's shards to memory and starts to write. What it returns waits for it."""
-        writing: Any = checkpoint_io.async_save(
-            self._state(),
-            checkpoint_id=dir,
-            process_group=self.save_group,
-            async_stager=self.stager,
-        )
+        how: Any = {"process_group": self.save_group, "async_stager": self.stager}
+        writing: Any = checkpoint_io.async_save(self._state(), checkpoint_id=dir, **how)
         return writing.result
 
     def load(self, dir: str) -> None:

@@ -31,6 +31,14 @@ def damage(folder: str, part: int = 0, parts: int = 1, largest: float = math.inf
     return ""
 
 
+def flaw(model: str, part: int = 0, parts: int = 1, largest: float = math.inf) -> str:
+    """`damage` of a model that a run exported, which has a marker; "" for any other model."""
+    if not Path(model, MARKER).is_file():
+        return ""
+    found = damage(model, part, parts, largest)
+    return found and f"{found}; delete {MARKER} to use a model that you changed"
+
+
 def prune(run_dir: str, keep: int) -> list[str]:
     """Deletes what resuming needs from all but the newest `keep` checkpoints; hf/ stays.
 

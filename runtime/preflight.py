@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from runtime.folders import BLOCK
+from runtime.kept import flaw
 from settings import reader
 from settings.errors import InputError, brief, shown
 from settings.hub import missing_weights
@@ -41,6 +43,13 @@ LFS = b"version https://git-lfs"  # how a file begins that git has not fetched
 LONGEST_HEADER = 100_000_000  # bytes, as the format defines it
 # Rope types whose max_position_embeddings are the scaled ones (vllm/config/model.py).
 SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+
+
+class Stored(NamedTuple):
+    """A tensor of a safetensors file, by its header."""
+
+    shape: list[int]
+    dtype: str  # such as BF16, F8_E4M3, I32
 
 
 class Declaration(NamedTuple):
@@ -197,6 +206,8 @@ def check_model(cfg: "TrainingSettings") -> None:
     if b"chat_template" not in settings and not list(Path(model).glob("chat_template*")):
         raise InputError(f"model = {model!r}: its tokenizer has no chat_template, expected one")
     tensors = dict(every_tensor(Path(model)))
+    if found := flaw(model, largest=BLOCK):  # trainers read the large files
+        raise InputError(f"model = {model!r}: {found}")
     from policy import shape  # and transformers, which takes seconds
     from settings.run import RunSettings
 
@@ -212,8 +223,8 @@ def check_model(cfg: "TrainingSettings") -> None:
         check_megatron(model, cfg.policy)
 
 
-def every_tensor(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Names and shapes of the tensors in the files that transformers reads, from their headers.
+def every_tensor(folder: Path) -> Iterator[tuple[str, Stored]]:
+    """The tensors in the files that transformers reads, from their headers.
 
     Raises InputError for a file that is missing or damaged. None of weights in another format.
     """
@@ -238,8 +249,8 @@ def every_tensor(folder: Path) -> Iterator[tuple[str, list[int]]]:
         yield from read_header(folder / name).items()
 
 
-def read_header(path: Path) -> dict[str, list[int]]:
-    """Names and shapes of a safetensors file. Raises InputError where it is not whole."""
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, by name. Raises InputError where it is not whole."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(len(LFS))
@@ -252,15 +263,15 @@ def read_header(path: Path) -> dict[str, list[int]]:
     try:
         header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
         end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        shapes = {name: list(tensor["shape"]) for name, tensor in header.items()}
+        stored = {k: Stored(list(v["shape"]), str(v["dtype"])) for k, v in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError):
         raise InputError(f"{path}: {size:,} bytes are no safetensors file: {again}") from None
     if 8 + length + end != size:
         raise InputError(f"{path}: {size:,} bytes, expected {8 + length + end:,}: {again}")
-    return shapes
+    return stored
 
 
-def check_tensors(folder: str, found: dict[str, list[int]], lm: "PreTrainedModel") -> None:
+def check_tensors(folder: str, found: dict[str, Stored], lm: "PreTrainedModel") -> None:
     """Compares a checkpoint's tensors with those of its architecture. Raises InputError.
 
     Quantised ones, and those that follow other names, are left to transformers.
@@ -277,8 +288,12 @@ def check_tensors(folder: str, found: dict[str, list[int]], lm: "PreTrainedModel
     described = f"expected by {type(lm).__name__} of config.json"
     for name in sorted(known):
         shape = list(state[name].shape)
-        if found[name] != shape:
-            raise InputError(f"model = {folder!r}: {name} is {found[name]}, {shape} {described}")
+        if found[name].shape != shape:
+            told = f"{name} is {found[name].shape}, {shape} {described}"
+            raise InputError(f"model = {folder!r}: {told}")
+        if state[name].is_floating_point() and "F" not in found[name].dtype:
+            told = f"{name} holds {found[name].dtype}, floating-point numbers {described}"
+            raise InputError(f"model = {folder!r}: {told}")
     patterns = lm._keys_to_ignore_on_load_missing or ()
     for name in sorted(state.keys() - known - tied):
         if not any(re.search(pattern, name) for pattern in patterns):

@@ -55,10 +55,17 @@ class Rank:
         )
 
     def open_policy(self, temperature: float, reference_of: "Policy | None" = None) -> "Policy":
-        """The policy to train, or the frozen reference of one; collective."""
+        """The policy to train, or the frozen reference of one; collective.
+
+        Raises RuntimeError where the model was exported by a run and its marker says otherwise.
+        """
         from policy.factory import open_policy
+        from runtime.kept import flaw
 
         cfg = self.cfg
+        found = "" if reference_of else flaw(cfg.model, dist.get_rank(), cfg.policy.ranks)
+        if found:
+            raise RuntimeError(f"model = {cfg.model!r}: {found}")
         seconds = cfg.timeouts.train
         return open_policy(cfg.model, cfg.policy, temperature, cfg.seed, seconds, reference_of)
 

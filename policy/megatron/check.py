@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from envs.rollout.messages import load_tokenizer
+from policy.finite import refuse_infinite
 from policy.megatron.families import FAMILIES, padded
 from settings.errors import InputError
 
@@ -29,6 +30,7 @@ class Checkpoint:
     """The tensors of a folder's *.safetensors files, read by the row."""
 
     def __init__(self, folder: str):
+        self.folder = folder
         files = [safe_open(path, "pt") for path in sorted(Path(folder).glob("*.safetensors"))]
         self.files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
@@ -39,9 +41,14 @@ class Checkpoint:
         return self.files[name].get_slice(name).get_shape()
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Rows (dim 0) or columns (dim 1) of a tensor; no more of it is read from disk."""
+        """Rows (dim 0) or columns (dim 1) of a tensor; no more of it is read from disk.
+
+        Raises ValueError where one of their numbers is not finite.
+        """
         cut = self.files[name].get_slice(name)
-        return cut[:, start:stop] if dim else cut[start:stop]
+        found = cut[:, start:stop] if dim else cut[start:stop]
+        refuse_infinite(name, found, self.folder)
+        return found
 
 
 # Fields of a config.json that change the network without changing its tensors.

@@ -4,6 +4,7 @@ Axes, as suffixes:  T tokens of a packed row   N tokens   V vocabulary   H hidde
 """
 
 import json
+import math
 import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -419,6 +420,19 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(lost, checkpoint, tmp_path)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"lacks 1 tensors that Qwen3.*, such as {lost}"):
         opened(folder)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}])
+def test_a_number_that_is_not_finite_is_refused(number, changes, checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("qwen3_tied"), tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    spoilt = "model.layers.1.mlp.up_proj.weight"
+    state[spoilt][3, 5] = number
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    says = f"{spoilt}: 1 of {state[spoilt].numel()} numbers are NaN or infinite"
+    with pytest.raises(ValueError, match=says):
+        opened(folder, **changes)
 
 
 def rows_of(rank: int, world: int) -> list[Row]:

@@ -1,6 +1,7 @@
 """What is wrong between a model and a layout is reported before any actor starts."""
 
 import json
+import math
 import re
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
 
-from policy.megatron.check import check_kernels, check_megatron
+from policy.megatron.check import Checkpoint, check_kernels, check_megatron
 from settings.errors import InputError
 from settings.network import PolicySettings
 from support.program import ROOT, ran
@@ -96,6 +97,17 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
         state["model.norm.weight"] = state["model.norm.weight"][:-1].clone()
 
     assert "model.norm.weight is [63], expected [64]" in refusal(folder("qwen2", tensors=cut))
+
+
+def test_a_number_that_is_not_finite_is_named_where_it_is_read(folder):
+    name = "model.layers.1.self_attn.v_proj.weight"
+    spoilt = folder("llama", tensors=lambda state: state[name][3].fill_(math.nan))
+    file = Checkpoint(spoilt)
+    rows, columns = file.shape(name)
+    assert file.read(name, 0, 4, rows).isfinite().all()
+    for dim, start, stop, count in ((0, 0, 4, columns), (1, 0, 7, 7)):
+        with pytest.raises(ValueError, match=f"{name}: {count} of .* are NaN or infinite"):
+            file.read(name, dim, start, stop)
 
 
 @pytest.mark.parametrize(("family", "field", "value"), CASES["fields"])

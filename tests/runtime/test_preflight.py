@@ -38,7 +38,8 @@ def test_every_family_is_taken(models, kind):
 
 def test_headers_are_read_as_safetensors_reads_them(tiny_model):
     with safe_open(f"{tiny_model}/model.safetensors", "pt") as file:
-        expected = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        cuts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        expected = {name: (cut.get_shape(), cut.get_dtype()) for name, cut in cuts.items()}
     assert dict(preflight.every_tensor(Path(tiny_model))) == expected
 
 
@@ -64,7 +65,7 @@ def test_other_names_and_quantised_tensors_are_left_to_transformers(model):
     lm = shape.build(str(model))
     found = dict(preflight.every_tensor(model))
     preflight.check_tensors("x", {f"language_{name}": s for name, s in found.items()}, lm)
-    halved = {name: [1] for name in found}
+    halved = {name: preflight.Stored([1], "F32") for name in found}
     with pytest.raises(InputError, match=r"is \[1\], \[\d+"):
         preflight.check_tensors("x", halved, lm)
     lm.config.quantization_config = {"quant_method": "fp8"}

@@ -1,0 +1,13 @@
+"""Weights of a model, as they are read from its files."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def refuse_infinite(name: str, tensor: Tensor, folder: str) -> None:
+    """Raises ValueError where a tensor, or this rank's shard of it, is not finite everywhere."""
+    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if wrong := int((~torch.isfinite(held)).sum()):
+        numbers = f"{wrong} of {held.numel()} numbers are NaN or infinite"
+        raise ValueError(f"model = {folder!r}: {name}: {numbers}: download or export it again")
