@@ -46,7 +46,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from envs.rollout.services import CheckerError
-from envs.sandbox.interpreter import count_all_memory, fork, oom_kills
+from envs.sandbox.interpreter import fork, oom_kills, refuse_calls
 from envs.sandbox.outcome import OOM
 
 DEADLINE = 10.0  # seconds of CPU of one check; thrice that where others have the CPUs
@@ -209,7 +209,7 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    count_all_memory()
+    refuse_calls()
     prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
     function = pkgutil.resolve_name(sys.argv[1])()
     gc.freeze()  # a collection would copy the pages that forks share

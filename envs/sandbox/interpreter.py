@@ -45,13 +45,15 @@ PRELUDE = """string re datetime collections heapq bisect copy math random statis
 functools operator io sys json builtins typing"""
 STDERR = 2000  # its last bytes that are kept
 DUMPABLE = 4  # of prctl: whether others of this user may trace a process and see its files
-# System calls for memory that no limit counts, that outlives its process, or that others of this
-# user see: shmget, msgget, memfd_create, memfd_secret, add_key, request_key, keyctl and
-# io_uring_setup. Machine -> its number in linux/audit.h, and theirs.
-UNCOUNTED = {
-    "x86_64": (0xC000003E, (29, 68, 319, 447, 248, 249, 250, 425)),
-    "aarch64": (0xC00000B7, (194, 186, 279, 447, 217, 218, 219, 425)),
+# Machine -> its number in linux/audit.h, and those of three kinds of system calls: `socket`;
+# userfaultfd and io_uring_setup, which can do what a filter forbids; and calls for memory that no
+# limit counts, that outlives its process, or that others of this user see: shmget, msgget,
+# memfd_create, memfd_secret, add_key, request_key and keyctl.
+CALLS = {
+    "x86_64": (0xC000003E, 41, (323, 425), (29, 68, 319, 447, 248, 249, 250)),
+    "aarch64": (0xC00000B7, 198, (282, 425), (194, 186, 279, 447, 217, 218, 219)),
 }
+VSOCK = 40  # AF_VSOCK, sockets of a virtual machine to its host, which no namespace holds back
 # CLONE_NEWUSER, NEWPID, NEWNET, NEWIPC and NEWNS of linux/sched.h
 NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000
 NOSUID_NODEV = 2 | 4  # of mount
@@ -182,20 +184,31 @@ def write(path: str, text: str) -> None:
         file.write(text)
 
 
-def count_all_memory() -> None:
-    """Lets the calls in UNCOUNTED fail from now on, where this machine is known: ENOSYS."""
-    machine, numbers = UNCOUNTED.get(os.uname().machine, (0, ()))
-    if not numbers:
-        return
+def seccomp_filter(memory: bool) -> bytes:
+    """The filter by which what CALLS names fails with ENOSYS, the calls for memory if `memory`.
+
+    Of sockets those of VSOCK fail. Empty where this machine is unknown.
+    """
+    if os.uname().machine not in CALLS:
+        return b""
+    machine, opens, always, uncounted = CALLS[os.uname().machine]
+    numbers = always + uncounted * memory
     load, equal, above, result = 0x20, 0x15, 0x35, 0x06  # of linux/bpf_common.h
-    refused = len(numbers) + 5  # the last step
+    refused = len(numbers) + 8  # the last step
     steps = [(load, 0, 0, 4), (equal, 0, refused - 2, machine), (load, 0, 0, 0)]
     steps += [(above, refused - 4, 0, 1 << 30)]  # the numbers of x32
     steps += [(equal, refused - 5 - i, 0, number) for i, number in enumerate(numbers)]
+    steps += [(equal, 0, 2, opens), (load, 0, 0, 16), (equal, 1, 0, VSOCK)]  # its first argument
     steps += [(result, 0, 0, 0x7FFF0000), (result, 0, 0, 0x50000 | errno.ENOSYS)]
-    text = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-    program = struct.pack("H6xP", len(steps), ctypes.addressof(text))
-    libc.prctl(22, 2, program, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    return b"".join(struct.pack("HBBI", *step) for step in steps)
+
+
+def refuse_calls() -> None:
+    """Lets the calls in CALLS fail from now on in this process and all that it begins."""
+    if steps := seccomp_filter(memory=True):
+        text = ctypes.create_string_buffer(steps)
+        program = struct.pack("H6xP", len(steps) // 8, ctypes.addressof(text))
+        libc.prctl(22, 2, program, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def bounds_of(limits: dict, contained: bool) -> dict[int, int]:
@@ -213,12 +226,12 @@ def bounds_of(limits: dict, contained: bool) -> dict[int, int]:
 
 
 def confine(limits: dict[int, int]) -> None:
-    """Sets these limits for this process, where it has not less, and refuses uncounted memory."""
+    """Sets these limits for this process, where it has not less, and refuses what CALLS names."""
     for limit, value in limits.items():
         most = resource.getrlimit(limit)[1]
         value = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (value, value))
-    count_all_memory()
+    refuse_calls()
 
 
 def serve(

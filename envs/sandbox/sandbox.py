@@ -34,13 +34,14 @@ from typing import Any
 from envs.rollout import services
 from envs.rollout.services import CheckerError, current
 from envs.sandbox import service, user_limit
-from envs.sandbox.interpreter import oom_kills
+from envs.sandbox.interpreter import oom_kills, seccomp_filter
 from envs.sandbox.outcome import OOM, REFUSED, Limits, Ran, refusals
 from envs.sandbox.user_limit import FULL, OWN
 
 log = logging.getLogger(__name__)
 TICK = 0.5  # seconds between two looks at a run
 NOBODY = ["--reuid", "65534", "--regid", "65534", "--clear-groups"]
+CALLS = seccomp_filter(memory=False)  # which a command may not make
 WORK = "/work"  # the working folder of a run
 PACKAGES = "/packages"  # libraries of sessions
 PATIENCE = 5  # times its deadline that a run may take where others have the processors
@@ -167,10 +168,11 @@ def wrapped(
     reads: Iterable[str] = (),
     rooms: bool = False,
     packages: str = "",
+    seccomp: int = -1,
 ) -> list[str]:
     """The command in front of a command that isolates it; `files`: path and descriptor of each.
 
-    `packages` is a folder that it sees as PACKAGES.
+    `packages` is a folder that it sees as PACKAGES. `seccomp` is the descriptor of a filter.
 
     Root becomes the user nobody first, since the kernel bounds no processes of root. Of an image as
     `root` only the owner of its files can be used. A command that makes `rooms` forbids namespaces
@@ -183,6 +185,7 @@ def wrapped(
     command += ["bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     command += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv"]
     command += [] if rooms else ["--disable-userns"]
+    command += ["--seccomp", str(seccomp)] if CALLS and seccomp >= 0 else []
     if root:
         command += ["--bind", "/mnt/root", "/"]
     else:
@@ -355,15 +358,16 @@ async def run(
     if root and backend != "bubblewrap":
         raise CheckerError(f"services.sandbox = {backend!r} runs no image, expected 'bubblewrap'")
     with contextlib.ExitStack() as stack:
-        given = [memory_file(text) for text in ("", stdin, *(files or {}).values())]
+        given = [memory_file(text) for text in ("", stdin, CALLS, *(files or {}).values())]
         for descriptor in given:
             stack.callback(os.close, descriptor)
         folder = "/"
         if backend == "bubblewrap":
-            named = zip(files or (), given[2:], strict=True)
+            named = zip(files or (), given[3:], strict=True)
             bounds = [] if root else ["prlimit", f"--nproc={limits.processes}"]
             status = ["--json-status-fd", str(given[0])]  # nothing in the sandbox has it
-            command = [*wrapped(limits, root, named, reads), *status, *bounds, *argv]
+            isolated = wrapped(limits, root, named, reads, seccomp=given[2])
+            command = [*isolated, *status, *bounds, *argv]
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             for path, text in (files or {}).items():
@@ -400,11 +404,13 @@ def isolates() -> str:
     return current().sandbox
 
 
-def memory_file(text: str) -> int:
-    """The descriptor of a file that has this text and is in no folder."""
+def memory_file(content: str | bytes) -> int:
+    """The descriptor of a file that has this content and is in no folder."""
+    if isinstance(content, str):
+        content = content.encode("utf-8", "surrogatepass")
     descriptor = os.memfd_create("given")
     with open(descriptor, "wb", closefd=False) as file:
-        file.write(text.encode("utf-8", "surrogatepass"))
+        file.write(content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
 

@@ -73,12 +73,15 @@ class Shell:
         self.full = user_limit.full(limits)
         with contextlib.ExitStack() as stack:
             given = [(path, memory_file(text)) for path, text in self.files.items()]
-            for _, descriptor in given:
+            filter = memory_file(sandbox.CALLS)
+            passed = [filter, *(descriptor for _, descriptor in given)]
+            for descriptor in passed:
                 stack.callback(os.close, descriptor)
             bounds = {"seconds": limits.seconds, "memory": limits.memory, "output": limits.output}
-            command = [*sandbox.wrapped(limits, files=given), "--as-pid-1", "prlimit"]
+            isolated = sandbox.wrapped(limits, files=given, seccomp=filter)
+            command = [*isolated, "--as-pid-1", "prlimit"]
             command += [f"--nproc={limits.processes}", *sandbox.python(), "-c", TEXT]
-            options: dict[str, Any] = {"pass_fds": [fd for _, fd in given], "limit": 1 << 20}
+            options: dict[str, Any] = {"pass_fds": passed, "limit": 1 << 20}
             self.process = await sandbox.start([*command, json.dumps(bounds)], **options)
         await self.answer(START)
 

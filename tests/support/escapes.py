@@ -43,6 +43,8 @@ import os
 open(os.path.join(f'/proc/{os.getppid()}', 'root', 'etc/passwd'))""",
     "root of the first process": "import os\nopen(os.path.join('/proc/1', 'root', 'etc/passwd'))",
     "chroot": "import os; os.chroot('/tmp')",
+    "a socket to the host": "import socket; socket.socket(socket.AF_VSOCK)",
+    "faults of memory": "import ctypes\nassert ctypes.CDLL(None).syscall(323, 1) >= 0",
     "mount": "import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, 0) == 0",
     "remount writable": """
 import ctypes

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from envs.programs import code
 from envs.rollout import services
 from envs.rollout.services import CheckerError
-from envs.sandbox import programs, sandbox
+from envs.sandbox import programs, sandbox, shell
 from envs.sandbox.checkers import Checkers
 from envs.sandbox.programs import Interpreter
 from envs.sandbox.sandbox import Limits, Ran
@@ -91,6 +92,30 @@ def test_a_folder_takes_the_place_of_the_machine_and_stays_as_it_is(tmp_path):
     for root, why in ((tmp_path, "execvp /bin/none"), (tmp_path / "absent", "absent")):
         with pytest.raises(CheckerError, match=f"did not start a run: code [0-9]+: .*{why}"):
             run(["/bin/none"], root=str(root))
+
+
+CALLS = """
+import ctypes, os, socket
+for what in (lambda: socket.socket(socket.AF_VSOCK), lambda: socket.socket(socket.AF_INET)):
+    try: what().close(); print("made")
+    except OSError as error: print(error.errno)
+libc = ctypes.CDLL(None, use_errno=True)
+numbers = {"x86_64": (323, 425, 319), "aarch64": (282, 425, 279)}[os.uname().machine]
+for number in numbers:
+    print(libc.syscall(number, b"x", 0, 0), ctypes.get_errno())
+"""
+
+
+@contained
+async def test_no_command_or_terminal_reaches_the_host_or_the_kernel_behind_its_filter():
+    """userfaultfd and io_uring do not exist; memory that a limit counts does, as a file."""
+    refused = str(errno.ENOSYS)
+    expected = [refused, "made", "-1", refused, "-1", refused]
+    ran = await sandbox.run([*sandbox.python(), "-c", CALLS])
+    assert ran.stdout.split()[:6] == expected and int(ran.stdout.split()[6]) > 0, ran
+    async with shell.Shell(Limits(), {"calls.py": CALLS}) as terminal:
+        shown = await terminal.run(f"{' '.join(sandbox.python())} calls.py", 20)
+    assert " ".join(expected) in " ".join(shown.split()), shown
 
 
 @contained
