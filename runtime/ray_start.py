@@ -57,7 +57,8 @@ def variables() -> dict[str, str]:
 def connect(cfg: TrainingSettings) -> placement.Places:
     """Joins the cluster that RAY_ADDRESS names, or starts one on this machine; where all will run.
 
-    Raises InputError where there is no such cluster, or where the actors do not fit.
+    Raises InputError where there is no such cluster, where Ray does not start, or where the actors
+    do not fit.
     """
     # Ray prints a traceback for each of a failed call's results that is not fetched. The first one
     # fetched has raised the error already.
@@ -74,10 +75,12 @@ def connect(cfg: TrainingSettings) -> placement.Places:
             logging_level="ERROR",
             **({} if address else local),
         )
-    except (ConnectionError, ValueError) as error:
-        if not address:
-            raise
-        raise InputError(f"RAY_ADDRESS = {address!r}: {brief(error)}") from None
+    except Exception as error:  # Ray raises whatever it stumbles over
+        if address:
+            raise InputError(f"RAY_ADDRESS = {address!r}: {brief(error)}") from None
+        logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs")
+        where = f"its logs are in {logs}, elsewhere with RAY_TMPDIR=FOLDER"
+        raise InputError(f"Ray did not start on this machine: {brief(error)}; {where}") from None
     return layout.plan(cfg, layout.nodes())
 
 

@@ -370,6 +370,21 @@ def test_a_cluster_that_is_not_there_is_named_at_once(tmp_path, tiny_model, monk
     assert time.perf_counter() - began < 60 and not ray.is_initialized()
 
 
+@pytest.mark.parametrize("folder", ["/proc/nowhere", "/tmp/" + 120 * "x"])
+def test_a_ray_that_does_not_start_names_its_logs_and_the_variable(
+    folder, tmp_path, tiny_model, monkeypatch
+):
+    run(Home(tmp_path, tiny_model), Case(""), monkeypatch)
+    monkeypatch.setattr(ray_start, "connect", CONNECT)
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    says = (
+        f"Ray did not start on this machine: .*; its logs are in {folder}/ray/session_latest/logs"
+    )
+    with pytest.raises(InputError, match=f"{says}, elsewhere with RAY_TMPDIR=FOLDER$"):
+        grpo_async.main()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 PROGRAMS = ["config: True for a count", "model: a tensor less"]
 PROGRAMS += ["command: evaluation without a checkpoint"]
 
