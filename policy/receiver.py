@@ -102,9 +102,6 @@ class WeightReceiver:
             proof.check()
             names = ", ".join(sorted(proof.unverified))
             print(f"not verified by reading back: {names}", flush=True)
-            print(
-                f"not verified by reading back: {', '.join(sorted(proof.unverified))}", flush=True
-            )
         return checksum(digests)
 
     def refresh_tied_head(self, model: nn.Module) -> None:
