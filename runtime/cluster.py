@@ -106,6 +106,8 @@ class Cluster:
         calls = (t.start.remote(rank, address) for rank, t in enumerate(self.trainers))
         starts = asyncio.gather(*calls)
         self.metas = (await within(cfg.timeouts.start, "the trainers to load", starts))[0]
+        closed = self.trainers[0].close_store.remote()
+        await within(cfg.timeouts.start, "trainer rank 0 to close its store", closed)
 
     def start_worker(self) -> Any:
         """Starts a rollout worker."""

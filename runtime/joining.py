@@ -66,6 +66,8 @@ async def join(fleet: "Fleet") -> None:
         # Each of them gives up after ANSWER_SECONDS by itself, and says why.
         limit = 2 * waits.ANSWER_SECONDS
         joined = await within(limit, "trainer and engines to connect", together(joins))
+    closed = senders[0].close_store.remote()
+    await within(cfg.timeouts.start, "trainer rank 0 to close its store", closed)
     fleet.kv_bytes = fleet.kv_bytes or min(itertools.chain(*joined[len(senders) :]))
     fleet.grouped = set(members)
 

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -26,12 +27,14 @@ class Rank:
     def __init__(self, cfg: TrainingSettings):
         self.cfg: Any = cfg  # of the algorithm's class
         self.store: Any = None  # the TCPStore that this rank opened last
+        self.door = -1  # the descriptor at which it listens
         self.writes: list[Callable] = []  # of the checkpoint that is being written
 
     def open_store(self, world: int) -> tuple[str, int]:
         """Listens for `world` processes; the port is bound before its address is passed on.
 
-        Choosing a free port first and binding it later collides (vLLM issue 28498). Raises
+        Choosing a free port first and binding it later collides (vLLM issue 28498). The store asks
+        for no secret, so it listens at no address but this, until `close_store`. Raises
         RuntimeError where this process may not open enough files to meet them all.
         """
         from runtime.ray_start import address_of_node, short_of_files
@@ -40,8 +43,21 @@ class Rank:
             raise RuntimeError(f"{os.uname().nodename}: {problem}")
         limit = timedelta(seconds=self.cfg.timeouts.start)
         host = address_of_node()
-        self.store = dist.TCPStore(host, 0, world, True, limit, wait_for_workers=False)
-        return host, self.store.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family, backlog=world)
+        port, self.door = listener.getsockname()[1], listener.detach()
+        how: Any = {"wait_for_workers": False, "master_listen_fd": self.door}
+        self.store = dist.TCPStore(host, port, world, True, limit, **how)
+        return host, port
+
+    def close_store(self) -> None:
+        """Refuses all who connect from here on; the ranks that have met stay connected.
+
+        The store goes on polling its descriptor, so another file takes its place there.
+        """
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, self.door, inheritable=False)
+        os.close(nothing)
 
     def join_ranks(self, rank: int, address: tuple[str, int]) -> None:
         """Makes torch's default process group of all ranks, which meet at rank 0's store."""

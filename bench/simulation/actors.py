@@ -263,6 +263,7 @@ class TrainerActor:
         stage.trainers.append(self)
         self.start = Method(lambda rank, address: answered([]))
         self.open_store = Method(lambda world: answered(("host", 1)))
+        self.close_store = Method(lambda: answered(None))
         self.open_sync_group = Method(lambda world: answered((b"", "host", 1)))
         self.join_sync_group = Method(lambda *_: after(stage.hardware.connect))
         self.call = Method(self._call)

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+import torch.distributed as dist
 from conftest import spelling_rows
 
 from envs import check_rows
@@ -120,6 +121,33 @@ def test_a_port_is_bound_before_anybody_knows_of_it(tiny_config):
     assert len({port for _, port in addresses}) == 30
     for host, port in addresses:
         socket.create_connection((host, port), timeout=5).close()
+
+
+def test_a_store_listens_at_one_address_until_its_ranks_have_met(tiny_config):
+    """They stay connected, its thread does not spin, and its descriptor is closed with it."""
+    rank = Rank(tiny_config())
+    host, port = rank.open_store(2)
+    assert f"{socket.inet_aton(host)[::-1].hex().upper()}:{port:04X}" in listening()
+    other = dist.TCPStore(host, port, 2, False)
+    other.set("before", "1")
+    rank.close_store()
+    used = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - used < 0.2
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, port), timeout=5)
+    other.set("after", "2")
+    assert (rank.store.get("before"), rank.store.get("after")) == (b"1", b"2")
+    del other
+    rank.store = None
+    with pytest.raises(OSError):
+        os.fstat(rank.door)
+
+
+def listening() -> set[str]:
+    """Address and port, in hexadecimal, at which this machine's sockets listen."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return {line[1] for line in lines if line[3] == "0A"}
 
 
 @pytest.mark.parametrize(("fields", "allowed"), CASES["claim"])

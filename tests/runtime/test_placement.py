@@ -123,6 +123,9 @@ def stand_ins() -> tuple[type, type]:
             self.rank = rank
             return [address]
 
+        def close_store(self):
+            pass
+
         def spot(self):
             return (self.rank, *placement.where())
 
