@@ -127,6 +127,10 @@ class Log:
         """Writes the step on these groups that led to version `step`, and shows it."""
         from runtime.rollout_metrics import rollout_metrics
 
+        named = {group.slot // self.cfg.prompts_per_step + 1 for group in groups}
+        if named != {step}:  # a fork fills its batches otherwise
+            told = f"step {step} trains groups that Slot.record numbers as of {sorted(named)}"
+            raise RuntimeError(f"{told}: rollouts.jsonl would be wrong; change that, too")
         trained = step - 1 if not self.cfg.command.rollout_only else 0
         infos = [group.infos for group in groups]
         self.trained(step, stats | rollout_metrics(infos, trained))

@@ -33,6 +33,7 @@ from envs.rollout.sampler import Sampler
 from policy.weight_sync import Sender
 from runtime import dispatch
 from runtime.dispatch import Slot
+from runtime.log import Log
 from settings.run import Sampling, Timeouts
 from support.actors import Actor
 from support.configs import changed
@@ -135,12 +136,12 @@ def test_a_bare_copy_runs_its_own_classes(fork):
 
 
 def test_ipo_wants_a_gap_and_not_more(ipo):
-    """At beta 0.05 of 10 nats: a loss of 0 there, of 100 at the reference, and as much at 20."""
+    """At beta 0.05 of 10 nats a token: a loss of 0 there, of 100 at the reference and at 20."""
     cfg = changed(ipo.Config(), sft_weight=0.0)
     ids_T = np.arange(5, 8, dtype=np.int32)
     pair = ipo.Pair(Tokens(ids_T, 1), Tokens(ids_T, 1))
     for gap, expected in ((0.0, 100.0), (10.0, 0.0), (20.0, 100.0)):
-        row = ipo.pack([ipo.Scored(0, pair, (-gap, 0.0))], 2)
+        row = ipo.pack([ipo.Scored(0, pair, (-2 * gap, 0.0))], 2)  # summed over two tokens
         loss, stats = ipo.dpo_loss(torch.zeros(6), row, cfg)
         assert loss.item() == pytest.approx(expected / 2)
         assert stats["preference_loss"] == pytest.approx(expected)
@@ -432,8 +433,8 @@ def test_a_chain_of_refills_has_time(dapo_refill, monkeypatch):
 
 PAGE = (ROOT / "docs/variants.md").read_text()
 TABLE_ROWS = re.findall(r"^\| (?!variant|---)(.*)", PAGE, re.M)
-BLOCK = re.compile(r"^### ([^\n]*)\n([^#]*?)```diff\n(.*?)```", re.M | re.S)
-BLOCKS = {title: (text, diff) for title, text, diff in BLOCK.findall(PAGE)}
+DIFF = re.compile(r"^### ([^\n]*)\n([^#]*?)\n\[(\w+)\.diff\]\(forks/\3\.diff\)$", re.M | re.S)
+DIFFS = {title: (text, name) for title, text, name in DIFF.findall(PAGE)}
 
 
 def settings_in(text: str) -> dict:
@@ -444,26 +445,17 @@ def settings_in(text: str) -> dict:
     return dict(found)
 
 
-def with_block(diff: str) -> str:
-    """grpo_async.py with a block's lines changed; each must be there exactly once."""
-    source = (ROOT / "grpo_async.py").read_text()
-    for hunk in diff.strip("\n").split("\n\n"):
-        lines = hunk.split("\n")
-        old = "".join(line[1:] + "\n" for line in lines if line[0] in " -")
-        new = "".join(line[1:] + "\n" for line in lines if line[0] in " +")
-        assert f"\n{source}".count(f"\n{old}") == 1, old
-        source = f"\n{source}".replace(f"\n{old}", f"\n{new}")[1:]
-    return source
-
-
 @pytest.fixture
 def variant(tmp_path, monkeypatch):
-    """A function that makes the trainer with a block of the page, and its settings."""
+    """A function that makes the trainer with a diff of the page, and its settings."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
 
     def make_variant(title: str):
-        text, diff = BLOCKS[title]
-        (tmp_path / "variant.py").write_text(with_block(diff))
-        module = load(tmp_path, "variant", monkeypatch)
+        text, name = DIFFS[title]
+        shutil.copy(ROOT / "grpo_async.py", tmp_path / f"{name}.py")
+        done = ran("git", "apply", ROOT / f"docs/forks/{name}.diff", root=tmp_path)
+        assert done.returncode == 0, done.stderr
+        module = load(tmp_path, name, monkeypatch)
         return module, changed(module.Config(), **settings_in(text))
 
     return make_variant
@@ -581,14 +573,17 @@ LOSSES = {
     "GMPO": (True, gmpo),
     "SAPO": (True, sapo),
     "TOPR": (False, topr),
+    "Entropy bonus": (False, lambda s: ((0.01 * s.curr.detach() - s.A) * s.curr).sum()),
     "KL in the reward": (False, lambda s: -((s.A - 0.01 * (s.old - s.ref).sum()) * s.curr).sum()),
 }
 OTHERS = {"DAPO's soft overlong punishment", "MaxRL", "Pass@k training"}
-OTHERS |= {"REINFORCE++ with baseline"}
+OTHERS |= {"REINFORCE++ with baseline", "The best half of a batch"}
 
 
 def test_all_variants_of_the_page_are_tested():
-    assert set(BLOCKS) == set(LOSSES) | OTHERS
+    assert set(DIFFS) == set(LOSSES) | OTHERS
+    told = {name for _, name in DIFFS.values()} | {"opo", "dr_grpo", "dapo_refill"}
+    assert told | {"ipo", "count_letters"} == {p.stem for p in (ROOT / "docs/forks").iterdir()}
     with_settings = [row for row in TABLE_ROWS if "`" in row]
     assert len(with_settings) == len(ROWS) + 1, "those and RLOO"
     assert all(settings_in(row) for row in with_settings)
@@ -606,6 +601,75 @@ def test_lines_of_a_variant_give_its_gradient(variant, title):
     module, cfg = variant(title)
     cfg = changed(cfg, low=1.0, high=1.0, sequence_error_limit=math.inf)
     check_gradient(module, cfg, *LOSSES[title])
+
+
+def one_step(module: ModuleType, cfg, groups: list) -> TablePolicy:
+    """The policy after a step as the driver trains it, on one rank."""
+    trainer = module.Trainer(cfg)
+    trainer.policy = TablePolicy(TABLE)
+    trainer.reference = TablePolicy([-1.0] * len(TABLE)) if cfg.has_reference else None
+    trainer.sender = Sender(trainer.policy, Timeouts(), False)
+    run = module.Run(cfg, [{}], [])
+    run.cluster.trainers = [Actor(train_step=lambda *a: tuple(trainer.train_step(*a)))]
+    run.log = SimpleNamespace(mismatch=lambda *_: None)
+    asyncio.run(run.train(0, groups))
+    return trainer.policy
+
+
+@pytest.mark.parametrize("title", DIFFS)
+def test_a_variant_trains_a_step(variant, title):
+    """From rewards to advantages, rows, loss and an update: finite, and not nothing."""
+    module, cfg = variant(title)
+    sizes = {"prompts_per_step": 4, "group_size": 5}
+    if cfg.loss.updates_per_batch > 1:
+        sizes["updates_per_batch"] = 2
+    cfg = changed(cfg, **sizes)
+    groups = []
+    for slot in range(4):
+        rewards_G = torch.tensor([1.0, 0, 0, slot / 4, 0])
+        advantages_G = module.group_advantages(rewards_G, cfg.advantage)
+        made = [
+            sample(ids, [TABLE[v] + 0.01 for v in ids], advantage)
+            for ids, advantage in zip(ANSWERS, advantages_G.tolist(), strict=False)
+        ]
+        groups.append(module.Group(slot, 0, 1, [s.info() for s in made], made))
+    grads = one_step(module, cfg, groups).grads
+    assert len(grads) == sizes.get("updates_per_batch", 1)
+    assert all(grad.isfinite().all() and grad.any() for grad in grads)
+
+
+def test_the_bonus_has_the_gradient_of_entropy(variant):
+    """Each of five tokens once, drawn evenly, so that its weight is 5 pi."""
+    module, cfg = variant("Entropy bonus")
+    cfg = changed(cfg, high=math.inf, sequence_error_limit=math.inf)
+    logits_V = torch.tensor([0.3, -0.2, 0.9, 0.1, -0.7], requires_grad=True)
+    logp_V = logits_V.log_softmax(0)
+    even = math.log(1 / 5)
+    parts = [{"curr": [x], "gen": [even], "A": [0.0]} for x in logp_V.tolist()]
+    leaf_T, batch = make(*parts)
+    (d_T,) = torch.autograd.grad(module.policy_loss(leaf_T, batch, cfg).loss, leaf_T)
+    (ours_V,) = torch.autograd.grad(logp_V @ d_T[batch.mask_T], logits_V, retain_graph=True)
+    entropy = -(logp_V.exp() * logp_V).sum()
+    (expected_V,) = torch.autograd.grad(-cfg.loss.entropy_coef * entropy, logits_V)
+    torch.testing.assert_close(ours_V, expected_V)
+
+
+async def test_the_half_whose_rewards_differ_most_is_trained(variant):
+    """Of slots 0 to 3 those of the lines 2 and 4; of slots 4 to 7, that all agree, the first."""
+    module, _ = variant("The best half of a batch")
+    filling = Filling(module, {1, 3, *range(5, 21)}, prompts_per_step=4)
+    await filling.both_loops()
+    assert [[slot for slot, _, _ in step] for step in filling.trained] == [[1, 3], [4, 5]]
+
+
+def test_a_step_of_other_slots_is_refused_where_it_is_logged(tmp_path):
+    """Else rollouts.jsonl, console and report would show its groups under other steps."""
+    log = Log()
+    log.cfg = changed(grpo_async.Config(), prompts_per_step=2)
+    of_slot = [SimpleNamespace(slot=slot, infos=DIFFERS) for slot in range(6)]
+    for step, groups in ((1, of_slot[:4]), (2, of_slot[:2]), (1, of_slot[2:4])):
+        with pytest.raises(RuntimeError, match=f"step {step} trains groups that Slot.record num"):
+            log.step(step, groups, {})
 
 
 def test_dual_clip_bounds_the_loss_of_a_bad_answer(variant):
@@ -679,15 +743,7 @@ def test_reinforce_plus_plus_divides_by_the_std_of_the_batch(variant):
             for v in ids:
                 expected_V[v] -= scaled / (3 * (2 + 3))
         groups.append(module.Group(slot, 0, 1, [s.info() for s in of_group], of_group))
-    trainer = module.Trainer(cfg)
-    trainer.policy = TablePolicy(TABLE)
-    trainer.reference = None
-    trainer.sender = Sender(trainer.policy, Timeouts(), False)
-    run = module.Run(cfg, [{}], [])
-    run.cluster.trainers = [Actor(train_step=lambda *a: tuple(trainer.train_step(*a)))]
-    run.log = SimpleNamespace(mismatch=lambda *_: None)
-    asyncio.run(run.train(0, groups))
-    torch.testing.assert_close(trainer.policy.grads[0], expected_V)
+    torch.testing.assert_close(one_step(module, cfg, groups).grads[0], expected_V)
 
 
 # --- a new environment ----------------------------------------------------------------------------
