@@ -8,6 +8,7 @@ from typing import Any
 
 import pydantic
 
+from settings import elsewhere
 from settings.errors import InputError
 from settings.values import booleans, flatten
 
@@ -18,6 +19,8 @@ def hint(Config: type, name: str) -> str:
     by_leaf: dict[str, list[str]] = {}
     for path in known:
         by_leaf.setdefault(path.rpartition(".")[2], []).append(path)
+    if name not in by_leaf and (here := elsewhere.meaning(name)):
+        return f": {here}"
     near = [name] if name in by_leaf else difflib.get_close_matches(name, by_leaf, 1)
     close = by_leaf[near[0]] if near else difflib.get_close_matches(name, known, 1)
     if close and close[0].startswith("command."):

@@ -69,11 +69,11 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
 
 
 def check_names(Config: type[C], flags: list[str]) -> None:
-    """Raises InputError for a key of NeMo-RL, naming the setting that stands in its place here."""
+    """Raises InputError for a key of another program, naming the setting that is meant here."""
     if flags:
-        from settings import nemo_rl
+        from settings import elsewhere
 
-        nemo_rl.refuse(flags, leaves(Config))
+        elsewhere.refuse(flags, leaves(Config))
 
 
 def end_in_one_line(kind: type[BaseException], error: BaseException, trace: Any) -> None:

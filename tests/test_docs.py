@@ -129,13 +129,15 @@ def test_options_and_settings_that_the_pages_name_exist(page):
     flags |= {"tensor-parallel-size", "max-model-len"}  # of `vllm serve`
     flags |= {"no-build-isolation"}  # of `pip install`
     text = page.read_text(encoding="utf-8")
-    if page.name == "from_nemo_rl.md":  # its first column holds the names of another program
-        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+    if page.name.startswith("from_"):  # a first column, and an example, have other programs' names
+        text = re.sub(r"^\|[^|]*\||^\$ .*|^error: .*", "|", text, flags=re.MULTILINE)
     assert set(re.findall(r"(?<![\w-])--([a-z][\w.-]*\w)", text)) <= flags
     groups = {name.rpartition(".")[0] for name in leaves} - {""}
     start = "|".join(sorted(groups))
     named = set(re.findall(rf"`((?:{start})\.\w[\w.]*)", text))
-    assert named <= set(leaves) | groups
+    diffs = "\n".join(path.read_text() for path in (ROOT / "docs/forks").glob("*.diff"))
+    of_forks = {f"loss.{name}" for name in re.findall(r"^\+    (\w+): ", diffs, re.M)}
+    assert named <= set(leaves) | groups | of_forks
 
 
 def test_the_page_of_environments_has_them_all():
