@@ -91,6 +91,16 @@ def test_a_link_to_a_name_that_is_gone_is_found(tmp_path):
     assert undefined("[`A.x`](code.py) [`z`](code.py)", tmp_path) == ["code.py: A.x", "code.py: z"]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_is_short_or_says_that_it_is_a_reference(page):
+    text = page.read_text(encoding="utf-8")
+    if page.name == "README.md":
+        assert text.count("\n") <= 130
+        assert text[: text.index("(docs/reward.png)")].count("\n") <= 25, "on the first screen"
+    elif len(text.split()) > 2500:
+        assert text.split("\n")[2].startswith("A reference"), page
+
+
 def test_each_metric_is_explained_once():
     """That all are there, and none besides, is checked in test_style.py."""
     explained = Counter(first_cells(section("glossary")))

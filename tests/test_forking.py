@@ -1,4 +1,4 @@
-"""The commands of docs/forking.md: its diffs apply to a scratch copy, and the result runs."""
+"""The commands of forking.md and dpo.md: their diffs apply to a scratch copy, and it runs."""
 
 import ast
 import asyncio
@@ -49,7 +49,7 @@ def fork(tmp_path_factory) -> Path:
     """A scratch copy of the repository with all forks in it, made by the documented commands."""
     folder = tmp_path_factory.mktemp("fork") / "repo"
     shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
-    guide = (ROOT / "docs/forking.md").read_text()
+    guide = (ROOT / "docs/forking.md").read_text() + (ROOT / "docs/dpo.md").read_text()
     commands = re.findall(r"^(?:cp|git apply) .*", guide, re.M)
     assert len(commands) == 9
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -75,6 +77,25 @@ def test_the_page_shows_what_the_command_prints(project):
     printed = re.sub(rf"{number} ms", "N ms", try_rows(project))
     assert printed.startswith(start) and printed.endswith(end.lstrip("\n"))
     assert len(re.findall(r"^  reward 1 ", printed, re.M)) == 3
+
+
+@pytest.mark.parametrize("page", ["docs/own_data.md", "README.md"])
+def test_one_command_makes_rows_of_a_table(page, tmp_path):
+    """The pages' own; then each reference answer earns 1, and another nothing."""
+    (tmp_path / "questions.csv").write_text(block("csv", "question,answer"))
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    rows, tried = re.findall(
+        r"^\.venv/bin/python ((?:data_prep\.py rows|-m envs) .*)$", text, re.M
+    )[:2]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    made = ran(
+        sys.executable, ROOT / "data_prep.py", *shlex.split(rows)[1:], root=tmp_path, env=env
+    )
+    assert made.returncode == 0, made.stderr
+    for flags, reward in (((), "1 (1 to 1)"), (("-a", "9"), "0 (0 to 0)")):
+        words = shlex.split(tried, comments=True)[:3]
+        done = ran(sys.executable, *words, *flags, root=tmp_path, env=env)
+        assert f": 2 tried, mean reward {reward}" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_conversion_of_a_hugging_face_data_set(project, monkeypatch):
