@@ -33,7 +33,7 @@ from envs.rollout import services  # noqa: E402
 from envs.rollout.episode import SampleInfo  # noqa: E402
 from runtime import cluster, fleet, modes  # noqa: E402
 from runtime.fleet import Received  # noqa: E402
-from runtime.placement import Places  # noqa: E402
+from runtime.layout import Places  # noqa: E402
 
 TIMES = int(sys.argv[3]) if len(sys.argv) > 3 else 1
 PROMPTS = 256 * TIMES

@@ -12,8 +12,8 @@ from dry_run import megatron_sizes, sizes
 from dry_run.gpus import Gpu
 from dry_run.sizes import Model
 from policy.weight_sync import BUCKET_BYTES
-from runtime.layout import plan
-from runtime.placement import Node, node_mates, shares
+from runtime.layout import Node, plan
+from runtime.placement import node_mates, shares
 from settings.errors import InputError
 from settings.pairs import PairSettings
 from settings.run import RunSettings

@@ -81,11 +81,6 @@ def mark(folder: str, files: dict[str, tuple[int, int]]) -> None:
     flush(Path(folder))
 
 
-def seal(export: str) -> None:
-    """Flushes and marks an export that was written into a checkpoint again."""
-    mark(export, checksums(export, listing(export)))
-
-
 def step_of(folder: Path) -> int:
     """The step of a folder named step_000100; -1 for another name."""
     match = re.fullmatch(r"step_(\d+)", folder.name)

@@ -3,13 +3,42 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import ray
 
-from runtime.placement import CPU_NODE, JUDGE, Node, Places, shares
+from runtime.placement import CPU_NODE, shares
 from settings.errors import InputError
 from settings.run import TrainingSettings
+
+# A resource of nodes that are not for engines and trainers: `ray start --resources '{"judge": 1}'`.
+JUDGE = "judge"
+
+
+class Node(NamedTuple):
+    """A node of the cluster, and what engines and trainers may use of it."""
+
+    id: str
+    gpus: int
+
+
+class Places(NamedTuple):
+    """The nodes in their order, and the node id of each actor; "": wherever Ray likes."""
+
+    nodes: list[Node]
+    engines: list[str]
+    trainers: list[str]
+
+    def free_home(self, taken: Iterable[str]) -> str:
+        """A node for an engine beside those that are on nodes already."""
+        left = Counter(self.engines) - Counter(taken)
+        return min(left, key=self.engines.index, default="")
+
+    def in_order(self, found: Sequence[tuple[str, list]]) -> list[int]:
+        """Which trainer is rank 0, 1, ...: by node, then GPU; `found` says where each is."""
+        place = {node.id: i for i, node in enumerate(self.nodes)}
+        return sorted(range(len(found)), key=lambda i: (place.get(found[i][0], -1), found[i][1]))
 
 
 def started_engines(cfg: TrainingSettings) -> int:

@@ -24,7 +24,7 @@ from core.waits import within
 from runtime import archive, resume
 from runtime.checkpoints import Checkpoints
 from runtime.cluster import Cluster
-from runtime.folders import BLOCK, newest_first, seal, step_of
+from runtime.folders import BLOCK, checksums, listing, mark, newest_first, step_of
 from runtime.log import Log
 from runtime.resume import EVALUATED
 from settings.errors import InputError
@@ -271,3 +271,8 @@ async def export(run: TrainingRun) -> None:
     sealed = trainers[0].call.remote(seal, folder)
     await within(run.cfg.timeouts.train, f"{folder} to be flushed", sealed)
     print(f"exported: {folder}")
+
+
+def seal(export: str) -> None:
+    """Flushes and marks an export that was written into a checkpoint again."""
+    mark(export, checksums(export, listing(export)))

@@ -7,24 +7,14 @@ exchange at every layer must not cross the network. Engines fill whole nodes fro
 trainers from the last. Ray by itself would put consecutive ranks on different nodes.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from settings.run import TrainingSettings
 
-# Resources of nodes that are not for engines and trainers: `ray start --resources '{"judge": 1}'`.
-JUDGE = "judge"
-CPU_NODE = "cpu_node"  # where the rollout workers run, if there are such nodes
+CPU_NODE = "cpu_node"  # a resource of nodes where the rollout workers run, if there are such
 LEAST_SHARE = 1e-4  # of a GPU: the least that Ray counts
-
-
-class Node(NamedTuple):
-    """A node of the cluster, and what engines and trainers may use of it."""
-
-    id: str
-    gpus: int
 
 
 class Shares(NamedTuple):
@@ -34,24 +24,6 @@ class Shares(NamedTuple):
     engine: float
     beside: int  # engines on a GPU that a trainer rank has as well
     alone: int
-
-
-class Places(NamedTuple):
-    """The nodes in their order, and the node id of each actor; "": wherever Ray likes."""
-
-    nodes: list[Node]
-    engines: list[str]
-    trainers: list[str]
-
-    def free_home(self, taken: Iterable[str]) -> str:
-        """A node for an engine beside those that are on nodes already."""
-        left = Counter(self.engines) - Counter(taken)
-        return min(left, key=self.engines.index, default="")
-
-    def in_order(self, found: Sequence[tuple[str, list]]) -> list[int]:
-        """Which trainer is rank 0, 1, ...: by node, then GPU; `found` says where each is."""
-        place = {node.id: i for i, node in enumerate(self.nodes)}
-        return sorted(range(len(found)), key=lambda i: (place.get(found[i][0], -1), found[i][1]))
 
 
 def shares(cfg: "TrainingSettings") -> Shares:

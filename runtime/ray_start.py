@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from runtime import layout, placement
+from runtime import layout
 from settings.errors import InputError, brief
 from settings.run import TrainingSettings
 
@@ -54,7 +54,7 @@ def variables() -> dict[str, str]:
     } | of_driver()
 
 
-def connect(cfg: TrainingSettings) -> placement.Places:
+def connect(cfg: TrainingSettings) -> layout.Places:
     """Joins the cluster that RAY_ADDRESS names, or starts one on this machine; where all will run.
 
     Raises InputError where there is no such cluster, where Ray does not start, or where the actors

@@ -25,10 +25,9 @@ from conftest import spelling_rows, write_rows
 
 import grpo_async
 from envs.rollout.messages import load_tokenizer
-from runtime import cluster, folders, kept, ray_start
+from runtime import cluster, folders, kept, modes, ray_start
 from runtime.archive import write_groups
-from runtime.layout import plan
-from runtime.placement import Node
+from runtime.layout import Node, plan
 from settings.errors import InputError
 from support.configs import changed
 from support.program import ROOT, ran, unboxed
@@ -131,7 +130,7 @@ class Home:
 
     def seal(self) -> None:
         """The model is marked, as a run marks what it exports."""
-        folders.seal(str(self.model))
+        modes.seal(str(self.model))
 
     def integers(self, name: str) -> None:
         self.tensors(lambda state: state.update({name: state[name].int()}))

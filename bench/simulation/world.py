@@ -17,7 +17,7 @@ from bench.simulation.hardware import Hardware
 from bench.simulation.workload import Workload
 from grpo_async import Config, Group, Run
 from runtime import cluster, fleet, modes
-from runtime.placement import Places
+from runtime.layout import Places
 from settings.errors import InputError
 
 

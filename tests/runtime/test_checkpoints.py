@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from grpo_async import Config, Run
-from runtime import checkpoints, folders, kept, resume
+from runtime import checkpoints, folders, kept, modes, resume
 from runtime.archive import write_groups
 from runtime.dispatch import Slot
 from runtime.rank import Rank
@@ -345,7 +345,7 @@ def test_a_damaged_export_does_not_spoil_its_checkpoint(tmp_path):
     assert not damaged(folder)
     (folder / "hf" / "complete.json").unlink()
     model.write_bytes(b"weights")
-    folders.seal(f"{folder}/hf")
+    modes.seal(f"{folder}/hf")
     assert kept.prune(str(tmp_path), 1) == [] and not (folder / "policy").exists()
     assert not kept.damage(f"{folder}/hf"), "what stays can still be checked"
 
@@ -368,7 +368,7 @@ def test_ranks_share_the_files_of_an_exported_model(tmp_path, monkeypatch):
     """One of two finds the flipped bit; a model without a marker is nobody's export."""
     for name in ("a.safetensors", "b.safetensors"):
         (tmp_path / name).write_bytes(bytes(100))
-    folders.seal(str(tmp_path))
+    modes.seal(str(tmp_path))
     (tmp_path / "b.safetensors").write_bytes(bytes(99) + b"\1")
     found = [kept.flaw(str(tmp_path), rank, 2) for rank in range(2)]
     assert found[0] == "" and re.search(r"b\.safetensors: its CRC-32 is not the one", found[1])

@@ -15,7 +15,7 @@ from policy import WeightMeta
 from policy.weight_sync import Sender
 from runtime import fleet, joining, repair
 from runtime.fleet import Engine, State
-from runtime.placement import Places
+from runtime.layout import Places
 from runtime.probe import PROMPTS
 from settings.errors import RunError
 from support.actors import Actor, Answer

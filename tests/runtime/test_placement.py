@@ -12,11 +12,10 @@ from ray.cluster_utils import Cluster as FakeCluster
 from ray.exceptions import ActorDiedError
 
 from grpo_async import Config
-from runtime import joining, placement
+from runtime import joining, layout, placement
 from runtime.cluster import ROOT, Cluster
 from runtime.fleet import Fleet
-from runtime.layout import by_number, plan
-from runtime.placement import Node, Places
+from runtime.layout import Node, Places, by_number, plan
 from settings.errors import InputError
 from support.configs import changed
 
@@ -146,7 +145,7 @@ def stand_ins() -> tuple[type, type]:
 def fake_cluster():
     """A head, two nodes of two GPUs, one of judges, one without GPUs; in all but the GPUs real."""
     made = FakeCluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
-    judges = {"resources": {placement.JUDGE: 1}, "num_gpus": 2}
+    judges = {"resources": {layout.JUDGE: 1}, "num_gpus": 2}
     bare = {"resources": {placement.CPU_NODE: 1}, "num_gpus": 0}
     two = {"num_gpus": 2}
     try:
