@@ -358,7 +358,8 @@ async def run(
     if root and backend != "bubblewrap":
         raise CheckerError(f"services.sandbox = {backend!r} runs no image, expected 'bubblewrap'")
     with contextlib.ExitStack() as stack:
-        given = [memory_file(text) for text in ("", stdin, CALLS, *(files or {}).values())]
+        texts: list[str | bytes] = ["", stdin, CALLS, *(files or {}).values()]
+        given = [memory_file(text) for text in texts]
         for descriptor in given:
             stack.callback(os.close, descriptor)
         folder = "/"
