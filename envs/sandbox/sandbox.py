@@ -168,11 +168,10 @@ def wrapped(
     reads: Iterable[str] = (),
     rooms: bool = False,
     packages: str = "",
-    seccomp: int = -1,
 ) -> list[str]:
     """The command in front of a command that isolates it; `files`: path and descriptor of each.
 
-    `packages` is a folder that it sees as PACKAGES. `seccomp` is the descriptor of a filter.
+    `packages` is a folder that it sees as PACKAGES.
 
     Root becomes the user nobody first, since the kernel bounds no processes of root. Of an image as
     `root` only the owner of its files can be used. A command that makes `rooms` forbids namespaces
@@ -185,7 +184,6 @@ def wrapped(
     command += ["bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     command += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv"]
     command += [] if rooms else ["--disable-userns"]
-    command += ["--seccomp", str(seccomp)] if CALLS and seccomp >= 0 else []
     if root:
         command += ["--bind", "/mnt/root", "/"]
     else:
@@ -367,8 +365,8 @@ async def run(
             named = zip(files or (), given[3:], strict=True)
             bounds = [] if root else ["prlimit", f"--nproc={limits.processes}"]
             status = ["--json-status-fd", str(given[0])]  # nothing in the sandbox has it
-            isolated = wrapped(limits, root, named, reads, seccomp=given[2])
-            command = [*isolated, *status, *bounds, *argv]
+            status += ["--seccomp", str(given[2])] if CALLS else []
+            command = [*wrapped(limits, root, named, reads), *status, *bounds, *argv]
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             for path, text in (files or {}).items():

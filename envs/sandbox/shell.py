@@ -78,8 +78,9 @@ class Shell:
             for descriptor in passed:
                 stack.callback(os.close, descriptor)
             bounds = {"seconds": limits.seconds, "memory": limits.memory, "output": limits.output}
-            isolated = sandbox.wrapped(limits, files=given, seccomp=filter)
-            command = [*isolated, "--as-pid-1", "prlimit"]
+            command = [*sandbox.wrapped(limits, files=given), "--as-pid-1"]
+            command += ["--seccomp", str(filter)] if sandbox.CALLS else []
+            command += ["prlimit"]
             command += [f"--nproc={limits.processes}", *sandbox.python(), "-c", TEXT]
             options: dict[str, Any] = {"pass_fds": passed, "limit": 1 << 20}
             self.process = await sandbox.start([*command, json.dumps(bounds)], **options)
