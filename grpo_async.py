@@ -802,7 +802,7 @@ class Run:
 
     # A checkpoint of a run that differs in these is refused.
     STREAM = ("prompts_per_step", "group_size", "data.train")
-    MUST_MATCH = (*STREAM, "policy.replay_routing", "policy.lora_rank")
+    MUST_MATCH = (*STREAM, "policy.replay_routing", "policy.lora_rank", "policy.lora_targets")
     MAX_DROPPED = 20  # prompts in a row; the next one ends the run with its error
 
     def __init__(self, cfg: Config, rows: Sequence[dict], val_rows: Sequence[dict]):

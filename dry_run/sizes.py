@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from policy import logprobs
-from policy.lora import is_adapted
+from policy.lora import targets
 from policy.shape import build
 from policy.weight_sync import BUCKET_BYTES
 
@@ -41,7 +41,7 @@ class Model:
     experts: int  # routed, in the layer that has most
     biggest: int  # in the largest tensor
     tensors: int  # of parameters
-    linear: int  # inputs and outputs of all linear layers but the head: an adapter of rank 1
+    linear: dict[str, int]  # parameters of adapters of rank 1, by the last part of layers' names
     layers: int
     kv_layers: int
     hidden: int
@@ -85,7 +85,7 @@ def read_model(folder: str) -> Model:
         experts=max(routed(layer) for layer in layers),
         biggest=max(sizes.values()),
         tensors=len(sizes),
-        linear=sum(sum(m.weight.shape) for m in lm.modules() if is_adapted(lm, m)),
+        linear=adapted(lm),
         layers=len(layers),
         kv_layers=sum(kind not in WITHOUT_KV for kind in kinds),
         hidden=hidden,
@@ -99,10 +99,19 @@ def read_model(folder: str) -> Model:
     )
 
 
+def adapted(lm: Any) -> dict[str, int]:
+    """Inputs and outputs of the linear layers but the head, by the last part of their names."""
+    found: dict[str, int] = {}
+    for name in targets(lm, ()):
+        leaf = name.rpartition(".")[2]
+        found[leaf] = found.get(leaf, 0) + sum(lm.get_submodule(name).weight.shape)
+    return found
+
+
 def trained(model: Model, cfg: "TrainingSettings") -> int:
     """Parameters that have gradients: the adapters', where there are some, else all."""
-    rank = cfg.policy.lora_rank
-    return rank * model.linear if rank else model.params
+    rank, chosen = cfg.policy.lora_rank, cfg.policy.lora_targets or model.linear
+    return rank * sum(model.linear.get(leaf, 0) for leaf in chosen) if rank else model.params
 
 
 def routed(sizes: dict[str, int]) -> int:

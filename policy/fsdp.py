@@ -33,6 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from policy import AnyRow, LossFn, WeightMeta, attention, logprobs
 from policy.finite import refuse_infinite
 from policy.lora import Adapters
+from policy.schedule import adamw, learning_rate
 
 if TYPE_CHECKING:  # pydantic is not needed to train
     from settings.network import PolicySettings
@@ -102,7 +103,7 @@ class FSDPPolicy:
             dtype = torch.bfloat16 if gpu else torch.float32
             self.shell = make(copy.deepcopy(self.lm.config), dtype=dtype)
         self.lm.eval().requires_grad_(trainable)  # train(), for its checkpointing, brings dropout
-        self.adapters = Adapters(self.lm, settings.lora_rank if trainable else 0)
+        self.adapters = Adapters(self.lm, settings, trainable)
         kinds = self.lm._no_split_modules or ()
         layers = [module for module in self.lm.modules() if type(module).__name__ in kinds]
         for layer in layers if settings.activation_checkpointing else ():
@@ -119,11 +120,8 @@ class FSDPPolicy:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         register_fsdp_forward_method(self.model, "plain")
         self._read()
-        if trainable:  # AdamW's default betas (0.9, 0.999) and eps 1e-8 are the Nemotron recipe's
-            trained = self._trained().values()
-            self.optimizer = torch.optim.AdamW(
-                trained, lr=settings.lr, weight_decay=settings.weight_decay, fused=True
-            )
+        if trainable:
+            self.optimizer = adamw(self._trained().values(), settings)
             # Its own, because a checkpoint is written while training communicates.
             self.save_group = dist.new_group(backend="gloo")
             # One copy in memory for all checkpoints: fresh pages cost more than the copying.
@@ -185,9 +183,9 @@ class FSDPPolicy:
             self.optimizer.zero_grad()
             raise FloatingPointError(f"gradient norm is {norm} at update {done}")
         torch._foreach_mul_(grads, grad_scale * min(1.0, settings.max_grad_norm / (norm + 1e-6)))
-        warm = done / settings.warmup_steps if done < settings.warmup_steps else 1.0
-        lr = settings.warmup_lr * (1 - warm) + settings.lr * warm
-        self.optimizer.param_groups[0]["lr"] = lr
+        lr = learning_rate(done, settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1
@@ -223,11 +221,14 @@ class FSDPPolicy:
     def export_hf(self, dir: str) -> Callable[[], None]:
         """Gathers a model for transformers and vLLM on rank 0's CPU. What it returns writes it."""
         state = {name: w.cpu() for name, w in self.named_weights() if dist.get_rank() == 0}
-        return partial(self._write_hf, dir, state) if state else lambda: None
+        adapters = self.adapters.unmerged()
+        return partial(self._write_hf, dir, state, adapters) if state else lambda: None
 
-    def _write_hf(self, dir: str, state: dict[str, Tensor]) -> None:
+    def _write_hf(self, dir: str, state: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
         aside = f"{dir}.partial"
         self.shell.save_pretrained(aside, state_dict=state)
+        if adapters:
+            self.adapters.write(f"{aside}/adapter", adapters, self.folder)
         AutoTokenizer.from_pretrained(self.folder).save_pretrained(aside)
         shutil.rmtree(dir, ignore_errors=True)
         os.rename(aside, dir)

@@ -1,44 +1,61 @@
-"""Low-rank adapters (LoRA) on every linear layer but the head, by the library peft.
+"""Low-rank adapters (LoRA) on linear layers, by the library peft.
 
-    y = W x + (ALPHA / rank) B A x         A [rank, in], B [out, rank]: they alone are trained
+    y = W x + (alpha / rank) B A x         A [rank, in], B [out, rank]: they alone are trained
 
-B starts at 0, so the first policy is the model itself. Engines get W + (ALPHA / rank) B A under the
-checkpoint's names, and need to know nothing. ALPHA is fixed: then the best learning rate hardly
-depends on the rank, and is ten times that of full training ("LoRA Without Regret", Thinking
+B starts at 0, so the first policy is the model itself. Engines get W + (alpha / rank) B A under the
+checkpoint's names, and need to know nothing. With one alpha for all ranks the best learning rate
+hardly depends on the rank, and is ten times that of full training ("LoRA Without Regret", Thinking
 Machines 2025). Hu et al. 2021 (arXiv:2106.09685).
 """
 
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
-ALPHA = 32
+from settings.errors import InputError
+
+if TYPE_CHECKING:
+    from settings.network import PolicySettings
+
 NAME = "default"  # of the adapter, as peft calls it
 
 
-def is_adapted(lm: Any, module: nn.Module) -> bool:
-    """Whether a module of a model gets an adapter."""
-    return isinstance(module, nn.Linear | Conv1D) and module is not lm.get_output_embeddings()
+def targets(lm: Any, chosen: Sequence[str]) -> list[str]:
+    """The names of the linear layers that get an adapter: all but the head, or those `chosen`.
+
+    They are chosen by the last part of their names. Raises InputError for one that no layer has.
+    """
+    kinds = nn.Linear | Conv1D
+    head = lm.get_output_embeddings()
+    linear = [n for n, m in lm.named_modules() if isinstance(m, kinds) and m is not head]
+    leaves = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+    for leaf in chosen:
+        if leaf not in leaves:
+            named = f"policy.lora_targets = {tuple(chosen)}: no linear layer is called {leaf!r}"
+            raise InputError(f"{named}, expected some of {', '.join(leaves)}")
+    return [name for name in linear if not chosen or name.rpartition(".")[2] in chosen]
 
 
 class Adapters:
     """The adapters of a model whose parameters need no memory yet; with rank 0 there are none."""
 
-    def __init__(self, lm: Any, rank: int):
+    def __init__(self, lm: Any, settings: "PolicySettings", trainable: bool = True):
         self.layers: dict[str, Any] = {}  # by the name of their weight in the checkpoint
-        if not rank:
+        if not settings.lora_rank or not trainable:
             return
         from peft import LoraConfig, inject_adapter_in_model
 
-        names = [name for name, module in lm.named_modules() if is_adapted(lm, module)]
-        how = LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=names)
-        inject_adapter_in_model(how, lm, low_cpu_mem_usage=True)
+        names = targets(lm, settings.lora_targets)
+        how = {"r": settings.lora_rank, "lora_alpha": settings.lora_alpha}
+        self.config = LoraConfig(**how, target_modules=names, task_type="CAUSAL_LM")
+        inject_adapter_in_model(self.config, lm, low_cpu_mem_usage=True)
         # No checkpoint has adapters: `start` fills them.
         lm._keys_to_ignore_on_load_missing = {*(lm._keys_to_ignore_on_load_missing or ()), "lora_"}
         for name in names:
@@ -66,6 +83,23 @@ class Adapters:
         for name, tensor in state.items():
             if ".lora_" not in name:
                 yield name.replace(".base_layer.", "."), tensor
+
+    def unmerged(self) -> dict[str, Tensor]:
+        """The adapters by the names that peft gives them in a file, whole; collective."""
+        return {
+            f"base_model.model.{name.rpartition('.')[0]}.{part}.weight": (
+                getattr(layer, part)[NAME].weight.detach().full_tensor().cpu()
+            )
+            for name, layer in self.layers.items()
+            for part in ("lora_A", "lora_B")
+        }
+
+    def write(self, folder: str, tensors: dict[str, Tensor], model: str) -> None:
+        """Writes what `unmerged` returned as peft reads it, for the model that they adapt."""
+        self.config.base_model_name_or_path = model
+        self.config.inference_mode = True
+        self.config.save_pretrained(folder)
+        save_file(tensors, f"{folder}/adapter_model.safetensors", {"format": "pt"})
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """A weight as engines get it, sharded as it is; collective."""

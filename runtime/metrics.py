@@ -79,6 +79,8 @@ def row_stats(
     old_logp_T = logp_T if batch.old_logp_T is None else batch.old_logp_T
     measured = {name: x_T.detach() for name, x_T in measured.items()}
     measured |= mismatch(logp_T, old_logp_T, batch.engine_logp_T)
+    clipped_T = measured["probs_ratio"] != measured["probs_ratio_clamped"]
+    measured["clip_fraction"] = clipped_T.float()
     error_N = judged.error_N
     sums = {TOKENS + k: torch.where(mask_T, v, 0.0).sum() for k, v in measured.items()}
     ratio_T = torch.where(mask_T, measured["probs_ratio"], 1.0)

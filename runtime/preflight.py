@@ -217,6 +217,10 @@ def check_model(cfg: "TrainingSettings") -> None:
     if isinstance(cfg, RunSettings):
         check_engine(cfg, lm.config)
     check_prompts(cfg, lm)
+    if cfg.policy.lora_targets:
+        from policy.lora import targets
+
+        targets(lm, cfg.policy.lora_targets)
     if cfg.policy.kind == "megatron":
         from policy.megatron.check import check_megatron
 

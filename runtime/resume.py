@@ -65,7 +65,7 @@ def refuse_other_stream(
 ) -> None:
     """Raises InputError where a run counts or reads prompts unlike the one that was saved."""
     saved = state["config"]
-    now = dataclasses.asdict(cfg)
+    now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # as it was written: tuples are lists
     folder = state["folder"]
     replay = cfg.command.replayed
     if replay and leaf_of(saved, "command.replay", replay) != replay:

@@ -46,6 +46,8 @@ OWN_MEGATRON_ARGS = {
         "optimizer",
         "lr",
         "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
         "clip_grad",
         "use_distributed_optimizer",
         "bf16",
@@ -86,6 +88,10 @@ def of_policy(policy: "PolicySettings") -> None:
             not (megatron and policy.lora_rank),
             f"lora_rank = {policy.lora_rank} needs policy.kind = 'fsdp', not 'megatron'",
         ),
+        (
+            policy.lora_rank or not (policy.lora_targets or policy.lora_alpha != 32),
+            "lora_alpha and lora_targets need lora_rank above 0",
+        ),
         (policy.ranks % shared == 0, f"ranks = {policy.ranks} is no multiple of {product}"),
         (
             policy.ranks // policy.pp % policy.ep == 0,
@@ -97,9 +103,32 @@ def of_policy(policy: "PolicySettings") -> None:
             f" try {policy.row_tokens // unit * unit or unit}",
         ),
     )
-    for holds, message in rules:
+    for holds, message in (*rules, *of_schedule(policy)):
         if not holds:
             raise ValueError(f"policy: {message}")
+
+
+def of_schedule(policy: "PolicySettings") -> list[tuple[bool, str]]:
+    """What must hold of the learning rate's settings, and what to say where it does not."""
+    kind, end, warm = policy.lr_schedule, policy.lr_decay_steps, policy.warmup_steps
+    falls, last = kind != "constant", policy.wsd_decay_steps
+    return [
+        (
+            falls or not (end or policy.min_lr),
+            "lr_decay_steps and min_lr need an lr_schedule that is not constant",
+        ),
+        (
+            not falls or end > warm,
+            f"lr_schedule = {kind!r} and lr_decay_steps = {end}: expected more than warmup_steps"
+            f" = {warm}, such as steps x loss.updates_per_batch",
+        ),
+        (
+            (kind == "wsd") == bool(last) and (not last or last <= end - warm),
+            f"lr_schedule = {kind!r} and wsd_decay_steps = {last}: expected 0 without wsd, with it"
+            f" 1 to lr_decay_steps - warmup_steps = {end - warm}",
+        ),
+        (policy.min_lr <= policy.lr, f"min_lr = {policy.min_lr} > lr = {policy.lr}"),
+    ]
 
 
 def of_engine(engine: "EngineSettings") -> None:

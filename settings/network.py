@@ -1,12 +1,13 @@
 """The settings of the network, its optimizer and its layout over ranks."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -36,13 +37,23 @@ class PolicySettings:
     ranks: PositiveInt = 1
     """Trainer ranks, one process and at most one GPU each."""
     lr: PositiveFloat = 3e-6
-    """AdamW learning rate, constant after the warm-up."""
+    """AdamW learning rate, at the end of the warm-up."""
     warmup_lr: NonNegativeFloat = 3e-7
     """Learning rate of the first update."""
     warmup_steps: NonNegativeInt = 10
     """Updates of linear warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """The learning rate after the warm-up; wsd: constant, then linear in its wsd_decay_steps."""
+    lr_decay_steps: NonNegativeInt = 0
+    """Update, counted with the warm-up, from which it is min_lr; for all but constant."""
+    wsd_decay_steps: NonNegativeInt = 0
+    """The last of lr_decay_steps, in which a wsd schedule falls."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the schedule."""
+    betas: tuple[Rate, Rate] = (0.9, 0.999)
+    """AdamW's decay rates of the gradient's mean and square."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW decoupled weight decay."""
+    """AdamW decoupled weight decay, of all but norms and biases."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     row_tokens: PositiveInt = 65536
@@ -52,7 +63,11 @@ class PolicySettings:
     attention: str = "auto"
     """attn_implementation of transformers, for fsdp; auto: torch's varlen on a GPU, else sdpa."""
     lora_rank: NonNegativeInt = 0
-    """Train adapters of this rank on every linear layer, for fsdp; 0: train the whole model."""
+    """Train adapters of this rank, for fsdp; 0: train the whole model."""
+    lora_alpha: PositiveFloat = 32.0
+    """Their output is scaled by lora_alpha / lora_rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Linear layers that get one, such as q_proj; empty: all but the head."""
     tp: PositiveInt = 1
     """Trainer ranks that share every matrix, and the sequence between them; Megatron only."""
     pp: PositiveInt = 1

@@ -233,7 +233,7 @@ def is_checked(node: ast.ClassDef) -> bool:
     return any("frozen" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
-@pytest.mark.parametrize(("Settings", "most"), [(Config, 80), (dpo.Config, 40)])
+@pytest.mark.parametrize(("Settings", "most"), [(Config, 87), (dpo.Config, 47)])
 def test_settings_are_few(Settings, most):
     """Beside the words of the command line, which say what to do with them."""
     assert len([name for name in leaves(Settings) if not name.startswith("command.")]) <= most
@@ -333,7 +333,7 @@ def test_metrics_are_few():
     rare = {"routing_replay_hit_rate", "broken_prefixes", "prefix_cache_hits", "validation_dropped"}
     keys = metric_keys() - rare - {"judge_failures", "judge_seconds_away"}
     assert {"loss", "grad_norm", "reward", "sync_transfer", "validation_reward"} <= keys
-    assert len(keys) <= 42, sorted(keys)
+    assert len(keys) <= 43, sorted(keys)
 
 
 def test_metrics_are_those_of_the_glossary():

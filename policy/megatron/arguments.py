@@ -49,6 +49,7 @@ def ddp_config(settings: "PolicySettings") -> DistributedDataParallelConfig:
 def optimizer_config(settings: "PolicySettings", dtype: torch.dtype) -> OptimizerConfig:
     """The configuration of AdamW, with its state spread over the replicas."""
     ours = {"optimizer": "adam", "lr": settings.lr, "weight_decay": settings.weight_decay}
+    ours |= {"adam_beta1": settings.betas[0], "adam_beta2": settings.betas[1]}
     ours |= {"clip_grad": settings.max_grad_norm, "use_distributed_optimizer": True}
     ours |= {"bf16": dtype == torch.bfloat16, "params_dtype": dtype}
     return OptimizerConfig(**ours | with_dtypes(settings.megatron.optimizer))

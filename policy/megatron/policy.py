@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -38,6 +38,7 @@ from policy.megatron.arguments import ddp_config, optimizer_config
 from policy.megatron.checkpoint import Shares
 from policy.megatron.export import export
 from policy.megatron.model import Places, RouteReplay, Row, build, local_places
+from policy.schedule import learning_rate
 
 if TYPE_CHECKING:
     from settings.network import PolicySettings
@@ -140,8 +141,9 @@ class MegatronPolicy:
         self.chunk = DistributedDataParallel(self.model.config, ddp, self.model)
         self.model.config.no_sync_func = self.chunk.no_sync  # until a batch's last row
         adam = optimizer_config(self.settings, DTYPE)
-        # Without overrides weights decay alike, as under policy/fsdp.py: norms and biases too.
-        self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides={})
+        # Norms and biases do not decay. Without any decay one group of parameters is enough.
+        apart = get_standard_config_overrides(adam) if adam.weight_decay else {}
+        self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides=apart)
         cut = {f"policy.{axis}": getattr(self.settings, axis) for axis in ("tp", "pp", "ep")}
         # AdamW's state is cut as Megatron's buffers of gradients are, by their type and buckets.
         for name in ("grad_reduce_in_fp32", "overlap_grad_reduce", "bucket_size"):
@@ -241,10 +243,10 @@ class MegatronPolicy:
                 bias.copy_(old)
             self._zero_grad()
             raise FloatingPointError(f"gradient norm is {norm} at update {done}")
-        warm = done / settings.warmup_steps if done < settings.warmup_steps else 1.0
-        lr = settings.warmup_lr * (1 - warm) + settings.lr * warm
+        lr = learning_rate(done, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         adam = self.optimizer.config
         decoupled = adam.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         for part in self.optimizer.chained_optimizers:

@@ -3,6 +3,7 @@
 Axes, as suffixes:  T tokens of a packed row
 """
 
+import peft
 import test_fsdp
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 import policy.fsdp
 from policy.factory import open_policy
 from policy.fsdp import FSDPPolicy
+from settings.errors import InputError
 from settings.network import PolicySettings
 
 checkpoint = test_fsdp.checkpoint
@@ -132,6 +134,47 @@ def test_engines_and_exports_get_the_merged_weights(family, checkpoint, tmp_path
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     logp_T = plain_logprobs(model, SEQUENCES[2])
     torch.testing.assert_close(policy.logprobs([SEQUENCES[2]])[0], logp_T, rtol=0, atol=1e-5)
+
+
+@mark.parametrize("family", ["qwen3_tied", "gpt2"])
+def test_adapters_are_exported_beside_the_merged_model(family, checkpoint, tmp_path):
+    """Put on the model that the run began with by peft, they make what the merged one is."""
+    folder = checkpoint(family)
+    policy = opened(folder, lora_rank=RANK, lr=1e-2)
+    step(policy)
+    policy.export_hf(str(tmp_path / "export"))()
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "export/adapter").eval()
+    assert adapted.peft_config["default"].base_model_name_or_path == str(folder)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    logp_T = plain_logprobs(adapted, SEQUENCES[2])
+    torch.testing.assert_close(logp_T, plain_logprobs(merged, SEQUENCES[2]), rtol=0, atol=1e-5)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert (logp_T - plain_logprobs(plain, SEQUENCES[2])).abs().max() > 1e-3
+
+
+def test_alpha_scales_what_is_added_and_targets_choose_the_layers(checkpoint):
+    layers = ("q_proj", "down_proj")
+    start = {"lora_rank": RANK, "lora_targets": layers, "warmup_steps": 0}
+    usual, tripled = (opened(checkpoint("qwen3"), **start, lora_alpha=a) for a in (32.0, 96.0))
+    names = [name.split(".")[-2] for name in usual.adapters.layers]
+    assert set(names) == set(layers) and len(names) == 2 * 2
+    trained = {name for name, p in usual.lm.named_parameters() if p.requires_grad}
+    assert all(".lora_" in name for name in trained) and len(trained) == 2 * len(names)
+    for made, scale in ((usual, 32 / RANK), (tripled, 96 / RANK)):
+        step(made)
+        sent, before = weights(made), load_file(checkpoint("qwen3") / "model.safetensors")
+        for layer, pair in adapters(made).items():
+            expected = before[f"{layer}.weight"] + scale * pair["B"] @ pair["A"]
+            torch.testing.assert_close(sent[f"{layer}.weight"], expected, rtol=0, atol=1e-6)
+
+
+def test_a_target_that_no_layer_has_is_named_with_those_that_are(checkpoint):
+    says = (
+        r"lora_targets = \('query',\): no linear layer is called 'query', expected some of q_proj"
+    )
+    with raises(InputError, match=says):
+        opened(checkpoint("qwen3"), lora_rank=RANK, lora_targets=("query",))
 
 
 def test_a_checkpoint_holds_adapters_alone_and_resumes_to_the_bit(checkpoint, tmp_path):
