@@ -138,7 +138,6 @@ class FSDPPolicy:
         self.adapters.start()
         # Rotary tables were computed on the CPU; shards may still be views of a mapped file.
         self.model._apply(lambda tensor: tensor.to(self.device, copy=True))
-        self.shell.generation_config = lm.generation_config
         if lacking := sorted(loaded["missing_keys"]):
             needed = f"{len(lacking)} tensors that {type(lm).__name__} needs"
             raise ValueError(f"model = {self.folder!r} lacks {needed}, such as {lacking[0]}")
@@ -230,6 +229,8 @@ class FSDPPolicy:
         if adapters:
             self.adapters.write(f"{aside}/adapter", adapters, self.folder)
         AutoTokenizer.from_pretrained(self.folder).save_pretrained(aside)
+        if os.path.isfile(source := os.path.join(self.folder, "generation_config.json")):
+            shutil.copy(source, aside)  # transformers would refuse to save one that it has read
         shutil.rmtree(dir, ignore_errors=True)
         os.rename(aside, dir)
 
@@ -246,9 +247,8 @@ class FSDPPolicy:
 
     def save(self, dir: str) -> Callable[[], object]:
         """Copies this rank's shards to memory and starts to write. What it returns waits for it."""
-        how: Any = {"process_group": self.save_group, "async_stager": self.stager}
-        writing: Any = checkpoint_io.async_save(self._state(), checkpoint_id=dir, **how)
-        return writing.result
+        start: Any = partial(checkpoint_io.async_save, process_group=self.save_group)
+        return start(self._state(), checkpoint_id=dir, async_stager=self.stager).result
 
     def load(self, dir: str) -> None:
         """Continues from what `save` wrote, bitwise; each rank reads what it needs."""
@@ -264,10 +264,10 @@ class FSDPPolicy:
         words: Any = self.lm.get_input_embeddings().weight
         tokens_T = 7919 * (index_T + 1) % len(words)
         row = (tokens_T, index_T % 8, index_T % 8 > 0)
+        packed_T = self.model(*row)
         plain_T = torch.cat([self.model.plain(half_T) for half_T in tokens_T.split(8)])
         alone_T = torch.cat([self.model(*(x[i : i + 8] for x in row)) for i in (0, 8)])
-        means = [(alone_T - plain_T).abs().mean(), (self.model(*row) - alone_T).abs().mean()]
-        gaps = torch.stack(means)
+        gaps = torch.stack([(alone_T - plain_T).abs().mean(), (packed_T - alone_T).abs().mean()])
         dist.all_reduce(gaps, dist.ReduceOp.MAX)
         self.model.reshard()
         limit = 0.1 if self.device.type == "cuda" else 1e-4  # what bf16, float32 kernels may differ

@@ -141,8 +141,7 @@ class MegatronPolicy:
         self.chunk = DistributedDataParallel(self.model.config, ddp, self.model)
         self.model.config.no_sync_func = self.chunk.no_sync  # until a batch's last row
         adam = optimizer_config(self.settings, DTYPE)
-        # Norms and biases do not decay. Without any decay one group of parameters is enough.
-        apart = get_standard_config_overrides(adam) if adam.weight_decay else {}
+        apart = get_standard_config_overrides(adam)  # norms and biases, which do not decay
         self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides=apart)
         cut = {f"policy.{axis}": getattr(self.settings, axis) for axis in ("tp", "pp", "ep")}
         # AdamW's state is cut as Megatron's buffers of gradients are, by their type and buckets.

@@ -313,7 +313,11 @@ def test_learning_rate_warms_up_then_stays(checkpoint):
 def test_optimizer_step_is_scaled_clipped_adamw(checkpoint):
     policy = opened(checkpoint("llama"), max_grad_norm=0.5, warmup_steps=0)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
-    adamw = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.01},
+    ]
+    adamw = torch.optim.AdamW(groups, 1e-3)
     for scale in (3.0, 0.001):  # clipped, then not
         (scale * loss_fn(plain_logprobs(model, SEQUENCES[4]), SEQUENCES[4])[0]).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -420,6 +424,15 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(lost, checkpoint, tmp_path)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"lacks 1 tensors that Qwen3.*, such as {lost}"):
         opened(folder)
+
+
+def test_a_generation_config_is_exported_as_it_came(checkpoint, tmp_path):
+    """transformers reads this one, as vLLM does, and refuses to save it."""
+    folder = shutil.copytree(checkpoint("qwen3_tied"), tmp_path / "model")
+    text = '{"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2]}'
+    (folder / "generation_config.json").write_text(text)
+    opened(folder).export_hf(str(tmp_path / "export"))()
+    assert (tmp_path / "export/generation_config.json").read_text() == text
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
