@@ -275,7 +275,7 @@ class Run:
 
     # A checkpoint of a run that differs in these is refused; its first model is the reference.
     STREAM = ("pairs_per_step", "data.train", "data.chat_template_kwargs")
-    MUST_MATCH = (*STREAM, "model", "policy.lora_rank", "policy.lora_targets")
+    MUST_MATCH = (*STREAM, "model")
 
     def __init__(self, cfg: Config, rows: Rows, val_rows: Rows | None = None):
         self.cfg = cfg

@@ -800,9 +800,9 @@ class Progress:
 class Run:
     """One training run. `generate_forever` and `train_forever` meet in the buffer."""
 
-    # A checkpoint of a run that differs in these is refused.
+    # A checkpoint of a run that differs in these, or in its adapters, is refused.
     STREAM = ("prompts_per_step", "group_size", "data.train")
-    MUST_MATCH = (*STREAM, "policy.replay_routing", "policy.lora_rank", "policy.lora_targets")
+    MUST_MATCH = (*STREAM, "policy.replay_routing")
     MAX_DROPPED = 20  # prompts in a row; the next one ends the run with its error
 
     def __init__(self, cfg: Config, rows: Sequence[dict], val_rows: Sequence[dict]):

@@ -40,6 +40,7 @@ class Checkpoints:
         self.cfg = cfg
         self.cluster = cluster
         self.rows = rows
+        self.fresh: dict = {}  # the state of a run that starts, where a checkpoint was looked for
         self.saving: asyncio.Task | None = None  # the checkpoint that is being written
 
     def exist(self) -> bool:

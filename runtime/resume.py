@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from envs.rollout.rows import Rows
     from runtime.checkpoints import Checkpoints
 
+LORA = ("policy.lora_rank", "policy.lora_alpha", "policy.lora_targets")  # of each checkpoint
 MISSING = object()  # no value of a setting
 EVALUATED = {"validation_reward", "validation_accuracy"}  # one of them ends an evaluation
 
@@ -65,20 +66,13 @@ def refuse_other_stream(
 ) -> None:
     """Raises InputError where a run counts or reads prompts unlike the one that was saved."""
     saved = state["config"]
-    now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # as it was written: tuples are lists
     folder = state["folder"]
-    replay = cfg.command.replayed
+    replay, lag = cfg.command.replayed, getattr(cfg, "max_lag", 0)
     if replay and leaf_of(saved, "command.replay", replay) != replay:
         raise InputError(f"{folder} is of no replay of {replay}")
-    if saved.get("max_lag", 0) > now.get("max_lag", 0):  # what is ready may be as old as that
+    if saved.get("max_lag", 0) > lag:  # what is ready may be as old as that
         raise InputError(f"{folder} was saved with max_lag = {saved['max_lag']}: not less")
-    for name in must_match:
-        after = leaf_of(now, name, None)
-        before = leaf_of(saved, name, MISSING)
-        if before is MISSING:
-            raise another_layout(folder, f"lacks config.{name}")
-        if before != after:
-            raise InputError(f"{folder} was saved with {name} = {before!r}, not {after!r}")
+    refuse_other_settings(state, cfg, (*must_match, *LORA))
     count, checksum = state["rows"]
     if rows.checksum(count) != checksum or len(rows) < count:
         message = f"its first {count} rows are not those that {folder} was saved with"
@@ -88,6 +82,17 @@ def refuse_other_stream(
     if len(rows) > count and prompt > count:
         message = f"{folder} was saved in a later pass over {count} rows, and now there are"
         raise InputError(f"data.train = {cfg.data.train!r}: {message} {len(rows)}")
+
+
+def refuse_other_settings(state: dict, cfg: TrainingSettings, names: Sequence[str]) -> None:
+    """Raises InputError where a checkpoint was saved with another value of one, or with none."""
+    now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # as it was written: tuples are lists
+    for name in names:
+        before, after = leaf_of(state["config"], name, MISSING), leaf_of(now, name, None)
+        if before is MISSING:
+            raise another_layout(state["folder"], f"lacks config.{name}")
+        if before != after:
+            raise InputError(f"{state['folder']} was saved with {name} = {before!r}, not {after!r}")
 
 
 def leaf_of(config: dict, name: str, default: Any) -> Any:
@@ -227,11 +232,9 @@ def look(checkpoints: "Checkpoints", must_match: Sequence[str] | None, fresh: di
     `fresh` is what the run would save now. Raises InputError as `load` does, except for damage
     inside of large files, and where a checkpoint to go on from has other fields than `fresh`.
     """
+    checkpoints.fresh = fresh
     folder = first_whole(checkpoints.cfg)
-    state = state_of(checkpoints, folder, must_match) if folder else {}
-    if state and must_match is not None:
-        refuse_other_layout(state, fresh)
-    return state
+    return state_of(checkpoints, folder, must_match) if folder else {}
 
 
 def state_of(checkpoints: "Checkpoints", folder: str, must_match: Sequence[str] | None) -> dict:
@@ -240,15 +243,20 @@ def state_of(checkpoints: "Checkpoints", folder: str, must_match: Sequence[str] 
     needed = {"config", "version"} if must_match is None else {"config", "progress", "rows"}
     if missing := needed - state.keys():
         raise another_layout(folder, f"lacks {', '.join(sorted(missing))}")
-    if must_match is not None:
-        refuse_other_stream(state, checkpoints.cfg, checkpoints.rows, must_match)
+    if must_match is None:
+        refuse_other_settings(state, checkpoints.cfg, LORA)
+        return state
+    if checkpoints.fresh:
+        refuse_other_layout(state, checkpoints.fresh)
+    refuse_other_stream(state, checkpoints.cfg, checkpoints.rows, must_match)
     return state
 
 
 def another_layout(folder: str, what: str) -> InputError:
     """The error of a checkpoint whose state.json has other fields than this program writes."""
     commit = lineage.read(Path(folder)).get("commit") or "unknown"
-    return InputError(f"{folder}: its state.json {what}: it was saved by commit {commit}")
+    told = f"{folder}: its state.json {what}: it was saved by commit {commit}"
+    return InputError(f"{told}: go on with that, or start anew with model set to its folder hf")
 
 
 def refuse_other_layout(state: dict, fresh: dict) -> None:
