@@ -2,8 +2,9 @@
 
 import functools
 import re
-from collections.abc import Container
+from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from settings.errors import InputError
 
@@ -19,10 +20,23 @@ def key_of(flag: str) -> str:
     return found[1].replace("-", "_") if found else ""
 
 
+class Name(NamedTuple):
+    """A line of a page about a key."""
+
+    program: str
+    setting: str  # "none" where there is none
+    note: str
+    page: str
+
+    def __str__(self) -> str:
+        text = f"{self.setting}: {self.note}" if self.note else self.setting
+        return f"a key of {self.program}; here: {text} (docs/{self.page})".replace("`", "")
+
+
 @functools.cache
-def listed() -> dict[str, str]:
-    """What an error says of each key in the pages; a key of two programs has both texts."""
-    found: dict[str, str] = {}
+def listed() -> dict[str, list[Name]]:
+    """The lines of the pages, by key."""
+    found: dict[str, list[Name]] = {}
     for page in PAGES:
         path = DOCS / page
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
@@ -31,24 +45,30 @@ def listed() -> dict[str, str]:
                 program = cells[0]
             elif line.startswith("| `"):
                 keys, here, note = cells
-                text = (here + (f": {note}" if note else "")).replace("`", "")
-                told = f"a key of {program}; here: {text} (docs/{page})"
                 for key in re.findall(r"`([\w.]+)`", keys):
-                    found[key] = f"{found[key]}; {told}" if key in found else told
+                    found.setdefault(key, []).append(Name(program, here.strip("`"), note, page))
     return found
 
 
-def meaning(key: str) -> str:
-    """What a key, or the nearest of its parents, is here; "" where none is listed."""
+def meaning(key: str, ours: Collection[str]) -> str:
+    """What a key, or the nearest of its parents, is here; "" where none is listed.
+
+    Lines are left out that name a setting which is none of `ours`, as DPO has others than GRPO.
+    """
     while key not in listed() and "." in key:
         key = key.rpartition(".")[0]
-    return listed().get(key, "")
+    known = {*ours, *(name.rpartition(".")[0] for name in ours), "none"}
+    return "; ".join(str(name) for name in listed().get(key, ()) if name.setting in known)
 
 
-def refuse(flags: list[str], ours: Container[str]) -> None:
-    """Raises InputError for a key of another program, naming the setting that is meant here."""
+def refuse(flags: list[str], ours: Collection[str]) -> None:
+    """Raises InputError for a key of another program, naming the setting that is meant here.
+
+    Of the last part of a name of ours, such as `--beta`, tyro says which one it belongs to.
+    """
+    leaves = {name.rpartition(".")[2] for name in ours}
     for flag in flags:
         key = key_of(flag)
-        here = "" if flag.startswith("--") and key in ours else meaning(key)
-        if here:
+        own = flag.startswith("--") and (key in ours or key in leaves)
+        if here := "" if own else meaning(key, ours):
             raise InputError(f"{flag}: {here}")

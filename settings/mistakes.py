@@ -19,7 +19,7 @@ def hint(Config: type, name: str) -> str:
     by_leaf: dict[str, list[str]] = {}
     for path in known:
         by_leaf.setdefault(path.rpartition(".")[2], []).append(path)
-    if name not in by_leaf and (here := elsewhere.meaning(name)):
+    if name not in by_leaf and (here := elsewhere.meaning(name, known)):
         return f": {here}"
     near = [name] if name in by_leaf else difflib.get_close_matches(name, by_leaf, 1)
     close = by_leaf[near[0]] if near else difflib.get_close_matches(name, known, 1)

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import dpo
 from grpo_async import Config
 from runtime import preflight
 from settings import elsewhere, errors, reader
@@ -69,6 +70,17 @@ def test_a_name_of_trl_or_verl_is_refused_with_ours(flags, here):
     assert f"error: {flags[0]}: {here}" in refused(*flags)
 
 
+def test_a_name_that_a_group_has_here_is_that_groups(capsys):
+    """DPO has loss.beta, GRPO has not: there TRL's beta is the weight of the KL."""
+    with pytest.raises(SystemExit):
+        preflight.load(dpo.Config, ["--beta", "0.1"], default="configs/tiny_dpo.py")
+    assert "--loss.beta" in capsys.readouterr().err
+    assert "a key of TRL; here: loss.kl_coef" in refused("--beta", "0.1")
+    with pytest.raises(SystemExit):
+        preflight.load(dpo.Config, ["--num_generations", "8"], default="configs/tiny_dpo.py")
+    assert "group_size" not in capsys.readouterr().err, "DPO has none"
+
+
 @pytest.mark.parametrize(("line", "told"), [
     ("learning_rate = 1e-6", "unknown field 'learning_rate': a key of TRL; here: policy.lr ("),
     ("policy = {'learning_rate': 1}", "'policy.learning_rate': a key of TRL; here: policy.lr ("),
@@ -91,7 +103,7 @@ def test_our_own_settings_are_no_keys_of_others():
 def test_without_its_page_a_key_is_an_unknown_flag(monkeypatch, tmp_path):
     monkeypatch.setattr(elsewhere, "DOCS", tmp_path)
     elsewhere.listed.cache_clear()
-    assert elsewhere.meaning("grpo.num_prompts_per_step") == ""
+    assert elsewhere.meaning("grpo.num_prompts_per_step", reader.leaves(Config)) == ""
     elsewhere.listed.cache_clear()
 
 
