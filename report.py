@@ -1,4 +1,7 @@
-"""The page of a run: `python report.py RUN_DIR` -> RUN_DIR/report.html, one file without network.
+"""Pages without network: of a run, and of the curves of several.
+
+    python report.py RUN_DIR           -> RUN_DIR/report.html
+    python report.py RUN_DIR OTHER ... -> RUN_DIR/compare.html
 
 All but the tokenizer comes from the run's folder, and the run may still be going: lines and
 archives that are half written are left out, and so are the parts of the page that need a missing
@@ -9,6 +12,8 @@ import bisect
 import itertools
 import json
 import math
+import os
+import re
 import sys
 import time
 from collections import defaultdict
@@ -30,6 +35,7 @@ from settings.run import TrainingSettings
 
 # Limits of one page: a browser stays quick up to some 50 MB, and long runs write far more.
 LIMITS = {"mismatch": 1000, "rollouts": 2000, "characters": 30_000_000, "pairs": 8}
+INFO = re.compile("(validation_)?info/")
 LIMITS |= {"samples": 256, "samples_per_step": 64, "tokens": 500_000}
 # The fields that the page needs of a line: types, [type of the items], {name: type}. Others are
 # left out.
@@ -38,7 +44,13 @@ ROW: dict[str, Any] = {"by": str, "key": str, "tokens": int | float}
 ROW |= dict.fromkeys(("mean", "max", "k3", "kept"), int | float | None)
 MISMATCH: dict[str, Any] = {"step": int, "rows": [ROW]}
 ROLLOUT: dict[str, Any] = {"step": int | None, "slot": int, "evaluation": int | None, "row": int}
-ROLLOUT |= {"env": str, "prompt": str, "response": [str], "versions": [[int]]}
+ROLLOUT |= {
+    "env": str,
+    "dataset": str | None,
+    "prompt": str,
+    "response": [str],
+    "versions": [[int]],
+}
 ROLLOUT |= {"reward": int | float | None, "advantage": int | float | None}
 
 
@@ -54,33 +66,108 @@ def finish(cfg: TrainingSettings) -> None:
 
 def write(run_dir: str) -> Path:
     """Writes the page of a run; returns its path. Raises InputError where there is no folder."""
-    run = Path(run_dir)
-    if not run.is_dir():
-        raise InputError(f"{run_dir}: expected the folder of a run")
-    config: dict[str, Any] = {}
-    with suppress(OSError):
-        config = next(parse([(run / "config.json").read_text(errors="replace")], CONFIG), {})
-    if changes := config.get("diff"):  # it may be as long as all the rest
-        config["diff"] = f"{str(changes).count(chr(10))} lines, in config.json"
-    series = columns(read(run / "metrics.jsonl", METRICS))
-    mismatch = list(read(run / "mismatch.jsonl", MISMATCH))[-LIMITS["mismatch"] :]
+    run = Run.read(Path(run_dir))
+    archives = sorted((Path(run_dir) / "samples").glob("step_*.npz"))
     data = {
-        "name": run.resolve().name,
-        "written": time.strftime("%Y-%m-%d %H:%M"),
-        "limits": LIMITS,
-        "config": config,
-        "health": health(series, mismatch, config),
-        "columns": series,
-        "mismatch": mismatch,
-        "rollouts": rollouts(run / "rollouts.jsonl"),
-        "samples": samples(sorted((run / "samples").glob("step_*.npz")), config.get("model", "")),
+        "name": run.name,
+        "config": run.config,
+        "health": health(run.series, run.mismatch, run.config),
+        "columns": run.series,
+        "mismatch": run.mismatch,
+        "rollouts": rollouts(Path(run_dir) / "rollouts.jsonl"),
+        "samples": samples(archives, run.config.get("model", "")),
     }
+    return page(Path(run_dir) / "report.html", data)
+
+
+def compare(run_dirs: list[str]) -> Path:
+    """Writes a page with the curves of several runs, and the settings in which they differ.
+
+    Returns its path, in the folder of the first. Raises InputError where one is no folder, or there
+    twice.
+    """
+    runs = [Run.read(Path(folder)) for folder in run_dirs]
+    folders = [Path(folder).resolve() for folder in run_dirs]
+    if len(set(folders)) < len(folders):
+        raise InputError(f"{' '.join(run_dirs)}: expected the folders of different runs")
+    above = os.path.commonpath([folder.parent for folder in folders])
+    names = [str(folder.relative_to(above)).replace("/", ":") for folder in folders]
+    every = [flat(run.config) for run in runs]
+    differing = {
+        name: " | ".join(str(config.get(name)) for config in every)
+        for name in dict.fromkeys(name for config in every for name in config)
+        if len({str(config.get(name)) for config in every}) > 1
+    }
+    data = {
+        "name": " and ".join(names),
+        "config": {"differs": {" | ".join(names): "", **differing}},
+        "health": [
+            (level, f"{name}: {text}")
+            for name, run in zip(names, runs, strict=True)
+            for level, text in health(run.series, run.mismatch, run.config)
+        ],
+        "columns": beside([run.series for run in runs], names),
+        "mismatch": [],
+        "rollouts": {"rows": [], "total": 0, "pairs": []},
+        "samples": samples([], ""),
+    }
+    return page(Path(run_dirs[0]) / "compare.html", data)
+
+
+class Run(NamedTuple):
+    """What the page shows of a run beside rollouts and samples."""
+
+    name: str
+    config: dict[str, Any]
+    series: dict[str, list]
+    mismatch: list[dict]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Run":
+        """Raises InputError where there is no folder."""
+        if not folder.is_dir():
+            raise InputError(f"{folder}: expected the folder of a run")
+        config: dict[str, Any] = {}
+        with suppress(OSError):
+            text = (folder / "config.json").read_text(errors="replace")
+            config = next(parse([text], CONFIG), {})
+        if changes := config.get("diff"):  # it may be as long as all the rest
+            config["diff"] = f"{str(changes).count(chr(10))} lines, in config.json"
+        series = columns(read(folder / "metrics.jsonl", METRICS))
+        mismatch = list(read(folder / "mismatch.jsonl", MISMATCH))[-LIMITS["mismatch"] :]
+        return cls(folder.resolve().name, config, series, mismatch)
+
+
+def page(path: Path, data: dict[str, Any]) -> Path:
+    """Writes the data into the template."""
+    data |= {"written": time.strftime("%Y-%m-%d %H:%M"), "limits": LIMITS}
     template = (Path(__file__).parent / "runtime/report_page.html").read_text()
     # Rollouts are untrusted text: without "<" nothing in them can end the script element.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = run / "report.html"
-    page.write_text(template.replace("{{data}}", text, 1))
-    return page
+    path.write_text(template.replace("{{data}}", text, 1))
+    return path
+
+
+def flat(config: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """The settings of a config.json by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        inner = flat(value, f"{above}{name}.") if isinstance(value, dict) else {}
+        found |= inner or {above + name: value}
+    return found
+
+
+def beside(runs: list[dict[str, list]], names: list[str]) -> dict[str, list]:
+    """The whole batches' metrics of several runs, as METRIC/NAME, on the steps of all."""
+    steps = sorted({step for run in runs for step in run.get("step", [])})
+    found: dict[str, list] = {"step": steps}
+    for name, run in zip(names, runs, strict=True):
+        for metric, values in run.items():
+            parts = 3 if INFO.match(metric) else 1  # an info is of an environment
+            if metric != "step" and len(metric.split("/")) == parts:
+                of_step = dict(zip(run["step"], values, strict=True))
+                found[f"{metric}/{name}"] = [of_step.get(step) for step in steps]
+    return found
 
 
 def columns(lines: Iterable[dict]) -> dict[str, list]:
@@ -293,6 +380,6 @@ def draw(run_dir: str) -> Path:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python report.py RUN_DIR")
-    print(write(sys.argv[1]))
+    if len(sys.argv) < 2:
+        sys.exit("usage: python report.py RUN_DIR [OTHER_RUN_DIR ...]")
+    print(write(sys.argv[1]) if len(sys.argv) == 2 else compare(sys.argv[1:]))

@@ -1,18 +1,18 @@
-"""What the metrics of a run say of its health, in sentences; docs/debugging.md lists the alarms."""
+"""What the metrics of a run say of its health, in sentences; docs/debugging.md lists the limits."""
 
 import statistics
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from runtime.rollout_metrics import LIMIT, RECENT, gap
 
-FAIR = 50  # steps of training from which it is an alarm that validation has not risen
+FAIR = 50  # steps of training after which validation should have risen
 Series = dict[str, list]  # of each metric, and of `step`, a value for each step or None
 
 
 class Finding(NamedTuple):
-    """A sentence about a run, and whether it is about a fault."""
+    """A sentence about a run."""
 
-    alarm: bool
+    level: Literal["wrong", "slow", "fine"]  # wrong: it does not learn, or its figures are false
     text: str
 
 
@@ -31,7 +31,6 @@ def health(series: Series, mismatch: list[dict], config: dict) -> list[Finding]:
     lost = sum(known.get("nonfinite_engine_logprobs", []))
     norms = zip(series.get("reward", []), series.get("grad_norm", []), strict=False)
     broken = sum(reward is not None and norm is None for reward, norm in norms)
-    waiting = 0.75 if config.get("max_lag") else 1  # at lag 0 the two sides take turns
     every: list[tuple[Any, float, str]] = [  # a value, the highest without alarm, and the sentence
         (gap(mismatch), LIMIT, "At lag 0 trainer and engine differ by {:.2g} nats."),
         (mean.get("truncated_samples"), 0.25, "{:.0%} of the answers were cut off."),
@@ -41,17 +40,36 @@ def health(series: Series, mismatch: list[dict], config: dict) -> list[Finding]:
         (left_out or None, 0, "Validation prompts that were dropped: {}."),
         (lost or None, 0, "Logprobs of engines that are not finite: {:.0f}."),
         (broken or None, 0, "Steps whose gradient norm is not finite: {}."),
-        (share(series, "wait_for_rollouts"), waiting, "The trainer waited {:.0%} of the time."),
-        (share(series, "wait_for_training"), waiting, "The engines waited {:.0%} of the time."),
     ]
     known_ones = [rule for rule in every if rule[0] is not None]
-    # Written so that NaN is an alarm.
-    found = [Finding(not value <= most, text.format(value)) for value, most, text in known_ones]
-    return progress(series) + found
+    found = [  # written so that NaN is wrong
+        Finding("fine" if value <= most else "wrong", text.format(value))
+        for value, most, text in known_ones
+    ]
+    return progress(series) + found + speed(series, config)
+
+
+def speed(series: Series, config: dict) -> list[Finding]:
+    """How long each side waited for the other, and what helps where that was most of the time."""
+    waiting = 0.75 if config.get("max_lag") else 1  # at lag 0 the two sides take turns
+    sides = {
+        "trainer": ("wait_for_rollouts", "generation", "engine.count or max_lag"),
+        "engines": ("wait_for_training", "training", "policy.ranks"),
+    }
+    found: list[Finding] = []
+    for name, (wait, slower, remedy) in sides.items():
+        waited = share(series, wait)
+        told = f"The {name} waited {waited or 0:.0%} of the time"
+        if waited is not None and waited > waiting:
+            told += f": {slower} is the slower side, so raise {remedy}"
+            found.append(Finding("slow", f"{told}."))
+        elif waited is not None:
+            found.append(Finding("fine", f"{told}."))
+    return found
 
 
 def progress(series: Series) -> list[Finding]:
-    """Whether the last validation is above the first; an alarm only after FAIR steps."""
+    """Whether the last validation is above the first; it is wrong only after FAIR steps."""
     # An environment that never scores 1 has no right answers to count.
     exact = any(series.get("validation_exact", []))
     names = {"validation_exact": "Right validation answers"} if exact else {}
@@ -73,8 +91,8 @@ def progress(series: Series) -> list[Finding]:
     text += f" from {form.format(first)} (step {start}) to {form.format(last)} (step {end})"
     text += f", after {form.format(best)} at best." if fell else "."
     right = last == 1 and name != "validation_reward"  # it cannot rise
-    alarm = end - start >= FAIR and ((last <= first and not right) or fell)
-    return [Finding(alarm, text)]
+    wrong = end - start >= FAIR and ((last <= first and not right) or fell)
+    return [Finding("wrong" if wrong else "fine", text)]
 
 
 def share(series: Series, wait: str) -> float | None:

@@ -36,7 +36,7 @@ def by_origin(groups: "list[list[SampleInfo]]") -> "dict[str, list[list[SampleIn
 def validation_metrics(
     answered: "list[list[SampleInfo]]", k: int, dropped: int = 0
 ) -> dict[str, float]:
-    """Mean reward, share of right answers (score 1) and, where k > 1, of prompts with one of those.
+    """Mean reward, share of right answers (score 1), info and, where k > 1, pass@k.
 
     `answered` holds the answers to each prompt but those that were dropped. Rewards are shaped,
     scores are not.
@@ -51,7 +51,8 @@ def validation_metrics(
         if k > 1:
             right = statistics.fmean(any(i.score >= 1 for i in infos) for infos in prompts)
             found[f"validation_pass@{k}{suffix}"] = right
-    return found
+    components = component_metrics(list(itertools.chain(*last)))
+    return found | {f"validation_{name}": value for name, value in components.items()}
 
 
 def rollout_metrics(groups: "list[list[SampleInfo]]", step: int) -> dict[str, float]:

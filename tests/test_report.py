@@ -103,7 +103,10 @@ def run_dir(tmp_path_factory) -> Path:
     every = [rollout(None, i, i, evaluation=0) for i in range(2)]
     every += [rollout(None, i, i, evaluation=10) | {"response": [ATTACK]} for i in range(2)]
     every += [rollout(step, slot, i) for step in (1, 10) for slot in (18, 19) for i in range(20)]
+    for i, line in enumerate(every[4:44]):  # of step 1
+        line["dataset"] = ("gsm8k", "aime")[i % 2]
     every[-1] |= {"env": ATTACK, "prompt": ATTACK, "response": [ATTACK], "info": {"x": ATTACK}}
+    every += [rollout(step, 20, 0) for step in range(12, 36)]
     write_lines(folder / "rollouts.jsonl", every, '{"step": 11, "slot')
     save_samples(folder / "samples" / "step_000010.npz")
     (folder / "samples" / "step_000020.npz").write_bytes(b"PK half an archive")
@@ -237,7 +240,7 @@ def test_the_mismatch_table_follows_its_slider(look):
 
 @browser
 def test_the_top_says_how_the_run_is_and_what_started_it(look):
-    health, verdict, settings = look("""return ["#health", "#health.alarm b", ".config"]
+    health, verdict, settings = look("""return ["#health", "#health.wrong b", ".config"]
         .map((selector) => document.querySelector(selector).textContent);""")
     assert verdict == "Not healthy. "
     assert health.startswith("Not healthy. Steps whose gradient norm is not finite: 1. Right val")
@@ -262,7 +265,7 @@ def test_a_validation_prompt_is_shown_with_its_first_and_last_answer(look):
 def test_rollouts_are_listed_filtered_and_opened(look):
     result = look("""
         const form = document.querySelector("#rollouts form"), fields = form.elements;
-        const details = () => [...document.querySelectorAll("#list details")];
+        const details = () => [...document.querySelectorAll("#list > details")];
         const found = (values) => {
           form.reset();
           for (const [name, value] of Object.entries(values)) fields[name].value = value;
@@ -270,7 +273,8 @@ def test_rollouts_are_listed_filtered_and_opened(look):
           return [details().length, form.querySelector("output").textContent];
         };
         const counts = [found({}), found({step: "10"}), found({step: "validation 0"}),
-          found({env: "code"}), found({low: "1", high: "1.34"}), found({text: "ANSWER 7"})];
+          found({env: "code"}), found({low: "1", high: "1.34"}), found({text: "ANSWER 7"}),
+          found({dataset: "aime"})];
         found({});
         fields.next.click();
         const second = form.querySelector("output").textContent;
@@ -280,19 +284,27 @@ def test_rollouts_are_listed_filtered_and_opened(look):
         one.ontoggle();
         const unsaved = one.querySelector("button");
         const row = [...one.querySelectorAll("summary span")].map((cell) => cell.textContent);
-        found({step: "10", text: "answer 1"});
+        found({step: "10"});
+        const group = details()[0];
+        group.open = true;
+        group.ontoggle();
+        const folded = [group.firstChild.innerText, group.querySelectorAll("details").length];
+        found({step: "10", low: "0.33", high: "0.34"});
         const saved = details().find((each) => each.textContent.startsWith("1019code0.3333"));
         saved.open = true;
         saved.ontoggle();
         saved.querySelector("button").click();
         const chosen = samples.sample.selectedOptions[0].textContent;
-        return {counts, second, text: one.textContent, unsaved, row, chosen};
+        return {counts, second, text: one.textContent, unsaved, row, chosen, folded};
     """)
-    found = [(25, 84, 4), (25, 40, 2), (2, 2, 1), (25, 41, 2), (8, 8, 1), (4, 4, 1)]
+    found = [(25, 108, 2), (2, 40, 1), (2, 2, 1), (6, 41, 1), (4, 8, 1), (4, 4, 1), (2, 20, 1)]
     counts = [[shown, f"{total} found, page 1 of {pages}"] for shown, total, pages in found]
     assert result["counts"] == counts
-    assert result["second"] == "84 found, page 2 of 4"
-    assert result["row"][5:] == ["question 7", "answer 7 second turn"]
+    assert result["second"] == "108 found, page 2 of 2"
+    shown, members = result["folded"]
+    assert shown.split()[:4] == ["10", "18", "math", "3.167"] and members == 20
+    assert shown.endswith("20 answers, rewards 0 to 6.333")
+    assert result["row"][6:] == ["question 7", "answer 7 second turn"]
     assert "question 7" in result["text"] and "second turn" in result["text"]
     assert "0 (5 tokens), 1 (2 tokens)" in result["text"]
     assert result["unsaved"] is None, "no sample of that reward was saved"
@@ -396,6 +408,40 @@ def test_nothing_is_wider_than_the_screen(look, width):
     inner, scrolled, wide, smallest, axis = look(script, width)
     assert inner == width and scrolled <= width and wide == []
     assert smallest >= 11 and axis >= 10.5
+
+
+@browser
+def test_runs_are_compared_curve_by_curve_and_setting_by_setting(run_dir, tmp_path):
+    """Under short names; a metric that one of them lacks has one line."""
+    other = tmp_path / "runs" / "other"
+    shutil.copytree(run_dir, other)
+    config = json.loads((other / "config.json").read_text())
+    config["policy"]["lr"] = 5e-4
+    (other / "config.json").write_text(json.dumps(config))
+    lines = [line | {"only.here": 1} for line in metric_lines()[:20]]
+    write_lines(other / "metrics.jsonl", lines)
+    page = report.compare([str(run_dir), str(other)])
+    assert page == run_dir / "compare.html"
+    title, figures, differs, rest = evaluate(
+        page,
+        """
+        const of = (figure) => [figure.querySelector("figcaption").firstChild.textContent,
+          [...figure.querySelectorAll(".legend span")].map((span) => span.textContent)];
+        return [document.title, [...document.querySelectorAll("figure")].map(of),
+          document.querySelector(".config").textContent, document.body.innerText];""",
+    )
+    names = title.split(" and ")
+    assert [name.rpartition(":")[2] for name in names] == ["demo", "other"]
+    legends = dict(figures)
+    assert legends["Reward"] == names and "Groups with equal rewards" not in legends
+    assert "policy.lr 0.001 | 0.0005" in differs and "steps" not in differs
+    assert f"{names[1]}: Steps whose gradient norm is not finite: 1." in rest
+    assert "Rollouts" not in rest and "Token by token" not in rest
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.S)[1])
+    assert data["columns"][f"only.here/{names[1]}"].count(1) == 19
+    for wrong in ([str(run_dir), str(run_dir)], [str(run_dir), str(tmp_path / "absent")]):
+        with pytest.raises(InputError, match="expected the folder"):
+            report.compare(wrong)
 
 
 @browser

@@ -33,13 +33,16 @@ RISES = {0: 0.1, 50: 0.6, 100: 0.5}
 RARE = [0] * 50 + [2] + [0] * 50
 
 
-def alarms(columns: dict, tables: list[dict] = (), config: dict = CONFIG) -> list[str]:
-    return [finding.text for finding in health(columns, list(tables), config) if finding.alarm]
+def alarms(
+    columns: dict, tables: list[dict] = (), config: dict = CONFIG, level: str = "wrong"
+) -> list[str]:
+    every = health(columns, list(tables), config)
+    return [finding.text for finding in every if finding.level == level]
 
 
 def test_a_healthy_run_is_described_by_its_figures():
     found = health(series(RISES), mismatch(0.02), CONFIG)
-    assert not any(finding.alarm for finding in found)
+    assert {finding.level for finding in found} == {"fine"}
     assert [finding.text for finding in found] == [
         "Validation reward rose from 0.1 (step 0) to 0.5 (step 100).",
         "At lag 0 trainer and engine differ by 0.02 nats.",
@@ -65,8 +68,6 @@ test_each_fault_is_an_alarm = gives(
     ("num_masked_seqs", [0.0] * 91 + [11.0] * 10, "10.0% of the sequences were masked."),
     ("dropped_prompts", [0] * 100 + [9], "Dropped prompts: 9."),
     ("grad_norm", [None, None] + [1.0] * 99, "Steps whose gradient norm is not finite: 1."),
-    ("wait_for_rollouts", [None] + [0.8] * 100, "The trainer waited 80% of the time."),
-    ("wait_for_training", [None] + [3.0] * 100, "The engines waited 100% of the time."),
     ("nonfinite_engine_logprobs", RARE, "Logprobs of engines that are not finite: 2."),
 )
 
@@ -90,15 +91,31 @@ def test_right_answers_count_where_there_are_any():
     exact = [0.0, *[None] * 99, 0.25]
     found = health(series({0: 0.5, 100: 0.4}, validation_exact=exact), [], CONFIG)
     text = "Right validation answers rose from 0% (step 0) to 25% (step 100)."
-    assert found[0].text == text and not found[0].alarm
+    assert found[0].text == text and found[0].level == "fine"
     exact[0] = exact[100] = 1.0
     found = health(series({0: 0.5, 100: 0.5}, validation_exact=exact), [], CONFIG)
-    assert not found[0].alarm, "more than all cannot be right"
+    assert found[0].level == "fine", "more than all cannot be right"
     exact[0] = exact[100] = 0.0
     found = health(series(RISES, validation_exact=exact), [], CONFIG)
     assert found[0].text.startswith("Validation reward rose from 0.1")
 
 
+test_a_side_that_waits_is_no_fault_and_is_named_with_what_helps = gives(
+    lambda name, values: (
+        alarms(series(RISES, **{name: values})),
+        alarms(series(RISES, **{name: values}), level="slow"),
+    ),
+    ("wait_for_rollouts", [None] + [0.8] * 100, ([], [
+        "The trainer waited 80% of the time: generation is the slower side, "
+        "so raise engine.count or max_lag.",
+    ])),
+    ("wait_for_training", [None] + [3.0] * 100, ([], [
+        "The engines waited 100% of the time: training is the slower side, so raise policy.ranks.",
+    ])),
+    ("wait_for_rollouts", [None] + [0.7] * 100, ([], [])),
+)  # fmt: skip
+
+
 def test_a_synchronous_run_may_wait():
     columns = series(RISES, wait_for_training=[None] + [0.9] * 100)
-    assert alarms(columns, config=CONFIG | {"max_lag": 0}) == []
+    assert alarms(columns, config=CONFIG | {"max_lag": 0}, level="slow") == []
