@@ -548,6 +548,11 @@ def sapo(s):
     return -(gate_T * s.A).mean()
 
 
+def bonus(s):
+    """rho sg(log pi) log pi, which has the gradient of -entropy."""
+    return ((s.curr - s.old).exp() * s.curr).detach() * s.curr
+
+
 def topr(s):
     weight = 1.0 if s.A[0] > 0 else min(1.0, math.prod((s.old - s.gen).exp().tolist()))
     return -(weight * s.A * s.curr).sum()
@@ -573,7 +578,7 @@ LOSSES = {
     "GMPO": (True, gmpo),
     "SAPO": (True, sapo),
     "TOPR": (False, topr),
-    "Entropy bonus": (False, lambda s: ((0.01 * s.curr.detach() - s.A) * s.curr).sum()),
+    "Entropy bonus": (True, lambda s: (clipped(s, 0.2, 0.28) + 0.01 * bonus(s)).sum()),
     "KL in the reward": (False, lambda s: -((s.A - 0.01 * (s.old - s.ref).sum()) * s.curr).sum()),
 }
 OTHERS = {"DAPO's soft overlong punishment", "MaxRL", "Pass@k training"}
@@ -600,6 +605,8 @@ def test_settings_of_a_variant_give_its_gradient(start):
 def test_lines_of_a_variant_give_its_gradient(variant, title):
     module, cfg = variant(title)
     cfg = changed(cfg, low=1.0, high=1.0, sequence_error_limit=math.inf)
+    if title == "Entropy bonus":  # its page has one update, where rho is 1
+        cfg = changed(cfg, updates_per_batch=4)
     check_gradient(module, cfg, *LOSSES[title])
 
 
@@ -641,6 +648,8 @@ def test_a_variant_trains_a_step(variant, title):
 def test_the_bonus_has_the_gradient_of_entropy(variant):
     """Each of five tokens once, drawn evenly, so that its weight is 5 pi."""
     module, cfg = variant("Entropy bonus")
+    with pytest.raises(ValueError, match="entropy needs loss.skip_zero_advantage = False"):
+        changed(cfg, skip_zero_advantage=True)
     cfg = changed(cfg, high=math.inf, sequence_error_limit=math.inf)
     logits_V = torch.tensor([0.3, -0.2, 0.9, 0.1, -0.7], requires_grad=True)
     logp_V = logits_V.log_softmax(0)
