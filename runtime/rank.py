@@ -44,9 +44,13 @@ class Rank:
         limit = timedelta(seconds=self.cfg.timeouts.start)
         host = address_of_node()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=world)
+        try:
+            listener = socket.create_server((host, 0), family=family, backlog=world)
+        except OSError as error:
+            told = f"{os.uname().nodename} cannot listen at its address in the Ray cluster, {host}"
+            raise RuntimeError(f"{told}: {error}: ray start --node-ip-address") from None
         port, self.door = listener.getsockname()[1], listener.detach()
-        how: Any = {"wait_for_workers": False, "master_listen_fd": self.door}
+        how: Any = {"wait_for_workers": False, "use_libuv": True, "master_listen_fd": self.door}
         self.store = dist.TCPStore(host, port, world, True, limit, **how)
         return host, port
 
