@@ -7,6 +7,7 @@ assumptions about the hardware are printed with the result.
 
 import dataclasses
 import math
+from importlib.util import find_spec
 from os.path import isfile
 from pathlib import Path
 
@@ -367,6 +368,11 @@ def problems(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
         found += [f"policy.tp = {cfg.policy.tp}: a node has {pace.NODE_GPUS} GPUs"]
     if isinstance(cfg, RunSettings):
         found += engine_problems(model, cfg, gpu)
+    if unknown := sorted({*cfg.policy.lora_targets} - model.linear.keys()):
+        known = ", ".join(model.linear)
+        found += [f"policy.lora_targets: no linear layer is called {unknown[0]!r}, but {known}"]
+    if cfg.wandb and not find_spec("wandb"):
+        found += ["wandb = True: it is not installed; pip install wandb, or set it False"]
     files = {"data.train": cfg.data.train, "data.val": cfg.data.val}
     absent = [f"{field} = {path!r}" for field, path in files.items() if path and not isfile(path)]
     return found + [f"{field}: there is no such file" for field in absent]

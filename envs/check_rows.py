@@ -16,6 +16,7 @@ from envs.rollout.chat import DENSEST
 from envs.rollout.check_messages import check_items, check_overrides, check_tools
 from envs.rollout.messages import load_tokenizer, render
 from envs.rollout.rows import keep_bad, loads, refuse_none, sort_lines
+from settings.alarm import RENDER_SECONDS, at_most
 from settings.errors import InputError, ModuleError, located
 from settings.services import Services
 
@@ -180,7 +181,8 @@ def check_length(row: dict, cfg: "RunSettings") -> None:
         raise ValueError(f"{at} is {size} characters long, {expected} tokens")
     try:
         tokenizer = load_tokenizer(cfg.model)
-        length = len(render(tokenizer, row, cfg.sampling.chat_template_kwargs))
+        with at_most(RENDER_SECONDS):
+            length = len(render(tokenizer, row, cfg.sampling.chat_template_kwargs))
     except Exception as error:  # a chat template is the model's own code
         raise ValueError(f"{at} is refused by the chat template: {error}") from None
     if length >= limit:

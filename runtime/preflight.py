@@ -16,9 +16,12 @@ import math
 import os
 import re
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pydantic
 
 from runtime.folders import BLOCK
 from runtime.kept import flaw
@@ -130,6 +133,9 @@ def check_folder(cfg: "TrainingSettings") -> None:
     folder = Path(cfg.run_dir)
     field = f"run_dir = {cfg.run_dir!r}"
     expected = "expected a folder, or a path where one can be made"
+    others = {"/", os.path.expanduser("~"), cfg.model, os.getcwd()}
+    if str(folder) in others and not (folder / "starts.jsonl").exists():
+        raise InputError(f"{field}: expected a folder of the run's own")
     try:
         there = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:
@@ -152,26 +158,47 @@ def check_command(cfg: "TrainingSettings") -> None:
     from runtime.modes import of_export, sample_files
     from runtime.resume import first_whole
 
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    if cfg.save_before and end and not re.fullmatch(r"\d+(\.\d*)?", end):
+        raise InputError(f"SLURM_JOB_END_TIME = {end!r}: save_before needs seconds since 1970")
     first_whole(of_export(cfg) if cfg.command.export else cfg)
     if cfg.command.replayed:
         sample_files(cfg.command.replayed)
 
 
 def check_arguments(cfg: "TrainingSettings") -> None:
-    """Raises InputError for an argument that its library does not have."""
+    """Raises InputError for an argument that its library does not have, or not of that type."""
     values = flatten(cfg)
     for field, declared in DECLARED.items():
         given = values.get(field) or {}  # a run without engines has none of theirs
-        known = arguments(field) if given else frozenset()
-        for name in sorted(given.keys() - known) if known else ():
+        known = arguments(field) if given else {}
+        for name in sorted(given.keys() - known.keys()) if known else ():
             close = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise InputError(f"{field} sets {name!r}, which {declared.library} does not have{hint}")
+        for name, value in given.items():
+            if wrong := misfit(value, known.get(name, "")):
+                raise InputError(f"{field} sets {name} = {value!r}: {wrong}")
+
+
+def misfit(value: Any, annotation: str) -> str:
+    """Why a value is not of an annotated type; "" if it is, and for names of the library's own."""
+    try:
+        kind = eval(annotation, dict(vars(typing)))
+    except Exception:
+        return ""
+    try:
+        pydantic.TypeAdapter(kind, config={"strict": True}).validate_python(value)
+    except pydantic.ValidationError as error:
+        return f"{error.errors()[0]['msg']}, as its type is {annotation}"
+    except pydantic.PydanticUserError:  # a type of the library's own
+        return ""
+    return ""
 
 
 @functools.cache
-def arguments(field: str) -> frozenset[str]:
-    """Their names, from the library's source, as it takes seconds to import.
+def arguments(field: str) -> dict[str, str]:
+    """Their names and annotations, from the library's source, as it takes seconds to import.
 
     Empty where that source is not as expected.
     """
@@ -181,7 +208,8 @@ def arguments(field: str) -> frozenset[str]:
     nodes = [ast.parse(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
     classes = [node for module in nodes for node in module.body if isinstance(node, ast.ClassDef)]
     fields = [line for node in classes if node.name in declared.classes for line in node.body]
-    return frozenset(ast.unparse(f.target) for f in fields if isinstance(f, ast.AnnAssign))
+    every = [field for field in fields if isinstance(field, ast.AnnAssign)]
+    return {ast.unparse(field.target): ast.unparse(field.annotation) for field in every}
 
 
 # --- model ----------------------------------------------------------------------------------------
@@ -212,6 +240,7 @@ def check_model(cfg: "TrainingSettings") -> None:
     from settings.run import RunSettings
 
     lm = shape.build(model)
+    check_generation(model)
     check_tensors(model, tensors, lm)
     check_attention(cfg)
     if isinstance(cfg, RunSettings):
@@ -225,6 +254,18 @@ def check_model(cfg: "TrainingSettings") -> None:
         from policy.megatron.check import check_megatron
 
         check_megatron(model, cfg.policy)
+
+
+def check_generation(model: str) -> None:
+    """Raises InputError for a generation_config.json that transformers and vLLM cannot read."""
+    from transformers import GenerationConfig
+
+    if os.path.isfile(os.path.join(model, "generation_config.json")):
+        try:
+            GenerationConfig.from_pretrained(model)
+        except Exception as error:  # transformers raises whatever it stumbles over
+            why = f"its generation_config.json cannot be read: {brief(error)}"
+            raise InputError(f"model = {model!r}: {why}") from None
 
 
 def every_tensor(folder: Path) -> Iterator[tuple[str, Stored]]:
@@ -337,6 +378,7 @@ def check_engine(cfg: "RunSettings", hf: "PreTrainedConfig") -> None:
 def check_prompts(cfg: "TrainingSettings", lm: "PreTrainedModel") -> None:
     """Raises InputError unless the tokenizer and its chat template make prompts of messages."""
     from envs.rollout.messages import load_tokenizer, render_messages
+    from settings.alarm import RENDER_SECONDS, at_most
 
     field = f"model = {cfg.model!r}"
     setting, kwargs = cfg.template_variables
@@ -346,8 +388,9 @@ def check_prompts(cfg: "TrainingSettings", lm: "PreTrainedModel") -> None:
         raise InputError(f"{field}: its tokenizer cannot be read: {brief(error)}") from None
     asked = [[{"role": "user", "content": text}] for text in ("1 + 1?", "What is a word?")]
     try:
-        ids = render_messages(tokenizer, asked[0], None, kwargs)
-        both = [tokenizer.apply_chat_template(m, tokenize=False, **kwargs) for m in asked]
+        with at_most(RENDER_SECONDS):
+            ids = render_messages(tokenizer, asked[0], None, kwargs)
+            both = [tokenizer.apply_chat_template(m, tokenize=False, **kwargs) for m in asked]
     except Exception as error:  # a chat template is the model's own code
         given = f" with {setting} = {kwargs}" if kwargs else ""
         why = f"its chat template refuses a question{given}: {brief(error)}"

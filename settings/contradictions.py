@@ -21,6 +21,7 @@ OWN_ENGINE_ARGS = {
     "logprobs_mode": "",
     "scheduling_policy": "",
     "worker_extension_cls": "",
+    "trust_remote_code": "",
     "enable_return_routed_experts": "policy.replay_routing",
     "seed": "seed",
 }

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from settings.run import TrainingSettings
 
 ROOT = Path(__file__).parent.parent
+PATHS = {"run_dir", "model", "data.train", "data.val", "command.resume", "command.replay"}
+PATHS |= {"services.lean", "services.images", "services.workplace"}
 C = TypeVar("C", bound="TrainingSettings")
 
 
@@ -128,10 +131,12 @@ def with_paths(cfg: C) -> C:
     text that no path can hold.
     """
     for name, value in flatten(cfg).items():
-        if isinstance(value, str) and "\0" in value:
-            raise InputError(f"{name} = {value!r}: expected text without the character NUL")
+        if isinstance(value, str):
+            check_text(name, value)
     run_dir = cfg.run_dir.replace("{time}", time.strftime("%Y%m%d-%H%M%S"))
     run_dir = run_dir.replace("{seed}", str(cfg.seed))
+    if left := re.search(r"\{\w*\}", run_dir):
+        raise InputError(f"run_dir = {cfg.run_dir!r}: {left[0]}: expected {{time}} or {{seed}}")
     command = cfg.command
     folders: dict[str, Any] = {}
     if command.resume not in ("", "auto"):
@@ -148,6 +153,16 @@ def with_paths(cfg: C) -> C:
         model=folder_of(cfg.model, weights=not command.dry_run),
         command=dataclasses.replace(command, **folders),
     )
+
+
+def check_text(name: str, value: str) -> None:
+    """Raises InputError for text that no path can hold, and for a ~, which shells replace."""
+    if "\0" in value:
+        raise InputError(f"{name} = {value!r}: expected text without the character NUL")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise InputError(f"{name} = {value!r}: expected text in UTF-8")
+    if name in PATHS and value.startswith("~"):
+        raise InputError(f"{name} = {value!r}: expected a path without ~, as no shell replaces it")
 
 
 def folder_of(model: str, weights: bool) -> str:
@@ -170,7 +185,7 @@ def read(Config: type[C], path: Path) -> C:
         there = sorted(ROOT.glob("configs/**/[!_]*.py"))
         found = ", ".join(str(p.relative_to(ROOT)) for p in there)
         raise InputError(f"{path.resolve()}: no such config file; there are: {found} in {ROOT}")
-    chosen = assigned(path)
+    chosen = of_json(path) if path.suffix == ".json" else assigned(path)
     fields = {field.name for field in dataclasses.fields(Config)} - {"command"}
     if chosen.keys() <= fields and not any(booleans(chosen, Config())):
         with contextlib.suppress(pydantic.ValidationError):
@@ -178,6 +193,17 @@ def read(Config: type[C], path: Path) -> C:
     from settings.mistakes import refuse
 
     raise refuse(Config, path, chosen)
+
+
+def of_json(path: Path) -> dict[str, Any]:
+    """What a configuration in JSON assigns. Raises InputError naming file and line."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: expected JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f'{path}: expected a JSON object, such as {{"steps": 5}}')
+    return found
 
 
 def leaves(Config: type) -> dict[str, Any]:

@@ -218,7 +218,7 @@ class TrainingSettings:
     val_period: NonNegativeInt = 0
     """Evaluate every N steps, at the start and at the end; 0: never."""
     wandb: bool = False
-    """Log to Weights & Biases (install wandb yourself)."""
+    """Log to Weights & Biases (pip install wandb), as WANDB_PROJECT, _ENTITY and _RUN_GROUP say."""
     command: tyro.conf.OmitArgPrefixes[TrainingCommand] = dataclasses.field(
         default_factory=TrainingCommand
     )

@@ -100,6 +100,9 @@ class Services:
     def __post_init__(self) -> None:
         """Refuses servers that no call could be made to, and unknown weights. Raises ValueError."""
         weights(self.genrm)
+        if self.sandbox_url and not is_address(self.sandbox_url):
+            expected = "expected an address such as http://127.0.0.1:6000"
+            raise ValueError(f"services.sandbox_url = {self.sandbox_url!r}, {expected}")
         for url in self.nemo_gym:
             if not is_address(url) or url.endswith("/"):
                 expected = "expected addresses such as ('http://HOST:PORT',)"

@@ -209,6 +209,9 @@ class Home:
     def binary(self) -> None:
         self.data(bytes(range(128, 256)))
 
+    def loop(self, name: str) -> None:
+        (self.folder / name).symlink_to(name)
+
     def gzip(self) -> None:
         self.data(gzip.compress(GOOD.encode()))
 
@@ -243,12 +246,16 @@ class Case:
         for name, *given in self.steps:
             getattr(home, name)(*given)
         flags = self.flags.replace("HOME", str(home.folder)).replace("X300", "x" * 300)
-        return ["--config", str(home.folder / "mine.py"), *shlex.split(flags)]
+        words = shlex.split(flags)
+        own = [] if "mine.json" in self.flags else ["--config", str(home.folder / "mine.py")]
+        return [*own, *words]
 
 
 def case(place: str, says: str, own: str = "", *steps: tuple) -> Case:
     if place == "config":
         return Case(says, "", (("lines", own), *steps))
+    if place == "json":
+        return Case(says, "--config HOME/mine.json", (("put", "mine.json", own), *steps))
     return Case(says, own, steps)
 
 

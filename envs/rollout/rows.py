@@ -83,7 +83,7 @@ def raw_lines(path: str) -> Iterator[tuple[int, bytes]]:
                 start += len(line)
                 progress.update(start - progress.n)
     except OSError as error:
-        tried = Path(path).resolve()
+        tried = os.path.abspath(path)
         raise InputError(f"{tried}: expected a JSONL file: {error.strerror}") from None
 
 

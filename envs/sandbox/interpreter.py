@@ -187,7 +187,8 @@ def write(path: str, text: str) -> None:
 def seccomp_filter(memory: bool) -> bytes:
     """The filter by which what CALLS names fails with ENOSYS, the calls for memory if `memory`.
 
-    Of sockets those of VSOCK fail. Empty where this machine is unknown.
+    Of sockets those of VSOCK fail. So does each call of a program for another machine, such as 32
+    bits: its numbers are others. Empty where this machine is unknown.
     """
     if os.uname().machine not in CALLS:
         return b""

@@ -678,3 +678,11 @@ def test_a_data_file_that_is_not_there_does_not_fit(of_8b, data_files):
     text = dry_run.explain(cfg, Config)
     assert text.endswith("PROBLEM: data.train = 'a.jsonl': there is no such file")
     assert "everything fits" not in text
+
+
+def test_wandb_that_is_not_installed_does_not_fit(of_8b):
+    text = dry_run.explain(of_8b(wandb=True), Config)
+    assert text.endswith(
+        "PROBLEM: wandb = True: it is not installed; pip install wandb, or set it False"
+    )
+    assert "everything fits" in dry_run.explain(of_8b(), Config)

@@ -22,7 +22,7 @@ def test_on_a_gpu_weights_are_bf16_and_logits_float32():
     assert (gpu["dtype"], gpu["hf_overrides"]) == ("bfloat16", {"head_dtype": "float32"})
     assert (cpu["dtype"], cpu["hf_overrides"]) == ("float32", {})
     assert (gpu["enforce_eager"], gpu["enable_chunked_prefill"]) == (False, True)
-    assert gpu.keys() == cpu.keys() <= preflight.arguments("engine.args")
+    assert gpu.keys() == cpu.keys() <= preflight.arguments("engine.args").keys()
 
 
 def test_an_engine_of_several_workers_starts_them_itself():

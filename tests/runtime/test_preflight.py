@@ -87,5 +87,36 @@ def test_the_longest_sequence_is_what_vllm_derives(fields, limit):
 def test_arguments_of_the_engine_are_vllm_s_own():
     """Were its source to change its form, every argument would be taken."""
     known = preflight.arguments("engine.args")
-    assert {"max_num_seqs", "gpu_memory_utilization", "kv_cache_dtype", "enforce_eager"} <= known
+    assert {
+        "max_num_seqs",
+        "gpu_memory_utilization",
+        "kv_cache_dtype",
+        "enforce_eager",
+    } <= known.keys()
     assert 100 < len(known) < 400
+
+
+def test_the_end_of_a_job_is_a_time(monkeypatch, tmp_path):
+    cfg = ask("x", run_dir=str(tmp_path / "run"), save_before=60)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "soon")
+    with pytest.raises(InputError, match="SLURM_JOB_END_TIME = 'soon': save_before needs seconds"):
+        preflight.check_command(cfg)
+    for end in ("", "1790000000", "1790000000.5"):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", end)
+        preflight.check_command(cfg)
+
+
+@pytest.mark.parametrize(("value", "annotation", "fits"), [
+    (4, "int", True),
+    (4, "float", True),
+    (4.5, "int | None", False),
+    (True, "int", False),
+    (None, "Optional[bool]", True),
+    ("x", "Literal['x', 'y']", True),
+    ("z", "Literal['x', 'y'] | None", False),
+    ({"a": 1}, "dict[str, int]", True),
+    ("anything", "ModelDType", True),  # a name of the library's own: it has the last word
+    ("anything", "'dict[str, Any] | QuantizationConfigArgs | None'", True),
+])  # fmt: skip
+def test_values_fit_what_a_library_annotates(value, annotation, fits):
+    assert (preflight.misfit(value, annotation) == "") == fits

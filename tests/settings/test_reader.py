@@ -114,6 +114,15 @@ def test_flags_override_the_file(write):
     assert cfg.steps == 5
 
 
+def test_a_file_of_json_is_read_as_such(tmp_path):
+    """Lists become pairs, groups keep what the file does not name, and flags override it."""
+    path = tmp_path / "mine.json"
+    path.write_text('{"steps": 5, "policy": {"lr": 1e-4}, "advantage": {"clip": [-2, 3]}}')
+    cfg = load("--config", path, "--steps", 6)
+    assert (cfg.steps, cfg.policy.lr, cfg.advantage.clip) == (6, 1e-4, (-2.0, 3.0))
+    assert cfg.policy.warmup_steps == Config().policy.warmup_steps
+
+
 def test_flags_of_a_command_have_no_prefix(write):
     cfg = load("--config", write("run_dir = 'x'\n"), "--resume", "auto")
     assert (cfg.command.resume, cfg.command.modes) == ("auto", [])

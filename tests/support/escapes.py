@@ -44,7 +44,10 @@ open(os.path.join(f'/proc/{os.getppid()}', 'root', 'etc/passwd'))""",
     "root of the first process": "import os\nopen(os.path.join('/proc/1', 'root', 'etc/passwd'))",
     "chroot": "import os; os.chroot('/tmp')",
     "a socket to the host": "import socket; socket.socket(socket.AF_VSOCK)",
-    "faults of memory": "import ctypes\nassert ctypes.CDLL(None).syscall(323, 1) >= 0",
+    "faults of memory": """
+import ctypes, os
+number = {"x86_64": 323, "aarch64": 282}[os.uname().machine]
+assert ctypes.CDLL(None).syscall(number, 1) >= 0""",
     "mount": "import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, 0) == 0",
     "remount writable": """
 import ctypes

@@ -229,12 +229,15 @@ async def test_slow_answers_end_at_the_deadline_and_delay_no_other(monkeypatch):
 # --- before a run starts --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("url", ["", "localhost:6000", "http://", "ftp://127.0.0.1:6000"])
-def test_an_address_that_is_none_is_refused(url):
-    services.configure(Services(sandbox="http", sandbox_url=url))
-    assert services.problem("sandbox") == (
-        f"services.sandbox_url = {url!r}, expected http://HOST:PORT"
-    )
+@pytest.mark.parametrize("url", ["localhost:6000", "http://", "ftp://127.0.0.1:6000"])
+def test_an_address_that_is_none_is_refused_where_it_is_read(url):
+    with pytest.raises(ValueError, match=f"services.sandbox_url = '{url}', expected an address"):
+        Services(sandbox_url=url)
+
+
+def test_a_service_needs_an_address():
+    services.configure(Services(sandbox="http"))
+    assert services.problem("sandbox") == "services.sandbox_url = '', expected http://HOST:PORT"
 
 
 def test_a_service_is_asked_before_a_run_starts(monkeypatch):
