@@ -11,7 +11,8 @@ import torch
 from conftest import make_config, spelling_rows, write_rows
 
 from support.configs import changed
-from support.program import Program
+from support.doors import Doors
+from support.program import ROOT, Program
 
 pytestmark = pytest.mark.e2e
 of_one_run = pytest.mark.xdist_group("a finished run")
@@ -32,7 +33,9 @@ def finished(tiny_model, tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONPATH")
-        return Program(cfg).succeeds(240), cfg
+        program = Program(cfg)
+        program.doors = Doors(program.process.pid)
+        return program.succeeds(240), cfg
 
 
 @pytest.mark.smoke
@@ -112,6 +115,17 @@ def test_what_a_run_prints(finished):
     written = json.loads((folder / "config.json").read_text())
     assert {"commit", "diff", "versions", "command_line"} <= written.keys()
     assert written["steps"] == cfg.steps
+
+
+@of_one_run
+def test_a_run_listens_where_the_page_says_and_nowhere_else(finished):
+    """docs/cluster.md has each process that listens, and whether at one address or at all."""
+    page = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (one address|all addresses) \|", page, re.M)
+    listed = {(name, where) for names, where in rows for name in re.findall(r"\w+", names)}
+    seen = finished[0].doors.seen
+    assert {("raylet", "all addresses"), ("Trainer", "one address")} <= seen
+    assert seen <= listed, sorted(seen - listed)
 
 
 @of_one_run

@@ -10,7 +10,7 @@ from envs.sandbox.sandbox import family
 
 LISTENS = "0A"  # TCP_LISTEN of the kernel
 EVERYWHERE = {"00000000", "0" * 32}
-RAY = {"gcs_server", "raylet", "dashboard", "agent", "runtime_env_agent"}
+RAY = {"gcs_server", "raylet", "monitor"}  # its processes that are no actors
 
 
 def sockets() -> dict[str, str]:
