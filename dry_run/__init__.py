@@ -50,11 +50,17 @@ def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = No
         *any_step_rows(model, cfg, gpu),
         *slurm_rows(model, cfg, gpu),
         *assumptions(cfg, gpu),
+        *(["note: W&B is not installed here: pip install wandb"] if lacks_board(cfg) else []),
         *data.lines,
         *(f"PROBLEM: {problem}" for problem in wrong),
         *([] if wrong else ["everything fits"]),
     ]
     return "\n".join(lines)
+
+
+def lacks_board(cfg: TrainingSettings) -> bool:
+    """Whether W&B is asked for and not here; the run may be to start elsewhere."""
+    return cfg.wandb and not find_spec("wandb")
 
 
 def assumptions(cfg: TrainingSettings, gpu: Gpu) -> list[str]:
@@ -371,8 +377,6 @@ def problems(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     if unknown := sorted({*cfg.policy.lora_targets} - model.linear.keys()):
         known = ", ".join(model.linear)
         found += [f"policy.lora_targets: no linear layer is called {unknown[0]!r}, but {known}"]
-    if cfg.wandb and not find_spec("wandb"):
-        found += ["wandb = True: it is not installed; pip install wandb, or set it False"]
     files = {"data.train": cfg.data.train, "data.val": cfg.data.val}
     absent = [f"{field} = {path!r}" for field, path in files.items() if path and not isfile(path)]
     return found + [f"{field}: there is no such file" for field in absent]

@@ -149,13 +149,13 @@ def metrics_of(*sequences: dict, rows: int = 1, **fields) -> dict[str, float]:
 
 
 def test_a_new_measure_of_tokens_is_reported_as_their_mean(monkeypatch):
-    """A fork adds its name to `measured` and nothing else, a clip fraction for instance."""
+    """A fork adds its name to `measured` and nothing else."""
 
     def with_another(logp_T, *others):
-        return mismatch(logp_T, *others) | {"clip_fraction": torch.full_like(logp_T, 0.25)}
+        return mismatch(logp_T, *others) | {"my_measure": torch.full_like(logp_T, 0.25)}
 
     monkeypatch.setattr("runtime.metrics.mismatch", with_another)
-    assert metrics_of(UNIT, NEAR, rows=2)["clip_fraction"] == 0.25
+    assert metrics_of(UNIT, NEAR, rows=2)["my_measure"] == 0.25
 
 
 ONE_UPDATE = {"token_mult_prob_error": 2.0580917, "gen_kl_error": 0.2225893}

@@ -28,8 +28,10 @@ def sockets() -> dict[str, str]:
 def name_of(pid: int) -> str:
     """What a process is called in docs/cluster.md."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    if actor := re.match(r"ray::(\w+)", words[0]):
-        return actor[1]
+    if found := re.match(r"ray::(\w+)", words[0]):
+        return found[1] if found[1][0].isupper() else "IDLE"  # which runs a function for a moment
+    if words[1:2] == ["-c"] and "multiprocessing" in words[2]:
+        return "EngineCore"  # before it has its name
     if words[0].startswith("VLLM::"):
         return words[0].removeprefix("VLLM::")
     files = [Path(word).stem for word in words if "/" in word or word.endswith(".py")]

@@ -35,6 +35,7 @@ def config(model: str, **fields) -> Config:
     """
     usual = {"kind": "megatron", "lr": 0.1, "warmup_steps": 0, "max_grad_norm": 1e-7}
     usual |= {"sequence_error_limit": 1e9, "row_tokens": 64, "max_model_len": 64}
+    usual |= {"weight_decay": 0.02}  # of which norms must take nothing
     return changed(Config(model=model), **usual | fields)
 
 
