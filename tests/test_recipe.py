@@ -325,7 +325,9 @@ def test_a_config_trains_a_tiny_model(name, tiny_model, tmp_path, recipe_service
         program = Program(cfg).succeeds()
     steps = program.steps()
     assert [m["step"] for m in steps] == [1, 2]
-    assert all(math.isfinite(m["loss"]) and m["grad_norm"] > 0 for m in steps)
+    assert all(math.isfinite(m["loss"]) for m in steps)
+    # Of a random model's sixteen answers in a step it may be that none is paid.
+    assert any(m["grad_norm"] > 0 for m in steps)
     assert abs(steps[0]["token_mult_prob_error"] - 1) < 1e-5
     program.check_slots(cfg, rows=len(rows))
     assert (program.folder / "step_000002" / "hf" / "config.json").exists()
