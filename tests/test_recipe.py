@@ -38,6 +38,7 @@ NAMES = [name for name in FILES if name not in ["_super", *DPO]]  # which is a p
 OTHERS = ["gsm8k", "math_blend", "test", "tiny"]
 RECIPE = [name for name in NAMES if name not in OTHERS]
 JUDGES = ["general", "safety", "genrm"]
+PAID = 16  # prompts of a step: of four answers to each, some are paid and some are not
 # Their tools or stories are longer than what the tiny model reads.
 LONG = ["office/workplace", "maths/python_tool", "proofs/lean_refinement"]
 CHAIN = ["rlvr1", "rlvr2", "rlvr3", "swe1", "swe2", "rlhf"]
@@ -316,7 +317,8 @@ def test_a_config_trains_a_tiny_model(name, tiny_model, tmp_path, recipe_service
     rows = [row for pair in pairs for row in pair]
     rows += spelling_rows(max(0, 64 - len(rows)), 2)
     write_rows(Path(cfg.data.train), rows)
-    count = max(cfg.prompts_per_step, len(own))
+    U = cfg.loss.updates_per_batch
+    count = -(-max(PAID, len(own)) // U) * U
     with Judge(verifiers.VERDICT) as judge:
         judges = configured(**dict.fromkeys(JUDGES, judge)) if own else {}
         given = recipe_services | {"tool_parser": "hermes", "judges": judges}
