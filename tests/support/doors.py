@@ -10,6 +10,9 @@ from envs.sandbox.sandbox import family
 
 LISTENS = "0A"  # TCP_LISTEN of the kernel
 EVERYWHERE = {"00000000", "0" * 32}
+# Processes that have not set their names yet, by what stands in their commands.
+UNNAMED = {"default_worker.py": "IDLE", "runtime_env/agent": "RuntimeEnvAgent"}
+UNNAMED |= {"multiprocessing": "EngineCore"}
 RAY = {"gcs_server", "raylet", "monitor"}  # its processes that are no actors
 
 
@@ -26,12 +29,18 @@ def sockets() -> dict[str, str]:
 
 
 def name_of(pid: int) -> str:
-    """What a process is called in docs/cluster.md."""
+    """What a process is called in docs/cluster.md; "" for one that is ending."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    if not words[0]:
+        return ""
     if found := re.match(r"ray::(\w+)", words[0]):
-        return found[1] if found[1][0].isupper() else "IDLE"  # which runs a function for a moment
-    if words[1:2] == ["-c"] and "multiprocessing" in words[2]:
-        return "EngineCore"  # before it has its name
+        is_actor = found[1][0].isupper() and not found[1].startswith("IDLE")
+        return found[1] if is_actor else "IDLE"  # it may run a function, or spill objects
+    if Path(words[0]).name in RAY:  # whose arguments name the commands of others
+        return Path(words[0]).name
+    for part, name in UNNAMED.items():
+        if part in " ".join(words):
+            return name
     if words[0].startswith("VLLM::"):
         return words[0].removeprefix("VLLM::")
     files = [Path(word).stem for word in words if "/" in word or word.endswith(".py")]
@@ -47,7 +56,7 @@ def listening(pid: int) -> Iterator[tuple[str, str]]:
             name = name_of(process)
         except OSError:  # it ended
             continue
-        for link in links:
+        for link in links if name else ():
             inode = re.fullmatch(r"socket:\[(\d+)\]", link)
             if inode and inode[1] in every:
                 yield name, every[inode[1]]
