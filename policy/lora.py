@@ -88,7 +88,7 @@ class Adapters:
         """The adapters by the names that peft gives them in a file, whole; collective."""
         return {
             f"base_model.model.{name.rpartition('.')[0]}.{part}.weight": (
-                getattr(layer, part)[NAME].weight.detach().full_tensor().cpu()
+                getattr(layer, part)[NAME].weight.detach().full_tensor().to("cpu", copy=True)
             )
             for name, layer in self.layers.items()
             for part in ("lora_A", "lora_B")

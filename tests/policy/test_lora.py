@@ -142,7 +142,9 @@ def test_adapters_are_exported_beside_the_merged_model(family, checkpoint, tmp_p
     folder = checkpoint(family)
     policy = opened(folder, lora_rank=RANK, lr=1e-2)
     step(policy)
-    policy.export_hf(str(tmp_path / "export"))()
+    write = policy.export_hf(str(tmp_path / "export"))
+    step(policy)  # a checkpoint is written while training goes on
+    write()
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "export/adapter").eval()
     assert adapted.peft_config["default"].base_model_name_or_path == str(folder)
@@ -292,5 +294,11 @@ def test_two_ranks_train_as_one(checkpoint, tmp_path):
         assert_same(seen["sent"], weights(alone), 1e-6)
         assert_same(seen["resumed"], seen["third"], 0)
         assert_same(load_file(tmp_path / "export/model.safetensors"), seen["sent"], 0)
+        written = load_file(tmp_path / "export/adapter/adapter_model.safetensors")
+        named = {
+            f"base_model.model.{name[:-2]}.lora_{name[-1]}.weight": x
+            for name, x in seen["trained"].items()
+        }
+        assert_same(written, named, 0)
     alone.load(f"{tmp_path}/saved")  # one rank reads what two wrote
     assert_same(flat(adapters(alone)), seen["trained"], 0)
