@@ -298,7 +298,7 @@ class Run:
         await self.score(self.val_rows)
         if self.leaving:
             return
-        state = await self.checkpoints.load(self.MUST_MATCH if trains else None)
+        state = await self.checkpoints.load(self.MUST_MATCH if trains else None, self.state())
         self.version = state.get("version", 0)
         self.evaluated = state.get("evaluated", -1)
         self.log.open(self.cfg, self.version)

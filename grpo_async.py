@@ -833,7 +833,7 @@ class Run:
             self.engines.fleet.launch()
         await self.cluster.start_trainers()
         trains = not self.cfg.command.eval_only
-        state = await self.checkpoints.load(self.MUST_MATCH if trains else None)
+        state = await self.checkpoints.load(self.MUST_MATCH if trains else None, self.state())
         version = state.get("version", 0)
         self.log.open(self.cfg, version)
         self.dispatcher.crew.start()

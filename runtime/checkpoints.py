@@ -40,7 +40,6 @@ class Checkpoints:
         self.cfg = cfg
         self.cluster = cluster
         self.rows = rows
-        self.fresh: dict = {}  # the state of a run that starts, where a checkpoint was looked for
         self.saving: asyncio.Task | None = None  # the checkpoint that is being written
 
     def exist(self) -> bool:
@@ -137,13 +136,16 @@ class Checkpoints:
         path = f"{state['folder']}/groups.npz"
         return await self.read_groups(path, count) if count else []
 
-    async def load(self, must_match: Sequence[str] | None = None) -> dict:
+    async def load(
+        self, must_match: Sequence[str] | None = None, fresh: dict | None = None
+    ) -> dict:
         """Puts trainers and run folder where the checkpoint that is asked for left them.
 
         Returns its state, {} for none. With `must_match` None it is not gone on from: the run
         folder stays as it is, and any stream of prompts will do. Raises InputError where there are
-        checkpoints and all are damaged, where one is of another stream of prompts or differs in a
-        setting that `must_match` names, and where one is to be evaluated and there is none.
+        checkpoints and all are damaged. Also where one is of another stream of prompts, differs in
+        a setting that `must_match` names, or has other fields than `fresh`, the state of a run that
+        starts. Also where one is to be evaluated and there is none.
         """
         found = {path.suffix for path in Path(self.cfg.run_dir).glob("*")}
         dead = {".jsonl", ".kept", ".partial"} & found  # of a run that died in its first step
@@ -151,4 +153,4 @@ class Checkpoints:
             return {}
         from runtime import resume
 
-        return await resume.load(self, must_match)
+        return await resume.load(self, must_match, fresh)

@@ -59,12 +59,12 @@ def speed(series: Series, config: dict) -> list[Finding]:
     found: list[Finding] = []
     for name, (wait, slower, remedy) in sides.items():
         waited = share(series, wait)
-        told = f"The {name} waited {waited or 0:.0%} of the time"
+        text = f"The {name} waited {waited or 0:.0%} of the time"
         if waited is not None and waited > waiting:
-            told += f": {slower} is the slower side, so raise {remedy}"
-            found.append(Finding("slow", f"{told}."))
+            text += f": {slower} is the slower side, so raise {remedy}"
+            found.append(Finding("slow", f"{text}."))
         elif waited is not None:
-            found.append(Finding("fine", f"{told}."))
+            found.append(Finding("fine", f"{text}."))
     return found
 
 

@@ -129,8 +129,8 @@ class Log:
 
         named = {group.slot // self.cfg.prompts_per_step + 1 for group in groups}
         if named != {step}:  # a fork fills its batches otherwise
-            told = f"step {step} trains groups that Slot.record numbers as of {sorted(named)}"
-            raise RuntimeError(f"{told}: rollouts.jsonl would be wrong; change that, too")
+            wrong = f"step {step} trains slots that Slot.record gives to {sorted(named)}"
+            raise RuntimeError(f"{wrong}: rollouts.jsonl names that. Change Slot.record as well")
         trained = step - 1 if not self.cfg.command.rollout_only else 0
         infos = [group.infos for group in groups]
         self.trained(step, stats | rollout_metrics(infos, trained))

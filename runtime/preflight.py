@@ -334,11 +334,12 @@ def check_tensors(folder: str, found: dict[str, Stored], lm: "PreTrainedModel") 
     for name in sorted(known):
         shape = list(state[name].shape)
         if found[name].shape != shape:
-            told = f"{name} is {found[name].shape}, {shape} {described}"
-            raise InputError(f"model = {folder!r}: {told}")
+            raise InputError(
+                f"model = {folder!r}: {name} is {found[name].shape}, {shape} {described}"
+            )
         if state[name].is_floating_point() and "F" not in found[name].dtype:
-            told = f"{name} holds {found[name].dtype}, floating-point numbers {described}"
-            raise InputError(f"model = {folder!r}: {told}")
+            holds = f"{name} holds {found[name].dtype}, floating-point numbers {described}"
+            raise InputError(f"model = {folder!r}: {holds}")
     patterns = lm._keys_to_ignore_on_load_missing or ()
     for name in sorted(state.keys() - known - tied):
         if not any(re.search(pattern, name) for pattern in patterns):

@@ -47,17 +47,18 @@ class Rank:
         try:
             listener = socket.create_server((host, 0), family=family, backlog=world)
         except OSError as error:
-            told = f"{os.uname().nodename} cannot listen at its address in the Ray cluster, {host}"
-            raise RuntimeError(f"{told}: {error}: ray start --node-ip-address") from None
+            node = f"{os.uname().nodename} cannot listen at its address in the Ray cluster, {host}"
+            remedy = "ray start --node-ip-address gives it another"
+            raise RuntimeError(f"{node}: {error}. {remedy}") from None
         port, self.door = listener.getsockname()[1], listener.detach()
         how: Any = {"wait_for_workers": False, "use_libuv": True, "master_listen_fd": self.door}
         self.store = dist.TCPStore(host, port, world, True, limit, **how)
         return host, port
 
     def close_store(self) -> None:
-        """Refuses all who connect from here on; the ranks that have met stay connected.
+        """Refuses each process that connects from here on. Those that have met stay connected.
 
-        The store goes on polling its descriptor, so another file takes its place there.
+        The store's thread keeps polling its descriptor. So /dev/null takes the listener's number.
         """
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, self.door, inheritable=False)

@@ -218,9 +218,11 @@ def finish(kept: Path) -> None:
     kept.unlink()
 
 
-async def load(checkpoints: "Checkpoints", must_match: Sequence[str] | None) -> dict:
+async def load(
+    checkpoints: "Checkpoints", must_match: Sequence[str] | None, fresh: dict | None
+) -> dict:
     """`Checkpoints.load`, where a checkpoint is asked for."""
-    state = await newest(checkpoints, must_match)
+    state = await newest(checkpoints, must_match, fresh)
     if must_match is not None:
         state = state | {"evaluated": rewind(checkpoints.cfg.run_dir, state)}
     return state if state.get("folder") else {}
@@ -232,22 +234,23 @@ def look(checkpoints: "Checkpoints", must_match: Sequence[str] | None, fresh: di
     `fresh` is what the run would save now. Raises InputError as `load` does, except for damage
     inside of large files, and where a checkpoint to go on from has other fields than `fresh`.
     """
-    checkpoints.fresh = fresh
     folder = first_whole(checkpoints.cfg)
-    return state_of(checkpoints, folder, must_match) if folder else {}
+    return state_of(checkpoints, folder, must_match, fresh) if folder else {}
 
 
-def state_of(checkpoints: "Checkpoints", folder: str, must_match: Sequence[str] | None) -> dict:
+def state_of(
+    checkpoints: "Checkpoints", folder: str, must_match: Sequence[str] | None, fresh: dict | None
+) -> dict:
     """The state of a whole checkpoint. Raises InputError where it cannot be gone on from."""
     state = json.loads(Path(folder, "state.json").read_text()) | {"folder": folder}
-    needed = {"config", "version"} if must_match is None else {"config", "progress", "rows"}
+    needed = {"config", "version"} | ({"progress", "rows"} if must_match is not None else set())
     if missing := needed - state.keys():
         raise another_layout(folder, f"lacks {', '.join(sorted(missing))}")
     if must_match is None:
         refuse_other_settings(state, checkpoints.cfg, LORA)
         return state
-    if checkpoints.fresh:
-        refuse_other_layout(state, checkpoints.fresh)
+    if fresh:
+        refuse_other_layout(state, fresh)
     refuse_other_stream(state, checkpoints.cfg, checkpoints.rows, must_match)
     return state
 
@@ -255,8 +258,8 @@ def state_of(checkpoints: "Checkpoints", folder: str, must_match: Sequence[str] 
 def another_layout(folder: str, what: str) -> InputError:
     """The error of a checkpoint whose state.json has other fields than this program writes."""
     commit = lineage.read(Path(folder)).get("commit") or "unknown"
-    told = f"{folder}: its state.json {what}: it was saved by commit {commit}"
-    return InputError(f"{told}: go on with that, or start anew with model set to its folder hf")
+    found = f"{folder}: its state.json {what}: it was saved by commit {commit}"
+    return InputError(f"{found}: go on with that, or start anew with model set to its folder hf")
 
 
 def refuse_other_layout(state: dict, fresh: dict) -> None:
@@ -269,7 +272,9 @@ def refuse_other_layout(state: dict, fresh: dict) -> None:
         raise another_layout(state["folder"], min(problems))
 
 
-async def newest(checkpoints: "Checkpoints", must_match: Sequence[str] | None) -> dict:
+async def newest(
+    checkpoints: "Checkpoints", must_match: Sequence[str] | None, fresh: dict | None
+) -> dict:
     """Loads the newest checkpoint that is whole into the trainers; its state, {} for none."""
     cfg = checkpoints.cfg
     limit = cfg.timeouts.start
@@ -283,7 +288,7 @@ async def newest(checkpoints: "Checkpoints", must_match: Sequence[str] | None) -
             notes.append(problems[0])
             print(f"not resumed from {folder}: {problems[0]}")
             continue
-        state = state_of(checkpoints, folder, must_match)
+        state = state_of(checkpoints, folder, must_match, fresh)
         loads = asyncio.gather(*(t.load.remote(folder) for _, t in ranks))
         await within(limit, f"{folder} to be loaded", loads)
         print(f"resumed from {folder}")

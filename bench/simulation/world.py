@@ -123,7 +123,7 @@ class Checkpoints:
         """None does."""
         return False
 
-    async def load(self, names: Sequence[str] = ()) -> dict:
+    async def load(self, names: Sequence[str] = (), fresh: Any = None) -> dict:
         """There is nothing to load."""
         return {}
 

@@ -365,7 +365,7 @@ def test_a_marker_that_is_none_is_damage(tmp_path, marker):
 
 
 def test_ranks_share_the_files_of_an_exported_model(tmp_path, monkeypatch):
-    """One of two finds the flipped bit; a model without a marker is nobody's export."""
+    """One of two finds the flipped bit; a model without a marker has none to compare with."""
     for name in ("a.safetensors", "b.safetensors"):
         (tmp_path / name).write_bytes(bytes(100))
     modes.seal(str(tmp_path))
