@@ -38,6 +38,7 @@ class Log:
         self.cfg: Any = None  # of a run with rollouts or without
         self.is_open = False
         self.writing = asyncio.Lock()
+        self.unwritten = b""  # lines of groups that came while others were written
 
     def open(self, cfg: TrainingSettings, version: int) -> None:
         """Opens the files behind policy version `version`."""
@@ -84,9 +85,17 @@ class Log:
             return
         limit = self.cfg.timeouts.train
         file = self.files["rollouts"]
+        self.unwritten += lines
         async with self.writing:
-            done = in_thread(file.append, lines)
-            await within(limit, f"{file.path} to take lines", done, late=WriteError)
+            lines, self.unwritten = self.unwritten, b""
+            if not lines:
+                return
+            try:
+                done = in_thread(file.append, lines)
+                await within(limit, f"{file.path} to take lines", done, late=WriteError)
+            except WriteError:  # the groups that wait must fail as well
+                self.unwritten = lines + self.unwritten
+                raise
 
     def mismatch(self, step: int, tables: list[dict]) -> None:
         """Writes a step's mismatch table; warns where trainer and engine disagree at lag 0.

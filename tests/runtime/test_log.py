@@ -1,5 +1,6 @@
 """Where a run writes."""
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -96,6 +97,29 @@ async def test_a_folder_that_takes_no_lines_ends_the_run_by_name(tmp_path):
         await log.rollouts(b"a line")
     await log.rollouts(b"")  # of a group that is not written: no thread starts for it
     hangs.set()
+
+
+async def test_groups_that_come_together_are_written_at_once_or_fail_together(tmp_path):
+    written: list[bytes] = []
+    takes = threading.Event()
+
+    def append(lines: bytes) -> None:
+        takes.wait()
+        if len(written) == 2:
+            raise WriteError("the disk is full")
+        written.append(lines)
+
+    log = Log()
+    log.cfg = Config()
+    log.files = {"rollouts": SimpleNamespace(path=tmp_path / "x", append=append)}
+    first = [asyncio.ensure_future(log.rollouts(b"%d\n" % i)) for i in range(4)]
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in first)
+    takes.set()
+    await asyncio.gather(*first)
+    assert b"".join(written) == b"0\n1\n2\n3\n" and len(written) == 2
+    failed = await asyncio.gather(*map(log.rollouts, [b"4\n", b"5\n"]), return_exceptions=True)
+    assert [type(error) for error in failed] == [WriteError] * 2
 
 
 def test_each_start_is_written_down_in_any_parsers_json(tmp_path):
