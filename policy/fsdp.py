@@ -50,11 +50,11 @@ class Outgoing(NamedTuple):
 class PackedModel(nn.Module):
     """Decoder and chunked head in one forward: as FSDP's root it holds head and embedding whole."""
 
-    def __init__(self, lm: PreTrainedModel, temperature: float, chunk: int):
+    def __init__(self, lm: PreTrainedModel, temperature: float, entropy: logprobs.Entropy):
         super().__init__()
         self.lm = lm
         self.temperature = temperature
-        self.chunk = chunk
+        self.entropy = entropy
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, mask_T: Tensor) -> Tensor:
         """Logprobs [T], float32, of the row's own tokens; 0 where `mask_T` is False."""
@@ -65,7 +65,7 @@ class PackedModel(nn.Module):
         row = decoder(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         at_N = mask_T.nonzero().squeeze(1)
         h_NH = row.last_hidden_state[0].index_select(0, at_N - 1)
-        rule = (self.temperature, self.chunk)
+        rule = (self.temperature, logprobs.CHUNK, logprobs.Head(entropy=self.entropy))
         logp_N = logprobs.TokenLogprobs.apply(h_NH, head_VH, tokens_T[at_N], *rule)
         return torch.zeros_like(mask_T, dtype=logp_N.dtype).masked_scatter(mask_T, logp_N)
 
@@ -108,8 +108,9 @@ class FSDPPolicy:
         layers = [module for module in self.lm.modules() if type(module).__name__ in kinds]
         for layer in layers if settings.activation_checkpointing else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        self.entropy = logprobs.Entropy(self.device)
         # Any: fully_shard adds methods to what it shards.
-        self.model: Any = PackedModel(self.lm, temperature, logprobs.CHUNK)
+        self.model: Any = PackedModel(self.lm, temperature, self.entropy)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         units = layers[::-1] if dist.get_world_size() > 1 else []  # one rank has nothing to shard
@@ -150,8 +151,7 @@ class FSDPPolicy:
         for row in (row.to(self.device) for row in rows):
             logp_T = self.model(row.tokens_T, row.positions_T, row.mask_T)
             loss, row_stats = loss_fn(logp_T, row)
-            # The zero keeps the network in the graph of a loss that does not depend on it. It is
-            # the sum of no logprob: 0 times an infinite one would be NaN.
+            # The sum of nothing keeps the network in the graph of a loss that is not of it.
             (loss + logp_T[:0].sum()).backward()
             stats.append(row_stats)
         return stats
@@ -168,27 +168,27 @@ class FSDPPolicy:
     def optimizer_step(self, grad_scale: float = 1.0) -> dict[str, float]:
         """Scales the summed gradients, clips their global norm, updates by AdamW and zeroes them.
 
-        Returns the learning rate, and as `grad_norm` the norm after scaling and before clipping.
+        Returns the learning rate, the entropy, and as `grad_norm` the norm before clipping.
         If the norm is not finite, every rank raises FloatingPointError; its weights are untouched
         and its gradients dropped.
         """
         settings = self.settings
-        done = self.updates
+        measured = self.entropy.take()
         grads = [p.grad.to_local() for p in self._trained().values() if p.grad is not None]
         square = nn.utils.get_total_norm(grads).to(self.device) ** 2
         dist.all_reduce(square)
         norm = abs(grad_scale) * square.sqrt().item()
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
-            raise FloatingPointError(f"gradient norm is {norm} at update {done}")
+            raise FloatingPointError(f"gradient norm is {norm} at update {self.updates}")
         torch._foreach_mul_(grads, grad_scale * min(1.0, settings.max_grad_norm / (norm + 1e-6)))
-        lr = learning_rate(done, settings)
+        lr = learning_rate(self.updates, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1
-        return {"grad_norm": norm, "lr": lr}
+        return {"grad_norm": norm, "lr": lr} | measured
 
     def _trained(self) -> dict[str, Any]:
         """The parameters that have gradients, by name."""

@@ -124,6 +124,7 @@ class MegatronPolicy:
         self.model = build(settings, hf, DTYPE).to(self.device)
         self.weights = hf_weights.Weights(model, hf, self.model)
         self.vocab = hf.vocab_size
+        self.entropy = logprobs.Entropy(self.device)
         self.dp_group = mpu.get_data_parallel_group()  # the ranks that train other rows
         others = (mpu.get_tensor_model_parallel_rank(), mpu.get_context_parallel_rank())
         self.reports = mpu.is_pipeline_last_stage() and others == (0, 0)
@@ -213,7 +214,7 @@ class MegatronPolicy:
             row.tokens_T[shard.target_N],
             self.temperature,
             logprobs.CHUNK,
-            logprobs.Part(mpu.get_tensor_model_parallel_group(), first, self.vocab),
+            logprobs.Head(mpu.get_tensor_model_parallel_group(), first, self.vocab, self.entropy),
         )
         logp_T = logp_N.new_zeros(len(row.tokens_T)).index_add(0, shard.target_N, logp_N)
         # Every rank goes on with the whole row; backward passes each the gradient of its tokens.
@@ -223,14 +224,14 @@ class MegatronPolicy:
     def optimizer_step(self, grad_scale: float = 1.0) -> dict[str, float]:
         """Sums the gradients over ranks, scales and clips them, updates by AdamW and zeroes them.
 
-        Returns the learning rate, and as `grad_norm` the norm after scaling and before clipping.
+        Returns the learning rate, the entropy, and as `grad_norm` the norm before clipping.
         If the norm is not finite, every rank raises FloatingPointError; its weights are untouched
         and its gradients dropped. The same holds for RuntimeError, which it raises where experts
         of the engine could not be replayed.
         """
         settings = self.settings
         done = self.updates
-        replayed = self._replayed()
+        measured = self.entropy.take() | self._replayed()
         biases = [b for name, b in self.model.named_buffers() if name.endswith("expert_bias")]
         before = [bias.clone() for bias in biases]
         finalize_model_grads([self.chunk])
@@ -253,7 +254,7 @@ class MegatronPolicy:
         self.optimizer.step_with_ready_grads()
         self._zero_grad()
         self.updates += 1
-        return {"grad_norm": norm, "lr": lr} | replayed
+        return {"grad_norm": norm, "lr": lr} | measured
 
     def _replayed(self) -> dict[str, float]:
         """The share of the engine's routes that the last rows followed. Raises RuntimeError."""

@@ -22,7 +22,7 @@ from torch.multiprocessing import spawn
 import policy.fsdp
 from policy import logprobs
 from policy.fsdp import FSDPPolicy
-from policy.logprobs import TokenLogprobs
+from policy.logprobs import Entropy, Head, TokenLogprobs
 from settings.network import PolicySettings
 
 VOCAB, TEMPERATURE = 96, 0.7
@@ -189,6 +189,46 @@ def test_token_logprobs_of_bf16_are_float32_and_as_good_as_their_operands():
     for actual, expected in zip((hidden_NH, weight_VH), wide, strict=True):
         assert actual.grad.dtype == torch.bfloat16
         torch.testing.assert_close(actual.grad.float(), expected.grad, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+def test_entropy_is_that_of_the_whole_vocabulary(chunk, dtype, tolerance):
+    """It counts what is trained, whatever the loss; a token without finite logits is left out."""
+    hidden_NH, weight_VH, target_N = head_inputs(dtype)
+    logp_NV = (hidden_NH.double() @ weight_VH.double().T / 0.6).log_softmax(1)
+    dense_N = -(logp_NV.exp() * logp_NV).sum(1).detach()
+    head = Head(entropy=(entropy := Entropy(torch.device("cpu"))))
+    for factor in (1.0, -3.0, 0.0):
+        logp_N = TokenLogprobs.apply(hidden_NH, weight_VH, target_N, 0.6, chunk, head)
+        (factor * logp_N).sum().backward()
+    assert entropy.sums[1] == 21
+    assert entropy.take()["entropy"] == pytest.approx(float(dense_N.mean()), rel=tolerance)
+    assert entropy.take() == {"entropy": 0.0}
+    with torch.no_grad():
+        hidden_NH[2, 0] = math.inf
+    logp_N = TokenLogprobs.apply(hidden_NH, weight_VH, target_N, 0.6, chunk, head)
+    logp_N.sum().backward()
+    left = dense_N[torch.arange(7) != 2]
+    assert entropy.take()["entropy"] == pytest.approx(float(left.mean()), rel=tolerance)
+
+
+def test_the_entropy_of_a_step_is_that_of_its_trained_tokens(checkpoint):
+    policy = opened(checkpoint("qwen3"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("qwen3")).eval()
+    found = []
+    for row in SEQUENCES:
+        logp_TV = (model(row.tokens_T[None]).logits[0] / TEMPERATURE).log_softmax(1)
+        entropy_T = -(logp_TV.exp() * logp_TV).sum(1)
+        found.append(entropy_T[:-1][row.mask_T[1:]])
+    policy.logprobs(SEQUENCES)  # these are not trained
+    policy.forward_backward([EMPTY], loss_fn)
+    assert policy.optimizer_step()["entropy"] == 0
+    policy.forward_backward([pack(*SEQUENCES[:3]), EMPTY, pack(*SEQUENCES[3:])], loss_fn)
+    expected = float(torch.cat(found).mean())
+    assert policy.optimizer_step()["entropy"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_tied", "llama", "gpt2"])

@@ -157,6 +157,7 @@ def test_one_step_is_that_of_fsdp(name, family, measured, fsdp):
     for key, value in total.items():
         assert found["total"][key] == pytest.approx(value, rel=1e-4, abs=1e-4), key
     assert found["step"]["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-5)
+    assert found["step"]["entropy"] == pytest.approx(step["entropy"], rel=1e-5)
     assert found["step"]["lr"] == step["lr"]
     for key, tensor in weights.items():
         assert (found["after"][key] - tensor).abs().max() < 1e-5, key
@@ -167,6 +168,7 @@ def test_one_step_is_that_of_fsdp(name, family, measured, fsdp):
 def test_one_step_with_mamba_is_that_of_one_rank(name, family, measured):
     found, alone = measured(name)[family], measured("one")[family]
     assert found["step"]["grad_norm"] == pytest.approx(alone["step"]["grad_norm"], rel=1e-4)
+    assert found["step"]["entropy"] == pytest.approx(alone["step"]["entropy"], rel=1e-4)
     assert found["total"]["loss"] == pytest.approx(alone["total"]["loss"], rel=1e-4)
     for key, tensor in alone["after"].items():
         assert (found["after"][key] - tensor).abs().max() < 1e-5, key
