@@ -83,7 +83,7 @@ def test_what_has_one_axis_does_not_decay():
     """50 steps of a layer and a norm, against torch's own with groups made by hand."""
     torch.manual_seed(0)
     settings = PolicySettings(lr=1e-2, weight_decay=0.3, betas=(0.8, 0.95))
-    ours, theirs = (nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4)) for _ in range(2))
+    ours, theirs = (nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4)).double() for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     weight, *others = theirs.parameters()
     groups = [{"params": [weight], "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
@@ -91,7 +91,7 @@ def test_what_has_one_axis_does_not_decay():
     optimizer = adamw(ours.parameters(), settings)
     start = [p.detach().clone() for p in ours.parameters()]
     for _ in range(STEPS):
-        x = torch.randn(3, 5)
+        x = torch.randn(3, 5, dtype=torch.float64)
         for model, stepping in ((ours, optimizer), (theirs, expected)):
             model(x).square().sum().backward()
             stepping.step()

@@ -23,7 +23,10 @@ class Answer:
         return self.result
 
     def __await__(self):
-        return asyncio.wrap_future(self.result).__await__()
+        future = asyncio.wrap_future(self.result)
+        # asyncio would log an error that comes too late to be received.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return future.__await__()
 
 
 class Actor:
