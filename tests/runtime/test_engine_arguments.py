@@ -101,12 +101,26 @@ def test_vllm_takes_them_on_a_gpu(tiny_model, monkeypatch):
 
 @pytest.mark.slow
 def test_what_vllm_does_by_itself_reaches_it(tiny_model, monkeypatch):
-    """Experts over an engine's GPUs, fp8 weights and KV cache, and MTP that drafts tokens."""
+    """Experts over an engine's GPUs, fp8 weights and KV cache."""
     given = {"enable_expert_parallel": True, "kv_cache_dtype": "fp8", "quantization": "fp8"}
-    given |= {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
     given |= {"mamba_ssm_cache_dtype": "float32"}
     cfg = Config(model=tiny_model, engine={"tensor_parallel": 4, "args": given})
     args, _ = started(cfg, monkeypatch)
     assert {name: getattr(args, name) for name in given} == given
     assert (args.tensor_parallel_size, args.distributed_executor_backend) == (4, "mp")
     assert args.worker_extension_cls == "policy.receiver.WeightReceiver"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named, expected", [({}, "auto"), ({"load_format": "dummy"}, "dummy")])
+def test_a_drafter_has_the_weights_of_its_checkpoint(named, expected, tiny_model):
+    """vLLM takes the policy's load format where none is named, and no update mends that."""
+    from vllm import AsyncEngineArgs
+
+    drafts = {"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 3}
+    drafts |= {"draft_load_config": named} if named else {}
+    args = {"speculative_config": drafts}
+    cfg = Config(model=tiny_model, sampling={"max_model_len": 64}, engine={"args": args})
+    made = AsyncEngineArgs(**engine_arguments(cfg, True)).create_engine_config()
+    assert made.load_config.load_format == "dummy"
+    assert made.speculative_config.draft_load_config.load_format == expected
