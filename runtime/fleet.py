@@ -209,6 +209,8 @@ class Fleet:
         self.sent = [asyncio.wrap_future(send.future()) for send in sends]
         received = {asyncio.wrap_future(call.future()): e for e, call in updates.items()}
         both = {*self.sent, *received}
+        for task in both:  # asyncio complains about an exception that is never fetched
+            task.add_done_callback(asyncio.Future.exception)
         with self.occupying():
             limit = self.cfg.timeouts.sync
             await asyncio.wait(both, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
@@ -281,14 +283,11 @@ class Fleet:
 
     def discard(self, actors: list, error: BaseException) -> None:
         """Kills engines that failed; `launch` starts others in their place."""
-        for made in actors:
-            engine = self.engines.pop(made, None)
-            if engine is None:
-                continue
+        for engine in [self.engines.pop(made) for made in actors if made in self.engines]:
             if engine.state is State.SERVING:
                 self.queue.remove(engine)
             engine.state = State.LOST
-            kill(made)
+            kill(engine.actor)
             self.error = error
             self.discarded += 1
             tqdm.write(f"an engine is lost: {error}")

@@ -83,8 +83,7 @@ class Log:
         """Appends a group's lines while the event loop goes on. Raises WriteError."""
         if not lines:  # of a group that is not of the share to be written
             return
-        limit = self.cfg.timeouts.train
-        file = self.files["rollouts"]
+        file, limit = self.files["rollouts"], self.cfg.timeouts.train
         self.unwritten += lines
         async with self.writing:
             lines, self.unwritten = self.unwritten, b""

@@ -50,6 +50,8 @@ class Probe:
         calls = {e: asyncio.gather(*(e.generate.remote(r) for r in asked)) for e in engines}
         if not calls:  # all were lost since they acknowledged the update
             return []
+        for call in calls.values():  # asyncio complains about an exception that is never fetched
+            call.add_done_callback(asyncio.Future.exception)
         await asyncio.wait(calls.values(), timeout=limit)
         late = TimeoutError(f"waited {limit:.0f} s for an engine to answer a probe")
         errors = {e: call.exception() if call.done() else late for e, call in calls.items()}
