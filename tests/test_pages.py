@@ -10,11 +10,12 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support import blends, shapes, verifiers
+from support import blends, shapes, verifiers, warm
 from support.program import ROOT, copy, ran
 
 PAGES = ("data", "recipe", "cluster", "judges")
@@ -85,7 +86,6 @@ def in_hub(home: Path, name: str, made: Path) -> None:
 def place(tmp_path_factory, chat_model) -> Path:
     """A copy of the project with the data and the models that the pages name."""
     root = copy(tmp_path_factory.mktemp("place") / "grpo_async")
-    (root / ".venv").symlink_to(ROOT / ".venv")
     for name in PROGRAMS:
         (root / "programs").mkdir(exist_ok=True)
         (root / "programs" / name).write_text(NOTE)
@@ -119,16 +119,24 @@ def place(tmp_path_factory, chat_model) -> Path:
     return root
 
 
-@pytest.mark.e2e  # so that it is not left over at the end
-@pytest.mark.xdist_group("the pages")
-@pytest.mark.parametrize("page", PAGES)
-def test_every_command_of_a_page_is_taken(page, place):
+@pytest.fixture(scope="module")
+def env(place) -> Iterator[dict[str, str]]:
+    """What a shell has set there; its Python has its libraries imported already."""
     path = f"{place}/programs:{place}/.venv/bin:{os.environ['PATH']}"
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
     env = kept | {"PATH": path, "DRY_RUN": "true", "CALLED": str(place / "called")}
     env |= {"HF_HOME": str(place / "home"), "HF_HUB_OFFLINE": "1"}
     env |= {"SLURM_PARTITION": "batch", "SLURM_ACCOUNT": "me"}
     env["PYTHONPATH"] = str(place / "programs")
+    (place / ".venv/bin").mkdir(parents=True)
+    with warm.python(place / ".venv/bin/python", env):
+        yield env
+
+
+@pytest.mark.e2e  # so that it is not left over at the end
+@pytest.mark.xdist_group("the pages")
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_a_page_is_taken(page, place, env):
     refused = []
     for script in scripts(page):
         done = ran("bash", "-euo", "pipefail", "-c", dry(script, place), root=place, env=env)
