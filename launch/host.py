@@ -38,6 +38,8 @@ USED = {  # settings that count here, and their defaults
     "engine.tensor_parallel": 1,
     "gpu_share": 1.0,
     "keep_last": 2,
+    "steps": 1000,
+    "save_period": 100,
     "save_before": 0,
 }
 
@@ -59,9 +61,13 @@ def settings(argv: list[str]) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise InputError(f"{path}: {group} = {values!r}: expected a dictionary")
         value = flags.get(name, values.get(field, default))
-        if (taken := read(value, default, least=name != "save_before")) is None:
+        least = name not in ("save_before", "save_period")
+        if (taken := read(value, default, least)) is None:
             where = "the command line" if name in flags else path
-            kinds = {int: "a whole number, 1 or more", float: "a number above 0, 1 at most"}
+            kinds = {
+                int: f"a whole number, {least:d} or more",
+                float: "a number above 0, 1 at most",
+            }
             expected = kinds.get(type(default), "a text")
             raise InputError(f"{where}: {name} = {value!r}: expected {expected}")
         found[name] = taken
@@ -126,7 +132,10 @@ def count(path: str) -> int:
 
 
 def disk(cfg: Any) -> Iterator[str]:
-    """Room for checkpoints; their size is estimated from the model's files."""
+    """Room for checkpoints; their size is estimated from the model's files.
+
+    Each save leaves an export, which its owner may delete. Where those do not fit, a note says so.
+    """
     there = next(path for path in (Path(cfg.run_dir), *Path(cfg.run_dir).parents) if path.exists())
     free = shutil.disk_usage(there).free
     model = sum(path.stat().st_size for path in Path(cfg.model).glob("*.safetensors"))
@@ -134,6 +143,11 @@ def disk(cfg: Any) -> Iterator[str]:
     if free < needed:
         lacking = f"{free >> 30} GiB are free, {cfg.keep_last + 1} checkpoints need {needed >> 30}"
         yield f"{there}: {lacking}: free some, or lower keep_last"
+    saves = math.ceil(cfg.steps / (cfg.save_period or cfg.steps))
+    left = saves - len(list(Path(cfg.run_dir).glob("step_*/hf")))
+    if needed <= free < needed + left * model:
+        stay = f"{left} exports of {model >> 30} GiB stay, {free - needed >> 30} GiB are left"
+        print(f"note: {there}: {stay}: delete on the way those that no stage needs")
 
 
 def main(argv: list[str]) -> None:
@@ -149,8 +163,7 @@ def main(argv: list[str]) -> None:
         counts = "the dry run, which counts the seconds of a step, runs in the job alone"
         raise InputError(f"save_before = 0: {counts}: set SAVE_BEFORE")
     rows = [count(path) for path in (cfg["data.train"], cfg["data.val"]) if path]
-    short = {"run_dir": cfg["run_dir"], "model": cfg["model"], "keep_last": cfg["keep_last"]}
-    for problem in disk(SimpleNamespace(**short)):
+    for problem in disk(SimpleNamespace(**cfg)):
         raise InputError(problem)
     taken = gpus(cfg, "load_pairs" not in program.read_text(encoding="utf-8"))
     told = ", ".join([f"{rows[0]:,} rows", *(f"{n:,} for evaluation" for n in rows[1:])])

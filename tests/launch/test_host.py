@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import spelling_rows, write_rows
@@ -132,3 +133,24 @@ def test_a_container_needs_nothing_of_ours_on_the_machine_that_submits(bare, tmp
     assert "job 7: one, 110 nodes" in more.stdout
     without = ran(*command, root=bare, env=given | {"CONTAINER": ""})
     assert without.returncode == 1 and ".venv/bin/python: expected Python 3.11" in without.stderr
+
+
+def test_a_disk_has_room_for_checkpoints_and_a_note_counts_the_exports_that_stay(
+    tmp_path, monkeypatch, capsys
+):
+    """Three checkpoints of five times the model, and ten exports, of which two are there."""
+    gib = 1 << 30
+    model, run = tmp_path / "model", tmp_path / "run"
+    for folder in (model, run / "step_000010/hf", run / "step_000020/hf"):
+        folder.mkdir(parents=True)
+    with open(model / "model.safetensors", "wb") as file:
+        file.truncate(2 * gib)
+    words = ["--config", str(ROOT / "configs/rlvr1.py"), "--model", str(model)]
+    words += ["--run_dir", str(run), "--steps", "95", "--keep_last", "2"]
+    cfg = SimpleNamespace(**host.settings(words))
+    for free, problems, noted in ((29, 1, False), (45, 0, True), (46, 0, False)):
+        usage = SimpleNamespace(free=free * gib)
+        monkeypatch.setattr(host.shutil, "disk_usage", lambda path, usage=usage: usage)
+        assert len(list(host.disk(cfg))) == problems
+        said = "8 exports of 2 GiB stay, 15 GiB are left: delete on the way"
+        assert (said in capsys.readouterr().out) is noted
