@@ -1,6 +1,7 @@
 """Looks before a run is submitted, and again in its job: may it start, and can it run there?
 
     python launch/preflight.py --config configs/rlvr1.py --run_dir runs/rlvr1 --resume auto ...
+    python launch/preflight.py --node       what differs from node to node: GPUs, driver, compiler
 
 Takes the arguments of grpo_async.py, or of the program that GRPO_PROGRAM names. Prints the dry run
 and a line for each thing that was looked at. Exit status: 0 where all is well, 1 where something
@@ -19,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def modules(cfg: Any) -> Iterator[str]:
             yield f"the library {name} is missing: bash launch/setup.sh on every node"
 
 
-def gpus(cfg: Any) -> Iterator[str]:
+def gpus(cfg: Any = None) -> Iterator[str]:
     """Driver and GPUs of this node, where Slurm granted some."""
     from runtime.ray_start import OLDEST_DRIVER
 
@@ -132,7 +133,7 @@ def gpus(cfg: Any) -> Iterator[str]:
         yield f"NVIDIA's driver is {versions[0]}, CUDA 13 needs {OLDEST_DRIVER}: update it"
 
 
-def compilers(cfg: Any) -> Iterator[str]:
+def compilers(cfg: Any = None) -> Iterator[str]:
     """What compiles kernels at the first use, on a node whose GPUs Slurm granted."""
     if os.environ.get("SLURM_GPUS_ON_NODE", "0") == "0":
         return
@@ -142,11 +143,13 @@ def compilers(cfg: Any) -> Iterator[str]:
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.exists():
         yield f"{header} is missing, so Triton's first kernel would fail: get python3-dev"
+    if not (cfg and cfg.demand.engines):
+        return
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     has_nvcc = shutil.which("nvcc") or Path(toolkit, "bin/nvcc").exists()
     compiles = has_nvcc and shutil.which("ninja", path=beside)
-    if cfg.demand.engines and not compiles and not importlib.util.find_spec("flashinfer_cubin"):
+    if not compiles and not importlib.util.find_spec("flashinfer_cubin"):
         what = "nvcc (CUDA_HOME) or ninja, nor the library flashinfer-cubin"
         print(f"note: vLLM goes without FlashInfer's kernels, which are faster: there is no {what}")
 
@@ -175,19 +178,26 @@ def variables(cfg: Any) -> Iterator[str]:
         yield "wandb = True, and neither WANDB_API_KEY nor ~/.netrc is there: wandb login"
 
 
-def sentences(check: Callable[[Any], Iterator[str]]) -> str:
+def sentences(check: Callable[..., Iterator[str]]) -> str:
     """The name of a check."""
     return (check.__doc__ or check.__name__).partition(".")[0]
 
 
 def main(argv: list[str]) -> int:
-    """Runs all checks; returns the number of problems."""
+    """Runs all checks, or those of a node; returns the number of problems."""
+    if argv == ["--node"]:
+        return report((gpus, compilers))
     with contextlib.nullcontext() if runs_here() else trusted():
         cfg = settings(argv)
     of_job = (modules, gpus, compilers, files) if runs_here() else ()
+    return report((*of_job, variables, disk), cfg)
+
+
+def report(checks: Iterable[Callable[..., Iterator[str]]], *of: Any) -> int:
+    """Runs checks `of` a run and prints a line for each problem; returns how many there are."""
     problems = 0
-    for check in (*of_job, variables, disk):
-        found = list(check(cfg))
+    for check in checks:
+        found = list(check(*of))
         problems += len(found)
         print("\n".join(f"PROBLEM: {problem}" for problem in found) or f"ok: {sentences(check)}")
     return problems

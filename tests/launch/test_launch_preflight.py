@@ -2,6 +2,7 @@
 
 import os
 import resource
+import subprocess
 import sys
 
 import pytest
@@ -163,3 +164,25 @@ def test_kernels_are_looked_for_in_the_job_alone(argv):
     assert done.returncode == 0 and "memory of a trainer rank, GiB: stage 1" in done.stdout
     done = ran(*command, env=env | {"SLURM_JOB_ID": "1"})
     assert done.returncode == 1 and "needs transformer_engine" in done.stderr
+
+
+def test_a_node_that_cannot_serve_ends_the_job_by_name(tmp_path):
+    """Slurm granted two GPUs and nvidia-smi shows one; a CPU node is not asked for any."""
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 590.1\n")
+    smi.chmod(0o755)
+    env = os.environ | {"PATH": f"{smi.parent}:{os.environ['PATH']}", "SLURM_GPUS_ON_NODE": "2"}
+    env |= {"GRPO_PYTHON": sys.executable, "SLURMD_NODENAME": "n7", "SLURM_STEP_NUM_NODES": "2"}
+    env |= {"SLURM_PROCID": "1", "SLURM_JOB_ID": "1", "CLUSTER_SECONDS": "1"}
+    node = ("bash", "launch/ray_cluster.sh", "node", tmp_path)
+    assert ran(*node, env=env).returncode == 1
+    log = (tmp_path / "node.n7.log").read_text()
+    assert "PROBLEM: Slurm granted 2 GPUs, nvidia-smi shows 1" in log and "try 1" not in log
+    waits = ran("bash", "launch/ray_cluster.sh", "wait", tmp_path, "2", env=env)
+    assert waits.returncode == 1 and "error: n7 is no part of the Ray cluster" in waits.stderr
+    assert "nvidia-smi shows 1" in waits.stderr
+    (tmp_path / "node.n7.log").unlink()
+    with pytest.raises(subprocess.TimeoutExpired):  # it waits for the head
+        ran(*node, env=env | {"CPU_NODES": "1", "CLUSTER_SECONDS": "5"}, seconds=3)
+    assert "try 1" in (tmp_path / "node.n7.log").read_text()
