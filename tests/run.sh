@@ -39,7 +39,7 @@ if [ "${1:-}" = slurm ]; then
     set -- tests/test_slurm.py "${@:2}"
 fi
 case "${1:-}" in
-"") chosen=(-m "smoke or not (e2e or slow)") ;;
+"") export GRPO_QUICK=1 && chosen=(-m "smoke or not (e2e or slow)") ;;
 all) chosen=("${@:2}") ;;
 *) exec .venv/bin/python -m pytest "$@" ;;
 esac

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.e2e
 DROPPED = "dropped.jsonl"
 
 
-@pytest.mark.smoke
 def test_no_process_of_vllm_outlives_its_actor(tiny_config, monkeypatch):
     """Not even where Ray, which would end it, is killed in the same moment.
 

@@ -24,6 +24,7 @@ from envs import agents, check_rows, registry
 from launch.make_gsm8k import blend, convert
 from settings import errors
 from support.blends import math_row
+from support.examples import tries
 from support.loop import at_once
 from support.program import ran
 from support.samples import asking
@@ -170,7 +171,7 @@ def refuses_politely(row) -> None:
         assert type(error) is ValueError and len(str(error)) < 500
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(300), deadline=None)
 @given(json_values(leaves=8), st.sampled_from([MATH_ROW, PUZZLE_ROW]), st.data())
 def test_any_json_is_accepted_or_refused_with_value_error(junk, row, data):
     refuses_politely(junk)
@@ -219,7 +220,7 @@ def math_check():
     return maths.make_check()
 
 
-@settings(max_examples=2000, deadline=None)  # of five cases each
+@settings(max_examples=tries(2000), deadline=None)  # of five cases each
 @given(st.binary(min_size=40, max_size=40))
 def test_any_text_has_one_verdict(math_check, picks):
     """No text of eight of these pieces is the root of 77, so each is wrong."""
@@ -363,7 +364,7 @@ def entries():
 
 
 @pytest.mark.filterwarnings("ignore:loadtxt")
-@settings(max_examples=125, deadline=None)  # of 80 puzzles each
+@settings(max_examples=tries(125), deadline=None)  # of 80 puzzles each
 @given(st.text(st.sampled_from("0123456789abc ,.[]{}()'\"\n-+*/=")) | st.text())
 def test_any_text_has_one_score(puzzle_check, entries, text):
     assert len(entries) >= 80

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from envs.following import structured_outputs as structured
 from envs.following.formats import typed
 from envs.rollout.response import Response
+from support.examples import tries
 from support.loop import at_once
 from support.scripts import call
 from support.tables import gives, refused
@@ -250,7 +251,7 @@ def test_no_schema_is_fetched():
 
 
 @given(st.sampled_from(structured.TYPES), st.text())
-@settings(max_examples=5000)
+@settings(max_examples=tries(5000))
 def test_any_text_is_judged(kind, text):
     assert judge(ROW | {"schema_type": kind}, text) == 0
 
@@ -259,7 +260,7 @@ KEYS = st.sampled_from(list(GOLD))
 
 
 @given(json_values(st.text() | KEYS), KEYS)
-@settings(max_examples=2500)  # two cases each
+@settings(max_examples=tries(2500))  # two cases each
 def test_any_json_is_judged(data, key):
     assert judge(ROW, json.dumps(data)) == 0
     assert judge(ROW, json.dumps(GOLD | {key: data})) in (0, 1)

@@ -14,6 +14,7 @@ from envs.gym import endpoint
 from envs.gym.endpoint import Asked, Router, invited, meant
 from envs.rollout.episode import stitch
 from support.chats import CHATML, FORGETFUL, make_tokenizer, saying
+from support.examples import tries
 from support.verifiers import json_values
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -244,7 +245,7 @@ MESSAGE = st.fixed_dictionaries(
 KEYS = ["messages", "tools", "n", "stream", "stop", "max_tokens"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tries(300), deadline=None)
 @given(
     st.dictionaries(st.sampled_from(KEYS), JSON)
     | JSON

@@ -25,6 +25,7 @@ from settings.run import Sampling
 from settings.services import Services
 from support.calls import TOOLS, answer, broken
 from support.chats import Scripted
+from support.examples import tries
 from support.verifiers import DATA, HOSTILE
 
 pytestmark = pytest.mark.slow
@@ -119,7 +120,7 @@ PIECES += ["<function=f>", "</function>", "<parameter=p>", "</parameter>", "<arg
 PIECES += ["</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_begin|>", "<|tool_call_end|>"]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=tries(1000), deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join))
 def test_any_text_has_one_flaw_or_none_in_every_form(text):
     for form in forms.FORMS.values():

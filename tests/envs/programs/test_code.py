@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from envs import Reward
 from envs.programs import code
 from envs.sandbox import sandbox
+from support.examples import tries
 from support.loop import at_once
 from support.tables import gives, refused
 from support.verifiers import HOSTILE, gym_rows, known_answers
@@ -181,7 +182,7 @@ def test_a_block_is_what_stands_between_the_last_two_fences(text):
 
 
 @given(st.text(st.sampled_from("01.e-+naif \n")), st.text(st.sampled_from("01.e-+ \n")))
-@settings(max_examples=5000)  # two cases each
+@settings(max_examples=tries(5000))  # two cases each
 def test_any_two_outputs_are_compared(said, expected):
     assert code.prints(said, said)
     assert code.prints(said, expected) == code.prints(expected, said)

@@ -22,6 +22,7 @@ from envs.proofs.lean_source import code_block, code_of, proof_of
 from envs.rollout import services
 from envs.sandbox import sandbox
 from settings.services import Services
+from support.examples import tries
 from support.skills import Handler, as_sandbox
 from support.tables import refused
 from support.verifiers import HOSTILE, gym_rows, known_answers, lines
@@ -339,7 +340,7 @@ def test_hostile_answers_earn_nothing(text):
 
 
 @given(st.text() | st.text("`lean4 \n:=by theorem").map(lambda text: f"```lean4{text}"))
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=tries(10_000), deadline=None)
 def test_any_text_has_a_proof(text):
     assert len(proof_of(code_of(text))) <= len(text)
     assert "```" not in code_block(text)

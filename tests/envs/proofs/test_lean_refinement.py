@@ -20,6 +20,7 @@ from envs.rollout.response import Response
 from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox
 from envs.sandbox.sandbox import Ran
+from support.examples import tries
 from support.scripts import Full, Script
 from support.verifiers import HOSTILE, gym_rows, lines
 
@@ -175,7 +176,7 @@ def test_hostile_words_are_read_in_time(text):
 
 
 @given(st.text(), st.text(st.sampled_from("a.lean:019 error\n")), st.text(max_size=9))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=tries(1000), deadline=None)
 def test_any_words_can_be_told(out, err, source):
     told = feedback(Ran(f"{out}\nx.lean:1:2: error: {err}", err, 1, "", 0.0), source)
     assert told and "```lean4" in told

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.questions import calendar
+from support.examples import tries
 from support.tables import refused
 from support.verifiers import HOSTILE, gym_rows, known_answers, lines
 
@@ -94,7 +95,7 @@ def test_hostile_answers(text):
 
 
 @given(st.text(max_size=40) | st.text(st.sampled_from('[{}]":,01 id'), max_size=40))
-@settings(max_examples=5000)  # two cases each
+@settings(max_examples=tries(5000))  # two cases each
 def test_any_text_is_judged(text):
     assert reward(text) == 0
     assert reward(f"[{{{text}") == 0

@@ -13,6 +13,7 @@ from reasoning_gym.utils import extract_answer
 from envs.questions import reasoning_gym
 from envs.questions.exact import extract
 from envs.sandbox.checkers import Checkers
+from support.examples import tries
 
 PARTS = ["<answer>", "</answer>", "\\boxed{", "}", "{", "[", "]", "'", ",", " ", "\n", "a", "<"]
 ROW = {"question": "?", "answer": "a", "metadata": {"source_dataset": "spell_backward"}}
@@ -27,7 +28,7 @@ def as_gym(text: str) -> str:
 
 
 @given(st.lists(st.sampled_from(PARTS)).map("".join) | st.text())
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=tries(2000), deadline=None)
 def test_an_answer_is_extracted_as_by_the_library(text):
     assert extract(text) == as_gym(text)
 

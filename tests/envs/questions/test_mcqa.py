@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.questions import letters, mcqa
+from support.examples import tries
 from support.tables import gives, refused
 from support.verifiers import HOSTILE, gym_rows, known_answers
 
@@ -140,7 +141,7 @@ def test_the_event_loop_reads_no_answer(monkeypatch):
 
 
 @given(st.text(st.sampled_from("AB{}\\boxed text answer:*\n")))
-@settings(max_examples=2500)  # in four modes
+@settings(max_examples=tries(2500))  # in four modes
 def test_any_text_is_judged(text):
     for mode in mcqa.MODES:
         assert mcqa.choice(text, PLAIN, mode, "") in ("A", "B", "C", "D", None)

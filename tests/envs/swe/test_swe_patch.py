@@ -27,6 +27,7 @@ from envs.swe.edits import EditError, edited, edits
 from envs.swe.images import folder_of
 from envs.swe.test_logs import passed
 from settings.services import Services
+from support.examples import tries
 from support.tables import gives, refused
 from support.verifiers import HOSTILE, gym_rows, replaced
 
@@ -371,7 +372,7 @@ PARTS = st.lists(st.sampled_from([*MARKS, ">>>>>>> REPLACE\n", "def half(x):\n"]
 
 
 @given(PARTS.map("".join) | st.text())
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=tries(10_000), deadline=None)
 def test_any_text_is_edits_or_none(text):
     text = GOLD[: len(text) % len(GOLD)] + text
     for path, search, replace in edits(text):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from envs.rollout.response import Response
 from envs.swe import coding_calls, swe_pivot
 from envs.tools.calls import arguments
+from support.examples import tries
 from support.scripts import call
 from support.tables import refused
 from support.verifiers import HOSTILE, known_answers, lines
@@ -186,7 +187,7 @@ KEYS = st.sampled_from(["command", "path", "view_range", "old_str", "new_str", "
 
 
 @given(st.dictionaries(KEYS, JSON), st.sampled_from(["edit", "bash", "grep", "think", "x"]))
-@settings(max_examples=2500)  # four cases each
+@settings(max_examples=tries(2500))  # four cases each
 def test_any_call_is_judged(args, tool):
     for judged in (row("edit", EDIT), row("edit", VIEW), row("bash", RUN)):
         assert reward(judged | {"reward_mode": "continuous"}, call(tool, args)) == 0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from envs import Reward
 from envs.rollout.response import Response
 from envs.terminals import harnesses, terminal, terminus
+from support.examples import tries
 from support.loop import at_once
 from support.tables import refused, table
 from support.verifiers import HOSTILE, gym_rows, known_answers, lines
@@ -167,7 +168,7 @@ def test_hostile_answers():
 
 
 @given(st.text(max_size=40) | st.text(st.sampled_from('[{}]":,01 truenls'), max_size=40))
-@settings(max_examples=5000)  # two cases each
+@settings(max_examples=tries(5000))  # two cases each
 def test_any_text_is_judged(text):
     wanted = ROW | {"expected_action": None, "form": "terminus_2", "threshold": 0.9}
     assert terminus.difference(wanted, text)

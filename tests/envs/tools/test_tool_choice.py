@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from envs.rollout.response import Response
 from envs.tools import tool_choice
 from envs.tools.calls import matching, same
+from support.examples import tries
 from support.scripts import call
 from support.tables import gives, refused
 from support.verifiers import HOSTILE, gym_rows, json_values, known_answers, lines
@@ -197,14 +198,14 @@ def test_many_calls_take_linear_time():
 
 
 @given(json_values(), st.sampled_from(list(GOLD)))
-@settings(max_examples=2500, deadline=None)  # two cases each
+@settings(max_examples=tries(2500), deadline=None)  # two cases each
 def test_any_arguments_are_judged(data, key):
     assert reward(ROW, call("book", data)) == 0
     assert reward(ROW, call("book", GOLD | {key: data})) == same(GOLD[key], data, 0.1, 1e-6)
 
 
 @given(st.text(), st.text())
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=tries(5000), deadline=None)
 def test_any_text_is_judged(name, text):
     assert reward(ROW, {"name": name, "arguments": text}, text=text) == 0
 
