@@ -51,9 +51,7 @@ def python(path: Path, env: dict[str, str]) -> Iterator[None]:
 def received(client: socket.socket) -> list:
     """A command's words, environment and folder; its files become those of this process."""
     size, files, *_ = socket.recv_fds(client, 8, 3)
-    asked = b""
-    while len(asked) < int.from_bytes(size, "big"):
-        asked += client.recv(1 << 20)
+    asked = client.makefile("rb").read(int.from_bytes(size, "big"))
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
