@@ -35,7 +35,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pydantic
@@ -48,6 +48,7 @@ from torch.nn.functional import logsigmoid
 from core.waits import within
 from envs.rollout.pairs import Pair, load_pairs, render_all
 from envs.rollout.rows import Rows
+from policy import on
 from policy.packing import plan_rows
 from runtime.checkpoints import Checkpoints
 from runtime.cluster import Cluster
@@ -121,13 +122,6 @@ class Batch:
     ref_logp_S: Tensor  # float64
     planned_pairs: int
     routes_T: Tensor | None = None  # no engine chose experts
-
-    def to(self, device: torch.device) -> "Batch":
-        """The same row on another device."""
-        moved: dict[str, Any] = {
-            k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)
-        }
-        return dataclasses.replace(self, **moved)
 
 
 # === The algorithm: pure functions of tensors =====================================================
@@ -239,7 +233,7 @@ class Trainer(Rank):
         logps = self.policy.logprobs(batches)
         found: dict[int, list[float]] = {}
         for row, logp_T, batch in zip(rows, logps, batches, strict=True):
-            sums_S = sequence_sums(logp_T, batch.to(logp_T.device))
+            sums_S = sequence_sums(logp_T, on(logp_T.device, batch))
             places = (one.place for one in row)
             found |= zip(places, sums_S.view(-1, 2).tolist(), strict=True)
         return found if self.policy.reports else {}
@@ -263,7 +257,7 @@ class Trainer(Rank):
         batches = [pack(row, planned_pairs) for row in rows]
         logps = self.policy.logprobs(batches)
         pairs = zip(logps, batches, strict=True)
-        stats = [dpo_loss(logp_T, of.to(logp_T.device), self.cfg).stats for logp_T, of in pairs]
+        stats = [dpo_loss(logp_T, on(logp_T.device, of), self.cfg).stats for logp_T, of in pairs]
         return self.reduced(stats)
 
 

@@ -194,12 +194,6 @@ class Batch:
     ref_logp_T: Tensor | None = None  # of the frozen reference, where there is a KL term
     routes_T: Tensor | None = None  # int16 [T, layers, experts], chosen by the engine
 
-    def to(self, device: torch.device) -> "Batch":
-        """The same row on another device."""
-        tensors = ((k, v) for k, v in vars(self).items() if isinstance(v, Tensor))
-        moved: dict[str, Any] = {k: v.to(device) for k, v in tensors}
-        return dataclasses.replace(self, **moved)
-
 
 # === The algorithm: pure functions of tensors =====================================================
 
@@ -261,15 +255,6 @@ def sequence_mean(x_T: Tensor, mask_T: Tensor, seq_T: Tensor) -> Tensor:
     total_N = x_T.new_zeros(int(seq_T.max()) + 1)
     count_N = total_N.clone().index_add_(0, seq_T, mask_T.to(x_T.dtype))
     return total_N.index_add_(0, seq_T, torch.where(mask_T, x_T, 0.0)) / count_N.clamp(min=1)
-
-
-def k3(log_ratio_T: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(p || q) per token [T]: log_ratio = log q - log p, x ~ p.
-
-    Uses expm1, as in float32 exp(x) - 1 - x is negative for every third x near 1e-4.
-    """
-    log_ratio_T = log_ratio_T.clamp(-20, 20)
-    return log_ratio_T.expm1() - log_ratio_T
 
 
 def divisor(tokens: float, sequences: float, cfg: Config) -> float:
@@ -336,7 +321,7 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     if batch.ref_logp_T is not None:
         # Its weight has no gradient, and `correction` does not bound it, as in super-v3.
         drift_T = torch.where(mask_T, logp_T.detach() - batch.engine_logp_T, 0.0)
-        kl_T = drift_T.clamp(-20, 20).exp() * k3(batch.ref_logp_T - logp_T)
+        kl_T = drift_T.clamp(-20, 20).exp() * metrics.k3(batch.ref_logp_T - logp_T)
         loss_T = loss_T + rule.kl_coef * kl_T
 
     if rule.reduction == "token":
@@ -474,10 +459,6 @@ class RolloutBuffer:
         """Waits until a condition holds. What fills and empties the buffer has the deadlines."""
         while not holds():
             await self.changed.wait()
-
-    def meters(self) -> dict[str, float]:
-        """Prompts dropped so far."""
-        return {"dropped_prompts": self.dropped.total()}
 
     def census(self) -> str:
         """One line for error messages: what is where, and for how long."""
@@ -673,8 +654,7 @@ class Trainer(SendingRank):
         used = [pair for pair in zip(itertools.chain(*rows), logps, strict=True) if pair[0]]
         samples = [sample for row, _ in used for sample in row]
         logp_T = torch.cat([torch.empty(0), *(x_T.cpu() for _, x_T in used)]).numpy()
-        limit = self.cfg.correction.sequence_error_limit
-        return Trained(measured, metrics.mismatch_table(samples, logp_T, step, limit), logp_T)
+        return Trained(measured, self.mismatch(samples, logp_T, step), logp_T)
 
     def add_old_and_reference(self, batches: list[list[Batch]]) -> None:
         """The logprobs that the loss compares with, computed before the policy moves."""
@@ -708,13 +688,11 @@ class Trainer(SendingRank):
 
     def probe_gaps(self, answers: list[list[Turn]]) -> list[float]:
         """Mean |logp - engine_logp| over each engine's turns; collective over the ranks."""
-        gaps = []
-        for turns in answers:
-            samples = [Sample.of([turn]) for turn in turns]
-            batch = pack(samples, Update(1, 1, []), self.cfg).to(self.policy.device)
-            (logp_T,) = self.policy.logprobs([batch])
-            gaps.append(float((logp_T - batch.engine_logp_T)[batch.mask_T].abs().mean()))
-        return gaps
+        samples = ([Sample.of([turn]) for turn in turns] for turns in answers)
+        rows = [pack(of_engine, Update(1, 1, []), self.cfg) for of_engine in samples]
+        scored = zip(rows, self.policy.logprobs(rows), strict=True)
+        gaps = ((x_T.cpu() - row.engine_logp_T)[row.mask_T] for row, x_T in scored)
+        return [float(gap_N.abs().mean()) for gap_N in gaps]
 
 
 # === Weight sync: every engine from one policy version to the next, in flight =====================
@@ -923,7 +901,8 @@ class Run:
                 stats |= await self.sync_or_leave(step + 1)
                 buffer.advance(step + 1)
             stats |= {"wait_for_rollouts": waited, "step_seconds": time.perf_counter() - began}
-            self.log.step(step + 1, groups, stats | buffer.meters() | self.dispatcher.meters())
+            stats |= {"dropped_prompts": buffer.dropped.total()}
+            self.log.step(step + 1, groups, stats | self.dispatcher.meters())
             if self.is_due(cfg.save_period):
                 saved = step + 1
                 await self.save()
@@ -976,27 +955,7 @@ class Run:
 
     async def evaluate(self) -> None:
         """Validation rewards and pass@k, once a version; given up when the run is to leave."""
-        version = self.buffer.version
-        if self.leaving or not self.val_rows or self.evaluated == version:
-            return
-        slots = [Slot(i, version) for i in range(len(self.val_rows))]
-        self.log.note(f"evaluating version {version} (prompts: {len(slots)})")
-        leaves = self.buffer.until(lambda: bool(self.leaving))
-        n = self.cfg.data.val_samples
-        results = await self.dispatcher.roll_out_all(self.val_rows, slots, n, leaves)
-        if results is None:
-            return
-        answered = []
-        for row, slot, result in zip(self.val_rows, slots, results, strict=True):
-            if isinstance(result, BaseException):
-                self.log.drop(slot, slot.number, f"{self.cfg.data.val}:{row['_line']}", result)
-            else:
-                answered.append(result.infos)
-        if not answered:
-            await self.checkpoints.written()  # or the end of the run would cancel it
-            raise RuntimeError(f"every validation row failed, the last by {results[-1]!r}")
-        self.log.evaluation(version, answered, len(slots) - len(answered))
-        self.evaluated = version
+        await self.dispatcher.evaluate(self)
 
     async def save(self) -> None:
         """Copies this moment, while the run waits, and writes it while the run goes on."""

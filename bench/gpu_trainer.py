@@ -110,7 +110,7 @@ def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> N
     settings = SimpleNamespace(attention=attention, **rates)
     policy.fsdp.AutoConfig = SimpleNamespace(from_pretrained=lambda _: config)
     trained = RandomPolicy("", settings, temperature=1.0)
-    row = rows.row(tokens, SEQUENCE, config.vocab_size).to(DEVICE)
+    row = policy.on(DEVICE, rows.row(tokens, SEQUENCE, config.vocab_size))
     trained.model.full_logits = MethodType(full_logits, trained.model)
     register_fsdp_forward_method(trained.model, "full_logits")
 

@@ -1,7 +1,6 @@
 """A packed row of random tokens, for what measures a trainer."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,11 +14,6 @@ class Row:
     seq_T: torch.Tensor
     mask_T: torch.Tensor
     routes_T: None = None
-
-    def to(self, device: Any) -> "Row":
-        """The row on a device."""
-        tensors = (self.tokens_T, self.positions_T, self.seq_T, self.mask_T)
-        return Row(*(tensor.to(device) for tensor in tensors))
 
 
 def row(tokens: int, sequence: int, vocab: int, seed: int = 0) -> Row:

@@ -7,8 +7,9 @@ experts.
 Axes, as suffixes:  T tokens of a packed row    N sequences in that row
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +37,17 @@ class Row(Protocol):
     mask_T: "Tensor"  # bool, trained tokens; never the first of a sequence
     routes_T: "Tensor | None"  # int16 [T, layers, experts], chosen by the engine; -1: unknown
 
-    def to(self, device: "torch.device") -> Self:
-        """The same row on another device."""
-
 
 AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+def on(device: "torch.device", row: AnyRow) -> AnyRow:
+    """A copy of a row whose tensors are on this device."""
+    moved = copy.copy(row)
+    vars(moved).update({name: x.to(device) for name, x in vars(row).items() if hasattr(x, "to")})
+    return moved
+
+
 LossFn = Callable[["Tensor", AnyRow], tuple["Tensor", Any]]  # (logp_T, row) -> (loss, stats)
 
 

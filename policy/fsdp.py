@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from policy import AnyRow, LossFn, WeightMeta, attention, logprobs
+from policy import AnyRow, LossFn, WeightMeta, attention, logprobs, on
 from policy.finite import refuse_infinite
 from policy.lora import Adapters
 from policy.schedule import adamw, learning_rate
@@ -148,7 +148,7 @@ class FSDPPolicy:
     def forward_backward(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow]) -> list[Any]:
         """Adds up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns all stats."""
         stats = []
-        for row in (row.to(self.device) for row in rows):
+        for row in map(partial(on, self.device), rows):
             logp_T = self.model(row.tokens_T, row.positions_T, row.mask_T)
             loss, row_stats = loss_fn(logp_T, row)
             # The sum of nothing keeps the network in the graph of a loss that is not of it.
@@ -159,7 +159,7 @@ class FSDPPolicy:
     @torch.no_grad()
     def logprobs(self, rows: Sequence[AnyRow]) -> list[Tensor]:
         """Logprobs [T] of each packed row, float32, 0 outside its mask."""
-        moved = (row.to(self.device) for row in rows)
+        moved = map(partial(on, self.device), rows)
         logps = [self.model(row.tokens_T, row.positions_T, row.mask_T) for row in moved]
         # FSDP reshards its root only in backward: left whole it would miss the next update.
         self.model.reshard()

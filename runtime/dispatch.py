@@ -229,6 +229,13 @@ class Dispatcher:
 
         return await unless_stopped(stop, asyncio.ensure_future(together(map(result, rows, slots))))
 
+    async def evaluate(self, run: Any) -> None:
+        """Rolls out the validation rows of a `Run` (runtime/evaluation.py)."""
+        from runtime import evaluation
+
+        version = run.buffer.version
+        await evaluation.evaluate(run, [Slot(i, version) for i in range(len(run.val_rows))])
+
     async def result(
         self, infos: Ref[list[SampleInfo]], lines: Ref[bytes], what: str
     ) -> tuple[list[SampleInfo], bytes]:

@@ -157,7 +157,8 @@ async def collect(run: RolloutRun) -> None:
             return
         await run.checkpoints.write_samples(step + 1, groups)
         stats = {"wait_for_rollouts": time.perf_counter() - began}
-        run.log.step(step + 1, groups, stats | run.buffer.meters())
+        stats["dropped_prompts"] = run.buffer.dropped.total()
+        run.log.step(step + 1, groups, stats)
         run.buffer.max_lag += 1  # the next groups may start, on the same version
         run.buffer.wake()
 

@@ -3,10 +3,11 @@
 import os
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +16,7 @@ from runtime import metrics
 from settings.run import TrainingSettings
 
 if TYPE_CHECKING:
+    from envs.rollout.episode import Sample
     from policy import Policy, WeightMeta
     from policy.weight_sync import Sender
 
@@ -90,7 +92,7 @@ class Rank:
         seconds = cfg.timeouts.train
         return open_policy(cfg.model, cfg.policy, temperature, cfg.seed, seconds, reference_of)
 
-    def reduced(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
+    def reduced(self, rows: Sequence[dict[str, Tensor]]) -> dict[str, float]:
         """The rows' stats in one dict, over all ranks (metrics.reduce_stats); collective."""
         return metrics.reduce_stats(rows, self.policy.dp_group)
 
@@ -136,6 +138,13 @@ class SendingRank(Rank):
     def stage_weights(self) -> None:
         """Gathers the first of the weights while the engines still generate; collective."""
         self.sender.stage()
+
+    def mismatch(self, samples: "list[Sample]", logp_T: np.ndarray, step: int) -> dict:
+        """How far trainer and engine are apart: a table of rollout_metrics.mismatch_table."""
+        from runtime.rollout_metrics import mismatch_table
+
+        limit = self.cfg.correction.sequence_error_limit
+        return mismatch_table(samples, logp_T, step, limit)
 
     def send_weights(self, verify: bool) -> int:
         """Broadcasts the policy to the engines; collective. Returns a checksum if `verify`."""

@@ -9,7 +9,49 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from envs.rollout.episode import SampleInfo
+    from envs.rollout.episode import Sample, SampleInfo
+
+
+def mismatch_table(
+    samples: "list[Sample]", logp_T: np.ndarray, step: int, limit: float
+) -> dict[tuple[str, str], list[float]]:
+    """How far trainer and engine are apart, by environment, lag and place in the answer.
+
+    `logp_T` [T] are the trainer's logprobs of the samples, one after the other. Returns for each
+    (by, key): tokens, those of trusted sequences, and sum, summed k3 and maximum of
+    |logp - engine_logp|. Tokens whose engine logprob is not finite are left out.
+    """
+    used = [np.flatnonzero(s.mask_T & np.isfinite(s.engine_logp_T)) for s in samples]
+    count_S = np.array([len(at) for at in used], int)
+    if not count_S.sum():
+        return {}
+    logps = np.split(logp_T, np.cumsum([len(s.tokens_T) for s in samples])[:-1])
+    triples = zip(samples, logps, used, strict=True)
+    gap_N = np.concatenate([(logp - s.engine_logp_T)[at] for s, logp, at in triples])
+    gap_N = gap_N.astype(np.float64)
+    size_N = np.abs(gap_N)
+    of_N = np.repeat(np.arange(len(samples)), count_S)
+    error_S = np.bincount(of_N, np.exp(size_N.clip(max=20)), len(samples)) / count_S.clip(1)
+    k3_N = np.expm1(gap_N.clip(-20, 20)) - gap_N.clip(-20, 20)
+    versions = [s.version_T[at] for s, at in zip(samples, used, strict=True)]
+    power_N = np.log2(np.concatenate([1 + np.arange(n) for n in count_S])).astype(int) // 2
+    bins = np.array([f"{4**p}-{4 ** (p + 1) - 1}" for p in range(power_N.max() + 1)])
+    labels = {
+        "all": np.zeros(len(gap_N), "U1"),
+        "env": np.array([s.env for s in samples])[of_N],
+        "lag": (step - np.concatenate(versions)).astype(str),
+        "position": bins[power_N],
+    }
+    table = {}
+    for by, label_N in labels.items():
+        keys, index_N = np.unique(label_N, return_inverse=True)
+        peak_K = np.zeros(len(keys))
+        np.maximum.at(peak_K, index_N, size_N)
+        weights = None, (error_S <= limit)[of_N], size_N, k3_N
+        columns = [*(np.bincount(index_N, w, len(keys)) for w in weights), peak_K]
+        for key, row in zip(keys, np.stack(columns, 1), strict=True):
+            table[by, str(key)] = row.tolist()
+    return table
 
 
 def mismatch_rows(tables: list[dict]) -> list[dict]:

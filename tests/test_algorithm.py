@@ -27,13 +27,12 @@ from grpo_async import (
     Update,
     group_advantages,
     importance_weights,
-    k3,
     pack,
     policy_loss,
     shaped_reward,
 )
 from policy.weight_sync import Sender
-from runtime.metrics import mismatch, reduce_stats, step_metrics
+from runtime.metrics import k3, mismatch, reduce_stats, step_metrics
 from settings.run import Timeouts
 from support.configs import changed
 

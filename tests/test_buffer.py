@@ -93,13 +93,6 @@ def test_census_says_what_is_where(clock):
     assert buffer.census() == told
 
 
-def test_dropped_prompts_are_counted():
-    buffer = RolloutBuffer(2, 1)
-    assert buffer.meters() == {"dropped_prompts": 0}
-    buffer.dropped["ValueError"] += 1
-    assert buffer.meters() == {"dropped_prompts": 1}
-
-
 async def test_until_wakes_when_its_condition_holds():
     buffer = RolloutBuffer(2, 0)
     waits = {

@@ -20,7 +20,7 @@ from test_docs import first_cells, section
 
 import dpo
 from envs.rollout.services import Report
-from grpo_async import Config, RolloutBuffer, Update, pack, policy_loss
+from grpo_async import Config, Update, pack, policy_loss
 from runtime.metrics import mean_metrics, reduce_stats, step_metrics
 from runtime.outages import Outages
 from runtime.rollout_metrics import rollout_metrics, validation_metrics
@@ -306,7 +306,6 @@ def metric_keys() -> set[str]:
     later = dataclasses.replace(sample, continues=True, cache_hits=0.5)
     infos = [part.info() for part in (sample, later)]
     keys |= set(rollout_metrics([infos], 0))
-    keys |= set(RolloutBuffer(1, 1).meters())
     keys |= set(validation_metrics([infos[:1] * 2], 2, 1))
     outages = Outages()
     outages.receive("worker", Report({}, Counter({"judge/reason": 1})))

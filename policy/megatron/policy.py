@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 import policy
-from policy import AnyRow, LossFn, WeightMeta, logprobs
+from policy import AnyRow, LossFn, WeightMeta, logprobs, on
 from policy.megatron import hf_folder, hf_weights
 from policy.megatron.arguments import ddp_config, optimizer_config
 from policy.megatron.checkpoint import Shares
@@ -171,7 +171,7 @@ class MegatronPolicy:
         results: list[Any] = []
 
         def forward_step(waiting: Iterator[AnyRow], model: Any) -> tuple[Tensor, Callable]:
-            row = next(waiting).to(self.device)
+            row = on(self.device, next(waiting))
             shard = Shard(row, self.settings.cp, self.settings.tp)
             hidden = model(
                 shard.tokens_L[None], None, attention_mask=None, packed_seq_params=shard.packed

@@ -50,9 +50,6 @@ class Row:
     mask_T: Tensor
     weight_T: Tensor
 
-    def to(self, device) -> "Row":
-        return Row(*(getattr(self, field.name).to(device) for field in fields(self)))
-
 
 def sequence(length: int, seed: int) -> Row:
     """One random sequence whose first third is its prompt."""

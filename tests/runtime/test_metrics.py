@@ -7,8 +7,8 @@ import pytest
 
 from envs.rollout.episode import Sample, SampleInfo, Turn, stitch
 from runtime import rollout_metrics
-from runtime.metrics import mean_metrics, mismatch_table
-from runtime.rollout_metrics import mismatch_rows, validation_metrics
+from runtime.metrics import mean_metrics
+from runtime.rollout_metrics import mismatch_rows, mismatch_table, validation_metrics
 from support.samples import make_sample
 
 
