@@ -160,13 +160,15 @@ class Config(RunSettings):
         """Refuses combinations that cannot work, naming both sides. Raises ValueError."""
         super().__post_init__()
         loss, rule = self.loss, self.correction
-        P, U = self.prompts_per_step, loss.updates_per_batch
+        P, U, n = self.prompts_per_step, loss.updates_per_batch, self.train_parts
         low, high = self.advantage.clip
         kl, skips = loss.kl_coef, loss.skip_zero_advantage
         for holds, message in (
             (low <= 0 <= high, f"advantage.clip = {low, high}: expected low <= 0 <= high"),
             (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
             (P % U == 0, f"prompts_per_step = {P} is no multiple of loss.updates_per_batch = {U}"),
+            (P % n == 0, f"prompts_per_step = {P} is no multiple of train_parts = {n}"),
+            (1 in (n, U), f"train_parts = {n} needs loss.updates_per_batch = 1, which is {U}"),
             (self.command.modes or self.group_size > 1, "group_size = 1: expected 2 or more"),
             (not (kl and skips), f"loss.kl_coef = {kl} needs loss.skip_zero_advantage = False"),
         ):
@@ -295,7 +297,8 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     """The clipped policy gradient of one packed row.
 
     `logp_T` [T] are the trainer's logprobs, with gradient. The sum over the row is divided by the
-    update's planned count, as the count that the filter keeps is known after the last row only:
+    planned count of the update, or of its first part (`train_parts`), as the count that the filter
+    keeps is known after the last row only:
 
         planned 1,000 tokens; the filter drops a sequence of 200     every row divides by 1,000
         grad_scale = 1,000 / 800 = 1.25 before the optimizer step    as if each had divided by 800
@@ -342,8 +345,8 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 # === Packing ======================================================================================
 
 
-def plan_step(groups: list[Group], cfg: Config) -> list[Share]:
-    """What each replica, a whole copy of the policy, trains of a batch, from SampleInfos alone."""
+def plan_step(groups: list[Group], cfg: Config, more: bool = False) -> list[Share]:
+    """What each replica trains of a batch, or of a part that `more` follow; from SampleInfos."""
     size = len(groups) // cfg.loss.updates_per_batch
     updates = []
     for first in range(0, len(groups), size):
@@ -354,7 +357,7 @@ def plan_step(groups: list[Group], cfg: Config) -> list[Share]:
             if info.trained_tokens
         }
         tokens = sum(info.trained_tokens for info in trained.values())
-        planned = Update(max(tokens, 1), max(len(trained), 1), rows=[])
+        planned = Update(tokens, len(trained), [], more)
         # Samples without gradient are in these counts, and in no row where they are skipped.
         skips = cfg.loss.skip_zero_advantage
         lengths = {at: i.tokens for at, i in trained.items() if i.has_gradient or not skips}
@@ -403,13 +406,16 @@ class RolloutBuffer:
     least i // P - max_lag, so nothing is ever too old to train on, and nothing is thrown away.
     """
 
-    def __init__(self, prompts_per_step: int, max_lag: int):
+    def __init__(self, prompts_per_step: int, max_lag: int, parts: int = 1):
         self.prompts_per_step = prompts_per_step
         self.max_lag = max_lag
+        self.part = prompts_per_step // parts
         self.version = 0  # what the engines hold
         self.next_step = 0  # whose groups the trainer waits for
         self.running: dict[int, float] = {}  # slot -> time of dispatch
-        self.ready: dict[int, Group] = {}
+        self.ready: dict[int, Group] = {}  # in the order in which they came
+        self.waiting: Counter[int] = Counter()  # step -> its groups that are ready
+        self.taken: list[Group] = []  # of next_step, of which other groups are not taken yet
         self.dropped: Counter[str] = Counter()  # reason -> prompts that gave way to the next
         self.changed = asyncio.Event()
 
@@ -428,6 +434,7 @@ class RolloutBuffer:
         if self.running.pop(group.slot, None) is None:
             raise ValueError(f"slot {group.slot} was not running: {self.census()}")
         self.ready[group.slot] = group
+        self.waiting[group.slot // self.prompts_per_step] += 1
         self.wake()
 
     def advance(self, version: int) -> None:
@@ -440,16 +447,21 @@ class RolloutBuffer:
         self.version = version
         self.next_step = version
         self.ready = {group.slot: group for group in ready}
+        self.waiting = Counter(slot // self.prompts_per_step for slot in self.ready)
         self.dropped.update(dropped)
 
     def is_complete(self, step: int) -> bool:
-        """Whether all P groups of a step are ready. Looks up first those that start last."""
-        return all(slot in self.ready for slot in reversed(self._slots(step)))
+        """Whether the next part of a step, or all P groups of it, are ready."""
+        return self.waiting[step] >= self.part
 
     def take(self, step: int) -> list[Group]:
-        """Removes the P groups of a step, in slot order. Raises RuntimeError if one is too old."""
-        groups = [self.ready.pop(slot) for slot in self._slots(step)]
-        self.next_step = step + 1
+        """Removes the part of a step that came first, in slot order. Raises RuntimeError if old."""
+        ours = (slot for slot in self.ready if slot // self.prompts_per_step == step)
+        groups = [self.ready.pop(slot) for slot in sorted(itertools.islice(ours, self.part))]
+        self.waiting[step] -= self.part
+        self.taken += groups
+        if len(self.taken) == self.prompts_per_step:
+            self.next_step, self.taken = step + 1, []
         for group in groups:
             if step - group.version > self.max_lag:
                 raise RuntimeError(f"slot {group.slot} is of version {group.version} at {step}")
@@ -470,9 +482,6 @@ class RolloutBuffer:
         """Wakes all waits on the buffer, so that each looks at its condition again."""
         self.changed.set()
         self.changed = asyncio.Event()
-
-    def _slots(self, step: int) -> range:
-        return range(step * self.prompts_per_step, (step + 1) * self.prompts_per_step)
 
 
 # === Generator: a vLLM engine =====================================================================
@@ -614,15 +623,11 @@ class Trained(NamedTuple):
     logps: np.ndarray  # of all tokens, in the order of the share's places
 
 
-class Updated(NamedTuple):
-    """One optimizer step: its metrics, and the logprobs [T] of this rank's rows before it."""
-
-    metrics: dict[str, float]
-    logps: list[Tensor]
-
-
 class Trainer(SendingRank):
     """One rank of the policy being trained. A plain class; an actor where it is used."""
+
+    parts: tuple[Update, ...] = ()  # whose gradients wait for the optimizer step
+    stats: tuple[dict[str, Tensor], ...] = ()  # of their rows
 
     def start(self, rank: int, address: tuple[str, int]) -> list:
         """Joins the other ranks and loads the policy; returns what its weights look like."""
@@ -635,23 +640,23 @@ class Trainer(SendingRank):
         return self.open_sender()
 
     def train_step(self, step: int, updates: list[Update], *groups: list[Sample]) -> Trained:
-        """Trains one batch. Ray resolves `groups` one by one: it does not look inside a list."""
+        """Trains one batch, or a part: Ray resolves `groups` one by one, but not inside a list."""
         began = time.perf_counter()
         rows = [[[groups[g][j] for g, j in row] for row in update.rows] for update in updates]
         batches = [
-            [pack(samples, update, self.cfg) for samples in of_update]
+            [pack(samples, (*self.parts, update)[0], self.cfg) for samples in of_update]
             for update, of_update in zip(updates, rows, strict=True)
         ]
         self.add_old_and_reference(batches)
-        done = [self.update(of_update) for of_update in batches]
-        self.stage_weights()
-        seconds = {"train_seconds": time.perf_counter() - began}
-        measured = metrics.mean_metrics([update.metrics for update in done]) | seconds
+        found, of_rows = zip(*map(self.update, updates, batches), strict=True)
+        if not self.parts:
+            self.stage_weights()
+        measured = metrics.mean_metrics(found) | {"train_seconds": time.perf_counter() - began}
         if not self.policy.reports:  # another rank of this replica reports the same rows
             return Trained(measured, {}, np.empty(0))
-        logps = itertools.chain(*(update.logps for update in done))
         # A row without samples fills up a share, so that all ranks have as many.
-        used = [pair for pair in zip(itertools.chain(*rows), logps, strict=True) if pair[0]]
+        pairs = zip(itertools.chain(*rows), itertools.chain(*of_rows), strict=True)
+        used = [pair for pair in pairs if pair[0]]
         samples = [sample for row, _ in used for sample in row]
         logp_T = torch.cat([torch.empty(0), *(x_T.cpu() for _, x_T in used)]).numpy()
         return Trained(measured, self.mismatch(samples, logp_T, step), logp_T)
@@ -666,25 +671,32 @@ class Trainer(SendingRank):
             for batch, logp_T in zip(rows, self.reference.logprobs(rows), strict=True):
                 batch.ref_logp_T = logp_T
 
-    def update(self, rows: list[Batch]) -> Updated:
-        """Gradients over this rank's packed rows, then one optimizer step."""
+    def update(self, part: Update, rows: list[Batch]) -> tuple[dict[str, float], list[Tensor]]:
+        """Gradients of this rank's packed rows; after an update's last part, an optimizer step.
+
+        Returns that step's metrics, and the logprobs [T] of each row.
+        """
         logps: list[Tensor] = []
 
         def loss_fn(logp_T: Tensor, batch: Batch) -> RowLoss:
             logps.append(logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T)
             return policy_loss(logp_T, batch, self.cfg)
 
-        stats = self.policy.forward_backward(rows, loss_fn)
-        total = self.reduced(stats)
-        tokens = rows[0].planned_tokens
-        sequences = rows[0].planned_sequences
+        self.stats += tuple(self.policy.forward_backward(rows, loss_fn, part.more))
+        self.parts += (part,)
+        if part.more:
+            return {}, logps
+        total = self.reduced(self.stats)
+        tokens = sum(part.planned_tokens for part in self.parts)
+        sequences = sum(part.planned_sequences for part in self.parts)
+        self.parts, self.stats = (), ()
         # Samples that were counted but not computed cannot fail the filter: they count as kept.
         kept_tokens = tokens - total["row_tokens"] + total["kept_tokens"]
         kept_sequences = sequences - total["row_sequences"] + total["kept_sequences"]
-        planned = divisor(tokens, sequences, self.cfg)
+        planned = divisor(rows[0].planned_tokens, rows[0].planned_sequences, self.cfg)
         grad_scale = planned / divisor(kept_tokens, kept_sequences, self.cfg)
         measured = metrics.step_metrics(total, tokens, grad_scale)
-        return Updated(measured | self.policy.optimizer_step(grad_scale), logps)
+        return measured | self.policy.optimizer_step(grad_scale), logps
 
     def probe_gaps(self, answers: list[list[Turn]]) -> list[float]:
         """Mean |logp - engine_logp| over each engine's turns; collective over the ranks."""
@@ -775,6 +787,15 @@ class Progress:
     in_flight: dict[int, int] = dataclasses.field(default_factory=dict)  # slot -> its prompt
 
 
+class Parts(NamedTuple):
+    """What a step has trained so far, part by part."""
+
+    groups: list[Group]
+    seconds: list[float]
+    tables: list[dict]  # of mismatch, of each rank
+    scores: list[tuple]  # (places, logprobs) of each rank
+
+
 class Run:
     """One training run. `generate_forever` and `train_forever` meet in the buffer."""
 
@@ -788,13 +809,14 @@ class Run:
         self.rows = rows
         self.val_rows = val_rows
         self.cluster = Cluster(cfg, Trainer, RolloutWorker)
-        self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag)
+        self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag, cfg.train_parts)
         self.progress = Progress()
         self.log = Log()
         self.engines: Any = Engines(cfg, self.cluster)
         census, write = self.buffer.census, self.log.rollouts
         self.dispatcher = Dispatcher(cfg, self.cluster, self.engines.fleet, census, write)
         self.checkpoints = Checkpoints(cfg, self.cluster, rows)
+        self.parts = Parts([], [], [], [])
         self.evaluated = -1  # last policy version that was evaluated
         self.dropped_in_a_row = 0
         # Held from optimizer step to sync: a repair must never send weights without a version.
@@ -893,16 +915,20 @@ class Run:
             await self.evaluate()
         for step in range(buffer.version, cfg.steps):
             began = time.perf_counter()
-            if not (groups := await self.take(step)):
+            parts = self.parts = Parts([], [], [], [])
+            while (groups := await self.take(step)) and buffer.next_step <= step:
+                async with self.training:  # a part of the batch: its gradients wait for the others
+                    await self.train(step, groups)
+            if not groups:
                 break
-            waited = time.perf_counter() - began
+            waited = time.perf_counter() - began - sum(parts.seconds)
             async with self.training:
                 stats = await self.train(step, groups)
                 stats |= await self.sync_or_leave(step + 1)
                 buffer.advance(step + 1)
             stats |= {"wait_for_rollouts": waited, "step_seconds": time.perf_counter() - began}
             stats |= {"dropped_prompts": buffer.dropped.total()}
-            self.log.step(step + 1, groups, stats | self.dispatcher.meters())
+            self.log.step(step + 1, parts.groups, stats | self.dispatcher.meters())
             if self.is_due(cfg.save_period):
                 saved = step + 1
                 await self.save()
@@ -925,33 +951,46 @@ class Run:
         return version == self.cfg.steps or bool(period and version % period == 0)
 
     async def take(self, step: int) -> list[Group]:
-        """The groups of a step, once all are there; none where the run is to leave."""
+        """A step's groups, or a part of them that fills the replicas; none to leave the run."""
         limit = 2 * self.dispatcher.prompt_seconds  # a prompt, and the one that takes its place
-        ready = self.buffer.until(lambda: bool(self.leaving) or self.buffer.is_complete(step))
-        await self.dispatcher.wait(limit, f"the groups of step {step + 1}", ready)
-        return [] if self.leaving else self.buffer.take(step)
+        groups: list[Group] = []
+        room = self.cfg.policy.row_tokens * self.cfg.policy.replicas
+        while self.buffer.next_step <= step and room > 0:
+            ready = self.buffer.until(lambda: bool(self.leaving) or self.buffer.is_complete(step))
+            await self.dispatcher.wait(limit, f"the groups of step {step + 1}", ready)
+            if self.leaving:
+                return []
+            groups += (part := self.buffer.take(step))
+            room -= sum(i.tokens for group in part for i in group.infos if i.has_gradient)
+        return groups
 
     async def train(self, step: int, groups: list[Group]) -> dict[str, float]:
-        """One batch on all trainer ranks, each with just the groups that it packs."""
-        cfg = self.cfg
-        shares = await asyncio.to_thread(plan_step, groups, cfg)
+        """A batch, or a part, on all trainer ranks, each with just the groups that it packs."""
+        cfg, more = self.cfg, self.buffer.next_step <= step
+        shares = await asyncio.to_thread(plan_step, groups, cfg, more)
+        of_ranks = [shares[cfg.policy.replica_of(rank)] for rank in range(cfg.policy.ranks)]
         calls = []
-        for rank, trainer in enumerate(self.cluster.trainers):
-            share = shares[cfg.policy.replica_of(rank)]
+        for trainer, share in zip(self.cluster.trainers, of_ranks, strict=True):
             samples = (groups[g].samples for g in share.groups)
             train = trainer.train_step.options(num_returns=len(Trained._fields))
             calls.append(train.remote(step, share.updates, *samples))
-        # Ray's references to each field of Trained, of all ranks.
-        stats, tables, logps = zip(*calls, strict=True)
+        stats, tables, logps = zip(*calls, strict=True)  # Ray's references, of all ranks
         done = asyncio.gather(stats[0], *tables)  # all ranks have the same metrics
         limit = cfg.timeouts.train
         measured, *found = await self.dispatcher.wait(limit, "a training step", done, judged=False)
-        self.log.mismatch(step + 1, found)
+        parts = self.parts
         if cfg.sample_period and (step + 1) % cfg.sample_period == 0:
-            places = [shares[cfg.policy.replica_of(rank)].places for rank in range(len(calls))]
-            scores = list(zip(places, logps, strict=True))
-            self.tasks.create_task(self.checkpoints.write_samples(step + 1, groups, scores))
-        return measured
+            places = [share.places(len(parts.groups)) for share in of_ranks]
+            parts.scores.extend(zip(places, logps, strict=True))
+        parts.groups.extend(groups)
+        parts.seconds.append(measured["train_seconds"])
+        parts.tables.extend(found)
+        if not more:
+            self.log.mismatch(step + 1, parts.tables)
+        if parts.scores and not more:
+            writes = self.checkpoints.write_samples(step + 1, parts.groups, parts.scores)
+            self.tasks.create_task(writes)
+        return measured | {"train_seconds": sum(parts.seconds)}
 
     async def evaluate(self) -> None:
         """Validation rewards and pass@k, once a version; given up when the run is to leave."""
@@ -961,7 +1000,7 @@ class Run:
         """Copies this moment, while the run waits, and writes it while the run goes on."""
         await self.checkpoints.written()
         async with self.training:  # or a repair would wait for this save and count it as a failure
-            ready = list(self.buffer.ready.values())  # of the same moment as the state
+            ready = [*self.buffer.taken, *self.buffer.ready.values()]  # as old as the state
             await self.checkpoints.save(self.state(), ready, self.tasks)
 
     def state(self) -> dict:

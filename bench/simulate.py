@@ -204,8 +204,9 @@ def verdict(plan: Plan, found: Findings) -> str:
     lag = plan.cfg.max_lag
     said = f"{shown(found.seconds)} a step, bound by "
     if found.binds == "longest rollout":
-        both = f"{shown(found.longest.seconds)} + training and update "
-        both += shown(found.training + found.update)
+        what = "the last part's training" if plan.cfg.train_parts > 1 else "training"
+        both = f"{shown(found.longest.seconds)} + {what} and update "
+        both += shown(found.last_part + found.update)
         said += f"the longest rollout: ({both}) / (max_lag + 1 = {lag + 1})"
         said += f" = {shown(found.bound)} at least"
     elif found.binds == "training":

@@ -225,18 +225,21 @@ def traffic_seconds(
 def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
     """Seconds of each limit of a step; the largest binds.
 
-    A step needs the policy of max_lag steps before: its longest rollout and its training, one after
-    the other, have max_lag + 1 steps.
+    A step needs the policy of max_lag steps before: its longest rollout and the training of its
+    last part (`train_parts`), one after the other, have max_lag + 1 steps.
     """
     training = train_seconds(model, cfg, gpu)
     if not isinstance(cfg, RunSettings):
         return {"training": training}
     generation = generation_seconds(model, cfg, gpu)
     longest = longest_seconds(model, cfg, gpu)
-    takes_turns = not cfg.max_lag or any(len(gpu) > 1 for gpu in place(cfg))
-    if takes_turns:
-        return {"generation + training": max(generation, longest / (cfg.max_lag + 1)) + training}
-    chain = (longest + training) / (cfg.max_lag + 1)
+    last_part = training / cfg.train_parts
+    shared = any(len(gpu) > 1 for gpu in place(cfg))
+    if shared or not cfg.max_lag:
+        first = max(generation, longest / (cfg.max_lag + 1))
+        both = first + (training if shared else last_part)
+        return {"generation + training": both, "training": training}
+    chain = (longest + last_part) / (cfg.max_lag + 1)
     return {"generation": generation, "training": training, "longest rollout": chain}
 
 

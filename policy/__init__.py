@@ -61,13 +61,15 @@ class Policy(Protocol):
     dp_group: "ProcessGroup | None"  # the ranks with rows of their own; None: all
     reports: bool  # one rank of a replica does; the others computed the same rows
 
-    def forward_backward(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow]) -> list[Any]:
+    def forward_backward(
+        self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow], more: bool = False
+    ) -> list[Any]:
         """Adds up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns all stats.
 
         `logp_T` [T] are float32 logprobs of the row's own tokens at the sampling temperature, with
         gradient; 0 outside its mask. Every rank passes equally many rows. `loss_fn` is called once
         for each row, in order. A row whose mask is all False adds nothing: it keeps a rank with
-        fewer rows in step.
+        fewer rows in step. `more`: other rows follow before the optimizer step.
         """
 
     def logprobs(self, rows: Sequence[AnyRow]) -> list["Tensor"]:

@@ -144,8 +144,10 @@ class FSDPPolicy:
         for name, tensor, _ in self._weights():
             refuse_infinite(name, tensor, self.folder)
 
-    def forward_backward(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow]) -> list[Any]:
-        """Adds up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns all stats."""
+    def forward_backward(
+        self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow], more: bool = False
+    ) -> list[Any]:
+        """Adds up gradients, over ranks after each row; returns what `loss_fn` says of each."""
         stats = []
         for row in map(partial(on, self.device), rows):
             logp_T = self.model(row.tokens_T, row.positions_T, row.mask_T)
@@ -168,8 +170,7 @@ class FSDPPolicy:
         """Scales the summed gradients, clips their global norm, updates by AdamW and zeroes them.
 
         Returns the learning rate, the entropy, and as `grad_norm` the norm before clipping.
-        If the norm is not finite, every rank raises FloatingPointError; its weights are untouched
-        and its gradients dropped.
+        Raises FloatingPointError on every rank where that is not finite: no weight changes then.
         """
         settings = self.settings
         measured = self.entropy.take()

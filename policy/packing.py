@@ -10,11 +10,12 @@ Place = tuple[int, int]  # (group of the batch, place in the group) of a sample
 
 
 class Update(NamedTuple):
-    """One optimizer step's share of a trainer rank: which samples lie in which packed row."""
+    """A rank's share of an optimizer step, or of a part of it: the samples of each packed row."""
 
-    planned_tokens: int  # trained tokens of the whole update, over all ranks
+    planned_tokens: int  # trained tokens, over all ranks
     planned_sequences: int
     rows: list[list[Place]]
+    more: bool = False  # other parts of the update follow, before its optimizer step
 
 
 class Share(NamedTuple):
@@ -23,11 +24,10 @@ class Share(NamedTuple):
     groups: list[int]  # of the batch, those that it needs
     updates: list[Update]  # whose rows name a group by its place in `groups`
 
-    @property
-    def places(self) -> list[Place]:
-        """Where in the batch its samples are, in the order of the rows."""
+    def places(self, first: int) -> list[Place]:
+        """Where in the batch its samples are, in the order of the rows; its groups from `first`."""
         samples = (at for update in self.updates for row in update.rows for at in row)
-        return [(self.groups[g], j) for g, j in samples]
+        return [(first + self.groups[g], j) for g, j in samples]
 
 
 def plan_shares(

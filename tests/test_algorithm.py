@@ -22,12 +22,14 @@ from grpo_async import (
     Config,
     Correction,
     Episode,
+    Group,
     LowEffort,
     Trainer,
     Update,
     group_advantages,
     importance_weights,
     pack,
+    plan_step,
     policy_loss,
     shaped_reward,
 )
@@ -330,7 +332,7 @@ class TablePolicy:
         self.lr = lr
         self.grads = []
 
-    def forward_backward(self, batches, loss_fn):
+    def forward_backward(self, batches, loss_fn, more=False):
         every = []
         for batch in batches:
             loss, stats = loss_fn(self.table_V[batch.tokens_T], batch)
@@ -380,6 +382,54 @@ def gradient(samples: list[Sample], rows: list[list[int]], table, **fields) -> t
     update = Update(max(tokens, 1), max(len(present), 1), places)
     trainer(policy, **fields).train_step(0, [update], samples)
     return policy.grads[0]
+
+
+def trained_in_parts(groups: list[Group], parts: int, **fields) -> tuple[TablePolicy, dict]:
+    """The policy and the metrics after a step whose groups came in this order, on one rank."""
+    policy = TablePolicy([0.0, -1.0, -1.2, -0.7])
+    made = trainer(policy, prompts_per_step=len(groups), train_parts=parts, **fields)
+    size = len(groups) // parts
+    for first in range(0, len(groups), size):
+        part = groups[first : first + size]
+        (share,) = plan_step(part, made.cfg, more=first + size < len(groups))
+        assert len(policy.grads) == 0
+        samples = (part[g].samples for g in share.groups)
+        metrics, _, logps = made.train_step(0, share.updates, *samples)
+        assert len(logps) == sum(part[g].infos[j].tokens for g, j in share.places(0))
+    return policy, metrics
+
+
+# Of each group: (tokens, logprobs of the engine, advantage) of its samples. The filter drops those
+# of -4, and the group of -0.5 agreed.
+STEP = [
+    [([1, 2], [-1.1, -1.3], 0.5), ([3], [-0.6], -0.5)],
+    [([3, 3, 1], [-0.6, -0.8, -0.9], -2.0), ([2] * 4, [-4.0] * 4, 7.0)],
+    [([1], [-1.0], 0.0), ([2, 3], [-1.2, -0.7], 0.0)],
+    [([1] * 5, [-4.0] * 5, 3.0), ([2], [-4.0], -3.0)],
+]
+
+
+@pytest.mark.parametrize("row_tokens", [4, 100])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)])
+@pytest.mark.parametrize("limit", [2.0, math.inf])
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+def test_gradients_of_parts_are_those_of_one(reduction, skips, limit, order, row_tokens):
+    """Also where all groups of a part are filtered, agree, or come first."""
+    groups = []
+    for slot in order:
+        samples = [sample(*of_sample) for of_sample in STEP[slot]]
+        groups.append(Group(slot, 0, 1, [s.info() for s in samples], samples))
+    fields = {"reduction": reduction, "skip_zero_advantage": skips, "sequence_error_limit": limit}
+    fields["row_tokens"] = row_tokens
+    whole, expected = trained_in_parts(groups, 1, **fields)
+    assert whole.grads[0].abs().sum() > 0
+    for parts in (2, 4):
+        policy, metrics = trained_in_parts(groups, parts, **fields)
+        torch.testing.assert_close(policy.grads, whole.grads, rtol=1e-5, atol=1e-7)
+        assert metrics.keys() == expected.keys()
+        for name in metrics.keys() - {"train_seconds"}:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
 @pytest.mark.parametrize("reduction", ["token", "sequence"])

@@ -93,6 +93,23 @@ def test_census_says_what_is_where(clock):
     assert buffer.census() == told
 
 
+def test_a_part_of_a_step_is_what_came_first():
+    buffer = RolloutBuffer(4, 1, parts=2)
+    for slot in range(6):
+        buffer.start(slot)
+    for slot in (5, 3):
+        buffer.put(group(slot, 0))
+        assert not buffer.is_complete(0)
+    buffer.put(group(1, 0))
+    assert buffer.is_complete(0)
+    assert [g.slot for g in buffer.take(0)] == [1, 3] == [g.slot for g in buffer.taken]
+    assert not buffer.is_complete(0) and buffer.next_step == 0
+    for slot in (2, 0):
+        buffer.put(group(slot, 0))
+    assert [g.slot for g in buffer.take(0)] == [0, 2]
+    assert (buffer.next_step, buffer.taken, list(buffer.ready)) == (1, [], [5])
+
+
 async def test_until_wakes_when_its_condition_holds():
     buffer = RolloutBuffer(2, 0)
     waits = {

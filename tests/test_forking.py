@@ -216,7 +216,7 @@ def test_dr_grpo_divides_by_a_constant_whatever_the_filter_drops(dr_grpo, droppe
     (update,) = share.updates
     rows = [[samples[j] for _, j in row] for row in update.rows]
     batches = [dr_grpo.pack(of_row, update, cfg) for of_row in rows]
-    metrics = trainer.update(batches).metrics
+    metrics = trainer.update(update, batches)[0]
     torch.testing.assert_close(trainer.policy.grads[0], expected_V)
     assert metrics["num_masked_seqs"] == dropped
 
@@ -619,6 +619,7 @@ def one_step(module: ModuleType, cfg, groups: list) -> TablePolicy:
     run = module.Run(cfg, [{}], [])
     run.cluster.trainers = [Actor(train_step=lambda *a: tuple(trainer.train_step(*a)))]
     run.log = SimpleNamespace(mismatch=lambda *_: None)
+    run.buffer.next_step = 1  # all groups of the first step are taken
     asyncio.run(run.train(0, groups))
     return trainer.policy
 

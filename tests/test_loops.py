@@ -43,7 +43,8 @@ class History:
         run = make_run(**fields | {"data": {"val": "val.jsonl"}, "prompts_per_step": 1})
         run.buffer.version = version
         for slot in range(version, run.cfg.steps):
-            run.buffer.ready[slot] = Group(slot, slot, 1, [], None)
+            run.buffer.running[slot] = 0.0
+            run.buffer.put(Group(slot, slot, 1, [], None))
 
         def record(name: str, answer=None):
             async def happens(*_):
@@ -132,6 +133,67 @@ def test_a_step_is_saved_although_no_engine_is_left_to_be_synced(history):
     run.engines.sync = sync
     train(run)
     assert history.of("train", "save", "written") == "train 0, save 1, written 1"
+
+
+def in_parts(parts: int, trained: list[int], **fields) -> Run:
+    """A run of steps of 4 prompts, whose trainer notes which slots each of its calls has."""
+    run = make_run(0, prompts_per_step=4, train_parts=parts, save_period=0, **fields)
+
+    async def train(step: int, groups: list[Group]) -> dict[str, float]:
+        trained.append([group.slot for group in groups])
+        run.parts.groups.extend(groups)
+        return {"train_seconds": 0.0}
+
+    run.train = train
+    run.engines.sync = lambda version: asyncio.sleep(0, {})
+    return run
+
+
+def finish(run: Run, slot: int, tokens: int = 100) -> None:
+    run.buffer.start(slot)
+    info = SimpleNamespace(tokens=tokens, has_gradient=True)
+    run.buffer.put(Group(slot, run.buffer.version, 1, [info], None))
+
+
+def test_parts_are_trained_as_they_come_and_small_ones_together():
+    trained, logged = [], []
+    run = in_parts(4, trained, steps=1, row_tokens=100)
+    run.log.step = lambda step, groups, stats: logged.append([group.slot for group in groups])
+    run.checkpoints.save = lambda *_: asyncio.sleep(0)
+    for slot, tokens in ((2, 100), (0, 60), (3, 40), (1, 1)):
+        finish(run, slot, tokens)
+    train(run)
+    assert trained == [[2], [0, 3], [1]] and logged == [[2, 0, 3, 1]]
+    assert run.buffer.version == run.buffer.next_step == 1
+
+
+def test_a_run_that_leaves_within_a_step_gives_the_groups_back():
+    """Their gradients are lost, so a resumed run must train them again, in the same order."""
+    trained, saved = [], []
+
+    async def save(state: dict, groups: list, tasks: asyncio.TaskGroup) -> None:
+        saved.append((state["version"], [group.slot for group in groups]))
+
+    run = in_parts(2, trained, steps=3, row_tokens=1)
+    run.checkpoints.save = save
+    for slot in (6, 3, 1, 2):
+        finish(run, slot)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as run.tasks:
+            training = run.tasks.create_task(run.train_forever())
+            while not trained:
+                await asyncio.sleep(0)
+            run.leave("SIGTERM")
+            await training
+            await run.save()
+
+    asyncio.run(main())
+    assert trained == [[1, 3]] and saved == [(0, [1, 3, 6, 2])]
+    again = in_parts(2, trained, steps=3, row_tokens=1)
+    groups = [*run.buffer.taken, *run.buffer.ready.values()]
+    again.buffer.restore(0, groups, {})
+    assert [group.slot for group in again.buffer.take(0)] == [1, 3]
 
 
 def test_a_run_from_another_folder_saves_before_all_else(history, tmp_path):

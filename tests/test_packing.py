@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.rollout.episode import Sample, SampleInfo
-from grpo_async import Config, Group, Update, pack, plan_step
+from grpo_async import Config, Group, Update, divisor, pack, plan_step
 from policy.packing import Share, plan_rows
 from support.configs import changed
 
@@ -201,7 +201,8 @@ def test_a_step_without_gradient_is_an_empty_row_for_every_rank():
     assert {(u.planned_tokens, u.planned_sequences) for u in updates} == {(8, 1)}
     (share,) = plan_step(groups_of([info(9, 0)]), config())
     (update,) = share.updates
-    assert (update.planned_tokens, update.planned_sequences) == (1, 1)  # never divides by zero
+    assert (update.planned_tokens, update.planned_sequences) == (0, 0)
+    assert divisor(0, 0, config()) == 1
 
 
 def test_updates_split_the_batch_in_slot_order():
@@ -240,13 +241,13 @@ def test_every_sample_is_computed_once_or_has_a_reason_not_to_be(infos, updates,
             lengths = [infos[share.groups[g]][j].tokens for g, j in row]
             assert sum(lengths) <= 100 or len(lengths) == 1
         assert share.groups == sorted({g for k in range(updates) for g, _ in places(share, k)})
-        assert share.places == [(share.groups[g], j) for row in rows for g, j in row]
+        assert share.places(7) == [(7 + share.groups[g], j) for row in rows for g, j in row]
     size = 4 // updates
     for share in plan:
         for k, update in enumerate(share.updates):
             part = [i.trained_tokens for group in infos[k * size : k * size + size] for i in group]
-            assert update.planned_tokens == max(sum(part), 1)
-            assert update.planned_sequences == max(sum(n > 0 for n in part), 1)
+            assert update.planned_tokens == sum(part)
+            assert update.planned_sequences == sum(n > 0 for n in part)
 
 
 # --- the row --------------------------------------------------------------------------------------

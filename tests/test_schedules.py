@@ -39,14 +39,15 @@ class Running(NamedTuple):
 
 
 def snapshot(buffer: RolloutBuffer, prompts: dict[int, int], cursor: int) -> dict:
-    """What a checkpoint holds, between two steps: `prompts` are the running slots' rows."""
-    state = {"version": buffer.version, "ready": dict(buffer.ready)}
+    """What a checkpoint holds, outside of a training: `prompts` are the running slots' rows."""
+    ready = {group.slot: group for group in buffer.taken} | buffer.ready
+    state = {"version": buffer.version, "ready": ready}
     return state | {"running": dict(prompts), "cursor": cursor}
 
 
-def restored(state: dict, P: int, max_lag: int) -> tuple[RolloutBuffer, dict[int, int], int]:
+def restored(state: dict, *sizes: int) -> tuple[RolloutBuffer, dict[int, int], int]:
     """(buffer, rows of the running slots, cursor) of a snapshot; those slots run again."""
-    buffer = RolloutBuffer(P, max_lag)
+    buffer = RolloutBuffer(*sizes)
     buffer.restore(state["version"], list(state["ready"].values()), {})
     for slot in state["running"]:
         buffer.start(slot)
@@ -56,11 +57,14 @@ def restored(state: dict, P: int, max_lag: int) -> tuple[RolloutBuffer, dict[int
 class Driver:
     """The two loops as events. Prompts are numbers; a group's `samples` is its prompt."""
 
-    def begin(self, P: int, max_lag: int, engines: int) -> None:
+    def begin(self, P: int, max_lag: int, engines: int, in_parts: bool) -> None:
         self.P = P
         self.max_lag = max_lag
+        self.parts = P if in_parts else 1
         self.all_engines = engines
-        self.buffer = RolloutBuffer(P, max_lag)
+        self.buffer = RolloutBuffer(P, max_lag, self.parts)
+        self.finished: list[int] = []  # slots that no step has taken, in the order of their ends
+        self.taken: list[Group] = []  # of the step, of which others are not there yet
         self.engines = list(range(engines))
         self.cursor = self.next_slot = self.step = self.version = 0
         self.running: dict[int, Running] = {}
@@ -98,6 +102,7 @@ class Driver:
         if slot is not None:
             work = self.running.pop(slot)
             self.buffer.put(Group(slot, work.version, 1, [None], work.prompt))
+            self.finished.append(slot)
             self.seen["finish"] += 1
 
     def finish_again(self, pick: int) -> None:
@@ -107,9 +112,8 @@ class Driver:
             self.seen["finish_again"] += 1
 
     def start_again(self, pick: int) -> None:
-        held = self.next_slot - len(self.trained)
-        if held:
-            refused(self.buffer.start, len(self.trained) + pick % held)
+        if held := [*self.finished, *self.running]:
+            refused(self.buffer.start, held[pick % len(held)])
             self.seen["start_again"] += 1
 
     def drop(self, pick: int) -> None:
@@ -144,18 +148,23 @@ class Driver:
     # --- training
 
     def train(self, pick: int = 0) -> None:
-        slots = range(self.step * self.P, (self.step + 1) * self.P)
-        complete = slots.stop <= self.next_slot and not any(s in self.running for s in slots)
-        assert self.buffer.is_complete(self.step) == complete
-        if self.training or not complete:
+        part = self.P // self.parts
+        first = [slot for slot in self.finished if slot // self.P == self.step][:part]
+        assert self.buffer.is_complete(self.step) == (len(first) == part)
+        if self.training or len(first) < part:
             return
         groups = self.buffer.take(self.step)
-        assert [group.slot for group in groups] == list(slots)
+        assert [group.slot for group in groups] == sorted(first)
         assert all(0 <= self.step - group.version <= self.max_lag for group in groups)
-        self.trained += [group.samples for group in groups]
-        self.step += 1
-        self.training = True
+        self.finished = [slot for slot in self.finished if slot not in first]
+        self.taken += groups
         self.seen["train"] += 1
+        if len(self.taken) == self.P:
+            self.taken.sort(key=lambda group: group.slot)
+            self.trained += [group.samples for group in self.taken]
+            self.taken = []
+            self.step += 1
+            self.training = True
 
     def advance(self, pick: int = 0) -> None:
         if self.training:
@@ -182,7 +191,10 @@ class Driver:
             self.step = self.version = len(trained) // self.P
             self.training = False
             self.engines = list(range(self.all_engines))
-            self.buffer, prompts, self.cursor = restored(state, self.P, self.max_lag)
+            sizes = self.P, self.max_lag, self.parts
+            self.buffer, prompts, self.cursor = restored(state, *sizes)
+            self.finished = list(state["ready"])
+            self.taken = []
             self.next_slot = len(trained) + len(prompts) + len(self.buffer.ready)
             self.running = {}
             for slot, prompt in prompts.items():
@@ -195,20 +207,21 @@ class Driver:
         buffer, begin = self.buffer, self.step * self.P
         assert (buffer.version, buffer.next_step) == (self.version, self.step)
         assert buffer.running.keys() == self.running.keys()
-        held = [*buffer.ready, *buffer.running]
+        assert list(buffer.ready) == self.finished
+        held = [*buffer.ready, *buffer.running, *(group.slot for group in buffer.taken)]
         assert sorted(held) == list(range(begin, self.next_slot))  # none twice, none forgotten
         assert len(held) <= self.P * (self.max_lag + 1)
         first_refused = (self.version + self.max_lag + 1) * self.P
         assert buffer.may_start(first_refused - 1) and not buffer.may_start(first_refused)
         assert len(self.trained) == begin
-        prompts = [group.samples for group in buffer.ready.values()]
+        prompts = [group.samples for group in [*buffer.ready.values(), *self.taken]]
         prompts += [work.prompt for work in self.running.values()]
         assert sorted([*self.trained, *self.dropped, *prompts]) == list(range(self.cursor))
 
     def drain(self) -> None:
         """Trains all that was started, and no more than the steps that were begun."""
         self.repair()
-        while self.buffer.running or self.buffer.ready or self.training:
+        while self.buffer.running or self.buffer.ready or self.taken or self.training:
             if self.next_slot % self.P:
                 self.dispatch()
             self.finish()
@@ -236,7 +249,8 @@ FEW = st.integers(1, 3)
 class Schedules(RuleBasedStateMachine, Driver):
     """The same events, as rules."""
 
-    begin = initialize(P=FEW, max_lag=st.integers(0, 3), engines=FEW)(Driver.begin)
+    sizes = {"P": FEW, "max_lag": st.integers(0, 3), "engines": FEW, "in_parts": st.booleans()}
+    begin = initialize(**sizes)(Driver.begin)
     check = invariant()(Driver.check)
 
     def teardown(self):
@@ -257,7 +271,8 @@ def run_schedule(seed: int) -> Counter[str]:
     """One schedule, checked after every event; returns how often each event was possible."""
     numbers = random.Random(seed)
     driver = Driver()
-    driver.begin(numbers.randint(1, 3), numbers.randint(0, 3), numbers.randint(1, 3))
+    sizes = numbers.randint(1, 3), numbers.randint(0, 3), numbers.randint(1, 3)
+    driver.begin(*sizes, in_parts=numbers.random() < 0.5)
     for event in numbers.choices(list(WEIGHTS), list(WEIGHTS.values()), k=EVENTS):
         getattr(driver, event)(int(numbers.random() * 64))
         driver.check()
@@ -280,14 +295,13 @@ def test_schedules_drawn_from_seeds():
 # --- the tests can fail ---------------------------------------------------------------------------
 
 LAG = "prompts_per_step - self.max_lag"
-END = "+ 1) * self.prompts_per_step"
-SLOTS = "for slot in self._slots(step)]"
+FIRST = "itertools.islice(ours, self.part)"
 ADVANCE = "self.version = version\n        self.wake()"
 RESTORE = "self.version = version\n        self.next_step"
 MUTANTS = {
     "starts a step too early": (LAG, f"{LAG} - 1"),
     "starts a step too late": (LAG, f"{LAG} + 1"),
-    "starts a slot too late": ("slot // self", "(slot + 1) // self"),
+    "starts a slot too late": (">= slot // self", ">= (slot + 1) // self"),
     "starts what may not start": ("not self.may_start(slot) or ", ""),
     "starts a running slot": ("slot in self.running or ", ""),
     "starts a ready slot": (" or slot in self.ready:", ":"),
@@ -300,14 +314,16 @@ MUTANTS = {
     "goes on at another version": (RESTORE, RESTORE.replace("version\n", "version + 1\n")),
     "goes on at another step": ("next_step = version", "next_step = version + 1"),
     "forgets what was ready": ("for group in ready}", "for group in ready[1:]}"),
-    "calls a begun step complete": ("all(slot in", "any(slot in"),
-    "takes what came first": (SLOTS, "for slot in list(self.ready)[: self.prompts_per_step]]"),
-    "takes them backwards": (SLOTS, "for slot in self._slots(step)[::-1]]"),
-    "takes the next step": (SLOTS, "for slot in self._slots(step + 1)]"),
+    "counts no group that was restored": ("Counter(slot //", "Counter(-1 - slot //"),
+    "calls a begun part complete": (">= self.part", ">= self.part - 1"),
+    "waits for what it took": ("self.waiting[step] -= self.part", "pass"),
+    "takes groups of any step": (" if slot // self.prompts_per_step == step", ""),
+    "takes what came last": (FIRST, "list(ours)[-self.part :]"),
+    "takes them as they came": (f"sorted({FIRST})", f"list({FIRST})"),
     "keeps what it takes": ("self.ready.pop(slot)", "self.ready[slot]"),
-    "stays at its step": ("self.next_step = step + 1", "self.next_step = step"),
+    "forgets the parts before": ("self.taken += groups", "self.taken = groups"),
+    "stays at its step": ("self.taken = step + 1, []", "self.taken = step, []"),
     "refuses what is old enough": ("> self.max_lag", ">= self.max_lag"),
-    "loses a slot of each step": (f"{END})", f"{END} - 1)"),
 }
 WRONG_STATES = {
     "version": lambda state: state["version"] + 1,

@@ -1,9 +1,9 @@
 """What a simulated run says: how long a step takes, who worked, who waited, and what binds.
 
 A step s begins its groups at version s - max_lag. So max_lag + 1 steps hold its longest rollout,
-its training and its update, one after the other:
+the training of its last part (`train_parts`) and its update, one after the other:
 
-    T >= (longest rollout + training + update) / (max_lag + 1)      the tail binds
+    T >= (longest rollout + last part + update) / (max_lag + 1)     the tail binds
     T >= training + update                                          the trainers bind
     T >= tokens of a step / tokens a second of full engines         the engines bind
 """
@@ -33,6 +33,7 @@ class Findings(NamedTuple):
     seconds: float  # of a step
     quantiles: tuple[float, float, float]  # 0.1, 0.5, 0.9 of the seconds of a step
     training: float
+    last_part: float  # of the training, after the last groups are there
     update: float
     trainer_waits: float  # for rollouts
     engines_wait: float  # without a group, mean
@@ -86,21 +87,23 @@ def find(trace: Trace) -> Findings:
     n = len(steps)
     numbers = {step.number - 1 for step in steps}
     trained = [t for t in trace.trainings if t.step in numbers]
-    training = statistics.fmean(one.seconds for one in slowest(trained))
+    training = statistics.fmean(step.stats["train_seconds"] for step in steps)
+    last_part = statistics.fmean(one.seconds for one in slowest(last_parts(trained)))
     update = statistics.fmean(step.stats["sync_transfer"] for step in steps)
     longest = longest_of(trace, steps)
     each = [b - a for a, b in itertools.pairwise([began, *(step.ended for step in steps)])]
     batch = filled / busy if busy else 0.0
     room, generation = engine_bound(trace, tokens / n)
-    chain = longest.seconds - longest.queued + training + update
+    chain = longest.seconds - longest.queued + last_part + update
     bounds = {"longest rollout": chain / (cfg.max_lag + 1), "training": training + update}
-    bounds["generation"] = generation + (0 if cfg.max_lag else training + update)
+    bounds["generation"] = generation + (0 if cfg.max_lag else last_part + update)
     engine_seconds = took * cfg.engine.count
     return Findings(
         steps=n,
         seconds=took / n,
         quantiles=quantiles(each),
         training=training,
+        last_part=last_part,
         update=update,
         trainer_waits=statistics.fmean(step.stats["wait_for_rollouts"] for step in steps),
         engines_wait=statistics.fmean(step.stats["wait_for_training"] for step in steps),
@@ -114,6 +117,11 @@ def find(trace: Trace) -> Findings:
         bounds=bounds,
         binds=max(bounds, key=lambda name: bounds[name]),
     )
+
+
+def last_parts(trained: list[Training]) -> list[Training]:
+    """What each rank did last in each step."""
+    return list({(one.step, one.rank): one for one in trained}.values())
 
 
 def slowest(trained: list[Training]) -> Collection[Training]:
@@ -179,11 +187,12 @@ def table(trace: Trace, found: Findings) -> list[str]:
     parts += f", after them {longest.judging:,.0f} s"
     full = f"with {found.batch:.1f} sequences, room for {found.room:.0f}"
     rate = found.tokens / found.seconds / (cfg.engine.count * cfg.engine.tensor_parallel)
+    after = f"; after the last groups {found.last_part:,.1f} s" if cfg.train_parts > 1 else ""
     waves = f": they come in waves of {cfg.max_lag + 1}" if cfg.max_lag else ""
     return [
         f"simulated: {n} steps, of which {found.steps} are counted; all seconds are of the model",
         row("a step, s", found.seconds, shares + waves),
-        row("training", found.training, f"trainers busy {found.trainers_busy:.0%}"),
+        row("training", found.training, f"trainers busy {found.trainers_busy:.0%}{after}"),
         row("weight update", found.update, f"{found.update / found.seconds:.1%} of the step"),
         row("longest rollout", longest.seconds, parts),
         row("trainer waits", found.trainer_waits, f"{found.trainer_waits / found.seconds:.0%}"),
@@ -214,7 +223,8 @@ def conserved(trace: Trace) -> list[str]:
     wrong = []
     for place, step in enumerate(trace.steps):
         expected = list(range(place * P, (place + 1) * P))
-        if step.slots != expected:
+        in_order = step.slots if trace.cfg.train_parts == 1 else sorted(step.slots)
+        if in_order != expected:
             wrong.append(f"step {step.number} trained other slots than its own")
         oldest = min(step.versions)
         if not step.number - 1 - lag <= oldest <= step.number - 1:

@@ -37,7 +37,8 @@ def drawing(trace: Trace, found: Findings) -> dict:
     every = sorted(engines)
     places = every[:: -(-len(every) // SHOWN)]
     numbers = {step.number - 1 for step in steps}
-    spent = slowest([one for one in trace.trainings if one.step in numbers])
+    ranks = {one.step: one.rank for one in slowest(trace.trainings) if one.step in numbers}
+    spent = [one for one in trace.trainings if ranks.get(one.step) == one.rank]
     return {
         "seconds": end - start,
         "room": max(found.room, found.batch),

@@ -40,9 +40,10 @@ class Check(NamedTuple):
         return abs(self.simulated - self.expected) / (abs(self.expected) or 1)
 
 
-def small(lag: int, hardware: Hardware, work: Workload, faults: str = "", count: int = 2) -> Trace:
+def small(lag: int, hardware: Hardware, work: Workload, faults: str = "", parts: int = 1) -> Trace:
     """A small run of 6 cycles."""
-    sizes: dict = {"prompts_per_step": P, "group_size": G, "engine": {"count": count}}
+    sizes: dict = {"prompts_per_step": P, "group_size": G, "engine": {"count": 2}}
+    sizes |= {"train_parts": parts, "policy": {"row_tokens": TOKENS}}
     sizes |= {"rollout_workers": 2, "save_period": 0}
     cfg = Config(steps=6 * (lag + 1), max_lag=lag, **sizes)
     repair.MAX_RESTARTS = 1000  # all of these faults come within one simulated hour
@@ -67,6 +68,11 @@ def closed_forms() -> list[Check]:
     full = Hardware(per_token=0.5, room=Room(2, 1e9, 1.0, 0.0))
     found = findings.find(small(2, full, work)).seconds
     checks.append(Check("two slots in two engines: two rounds", found, 2 * generation))
+    half = dataclasses.replace(full, per_trained_token=0.01, sync=3.0)
+    for lag, chain in ((0, 2 * generation + training / 2 + 3), (1, 2 * generation + 3)):
+        found = findings.find(small(lag, half, work, parts=2)).seconds
+        name = f"max_lag {lag}: the same, half of the training between them"
+        checks.append(Check(name, found, chain))
     judged = dataclasses.replace(work, judge=Latency(30, 0), judged_at_once=2)
     found = findings.find(small(0, Hardware(per_token=0.5), judged)).seconds
     checks.append(Check("two judges of 30 s: four rounds more", found, generation + 4 * 30))

@@ -15,6 +15,7 @@ gradient that belongs to its own tokens.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,6 @@ class MegatronPolicy:
         """Wraps the model to sum its gradients, and spreads AdamW's state over the replicas."""
         ddp = ddp_config(self.settings)
         self.chunk = DistributedDataParallel(self.model.config, ddp, self.model)
-        self.model.config.no_sync_func = self.chunk.no_sync  # until a batch's last row
         adam = optimizer_config(self.settings, DTYPE)
         apart = get_standard_config_overrides(adam)  # norms and biases, which do not decay
         self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides=apart)
@@ -150,13 +150,21 @@ class MegatronPolicy:
             cut[f"policy.megatron.ddp.{name}"] = getattr(ddp, name)
         self.shares = Shares(self.model, self.optimizer, cut, self.write_group)
 
-    def forward_backward(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow]) -> list[Any]:
+    def forward_backward(
+        self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow], more: bool = False
+    ) -> list[Any]:
         """Adds up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns all stats.
 
         Every rank of a replica passes the same rows and gets the same stats; `loss_fn` is called on
-        the last pipeline stage.
+        the last pipeline stage. Gradients are summed over ranks once an update: by
+        `optimizer_step`, or with `overlap_grad_reduce` beside the last row, where there are no
+        `more`.
         """
-        return self._schedule(rows, loss_fn)
+        alone = self.chunk.no_sync if more else nullcontext
+        # The schedule would end `no_sync` before its last row.
+        self.model.config.no_sync_func = nullcontext if more else self.chunk.no_sync
+        with alone():
+            return self._schedule(rows, loss_fn)
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[AnyRow]) -> list[Tensor]:

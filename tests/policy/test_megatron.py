@@ -247,6 +247,14 @@ def test_what_overlaps_is_complete_where_it_is_saved_and_sent(measured):
         assert torch.equal(overlapped["loaded"][key], overlapped["after"][key]), key
 
 
+@pytest.mark.parametrize("name", STEPS)
+def test_a_row_at_a_time_is_summed_over_ranks_once(name, measured):
+    """As the parts of a batch are (`train_parts`): the same weights as from all rows at once."""
+    found = measured(name)["qwen3_moe"]
+    for key, tensor in found["after"].items():
+        assert (found["in parts"][key] - tensor).abs().max() < 1e-6, key
+
+
 def test_an_infinite_logprob_that_no_loss_contains_leaves_it_finite(measured):
     losses = measured("one")["llama"]["infinite"]
     assert len(losses) == ROWS and all(math.isfinite(loss) for loss in losses)

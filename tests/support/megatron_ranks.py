@@ -299,15 +299,22 @@ def changed_by_training(policy) -> list[torch.Tensor]:
 
 
 def steps(cfg: Config, job: dict, folder: Path) -> dict:
-    """The weights after steps of unlike numbers of rows, and those of a checkpoint of them."""
+    """The weights after steps of unlike numbers of rows, whole, in parts, and from a checkpoint."""
     policy = opened(cfg)
     mine = my_rows({"rows": 6})
     norms = [step(policy, mine[:count], cfg)["grad_norm"] for count in job["steps"]]
+    in_parts = opened(cfg)
+    for count in job["steps"]:
+        for place, row in enumerate(mine[:count]):
+            more = place + 1 < count
+            in_parts.forward_backward([row], lambda *at: policy_loss(*at, cfg), more)
+        in_parts.optimizer_step(1.5)
     path = str(folder / f"steps-{job['name']}")
     policy.save(path)()
     again = opened(cfg)
     again.load(path)
-    return {"norms": norms, "after": weights(policy), "loaded": weights(again)}
+    found = {"norms": norms, "after": weights(policy), "loaded": weights(again)}
+    return found | {"in parts": weights(in_parts)}
 
 
 WORK = {"measure": measure, "reload": reload, "resume": resume, "steps": steps}
