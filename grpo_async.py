@@ -659,7 +659,8 @@ class Trainer(SendingRank):
         used = [pair for pair in pairs if pair[0]]
         samples = [sample for row, _ in used for sample in row]
         logp_T = torch.cat([torch.empty(0), *(x_T.cpu() for _, x_T in used)]).numpy()
-        return Trained(measured, self.mismatch(samples, logp_T, step), logp_T)
+        limit = self.cfg.correction.sequence_error_limit
+        return Trained(measured, self.mismatch(samples, logp_T, step, limit), logp_T)
 
     def add_old_and_reference(self, batches: list[list[Batch]]) -> None:
         """The logprobs that the loss compares with, computed before the policy moves."""

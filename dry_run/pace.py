@@ -237,8 +237,7 @@ def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
     shared = any(len(gpu) > 1 for gpu in place(cfg))
     if shared or not cfg.max_lag:
         first = max(generation, longest / (cfg.max_lag + 1))
-        both = first + (training if shared else last_part)
-        return {"generation + training": both, "training": training}
+        return {"generation + training": first + (training if shared else last_part)}
     chain = (longest + last_part) / (cfg.max_lag + 1)
     return {"generation": generation, "training": training, "longest rollout": chain}
 

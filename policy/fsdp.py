@@ -113,8 +113,8 @@ class FSDPPolicy:
         self.model: Any = PackedModel(self.lm, temperature, self.entropy)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        modules: list[Any] = [*layers[::-1], self.model]  # bottom-up, the root last
-        for module in modules:
+        modules: list[Any] = [*(layers[::-1] if dist.get_world_size() > 1 else ()), self.model]
+        for module in modules:  # bottom-up, the root last; one rank has nothing to shard
             fully_shard(module, mesh=mesh, mp_policy=mixed if gpu else MixedPrecisionPolicy())
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum

@@ -139,11 +139,12 @@ class SendingRank(Rank):
         """Gathers the first of the weights while the engines still generate; collective."""
         self.sender.stage()
 
-    def mismatch(self, samples: "list[Sample]", logp_T: np.ndarray, step: int) -> dict:
+    def mismatch(
+        self, samples: "list[Sample]", logp_T: np.ndarray, step: int, limit: float
+    ) -> dict[tuple[str, str], list[float]]:
         """How far trainer and engine are apart: a table of rollout_metrics.mismatch_table."""
         from runtime.rollout_metrics import mismatch_table
 
-        limit = self.cfg.correction.sequence_error_limit
         return mismatch_table(samples, logp_T, step, limit)
 
     def send_weights(self, verify: bool) -> int:
