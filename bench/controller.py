@@ -49,7 +49,7 @@ ANSWERS = {"open_store": ("127.0.0.1", 0), "open_sync_group": (b"", "127.0.0.1",
 ANSWERS |= {"join_sync_group": [1], "generate": [None], "probe_gaps": [0.0] * ENGINES}
 ANSWERS |= {"send_weights": 0, "update_weights": Received(PHASES, [])}
 TABLE = {("position", str(i)): [1e6, 1e6, 1e4, 1e3, 0.1] for i in range(12)}
-STEP = {f"metric_{i}": 1.0 for i in range(21)}, TABLE, []
+STEP = {f"metric_{i}": 1.0 for i in range(20)} | {"train_seconds": 1.0}, TABLE, []
 
 
 def infos(numbers: np.random.Generator) -> bytes:
@@ -150,10 +150,10 @@ def measure(steps: int) -> tuple[np.ndarray, dict[str, float]]:
     marks = []
     plan_step = grpo_async.plan_step
 
-    def plan(groups, cfg):
+    def plan(groups, cfg, more):
         began = time.process_time()
         of_thread = time.thread_time()  # the loop goes on beside it
-        planned = plan_step(groups, cfg)
+        planned = plan_step(groups, cfg, more)
         of_thread = time.thread_time() - of_thread
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         marks.append((began, of_thread, Stubs.seconds, pages * os.sysconf("SC_PAGE_SIZE")))
