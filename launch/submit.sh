@@ -7,6 +7,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
+bad() { printf 'error: %s\n' "$*" >&2 && wrong=1; } # all problems of variables are shown at once
 seconds() { # of a time limit of Slurm: MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M:S
     [[ $1 =~ ^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$ ]] || fail "SLURM_TIME_LIMIT = '$1': expected H:MM:SS"
     local days=0 rest=$1 h m s
@@ -16,13 +17,14 @@ seconds() { # of a time limit of Slurm: MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M
     echo $((((10#$days * 24 + 10#$h) * 60 + 10#$m) * 60 + 10#$s))
 }
 
-follow='' profile='' arguments=() jobs=()
+wrong='' follow='' profile='' arguments=() jobs=()
 while [ $# -gt 0 ]; do
     [[ $1 != --profile=* && $1 != --jobs=* ]] || set -- "${1%%=*}" "${1#*=}" "${@:2}"
     case $1 in
     --profile) profile=${2:?--profile: expected the name of a table in env.toml} && shift ;;
     --jobs) JOBS=${2:?--jobs: expected how many jobs follow each other} && shift ;;
     --follow) follow=1 ;;
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# //p}' launch/submit.sh && exit ;;
     *) arguments+=("$1") ;;
     esac
     shift
@@ -47,20 +49,21 @@ for name in "${required[@]}"; do
     [ "${GRPO_EXECUTOR:-slurm}" = slurm ] || [[ $name != SLURM_* ]] || continue
     [ -n "${!name:-}" ] || missing+=("$name")
 done
-[ ${#missing[@]} = 0 ] || fail "these variables are missing: ${missing[*]}"
-[[ $EXP_NAME =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] ||
-    fail "EXP_NAME = '$EXP_NAME': expected letters, digits, . _ -, of which . and - do not begin it"
-[[ " ${arguments[*]} " != *"{time}"* ]] || fail "run_dir has {time}: each job would begin anew"
-[[ ${JOBS:-1} =~ ^[1-9][0-9]*$ ]] || fail "JOBS = '$JOBS': expected how many jobs follow each other"
+[ ${#missing[@]} = 0 ] || bad "these variables are missing: ${missing[*]}"
+[[ ${EXP_NAME:-x} =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] ||
+    bad "EXP_NAME = '$EXP_NAME': expected letters, digits, . _ -, of which . and - do not begin it"
+[[ " ${arguments[*]} " != *"{time}"* ]] || bad "run_dir has {time}: each job would begin anew"
+[[ ${JOBS:-1} =~ ^[1-9][0-9]*$ ]] || bad "JOBS = '$JOBS': expected how many jobs follow each other"
 for name in CPU_NODES SAVE_BEFORE SBATCH_NUM_NODES GPUS_PER_NODE PROFILE_NODES; do
-    [[ ${!name:-1} =~ ^(0|[1-9][0-9]*)$ ]] || fail "$name = '${!name}': expected a whole number"
+    [[ ${!name:-1} =~ ^(0|[1-9][0-9]*)$ ]] || bad "$name = '${!name}': expected a whole number"
 done
-for name in CONFIG_PATH TRAIN_PATH ${VAL_PATH:+VAL_PATH}; do
-    [[ -f ${!name} && -r ${!name} ]] || fail "$name = '${!name}': expected a file that can be read"
+for name in CONFIG_PATH TRAIN_PATH VAL_PATH; do
+    [[ -z ${!name:-} || (-f ${!name} && -r ${!name}) ]] || bad "$name = '${!name}': expected a file"
 done
 for name in CONTAINER SANDBOX_CONTAINER PERSISTENT_CACHE; do
-    [[ ${!name:-} != /* ]] || [ -e "${!name}" ] || fail "$name = '${!name}': it is not there"
+    [[ ${!name:-} != /* ]] || [ -e "${!name}" ] || bad "$name = '${!name}': it is not there"
 done
+[ -z "$wrong" ] || exit 1
 if [ -n "${JUDGES:-}" ] && [ "${JUDGE_NODES:-}" != 0 ]; then # a file, or its lines
     [ ! -f "$JUDGES" ] || JUDGES=$(<"$JUDGES")
     JUDGE_NODES=$("$python" launch/judges.py "${GPUS_PER_NODE:-8}")
@@ -97,15 +100,13 @@ length=$(seconds "$limit")
     fail "SLURM_TIME_LIMIT = '$limit': expected more than SAVE_BEFORE = $warning s and a minute"
 options=(--job-name="$EXP_NAME" --dependency=singleton --nodes="$nodes" --exclusive
     --partition="$SLURM_PARTITION" --account="$SLURM_ACCOUNT"
-    --time="$limit" --signal=B:USR1@"$warning"
-    --output="logs/$EXP_NAME/%j.log" --parsable
+    --time="$limit" --signal=B:USR1@"$warning" --output="logs/$EXP_NAME/%j.log" --parsable
     ${EXCLUDE_NODES:+--exclude="$EXCLUDE_NODES"} ${SLURM_QOS:+--qos="$SLURM_QOS"}
     ${SLURM_RESERVATION:+--reservation="$SLURM_RESERVATION"} ${SEGMENT:+--segment="$SEGMENT"})
 gpus=${GPUS_PER_NODE:-$(flag gpus-per-node)}
 [ "$gpus" = 0 ] || [ -n "${SBATCH_NUM_NODES:-}" ] || [ "$gpus" -ge "$(flag gpus-per-node)" ] ||
     fail "GPUS_PER_NODE = $gpus: nodes are counted with $(flag gpus-per-node): set SBATCH_NUM_NODES"
 [ "$gpus" = 0 ] || options+=(--gres=gpu:"$gpus")
-
 # Jobs that wait and run keep this code, whatever is edited meanwhile.
 export GRPO_CODE=$root GRPO_PYTHON=${GRPO_PYTHON:-$python}
 if [ "${SKIP_CODE_SNAPSHOT:-false}" != true ]; then
@@ -115,8 +116,7 @@ fi
 if [ "${DRY_RUN:-false}" = true ]; then
     printf '%q ' sbatch "${options[@]}" "$GRPO_CODE/launch/grpo.sbatch" "${arguments[@]}" && echo
     cat launch/grpo.sbatch
-    echo "# ${JOBS:-1} times; nothing was submitted"
-    exit
+    echo "# ${JOBS:-1} times; nothing was submitted" && exit
 fi
 [ "${REFRESH_CODE_SNAPSHOT:-false}" != true ] || [ "$GRPO_CODE" = "$root" ] || rm -rf "$GRPO_CODE"
 if [ ! -d "$GRPO_CODE" ]; then

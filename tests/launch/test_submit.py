@@ -90,6 +90,18 @@ def test_what_is_wrong_is_named_before_anything_is_submitted(given, tmp_path, ch
     assert done.returncode == 1 and done.stderr.startswith(f"error: {told}"), done.stderr
 
 
+def test_what_is_wrong_with_variables_is_named_at_once(given):
+    wrong = {"EXP_NAME": "a b", "JOBS": "0", "CPU_NODES": "x", "TRAIN_PATH": "/none"}
+    lines = submit(given | wrong | {"MODEL_PATH": ""}).stderr.splitlines()
+    named = ["these variables", "EXP_NAME", "JOBS", "CPU_NODES", "TRAIN_PATH"]
+    assert all(line.startswith(f"error: {name}") for line, name in zip(lines, named, strict=True))
+
+
+def test_help_is_no_run(given):
+    done = submit(given, "--help")
+    assert done.returncode == 0 and "docs/cluster.md" in done.stdout and not done.stderr
+
+
 @pytest.mark.slow
 def test_the_command_of_sbatch_can_be_seen(given, tiny_model, monkeypatch):
     """Nodes of engines, judges and environments; the warning reaches the batch script alone."""
