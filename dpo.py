@@ -407,9 +407,9 @@ def main() -> None:
     """Checks everything that can be checked without a process, then runs."""
     cfg = reader.load(Config, sys.argv[1:], default="configs/tiny_dpo.py")
     if cfg.command.dry_run:
-        from dry_run import explain
+        from dry_run import show
 
-        print(explain(cfg, Config))
+        show(cfg, Config)
         return
     from runtime import modes, preflight
 

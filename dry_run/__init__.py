@@ -7,6 +7,7 @@ assumptions about the hardware are printed with the result.
 
 import dataclasses
 import math
+import sys
 from importlib.util import find_spec
 from os.path import isfile
 from pathlib import Path
@@ -18,12 +19,20 @@ from envs.rollout import pairs, services
 from policy import logprobs
 from prep import check
 from runtime.preflight import check_arguments, lacking
-from settings.errors import InputError
-from settings.pairs import PairSettings
+from settings.errors import InputError, shown
 from settings.run import RunSettings, TrainingSettings
 from settings.values import flatten
 
+INSTALL = f"{shown(sys.executable)} -m pip install wandb"
 JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
+
+
+def show(cfg: TrainingSettings, Config: type) -> None:
+    """Prints the table of a run. Exit status: 1 where it has a problem."""
+    text = explain(cfg, Config)
+    print(text)
+    if "\nPROBLEM: " in text:
+        sys.exit(1)
 
 
 def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = None) -> str:
@@ -50,7 +59,7 @@ def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = No
         *any_step_rows(model, cfg, gpu),
         *slurm_rows(model, cfg, gpu),
         *assumptions(cfg, gpu),
-        *(["note: W&B is not installed here: pip install wandb"] if lacks_board(cfg) else []),
+        *([f"note: W&B is not installed here: {INSTALL}"] if lacks_board(cfg) else []),
         *data.lines,
         *(f"PROBLEM: {problem}" for problem in wrong),
         *([] if wrong else ["everything fits"]),
@@ -345,17 +354,15 @@ def slurm_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def data_rows(cfg: TrainingSettings) -> check.Summary:
-    """The lines of `data_prep.py check` for the data files that exist.
-
-    Lengths are left out, as they need the tokenizer.
-    """
-    if isinstance(cfg, RunSettings):
-        services.configure(cfg.services)
+    """The lines of `data_prep.py check` for the data files that exist."""
     every = check.Summary([], [])
     for field, path in {"data.train": cfg.data.train, "data.val": cfg.data.val}.items():
         if Path(path).is_file():
-            summary = pairs.summary if isinstance(cfg, PairSettings) else check.summary
-            lines, wrong = summary(path, cfg.data.max_bad_rows)
+            if isinstance(cfg, RunSettings):
+                services.configure(cfg.services)
+                lines, wrong = check.summary(path, cfg.data.max_bad_rows, cfg=cfg)
+            else:
+                lines, wrong = pairs.summary(path, cfg.data.max_bad_rows)
             every.lines.extend([f"{field} = {path}: {lines[0]}", *lines[1:]])
             every.problems.extend(wrong)
     return every

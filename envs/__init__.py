@@ -39,9 +39,11 @@ class Reward:
 
 def get(row: Any, path: str, kind: type | UnionType, expected: str, prefix: str = "") -> Any:
     """The value at the dotted `path` of `row`; raises `require`'s ValueError unless a `kind`."""
-    value = row
+    value, at = row, prefix
     for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
+        is_object = value is None or isinstance(value, dict)
+        require(is_object, at.rstrip(".") or "the row", value, f"an object that holds {key}")
+        value, at = (value or {}).get(key), f"{at}{key}."
     require(isinstance(value, kind), prefix + path, value, expected)
     return value
 

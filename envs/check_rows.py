@@ -63,8 +63,8 @@ def check_row(row: Any) -> None:
     check_tools(get(row, at + "tools", list | None, "a list or null"), at + "tools")
     check_overrides(row["responses_create_params"], at)
     module = registry.environment(get(row, "agent_ref.name", str, "the name of an environment"))
-    some = items or getattr(module, "ALLOWS_EMPTY_INPUT", False)
-    require(some, at + "input", items, "at least one message")
+    some = has_text(items) or (not items and getattr(module, "ALLOWS_EMPTY_INPUT", False))
+    require(some, at + "input", items, "at least one message that holds text")
     try:
         getattr(module, "check", lambda row: None)(row)
     except ValueError:
@@ -73,6 +73,13 @@ def check_row(row: Any) -> None:
         raise ModuleError(located(error, str(module.__file__))) from error
     except Exception as error:  # such as a KeyError for what the row lacks
         raise ValueError(located(error, str(module.__file__))) from error
+
+
+def has_text(items: list | str) -> bool:
+    """Whether anything is said in a conversation, or a tool called."""
+    if isinstance(items, str):
+        return bool(items.strip())
+    return any(item.get("content") or item.get("type", "message") != "message" for item in items)
 
 
 def conversion(row: Any) -> str:
@@ -153,10 +160,15 @@ def parse(line: str, cfg: "RunSettings | None") -> dict:
     check_row(row)
     if cfg:
         check_services(row)
-        check_temperature(row, cfg)
-    if cfg and size + 256 > cfg.sampling.max_model_len:  # a token is at least one byte
-        check_length(row, cfg)
+        check_sampling(row, size, cfg)
     return row
+
+
+def check_sampling(row: dict, size: int, cfg: "RunSettings") -> None:
+    """Raises ValueError for a row of `size` bytes that the run's settings of sampling refuse."""
+    check_temperature(row, cfg)
+    if size + 256 > cfg.sampling.max_model_len:  # a token is at least one byte
+        check_length(row, cfg)
 
 
 def check_temperature(row: dict, cfg: "RunSettings") -> None:

@@ -15,6 +15,7 @@ from envs.rollout import services as configured
 from prep import files
 from prep.placeholders import FIELD
 from settings.errors import InputError
+from settings.run import RunSettings
 from settings.services import Services
 
 NAMELESS = "(no agent)"
@@ -70,13 +71,16 @@ class Check:
         return int(bool(problems))
 
 
-def summary(path: str, max_bad_rows: int, services: Collection[str] = ()) -> Summary:
+def summary(
+    path: str, max_bad_rows: int, services: Collection[str] = (), cfg: RunSettings | None = None
+) -> Summary:
     """Summarises a file. Services that are needed must be configured, or among `services`.
 
-    Raises InputError where the file cannot be read.
+    With `cfg` a prompt must fit its settings of sampling. Raises InputError where the file cannot
+    be read.
     """
     known = files.served()
-    found = survey(path)
+    found = survey(path, cfg)
     rows = sum(agent.rows for agent in found.values())
     bad = sum(agent.bad.total() for agent in found.values())
     text = [f"{rows:,} rows" + (f", {bad:,} of them bad" if bad else "")]
@@ -111,7 +115,7 @@ def elsewhere(agent: str) -> str:
         return "no server has it"
 
 
-def survey(path: str) -> dict[str, Found]:
+def survey(path: str, cfg: RunSettings | None = None) -> dict[str, Found]:
     """The rows of a file by agent, every one of them checked as a run would."""
     found: dict[str, Found] = {}
     for line in files.lines(path):
@@ -123,6 +127,8 @@ def survey(path: str) -> dict[str, Found]:
                 raise ValueError(f"{FIELD} is not filled: data_prep.py blend fills it")
             row = parse(line.text, None)
             needs = registry.needs(row)
+            if cfg:
+                check_rows.check_sampling(row, len(line.text.encode()), cfg)
         except (ValueError, RecursionError) as error:
             row, problem = loose(line.text), str(error)
         agent = found.setdefault(files.agent(row) or NAMELESS, Found())

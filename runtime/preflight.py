@@ -118,7 +118,8 @@ def check(cfg: "TrainingSettings") -> None:
 def check_installed(cfg: "TrainingSettings") -> None:
     """Raises InputError where this machine lacks a library that not all runs need."""
     if cfg.wandb and not importlib.util.find_spec("wandb"):
-        raise InputError("wandb = True: it is not installed; pip install wandb, or set it False")
+        install = f"{shown(sys.executable)} -m pip install wandb"
+        raise InputError(f"wandb = True: it is not installed: {install}")
     if cfg.policy.kind == "megatron":
         from policy.megatron.check import check_kernels
 

@@ -1,6 +1,7 @@
 """What `check` says of a file, and that the dry run says the same."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -53,13 +54,14 @@ def test_each_lack_is_named_with_its_first_place_and_counted(check):
     code, text = check(rows)
     assert code == 1
     problems = [line for line in text.splitlines() if line.startswith("PROBLEM: ./rows.jsonl:")]
-    assert len(problems) == 4
+    assert len(problems) == 5
     found = " ".join(problems)
     assert "rows.jsonl:2: expected_answer is missing or null, expected a string (3 rows)" in found
     assert "rows.jsonl:5: agent_ref.name is 'lean', expected one of" in found
     assert "rows.jsonl:6: _hf_placeholder is not filled: data_prep.py blend fills it" in found
     assert "rows.jsonl:7: responses_create_params.input is missing" in found
-    assert "expected a list of messages (2 rows)" in found
+    assert "expected a list of messages (1 rows)" in found
+    assert "rows.jsonl:8: the row is [1], expected an object that holds responses_create" in found
     assert "lean" in text and "no environment serves it" in text
     assert "8 rows, 7 of them bad" in text
 
@@ -148,6 +150,23 @@ def test_the_dry_run_says_the_same(tiny_model, tmp_path):
     assert f"data.val = {val}: 1 rows" in text and "reasoning_gym" in text
     assert f"PROBLEM: {train}:2: expected_answer is missing or null" in text
     assert "PROBLEM" not in dry_run.explain(changed(cfg, data={"max_bad_rows": 1}), Config)
+
+
+def test_the_dry_run_checks_what_depends_on_settings_of_sampling(tiny_model, tmp_path, capsys):
+    hot, long = math_row(1), math_row(2)
+    hot["responses_create_params"]["temperature"] = 0.5
+    long["responses_create_params"]["input"][0]["content"] = "a" * 200
+    train = write_rows(tmp_path / "train.jsonl", [math_row(3), hot, long])
+    data = {"train": train, "val": ""}
+    sampling = {"max_model_len": 128, "max_response_tokens": 8}
+    cfg = changed(Config(model=tiny_model), data=data, sampling=sampling, val_period=0)
+    with pytest.raises(SystemExit) as stop:
+        dry_run.show(cfg, Config)
+    assert stop.value.code == 1
+    text = capsys.readouterr().out
+    at = f"PROBLEM: {train}"
+    assert f"{at}:2: responses_create_params.temperature is 0.5, expected sampling.temp" in text
+    assert re.search(rf"{at}:3: responses_create_params.input is 2\d\d tokens long, expected", text)
 
 
 def test_looking_at_rows_imports_no_heavy_library():
