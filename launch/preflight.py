@@ -172,9 +172,8 @@ def variables(cfg: Any) -> Iterator[str]:
     cache = os.environ.get("PERSISTENT_CACHE")
     if cache and not os.access(cache, os.W_OK):
         yield f"PERSISTENT_CACHE = {cache!r} cannot be written to"
-    if cfg.wandb and not (
-        os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().exists()
-    ):
+    talks = cfg.wandb and os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled")
+    if talks and not (os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().exists()):
         yield "wandb = True, and neither WANDB_API_KEY nor ~/.netrc is there: wandb login"
 
 

@@ -1,5 +1,6 @@
 """What a run prints when it ends: what it learned, an answer, the model, what is next."""
 
+import os
 import re
 import shlex
 import sys
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 
 ANSWER = {"prompt": str, "response": [str], "reward": int | float}
+# What the call before may have set for itself alone; never a key.
+WANDB = ("WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_GROUP", "WANDB_NAME")
 TAIL = 1 << 22  # bytes of rollouts.jsonl in which the last answer is looked for
 
 
@@ -69,8 +72,12 @@ def in_a_line(text: str) -> str:
 def train_on(cfg: "TrainingSettings", step: int) -> str:
     """The command that goes on with this run; where it is at its end, for as many steps again."""
     words = ["--run_dir", shown(cfg.run_dir), "--resume", "auto"]
+    replaced = "run[_-]dir|resume"
     if step == cfg.steps:
         words += ["--steps", str(2 * cfg.steps)]
+        replaced += "|steps"
+    board = {name: os.environ[name] for name in WANDB if cfg.wandb and name in os.environ}
     given = shlex.join([shown(sys.executable), *sys.argv])
-    given = re.sub(r" --(run[_-]dir|resume|steps)[ =]('[^']*'|\S+)", "", given)
-    return f"{given} {shlex.join(words)}"
+    given = re.sub(rf" --({replaced})[ =]('[^']*'|\S+)", "", given)
+    variables = "".join(f"{name}={shlex.quote(value)} " for name, value in board.items())
+    return f"{variables}{given} {shlex.join(words)}"

@@ -1,6 +1,7 @@
 """What Weights & Biases gets of a run: its metrics, its data, and the models that it exports."""
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ class Board:
         self.cfg = cfg
         self.published: set[Path] = set()  # markers of the exports that W&B knows
         unique = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-        name = {"dir": folder, "name": folder.name, "id": unique, "resume": "allow"}
+        shown = os.environ.get("WANDB_NAME") or folder.name
+        name = {"dir": folder, "name": shown, "id": unique, "resume": "allow"}
         self.run: Any = wandb.init(config=provenance.settings(cfg), **name)
         # Its own step never goes back, as that of a run does which is resumed.
         self.run.define_metric("*", step_metric="step")

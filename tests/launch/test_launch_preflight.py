@@ -106,6 +106,16 @@ def test_libraries_are_looked_for_in_the_job_alone(argv, monkeypatch, in_a_job):
         preflight.main([*argv, "--wandb"])
 
 
+def test_a_key_of_wandb_is_asked_for_where_it_is_used(argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert preflight.main([*argv, "--wandb"]) == 1
+    assert "neither WANDB_API_KEY nor ~/.netrc is there" in capsys.readouterr().out
+    for mode in ("offline", "disabled"):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        assert preflight.main([*argv, "--wandb"]) == 0
+
+
 def test_services_are_looked_for_in_the_job_alone_and_empty_settings_everywhere(
     argv, tmp_path, monkeypatch, capsys, in_a_job
 ):

@@ -15,15 +15,17 @@ from runtime import console
 from runtime.bars import Bars
 from runtime.console import Lines, phase
 from runtime.summary import summary
+from settings.errors import shown
 
 ROOT = Path(__file__).parents[2]
 METRICS = {"reward": 0.5, "lag_mean": 0.25, "wait_for_rollouts": 1.0, "wait_for_training": 0.0}
 
 
-def config(run_dir, steps: int = 40, modes: tuple = ()) -> SimpleNamespace:
+def config(run_dir, steps: int = 40, modes: tuple = (), wandb: bool = False) -> SimpleNamespace:
     command = SimpleNamespace(modes=modes)
     folders = {"run_dir": str(run_dir), "writes_to": str(run_dir)}
-    return SimpleNamespace(**folders, steps=steps, prompts_per_step=4, command=command)
+    rest = {"steps": steps, "prompts_per_step": 4, "command": command, "wandb": wandb}
+    return SimpleNamespace(**folders, **rest)
 
 
 def checkpoint(folder, step: int, whole: bool = True) -> None:
@@ -128,9 +130,22 @@ def test_the_summary_of_a_run_that_left_nothing(files, tmp_path):
     assert line.startswith("done in ")
 
 
-def test_a_run_that_left_early_goes_on_to_the_same_step(tmp_path):
+def test_a_run_that_left_early_goes_on_to_the_same_step(tmp_path, monkeypatch):
     checkpoint(tmp_path, 20)
     assert "--steps" not in summary(config(tmp_path))[-1]
+    monkeypatch.setattr(sys, "argv", ["grpo_async.py", "--steps", "40", "--seed=3"])
+    ends = f"grpo_async.py --steps 40 --seed=3 --run_dir {shown(tmp_path)} --resume auto"
+    assert summary(config(tmp_path))[-1].endswith(ends)
+
+
+def test_what_was_said_to_wandb_is_said_again_except_a_key(tmp_path, monkeypatch):
+    checkpoint(tmp_path, 20)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_NAME", "a b")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    told = summary(config(tmp_path, wandb=True))[-1]
+    assert told.startswith("next: WANDB_MODE=offline WANDB_NAME='a b' ") and "secret" not in told
+    assert "WANDB" not in summary(config(tmp_path))[-1]
 
 
 def test_an_evaluation_is_not_compared_with_an_earlier_one_of_another_policy(tmp_path):
