@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 config=configs/tiny.py
-case "${1:-}" in *.py) config=$1 && shift ;; esac
+case "${1:-}" in *.py | *.json | *.yaml | *.yml) config=$1 && shift ;; esac
 program=grpo_async.py
 case "$config" in *dpo.py) program=dpo.py ;; esac
 bash launch/setup.sh

@@ -13,14 +13,25 @@ from settings.errors import InputError
 from settings.values import booleans, flatten
 
 
-def hint(Config: type, name: str) -> str:
-    """The setting that was probably meant, as the end of an error message."""
+def hint(Config: type, path: str, value: Any = None) -> str:
+    """The setting that was probably meant by a dotted name, as the end of an error message.
+
+    A dictionary may be a group of another program: the keys in it are looked up.
+    """
     known = flatten(Config())
     by_leaf: dict[str, list[str]] = {}
-    for path in known:
-        by_leaf.setdefault(path.rpartition(".")[2], []).append(path)
-    if name not in by_leaf and (here := elsewhere.meaning(name, known)):
-        return f": {here}"
+    for ours in known:
+        by_leaf.setdefault(ours.rpartition(".")[2], []).append(ours)
+    name = path.rpartition(".")[2]
+    if name not in by_leaf:
+        keys = list(elsewhere.within(path, value))
+        lines = {key: here for key in keys if (here := elsewhere.meaning(key, known))}
+        if not lines and (here := elsewhere.meaning(name, known)):
+            lines = {path: here}
+        if path in lines:
+            return f": {lines[path]}"
+        if lines:
+            return f": {'; '.join(f'{key}: {here}' for key, here in [*lines.items()][:3])}"
     near = [name] if name in by_leaf else difflib.get_close_matches(name, by_leaf, 1)
     close = by_leaf[near[0]] if near else difflib.get_close_matches(name, known, 1)
     if close and close[0].startswith("command."):
@@ -35,7 +46,7 @@ def explain(Config: type, error: pydantic.ValidationError) -> str:
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     if first["type"] == "unexpected_keyword_argument":
-        return f"unknown field {name!r}{hint(Config, str(first['loc'][-1]))}"
+        return f"unknown field {name!r}{hint(Config, name, first['input'])}"
     return f"{name} = {first['input']!r}: {first['msg']}"
 
 
@@ -67,7 +78,8 @@ def refuse(Config: type, path: Path, chosen: dict[str, Any]) -> InputError:
         expected = "expected on the command line, not in a config file"
         return InputError(f"{place(path, 'command')}: command: {expected}")
     for name in sorted(chosen.keys() - known.keys()):
-        return InputError(f"{place(path, name)}: unknown field {name!r}{hint(Config, name)}")
+        meant = hint(Config, name, chosen[name])
+        return InputError(f"{place(path, name)}: unknown field {name!r}{meant}")
     for name, value in booleans(chosen, Config()):
         at = place(path, *name.split(".")[:2])
         return InputError(f"{at}: {name} = {value}: expected a number")

@@ -185,6 +185,9 @@ def read(Config: type[C], path: Path) -> C:
         there = sorted(ROOT.glob("configs/**/[!_]*.py"))
         found = ", ".join(str(p.relative_to(ROOT)) for p in there)
         raise InputError(f"{path.resolve()}: no such config file; there are: {found} in {ROOT}")
+    if path.suffix in (".yaml", ".yml"):
+        expected = "expected Python assignments, or JSON: docs/from_nemo_rl.md has NeMo-RL's names"
+        raise InputError(f"{path}: a YAML file, {expected}")
     chosen = of_json(path) if path.suffix == ".json" else assigned(path)
     fields = {field.name for field in dataclasses.fields(Config)} - {"command"}
     if chosen.keys() <= fields and not any(booleans(chosen, Config())):
