@@ -380,6 +380,8 @@ def draw(run_dir: str) -> Path:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit("usage: python report.py RUN_DIR [OTHER_RUN_DIR ...]")
-    print(write(sys.argv[1]) if len(sys.argv) == 2 else compare(sys.argv[1:]))
+    folders = sys.argv[1:]
+    if not folders or {"-h", "--help"} & {*folders}:
+        print("usage: python report.py RUN_DIR [OTHER_RUN_DIR ...]")
+        sys.exit(not folders)
+    print(compare(folders) if folders[1:] else write(folders[0]))

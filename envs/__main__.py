@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import statistics
 import sys
 import textwrap
@@ -204,4 +205,8 @@ def read_rollouts(path: str, rows: Sequence[dict]) -> Iterator[Answer]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -64,6 +64,12 @@ def problem(project: Path, *arguments: str) -> str:
     return done.stderr.removeprefix("error: ").rstrip()
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(project):
+    command = f"{shlex.quote(sys.executable)} -m envs train.jsonl -n 1000 | head -n 1"
+    done = ran("bash", "-c", f"set -o pipefail; {command}", root=project)
+    assert done.stdout.startswith("my_reward/arithmetic: ") and not done.stderr, done.stderr
+
+
 def reward(project: Path, verify: str) -> None:
     """Replaces the page's environment by one with this `verify`."""
     text = f'from envs import Reward\nAGENTS = ("my_reward",)\n{verify}\n'
@@ -151,8 +157,12 @@ def test_an_answer_of_a_nested_field_may_be_no_text(project):
 
 def test_rows_without_a_reference_are_named_and_an_answer_may_be_given(project):
     row = json.loads((project / "train.jsonl").read_text().splitlines()[0])
-    del row["answer"]
+    row["target"] = row.pop("answer")
     write_rows(project / "train.jsonl", [row])
+    refused = "train.jsonl:1: answer is missing or null, expected the right number as text"
+    assert refused in problem(project, "train.jsonl")
+    module = project / "envs/my_reward.py"
+    module.write_text(re.sub(r"def check.*?\n\n\n", "", module.read_text(), flags=re.S))
     done = run(project, "-m", "envs", "train.jsonl")
     lacks = (
         "train.jsonl:1 my_reward/arithmetic: not tried, no reference answer; -f FIELD or -a TEXT"
