@@ -33,10 +33,11 @@ from bench.simulation.findings import Findings  # noqa: E402
 from bench.simulation.hardware import Hardware, Measured, Modelled  # noqa: E402
 from bench.simulation.workload import Latency, Lengths, Workload  # noqa: E402
 from bench.simulation.world import Trace  # noqa: E402
-from dry_run import gpus, pace, sizes  # noqa: E402
-from dry_run.gpus import Gpu  # noqa: E402
-from dry_run.sizes import Model  # noqa: E402
+from dry_run import pace  # noqa: E402
 from grpo_async import Config  # noqa: E402
+from policy import gpus, shape  # noqa: E402
+from policy.gpus import Gpu  # noqa: E402
+from policy.shape import Model  # noqa: E402
 from settings import reader  # noqa: E402
 from settings.errors import InputError  # noqa: E402
 from support import shapes  # noqa: E402
@@ -147,7 +148,7 @@ class Plan:
     def __init__(self, cfg: Config, given: argparse.Namespace):
         self.cfg = cfg
         self.given = given
-        self.model = sizes.read_model(cfg.model)
+        self.model = shape.read_model(cfg.model)
         self.gpu = chosen(self.model, cfg)
         self.work = work_of(cfg, given, self.model)
 

@@ -13,10 +13,10 @@ from os.path import isfile
 from pathlib import Path
 
 from dry_run import megatron_sizes, pace, sizes
-from dry_run.gpus import Gpu, planned
-from dry_run.sizes import GIB, Model
 from envs.rollout import pairs, services
-from policy import logprobs
+from policy import logprobs, shape
+from policy.gpus import GIB, Gpu, planned
+from policy.shape import Model
 from prep import check
 from runtime.preflight import check_arguments, lacking
 from settings.errors import InputError, shown
@@ -45,7 +45,7 @@ def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = No
     if not (Path(cfg.model) / "config.json").is_file():
         raise InputError(lacking(cfg.model, "config.json"))
     megatron = cfg.policy.kind == "megatron"
-    model = sizes.read_model(cfg.model)
+    model = shape.read_model(cfg.model)
     gpu = planned(cfg.command.gpu)
     active = f", {model.active:,.0f} of them active" if model.routed else ""
     data = data_rows(cfg) if data is None else data

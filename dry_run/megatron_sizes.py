@@ -20,10 +20,11 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dry_run.sizes import RESERVE, field, head_bytes, longest_row
+from dry_run.sizes import RESERVE, head_bytes, longest_row
 from policy import logprobs
 from policy.megatron.check import read_config
 from policy.megatron.families import padded, pattern
+from policy.shape import field
 from policy.weight_sync import BUCKET_BYTES
 
 if TYPE_CHECKING:

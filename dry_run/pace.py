@@ -9,8 +9,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from dry_run import megatron_sizes, sizes
-from dry_run.gpus import Gpu
-from dry_run.sizes import Model
+from policy.gpus import Gpu
+from policy.shape import Model
 from policy.weight_sync import BUCKET_BYTES
 from runtime.layout import Node, plan
 from runtime.placement import node_mates, shares

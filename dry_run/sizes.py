@@ -7,146 +7,24 @@ Read from config.json alone. The peaks are within a tenth of what torch allocate
 and with experts (a test compares them). Of Mamba, weights and what an engine keeps are counted.
 """
 
-import functools
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from policy import logprobs
-from policy.lora import targets
-from policy.shape import build
+from policy.gpus import GIB
+from policy.shape import Model
 from policy.weight_sync import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from settings.network import PolicySettings
     from settings.run import RunSettings, TrainingSettings
 
-GIB = 2**30
 RESERVE = 4 * GIB  # assumed: CUDA context and graphs, NCCL, an engine's activations, fragmentation
-# Layer types of transformers that keep no KV; of an unknown one, KV is counted.
-WITHOUT_KV = {"linear_attention", "mamba", "conv", "moe", "mlp", "sparse", "dense"}
-
-
-@dataclass(frozen=True)
-class Model:
-    """Sizes of a causal LM. Counts are of parameters, tied ones once."""
-
-    name: str
-    params: int
-    routed: int  # in routed experts
-    expert_share: float  # of the routed experts, met by one token
-    embedding: int  # that are only looked up: 0 where the head is tied to them
-    root: int  # outside of decoder layers
-    layer: int  # in the largest decoder layer
-    experts: int  # routed, in the layer that has most
-    biggest: int  # in the largest tensor
-    tensors: int  # of parameters
-    linear: dict[str, int]  # parameters of adapters of rank 1, by the last part of layers' names
-    layers: int
-    kv_layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    latent: int  # width of a compressed KV (MLA), which all heads share; 0: none
-    state: int  # bytes that an engine keeps of a sequence, however long it is: Mamba's
-    ffn: int  # bytes that a feed-forward saves of each token for its backward, in bf16
-    vocab: int
-
-    @property
-    def active(self) -> float:
-        """Parameters that one token meets, embedding and head included."""
-        return self.params - self.routed * (1 - self.expert_share)
-
-
-def read_model(folder: str) -> Model:
-    """Counts the model of a folder's config.json. Raises InputError where it describes none."""
-    lm = build(folder)
-    text = lm.config.get_text_config()
-    get = functools.partial(field, text)
-    sizes = {name: p.numel() for name, p in lm.named_parameters()}
-    units = [m for m in lm.modules() if type(m).__name__ in lm._no_split_modules]
-    layers = [{name: p.numel() for name, p in unit.named_parameters()} for unit in units]
-    embedding = lm.get_input_embeddings().weight
-    head = lm.get_output_embeddings().weight
-    vocab, hidden = head.shape
-    latent = get("kv_lora_rank")
-    heads = text.num_attention_heads
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
-    experts = get("num_experts", "n_routed_experts", "num_local_experts")
-    return Model(
-        name=Path(folder).name,
-        params=sum(sizes.values()),
-        routed=routed(sizes),
-        expert_share=get("num_experts_per_tok") / experts if experts else 1.0,
-        embedding=0 if embedding is head else embedding.numel(),
-        root=sum(sizes.values()) - sum(sum(layer.values()) for layer in layers),
-        layer=max(sum(layer.values()) for layer in layers),
-        experts=max(routed(layer) for layer in layers),
-        biggest=max(sizes.values()),
-        tensors=len(sizes),
-        linear=adapted(lm),
-        layers=len(layers),
-        kv_layers=sum(kind not in WITHOUT_KV for kind in kinds),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=get("num_key_value_heads", default=heads),
-        head_dim=get("head_dim", default=hidden // heads),
-        latent=latent and latent + get("qk_rope_head_dim"),
-        state=kinds.count("linear_attention") * mamba_bytes(text),
-        ffn=feed_forward_bytes(hidden, text),
-        vocab=vocab,
-    )
-
-
-def adapted(lm: Any) -> dict[str, int]:
-    """Inputs and outputs of the linear layers but the head, by the last part of their names."""
-    found: dict[str, int] = {}
-    for name in targets(lm, ()):
-        leaf = name.rpartition(".")[2]
-        found[leaf] = found.get(leaf, 0) + sum(lm.get_submodule(name).weight.shape)
-    return found
 
 
 def trained(model: Model, cfg: "TrainingSettings") -> int:
     """Parameters that have gradients: the adapters', where there are some, else all."""
     rank, chosen = cfg.policy.lora_rank, cfg.policy.lora_targets or model.linear
     return rank * sum(model.linear.get(leaf, 0) for leaf in chosen) if rank else model.params
-
-
-def routed(sizes: dict[str, int]) -> int:
-    """Parameters of routed experts, of all by name."""
-    return sum(size for name, size in sizes.items() if ".experts." in name)
-
-
-def field(config: Any, *names: str, default: int = 0) -> int:
-    """The first of a config.json's fields of these names that is there and not 0."""
-    return next((v for v in (getattr(config, name, None) for name in names) if v), default)
-
-
-def mamba_bytes(config: Any) -> int:
-    """Bytes that a Mamba-2 layer keeps of a sequence: float32 [heads, width, state], bf16 inputs.
-
-    The inputs are those of its convolution, of x, B and C.
-    """
-    get = functools.partial(field, config)
-    heads = get("mamba_num_heads") * get("mamba_head_dim")
-    convolved = heads + 2 * get("n_groups") * get("ssm_state_size")
-    return 4 * heads * get("ssm_state_size") + 2 * (get("conv_kernel") - 1) * convolved
-
-
-def feed_forward_bytes(hidden: int, config: Any) -> int:
-    """Bytes a token that `down(silu(gate) * up)` saves: four bf16 tensors as wide as it is inside.
-
-    Each of a token's experts also copies its input and its output.
-    """
-    get = functools.partial(field, config)
-    inside = get("intermediate_size")
-    if not get("num_experts", "n_routed_experts", "num_local_experts"):
-        return 8 * inside
-    inside = get("moe_intermediate_size", default=inside)
-    shared = get("shared_expert_intermediate_size", default=get("n_shared_experts") * inside)
-    return get("num_experts_per_tok") * (8 * inside + 4 * hidden) + 8 * shared
 
 
 def states(model: Model, cfg: "TrainingSettings") -> dict[str, float]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dry_run import pace, sizes
-from dry_run.gpus import Gpu
-from dry_run.sizes import Model
+from policy.gpus import Gpu
+from policy.shape import Model
 from settings.errors import InputError
 
 if TYPE_CHECKING:

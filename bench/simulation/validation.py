@@ -14,9 +14,9 @@ from bench.simulation.faults import Faults
 from bench.simulation.hardware import Hardware, Modelled, Room
 from bench.simulation.workload import Latency, Lengths, Workload
 from bench.simulation.world import Trace
-from dry_run import sizes
-from dry_run.gpus import H100
 from grpo_async import Config
+from policy import shape
+from policy.gpus import H100
 from runtime import repair
 
 P, G = 4, 2
@@ -119,7 +119,7 @@ def one_off() -> Check:
     shape = Qwen3MoeConfig(**sizes_of, **experts, head_dim=128, tie_word_embeddings=False)
     with tempfile.TemporaryDirectory() as folder:
         shape.save_pretrained(folder)
-        model = sizes.read_model(folder)
+        model = shape.read_model(folder)
         turns, off = (
             findings.find(published(folder, model, *parts)).seconds
             for parts in ((0, 16, 32), (1, 8, 16))
@@ -128,7 +128,7 @@ def one_off() -> Check:
     return Check("NeMo-RL, Qwen3-30B-A3B, 32 H100: turns / one-off", turns / off, PUBLISHED, note)
 
 
-def published(folder: str, model: sizes.Model, lag: int, engines: int, ranks: int) -> Trace:
+def published(folder: str, model: shape.Model, lag: int, engines: int, ranks: int) -> Trace:
     """A run of the published set-up."""
     parts: dict = {"engine": {"count": engines, "tensor_parallel": 2}, "save_period": 0}
     parts |= {"sampling": {"max_model_len": 5120, "max_response_tokens": 4096}, "max_lag": lag}

@@ -22,9 +22,9 @@ from bench.simulation.faults import Faults
 from bench.simulation.hardware import Hardware, Modelled, Room, interpolated, read_table
 from bench.simulation.workload import Latency, Lengths, Workload
 from dry_run import pace
-from dry_run.gpus import B200
-from dry_run.sizes import read_model
 from grpo_async import Config
+from policy.gpus import B200
+from policy.shape import read_model
 from runtime import repair
 from settings.errors import InputError
 from support import shapes

@@ -13,11 +13,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dry_run
 from dry_run import megatron_sizes, pace, sizes
-from dry_run.gpus import Gpu, planned
-from dry_run.sizes import GIB, Model
 from grpo_async import Config
 from launch import tiny
 from policy import fsdp, logprobs
+from policy.gpus import GIB, Gpu, planned
+from policy.shape import Model, read_model
 from prep.check import Summary
 from settings import reader
 from settings.errors import InputError
@@ -106,7 +106,7 @@ def check_gib(text: str, **expected: float) -> None:
 
 @pytest.mark.parametrize("size", [QWEN_8B, QWEN_06B], ids=["8B", "0.6B"])
 def test_a_dense_model_is_counted_to_the_last_parameter(folder, size):
-    model = sizes.read_model(folder("qwen", **size))
+    model = read_model(folder("qwen", **size))
     H, inner, D = size["hidden_size"], size["intermediate_size"], size["head_dim"]
     Q, K, V = D * size["num_attention_heads"], D * 8, 151936
     layer = 2 * H * Q + 2 * H * K + 3 * H * inner + 2 * H + 2 * D
@@ -124,7 +124,7 @@ def test_of_experts_a_token_meets_its_share(folder):
     size |= {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
     size |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     path = folder("moe", "Qwen3MoeConfig", **size, tie_word_embeddings=False)
-    model = sizes.read_model(path)
+    model = read_model(path)
     attention, router = 2 * 32 * 32 + 2 * 32 * 16 + 2 * 8, 8 * 32
     routed = 3 * 8 * 3 * 24 * 32
     rest = 3 * (attention + router + 2 * 32) + 2 * 100 * 32 + 32
@@ -140,7 +140,7 @@ def test_only_attention_layers_of_a_hybrid_keep_kv(folder):
     kinds = ["mamba", "moe", "attention", "mlp", "mamba", "attention"]
     size = {"vocab_size": 64, "hidden_size": 32, "head_dim": 8, "n_routed_experts": 4}
     size |= {"layers_block_type": kinds, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = sizes.read_model(folder("hybrid", "NemotronHConfig", **size))
+    model = read_model(folder("hybrid", "NemotronHConfig", **size))
     assert (model.layers, model.kv_layers) == (6, 2)
     assert sizes.kv_bytes(model, 1) == 2 * 2 * 2 * 8 * 2
     # NemotronHConfig's own: 128 heads of 64 with 128 numbers each, 8 groups, 4 taps.
@@ -153,7 +153,7 @@ def test_a_compressed_kv_is_shared_by_all_heads(folder):
     size |= {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 8}
     size |= {"n_group": 1, "topk_group": 1, "kv_lora_rank": 24, "q_lora_rank": 16}
     path = folder("mla", "DeepseekV3Config", **size, first_k_dense_replace=1)
-    model = sizes.read_model(path)
+    model = read_model(path)
     assert model.latent == 24 + 8
     assert sizes.kv_bytes(model, 1) == sizes.kv_bytes(model, 4) == 2 * 32 * 2
 
@@ -171,7 +171,7 @@ def test_states_are_sixteen_bytes_a_parameter_and_four_for_a_reference():
 def test_adapters_alone_have_gradients_and_moments(folder):
     whole = changed(Config(model=folder("8B", **QWEN_8B)), ranks=8, **KL)
     cfg = changed(whole, lora_rank=16)
-    model = sizes.read_model(cfg.model)
+    model = read_model(cfg.model)
     attention = 2 * (4096 + 4096) + 2 * (4096 + 1024)  # q, o; k, v
     assert sum(model.linear.values()) == 36 * (attention + 3 * (4096 + 12288))
     adapters = 16 * sum(model.linear.values())
@@ -257,7 +257,7 @@ def test_a_trainer_rank_holds_what_is_printed(
     row.mask_T, row.to = row.positions_T > 0, lambda _: row
     with peak:
         policy.forward_backward([row, row], lambda logp_T, _: (logp_T.sum(), {}))
-    model = sizes.read_model(cfg.model)
+    model = read_model(cfg.model)
     during = sizes.moments(model, cfg)
     del during["sending weights"]
     printed = sum(sizes.states(model, cfg).values()) + max(during.values())
@@ -302,7 +302,7 @@ def test_an_update_needs_room_beside_the_engines_share(of_8b):
     assert sizes.reload_bytes(SUPER, cfg) == 1.25 * layer + 2**28
     assert sizes.reload_bytes(SUPER, changed(cfg, tensor_parallel=1, gpu_share=0.5)) == layer
     cfg = of_8b()
-    model, embedding = sizes.read_model(cfg.model), 2 * 151936 * 4096
+    model, embedding = read_model(cfg.model), 2 * 151936 * 4096
     assert (model.experts, sizes.reload_bytes(model, cfg)) == (0, 2 * embedding + 2**28)
     assert "a weight update takes" not in dry_run.explain(cfg, Config)
     text = dry_run.explain(changed(cfg, engine={"args": {"gpu_memory_utilization": 0.97}}), Config)
@@ -335,7 +335,7 @@ def test_what_an_update_is_made_of(tmp_path):
     assert pace.update_traffic(SUPER, one) == (241.2e9, 899, 0, 0)
     assert pace.update_traffic(SUPER, eight) == (241.2e9, 899, 241.2e9 * 7 / 8, 800)
     cfg = read("rlvr1", shapes.write("models/super_sft", tmp_path))
-    model = sizes.read_model(cfg.model)
+    model = read_model(cfg.model)
     # Seven ranks have seven eighths of the experts; a layer's 704 MB take three messages each.
     assert pace.update_traffic(model, cfg)[2:] == (2 * model.routed * 7 / 8, 40 * 7 * 3)
     text = dry_run.explain(cfg, Config)
@@ -408,7 +408,7 @@ def test_a_step_waits_for_all_to_alls_and_not_for_keys_and_values(tmp_path):
     """At Super's layout over 256 H100s Mamba's take two fifths of what the work takes."""
     cfg = read("rlvr1", shapes.write("models/super_sft", tmp_path))
     shape, gpu = megatron_sizes.read_shape(cfg.model, cfg.policy), planned("h100")
-    model = sizes.read_model(cfg.model)
+    model = read_model(cfg.model)
     work = pace.train_flops(model, cfg) / (256 * pace.MFU * 989e12)
     sent = pace.traffic_seconds(shape, cfg, gpu)
     mamba, experts = pace.exposed_seconds(cfg, gpu).values()
@@ -473,7 +473,7 @@ def test_loops_that_share_a_gpu_or_have_no_lag_take_turns():
 
 
 def test_the_balanced_split_is_the_fastest_that_fits(folder):
-    model, gpu = sizes.read_model(folder("8B", **QWEN_8B)), h100(80)
+    model, gpu = read_model(folder("8B", **QWEN_8B)), h100(80)
     fields = {"max_response_tokens": 16384, "max_model_len": 18432, "row_tokens": 32768}
     cfg = changed(Config(), count=8, ranks=8, attention="flash_attention_2", **fields)
     best = pace.balance(model, cfg, gpu)
@@ -601,7 +601,7 @@ def number(cell: str) -> float:
 
 
 def step_through_8_cards(cfg: Config, gpu: Gpu) -> float:
-    model = sizes.read_model(cfg.model)
+    model = read_model(cfg.model)
     both = pace.generation_seconds(model, cfg, gpu), pace.train_seconds(model, cfg, gpu)
     chain = pace.longest_seconds(model, cfg, gpu) + both[1]
     return max(*both, chain / 2) + 2 * model.params / (8 * 50e9)
@@ -649,7 +649,7 @@ def test_splits_of_megatron_hold_whole_layouts(folder):
     layout = {"kind": "megatron", "tp": 2, "ep": 4}
     nano = folder("30B", "Qwen3MoeConfig", num_key_value_heads=4, **NANO)
     cfg = changed(Config(model=nano), count=16, ranks=16, row_tokens=16384, **layout)
-    model = sizes.read_model(nano)
+    model = read_model(nano)
     best = pace.balance(model, cfg, h100(141))
     assert best.policy.ranks % 4 == 0 and best.engine.count + best.policy.ranks == 32
     assert pace.trainer_bytes(model, best) <= 141 * GIB

@@ -12,7 +12,9 @@ from dry_run import megatron_sizes, sizes
 from dry_run.megatron_sizes import Shape
 from grpo_async import Config
 from policy import logprobs
+from policy.gpus import GIB
 from policy.megatron import families
+from policy.shape import read_model
 from settings.network import PolicySettings
 from settings.reader import read
 from support import shapes
@@ -73,7 +75,7 @@ CONFIGS = {
 def test_one_rank_has_every_parameter_of_transformers(hf, tmp_path):
     hf.save_pretrained(tmp_path)
     counted = megatron_sizes.rank_params(Shape(hf), layout(), 0)
-    assert sum(counted) == sizes.read_model(str(tmp_path)).params
+    assert sum(counted) == read_model(str(tmp_path)).params
 
 
 def test_layers_of_a_config():
@@ -117,7 +119,7 @@ def test_gradients_in_bf16_take_half_and_let_super_fit_an_h100(tmp_path):
     shape = megatron_sizes.read_shape(shapes.write("models/super_sft", tmp_path), cfg.policy)
     held = [megatron_sizes.state_bytes(shape, c, 0) for c in (cfg, wide)]
     assert 2 * held[0]["gradients, bf16"] == held[1]["gradients, float32"]
-    peaks = [megatron_sizes.trainer_bytes(shape, c) / sizes.GIB for c in (cfg, wide)]
+    peaks = [megatron_sizes.trainer_bytes(shape, c) / GIB for c in (cfg, wide)]
     assert peaks == pytest.approx([74.2, 104.6], abs=0.1)
     sent = [megatron_sizes.step_bytes(shape, c.policy)["gradients"] for c in (cfg, wide)]
     assert 2 * sent[0] == sent[1]

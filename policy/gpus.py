@@ -1,10 +1,10 @@
-"""The GPUs that a run may be planned for."""
+"""The GPUs that a run may have, or be planned for."""
 
 from typing import NamedTuple
 
 import torch
 
-from dry_run.sizes import GIB
+GIB = 2**30
 
 
 class Gpu(NamedTuple):
