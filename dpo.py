@@ -363,7 +363,9 @@ class Run:
             places = [i % len(self.rows) for i in range(step * size, (step + 1) * size)]
             stats, *_ = await self.on_trainers(Trainer.train_step, self.rows, places)
             self.version = step + 1
-            self.log.trained(step + 1, stats | {"step_seconds": time.perf_counter() - began})
+            stats |= {"step_seconds": time.perf_counter() - began}
+            lengths = [len(answer.ids_T) for place in places for answer in self.rows[place]]
+            self.log.trained(step + 1, stats, sum(lengths), lengths)
             if self.is_due(self.cfg.save_period):
                 saved = self.version
                 await self.save()

@@ -538,11 +538,11 @@ class Generator:
         """Connects the engine's workers to trainer rank 0; returns the bytes of KV of each."""
         return await self.engine.collective_rpc("join_sync_group", args=meeting)
 
-    async def update_weights(self, version: int, verify: bool) -> tuple[dict, list[int], float]:
+    async def update_weights(self, version: int, verify: bool) -> tuple[dict, list[int], dict]:
         """Receives `version` in flight, between two engine steps. An error costs the engine.
 
-        Returns the seconds of each phase, a checksum of what each worker received, and the
-        seconds since the last update in which the engine had no request.
+        Returns the seconds of each phase, a checksum of what each worker received, and what the
+        engine did since the last update.
         """
         began = time.perf_counter()
         await self.engine.pause_generation(mode="keep", clear_cache=False)
@@ -555,7 +555,8 @@ class Generator:
         await self.engine.resume_generation()
         phases = {"sync_pause": paused - began, "sync_transfer": loaded - paused}
         phases |= {"sync_resume": time.perf_counter() - loaded}
-        return phases, checksums, self.written.idle.take()
+        meters = self.engine.meter.take() | {"wait_for_training": self.written.idle.take()}
+        return phases, checksums, meters
 
     async def check_health(self) -> None:
         """Raises if the engine is dead; its workers reply between two of its steps."""
@@ -747,10 +748,7 @@ class Engines:
             fleet.probe.judge(version, gaps)
             if fleet.alive:  # or all died after they had acknowledged the update
                 fleet.all_synced()
-                phases = [update.phases for update in received]
-                slowest = {name: max(phase[name] for phase in phases) for name in phases[0]}
-                idle = sum(update.idle for update in received) / len(received)
-                return slowest | {"wait_for_training": idle, "engines": len(fleet.queue)}
+                return fleet.meters(received)
 
     async def repair_forever(self, run: "Run") -> None:
         """Replaces engines that die while they serve; the others go on, and so does training."""

@@ -18,6 +18,7 @@ from policy import logprobs, shape
 from policy.gpus import GIB, Gpu, planned
 from policy.shape import Model
 from prep import check
+from runtime import layout
 from runtime.preflight import check_arguments, lacking
 from settings.errors import InputError, shown
 from settings.run import RunSettings, TrainingSettings
@@ -118,7 +119,7 @@ def changed(cfg: TrainingSettings, Config: type) -> list[str]:
 
 def gpu_rows(cfg: TrainingSettings) -> list[str]:
     """GPUs by role, and the nodes that hold them."""
-    gpus = pace.place(cfg)
+    gpus = layout.gpus(cfg)
     count, tp, share = cfg.demand
     ranks = cfg.policy.ranks
     nodes = f"nodes of {pace.NODE_GPUS}: {math.ceil(len(gpus) / pace.NODE_GPUS)}"
@@ -336,7 +337,7 @@ def balance_row(model: Model, cfg: RunSettings, gpu: Gpu) -> str:
 
 def slurm_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     """The allocation to ask for, and when a job needs the signal that it ends."""
-    gpus = len(pace.place(cfg))
+    gpus = len(layout.gpus(cfg))
     step = pace.step_seconds(model, cfg, gpu)
     nodes = math.ceil(gpus / pace.NODE_GPUS) or 1
     margin = pace.signal_seconds(model, cfg, step)
@@ -398,7 +399,7 @@ def engine_problems(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
     utilization = cfg.engine.arguments["gpu_memory_utilization"]
     engine = utilization * gpu.memory
     update = sizes.reload_bytes(model, cfg)
-    held = [g.get("trainer", 0) * trainer + g.get("engine", 0) * engine for g in pace.place(cfg)]
+    held = [g.get("trainer", 0) * trainer + g.get("engine", 0) * engine for g in layout.gpus(cfg)]
     most = max(held, default=trainer)
     tokens = sizes.kv_tokens(model, cfg, gpu.memory, length)
     found = []

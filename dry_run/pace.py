@@ -12,8 +12,8 @@ from dry_run import megatron_sizes, sizes
 from policy.gpus import Gpu
 from policy.shape import Model
 from policy.weight_sync import BUCKET_BYTES
-from runtime.layout import Node, plan
-from runtime.placement import node_mates, shares
+from runtime.layout import Node, gpus, plan
+from runtime.placement import node_mates
 from settings.errors import InputError
 from settings.pairs import PairSettings
 from settings.run import RunSettings
@@ -27,21 +27,6 @@ NETWORK_BYTES_S = 50e9  # InfiniBand NDR: 400 Gb/s, a card for each GPU
 DISK_BYTES_S = 1e9  # assumed: what a node writes to shared storage, or reads from it
 MEAN_SHARE = 0.25  # assumed: mean response over longest response
 NODE_GPUS = 8
-
-
-def place(cfg: "TrainingSettings") -> list[dict[str, int]]:
-    """The engines and trainer ranks of each GPU, as runtime/placement.py counts them."""
-    share = shares(cfg)
-    gpus: list[dict[str, int]] = [{"trainer": 1} for _ in range(cfg.policy.ranks)]
-    for _ in range(cfg.demand.engines * cfg.demand.engine_gpus):
-        room = {True: share.beside, False: share.alone}
-        fits = (gpu for gpu in gpus if gpu.get("engine", 0) < room["trainer" in gpu])
-        gpu = next(fits, None)
-        if gpu is None:
-            gpu = {}
-            gpus.append(gpu)
-        gpu["engine"] = gpu.get("engine", 0) + 1
-    return gpus
 
 
 def ranks_per_node(cfg: "TrainingSettings") -> int:
@@ -116,19 +101,16 @@ def longest_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
 
 
 def train_flops(model: Model, cfg: "TrainingSettings") -> float:
-    """FLOPs of a batch of mean responses: 2 N + 4 Q keys per layer, a token and pass.
+    """FLOPs of a batch of mean responses (Model.flops).
 
-    Passes: forward, two in backward (frozen weights need one), one to recompute, and those that
-    only score. N: active parameters without the lookup. Masked SDPA multiplies a whole row, flash
-    attention half a sequence on average. Kaplan et al. 2020 (arXiv:2001.08361), section 2.1.
+    Passes: forward, two in backward, one to recompute, and those that only score. Masked SDPA
+    multiplies a whole row, flash attention half a sequence on average.
     """
     passes = 3 + cfg.policy.activation_checkpointing + cfg.scoring_passes
-    of_weights = passes - bool(cfg.policy.lora_rank)
     masked = sizes.mask_bytes(cfg.policy).row
     keys = cfg.policy.row_tokens if masked else MEAN_SHARE * response_limit(cfg) / 2
-    attention = 4 * model.heads * model.head_dim * model.kv_layers * keys
     tokens = MEAN_SHARE * step_tokens(cfg)
-    return (of_weights * 2 * (model.active - model.embedding) + passes * attention) * tokens
+    return model.flops(tokens, tokens * keys, passes, bool(cfg.policy.lora_rank))
 
 
 def bandwidth(gpu: Gpu, ranks: int) -> float:
@@ -165,7 +147,7 @@ def networks(cfg: "TrainingSettings") -> int:
 
     The least that the GPUs of its group have on a node: NCCL makes as many rings.
     """
-    nodes = [Node(f"{i:06}", NODE_GPUS) for i in range(math.ceil(len(place(cfg)) / NODE_GPUS))]
+    nodes = [Node(f"{i:06}", NODE_GPUS) for i in range(math.ceil(len(gpus(cfg)) / NODE_GPUS))]
     if cfg.demand.share < 1:  # gloo sends, on whichever card the route has
         return 1
     try:
@@ -234,7 +216,7 @@ def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
     generation = generation_seconds(model, cfg, gpu)
     longest = longest_seconds(model, cfg, gpu)
     last_part = training / cfg.train_parts
-    shared = any(len(gpu) > 1 for gpu in place(cfg))
+    shared = any(len(gpu) > 1 for gpu in gpus(cfg))
     if shared or not cfg.max_lag:
         first = max(generation, longest / (cfg.max_lag + 1))
         return {"generation + training": first + (training if shared else last_part)}
@@ -265,7 +247,7 @@ def split(cfg: RunSettings, engines: int, ranks: int) -> RunSettings:
 
 def splits(model: Model, cfg: RunSettings, gpu: Gpu) -> list[RunSettings]:
     """cfg with each split of its GPUs that holds the trainer, fewest engines first."""
-    total = len(place(cfg))
+    total = len(gpus(cfg))
     tp = cfg.engine.tensor_parallel
     layout = cfg.policy
     unit = math.lcm(layout.tp * layout.cp * layout.pp, layout.pp * layout.ep)  # 1 under FSDP

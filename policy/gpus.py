@@ -20,6 +20,7 @@ class Gpu(NamedTuple):
 H100 = Gpu("H100", 79 * GIB, 989e12, 3.35e12, 450e9)
 H200 = Gpu("H200", 139 * GIB, 989e12, 4.8e12, 450e9)
 B200 = Gpu("B200", 178 * GIB, 2250e12, 8e12, 900e9)
+KNOWN = (H100, H200, B200)
 
 
 def planned(choice: str) -> Gpu:
@@ -27,7 +28,7 @@ def planned(choice: str) -> Gpu:
 
     A GPU that is none of these has its own memory and an H100's speeds.
     """
-    every = {gpu.name.lower(): gpu for gpu in (H100, H200, B200)}
+    every = {gpu.name.lower(): gpu for gpu in KNOWN}
     if choice != "auto" or not torch.cuda.is_available():
         return every.get(choice, H100)
     found = torch.cuda.get_device_properties(0)

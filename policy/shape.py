@@ -60,6 +60,15 @@ class Model:
         """Parameters that one token meets, embedding and head included."""
         return self.params - self.routed * (1 - self.expert_share)
 
+    def flops(self, tokens: float, keys: float, passes: int, frozen: bool) -> float:
+        """FLOPs of passes over tokens which meet `keys` keys in all: 2 N + 4 Q keys of each layer.
+
+        N: active parameters without the lookup. Forward is a pass, backward two, of which frozen
+        weights need one. Kaplan et al. 2020 (arXiv:2001.08361), section 2.1.
+        """
+        of_weights = (passes - frozen) * 2 * (self.active - self.embedding) * tokens
+        return of_weights + passes * 4 * self.heads * self.head_dim * self.kv_layers * keys
+
 
 def read_model(folder: str) -> Model:
     """Counts the model of a folder's config.json. Raises InputError where it describes none."""

@@ -18,6 +18,8 @@ SHOWN = {
     "accuracy": "accuracy {:.3f}",
     "rewards_margin_mean": "margin {:.2f}",
     "wait_for_rollouts": "trainer waited {:.2f} s",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
 }
 
 

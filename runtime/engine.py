@@ -59,6 +59,10 @@ def open_engine(cfg: RunSettings) -> "AsyncLLM":
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        from runtime.meter import Meter
+
+    meter = Meter()
+
     class InFlightLLM(AsyncLLM):
         async def pause_generation(self, *, mode: Any = "keep", clear_cache: bool = False) -> None:
             """Pauses between two engine steps. vLLM's own would then sleep for 20 ms."""
@@ -68,4 +72,7 @@ def open_engine(cfg: RunSettings) -> "AsyncLLM":
     copyreg.pickle(EngineDeadError, lambda raised: (RuntimeError, (str(raised),)))
     args = AsyncEngineArgs(**engine_arguments(cfg, current_platform.is_cpu()))
     # LLM_CLASS selects vLLM's offline default of max_num_batched_tokens.
-    return InFlightLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+    how: Any = {"usage_context": UsageContext.LLM_CLASS, "stat_loggers": [lambda *_: meter]}
+    engine = InFlightLLM.from_engine_args(args, **how)
+    engine.meter = meter
+    return engine

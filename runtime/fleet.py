@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
@@ -66,7 +66,7 @@ class Received(NamedTuple):
 
     phases: dict[str, float]  # seconds
     checksums: list[int]  # of what each worker received
-    idle: float = 0.0  # seconds without a request since the last update
+    meters: dict[str, float]  # since the last update: tokens, seconds without a request, ...
 
 
 class Fleet:
@@ -225,6 +225,12 @@ class Fleet:
             self.discard(changed, error)
             raise error
         return [Received(*task.result()) for task in received]
+
+    def meters(self, received: Sequence[Received]) -> dict[str, float]:
+        """Metrics of an update: its phases, and what the engines did since the last one."""
+        from runtime.speed import combined
+
+        return combined(received) | {"engines": len(self.queue)}
 
     def all_synced(self) -> None:
         """All engines that are connected hold the policy now."""

@@ -41,6 +41,21 @@ class Places(NamedTuple):
         return sorted(range(len(found)), key=lambda i: (place.get(found[i][0], -1), found[i][1]))
 
 
+def gpus(cfg: TrainingSettings) -> list[dict[str, int]]:
+    """The engines and trainer ranks of each GPU, as `shares` counts them."""
+    share = shares(cfg)
+    found: list[dict[str, int]] = [{"trainer": 1} for _ in range(cfg.policy.ranks)]
+    for _ in range(cfg.demand.engines * cfg.demand.engine_gpus):
+        room = {True: share.beside, False: share.alone}
+        fits = (gpu for gpu in found if gpu.get("engine", 0) < room["trainer" in gpu])
+        gpu = next(fits, None)
+        if gpu is None:
+            gpu = {}
+            found.append(gpu)
+        gpu["engine"] = gpu.get("engine", 0) + 1
+    return found
+
+
 def started_engines(cfg: TrainingSettings) -> int:
     """Engines that the command starts."""
     return 0 if cfg.command.replayed or cfg.command.export else cfg.demand.engines

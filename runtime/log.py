@@ -54,6 +54,9 @@ class Log:
         self.line("starts", {"time": now, "version": version} | start)
         from torch.utils.tensorboard import SummaryWriter  # a second of imports, after all checks
 
+        from runtime.speed import Speed, of_cluster
+
+        self.speed = Speed(cfg, of_cluster())
         self.board = SummaryWriter(str(folder), purge_step=version + 1)
         self.wandb: Any = None
         if cfg.wandb:
@@ -141,10 +144,14 @@ class Log:
             raise RuntimeError(f"{wrong}: rollouts.jsonl names that. Change Slot.record as well")
         trained = step - 1 if not self.cfg.command.rollout_only else 0
         infos = [group.infos for group in groups]
-        self.trained(step, stats | rollout_metrics(infos, trained))
+        self.trained(step, stats | rollout_metrics(infos, trained), *self.speed.tokens(infos))
 
-    def trained(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the training step that led to version `step`, and shows it."""
+    def trained(self, step: int, metrics: dict, sampled: int, lengths: list[int]) -> None:
+        """Writes the training step that led to version `step`, and shows it.
+
+        Its batch has `sampled` tokens, and trained sequences of these lengths.
+        """
+        metrics = self.speed.of(metrics, sampled, lengths)
         self.write(step, metrics)
         self.console.step(step, metrics)
 

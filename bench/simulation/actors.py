@@ -237,7 +237,7 @@ class Transfer:
         for engine, (version, answer) in self.members.items():
             engine.version = version
             engine.engine.set_paused(False)
-            answer.give(Received(phases, [0], engine.idle.take()))
+            answer.give(Received(phases, [0], {"wait_for_training": engine.idle.take()}))
         for send in self.sends:
             send.give(0)
 

@@ -19,6 +19,7 @@ from policy import fsdp, logprobs
 from policy.gpus import GIB, Gpu, planned
 from policy.shape import Model, read_model
 from prep.check import Summary
+from runtime import layout
 from settings import reader
 from settings.errors import InputError
 from settings.network import PolicySettings
@@ -447,7 +448,7 @@ def test_generation_is_rounds_times_seconds_of_one():
 
 
 test_gpus_are_whole_or_shared = gives(
-    lambda count, tensor_parallel, ranks, gpu_share: pace.place(changed(Config(), **locals())),
+    lambda count, tensor_parallel, ranks, gpu_share: layout.gpus(changed(Config(), **locals())),
     (2, 2, 3, 1.0, [{"trainer": 1}] * 3 + [{"engine": 1}] * 4),
     (1, 1, 1, 0.5, [{"engine": 1, "trainer": 1}]),
     (1, 1, 1, 0.6, [{"trainer": 1}, {"engine": 1}]),

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,7 +74,12 @@ def started(cfg: Config, monkeypatch):
     from vllm.v1.engine.async_llm import AsyncLLM
 
     given = []
-    noted = lambda args, usage_context: given.append((args, usage_context))  # noqa: E731
+
+    def noted(args, usage_context, stat_loggers):
+        (make,) = stat_loggers
+        given.append((args, usage_context))
+        return SimpleNamespace(made=make(None, 0))
+
     with monkeypatch.context() as patch:
         patch.setattr(AsyncLLM, "from_engine_args", noted)
         patch.setattr(type(current_platform), "is_cpu", lambda self: False)

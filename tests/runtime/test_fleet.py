@@ -60,7 +60,7 @@ class House:
     def make(self, cfg):
         """A new engine; while the house is `slow` it does not get ready by itself."""
         start = Answer(... if self.slow else self.broken)
-        engine = Actor(start=start, update_weights=(PHASES, [0]), generate=["turn"])
+        engine = Actor(start=start, update_weights=(PHASES, [0], {}), generate=["turn"])
         engine.answers["join_sync_group"] = self.joined
         self.made.append(engine)
         self.given.append(cfg)
@@ -219,7 +219,7 @@ async def test_an_engine_need_not_answer_while_it_joins_or_is_updated(house, whe
     await asyncio.sleep(0.3)
     assert not asked.done() and not home.killed
     engine.answers["check_health"] = None
-    busy.give((PHASES, [0]) if when == "update" else [0])
+    busy.give((PHASES, [0], {}) if when == "update" else [0])
     await update
     assert await asked and not home.killed
 
@@ -288,7 +288,7 @@ async def test_an_update_waits_where_nobody_is_left(house):
     assert not update.done() and not home.fleet.of(State.SERVING)
     waiting = asyncio.create_task(home.leased())
     home.made[1].answers["start"].give(None)
-    assert await asyncio.wait_for(update, 5) == PHASES | {"engines": 1, "wait_for_training": 0.0}
+    assert await asyncio.wait_for(update, 5) == PHASES | {"engines": 1}
     assert await asyncio.wait_for(waiting, 5) is home.made[1]
 
 
@@ -296,7 +296,7 @@ async def test_an_update_waits_where_nobody_is_left(house):
     ("fields", "answers", "sent", "error"),
     [
         ({}, {"update_weights": RuntimeError("out of memory")}, [0, 1], r"out of memory"),
-        ({}, {"update_weights": (PHASES, [0, 1])}, [0, 1], r"weights arrived"),  # at one worker
+        ({}, {"update_weights": (PHASES, [0, 1], {})}, [0, 1], r"weights arrived"),  # at one worker
         ({"timeouts": {"sync": 0.1}}, {"update_weights": hangs}, [0, 1], r"^TimeoutE.*no answer"),
         (HASTY, {"check_health": hangs, "update_weights": hangs}, [0], r"did not answer for 0 s"),
     ],
@@ -306,7 +306,7 @@ async def test_an_engine_that_spoils_an_update_is_replaced(house, fields, answer
     home = await house(2, **fields).open()
     broken, well = home.made
     broken.answers |= answers
-    well.answers["update_weights"] = (PHASES, [0, 0])  # of two workers
+    well.answers["update_weights"] = (PHASES, [0, 0], {})  # of two workers
     home.slow = True
     await asyncio.wait_for(home.engines.sync(1), 5)
     assert home.killed == [broken] and broken not in home.fleet.alive
@@ -326,8 +326,8 @@ async def test_an_engine_that_is_nearly_done_when_another_fails_is_kept(house):
     update = asyncio.create_task(home.engines.sync(1))
     await asyncio.sleep(0.05)
     for engine, answer in zip(others, slow, strict=True):
-        engine.answers["update_weights"] = (PHASES, [0])
-        answer.give((PHASES, [0]))
+        engine.answers["update_weights"] = (PHASES, [0], {})
+        answer.give((PHASES, [0], {}))
     await asyncio.wait_for(update, 5)
     assert home.killed == [first] and home.fleet.of(State.SERVING) == others
 
@@ -620,9 +620,14 @@ async def test_an_update_reports_how_long_the_engines_had_no_request(house):
     """The mean of all engines; of the phases the slowest one's."""
     home = await house(2).open()
     for seconds, engine in zip((1.0, 4.0), home.made, strict=True):
-        engine.answers["update_weights"] = (PHASES | {"sync_pause": seconds}, [0], seconds)
+        engine.answers["update_weights"] = (
+            PHASES | {"sync_pause": seconds},
+            [0],
+            {"wait_for_training": seconds, "engine_tokens": 10, "kv_use": seconds / 10},
+        )
     found = await home.engines.sync(1)
     assert (found["wait_for_training"], found["sync_pause"]) == (2.5, 4.0)
+    assert (found["engine_tokens"], found["kv_use"]) == (20, 0.4)
 
 
 async def test_engines_are_verified_every_so_many_updates(house):

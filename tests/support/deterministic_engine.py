@@ -49,7 +49,7 @@ class ExactGenerator:
         self.model.load_state_dict(state, strict=False)
         self.version = version
         phases = {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}
-        return Received(phases, [checksum(digests)])
+        return Received(phases, [checksum(digests)], {})
 
     async def generate(self, request):
         """The request's answers, each with its own random numbers."""

@@ -1,0 +1,53 @@
+"""What an engine did between two weight updates."""
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+
+
+class Meter(StatLoggerBase):
+    """Counts since the last look; vLLM calls `record` after each step of the engine."""
+
+    def __init__(self, vllm_config: "VllmConfig | None" = None, engine_index: int = 0):
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins anew."""
+        self.kv_use = 0.0
+        self.tokens = self.preempted = 0
+        self.drafts = self.drafted = self.accepted = 0
+
+    def record(
+        self,
+        scheduler_stats: "SchedulerStats | None",
+        iteration_stats: "IterationStats | None",
+        mm_cache_stats: "MultiModalCacheStats | None" = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Adds a step of the engine."""
+        if iteration_stats:
+            self.tokens += iteration_stats.num_generation_tokens
+            self.preempted += iteration_stats.num_preempted_reqs
+        if scheduler_stats:
+            self.kv_use = max(self.kv_use, scheduler_stats.kv_cache_usage)
+        if scheduler_stats and (drafts := scheduler_stats.spec_decoding_stats):
+            self.drafts += drafts.num_drafts
+            self.drafted += drafts.num_draft_tokens
+            self.accepted += drafts.num_accepted_tokens
+
+    def log_engine_initialized(self) -> None:
+        """Says nothing."""
+
+    def take(self) -> dict[str, float]:
+        """The counts since the last call. Those of drafts are there where there were any."""
+        found: dict[str, float] = {"engine_tokens": self.tokens, "kv_use": self.kv_use}
+        found |= {"preemptions": self.preempted}
+        if self.drafts:
+            found |= {"drafts": self.drafts, "draft_tokens": self.drafted}
+            found |= {"accepted_draft_tokens": self.accepted}
+        self.clear()
+        return found

@@ -1,0 +1,100 @@
+"""The speed of a run in the field's units: tokens a second, of a GPU, MFU, shares of waiting."""
+
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from policy.gpus import KNOWN
+from policy.shape import read_model
+from runtime import layout
+from settings.run import TrainingSettings
+
+if TYPE_CHECKING:
+    from envs.rollout.episode import SampleInfo
+    from runtime.fleet import Received
+
+KIND = "accelerator_type:"
+SYNC = ("sync_pause", "sync_transfer", "sync_resume")
+# How a metric of several engines becomes one; others are added up.
+OF_ENGINES: dict[str, Any] = {"wait_for_training": statistics.fmean, "kv_use": max}
+
+
+def combined(received: "Sequence[Received]") -> dict[str, float]:
+    """Metrics of a weight update: each phase's seconds of the slowest engine, and their meters."""
+    phases = [update.phases for update in received]
+    found = {name: max(phase[name] for phase in phases) for name in phases[0]}
+    names = dict.fromkeys(name for update in received for name in update.meters)
+    for name in names:
+        values = [update.meters[name] for update in received if name in update.meters]
+        found[name] = OF_ENGINES.get(name, sum)(values)
+    return found
+
+
+def of_cluster() -> set[str]:
+    """What Ray calls the GPUs of this cluster, such as H100; empty where there are none."""
+    resources = ray.cluster_resources() if ray.is_initialized() else {}
+    kinds = {name.removeprefix(KIND) for name in resources if name.startswith(KIND)}
+    return (kinds or {"of no known kind"}) if resources.get("GPU") else set()
+
+
+# Of all engines since the last weight update (runtime/meter.py).
+COUNTS = ("engine_tokens", "drafts", "draft_tokens", "accepted_draft_tokens")
+
+
+class Speed:
+    """What a run makes of its seconds, on GPUs of some kinds; without any, on CPUs."""
+
+    def __init__(self, cfg: TrainingSettings, kinds: Collection[str]):
+        self.cfg: Any = cfg  # of the algorithm's class
+        self.gpus = len(layout.gpus(cfg)) if kinds else 0
+        known = [gpu for gpu in KNOWN if {gpu.name} == {*kinds}]
+        self.peak = known[0].flops * cfg.policy.ranks if known else 0.0  # FLOPs a second
+        self.model = read_model(cfg.model) if known else None
+
+    def tokens(self, groups: "list[list[SampleInfo]]") -> tuple[int, list[int]]:
+        """Of a batch of groups: all tokens, and those of each sequence that was trained."""
+        every = [info for infos in groups for info in infos]
+        skips = self.cfg.loss.skip_zero_advantage
+        trained = (i for i in every if i.trained_tokens and (i.has_gradient or not skips))
+        return sum(i.tokens for i in every), [i.tokens for i in trained]
+
+    def of(self, step: Mapping[str, float], sampled: int, trained: list[int]) -> dict[str, float]:
+        """The metrics of a step with those of speed, in the place of what engines count.
+
+        `sampled` tokens are in its batch, prompts included; `trained` has those of each sequence
+        that was trained.
+        """
+        seconds, training = step.get("step_seconds", 0.0), step.get("train_seconds", 0.0)
+        if not seconds:  # nothing is trained
+            return {**step}
+        found = {name: value for name, value in step.items() if name not in COUNTS}
+        found |= {"tokens_per_second": sampled / seconds}
+        if training:
+            found |= {"train_tokens_per_second": sum(trained) / training}
+        if self.gpus:
+            found |= {"tokens_per_second_per_gpu": sampled / seconds / self.gpus}
+        if self.peak and training:
+            found |= {"mfu": self.flops(trained) / training / self.peak}
+        if "wait_for_rollouts" in step:
+            syncing = sum(step.get(name, 0.0) for name in SYNC)
+            found |= {"wait_share": step["wait_for_rollouts"] / seconds}
+            found |= {"sync_share": syncing / seconds}
+        if "engine_tokens" in step:
+            found |= {"engine_tokens_per_second": step["engine_tokens"] / seconds}
+        if drafts := step.get("drafts"):
+            accepted = step["accepted_draft_tokens"]
+            found |= {"draft_acceptance": accepted / step["draft_tokens"]}
+            found |= {"accepted_length": 1 + accepted / drafts}
+        return found
+
+    def flops(self, lengths: list[int]) -> float:
+        """FLOPs that training these sequences takes, without computing activations again.
+
+        Passes are three, and those that only score. A token meets half of its sequence on average.
+        """
+        assert self.model
+        passes = 3 + self.cfg.scoring_passes
+        keys = sum(n * n / 2 for n in lengths)
+        return self.model.flops(sum(lengths), keys, passes, bool(self.cfg.policy.lora_rank))
