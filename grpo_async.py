@@ -62,7 +62,7 @@ from policy.packing import Share, Update, plan_shares
 from runtime import metrics
 from runtime.checkpoints import Checkpoints
 from runtime.cluster import Cluster
-from runtime.dispatch import Dispatcher, Slot
+from runtime.dispatch import Dispatcher, Parts, Slot
 from runtime.fleet import Fleet
 from runtime.log import Log
 from runtime.rank import SendingRank
@@ -168,7 +168,7 @@ class Config(RunSettings):
             (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
             (P % U == 0, f"prompts_per_step = {P} is no multiple of loss.updates_per_batch = {U}"),
             (P % n == 0, f"prompts_per_step = {P} is no multiple of train_parts = {n}"),
-            (1 in (n, U), f"train_parts = {n} needs loss.updates_per_batch = 1, which is {U}"),
+            (1 in (n, U), f"train_parts = {n} and loss.updates_per_batch = {U}: expected a 1"),
             (self.command.modes or self.group_size > 1, "group_size = 1: expected 2 or more"),
             (not (kl and skips), f"loss.kl_coef = {kl} needs loss.skip_zero_advantage = False"),
         ):
@@ -181,7 +181,7 @@ class Config(RunSettings):
 
 @dataclasses.dataclass
 class Batch:
-    """A packed row of N sequences; `planned_*` are counts of the whole update, over all ranks."""
+    """A packed row of N sequences; `planned_*` are counts of an update (`policy_loss`)."""
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64, from 0 in each sequence: what keeps them apart in attention
@@ -297,11 +297,13 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     """The clipped policy gradient of one packed row.
 
     `logp_T` [T] are the trainer's logprobs, with gradient. The sum over the row is divided by the
-    planned count of the update, or of its first part (`train_parts`), as the count that the filter
-    keeps is known after the last row only:
+    planned count of the update, or of its first part (`train_parts`), over all ranks, as the count
+    that the filter keeps is known after the last row only:
 
         planned 1,000 tokens; the filter drops a sequence of 200     every row divides by 1,000
         grad_scale = 1,000 / 800 = 1.25 before the optimizer step    as if each had divided by 800
+        in two parts, of which the first has 300                     every row divides by 300
+        grad_scale = 300 / 800 after the second                      as if each had divided by 800
 
     So the filter costs no second forward pass, and packing changes nothing.
     """
@@ -360,7 +362,7 @@ def plan_step(groups: list[Group], cfg: Config, more: bool = False) -> list[Shar
         planned = Update(tokens, len(trained), [], more)
         # Samples without gradient are in these counts, and in no row where they are skipped.
         skips = cfg.loss.skip_zero_advantage
-        lengths = {at: i.tokens for at, i in trained.items() if i.has_gradient or not skips}
+        lengths = {at: i.tokens for at, i in trained.items() if i.is_computed(skips)}
         updates.append((planned, lengths))
     return plan_shares(updates, cfg.policy.row_tokens, cfg.policy.replicas)
 
@@ -409,7 +411,7 @@ class RolloutBuffer:
     def __init__(self, prompts_per_step: int, max_lag: int, parts: int = 1):
         self.prompts_per_step = prompts_per_step
         self.max_lag = max_lag
-        self.part = prompts_per_step // parts
+        self.part_size = prompts_per_step // parts
         self.version = 0  # what the engines hold
         self.next_step = 0  # whose groups the trainer waits for
         self.running: dict[int, float] = {}  # slot -> time of dispatch
@@ -450,15 +452,17 @@ class RolloutBuffer:
         self.waiting = Counter(slot // self.prompts_per_step for slot in self.ready)
         self.dropped.update(dropped)
 
-    def is_complete(self, step: int) -> bool:
-        """Whether the next part of a step, or all P groups of it, are ready."""
-        return self.waiting[step] >= self.part
+    def has_part(self, step: int) -> bool:
+        """Whether the next part of a step, or the whole of it, is ready."""
+        return self.waiting[step] >= self.part_size
 
     def take(self, step: int) -> list[Group]:
-        """Removes the part of a step that came first, in slot order. Raises RuntimeError if old."""
+        """Removes the part of the next step that came first, in slot order; RuntimeError if old."""
+        if step != self.next_step:
+            raise RuntimeError(f"step {step} is taken where {self.next_step} is next")
         ours = (slot for slot in self.ready if slot // self.prompts_per_step == step)
-        groups = [self.ready.pop(slot) for slot in sorted(itertools.islice(ours, self.part))]
-        self.waiting[step] -= self.part
+        groups = [self.ready.pop(slot) for slot in sorted(itertools.islice(ours, self.part_size))]
+        self.waiting[step] -= self.part_size
         self.taken += groups
         if len(self.taken) == self.prompts_per_step:
             self.next_step, self.taken = step + 1, []
@@ -476,6 +480,7 @@ class RolloutBuffer:
         """One line for error messages: what is where, and for how long."""
         oldest = max((time.monotonic() - t for t in self.running.values()), default=0.0)
         now = f"{len(self.ready)} groups ready, {len(self.running)} running (oldest {oldest:.0f} s)"
+        now += f", {len(self.taken)} of step {self.next_step + 1} trained" if self.taken else ""
         return f"version {self.version}, {now}, dropped: {dict(self.dropped) or 'none'}"
 
     def wake(self) -> None:
@@ -619,7 +624,7 @@ class RolloutWorker:
 class Trained(NamedTuple):
     """What a rank makes of a batch. Ray keeps the logprobs; the driver fetches the rest."""
 
-    metrics: dict[str, float]  # means over the batch's updates, of all ranks; seconds are its own
+    metrics: dict[str, float]  # means over the batch's updates, of all ranks; its own seconds
     mismatch: dict  # between trainer and engine, by environment, lag and place
     logps: np.ndarray  # of all tokens, in the order of the share's places
 
@@ -644,8 +649,9 @@ class Trainer(SendingRank):
         """Trains one batch, or a part: Ray resolves `groups` one by one, but not inside a list."""
         began = time.perf_counter()
         rows = [[[groups[g][j] for g, j in row] for row in update.rows] for update in updates]
+        first_part = self.parts[0] if self.parts else None
         batches = [
-            [pack(samples, (*self.parts, update)[0], self.cfg) for samples in of_update]
+            [pack(samples, first_part or update, self.cfg) for samples in of_update]
             for update, of_update in zip(updates, rows, strict=True)
         ]
         self.add_old_and_reference(batches)
@@ -689,13 +695,14 @@ class Trainer(SendingRank):
         if part.more:
             return {}, logps
         total = self.reduced(self.stats)
+        first_part = self.parts[0]
         tokens = sum(part.planned_tokens for part in self.parts)
         sequences = sum(part.planned_sequences for part in self.parts)
         self.parts, self.stats = (), ()
         # Samples that were counted but not computed cannot fail the filter: they count as kept.
         kept_tokens = tokens - total["row_tokens"] + total["kept_tokens"]
         kept_sequences = sequences - total["row_sequences"] + total["kept_sequences"]
-        planned = divisor(rows[0].planned_tokens, rows[0].planned_sequences, self.cfg)
+        planned = divisor(first_part.planned_tokens, first_part.planned_sequences, self.cfg)
         grad_scale = planned / divisor(kept_tokens, kept_sequences, self.cfg)
         measured = metrics.step_metrics(total, tokens, grad_scale)
         return measured | self.policy.optimizer_step(grad_scale), logps
@@ -740,7 +747,7 @@ class Engines:
                 verify = bool(fleet.fresh or (every and version % every == 0))
                 sends = [trainer.send_weights.remote(verify) for trainer in self.cluster.trainers]
                 updates = {e: e.update_weights.remote(version, verify) for e in fleet.alive}
-                received = await fleet.exchange(sends, updates)
+                measured = await fleet.exchange(sends, updates)
                 gaps = await fleet.gaps() if verify else []
             except Exception as error:
                 await fleet.discard_dead(error, lost_before)  # re-raises what no restart can fix
@@ -748,7 +755,7 @@ class Engines:
             fleet.probe.judge(version, gaps)
             if fleet.alive:  # or all died after they had acknowledged the update
                 fleet.all_synced()
-                return fleet.meters(received)
+                return measured | {"engines": len(fleet.queue)}
 
     async def repair_forever(self, run: "Run") -> None:
         """Replaces engines that die while they serve; the others go on, and so does training."""
@@ -769,9 +776,9 @@ class Engines:
 #         generate       token ids in, token ids and logprobs out                Generator
 #     buffer.put         the group is ready; its samples stay where they are
 #   train_forever
-#     take               waits until all P groups of step s are ready
+#     take               waits until step s, or a part of it, is ready
 #     plan_step          from lengths: which replica packs which samples
-#     train_step         pack, policy_loss, gradients, one optimizer step        Trainer
+#     train_step         pack, policy_loss, gradients; at last an optimizer step Trainer
 #     sync               pause, send weights, label them s + 1, resume           Engines
 #     buffer.advance     slots of step s + 1 + max_lag may start
 #     log, save, evaluate
@@ -784,15 +791,6 @@ class Progress:
     next_slot: int = 0  # never started before
     next_prompt: int = 0  # never shuffled: file order is the curriculum
     in_flight: dict[int, int] = dataclasses.field(default_factory=dict)  # slot -> its prompt
-
-
-class Parts(NamedTuple):
-    """What a step has trained so far, part by part."""
-
-    groups: list[Group]
-    seconds: list[float]
-    tables: list[dict]  # of mismatch, of each rank
-    scores: list[tuple]  # (places, logprobs) of each rank
 
 
 class Run:
@@ -815,7 +813,7 @@ class Run:
         census, write = self.buffer.census, self.log.rollouts
         self.dispatcher = Dispatcher(cfg, self.cluster, self.engines.fleet, census, write)
         self.checkpoints = Checkpoints(cfg, self.cluster, rows)
-        self.parts = Parts([], [], [], [])
+        self.parts = Parts()
         self.evaluated = -1  # last policy version that was evaluated
         self.dropped_in_a_row = 0
         # Held from optimizer step to sync: a repair must never send weights without a version.
@@ -914,18 +912,17 @@ class Run:
             await self.evaluate()
         for step in range(buffer.version, cfg.steps):
             began = time.perf_counter()
-            parts = self.parts = Parts([], [], [], [])
+            parts = self.parts = Parts()
             while (groups := await self.take(step)) and buffer.next_step <= step:
                 async with self.training:  # a part of the batch: its gradients wait for the others
                     await self.train(step, groups)
             if not groups:
                 break
-            waited = time.perf_counter() - began - sum(parts.seconds)
             async with self.training:
                 stats = await self.train(step, groups)
                 stats |= await self.sync_or_leave(step + 1)
                 buffer.advance(step + 1)
-            stats |= {"wait_for_rollouts": waited, "step_seconds": time.perf_counter() - began}
+            stats |= {"step_seconds": time.perf_counter() - began}
             stats |= {"dropped_prompts": buffer.dropped.total()}
             self.log.step(step + 1, parts.groups, stats | self.dispatcher.meters())
             if self.is_due(cfg.save_period):
@@ -950,17 +947,20 @@ class Run:
         return version == self.cfg.steps or bool(period and version % period == 0)
 
     async def take(self, step: int) -> list[Group]:
-        """A step's groups, or a part of them that fills the replicas; none to leave the run."""
+        """A step's groups, or parts that fill a row of each replica; none to leave the run."""
+        began = time.perf_counter()
         limit = 2 * self.dispatcher.prompt_seconds  # a prompt, and the one that takes its place
         groups: list[Group] = []
         room = self.cfg.policy.row_tokens * self.cfg.policy.replicas
+        skips = self.cfg.loss.skip_zero_advantage
         while self.buffer.next_step <= step and room > 0:
-            ready = self.buffer.until(lambda: bool(self.leaving) or self.buffer.is_complete(step))
+            ready = self.buffer.until(lambda: bool(self.leaving) or self.buffer.has_part(step))
             await self.dispatcher.wait(limit, f"the groups of step {step + 1}", ready)
             if self.leaving:
                 return []
             groups += (part := self.buffer.take(step))
-            room -= sum(i.tokens for group in part for i in group.infos if i.has_gradient)
+            room -= sum(i.tokens for group in part for i in group.infos if i.is_computed(skips))
+        self.parts.seconds["wait_for_rollouts"] += time.perf_counter() - began
         return groups
 
     async def train(self, step: int, groups: list[Group]) -> dict[str, float]:
@@ -982,14 +982,14 @@ class Run:
             places = [share.places(len(parts.groups)) for share in of_ranks]
             parts.scores.extend(zip(places, logps, strict=True))
         parts.groups.extend(groups)
-        parts.seconds.append(measured["train_seconds"])
+        parts.seconds["train_seconds"] += measured["train_seconds"]
         parts.tables.extend(found)
         if not more:
             self.log.mismatch(step + 1, parts.tables)
         if parts.scores and not more:
             writes = self.checkpoints.write_samples(step + 1, parts.groups, parts.scores)
             self.tasks.create_task(writes)
-        return measured | {"train_seconds": sum(parts.seconds)}
+        return measured | parts.seconds
 
     async def evaluate(self) -> None:
         """Validation rewards and pass@k, once a version; given up when the run is to leave."""

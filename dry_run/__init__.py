@@ -283,7 +283,7 @@ def step_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
     longest = pace.longest_seconds(model, cfg, gpu)
     alone = f"{limit:,} tokens x {longest / limit * 1e3:.2f} ms"
     training = pace.train_seconds(model, cfg, gpu)
-    chain = (longest + training / cfg.train_parts) / (cfg.max_lag + 1)
+    chain = (longest + pace.last_part(cfg) * training) / (cfg.max_lag + 1)
     last = "the last part's training" if cfg.train_parts > 1 else "training"
     least = f"+ {last}: a step of {chain:,.1f}"
     unmasked = dataclasses.replace(cfg.policy, attention="auto")

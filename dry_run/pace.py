@@ -204,6 +204,14 @@ def traffic_seconds(
     return {axis: size / bandwidth(gpu, span[axis]) for axis, size in sent.items()}
 
 
+def last_part(cfg: RunSettings) -> float:
+    """The share of a step that is trained after its last group: `Run.take` joins small parts."""
+    n = cfg.train_parts
+    tokens = MEAN_SHARE * step_tokens(cfg) / n
+    joined = min(n, math.ceil(cfg.policy.row_tokens * cfg.policy.replicas / tokens))
+    return (n - joined * ((n - 1) // joined)) / n
+
+
 def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
     """Seconds of each limit of a step; the largest binds.
 
@@ -215,12 +223,12 @@ def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
         return {"training": training}
     generation = generation_seconds(model, cfg, gpu)
     longest = longest_seconds(model, cfg, gpu)
-    last_part = training / cfg.train_parts
+    last = last_part(cfg) * training
     shared = any(len(gpu) > 1 for gpu in gpus(cfg))
     if shared or not cfg.max_lag:
         first = max(generation, longest / (cfg.max_lag + 1))
-        return {"generation + training": first + (training if shared else last_part)}
-    chain = (longest + last_part) / (cfg.max_lag + 1)
+        return {"generation + training": first + (training if shared else last)}
+    chain = (longest + last) / (cfg.max_lag + 1)
     return {"generation": generation, "training": training, "longest rollout": chain}
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from runtime.outages import Outages
 
 T = TypeVar("T")
+SPENT = ("wait_for_rollouts", "train_seconds")  # metrics of a step, added up over its parts
 ATTEMPTS = 3  # of one prompt before it is dropped and its slot is refilled with the next
 CPUS_PER_SUSPECT = 2  # in the cluster, for each of the workers that suspects have to themselves
 
@@ -35,9 +36,8 @@ class Slot(NamedTuple):
 
     def __str__(self) -> str:
         """As messages, seeds and dropped.jsonl name it."""
-        return (
-            f"{self.number}" if self.evaluation is None else f"val-{self.evaluation}-{self.number}"
-        )
+        step = "" if self.evaluation is None else f"val-{self.evaluation}-"
+        return f"{step}{self.number}"
 
     def record(self, prompts_per_step: int) -> dict[str, int | None]:
         """What rollouts.jsonl says of it: `step` trains on it, or `evaluation` evaluates it."""
@@ -48,6 +48,16 @@ class Slot(NamedTuple):
         """Its group for rollouts.jsonl."""
         place = self.record(cfg.prompts_per_step)
         return "".join(json.dumps(place | r, default=str) + "\n" for r in records).encode()
+
+
+@dataclasses.dataclass
+class Parts:
+    """What a step has trained so far, part by part."""
+
+    groups: list[Group] = dataclasses.field(default_factory=list)
+    tables: list[dict] = dataclasses.field(default_factory=list)  # of mismatch, of each rank
+    scores: list[tuple] = dataclasses.field(default_factory=list)  # (places, logprobs) likewise
+    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPENT, 0.0))
 
 
 @dataclasses.dataclass

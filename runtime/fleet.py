@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
@@ -200,11 +200,11 @@ class Fleet:
             self.synced.clear()
             await self.synced.wait()
 
-    async def exchange(self, sends: list[Any], updates: dict[Any, Any]) -> list[Received]:
+    async def exchange(self, sends: list[Any], updates: dict[Any, Any]) -> dict[str, float]:
         """One weight update: the trainers' `sends`, and each engine's call in `updates`.
 
-        Raises the first error once no send is left waiting, and discards the engines that failed,
-        did not answer, or received other bytes than were sent.
+        Returns its metrics. Raises the first error once no send is left waiting, and discards the
+        engines that failed, did not answer, or received other bytes than were sent.
         """
         self.sent = [asyncio.wrap_future(send.future()) for send in sends]
         received = {asyncio.wrap_future(call.future()): e for e, call in updates.items()}
@@ -224,13 +224,9 @@ class Fleet:
             error = RuntimeError("weights arrived at an engine other than they were sent")
             self.discard(changed, error)
             raise error
-        return [Received(*task.result()) for task in received]
-
-    def meters(self, received: Sequence[Received]) -> dict[str, float]:
-        """Metrics of an update: its phases, and what the engines did since the last one."""
         from runtime.speed import combined
 
-        return combined(received) | {"engines": len(self.queue)}
+        return combined([Received(*task.result()) for task in received])
 
     def all_synced(self) -> None:
         """All engines that are connected hold the policy now."""

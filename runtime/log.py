@@ -100,18 +100,13 @@ class Log:
                 raise
 
     def mismatch(self, step: int, tables: list[dict]) -> None:
-        """Writes a step's mismatch table; warns where trainer and engine disagree at lag 0.
-
-        Under an older policy they differ because the policy has moved, which is no error.
-        """
-        from runtime.rollout_metrics import LIMIT, gap, mismatch_rows
+        """Writes a step's mismatch table; warns where trainer and engine disagree at lag 0."""
+        from runtime.rollout_metrics import disagreement, mismatch_rows
 
         table = {"step": step, "rows": mismatch_rows(tables)}
         self.line("mismatch", table)
-        nats = gap([table])
-        if nats is not None and not nats <= LIMIT:
-            apart = f"trainer and engine are {nats:.3f} nats a token apart at lag 0"
-            self.note(f"step {step}: {apart}, more than {LIMIT}; see docs/debugging.md")
+        if apart := disagreement(table):
+            self.note(f"step {step}: {apart}; see docs/debugging.md")
 
     def drop(self, slot: "Slot", prompt: int, row: str, error: BaseException) -> None:
         """Writes down a prompt that was given up, its place in the stream, and why.
@@ -126,13 +121,11 @@ class Log:
 
     def evaluation(self, version: int, answered: "list[list[SampleInfo]]", dropped: int) -> None:
         """Writes the validation metrics of a version, from the answers to each prompt but some."""
-        from runtime.rollout_metrics import validation_metrics
+        from runtime.rollout_metrics import validation_line, validation_metrics
 
         found = validation_metrics(answered, self.cfg.data.val_samples, dropped)
         self.write(version, found)
-        exact = f"exact {found['validation_exact']:.3f}"
-        exact += f" (dropped prompts: {dropped})" if dropped else ""
-        self.note(f"version {version}: validation reward {found['validation_reward']:.3f}, {exact}")
+        self.note(f"version {version}: {validation_line(found)}")
 
     def step(self, step: int, groups: "list[Group]", stats: dict[str, float]) -> None:
         """Writes the step on these groups that led to version `step`, and shows it."""
@@ -147,10 +140,7 @@ class Log:
         self.trained(step, stats | rollout_metrics(infos, trained), *self.speed.tokens(infos))
 
     def trained(self, step: int, metrics: dict, sampled: int, lengths: list[int]) -> None:
-        """Writes the training step that led to version `step`, and shows it.
-
-        Its batch has `sampled` tokens, and trained sequences of these lengths.
-        """
+        """Writes and shows a step, whose batch has `sampled` tokens; `lengths` were trained."""
         metrics = self.speed.of(metrics, sampled, lengths)
         self.write(step, metrics)
         self.console.step(step, metrics)

@@ -77,7 +77,7 @@ class RolloutRun(TrainingRun, Protocol):
         """Rolls out all prompts."""
 
     async def take(self, step: int) -> list:
-        """The groups of a step; none where the run is to leave."""
+        """Groups of a step, all or parts; none where the run is to leave."""
 
 
 def loops(run: RolloutRun) -> Loops:
@@ -151,10 +151,12 @@ async def collect(run: RolloutRun) -> None:
     """Takes each step's groups and writes them; the next may start as if they were trained."""
     for step in range(run.cfg.steps):
         began = time.perf_counter()
-        groups = await run.take(step)
-        if not groups:
-            run.log.note(f"left after {step} steps ({run.leaving})")
-            return
+        groups: list = []
+        while run.buffer.next_step <= step:  # a part of them, with train_parts
+            if not (part := await run.take(step)):
+                run.log.note(f"left after {step} steps ({run.leaving})")
+                return
+            groups += part
         await run.checkpoints.write_samples(step + 1, groups)
         stats = {"wait_for_rollouts": time.perf_counter() - began}
         stats["dropped_prompts"] = run.buffer.dropped.total()

@@ -97,6 +97,14 @@ def validation_metrics(
     return found | {f"validation_{name}": value for name, value in components.items()}
 
 
+def validation_line(found: dict[str, float]) -> str:
+    """What is shown of an evaluation's metrics."""
+    dropped = found.get("validation_dropped", 0)
+    text = f"validation reward {found['validation_reward']:.3f}"
+    text += f", exact {found['validation_exact']:.3f}"
+    return text + (f" (dropped prompts: {dropped})" if dropped else "")
+
+
 def rollout_metrics(groups: "list[list[SampleInfo]]", step: int) -> dict[str, float]:
     """What a batch of groups was made of; `step` is the version that trains on it."""
     infos = list(itertools.chain(*groups))
@@ -159,3 +167,14 @@ def gap(mismatch: list[dict]) -> float | None:
     # A mean that is not finite was read as None.
     means = [math.nan if row.get("mean") is None else row["mean"] for row in fresh]
     return sum(mean * row["tokens"] for mean, row in zip(means, fresh, strict=True)) / tokens
+
+
+def disagreement(table: dict) -> str:
+    """How far trainer and engine are apart at lag 0, where that is too far; else "".
+
+    Under an older policy they differ because the policy has moved, which is no error.
+    """
+    nats = gap([table])
+    if nats is None or nats <= LIMIT:
+        return ""
+    return f"trainer and engine are {nats:.3f} nats a token apart at lag 0, more than {LIMIT}"

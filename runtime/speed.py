@@ -57,8 +57,7 @@ class Speed:
         """Of a batch of groups: all tokens, and those of each sequence that was trained."""
         every = [info for infos in groups for info in infos]
         skips = self.cfg.loss.skip_zero_advantage
-        trained = (i for i in every if i.trained_tokens and (i.has_gradient or not skips))
-        return sum(i.tokens for i in every), [i.tokens for i in trained]
+        return sum(i.tokens for i in every), [i.tokens for i in every if i.is_computed(skips)]
 
     def of(self, step: Mapping[str, float], sampled: int, trained: list[int]) -> dict[str, float]:
         """The metrics of a step with those of speed, in the place of what engines count.

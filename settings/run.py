@@ -280,7 +280,7 @@ class RunSettings(TrainingSettings):
     max_lag: NonNegativeInt = 1
     """Steps from the policy that starts a group to the one that trains on it; 0: synchronous."""
     train_parts: PositiveInt = 1
-    """Parts of a step, each trained as soon as its groups are there; one optimizer step."""
+    """Parts of a step, each trained once its groups are there and fill a row of each replica."""
     sample_period: NonNegativeInt = 0
     """Write all tokens and logprobs of every Nth step, for report and --replay; 0: never."""
     rollout_workers: PositiveInt = 1

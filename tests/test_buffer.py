@@ -50,26 +50,35 @@ def test_a_step_is_taken_whole_and_in_slot_order():
         buffer.start(slot)
     for slot in (4, 2, 1, 5, 3):
         buffer.put(group(slot, 0))
-        assert not buffer.is_complete(0)
-    assert buffer.is_complete(1)
+        assert not buffer.has_part(0)
+    assert buffer.has_part(1)
     buffer.put(group(0, 0))
-    assert buffer.is_complete(0)
+    assert buffer.has_part(0)
     assert [g.slot for g in buffer.take(0)] == [0, 1, 2]
     assert sorted(buffer.ready) == [3, 4, 5]
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
 def test_a_group_that_is_too_old_is_never_handed_out(max_lag):
-    buffer = RolloutBuffer(1, max_lag)
-    buffer.advance(5)
-    buffer.start(5)
-    buffer.put(group(5, 5 - max_lag))
+    buffer, late = RolloutBuffer(1, max_lag), RolloutBuffer(1, max_lag)
+    for each, version in ((buffer, 5 - max_lag), (late, 4 - max_lag)):
+        each.restore(5, [], {})
+        each.start(5)
+        each.put(group(5, version))
     assert [g.slot for g in buffer.take(5)] == [5]
-    buffer.start(6 if max_lag else 5)
-    slot = next(iter(buffer.running))
-    buffer.put(group(slot, slot - max_lag - 1))
-    with pytest.raises(RuntimeError, match=f"slot {slot} is of version {slot - max_lag - 1}"):
-        buffer.take(slot)
+    with pytest.raises(RuntimeError, match=f"slot 5 is of version {4 - max_lag}"):
+        late.take(5)
+
+
+def test_steps_are_taken_one_after_the_other():
+    """Also where a part was taken of one: the others of it would never be."""
+    buffer = RolloutBuffer(2, 1, parts=2)
+    for slot in (2, 0):
+        buffer.start(slot)
+        buffer.put(group(slot, 0))
+    assert [g.slot for g in buffer.take(0)] == [0]
+    with pytest.raises(RuntimeError, match="step 1 is taken where 0 is next"):
+        buffer.take(1)
 
 
 @pytest.fixture
@@ -99,11 +108,11 @@ def test_a_part_of_a_step_is_what_came_first():
         buffer.start(slot)
     for slot in (5, 3):
         buffer.put(group(slot, 0))
-        assert not buffer.is_complete(0)
+        assert not buffer.has_part(0)
     buffer.put(group(1, 0))
-    assert buffer.is_complete(0)
+    assert buffer.has_part(0)
     assert [g.slot for g in buffer.take(0)] == [1, 3] == [g.slot for g in buffer.taken]
-    assert not buffer.is_complete(0) and buffer.next_step == 0
+    assert not buffer.has_part(0) and buffer.next_step == 0
     for slot in (2, 0):
         buffer.put(group(slot, 0))
     assert [g.slot for g in buffer.take(0)] == [0, 2]
@@ -114,7 +123,7 @@ async def test_until_wakes_when_its_condition_holds():
     buffer = RolloutBuffer(2, 0)
     waits = {
         "start": asyncio.create_task(buffer.until(lambda: buffer.may_start(2))),
-        "train": asyncio.create_task(buffer.until(lambda: buffer.is_complete(0))),
+        "train": asyncio.create_task(buffer.until(lambda: buffer.has_part(0))),
     }
 
     async def done() -> list[str]:

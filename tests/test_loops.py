@@ -11,6 +11,7 @@ import pytest
 
 import grpo_async
 from core.lines import WriteError
+from envs.rollout.episode import Sample
 from envs.rollout.services import Report
 from grpo_async import Config, Group, Progress, Run
 from runtime import dispatch, modes
@@ -22,6 +23,7 @@ from support.actors import Actor, Answer
 from support.configs import changed
 
 ROW = {"_line": 1, "agent_ref": {"name": "any"}}
+EMPTY = Sample.empty().info()
 INFO = SimpleNamespace(reward=1.0, score=1.0, continues=False, env="any")
 
 
@@ -41,7 +43,7 @@ class History:
 
     def make(self, version: int = 0, **fields) -> Run:
         run = make_run(**fields | {"data": {"val": "val.jsonl"}, "prompts_per_step": 1})
-        run.buffer.version = version
+        run.buffer.restore(version, [], {})
         for slot in range(version, run.cfg.steps):
             run.buffer.running[slot] = 0.0
             run.buffer.put(Group(slot, slot, 1, [], None))
@@ -149,9 +151,9 @@ def in_parts(parts: int, trained: list[int], **fields) -> Run:
     return run
 
 
-def finish(run: Run, slot: int, tokens: int = 100) -> None:
+def finish(run: Run, slot: int, tokens: int = 100, agrees: bool = False) -> None:
     run.buffer.start(slot)
-    info = SimpleNamespace(tokens=tokens, has_gradient=True)
+    info = dataclasses.replace(EMPTY, tokens=tokens, trained_tokens=1, has_gradient=not agrees)
     run.buffer.put(Group(slot, run.buffer.version, 1, [info], None))
 
 
@@ -165,6 +167,52 @@ def test_parts_are_trained_as_they_come_and_small_ones_together():
     train(run)
     assert trained == [[2], [0, 3], [1]] and logged == [[2, 0, 3, 1]]
     assert run.buffer.version == run.buffer.next_step == 1
+
+
+@pytest.mark.parametrize(("skips", "expected"), [(True, [[0, 1, 2, 3]]), (False, [[0, 1], [2, 3]])])
+def test_a_part_is_filled_by_what_is_computed(skips, expected):
+    """Groups that agree are computed where nothing is skipped, as with a KL."""
+    trained = []
+    run = in_parts(4, trained, steps=1, row_tokens=200, skip_zero_advantage=skips)
+    run.checkpoints.save = lambda *_: asyncio.sleep(0)
+    for slot in range(4):
+        finish(run, slot, agrees=True)
+    train(run)
+    assert trained == expected
+
+
+def test_the_trainers_wait_is_for_groups_alone():
+    """Not for slower ranks, or the driver, between two parts."""
+    logged = []
+    run = in_parts(2, [], steps=1, row_tokens=1)
+    run.log.step = lambda step, groups, stats: logged.append(stats)
+    run.checkpoints.save = lambda *_: asyncio.sleep(0)
+    quick = run.train
+
+    async def slow(step: int, groups: list[Group]) -> dict[str, float]:
+        await asyncio.sleep(0.2)
+        return await quick(step, groups) | run.parts.seconds
+
+    run.train = slow
+    for slot in range(4):
+        finish(run, slot)
+    train(run)
+    assert logged[0]["wait_for_rollouts"] < 0.1 < 0.4 <= logged[0]["step_seconds"]
+
+
+async def test_only_rollouts_are_written_step_by_step_with_parts_as_well():
+    written, logged = [], []
+    run = in_parts(2, [], steps=2, row_tokens=1)
+    run.log.step = lambda step, groups, stats: logged.append(step)
+
+    async def write(step: int, groups: list[Group]) -> None:
+        written.append((step, sorted(group.slot for group in groups)))
+
+    run.checkpoints.write_samples = write
+    for slot in (3, 6, 1, 0, 5, 2, 7, 4):
+        finish(run, slot)
+    await modes.collect(run)
+    assert written == [(1, [0, 1, 2, 3]), (2, [4, 5, 6, 7])] and logged == [1, 2]
 
 
 def test_a_run_that_leaves_within_a_step_gives_the_groups_back():
@@ -344,7 +392,7 @@ async def test_a_replay_goes_on_with_the_files_that_were_not_trained(tmp_path):
     reading = asyncio.create_task(loops.generate())
     lines = []
     for step in (1, 2, 3):
-        await run.buffer.until(lambda step=step: run.buffer.is_complete(step))
+        await run.buffer.until(lambda step=step: run.buffer.has_part(step))
         lines += [group.line for group in run.buffer.take(step)]
         run.buffer.wake()
     await reading

@@ -150,7 +150,7 @@ class Driver:
     def train(self, pick: int = 0) -> None:
         part = self.P // self.parts
         first = [slot for slot in self.finished if slot // self.P == self.step][:part]
-        assert self.buffer.is_complete(self.step) == (len(first) == part)
+        assert self.buffer.has_part(self.step) == (len(first) == part)
         if self.training or len(first) < part:
             return
         groups = self.buffer.take(self.step)
@@ -295,7 +295,7 @@ def test_schedules_drawn_from_seeds():
 # --- the tests can fail ---------------------------------------------------------------------------
 
 LAG = "prompts_per_step - self.max_lag"
-FIRST = "itertools.islice(ours, self.part)"
+FIRST = "itertools.islice(ours, self.part_size)"
 ADVANCE = "self.version = version\n        self.wake()"
 RESTORE = "self.version = version\n        self.next_step"
 MUTANTS = {
@@ -315,10 +315,10 @@ MUTANTS = {
     "goes on at another step": ("next_step = version", "next_step = version + 1"),
     "forgets what was ready": ("for group in ready}", "for group in ready[1:]}"),
     "counts no group that was restored": ("Counter(slot //", "Counter(-1 - slot //"),
-    "calls a begun part complete": (">= self.part", ">= self.part - 1"),
-    "waits for what it took": ("self.waiting[step] -= self.part", "pass"),
+    "calls a begun part complete": (">= self.part_size", ">= self.part_size - 1"),
+    "waits for what it took": ("self.waiting[step] -= self.part_size", "pass"),
     "takes groups of any step": (" if slot // self.prompts_per_step == step", ""),
-    "takes what came last": (FIRST, "list(ours)[-self.part :]"),
+    "takes what came last": (FIRST, "list(ours)[-self.part_size :]"),
     "takes them as they came": (f"sorted({FIRST})", f"list({FIRST})"),
     "keeps what it takes": ("self.ready.pop(slot)", "self.ready[slot]"),
     "forgets the parts before": ("self.taken += groups", "self.taken = groups"),

@@ -4,6 +4,7 @@ Each line has what was simulated, what was expected, and how far they are apart.
 """
 
 import dataclasses
+import itertools
 import tempfile
 from typing import NamedTuple
 
@@ -83,11 +84,12 @@ def bounds() -> list[Check]:
     """What no lengths and no faults may break: counts of steps and groups, expected 0."""
     checks = []
     hardware = Hardware(per_token=1.0, per_trained_token=0.01, sync=2.0, start=30.0)
+    kinds = ((1, ""), (2, "engine=20"), (3, "engine=10,worker=20,hang=3"))
     for lag in (0, 1, 2, 4):
         early = wrong = 0
-        for seed, faults in ((1, ""), (2, "engine=20"), (3, "engine=10,worker=20,hang=3")):
+        for (seed, faults), parts in itertools.product(kinds, (1, 2, 4)):
             work = Workload(Lengths.with_mean(50, 400), prompt=0, seed=seed)
-            trace = small(lag, hardware, work, faults)
+            trace = small(lag, hardware, work, faults, parts)
             early += too_early(trace)
             wrong += len(findings.conserved(trace))
         checks.append(Check(f"max_lag {lag}: steps shorter than t_longest / {lag + 1}", early, 0))

@@ -1,11 +1,12 @@
 """Tokens a second, MFU and shares of a step, from numbers that are worked out by hand."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from envs.rollout.episode import Sample
 from grpo_async import Config
 from policy.gpus import H100
 from policy.shape import read_model
@@ -63,7 +64,8 @@ def test_a_step_that_computes_nothing_or_trains_nothing_has_no_false_speed(cfg):
 def test_what_was_trained_is_what_the_plan_computes(cfg, skips, expected):
     every = [(10, 5, True), (20, 0, True), (30, 5, False)]
     names = ("tokens", "trained_tokens", "has_gradient")
-    infos = [SimpleNamespace(**dict(zip(names, values, strict=True))) for values in every]
+    empty = Sample.empty().info()
+    infos = [replace(empty, **dict(zip(names, values, strict=True))) for values in every]
     speed = Speed(changed(cfg, skip_zero_advantage=skips), set())
     assert speed.tokens([infos[:1], infos[1:]]) == (60, expected)
 
