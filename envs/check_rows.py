@@ -1,11 +1,13 @@
 """Which rows of NeMo-Gym can be trained on: each is checked before anything of a run starts."""
 
+import functools
 import importlib
+import inspect
 import json
 import os
 import reprlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,9 @@ def check_row(row: Any) -> None:
     check_tools(get(row, at + "tools", list | None, "a list or null"), at + "tools")
     check_overrides(row["responses_create_params"], at)
     module = registry.environment(get(row, "agent_ref.name", str, "the name of an environment"))
+    if hasattr(module, "verify") and (has := other_arguments(module.verify)):
+        expected = "expected verify(row, response), the reward of one answer"
+        raise ModuleError(f"{module.__file__} defines verify{has}, {expected}")
     some = has_text(items) or (not items and getattr(module, "ALLOWS_EMPTY_INPUT", False))
     require(some, at + "input", items, "at least one message that holds text")
     try:
@@ -73,6 +78,17 @@ def check_row(row: Any) -> None:
         raise ModuleError(located(error, str(module.__file__))) from error
     except Exception as error:  # such as a KeyError for what the row lacks
         raise ValueError(located(error, str(module.__file__))) from error
+
+
+@functools.cache
+def other_arguments(judge: Callable) -> str:
+    """The arguments of a `verify` that takes others than ours, as rewards of TRL do; else ""."""
+    takes = inspect.signature(judge)
+    try:
+        takes.bind("row", "response")
+    except TypeError:
+        return str(takes)
+    return str(takes) if {"completions", "prompts"} & takes.parameters.keys() else ""
 
 
 def has_text(items: list | str) -> bool:

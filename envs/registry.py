@@ -42,8 +42,8 @@ def environment(name: str) -> ModuleType:
         spec = importlib.util.find_spec(file)
         raise ModuleError(located(error, str(spec and spec.origin))) from error
     if not any(hasattr(module, shape) for shape in ("verify", "rollout", "score_group")):
-        expected = "expected a function `verify`, `rollout` or `score_group`"
-        raise ModuleError(f"{module.__file__} defines none, {expected}")
+        expected = "verify(row, response), rollout or score_group"
+        raise ModuleError(f"{module.__file__} defines no reward, expected a function {expected}")
     return module
 
 

@@ -32,6 +32,8 @@ class Rows:
     """The user's message; {question} stands for the column."""
     answer_field: str = "expected_answer"
     """Field in which the environment looks for the answer."""
+    keep: tuple[str, ...] = ()
+    """Other columns that the rows get, for a reward that reads them."""
     dataset: str = ""
     """Name of these rows in the metrics."""
     split: str = "train"
@@ -43,20 +45,32 @@ class Rows:
             raise InputError(f"--template {self.template!r}: expected {{question}} in it")
         patterns = [f"*{kind}" for kind in tables.KINDS]
         paths = tables.data_files(tables.located(self.source, patterns, "SOURCE"), self.split)
-        columns = [self.prompt.split(".")[0], self.answer.split(".")[0]]
+        columns = [self.prompt.split(".")[0], self.answer.split(".")[0], *self.keep]
         cut = 0
+        left: dict[str, None] = {}  # columns that no row has
         with files.rewriting(self.source, self.out) as output:
             for _, (place, record) in tables.records(paths, columns):
                 row = self.row(record, place)
                 try:
                     check_rows.check_row(row)
                 except ValueError as error:
-                    raise InputError(f"{place}: {error}") from None
+                    raise InputError(f"{place}: {error}{self.missed(record, error)}") from None
                 output.write(row)
+                left |= dict.fromkeys(record.keys() - {*columns})
                 cut += bool(FINAL.search(str(tables.value(record, self.answer, place))))
         if cut:
             print(f"{cut:,} answers are the numbers after ####, without the solutions before them")
+        if left:
+            print(f"rows have no {', '.join(sorted(left))}: --keep names columns that they get")
         return 0
+
+    def missed(self, record: dict, error: ValueError) -> str:
+        """What to say beside an error about a field that is a column under another name."""
+        if re.search(rf"\b{re.escape(self.answer)}\b", str(error)) and self.answer in record:
+            return f"; the answer is in {self.answer_field}: --answer_field {self.answer}"
+        lost = [c for c in record if re.search(rf"\b{re.escape(c)}\b", str(error))]
+        lost = [c for c in lost if c not in (self.prompt, self.answer, *self.keep)]
+        return f"; {lost[0]} is a column: --keep {lost[0]}" if lost else ""
 
     def row(self, record: dict, place: str) -> dict[str, Any]:
         """The row of a record."""
@@ -74,4 +88,8 @@ class Rows:
             "question": tables.value(record, self.prompt, place),
             self.answer_field: answer if isinstance(answer, str) else json.dumps(answer),
         }
+        kept = {name: tables.value(record, name, place) for name in self.keep}
+        if taken := [name for name in kept if name in row]:
+            raise InputError(f"--keep {taken[0]}: the rows have a field of that name already")
+        row |= kept
         return {name: value for name, value in row.items() if value != ""}

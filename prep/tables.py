@@ -103,8 +103,10 @@ def value(record: dict, column: str, place: str) -> Any:
         elif isinstance(found, list) and key.isdigit() and int(key) < len(found):
             inner = found[int(key)]
         if inner is None:
-            has = f"the columns {list(found)}" if isinstance(found, dict) else f"{found!r:.60}"
-            raise InputError(f"{place}: {column} is missing or null at {key!r}: there is {has}")
+            has = (
+                f"columns are {list(found)}" if isinstance(found, dict) else f"it is {found!r:.60}"
+            )
+            raise InputError(f"{place}: {column} is missing or null at {key!r}: {has}")
         found = inner
     return found
 

@@ -64,10 +64,12 @@ def meaning(key: str, ours: Collection[str]) -> str:
     setting which is none of `ours`, as DPO has others than GRPO.
     """
     known = {*ours, *(name.rpartition(".")[0] for name in ours), "none"}
-    lines = {
-        name: [line for line in of_key if line.setting in known]
-        for name, of_key in listed().items()
-    }
+    pairs = "pairs_per_step" in ours
+    lines = {}
+    for name, of_key in listed().items():
+        sayable = [line for line in of_key if line.setting in known]
+        same = [line for line in sayable if line.program.endswith("DPO") == pairs]
+        lines[name] = same or sayable
     parent = key
     while not lines.get(parent) and "." in parent:
         parent = parent.rpartition(".")[0]
@@ -97,18 +99,22 @@ def within(key: str, value: Any) -> Iterator[str]:
 def refuse(flags: list[str], ours: Mapping[str, Any]) -> None:
     """Raises InputError for a key of another program, naming the setting that is meant here.
 
-    Also for a setting of ours in the form of another program: `steps=5`, `--wandb true`. Of the
-    last part of a name of ours, such as `--beta`, tyro says which one it belongs to.
+    Also for a setting of ours in the form of another program, `steps=5` or `--wandb true`, and for
+    the last part of its name, such as `--max_grad_norm`.
     """
-    leaves = {name.rpartition(".")[2] for name in ours}
+    groups = {name.rpartition(".")[0] for name in ours}
     for before, flag, after in zip(["", *flags], flags, [*flags[1:], ""], strict=False):
         if not flag.startswith("--") and takes_value(before, ours):
             continue
         key = key_of(flag)
         value = flag.partition("=")[2] if "=" in flag else after
         refuse_spelling(flag, key, value, ours)
-        own = flag.startswith("--") and (key in ours or key in leaves)
-        if here := "" if own else meaning(key, ours):
+        if not key or key in ours or f"command.{key}" in ours:
+            continue
+        if within_groups := [f"--{name}" for name in ours if name.endswith(f".{key}")]:
+            raise InputError(f"{flag}: expected {' or '.join(within_groups)}")
+        group, _, leaf = key.rpartition(".")
+        if here := meaning(key, ours) or (meaning(leaf, ours) if group in groups else ""):
             raise InputError(f"{flag}: {here}")
 
 

@@ -186,8 +186,10 @@ def read(Config: type[C], path: Path) -> C:
         found = ", ".join(str(p.relative_to(ROOT)) for p in there)
         raise InputError(f"{path.resolve()}: no such config file; there are: {found} in {ROOT}")
     if path.suffix in (".yaml", ".yml"):
-        expected = "expected Python assignments, or JSON: docs/from_nemo_rl.md has NeMo-RL's names"
-        raise InputError(f"{path}: a YAML file, {expected}")
+        expected = 'a YAML file, expected Python assignments, as policy = {"lr": 1e-6}, or JSON'
+        raise InputError(
+            f"{path}: {expected}: docs/from_nemo_rl.md and docs/from_trl.md have names"
+        )
     chosen = of_json(path) if path.suffix == ".json" else assigned(path)
     fields = {field.name for field in dataclasses.fields(Config)} - {"command"}
     if chosen.keys() <= fields and not any(booleans(chosen, Config())):

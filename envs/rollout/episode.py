@@ -139,10 +139,6 @@ class SampleInfo:
     components: dict[str, float] = dataclasses.field(default_factory=dict)
     judging: float = 0.0  # seconds in which its group waited for rewards or tools, for no engine
 
-    def is_computed(self, skips: bool) -> bool:
-        """Whether the trainer computes it; `skips` is loss.skip_zero_advantage."""
-        return self.trained_tokens > 0 and (self.has_gradient or not skips)
-
 
 @dataclasses.dataclass
 class Sample:

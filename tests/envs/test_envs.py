@@ -112,7 +112,7 @@ def test_an_environment_without_a_verdict_is_refused_with_its_first_row(tmp_path
     (tmp_path / "misspelt.py").write_text('AGENTS = ("misspelt",)\ndef verfy(row, response): ...\n')
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
     monkeypatch.setattr(agents, "served", lambda: {"misspelt": "misspelt"})
-    with pytest.raises(ValueError, match="misspelt.py defines none, expected.*`verify`"):
+    with pytest.raises(ValueError, match="misspelt.py defines no reward, expected.*verify"):
         check_rows.check_row(MATH_ROW | {"agent_ref": {"name": "misspelt"}})
 
 

@@ -165,7 +165,8 @@ def test_a_file_of_bad_rows_is_refused(cfg, tmp_path):
     (GOOD[:-1] + b', "x": "\x00"}', "expected JSON: Invalid control character"),
     (b"[" * 100_000, "expected JSON: maximum recursion depth"),
     (GOOD + GOOD, "expected JSON: Extra data"),
-    (b"[]", "responses_create_params.input is missing or null, expected a list of messages"),
+    (b"[]", "the row is [], expected an object that holds responses_create_params"),
+    (b"{}", "responses_create_params.input is missing or null, expected a list of messages"),
     (b'{"question": "1 + 1?", "answer": "2"}',
      "responses_create_params.input is missing or null, expected a list of messages; the "
      "row has ['question', 'answer']: docs/own_data.md shows how to convert it"),
@@ -250,7 +251,10 @@ def test_rows_that_only_compare_are_not_trained_on_one_answer(environment, cfg, 
     ("def verify(:", r"{path} cannot be read as Python: invalid syntax \(mine.py, line 2\)"),
     ("from envs import Rewards", r"{path}:2: ImportError: cannot import name 'Rewards'"),
     ("raise ValueError('two\\nlines')", r"{path}:2: ValueError: two lines"),
-    ("def verfy(row, response): ...", r"{path} defines none, expected a function `verify`"),
+    ("def verfy(row, response): ...", r"{path} defines no reward, expected a function verify\("),
+    ("def verify(completions, **_): ...", r"{path} defines verify\(completions, .*, expected v"),
+    ("def verify(prompts, completions, a): ...", r"{path} defines verify\(prompts, .*reward of"),
+    ("async def verify(completions, a, **_): ...", r"{path} .* expected verify\(row, response\)"),
 ])  # fmt: skip
 def test_a_broken_environment_is_one_line_with_its_place(environment, cfg, tmp_path, text, problem):
     """However many bad rows are allowed: no row is to blame."""
@@ -409,7 +413,7 @@ def spoilt(n: random.Random, row: dict, line: bytes) -> bytes:
 
 def changed(n: random.Random, row: dict, line: bytes) -> bytes:
     """A line that is as good as before."""
-    content = n.choice(["", "\x00\r\t\\\"'", "\U0001f600é", [{"type": "input_text", "text": "x"}]])
+    content = n.choice(["x", "\x00\r\t\\\"'", "\U0001f600é", [{"type": "input_text", "text": "x"}]])
     kinds = [
         lambda: line,
         lambda: b" \t" + line + b" \r",
