@@ -171,13 +171,15 @@ def dpo_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
         "num_valid_samples": torch.ones_like(chosen_N),
     }
     stats = {name: x_N.detach().sum() for name, x_N in measured.items()}
+    stats |= {"train_tokens": batch.mask_T.any() * len(batch.mask_T)}
+    stats |= {"train_keys": batch.positions_T.sum()}  # that a token attends to, beside itself
     return RowLoss(loss_N.sum() / batch.planned_pairs, stats)
 
 
 def mean_metrics(total: dict[str, float]) -> dict[str, float]:
-    """NeMo-RL's training metrics, each a mean over pairs, from sums over rows and ranks."""
-    pairs = total["num_valid_samples"]
-    return {name: value / pairs for name, value in total.items()} | {"num_valid_samples": pairs}
+    """NeMo-RL's training metrics, means over pairs except counts, from sums over rows and ranks."""
+    counts = {name: total[name] for name in ("num_valid_samples", "train_tokens", "train_keys")}
+    return {name: x / total["num_valid_samples"] for name, x in total.items()} | counts
 
 
 # === Packing ======================================================================================
@@ -364,8 +366,7 @@ class Run:
             stats, *_ = await self.on_trainers(Trainer.train_step, self.rows, places)
             self.version = step + 1
             stats |= {"step_seconds": time.perf_counter() - began}
-            lengths = [len(answer.ids_T) for place in places for answer in self.rows[place]]
-            self.log.trained(step + 1, stats, sum(lengths), lengths)
+            self.log.trained(step + 1, stats | {"batch_tokens": stats["train_tokens"]})
             if self.is_due(self.cfg.save_period):
                 saved = self.version
                 await self.save()
@@ -390,6 +391,7 @@ class Run:
             sums, *_ = await self.on_trainers(Trainer.evaluate, self.val_rows, places)
             total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
         means = mean_metrics(total)
+        del means["train_tokens"], means["train_keys"]  # nothing was trained
         self.log.write(self.version, {f"validation_{name}": x for name, x in means.items()})
         told = f"accuracy {means['accuracy']:.3f}, preference loss {means['preference_loss']:.4f}"
         self.log.note(f"version {self.version}: validation {told}")

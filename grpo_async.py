@@ -362,7 +362,7 @@ def plan_step(groups: list[Group], cfg: Config, more: bool = False) -> list[Shar
         planned = Update(tokens, len(trained), [], more)
         # Samples without gradient are in these counts, and in no row where they are skipped.
         skips = cfg.loss.skip_zero_advantage
-        lengths = {at: i.tokens for at, i in trained.items() if i.is_computed(skips)}
+        lengths = {at: i.tokens for at, i in trained.items() if i.has_gradient or not skips}
         updates.append((planned, lengths))
     return plan_shares(updates, cfg.policy.row_tokens, cfg.policy.replicas)
 
@@ -959,7 +959,8 @@ class Run:
             if self.leaving:
                 return []
             groups += (part := self.buffer.take(step))
-            room -= sum(i.tokens for group in part for i in group.infos if i.is_computed(skips))
+            infos = itertools.chain(*(group.infos for group in part))
+            room -= sum(i.tokens for i in infos if i.has_gradient or not skips)
         self.parts.seconds["wait_for_rollouts"] += time.perf_counter() - began
         return groups
 

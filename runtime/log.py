@@ -137,11 +137,12 @@ class Log:
             raise RuntimeError(f"{wrong}: rollouts.jsonl names that. Change Slot.record as well")
         trained = step - 1 if not self.cfg.command.rollout_only else 0
         infos = [group.infos for group in groups]
-        self.trained(step, stats | rollout_metrics(infos, trained), *self.speed.tokens(infos))
+        tokens = sum(info.tokens for of_group in infos for info in of_group)
+        self.trained(step, stats | rollout_metrics(infos, trained) | {"batch_tokens": tokens})
 
-    def trained(self, step: int, metrics: dict, sampled: int, lengths: list[int]) -> None:
-        """Writes and shows a step, whose batch has `sampled` tokens; `lengths` were trained."""
-        metrics = self.speed.of(metrics, sampled, lengths)
+    def trained(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes the training step that led to version `step`, and shows it."""
+        metrics = self.speed.of(metrics)
         self.write(step, metrics)
         self.console.step(step, metrics)
 

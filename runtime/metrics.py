@@ -93,6 +93,8 @@ def row_stats(
         "row_tokens": batch.mask_T.sum(),
         "row_sequences": present_N.sum(),
         "kept_tokens": mask_T.sum(),
+        "train_tokens": batch.mask_T.any() * len(mask_T),  # prompts included, as in the next
+        "train_keys": batch.positions_T.sum(),  # that a token attends to, beside itself
         "kept_sequences": kept_N.sum(),
         "nonfinite_engine_logprobs": (batch.mask_T & ~batch.engine_logp_T.isfinite()).sum(),
         "num_masked_seqs": dropped_N.sum(),
@@ -126,8 +128,8 @@ def step_metrics(total: dict[str, float], batch_tokens: int, grad_scale: float) 
     # Where every group agreed nothing was computed, and 0 would be a false value.
     per_token = [k for k in total if k.startswith(TOKENS) and total["kept_tokens"]]
     metrics = {k.removeprefix(TOKENS): total[k] / kept for k in per_token}
-    whole = "probs_ratio_min probs_ratio_max seq_mult_prob_error_max num_masked_seqs"
-    metrics |= {k: total[k] for k in (whole + " nonfinite_engine_logprobs").split()}
+    whole = "probs_ratio_min probs_ratio_max seq_mult_prob_error_max num_masked_seqs train_tokens"
+    metrics |= {k: total[k] for k in (whole + " train_keys nonfinite_engine_logprobs").split()}
     dropped_tokens = total["row_tokens"] - total["kept_tokens"]
     return metrics | {
         "loss": total["loss"] * grad_scale,
@@ -143,7 +145,8 @@ def mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
 
     Of those updates that have the metric.
     """
-    counts = "num_masked_seqs num_valid_samples global_valid_toks nonfinite_engine_logprobs"
+    counts = "num_masked_seqs num_valid_samples global_valid_toks nonfinite_engine_logprobs "
+    counts += "train_tokens train_keys"
     merge: dict[str, Callable[[list[float]], float]] = dict.fromkeys(counts.split(), sum)
     by_suffix: dict[str, Callable[[list[float]], float]] = {"_min": min, "_max": max}
     names = {name: None for metrics in updates for name in metrics}

@@ -12,7 +12,6 @@ from runtime import layout
 from settings.run import TrainingSettings
 
 if TYPE_CHECKING:
-    from envs.rollout.episode import SampleInfo
     from runtime.fleet import Received
 
 KIND = "accelerator_type:"
@@ -39,43 +38,36 @@ def of_cluster() -> set[str]:
     return (kinds or {"of no known kind"}) if resources.get("GPU") else set()
 
 
-# Of all engines since the last weight update (runtime/meter.py).
-COUNTS = ("engine_tokens", "drafts", "draft_tokens", "accepted_draft_tokens")
+# Of a batch, prompts included; what the trainers computed of it; and what all engines did since the
+# last weight update (runtime/meter.py).
+OF_BATCH = ("batch_tokens", "train_tokens", "train_keys")
+COUNTS = (*OF_BATCH, "engine_tokens", "drafts", "draft_tokens", "accepted_draft_tokens")
 
 
 class Speed:
     """What a run makes of its seconds, on GPUs of some kinds; without any, on CPUs."""
 
     def __init__(self, cfg: TrainingSettings, kinds: Collection[str]):
-        self.cfg: Any = cfg  # of the algorithm's class
+        self.cfg = cfg
         self.gpus = len(layout.gpus(cfg)) if kinds else 0
         known = [gpu for gpu in KNOWN if {gpu.name} == {*kinds}]
         self.peak = known[0].flops * cfg.policy.ranks if known else 0.0  # FLOPs a second
         self.model = read_model(cfg.model) if known else None
 
-    def tokens(self, groups: "list[list[SampleInfo]]") -> tuple[int, list[int]]:
-        """Of a batch of groups: all tokens, and those of each sequence that was trained."""
-        every = [info for infos in groups for info in infos]
-        skips = self.cfg.loss.skip_zero_advantage
-        return sum(i.tokens for i in every), [i.tokens for i in every if i.is_computed(skips)]
-
-    def of(self, step: Mapping[str, float], sampled: int, trained: list[int]) -> dict[str, float]:
-        """The metrics of a step with those of speed, in the place of what engines count.
-
-        `sampled` tokens are in its batch, prompts included; `trained` has those of each sequence
-        that was trained.
-        """
+    def of(self, step: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of a step, with those of speed in the place of COUNTS."""
         seconds, training = step.get("step_seconds", 0.0), step.get("train_seconds", 0.0)
-        if not seconds:  # nothing is trained
-            return {**step}
+        if not seconds:  # nothing was trained
+            return {name: value for name, value in step.items() if name not in COUNTS}
         found = {name: value for name, value in step.items() if name not in COUNTS}
-        found |= {"tokens_per_second": sampled / seconds}
+        tokens = step["batch_tokens"]
+        found |= {"tokens_per_second": tokens / seconds}
         if training:
-            found |= {"train_tokens_per_second": sum(trained) / training}
+            found |= {"train_tokens_per_second": step["train_tokens"] / training}
         if self.gpus:
-            found |= {"tokens_per_second_per_gpu": sampled / seconds / self.gpus}
+            found |= {"tokens_per_second_per_gpu": tokens / seconds / self.gpus}
         if self.peak and training:
-            found |= {"mfu": self.flops(trained) / training / self.peak}
+            found |= {"mfu": self.flops(step) / training / self.peak}
         if "wait_for_rollouts" in step:
             syncing = sum(step.get(name, 0.0) for name in SYNC)
             found |= {"wait_share": step["wait_for_rollouts"] / seconds}
@@ -88,12 +80,11 @@ class Speed:
             found |= {"accepted_length": 1 + accepted / drafts}
         return found
 
-    def flops(self, lengths: list[int]) -> float:
-        """FLOPs that training these sequences takes, without computing activations again.
+    def flops(self, step: Mapping[str, float]) -> float:
+        """FLOPs that training a step takes, without computing activations again.
 
-        Passes are three, and those that only score. A token meets half of its sequence on average.
+        Passes are three, and those that only score.
         """
         assert self.model
-        passes = 3 + self.cfg.scoring_passes
-        keys = sum(n * n / 2 for n in lengths)
-        return self.model.flops(sum(lengths), keys, passes, bool(self.cfg.policy.lora_rank))
+        passes, frozen = 3 + self.cfg.scoring_passes, bool(self.cfg.policy.lora_rank)
+        return self.model.flops(step["train_tokens"], step["train_keys"], passes, frozen)

@@ -104,6 +104,8 @@ def test_two_pairs_by_hand():
         "rewards_rejected_mean": pytest.approx(0.5),
         "rewards_margin_mean": pytest.approx(1.0),
         "num_valid_samples": 2,
+        "train_tokens": 10,
+        "train_keys": 3 + 1 + 1 + 3,
     }
 
 
@@ -409,20 +411,23 @@ def test_a_run_killed_after_its_steps_equals_the_undisturbed_run(make, tmp_path)
 
 
 def strip(line: dict) -> dict:
-    return {k: v for k, v in line.items() if not k.endswith("_seconds")}
+    return {k: v for k, v in line.items() if not k.endswith(("_seconds", "_per_second"))}
+
+
+CLOCKS = ("second", "seconds", "per_gpu", "mfu")
 
 
 def metric_names(lines: list[dict]) -> set[str]:
     """Those of a run's lines, but for what a clock says; validation has the same names."""
     names = {name.removeprefix("validation_") for line in lines for name in line}
-    return {name for name in names if name != "step" and not name.endswith("seconds")}
+    return {n for n in names if n != "step" and not n.endswith(CLOCKS)}
 
 
 def glossary() -> set[str]:
     """The metrics that docs/dpo.md explains, but for what a clock says."""
     text = (ROOT / "docs/dpo.md").read_text()
     (section,) = re.findall(r"^## Metrics$([\s\S]*?)^## ", text, re.M)
-    return {name for name in first_cells(section) if not name.endswith("seconds")}
+    return {name for name in first_cells(section) if not name.endswith(CLOCKS)}
 
 
 def test_the_dry_run_counts_pairs_and_finds_what_is_wrong(make):
