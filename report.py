@@ -35,6 +35,9 @@ from settings.run import TrainingSettings
 
 # Limits of one page: a browser stays quick up to some 50 MB, and long runs write far more.
 LIMITS = {"mismatch": 1000, "rollouts": 2000, "characters": 30_000_000, "pairs": 8}
+RESTATED = ("command_line", "untracked")  # by other lines of what differs
+LAST = "step reward validation_reward validation_exact preference_loss accuracy response_tokens"
+LAST += " tokens_per_second"
 INFO = re.compile("(validation_)?info/")
 LIMITS |= {"samples": 256, "samples_per_step": 64, "tokens": 500_000}
 # The fields that the page needs of a line: types, [type of the items], {name: type}. Others are
@@ -98,9 +101,19 @@ def compare(run_dirs: list[str]) -> Path:
         for name in dict.fromkeys(name for config in every for name in config)
         if len({str(config.get(name)) for config in every}) > 1
     }
+    for name in RESTATED:
+        differing.pop(name, None)
+    ends = {
+        f"{name}, last": " | ".join(last(run.series, name) for run in runs) for name in LAST.split()
+    }
+    ends = {name: text for name, text in ends.items() if text.strip("– |")}
+    models = {run.config.get("model") for run in runs}
     data = {
         "name": " and ".join(names),
-        "config": {"differs": {" | ".join(names): "", **differing}},
+        "config": {
+            "differs": {"runs": " | ".join(names), **ends, **differing},
+            "model": models.pop() if len(models) == 1 else None,
+        },
         "health": [
             (level, f"{name}: {text}")
             for name, run in zip(names, runs, strict=True)
@@ -112,6 +125,12 @@ def compare(run_dirs: list[str]) -> Path:
         "samples": samples([], ""),
     }
     return page(Path(run_dirs[0]) / "compare.html", data)
+
+
+def last(series: dict[str, list], name: str) -> str:
+    """The last value of a metric, as text; a dash for none."""
+    values = [value for value in series.get(name, []) if isinstance(value, int | float)]
+    return f"{values[-1]:.4g}" if values else "–"
 
 
 class Run(NamedTuple):

@@ -388,7 +388,7 @@ def problems(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
         found += [f"policy.lora_targets: no linear layer is called {unknown[0]!r}, but {known}"]
     files = {"data.train": cfg.data.train, "data.val": cfg.data.val}
     absent = [f"{field} = {path!r}" for field, path in files.items() if path and not isfile(path)]
-    return found + [f"{field}: there is no such file" for field in absent]
+    return found + [f"{field}: expected a JSONL file, there is none" for field in absent]
 
 
 def engine_problems(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:

@@ -219,6 +219,8 @@ def arguments(field: str) -> dict[str, str]:
 def lacking(model: str, name: str) -> str:
     """What to say of a model's folder without a file, and what makes it."""
     maker = next((m for end, m in MAKERS.items() if model.endswith(end)), "")
+    if exports := sorted(Path(model).glob("step_*/hf")):
+        return f"model = {model!r}: expected the model of a run, such as {shown(exports[-1])}"
     stage = re.search(r"runs/([a-z]\w+)/step_\d+/hf$", model)
     made = f" ({maker} makes it)" if maker else ""
     made = f" (of the run in runs/{stage[1]}; --model names another one)" if stage else made

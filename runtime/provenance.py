@@ -1,6 +1,7 @@
 """What made a run: the code, the libraries and the command."""
 
 import dataclasses
+import difflib
 import importlib.metadata
 import json
 import math
@@ -47,7 +48,10 @@ def portable(value: Any) -> Any:
 
 
 def provenance() -> dict:
-    """Entries of config.json that no setting holds; `git_error` says why git's are not whole."""
+    """Entries of config.json that no setting holds; `git_error` says why git's are not whole.
+
+    `diff` is from the commit to the code that ran, new Python files included.
+    """
     found = {
         "program": Path(sys.argv[0]).name,
         "command_line": shlex.join(sys.argv),
@@ -59,7 +63,7 @@ def provenance() -> dict:
     try:
         found["commit"] = git("rev-parse", "HEAD").strip()
         found["untracked"] = git("ls-files", "--others", "--exclude-standard").splitlines()
-        diff = git(*DIFF)
+        diff = git(*DIFF) + "".join(map(added, found["untracked"]))
         cut = f"\n[cut off: {len(diff)} characters]" if len(diff) > LONGEST_DIFF else ""
         found["diff"] = diff[:LONGEST_DIFF] + cut
     except subprocess.CalledProcessError as error:
@@ -67,6 +71,16 @@ def provenance() -> dict:
     except (OSError, subprocess.TimeoutExpired) as error:
         found["git_error"] = str(error)
     return found
+
+
+def added(name: str) -> str:
+    """A new Python file as `git apply` makes it, such as a copy of the program; "" for others."""
+    path = ROOT / name
+    if not name.endswith(".py") or not path.is_file() or path.stat().st_size > LONGEST_DIFF:
+        return ""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    told = difflib.unified_diff([], lines, "/dev/null", f"b/{name}", lineterm="")
+    return "".join(f"{line}\n" for line in told)
 
 
 def git(*words: str) -> str:

@@ -42,6 +42,9 @@ def summary(cfg: "TrainingSettings") -> list[str]:
         told = {"prompt": answer["prompt"], "answer": " ".join(answer["response"])}
         lines += [f"{name}: {in_a_line(text)}" for name, text in told.items()]
         lines.append(f"reward of this answer: {answer['reward']:.3g}")
+    if dropped := metrics and metrics[-1].get("dropped_prompts"):
+        reasons = shown(folder / "dropped.jsonl")
+        lines.append(f"dropped prompts: {dropped:.0f}, with reasons in {reasons}")
     if checkpoints := newest_first(cfg.writes_to):
         newest = checkpoints[0]
         lines.append(f"model: {shown(newest / 'hf')}, which transformers and vLLM load")

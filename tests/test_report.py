@@ -435,6 +435,7 @@ def test_runs_are_compared_curve_by_curve_and_setting_by_setting(run_dir, tmp_pa
     legends = dict(figures)
     assert legends["Reward"] == names and "Groups with equal rewards" not in legends
     assert "policy.lr 0.001 | 0.0005" in differs and "steps" not in differs
+    assert re.search(r"reward, last [\d.]+ \| [\d.]+", differs) and "command_line" not in differs
     assert f"{names[1]}: Steps whose gradient norm is not finite: 1." in rest
     assert "Rollouts" not in rest and "Token by token" not in rest
     data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.S)[1])

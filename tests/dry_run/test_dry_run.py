@@ -677,7 +677,7 @@ def test_a_data_file_that_is_not_there_does_not_fit(of_8b, data_files):
     assert "everything fits" in dry_run.explain(cfg, Config)
     data_files.add("a.jsonl")
     text = dry_run.explain(cfg, Config)
-    assert text.endswith("PROBLEM: data.train = 'a.jsonl': there is no such file")
+    assert text.endswith("PROBLEM: data.train = 'a.jsonl': expected a JSONL file, there is none")
     assert "everything fits" not in text
 
 

@@ -138,6 +138,14 @@ def test_a_run_that_left_early_goes_on_to_the_same_step(tmp_path, monkeypatch):
     assert summary(config(tmp_path))[-1].endswith(ends)
 
 
+def test_dropped_prompts_are_counted_at_the_end(tmp_path):
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 1, "dropped_prompts": n} for n in (0, 15)])
+    told = f"dropped prompts: 15, with reasons in {shown(tmp_path)}/dropped.jsonl"
+    assert summary(config(tmp_path))[-1] == told
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 1, "dropped_prompts": 0}])
+    assert len(summary(config(tmp_path))) == 1
+
+
 def test_what_was_said_to_wandb_is_said_again_except_a_key(tmp_path, monkeypatch):
     checkpoint(tmp_path, 20)
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -17,12 +17,19 @@ def test_commit_changes_and_new_files_of_the_repository(tmp_path, monkeypatch):
     git("add", "a.py")
     git("commit", "-qm", "first")
     (tmp_path / "a.py").write_text("x = 2\n")
-    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "mine.py").write_text("y = 1\nz = 2\n")
+    (tmp_path / "weights.bin").write_text("0")
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     found = provenance.provenance()
     assert found["commit"] == git("rev-parse", "HEAD").strip()
     assert "-x = 1\n+x = 2\n" in found["diff"]
-    assert found["untracked"] == ["mine.py"]
+    assert found["untracked"] == ["mine.py", "weights.bin"]
+    (tmp_path / "mine.py").unlink()
+    git("checkout", "-q", "a.py")
+    (tmp_path / "saved").write_text(found["diff"])
+    git("apply", str(tmp_path / "saved"))  # the fork that ran is there again
+    assert (tmp_path / "mine.py").read_text() == "y = 1\nz = 2\n"
+    assert (tmp_path / "a.py").read_text() == "x = 2\n"
     assert found["versions"]["torch"] == importlib.metadata.version("torch")
     assert {"python", "ray", "transformers"} <= found["versions"].keys()
 
@@ -40,5 +47,6 @@ def test_a_diff_that_is_missing_or_cut_is_no_clean_tree(monkeypatch):
     found = provenance.provenance()
     assert found["commit"] and "no-such-commit" in found["git_error"]
     monkeypatch.setattr(provenance, "git", lambda *words: "x" * 100)
+    monkeypatch.setattr(provenance, "added", lambda name: "")
     monkeypatch.setattr(provenance, "LONGEST_DIFF", 10)
     assert provenance.provenance()["diff"] == "x" * 10 + "\n[cut off: 100 characters]"
