@@ -207,9 +207,9 @@ def group_advantages(rewards_G: Tensor, rule: Advantage) -> Tensor:
     """Advantages [G] of one prompt's samples; all zero when the group agrees.
 
     A reward minus the mean of the others, over their (unbiased) std + 1e-6; with baseline "mean",
-    those of all. A std that is only rounding, or of fewer than two, does not divide: where one
-    succeeds among failures, the others agree, and it keeps r - mean. A sample whose advantage is
-    exactly 0 costs no compute without a penalty (`plan_step`). NeMo-RL algorithms/utils.py:79.
+    those of all. A std that is only rounding, or of fewer than two, does not divide: one success
+    among 15 failures, which agree, keeps r - mean = 1; two get 3.6 each. A sample whose advantage
+    is exactly 0 costs no compute without a penalty (`plan_step`). NeMo-RL algorithms/utils.py:79.
     """
     G = len(rewards_G)
     if G < 2:
