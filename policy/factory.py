@@ -1,5 +1,6 @@
 """Which network trains: policy/fsdp.py or policy/megatron, by the settings."""
 
+import os
 from typing import TYPE_CHECKING, cast
 
 from policy import Policy
@@ -22,6 +23,10 @@ def open_policy(
     `collective_seconds` is the deadline of a collective call. Beside adapters the frozen one has
     logprobs alone, and no memory of its own.
     """
+    # Rows differ in length: what the allocator reserves grows, so that fragments need not add up.
+    # torch reads the variable at its first allocation on a GPU.
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     trainable = reference_of is None
     if settings.kind == "megatron":
         from policy.megatron.policy import MegatronPolicy

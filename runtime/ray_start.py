@@ -15,7 +15,7 @@ from settings.run import TrainingSettings
 
 ROOT = Path(__file__).parent.parent
 # Variables of the driver that its actors get, except those that are of one process or node.
-FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "VLLM_", "CUDA_")
+FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "VLLM_", "CUDA_", "PYTORCH_")
 OF_ONE_PROCESS = re.compile(
     r"CUDA_VISIBLE_DEVICES|NCCL_(HOSTID|COMM_ID)|VLLM_(\w+_)?(RANK(_LOCAL)?|HOST|PORT|IPS?)"
 )

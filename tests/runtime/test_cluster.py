@@ -213,7 +213,11 @@ def test_a_second_ctrl_c_ends_the_program_at_once(handlers):
 
 def test_actors_get_the_driver_s_variables_for_the_libraries_and_what_it_sets_wins(monkeypatch):
     given = {"NCCL_DEBUG": "INFO", "NCCL_CUMEM_HOST_ENABLE": "0", "GLOO_SOCKET_IFNAME": "eth0"}
-    given |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    given |= {
+        "PYTORCH_ALLOC_CONF": "x:1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+    }
     given |= {"VLLM_CPU_KVCACHE_SPACE": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     of_one = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP", "VLLM_DP_RANK_LOCAL"), "1")
     of_one |= dict.fromkeys(("VLLM_PORT", "NCCL_HOSTID", "WANDB_API_KEY"), "1")
