@@ -18,7 +18,7 @@ from support.configs import changed
 from support.program import Program, end, survivors
 
 pytestmark = pytest.mark.e2e
-TIMES = ("seconds", "wait_for", "sync_")
+TIMES = ("second", "wait_", "sync_", "kv_use")
 
 
 def contents(folder) -> dict:

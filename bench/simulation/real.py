@@ -1,11 +1,12 @@
 """Real runs of grpo_async.py on this machine, beside what the simulation says of each.
 
-Four runs of real Ray, vLLM and trainer with two engines: at max_lag 0, 1, 2, and at max_lag 1 with
-an engine that is killed. A model of a million parameters sees to it that this machine keeps up;
-engines and trainer take as long as they are told, so they do not slow one another.
+Six runs of real Ray, vLLM and trainer with two engines: at max_lag 0, 1, 2, at max_lag 0 and 1 with
+train_parts 4, and at max_lag 1 with an engine that is killed. A model of a million parameters sees
+to it that this machine keeps up; engines and trainer take as long as they are told, so they do not
+slow one another.
 
-What the simulation is told comes from a fifth run, at max_lag 0, whose answers are others: `Costs`.
-Of the run itself it knows its configuration and how long each answer was; of the engine that is
+What the simulation is told comes from a seventh run, at max_lag 0, with other answers: `Costs`. Of
+the run itself it knows its configuration and how long each answer was; of the engine that is
 killed, when and with which groups, and how long its successor took to start.
 """
 
@@ -38,6 +39,7 @@ BASE, EACH = 0.025, 0.0015  # seconds of an engine step, and of each sequence in
 LONGEST = 200  # tokens of an answer
 WORD = 8  # letters; a prompt has as many tokens, and those around it
 STEPS = {0: 10, 1: 14, 2: 18}  # by max_lag
+ROWS = {1: 512, P: 256}  # tokens of a row, by parts of a step: few, so that a part is not joined
 KILLED = (6, 22)  # after which step an engine is killed, of how many
 DELAY = 0.5  # seconds from the end of that step
 LATE = 0.1  # longer engine steps than told: beyond it the machine's other work is measured
@@ -91,7 +93,29 @@ def make_inputs(folder: Path) -> None:
     save_model(folder / "model", rows[:8])
 
 
-def configured(folder: Path, name: str, lag: int, steps: int, seed: int) -> Config:
+class Job(NamedTuple):
+    """A real run."""
+
+    lag: int
+    parts: int = 1
+    kill_after: int = 0  # steps; 0: no engine is killed
+
+    @property
+    def name(self) -> str:
+        """As the table has it."""
+        parts = f", {self.parts} parts" if self.parts > 1 else ""
+        return f"max_lag {self.lag}{parts}" + ", an engine is killed" * bool(self.kill_after)
+
+    @property
+    def steps(self) -> int:
+        """To train."""
+        return KILLED[1] if self.kill_after else STEPS[self.lag]
+
+
+JOBS = (Job(0), Job(1), Job(2), Job(0, P), Job(1, P), Job(1, kill_after=KILLED[0]))
+
+
+def configured(folder: Path, name: str, job: Job, seed: int) -> Config:
     """A run of two engines. No answer is left out of training, and none changes the policy."""
     logs = folder / name / "engines"
     logs.mkdir(parents=True)
@@ -103,11 +127,12 @@ def configured(folder: Path, name: str, lag: int, steps: int, seed: int) -> Conf
     }
     parts: dict = {"run_dir": str(folder / name / "run"), "model": str(folder / "model")}
     parts |= {"data": {"train": str(folder / "train.jsonl")}, "engine": {"count": 2, "args": args}}
-    parts |= {"lr": 1e-12, "warmup_lr": 1e-12, "skip_zero_advantage": False, "row_tokens": 512}
+    parts |= {"lr": 1e-12, "warmup_lr": 1e-12, "skip_zero_advantage": False}
+    parts |= {"row_tokens": ROWS[job.parts], "train_parts": job.parts}
     parts |= {"activation_checkpointing": False, "prompts_per_step": P, "group_size": G}
     parts |= {"max_response_tokens": LONGEST, "max_model_len": LONGEST + 32}
     parts |= {"timeouts": {"start": 180.0, "rollout": 180.0, "train": 120.0, "sync": 60.0}}
-    return changed(Config(seed=seed, steps=steps, max_lag=lag, save_period=0), **parts)
+    return changed(Config(seed=seed, steps=job.steps, max_lag=job.lag, save_period=0), **parts)
 
 
 def measure(cfg: Config, kill_after: int = 0) -> Run:
@@ -348,20 +373,18 @@ def table(folder: Path) -> Iterator[str]:
         yield "real runs: none, for they need a machine without a GPU, and vLLM's build for CPUs"
         return
     make_inputs(folder)
-    hardware = costs(measure(configured(folder, "costs", 0, STEPS[0], 2)))
+    hardware = costs(measure(configured(folder, "costs", Job(0), 2)))
     yield told(hardware)
     yield f"{'seconds of a step':58}{'simulated':>11}{'measured':>11}{'apart':>8}"
-    jobs = {f"max_lag {lag}": (lag, steps, 0) for lag, steps in STEPS.items()}
-    jobs["max_lag 1, an engine is killed"] = (1, KILLED[1], KILLED[0])
     pairs: list[Pair] = []
     steps_alone: list[Pair] = []
-    for number, (name, (lag, steps, after)) in enumerate(jobs.items()):
-        run = measure(configured(folder, f"run-{number}", lag, steps, 1), after)
+    for number, job in enumerate(JOBS):
+        run = measure(configured(folder, f"run-{number}", job, 1), job.kill_after)
         trace = simulated(run, hardware)
         found = compared(run, trace)
         for pair in found:
             values = f"{pair.simulated:11,.2f}{pair.measured:11,.2f}{pair.error:8.1%}"
-            yield f"{name + ': ' + pair.name:58}{values}"
+            yield f"{job.name + ': ' + pair.name:58}{values}"
         if (late := behind(run, hardware)) > LATE:
             yield f"  NOT VALID: other work on this machine made engine steps {late:.0%} longer"
         if run.killed:

@@ -17,7 +17,8 @@ UPDATE = {"sync_pause": 0.01, "sync_transfer": 0.04, "sync_resume": 0.01}
 
 def made_up(tmp_path, lag: int = 0) -> Run:
     """A run in which everything takes just as long as it should, one thing after the other."""
-    cfg = real.configured(tmp_path, f"lag-{lag}", lag, len(LENGTHS), 1)
+    cfg = real.configured(tmp_path, f"lag-{lag}", real.Job(lag), 1)
+    cfg = dataclasses.replace(cfg, steps=len(LENGTHS))
     steps, rollouts, beats = [], [], []
     now = 0.0
     for number, tokens in enumerate(LENGTHS, 1):
