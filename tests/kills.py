@@ -1,6 +1,8 @@
 """Kills or stops what a run is made of at every point of its life, and prints how each time ended.
 
-    python tests/kills.py [KILLS] [SEED]     half a minute each; alone on the machine
+    python tests/kills.py [KILLS [SEED [--flag value ...]]]
+
+Half a minute each, alone on the machine. Flags are those of grpo_async.py: --train_parts 7.
 
 Needs models/tiny and data/tiny (launch/make_tiny.py). Each point of
 support/kill_points/sitecustomize.py (a role, and what it is about to do or has just done) is hit
@@ -107,7 +109,7 @@ def arm(program: Program, armed: Path, role: str, what: str, name: str) -> None:
 def main() -> int:
     """Prints a line for each kill and a summary; returns the exit status."""
     given = sys.argv[1:]
-    kills, seed = (*given, *("60", "0")[len(given) :])
+    kills, seed, *flags_given = (*given, *("60", "0")[len(given) :])
     dice = random.Random(int(seed))
     ends = Counter()
     counts = itertools.cycle((2, 1))
@@ -119,7 +121,7 @@ def main() -> int:
         def start(engines: int) -> Program:
             """The run, gone on with; two of its steps are trained."""
             flags = FLAGS | {"run_dir": f"{folder}/run", "engine.count": engines}
-            words = ["--resume", "auto"]
+            words = ["--resume", "auto", *flags_given]
             words += [str(word) for flag in flags.items() for word in (f"--{flag[0]}", flag[1])]
             cfg = preflight.load(Config, words, default="configs/tiny.py")
             program = Program(cfg, "--resume", "auto")
