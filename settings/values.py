@@ -37,10 +37,11 @@ def assigned(path: Path) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         text = located(error, str(path)).removeprefix("None:None: ")  # the place of a NUL
         raise InputError(text if text.startswith(str(path)) else f"{path}: {text}") from error
+    helpers = (types.ModuleType, types.FunctionType, type)
     return {
         name: value
         for name, value in names.items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType | type)
+        if not name.startswith("_") and not isinstance(value, helpers)
     }
 
 

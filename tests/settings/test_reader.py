@@ -102,6 +102,11 @@ def test_every_config_file_is_valid(path):
     assert reader.read(Settings, path) != Settings()
 
 
+def test_a_file_may_have_functions_of_its_own(write):
+    text = "import math\ndef reward(n):\n    return math.ceil(n)\nsteps = reward(4.5)\n"
+    assert reader.read(Config, Path(write(text))).steps == 5
+
+
 def test_flags_override_the_file(write):
     text = "steps = 5\npolicy = {'lr': 1e-4}\nloss = {'skip_zero_advantage': True}\nwandb = False\n"
     path = write(text)
