@@ -411,9 +411,9 @@ def main() -> None:
     """Checks everything that can be checked without a process, then runs."""
     cfg = reader.load(Config, sys.argv[1:], default="configs/tiny_dpo.py")
     if cfg.command.dry_run:
-        from dry_run import show
+        from dry_run import explain
 
-        show(cfg, Config)
+        print(explain(cfg, Config))
         return
     from runtime import modes, preflight
 

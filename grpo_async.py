@@ -1024,9 +1024,9 @@ def main() -> None:
 
     cfg = reader.load(Config, sys.argv[1:], default="configs/tiny.py")
     if cfg.command.dry_run:
-        from dry_run import show
+        from dry_run import explain
 
-        show(cfg, Config)
+        print(explain(cfg, Config))
         return
     from envs.check_rows import load_rows
     from runtime import modes, preflight

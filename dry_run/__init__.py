@@ -7,7 +7,6 @@ assumptions about the hardware are printed with the result.
 
 import dataclasses
 import math
-import sys
 from importlib.util import find_spec
 from os.path import isfile
 from pathlib import Path
@@ -20,20 +19,11 @@ from policy.shape import Model
 from prep import check
 from runtime import layout
 from runtime.preflight import check_arguments, lacking
-from settings.errors import InputError, shown
+from settings.errors import InputError
 from settings.run import RunSettings, TrainingSettings
 from settings.values import flatten
 
-INSTALL = f"{shown(sys.executable)} -m pip install wandb"
 JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
-
-
-def show(cfg: TrainingSettings, Config: type) -> None:
-    """Prints the table of a run. Exit status: 1 where it has a problem."""
-    text = explain(cfg, Config)
-    print(text)
-    if "\nPROBLEM: " in text:
-        sys.exit(1)
 
 
 def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = None) -> str:
@@ -60,7 +50,7 @@ def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = No
         *any_step_rows(model, cfg, gpu),
         *slurm_rows(model, cfg, gpu),
         *assumptions(cfg, gpu),
-        *([f"note: W&B is not installed here: {INSTALL}"] if lacks_board(cfg) else []),
+        *(["note: W&B is not installed here: pip install wandb"] if lacks_board(cfg) else []),
         *data.lines,
         *(f"PROBLEM: {problem}" for problem in wrong),
         *([] if wrong else ["everything fits"]),
@@ -388,7 +378,7 @@ def problems(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
         found += [f"policy.lora_targets: no linear layer is called {unknown[0]!r}, but {known}"]
     files = {"data.train": cfg.data.train, "data.val": cfg.data.val}
     absent = [f"{field} = {path!r}" for field, path in files.items() if path and not isfile(path)]
-    return found + [f"{field}: expected a JSONL file, there is none" for field in absent]
+    return found + [f"{field}: there is no such file" for field in absent]
 
 
 def engine_problems(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:

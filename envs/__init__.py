@@ -39,11 +39,11 @@ class Reward:
 
 def get(row: Any, path: str, kind: type | UnionType, expected: str, prefix: str = "") -> Any:
     """The value at the dotted `path` of `row`; raises `require`'s ValueError unless a `kind`."""
-    value, at = row, prefix
+    value, at = row, "the row"
     for key in path.split("."):
-        is_object = value is None or isinstance(value, dict)
-        require(is_object, at.rstrip(".") or "the row", value, f"an object that holds {key}")
-        value, at = (value or {}).get(key), f"{at}{key}."
+        is_object = isinstance(value, dict)
+        require(is_object or value is None or prefix, at, value, f"an object that holds {key}")
+        value, at = value.get(key) if is_object else None, key
     require(isinstance(value, kind), prefix + path, value, expected)
     return value
 

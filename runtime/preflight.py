@@ -118,8 +118,8 @@ def check(cfg: "TrainingSettings") -> None:
 def check_installed(cfg: "TrainingSettings") -> None:
     """Raises InputError where this machine lacks a library that not all runs need."""
     if cfg.wandb and not importlib.util.find_spec("wandb"):
-        install = f"{shown(sys.executable)} -m pip install wandb"
-        raise InputError(f"wandb = True: it is not installed: {install}")
+        install = f"pip install wandb ({shown(sys.executable)} -m pip install wandb)"
+        raise InputError(f"wandb = True: it is not installed; {install}")
     if cfg.policy.kind == "megatron":
         from policy.megatron.check import check_kernels
 
@@ -219,7 +219,7 @@ def arguments(field: str) -> dict[str, str]:
 def lacking(model: str, name: str) -> str:
     """What to say of a model's folder without a file, and what makes it."""
     maker = next((m for end, m in MAKERS.items() if model.endswith(end)), "")
-    if exports := sorted(Path(model).glob("step_*/hf")):
+    if os.path.isdir(model) and (exports := sorted(Path(model).glob("step_*/hf"))):
         return f"model = {model!r}: expected the model of a run, such as {shown(exports[-1])}"
     stage = re.search(r"runs/([a-z]\w+)/step_\d+/hf$", model)
     made = f" ({maker} makes it)" if maker else ""

@@ -677,12 +677,12 @@ def test_a_data_file_that_is_not_there_does_not_fit(of_8b, data_files):
     assert "everything fits" in dry_run.explain(cfg, Config)
     data_files.add("a.jsonl")
     text = dry_run.explain(cfg, Config)
-    assert text.endswith("PROBLEM: data.train = 'a.jsonl': expected a JSONL file, there is none")
+    assert text.endswith("PROBLEM: data.train = 'a.jsonl': there is no such file")
     assert "everything fits" not in text
 
 
 def test_wandb_that_is_not_installed_is_noted(of_8b):
     """No problem: where a job is submitted it need not be there."""
     text = dry_run.explain(of_8b(wandb=True), Config)
-    assert "note: W&B is not installed here: " in text and "-m pip install wandb" in text
+    assert "note: W&B is not installed here: pip install wandb" in text
     assert "note: W&B" not in dry_run.explain(of_8b(), Config)

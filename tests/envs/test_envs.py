@@ -144,7 +144,7 @@ test_a_bad_row_is_refused_by_name = refused(
     check_replaced,
     (MATH_ROW, INPUT, 7, r"responses_create_params\.input is 7, expected a list of messages"),
     (MATH_ROW, INPUT, [], r"input is \[\], expected at least one message"),
-    (MATH_ROW, INPUT, [7], r"input\[0\] is 7, expected an object that holds role"),
+    (MATH_ROW, INPUT, [7], r"input\[0\]\.role is missing or null"),
     (MATH_ROW, [*INPUT, 0, "role"], "robot", r"input\[0\]\.role is 'robot', expected.*user"),
     (MATH_ROW, [*INPUT, 0, "content"], None, r"input\[0\]\.content is missing"),
     (MATH_ROW, [*INPUT, 0, "content"], [{"image": 1}], r"input\[0\]\.content\[0\]\.text is "),
