@@ -23,7 +23,7 @@ OF_ENGINES: dict[str, Any] = {"wait_for_training": statistics.fmean, "kv_use": m
 def combined(received: "Sequence[Received]") -> dict[str, float]:
     """Metrics of a weight update: each phase's seconds of the slowest engine, and their meters."""
     phases = [update.phases for update in received]
-    found = {name: max(phase[name] for phase in phases) for name in phases[0]}
+    found = {name: max(phase[name] for phase in phases) for name in SYNC if phases}
     names = dict.fromkeys(name for update in received for name in update.meters)
     for name in names:
         values = [update.meters[name] for update in received if name in update.meters]
@@ -56,10 +56,10 @@ class Speed:
 
     def of(self, step: Mapping[str, float]) -> dict[str, float]:
         """The metrics of a step, with those of speed in the place of COUNTS."""
+        found = {name: value for name, value in step.items() if name not in COUNTS}
         seconds, training = step.get("step_seconds", 0.0), step.get("train_seconds", 0.0)
         if not seconds:  # nothing was trained
-            return {name: value for name, value in step.items() if name not in COUNTS}
-        found = {name: value for name, value in step.items() if name not in COUNTS}
+            return found
         tokens = step["batch_tokens"]
         found |= {"tokens_per_second": tokens / seconds}
         if training:
