@@ -405,6 +405,20 @@ def test_training_costs_six_flops_a_parameter_and_more_for_what_runs_again():
     assert pace.train_flops(SUPER, masked) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("parts", "row_tokens", "share"), [
+    (1, 1, 1.0),
+    (8, 1, 1 / 8),
+    (8, 1000, 1 / 8),
+    (8, 1001, 1 / 4),  # a part has 1,000 tokens, so two are trained together
+    (8, 2500, 1 / 4),  # three, three and two
+    (8, 10**6, 1.0),
+])  # fmt: skip
+def test_the_last_part_is_what_small_parts_are_joined_to(parts, row_tokens, share):
+    fields = {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 1000}
+    fields |= {"max_model_len": 1100, "train_parts": parts, "row_tokens": row_tokens}
+    assert pace.last_part(changed(Config(), **fields)) == share
+
+
 def test_a_step_waits_for_all_to_alls_and_not_for_keys_and_values(tmp_path):
     """At Super's layout over 256 H100s Mamba's take two fifths of what the work takes."""
     cfg = read("rlvr1", shapes.write("models/super_sft", tmp_path))

@@ -4,12 +4,31 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from envs.rollout.episode import Sample, SampleInfo, Turn, stitch
+from grpo_async import Config, pack, policy_loss
+from policy.packing import Update
 from runtime import rollout_metrics
-from runtime.metrics import mean_metrics
+from runtime.metrics import mean_metrics, reduce_stats, step_metrics
 from runtime.rollout_metrics import mismatch_rows, mismatch_table, validation_metrics
 from support.samples import make_sample
+
+
+def test_what_was_trained_is_counted_with_its_prompts_and_what_each_token_attends_to():
+    """Also tokens that the filter drops: they were computed. An empty row is none."""
+    samples = [make_sample(np.random.default_rng(0), n) for n in (3, 4)]
+    for sample in samples:
+        sample.mask_T[:] = [False] * 2 + [True] * (len(sample.mask_T) - 2)
+    samples[0].engine_logp_T[:] = -50.0  # far from the trainer's
+    found = []
+    for row in (samples, []):
+        batch = pack(row, Update(3, 2, []), Config())
+        found.append(policy_loss(-torch.ones(len(batch.mask_T)), batch, Config()).stats)
+    total = reduce_stats(found)
+    assert (total["train_tokens"], total["train_keys"]) == (7, 0 + 1 + 2 + 0 + 1 + 2 + 3)
+    measured = step_metrics(total, 3, 1.0)
+    assert mean_metrics([measured, measured])["train_tokens"] == 14
 
 
 def test_the_mismatch_table_is_what_a_loop_over_tokens_finds():
