@@ -63,7 +63,9 @@ def provenance() -> dict:
     try:
         found["commit"] = git("rev-parse", "HEAD").strip()
         found["untracked"] = git("ls-files", "--others", "--exclude-standard").splitlines()
-        diff = git(*DIFF) + "".join(map(added, found["untracked"]))
+        diff = git(*DIFF)
+        for name in found["untracked"]:
+            diff += added(name) if len(diff) <= LONGEST_DIFF else ""
         cut = f"\n[cut off: {len(diff)} characters]" if len(diff) > LONGEST_DIFF else ""
         found["diff"] = diff[:LONGEST_DIFF] + cut
     except subprocess.CalledProcessError as error:
@@ -79,8 +81,8 @@ def added(name: str) -> str:
     if not name.endswith(".py") or not path.is_file() or path.stat().st_size > LONGEST_DIFF:
         return ""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    told = difflib.unified_diff([], lines, "/dev/null", f"b/{name}", lineterm="")
-    return "".join(f"{line}\n" for line in told)
+    patch = difflib.unified_diff([], lines, "/dev/null", f"b/{name}", lineterm="")
+    return "".join(f"{line}\n" for line in patch)
 
 
 def git(*words: str) -> str:

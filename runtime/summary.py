@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ANSWER = {"prompt": str, "response": [str], "reward": int | float}
 # What the call before may have set for itself alone; never a key.
-WANDB = ("WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_GROUP", "WANDB_NAME")
+WANDB = [f"WANDB_{name}" for name in ["MODE", "PROJECT", "ENTITY", "RUN_GROUP", "NAME", "TAGS"]]
 TAIL = 1 << 22  # bytes of rollouts.jsonl in which the last answer is looked for
 
 

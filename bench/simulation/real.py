@@ -2,10 +2,10 @@
 
 Six runs of real Ray, vLLM and trainer with two engines: at max_lag 0, 1, 2, at max_lag 0 and 1 with
 train_parts 4, and at max_lag 1 with an engine that is killed. A model of a million parameters sees
-to it that this machine keeps up; engines and trainer take as long as they are told, so they do not
-slow one another.
+to it that this machine keeps up; engines and trainer take as long as their settings say, so they do
+not slow one another.
 
-What the simulation is told comes from a seventh run, at max_lag 0, with other answers: `Costs`. Of
+The simulation's inputs come from a seventh run, at max_lag 0, with other answers: `Costs`. Of
 the run itself it knows its configuration and how long each answer was; of the engine that is
 killed, when and with which groups, and how long its successor took to start.
 """
