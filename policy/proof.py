@@ -97,7 +97,6 @@ class Proof:
             self.add(name, tensor)
             yield name, tensor
 
-    @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
         """Notes a tensor that was sent."""
         if self.mapper is None:

@@ -1,6 +1,7 @@
 """The engine's side of a weight update, within vLLM's workers."""
 
 import contextlib
+import functools
 import logging
 import os
 import pickle
@@ -8,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from policy import OWNER
 from policy.proof import Proof
 from policy.weight_sync import Wire, buckets, checksum, digest, tensor_in
+
+if TYPE_CHECKING:  # it imports vLLM
+    from policy.copies import Copies
 
 RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
 
@@ -48,6 +52,17 @@ def end_with(pid: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+@contextlib.contextmanager
+def loaded_by(copies: "Copies | None", model: Any) -> Iterator[None]:
+    """Lets `copies` load what reaches a model's `load_weights`, as far as they know how."""
+    if copies:
+        model.load_weights = functools.partial(copies.load, model.load_weights)
+    try:
+        yield
+    finally:
+        vars(model).pop("load_weights", None)
+
+
 class WeightReceiver:
     """Mixed into vLLM's workers through `worker_extension_cls`."""
 
@@ -55,6 +70,7 @@ class WeightReceiver:
     model_runner: Any
     device: torch.device
     updates = 0  # that were received
+    copies: "Copies | None" = None  # which the next update makes by itself
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
         """Also ends this process with the actor around its engine, from here on.
@@ -94,15 +110,27 @@ class WeightReceiver:
         model = self.model_runner.get_model()
         digests: list[Tensor] = []
         self.updates += 1
+        copies, self.copies = self.copies, None  # kept only by an update that succeeds
         proof = Proof(model, None if verify else self.updates)
-        with set_current_vllm_config(self.vllm_config):
+        with set_current_vllm_config(self.vllm_config), loaded_by(copies, model):
             weights = proof.watch(self.incoming(digests, verify))
             self.model_runner.reload_weights(weights_iterator=weights)
             self.refresh_tied_head(model)
             proof.check()
             names = ", ".join(sorted(proof.unverified))
             print(f"not verified by reading back: {names}", flush=True)
+            self.copies = copies or (self.asked(model) if verify else None)
         return checksum(digests)
+
+    def asked(self, model: nn.Module) -> "Copies | None":
+        """What the next update may copy by itself; None where vLLM's loaders do not say."""
+        from policy.copies import Copies
+
+        try:
+            return Copies(model, self.vllm_config, self.sync_wire.metas)
+        except Exception as error:
+            print(f"each tensor of an update goes through vLLM's loaders: {error!r}", flush=True)
+            return None
 
     def refresh_tied_head(self, model: nn.Module) -> None:
         """On CPU a tied head multiplies by a packed copy of the embedding, made once at start."""

@@ -49,6 +49,18 @@ def is_near(gap: float, first: float) -> bool:
     return True
 
 
+# Tensors and layers of each that need no loader of vLLM's: the embedding and the head have padding,
+# and A_log becomes A.
+COPIED = {"qwen3": (23, 17), "qwen3_moe": (43, 17), "nemotron_dense": (18, 15)}
+
+
+@pytest.mark.parametrize("family", FAULTS)
+def test_copies_make_the_bits_that_vllm_s_loaders_make(checks, family):
+    copies = checks[family]["copies"]
+    assert tuple(copies["known"]) == COPIED[family]
+    assert copies["copied"] == copies["loaded"]
+
+
 @pytest.mark.parametrize("family", FAULTS)
 def test_every_fault_is_found(checks, family):
     """Printed: the probe's gap in nats, whether it is too large, and what reading back says."""

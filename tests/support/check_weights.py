@@ -15,6 +15,7 @@ import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -91,9 +92,12 @@ class Checked:
         join = self.generator.join_sync_group(wire, "127.0.0.1", store.port, 1, 2)
         await asyncio.gather(asyncio.to_thread(self.sender.join, store, 0, 2), join)
 
-    async def update(self, fault: str = "", sent: str = "", verify: bool = True) -> str:
+    async def update(
+        self, fault: str = "", sent: str = "", verify: bool = True, moves: bool = True
+    ) -> str:
         """Moves and sends the policy; what the check of the update says."""
-        self.policy.move()
+        if moves:
+            self.policy.move()
         self.version += 1
         tensors = self.policy.tensors
         self.policy.sent = FAULTS[sent](tensors, {}) if sent else tensors
@@ -106,6 +110,20 @@ class Checked:
             await self.generator.engine.resume_generation()
             return str(received).splitlines()[0]
         return "" if set(received[1]) == {checksum} else "other bytes came"
+
+    async def asked(self, method: str) -> Any:
+        """What the worker says."""
+        return (await self.generator.engine.collective_rpc(method))[0]
+
+    async def by_copies(self) -> dict:
+        """What it copies by itself, and what it then holds, beside what vLLM's loaders make."""
+        known = await self.asked("known")
+        await self.update(verify=False)
+        copied = await self.asked("held")
+        await self.asked("forget")
+        await self.update(verify=False, moves=False)
+        assert await self.asked("known") == [0, 0]
+        return {"known": known, "copied": copied, "loaded": await self.asked("held")}
 
     async def gap(self) -> float:
         """How far the answers to a probe are from the policy's, nats."""
@@ -125,15 +143,17 @@ async def check(model: str, faults: list[str]) -> None:
         engine = Checked(changed(make_config(copy, Path(folder)), max_model_len=512), copy)
         await engine.start()
         await engine.update()
+        copies = await engine.by_copies()
         found = {}
         for fault in ["", *faults]:
+            await engine.update()  # a fault has ended what the worker knows of copies
             sent = fault.removeprefix("sent: ") if fault.startswith("sent: ") else ""
             said = await engine.update("" if sent else fault, sent)
             found[fault] = said, await engine.gap()
         mended = await engine.update(), await engine.gap()
         some = [await engine.update(faults[0], verify=False) for _ in range(SHARE)]
         engine.generator.engine.shutdown()
-    print(json.dumps({"found": found, "mended": mended, "some": some}))
+    print(json.dumps({"found": found, "mended": mended, "some": some, "copies": copies}))
 
 
 def main(words: list[str]) -> None:

@@ -1,7 +1,10 @@
 """An engine's worker that loads other weights than it receives, by the name of a fault."""
 
+import hashlib
+
 import torch
 
+from policy.proof import vectors
 from policy.receiver import WeightReceiver
 
 LAYER = "model.layers.1."
@@ -118,6 +121,26 @@ class FaultyReceiver(WeightReceiver):
     def arm(self, fault: str) -> None:
         """The fault of the next update; "" for none."""
         self.fault = fault
+
+    def known(self) -> tuple[int, int]:
+        """How many tensors it copies without vLLM's loaders, and how many layers they fill."""
+        return (len(self.copies.readers), len(self.copies.filled)) if self.copies else (0, 0)
+
+    def forget(self) -> None:
+        """The next update goes through vLLM's loaders."""
+        self.copies = None
+
+    def held(self) -> str:
+        """A hash of the bits of all parameters and buffers, and of what packed layers compute."""
+        model, found = self.model_runner.get_model(), hashlib.sha256()
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        for layer in model.modules():
+            if hasattr(layer, "cpu_linear"):
+                x_VC = vectors(layer.input_size, self.device).to(layer.params_dtype)
+                tensors[str(len(tensors))] = layer.quant_method.apply(layer, x_VC)
+        for tensor in tensors.values():
+            found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
 
     def receive_weights(self, verify: bool = False) -> int:
         """As a sound worker, but vLLM's loader gets other tensors than came."""
