@@ -304,9 +304,11 @@ def step_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
 def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     """The least seconds of a weight update, and their parts."""
     sent, broadcasts, gathered, messages = pace.update_traffic(model, cfg)
-    least = f"at least: rank 0 sends {sent / 1e9:,.1f} GB in {broadcasts:,} broadcasts"
+    least = f"at least: rank 0 sends {sent / 1e9:,.1f} GB in {broadcasts:,} buckets"
     cards = pace.networks(cfg)
     by = f"networks: {cards}" if cards else "by NVLink"
+    if pace.sync_seconds(model, cfg, gpu) == model.tensors * pace.TENSOR_SECONDS:
+        by = f"{model.tensors:,} tensors"
     rows = [row("weight update", f"{pace.sync_seconds(model, cfg, gpu):,.2f}", f"{least}; {by}")]
     if messages:
         what = f"GB that rank 0 gets of others in {messages:,} messages; not in the step"

@@ -25,6 +25,7 @@ MFU = 0.3  # assumed; prime-rl measured 0.15 (rows of 16k tokens) to 0.36 (65k) 
 LAUNCH_S = 3e-3  # assumed: an engine step beside its arithmetic and memory traffic
 NETWORK_BYTES_S = 50e9  # InfiniBand NDR: 400 Gb/s, a card for each GPU
 DISK_BYTES_S = 1e9  # assumed: what a node writes to shared storage, or reads from it
+TENSOR_SECONDS = 27e-6  # of an engine's processor, to copy a tensor: bench/reload.py, two cores
 MEAN_SHARE = 0.25  # assumed: mean response over longest response
 NODE_GPUS = 8
 
@@ -162,8 +163,12 @@ def networks(cfg: "TrainingSettings") -> int:
 
 
 def sync_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
-    """Floor of a weight update: all weights in bf16, once out of rank 0's node, or its GPU."""
-    return 2 * model.params / (networks(cfg) * NETWORK_BYTES_S or gpu.nvlink)
+    """Floor of a weight update: all weights in bf16, once out of rank 0's node, or its GPU.
+
+    Meanwhile an engine's processor copies tensor after tensor.
+    """
+    network = 2 * model.params / (networks(cfg) * NETWORK_BYTES_S or gpu.nvlink)
+    return max(network, model.tensors * TENSOR_SECONDS)
 
 
 class Traffic(NamedTuple):

@@ -1,6 +1,7 @@
 """A model's architecture without its weights: the modules, and their sizes."""
 
 import functools
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Model:
     layer: int  # in the largest decoder layer
     experts: int  # routed, in the layer that has most
     biggest: int  # in the largest tensor
-    tensors: int  # of parameters
+    tensors: int  # of a weight update, of each expert its own
     linear: dict[str, int]  # parameters of adapters of rank 1, by the last part of layers' names
     layers: int
     kv_layers: int
@@ -95,7 +96,7 @@ def read_model(folder: str) -> Model:
         layer=max(sum(layer.values()) for layer in layers),
         experts=max(routed(layer) for layer in layers),
         biggest=max(sizes.values()),
-        tensors=len(sizes),
+        tensors=sum(itertools.starmap(sent, lm.named_parameters())),
         linear=adapted(lm),
         layers=len(layers),
         kv_layers=sum(kind not in WITHOUT_KV for kind in kinds),
@@ -122,6 +123,13 @@ def adapted(lm: Any) -> dict[str, int]:
 def routed(sizes: dict[str, int]) -> int:
     """Parameters of routed experts, of all by name."""
     return sum(size for name, size in sizes.items() if ".experts." in name)
+
+
+def sent(name: str, parameter: Any) -> int:
+    """Tensors that a checkpoint has of a parameter: transformers stacks a layer's experts."""
+    if ".experts." not in name or parameter.dim() < 3:
+        return 1
+    return len(parameter) * (2 if "gate_up" in name else 1)
 
 
 def field(config: Any, *names: str, default: int = 0) -> int:

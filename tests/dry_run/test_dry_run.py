@@ -44,7 +44,7 @@ QWEN_17B = shapes.QWEN | {"hidden_size": 2048, "intermediate_size": 6144}
 # Nemotron 3 Super: 40 Mamba, 40 expert and 8 attention layers, 512 experts of which 22 are met.
 counts = {"params": 120_600_000_000, "routed": 112_700_000_000, "expert_share": 22 / 512}
 counts |= {"embedding": 131072 * 4096, "root": 2 * 131072 * 4096, "layer": 2_900_000_000}
-counts |= {"experts": 512 * 2 * 2688 * 1024, "biggest": 131072 * 4096, "tensors": 800}
+counts |= {"experts": 512 * 2 * 2688 * 1024, "biggest": 131072 * 4096, "tensors": 41_603}
 counts |= {"linear": 3_000_000, "layers": 88, "kv_layers": 8, "hidden": 4096, "heads": 32}
 counts |= {"kv_heads": 2, "head_dim": 128, "latent": 0, "ffn": 22 * (8 * 2688 + 4 * 4096)}
 counts |= {"state": 40 * (4 * 128 * 64 * 128 + 2 * 3 * (128 * 64 + 2 * 8 * 128))}
@@ -324,9 +324,15 @@ def test_every_rank_of_a_node_loads_its_share_of_the_model():
 
 def test_a_batch_of_super_and_the_floor_of_its_sync():
     assert pace.step_tokens(Config()) == 256 * 16 * 65536 == 268_435_456
-    for engines, seconds in ((8, 4.824), (7, 241.2 / 450)):  # the latter are all in a node
+    dense = dataclasses.replace(SUPER, tensors=723)
+    copied = 41_603 * pace.TENSOR_SECONDS
+    for model, engines, seconds in (
+        (SUPER, 8, 4.824),
+        (dense, 7, 241.2 / 450),  # all in a node
+        (SUPER, 7, copied),  # engines' processors take longer
+    ):
         cfg = changed(Config(), count=engines, ranks=1)
-        assert pace.sync_seconds(SUPER, cfg, h100(80)) == pytest.approx(seconds)
+        assert pace.sync_seconds(model, cfg, h100(80)) == pytest.approx(seconds)
     short = changed(Config(), max_response_tokens=1024, max_model_len=512)
     assert pace.response_limit(short) == 512
 
@@ -334,14 +340,14 @@ def test_a_batch_of_super_and_the_floor_of_its_sync():
 def test_what_an_update_is_made_of(tmp_path):
     one, eight = Config(), changed(Config(), ranks=8)
     assert pace.update_traffic(SUPER, one) == (241.2e9, 899, 0, 0)
-    assert pace.update_traffic(SUPER, eight) == (241.2e9, 899, 241.2e9 * 7 / 8, 800)
+    assert pace.update_traffic(SUPER, eight) == (241.2e9, 899, 241.2e9 * 7 / 8, 41_603)
     cfg = read("rlvr1", shapes.write("models/super_sft", tmp_path))
     model = read_model(cfg.model)
     # Seven ranks have seven eighths of the experts; a layer's 704 MB take three messages each.
     assert pace.update_traffic(model, cfg)[2:] == (2 * model.routed * 7 / 8, 40 * 7 * 3)
     text = dry_run.explain(cfg, Config)
-    assert cell(text, "weight update") == "0.60" and cell(text, "gathered for it") == "197.3"
-    assert "at least: rank 0 sends 241.3 GB in 900 broadcasts; networks: 8\n" in text
+    assert cell(text, "weight update") == "1.12" and cell(text, "gathered for it") == "197.3"
+    assert "at least: rank 0 sends 241.3 GB in 900 buckets; 41,603 tensors\n" in text
     assert "GB that rank 0 gets of others in 840 messages; not in the step" in text
 
 
