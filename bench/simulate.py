@@ -73,6 +73,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--environment", type=float, default=0, help="seconds of the environment, each answer")
     add("--judge", type=float, default=0, help="seconds of the judge, each answer")
     add("--judged_at_once", type=int, default=10**9, help="answers that judges take at once")
+    add("--mfu", type=float, default=pace.MFU, help="share of their peak that trainers reach")
     add("--drafts", type=float, default=1, help="tokens of an engine's step in the tail, by MTP")
     add("--table", default="", metavar="FILE", help="JSON: [[batch, context, seconds], ...]")
     add("--page", default="", metavar="FILE", help="a picture of some steps (.html)")
@@ -119,6 +120,8 @@ def chosen(model: Model, cfg: Config) -> Gpu:
 def check(given: argparse.Namespace) -> None:
     """Raises InputError for a number that no run can have, and for a page without a folder."""
     least = {"steps": 1, "turns": 1, "drafts": 1, "judged_at_once": 1}
+    if not 0 < given.mfu <= 1:
+        raise InputError(f"--mfu {given.mfu}: expected a share above 0, at most 1")
     least |= dict.fromkeys(("mean", "spread", "prompt", "tool", "environment", "judge"), 0)
     for name, low in least.items():
         value = getattr(given, name)
@@ -269,6 +272,7 @@ def main() -> None:
         validate(given.validate)
         return
     check(given)
+    pace.MFU = given.mfu
     named = read(given.config, words, given.steps)
     with with_model(named) as cfg:
         plan = Plan(cfg, given)

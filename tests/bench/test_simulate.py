@@ -309,6 +309,7 @@ def program(monkeypatch, capsys):
     """A function that does what bench/simulate.py does; returns what that prints."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which main() sets
+    monkeypatch.setattr(pace, "MFU", pace.MFU)
     threshold = gc.get_threshold()
 
     def run(*words: str) -> str:
@@ -344,6 +345,17 @@ def test_changes_of_a_large_lag_are_tried_for_long_enough(program):
 
 
 @pytest.mark.slow
+def test_trainers_compute_as_long_as_their_share_of_the_peak_says(program):
+    small = ("--prompts_per_step", "16", "--group_size", "4", "--steps", "5", "--alone")
+    training = []
+    for share in (0.3, 0.15, 0.1):
+        told = program("configs/h100/rlvr_27_nodes.py", *small, "--mfu", str(share))
+        training.append(float(re.search(r"training and update ([\d.]+) s", told)[1]))
+    assert training[1] > 1.3 * training[0]  # what is sent takes as long as before
+    assert training[2] - training[1] == pytest.approx(training[1] - training[0], abs=0.2)
+
+
+@pytest.mark.slow
 def test_engines_are_merged_by_two_only_where_they_are_even(program):
     """Three engines would become one, and one none, which no run can have."""
     small = ("--prompts_per_step", "16", "--group_size", "4", "--steps", "5")
@@ -355,6 +367,7 @@ def test_engines_are_merged_by_two_only_where_they_are_even(program):
 
 WRONG = {
     "--faults engines=1": "--faults 'engines=1'",
+    "--mfu 30": "--mfu 30.0: expected a share above 0, at most 1",
     "--judge -5": "--judge -5.0: expected at least 0",
     "--steps 4 --alone": "--steps 4: 4 steps at max_lag 1: expected at least 5",
     "--page no/x.html": "--page no/x.html: no is no folder",
