@@ -129,8 +129,19 @@ def gpus(cfg: Any = None) -> Iterator[str]:
     versions = found.stdout.split()
     if len(versions) < int(granted):
         yield f"Slurm granted {granted} GPUs, nvidia-smi shows {len(versions)}"
-    elif int(versions[0].partition(".")[0]) < OLDEST_DRIVER:
-        yield f"NVIDIA's driver is {versions[0]}, CUDA 13 needs {OLDEST_DRIVER}: update it"
+    elif int(versions[0].partition(".")[0]) < OLDEST_DRIVER and (why := torch_refuses()):
+        needs = f"{OLDEST_DRIVER}, or its compatibility libraries (the package cuda-compat-13-0)"
+        yield f"NVIDIA's driver is {versions[0]}, CUDA 13 needs {needs}; torch: {why}"
+
+
+def torch_refuses() -> str:
+    """Why torch cannot use a GPU of this node, "" if it can: an older driver may have libraries."""
+    tried = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda').sum().item()"]
+    try:
+        found = subprocess.run(tried, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return "".join(found.stderr.splitlines()[-1:]) if found.returncode else ""
 
 
 def compilers(cfg: Any = None) -> Iterator[str]:

@@ -176,6 +176,19 @@ def test_kernels_are_looked_for_in_the_job_alone(argv):
     assert done.returncode == 1 and "needs transformer_engine" in done.stderr
 
 
+def test_an_old_driver_is_refused_only_if_torch_cannot_use_a_gpu(tmp_path, monkeypatch):
+    for name in ("nvidia-smi", "torch_works"):
+        (tmp_path / name).write_text(f"#!/bin/sh\n[ {name} = torch_works ] || echo 570.86\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
+    (problem,) = preflight.gpus()
+    assert problem.startswith("NVIDIA's driver is 570.86, CUDA 13 needs 580, or its compatibility")
+    assert "torch: AssertionError: Torch not compiled with CUDA enabled" in problem
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "torch_works"))
+    assert not list(preflight.gpus())
+
+
 def test_a_node_that_cannot_serve_ends_the_job_by_name(tmp_path):
     """Slurm granted two GPUs and nvidia-smi shows one; a CPU node is not asked for any."""
     smi = tmp_path / "bin/nvidia-smi"
