@@ -546,15 +546,14 @@ class Generator:
     async def update_weights(self, version: int, verify: bool) -> tuple[dict, list[int], dict]:
         """Receives `version` in flight, between two engine steps. An error costs the engine.
 
+        After a CutOff it stays paused, and the next update repeats this one.
         Returns the seconds of each phase, a checksum of what each worker received, and what the
         engine did since the last update.
         """
         began = time.perf_counter()
         await self.engine.pause_generation(mode="keep", clear_cache=False)
         paused = time.perf_counter()
-        label = self.engine.update_weight_version(str(version))
-        receive = self.engine.collective_rpc("receive_weights", args=(verify,))
-        checksums, _ = await asyncio.gather(receive, label)
+        checksums = await self.engine.receive_weights(version, verify)
         self.version = version
         loaded = time.perf_counter()
         await self.engine.resume_generation()
@@ -722,8 +721,8 @@ class Trainer(SendingRank):
 class Engines:
     """The fleet of generators, kept at one policy version.
 
-    A failed update leaves an engine's layers half loaded, and no later update repairs them. An
-    engine that does not acknowledge one is replaced, and all join a new process group.
+    An engine that does not acknowledge an update is replaced. Those from which it was cut off get
+    it again, paused meanwhile: their layers are of two policies. All join a new process group.
     """
 
     def __init__(self, cfg: Config, cluster: Cluster):

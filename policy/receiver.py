@@ -8,7 +8,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from policy import OWNER
 from policy.proof import Proof
-from policy.weight_sync import Wire, buckets, checksum, digest, tensor_in
+from policy.weight_sync import CUT, CutOff, Wire, buckets, checksum, digest, tensor_in
 
 if TYPE_CHECKING:  # it imports vLLM
     from policy.copies import Copies
 
+CHECK_SECONDS = 0.5  # between two looks whether the senders have ended an update
 RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
@@ -63,6 +64,28 @@ def loaded_by(copies: "Copies | None", model: Any) -> Iterator[None]:
         vars(model).pop("load_weights", None)
 
 
+@contextlib.contextmanager
+def watched(store: Any, cut: Callable[[], None]) -> Iterator[None]:
+    """Calls `cut` in a thread once the senders have ended the update, or are gone."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(CHECK_SECONDS):
+            try:
+                is_cut = store.check([CUT])
+            except RuntimeError:  # rank 0, whose store it is, is gone
+                is_cut = True
+            if is_cut:
+                cut()
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
 class WeightReceiver:
     """Mixed into vLLM's workers through `worker_extension_cls`."""
 
@@ -70,6 +93,7 @@ class WeightReceiver:
     model_runner: Any
     device: torch.device
     updates = 0  # that were received
+    cut: threading.Event | None = None  # set once an update is over before all of it came
     copies: "Copies | None" = None  # which the next update makes by itself
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
@@ -96,10 +120,49 @@ class WeightReceiver:
         store = self.sync_wire.store(host, port, world)
         rank = first_rank + self.vllm_config.parallel_config.rank
         self.sync_group: Any = self.sync_wire.group(store, rank, world)
+        self.sync_store = store
         return int(getattr(self, "available_kv_cache_memory_bytes", 0))
 
-    def receive_weights(self, verify: bool = False) -> int:
-        """Takes a whole policy through vLLM's reload path; a checksum of it if `verify`, else 0.
+    def receive_weights(self, verify: bool = False) -> int | None:
+        """Takes a whole policy; a checksum of it if `verify`, else 0.
+
+        None where the update was cut off, by its senders or since a member of the group is lost.
+        The model then has layers of two policies, and the next update repeats this one. An error
+        would leave the replies of other workers of the engine unread.
+        """
+        self.cut = threading.Event()
+        with watched(self.sync_store, self.end_update):
+            try:
+                checksum = self.take_weights(verify)
+                if not (self.cut.is_set() and self.sync_wire.device == "cuda"):
+                    return checksum
+            except Exception:
+                if not self.cut.is_set():
+                    raise
+        self.restore_layers()
+        return None
+
+    def end_update(self) -> None:
+        """Ends the update that this process receives; called in another thread."""
+        if self.cut:
+            self.cut.set()
+        if self.sync_wire.device == "cuda":  # the kernels of the broadcasts wait for a lost member
+            self.sync_group.abort()
+
+    def restore_layers(self) -> None:
+        """Ends a reload that was cut off: layers get their tensors back, whatever is in them.
+
+        Left as they are, no later update could be loaded.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        config = self.vllm_config
+        with set_current_vllm_config(config):
+            finalize_layerwise_reload(self.model_runner.get_model(), config.model_config)
+
+    def take_weights(self, verify: bool) -> int:
+        """Loads what comes through vLLM's reload path; a checksum of it if `verify`, else 0.
 
         `model.load_weights` alone is a silent no-op on packed layers (vllm#42821, SkyRL#1680).
         Reads the loaded parameters back, with `verify` all of them. RuntimeError names one that
@@ -150,8 +213,21 @@ class WeightReceiver:
         """
         for bucket in buckets(self.sync_wire.metas):
             buffer = torch.empty(bucket.size, dtype=torch.uint8, device=self.sync_wire.device)
-            self.sync_group.broadcast(buffer, 0).wait()
+            self.arrive(self.sync_group.broadcast(buffer, 0))
             if verify:
                 digests.append(digest(buffer))
             for place in bucket.slices:
                 yield place.meta.name, tensor_in(buffer, place)
+
+    def arrive(self, work: Any) -> None:
+        """Waits for a bucket; for as long as the update is not cut off, where that can be seen."""
+        while self.cut and self.sync_wire.device == "cpu" and not work.is_completed():
+            if self.cut.is_set():
+                raise CutOff("the senders have ended the update")
+            time.sleep(5e-4)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if self.cut:
+                self.cut.set()
+            raise CutOff(f"a bucket does not come: {error}") from error

@@ -32,7 +32,12 @@ AHEAD = 3  # broadcasts that a GPU may still have to do when the next bucket is 
 WORDS = 1 << 18  # that are digested at once, as int64: they fit into a core's cache
 GPU_WORDS = 1 << 22  # 32 MiB: few kernels, and little memory beside the KV
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CUT = "cut"  # in the store of a group whose update was ended
 ROW_BYTES = 1 << 14  # that a digest adds up at once, of which a bucket is a multiple
+
+
+class CutOff(RuntimeError):
+    """An update ended before all of it had come. The next one can repeat it."""
 
 
 class Wire(NamedTuple):
@@ -153,6 +158,7 @@ class Sender:
         self.wire = Wire(policy.weight_metas(), waits.ANSWER_SECONDS, timeouts.sync, shares_gpu)
         self.group: Any = None  # of rank 0, its node-mates and the engines' workers
         self.rank = 0  # in that group
+        self.store: dist.Store | None = None  # where they met
         self.aborted = False
         self.staged: Iterator[Tensor] | None = None  # buffers, the first of them gathered
 
@@ -164,6 +170,7 @@ class Sender:
     def join(self, store: dist.Store, rank: int, world: int) -> None:
         """Meets the engines' workers at a store; rank 0 of the trainer and its node-mates do."""
         self.group = self.wire.group(store, rank, world)
+        self.store = store
         self.rank = rank
         self.aborted = False
         Sender.joined = self
@@ -173,10 +180,12 @@ class Sender:
         """Ends the update that this process sends; called in another thread than `send`.
 
         Under NCCL nothing else does: a lost engine leaves the others waiting in their kernels.
-        Gloo's own abort does nothing, and `finish` only stops waiting.
+        Gloo's own abort does nothing, and `finish` only stops waiting. Engines see CUT.
         """
         if cls.joined:
             cls.joined.aborted = True
+            if cls.joined.store:
+                cls.joined.store.set(CUT, "")
             cls.joined.group.abort()
 
     def stage(self) -> None:

@@ -1,5 +1,6 @@
 """vLLM's engine as a run uses it: its arguments, and how it is opened."""
 
+import asyncio
 import contextlib
 import copyreg
 import gc
@@ -59,6 +60,7 @@ def open_engine(cfg: RunSettings) -> "AsyncLLM":
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        from policy.weight_sync import CutOff
         from runtime.meter import Meter
 
     meter = Meter()
@@ -67,6 +69,15 @@ def open_engine(cfg: RunSettings) -> "AsyncLLM":
         async def pause_generation(self, *, mode: Any = "keep", clear_cache: bool = False) -> None:
             """Pauses between two engine steps. vLLM's own would then sleep for 20 ms."""
             await self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+        async def receive_weights(self, version: int, verify: bool) -> list[int]:
+            """A checksum of what each worker received. Raises CutOff."""
+            label = self.update_weight_version(str(version))
+            received = self.collective_rpc("receive_weights", args=(verify,))
+            checksums, _ = await asyncio.gather(received, label)
+            if None in checksums:
+                raise CutOff(f"update {version} was cut off before all of it came")
+            return checksums
 
     # The driver would import vLLM to read its error: that takes seconds, while all else waits.
     copyreg.pickle(EngineDeadError, lambda raised: (RuntimeError, (str(raised),)))

@@ -1,8 +1,8 @@
 """Which engines there are: started, leased by load, watched, brought to each policy version.
 
-STARTING --started--> FRESH --first update--> SERVING --death, failed update--> LOST
-    ^                                                                            |
-    +----------------- runtime/repair.py, a few times an hour --------------------+
+STARTING --started--> FRESH --update--> SERVING --death, failed update--> LOST
+    ^                   ^------cut off------+                               |
+    +----------------- runtime/repair.py, a few times an hour --------------+
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class State(enum.Enum):
     """How far an engine is."""
 
     STARTING = enum.auto()  # its process loads vLLM
-    FRESH = enum.auto()  # it has started, and its weights are noise until the next update
+    FRESH = enum.auto()  # its weights are noise until the next update
     SERVING = enum.auto()  # it holds the policy: groups are leased to it
     LOST = enum.auto()  # dead, silent, or with other weights: killed, and never used again
 
@@ -178,14 +178,13 @@ class Fleet:
         try:
             yield engine.actor
         finally:
-            if engine.state is State.SERVING:  # it may have been lost meanwhile
+            if engine.state is State.SERVING:
                 self.occupy(engine, -1)
+            else:  # it is lost, or an update was cut off
+                engine.groups -= 1
 
     def least_busy(self) -> Engine:
-        """The engine for the next group.
-
-        One whose health check is unanswered comes last: it may hang, and so seem idle.
-        """
+        """The engine for the next group; one that owes a health check may hang, and is last."""
         return next((e for e in self.queue if not e.unanswered), self.queue[0])
 
     def occupy(self, engine: Engine, groups: int) -> None:
@@ -286,14 +285,18 @@ class Fleet:
     def discard(self, actors: list, error: BaseException) -> None:
         """Kills engines that failed; `launch` starts others in their place."""
         for engine in [self.engines.pop(made) for made in actors if made in self.engines]:
-            if engine.state is State.SERVING:
-                self.queue.remove(engine)
-            engine.state = State.LOST
+            self.retire(engine, State.LOST)
             kill(engine.actor)
             self.error = error
             self.discarded += 1
             tqdm.write(f"an engine is lost: {error}")
             self.missing.set()
+
+    def retire(self, engine: Engine, state: State = State.FRESH) -> None:
+        """Leases no group to an engine from here on, or until the next update."""
+        if engine.state is State.SERVING:
+            self.queue.remove(engine)
+        engine.state = state
 
     async def unless_left(self, sync: Coroutine, leaving: Callable[[], Any]) -> dict[str, float]:
         """The result of `sync`; cancels it, and {}, once the run is leaving and no engine lives."""
@@ -309,10 +312,7 @@ class Fleet:
         await repair.replace(self)
 
     async def discard_dead(self, error: Exception, discarded: int) -> None:
-        """Discards the engines that are dead after a failed update; `discarded` were before it.
-
-        Re-raises errors that restarting an engine cannot fix.
-        """
+        """Discards the engines that are dead after a failed update; `discarded` were before it."""
         from runtime import repair
 
         await repair.discard_dead(self, error, discarded)

@@ -12,13 +12,14 @@ from tqdm import tqdm
 
 from core import waits
 from core.waits import answer, together, unless_stopped, within
-from policy.weight_sync import Sender
+from policy.weight_sync import CutOff, Sender
 from runtime import joining
 from settings.run import RunSettings
 
 if TYPE_CHECKING:
     from runtime.fleet import Fleet
 
+CUT_SECONDS = 2.0  # that an engine may take to notice that an update is over, or to finish it
 HOUR = 3600.0
 MAX_RESTARTS = 3  # times an hour that lost engines are replaced
 
@@ -75,19 +76,28 @@ async def replace(fleet: "Fleet") -> None:
 async def end_update(fleet: "Fleet", received: dict[asyncio.Future, Any]) -> BaseException:
     """Discards the engines that failed in an update; its error, once no send is left waiting.
 
-    `received` are the engines' calls. Raises TimeoutError where a send does not end.
+    `received` are the engines' calls. An engine from which the update was cut off lives: it waits
+    for the next one. Raises TimeoutError where a send does not end.
     """
+
+    def failed() -> list[BaseException]:
+        errors = [t.exception() for t in {*fleet.sent, *received} if t.done()]
+        return [e for e in errors if e and not isinstance(e, CutOff)]
+
     limit = fleet.cfg.timeouts.sync
-    failures = (t.exception() for t in {*fleet.sent, *received} if t.done())
-    errors = [failure for failure in failures if failure]
-    # Engines that have all buckets are done in a moment; the others never.
-    await asyncio.wait(received, timeout=2 if errors else 0)
-    error = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
-    fleet.discard([e for t, e in received.items() if not t.done() or t.exception()], error)
-    fleet.grouped = set()
+    error = next(iter(failed()), TimeoutError(f"no answer in {limit:.0f} s"))
+    fleet.discard([e for t, e in received.items() if t.done() and t.exception() in failed()], error)
     # The dead engines' sockets are closed now, so a send that waits for them ends as well. NCCL
-    # has no sockets: its sends are aborted.
+    # has no sockets: its sends are aborted. Engines that have all buckets are done in a moment.
     await ask(fleet, fleet.cluster.senders, Sender.abort)
+    await asyncio.wait(received, timeout=CUT_SECONDS)
+    cut = {e for t, e in received.items() if t.done() and isinstance(t.exception(), CutOff)}
+    fleet.discard(
+        [e for t, e in received.items() if e not in cut and (not t.done() or t.exception())], error
+    )
+    for actor in cut & fleet.engines.keys():
+        fleet.retire(fleet.engines[actor])
+    fleet.grouped = set()
     await within(limit, "the trainers' sends to end", asyncio.wait(fleet.sent))
     return error
 

@@ -174,6 +174,60 @@ def test_a_process_that_sends_nothing_has_nothing_to_abort(monkeypatch):
     weight_sync.Sender.abort()
 
 
+class Kernels(WeightReceiver):
+    """A worker whose update waits in kernels of NCCL until its group is aborted."""
+
+    def __init__(self, then):
+        self.then, self.restored, self.aborted = then, 0, threading.Event()
+        self.sync_wire = SimpleNamespace(device="cuda")
+        self.sync_group = SimpleNamespace(abort=self.aborted.set)
+        self.sync_store = dist.HashStore()
+
+    def take_weights(self, verify):
+        if isinstance(self.then, ValueError):
+            raise self.then
+        assert self.aborted.wait(10)
+        if isinstance(self.then, Exception):
+            raise self.then
+        return self.then
+
+    def restore_layers(self):
+        self.restored += 1
+
+
+@pytest.mark.parametrize("then", [7, RuntimeError("w does not hold row 0 as it was sent")])
+def test_an_update_that_waits_in_kernels_is_cut_off_by_aborting_them(monkeypatch, then):
+    """What they leave behind is garbage, whether reading back finds it or not."""
+    monkeypatch.setattr(receiver, "CHECK_SECONDS", 0.01)
+    worker = Kernels(then)
+    with ThreadPoolExecutor(1) as engine:
+        update = engine.submit(worker.receive_weights)
+        with pytest.raises(TimeoutError):
+            update.result(0.1)
+        assert not worker.aborted.is_set()
+        sending = weight_sync.Sender(Weights(weights()), Timeouts(), shares_gpu=True)
+        sending.group, sending.store = Silent(), worker.sync_store
+        monkeypatch.setattr(weight_sync.Sender, "joined", sending)
+        weight_sync.Sender.abort()
+        assert update.result(5) is None and worker.restored == 1
+
+
+def test_an_update_that_fails_by_itself_costs_its_engine():
+    worker = Kernels(ValueError("w has another shape"))
+    with pytest.raises(ValueError, match="another shape"):
+        worker.receive_weights()
+    assert not worker.restored and not worker.aborted.is_set()
+
+
+def test_an_update_whose_store_is_gone_is_cut_off(monkeypatch):
+    """As where trainer rank 0 has died."""
+    monkeypatch.setattr(receiver, "CHECK_SECONDS", 0.01)
+    worker = Kernels(7)
+    gone = mock.Mock(side_effect=dist.DistNetworkError("connection reset"))
+    worker.sync_store = SimpleNamespace(check=gone)
+    assert worker.receive_weights() is None and worker.aborted.is_set()
+
+
 @pytest.mark.parametrize("drop", ["a", "c", "e"])
 def test_weights_that_were_not_announced_are_refused(drop):
     tensors = weights()

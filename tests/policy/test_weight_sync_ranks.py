@@ -1,5 +1,7 @@
 """Weight updates of several processes over gloo: node-mates of rank 0 pass on what it sends."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -26,9 +28,9 @@ class Group:
         self.connect(workers)
 
     def connect(self, workers: int) -> None:
-        """New engine workers, and a process group with them."""
-        self.engines = [Process(Engine) for _ in range(workers)]
-        port, world = self.senders[0]("listen"), len(self.senders) + workers
+        """New engine workers, and a process group with them and those that live."""
+        self.engines += [Process(Engine) for _ in range(workers)]
+        port, world = self.senders[0]("listen"), len(self.senders) + len(self.engines)
         for rank, sender in enumerate(self.senders):
             sender.ask("join", port, rank, world)
         for rank, engine in enumerate(self.engines, len(self.senders)):
@@ -77,30 +79,69 @@ def test_engines_get_the_weights_to_the_bit_on_any_layout_of_nodes(
         made.check(version)
 
 
-def test_an_engine_that_is_killed_in_an_update_holds_neither_rank_0_nor_its_mates(group):
-    """As Fleet.exchange ends it: other engines are killed as well, the senders are told."""
-    made = group(["a", "a", "a", "b"], 2)
-    made.check(0)
-    made.update(1, dies=1)
-    assert isinstance(made.engines[1].answer(), EOFError)
-    began = time.monotonic()
-    made.engines[0].kill()
+def lose(made: Group, number: int) -> None:
+    """That engine worker is killed in an update, and ended as Fleet.exchange ends it."""
+    made.update(1, dies=number)
+    assert isinstance(made.engines[number].answer(), EOFError)
     for sender in made.senders:
         sender.ask("abort")
-    *of_senders, of_other = [trainer.answer() for trainer in made.trainers]
+
+
+@pytest.mark.parametrize("lost", range(5))
+def test_an_engine_that_is_killed_in_an_update_costs_that_engine(group, lost):
+    """Whatever its place in gloo's tree is, the others are cut off and get the next update."""
+    made = group(["a"], 5)
+    made.check(0)
+    began = time.monotonic()
+    lose(made, lost)
+    made.engines.pop(lost)
+    received = [engine.answer() for engine in made.engines]
     assert time.monotonic() - began < SOON
-    assert all(f"gathered {TENSORS}: " in str(error) for error in of_senders)
-    assert of_other == (0, TENSORS), "it gathers with the others to the end"
+    assert all(found is None or found[1] == TENSORS for found in received)
+    assert [e("restored") for e in made.engines] == [int(r is None) for r in received]
+    made.trainers[0].answer()
     made.connect(1)
     made.check(2)
 
 
-def test_an_engine_that_is_killed_leaves_all_to_their_deadline_where_nobody_is_told(group):
+def test_an_engine_that_is_killed_in_an_update_holds_neither_rank_0_nor_its_mates(group):
+    made = group(["a", "a", "a", "b"], 2)
+    made.check(0)
+    began = time.monotonic()
+    lose(made, 1)
+    assert made.engines[0].answer() is None
+    *of_senders, of_other = [trainer.answer() for trainer in made.trainers]
+    assert time.monotonic() - began < SOON
+    assert all(f"gathered {TENSORS}: " in str(error) for error in of_senders)
+    assert of_other == (0, TENSORS), "it gathers with the others to the end"
+    made.engines.pop()
+    made.connect(1)
+    made.check(2)
+
+
+def test_an_engine_that_is_stopped_in_an_update_costs_that_engine(group):
+    """Its sockets stay open: only what the senders write down ends the waiting of the others."""
+    made = group(["a"], 3)
+    made.check(0)
+    os.kill(made.engines[1].process.pid, signal.SIGSTOP)
+    made.update(1)
+    assert not made.engines[0].pipe.poll(1) or not made.engines[2].pipe.poll(1)
+    made.trainers[0].ask("abort")
+    received = [made.engines[i].answer() for i in (0, 2)]
+    assert None in received
+    made.trainers[0].answer()
+    made.engines.pop(1).kill()
+    made.connect(1)
+    made.check(2)
+
+
+def test_an_engine_that_is_killed_leaves_all_to_their_deadline_where_none_is_told(group):
     made = group(["a", "a"], 2, seconds=3)
     made.update(0, dies=0)
     assert isinstance(made.engines[0].answer(), EOFError)
     began = time.monotonic()
-    errors = [process.answer() for process in (*made.senders, made.engines[1])]
+    errors = [process.answer() for process in made.senders]
+    assert made.engines[1].answer() is None
     assert time.monotonic() - began < 3 + SOON
     assert all(isinstance(error, RuntimeError) for error in errors)
 
@@ -112,8 +153,9 @@ def test_a_sender_that_stalls_leaves_the_others_to_their_deadline(group, rank):
     began = time.monotonic()
     made.update(0, stalls=rank)
     others = [trainer for number, trainer in enumerate(made.trainers) if number != rank]
-    errors = [process.answer() for process in (*others, *made.engines)]
+    errors = [process.answer() for process in others]
+    assert made.engines[0].answer() is None
     assert time.monotonic() - began < 3 + SOON
     assert all(isinstance(error, RuntimeError) for error in errors)
-    assert all(f"gathered {MIDDLE}: " in str(error) for error in errors[:-1])
+    assert all(f"gathered {MIDDLE}: " in str(error) for error in errors)
     assert not made.trainers[rank].pipe.poll(), "it still stalls"

@@ -12,7 +12,7 @@ import torch
 from core import waits
 from grpo_async import Config, Engines, RolloutBuffer
 from policy import WeightMeta
-from policy.weight_sync import Sender
+from policy.weight_sync import CutOff, Sender
 from runtime import fleet, joining, repair
 from runtime.fleet import Engine, State
 from runtime.layout import Places
@@ -330,6 +330,41 @@ async def test_an_engine_that_is_nearly_done_when_another_fails_is_kept(house):
         answer.give((PHASES, [0], {}))
     await asyncio.wait_for(update, 5)
     assert home.killed == [first] and home.fleet.of(State.SERVING) == others
+
+
+async def test_engines_from_which_an_update_was_cut_off_get_it_again_and_are_not_replaced(house):
+    """Meanwhile no group is leased to them, and those that they have go on afterwards."""
+    home = await house(3).open()
+    lost, waits, well = home.made
+    lost.answers["update_weights"] = RuntimeError("it died")
+    answers = [CutOff("an update was cut off")]
+
+    def cut_off(*_):
+        return answers.pop() if answers else (PHASES, [0], {})
+
+    waits.answers["update_weights"] = cut_off
+    async with home.fleet.lease() as first, home.fleet.lease(), home.fleet.lease():
+        assert first is lost
+        home.slow = True
+        seen = []
+        home.trainer.answers["join_sync_group"] = lambda *_: seen.append(
+            home.fleet.of(State.SERVING)
+        )
+        await asyncio.wait_for(home.engines.sync(1), 5)
+        assert seen == [[well]], "while they meet again"
+    assert home.killed == [lost] and home.fleet.of(State.SERVING) == [waits, well]
+    assert [call for _, call in waits.called("update_weights")] == [True, False, True]
+    assert [home.fleet.engines[e].groups for e in (waits, well)] == [0, 0]
+    assert len(home.made) == 4 and len(home.fleet.repairs) == 1
+
+
+async def test_a_group_that_ends_while_its_engine_waits_for_an_update_is_counted(house):
+    home = await house(1).open()
+    async with home.fleet.lease() as made:
+        home.fleet.retire(home.fleet.engines[made])
+        assert not home.fleet.queue
+    home.fleet.all_synced()
+    assert [engine.groups for engine in home.fleet.queue] == [0]
 
 
 async def test_a_send_that_a_lost_engine_leaves_hanging_is_ended(house):

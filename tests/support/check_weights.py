@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from envs.rollout.episode import Request  # noqa: E402
 from policy import WeightMeta  # noqa: E402
 from policy.proof import SHARE  # noqa: E402
-from policy.weight_sync import Sender  # noqa: E402
+from policy.weight_sync import CutOff, Sender  # noqa: E402
 from runtime.probe import ANSWER, prompts  # noqa: E402
 from settings.run import Timeouts  # noqa: E402
 from support.configs import changed  # noqa: E402
@@ -107,6 +107,8 @@ class Checked:
         checksum, received = await asyncio.gather(send, update, return_exceptions=True)
         if isinstance(received, Exception):
             self.generator.version = self.version
+            if isinstance(received, CutOff):
+                return str(received)
             await self.generator.engine.resume_generation()
             return str(received).splitlines()[0]
         return "" if set(received[1]) == {checksum} else "other bytes came"
@@ -124,6 +126,28 @@ class Checked:
         await self.update(verify=False, moves=False)
         assert await self.asked("known") == [0, 0]
         return {"known": known, "copied": copied, "loaded": await self.asked("held")}
+
+    async def cut_off(self) -> dict:
+        """An update that is cut off while an answer is sampled, and whole ones after it.
+
+        With copies and with vLLM's loaders. `went_on` is whether the answer came without an update.
+        """
+        found = []
+        for copies in ("known", "forget"):
+            await self.update()
+            await self.asked(copies)
+            ids = prompts(64)[0]
+            request = Request(f"cut {copies}", ids, 1, 0, [], 256, {"ignore_eos": True})
+            answer = asyncio.create_task(self.generator.generate(request))
+            await asyncio.sleep(0.05)
+            said = [await self.update("cut off", verify=False) for _ in range(2)]
+            await asyncio.wait([answer], timeout=0.5)
+            went_on = answer.done()
+            said.append(await self.update())
+            (turn,) = await answer
+            found.append({"said": said, "went_on": went_on, "tokens": len(turn.token_ids)})
+            found[-1]["versions"] = len(set(turn.versions))
+        return {"cuts": found, "gap": await self.gap()}
 
     async def gap(self) -> float:
         """How far the answers to a probe are from the policy's, nats."""
@@ -144,6 +168,7 @@ async def check(model: str, faults: list[str]) -> None:
         await engine.start()
         await engine.update()
         copies = await engine.by_copies()
+        cut = await engine.cut_off()
         found = {}
         for fault in ["", *faults]:
             await engine.update()  # a fault has ended what the worker knows of copies
@@ -153,7 +178,9 @@ async def check(model: str, faults: list[str]) -> None:
         mended = await engine.update(), await engine.gap()
         some = [await engine.update(faults[0], verify=False) for _ in range(SHARE)]
         engine.generator.engine.shutdown()
-    print(json.dumps({"found": found, "mended": mended, "some": some, "copies": copies}))
+    print(
+        json.dumps({"found": found, "mended": mended, "some": some, "copies": copies, "cut": cut})
+    )
 
 
 def main(words: list[str]) -> None:

@@ -98,25 +98,47 @@ class Trainer:
             raise RuntimeError(f"gathered {policy.gathered}: {error}") from None
 
 
+class Receiver(WeightReceiver):
+    """A receiver that compares what comes, and loads nothing."""
+
+    right: dict[str, torch.Tensor]  # by name
+    dies = False  # in the middle
+    restored = 0  # times
+
+    def take_weights(self, verify: bool) -> tuple[int, int]:
+        """The checksum of what came, and how many tensors are right to the bit."""
+        digests: list[torch.Tensor] = []
+        same = 0
+        for i, (name, tensor) in enumerate(self.incoming(digests, verify)):
+            if self.dies and i == MIDDLE:
+                os.kill(os.getpid(), signal.SIGKILL)
+            same += torch.equal(tensor, self.right[name])
+        return weight_sync.checksum(digests), same
+
+    def restore_layers(self) -> None:
+        """Counts."""
+        self.restored += 1
+
+
 class Engine:
     """A worker of an engine."""
 
+    receiver: Receiver | None = None
+
     def join(self, wire: Wire, port: int, rank: int, world: int) -> None:
         """Joins the senders."""
-        self.receiver = WeightReceiver()
+        self.receiver = self.receiver or Receiver()
         self.receiver.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
         self.receiver.join_sync_group(pickle.dumps(wire), HOST, port, rank, world)
 
-    def receive(self, version: int, dies: bool) -> tuple[int, int]:
-        """The checksum of what came, and how many tensors are to the bit those of a version."""
-        digests: list[torch.Tensor] = []
-        right = weights(version)
-        same = 0
-        for i, (name, tensor) in enumerate(self.receiver.incoming(digests, verify=True)):
-            if dies and i == MIDDLE:
-                os.kill(os.getpid(), signal.SIGKILL)
-            same += torch.equal(tensor, right[name])
-        return weight_sync.checksum(digests), same
+    def receive(self, version: int, dies: bool) -> tuple[int, int] | None:
+        """What came: checksum, right tensors. None where it was cut off."""
+        self.receiver.right, self.receiver.dies = weights(version), dies
+        return self.receiver.receive_weights(verify=True)
+
+    def restored(self) -> int:
+        """How often its layers got their tensors back."""
+        return self.receiver.restored
 
 
 def serve(pipe, kind: type, args: tuple) -> None:
