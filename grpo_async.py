@@ -194,7 +194,7 @@ class Batch:
     planned_sequences: int
     old_logp_T: Tensor | None = None  # before the batch's first update, where there are several
     ref_logp_T: Tensor | None = None  # of the frozen reference, where there is a KL term
-    routes_T: Tensor | None = None  # int16 [T, layers, experts], chosen by the engine
+    routes_T: Tensor | None = None  # [T, expert layers, experts], chosen by the engine
 
 
 # === The algorithm: pure functions of tensors =====================================================

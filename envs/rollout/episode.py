@@ -38,7 +38,7 @@ class Turn:
     text: str = ""
     opening: str = ""  # "<think>" where the prompt has begun the answer so
     # Which experts saw each token of prompt and answer but the last, which the engine did not read.
-    routes: np.ndarray | None = None  # [tokens - 1, layers, experts]
+    routes: np.ndarray | None = None  # [tokens - 1, expert layers, experts]
     cached: int = 0  # tokens of the prompt that the engine found in its prefix cache
 
     parsed: Response | None = None  # by the parsers of the configuration, once
@@ -162,7 +162,7 @@ class Sample:
     components: dict[str, float] = dataclasses.field(default_factory=dict)  # of Reward.info
     continues: bool = False  # an episode whose earlier tokens are in another sequence
     cache_hits: float = -1.0  # share of later turns' prompts in the prefix cache; -1: no later turn
-    routes_T: np.ndarray | None = None  # int16 [T, layers, experts], -1 where unknown
+    routes_T: np.ndarray | None = None  # int8/16 [T, expert layers, experts], -1 where unknown
 
     @classmethod
     def empty(cls) -> "Sample":
@@ -334,7 +334,7 @@ def join_routes(turns: list[Turn], tokens: int) -> np.ndarray | None:
     routes = [turn.routes for turn in turns if turn.routes is not None]
     if len(routes) < len(turns):
         return None
-    routes_T = np.full((tokens, *routes[0].shape[1:]), -1, np.int16)
+    routes_T = np.full((tokens, *routes[0].shape[1:]), -1, routes[0].dtype)
     for of_turn in reversed(routes):  # the earlier ones are the ones that were sampled with
         routes_T[: len(of_turn)] = of_turn[:tokens]
     return routes_T

@@ -74,3 +74,9 @@ def pattern(hf: PretrainedConfig) -> str:
     dense = getattr(hf, "mlp_only_layers", [])
     sparse = (step and (i + 1) % step == 0 and i not in dense for i in range(hf.num_hidden_layers))
     return "".join("*E" if has else "*-" for has in sparse)
+
+
+def expert_layers(hf: PretrainedConfig) -> list[int]:
+    """The layers that have experts, as a config.json and vLLM count layers."""
+    split = FAMILIES[hf.model_type].split
+    return [i // split for i, kind in enumerate(pattern(hf)) if kind == "E"]

@@ -95,7 +95,7 @@ class Places(NamedTuple):
 
     read_L: Tensor  # bool: the engine read this token, so it chose experts for it
     counted_L: Tensor  # bool: of a sample that is trained, so the balance of experts counts it
-    routes_L: Tensor | None  # [L, layers, experts], the engine's choice; -1: unknown
+    routes_L: Tensor | None  # [L, expert layers, experts], the engine's choice; -1: unknown
 
 
 class Row(PackedSeqParams):
@@ -143,18 +143,22 @@ class Chosen(NamedTuple):
 
 
 class RouteReplay(nn.Module):
-    """Makes a router choose the experts that the engine chose in layer `layer` (R3).
+    """Makes a router choose the experts that the engine chose (R3).
+
+    The router is number `layer` of those of the `layers` layers that have experts.
 
     Trainer and engine round differently. A token that both send to different experts has different
-    logprobs: arXiv:2510.11370. A place without a whole route chooses for itself.
+    logprobs: arXiv:2510.11370. A place without a whole route chooses for itself. Raises ValueError
+    for routes of another number of layers.
     """
 
     followed: Tensor
     wanted: Tensor
 
-    def __init__(self, router: Router, layer: int):
+    def __init__(self, router: Router, layer: int, layers: int):
         super().__init__()
         self.layer = layer
+        self.layers = layers
         self.share = router.mine
         self.places = lambda: router.places
         for name in ("followed", "wanted"):
@@ -175,6 +179,10 @@ class RouteReplay(nn.Module):
         self.wanted += read_L.sum()
         if places.routes_L is None:
             return own
+        known = places.routes_L.shape[1]
+        if known != self.layers:
+            expected = f"expected those of the {self.layers} that have experts"
+            raise ValueError(f"samples have routes of {known} layers, {expected}")
         route_LK = self.share(places.routes_L)[:, self.layer].long()
         sorted_LK = route_LK.sort(1).values  # experts named twice are no route
         whole_L = (sorted_LK[:, 0] >= 0) & (sorted_LK.diff() > 0).all(1)
@@ -249,11 +257,9 @@ def build(settings: "PolicySettings", hf: Any, dtype: torch.dtype) -> MambaModel
         parameter.requires_grad_(not name.endswith("router.weight"))
     for layer in model.decoder.layers if settings.replay_routing else ():
         if isinstance(layer, ExpertLayer):
-            at = layer.layer_number - 1  # attention and experts are two layers here
+            before = layers[: layer.layer_number - 1].count("E")
             router = layer.mlp.router
-            router.router_replay = RouteReplay(
-                router, at if hf.model_type == "nemotron_h" else at // 2
-            )
+            router.router_replay = RouteReplay(router, before, layers.count("E"))
     for layer in model.decoder.layers if settings.activation_checkpointing else ():
         layer.forward = partial(checkpointed, layer.forward)
     return model

@@ -175,12 +175,14 @@ def test_one_step_with_mamba_is_that_of_one_rank(name, family, measured):
 
 
 def forced(gate, route_TK):
-    """transformers' router of Qwen3-MoE with given experts."""
+    """transformers' router of Qwen3-MoE or Nemotron-H with given experts."""
+    factor = getattr(gate, "routed_scaling_factor", None)
 
     def forward(hidden):
         logits_TE = torch.nn.functional.linear(hidden.flatten(0, -2), gate.weight)
-        scores_TK = logits_TE.softmax(-1).gather(1, route_TK)
-        return logits_TE, scores_TK / scores_TK.sum(-1, keepdim=True), route_TK
+        score_TE = logits_TE.sigmoid() if factor else logits_TE.softmax(-1)
+        score_TK = score_TE.gather(1, route_TK)
+        return logits_TE, score_TK / score_TK.sum(-1, keepdim=True) * (factor or 1), route_TK
 
     return forward
 
@@ -202,13 +204,12 @@ def test_the_experts_of_the_engine_are_followed(name, family, measured, models):
         ours, others = found["logits"][i], alone["logits"][i]
         assert (ours - others)[~last_T].abs().max() < limit
         assert (ours - free[i])[~last_T].abs().max() > 0.01, "the routes change nothing"
-        if family != "qwen3_moe":
-            continue
+        gates = [gate for name, gate in lm.named_modules() if name.endswith(".gate")]
+        assert len(gates) == row.routes_T.shape[1] == 2
         at, theirs = 0, []
         for tokens_T in sequences(row):
-            for k, layer in enumerate(lm.model.layers):
-                route_TK = row.routes_T[at : at + len(tokens_T), k].long()
-                layer.mlp.gate.forward = forced(layer.mlp.gate, route_TK)
+            for k, gate in enumerate(gates):
+                gate.forward = forced(gate, row.routes_T[at : at + len(tokens_T), k].long())
             with torch.no_grad():
                 theirs.append(lm(input_ids=tokens_T[None]).logits[0])
             at += len(tokens_T)

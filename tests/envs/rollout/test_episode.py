@@ -222,7 +222,7 @@ def test_a_token_keeps_the_experts_that_read_it_first():
 
 
 def test_an_answer_that_another_engine_finished_has_the_experts_of_that_one():
-    experts = np.ones((3, 3, 2), np.uint16)  # it read prompt and draft
+    experts = np.ones((3, 3, 2), np.int16)  # it read prompt and draft
     answer = of_vllm((9,), [-1.5], [(0, 1, "5")], "stop", experts)
     (sample,) = stitch([turn([7, 8], [1]).extended(Turn.from_vllm([], answer))])
     assert (sample.routes_T[:3] == 1).all() and len(sample.routes_T) == 4
