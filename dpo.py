@@ -121,7 +121,7 @@ class Batch:
     mask_T: Tensor  # bool, the answers' tokens; never the first of a sequence
     ref_logp_S: Tensor  # float64
     planned_pairs: int
-    routes_T: Tensor | None = None  # no engine chose experts
+    routes_N: list | None = None  # no engine chose experts
 
 
 # === The algorithm: pure functions of tensors =====================================================

@@ -194,7 +194,7 @@ class Batch:
     planned_sequences: int
     old_logp_T: Tensor | None = None  # before the batch's first update, where there are several
     ref_logp_T: Tensor | None = None  # of the frozen reference, where there is a KL term
-    routes_T: Tensor | None = None  # [T, expert layers, experts], chosen by the engine
+    routes_N: list[np.ndarray] | None = None  # the engine's experts; the policy joins them
 
 
 # === The algorithm: pure functions of tensors =====================================================
@@ -386,7 +386,7 @@ def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
         score_N=torch.tensor([sample.score for sample in samples]),
         planned_tokens=update.planned_tokens,
         planned_sequences=update.planned_sequences,
-        routes_T=join(routes, torch.int16) if len(routes) == len(samples) else None,
+        routes_N=routes if len(routes) == len(samples) else None,  # large: Ray's own, not copied
     )
 
 

@@ -13,7 +13,7 @@ class Row:
     positions_T: torch.Tensor
     seq_T: torch.Tensor
     mask_T: torch.Tensor
-    routes_T: None = None
+    routes_N: None = None
 
 
 def row(tokens: int, sequence: int, vocab: int, seed: int = 0) -> Row:

@@ -35,7 +35,7 @@ class Row(Protocol):
     positions_T: "Tensor"  # int64, from 0 in each sequence: what keeps them apart in attention
     seq_T: "Tensor"  # int64, which sequence of the row
     mask_T: "Tensor"  # bool, trained tokens; never the first of a sequence
-    routes_T: "Tensor | None"  # [T, expert layers, experts], chosen by the engine; -1: unknown
+    routes_N: "list[Any] | None"  # of each [its tokens, expert layers, experts], as Sample has them
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)

@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -75,8 +76,11 @@ class Shard:
         trained_N = torch.bincount(row.seq_T[row.mask_T], minlength=len(length_N)) > 0
         counted_L = real_L & trained_N[row.seq_T][source_L]
         routes_L = None
-        if row.routes_T is not None:
-            routes_L = torch.where(real_L[:, None, None], row.routes_T[source_L], -1)
+        if row.routes_N is not None:
+            # Here, as those of all rows would not fit; the device gets this rank's places alone.
+            routes_T = torch.from_numpy(np.concatenate(row.routes_N))
+            routes_L = routes_T[source_L.cpu()].to(real_L.device)
+            routes_L = torch.where(real_L[:, None, None], routes_L, -1)
         self.packed = Row(ends, Places(read_L, counted_L, routes_L))
 
 

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +56,8 @@ def rows(count: int, vocab: int = 101) -> list[Batch]:
         lengths = [LENGTHS[0] + seed, *LENGTHS[1:]]
         T = sum(lengths)
         positions_T = torch.cat([torch.arange(n) for n in lengths])
+        # Two layers with experts, of each two of four.
+        routes_T = torch.rand(T, 2, 4, generator=draw).argsort(-1)[..., :2]
         made.append(
             Batch(
                 tokens_T=torch.randint(1, vocab, (T,), generator=draw),
@@ -66,8 +69,7 @@ def rows(count: int, vocab: int = 101) -> list[Batch]:
                 score_N=torch.zeros(len(lengths)),
                 planned_tokens=100,
                 planned_sequences=6,
-                # Two layers with experts, of each two of four.
-                routes_T=torch.rand(T, 2, 4, generator=draw).argsort(-1)[..., :2].short(),
+                routes_N=np.split(routes_T.numpy().astype(np.int8), np.cumsum(lengths)[:-1]),
             )
         )
     return made
@@ -186,8 +188,12 @@ def replay(cfg: Config, mine: list[Batch]) -> dict:
     policy = opened(cfg)
     _, logits = scored(policy, mine)
     first = step(policy, mine, cfg)
-    lacking = [dataclasses.replace(row, routes_T=row.routes_T.clone()) for row in mine]
-    lacking[0].routes_T[4, :, 1] = lacking[0].routes_T[4, :, 0]  # the same expert twice
+    lacking = [
+        dataclasses.replace(row, routes_N=[routes.copy() for routes in row.routes_N])
+        for row in mine
+    ]
+    first_T = lacking[0].routes_N[0]
+    first_T[4, :, 1] = first_T[4, :, 0]  # the same expert twice
     try:
         step(policy, lacking, cfg)
         refused = ""
@@ -196,7 +202,8 @@ def replay(cfg: Config, mine: list[Batch]) -> dict:
     after = weights(policy)
     found = {"logits": logits, "step": first, "after": after, "refused": refused}
     if dist.get_world_size() == 1:  # others would wait for what a rank that raises never sends
-        every = dataclasses.replace(mine[0], routes_T=torch.cat([mine[0].routes_T] * 2, 1))
+        doubled = [np.concatenate([routes] * 2, 1) for routes in mine[0].routes_N]
+        every = dataclasses.replace(mine[0], routes_N=doubled)
         with pytest.raises(ValueError, match="of 4 layers, expected those of the 2 that have"):
             policy.logprobs([every])
     return found
@@ -213,7 +220,8 @@ def alone(row: Batch, samples: list[int]) -> Batch:
     kept_T = torch.isin(row.seq_T, torch.tensor(samples))
     tensors = {k: v[kept_T] for k, v in vars(row).items() if k.endswith("_T") and v is not None}
     tensors["seq_T"] = torch.unique(tensors["seq_T"], return_inverse=True)[1]
-    return dataclasses.replace(row, **tensors, score_N=row.score_N[samples])
+    routes_N = [row.routes_N[i] for i in samples]
+    return dataclasses.replace(row, **tensors, score_N=row.score_N[samples], routes_N=routes_N)
 
 
 def balance(cfg: Config, mine: list[Batch]) -> dict[str, dict[str, torch.Tensor]]:

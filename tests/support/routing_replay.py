@@ -96,7 +96,7 @@ def main(model: str, prompts: int) -> None:
     other = []
     for router, layer in zip(routers, layers, strict=True):
         for chosen_LK, row in zip(router.router_replay.experts, rows, strict=True):
-            routes_TK = row.routes_T[:-1, layer].long().sort(1).values
+            routes_TK = torch.tensor(row.routes_N[0][:-1, layer]).long().sort(1).values
             other.append((chosen_LK[: len(routes_TK)] != routes_TK).any(1))
     found |= {"other experts": float(torch.cat(other).float().mean())}
     found |= {"hit rate": followed / wanted, "tokens": len(gap)}
