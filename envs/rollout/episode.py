@@ -90,14 +90,12 @@ class Turn:
 
     def extended(self, more: "Turn") -> "Turn":
         """This draft and what came after it."""
-        return Turn(
-            self.prompt_ids,
-            self.token_ids + more.token_ids,
-            self.logps + more.logps,
-            self.versions + more.versions,
-            more.finish_reason,
-            routes=more.routes,
-            cached=more.cached,
+        return dataclasses.replace(
+            more,
+            prompt_ids=self.prompt_ids,
+            token_ids=self.token_ids + more.token_ids,
+            logps=self.logps + more.logps,
+            versions=self.versions + more.versions,
         )
 
     def after(self, n: int) -> "Turn":
@@ -167,17 +165,9 @@ class Sample:
     @classmethod
     def empty(cls) -> "Sample":
         """What a packed row without samples holds: one token that trains nothing."""
-        one = np.zeros(1, np.int32)
-        return cls(
-            tokens_T=one,
-            mask_T=one.astype(bool),
-            engine_logp_T=one.astype(np.float32),
-            version_T=one,
-            flaw_T=one.astype(np.int8),
-            truncated=False,
-            reward=0.0,
-            score=0.0,
-        )
+        sample = cls.of([Turn([0], [], [], [], "")])
+        sample.reward = sample.score = 0.0
+        return sample
 
     @classmethod
     def of(cls, turns: list[Turn]) -> "Sample":
