@@ -527,6 +527,7 @@ class Generator:
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             detokenize=False,
+            routed_experts_prompt_start=request.known_routes,
             output_kind=RequestOutputKind.FINAL_ONLY,
             **{"temperature": self.cfg.sampling.temperature} | request.sampling,
         )

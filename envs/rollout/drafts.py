@@ -149,13 +149,18 @@ async def answers(calls: list[DraftedCall], k: int, engine: Any, request: Reques
     `calls` are the rollout's, of this try and of an earlier one. Those of the earlier one from k on
     are dropped where call k had another prompt: then the conversation went another way.
     """
+    from envs.rollout import routes
+
     call = calls[k] if k < len(calls) else None
     if not call or call.prompt_ids != request.prompt_ids or len(call.answers) not in (0, request.n):
         call = DraftedCall(request.prompt_ids, [])
         calls[k:] = [call]
     turns = call.turns()
+    held = routes.held(calls[:k], request.prompt_ids)
     if call.known() != [None] * request.n:
-        turns = await followed(calls, k, engine, request._replace(drafts=turns))
+        request = request._replace(drafts=turns, known_routes=sum(map(len, held)))
+        turns = await followed(calls, k, engine, request)
+    routes.complete(turns, held)
     calls[k] = DraftedCall(request.prompt_ids, [[turn] for turn in turns])
     return turns
 

@@ -37,8 +37,8 @@ class Turn:
     finish_reason: str  # "stop", "length" where the answer was cut off, "" for a draft
     text: str = ""
     opening: str = ""  # "<think>" where the prompt has begun the answer so
-    # Which experts saw each token of prompt and answer but the last, which the engine did not read.
-    routes: np.ndarray | None = None  # [tokens - 1, expert layers, experts]
+    # Which experts saw each token of prompt and answer but the last, which the engine did not read:
+    routes: list[np.ndarray] | None = None  # end to end [tokens - 1, expert layers, experts]
     cached: int = 0  # tokens of the prompt that the engine found in its prefix cache
 
     parsed: Response | None = None  # by the parsers of the configuration, once
@@ -84,7 +84,7 @@ class Turn:
         if not len(ids) == len(logps) == len(versions):
             counts = f"{len(ids)} tokens, {len(logps)} logprobs and {len(versions)} versions"
             raise RuntimeError(f"vLLM returned {counts}, expected equally many")
-        routes = answer.routed_experts
+        routes = None if answer.routed_experts is None else [answer.routed_experts]
         said = (prompt_ids, ids, logps, versions, answer.finish_reason)
         return cls(*said, routes=routes, cached=cached)
 
@@ -115,6 +115,7 @@ class Request(NamedTuple):
     max_tokens: int  # of an answer
     sampling: dict[str, float] = {}  # overrides of temperature, top_p, ... in validation
     priority: int = 0  # the smaller one goes first
+    known_routes: int = 0  # tokens of the prompt whose routes need not be sent again
 
 
 @dataclasses.dataclass(slots=True)
@@ -172,6 +173,8 @@ class Sample:
     @classmethod
     def of(cls, turns: list[Turn]) -> "Sample":
         """One sequence: in turn, what the environment added and what the policy answered."""
+        from envs.rollout import routes  # of a module of their own, as few runs have them
+
         tokens: list[int] = []
         mask: list[bool] = []
         logps: list[float] = []
@@ -194,7 +197,7 @@ class Sample:
             flaw_T=np.array(flaws, np.int8),
             truncated=turns[-1].finish_reason == "length",
             cache_hits=sum(turn.cached for turn in turns[1:]) / later if later else -1.0,
-            routes_T=join_routes(turns, len(tokens)),
+            routes_T=routes.join(turns, len(tokens)),
         )
 
     def flawed(self, name: str) -> np.ndarray:
@@ -317,14 +320,3 @@ def stitch(turns: list[Turn]) -> list[Sample]:
         sample.continues = i > 0
         sample.truncated = turns[-1].finish_reason == "length"
     return samples
-
-
-def join_routes(turns: list[Turn], tokens: int) -> np.ndarray | None:
-    """The experts of each token when the engine first read it; the last token it never read."""
-    routes = [turn.routes for turn in turns if turn.routes is not None]
-    if len(routes) < len(turns):
-        return None
-    routes_T = np.full((tokens, *routes[0].shape[1:]), -1, routes[0].dtype)
-    for of_turn in reversed(routes):  # the earlier ones are the ones that were sampled with
-        routes_T[: len(of_turn)] = of_turn[:tokens]
-    return routes_T

@@ -37,16 +37,18 @@ def test_it_trains_what_vllm_samples(family, layout, limit, models, tiny_config,
 
 
 LOADED = ["qwen3_moe", "nemotron_moe", "qwen3", "nemotron_dense"]
+LOADED_BY = {"routing_replay": LOADED[:1], "vllm_loads_export": LOADED}
+LOADED_BY |= {"routes_of_turns": LOADED[1:2]}
 
 
 @pytest.fixture(scope="module")
 def scripts(models):
-    """What two programs print that hold an engine each, by name; they start together."""
+    """What programs print that hold an engine each, by name; they start together."""
     path = {"PYTHONPATH": f"{ROOT}/tests/cpu:{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
     given = {"cwd": ROOT, "env": os.environ | path, "text": True}
     given |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     running = {}
-    for name, families in {"routing_replay": LOADED[:1], "vllm_loads_export": LOADED}.items():
+    for name, families in LOADED_BY.items():
         command = [sys.executable, "-W", "ignore", f"tests/support/{name}.py"]
         command += [models[family] for family in families]
         running[name] = subprocess.Popen(command, **given)
@@ -69,6 +71,16 @@ def test_replayed_experts_bring_trainer_and_engine_together_in_bf16(scripts):
     assert found["hit rate"] == 1 and found["other experts"] > 0
     assert found["replayed"]["max"] < found["free"]["max"] / 3
     assert found["replayed"]["mean"] < found["free"]["mean"]
+
+
+@pytest.mark.xdist_group("two engines")
+def test_routes_that_are_sent_once_are_those_of_a_full_answer(scripts):
+    """Of three turns, between which the weights change: a token keeps the experts of its turn."""
+    found = scripts("routes_of_turns")
+    print(found)
+    assert found["same tokens"] and found["same routes"] and found["tokens"] > 300
+    assert found["moved"] > 0.1, "both turns would have the same routes"
+    assert found["sent"] < 0.6
 
 
 @pytest.mark.xdist_group("two engines")

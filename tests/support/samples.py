@@ -34,7 +34,7 @@ def routed(prompt, tokens, first: int) -> Turn:
     """A turn whose tokens, but the last, were read by experts that are counted up."""
     made = turn(prompt, tokens)
     n = len(prompt) + len(tokens) - 1
-    made.routes = np.arange(first, first + 6 * n, dtype=np.int16).reshape(n, 3, 2)
+    made.routes = [np.arange(first, first + 6 * n, dtype=np.int16).reshape(n, 3, 2)]
     return made
 
 

@@ -212,8 +212,8 @@ def test_a_token_keeps_the_experts_that_read_it_first():
     turns = [routed([7, 8], [1, 2], 0), routed([7, 8, 1, 2, 9], [4], 100)]
     (sample,) = stitch(turns)
     assert sample.routes_T.dtype == np.int16 and sample.routes_T.shape == (6, 3, 2)
-    assert (sample.routes_T[:3] == turns[0].routes).all()
-    assert (sample.routes_T[3:5] == turns[1].routes[3:]).all()
+    assert (sample.routes_T[:3] == turns[0].routes[0]).all()
+    assert (sample.routes_T[3:5] == turns[1].routes[0][3:]).all()
     assert (sample.routes_T[5] == -1).all(), "the engine never read the last token"
     (plain,) = stitch([turn([7], [1])])
     assert plain.routes_T is None
