@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from settings.network import PolicySettings
+
 Place = tuple[int, int]  # (group of the batch, place in the group) of a sample
 
 
@@ -31,19 +33,29 @@ class Share(NamedTuple):
 
 
 def plan_shares(
-    planned: list[tuple[Update, dict[Place, int]]], capacity: int, replicas: int
+    planned: list[tuple[Update, dict[Place, int]]], policy: PolicySettings
 ) -> list[Share]:
     """Spreads the samples of each update over the replicas of the policy.
 
     `planned` has an update without rows, and the lengths of its samples, for each update of a step.
+    With routes, which are large, a replica gets whole groups as far as all have the same work.
     """
-    shares: list[list[Update]] = [[] for _ in range(replicas)]
+    shares: list[list[Update]] = [[] for _ in range(policy.replicas)]
     for update, lengths in planned:
-        places = list(lengths)
-        for share, rows in zip(
-            shares, plan_rows(list(lengths.values()), capacity, replicas), strict=True
-        ):
-            share.append(update._replace(rows=[[places[i] for i in row] for row in rows]))
+        parts = [list(lengths)]
+        if policy.replay_routing:
+            from policy.whole_groups import spread  # of use to those who ship much
+
+            parts = spread(lengths, policy.replicas)
+        ranks = policy.replicas // len(parts)
+        plans = [
+            [[places[i] for i in row] for row in rows]
+            for places in parts
+            for rows in plan_rows([lengths[at] for at in places], policy.row_tokens, ranks)
+        ]
+        most = max(map(len, plans))
+        for share, rows in zip(shares, plans, strict=True):
+            share.append(update._replace(rows=rows + [[]] * (most - len(rows))))
     return [with_needed_groups(updates) for updates in shares]
 
 

@@ -218,6 +218,7 @@ def test_updates_split_the_batch_in_slot_order():
         assert {(u.planned_tokens, u.planned_sequences) for u in updates} == {(tokens, 4)}
 
 
+ROUTED = {"kind": "megatron", "replay_routing": True}
 SAMPLE_INFOS = st.builds(info, st.integers(2, 120), st.sampled_from([None, 0, 1]), st.booleans())
 
 
@@ -227,14 +228,19 @@ SAMPLE_INFOS = st.builds(info, st.integers(2, 120), st.sampled_from([None, 0, 1]
     st.sampled_from([1, 2, 4]),
     st.integers(1, 3),
     st.booleans(),
+    st.booleans(),
 )
-def test_every_sample_is_computed_once_or_has_a_reason_not_to_be(infos, updates, ranks, skip):
+def test_every_sample_is_computed_once_or_has_a_reason_not_to_be(
+    infos, updates, ranks, skip, routed
+):
     fields = {"updates_per_batch": updates, "ranks": ranks, "skip_zero_advantage": skip}
+    fields |= ROUTED if routed else {}
     plan = plan_step(groups_of(*infos), config(**fields))
     seen = sorted(at for share in plan for k in range(updates) for at in places(share, k))
     every = [(g, j, i) for g, group in enumerate(infos) for j, i in enumerate(group)]
     expected = [(g, j) for g, j, i in every if i.trained_tokens and (i.has_gradient or not skip)]
     assert seen == expected
+    assert len({tuple(len(update.rows) for update in share.updates) for share in plan}) == 1
     for share in plan:
         rows = [row for update in share.updates for row in update.rows]
         for row in rows:
@@ -248,6 +254,44 @@ def test_every_sample_is_computed_once_or_has_a_reason_not_to_be(infos, updates,
             part = [i.trained_tokens for group in infos[k * size : k * size + size] for i in group]
             assert update.planned_tokens == sum(part)
             assert update.planned_sequences == sum(n > 0 for n in part)
+
+
+def slowest(plan: list[Share], lengths: list[list[int]]) -> int:
+    """The work of the replica that has most of it, of matrices and attention."""
+    of_replicas = ([lengths[g][j] for g, j in share.places(0)] for share in plan)
+    return max(sum(n * (32768 + n) for n in of_replica) for of_replica in of_replicas)
+
+
+@pytest.mark.parametrize(("groups", "replicas", "alike", "most"), [
+    (256, 8, 0.0, 0.126),  # Super's first stage of RL: 0.89 where samples are dealt out
+    (256, 8, 0.5, 0.126),  # lengths of a group are more alike than those of two
+    (32, 8, 0.5, 0.16),  # an eighth of its batch (`train_parts`)
+    (256, 32, 0.0, 0.035),
+    (16, 8, 0.5, 0.22),
+])  # fmt: skip
+def test_a_replica_with_routes_needs_few_groups_and_none_has_more_work(
+    groups, replicas, alike, most
+):
+    random = np.random.default_rng(0)
+    normal = alike**0.5 * random.normal(size=(groups, 1))
+    normal = normal + (1 - alike) ** 0.5 * random.normal(size=(groups, 16))
+    lengths = (1000 + np.exp(9 + normal)).clip(1, 65536).astype(int).tolist()
+    batch = groups_of(*([info(n) for n in group] for group in lengths))
+    fields = {"row_tokens": 65536, "prompts_per_step": groups, "ranks": replicas}
+    whole, dealt = (plan_step(batch, config(**fields | more)) for more in (ROUTED, {}))
+    assert whole == plan_step(batch, config(**fields, **ROUTED))
+    needed, before = ([len(share.groups) / groups for share in plan] for plan in (whole, dealt))
+    assert np.mean(needed) <= most < 0.4 * np.mean(before)
+    assert slowest(whole, lengths) <= 1.02 * slowest(dealt, lengths)
+    rows, fewest = (len(plan[0].updates[0].rows) for plan in (whole, dealt))
+    assert rows <= 1.2 * fewest + 1
+
+
+def test_a_group_is_split_where_replicas_would_stand_idle():
+    batch = groups_of([info(50)] * 8, [info(20)] * 4)
+    plan = plan_step(batch, config(ranks=4, **ROUTED))
+    tokens = [sum(batch[g].infos[j].tokens for g, j in share.places(0)) for share in plan]
+    assert sum(tokens) == 480 and max(tokens) <= 150
 
 
 # --- the row --------------------------------------------------------------------------------------
