@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Submits a run to Slurm: a chain of jobs. Each goes on where the one before it ended.
 # docs/cluster.md shows a call and lists the variables. DRY_RUN=true prints what would be submitted.
-# Flags: --profile NAME of env.toml, --jobs N for JOBS, --follow; all others go to GRPO_PROGRAM:
-# dpo.py where the name of the configuration ends so, else grpo_async.py.
+# Flags: --profile NAME of env.toml, --jobs N for JOBS, --follow; all others go to GRPO_PROGRAM.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -17,7 +16,7 @@ seconds() { # of a time limit of Slurm: MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M
     echo $((((10#$days * 24 + 10#$h) * 60 + 10#$m) * 60 + 10#$s))
 }
 
-wrong='' follow='' profile='' arguments=() jobs=()
+wrong='' follow='' profile='' status=0 arguments=() jobs=()
 while [ $# -gt 0 ]; do
     [[ $1 != --profile=* && $1 != --jobs=* ]] || set -- "${1%%=*}" "${1#*=}" "${@:2}"
     case $1 in
@@ -54,7 +53,8 @@ done
     bad "EXP_NAME = '$EXP_NAME': expected letters, digits, . _ -, of which . and - do not begin it"
 [[ " ${arguments[*]} " != *"{time}"* ]] || bad "run_dir has {time}: each job would begin anew"
 [[ ${JOBS:-1} =~ ^[1-9][0-9]*$ ]] || bad "JOBS = '$JOBS': expected how many jobs follow each other"
-for name in CPU_NODES SAVE_BEFORE SBATCH_NUM_NODES GPUS_PER_NODE PROFILE_NODES; do
+for name in CPU_NODES SAVE_BEFORE SBATCH_NUM_NODES GPUS_PER_NODE PROFILE_NODES \
+    ENABLE_MTP_INFERENCE NUM_SPECULATIVE_TOKENS MAX_NUM_BATCHED_TOKENS; do
     [[ ${!name:-1} =~ ^(0|[1-9][0-9]*)$ ]] || bad "$name = '${!name}': expected a whole number"
 done
 for name in CONFIG_PATH TRAIN_PATH VAL_PATH; do
@@ -69,18 +69,18 @@ if [ -n "${JUDGES:-}" ] && [ "${JUDGE_NODES:-}" != 0 ]; then # a file, or its li
     JUDGE_NODES=$("$python" launch/judges.py "${GPUS_PER_NODE:-8}")
     export JUDGES JUDGE_NODES
 fi
+mtp="\"method\":\"mtp\",\"num_speculative_tokens\":${NUM_SPECULATIVE_TOKENS:-5}"
+mtp="{\"speculative_config\":{$mtp},\"max_num_batched_tokens\":${MAX_NUM_BATCHED_TOKENS:-8480}}"
+[ "${ENABLE_MTP_INFERENCE:-0}" = 0 ] || arguments+=(--engine.args "$mtp")
 arguments=(--config "$CONFIG_PATH" --model "${MODEL_PATH%/}" --data.train "$TRAIN_PATH"
-    ${VAL_PATH:+--data.val "$VAL_PATH"} --run_dir "runs/$EXP_NAME" "${arguments[@]}")
-[ -z "${SAVE_BEFORE:-}" ] || arguments+=(--save_before "$SAVE_BEFORE")
-
+    ${VAL_PATH:+--data.val "$VAL_PATH"} --run_dir "runs/$EXP_NAME" "${arguments[@]}"
+    ${SAVE_BEFORE:+--save_before "$SAVE_BEFORE"} --resume auto)
 [[ $CONFIG_PATH = *dpo.py ]] && named=dpo.py || named=grpo_async.py
 export GRPO_PROGRAM=${GRPO_PROGRAM:-$named} # a fork is named by the variable
 [ "$GRPO_PROGRAM" = grpo_async.py ] || echo "program: $GRPO_PROGRAM"
-arguments+=(--resume auto)
-status=0 # of the dry run, and of what refuses a run that cannot start
 needs=$(env -u SLURM_JOB_ID "$python" "launch/$look" "${arguments[@]}") || status=$?
 printf '%s\n' "$needs"
-case $status in 0) ;; 3) exit 0 ;; *) exit 1 ;; esac
+case $status in 0) ;; 3) exit 0 ;; *) exit 1 ;; esac # 3: the run is over
 flag() { sed -nE "s/^.* --$1=(\S+).*$/\1/p" <<<"$needs"; }
 warning=${SAVE_BEFORE:-$(flag signal | sed 's/.*@//')}
 # Where no file sets when to leave, the run does not depend on Slurm's warning alone.

@@ -1,6 +1,7 @@
 """What launch/ refuses before anything is submitted, and what its scripts look like to a linter."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import spelling_rows, write_rows
 
+from grpo_async import Config
+from settings import reader
+from settings.values import assigned
 from support.program import ROOT, ran
 from support.tables import table
 
@@ -56,6 +60,7 @@ extends = "a"
 [wandb]
 project = "x"
 """
+MTP = {"ENABLE_MTP_INFERENCE": "1"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -118,6 +123,30 @@ def test_the_command_of_sbatch_can_be_seen(given, tiny_model, monkeypatch):
     assert words[-8:] == ["--steps", "7", "--max_lag", "0", *left]
     assert "#SBATCH --no-kill" in done.stdout
     assert not (ROOT / "code_snapshots/one").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables, tokens, batched", [
+    (MTP, 5, 8480),
+    (MTP | {"NUM_SPECULATIVE_TOKENS": "3", "MAX_NUM_BATCHED_TOKENS": "9000"}, 3, 9000),
+    ({"ENABLE_MTP_INFERENCE": "0", "NUM_SPECULATIVE_TOKENS": "3"}, 0, 0),
+])  # fmt: skip
+def test_mtp_heads_draft_where_a_variable_of_nemo_rl_says_so(
+    given, tiny_model, variables, tokens, batched
+):
+    """The entries reach a job's arguments in one piece, and those of the configuration stay."""
+    more = {"DRY_RUN": "true", "MODEL_PATH": tiny_model, "SKIP_CODE_SNAPSHOT": "true"}
+    done = submit(given | variables | more)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("sbatch "))
+    words = shlex.split(line)
+    assert ("--engine.args" in words) == bool(tokens)
+    if tokens:
+        flags = words[words.index("--config") :]
+        cfg = reader.load(Config, flags, default="configs/tiny.py")
+        drafts = {"method": "mtp", "num_speculative_tokens": tokens}
+        expected = {"speculative_config": drafts, "max_num_batched_tokens": batched}
+        assert cfg.engine.args == assigned(ROOT / "configs/tiny.py")["engine"]["args"] | expected
 
 
 @pytest.mark.slow
