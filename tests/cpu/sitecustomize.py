@@ -1,4 +1,4 @@
-"""With this folder on PYTHONPATH every process can use Megatron-Core, and MoE in vLLM, on a CPU.
+"""With this folder on PYTHONPATH a CPU can use Megatron-Core, and vLLM's MoE and drafts.
 
 Test support: nothing of it is imported by the product.
 """
@@ -12,6 +12,7 @@ PATCHES = {
     "vllm.model_executor.models.config": "vllm_moe.chunk_mamba",
     "vllm.config.vllm": "vllm_routes.allow",
     "vllm.v1.worker.cpu_model_runner": "vllm_routes.capture",
+    "vllm.utils.cpu_triton_utils": "vllm_drafts.install",
 }
 
 

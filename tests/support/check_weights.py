@@ -37,11 +37,12 @@ from support.weight_faults import FAULTS  # noqa: E402
 
 
 class Policy:
-    """Stands for a trainer: `tensors` by checkpoint name, and what is sent of them."""
+    """Stands for a trainer: `tensors` by checkpoint name, and what is sent of them; no MTP head."""
 
     def __init__(self, folder: str):
         self.folder = folder
-        self.tensors = load_file(f"{folder}/model.safetensors")
+        every = load_file(f"{folder}/model.safetensors")
+        self.tensors = {n: t for n, t in every.items() if not n.startswith("mtp.")}
         self.sent = self.tensors
         self.moves = 0
 

