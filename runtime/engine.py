@@ -40,7 +40,11 @@ def engine_arguments(cfg: RunSettings, on_cpu: bool) -> dict[str, Any]:
     args = merge(ours, cfg.engine.arguments)
     if drafts := args.get("speculative_config"):
         # No update reaches a drafter, which would keep the noise of "dummy". Others ignore this.
-        args["speculative_config"] = {"draft_load_config": {"load_format": "auto"}} | drafts
+        drafts = {"draft_load_config": {"load_format": "auto"}} | drafts
+        args["speculative_config"] = drafts
+        if drafts.get("method", "draft_model") == "draft_model":
+            # vLLM reads a whole model as it reads the policy, and ignores draft_load_config.
+            args["load_format"] = drafts["draft_load_config"].get("load_format", "auto")
     return args
 
 

@@ -13,6 +13,7 @@ from support.tiny_models import make
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("drafting")]
 TOLERANCE = 1e-5  # float32, dense model
 CHI_SQUARE = 161  # of 99 degrees of freedom; more is seen once in 10,000 times
+NOISE = 0.01  # acceptance by a vocabulary of 100 where a drafter knows nothing
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,11 @@ def test_tokens_have_the_version_that_checked_them(engines):
     """Updates fall between drafts and their check; each answer is replayed under its versions."""
     assert engines[0]["versions"] == 5
     assert engines[0]["replayed"] < 2 * TOLERANCE
+
+
+def test_a_draft_model_is_that_of_its_folder_and_ages(engines):
+    at_first, later = engines[0]["accepted"]
+    assert at_first > 5 * NOISE and later < at_first / 2
 
 
 def test_an_mtp_head_is_that_of_its_folder_and_stays(engines):

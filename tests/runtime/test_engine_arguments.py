@@ -120,7 +120,10 @@ def test_what_vllm_does_by_itself_reaches_it(tiny_model, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("named, expected", [({}, "auto"), ({"load_format": "dummy"}, "dummy")])
 def test_a_drafter_has_the_weights_of_its_checkpoint(named, expected, tiny_model):
-    """vLLM takes the policy's load format where none is named, and no update mends that."""
+    """vLLM takes the policy's load format where none is named, and no update mends that.
+
+    For a draft model it takes the policy's in any case.
+    """
     from vllm import AsyncEngineArgs
 
     drafts = {"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 3}
@@ -128,5 +131,14 @@ def test_a_drafter_has_the_weights_of_its_checkpoint(named, expected, tiny_model
     args = {"speculative_config": drafts}
     cfg = Config(model=tiny_model, sampling={"max_model_len": 64}, engine={"args": args})
     made = AsyncEngineArgs(**engine_arguments(cfg, True)).create_engine_config()
-    assert made.load_config.load_format == "dummy"
+    assert made.load_config.load_format == expected
     assert made.speculative_config.draft_load_config.load_format == expected
+
+
+def test_a_policy_is_read_from_its_folder_for_a_draft_model_alone():
+    formats = {
+        method: arguments(speculative_config={"method": method})["load_format"]
+        for method in ("mtp", "eagle3", "ngram", "draft_model")
+    }
+    assert formats == {"mtp": "dummy", "eagle3": "dummy", "ngram": "dummy", "draft_model": "auto"}
+    assert arguments(speculative_config={"model": "models/small"})["load_format"] == "auto"
