@@ -179,6 +179,7 @@ class WeightReceiver:
             weights = proof.watch(self.incoming(digests, verify))
             self.model_runner.reload_weights(weights_iterator=weights)
             self.refresh_tied_head(model)
+            self.refresh_drafter(model)
             proof.check()
             names = ", ".join(sorted(proof.unverified))
             print(f"not verified by reading back: {names}", flush=True)
@@ -205,6 +206,20 @@ class WeightReceiver:
         for layer in model.modules():
             if isinstance(layer, ParallelLMHead):
                 layer.quant_method.process_weights_after_loading(layer)
+
+    def refresh_drafter(self, model: Any) -> None:
+        """Gives MTP heads the policy's output head where they have a copy of it (Nemotron-H).
+
+        vLLM shares the two if they are equal when both were loaded, but the policy is noise then.
+        CUDA graphs know the copy's memory. An embedding is shared in any case.
+        """
+        drafts = self.vllm_config.speculative_config
+        draft = self.model_runner.get_draft_model() if drafts else None
+        if draft is None or drafts.draft_model_config.model != self.vllm_config.model_config.model:
+            return
+        if vars(draft).get("has_own_lm_head"):  # set by the loader that found it in the folder
+            draft.lm_head.weight.data.copy_(model.lm_head.weight)
+            self.refresh_tied_head(draft)
 
     def incoming(self, digests: list[Tensor], verify: bool) -> Iterator[tuple[str, Tensor]]:
         """Named tensors, as they arrive; with `verify` it adds each bucket's digest to `digests`.

@@ -53,3 +53,8 @@ def test_a_draft_model_is_that_of_its_folder_and_ages(engines):
 
 def test_an_mtp_head_is_that_of_its_folder_and_stays(engines):
     assert engines[1]["at start"] == engines[1]["own"] == [0, 0]
+
+
+def test_what_an_mtp_head_shares_with_the_policy_follows_updates(engines):
+    """Nemotron-H's heads load a copy of the output head, as vLLM compares it with a dummy."""
+    assert engines[1]["shared"] == [0, 0]
