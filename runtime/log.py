@@ -48,10 +48,8 @@ class Log:
         folder.mkdir(parents=True, exist_ok=True)
         from runtime import provenance  # a process that only trains needs none
 
-        start = provenance.write(cfg, folder)
         self.files = {name: LineFile(folder / f"{name}.jsonl") for name in self.names}
-        now = time.strftime("%Y-%m-%d %H:%M:%S")
-        self.line("starts", {"time": now, "version": version} | start)
+        self.line("starts", provenance.write(cfg, folder, version))
         from torch.utils.tensorboard import SummaryWriter  # a second of imports, after all checks
 
         from runtime.speed import Speed, of_cluster
@@ -145,6 +143,8 @@ class Log:
         metrics = self.speed.of(metrics)
         self.write(step, metrics)
         self.console.step(step, metrics)
+        if fallen := self.speed.drafts.fallen(metrics):
+            self.note(f"step {step}: {fallen}")
 
     def show_ready(self, groups: int) -> None:
         """Shows how many finished groups no step has taken yet."""

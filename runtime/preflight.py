@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pydantic
 
+from runtime.drafting import ageing
 from runtime.folders import BLOCK
 from runtime.kept import flaw
 from settings import reader
@@ -89,7 +90,7 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
 
 
 def prepare(cfg: "TrainingSettings") -> None:
-    """Checks what can be checked without a process, and shows the run folder.
+    """Checks what can be checked without a process, and shows the run folder and what ages.
 
     Raises InputError as `check` does.
     """
@@ -102,6 +103,8 @@ def prepare(cfg: "TrainingSettings") -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a file must not hide what a run waits for
         sys.stdout.reconfigure(line_buffering=True)
     print(f"run folder: {shown(cfg.run_dir)}", flush=True)
+    if said := ageing(cfg):
+        print(said, flush=True)
 
 
 def check(cfg: "TrainingSettings") -> None:

@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,17 @@ DIFF = ("diff", "--no-ext-diff", "--no-color", "--binary", "--relative", "HEAD")
 SECONDS = 5.0  # that git may take for each answer; the run waits for it
 
 
-def write(cfg: TrainingSettings, folder: Path) -> dict:
-    """Writes config.json and begins the lineage of a run; returns what config.json holds."""
+def write(cfg: TrainingSettings, folder: Path, version: int) -> dict:
+    """Writes config.json and begins the lineage of a run, or goes on behind a policy version.
+
+    Returns the time, the version and what config.json holds.
+    """
     start = provenance() | settings(cfg)
     aside = folder / "config.partial"
     aside.write_text(json.dumps(start, indent=1))
     aside.replace(folder / "config.json")
     lineage.begin(cfg, start)
-    return start
+    return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "version": version} | start
 
 
 def settings(cfg: TrainingSettings) -> dict[str, Any]:

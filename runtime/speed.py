@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -9,6 +10,7 @@ import ray
 from policy.gpus import KNOWN
 from policy.shape import read_model
 from runtime import layout
+from runtime.drafting import Acceptance
 from settings.run import TrainingSettings
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class Speed:
         known = [gpu for gpu in KNOWN if {gpu.name} == {*kinds}]
         self.peak = known[0].flops * cfg.policy.ranks if known else 0.0  # FLOPs a second
         self.model = read_model(cfg.model) if known else None
+        self.drafts = Acceptance(Path(cfg.writes_to, "metrics.jsonl"))
 
     def of(self, step: Mapping[str, float]) -> dict[str, float]:
         """The metrics of a step, with those of speed in the place of COUNTS."""
