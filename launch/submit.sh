@@ -29,7 +29,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 if [ -n "$profile" ]; then
-    any=$(command -v "${GRPO_PYTHON:-}" "$root/.venv/bin/python" python3 | head -n 1)
+    any=$(command -v "${GRPO_PYTHON:-}" "$root/.venv/bin/python" python3 | sed -n 1p)
     exported=$("$any" launch/profiles.py "$profile")
     eval "$exported"
 fi
