@@ -11,6 +11,7 @@ job's rows: what they show is that weights, logprobs and processes are right, no
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -146,10 +147,21 @@ def given_back(log: Log, before: list[int]) -> bool:
 
 def trained(log: Log, steps: int, *flags: object) -> str:
     """Trains to the end. Raises RuntimeError where engine and trainer disagree."""
-    log.run(*log.command(steps, *flags))
+    command = log.command(steps, *flags)
+    planned = log.run(*command, "--dry_run")
+    log.run(*command)
     if len(log.steps()) != steps:
         raise RuntimeError(f"{len(log.steps())} steps of {steps}")
-    return agreed(log.steps())
+    return f"{agreed(log.steps())}; {beside(planned, log.steps()[-1])}"
+
+
+def beside(planned: str, step: dict) -> str:
+    """What the dry run said of a step and of its update, in seconds, and what the last one took."""
+    names = ("= step", "weight update")
+    said = {name: re.search(rf"^  {name} +([\d.,]+)", planned, re.M)[1] for name in names}
+    took = {"= step": step["step_seconds"], "weight update": step["sync_transfer"]}
+    pairs = [f"{name.strip('= ')} {took[name]:.2f} s, {said[name]} planned" for name in said]
+    return ", ".join(pairs)
 
 
 def agreed(steps: list[dict]) -> str:
@@ -220,7 +232,25 @@ def logprobs(log: Log) -> str:
 def trainer(log: Log) -> str:
     """Speed and memory of the trainer, attention by attention."""
     said = log.run(sys.executable, "bench/gpu_trainer.py", "auto", "sdpa").splitlines()
-    return next(text for text in said if "matmul" in text)
+    peak = next(text for text in said if "matmul " in text)
+    rows = [text.split() for text in said if re.search(r"( +([\d.,]+|nan)){7}$", text)]
+    speeds = [f"{' '.join(row[:-6])}: {row[-6]} tokens/s, {row[-4]}" for row in rows]
+    return "; ".join([peak, *speeds])
+
+
+@line(gpus=0, seconds=900)
+def decode(log: Log) -> str:
+    """Tokens a second of an engine, beside the dry run."""
+    return log.run(sys.executable, "bench/gpu_decode.py", model(log)).splitlines()[-1]
+
+
+@line(gpus=0, seconds=900)
+def experts(log: Log) -> str:
+    """An update of many tensors, the experts of a real engine: by vLLM's loaders, and copied."""
+    sizes = () if GPUS else (8, 2)
+    said = log.run(sys.executable, "bench/reload.py", *sizes).splitlines()
+    rows = [text.split() for text in said[-2:]]
+    return "; ".join(f"{kind} {slow} us a tensor, copied {fast}" for kind, slow, fast in rows)
 
 
 @line(gpus=0, seconds=600)
@@ -240,6 +270,16 @@ def one_gpu(log: Log) -> str:
 def two_gpus(log: Log) -> str:
     """Weights travel through NCCL, verified."""
     return trained(log, 5, "--gpu_share", 1)
+
+
+@line(gpus=2, seconds=900)
+def drafts(log: Log) -> str:
+    """An engine drafts: its samples are the policy's, and the answers repeat themselves."""
+    looked_up = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    args = json.dumps({"speculative_config": looked_up})
+    said = trained(log, 5, "--gpu_share", 1, "--engine.args", args)
+    accepted = [step["draft_acceptance"] for step in log.steps()]
+    return f"{said}; accepted {max(accepted):.0%} at most"
 
 
 @line(gpus=4, seconds=900)

@@ -24,6 +24,7 @@ os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 from policy import WeightMeta  # noqa: E402
 from policy.receiver import WeightReceiver  # noqa: E402
@@ -46,6 +47,7 @@ class Measured(WeightReceiver):
             for name, tensor in sorted(tensors.items())
         ]
         self.sync_wire = Wire(metas, 60.0, 60.0, True)
+        self.sync_store = dist.HashStore()
         self.sent = list(
             gathered(((meta.name, tensors[meta.name]) for meta in metas), self.sync_wire)
         )
@@ -58,7 +60,7 @@ class Measured(WeightReceiver):
     def update(self, verify: bool, by_loaders: bool) -> float:
         """Seconds of CPU of one update."""
         arriving = iter(self.sent)
-        done = SimpleNamespace(wait=lambda: None)
+        done = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 
         def broadcast(buffer: torch.Tensor, root: int) -> SimpleNamespace:
             buffer.copy_(next(arriving))

@@ -1,6 +1,7 @@
 """The first hour on GPUs, where there is none: what a CPU can do passes, the rest says why not."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -41,9 +42,24 @@ def test_a_line_that_fails_says_why_and_does_not_end_the_others(tmp_path):
     assert "Traceback" in (tmp_path / "limits.log").read_text()
 
 
-def test_the_trainer_s_bench_runs(tmp_path):
-    code, lines = table(tmp_path, "trainer")
-    assert code == 0 and lines[0][:2] == ["pass", "trainer"], lines
+def test_benches_give_their_figures(tmp_path):
+    code, lines = table(tmp_path, "trainer", "decode", "experts")
+    assert code == 0, lines
+    trainer, decode, experts = (" ".join(words[4:]) for words in lines)
+    number = r"[\d,.]+"
+    assert re.match(f"CPU: matmul {number} TFLOP/s; tiny sdpa 64: {number} tokens/s, 0", trainer)
+    step = rf"{number} tokens/s, {number} ms"
+    assert re.match(rf"8 sequences: {step} a step; dry run \(H100\): {step}, on a CPU", decode)
+    costs = f"{number} us a tensor, copied {number}"
+    assert re.match(f"sampled {costs}; verified {costs}", experts)
+
+
+def test_what_was_planned_stands_beside_what_was_measured(tmp_path):
+    cfg = ("--config", "configs/tiny.py", "--dry_run", "--run_dir", tmp_path / "run")
+    planned = ran(sys.executable, "grpo_async.py", *cfg).stdout
+    measured = {"step_seconds": 2.5, "sync_transfer": 0.125}
+    said = hour.beside(planned, measured)
+    assert re.fullmatch(r"step 2.50 s, 0\.\d+ planned, weight update 0.12 s, 0.00 planned", said)
 
 
 def test_a_program_ends_at_its_line_s_deadline_with_all_that_it_started(tmp_path):
