@@ -21,5 +21,5 @@ sampling = {
 }
 
 gpu_share = 0.5
-engine = {"args": {"gpu_memory_utilization": 0.35}}
+engine = {"args": {"gpu_memory_utilization": 0.5}}
 policy = {"lr": 1e-6, "warmup_lr": 1e-7, "row_tokens": 8192}

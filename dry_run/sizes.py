@@ -100,25 +100,29 @@ def moments(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
     """Bytes beside the states at the four moments at which a rank may be fullest.
 
     Of the layers, FSDP2 holds two gathered in bf16, one's bf16 gradients and one's float32 input of
-    the reduction: 10 bytes a parameter; the root stays whole. A single rank has one unit, the root,
-    and torch 2.13 copies it twice more where it reduces (_fsdp_collectives.py, foreach_reduce).
-    Beside adapters, weights have no gradients (`t` is 0), and what FSDP2 gathers shows: 5 bytes.
+    the reduction: 10 bytes a parameter; the root stays whole. A single rank gathers nothing ahead
+    (8 bytes), but torch 2.13 copies twice more what it reduces (_fsdp_collectives.py,
+    foreach_reduce): 12, once the layer's activations are free. Beside adapters, weights have no
+    gradients (`t` is 0), and what FSDP2 gathers shows: 5 bytes, or 3.
     """
     alone = cfg.policy.ranks == 1
     lora = bool(cfg.policy.lora_rank)
     t = int(not lora)
     T = longest_row(cfg)
-    root, layer = (model.params, 0) if alone else (model.root, model.layer)
+    root = model.root
+    layer = model.layer
+    ahead, gathered = (0, 3 + 5 * t) if alone else (4, 5 + 5 * t)
     row = 2 * root + saved_bytes(model, cfg) + mask_bytes(cfg.policy).row
     # The last norm works in float32; its bf16 input and output, the trained ones, their gradients.
     hidden = 12 * T * model.hidden
     recomputed = layer_bytes(model, cfg) if cfg.policy.activation_checkpointing else 0
     head = head_bytes(logprobs.CHUNK, model.vocab, t * model.hidden)
     merged = 8 * model.biggest // cfg.policy.ranks if lora else 0  # and what is added
+    working = recomputed + T * model.ffn // 2 + gathered * layer
     bucket = min(max(BUCKET_BYTES, 2 * model.biggest), 2 * model.params)
     return {
-        "at the head": row + hidden + head + 4 * layer,
-        "in a layer": row + 2 * t * root + recomputed + T * model.ffn // 2 + (5 + 5 * t) * layer,
+        "at the head": row + hidden + head + ahead * layer,
+        "in a layer": row + 2 * t * root + max(working, 12 * alone * t * layer),
         "reducing": (12 if alone else 6) * t * root,
         "sending weights": 2 * bucket + 4 * model.biggest + merged,
     }

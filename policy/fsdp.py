@@ -113,8 +113,8 @@ class FSDPPolicy:
         self.model: Any = PackedModel(self.lm, temperature, self.entropy)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        modules: list[Any] = [*(layers[::-1] if dist.get_world_size() > 1 else ()), self.model]
-        for module in modules:  # bottom-up, the root last; one rank has nothing to shard
+        # Bottom-up, the root last. One rank too: it has a layer at a time in bf16.
+        for module in (*layers[::-1], self.model):
             fully_shard(module, mesh=mesh, mp_policy=mixed if gpu else MixedPrecisionPolicy())
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
