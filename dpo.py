@@ -190,8 +190,12 @@ def plan_pairs(pairs: Sequence[Pair], cfg: Config) -> list[list[list[int]]]:
 
     All have equally many rows, of which some may be empty.
     """
+    from policy.shape import even_length  # and transformers, which takes seconds
+
+    # Half as many keys are met by a pair as by one sequence as long as both.
+    even = 2 * even_length(cfg.model, bool(cfg.policy.lora_rank))
     lengths = [pair.tokens for pair in pairs]
-    return plan_rows(lengths, cfg.policy.row_tokens, cfg.policy.replicas)
+    return plan_rows(lengths, cfg.policy.row_tokens, cfg.policy.replicas, even)
 
 
 def pack(scored: Sequence[Scored], planned_pairs: int) -> Batch:

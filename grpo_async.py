@@ -364,7 +364,7 @@ def plan_step(groups: list[Group], cfg: Config, more: bool = False) -> list[Shar
         skips = cfg.loss.skip_zero_advantage
         lengths = {at: i.tokens for at, i in trained.items() if i.has_gradient or not skips}
         updates.append((planned, lengths))
-    return plan_shares(updates, cfg.policy)
+    return plan_shares(updates, cfg)
 
 
 def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:

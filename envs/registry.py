@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from core.waits import in_thread
+from core.waits import in_thread, together
 from envs import Reward, require
 from envs.rollout import services
 from envs.rollout.response import Response
@@ -61,7 +61,6 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
     environment raises, TypeError for what is no reward, and ValueError for an episode without
     turns.
     """
-    from core.waits import together
     from envs.rollout.episode import Episode
 
     name = row["agent_ref"]["name"]

@@ -2,11 +2,12 @@
 
 import heapq
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from settings.network import PolicySettings
+if TYPE_CHECKING:
+    from settings.run import TrainingSettings
 
 Place = tuple[int, int]  # (group of the batch, place in the group) of a sample
 
@@ -33,25 +34,29 @@ class Share(NamedTuple):
 
 
 def plan_shares(
-    planned: list[tuple[Update, dict[Place, int]]], policy: PolicySettings
+    planned: list[tuple[Update, dict[Place, int]]], cfg: "TrainingSettings"
 ) -> list[Share]:
     """Spreads the samples of each update over the replicas of the policy.
 
     `planned` has an update without rows, and the lengths of its samples, for each update of a step.
     With routes, which are large, a replica gets whole groups as far as all have the same work.
     """
-    shares: list[list[Update]] = [[] for _ in range(policy.replicas)]
+    from policy.shape import even_length  # and transformers, which takes seconds
+
+    layout = cfg.policy
+    even = even_length(cfg.model, bool(layout.lora_rank))
+    shares: list[list[Update]] = [[] for _ in range(layout.replicas)]
     for update, lengths in planned:
         parts = [list(lengths)]
-        if policy.replay_routing:
+        if layout.replay_routing:
             from policy.whole_groups import spread  # of use to those who ship much
 
-            parts = spread(lengths, policy.replicas)
-        ranks = policy.replicas // len(parts)
+            parts = spread(lengths, layout.replicas, even)
+        ranks = layout.replicas // len(parts)
         plans = [
             [[places[i] for i in row] for row in rows]
             for places in parts
-            for rows in plan_rows([lengths[at] for at in places], policy.row_tokens, ranks)
+            for rows in plan_rows([lengths[at] for at in places], layout.row_tokens, ranks, even)
         ]
         most = max(map(len, plans))
         for share, rows in zip(shares, plans, strict=True):
@@ -70,12 +75,15 @@ def with_needed_groups(updates: list[Update]) -> Share:
     return Share(groups, renumbered)
 
 
-def plan_rows(lengths: list[int], capacity: int, ranks: int) -> list[list[list[int]]]:
+def plan_rows(
+    lengths: list[int], capacity: int, ranks: int, even: int = 0
+) -> list[list[list[int]]]:
     """Distributes samples over packed rows: for each rank the same number of rows of indices.
 
-    Longest first, each into the row with the least attention work (sum of squared lengths) that
-    still has room; where none has, every rank gets one row more. A sample longer than `capacity`
-    gets a row of its own. Equal lengths give equal plans. O(n log n).
+    Longest first, each into the row with the least work that still has room; where none has, every
+    rank gets one row more. n tokens are work n (n + even): at `even` attention costs as much as the
+    weights. A sample longer than `capacity` gets a row of its own. Equal lengths give equal plans.
+    O(n log n).
     """
     length_N = np.array(lengths, dtype=np.int64)
     order_N = np.argsort(-length_N, kind="stable")
@@ -84,7 +92,6 @@ def plan_rows(lengths: list[int], capacity: int, ranks: int) -> list[list[list[i
     crowd_N = np.arange(1, len(lengths) + 1) / share_N
     least = max(1, crowd_N.max(initial=0), length_N.clip(max=capacity).sum() / capacity)
     rows: list[list[int]] = []
-    total: list[int] = []  # work of each row
     usable: list[tuple[int, int, int]] = []  # heap of (work, row, room)
     crowded: list[tuple[int, int, int]] = []  # heap of (-room, row, work)
 
@@ -92,7 +99,6 @@ def plan_rows(lengths: list[int], capacity: int, ranks: int) -> list[list[list[i
         for _ in range(count):
             heapq.heappush(usable, (0, len(rows), capacity))
             rows.append([])
-            total.append(0)
 
     add_rows(math.ceil(least / ranks) * ranks)
     for i in order_N.tolist():
@@ -108,7 +114,7 @@ def plan_rows(lengths: list[int], capacity: int, ranks: int) -> list[list[list[i
             add_rows(ranks)
         work, r, room = usable[0]
         rows[r].append(i)
-        total[r] = work + length**2
-        heapq.heapreplace(usable, (total[r], r, room - length))
-    heaviest_first = sorted(range(len(rows)), key=lambda r: -total[r])
+        heapq.heapreplace(usable, (work + length * (length + even), r, room - length))
+    works = [(-work, r) for work, r, _ in usable] + [(-work, r) for _, r, work in crowded]
+    heaviest_first = [r for _, r in sorted(works)]
     return [[rows[r] for r in heaviest_first[rank::ranks]] for rank in range(ranks)]

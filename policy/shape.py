@@ -111,6 +111,19 @@ def read_model(folder: str) -> Model:
     )
 
 
+@functools.lru_cache
+def even_length(folder: str, frozen: bool) -> int:
+    """Tokens of a sequence at which attention costs as many FLOPs as the weights do.
+
+    One of n tokens meets n^2 / 2 keys, so it costs in proportion to n (n + even_length). Without a
+    config.json it is 0: attention alone counts. Raises InputError where that describes no model.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        return 0
+    model = read_model(folder)
+    return round(2 * model.flops(1, 0, 3, frozen) / max(1, model.flops(0, 1, 3, frozen)))
+
+
 def adapted(lm: Any) -> dict[str, int]:
     """Inputs and outputs of the linear layers but the head, by the last part of their names."""
     found: dict[str, int] = {}

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from policy.packing import Place
 
-# Tokens at which attention costs what the matrices do, about: eight hidden sizes of 4,096.
-LINEAR = 1 << 15
 EXCESS = 0.01  # of the mean work, that the replica with most may have beyond it
 
 
-def spread(lengths: "dict[Place, int]", replicas: int) -> "list[list[Place]]":
+def spread(lengths: "dict[Place, int]", replicas: int, even: int) -> "list[list[Place]]":
     """The samples of each replica, from the length of each; the same for the same lengths.
+
+    n tokens are work n (n + even), as for plan_rows.
 
     Groups go whole to the replica with the least work, heaviest first. Then the replica with most
     gives single samples to that with least, each as near as there is to half of what they are
     apart, until EXCESS holds or no sample would bring them nearer.
     """
-    work = {at: n * (LINEAR + n) for at, n in lengths.items()}
+    work = {at: n * (n + even) for at, n in lengths.items()}
     groups: dict[int, list[Place]] = defaultdict(list)
     for at in work:
         groups[at[0]].append(at)

@@ -8,14 +8,7 @@ import dataclasses
 from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
-from pydantic import (
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from settings.network import PolicySettings

@@ -20,6 +20,8 @@ import dry_run
 from dpo import Batch, Config, Scored, dpo_loss, mean_metrics, pack, plan_pairs
 from envs.rollout.messages import load_tokenizer
 from envs.rollout.pairs import Pair, Tokens, load_pairs, render_all, tokenize
+from policy import shape
+from policy.packing import plan_rows
 from runtime.metrics import reduce_stats
 from runtime.scores import Scores
 from settings import reader
@@ -157,9 +159,11 @@ def test_a_row_of_pairs_and_an_empty_one():
     assert loss.item() == 0 and stats["num_valid_samples"] == 0 and not logp_T.grad.any()
 
 
-def test_a_pair_is_in_one_row_and_all_replicas_have_as_many(make):
+def test_a_pair_is_in_one_row_and_all_replicas_have_as_many(make, monkeypatch):
     pairs = [one.pair for one in some_pairs(13)]
+    monkeypatch.setattr(shape, "even_length", lambda model, frozen: 20)
     plan = plan_pairs(pairs, make(row_tokens=32, ranks=3))
+    assert plan == plan_rows([pair.tokens for pair in pairs], 32, 3, 40)
     assert sorted(i for of in plan for row in of for i in row) == list(range(13))
     assert len({len(of) for of in plan}) == 1
     assert all(sum(pairs[i].tokens for i in row) <= 32 for of in plan for row in of)

@@ -1,5 +1,6 @@
 """From sample lengths to packed rows: planning, the divisor, and the tensors of a row."""
 
+import dataclasses
 import math
 import random
 import sys
@@ -8,13 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3Config
 
 from envs.rollout.episode import Sample, SampleInfo
 from grpo_async import Config, Group, Update, divisor, pack, plan_step
 from policy.packing import Share, plan_rows
+from policy.shape import even_length
 from support.configs import changed
 
 LENGTHS = st.lists(st.integers(1, 150), max_size=40)
+EVEN = st.sampled_from([0, 50, 1_000_000])  # attention alone, both, weights alone
 
 
 def info(tokens: int, trained: int | None = None, gradient: bool = True) -> SampleInfo:
@@ -29,10 +33,15 @@ def config(**fields) -> Config:
 # --- rows -----------------------------------------------------------------------------------------
 
 
+def work_of(plan: list[list[list[int]]], lengths: list[int], even: int) -> list[list[int]]:
+    """Work of each rank's rows: n (n + even) of each sample."""
+    return [[sum(lengths[i] * (lengths[i] + even) for i in row) for row in rows] for rows in plan]
+
+
 @settings(deadline=None)
-@given(LENGTHS, st.integers(1, 4))
-def test_rows_hold_every_sample_once_within_capacity(lengths, ranks):
-    plan = plan_rows(lengths, 100, ranks)
+@given(LENGTHS, st.integers(1, 4), EVEN)
+def test_rows_hold_every_sample_once_within_capacity(lengths, ranks, even):
+    plan = plan_rows(lengths, 100, ranks, even)
     assert len(plan) == ranks and len({len(rows) for rows in plan}) == 1 and plan[0]
     rows = [row for rows in plan for row in rows]
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
@@ -43,10 +52,9 @@ def test_rows_hold_every_sample_once_within_capacity(lengths, ranks):
 
 
 @settings(deadline=None)
-@given(LENGTHS, st.integers(2, 4))
-def test_ranks_differ_by_no_more_than_the_heaviest_row(lengths, ranks):
-    plan = plan_rows(lengths, 100, ranks)
-    work = [[sum(lengths[i] ** 2 for i in row) for row in rows] for rows in plan]
+@given(LENGTHS, st.integers(2, 4), EVEN)
+def test_ranks_differ_by_no_more_than_the_heaviest_row(lengths, ranks, even):
+    work = work_of(plan_rows(lengths, 100, ranks, even), lengths, even)
     sums = [sum(rank) for rank in work]
     assert max(sums) - min(sums) <= max(max(rank) for rank in work)
 
@@ -54,26 +62,38 @@ def test_ranks_differ_by_no_more_than_the_heaviest_row(lengths, ranks):
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_rows_that_run_together_are_balanced(ranks):
     lengths = np.random.default_rng(0).lognormal(7, 1, 1024).astype(int).clip(1, 8192).tolist()
-    plan = plan_rows(lengths, 8192, ranks)
-    work = np.array([[sum(lengths[i] ** 2 for i in row) for row in rows] for rows in plan])
+    work = np.array(work_of(plan_rows(lengths, 8192, ranks, 0), lengths, 0))
     assert work.max(0).sum() <= 1.05 * work.sum() / ranks  # every rank waits for the slowest row
     assert sum(lengths) >= 0.9 * 8192 * work.size  # tokens of room
 
 
+@pytest.mark.parametrize(("even", "slowest"), [(51_412, 1.06), (373_332, 1.04)])
+def test_weights_are_work_beside_attention(even, slowest):
+    """64 ranks with 3 rows of 16,384 tokens each: Qwen3-8B and Nemotron 3 Super."""
+    lengths = np.random.default_rng(0).lognormal(7.53, 1, 780).astype(int).clip(1, 12_288).tolist()
+    mean = sum(length * (length + even) for length in lengths) / 64
+    blind, seeing = (plan_rows(lengths, 16_384, 64, known) for known in (0, even))
+    assert {len(rows) for rows in blind + seeing} == {3}
+    assert waited_for(blind, lengths, even) > 1.15 * mean
+    assert waited_for(seeing, lengths, even) < slowest * mean
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_samples_longer_than_a_row_cost_no_empty_rows(ranks):
-    assert all(row for rows in plan_rows([50_000] * 8, 100, ranks) for row in rows)
-    plan = plan_rows([50_000] * 100 + [50] * 100, 100, ranks)
+    assert all(row for rows in plan_rows([50_000] * 8, 100, ranks, 0) for row in rows)
+    plan = plan_rows([50_000] * 100 + [50] * 100, 100, ranks, 0)
     assert sum(map(len, plan)) in range(150, 150 + ranks)
 
 
 def test_a_small_batch_is_spread_over_the_ranks():
-    assert [len(rows[0]) for rows in plan_rows([10] * 8, 100, 4)] == [2, 2, 2, 2]
-    shares = plan_rows([30, 9, 30, 9, 9], 100, 3)
+    assert [len(rows[0]) for rows in plan_rows([10] * 8, 100, 4, 0)] == [2, 2, 2, 2]
+    shares = plan_rows([30, 9, 30, 9, 9], 100, 3, 0)
     assert sorted(sorted(rows[0]) for rows in shares) == [[0], [1, 3, 4], [2]]
 
 
-def plan_by_search(lengths: list[int], capacity: int, ranks: int) -> list[list[list[int]]]:
+def plan_by_search(
+    lengths: list[int], capacity: int, ranks: int, even: int
+) -> list[list[list[int]]]:
     """The same rule without a heap: looks at every row for every sample, and starts over."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     least = max(1, sum(min(n, capacity) for n in lengths) / capacity)
@@ -89,7 +109,7 @@ def plan_by_search(lengths: list[int], capacity: int, ranks: int) -> list[list[l
             if r is None:
                 break
             rows[r].append(i)
-            work[r] += lengths[i] ** 2
+            work[r] += lengths[i] * (lengths[i] + even)
             room[r] -= lengths[i]
         else:
             break
@@ -98,10 +118,9 @@ def plan_by_search(lengths: list[int], capacity: int, ranks: int) -> list[list[l
     return [[rows[r] for r in heaviest_first[rank::ranks]] for rank in range(ranks)]
 
 
-def waited_for(plan: list[list[list[int]]], lengths: list[int]) -> int:
+def waited_for(plan: list[list[list[int]]], lengths: list[int], even: int) -> int:
     """Work until the last rank is done, where rows that run together wait for the heaviest."""
-    work = [[sum(lengths[i] ** 2 for i in row) for row in rows] for rows in plan]
-    return sum(map(max, zip(*work, strict=True)))
+    return sum(map(max, zip(*work_of(plan, lengths, even), strict=True)))
 
 
 def test_the_heap_balances_as_well_as_the_search():
@@ -109,14 +128,15 @@ def test_the_heap_balances_as_well_as_the_search():
     same = []
     rows = []
     waits = []
-    for _ in range(2000):
+    for trial in range(2000):
         longest = numbers.choice([10, 30, 40, 60, 100, 150])
         ranks = numbers.randint(1, 8)
         lengths = [numbers.randint(1, longest) for _ in range(numbers.randint(1, 60))]
-        plans = plan_rows(lengths, 100, ranks), plan_by_search(lengths, 100, ranks)
+        parts = (lengths, 100, ranks, trial % 2 * 50)
+        plans = plan_rows(*parts), plan_by_search(*parts)
         same.append(plans[0] == plans[1])
         rows.append([len(plan[0]) for plan in plans])
-        waits.append([waited_for(plan, lengths) for plan in plans])
+        waits.append([waited_for(plan, lengths, parts[-1]) for plan in plans])
     ours, theirs = np.array(rows).T
     assert np.mean(same) > 0.9
     assert ours.sum() <= theirs.sum() and (ours <= theirs + 1).all()
@@ -141,7 +161,7 @@ def operations(plan, lengths: list[int]) -> int:
 
     sys.settrace(trace)
     try:
-        plan(lengths, 8192, 4)
+        plan(lengths, 8192, 4, 500)
     finally:
         sys.settrace(outer)
     return count
@@ -191,6 +211,29 @@ def test_skipped_samples_stay_in_the_divisor_and_overlong_ones_leave_it(fields, 
     assert (update.planned_tokens, update.planned_sequences) == (10 + 20 + 30 + 40, 4)
     assert places(share) == computed
     assert share.groups == sorted({g for g, _ in computed})
+
+
+def test_a_plan_counts_the_model_that_it_is_for(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    Qwen3Config(**sizes, tie_word_embeddings=False).save_pretrained(tmp_path)
+    weights = 3 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 192 + 2 * 64 + 2 * 16) + 64 + 512 * 64
+    even = round(weights / (4 * 16 * 3))
+    assert even_length(str(tmp_path), frozen=False) == even
+    # Beside adapters the weights take two passes of three.
+    assert even_length(str(tmp_path), frozen=True) == round(weights * 2 / 3 / (4 * 16 * 3))
+    assert even_length(str(tmp_path / "absent"), frozen=False) == 0
+    tokens = np.random.default_rng(0).integers(9, 90, 40).tolist()
+    plans = []
+    for model in (str(tmp_path), "absent"):
+        cfg = dataclasses.replace(config(ranks=4, prompts_per_step=40), model=model)
+        plan = plan_step(groups_of(*([info(n)] for n in tokens)), cfg)
+        found = [
+            [share.groups[g] for g, _ in row] for share in plan for row in share.updates[0].rows
+        ]
+        plans.append(found)
+    planned = (sum(plan_rows(tokens, 100, 4, known), []) for known in (even, 0))
+    assert plans == [*planned] and plans[0] != plans[1]
 
 
 def test_a_step_without_gradient_is_an_empty_row_for_every_rank():
