@@ -106,7 +106,7 @@ def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> N
     # In the place of PolicySettings, which needs pydantic.
     rates = {"lr": 1e-6, "warmup_lr": 1e-6, "warmup_steps": 0, "weight_decay": 0.0}
     rates |= {"lr_schedule": "constant", "min_lr": 0.0, "betas": (0.9, 0.999)}
-    rates |= {"max_grad_norm": 1.0, "lora_rank": 0, "activation_checkpointing": True}
+    rates |= {"max_grad_norm": 1.0, "lora_rank": 0, "recomputes": True}
     settings = SimpleNamespace(attention=attention, **rates)
     policy.fsdp.AutoConfig = SimpleNamespace(from_pretrained=lambda _: config)
     trained = RandomPolicy("", settings, temperature=1.0)

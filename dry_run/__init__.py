@@ -1,6 +1,6 @@
 """The needs and limits of a run, as a table: nothing is started, no weight is read.
 
-`explain` counts memory (sizes.py; megatron_sizes.py also what is sent) and estimates seconds
+`explain` counts memory (policy/sizes.py; megatron_sizes.py also what is sent) and estimates seconds
 (pace.py) from a Config and the config.json of its model. prep/check.py looks at the rows. The
 assumptions about the hardware are printed with the result.
 """
@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from os.path import isfile
 from pathlib import Path
 
-from dry_run import megatron_sizes, pace, sizes
+from dry_run import megatron_sizes, pace
 from envs.rollout import pairs, services
-from policy import logprobs, shape
+from policy import logprobs, shape, sizes
 from policy.gpus import GIB, Gpu, planned
 from policy.shape import Model
 from prep import check
@@ -38,14 +38,16 @@ def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = No
     megatron = cfg.policy.kind == "megatron"
     model = shape.read_model(cfg.model)
     gpu = planned(cfg.command.gpu)
+    asked, cfg = cfg, sizes.decided(model, cfg, gpu.memory)
     active = f", {model.active:,.0f} of them active" if model.routed else ""
     data = data_rows(cfg) if data is None else data
     wrong = problems(model, cfg, gpu) + data.problems
     lines = [
         f"{model.name}: {model.params:,} parameters{active}",
-        *changed(cfg, Config),
+        *changed(asked, Config),
         *gpu_rows(cfg),
         *(megatron_rows(model, cfg, gpu) if megatron else trainer_rows(model, cfg, gpu)),
+        *checkpointing_rows(model, asked, cfg, gpu),
         *(engine_rows(model, cfg, gpu) if isinstance(cfg, RunSettings) else []),
         *any_step_rows(model, cfg, gpu),
         *slurm_rows(model, cfg, gpu),
@@ -125,7 +127,7 @@ def gpu_rows(cfg: TrainingSettings) -> list[str]:
 
 def other_checkpointing(cfg: TrainingSettings) -> TrainingSettings:
     """cfg with activation checkpointing where it has none, or without."""
-    other = not cfg.policy.activation_checkpointing
+    other = not cfg.policy.recomputes
     layout = dataclasses.replace(cfg.policy, activation_checkpointing=other)
     return dataclasses.replace(cfg, policy=layout)
 
@@ -135,7 +137,7 @@ def trainer_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     states = sizes.states(model, cfg)
     moments = sizes.moments(model, cfg)
     mask = sizes.mask_bytes(cfg.policy)
-    on, off = ("with", "without") if cfg.policy.activation_checkpointing else ("without", "with")
+    on, off = ("with", "without") if cfg.policy.recomputes else ("without", "with")
     kept = gib(sizes.saved_bytes(model, cfg))
     layer = gib(sizes.layer_bytes(model, cfg))
     adapts = bool(cfg.policy.lora_rank)
@@ -166,6 +168,21 @@ def trainer_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     ]
 
 
+def checkpointing_rows(
+    model: Model, asked: TrainingSettings, cfg: TrainingSettings, gpu: Gpu
+) -> list[str]:
+    """What became of activation_checkpointing = "auto", and why."""
+    if asked.policy.activation_checkpointing != "auto":
+        return []
+    room = sizes.room(model, cfg, gpu.memory)
+    why = f"without it {gib(room.taken)} of {gib(room.free)} (free, less a tenth)"
+    if not room.is_counted:
+        why = "not all that such layers save is counted"
+    if cfg.policy.kind == "megatron":
+        why = "always under Megatron"
+    return [row("checkpointing", "on" if cfg.policy.recomputes else "off", f"auto: {why}")]
+
+
 def saving_row(model: Model, cfg: TrainingSettings) -> str:
     """Memory of a node that a checkpoint takes until it is written."""
     nodes = pace.trainer_nodes(cfg)
@@ -185,7 +202,7 @@ def megatron_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     spread = megatron_sizes.optimizer_spread(layout)
     kept = gib(megatron_sizes.kept_bytes(shape, cfg, stage))
     unlike = gib(megatron_sizes.kept_bytes(shape, other_checkpointing(cfg), stage))
-    on, off = ("with", "without") if layout.activation_checkpointing else ("without", "with")
+    on, off = ("with", "without") if layout.recomputes else ("without", "with")
     routed = f", of experts 1 / {spread.routed}" if "E" in shape.layers else ""
     notes = {
         "weights": f"bf16, cut by tp {layout.tp} and pp {layout.pp}, experts by ep {layout.ep}"
@@ -364,7 +381,7 @@ def data_rows(cfg: TrainingSettings) -> check.Summary:
 def problems(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     """The problems of memory and layout, with the fields to change."""
     trainer = pace.trainer_bytes(model, cfg)
-    save = "" if cfg.policy.activation_checkpointing else ", set policy.activation_checkpointing"
+    save = "" if cfg.policy.recomputes else ", set policy.activation_checkpointing"
     fsdp = cfg.policy.kind == "fsdp"
     spread = "policy.ranks" if fsdp else "policy.tp, policy.cp, policy.pp or policy.ep"
     remedy = f"raise {spread}, lower {' and '.join(cfg.row_limits)}{save}"

@@ -20,11 +20,11 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dry_run.sizes import RESERVE, head_bytes, longest_row
 from policy import logprobs
 from policy.megatron.check import read_config
 from policy.megatron.families import padded, pattern
 from policy.shape import field
+from policy.sizes import RESERVE, head_bytes, longest_row
 from policy.weight_sync import BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def kept_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> flo
     layers = stage_layers(s, layout, stage)
     last = stage == layout.pp - 1
     each = (len(layers) + (not last)) * s.hidden / layout.tp
-    if not layout.activation_checkpointing:
+    if not layout.recomputes:
         each += sum(saved(s, layout, kind, b) for kind in layers)
     return b * longest_row(cfg) / layout.cp * (layout.pp - stage) * each
 
@@ -238,7 +238,7 @@ def moments(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> dict[s
     spread = optimizer_spread(layout)
     params = rank_params(s, layout, stage)
     kept = kept_bytes(s, cfg, stage, b) + b * places * H * (layout.tp > 1)
-    again = layout.activation_checkpointing
+    again = layout.recomputes
     kinds = set(stage_layers(s, layout, stage))
     layer = max(again * saved(s, layout, k, b) + at_work(s, layout, k) for k in kinds)
     tied = b * V * H if s.tied and layout.pp == 1 else 0
@@ -300,7 +300,7 @@ def token_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, flo
     tp = layout.tp
     cp = layout.cp
     pp = layout.pp
-    again = layout.activation_checkpointing
+    again = layout.recomputes
     count = s.layers.count
     pairs = count("*") + count("-") + count("M") + count("E") * (s.shared_ffn > 0)
     split = tp * s.head_dim > s.key  # then all slices of q, k, v are gathered
@@ -326,7 +326,7 @@ def mamba_exchange(s: Shape, layout: "PolicySettings", b: int = 2) -> float:
     ranks = layout.tp * layout.cp
     groups = max(s.groups, ranks) * s.state
     each = (3 * s.mamba + 2 * groups + s.mamba_heads) / ranks
-    passes = 2 + layout.activation_checkpointing
+    passes = 2 + layout.recomputes
     return ring(layout.cp) * b * passes * s.layers.count("M") * each / layout.pp
 
 

@@ -8,7 +8,8 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from dry_run import megatron_sizes, sizes
+from dry_run import megatron_sizes
+from policy import sizes
 from policy.gpus import Gpu
 from policy.shape import Model
 from policy.weight_sync import BUCKET_BYTES
@@ -107,7 +108,7 @@ def train_flops(model: Model, cfg: "TrainingSettings") -> float:
     Passes: forward, two in backward, one to recompute, and those that only score. Masked SDPA
     multiplies a whole row, flash attention half a sequence on average.
     """
-    passes = 3 + cfg.policy.activation_checkpointing + cfg.scoring_passes
+    passes = 3 + cfg.policy.recomputes + cfg.scoring_passes
     masked = sizes.mask_bytes(cfg.policy).row
     keys = cfg.policy.row_tokens if masked else MEAN_SHARE * response_limit(cfg) / 2
     tokens = MEAN_SHARE * step_tokens(cfg)

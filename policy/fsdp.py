@@ -106,7 +106,7 @@ class FSDPPolicy:
         self.adapters = Adapters(self.lm, settings, trainable)
         kinds = self.lm._no_split_modules or ()
         layers = [module for module in self.lm.modules() if type(module).__name__ in kinds]
-        for layer in layers if settings.activation_checkpointing else ():
+        for layer in layers if settings.recomputes else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         self.entropy = logprobs.Entropy(self.device)
         # Any: fully_shard adds methods to what it shards.

@@ -88,8 +88,7 @@ class Cluster:
         """Starts the trainer ranks, which load the model of the configuration."""
         cfg = self.cfg
         phase(f"loading {shown(cfg.model)} (trainer ranks: {cfg.policy.ranks})")
-        threads = {"io": 1, "watch": 2}  # beside the one that trains
-        options = {"concurrency_groups": threads}
+        options = {"concurrency_groups": {"io": 1, "watch": 2}}  # beside the thread that trains
         gpus = placement.shares(cfg).trainer
         made = [
             actor(self.Trainer, gpus, cfg, **options, **placement.on(home)).remote(cfg)
@@ -112,8 +111,7 @@ class Cluster:
     def start_worker(self) -> Any:
         """Starts a rollout worker."""
         options = {"max_concurrency": 100_000} | placement.of_worker()
-        worker = actor(self.RolloutWorker, 0, self.cfg, **options)
-        return worker.remote(self.cfg)
+        return actor(self.RolloutWorker, 0, self.cfg, **options).remote(self.cfg)
 
     def task(self, function: Callable, *args: Any, returns: int = 1) -> Any:
         """Runs a function in a process of its own, near its data, and again if that dies."""
@@ -205,7 +203,6 @@ def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> Any:
             """Never returns, so that its end shows the driver the end of this process."""
             threading.Event().wait()
 
-    Process.__name__ = cls.__name__
-    Process.__qualname__ = cls.__name__
+    Process.__name__ = Process.__qualname__ = cls.__name__
     made = ray.remote(num_cpus=0, **groups)(Process)
     return made.options(num_gpus=gpus, **options)

@@ -83,14 +83,15 @@ class Rank:
         Raises RuntimeError where the model was exported by a run and its marker says otherwise.
         """
         from policy.factory import open_policy
+        from policy.sizes import settled
         from runtime.kept import flaw
 
         cfg = self.cfg
         found = "" if reference_of else flaw(cfg.model, dist.get_rank(), cfg.policy.ranks)
         if found:
             raise RuntimeError(f"model = {cfg.model!r}: {found}")
-        seconds = cfg.timeouts.train
-        return open_policy(cfg.model, cfg.policy, temperature, cfg.seed, seconds, reference_of)
+        settings, seconds = settled(cfg), cfg.timeouts.train
+        return open_policy(cfg.model, settings, temperature, cfg.seed, seconds, reference_of)
 
     def reduced(self, rows: Sequence[dict[str, Tensor]]) -> dict[str, float]:
         """The rows' stats in one dict, over all ranks (metrics.reduce_stats); collective."""

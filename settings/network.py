@@ -58,8 +58,8 @@ class PolicySettings:
     """Gradients are clipped to this global norm."""
     row_tokens: PositiveInt = 65536
     """Capacity of a packed row. A longer sample gets a row of its own; a longer pair is refused."""
-    activation_checkpointing: bool = True
-    """Recompute activations in the backward pass."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in backward; auto: where memory is short, under Megatron always."""
     attention: str = "auto"
     """attn_implementation of transformers, for fsdp; auto: torch's varlen on a GPU, else sdpa."""
     lora_rank: NonNegativeInt = 0
@@ -80,6 +80,11 @@ class PolicySettings:
     """Train with the experts that the engine chose for each token (R3); Megatron only."""
     megatron: MegatronSettings = dataclasses.field(default_factory=MegatronSettings)
     """What else Megatron-Core can be told."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are recomputed; "auto" that policy/sizes.py has not decided does."""
+        return self.activation_checkpointing is not False
 
     @property
     def replicas(self) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dry_run import pace, sizes
+from dry_run import pace
+from policy import sizes
 from policy.gpus import Gpu
 from policy.shape import Model
 from settings.errors import InputError
@@ -117,7 +118,7 @@ class Modelled(Hardware):
 
     def _of_trainer(self, model: Model, cfg: "Config", gpu: Gpu) -> None:
         layout = cfg.policy
-        passes = 3 + layout.activation_checkpointing + cfg.scoring_passes
+        passes = 3 + layout.recomputes + cfg.scoring_passes
         of_weights = passes - bool(layout.lora_rank)
         speed = layout.ranks / layout.replicas * pace.MFU * gpu.flops
         exposed = sum(pace.exposed_seconds(cfg, gpu).values())

@@ -260,7 +260,7 @@ def build(settings: "PolicySettings", hf: Any, dtype: torch.dtype) -> MambaModel
             before = layers[: layer.layer_number - 1].count("E")
             router = layer.mlp.router
             router.router_replay = RouteReplay(router, before, layers.count("E"))
-    for layer in model.decoder.layers if settings.activation_checkpointing else ():
+    for layer in model.decoder.layers if settings.recomputes else ():
         layer.forward = partial(checkpointed, layer.forward)
     return model
 

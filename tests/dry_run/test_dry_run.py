@@ -12,14 +12,15 @@ import transformers
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dry_run
-from dry_run import megatron_sizes, pace, sizes
+from dry_run import megatron_sizes, pace
 from grpo_async import Config
 from launch import tiny
-from policy import fsdp, logprobs
+from policy import factory, fsdp, logprobs, sizes
 from policy.gpus import GIB, Gpu, planned
 from policy.shape import Model, read_model
 from prep.check import Summary
 from runtime import layout
+from runtime.rank import Rank
 from settings import reader
 from settings.errors import InputError
 from settings.network import PolicySettings
@@ -266,6 +267,77 @@ def test_a_trainer_rank_holds_what_is_printed(
     # Frozen experts keep less than is counted.
     limit = 1.15 if lora_rank and most == "experts" else 1.1
     assert 0.99 <= printed / peak.bytes <= limit, (printed, peak.bytes)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_a_layer_saves_what_is_counted(folder, heads):
+    """Without a mask, as on a GPU: of a real layer in bf16, all that it keeps for its backward."""
+    size = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "head_dim": 64}
+    size |= {
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+    }
+    path, T = folder("qwen", **size), 512
+    lm = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(path), dtype=torch.bfloat16
+    )
+    x = torch.randn(1, T, 512, dtype=torch.bfloat16, requires_grad=True)
+    angles = lm.model.rotary_emb(x, torch.arange(T)[None])
+    shared = {t.untyped_storage()._cdata for t in (*lm.parameters(), *angles)}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in shared:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        lm.model.layers[0](x, attention_mask=None, position_embeddings=angles)
+    cfg = changed(Config(model=path), row_tokens=T, max_model_len=T)
+    counted = sizes.layer_bytes(read_model(path), cfg)
+    assert counted == pytest.approx(sum(s.nbytes() for s in kept.values()), rel=0.01)
+
+
+def recomputes(cfg: Config, memory: float) -> bool:
+    found = sizes.decided(read_model(cfg.model), cfg, memory).policy.activation_checkpointing
+    assert isinstance(found, bool)
+    return found
+
+
+def test_activations_stay_where_nine_tenths_of_the_memory_hold_them(folder):
+    cfg = changed(Config(model=folder("0.6B", **QWEN_06B)), row_tokens=8192, max_model_len=8192)
+    model = read_model(cfg.model)
+    taken = sizes.trainer_bytes(model, changed(cfg, activation_checkpointing=False))
+    assert taken > sizes.trainer_bytes(model, changed(cfg, activation_checkpointing=True))
+    for enough, others in {
+        taken / 0.9: {},
+        taken / 0.9 / 0.6: {"gpu_share": 0.5, "engine": {"args": {"gpu_memory_utilization": 0.4}}},
+        taken / 0.9 / 0.2: {"gpu_share": 0.25, "engine": {"args": {"gpu_memory_utilization": 0.4}}},
+    }.items():  # alone, beside an engine, beside two
+        auto = changed(cfg, **others)
+        assert not recomputes(auto, enough + 1) and recomputes(auto, enough - 1)
+        for asked in (True, False):
+            assert recomputes(changed(auto, activation_checkpointing=asked), enough) is asked
+    assert recomputes(changed(cfg, row_tokens=65536), 80 * GIB)
+    assert recomputes(changed(cfg, kind="megatron"), 1e15)
+    gpt2 = folder("gpt2", "GPT2Config", n_embd=32, n_layer=2, n_head=4)
+    assert recomputes(dataclasses.replace(cfg, model=gpt2), 1e15)  # its sizes have other names
+
+
+def test_trainer_ranks_decide_by_their_gpu(folder, monkeypatch, request):
+    cfg = changed(Config(model=folder("0.6B", **QWEN_06B)), row_tokens=8192, max_model_len=8192)
+    opened = []
+    monkeypatch.setattr(factory, "open_policy", lambda model, settings, *_: opened.append(settings))
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    request.addfinalizer(dist.destroy_process_group)
+    for memory in (80, 20):
+        monkeypatch.setattr(sizes, "planned", lambda _, memory=memory: h100(memory))
+        Rank(cfg).open_policy(1.0)
+        Rank(changed(cfg, activation_checkpointing=True)).open_policy(1.0)
+    assert [s.activation_checkpointing for s in opened] == [False, True, True, True]
+    assert opened[2] == dataclasses.replace(cfg.policy, activation_checkpointing=True)
 
 
 def test_kv_of_a_token():
@@ -577,6 +649,10 @@ def test_the_table_of_gsm8k(folder):
     root, kept = 151937 * 1024, 28 * 2 * 8192 * 1024
     rows = {"weights, float32": 4 * count, "AdamW moments": 8 * count, "reducing": 12 * root}
     at_head = 2 * root + kept + 12 * 8192 * 1024 + 6 * 1024 * 151936 + 4 * 151936 * 1024
+    without = 28 * 8192 * (16 * 1024 + 10 * 2048 + 10 * 1024 + 8 * 3072)
+    assert "of 42.66 (free, less a tenth)" in text and cell(text, "checkpointing") == "off"
+    check_gib(text, **{"layers keep": without})
+    text = dry_run.explain(changed(cfg, activation_checkpointing=True), Config)
     rows |= {"layers keep": kept, "= peak, with reserve": 16 * count + at_head + 4 * GIB}
     rows |= {"weights, bf16": 2 * count, "KV": 0.4 * 79 * GIB - 2 * count - 4 * GIB}
     rows |= {"host, while loading": 4 * count, "host, while saving": 14 * count}
@@ -605,6 +681,7 @@ def test_the_table_of_the_math_blend(folder):
     check_gib(text, **{"= peak, with reserve": 16 * count + at_head + 4 * GIB, "KV": engine})
     assert (cell(text, "samples"), cell(text, "tokens, at most")) == ("512", "1,572,864")
     assert "GPUs shared by both: 1" in text and "everything fits" in text
+    assert cell(text, "checkpointing") == "on"  # 56 of 36 GiB without
     more = changed(cfg, engine={"args": {"gpu_memory_utilization": 0.6}})
     assert "PROBLEM: a shared GPU takes 80.71 of 79.00 GiB" in dry_run.explain(more, Config)
 

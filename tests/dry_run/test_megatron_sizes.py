@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import transformers
 
-from dry_run import megatron_sizes, sizes
+from dry_run import megatron_sizes
 from dry_run.megatron_sizes import Shape
 from grpo_async import Config
-from policy import logprobs
+from policy import logprobs, sizes
 from policy.gpus import GIB
 from policy.megatron import families
 from policy.shape import read_model

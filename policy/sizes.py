@@ -7,17 +7,22 @@ Read from config.json alone. The peaks are within a tenth of what torch allocate
 and with experts (a test compares them). Of Mamba, weights and what an engine keeps are counted.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from policy import logprobs
-from policy.gpus import GIB
-from policy.shape import Model
+from policy.gpus import GIB, planned
+from policy.shape import Model, read_model
 from policy.weight_sync import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from settings.network import PolicySettings
     from settings.run import RunSettings, TrainingSettings
 
+C = TypeVar("C", bound="TrainingSettings")
 RESERVE = 4 * GIB  # assumed: CUDA context and graphs, NCCL, an engine's activations, fragmentation
 
 
@@ -64,7 +69,8 @@ def mask_bytes(settings: "PolicySettings") -> Mask:
 def layer_bytes(model: Model, cfg: "TrainingSettings") -> int:
     """Bytes that a decoder layer saves for its backward: bf16, and float32 in norms, as in Qwen3.
 
-    T (16 H + 10 Q + 10 K + ffn); a mask repeats keys and values: T (16 H + 14 Q + 6 K + ffn).
+    T (16 H + 10 Q + 10 K + ffn); a mask repeats keys and values: T (16 H + 14 Q + 6 K + ffn). The
+    count is that of Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, for these layers.
     """
     Q = model.heads * model.head_dim
     K = model.kv_heads * model.head_dim
@@ -81,7 +87,7 @@ def saved_bytes(model: Model, cfg: "TrainingSettings") -> int:
     T = longest_row(cfg)
     frozen = 4 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim
     whole = layer_bytes(model, cfg) - (T * frozen if cfg.policy.lora_rank else 0)
-    again = cfg.policy.activation_checkpointing
+    again = cfg.policy.recomputes
     return model.layers * (2 * T * model.hidden if again else whole)
 
 
@@ -115,7 +121,7 @@ def moments(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
     row = 2 * root + saved_bytes(model, cfg) + mask_bytes(cfg.policy).row
     # The last norm works in float32; its bf16 input and output, the trained ones, their gradients.
     hidden = 12 * T * model.hidden
-    recomputed = layer_bytes(model, cfg) if cfg.policy.activation_checkpointing else 0
+    recomputed = layer_bytes(model, cfg) if cfg.policy.recomputes else 0
     head = head_bytes(logprobs.CHUNK, model.vocab, t * model.hidden)
     merged = 8 * model.biggest // cfg.policy.ranks if lora else 0  # and what is added
     working = recomputed + T * model.ffn // 2 + gathered * layer
@@ -131,6 +137,57 @@ def moments(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
 def trainer_bytes(model: Model, cfg: "TrainingSettings") -> float:
     """Peak of a rank: its states, its fullest moment, the reserve."""
     return sum(states(model, cfg).values()) + max(moments(model, cfg).values()) + RESERVE
+
+
+class Room(NamedTuple):
+    """Whether a rank of policy/fsdp.py that recomputes nothing fits its GPU."""
+
+    taken: float  # bytes
+    free: float  # that engines on this GPU leave, less a tenth, by which `taken` may be wrong
+    is_counted: bool  # False: of these layers `taken` does not know all that they save
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether activations may stay."""
+        return self.is_counted and self.taken <= self.free
+
+
+def room(model: Model, cfg: "TrainingSettings", memory: float) -> Room:
+    """What a rank takes without checkpointing of a GPU of `memory` bytes."""
+    layout = dataclasses.replace(cfg.policy, activation_checkpointing=False)
+    taken = trainer_bytes(model, dataclasses.replace(cfg, policy=layout))
+    share = cfg.demand.share
+    beside = int((1 - max(share, 0.5)) / share + 1e-3)  # engines, as runtime/placement.py has them
+    run: Any = cfg  # with rollouts, where a GPU is shared
+    engine = run.engine.arguments["gpu_memory_utilization"] if beside else 0.0
+    return Room(taken, 0.9 * memory * (1 - beside * engine), bool(model.ffn and not model.state))
+
+
+def decided(model: Model, cfg: C, memory: float) -> C:
+    """cfg with activation_checkpointing = "auto" as True or False, for GPUs of `memory` bytes.
+
+    megatron_sizes.py does not count all that Mamba's layers save, so under Megatron it is True.
+    """
+    layout = cfg.policy
+    if layout.activation_checkpointing != "auto":
+        return cfg
+    keeps = layout.kind == "fsdp" and room(model, cfg, memory).is_enough
+    return dataclasses.replace(
+        cfg, policy=dataclasses.replace(layout, activation_checkpointing=not keeps)
+    )
+
+
+def settled(cfg: "TrainingSettings") -> "PolicySettings":
+    """The policy's settings with "auto" decided for the smallest GPU of all ranks; collective.
+
+    Without a GPU an H100 is assumed, as in the dry run.
+    """
+    if cfg.policy.activation_checkpointing != "auto":
+        return cfg.policy
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    memory = torch.tensor(planned("auto").memory, dtype=torch.float64, device=device)
+    dist.all_reduce(memory, dist.ReduceOp.MIN)
+    return decided(read_model(cfg.model), cfg, memory.item()).policy
 
 
 def reload_bytes(model: Model, cfg: "RunSettings") -> float:
