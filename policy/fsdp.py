@@ -95,7 +95,7 @@ class FSDPPolicy:
         self.reports = True  # every rank trains rows of its own
         self.device = torch.device("cuda" if gpu else "cpu")
         config = AutoConfig.from_pretrained(model)
-        attends = attention.implementation(settings.attention)
+        attends = attention.prepared(settings.attention, config)
         make: Any = AutoModelForCausalLM.from_config  # typed as if it took a model's name
         with torch.device("meta"):
             self.lm = make(config, dtype=torch.float32, attn_implementation=attends)

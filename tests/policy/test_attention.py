@@ -4,6 +4,7 @@ The kernel itself runs on GPUs alone. The stand-in has its signature, and the me
 """
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from torch.nn.attention import _registry as registry
 from torch.nn.attention.varlen import varlen_attn
 
 from policy import attention
@@ -178,6 +180,128 @@ def test_what_is_chosen_for_auto_reaches_the_model(chosen, tiny_model, tmp_path,
 
 @pytest.mark.parametrize(("gpu", "expected"), [(True, "varlen"), (False, "sdpa")])
 def test_the_kernel_is_the_default_where_a_gpu_is(monkeypatch, gpu, expected):
+    made_new = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    assert attention.implementation("auto") == expected
-    assert attention.implementation("flex_attention") == "flex_attention"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(attention, "activate", lambda *given: made_new.append(given))
+    config = FAMILIES["grouped heads"]
+    assert attention.prepared("flex_attention", config) == "flex_attention" and not made_new
+    assert attention.prepared("auto", config) == expected
+    assert made_new == [(attention.Heads.of(config), torch.device("cuda:1"))] * gpu
+
+
+# --- newer kernels --------------------------------------------------------------------------------
+
+HEADS, CPU = attention.Heads(4, 2, 16), torch.device("cpu")
+
+
+def hopper_with(monkeypatch, kernel) -> None:
+    """A Hopper whose FA3, in torch's real registry, computes as `kernel` while it is active."""
+    switched = SimpleNamespace(on=False)
+
+    class Handle:
+        def remove(self) -> None:
+            switched.on = False
+
+    def register() -> Handle:
+        switched.on = True
+        return Handle()
+
+    def attend(*args, **kwargs):
+        return kernel(*args, **kwargs) if switched.on else stand_in(*args, **kwargs)
+
+    monkeypatch.setitem(registry._FLASH_ATTENTION_IMPLS, "FA3", register)
+    monkeypatch.setattr(attention, "varlen_attn", attend)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+
+
+@pytest.fixture
+def afresh():
+    """Nothing is activated before or after."""
+    attention.activate.cache_clear()
+    yield
+    attention.activate.cache_clear()
+    registry.restore_flash_attention_impl(_raise_warn=False)
+
+
+def in_float32(*args, **kwargs):
+    return stand_in(*(x.float() for x in args[:3]), *args[3:], **kwargs).bfloat16()
+
+
+def fails(*args, **kwargs):
+    raise RuntimeError("head dimension unsupported\nand more")
+
+
+def forgets_the_window(*args, **kwargs):
+    return stand_in(*args, **kwargs | {"window_size": (-1, 0)})
+
+
+def without_gradient(*args, **kwargs):
+    with torch.no_grad():
+        out = stand_in(*args, **kwargs)
+    return out + 0 * sum(x.sum() for x in args[:3])
+
+
+def test_torch_has_the_newer_kernels_in_the_modules_that_are_named_here():
+    assert {*attention.NEWER.values()} <= {*registry.list_flash_attention_impls()}
+    source = Path(attention.__file__).read_text()
+    for name in attention.NEWER.values():
+        path = inspect.signature(registry._FLASH_ATTENTION_IMPLS[name]).parameters["module_path"]
+        assert path.default.removesuffix(".interface") in source
+
+
+@pytest.mark.usefixtures("afresh")
+@pytest.mark.parametrize(("capability", "tells"), [
+    ((8, 0), "attention: FA2\n"),
+    ((9, 0), "attention: FA2, not FA3: ModuleNotFoundError: No module named 'flash_attn_interface"),
+    ((10, 0), "attention: FA2, not FA4: ModuleNotFoundError: No module named 'flash_attn'"),
+    ((12, 0), "attention: FA2\n"),
+])  # fmt: skip
+def test_without_its_package_a_gpu_keeps_what_torch_has(monkeypatch, capsys, capability, tells):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    for _ in range(2):
+        assert attention.activate(HEADS, CPU) == "FA2"
+    assert registry.current_flash_attention_impl() is None
+    told = capsys.readouterr().out
+    assert told.startswith(tells) and told.count("\n") == 1
+
+
+@pytest.mark.usefixtures("afresh")
+@pytest.mark.parametrize(("kernel", "active", "tells"), [
+    (stand_in, "FA3", "attention: FA3\n"),
+    (in_float32, "FA3", "attention: FA3\n"),
+    (fails, None, "attention: FA2, not FA3: RuntimeError: head dimension unsupported\n"),
+    (forgets_the_window, None, "attention: FA2, not FA3: RuntimeError: it computes other numbers"),
+    (without_gradient, None, "attention: FA2, not FA3: RuntimeError: it computes other numbers"),
+])  # fmt: skip
+def test_a_newer_kernel_stays_where_it_computes_the_same(
+    monkeypatch, capsys, kernel, active, tells
+):
+    hopper_with(monkeypatch, kernel)
+    assert attention.activate(HEADS, CPU) == (active or "FA2")
+    assert registry.current_flash_attention_impl() == active
+    assert capsys.readouterr().out.startswith(tells)
+
+
+def test_rounding_is_far_below_what_counts_as_another_result(monkeypatch):
+    for heads in (HEADS, attention.Heads(32, 8, 128), attention.Heads(16, 8, 128)):
+        monkeypatch.setattr(attention, "varlen_attn", stand_in)
+        rounded = attention.tried(heads, CPU)
+        monkeypatch.setattr(attention, "varlen_attn", in_float32)
+        exact = attention.tried(heads, CPU)
+        gaps = [
+            float((a.float() - b.float()).norm() / b.float().norm())
+            for a, b in zip(rounded, exact, strict=True)
+        ]
+        assert len(gaps) == 8 and max(gaps) < 0.01
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_heads_of_a_config_are_those_of_its_layers(name):
+    config, heads = FAMILIES[name], attention.Heads.of(FAMILIES[name])
+    CALLS.clear()
+    model(name, "varlen")(
+        input_ids=torch.ones_like(POSITIONS_1T), position_ids=POSITIONS_1T, use_cache=False
+    )
+    shapes = [tuple(CALLS[0][part].shape[1:]) for part in ("query", "key")]
+    assert shapes == [(heads.queries, heads.width), (heads.keys, heads.width)], config
