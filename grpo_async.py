@@ -547,7 +547,7 @@ class Generator:
     async def update_weights(self, version: int, verify: bool) -> tuple[dict, list[int], dict]:
         """Receives `version` in flight, between two engine steps. An error costs the engine.
 
-        After a CutOff it stays paused, and the next update repeats this one.
+        Except CutOff: the engine stays paused then, and the next update repeats this one.
         Returns the seconds of each phase, a checksum of what each worker received, and what the
         engine did since the last update.
         """

@@ -1,10 +1,10 @@
 """Which part of which tensor goes where in vLLM's layers: asked once, then copied without asking.
 
-vLLM's loaders are Python: some 0.5 ms a tensor, and a mixture of experts has tens of thousands. An
-update pauses an engine as long. But they do the same each time: they cut, and copy. So after one
-update that was proven they are run on tensors without memory, and each copy is noted. A layer that
-these copies fill, every element once, is filled by them from then on, and vLLM processes it as it
-does after its own loaders. All other layers are left to those.
+vLLM's loaders are Python. They take some 0.5 ms a tensor, a mixture of experts has tens of
+thousands of tensors, and the engine is paused meanwhile. But they do the same each time: they cut
+and copy. So after an update that was proven they are run on tensors without memory, and each copy
+is noted. Where copies fill a layer, every element once, they fill it from then on, and vLLM
+processes the layer as it does after its own loaders. All other layers are left to those.
 """
 
 from collections import defaultdict
@@ -141,7 +141,7 @@ class Copies:
 
     @torch.no_grad()
     def __init__(self, model: Any, config: Any, metas: list[WeightMeta]):
-        """Asks the loaders. Raises what they raise of tensors without memory."""
+        """Asks the loaders. Raises what they raise where a tensor has no memory."""
         self.layers: dict[str, Any] = dict(model.named_modules())
         self.filled: dict[str, list[Copy]] = {}
         self.readers: dict[str, list[str]] = {}
@@ -165,10 +165,12 @@ class Copies:
                 break
             slow |= others
         self.filled = {path: noted.copies[path] for path in noted.copies.keys() - left}
-        self.readers = {meta.name: [] for meta in metas if meta.name not in slow}
+        # Experts of other workers are many, and nothing reads them here.
+        unread = {m.name for m in metas if ".experts." in m.name and m.name not in slow}
+        self.readers = {name: [] for name in unread}
         for path, copies in self.filled.items():
             for name in {copy.tensor for copy in copies}:
-                self.readers[name].append(path)
+                self.readers.setdefault(name, []).append(path)
         self.sources = {path: len({c.tensor for c in self.filled[path]}) for path in self.filled}
 
     def _asked(self, model: Any, metas: list[WeightMeta]) -> tuple[Recorder, set[str]]:
@@ -193,6 +195,9 @@ class Copies:
             for copy in copies:
                 parts[copy.target].append(copy.to)
             held = get_layer_tensors(layer)
+            # Of buffers that are not saved, vLLM keeps what the layer had.
+            if layer._non_persistent_buffers_set & parts.keys():
+                continue
             if all(
                 name in parts and tiles(parts[name], held[name].numel())
                 for name in held.keys() - SKIP_LOAD_TENSORS

@@ -65,8 +65,8 @@ def loaded_by(copies: "Copies | None", model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched(store: Any, cut: Callable[[], None]) -> Iterator[None]:
-    """Calls `cut` in a thread once the senders have ended the update, or are gone."""
+def watched(store: Any, cut: threading.Event, abort: Callable[[], None] | None) -> Iterator[None]:
+    """Sets `cut` and aborts in a thread, once the senders have ended the update or are gone."""
     over = threading.Event()
 
     def watch() -> None:
@@ -75,8 +75,12 @@ def watched(store: Any, cut: Callable[[], None]) -> Iterator[None]:
                 is_cut = store.check([CUT])
             except RuntimeError:  # rank 0, whose store it is, is gone
                 is_cut = True
+            if over.is_set():
+                return
             if is_cut:
-                cut()
+                cut.set()
+                if abort:
+                    abort()
                 return
 
     threading.Thread(target=watch, daemon=True).start()
@@ -130,24 +134,19 @@ class WeightReceiver:
         The model then has layers of two policies, and the next update repeats this one. An error
         would leave the replies of other workers of the engine unread.
         """
-        self.cut = threading.Event()
-        with watched(self.sync_store, self.end_update):
+        cut = self.cut = threading.Event()
+        # Kernels wait for a lost member until their group is aborted.
+        abort = self.sync_group.abort if self.sync_wire.device == "cuda" else None
+        with watched(self.sync_store, cut, abort):
             try:
                 checksum = self.take_weights(verify)
-                if not (self.cut.is_set() and self.sync_wire.device == "cuda"):
+                if not (cut.is_set() and abort):
                     return checksum
             except Exception:
-                if not self.cut.is_set():
+                if not cut.is_set():
                     raise
         self.restore_layers()
         return None
-
-    def end_update(self) -> None:
-        """Ends the update that this process receives; called in another thread."""
-        if self.cut:
-            self.cut.set()
-        if self.sync_wire.device == "cuda":  # the kernels of the broadcasts wait for a lost member
-            self.sync_group.abort()
 
     def restore_layers(self) -> None:
         """Ends a reload that was cut off: layers get their tensors back, whatever is in them.
@@ -193,6 +192,8 @@ class WeightReceiver:
         try:
             return Copies(model, self.vllm_config, self.sync_wire.metas)
         except Exception as error:
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise  # vLLM has not given the layers back
             print(f"each tensor of an update goes through vLLM's loaders: {error!r}", flush=True)
             return None
 

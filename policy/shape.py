@@ -24,7 +24,8 @@ def build(folder: str) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            # Another dtype would be the default of all threads meanwhile.
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # transformers raises whatever it stumbles over
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise InputError(f"model = {folder!r}: config.json describes no model: {why}") from None
@@ -83,7 +84,7 @@ def read_model(folder: str) -> Model:
     head = lm.get_output_embeddings().weight
     vocab, hidden = head.shape
     latent = get("kv_lora_rank")
-    heads = text.num_attention_heads
+    heads = get("num_attention_heads", default=1)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
     experts = get("num_experts", "n_routed_experts", "num_local_experts")
     return Model(

@@ -182,8 +182,8 @@ def settled(cfg: "TrainingSettings") -> "PolicySettings":
 
     Without a GPU an H100 is assumed, as in the dry run.
     """
-    if cfg.policy.activation_checkpointing != "auto":
-        return cfg.policy
+    if cfg.policy.activation_checkpointing != "auto" or cfg.policy.kind == "megatron":
+        return cfg.policy  # which recomputes where it is undecided
     device = "cuda" if torch.cuda.is_available() else "cpu"
     memory = torch.tensor(planned("auto").memory, dtype=torch.float64, device=device)
     dist.all_reduce(memory, dist.ReduceOp.MIN)

@@ -38,7 +38,7 @@ class State(enum.Enum):
     """How far an engine is."""
 
     STARTING = enum.auto()  # its process loads vLLM
-    FRESH = enum.auto()  # its weights are noise until the next update
+    FRESH = enum.auto()  # its weights are noise, or of two policies, until the next update
     SERVING = enum.auto()  # it holds the policy: groups are leased to it
     LOST = enum.auto()  # dead, silent, or with other weights: killed, and never used again
 

@@ -19,7 +19,8 @@ from settings.run import RunSettings
 if TYPE_CHECKING:
     from runtime.fleet import Fleet
 
-CUT_SECONDS = 2.0  # that an engine may take to notice that an update is over, or to finish it
+CUT_SECONDS = 2.0  # that an engine may take to notice that an update is over
+LOAD_SECONDS = 5e-4  # and for each tensor: to load it, read it back and ask vLLM's loaders of it
 HOUR = 3600.0
 MAX_RESTARTS = 3  # times an hour that lost engines are replaced
 
@@ -80,21 +81,22 @@ async def end_update(fleet: "Fleet", received: dict[asyncio.Future, Any]) -> Bas
     for the next one. Raises TimeoutError where a send does not end.
     """
 
-    def failed() -> list[BaseException]:
-        errors = [t.exception() for t in {*fleet.sent, *received} if t.done()]
-        return [e for e in errors if e and not isinstance(e, CutOff)]
-
     limit = fleet.cfg.timeouts.sync
-    error = next(iter(failed()), TimeoutError(f"no answer in {limit:.0f} s"))
-    fleet.discard([e for t, e in received.items() if t.done() and t.exception() in failed()], error)
+    failures = [t.exception() for t in {*fleet.sent, *received} if t.done()]
+    errors = [e for e in failures if e and not isinstance(e, CutOff)]
+    if errors:
+        known = {e for t, e in received.items() if t.done() and t.exception() in errors}
+        fleet.discard(list(known), errors[0])
     # The dead engines' sockets are closed now, so a send that waits for them ends as well. NCCL
-    # has no sockets: its sends are aborted. Engines that have all buckets are done in a moment.
+    # has no sockets: its sends are aborted. Engines that have all buckets still load and read back.
     await ask(fleet, fleet.cluster.senders, Sender.abort)
-    await asyncio.wait(received, timeout=CUT_SECONDS)
+    loading = LOAD_SECONDS * len(fleet.cluster.metas)
+    await asyncio.wait(received, timeout=CUT_SECONDS + loading)
     cut = {e for t, e in received.items() if t.done() and isinstance(t.exception(), CutOff)}
-    fleet.discard(
-        [e for t, e in received.items() if e not in cut and (not t.done() or t.exception())], error
-    )
+    lost = {e for t, e in received.items() if not t.done() or t.exception()} - cut
+    errors += [e for t in received if t.done() and (e := t.exception()) and received[t] in lost]
+    error = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
+    fleet.discard(list(lost), error)
     for actor in cut & fleet.engines.keys():
         fleet.retire(fleet.engines[actor])
     fleet.grouped = set()

@@ -64,7 +64,8 @@ SHAPES = {
     "twice.weight": (4, 4),
     "near.plain": (4, 4),
     "near.changed": (2, 4),
-    "unread": (7,),
+    "block.experts.9.weight": (7,),
+    "other.unread": (7,),
 }
 FAST = {"stack", "cut", "turned", "narrowed", "one", "other"}
 # "mixed" changes a tensor, so "near" waits for its loader, and "far" for another tensor of "near".
@@ -131,7 +132,8 @@ def test_layers_that_copies_fill_need_no_loader_and_get_its_bits():
     model.asked.clear()
     model.reload(drawn(2), lambda weights: copies.load(model.load_weights, weights))
     by_copies = {name: weight.clone() for name, weight in model.named_parameters()}
-    assert set(model.asked) == {name for layer in SLOW for name in WAYS[layer][1]}
+    slow = {name for layer in SLOW for name in WAYS[layer][1]}
+    assert set(model.asked) == slow | {"other.unread"}
     model.reload(drawn(2), model.load_weights)
     for name, weight in model.named_parameters():
         rows = WRITTEN.get(name, len(weight))  # others hold what was in memory
@@ -140,11 +142,37 @@ def test_layers_that_copies_fill_need_no_loader_and_get_its_bits():
         assert weight.data_ptr() == memory[name], "the memory that CUDA graphs know"
 
 
-def test_a_tensor_that_nothing_reads_is_left_out():
-    """As those of experts of other workers."""
+def test_an_expert_that_nothing_reads_is_left_out():
+    """It belongs to another worker."""
     model = Model()
     copies = Copies(model, CONFIG, metas())
-    assert copies.readers["unread"] == []
+    model.asked.clear()
+    model.reload(drawn(5), lambda weights: copies.load(model.load_weights, weights))
+    assert "block.experts.9.weight" not in model.asked
+    assert "other.unread" in model.asked, "a loader may keep it aside"
+
+
+def test_a_buffer_that_is_not_saved_is_left_to_the_loaders():
+    """vLLM keeps what the layer had, except where one of its loaders has written it."""
+    model = Model()
+    model.cut.register_buffer("scale", torch.zeros(7), persistent=False)
+    model.cut.scale.weight_loader = model.loader(
+        {"other.unread": lambda held, sent: held.copy_(sent)}
+    )
+    layerwise.record_metadata_for_reloading(model)
+    whole = model.load_weights
+
+    def load_weights(weights):
+        for name, tensor in weights:
+            whole([(name, tensor)])
+            if name == "other.unread":
+                model.cut.scale.weight_loader(model.cut.scale, tensor, name)
+
+    model.load_weights = load_weights
+    copies = Copies(model, CONFIG, metas())
+    assert set(copies.filled) == FAST - {"cut"}
+    model.reload(sent := drawn(6), lambda weights: copies.load(load_weights, weights))
+    assert torch.equal(model.cut.scale, sent["other.unread"])
 
 
 def test_experts_that_move_between_updates_go_through_the_loaders():

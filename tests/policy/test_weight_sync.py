@@ -212,6 +212,31 @@ def test_an_update_that_waits_in_kernels_is_cut_off_by_aborting_them(monkeypatch
         assert update.result(5) is None and worker.restored == 1
 
 
+def test_a_look_that_ends_late_cuts_off_no_later_update(monkeypatch):
+    """The store of the group before is gone, and a look at it takes its time to notice."""
+    monkeypatch.setattr(receiver, "CHECK_SECONDS", 0.01)
+    looked, gone = threading.Event(), threading.Event()
+
+    def check(keys):
+        looked.set()
+        gone.wait(10)
+        raise dist.DistNetworkError("connection reset")
+
+    worker = Kernels(7)
+    worker.sync_store = SimpleNamespace(check=check)
+    worker.take_weights = lambda verify: 7 if looked.wait(10) else None
+    assert worker.receive_weights() == 7
+    worker.sync_store = dist.HashStore()
+
+    def second(verify):
+        gone.set()
+        assert not worker.aborted.wait(0.2)
+        return 8
+
+    worker.take_weights = second
+    assert worker.receive_weights() == 8 and not worker.cut.is_set()
+
+
 def test_an_update_that_fails_by_itself_costs_its_engine():
     worker = Kernels(ValueError("w has another shape"))
     with pytest.raises(ValueError, match="another shape"):

@@ -358,6 +358,37 @@ async def test_engines_from_which_an_update_was_cut_off_get_it_again_and_are_not
     assert len(home.made) == 4 and len(home.fleet.repairs) == 1
 
 
+async def test_what_cost_an_engine_is_named_and_not_that_another_was_cut_off(house):
+    """It may come after what it has caused."""
+    home = await house(2).open()
+    cut, lost = home.made
+    cut.answers["update_weights"] = CutOff("an update was cut off")
+    late = Answer(...)
+    lost.answers["update_weights"] = late
+    update = asyncio.create_task(home.engines.sync(1))
+    await asyncio.sleep(0.05)
+    cut.answers["update_weights"] = (PHASES, [0], {})
+    late.give(RuntimeError("CUDA out of memory"))
+    await asyncio.wait_for(update, 5)
+    assert home.killed == [lost] and str(home.fleet.error) == "CUDA out of memory"
+
+
+async def test_engines_that_load_many_tensors_have_time_to_end_an_update(house, monkeypatch):
+    monkeypatch.setattr(repair, "CUT_SECONDS", 0.05)
+    monkeypatch.setattr(repair, "LOAD_SECONDS", 1.0)
+    home = await house(2).open()
+    lost, loads = home.made
+    lost.answers["update_weights"] = RuntimeError("it died")
+    slow = Answer(...)
+    loads.answers["update_weights"] = slow
+    update = asyncio.create_task(home.engines.sync(1))
+    await asyncio.sleep(0.3)
+    loads.answers["update_weights"] = (PHASES, [0], {})
+    slow.give((PHASES, [0], {}))
+    await asyncio.wait_for(update, 5)
+    assert home.killed == [lost]
+
+
 async def test_a_group_that_ends_while_its_engine_waits_for_an_update_is_counted(house):
     home = await house(1).open()
     async with home.fleet.lease() as made:

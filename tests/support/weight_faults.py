@@ -168,7 +168,7 @@ class FaultyReceiver(WeightReceiver):
             return
         if self.fault == "cut off":
             yield from itertools.islice(weights, 9)
-            self.end_update()
+            self.cut.set()
             raise CutOff("the senders have ended the update")
         new = dict(weights)
         loaded = FAULTS.get(self.fault, lambda new, old: new)(new, self.before)
