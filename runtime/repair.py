@@ -80,7 +80,6 @@ async def end_update(fleet: "Fleet", received: dict[asyncio.Future, Any]) -> Bas
     `received` are the engines' calls. An engine from which the update was cut off lives: it waits
     for the next one. Raises TimeoutError where a send does not end.
     """
-
     limit = fleet.cfg.timeouts.sync
     failures = [t.exception() for t in {*fleet.sent, *received} if t.done()]
     errors = [e for e in failures if e and not isinstance(e, CutOff)]
