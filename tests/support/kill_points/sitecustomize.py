@@ -90,6 +90,11 @@ def mend(module) -> None:
         surround(module, place, functools.partial(between, *points))
 
 
+def draft(_) -> None:
+    """As tests/cpu/sitecustomize.py, which this one hides."""
+    __import__("vllm_drafts").install()
+
+
 def unlimited(repair) -> None:
     """Replaces engines however often they are killed in an hour."""
     repair.MAX_RESTARTS = 10**6
@@ -98,4 +103,5 @@ def unlimited(repair) -> None:
 if FILE:
     from import_hooks import after_import, surround
 
-    after_import(dict.fromkeys(MODULES, mend) | {"runtime.repair": unlimited})
+    others = {"runtime.repair": unlimited, "vllm.utils.cpu_triton_utils": draft}
+    after_import(dict.fromkeys(MODULES, mend) | others)
