@@ -55,8 +55,8 @@ def test_benches_give_their_figures(tmp_path, tiny_model):
     assert re.match(f"sampled {costs}; verified {costs}", experts)
 
 
-def test_what_was_planned_stands_beside_what_was_measured(tmp_path):
-    cfg = ("--config", "configs/tiny.py", "--dry_run", "--run_dir", tmp_path / "run")
+def test_what_was_planned_stands_beside_what_was_measured(tmp_path, tiny_model):
+    cfg = ("--model", tiny_model, "--dry_run", "--run_dir", tmp_path / "run")
     planned = ran(sys.executable, "grpo_async.py", *cfg).stdout
     measured = {"step_seconds": 2.5, "sync_transfer": 0.125}
     said = hour.beside(planned, measured)
