@@ -13,7 +13,7 @@ from conftest import SHARED, spelling_rows, write_rows
 
 from grpo_async import Config
 from launch.make_gsm8k import blend, convert
-from runtime import lineage, preflight
+from runtime import archive, lineage, preflight
 from support.configs import changed
 from support.program import Program, end, survivors
 
@@ -86,6 +86,31 @@ def test_a_run_killed_after_every_step_equals_the_undisturbed_run(tiny_config, t
     assert rollouts[0] == rollouts[1]
     assert any(m["grad_norm"] > 0 for m in calm.steps()), "nothing was learnt: nothing compared"
     program.check_slots(cfg, rows=64)
+
+
+def test_parts_that_a_run_recorded_train_again_bitwise(tiny_config, tmp_path):
+    """`--replay` of a run with train_parts: the same weights, also of one killed and resumed."""
+    fields = {"steps": 3, "max_lag": 1, "save_period": 1, "keep_last": 99, "sample_period": 1}
+    fields |= {"prompts_per_step": 8, "train_parts": 4, "row_tokens": 64, "max_model_len": 64}
+    fields |= {"skip_zero_advantage": False, "val_period": 0}
+    live = Program(tiny_config(run_dir=str(tmp_path / "live"), **fields)).succeeds()
+    files = sorted((live.folder / "samples").glob("step_*.npz"))
+    slots = [[slot for slot, *_ in archive.read_groups(str(path))[0]] for path in files]
+    assert slots != [sorted(order) for order in slots], "the parts are those of the slots"
+
+    cfg = tiny_config(run_dir=str(tmp_path / "again"), **fields)
+    flags = ("--replay", str(live.folder), "--resume", "auto")
+    program = Program(cfg, *flags)
+    program.wait_until((program.folder / "step_000001" / "complete.json").exists)
+    program.stop()
+    assert not (program.folder / "step_000003").exists(), "killed too late"
+    again = Program(cfg, *flags).succeeds()
+    for step in (1, 2, 3):
+        name = f"step_{step:06d}"
+        ours, theirs = contents(again.folder / name), contents(live.folder / name)
+        for key, value in theirs.items():
+            assert torch.equal(ours[key], value), (step, key)
+    assert any(line["grad_norm"] > 0 for line in live.steps())
 
 
 def longest_answer(program: Program) -> int:
