@@ -233,8 +233,11 @@ def trainer(log: Log) -> str:
     """Speed and memory of the trainer, attention by attention."""
     said = log.run(sys.executable, "bench/gpu_trainer.py", "auto", "sdpa").splitlines()
     peak = next(text for text in said if "matmul " in text)
-    rows = [text.split() for text in said if re.search(r"( +([\d.,]+|nan)){7}$", text)]
-    speeds = [f"{' '.join(row[:-6])}: {row[-6]} tokens/s, {row[-4]}" for row in rows]
+    rows = [text.split() for text in said if re.search(r"( +([\d.,]+|nan)){9}$", text)]
+    speeds = [
+        f"{' '.join(row[:-8])}: {row[-8]} tokens/s, {row[-6]}, compiled {row[-1]} x the time"
+        for row in rows
+    ]
     return "; ".join([peak, *speeds])
 
 

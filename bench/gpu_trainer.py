@@ -121,21 +121,27 @@ def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> N
             trained.forward_backward([row], lambda logp_T, row: (-logp_T.mean(), {}))
         trained.optimizer_step()
 
-    peaks = []
-    for forward in (None, trained.model.full_logits):
+    def cost(forward=None) -> tuple[float, float]:
+        """Seconds, and the peak of memory in GiB."""
         if GPU:
             torch.cuda.reset_peak_memory_stats()
         try:
-            seconds = timed(lambda forward=forward: step(forward))
+            seconds = timed(lambda: step(forward))
         except torch.OutOfMemoryError:
             seconds = float("nan")
             trained.optimizer.zero_grad()
-        peaks.append((seconds, torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0))
-    (seconds, peak), (plain_seconds, plain_peak) = peaks
+        return seconds, torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
+
+    seconds, peak = cost()
+    plain_seconds, plain_peak = cost(trained.model.full_logits)
+    for layer in trained.lm.get_decoder().layers:
+        layer.forward = torch.compile(layer.forward)
+    compiled_seconds, compiled_peak = cost()
     rate = train_flops(config, trained.lm, tokens) / seconds
     print(
         f"{name:13}{attention[:11]:12}{tokens:8,}{tokens / seconds:12,.0f}{rate / 1e12:9.2f}"
-        f"{rate / ceiling:8.2f}{peak:10.1f}{plain_peak:12.1f}{plain_seconds / seconds:12.2f}",
+        f"{rate / ceiling:8.2f}{peak:10.1f}{plain_peak:12.1f}{plain_seconds / seconds:12.2f}"
+        f"{compiled_peak:12.1f}{compiled_seconds / seconds:12.2f}",
         flush=True,
     )
 
@@ -147,10 +153,11 @@ def main() -> None:
     dist.init_process_group("nccl" if GPU else "gloo", store=store, rank=0, world_size=1)
     ceiling = matmul_flops(8192 if GPU else 512)
     print(f"{torch.cuda.get_device_name() if GPU else 'CPU'}: matmul {ceiling / 1e12:.2f} TFLOP/s")
-    print(f"{'':33}{'':12}{'':9}{'of the':>8}{'peak':>10}{'with full logits':>24}")
+    heads = f"{'with full logits':>24}{'compiled layers':>24}"
+    print(f"{'':33}{'':12}{'':9}{'of the':>8}{'peak':>10}{heads}")
     print(
         f"{'model':13}{'attention':12}{'tokens':>8}{'tokens/s':>12}{'TFLOP/s':>9}{'matmul':>8}"
-        f"{'GiB':>10}{'GiB':>12}{'time x':>12}"
+        f"{'GiB':>10}{'GiB':>12}{'time x':>12}{'GiB':>12}{'time x':>12}"
     )
     for name, config in models().items():
         for attention, tokens in product(asked, (16384, 65536) if GPU else (64, 128)):
