@@ -1,0 +1,338 @@
+"""A container for an agent or its judge: an image, limits, commands, files in and out.
+
+    worker --starts--> holder: a user and a mount namespace, a layer in memory over the image
+    each command: nsenter --> the holder's namespaces --> bubblewrap --> box_host.sh --> bash
+
+What commands change stays in the layer, which no other box sees, and ends with the box. A command
+has processes, shared memory and a network (none but its own loopback) by itself: what it leaves
+running ends with it, and nothing of the policy runs between two commands, or while a patch is read.
+Its output goes to a pipe, and its exit code to bubblewrap: no process in the box can forge a frame
+around them. It is root there, with rights over the image's files and no others.
+
+An idle box is one process, the holder. It ends when its worker does, also by SIGKILL.
+
+No environment by itself: environments use it.
+"""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from core.waits import in_thread
+from envs.rollout import services
+from envs.rollout.services import CheckerError
+from envs.sandbox import sandbox, user_limit
+from envs.sandbox.interpreter import oom_kills, seccomp_filter
+from envs.sandbox.sandbox import TICK, Clock, Limits, memory_file
+from envs.swe import sif
+
+HOST = Path(__file__).with_name("box_host.sh").read_text(encoding="utf-8")
+START = 60.0  # seconds that a box may take to start, or a command to be killed
+FILE_SECONDS = 60.0  # for a file in or out
+READY = b"ready\n"
+# Shared memory lies in the layer, whose size bounds both. It ends when the worker does.
+HOLD = "mkdir -m 1777 /mnt/shm && echo ready && exec 2>&- && read -r _"
+PER_INODE = 4096  # bytes of the layer for each file that may be in it
+CALLS = seccomp_filter(memory=True)  # which a command may not make
+RIGHTS = ("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID")
+KERNEL = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/acpi", "/proc/scsi")
+PATHS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+ENVIRONMENT = {"PATH": PATHS, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
+OPEN_FILES = 65_536  # of a process
+FIRST_KILLED = 900  # of a command, where the machine is out of memory; engines have 0
+QUICK = 16 << 20  # bytes of output that are read at once; more waits, so that `yes` costs little
+PART = 1 << 16  # bytes that are read at once
+SLOWLY = 0.01  # seconds between two parts then
+PUT = 'mkdir -p -- "${1%/*}/" && cat >"$1"'
+GET = '[ -f "$1" ] && exec head -c "$2" -- "$1"'
+LONGEST = 100_000  # bytes of a command; the kernel takes no argument of 128 KiB
+TOO_LONG = "bash: Argument list too long\n"
+
+
+class Size(NamedTuple):
+    """The limits of a box."""
+
+    memory: int = 32 << 30  # bytes that its processes and its layer use
+    disk: int = 2 << 30  # bytes of its layer
+    processes: int = 1000  # of a command
+
+
+class Ran(NamedTuple):
+    """How a command ended."""
+
+    output: str  # stdout and stderr as they came; of much, the beginning and the end
+    code: int | None  # None where it was ended
+    ended: str  # "" by itself, "time", "memory", "processes", or why the box is gone
+    seconds: float  # that it took
+
+
+class Box:
+    """One container, inside an `async with`, which raises CheckerError where it does not start.
+
+    `image` is a folder or a .sif, `workdir` the folder in it where commands start. Methods raise
+    CheckerError for what the machine did, never for what a command did: it may remove all files,
+    or kill all processes. Each takes a `sandbox.place()`.
+    """
+
+    def __init__(
+        self, image: Path | str, workdir: str = "/testbed", size: Size | None = None
+    ) -> None:
+        self.image = Path(image)
+        self.workdir = workdir
+        self.size = size or Size()
+        self.peak = 0  # bytes, the most memory that was seen
+        self.started = 0.0  # seconds that the start took
+        self.gone = ""  # why it can be used no more: "memory"
+        self.holder: subprocess.Popen | None = None
+        self.channel: socket.socket | None = None
+        self.lower: sif.Lower | None = None
+        self.stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> "Box":
+        began = time.monotonic()
+        try:
+            async with sandbox.place():
+                await self._start()
+        except BaseException:
+            await self._close()
+            raise
+        self.started = time.monotonic() - began
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close()
+
+    async def run(self, command: str, seconds: float, most: int = 1 << 20) -> Ran:
+        """Runs a command of bash in the working folder, for at most this many seconds.
+
+        Of its output at most `most` bytes are kept.
+        """
+        written = command.encode("utf-8", "replace").replace(b"\0", b"")
+        if len(written) > LONGEST:
+            return Ran(TOO_LONG, 126, "", 0.0)
+        output = Output(most)
+        ran = await self._placed(["bash", "-c", os.fsdecode(written)], seconds, output)
+        return ran._replace(output=output.text())
+
+    async def put(self, path: str, content: bytes) -> None:
+        """Writes a file, and makes its folders. Raises ValueError where that is not possible."""
+        if not _is_path(path):
+            raise ValueError(f"{path!r}: expected an absolute path")
+        output = Output(1000)
+        argv = ["bash", "-c", PUT, "put", path]
+        ran = await self._placed(argv, FILE_SECONDS, output, content)
+        if ran.code != 0:
+            raise ValueError(f"{path}: {output.text().strip() or ran.ended or ran.code}")
+
+    async def get(self, path: str, most: int) -> bytes | None:
+        """The first `most` bytes of a file; None where there is no such file."""
+        if not _is_path(path):
+            return None
+        output = Output(most, head=most)
+        argv = ["bash", "-c", GET, "get", path, str(most)]
+        ran = await self._placed(argv, FILE_SECONDS, output)
+        return bytes(output.head) if ran.code == 0 else None
+
+    async def _start(self) -> None:
+        """Starts the holder, then a command that does nothing. Raises CheckerError."""
+        if sandbox.isolates() != "bubblewrap":
+            raise CheckerError("a box needs services.sandbox = 'bubblewrap'")
+        self.lower = await self.stack.enter_async_context(sif.opened(self.image))
+        size = f"{self.size.disk},nr_inodes={self.size.disk // PER_INODE}"
+        own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", sandbox.LAYER]
+        command = [*user_limit.lifted(), *self.lower.enter, *own, self.lower.folder, size]
+        errors = memory_file("")
+        self.stack.callback(os.close, errors)
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            self.holder = sandbox.popen([*command, "sh", "-c", HOLD], theirs.fileno(), errors)
+        self.channel.setblocking(False)
+        try:
+            async with asyncio.timeout(START):
+                said = await asyncio.get_running_loop().sock_recv(self.channel, len(READY))
+        except (TimeoutError, OSError) as error:
+            said = repr(error).encode()
+        output = Output(1000)
+        if said == READY:
+            ran = await self._command([":"], START, output)
+            if ran.code == 0:
+                return
+        why = os.pread(errors, 1000, 0).decode("utf-8", "replace") + output.text()
+        raise CheckerError(f"no box of the image {self.image}: {' '.join(why.split()) or said!r}")
+
+    async def _placed(
+        self, argv: list[str], seconds: float, output: "Output", given: bytes = b""
+    ) -> Ran:
+        """Runs a command once there is a place for it."""
+        if self.gone:
+            return Ran("", None, self.gone, 0.0)
+        async with sandbox.place():
+            return await self._command(argv, seconds, output, given)
+
+    async def _command(
+        self, argv: list[str], seconds: float, output: "Output", given: bytes = b""
+    ) -> Ran:
+        """Runs a command with `given` as its input. Raises CheckerError where it did not begin."""
+        with contextlib.ExitStack() as stack:
+            status, stdin, calls = (memory_file(text) for text in ("", given, CALLS))
+            for descriptor in (status, stdin, calls):
+                stack.callback(os.close, descriptor)
+            command = [*self._entering(status, calls), *argv]
+            options: dict[str, Any] = {"stdin": stdin, "stderr": subprocess.STDOUT}
+            killed = oom_kills()
+            process = await sandbox.start(command, **options, pass_fds=(status, calls))
+            ran = await self._finish(process, seconds, output)
+            begun = b"exit-code" in os.pread(status, 1000, 0)
+            # Nothing has run, and only a command before can have removed the shell.
+            begun |= ran.code == 1 and output.head.startswith(b"bwrap: execvp bash")
+        if not ran.ended and ran.code == 128 + signal.SIGKILL and oom_kills() > killed:
+            ran = ran._replace(code=None, ended="memory")
+        if ran.ended == "memory":
+            self.gone = "memory"
+        if why := self.lower.lost() if self.lower else "":
+            raise CheckerError(why)
+        if not ran.ended and not begun:
+            said = " ".join(output.text().split())[-300:]
+            raise CheckerError(f"a command in a box did not run: code {ran.code}: {said}")
+        return ran
+
+    async def _finish(
+        self, process: asyncio.subprocess.Process, seconds: float, output: "Output"
+    ) -> Ran:
+        """Waits for a command, or for the limit that it passes, and kills all that it began."""
+        clock = Clock(process.pid)
+        reads = asyncio.create_task(output.read(process.stdout))
+        waits = asyncio.create_task(process.wait())
+        ended = ""
+        try:
+            while not ended and not waits.done():
+                await asyncio.wait({waits}, timeout=TICK)
+                if not waits.done():
+                    ended = self._passed(clock, seconds)
+        finally:
+            await _end(process)
+            await asyncio.wait({reads}, timeout=START)
+            reads.cancel()
+            waits.cancel()
+        took = time.monotonic() - clock.began
+        return Ran("", None if ended else process.returncode, ended, took)
+
+    def _passed(self, clock: Clock, seconds: float) -> str:
+        """The limit that a command has passed, "" for none. Raises CheckerError if starved."""
+        layer = self._layer()
+        limits = Limits(seconds, self.size.memory - layer, self.size.processes)
+        ended = clock.verdict(limits)
+        self.peak = max(self.peak, clock.memory + layer)
+        return ended
+
+    def _layer(self) -> int:
+        """The bytes of the layer and of shared memory. Raises CheckerError where it is gone."""
+        assert self.holder
+        try:
+            found = os.statvfs(f"/proc/{self.holder.pid}/root{sif.WHERE}")
+        except OSError as error:
+            raise CheckerError(f"the holder of a box has ended: {error}") from None
+        return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+    def _entering(self, status: int, calls: int) -> list[str]:
+        """The command in front of one that runs it in the box."""
+        assert self.holder
+        if self.holder.poll() is not None:
+            raise CheckerError(f"the holder of a box has ended: code {self.holder.returncode}")
+        command = [*user_limit.lifted(), "choom", "-n", str(FIRST_KILLED), "--"]
+        files = min(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        command += ["prlimit", "--core=0", f"--nofile={files}"]
+        command += ["nsenter", "--user", "--mount", "--preserve-credentials"]
+        command += ["--target", str(self.holder.pid)]
+        command += ["bwrap", "--unshare-all", "--unshare-user", "--uid", "0", "--gid", "0"]
+        command += ["--disable-userns", "--die-with-parent", "--new-session", "--clearenv"]
+        command += ["--cap-drop", "ALL", *(word for cap in RIGHTS for word in ("--cap-add", cap))]
+        command += ["--bind", "/mnt/root", "/", "--proc", "/proc", "--dev", "/dev"]
+        command += ["--bind", "/mnt/shm", "/dev/shm", "--remount-ro", "/dev"]
+        for path in KERNEL:  # root on the machine owns them, also without any right in the box
+            command += ["--ro-bind-try", path, path]
+        for name, value in ENVIRONMENT.items():
+            command += ["--setenv", name, value]
+        command += ["--json-status-fd", str(status), "--as-pid-1"]
+        command += ["--seccomp", str(calls)] if CALLS else []
+        return [*command, "bash", "-c", HOST, "box", str(self.size.processes), self.workdir]
+
+    async def _close(self) -> None:
+        """Ends the holder, with which the layer ends, then the use of the image."""
+        if self.channel:
+            self.channel.close()
+        if self.holder:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.holder.pid, signal.SIGKILL)
+            await in_thread(self.holder.wait)
+        await self.stack.aclose()
+
+
+class Output:
+    """What a command prints: the first `head` bytes, and of the rest the last ones."""
+
+    def __init__(self, most: int, head: int | None = None) -> None:
+        self.first = most // 2 if head is None else head
+        self.last = most - self.first
+        self.head = bytearray()
+        self.tail = bytearray()
+        self.total = 0
+
+    async def read(self, stream: asyncio.StreamReader | None) -> None:
+        """Reads a stream to its end; slowly after QUICK bytes, so that it waits for us."""
+        while stream and (part := await stream.read(PART)):
+            self.total += len(part)
+            room = self.first - len(self.head)
+            self.head += part[:room]
+            self.tail += part[room:] if room < len(part) else b""
+            if len(self.tail) > 2 * self.last + PART:
+                del self.tail[: len(self.tail) - self.last]
+            if self.total > QUICK:
+                await asyncio.sleep(SLOWLY)
+
+    def text(self) -> str:
+        """All of it, or its beginning and its end."""
+        tail = self.tail[max(0, len(self.tail) - self.last) :]
+        missing = self.total - len(self.head) - len(tail)
+        middle = f"\n[... {missing} bytes of output are left out ...]\n" if missing else ""
+        if not missing:
+            return bytes(self.head + tail).decode("utf-8", "replace")
+        return self.head.decode("utf-8", "replace") + middle + tail.decode("utf-8", "replace")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ends a command. All that it began is dead before bubblewrap ends, where that still lives."""
+    try:
+        if process.returncode is None:
+            for pid in sandbox.family(process.pid)[1:]:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.wait_for(process.wait(), TICK)
+    except TimeoutError:
+        pass  # it has begun nothing yet
+    finally:
+        await sandbox.kill(process)
+
+
+def _is_path(path: str) -> bool:
+    """Whether a command can be given a path, which is absolute."""
+    written = path.encode("utf-8", "replace")
+    return path[:1] == "/" and b"\0" not in written and written.decode() == path[:4096]
+
+
+def problem(_: str) -> str:
+    """Why no box can be had, and how to mend it; "" for nothing."""
+    backend = services.current().sandbox
+    if backend != "bubblewrap":
+        return f"services.sandbox = {backend!r}, expected 'bubblewrap'"
+    return sandbox.problem() or user_limit.problem(Limits())
+
+
+services.CHECKS["boxes"] = problem
