@@ -268,11 +268,13 @@ class Box:
         """Ends the holder, with which the layer ends, then the use of the image."""
         if self.channel:
             self.channel.close()
-        if self.holder:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.holder.pid, signal.SIGKILL)
-            await in_thread(self.holder.wait)
-        await self.stack.aclose()
+        try:
+            if self.holder:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.holder.pid, signal.SIGKILL)
+                await in_thread(self.holder.wait)
+        finally:
+            await self.stack.aclose()
 
 
 class Output:
