@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class Turn:
     cached: int = 0  # tokens of the prompt that the engine found in its prefix cache
 
     parsed: Response | None = None  # by the parsers of the configuration, once
+    heard: tuple[Any, ...] = ()  # an environment's replies, for the next try if this one fails
 
     @property
     def judged(self) -> Response:
@@ -55,11 +56,8 @@ class Turn:
         Calls have nine digits as their ids, as Mistral's templates ask for, which grow over an
         episode and are the same when it is played again.
         """
-        said = self.judged
-        calls = [
-            call | {"id": f"{len(self.prompt_ids):06}{i:03}"}
-            for i, call in enumerate(said.tool_calls)
-        ]
+        said, start = self.judged, f"{len(self.prompt_ids):06}"
+        calls = [call | {"id": f"{start}{i:03}"} for i, call in enumerate(said.tool_calls)]
         parts = {"content": said.content, "reasoning_content": said.reasoning, "tool_calls": calls}
         message = {"role": "assistant", "content": ""}
         extend(message, parts)

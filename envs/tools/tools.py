@@ -3,16 +3,13 @@
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from envs.rollout.chat import NoRoom
 from envs.rollout.episode import Turn
 from envs.rollout.messages import functions
 from envs.rollout.response import Response
 from envs.tools.calls import arguments
-
-if TYPE_CHECKING:
-    from envs.rollout.sampler import Sampler
 
 Call = Callable[[str, dict[str, Any]], Awaitable[str]]  # name and arguments -> what the policy sees
 
@@ -33,8 +30,15 @@ class Talk:
         return Response(last, last.reasoning, last.content, self.calls, last.malformed)
 
 
+class Speaker(Protocol):
+    """Who answers: a Sampler, or what an environment puts in front of it."""
+
+    async def chat(self, messages: list[dict], tools: list | None = None) -> Turn:
+        """The answer to a conversation."""
+
+
 async def converse(
-    sampler: "Sampler", messages: list[dict], tools: list[dict] | None, call: Call, max_steps: int
+    sampler: Speaker, messages: list[dict], tools: list[dict] | None, call: Call, max_steps: int
 ) -> Talk:
     """Lets the policy answer and call tools, for at most `max_steps` answers.
 
