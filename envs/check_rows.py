@@ -38,6 +38,7 @@ MECHANISMS = {
     "shell": "envs.sandbox.shell",
     "lean": "envs.proofs.lean_source",
     "images": "envs.swe.images",
+    "boxes": "envs.swe.box",
     "workplace": "envs.office.office",
 }
 

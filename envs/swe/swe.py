@@ -1,0 +1,149 @@
+"""An agent that repairs a repository: 1.0 if all tests of its issue pass afterwards, else 0.0.
+
+The policy works in a container of its own (envs/swe/box.py) by the tools of a set, for 200 answers,
+300 s a command and 3,600 s an episode (half of timeouts.rollout where that is less). Then the
+difference that it made goes into a second, fresh container, and nothing else does. There its tests
+run (envs/swe/swe_judge.py): all of FAIL_TO_PASS and PASS_TO_PASS have to pass.
+
+Row, as `data_prep.py swe` makes it: `instance_id`, `image`, `workdir`, `base_commit`,
+`problem_statement`, `test_patch`, `tests` ({"kind": "script", "script"} or {"kind": "r2e",
+"expected"}), `log_parser`, `FAIL_TO_PASS`, `PASS_TO_PASS`, `patch` (the solution), and optional:
+    harness     the tool set (envs/swe/swe_tools.py): bash, openhands, codex or opencode
+    input       of responses_create_params: the prompt; where it is empty, one of ours
+Ours has one of three styles, by the instance's id, so that a group shares it; the style is also the
+tool set where the row names none. Rows of an agent `..._val` have the first one.
+The agent is told id, statement and base commit, and no other field is in its container.
+
+What ends an episode, and what becomes of it:
+    no patch, or one that does not apply or that the tests refuse    0.0, `reason`
+    memory of agent or tests, time of agent or tests                 masked, `reason`
+    200 answers, or no room for another, and all tests pass          1.0, masked
+    what the node did: image, disk, start, a judge without tests     CheckerError: another try
+Masked counts in the baseline, and is not trained on. Nothing that the policy can do is another try.
+After an engine was lost, what was seen of each call is shown again, and its commands are run again
+once they matter; an episode that had ended is not played again, nor judged twice.
+
+Source: NeMo-Gym's responses_api_agents/swe_agents, whose reward, limits and masks these are. There
+an episode that the node broke earns 0.
+Known leaks: those of envs/swe/swe_judge.py. A repair that its tests do not tell from a right one.
+"""
+
+import random
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envs import Reward, get, require
+from envs.rollout.messages import chat
+from envs.swe import swe_judge
+from envs.swe.desk import GIB, Desk, Over, Work
+from envs.swe.swe_judge import Verdict
+from envs.swe.swe_tools import tool_sets
+from envs.tools.tools import converse
+
+if TYPE_CHECKING:
+    from envs.rollout.episode import Episode
+    from envs.rollout.sampler import Sampler
+
+AGENTS = ("swe_agents_train", "swe_agents_val", "swe_agents")
+ALLOWS_EMPTY_INPUT = True
+MAX_TURNS = 200
+STYLES = ("openhands", "codex", "opencode")
+LIMITS = ("time", "memory")  # ends by what the agent used
+CUT = ("steps", "room", "length")  # ends of a conversation that the policy did not choose
+# What a reward of 0 may be for; each has a metric, the share of the episodes that ended so.
+REASONS = (
+    "no patch", "a patch over 1 MiB", "does not apply", "tests failed", "canary", "exit code",
+    "no results", "processes", "time", "tests time", "memory",
+)  # fmt: skip
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """The images of `services.images`, bubblewrap, in which they run, and a parser of calls."""
+    return ("images", "boxes", "tool_parser")
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless the row has an issue, an image, and tests that can be judged."""
+    meta = row["responses_create_params"].get("metadata")
+    of_gym = "instance_id" not in row and isinstance(meta, dict) and "instance_id" in meta
+    convert = "; `data_prep.py swe` makes it of NeMo-Gym's metadata" if of_gym else ""
+    for name in ("instance_id", "image", "problem_statement", "base_commit"):
+        text = get(row, name, str, f"a text{convert}")
+        require(text.strip(), name, text, "a text")
+    folder = get(row, "workdir", str, "the folder of the repository")
+    require(folder.startswith("/"), "workdir", folder, "an absolute path")
+    harness = get(row, "harness", str | None, "the name of a tool set, or null")
+    known = tool_sets()
+    require(harness is None or harness in known, "harness", harness, "one of: " + ", ".join(known))
+    for name in ("FAIL_TO_PASS", "PASS_TO_PASS"):
+        tests = get(row, name, list, "a list of names of tests")
+        good = all(isinstance(test, str) for test in tests)
+        require(good, name, tests, "a list of names of tests")
+    for name in ("test_patch", "patch", "log_parser"):
+        get(row, name, str, "a text, which may be empty")
+    get(row, "tests.script", str | None, "a script of bash, or null")
+    get(row, "tests.expected", dict | None, "an object: test -> status, or null")
+    if why := swe_judge.refusal(row):
+        raise ValueError(why)
+
+
+def style_of(row: dict) -> str:
+    """The style of the prompt; the same for all episodes of an instance."""
+    if row["agent_ref"]["name"].endswith("_val"):
+        return STYLES[0]
+    return random.Random(row["instance_id"]).choice(STYLES)
+
+
+def harness_of(row: dict) -> str:
+    """The name of the tool set."""
+    return row.get("harness") or style_of(row)
+
+
+def prompt(row: dict) -> list[dict]:
+    """The row's own prompt; else the one of its style, with its issue."""
+    if given := row["responses_create_params"]["input"]:
+        return chat(given)
+    text = Path(__file__).with_name(f"swe_{style_of(row)}.txt").read_text(encoding="utf-8")
+    system, _, user = text.partition("-----\n")
+    parts = {"workdir": row["workdir"], "base_commit": row["base_commit"]}
+    asked = user.format(**parts, statement=row["problem_statement"].strip())
+    told = {"system": system, "user": asked}
+    return [{"role": role, "content": said.strip()} for role, said in told.items()]
+
+
+async def rollout(row: dict, sampler: "Sampler") -> "Episode":
+    """One episode. Raises CheckerError, and NoRoom for the first prompt."""
+    from envs.rollout.episode import Episode
+
+    async with AsyncExitStack() as stack:
+        harness = harness_of(row)
+        desk = Desk(row, harness, sampler, stack)
+        try:
+            ended = (
+                await converse(desk, prompt(row), tool_sets()[harness], desk.call, MAX_TURNS)
+            ).ended
+        except Over as over:
+            ended = str(over)
+        work = desk.known or await desk.work(ended)
+    verdict = work.verdict or await desk.verdict(work)
+    return Episode(desk.turns, reward(work, verdict), is_masked(work, verdict))
+
+
+def reward(work: Work, verdict: Verdict) -> Reward:
+    """1.0 for a resolved issue; else 0.0 with a `reason`, each of which has a number as well."""
+    limit = work.ended if work.ended in LIMITS else ""
+    reason = "" if verdict.resolved else limit or verdict.reason
+    info: dict[str, Any] = {"ended": work.ended} | ({"reason": reason} if reason else {})
+    info |= work.info | verdict.details
+    info |= {"judge_seconds": info.pop("seconds", 0.0), "judge_peak": info.pop("peak", 0.0) / GIB}
+    info |= {name.replace(" ", "_"): float(name == reason) for name in REASONS}
+    info |= {"other": float(bool(reason) and reason not in REASONS)}
+    info |= {"masked": float(is_masked(work, verdict))}
+    return Reward(float(verdict.resolved), info)
+
+
+def is_masked(work: Work, verdict: Verdict) -> bool:
+    """Whether limits of the episode decided, or an episode that was cut off has earned 1."""
+    limited = work.ended in LIMITS or verdict.masked
+    return limited or (verdict.resolved and work.ended in CUT)

@@ -1,0 +1,50 @@
+"""Answers of agents that repair one of the three bugs of launch/tiny_image.py."""
+
+import json
+
+from envs.rollout.response import Response
+from launch.tiny_image import BUGS
+
+
+def solving(harness: str, name: str) -> list[str]:
+    """Answers that repair one of BUGS with a set of tools."""
+    wrong, right, _ = BUGS[name]
+    file, line = f"{name}.py", f"from ops import {wrong} as {name}"
+    look = f"python3 -c 'from {name} import {name}; print({name}(7, 2))'"
+    path = f"/testbed/{file}"
+    answers = {
+        "bash": [
+            calling("bash", command=f"cat {file}; {look}"),
+            calling("bash", command=f"sed -i s/{wrong}/{right}/ {file}"),
+            "Done.",
+        ],
+        "openhands": [
+            calling("str_replace_editor", command="view", path=path),
+            calling("str_replace_editor", command="str_replace", path=path,
+                    old_str=line, new_str=line.replace(wrong, right)),
+            calling("execute_bash", command=look, timeout=20),
+            calling("finish", message="Done."),
+        ],
+        "codex": [
+            calling("read_file", file_path=path),
+            calling("apply_patch", input=f"*** Begin Patch\n*** Update File: {file}\n"
+                    f"-{line}\n+{line.replace(wrong, right)}\n*** End Patch"),
+            "Done.",
+        ],
+        "opencode": [
+            calling("grep", pattern=wrong, include="*.py"),
+            calling("edit", file_path=path, old_string=wrong, new_string=right),
+            "Done.",
+        ],
+    }  # fmt: skip
+    return answers[harness]
+
+
+def calling(*calls: str | dict, **given: object) -> Response:
+    """An answer that calls a tool, or of (name, arguments) pairs several ones."""
+    pairs = list(zip(calls[::2], calls[1::2], strict=True)) if given == {} else [(calls[0], given)]
+    made = [
+        {"type": "function_call", "name": name, "arguments": json.dumps(arguments)}
+        for name, arguments in pairs
+    ]
+    return Response(f"<tool_call>{len(made)}</tool_call>", content="", tool_calls=made)
