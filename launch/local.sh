@@ -12,5 +12,6 @@ case "$config" in *dpo.py) program=dpo.py ;; esac
 bash launch/setup.sh
 unset PYTHONDONTWRITEBYTECODE
 [ "$config" = configs/tiny.py ] && .venv/bin/python launch/make_tiny.py
+[ "$config" = configs/tiny_swe.py ] && .venv/bin/python launch/make_tiny_swe.py
 [ "$config" = configs/tiny_dpo.py ] && .venv/bin/python launch/make_tiny_tools.py
 exec .venv/bin/python "${GRPO_PROGRAM:-$program}" --config "$config" "$@"

@@ -42,6 +42,7 @@ SHORTEST = 1.0  # seconds; no wait of a run is always shorter
 MAKERS = {
     "models/tiny": "launch/make_tiny.py",
     "models/tiny_tools": "launch/make_tiny_tools.py",
+    "models/tiny_swe": "launch/make_tiny_swe.py",
 }
 LFS = b"version https://git-lfs"  # how a file begins that git has not fetched
 LONGEST_HEADER = 100_000_000  # bytes, as the format defines it

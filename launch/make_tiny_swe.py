@@ -1,0 +1,93 @@
+"""Makes model, image and rows for configs/tiny_swe.py: the model repairs three small bugs.
+
+    python launch/make_tiny_swe.py            does nothing when models/tiny_swe is there
+    python launch/make_tiny_swe.py --force    makes all of it again, in a minute on a laptop
+
+The image is a folder with bash, git and a repository of four scripts (launch/tiny_image.py), of
+which three call a wrong function. An episode is a command, and a word once it was run:
+
+    user         repair add
+    assistant    a call of the tool bash: sed -i s/minus/plus/ add.py
+    user         [no output]
+    assistant    done
+
+The model imitates a teacher, a program that knows the file and the wrong function, and guesses the
+right one. So one of three answers is right, and reinforcement learning has to find out which.
+"""
+
+import itertools
+import random
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from launch import tiny, tiny_image  # noqa: E402
+
+GUESSES = ("plus", "minus", "times")
+OPEN, CLOSE = '<tool_call>{"name": "bash", "arguments": {"command": "', '"}}</tool_call>'
+PIECES = ["<tool_call>", "</tool_call>", '{"name": "bash", "arguments": {"command": "', '"}}']
+PIECES += ["sed -i s/", "/", ".py", *GUESSES, *tiny_image.BUGS]
+# The calls of earlier answers are written too: where they end, the next message begins.
+TEMPLATE = (
+    "{% for m in messages %}{{ '<assistant>' if m.role == 'assistant' else '<user>' }}"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '<eos>' if m.role == 'assistant' }}{% endfor %}"
+    "{{ '<assistant>' if add_generation_prompt }}"
+)
+TRAIN_ROWS = 3072  # the three of them in turn
+SHOWN = "[no output]"  # by a command that says nothing
+
+
+def command(name: str, guess: str) -> str:
+    """The command that puts a function in the place of the wrong one."""
+    return f"sed -i s/{tiny_image.BUGS[name][0]}/{guess}/ {name}.py"
+
+
+def tiny_row(row: dict, name: str) -> dict:
+    """The row of a bug with a prompt that the tiny model can read, and the one tool."""
+    params = {"input": [{"role": "user", "content": f"repair {name}"}], "tools": []}
+    return row | {"responses_create_params": params, "harness": "bash", "dataset": name}
+
+
+def demonstrations(rng: random.Random) -> Iterator[list[str]]:
+    """What the teacher is asked, and what it answers, in turn."""
+    while True:
+        name, guess = rng.choice(list(tiny_image.BUGS)), rng.choice(GUESSES)
+        call = OPEN + command(name, guess) + CLOSE
+        asked = f"<user>repair {name}<assistant>", f"<user>{SHOWN}<assistant>"
+        yield [asked[0], f"{call}<eos>", asked[1], "done<eos>"]
+
+
+def main(force: bool = False, seed: int = 0, root: Path = ROOT):
+    model_dir, data_dir = root / "models" / "tiny_swe", root / "data" / "tiny_swe"
+    # The model is written last.
+    if (model_dir / "model.safetensors").exists() and not force:
+        return print("tiny_swe: models/tiny_swe is there already (--force makes it again)")
+
+    print("tiny_swe: making a model, an image and its bugs, which takes a minute", flush=True)
+    start = time.monotonic()
+    shutil.rmtree(data_dir, ignore_errors=True)
+    bugs = tiny_image.make_bugs(data_dir / "images")
+    rows = [tiny_row(row, name) for name, row in bugs.items()]
+    tiny.write_rows(data_dir / "validation.jsonl", rows)
+    tiny.write_rows(data_dir / "train.jsonl", itertools.islice(itertools.cycle(rows), TRAIN_ROWS))
+
+    tiny.prepare(seed)
+    tokenizer = tiny.make_tokenizer([*tiny.TAGS, *PIECES], template=TEMPLATE)
+    model = tiny.make_model(tokenizer)
+    taught = demonstrations(random.Random(seed))
+    tiny.imitate(model, tokenizer, taught, steps=150, batch=32, lr=4e-3)
+    tiny.save(model, tokenizer, model_dir)
+    print(f"tiny_swe: {model.num_parameters():,} parameters, {time.monotonic() - start:.0f} s")
+    return None
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
