@@ -1,13 +1,34 @@
-"""The tests that passed by a log, as SWE-bench reads the output of pytest, Django and SymPy.
+"""The status of each test by a log, as SWE-bench reads the output of pytest, Django and SymPy.
 
-No environment by itself: envs/swe/swe_patch.py uses it.
+`statuses` and `passed` are those of NeMo-Gym's swerl_gen, which keep a test's last status.
+`outcomes` has the parsers of swebench 5.0.2 for Python by their names, and those of other sources
+of rows. It reads a log that the judged code may have written to: a test that failed once has
+failed, and the time grows with the length of the log, not faster.
+
+No environment by itself: envs/swe/swe_patch.py and envs/swe/swe_judge.py use it.
 """
 
 import re
+from collections.abc import Callable, Iterable, Iterator
 
 STATUSES = ("FAILED", "PASSED", "SKIPPED", "ERROR")
 ENDINGS = {" ok": "PASSED", " F": "FAILED", " E": "ERROR"}  # of SymPy's lines
 LONGEST = 10_000  # characters of a line that can be a test's
+BAD = ("FAILED", "ERROR")
+GOOD = ("PASSED", "XFAIL")  # an expected failure counts as passed
+KEPT = (*GOOD, "SKIPPED")  # what passed before and is skipped now is no regression
+ALL = (*STATUSES, "XFAIL")
+COUNT = re.compile(r"\[\d+\]\Z")  # in place of a name, in pytest's summary of skipped tests
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+CONTROL = dict.fromkeys(range(1, 32))
+DJANGO = (  # what Django prints between "..." and the "ok" of a later line, its beginning and end
+    (" ... Testing against Django installed in ", " silenced)."),
+    (" ... Internal Server Error: /", "/"),
+    (" ... System check identified no issues (0 silenced)", ""),
+)
+DJANGO_7188 = "Applying sites.0002_alter_domain_unique...test_no_migrations"
+SUMMARY = "short test summary info"
+Found = Iterator[tuple[str, str]]  # a test and its status, in the order of the log
 
 
 def statuses(repo: str, log: str) -> dict[str, str]:
@@ -78,3 +99,196 @@ def _sympy(lines: list[str]) -> dict[str, str]:
         elif not line.startswith("test_") and "PASSED" in line and len(words) > 1:
             found[words[words[0] == "PASSED"]] = "PASSED"
     return found
+
+
+def outcomes(parser: str, log: str) -> dict[str, str]:
+    """The status of each test in a log; FAILED or ERROR of one that failed anywhere in it.
+
+    `parser` is a name in PARSERS.
+    """
+    found: dict[str, str] = {}
+    for test, status in PARSERS[parser](_lines(log)):
+        if found.get(test) not in BAD:
+            found[test] = status
+    return found
+
+
+def good(test: str, found: dict[str, str], states: tuple[str, ...] = GOOD) -> bool:
+    """Whether a test has one of these states.
+
+    A name that was cut within its brackets, as 676 of SWE-bench Verified were, stands for all tests
+    that begin with it.
+    """
+    if test not in found and test.count("[") > test.count("]"):
+        cut = [status for name, status in found.items() if name.startswith(test)]
+        return bool(cut) and (set(cut) <= set(GOOD) or set(cut) <= set(states) - set(GOOD))
+    return found.get(test) in states
+
+
+def _lines(log: str) -> list[str]:
+    plain = COLOURS.sub("", log).replace("\r\n", "\n")
+    return [line for line in plain.split("\n") if len(line) <= LONGEST]
+
+
+def _by_pytest(lines: Iterable[str]) -> Found:
+    for line in lines:
+        if line.startswith(ALL):
+            line = line.replace(" - ", " ") if line.startswith("FAILED") else line
+            words = line.split()
+            if len(words) > 1 and not _counts(*words[:2]):
+                yield words[1], words[0]
+
+
+def _counts(status: str, name: str) -> bool:
+    return status == "SKIPPED" and bool(COUNT.match(name))
+
+
+def _by_pytest_options(lines: Iterable[str]) -> Found:
+    for test, status in _by_pytest(lines):
+        start, end = test.find("["), test.rfind("]")
+        if 0 <= start < end:
+            option = test[start + 1 : end]
+            if option.startswith("/") and not option.startswith("//") and "*" not in option:
+                option = "/" + option.rpartition("/")[2]
+            test = f"{test[:start]}[{option}]"
+        yield test, status
+
+
+def _by_pytest_v2(lines: Iterable[str]) -> Found:
+    for line in lines:
+        line = re.sub(r"\[(\d+)m", "", line).translate(CONTROL)
+        if line.startswith(ALL):
+            line = line.split(" - ", 1)[0] if line.startswith("FAILED") else line
+            words = line.split()
+            if len(words) > 1 and not _counts(*words[:2]):
+                yield " ".join(words[1:]), words[0]
+        elif line.endswith(ALL):
+            words = line.split()
+            if len(words) > 1:
+                yield " ".join(words[:-1]), words[-1]
+
+
+def _by_pytest_pydantic(lines: Iterable[str]) -> Found:
+    """That of SWE-Gym for pydantic: a share of the tests stands between a status and a name."""
+    for line in lines:
+        line = re.sub(r"\[(\d+)m", "", line).translate(CONTROL)
+        words = re.sub(r"FAILED\s*\[[^\]]*\]", "FAILED", line).replace(" - ", " ").split()
+        if len(words) > 1 and line.startswith(ALL):
+            yield words[1], words[0]
+        elif len(words) > 1 and line.endswith(ALL):
+            yield words[0], words[1]
+
+
+def _by_matplotlib(lines: Iterable[str]) -> Found:
+    buttons = (("MouseButton.LEFT", "1"), ("MouseButton.RIGHT", "3"))
+    return _by_pytest(line.replace(*buttons[0]).replace(*buttons[1]) for line in lines)
+
+
+def _by_seaborn(lines: Iterable[str]) -> Found:
+    for line in lines:
+        words = line.split()
+        if len(words) < 2:
+            continue
+        if line.startswith("FAILED"):
+            yield words[1], "FAILED"
+        elif " PASSED " in line:
+            if words[1] == "PASSED":
+                yield words[0], "PASSED"
+        elif line.startswith("PASSED"):
+            yield words[1], "PASSED"
+
+
+def _by_django(lines: Iterable[str]) -> Found:
+    lines = list(lines)
+    running = ""
+    for line in map(str.strip, lines):
+        if "--version is equivalent to version" in line:
+            yield "--version is equivalent to version", "PASSED"
+        running = line.partition(" ... ")[0] if " ... " in line else running
+        passed = next((end for end in (" ... ok", " ... OK", " ...  OK") if line.endswith(end)), "")
+        if passed:
+            test = line.split("...", 1)[1].strip() if line.startswith(DJANGO_7188) else line
+            yield test.rsplit(passed, 1)[0], "PASSED"
+        if " ... skipped" in line:
+            yield line.partition(" ... skipped")[0], "SKIPPED"
+        for mark, status in (("FAIL", "FAILED"), ("ERROR", "ERROR")):
+            if line.endswith(f" ... {mark}"):
+                yield line.partition(f" ... {mark}")[0], status
+            words = line.split()
+            if line.startswith(f"{mark}:") and len(words) > 1:
+                yield words[1], status
+        if line.startswith("ok") and running:
+            yield running, "PASSED"
+    for begins, ends in DJANGO:
+        yield from _over_lines(lines, begins, ends)
+
+
+def _over_lines(lines: list[str], begins: str, ends: str) -> Found:
+    """Tests of Django that passed, where other output stands between "..." and "ok"."""
+    test = ""
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        name, begun, rest = line.partition(begins)
+        if begun and not test:
+            test, line = name, rest
+        if test and line.endswith(ends) and (ends or not line) and after == "ok":
+            yield test, "PASSED"
+            test = ""
+        elif begins != DJANGO[0][0]:
+            test = ""  # only the first of them goes over more than one line
+
+
+def _by_sympy(lines: Iterable[str]) -> Found:
+    lines = list(lines)
+    for line in lines:  # the title of a traceback: "____ sympy/x/tests/test_y.py:test_z ____"
+        first, last = line.find(" "), line.rfind(" ")
+        middle = line.rfind(".py:", 0, last)
+        if 0 <= first < middle:
+            yield line[first + 1 : last], "FAILED"
+    for line in map(str.strip, lines):
+        ending = next((ending for ending in ENDINGS if line.endswith(ending)), "")
+        if line.startswith("test_") and ending:
+            yield line.split()[0], ENDINGS[ending]
+
+
+def _by_swesmith(lines: Iterable[str]) -> Found:
+    """That of SWE-smith: the name of a test comes first, as `pytest -v` prints it."""
+    for line in lines:
+        words = line.split(None, 2)
+        if len(words) > 1 and not line[0].isspace():
+            for status in ALL:
+                if words[1].startswith(status):
+                    yield words[0], status
+
+
+def _by_r2e(lines: Iterable[str]) -> Found:
+    """That of R2E-Gym: what follows the title of pytest's summary, without the file of a test."""
+    begun = False
+    for line in lines:
+        status = next((status for status in ("PASSED", "FAILED", "ERROR") if status in line), "")
+        if begun and status:
+            name = ".".join(line.split("::")[1:]).split(" - ")[0]
+            if name.strip():
+                yield name, status
+        begun = begun or SUMMARY in line
+
+
+SAME = {  # names of swebench's parsers that are the same one
+    "": ("astroid", "flask", "marshmallow", "pvlib", "pyvista", "sqlfluff", "xarray"),
+    "_options": ("pydicom", "requests", "pylint"),
+    "_v2": ("astropy", "scikit", "sphinx"),
+}
+PARSERS: dict[str, Callable[[Iterable[str]], Found]] = {
+    "parse_log_pytest": _by_pytest,
+    "parse_log_pytest_options": _by_pytest_options,
+    "parse_log_pytest_v2": _by_pytest_v2,
+    "parse_log_pytest_pydantic": _by_pytest_pydantic,
+    "parse_log_django": _by_django,
+    "parse_log_matplotlib": _by_matplotlib,
+    "parse_log_seaborn": _by_seaborn,
+    "parse_log_sympy": _by_sympy,
+    "swesmith": _by_swesmith,
+    "r2e": _by_r2e,
+}
+for _kind, _repositories in SAME.items():
+    for _repository in _repositories:
+        PARSERS[f"parse_log_{_repository}"] = PARSERS[f"parse_log_pytest{_kind}"]
