@@ -35,12 +35,12 @@ FILES = {
 }
 DPO = [name for name in FILES if name.endswith("dpo")]  # docs/dpo.md has their values
 NAMES = [name for name in FILES if name not in ["_super", *DPO]]  # which is a part of others
-OTHERS = ["gsm8k", "math_blend", "test", "tiny"]
+OTHERS = ["gsm8k", "math_blend", "test", "tiny", "tiny_swe"]
 RECIPE = [name for name in NAMES if name not in OTHERS]
 JUDGES = ["general", "safety", "genrm"]
 PAID = 16  # prompts of a step: of four answers to each, some are paid and some are not
 # Their tools or stories are longer than what the tiny model reads.
-LONG = ["office/workplace", "maths/python_tool", "proofs/lean_refinement"]
+LONG = ["office/workplace", "maths/python_tool", "proofs/lean_refinement", "swe/swe"]
 CHAIN = ["rlvr1", "rlvr2", "rlvr3", "swe1", "swe2", "rlhf"]
 
 
@@ -286,9 +286,9 @@ def test_a_config_takes_a_real_row_of_each_agent_of_its_blend(name, recipe_servi
 
 
 @pytest.mark.parametrize("name", [n for n in RECIPE if blend_of(n) == "swe2"])
-def test_the_rows_of_swe2_are_refused_by_the_names_of_their_agents(name):
+def test_the_rows_of_swe2_as_published_are_answered_with_their_conversion(name):
     for row in verifiers.of_blend("swe2"):
-        with pytest.raises(ValueError, match=row["agent_ref"]["name"]):
+        with pytest.raises(ValueError, match="instance_id is missing.*data_prep.py swe"):
             check_blend(load(name), [row])
 
 

@@ -221,31 +221,39 @@ def test_rows_of_an_agent_may_be_left_out(blend, tmp_path, capsys):
     assert json.loads((folder / "b/manifest.json").read_text())["left_out"] == {"lean_agent": 1}
 
 
+# Rows of agents that no environment serves.
+UNSERVED = [math_row(i, agent_ref={"name": name}) for i, name in enumerate(("lost_a", "lost_b"))]
+
+
 def test_a_blend_that_nobody_serves_is_passed_over(blend, capsys):
-    """Those of SWE 2 as published: only a command that names the blend ends there."""
-    swe2 = of_blend("swe2")
-    folder = blend({"rlhf": [math_row(1)], "swe2": swe2, "tool": [math_row(2)]})
+    """Only a command that names the blend ends there."""
+    folder = blend({"rlhf": [math_row(1)], "lost": UNSERVED, "tool": [math_row(2)]})
     assert {path.name for path in folder.iterdir()} == {"rlhf", "tool"}
-    rows = "2 rows (swe_agents_train, swe_agents_val)"
+    rows = "2 rows (lost_a, lost_b)"
     assert (
-        f"in/swe2.jsonl: not written, no environment serves its {rows}\n" in capsys.readouterr().out
+        f"in/lost.jsonl: not written, no environment serves its {rows}\n" in capsys.readouterr().out
     )
-    for words in (("--only", "swe2"), ("--only", "rlhf", "swe2", "--force")):
-        with pytest.raises(InputError, match="swe2.jsonl:1: agent_ref.name is 'swe_agents_train'"):
+    for words in (("--only", "lost"), ("--only", "rlhf", "lost", "--force")):
+        with pytest.raises(InputError, match="lost.jsonl:1: agent_ref.name is 'lost_a'"):
             blend(None, *words)
-    left = [word for row in swe2 for word in ("--leave_out", row["agent_ref"]["name"])]
+    left = [word for row in UNSERVED for word in ("--leave_out", row["agent_ref"]["name"])]
     blend(None, *left, "--force")
     assert f"no environment serves its {rows}" in capsys.readouterr().out
-    blend({"swe2": [*swe2, math_row(3)]}, "--nemo_gym", "--force")
-    assert len(read(folder / "swe2/train-split.jsonl")) == 3
-    with pytest.raises(InputError, match="agent_ref.name is 'swe_agents_train'"):
-        blend({"swe2": [*swe2, math_row(3)]})
+    blend({"lost": [*UNSERVED, math_row(3)]}, "--nemo_gym", "--force")
+    assert len(read(folder / "lost/train-split.jsonl")) == 3
+    with pytest.raises(InputError, match="agent_ref.name is 'lost_a'"):
+        blend({"lost": [*UNSERVED, math_row(3)]})
+
+
+def test_the_blend_of_swe_2_is_written_as_published(blend):
+    """`data_prep.py swe` makes rows of it that can be judged."""
+    folder = blend({"swe2": of_blend("swe2")})
+    assert len(read(folder / "swe2/train-split.jsonl")) == 2
 
 
 def test_blends_without_any_environment_are_an_error(blend):
-    swe2 = of_blend("swe2")
-    with pytest.raises(InputError, match="b.jsonl:1: agent_ref.name is 'swe_agents_train'"):
-        blend({"b": swe2, "c": swe2})
+    with pytest.raises(InputError, match="b.jsonl:1: agent_ref.name is 'lost_a'"):
+        blend({"b": UNSERVED, "c": UNSERVED})
 
 
 def test_rows_of_an_agent_of_nemo_gym_may_be_kept(blend):

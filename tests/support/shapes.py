@@ -53,6 +53,7 @@ SHAPES = {
     "Qwen/Qwen3-0.6B": lambda: qwen(1024),
     "Qwen/Qwen3-1.7B": lambda: qwen(2048),
     "models/tiny": lambda: qwen(128, vocab_size=64, num_hidden_layers=4),
+    "models/tiny_swe": lambda: qwen(128, vocab_size=64, num_hidden_layers=4),
 }
 
 
