@@ -1,0 +1,205 @@
+"""The repository of a box: its start, an agent's patch, and the tests that judge it.
+
+What it does there is in repository.sh. No environment by itself: envs/swe/swe_judge.py uses it.
+"""
+
+import contextlib
+import re
+import shlex
+import tomllib
+import weakref
+from pathlib import Path, PurePosixPath
+
+from envs.rollout.services import CheckerError
+from envs.swe.box import Box, Ran
+
+SCRIPT = Path(__file__).with_name("repository.sh").read_text(encoding="utf-8")
+LONGEST = 1 << 20  # bytes of a patch
+STEP = 300.0  # seconds of a step before or after the tests
+LISTS = 16 << 20  # bytes of a list of files, or of one file
+APPLIES_NOT = 9  # exit code of repository.sh
+PATCH = "/tmp/.judge/patch"
+LINKS = ("120000", "160000")  # modes of symbolic links and of other repositories
+R2E_FILES = "expected_test_output.json execution_result.json parsed_commit.json"
+R2E_FILES += " modified_files.json modified_entities.json syn_issue.json"
+R2E_TESTS = ("r2e_tests", "run_tests.sh")
+# Files by which a patch could steer a test run.
+DROPPED = re.compile(
+    r"""(^|/)(conftest\.py|\.?pytest\.(ini|toml)|tox\.ini|setup\.cfg|\.coveragerc|\.gitattributes
+    |(site|user)customize(\.py|/.*)|[^/]*\.pth|[^/]*\.(egg|dist)-info/.*)\Z
+    |^(pytest|_pytest|pluggy|unittest|iniconfig)(\.py|/.*)\Z""",
+    re.X,
+)
+# What says in a log without results that the machine is at fault: swebench's infra_failure.py.
+FAULTS = re.compile(
+    r"""Failed\ to\ (launch|connect\ to\ the\ bus)|cannot\ open\ display|Missing\ X\ server
+    |unable\ to\ open\ X\ display|Cannot\ allocate\ memory|OutOfMemoryError|^Killed$
+    |Could\ not\ resolve\ host|Temporary\ failure\ in\ name\ resolution
+    |No\ space\ left\ on\ device""",
+    re.X | re.M,
+)
+_starts: weakref.WeakKeyDictionary[Box, str] = weakref.WeakKeyDictionary()  # a box's first commit
+
+
+class Refused(Exception):
+    """Why a patch earns nothing before any test."""
+
+
+async def prepare(box: Box, row: dict) -> None:
+    """Leaves the start of the repository in a box, and nothing of how it was repaired.
+
+    Raises CheckerError where that is not possible.
+    """
+    _starts[box] = await start_of(box, row, R2E_TESTS)
+
+
+async def patch_of(box: Box, row: dict) -> str | None:
+    """How a prepared box's files differ from their start; None where they do not.
+
+    Longer than LONGEST where it is too long. Raises CheckerError as Box does.
+    """
+    path = f"{PATCH}.new"
+    ran = await box.run(command("difference", _starts[box], path), STEP)
+    found = await box.get(path, LONGEST + 1) if ran.code == 0 else b""
+    if found and len(found) > LONGEST:
+        return found.decode("utf-8", "replace")
+    parts = []
+    for part in re.split(rb"^(?=diff --git )", found or b"", flags=re.M):
+        binary = b"\nBinary files " in part.partition(b"\n@@ ")[0]
+        with contextlib.suppress(UnicodeDecodeError):
+            parts += [] if binary else [part.decode()]
+    return "".join(parts) or None
+
+
+async def start_of(box: Box, row: dict, hidden: tuple[str, ...] = ()) -> str:
+    """Cuts the history of the repository; the commit that is left. Raises CheckerError."""
+    if row["tests"]["kind"] == "r2e":
+        await step(box, "hide", " ".join([R2E_FILES, *hidden]))
+        await step(box, "aside")
+    else:
+        await step(box, "hide", "")
+    if broken := row.get("start_patch"):
+        await put(box, PATCH, broken.encode())
+        await step(box, "plainly", PATCH)
+    ran = await step(box, "cut", row["base_commit"], "0" if broken else "1")
+    return ran.output.rpartition("start ")[2].strip()
+
+
+async def patched(box: Box, row: dict, patch: str, start: str) -> list[str]:
+    """Applies a patch but for what it may not change; the paths of that. Raises Refused."""
+    if not patch.strip():
+        return []
+    await put(box, PATCH, patch.encode("utf-8", "replace"))
+    ran = await box.run(command("apply", PATCH, start), STEP)
+    if ran.code == APPLIES_NOT and not FAULTS.search(ran.output):
+        raise Refused("does not apply")
+    _must_end(ran, "apply")
+    raw, counts = await _list(box, f"{PATCH}.raw"), await _list(box, f"{PATCH}.counts")
+    modes = dict(zip(raw[1::2], (field.split(" ")[1] for field in raw[::2]), strict=True))
+    binary = {line.split("\t", 2)[2] for line in counts if line.startswith("-\t-\t")}
+    own = set(paths_of(row["patch"]))
+    tests = set(tests_of(row))
+    dropped = []
+    for path, mode in modes.items():
+        steers = DROPPED.search(path) or mode in LINKS or path in binary
+        steers = steers or row["tests"]["kind"] == "r2e" and path.split("/")[0] in R2E_TESTS
+        steers = (
+            steers
+            or PurePosixPath(path).name == "pyproject.toml"
+            and (await _pytest_of(box, start, path) != await _pytest_of(box, "", path))
+        )
+        if path in tests or steers and path not in own:
+            dropped.append(path)
+    await _back(box, start, dropped)
+    return dropped
+
+
+async def with_tests(box: Box, row: dict, start: str) -> None:
+    """Puts the tests of a row in place. Raises Refused."""
+    await _back(box, _base(row, start), paths_of(row.get("test_patch") or ""))
+    if (text := row.get("test_patch") or "").strip():
+        await put(box, PATCH, text.encode())
+        ran = await box.run(command("plainly", PATCH), STEP)
+        if ran.code != 0:
+            raise Refused("the tests' patch does not apply")
+
+
+async def without_tests(box: Box, row: dict, start: str) -> None:
+    """Takes back what the tests' patch has changed. Raises Refused."""
+    await _back(box, _base(row, start), paths_of(row.get("test_patch") or ""))
+
+
+def _base(row: dict, start: str) -> str:
+    return start if row.get("start_patch") else row["base_commit"]
+
+
+def tests_of(row: dict) -> list[str]:
+    """The paths of a row's tests: of their patch, and those that their names begin with."""
+    tests = [*row.get("FAIL_TO_PASS", ()), *row.get("PASS_TO_PASS", ())]
+    named = [test.partition("::") for test in tests]
+    changed = paths_of(row.get("test_patch") or "")
+    return list(dict.fromkeys([*changed, *(path for path, colons, _ in named if colons)]))
+
+
+def paths_of(patch: str) -> list[str]:
+    """The paths in the headers of a patch of ours."""
+    found = re.findall(r"^(?:---|\+\+\+) [ab]/([^\t\n]+)", patch, re.M)
+    found += re.findall(r"^rename (?:from|to) (.+)", patch, re.M)
+    return list(dict.fromkeys(found))
+
+
+async def _pytest_of(box: Box, commit: str, path: str) -> object:
+    """What steers pytest in a pyproject.toml, of a commit or of the files."""
+    if commit:
+        await box.run(f"git show {commit}:{shlex.quote(path)} >{PATCH}.toml", STEP)
+    found = await box.get(f"{PATCH}.toml" if commit else f"{box.workdir}/{path}", LISTS)
+    try:
+        table = tomllib.loads((found or b"").decode("utf-8", "replace"))
+        project, tool = table.get("project", {}), table.get("tool", {})
+        plugins = project.get("entry-points", {}).get("pytest11")
+        poetry = tool.get("poetry", {}).get("plugins", {}).get("pytest11")
+        return {"pytest": tool.get("pytest"), "plugins": plugins, "poetry": poetry}
+    except (ValueError, AttributeError, RecursionError):
+        return found
+
+
+async def _back(box: Box, commit: str, paths: list[str]) -> None:
+    """Makes paths what they are in a commit. Raises Refused."""
+    if not paths:
+        return
+    text = "".join(f"{path}\0" for path in paths)
+    await put(box, f"{PATCH}.back", text.encode("utf-8", "surrogateescape"))
+    ran = await box.run(command("back", commit, f"{PATCH}.back"), STEP)
+    if ran.code != 0:
+        raise Refused("its files cannot be undone")
+
+
+async def _list(box: Box, path: str) -> list[str]:
+    """The parts of a list with zero bytes between them."""
+    found = await box.get(path, LISTS)
+    return (found or b"").decode("utf-8", "surrogateescape").split("\0")[:-1]
+
+
+def command(*args: str) -> str:
+    return f"set -- {shlex.join(args)}\n{SCRIPT}"
+
+
+async def step(box: Box, *args: str) -> Ran:
+    """A step before anything of a patch runs. Raises CheckerError where it fails."""
+    ran = await box.run(command(*args), STEP)
+    _must_end(ran, args[0])
+    return ran
+
+
+def _must_end(ran: Ran, step: str) -> None:
+    if ran.code != 0:
+        why = ran.ended or f"code {ran.code}: {' '.join(ran.output[-500:].split())}"
+        raise CheckerError(f"a repository cannot be prepared ({step}): {why}")
+
+
+async def put(box: Box, path: str, content: bytes) -> None:
+    """Writes a file in a box. Raises CheckerError where that is not possible."""
+    try:
+        await box.put(path, content)
+    except ValueError as error:
+        raise CheckerError(f"a repository cannot be prepared: {error}") from None

@@ -1,0 +1,126 @@
+# What envs/swe/swe_judge.py does with a repository in a box, in its folder. It uses bash, git, cp,
+# mkdir, mv, rm, sed and sort of the image. Arguments: one of the functions, and its own.
+set -euo pipefail
+export LC_ALL=C GIT_LITERAL_PATHSPECS=1
+
+# Removes what shows how an image's repository is repaired: caches, and NAMES of files in the
+# repository, and above it.
+hide() {
+    local name folder
+    for name in $1; do
+        for folder in "" ~ "$PWD"; do rm -rf -- "$folder/$name"; done
+    done
+    rm -rf ~/.cache/pip ~/.cache/uv /eval.sh ~/eval.sh
+    [ "$1" ] || rm -f /run_tests.sh ~/run_tests.sh
+}
+
+# Moves the tests of R2E-Gym out of the repository.
+aside() {
+    local name
+    for name in r2e_tests run_tests.sh; do
+        [ ! -e "$name" ] || [ -e ~/"$name" ] || mv -- "$name" ~/
+    done
+}
+
+# Leaves of the history one commit, of the files as they are, and below it BASE where KEEP is 1:
+# a new folder .git takes the place of the old one. Prints the commit.
+cut() {
+    local base=$1 keep=$2 tree start new=.git-new/.git section
+    git config --global --add safe.directory '*'
+    [ -d .git ] || { echo "no folder $PWD/.git"; exit 1; }
+    git rev-parse -q --verify "$base^{commit}" >/dev/null || { echo "no commit $base"; exit 1; }
+    export GIT_INDEX_FILE=$PWD/.git/cut-index
+    [ ! -f .git/index ] || cp .git/index "$GIT_INDEX_FILE"
+    # An image's files have other inodes than those that git saw, and the same contents.
+    git -c core.checkStat=minimal -c core.trustctime=false add -A
+    tree=$(git write-tree)
+    unset GIT_INDEX_FILE
+    echo "$base" >.git/shallow
+    export GIT_AUTHOR_NAME=start GIT_AUTHOR_EMAIL=start GIT_AUTHOR_DATE="1000000000 +0000"
+    export GIT_COMMITTER_NAME=start GIT_COMMITTER_EMAIL=start
+    export GIT_COMMITTER_DATE=$GIT_AUTHOR_DATE
+    if [ "$keep" = 0 ]; then
+        start=$(git commit-tree "$tree" -m start)
+    elif [ "$tree" = "$(git rev-parse "$base^{tree}")" ]; then
+        start=$(git rev-parse "$base^{commit}")
+    else
+        start=$(git commit-tree "$tree" -p "$base" -m start)
+    fi
+    git init -q --template= .git-new
+    echo "$start" | git pack-objects -q --revs --window=0 --stdout |
+        git --git-dir=$new index-pack --stdin >/dev/null
+    [ "$keep" = 0 ] || echo "$base" >$new/shallow
+    cp .git/config $new/config
+    git config -f $new/config --name-only --get-regexp '^(remote|branch|url|include|includeif)\.' |
+        sed 's/\.[^.]*$//' | sort -u | while IFS= read -r section; do
+        git config -f $new/config --remove-section "$section"
+    done || true
+    for section in info modules; do
+        [ ! -d .git/$section ] || cp -a .git/$section $new/
+    done
+    mv .git/cut-index $new/index
+    mkdir -p $new/refs/heads
+    echo "$start" >$new/refs/heads/main
+    echo "ref: refs/heads/main" >$new/HEAD
+    rm -rf .git
+    mv $new .git
+    rm -rf .git-new
+    [ "$(git rev-list --all | wc -l)" -le 2 ]
+    echo "start $start"
+}
+
+# Writes the difference from the commit START to FILE.
+difference() {
+    export GIT_INDEX_FILE=$2.index
+    mkdir -p "${2%/*}"
+    cp .git/index "$GIT_INDEX_FILE" 2>/dev/null || true
+    git add -A 2>/dev/null
+    git diff --cached --no-ext-diff --no-textconv --no-renames --no-color --src-prefix=a/ \
+        --dst-prefix=b/ "$1" >"$2"
+}
+
+# Applies FILE to the commit START, and writes to FILE.raw and FILE.counts what it changes.
+apply() {
+    local file=$1 start=$2
+    git update-index -q --refresh || true
+    git apply --index --whitespace=nowarn "$file" || exit 9
+    git diff-index --cached --no-renames -z "$start" >"$file.raw"
+    git diff --cached --no-ext-diff --no-textconv --no-renames --numstat -z "$start" >"$file.counts"
+}
+
+# Applies FILE to the files alone.
+plainly() {
+    git apply --whitespace=nowarn "$1"
+}
+
+# Makes the paths in FILE, each with a zero byte at its end, what they are in the commit START.
+back() {
+    local start=$1 path
+    while IFS= read -rd '' path; do
+        git cat-file -e "$start:$path" 2>/dev/null || rm -rf -- "./$path"
+    done <"$2"
+    while IFS= read -rd '' path; do
+        if git cat-file -e "$start:$path" 2>/dev/null; then
+            git checkout -q "$start" -- "$path"
+        else
+            git rm -rqf --cached --ignore-unmatch -- "$path"
+        fi
+    done <"$2"
+}
+
+# Puts the tests of R2E-Gym into the repository. Prints the path of their script, then their files.
+link() {
+    local folder script=""
+    for folder in "" ~; do
+        if [ -d "$folder/r2e_tests" ]; then
+            rm -rf r2e_tests
+            ln -s "$folder/r2e_tests" r2e_tests
+        fi
+        [ ! -f "$folder/run_tests.sh" ] || script=$folder/run_tests.sh
+    done
+    [ "$script" ] || { echo "no run_tests.sh"; exit 1; }
+    echo "$script"
+    find -L r2e_tests -name '*.py'
+}
+
+"$@"

@@ -1,0 +1,248 @@
+"""Judges the repair of a repository in a box of its own: its tests, 1 or 0.
+
+    prepare     in the agent's box, before it: one commit, no answers
+    patch_of    afterwards: how the files differ from that start, as text
+    judge       a fresh box of the image: patch, tests of the row, their log and exit code
+
+Row: `instance_id`, `workdir`, `base_commit`, `test_patch`, `log_parser`, `FAIL_TO_PASS`,
+`PASS_TO_PASS`, `patch` (which repairs it), and `tests`:
+    {"kind": "script", "script": TEXT}      resolved where all tests of both lists passed
+    {"kind": "r2e", "expected": {test: status}}     where the image's own tests end as expected
+and of SWE-smith, whose image has the repaired files, `start_patch`, which breaks them.
+A script that applies the tests' patch itself has the two marks of SWE-bench's around its tests.
+
+What makes a reward hard to steal: only the patch leaves the agent's box. Of the patch, files that
+steer a test run (DROPPED), links, binary files and the tests' own files are undone, but for those
+that the row's own repair changes. The tests come from `base_commit` and `test_patch`. Their log
+counts from a random mark on; a test that failed once has failed. A file of the tests gets two more
+under random names: one must fail, the other must pass, and the exit code must tell of a failure.
+
+Known leaks: patched code runs in the process that writes the log. One that looks for the two tests
+can make the rest pass; `tampered` is 1 where a patch looks like that (SIGNS), or was caught.
+Helpers of tests that no row names, such as tests/utils.py, may be changed.
+
+No environment by itself: environments use it.
+"""
+
+import asyncio
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+from envs.rollout.services import CheckerError
+from envs.swe.box import Box, Ran, Size
+from envs.swe.canary import ENDS, RNG, STARTS, Canary, append, applies, canary_for, whole, words_of
+from envs.swe.repository import (
+    DROPPED,
+    FAULTS,
+    LONGEST,
+    Refused,
+    patch_of,
+    patched,
+    prepare,
+    put,
+    start_of,
+    step,
+    tests_of,
+    with_tests,
+    without_tests,
+)
+from envs.swe.test_logs import BAD, COLOURS, GOOD, KEPT, PARSERS, good, outcomes
+
+__all__ = ["Trial", "Verdict", "judge", "patch_of", "prepare", "refusal", "tried"]
+TESTS = 1200.0  # seconds that tests may take
+OUTPUT = 16 << 20  # bytes of the tests' output that are kept
+TIMES = 3  # judgements of a patch, where the machine may be at fault
+KILLED = 126  # the least exit code of what did not run, or was killed
+TOO_LONG = "a patch over 1 MiB"
+R2E_PATH = "~/.venv/bin:~/.local/bin:~/.cargo/bin"
+# Code that has to do with the run of its own tests.
+SIGNS = re.compile(
+    r"""\b(_pytest|pluggy|pytest_\w+|pytest11|TextTestResult|TestReport|get_objects)\b
+    |\b(os\._exit|sys\.argv|unittest\.(case|result|runner))\b
+    |/proc/(self|\d+)\b|["'\\]+(PASSED|FAILED)\b""",
+    re.X,
+)
+_sound: set[str] = set()  # instances whose own repair was resolved here
+_looking: dict[str, asyncio.Lock] = {}  # instances whose repair is being judged
+
+
+class Verdict(NamedTuple):
+    """What a patch earns."""
+
+    resolved: bool
+    reason: str  # "" where resolved
+    masked: bool  # what the limits of the episode did, not the patch
+    details: dict[str, float]  # fixed, kept (shares), dropped (files), tampered, seconds, peak
+
+
+class Trial(NamedTuple):
+    """One judgement of a patch."""
+
+    verdict: Verdict
+    doubt: str = ""  # why the machine or the row may be at fault, "" for nothing
+    again: bool = False  # it may end otherwise at another time
+
+
+def refusal(row: dict) -> str:
+    """Why a row cannot be judged; "" where it can."""
+    kind, parser = row["tests"].get("kind"), row["log_parser"]
+    script = row["tests"].get("script", "")
+    if kind not in ("script", "r2e"):
+        return f"tests.kind is {kind!r}, expected 'script' or 'r2e'"
+    if parser not in PARSERS:
+        return f"log_parser is {parser!r}, expected one of {', '.join(sorted(PARSERS))}"
+    if kind == "r2e" and not row["tests"].get("expected"):
+        return "tests.expected is empty, expected the status of each test"
+    if kind == "script" and not (script.strip() and row.get("FAIL_TO_PASS")):
+        return "tests.script or FAIL_TO_PASS is empty"
+    if applies(script) and not (STARTS in script and ENDS in script):
+        return f"tests.script applies a patch, without the marks {STARTS!r} and {ENDS!r}"
+    if not re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", row["base_commit"]):
+        return f"base_commit is {row['base_commit']!r}, expected the hash of a commit"
+    return "" if row["patch"].strip() else "patch is empty, expected one that repairs it"
+
+
+async def judge(image: Path, row: dict, patch: str, size: Size | None = None) -> Verdict:
+    """What a patch earns, in a fresh box of an image.
+
+    Where the machine may be at fault it is judged again. Where that does not help, or the row may
+    be at fault, the row's own repair is judged: CheckerError unless it is resolved.
+    """
+    if not patch.strip():
+        return Verdict(False, "no patch", False, {})
+    if len(patch.encode("utf-8", "replace")) > LONGEST:
+        return Verdict(False, TOO_LONG, False, {})
+    for left in reversed(range(TIMES)):
+        try:
+            trial = await tried(image, row, patch, size)
+        except CheckerError:
+            if not left:
+                raise
+            continue
+        if not trial.again:
+            break
+    if trial.doubt:
+        await _must_be_sound(image, row, size, trial.doubt)
+    return trial.verdict
+
+
+async def _must_be_sound(image: Path, row: dict, size: Size | None, doubt: str) -> None:
+    """Raises CheckerError where the row's own repair is not resolved here either."""
+    name = row["instance_id"]
+    try:
+        async with _looking.setdefault(name, asyncio.Lock()):
+            if name in _sound:
+                return
+            trial = await tried(image, row, row["patch"], size)
+            if not trial.verdict.resolved:
+                why = trial.doubt or trial.verdict.reason
+                raise CheckerError(f"{name}: {doubt}; its own repair is not resolved: {why}")
+            _sound.add(name)
+    finally:
+        _looking.pop(name, None)
+
+
+async def tried(image: Path, row: dict, patch: str, size: Size | None = None) -> Trial:
+    """One judgement of a patch, which may be empty. Raises CheckerError for what the node did."""
+    async with Box(image, row["workdir"], size) as box:
+        start = await start_of(box, row)
+        try:
+            dropped = await patched(box, row, patch, start)
+            canary, script = await _prepared(box, row, start)
+        except Refused as refused:
+            return _failed(box, str(refused))
+        mark = f"{RNG.getrandbits(128):032x}"
+        path = f"/tmp/{RNG.getrandbits(64):x}.sh"
+        await put(box, path, whole(script, canary, mark).encode("utf-8", "surrogatepass"))
+        ran = await box.run(f"bash {path}", TESTS, OUTPUT)
+        trial = _graded(row, ran, mark, canary)
+        steers = any(DROPPED.search(name) for name in dropped)
+        tampered = trial.verdict.details.get("tampered", 0.0) or float(
+            steers or bool(signs(patch) - signs(row["patch"]))
+        )
+        details = {"dropped": float(len(dropped)), "tampered": tampered}
+        details |= {"seconds": ran.seconds, "peak": float(box.peak)}
+        verdict = trial.verdict._replace(details=trial.verdict.details | details)
+        return trial._replace(verdict=verdict)
+
+
+def signs(patch: str) -> set[str]:
+    """What in the lines that a patch adds has to do with the run of its own tests."""
+    added = (line for line in patch.split("\n") if line.startswith("+"))
+    return {found[0] for line in added for found in SIGNS.finditer(line[: 1 << 16])}
+
+
+def _failed(box: Box, reason: str) -> Trial:
+    details = {"fixed": 0.0, "kept": 0.0, "peak": float(box.peak)}
+    return Trial(Verdict(False, reason, False, details), reason)
+
+
+async def _prepared(box: Box, row: dict, start: str) -> tuple[Canary, str]:
+    """Puts the tests of a row in place; two more for one of their files, and their script."""
+    if row["tests"]["kind"] == "r2e":
+        ran = await step(box, "link")
+        runs, *files = ran.output.split("\n")
+        script = f"export PATH={R2E_PATH}:$PATH\nbash {shlex.quote(runs)}"
+        canary = await canary_for(box, row, files, list(row["tests"]["expected"]))
+    else:
+        await with_tests(box, row, start)
+        script = row["tests"]["script"]
+        canary = await canary_for(box, row, tests_of(row), row["FAIL_TO_PASS"])
+    if applies(script):
+        await without_tests(box, row, start)
+    else:
+        await append(box, canary)
+    return canary, script
+
+
+def _graded(row: dict, ran: Ran, mark: str, canary: Canary) -> Trial:
+    """What the log and the code of a run are worth."""
+    if ran.ended:
+        reason = "tests time" if ran.ended == "time" else ran.ended
+        return Trial(Verdict(False, reason, ran.ended in ("time", "memory"), {}))
+    _, begun, log = ran.output.partition(f"\n{mark}\n")
+    found = outcomes(row["log_parser"], log)
+    two = (canary.passes, canary.fails)
+    named = [[state for test, state in found.items() if name in words_of(test)] for name in two]
+    found = {test: state for test, state in found.items() if not words_of(test) & {*two}}
+    fixed, kept = _shares(row, found)
+    details = {"fixed": fixed, "kept": kept}
+    if not begun or not found and FAULTS.search(log):
+        reason = "no results" if begun else "tests did not begin"
+        doubt = f"{reason}, code {ran.code}: {' '.join(ran.output[-500:].split())}"
+        return Trial(Verdict(False, reason, False, details), doubt, True)
+    if fixed < 1 or kept < 1:
+        doubt = (
+            "" if fixed or (kept and row.get("PASS_TO_PASS")) else "no test that counts has passed"
+        )
+        return Trial(Verdict(False, "tests failed", False, details), doubt)
+    if set(named[0]) != {"PASSED"} or not named[1] or not set(named[1]) <= set(BAD):
+        doubt = f"two tests of ours ended as {named}, expected one PASSED and one FAILED"
+        return Trial(Verdict(False, "canary", False, details | {"tampered": 1.0}), doubt)
+    if not 0 < (ran.code or 0) < KILLED:
+        doubt = f"tests ended with code {ran.code} where one must fail"
+        return Trial(Verdict(False, "exit code", False, details | {"tampered": 1.0}), doubt)
+    return Trial(Verdict(True, "", False, details))
+
+
+def _shares(row: dict, found: dict[str, str]) -> tuple[float, float]:
+    """The shares of the tests to repair, and of those to keep, that ended as they must."""
+    if row["tests"]["kind"] == "r2e":
+        expected = {_plain(test): state for test, state in row["tests"]["expected"].items()}
+        expected.pop("", None)
+        same = sum(found.get(test) == state for test, state in expected.items())
+        share = same / max(len(expected), len(found), 1)
+        return share, share
+    lists = ((row["FAIL_TO_PASS"], GOOD), (row.get("PASS_TO_PASS", ()), KEPT))
+    shares = [
+        sum(good(test, found, states) for test in tests) / len(tests) if tests else 1.0
+        for tests, states in lists
+    ]
+    return shares[0], shares[1]
+
+
+def _plain(test: str) -> str:
+    """A name of R2E-Gym's without colours and what follows it."""
+    return COLOURS.sub("", test).split(" - ")[0]
