@@ -1,47 +1,86 @@
 #!/usr/bin/env bash
-# Fetches the images of repositories that rows of swerl_gen name, as folders for services.images.
-#   bash launch/images.sh ROWS.jsonl [FOLDER]     FOLDER is data/images
-# JOBS (4) are fetched at once. What is there already is left, so a call goes on where one ended.
-# OWNER_NAME.sif, as rows of SWE-Gym name their images, is OWNER/NAME of the registry, or a file of
-# the folder SIF_DIR where it is there. DRY_RUN=true prints the commands.
+# Fetches the images of repositories that rows name, for services.images.
+#   bash launch/images.sh LIST [FOLDER]     FOLDER is data/images
+# LIST is ROWS.jsonl, or a file of lines IMAGE [REFERENCE], as in OWNER/NAME@sha256:DIGEST of a
+# registry. Rows of swe_agents get IMAGE.sif, those of swerl_gen folders; FORMAT=sif or folder
+# says otherwise. JOBS (4) are fetched at once. Each appears under its name when it is whole, and
+# what is there is left, so a call goes on where one ended. IMAGE.sif.sha256 holds its digest:
+# VERIFY=true compares, and fetches again what differs.
+# A .sif of the folder SIF_DIR is copied, and compared with a digest beside it; otherwise it is
+# made of REFERENCE. Without one OWNER_NAME.sif is OWNER/NAME. DRY_RUN=true prints the commands.
 set -euo pipefail
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
 [ $# -ge 1 ] || fail "expected ROWS.jsonl [FOLDER]"
 [ -r "$1" ] || fail "ROWS = '$1': expected a file of rows that can be read"
 [[ ${JOBS:-4} =~ ^[1-9][0-9]*$ ]] || fail "JOBS = '$JOBS': expected how many are fetched at once"
+[[ ${FORMAT:-sif} =~ ^(sif|folder)$ ]] || fail "FORMAT = '$FORMAT': expected sif or folder"
 export folder=${2:-data/images}
 names='
 import ast, json, sys
-for line in filter(str.strip, open(sys.argv[1], encoding="utf-8")):
-    about = json.loads(line).get("metadata") or {}
+for number, line in enumerate(open(sys.argv[1], encoding="utf-8"), 1):
+    line = line.strip()
+    if not line.startswith("{"):
+        words = line.partition("#")[0].split()
+        if len(words) > 2:
+            sys.exit(f"error: {sys.argv[1]}:{number}: {line!r}: expected IMAGE [REFERENCE]")
+        print(*words[:1], *(words[1:] or ["-"]), "sif") if words else None
+        continue
+    row = json.loads(line)
+    about = row.get("metadata") or {}
     image = (about if isinstance(about, dict) else ast.literal_eval(about)).get("image")
-    print(image) if image else None
+    print(image, "-", "folder") if image else None
+    print(row["image"], row.get("registry") or "-", "sif") if row.get("image") else None
 '
 images=$(python3 -c "$names" "$1" | sort -u)
-[ -n "$images" ] || fail "ROWS = '$1': no row has metadata.image"
-[ "${DRY_RUN:-false}" = true ] || command -v apptainer >/dev/null ||
+[ -n "$images" ] || fail "ROWS = '$1': no row has image, or metadata.image"
+[ "${DRY_RUN:-false}" = true ] || [ -n "${SIF_DIR:-}" ] || command -v apptainer >/dev/null ||
     fail "apptainer is not installed here: its releases have packages of every system"
 mkdir -p "$folder"
 
-fetch() { # IMAGE
-    local name=${1//[\/:]/_} from=docker://$1
-    if [[ $1 = *.sif ]]; then
-        name=$(basename "$1" .sif)
-        from=${SIF_DIR:-}/$name.sif
-        [ -n "${SIF_DIR:-}" ] && [ -e "$from" ] || from=docker://${name/_//}
+is_whole() { # FILE, of which FILE.sha256 is a line of sha256sum
+    [ "$(sha256sum <"$1" | cut -d' ' -f1)" = "$(cut -d' ' -f1 "$1.sha256")" ]
+}
+
+fetch() { # IMAGE REFERENCE FORMAT
+    local name=${1//[\/:]/_} format=${FORMAT:-$3} from=docker://$2
+    [[ $1 = *.sif ]] && name=$(basename "$1" .sif)
+    if [ "$2" = - ]; then
+        [[ $1 = *.sif ]] && from=docker://${name/_//} || from=docker://$1
     fi
-    [ ! -d "$folder/$name" ] || return 0
+    local to=$folder/$name box=--sandbox given=${SIF_DIR:-}/$name.sif
+    [ ! -d "$to" ] || return 0
+    [ "$format" = folder ] || { to=$to.sif && box=; }
+    [ -n "${SIF_DIR:-}" ] && [ -e "$given" ] && from=$given
+    if [ -e "$to" ]; then
+        [ "${VERIFY:-false}" = true ] || return 0
+        [ -e "$to.sha256" ] || { echo "note: $to has no digest to compare with" >&2 && return 0; }
+        ! is_whole "$to" || return 0
+        echo "note: $to differs from its digest: it is fetched again" >&2
+    fi
+    # shellcheck disable=SC2206 # $box may be no word
+    local command=(apptainer --quiet build $box "$to.partial" "$from")
+    [ "$from $format" != "$given sif" ] || command=(cp -- "$from" "$to.partial")
     if [ "${DRY_RUN:-false}" = true ]; then
-        echo "apptainer build --sandbox $folder/$name $from"
+        echo "${command[*]}" | sed 's/ --quiet//; s/\.partial//'
         return
     fi
-    rm -rf "$folder/$name.partial"
-    apptainer --quiet build --sandbox "$folder/$name.partial" "$from" </dev/null ||
+    rm -rf "$to.partial"
+    "${command[@]}" </dev/null ||
         { echo "error: image $1 could not be fetched" >&2 && return 1; }
-    mv "$folder/$name.partial" "$folder/$name"
-    echo "$folder/$name"
+    if [ "$format" = sif ]; then
+        sha256sum <"$to.partial" | sed "s/-\$/$name.sif/" >"$to.sha256.partial"
+        if [ "$from" = "$given" ] && [ -e "$given.sha256" ]; then
+            cp -- "$given.sha256" "$to.partial.sha256"
+            is_whole "$to.partial" ||
+                { echo "error: image $1 differs from $given.sha256" >&2 && return 1; }
+            rm "$to.partial.sha256"
+        fi
+        mv "$to.sha256.partial" "$to.sha256"
+    fi
+    mv "$to.partial" "$to"
+    echo "$to"
 }
-export -f fetch
-# shellcheck disable=SC2016 # each shell expands its own argument
-xargs -d '\n' -P "${JOBS:-4}" -I IMAGE bash -c 'fetch "$1"' fetch IMAGE <<<"$images" ||
+export -f fetch is_whole
+# shellcheck disable=SC2016 # each shell expands its own arguments
+xargs -d '\n' -P "${JOBS:-4}" -I LINE bash -c 'fetch $1' fetch LINE <<<"$images" ||
     fail "some images are missing: run it again, which goes on with those"

@@ -1,6 +1,8 @@
 """What launch/ fetches for environments: Lean, tables, images; what is there is left as it is."""
 
+import json
 import os
+import time
 import zipfile
 from pathlib import Path
 
@@ -108,3 +110,100 @@ def test_images_are_fetched_once_and_a_call_goes_on(there, tmp_path):
     for words, told in ((["none"], "ROWS = 'none'"), ([], "expected ROWS.jsonl")):
         assert told in there("images.sh", *words).stderr
     assert "JOBS = 'x'" in there("images.sh", "rows.jsonl", JOBS="x").stderr
+
+
+SIF = """#!/bin/bash
+[[ $* != *broken* || -e mended ]] || exit 1
+echo "$*" >>called && echo "image of ${@: -1}" >"${@: -2:1}" && sleep 0.2
+"""
+
+
+@pytest.fixture
+def listed(there, tmp_path):
+    """A function that fetches the images of a list, with an Apptainer that writes files."""
+
+    def run(text: str = "a.sif me/a:1\nme/b@sha256:12 # a note\n\nbroken\n", **variables: str):
+        (tmp_path / "list").write_text(text)
+        return there("images.sh", "list", "images", **variables)
+
+    program(tmp_path, "apptainer", SIF)
+    return run
+
+
+def test_images_of_a_list_become_files_with_their_digests(listed, tmp_path):
+    shown = listed(DRY_RUN="true").stdout.splitlines()
+    assert "apptainer build images/a.sif docker://me/a:1" in shown
+    assert "apptainer build images/me_b@sha256_12.sif docker://me/b@sha256:12" in shown
+    assert not (tmp_path / "called").exists()
+    first = listed()
+    assert first.returncode == 1 and "error: image broken could not be fetched" in first.stderr
+    folder = tmp_path / "images"
+    names = {f"{name}{end}" for name in ("a.sif", "me_b@sha256_12.sif") for end in ("", ".sha256")}
+    assert {path.name for path in folder.iterdir()} == names
+    check = ran("sha256sum", "-c", "a.sif.sha256", root=folder)
+    assert check.returncode == 0 and check.stdout == "a.sif: OK\n"
+    (tmp_path / "mended").touch()
+    assert listed().returncode == 0
+    called = (tmp_path / "called").read_text()
+    assert called.count("me/a:1") == 1 and called.count("docker://broken") == 1
+
+
+def test_an_image_that_differs_from_its_digest_is_fetched_again(listed, tmp_path):
+    one = "a.sif me/a:1\nb.sif me/b:1\nc.sif\n"
+    assert listed(one).returncode == 0
+    (tmp_path / "images/a.sif").write_text("half")
+    (tmp_path / "images/b.sif.sha256").unlink()
+    assert listed(one).returncode == 0
+    assert (tmp_path / "images/a.sif").read_text() == "half", "it is read where that is asked for"
+    told = listed(one, VERIFY="true")
+    assert told.returncode == 0 and told.stdout == "images/a.sif\n"
+    assert "note: images/a.sif differs from its digest" in told.stderr
+    assert "note: images/b.sif has no digest" in told.stderr and "c.sif" not in told.stderr
+    assert (tmp_path / "images/a.sif").read_text() == "image of docker://me/a:1\n"
+
+
+def test_an_image_that_is_here_is_copied_and_compared(listed, tmp_path):
+    """Without an Apptainer: nothing has to be made."""
+    given = tmp_path / "given"
+    given.mkdir()
+    for name in ("a", "b"):
+        (given / f"{name}.sif").write_text(name)
+    (given / "b.sif.sha256").write_text(f"{'0' * 64}  b.sif\n")
+    (tmp_path / "programs/apptainer").unlink()
+    told = listed("a.sif me/a\nb.sif me/b\n", SIF_DIR=str(given))
+    assert (
+        told.returncode == 1
+        and f"error: image b.sif differs from {given}/b.sif.sha256" in told.stderr
+    )
+    assert (tmp_path / "images/a.sif").read_text() == "a"
+    assert not (tmp_path / "images/b.sif").exists()
+    (given / "b.sif.sha256").unlink()
+    assert listed("b.sif me/b\n", SIF_DIR=str(given)).returncode == 0
+    assert (tmp_path / "images/b.sif").read_text() == "b"
+
+
+def test_rows_of_agents_name_the_registry_of_their_image(listed, tmp_path):
+    row = asking("fix it", "swe_agents_train", image="swegym_x.1_s_2.sif", registry="me/x.1_s_2")
+    shown = listed(f"{json.dumps(row)}\n", DRY_RUN="true").stdout
+    assert shown == "apptainer build images/swegym_x.1_s_2.sif docker://me/x.1_s_2\n"
+    unpacked = listed(f"{json.dumps(row)}\n", DRY_RUN="true", FORMAT="folder").stdout
+    assert unpacked == "apptainer build --sandbox images/swegym_x.1_s_2 docker://me/x.1_s_2\n"
+    for text, variables, told in (
+        ("a b c\n", {}, "list:1: 'a b c': expected IMAGE [REFERENCE]"),
+        ("# none\n", {}, "no row has image"),
+        ("a\n", {"FORMAT": "tar"}, "FORMAT = 'tar': expected sif or folder"),
+    ):
+        done = listed(text, **variables)
+        assert done.returncode == 1 and told in done.stderr
+
+
+def test_images_are_fetched_several_at_once_and_a_call_that_was_ended_leaves_none(listed, tmp_path):
+    many = "".join(f"i{n}.sif\n" for n in range(6))
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/i0.sif.partial").write_text("half of one that was ended")
+    began = time.monotonic()
+    assert listed(many, JOBS="6").returncode == 0
+    took = time.monotonic() - began
+    assert len(list((tmp_path / "images").glob("*.sif"))) == 6 and took < 6 * 0.2 + 1
+    assert (tmp_path / "images/i0.sif").read_text() == "image of docker://i0\n"
+    assert not list((tmp_path / "images").glob("*.partial"))
