@@ -8,6 +8,8 @@
     python data_prep.py effort FILE OUT --phase early
     python data_prep.py reasoning_control FILE OUT
     python data_prep.py tool_pairs FILE runs/NAME/rollouts.jsonl OUT
+    python data_prep.py swe SOURCE OUT --check                 issues of repositories, with tests
+    python data_prep.py pivot TRAJECTORIES OUT                 single steps of agents
 
 Every command reads its input line by line and writes aside, so a file under its final name is
 whole. The same input gives the same bytes.
@@ -24,8 +26,10 @@ from prep.blend import Blend
 from prep.check import Check
 from prep.convert import Rows
 from prep.curriculum import Curriculum
+from prep.pivot import Pivot
 from prep.profile import Profile
 from prep.shares import Effort, ReasoningControl
+from prep.swe import Swe
 from prep.tool_pairs import ToolPairs
 from settings.errors import InputError
 
@@ -38,6 +42,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "effort": Effort,
     "reasoning_control": ReasoningControl,
     "tool_pairs": ToolPairs,
+    "swe": Swe,
+    "pivot": Pivot,
 }
 
 

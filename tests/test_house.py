@@ -81,6 +81,7 @@ COMPUTED = {
     "envs.registry": [name for name, path in MODULES.items() if serves(path)],
     "envs.check_rows": [*MECHANISMS.values()],
     "envs.sandbox.interpreter": [],  # libraries
+    "prep.swe_tables": [],  # packages of data sets
     "launch.preflight": [*MECHANISMS.values()],  # and the program that its command line names
     "grpo_async": [],  # itself
     "dpo": [],

@@ -1,0 +1,108 @@
+"""`pivot`: turns of agents' trajectories become rows of one step, and those that vary are kept."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from envs import check_rows, get, require
+from envs.rollout.check_messages import check_items
+from envs.rollout.messages import chat, functions
+from prep import files
+from settings.errors import InputError
+
+
+@dataclass(frozen=True)
+class Pivot:
+    """Turns of trajectories to rows for envs/swe/swe_pivot.py: the next call is what is expected.
+
+    A line with messages becomes a row for each turn of the assistant that calls a tool. A line that
+    is such a row already, with the pass rate that `profile` gave it, is kept where its answers
+    vary: neither all of them nor none earned a reward, so its group teaches something.
+    """
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
+    """JSONL file: `messages` and `tools` of each trajectory, or rows of this command's."""
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
+    """JSONL file to write."""
+    reward_mode: str = "binary"
+    """How a call is paid: binary or continuous."""
+    resolved: str = ""
+    """Field of a trajectory that must be true, or at least 1; empty: every one is used."""
+    dataset: str = ""
+    """Name of these rows in the metrics."""
+
+    def run(self) -> int:
+        """Writes the rows, each checked, and prints what was left out."""
+        if self.reward_mode not in ("binary", "continuous"):
+            raise InputError(f"--reward_mode {self.reward_mode!r}: expected binary or continuous")
+        left: Counter[str] = Counter()
+        with files.rewriting(self.source, self.out) as output:
+            for line in files.lines(self.source):
+                record = line.row()
+                try:
+                    rows = list(self.rows(record, line.number, left))
+                except (ValueError, LookupError, TypeError, AttributeError) as error:
+                    raise InputError(f"{line.place}: expected a trajectory: {error}") from None
+                for row in rows:
+                    output.write(row)
+            for why, count in left.items():
+                print(f"  left out, {why}: {count:,}")
+        return 0
+
+    def rows(self, record: dict, number: int, left: Counter[str]) -> Iterator[dict]:
+        """The rows of a line. Raises ValueError and others where it is malformed."""
+        if "expected_action" in record:
+            rate = record.get("pass_rate")
+            if rate is not None:
+                expected = "a number from 0 to 1"
+                rate = get(record, "pass_rate", int | float, expected)
+                require(0 <= rate <= 1, "pass_rate", rate, expected)
+            why = {None: "without a pass rate", 0: "never paid", 1: "always paid"}.get(rate)
+            if why:
+                left[why] += 1
+            else:
+                yield record
+            return
+        if self.resolved and not float(record.get(self.resolved) or 0) >= 1:
+            left[f"trajectories that are not {self.resolved}"] += 1
+            return
+        messages, tools = conversation(record)
+        name = record.get("trajectory_id") or record.get("traj_id") or record.get("instance_id")
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            calls = message.get("tool_calls") or []
+            if not calls:
+                left["turns without a call"] += 1
+                continue
+            called = calls[0]["function"]
+            action = {"type": "function_call", "name": called["name"]}
+            row = {
+                "responses_create_params": {"input": messages[:turn], "tools": tools},
+                "agent_ref": {"type": "responses_api_agents", "name": "swe_pivot"},
+                "expected_action": action | {"arguments": json.dumps(called["arguments"])},
+                "reward_mode": self.reward_mode,
+                "trajectory_id": str(name or number),
+                "turn": turn,
+            }
+            row |= {"dataset": self.dataset} if self.dataset else {}
+            check_rows.check_row(row)
+            yield row
+
+
+def conversation(record: dict[str, Any]) -> tuple[list[dict], list[dict]]:
+    """The messages and tools of a trajectory, each a list or its JSON."""
+    params = record.get("responses_create_params") or {}
+    found = []
+    for name, inside in (("messages", "input"), ("tools", "tools")):
+        value = record.get(name) or params.get(inside) or []
+        value = json.loads(value) if isinstance(value, str) else value
+        require(isinstance(value, list), name, value, "a list, or its JSON")
+        found.append(value)
+    require(found[0], "messages", None, "a list of messages")
+    check_items(found[0], "messages")
+    return chat(found[0]), functions(found[1]) or []

@@ -1,0 +1,117 @@
+"""`swe --check`: the rows whose own repair is resolved, and which are not resolved without one.
+
+A file beside the rows, OUT.check.jsonl, keeps each verdict: a command that was ended goes on where
+it was. What the machine did, such as an image that is missing, is no verdict.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path, PurePath
+from typing import Any
+
+from envs.rollout import services
+from envs.rollout.services import CheckerError
+from envs.swe import sif, swe_judge
+from prep import files
+from settings.errors import InputError
+from settings.services import Services
+
+EMPTY = "it is resolved without a repair"
+
+
+class Checked:
+    """Verdicts on rows, of this time and earlier ones. Raises InputError where no box runs here."""
+
+    def __init__(self, journal: Path, images: str) -> None:
+        services.configure(Services(images=images))
+        for need in ("images", "boxes"):
+            if why := services.problem(need):
+                raise InputError(f"--check: {why}")
+        self.journal = journal
+        self.verdicts: dict[str, str] = {}  # by key: why a row is left out, "" where it is kept
+        self.left = Counter[str]()  # by reason
+        self.unjudged = Counter[str]()
+        self.first: dict[str, str] = {}
+        self.kept = 0
+        if journal.exists():
+            self.verdicts = {
+                str(found["row"]): str(found["why"])
+                for found in (line.row() for line in files.lines(journal))
+            }
+
+    def judge(self, rows: Iterable[dict], at_once: int) -> None:
+        """Judges the rows that have no verdict, `at_once` at a time; 0: one for each processor."""
+        asyncio.run(self.judged(rows, at_once or len(os.sched_getaffinity(0))))
+
+    def keeps(self, row: dict) -> bool:
+        """Whether a row that was judged is kept."""
+        why = self.verdicts.get(key_of(row))
+        if why:
+            self.left[why] += 1
+            self.first.setdefault(why, row["instance_id"])
+        self.kept += why == ""
+        return why == ""
+
+    async def judged(self, rows: Iterable[dict], at_once: int) -> None:
+        """Judges rows and notes each verdict."""
+        queue = iter(rows)
+
+        async def work() -> None:
+            for row in queue:
+                key = key_of(row)
+                if key in self.verdicts:
+                    continue
+                try:
+                    why = await verdict(row)
+                except CheckerError as error:
+                    told = str(error).replace(row["instance_id"], "INSTANCE")
+                    told = told.replace(PurePath(row["image"]).stem, "IMAGE")
+                    self.unjudged[told] += 1
+                    self.first.setdefault(told, row["instance_id"])
+                    continue
+                self.verdicts[key] = why
+                line = {"instance_id": row["instance_id"], "row": key, "why": why}
+                with open(self.journal, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(at_once):
+                group.create_task(work())
+
+    def told(self) -> list[str]:
+        """What became of the rows."""
+        judged = self.kept + self.left.total()
+        share = f" ({self.kept / judged:.1%})" if judged else ""
+        text = [f"  own repairs resolved, and nothing else: {self.kept:,} of {judged:,}{share}"]
+        for title, counts in (("LEFT OUT", self.left), ("NOT JUDGED", self.unjudged)):
+            for why, count in counts.most_common():
+                text.append(f"{title} {count:,}: {why} ({self.first[why]})")
+        return text
+
+
+async def verdict(row: dict[str, Any]) -> str:
+    """Why a row is left out, "" where it is kept. Raises CheckerError for what the node did."""
+    image = sif.find(row["image"])
+    if (await settled(image, row, "")).resolved:
+        return EMPTY
+    repaired = await settled(image, row, row["patch"])
+    return "" if repaired.resolved else f"its own repair is not resolved: {repaired.reason}"
+
+
+async def settled(image: Path, row: dict[str, Any], patch: str) -> swe_judge.Verdict:
+    """The verdict on a patch, once the machine is not at fault. Raises CheckerError."""
+    for _ in range(swe_judge.TIMES):
+        trial = await swe_judge.tried(image, row, patch)
+        if not trial.again:
+            return trial.verdict
+    raise CheckerError(trial.doubt)
+
+
+def key_of(row: dict[str, Any]) -> str:
+    """A hash of all that a verdict depends on."""
+    fields = {name: value for name, value in row.items() if name != "agent_ref"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,303 @@
+"""Records of data sets of repositories' issues: SWE-bench, SWE-Gym, R2E-Gym, SWE-smith, NeMo-Gym.
+
+Field names and names of images are those of NeMo-Gym's responses_api_agents/swe_agents (its
+_find_container and download_containers.py), R2E-Gym's commit_models and swesmith's harness.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from envs.swe import swe_judge
+from settings.errors import InputError
+
+COLUMNS = (
+    *("responses_create_params", "agent_ref", "instance_id", "dataset_name", "problem_statement"),
+    *("repo", "version", "base_commit", "patch", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS"),
+    *("eval_script", "log_parser", "image", "image_name", "docker_image", "commit_hash"),
+    *("repo_name", "parsed_commit_content", "expected_output_json", "registry", "workdir"),
+    *("tests", "harness", "start_patch", "dataset"),
+)
+WORKDIR = "/testbed"
+ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.S)  # around the text that R2E-Gym shows
+SIGNS = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}
+# The beginning of a data set's name, without its organisation, in lower case.
+KINDS = {"r2e-gym": "r2e", "swe-gym": "gym", "swe-smith": "smith", "swe-bench": "bench"}
+OTHERS = ("swe-bench-ext", "swe-bench-live", "swe-bench-extra", "swe-bench_pro")
+SCRIPT = """source /opt/miniconda3/bin/activate
+conda activate testbed
+cd {workdir}
+: '>>>>> Start Test Output'
+{command}
+: '>>>>> End Test Output'
+"""
+
+
+class Refused(Exception):
+    """Why a record cannot become a row that is graded."""
+
+
+class Issue(NamedTuple):
+    """A record, whatever its format: the fields of SWE-bench, and where it has them others."""
+
+    place: str
+    dataset: str
+    fields: dict[str, Any]
+    agent: str = ""
+    own: dict[str, Any] | None = None  # the row, where it is one of ours
+
+    @property
+    def id(self) -> str:
+        """Its instance_id; of R2E-Gym's records repository and commit."""
+        given = self.fields.get("instance_id")
+        if not given and self.fields.get("commit_hash"):
+            given = f"{self.fields.get('repo_name')}-{self.fields['commit_hash']}"
+        return given if isinstance(given, str) else ""
+
+    def with_those_of(self, other: dict[str, Any]) -> "Issue":
+        """The record with the fields of another one that it lacks."""
+        return self._replace(fields={**filled(other), **self.fields})
+
+    def text(self, name: str, expected: str = "a text") -> str:
+        """A field that holds text. Raises Refused."""
+        value = self.fields.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise Refused(f"{name} is {value!r}, expected {expected}")
+        return value
+
+    def json(self, name: str, kind: type, expected: str) -> Any:
+        """A field that holds a value, or its JSON. Raises Refused."""
+        value = self.fields.get(name)
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                value = f"{value[:60]}"
+        if not isinstance(value, kind):
+            raise Refused(f"{name} is {value!r:.80}, expected {expected}")
+        return value
+
+
+def filled(record: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a record that hold something."""
+    return {name: value for name, value in record.items() if value not in (None, "")}
+
+
+def issue(place: str, record: dict[str, Any], name: str) -> Issue:
+    """The issue of a record. Raises InputError where a row of NeMo-Gym is malformed."""
+    params = record.get("responses_create_params")
+    ref = record.get("agent_ref")
+    agent = str(ref.get("name") or "") if isinstance(ref, dict) else ""
+    if "tests" in record and params is not None:
+        return Issue(place, str(record.get("dataset") or name), filled(record), agent, record)
+    if params is None:
+        return Issue(place, str(record.get("dataset_name") or name), filled(record))
+    about = params.get("metadata") if isinstance(params, dict) else None
+    if not isinstance(about, dict):
+        expected = "expected NeMo-Gym's object of an instance"
+        at = "responses_create_params.metadata"
+        raise InputError(f"{place}: {at} is {about!r:.60}, {expected}")
+    inner = about.get("instance_dict") or "{}"
+    try:
+        inner = json.loads(inner) if isinstance(inner, str) else inner
+    except (ValueError, RecursionError):
+        inner = None
+    if not isinstance(inner, dict):
+        at = "responses_create_params.metadata.instance_dict"
+        raise InputError(f"{place}: {at} is {about['instance_dict']!r:.60}, expected an object")
+    fields = filled(inner) | filled({k: v for k, v in about.items() if k != "instance_dict"})
+    for other in ("golden_patch", "gold_patch"):
+        if other in fields:
+            fields.setdefault("patch", fields[other])
+    return Issue(place, str(fields.get("dataset_name") or name), fields, agent)
+
+
+def kind_of(found: Issue) -> str:
+    """The format of a record, a value of KINDS. Raises Refused for one that has no judge here."""
+    name = found.dataset.rpartition("/")[2].lower()
+    if not name.startswith(OTHERS):
+        for beginning, kind in KINDS.items():
+            if name.startswith(beginning):
+                return kind
+    if "expected_output_json" in found.fields:
+        return "r2e"
+    if "eval_script" in found.fields and "log_parser" in found.fields:
+        return "bench"
+    raise Refused(f"data set {found.dataset!r}, expected one of {', '.join(KINDS)} (--dataset)")
+
+
+def row(found: Issue, scripts: Callable[[str, dict], dict[str, str]], agent: str) -> dict[str, Any]:
+    """The row of a record. `scripts` gives a kind's record its tests' script, or refuses it.
+
+    Raises Refused.
+    """
+    if found.own is not None:
+        made = found.own
+    else:
+        name = found.agent or agent
+        made = {
+            "responses_create_params": {"input": [], "tools": []},
+            "agent_ref": {"type": "responses_api_agents", "name": name},
+            "dataset": found.dataset,
+            **MAKERS[kind_of(found)](found, scripts),
+        }
+    try:
+        why = swe_judge.refusal(made)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise Refused(f"the row is malformed: {error!r}") from None
+    if why:
+        raise Refused(why)
+    return made
+
+
+def base(found: Issue, image: str, registry: str) -> dict[str, Any]:
+    """The fields that rows of all formats have."""
+    if not found.id:
+        raise Refused("instance_id is missing, expected a text")
+    return {
+        "instance_id": found.id,
+        "image": f"{image}.sif",
+        "registry": registry,
+        "workdir": WORKDIR,
+        "problem_statement": found.text("problem_statement"),
+        "FAIL_TO_PASS": [],
+        "PASS_TO_PASS": [],
+        "test_patch": "",
+    }
+
+
+def by_script(found: Issue, fields: dict[str, Any], script: str, parser: str) -> dict[str, Any]:
+    """A row whose tests a script runs."""
+    expected = "a list of names of tests, or its JSON (--sources names data sets that have it)"
+    lists = {name: found.json(name, list, expected) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
+    tests = {"kind": "script", "script": script}
+    return fields | lists | {"tests": tests, "log_parser": parser}
+
+
+def of_bench(
+    found: Issue, scripts: Callable, prefix: str = "swebench", between: str = "_1776_"
+) -> dict[str, Any]:
+    """The row of a record of SWE-bench, or with its own names of images of SWE-Gym."""
+    tag = f"sweb.eval.x86_64.{found.id.replace('__', between)}".lower()
+    owner = {"swebench": "swebench", "swegym": "xingyaoww"}[prefix]
+    made = base(found, f"{prefix}_{tag}", str(found.fields.get("image") or f"{owner}/{tag}"))
+    made |= {name: found.text(name) for name in ("base_commit", "patch", "test_patch")}
+    given = found.fields
+    if "eval_script" not in given or "log_parser" not in given:
+        given = scripts("gym" if prefix == "swegym" else "bench", given)
+    return by_script(found, made, given["eval_script"], given["log_parser"])
+
+
+def of_gym(found: Issue, scripts: Callable) -> dict[str, Any]:
+    """The row of a record of SWE-Gym."""
+    return of_bench(found, scripts, "swegym", "_s_")
+
+
+def of_r2e(found: Issue, scripts: Callable) -> dict[str, Any]:
+    """The row of a record of R2E-Gym, whose image has its tests."""
+    registry = str(found.fields.get("docker_image") or "")
+    if not registry:
+        # OWNER__Repo-COMMIT, as NeMo-Gym finds the image.
+        name = re.sub(r"^[^_]+__([^-]+)-", lambda m: f"{m[1].lower()}_final:", found.id)
+        registry = f"namanjain12/{name}"
+    tag = registry.rpartition("/")[2].replace(":", "_")
+    made = base(found, f"r2egym_{tag}", registry)
+    commit = found.json("parsed_commit_content", dict, "the JSON of a commit")
+    stated = ISSUE.search(made["problem_statement"])
+    expected = "the JSON of an object: test -> status"
+    return made | {
+        "problem_statement": (stated[1] if stated else made["problem_statement"]).strip(),
+        "base_commit": str(commit.get("old_commit_hash") or found.fields.get("base_commit")),
+        "patch": diff_of(commit),
+        "tests": {"kind": "r2e", "expected": found.json("expected_output_json", dict, expected)},
+        "log_parser": "r2e",
+    }
+
+
+def of_smith(found: Issue, scripts: Callable) -> dict[str, Any]:
+    """The row of a record of SWE-smith: its patch makes the bug, and reversed repairs it."""
+    registry = found.text("image_name")
+    made = base(found, registry.rpartition("/")[2].replace(":", "_"), registry)
+    given = scripts("smith", found.fields)
+    script = SCRIPT.format(workdir=WORKDIR, command=given["command"])
+    made |= {"start_patch": found.text("patch"), "patch": reverse(found.text("patch"))}
+    made |= {"base_commit": str(found.fields.get("base_commit") or "HEAD")}
+    return by_script(found, made, script, given["log_parser"])
+
+
+MAKERS: dict[str, Callable[[Issue, Callable], dict[str, Any]]] = {
+    "bench": of_bench,
+    "gym": of_gym,
+    "r2e": of_r2e,
+    "smith": of_smith,
+}
+
+
+def diff_of(commit: dict[str, Any]) -> str:
+    """The changes of Python files in a commit as R2E-Gym keeps it, as text. Raises Refused."""
+    parts = []
+    try:
+        for file in commit["file_diffs"]:
+            path = file["header"]["file"]["path"]
+            if not path.endswith(".py") or file.get("is_binary_file"):
+                continue
+            parts.append(f"diff --git a/{path} b/{path}")
+            if misc := file["header"].get("misc_line"):
+                parts.append(misc)
+            if file.get("minus_file") and file.get("plus_file"):
+                parts.append(f"--- {file['minus_file']['path']}")
+                parts.append(f"+++ {file['plus_file']['path']}")
+            for hunk in file["hunks"]:
+                about = hunk["descriptor"]
+                ranges = [range_of(about[f"{side}_range"]) for side in ("old", "new")]
+                section = f" {about['section']}" if about.get("section") else ""
+                parts.append(f"@@ -{ranges[0]} +{ranges[1]} @@{section}")
+                lines = hunk["line_group"]["all_lines"]
+                parts += [SIGNS[line["type"]] + line["content"] for line in lines]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise Refused(f"parsed_commit_content is no commit of R2E-Gym: {error!r}") from None
+    return "".join(f"{part}\n" for part in parts)
+
+
+def range_of(lines: dict[str, Any]) -> str:
+    """A range of lines as a patch states it."""
+    length = lines.get("length")
+    return f"{lines['start']}" + (f",{length}" if length is not None else "")
+
+
+def reverse(patch: str) -> str:
+    """The patch that undoes a patch of git's."""
+    made: list[str] = []
+    left = [0, 0]  # lines of the hunk, of the old file and of the new one
+    for line in patch.split("\n"):
+        if any(left):
+            left[0] -= line[:1] in ("-", " ", "")
+            left[1] -= line[:1] in ("+", " ", "")
+            made.append({"-": "+", "+": "-"}.get(line[:1], line[:1]) + line[1:])
+        elif hunk := re.match(r"@@ -(\d+(?:,(\d+))?) \+(\d+(?:,(\d+))?) @@(.*)", line):
+            left = [int(hunk[part] or 1) for part in (2, 4)]
+            made.append(f"@@ -{hunk[3]} +{hunk[1]} @@{hunk[5]}")
+        else:
+            line = header(line)
+            # The old one comes before the new one.
+            second = line.startswith(("--- ", "old mode ", "rename from "))
+            made.insert(len(made) - second, line)
+    return "\n".join(made)
+
+
+def header(line: str) -> str:
+    """A line of a patch's header in the patch that undoes it."""
+    if named := re.match(r"(---|\+\+\+) (?:([ab])/(.*)|(/dev/null.*))\Z", line):
+        sign = "+++" if named[1] == "---" else "---"
+        return f"{sign} {named[4]}" if named[4] else f"{sign} {'ab'[named[2] == 'a']}/{named[3]}"
+    if renamed := re.match(r"diff --git a/(.*) b/(.*)\Z", line):
+        return f"diff --git a/{renamed[2]} b/{renamed[1]}"
+    if index := re.match(r"index (\w+)\.\.(\w+)(.*)", line):
+        return f"index {index[2]}..{index[1]}{index[3]}"
+    pairs = (("new file mode", "deleted file mode"), ("old mode", "new mode"))
+    for pair in (*pairs, ("rename from", "rename to")):
+        for here, there in (pair, pair[::-1]):
+            if line.startswith(f"{here} "):
+                return there + line[len(here) :]
+    return line

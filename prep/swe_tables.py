@@ -1,0 +1,136 @@
+"""How the tests of a repository are run, where a record does not say it: tables of its data set.
+
+The tables are those of the packages that made the data sets. They need other libraries than ours,
+so another Python imports them: `python swe_tables.py` answers each line of its input by a line.
+Input: {"kind": "bench", "gym" or "smith", "record"}. Output: {"eval_script", "log_parser"}, of
+SWE-smith {"command", "log_parser"}, or {"why"}.
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+PACKAGES = {"bench": "swebench 4.1", "gym": "swegym", "smith": "swesmith"}
+SECONDS = 120.0  # that an answer may take, and the first one an import
+WORKDIR = "/testbed"
+TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
+
+
+class Scripts:
+    """The Python that has the tables, started for the first record that needs it."""
+
+    def __init__(self, python: str) -> None:
+        self.python = python
+        self.process: subprocess.Popen[str] | None = None
+
+    def of(self, kind: str, record: dict[str, Any]) -> dict[str, str]:
+        """The answer for a record. Raises Refused where there is none."""
+        from prep.swe_formats import Refused
+
+        if not self.python:
+            has = "its tests' script is missing"
+            raise Refused(f"{has}, expected eval_script, or --tables with {PACKAGES[kind]}")
+        answer = self.answer({"kind": kind, "record": record})
+        if why := answer.get("why"):
+            raise Refused(f"--tables: {why}")
+        return answer
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, str]:
+        """Asks the process. Raises InputError where it does not answer."""
+        from settings.errors import InputError
+
+        try:
+            if self.process is None:
+                pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+                self.process = subprocess.Popen(
+                    [self.python, __file__], text=True, env=env, **pipes
+                )
+            assert self.process.stdin and self.process.stdout
+            self.process.stdin.write(json.dumps(asked) + "\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+        except (OSError, ValueError) as error:
+            raise InputError(f"--tables {self.python!r}: expected a Python: {error}") from None
+
+    def __enter__(self) -> "Scripts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process and self.process.stdin:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+            self.process.wait(SECONDS)
+
+
+def lists(record: dict[str, Any]) -> list[str]:
+    """The tests of both lists, each a list or its JSON."""
+    found = [record.get(name) or [] for name in TESTS]
+    return sum((json.loads(part) if isinstance(part, str) else part for part in found), [])
+
+
+def of_bench(record: dict[str, Any], package: str) -> dict[str, str]:
+    """The script that SWE-bench's harness of that package runs, and the name of its parser."""
+    try:
+        scripts = importlib.import_module(f"{package}.harness.test_spec.python")
+        make = scripts.make_eval_script_list_py
+    except ImportError:
+        scripts = importlib.import_module(f"{package}.harness.test_spec")
+        make = scripts.make_eval_script_list
+    specs = importlib.import_module(f"{package}.harness.constants").MAP_REPO_VERSION_TO_SPECS
+    parsers = importlib.import_module(f"{package}.harness.log_parsers").MAP_REPO_TO_PARSER
+    repo, version = record["repo"], record["version"]
+    if repo not in parsers or version not in specs.get(repo, {}):
+        return {"why": f"{package} does not know version {version} of {repo}"}
+    about = (specs[repo][version], "testbed", WORKDIR)
+    lines = make(record, *about, record["base_commit"], record["test_patch"])
+    script = "\n".join(["#!/bin/bash", "set -uxo pipefail", *lines, ""])
+    return {"eval_script": script, "log_parser": parsers[repo].__name__}
+
+
+def of_smith(record: dict[str, Any]) -> dict[str, str]:
+    """The command that SWE-smith's profile of a repository has, with the files of the tests."""
+    profiles = importlib.import_module("swesmith.profiles")
+    python = importlib.import_module("swesmith.profiles.python").PythonProfile
+    name = record["instance_id"].rsplit(".", 1)[0]
+    try:
+        profile = profiles.registry.get(name)
+    except KeyError:
+        return {"why": f"swesmith does not know {name}"}
+    if getattr(type(profile), "log_parser", None) is not python.log_parser:
+        return {"why": f"swesmith reads the logs of {name} in a way of its own"}
+    paths = dict.fromkeys(test.partition("::")[0] for test in lists(record))
+    command = " ".join([profile.test_cmd, *paths])
+    return {"command": command, "log_parser": "swesmith"}
+
+
+def answer(line: str) -> dict[str, str]:
+    """The answer to a line."""
+    asked = json.loads(line)
+    kind, record = asked["kind"], asked["record"]
+    try:
+        if kind == "smith":
+            return of_smith(record)
+        return of_bench(record, "swegym" if kind == "gym" else "swebench")
+    except ImportError as error:
+        return {"why": f"{PACKAGES[kind]} cannot be imported: {error}"}
+    except Exception as error:  # of the package's own code
+        return {"why": f"{PACKAGES[kind]} makes no script: {error!r}"}
+
+
+def main() -> None:
+    """Answers all lines. What the packages print goes nowhere."""
+    out = sys.stdout
+    for line in sys.stdin:
+        with contextlib.redirect_stdout(io.StringIO()):
+            made = answer(line)
+        print(json.dumps(made), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

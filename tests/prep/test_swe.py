@@ -1,0 +1,404 @@
+"""Issues of repositories in each data set's own format, those that are refused, and the check."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import write_rows
+
+import data_prep
+from envs.rollout import services
+from envs.sandbox import sandbox
+from envs.swe import images
+from prep import swe_check, swe_formats, swe_tables
+from settings.errors import InputError
+from settings.services import Services
+from support.boxes import git, make_image
+from support.tables import gives, table
+from support.verifiers import lines
+
+CASES = table(Path(__file__).with_name("cases.txt"))
+COMMIT = "7f6c9cb1deafb280fe7fcc7551c38e397f11a706"
+SOURCE = "def half(x):\n    return x // 2\n\n\ndef double(x):\n    return x + x\n"
+GOLD = SOURCE.replace("//", "/")
+TESTS = "from calc import double, half\n\n\ndef test_double():\n    assert double(2) == 4\n"
+NEW_TESTS = f"{TESTS}\n\ndef test_half():\n    assert half(3) == 1.5\n"
+PATCH = f"""diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -1,5 +1,5 @@
+ def half(x):
+-    return x // 2
++    return x / 2
+{" "}
+{" "}
+ def double(x):
+"""
+RUN = "python -m pytest -rA -p no:cacheprovider tests/test_calc.py"
+VERIFIED = {  # as SWE-bench 5 publishes one, with the fields that are read
+    "instance_id": "me__calc-12",
+    "repo": "me/calc",
+    "base_commit": COMMIT,
+    "problem_statement": "half(3) is 1",
+    "patch": PATCH,
+    "test_patch": PATCH.replace("calc.py", "tests/test_calc.py"),
+    "FAIL_TO_PASS": json.dumps(["tests/test_calc.py::test_half"]),
+    "PASS_TO_PASS": json.dumps(["tests/test_calc.py::test_double"]),
+    "eval_script": f": '>>>>> Start Test Output'\n{RUN}\n: '>>>>> End Test Output'\n",
+    "log_parser": "parse_log_pytest",
+    "image": "swebench/sweb.eval.x86_64.me_1776_calc-12:latest",
+}
+GYM = {name: VERIFIED[name] for name in list(VERIFIED)[:8]} | {"version": "5.0"}
+
+
+def lines_of(file: str, kind: str, start: int = 1) -> list[dict]:
+    """The lines of a part of a commit as R2E-Gym keeps them."""
+    return [{"content": line, "type": kind} for line in file.split("\n")]
+
+
+def commit_of(*paths: str) -> str:
+    """The repair as R2E-Gym keeps it, in files of these paths."""
+    hunk = {
+        "descriptor": {
+            "old_range": {"start": 1, "length": 5},
+            "new_range": {"start": 1, "length": 5},
+            "section": "",
+        },
+        "line_group": {
+            "all_lines": lines_of("def half(x):", "context")
+            + lines_of("    return x // 2", "deleted")
+            + lines_of("    return x / 2", "added")
+            + lines_of("\n\ndef double(x):", "context")
+        },
+    }
+    diffs = [
+        {
+            "header": {"file": {"path": path}, "misc_line": None},
+            "index_line": {"old_commit_hash": "aaa", "new_commit_hash": "bbb", "mode": "100644"},
+            "is_binary_file": False,
+            "minus_file": {"path": f"a/{path}"},
+            "plus_file": {"path": f"b/{path}"},
+            "hunks": [hunk],
+            "old_file_content": SOURCE,
+            "new_file_content": GOLD,
+        }
+        for path in paths
+    ]
+    return json.dumps({"file_diffs": diffs, "old_commit_hash": COMMIT, "new_commit_hash": "f" * 40})
+
+
+R2E = {
+    "repo_name": "calc",
+    "docker_image": f"namanjain12/calc_final:{'f' * 40}",
+    "commit_hash": "f" * 40,
+    "parsed_commit_content": commit_of("calc.py", "docs/a.rst"),
+    "problem_statement": "Here is one.\n[ISSUE]\nhalf(3) is 1\n[/ISSUE]\n",
+    "expected_output_json": json.dumps({"test_half": "PASSED", "test_double": "PASSED"}),
+}
+
+
+def of_gym(record: dict, name: str, **fields: str) -> dict:
+    """A row of NeMo-Gym's, as the blend of SWE 2 has them: all of it in metadata."""
+    inside = {k: v for k, v in record.items() if k != "problem_statement"}
+    about = {"dataset_name": name, "split": "train", "instance_dict": json.dumps(inside)}
+    about |= {"problem_statement": record["problem_statement"]} | fields
+    ref = {"type": "responses_api_agents", "name": "swe_agents_val"}
+    return {"responses_create_params": {"input": [], "metadata": about}, "agent_ref": ref}
+
+
+@pytest.fixture
+def swe(tmp_path, capsys):
+    """The rows of some records, and what is printed."""
+
+    def run(records: list[dict], *words: str, code: int = 0) -> tuple[list[dict], str]:
+        source = write_rows(tmp_path / "in.jsonl", records)
+        out = tmp_path / "out.jsonl"
+        assert data_prep.main(["swe", source, str(out), *words]) == code
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        return rows, capsys.readouterr().out
+
+    return run
+
+
+def test_a_record_of_swe_bench_with_its_script(swe):
+    (row,), told = swe([VERIFIED], "--dataset", "SWE-bench/SWE-bench_Verified")
+    assert row["image"] == "swebench_sweb.eval.x86_64.me_1776_calc-12.sif"
+    assert row["registry"] == VERIFIED["image"]
+    assert row["tests"] == {"kind": "script", "script": VERIFIED["eval_script"]}
+    assert (row["FAIL_TO_PASS"], row["log_parser"]) == (
+        ["tests/test_calc.py::test_half"],
+        "parse_log_pytest",
+    )
+    assert (row["workdir"], row["base_commit"]) == ("/testbed", COMMIT)
+    assert row["agent_ref"]["name"] == "swe_agents_train" and "harness" not in row
+    assert row["responses_create_params"] == {"input": [], "tools": []}
+    assert "SWE-bench/SWE-bench_Verified 1 records, 0 refused" in " ".join(told.split())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_record_of_r2e_gym(swe, wrapped):
+    """Bare, and in a row of NeMo-Gym whose image is named by its instance_id alone."""
+    record, words = R2E, ("--dataset", "R2E-Gym/R2E-Gym-Subset")
+    if wrapped:
+        bare = {name: value for name, value in R2E.items() if name != "docker_image"}
+        record = of_gym(bare, "R2E-Gym/R2E-Gym-Subset", instance_id=f"me__Calc-{'f' * 40}")
+        words = ("--harness", "bash")
+    (row,), _ = swe([record], *words)
+    assert row["image"] == f"r2egym_calc_final_{'f' * 40}.sif"
+    assert row["registry"] == R2E["docker_image"]
+    assert row["tests"] == {"kind": "r2e", "expected": json.loads(R2E["expected_output_json"])}
+    assert row["problem_statement"] == "half(3) is 1"
+    assert (row["base_commit"], row["patch"]) == (COMMIT, PATCH)
+    assert row["agent_ref"]["name"] == ("swe_agents_val" if wrapped else "swe_agents_train")
+    assert row.get("harness") == ("bash" if wrapped else None)
+
+
+def test_what_a_record_lacks_comes_from_another_data_set(swe, tmp_path):
+    """The published rows of SWE-Gym have neither lists of tests nor a script."""
+    lacking = {name: GYM[name] for name in GYM if not name.endswith("PASS")}
+    row = of_gym(lacking, "SWE-Gym/SWE-Gym", instance_id="me__calc-12", golden_patch=PATCH)
+    other = write_rows(tmp_path / "all.jsonl", [VERIFIED | {"instance_id": "x"}, VERIFIED])
+    (made,), _ = swe([row], "--sources", other)
+    assert made["image"] == "swegym_sweb.eval.x86_64.me_s_calc-12.sif"
+    assert made["PASS_TO_PASS"] == ["tests/test_calc.py::test_double"]
+
+
+def test_rows_of_its_own_are_taken_as_they_are(swe):
+    rows, _ = swe([VERIFIED, R2E], "--dataset", "SWE-bench")
+    again, told = swe(rows)
+    assert again == rows and "SWE-bench" in told
+
+
+def test_what_cannot_be_graded_is_refused_by_name_and_counted(swe):
+    records = [VERIFIED | {"dataset_name": "SWE-bench/SWE-bench_Verified"}]
+    records += [of_gym(VERIFIED, "nv-internal-1"), of_gym(VERIFIED, "nv-internal-1")]
+    del records[1]["responses_create_params"]["metadata"]["instance_dict"]
+    bare = {k: v for k, v in VERIFIED.items() if k != "log_parser"}
+    records += [of_gym(bare, "nv-internal-1")]
+    records += [VERIFIED | {"log_parser": "parse_log_jest", "dataset_name": "SWE-bench"}]
+    records += [R2E | {"parsed_commit_content": commit_of("a.rst"), "dataset_name": "R2E-Gym"}]
+    rows, told = swe(records)
+    assert len(rows) == 2, "a record that has script and parser is graded, whatever its name"
+    assert "REFUSED 2 of nv-internal-1: data set 'nv-internal-1', expected one of" in told
+    assert "in.jsonl:2" in told and "REFUSED 1 of SWE-bench: log_parser is 'parse_log_jest'" in told
+    assert "REFUSED 1 of R2E-Gym: patch is empty" in told
+    words = " ".join(told.split())
+    assert "nv-internal-1 3 records, 2 refused" in words
+
+
+def test_the_published_example_rows_say_what_they_lack(swe, tmp_path, capsys):
+    with pytest.raises(InputError, match="no row of it is left"):
+        swe(lines("gym_rows", "swe_agents"))
+    told = capsys.readouterr().out
+    assert "SWE-Gym/SWE-Gym 5 records, 5 refused" in " ".join(told.split())
+    assert "getmoto__moto-7365" in told and "expected eval_script, or --tables with swegym" in told
+
+
+@pytest.mark.parametrize(("record", "words", "message"), CASES["swe"])
+def test_bad_input_is_named(tmp_path, record, words, message):
+    source = write_rows(tmp_path / "in.jsonl", [VERIFIED | record])
+    with pytest.raises(InputError, match=message):
+        data_prep.main(["swe", source, str(tmp_path / "out.jsonl"), *words])
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+PACKAGE = """
+class Registry:
+    def get(self, name): return {"me__calc.1234abcd": profile, "odd.1234abcd": Odd()}[name]
+class PythonProfile:
+    test_cmd = "pytest -v"
+    def log_parser(self, log): return {}
+class Odd(PythonProfile):
+    def log_parser(self, log): return 1
+profile, registry = PythonProfile(), Registry()
+def make_eval_script_list(instance, specs, env, repo, base, patch):
+    print("noise")
+    return [": '>>>>> Start Test Output'", specs["test_cmd"], ": '>>>>> End Test Output'"]
+def parse_log_pytest(log): pass
+MAP_REPO_VERSION_TO_SPECS = {"me/calc": {"5.0": {"test_cmd": "pytest -rA"}}}
+MAP_REPO_TO_PARSER = {"me/calc": parse_log_pytest}
+"""
+MODULES = ("swegym.harness.test_spec", "swegym.harness.constants", "swegym.harness.log_parsers")
+MODULES += ("swesmith.profiles", "swesmith.profiles.python")
+SMITH = {"instance_id": "me__calc.1234abcd.combine__1", "image_name": "a/swesmith.x86_64.me_1776_c"}
+SMITH |= {name: VERIFIED[name] for name in ("patch", "FAIL_TO_PASS", "PASS_TO_PASS")}
+SMITH |= {
+    "problem_statement": "half(3) is 1",
+    "base_commit": COMMIT,
+    "dataset_name": "SWE-bench/SWE-smith-py",
+}
+
+
+@pytest.fixture
+def python(tmp_path):
+    """A Python with packages of these names, in place of those of the data sets."""
+    folder = tmp_path / "packages"
+    for name in MODULES:
+        path = folder / name.replace(".", "/") / "__init__.py"
+        for parent in (path.parent, path.parent.parent, path.parent.parent.parent):
+            parent.mkdir(parents=True, exist_ok=True)
+            if parent.is_relative_to(folder) and parent != folder:
+                (parent / "__init__.py").touch()
+    for name in MODULES[:4]:
+        (folder / name.replace(".", "/") / "__init__.py").write_text(PACKAGE)
+    same = "from swesmith.profiles import PythonProfile\n"
+    (folder / "swesmith/profiles/python/__init__.py").write_text(same)
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_another_python_has_the_tables(swe, python):
+    """Its packages print, know some repositories, and are imported by it alone."""
+    gym = GYM | {"dataset_name": "SWE-Gym/SWE-Gym"}
+    odd = SMITH | {"instance_id": "odd.1234abcd.x"}
+    unknown = (gym | {"version": "6"}, odd, SMITH | {"instance_id": "other.1234abcd.x"})
+    bench = gym | {"dataset_name": "SWE-bench/SWE-bench"}
+    rows, told = swe([gym, SMITH, *unknown, bench], "--tables", python)
+    assert "pytest -rA" in rows[0]["tests"]["script"]
+    assert rows[0]["log_parser"] == "parse_log_pytest"
+    assert "swegym does not know version 6 of me/calc" in told
+    assert "swesmith reads the logs of odd.1234abcd in a way of its own" in told
+    assert "swesmith does not know other.1234abcd" in told
+    assert "swebench 4.1 cannot be imported: No module named 'swebench'" in told
+    smith = rows[1]
+    assert "pytest -v tests/test_calc.py\n" in smith["tests"]["script"]
+    assert smith["image"] == "swesmith.x86_64.me_1776_c.sif"
+    assert smith["start_patch"] == PATCH and smith["log_parser"] == "swesmith"
+    assert "-    return x / 2\n+    return x // 2" in smith["patch"].replace(
+        "+    return x // 2\n-    return x / 2", "-    return x / 2\n+    return x // 2"
+    )
+
+
+PATCHES = {  # the first files, and those that a patch makes of them
+    "edit": ({"a": "1\n2\n3\n"}, {"a": "1\n4\n3\n"}),
+    "new file": ({"a": "1\n"}, {"a": "1\n", "b/c": "2\n"}),
+    "removed": ({"a": "1\n", "b": "--- x\n+++ y\n"}, {"a": "1\n"}),
+    "no line end": ({"a": "1\n2"}, {"a": "1\n3"}),
+    "line end": ({"a": "1\n2"}, {"a": "1\n2\n"}),
+    "signs": ({"a": "-- x\n++ y\nz\n"}, {"a": "z\n-- y\n@@ -1 +1 @@\n"}),
+    "renamed": ({"a": "1\n2\n3\n4\n5\n"}, {"b": "1\n2\n3\n4\n6\n"}),
+    "empty": ({"a": "x\n"}, {"a": "", "b": ""}),
+    "far apart": (
+        {"a": "".join(f"{i}\n" for i in range(99))},
+        {"a": "".join(f"{i}{'x' * (i in (1, 50, 98))}\n" for i in range(99))},
+    ),
+}
+
+
+def tree(folder: Path, files: dict[str, str]) -> None:
+    """Makes these files all that a folder holds beside .git."""
+    for path in folder.iterdir():
+        if path.name != ".git":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    git("add", "-A", at=folder)
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_reversed_patch_undoes_the_patch(tmp_path, name):
+    git("init", "-q", at=tmp_path)
+    before, after = PATCHES[name]
+    tree(tmp_path, before)
+    first = git("write-tree", at=tmp_path).strip()
+    git("commit", "-qm", "a", at=tmp_path)
+    tree(tmp_path, after)
+    patch = git("diff", "--cached", "-M", at=tmp_path)
+    git("apply", "--index", "-", at=tmp_path, text=swe_formats.reverse(patch))
+    assert git("write-tree", at=tmp_path).strip() == first
+    assert swe_formats.reverse(swe_formats.reverse(patch)) == patch or name == "renamed"
+
+
+test_the_first_lines_of_a_range = gives(
+    swe_formats.range_of,
+    ({"start": 3, "length": None}, "3"),
+    ({"start": 0, "length": 0}, "0,0"),
+)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    """An image as a folder, named as those of SWE-bench are."""
+    if problem := sandbox.problem():
+        pytest.skip(f"no sandbox here: {problem}")
+    folder = tmp_path_factory.mktemp("images")
+    files = {"calc.py": SOURCE, "tests/test_calc.py": TESTS}
+    return make_image(folder / "swebench_sweb.eval.x86_64.me_1776_calc-12", files)
+
+
+def changed(root: Path, path: str, text: str) -> str:
+    """The patch that gives a file of the image's repository another content."""
+    at = root / "testbed"
+    (at / path).write_text(text)
+    patch = git("diff", at=at)
+    git("checkout", "-q", "--", ".", at=at)
+    return patch
+
+
+@pytest.fixture
+def records(image) -> list[dict]:
+    """One that is sound; one whose repair is none; one that nothing is wrong with; no image."""
+    at = {"base_commit": git("rev-parse", "HEAD", at=image / "testbed").strip()}
+    at |= {"patch": changed(image, "calc.py", GOLD), "eval_script": RUN}
+    at |= {"test_patch": changed(image, "tests/test_calc.py", NEW_TESTS)}
+    sound = VERIFIED | at | {"dataset_name": "SWE-bench"}
+    useless = sound | {"patch": changed(image, "calc.py", SOURCE.replace("half(x)", "half(y)"))}
+    lists = {"FAIL_TO_PASS": ["tests/test_calc.py::test_double"], "PASS_TO_PASS": []}
+    return [useless, sound | lists, sound | {"instance_id": "me__gone-1"}, sound]
+
+
+def test_a_check_keeps_rows_whose_own_repair_alone_is_resolved(swe, records, image, tmp_path):
+    before = services.current()
+    try:
+        words = ("--check", "--images", str(image.parent), "--at_once", "2")
+        rows, told = swe(records, *words, code=1)
+        assert len(rows) == 1 and rows[0]["FAIL_TO_PASS"] == ["tests/test_calc.py::test_half"]
+        assert rows[0]["patch"] == records[3]["patch"]
+        assert "own repairs resolved, and nothing else: 1 of 3 (33.3%)" in told
+        assert "LEFT OUT 1: its own repair is not resolved: tests failed (me__calc-12)" in told
+        assert f"LEFT OUT 1: {swe_check.EMPTY} (me__calc-12)" in told
+        assert "NOT JUDGED 1: the image IMAGE.sif is missing" in told and "me__gone-1" in told
+        journal = (tmp_path / "out.jsonl.check.jsonl").read_text()
+        assert len(journal.splitlines()) == 3
+        # What was judged is not judged again: a verdict of another time is believed.
+        (tmp_path / "out.jsonl.check.jsonl").write_text(journal.replace(swe_check.EMPTY, ""))
+        assert len(swe(records, *words, code=1)[0]) == 2
+        assert services.current() == Services(images=str(image.parent))
+    finally:
+        services.configure(before)
+
+
+def test_a_check_without_images_says_what_is_missing(tmp_path):
+    source = write_rows(tmp_path / "in.jsonl", [VERIFIED])
+    with pytest.raises(InputError, match="--check: services.images = '/none'"):
+        data_prep.main(
+            [
+                "swe",
+                source,
+                str(tmp_path / "o"),
+                "--check",
+                "--images",
+                "/none",
+                "--dataset",
+                "SWE-bench",
+            ]
+        )
+
+
+def test_images_are_found_by_the_name_in_a_row():
+    assert images.folder_of("r2egym_numpy_final_ab.c.sif").name == "r2egym_numpy_final_ab.c"
+
+
+def test_the_script_of_the_tables_imports_nothing_of_ours():
+    """Another Python runs it, which has none of our libraries."""
+    code = "import sys; sys.argv = ['x']; import runpy; runpy.run_path(sys.stdin.read().strip())"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], input=swe_tables.__file__, text=True
+    )
+    assert done.returncode == 0
