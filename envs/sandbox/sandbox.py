@@ -49,6 +49,8 @@ HUNGRY = 8  # threads of a run that can only wait for each other
 START = 60.0  # seconds that an interpreter may take to start
 STDERR = 2000  # characters of it that are kept
 BOUND = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
+# What root on the machine owns, and may write where no file of the machine's is bound over it.
+OF_ROOT = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/acpi", "/proc/scsi")
 # A layer in memory above the folder $0, of $1 bytes, takes its changes; others do not see it.
 LAYER = """
 cd "$0" && mount -t tmpfs -o "size=$1" none /mnt && mkdir /mnt/over /mnt/work /mnt/root || exit
@@ -193,6 +195,7 @@ def wrapped(
             elif os.path.isdir(folder):
                 command += ["--ro-bind", folder, folder]
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    command += read_only_kernel() if root else []
     for folder in (WORK, "/tmp"):
         command += ["--size", str(limits.disk), "--tmpfs", folder]
     for folder in reads:
@@ -234,7 +237,7 @@ def around(reads: Iterable[str], executes: bool) -> list[str]:
             folder = os.path.realpath(folder)
         command += ["--ro-bind", folder, folder]
         bound.append(folder)
-    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", *read_only_kernel()]
     return [*command, "--setenv", "TMPDIR", "/tmp", "--remount-ro", "/", "--chdir", "/"]
 
 
@@ -250,6 +253,11 @@ def limited(limits: Limits, cpu: bool = True) -> list[str]:
     bounds |= {"nofile": limits.open_files}
     bounds |= {"cpu": math.ceil(limits.seconds) + 1} if cpu else {}
     return ["prlimit", *(f"--{name}={value}" for name, value in bounds.items())]
+
+
+def read_only_kernel() -> list[str]:
+    """Arguments of bubblewrap after which no process changes the kernel's settings in /proc."""
+    return [word for path in OF_ROOT for word in ("--ro-bind-try", path, path)]
 
 
 def python_folders() -> list[str]:

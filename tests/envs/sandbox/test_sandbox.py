@@ -21,6 +21,7 @@ from envs.sandbox.checkers import Checkers
 from envs.sandbox.programs import Interpreter
 from envs.sandbox.sandbox import Limits, Ran
 from settings.services import Services
+from support.boxes import make_image
 from support.escapes import ESCAPES
 from support.loop import at_once
 
@@ -92,6 +93,17 @@ def test_a_folder_takes_the_place_of_the_machine_and_stays_as_it_is(tmp_path):
     for root, why in ((tmp_path, "execvp /bin/none"), (tmp_path / "absent", "absent")):
         with pytest.raises(CheckerError, match=f"did not start a run: code [0-9]+: .*{why}"):
             run(["/bin/none"], root=str(root))
+
+
+@contained
+def test_root_of_the_machine_changes_no_setting_of_the_kernel(tmp_path):
+    """Its files in /proc belong to root, whose number a check or a process in an image keeps."""
+    image = make_image(tmp_path / "image", {})
+    script = "cd /proc/sys; find . -type f -perm -200 2>/dev/null | while read -r file; do "
+    script += '(exec 3>>"$file") 2>/dev/null && echo "$file"; done; echo end'
+    assert run(["bash", "-c", script], root=str(image)).stdout == "end\n"
+    checks = [*sandbox.around([], True), "bash", "-c", script]
+    assert subprocess.check_output(checks, text=True) == "end\n"
 
 
 CALLS = """
