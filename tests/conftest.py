@@ -27,6 +27,7 @@ from support.program import ROOT
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("GRPO_BOXES_AS_ROOT", "1")  # their images are folders
 os.environ.setdefault("PYTHONPATH", f"{ROOT}/tests/support/quick")
 
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"

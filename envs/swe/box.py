@@ -42,7 +42,6 @@ HOLD = "mkdir -m 1777 /mnt/shm && echo ready && exec 2>&- && read -r _"
 PER_INODE = 4096  # bytes of the layer for each file that may be in it
 CALLS = seccomp_filter(memory=True)  # which a command may not make
 RIGHTS = ("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID")
-KERNEL = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/acpi", "/proc/scsi")
 PATHS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ENVIRONMENT = {"PATH": PATHS, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
 OPEN_FILES = 65_536  # of a process
@@ -147,7 +146,7 @@ class Box:
         self.lower = await self.stack.enter_async_context(sif.opened(self.image))
         size = f"{self.size.disk},nr_inodes={self.size.disk // PER_INODE}"
         own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", sandbox.LAYER]
-        command = [*user_limit.lifted(), *self.lower.enter, *own, self.lower.folder, size]
+        command = [*self.lower.user, *self.lower.enter, *own, self.lower.folder, size]
         errors = memory_file("")
         self.stack.callback(os.close, errors)
         self.channel, theirs = socket.socketpair()
@@ -243,10 +242,10 @@ class Box:
 
     def _entering(self, status: int, calls: int) -> list[str]:
         """The command in front of one that runs it in the box."""
-        assert self.holder
+        assert self.holder and self.lower
         if self.holder.poll() is not None:
             raise CheckerError(f"the holder of a box has ended: code {self.holder.returncode}")
-        command = [*user_limit.lifted(), "choom", "-n", str(FIRST_KILLED), "--"]
+        command = ["choom", "-n", str(FIRST_KILLED), "--", *self.lower.user]
         files = min(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         command += ["prlimit", "--core=0", f"--nofile={files}"]
         command += ["nsenter", "--user", "--mount", "--preserve-credentials"]
@@ -256,8 +255,7 @@ class Box:
         command += ["--cap-drop", "ALL", *(word for cap in RIGHTS for word in ("--cap-add", cap))]
         command += ["--bind", "/mnt/root", "/", "--proc", "/proc", "--dev", "/dev"]
         command += ["--bind", "/mnt/shm", "/dev/shm", "--remount-ro", "/dev"]
-        for path in KERNEL:  # root on the machine owns them, also without any right in the box
-            command += ["--ro-bind-try", path, path]
+        command += sandbox.read_only_kernel()
         for name, value in ENVIRONMENT.items():
             command += ["--setenv", name, value]
         command += ["--json-status-fd", str(status), "--as-pid-1"]

@@ -2,7 +2,8 @@
 
 A .sif is a squashfs with a header. One process of squashfuse_ll shows its files to all boxes of a
 worker that use it, in namespaces of its own: no other process sees the mount, and no privilege is
-needed. It ends with the last of these boxes, or with the worker.
+needed. It ends with the last of these boxes, or with the worker. Where that is root of the machine,
+it and its boxes belong to the user nobody, whose processes the kernel bounds.
 
 No environment by itself: envs/swe/box.py uses it.
 """
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 from core.waits import in_thread
 from envs.rollout.services import CheckerError
-from envs.sandbox import sandbox
+from envs.sandbox import sandbox, user_limit
 from envs.swe.images import folder_of
 
 # Of the header, and of each descriptor of what the file holds (github.com/sylabs/sif, pkg/sif).
@@ -34,10 +35,18 @@ LOOK = 0.01  # seconds between two looks whether it is there
 WHERE = "/mnt"  # any folder that exists: it is covered only in the mount's own namespace
 
 
+AS_ROOT = "GRPO_BOXES_AS_ROOT"
+WHY_NOT = (
+    "the kernel bounds no processes of root, and its files in a folder need root: use a .sif, "
+    f"or another user, or set {AS_ROOT}=1"
+)
+
+
 class Lower(NamedTuple):
     """The files of an image."""
 
-    enter: list[str]  # the command in front of one that sees them
+    user: list[str]  # the command in front of one that becomes the user who owns them
+    enter: list[str]  # and of one that sees them
     folder: str
     lost: Callable[[], str]  # why they are there no more, "" while they are
 
@@ -58,7 +67,9 @@ def find(image: str) -> Path:
 async def opened(image: Path) -> AsyncIterator[Lower]:
     """The files of an image while a box uses them. Raises CheckerError where there are none."""
     if image.is_dir():
-        yield Lower([], str(image), str)
+        if is_root() and os.environ.get(AS_ROOT) != "1":
+            raise CheckerError(f"{image} is a folder, and this user is root: {WHY_NOT}")
+        yield Lower(user_limit.lifted(), [], str(image), str)
         return
     mount = Mount.shown.get(image)
     if not mount or mount.process.poll() is not None:
@@ -66,7 +77,7 @@ async def opened(image: Path) -> AsyncIterator[Lower]:
     mount.users += 1
     try:
         await mount.ready()
-        yield Lower(mount.enter, WHERE, mount.lost)
+        yield Lower(mount.user, mount.enter, WHERE, mount.lost)
     finally:
         mount.users -= 1
         if not mount.users:
@@ -82,17 +93,17 @@ class Mount:
         self.image = image
         self.users = 0
         options = f"ro,offset={squashfs_at(image)}"
-        command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--user", "--map-root-user"]
-        command += ["--mount", "squashfuse_ll", "-f", "-o", options, str(image), WHERE]
+        self.user = sandbox.as_run_user() if is_root() else user_limit.lifted()
+        command = [*self.user, "setpriv", "--pdeathsig", "KILL", "unshare", "--user"]
+        command += ["--map-root-user", "--mount", "squashfuse_ll", "-f", "-o", options]
         self.errors = sandbox.memory_file("")
-        nothing = sandbox.memory_file("")
         try:
-            self.process: subprocess.Popen = sandbox.popen(command, nothing, self.errors)
+            with open(image, "rb") as file:  # which lies where that user may not look
+                command += ["/proc/self/fd/0", WHERE]
+                self.process: subprocess.Popen = sandbox.popen(command, file.fileno(), self.errors)
         except CheckerError:
             os.close(self.errors)
             raise
-        finally:
-            os.close(nothing)
         self.enter = ["nsenter", "--user", "--mount", "--preserve-credentials", "--target"]
         self.enter += [str(self.process.pid), "--"]
 
@@ -125,6 +136,12 @@ class Mount:
             os.killpg(self.process.pid, signal.SIGKILL)
         os.close(self.errors)
         await in_thread(self.process.wait)
+
+
+def is_root() -> bool:
+    """Whether this is root of the machine, and not of a user namespace."""
+    inside, outside, _ = Path("/proc/self/uid_map").read_text().split(maxsplit=2)
+    return os.geteuid() == 0 and inside == outside == "0"
 
 
 def squashfs_at(path: Path) -> int:
