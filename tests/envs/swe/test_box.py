@@ -337,4 +337,4 @@ async def cancelled_everywhere(image: Path, first: int, step: int) -> int:
 
 
 async def test_a_cancelled_episode_leaves_nothing(image):
-    assert await cancelled_everywhere(image, 2, 9) >= 20
+    assert await cancelled_everywhere(image, 2, 4) > 12
