@@ -332,7 +332,7 @@ def problem(_: str) -> str:
     backend = services.current().sandbox
     if backend != "bubblewrap":
         return f"services.sandbox = {backend!r}, expected 'bubblewrap'"
-    return sandbox.problem() or user_limit.problem(Limits())
+    return sandbox.problem() or user_limit.problem(Limits()) or sif.problem()
 
 
 services.CHECKS["boxes"] = problem

@@ -11,6 +11,7 @@ No environment by itself: envs/swe/box.py uses it.
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core.waits import in_thread
+from envs.rollout import services
 from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox, user_limit
 from envs.swe.images import folder_of
@@ -67,7 +69,7 @@ def find(image: str) -> Path:
 async def opened(image: Path) -> AsyncIterator[Lower]:
     """The files of an image while a box uses them. Raises CheckerError where there are none."""
     if image.is_dir():
-        if is_root() and os.environ.get(AS_ROOT) != "1":
+        if root_is_refused():
             raise CheckerError(f"{image} is a folder, and this user is root: {WHY_NOT}")
         yield Lower(user_limit.lifted(), [], str(image), str)
         return
@@ -136,6 +138,26 @@ class Mount:
             os.killpg(self.process.pid, signal.SIGKILL)
         os.close(self.errors)
         await in_thread(self.process.wait)
+
+
+def problem() -> str:
+    """Why no image can be opened, and how to mend it; "" for nothing."""
+    images = services.current().images
+    if not images or not os.path.isdir(images):
+        expected = "expected a folder of images as `bash launch/images.sh ROWS FOLDER` makes it"
+        return f"services.images = {images!r}, {expected}"
+    if not any(Path(images).glob("*.sif")):
+        return f"root opens no folders: {WHY_NOT}" if root_is_refused() else ""
+    if not shutil.which("squashfuse_ll"):
+        return "squashfuse_ll is not on the path: apt install squashfuse, or dnf install squashfuse"
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return "/dev/fuse cannot be opened, which shows the files of a .sif: modprobe fuse"
+    return ""
+
+
+def root_is_refused() -> bool:
+    """Whether this user opens no folders."""
+    return is_root() and os.environ.get(AS_ROOT) != "1"
 
 
 def is_root() -> bool:

@@ -99,6 +99,16 @@ async def test_much_output_is_cut_in_the_middle(image):
         assert time.process_time() - began < 1
 
 
+async def test_the_layer_counts_as_memory(image):
+    """Files and shared memory lie in it."""
+    size = SMALL._replace(memory=40 << 20)
+    async with Box(image, size=size) as box:
+        ran = await box.run("head -c 15000000 /dev/zero | tee /big >/dev/shm/big; sleep 1", 20)
+        assert ran.code == 0 and 30_000_000 < box.peak < size.memory
+        ran = await box.run("python -c 'import time; x = bytearray(10 << 20); time.sleep(9)'", 20)
+        assert (ran.ended, box.gone) == ("memory", "memory")
+
+
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 200, 5_000, 300_000])
 async def test_output_keeps_both_ends(size):
     text = bytes(i % 251 for i in range(size))

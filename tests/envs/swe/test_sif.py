@@ -102,6 +102,22 @@ def test_a_folder_needs_another_user_than_root(tmp_path, monkeypatch):
         asyncio.run(Box(tmp_path).__aenter__())
 
 
+def test_what_is_missing_is_named_at_the_start(tmp_path, monkeypatch):
+    assert "services.images = '', expected a folder of images" in services.problem("boxes")
+    services.configure(Services(images=str(tmp_path)))
+    assert not services.problem("boxes")
+    monkeypatch.delenv(sif.AS_ROOT)
+    assert ("GRPO_BOXES_AS_ROOT=1" in services.problem("boxes")) == sif.is_root()
+    (tmp_path / "a.sif").touch()
+    with monkeypatch.context() as changed:
+        changed.setattr(shutil, "which", {"bwrap": "/usr/bin/bwrap"}.get)
+        assert "squashfuse_ll is not on the path: apt install" in services.problem("boxes")
+    monkeypatch.setattr(shutil, "which", str)
+    assert not services.problem("boxes")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "/dev/fuse cannot be opened" in services.problem("boxes")
+
+
 def test_an_image_is_a_folder_or_a_file(tmp_path):
     services.configure(Services(images=str(tmp_path)))
     with pytest.raises(CheckerError, match=r"a/b:c is missing: expected \S+/a_b_c.sif, or a fold"):
