@@ -85,6 +85,7 @@ async def test_files_go_in_and_out(image):
         assert await box.run("rm /big; [ -x /bin/bash ]", 10)
 
 
+@pytest.mark.slow
 async def test_much_output_is_cut_in_the_middle(image):
     async with Box(image, size=SMALL) as box:
         ran = await box.run("seq 1 1000000", 60, most=1000)
@@ -99,6 +100,30 @@ async def test_much_output_is_cut_in_the_middle(image):
         assert time.process_time() - began < 1
 
 
+def sleeping(seconds: str) -> int:
+    """How many processes of this machine sleep for so long."""
+    count = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            count += path.read_bytes() == f"sleep\0{seconds}\0".encode()
+    return count
+
+
+@pytest.mark.slow
+async def test_all_that_a_command_began_is_dead_when_it_returns(image):
+    """So nothing changes a file while the next command, or the judge, reads it."""
+    async with Box(image, size=SMALL) as box:
+        for command, seconds in [("exit", 9)] * 5 + [("sleep 97.321", 0.7)] * 2:
+            left_behind = "for i in {1..25}; do setsid sleep 98.765 >/dev/null & done; sleep 0.1; "
+            task = asyncio.create_task(box.run(left_behind + command, seconds))
+            seen = 0
+            while not task.done():
+                seen = max(seen, sleeping("98.765"))
+                await asyncio.sleep(0.01)
+            assert sleeping("98.765") == 0 < seen, task.result()
+
+
+@pytest.mark.slow
 async def test_the_layer_counts_as_memory(image):
     """Files and shared memory lie in it."""
     size = SMALL._replace(memory=40 << 20)
@@ -170,6 +195,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDS)
 async def test_what_commands_may_do(image, name):
     command, ended, after = ENDS[name]
@@ -287,6 +313,7 @@ def lives(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_leaves_nothing(image):
     killed_worker(image)
 
@@ -346,5 +373,6 @@ async def cancelled_everywhere(image: Path, first: int, step: int) -> int:
     raise AssertionError("no end")
 
 
+@pytest.mark.slow
 async def test_a_cancelled_episode_leaves_nothing(image):
     assert await cancelled_everywhere(image, 2, 4) > 12

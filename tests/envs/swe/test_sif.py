@@ -62,6 +62,7 @@ async def test_the_processes_of_root_are_bounded_too(image):
             task.cancel()
 
 
+@pytest.mark.slow
 @mounted
 async def test_a_mount_that_is_killed_is_an_error(image):
     """What the commands of its boxes said is no verdict; the next box has a new mount."""
@@ -75,11 +76,13 @@ async def test_a_mount_that_is_killed_is_an_error(image):
             assert (await other.run("cat calc.py", 10)).output == "x = 1\n"
 
 
+@pytest.mark.slow
 @mounted
 def test_a_worker_that_is_killed_leaves_no_mount(image):
     killed_worker(image)
 
 
+@pytest.mark.slow
 @mounted
 async def test_a_mount_outlives_a_cancelled_start(image):
     for seconds in (0.0, 0.01, 0.02, 0.04, 0.06):
