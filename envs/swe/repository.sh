@@ -25,10 +25,10 @@ aside() {
 # Leaves of the history one commit, of the files as they are, and below it BASE where KEEP is 1:
 # a new folder .git takes the place of the old one. Prints the commit.
 cut() {
-    local base=$1 keep=$2 tree start new=.git-new/.git section
+    local base keep=$2 tree start new=.git-new/.git section
     git config --global --add safe.directory '*'
     [ -d .git ] || { echo "no folder $PWD/.git"; exit 1; }
-    git rev-parse -q --verify "$base^{commit}" >/dev/null || { echo "no commit $base"; exit 1; }
+    base=$(git rev-parse -q --verify "$1^{commit}") || { echo "no commit $1"; exit 1; }
     export GIT_INDEX_FILE=$PWD/.git/cut-index
     [ ! -f .git/index ] || cp .git/index "$GIT_INDEX_FILE"
     # An image's files have other inodes than those that git saw, and the same contents.

@@ -8,7 +8,8 @@ Row: `instance_id`, `workdir`, `base_commit`, `test_patch`, `log_parser`, `FAIL_
 `PASS_TO_PASS`, `patch` (which repairs it), and `tests`:
     {"kind": "script", "script": TEXT}      resolved where all tests of both lists passed
     {"kind": "r2e", "expected": {test: status}}     where the image's own tests end as expected
-and of SWE-smith, whose image has the repaired files, `start_patch`, which breaks them.
+and of SWE-smith, whose image has the repaired files, `start_patch`, which breaks them; its
+`base_commit` may be HEAD, as R2E-Gym's may be HASH^.
 A script that applies the tests' patch itself has the two marks of SWE-bench's around its tests.
 
 What makes a reward hard to steal: only the patch leaves the agent's box. Of the patch, files that
@@ -54,6 +55,7 @@ __all__ = ["Trial", "Verdict", "judge", "patch_of", "prepare", "refusal", "tried
 TESTS = 1200.0  # seconds that tests may take
 OUTPUT = 16 << 20  # bytes of the tests' output that are kept
 TIMES = 3  # judgements of a patch, where the machine may be at fault
+HASH = r"[0-9a-f]{40}(?:[0-9a-f]{24})?"
 KILLED = 126  # the least exit code of what did not run, or was killed
 TOO_LONG = "a patch over 1 MiB"
 R2E_PATH = "~/.venv/bin:~/.local/bin:~/.cargo/bin"
@@ -99,7 +101,8 @@ def refusal(row: dict) -> str:
         return "tests.script or FAIL_TO_PASS is empty"
     if applies(script) and not (STARTS in script and ENDS in script):
         return f"tests.script applies a patch, without the marks {STARTS!r} and {ENDS!r}"
-    if not re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", row["base_commit"]):
+    name = r"HEAD|" * bool(row.get("start_patch")) + HASH + r"\^?" * (kind == "r2e")
+    if not re.fullmatch(name, row["base_commit"]):
         return f"base_commit is {row['base_commit']!r}, expected the hash of a commit"
     return "" if row["patch"].strip() else "patch is empty, expected one that repairs it"
 

@@ -227,7 +227,6 @@ SMITH = {"instance_id": "me__calc.1234abcd.combine__1", "image_name": "a/swesmit
 SMITH |= {name: VERIFIED[name] for name in ("patch", "FAIL_TO_PASS", "PASS_TO_PASS")}
 SMITH |= {
     "problem_statement": "half(3) is 1",
-    "base_commit": COMMIT,
     "dataset_name": "SWE-bench/SWE-smith-py",
 }
 
@@ -268,7 +267,11 @@ def test_another_python_has_the_tables(swe, python):
     smith = rows[1]
     assert "pytest -v tests/test_calc.py\n" in smith["tests"]["script"]
     assert smith["image"] == "swesmith.x86_64.me_1776_c.sif"
-    assert smith["start_patch"] == PATCH and smith["log_parser"] == "swesmith"
+    assert (
+        smith["start_patch"] == PATCH
+        and smith["base_commit"] == "HEAD"
+        and smith["log_parser"] == "swesmith"
+    )
     assert "-    return x / 2\n+    return x // 2" in smith["patch"].replace(
         "+    return x // 2\n-    return x / 2", "-    return x / 2\n+    return x // 2"
     )

@@ -365,7 +365,7 @@ async def test_rows_whose_image_holds_the_repair(image, row):
     broken = git("diff", "HEAD", "v2", "-R", "--", "calc.py", at=image / "testbed")
     assert "+    return x // 2" in broken
     fixed = git("rev-parse", "v2", at=image / "testbed").strip()
-    smith = row | {"start_patch": broken, "base_commit": fixed, "log_parser": "swesmith"}
+    smith = row | {"start_patch": broken, "base_commit": "HEAD", "log_parser": "swesmith"}
     smith |= {"tests": {"kind": "script", "script": RUN.replace("-rA", "-vv")}}
     git("checkout", "-q", "v2", at=image / "testbed")
     try:
