@@ -174,6 +174,26 @@ def files(cfg: Any) -> Iterator[str]:
         yield lack
 
 
+def images(cfg: Any) -> Iterator[str]:
+    """Images of repositories that rows name."""
+    from envs.swe import images
+
+    missing: dict[str, str] = {}
+    found = set()
+    for path in filter(None, (cfg.data.train, cfg.data.val)):
+        for name in images.named(path):
+            there = images.folder_of(name)
+            if there.is_dir() or there.with_name(f"{there.name}.sif").is_file():
+                found.add(name)
+            else:
+                missing.setdefault(name, path)
+    if missing:
+        name, path = next(iter(missing.items()))
+        remedy = f"bash launch/images.sh {path} {cfg.services.images}"
+        of = f"{len(missing):,} of {len(missing) + len(found):,} images"
+        yield f"{of} are missing, such as {name}: {remedy}"
+
+
 def variables(cfg: Any) -> Iterator[str]:
     """Variables that a job must have, and folders that they name."""
     if os.environ.get("SLURM_JOB_ID") and not os.environ.get("SLURM_JOB_END_TIME"):
@@ -199,7 +219,7 @@ def main(argv: list[str]) -> int:
         return report((gpus, compilers))
     with contextlib.nullcontext() if runs_here() else trusted():
         cfg = settings(argv)
-    of_job = (modules, gpus, compilers, files) if runs_here() else ()
+    of_job = (modules, gpus, compilers, files, images) if runs_here() else ()
     return report((*of_job, variables, disk), cfg)
 
 

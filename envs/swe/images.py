@@ -3,11 +3,15 @@
 No environment by itself: envs/swe/swe_patch.py uses it.
 """
 
+import contextlib
+import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from envs.rollout import services
+from envs.rollout.rows import raw_lines
 from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox
 
@@ -76,6 +80,17 @@ def folder_of(image: str) -> Path:
     is_file = image.endswith(".sif")
     name = PurePosixPath(image).stem if is_file else re.sub("[/:]", "_", image)
     return Path(services.current().images, name).absolute()
+
+
+def named(path: str) -> Iterator[str]:
+    """The images that the rows of a file name; lines that are no rows name none."""
+    for _, line in raw_lines(path):
+        if b'"image"' in line:
+            with contextlib.suppress(ValueError, RecursionError, AttributeError):
+                row = json.loads(line)
+                about = row.get("metadata")
+                places = (row, about if isinstance(about, dict) else {})
+                yield from (p["image"] for p in places if isinstance(p.get("image"), str))
 
 
 def problem(_: str) -> str:

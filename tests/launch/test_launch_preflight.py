@@ -9,6 +9,7 @@ import pytest
 from conftest import spelling_rows, write_rows
 
 import grpo_async
+from envs.rollout import services
 from launch import preflight
 from runtime.claim import claim
 from settings import errors, reader
@@ -57,7 +58,7 @@ def test_a_line_for_each_check_and_its_problems_are_counted(
     in_a_job()
     assert preflight.main(argv) == 0
     told = capsys.readouterr().out
-    assert told.count("ok: ") == 7 and "everything fits" in told
+    assert told.count("ok: ") == 8 and "everything fits" in told
     assert "reasoning_gym_simple_agent" not in told, "rows are read once"
     monkeypatch.setenv("PERSISTENT_CACHE", str(tmp_path / "none"))
     assert preflight.main(argv) == 1
@@ -209,3 +210,27 @@ def test_a_node_that_cannot_serve_ends_the_job_by_name(tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):  # it waits for the head
         ran(*node, env=env | {"CPU_NODES": "1", "CLUSTER_SECONDS": "5"}, seconds=3)
     assert "try 1" in (tmp_path / "node.n7.log").read_text()
+
+
+def test_images_that_rows_name_are_missed_by_name_before_anything_starts(tmp_path):
+    """As folders or as files; those of repairs in one turn are named in metadata."""
+    names = ("there.sif", "unpacked.sif", "me/other:1", "gone.sif", "gone.sif")
+    rows = [{"image": name} for name in names] + [{"metadata": {"image": "gone_too"}}]
+    rows += [{"metadata": None, "image": 5}, {"prompt": '"image"'}]
+    train = write_rows(tmp_path / "rows.jsonl", rows)
+    with open(train, "a") as file:
+        file.write('{"image"')
+    for name in ("images/unpacked", "images/me_other_1"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "images/there.sif").touch()
+    folder = str(tmp_path / "images")
+    cfg = changed(
+        grpo_async.Config(), data={"train": train, "val": ""}, services={"images": folder}
+    )
+    services.configure(cfg.services)
+    (problem,) = preflight.images(cfg)
+    assert problem.startswith("2 of 5 images are missing, such as gone.sif: ")
+    assert problem.endswith(f"bash launch/images.sh {train} {folder}")
+    for name in ("gone", "gone_too"):
+        (tmp_path / "images" / name).mkdir()
+    assert not list(preflight.images(cfg))
