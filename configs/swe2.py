@@ -4,7 +4,7 @@ from configs.swe1 import *
 
 run_dir = "runs/swe2"
 model = "runs/swe1/step_000795/hf"
-data = {"train": "data/swe2/train-split.jsonl", "val": "data/swe2/val-split.jsonl"}
+data = {"train": "data/swe2/train.jsonl", "val": "data/swe2/val.jsonl"}
 steps = 80
 save_period = 2
 val_period = 100

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from support import blends, shapes, verifiers, warm
+from support import blends, issues, shapes, verifiers, warm
 from support.program import ROOT, copy, ran
 
-PAGES = ("data", "recipe", "cluster", "judges")
+PAGES = ("data", "recipe", "cluster", "judges", "swe")
 # What is not run here, and the test that does.
 ELSEWHERE = {
     "data_prep.py profile": "prep/test_profile.py",
@@ -28,7 +28,9 @@ ELSEWHERE = {
     "runtime.lineage": "runtime/test_lineage.py",
     "launch/setup.sh": "launch/test_setup.py",
     "launch/attach.sh": "test_slurm.py",
-    "EXP_NAME=swe2": "test_recipe.py",  # whose rows no environment serves
+    "data_prep.py pivot": "prep/test_pivot.py",
+    "--check": "prep/test_swe.py",
+    ".venv-swe": "prep/test_swe.py",
 }
 STAGES = ("rlvr1", "rlvr2", "rlvr3", "swe1", "swe2", "rlhf")
 IN_HUB = {  # the folder that stands for each
@@ -37,6 +39,7 @@ IN_HUB = {  # the folder that stands for each
     "BytedTsinghua-SIA/DAPO-Math-17k": "ORIGINALS/DAPO-Math-17k",
     "Skywork/Skywork-OR1-RL-Data": "ORIGINALS/Skywork/Skywork-OR1-RL-Data",
     "ORG/NAME": "OWN",
+    "R2E-Gym/R2E-Gym-Subset": "R2E",
 }
 NOTE = """#!/bin/bash
 echo "$(basename "$0") $*" >>"$CALLED"
@@ -94,10 +97,13 @@ def place(tmp_path_factory, chat_model) -> Path:
     rows = [blends.math_row(i) for i in range(120)]
     for stage in STAGES:
         real = verifiers.of_blend(stage.rstrip("123") if "rlvr" in stage else stage)
+        real = [issues.published()] if stage == "swe2" else real
         write(root / f"SUPER/{stage}.jsonl", real * (1 + 120 // len(real)))
     write(root / "NANO/train.jsonl", rows * 10)
     asked = {"prompt": [{"content": "1 + 1?"}], "reward_model": {"ground_truth": "2"}}
     write(root / "OWN/train.jsonl", [asked])
+    write(root / "R2E/train.jsonl", [issues.R2E])
+    (root / "list.txt").write_text("IMAGE OWNER/NAME\n")
     for name in ("rlvr1", "a", "b"):
         write(root / f"FOLDER/{name}.jsonl", [*rows, *blends.placeholders()])
     blends.write_sources(root / "ORIGINALS")

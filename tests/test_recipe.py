@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import make_config, spelling_rows, write_rows
 
+import data_prep
 import dry_run
 from envs import agents, check_rows, registry
 from envs.rollout import services
@@ -22,7 +23,7 @@ from grpo_async import Config
 from launch import judges
 from runtime import preflight
 from settings import errors, reader, values
-from support import shapes, verifiers
+from support import issues, shapes, verifiers
 from support.configs import changed, shrunk
 from support.judges import Judge, configured
 from support.program import ROOT, Program
@@ -290,6 +291,20 @@ def test_the_rows_of_swe2_as_published_are_answered_with_their_conversion(name):
     for row in verifiers.of_blend("swe2"):
         with pytest.raises(ValueError, match="instance_id is missing.*data_prep.py swe"):
             check_blend(load(name), [row])
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPE if blend_of(n) == "swe2"])
+def test_a_config_of_swe2_takes_the_rows_that_are_made_of_published_ones(
+    name, recipe_services, tmp_path
+):
+    source = write_rows(tmp_path / "published.jsonl", [issues.published()])
+    out = tmp_path / "rows.jsonl"
+    assert data_prep.main(["swe", source, str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    check_blend(changed(load(name), services=recipe_services), rows)
+    for lacking in ({"images": ""}, {"tool_parser": ""}):
+        with pytest.raises(errors.ModuleError, match="environment 'swe_agents_val' lacks"):
+            check_blend(changed(load(name), services=recipe_services | lacking), rows)
 
 
 def test_the_page_and_the_table_have_the_same_agents_in_each_blend():

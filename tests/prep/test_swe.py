@@ -17,26 +17,13 @@ from prep import swe_check, swe_formats, swe_tables
 from settings.errors import InputError
 from settings.services import Services
 from support.boxes import git, make_image
+from support.issues import COMMIT, GOLD, PATCH, R2E, SOURCE, commit_of, of_gym
 from support.tables import gives, table
 from support.verifiers import lines
 
 CASES = table(Path(__file__).with_name("cases.txt"))
-COMMIT = "7f6c9cb1deafb280fe7fcc7551c38e397f11a706"
-SOURCE = "def half(x):\n    return x // 2\n\n\ndef double(x):\n    return x + x\n"
-GOLD = SOURCE.replace("//", "/")
 TESTS = "from calc import double, half\n\n\ndef test_double():\n    assert double(2) == 4\n"
 NEW_TESTS = f"{TESTS}\n\ndef test_half():\n    assert half(3) == 1.5\n"
-PATCH = f"""diff --git a/calc.py b/calc.py
---- a/calc.py
-+++ b/calc.py
-@@ -1,5 +1,5 @@
- def half(x):
--    return x // 2
-+    return x / 2
-{" "}
-{" "}
- def double(x):
-"""
 RUN = "python -m pytest -rA -p no:cacheprovider tests/test_calc.py"
 VERIFIED = {  # as SWE-bench 5 publishes one, with the fields that are read
     "instance_id": "me__calc-12",
@@ -52,61 +39,6 @@ VERIFIED = {  # as SWE-bench 5 publishes one, with the fields that are read
     "image": "swebench/sweb.eval.x86_64.me_1776_calc-12:latest",
 }
 GYM = {name: VERIFIED[name] for name in list(VERIFIED)[:8]} | {"version": "5.0"}
-
-
-def lines_of(file: str, kind: str, start: int = 1) -> list[dict]:
-    """The lines of a part of a commit as R2E-Gym keeps them."""
-    return [{"content": line, "type": kind} for line in file.split("\n")]
-
-
-def commit_of(*paths: str) -> str:
-    """The repair as R2E-Gym keeps it, in files of these paths."""
-    hunk = {
-        "descriptor": {
-            "old_range": {"start": 1, "length": 5},
-            "new_range": {"start": 1, "length": 5},
-            "section": "",
-        },
-        "line_group": {
-            "all_lines": lines_of("def half(x):", "context")
-            + lines_of("    return x // 2", "deleted")
-            + lines_of("    return x / 2", "added")
-            + lines_of("\n\ndef double(x):", "context")
-        },
-    }
-    diffs = [
-        {
-            "header": {"file": {"path": path}, "misc_line": None},
-            "index_line": {"old_commit_hash": "aaa", "new_commit_hash": "bbb", "mode": "100644"},
-            "is_binary_file": False,
-            "minus_file": {"path": f"a/{path}"},
-            "plus_file": {"path": f"b/{path}"},
-            "hunks": [hunk],
-            "old_file_content": SOURCE,
-            "new_file_content": GOLD,
-        }
-        for path in paths
-    ]
-    return json.dumps({"file_diffs": diffs, "old_commit_hash": COMMIT, "new_commit_hash": "f" * 40})
-
-
-R2E = {
-    "repo_name": "calc",
-    "docker_image": f"namanjain12/calc_final:{'f' * 40}",
-    "commit_hash": "f" * 40,
-    "parsed_commit_content": commit_of("calc.py", "docs/a.rst"),
-    "problem_statement": "Here is one.\n[ISSUE]\nhalf(3) is 1\n[/ISSUE]\n",
-    "expected_output_json": json.dumps({"test_half": "PASSED", "test_double": "PASSED"}),
-}
-
-
-def of_gym(record: dict, name: str, **fields: str) -> dict:
-    """A row of NeMo-Gym's, as the blend of SWE 2 has them: all of it in metadata."""
-    inside = {k: v for k, v in record.items() if k != "problem_statement"}
-    about = {"dataset_name": name, "split": "train", "instance_dict": json.dumps(inside)}
-    about |= {"problem_statement": record["problem_statement"]} | fields
-    ref = {"type": "responses_api_agents", "name": "swe_agents_val"}
-    return {"responses_create_params": {"input": [], "metadata": about}, "agent_ref": ref}
 
 
 @pytest.fixture
