@@ -5,7 +5,7 @@
 #   bash tests/run.sh PYTEST ARGUMENTS    what they say
 #   bash tests/run.sh recipe              every configuration trains two steps: ten minutes
 #   bash tests/run.sh hub                 environments of verifiers, in .venv-hub: three minutes
-#   bash tests/run.sh swe                 containers of SWE tasks under attack: ten minutes
+#   bash tests/run.sh swe                 boxes, judges and real bugs, beside swebench: ten minutes
 #   bash tests/run.sh slurm               launch/ on a Slurm that it starts; as root: half an hour
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -35,9 +35,12 @@ if [ "${1:-}" = hub ]; then
     set -- tests/envs/gym/test_verifiers_hub.py "${@:2}"
 fi
 if [ "${1:-}" = swe ]; then
-    export GRPO_SWE=1 DEBIAN_FRONTEND=noninteractive
+    export GRPO_SWE=.venv-swe DEBIAN_FRONTEND=noninteractive
     { command -v squashfuse_ll && command -v mksquashfs; } >/dev/null ||
         apt-get install -qq -y --no-install-recommends squashfuse squashfs-tools >/dev/null
+    [ -x .venv-swe/bin/python ] || .venv/bin/python -m venv .venv-swe
+    # All that its parsers of logs import; what swebench requires beside is 194 MB.
+    .venv-swe/bin/pip install --quiet --no-deps swebench==5.0.2 unidiff==1.0.1
     set -- tests/envs/swe "${@:2}"
 fi
 if [ "${1:-}" = slurm ]; then

@@ -329,7 +329,6 @@ def r2e(image, row, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
 async def test_rows_of_r2e(r2e):
     """3: their tests are not in the agent's box. The log must be as expected, exactly."""
     image, row = r2e
