@@ -102,7 +102,6 @@ async def patched(box: Box, row: dict, patch: str, start: str) -> list[str]:
     dropped = []
     for path, mode in modes.items():
         steers = DROPPED.search(path) or mode in LINKS or path in binary
-        steers = steers or row["tests"]["kind"] == "r2e" and path.split("/")[0] in R2E_TESTS
         steers = (
             steers
             or PurePosixPath(path).name == "pyproject.toml"

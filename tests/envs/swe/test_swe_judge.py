@@ -12,6 +12,7 @@ from envs.swe.box import Box, Size
 from envs.swe.swe_judge import judge, patch_of, prepare, refusal, tried
 from settings.services import Services
 from support.boxes import git, make_image
+from support.bugs import diff
 
 SOURCE = "def half(x):\n    return x // 2\n\n\ndef double(x):\n    return x + x\n"
 GOLD = SOURCE.replace("//", "/")
@@ -52,6 +53,9 @@ def image(tmp_path_factory):
         pytest.skip(f"no sandbox here: {problem}")
     root = make_image(tmp_path_factory.mktemp("judge") / "image", FILES)
     at = root / "testbed"
+    (at / "README").write_text("Halves.\n")
+    git("add", ".", at=at)
+    git("commit", "-qm", "second", at=at)
     (at / "calc.py").write_text(GOLD)
     git("commit", "-qam", "Repair half, closes #12", at=at)
     git("tag", "v2", at=at)
@@ -135,10 +139,12 @@ async def test_an_agent_starts_with_one_commit(image, row):
             20,
         )
         base = row["base_commit"]
-        assert shown.output.startswith(f"{base}\n{base[:7]} first\n"), shown.output
-        assert "Repair" not in shown.output and "v2" not in shown.output
+        assert shown.output.startswith(f"{base}\n{base[:7]} second\n"), shown.output
+        assert not any(word in shown.output for word in ("Repair", "first", "v2", "origin"))
         later = git("rev-parse", "v2", at=image / "testbed").strip()
-        assert (await box.run(f"git cat-file -e {later}", 20)).code != 0
+        older = git("rev-list", "--max-parents=0", "HEAD", at=image / "testbed").strip()
+        for commit in (later, older):
+            assert (await box.run(f"git cat-file -e {commit}", 20)).code != 0
         assert (await box.run("git fsck", 20)).code == 0
         assert await patch_of(box, row) is None
         await box.run(
@@ -238,6 +244,8 @@ for _commit in _git('rev-list', '--all', '--reflog').stdout.split() + ['v2', 'LA
     ({"calc.py": "import atexit\natexit.register(os.write, 1, b'P')\n".replace(
         "b'P'", f"b'\\n{PASS}'").replace("import", "import os, ", 1) + SOURCE}, "tests failed"),
     ({"calc.py": PRINTS + SOURCE}, "tests failed"),
+    ({"calc.py": "import atexit, os, sys\n"
+      "atexit.register(lambda: (sys.__stdout__.flush(), os._exit(0)))\n" + GOLD}, "exit code"),
     ({"calc.py": "import os, signal\nos.kill(os.getppid(), 9)\n" + SOURCE}, "tests failed"),
     # 8: no process outside of the tests' can be reached.
     ({"calc.py": "import os\nfor fd in range(9):\n    try: open(f'/proc/1/fd/{fd}', 'wb').write("
@@ -361,28 +369,24 @@ async def test_rows_of_r2e(r2e):
 @pytest.mark.slow
 async def test_rows_whose_image_holds_the_repair(image, row):
     """Those of SWE-smith: a patch breaks the files first, and the tests are there."""
-    broken = git("diff", "HEAD", "v2", "-R", "--", "calc.py", at=image / "testbed")
-    assert "+    return x // 2" in broken
+    wrong = GOLD.replace("x + x", "x")
     fixed = git("rev-parse", "v2", at=image / "testbed").strip()
-    smith = row | {"start_patch": broken, "base_commit": "HEAD", "log_parser": "swesmith"}
+    smith = row | {"base_commit": "HEAD", "log_parser": "swesmith", "test_patch": ""}
+    smith |= {"start_patch": diff("calc.py", GOLD, wrong), "patch": diff("calc.py", wrong, GOLD)}
     smith |= {"tests": {"kind": "script", "script": RUN.replace("-rA", "-vv")}}
+    smith |= {"FAIL_TO_PASS": ["tests/test_calc.py::test_double"], "PASS_TO_PASS": []}
     git("checkout", "-q", "v2", at=image / "testbed")
     try:
         async with Box(image, size=SMALL) as box:
             await prepare(box, smith)
-            ran = await box.run("git log --all --format=%s; git grep -c '//'; git status -s", 20)
-            assert ran.output == "start\ncalc.py:1\n"
-        assert (await judge(image, smith, row["patch"], SMALL)).resolved
+            ran = await box.run("git log --all --format=%s; git grep -c 'x + x'; git status -s", 20)
+            assert ran.output == "start\n"
+        assert (await judge(image, smith, smith["patch"], SMALL)).resolved
         assert (await tried(image, smith, "", SMALL)).verdict.details["fixed"] == 0
-        easy = changed_at(image, fixed)
+        easy = changed(image, **{"tests/test_calc.py": "def test_double(): pass\n"})
         assert (await judge(image, smith, easy, SMALL)).reason == "tests failed"
     finally:
         git("checkout", "-q", row["base_commit"], at=image / "testbed")
-
-
-def changed_at(image, commit: str) -> str:
-    """A patch that makes a test of the repository easier."""
-    return changed(image, **{"tests/test_calc.py": "def test_double(): pass\n"})
 
 
 @pytest.mark.slow
