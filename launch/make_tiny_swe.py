@@ -29,10 +29,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from launch import tiny, tiny_image  # noqa: E402
 
+
+def command(name: str, guess: str) -> str:
+    """The command that puts a function in the place of the wrong one."""
+    return f"sed -i s/{tiny_image.BUGS[name][0]}/{guess}/ {name}.py"
+
+
 GUESSES = ("plus", "minus", "times")
 OPEN, CLOSE = '<tool_call>{"name": "bash", "arguments": {"command": "', '"}}</tool_call>'
 PIECES = ["<tool_call>", "</tool_call>", '{"name": "bash", "arguments": {"command": "', '"}}']
-PIECES += ["sed -i s/", "/", ".py", *GUESSES, *tiny_image.BUGS]
+PIECES += [command(name, guess) for name in tiny_image.BUGS for guess in GUESSES]  # a token each
 # The calls of earlier answers are written too: where they end, the next message begins.
 TEMPLATE = (
     "{% for m in messages %}{{ '<assistant>' if m.role == 'assistant' else '<user>' }}"
@@ -43,11 +49,6 @@ TEMPLATE = (
 )
 TRAIN_ROWS = 3072  # the three of them in turn
 SHOWN = "[no output]"  # by a command that says nothing
-
-
-def command(name: str, guess: str) -> str:
-    """The command that puts a function in the place of the wrong one."""
-    return f"sed -i s/{tiny_image.BUGS[name][0]}/{guess}/ {name}.py"
 
 
 def tiny_row(row: dict, name: str) -> dict:

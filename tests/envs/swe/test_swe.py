@@ -224,7 +224,7 @@ def test_an_episode_without_room_that_solves_is_masked(row):
 def test_a_command_has_its_time(row, monkeypatch):
     monkeypatch.setattr("envs.swe.swe_tools.COMMAND_SECONDS", 1.0)
     ended, seen = episode(row, calling("bash", command="sleep 99"), FIX, "Done.")
-    assert "the command was ended after 1 s" in seen[1][-1]["content"] and ended.reward.value == 1
+    assert "[the command was ended after" in seen[1][-1]["content"] and ended.reward.value == 1
 
 
 @slow
@@ -261,6 +261,32 @@ def test_the_time_of_an_episode_masks_it(row, monkeypatch, late):
 
 
 @slow
+def test_the_start_of_a_box_takes_none_of_the_agents_time(row, monkeypatch):
+    prepare = swe_judge.prepare
+
+    async def slowly(*given):
+        await asyncio.sleep(2)
+        await prepare(*given)
+
+    monkeypatch.setattr(desk, "AGENT_SECONDS", 2.0)
+    monkeypatch.setattr(swe_judge, "prepare", slowly)
+    ended, _ = episode(row, FIX, "Done.")
+    assert (ended.reward.value, ended.reward.info["ended"]) == (1, "answer")
+
+
+@slow
+def test_a_deadline_of_the_engine_is_none_of_the_agent(row):
+    class Late(Script):
+        async def chat(self, messages, tools=None):
+            if self.seen:
+                raise TimeoutError("the engine")
+            return await super().chat(messages, tools)
+
+    with pytest.raises(TimeoutError, match="the engine"):
+        episode(row, FIX, policy=Late)
+
+
+@slow
 def test_an_agent_has_half_of_what_a_rollout_may_take(row):
     services.configure(services.current(), Limits(2.0))
     ended, _ = episode(row, calling("bash", command="sleep 60"), policy=Slow)
@@ -275,6 +301,7 @@ def test_the_memory_of_a_box_masks_its_episode(row, monkeypatch):
     ended, _ = episode(row, FIX, calling("bash", command=eats), "Done.")
     assert (ended.reward.value, ended.masked) == (0, True)
     assert ended.reward.info["reason"] == "memory" and ended.reward.info["memory"] == 1
+    assert len(ended.turns) == 2, "nothing can be done in it any more"
 
 
 @slow
