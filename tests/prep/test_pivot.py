@@ -63,6 +63,7 @@ def test_each_turn_with_a_call_is_a_row_of_what_came_before(pivot):
     assert first["responses_create_params"] == {"input": MESSAGES[:2], "tools": TOOLS}
     assert json.loads(first["expected_action"]["arguments"]) == {"command": "ls"}
     assert (first["turn"], second["turn"]) == (2, 6)
+    assert "sed" in second["expected_action"]["arguments"], "the first of two calls"
     assert second["trajectory_id"] == "me__calc-12" and second["dataset"] == "own"
     asked = second["responses_create_params"]["input"]
     assert len(asked) == 6 and asked[2]["content"] == "I look."

@@ -204,9 +204,8 @@ def test_another_python_has_the_tables(swe, python):
         and smith["base_commit"] == "HEAD"
         and smith["log_parser"] == "swesmith"
     )
-    assert "-    return x / 2\n+    return x // 2" in smith["patch"].replace(
-        "+    return x // 2\n-    return x / 2", "-    return x / 2\n+    return x // 2"
-    )
+    repaired = "+    return x // 2\n-    return x / 2"
+    assert smith["patch"] == PATCH.replace("-    return x // 2\n+    return x / 2", repaired)
 
 
 PATCHES = {  # the first files, and those that a patch makes of them
