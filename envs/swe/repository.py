@@ -86,7 +86,7 @@ async def start_of(box: Box, row: dict, hidden: tuple[str, ...] = ()) -> str:
 
 
 async def patched(box: Box, row: dict, patch: str, start: str) -> list[str]:
-    """Applies a patch but for what it may not change; the paths of that. Raises Refused."""
+    """Applies a patch except what it may not change; the paths of that. Raises Refused."""
     if not patch.strip():
         return []
     await put(box, PATCH, patch.encode("utf-8", "replace"))

@@ -13,7 +13,7 @@ and of SWE-smith, whose image has the repaired files, `start_patch`, which break
 A script that applies the tests' patch itself has the two marks of SWE-bench's around its tests.
 
 What makes a reward hard to steal: only the patch leaves the agent's box. Of the patch, files that
-steer a test run (DROPPED), links, binary files and the tests' own files are undone, but for those
+steer a test run (DROPPED), links, binary files and the tests' own files are undone, except those
 that the row's own repair changes. The tests come from `base_commit` and `test_patch`. Their log
 counts from a random mark on; a test that failed once has failed. A file of the tests gets two more
 under random names: one must fail, the other must pass, and the exit code must tell of a failure.

@@ -370,7 +370,6 @@ async def test_rows_of_r2e(r2e):
 async def test_rows_whose_image_holds_the_repair(image, row):
     """Those of SWE-smith: a patch breaks the files first, and the tests are there."""
     wrong = GOLD.replace("x + x", "x")
-    fixed = git("rev-parse", "v2", at=image / "testbed").strip()
     smith = row | {"base_commit": "HEAD", "log_parser": "swesmith", "test_patch": ""}
     smith |= {"start_patch": diff("calc.py", GOLD, wrong), "patch": diff("calc.py", wrong, GOLD)}
     smith |= {"tests": {"kind": "script", "script": RUN.replace("-rA", "-vv")}}
