@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from envs.rollout import services
-from envs.swe import sif, swe_judge
+from envs.swe import repository, sif, swe_judge
 from envs.swe.box import Box, Size
 from envs.swe.swe_judge import Verdict
 from envs.swe.swe_tools import FINISH, Tools
@@ -113,7 +113,7 @@ class Desk:
         began = time.monotonic()
         image = sif.find(self.row["image"])
         box = await self.stack.enter_async_context(Box(image, self.row["workdir"], SIZE))
-        await swe_judge.prepare(box, self.row)
+        await repository.prepare(box, self.row)
         self.end += time.monotonic() - began
         self.tools = Tools(self.harness, box, self.row["workdir"])
         return self.tools
@@ -124,7 +124,7 @@ class Desk:
         try:
             await self.catch_up()
             if self.tools and not self.tools.box.gone:
-                patch = await swe_judge.patch_of(self.tools.box, self.row)
+                patch = await repository.patch_of(self.tools.box, self.row)
         except Over as over:
             ended = str(over)
         info = {"turns": float(len(self.turns)), "commands": float(self.commands)}

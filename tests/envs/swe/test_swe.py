@@ -17,7 +17,7 @@ from envs.rollout.drafts import DraftBook
 from envs.rollout.episode import Episode, stitch
 from envs.rollout.services import CheckerError, Limits
 from envs.sandbox import sandbox
-from envs.swe import desk, swe, swe_judge
+from envs.swe import desk, repository, swe, swe_judge
 from envs.swe.box import Box
 from envs.swe.swe_judge import Verdict
 from envs.swe.swe_tools import OUTPUT, Tools, tool_sets
@@ -262,14 +262,14 @@ def test_the_time_of_an_episode_masks_it(row, monkeypatch, late):
 
 @slow
 def test_the_start_of_a_box_takes_none_of_the_agents_time(row, monkeypatch):
-    prepare = swe_judge.prepare
+    prepare = repository.prepare
 
     async def slowly(*given):
         await asyncio.sleep(2)
         await prepare(*given)
 
     monkeypatch.setattr(desk, "AGENT_SECONDS", 2.0)
-    monkeypatch.setattr(swe_judge, "prepare", slowly)
+    monkeypatch.setattr(repository, "prepare", slowly)
     ended, _ = episode(row, FIX, "Done.")
     assert (ended.reward.value, ended.reward.info["ended"]) == (1, "answer")
 
