@@ -41,7 +41,9 @@ def make_image(root: Path, files: dict[str, str]) -> Path:
         if not program:
             continue
         source = Path(program).resolve()
-        linked = subprocess.run(["ldd", source], text=True, capture_output=True).stdout.split()
+        # Without LD_PRELOAD, which a test may have set for vLLM.
+        said = subprocess.run(["ldd", source], text=True, capture_output=True, env={"PATH": "/bin"})
+        linked = said.stdout.split()
         for file in {Path(word) for word in linked if word.startswith("/")}:
             if not (root / str(file)[1:]).exists():
                 place(file.resolve(), root / str(file)[1:])
