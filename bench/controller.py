@@ -49,7 +49,8 @@ ANSWERS = {"open_store": ("127.0.0.1", 0), "open_sync_group": (b"", "127.0.0.1",
 ANSWERS |= {"join_sync_group": [1], "generate": [None], "probe_gaps": [0.0] * ENGINES}
 ANSWERS |= {"send_weights": 0, "update_weights": Received(PHASES, [], {"wait_for_training": 0.0})}
 TABLE = {("position", str(i)): [1e6, 1e6, 1e4, 1e3, 0.1] for i in range(12)}
-STEP = {f"metric_{i}": 1.0 for i in range(20)} | {"train_seconds": 1.0}, TABLE, []
+MEASURED = dict.fromkeys((f"metric_{i}" for i in range(20)), 1.0)
+STEP = MEASURED | {"train_seconds": 1.0, "train_tokens": 1.0}, TABLE, []
 
 
 def infos(numbers: np.random.Generator) -> bytes:
