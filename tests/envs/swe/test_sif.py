@@ -116,6 +116,7 @@ def test_what_is_missing_is_named_at_the_start(tmp_path, monkeypatch):
         changed.setattr(shutil, "which", {"bwrap": "/usr/bin/bwrap"}.get)
         assert "squashfuse_ll is not on the path: apt install" in services.problem("boxes")
     monkeypatch.setattr(shutil, "which", str)
+    monkeypatch.setattr(os, "access", lambda *_: True)
     assert not services.problem("boxes")
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert "/dev/fuse cannot be opened" in services.problem("boxes")
