@@ -17,6 +17,8 @@ without is not computed by ours, so it cannot fail the filter and stays in the d
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -85,12 +87,12 @@ def make_groups(policy: Policy, agreeing: int, cfg: Config) -> list[Group]:
     return groups
 
 
-def packed(groups: list[Group], cfg: Config) -> list[Batch]:
-    """The rows that a single rank trains."""
+def packed(groups: list[Group], cfg: Config) -> tuple[Update, list[Batch]]:
+    """The update of a single rank, and its rows."""
     (share,) = plan_step(groups, cfg)
     (update,) = share.updates
     rows = [[groups[share.groups[g]].samples[j] for g, j in row] for row in update.rows]
-    return [pack(samples, update, cfg) for samples in rows]
+    return update, [pack(samples, update, cfg) for samples in rows]
 
 
 def flat(tensors: Any) -> Tensor:
@@ -122,14 +124,13 @@ def main() -> None:
     print("| groups that agree | one pass, s | two passes, s | ratio |\n|---|---|---|---|")
     for agreeing in (0, P // 2):
         groups = make_groups(policy, agreeing, recipe)
-        work: list[tuple] = [(Trainer.update, trainer, packed(groups, ours))]
-        work += [(two_passes, policy, packed(groups, recipe))]
+        work: list[Callable] = [partial(trainer.update, *packed(groups, ours))]
+        work += [partial(two_passes, policy, packed(groups, recipe)[1])]
         seconds: list[list[float]] = [[], []]
         for repetition in range(repetitions):
             for i in (0, 1) if repetition % 2 else (1, 0):
-                train, trained, rows = work[i]
                 began = time.process_time()
-                train(trained, rows)
+                work[i]()
                 seconds[i].append(time.process_time() - began)
             mine, theirs = gradient(trainer.policy), gradient(policy)
             error = float((mine - theirs).norm() / theirs.norm())
