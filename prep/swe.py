@@ -66,7 +66,7 @@ class Swe:
             for row in self.rows(found):
                 if not judged or judged.keeps(row):
                     output.write(row)
-            print("\n".join([*summary(found), *(judged.told() if judged else ())]))
+            print("\n".join([*summary(found), *(judged.lines() if judged else ())]))
         return int(bool(judged and judged.unjudged))
 
     def rows(self, found: dict[str, Found]) -> Iterator[dict]:

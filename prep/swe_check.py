@@ -68,10 +68,10 @@ class Checked:
                 try:
                     why = await verdict(row)
                 except CheckerError as error:
-                    told = str(error).replace(row["instance_id"], "INSTANCE")
-                    told = told.replace(PurePath(row["image"]).stem, "IMAGE")
-                    self.unjudged[told] += 1
-                    self.first.setdefault(told, row["instance_id"])
+                    why = str(error).replace(row["instance_id"], "INSTANCE")
+                    why = why.replace(PurePath(row["image"]).stem, "IMAGE")
+                    self.unjudged[why] += 1
+                    self.first.setdefault(why, row["instance_id"])
                     continue
                 self.verdicts[key] = why
                 line = {"instance_id": row["instance_id"], "row": key, "why": why}
@@ -82,7 +82,7 @@ class Checked:
             for _ in range(at_once):
                 group.create_task(work())
 
-    def told(self) -> list[str]:
+    def lines(self) -> list[str]:
         """What became of the rows."""
         judged = self.kept + self.left.total()
         share = f" ({self.kept / judged:.1%})" if judged else ""

@@ -12,7 +12,7 @@ Row, as `data_prep.py swe` makes it: `instance_id`, `image`, `workdir`, `base_co
     input       of responses_create_params: the prompt; where it is empty, one of ours
 Ours has one of three styles, by the instance's id, so that a group shares it; the style is also the
 tool set where the row names none. Rows of an agent `..._val` have the first one.
-The agent is told id, statement and base commit, and no other field is in its container.
+The agent sees id, statement and base commit; no other field is in its container.
 
 What ends an episode, and what becomes of it:
     no patch, or one that does not apply or that the tests refuse    0.0, `reason`
@@ -25,7 +25,7 @@ once they matter; an episode that had ended is not played again, nor judged twic
 
 Source: NeMo-Gym's responses_api_agents/swe_agents, whose reward, limits and masks these are. There
 an episode that the node broke earns 0.
-Known leaks: those of envs/swe/swe_judge.py. A repair that its tests do not tell from a right one.
+Known leaks: those of envs/swe/swe_judge.py, and a wrong repair that passes all tests.
 """
 
 import random
@@ -108,8 +108,8 @@ def prompt(row: dict) -> list[dict]:
     system, _, user = text.partition("-----\n")
     parts = {"workdir": row["workdir"], "base_commit": row["base_commit"]}
     asked = user.format(**parts, statement=row["problem_statement"].strip())
-    told = {"system": system, "user": asked}
-    return [{"role": role, "content": said.strip()} for role, said in told.items()]
+    messages = {"system": system, "user": asked}
+    return [{"role": role, "content": text.strip()} for role, text in messages.items()]
 
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":

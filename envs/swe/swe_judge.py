@@ -16,7 +16,7 @@ What makes a reward hard to steal: only the patch leaves the agent's box. Of the
 steer a test run (DROPPED), links, binary files and the tests' own files are undone, except those
 that the row's own repair changes. The tests come from `base_commit` and `test_patch`. Their log
 counts from a random mark on; a test that failed once has failed. A file of the tests gets two more
-under random names: one must fail, the other must pass, and the exit code must tell of a failure.
+under random names: one must fail, the other must pass, and the exit code must show a failure.
 
 Known leaks: patched code runs in the process that writes the log. One that looks for the two tests
 can make the rest pass; `tampered` is 1 where a patch looks like that (SIGNS), or was caught.

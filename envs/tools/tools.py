@@ -31,7 +31,7 @@ class Talk:
 
 
 class Speaker(Protocol):
-    """Who answers: a Sampler, or what an environment puts in front of it."""
+    """Samples answers: a Sampler, or what an environment puts in front of it."""
 
     async def chat(self, messages: list[dict], tools: list | None = None) -> Turn:
         """The answer to a conversation."""
