@@ -439,8 +439,12 @@ def popen(command: list[str], channel: int, errors: int) -> subprocess.Popen:
 async def start(command: list[str], **options: Any) -> asyncio.subprocess.Process:
     """A process in a session of its own, which sees nothing of this environment but the path."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
-    begun = asyncio.create_subprocess_exec(*command, **alone() | pipes | options)
-    made = asyncio.ensure_future(begun)
+
+    async def begin() -> asyncio.subprocess.Process:
+        keep_descriptors(options.get("pass_fds", ()))
+        return await asyncio.create_subprocess_exec(*command, **alone() | pipes | options)
+
+    made = asyncio.ensure_future(begin())
     try:
         return await asyncio.shield(made)
     except asyncio.CancelledError:
@@ -448,6 +452,17 @@ async def start(command: list[str], **options: Any) -> asyncio.subprocess.Proces
         raise
     except OSError as error:
         raise CheckerError(f"the sandbox cannot start {command[0]}: {error}") from None
+
+
+def keep_descriptors(given: Iterable[int]) -> None:
+    """Lets a child inherit the streams of this process and what is given, no other descriptor.
+
+    uvloop, on which Ray runs this process, ignores close_fds: its children would get what other
+    runs were given, and Ray's logs to write to.
+    """
+    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *given}:
+        with contextlib.suppress(OSError):  # it is closed meanwhile
+            os.set_inheritable(descriptor, False)
 
 
 def place() -> asyncio.Semaphore:

@@ -462,3 +462,20 @@ def test_without_bubblewrap_only_checks_that_execute_nothing_run(monkeypatch, ca
     assert "rights of this user: bwrap is not on the path" in line
     with pytest.raises(CheckerError, match="cannot be isolated: bwrap is not on the path"):
         sandbox.around([], True)
+
+
+def test_a_run_inherits_no_file_of_its_worker_on_the_loop_of_ray(tmp_path):
+    """Nor what another run is given: both start at once."""
+    uvloop = pytest.importorskip("uvloop")
+    look = ["bash", "-c", "readlink /proc/$$/fd/*; cat a"]
+
+    async def two() -> list[sandbox.Ran]:
+        runs = (sandbox.run(look, files={"a": name}) for name in ("one", "two"))
+        return await asyncio.gather(*runs)
+
+    with open(tmp_path / "worker.log", "w") as log:
+        os.set_inheritable(log.fileno(), True)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runs = runner.run(two())
+    assert [ran.stdout.split("\n")[-1] for ran in runs] == ["one", "two"]
+    assert not any("worker.log" in ran.stdout for ran in runs)
