@@ -356,7 +356,7 @@ def test_changed_answers_change_the_files_otherwise(row):
             continue
 
 
-@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))  # too long for an environment
 def test_hostile_answers(row, text):
     began = time.perf_counter()
     for answer in (text, f"<solution>{text}</solution>", f"```\n### a\n<<<<<<< SEARCH\n{text}"):
