@@ -29,8 +29,8 @@ ELSEWHERE = {
     "launch/setup.sh": "launch/test_setup.py",
     "launch/attach.sh": "test_slurm.py",
     "data_prep.py pivot": "prep/test_pivot.py",
-    "--check": "prep/test_swe.py",
-    ".venv-swe": "prep/test_swe.py",
+    "--check": "prep/test_swe_rows.py",
+    ".venv-swe": "prep/test_swe_rows.py",
 }
 STAGES = ("rlvr1", "rlvr2", "rlvr3", "swe1", "swe2", "rlhf")
 IN_HUB = {  # the folder that stands for each
