@@ -5,13 +5,13 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
 from core import waits
-from core.waits import Ref, answer, together, unless_stopped, within
+from core.waits import Ref, answer, within
 from envs.rollout import services
 from envs.rollout.episode import Group, SampleInfo
 from runtime.cluster import Cluster, cancel, cpus, kill
@@ -220,24 +220,6 @@ class Dispatcher:
                     await self.write(written)
                     return Group(slot.number, version, row["_line"], found, samples)
             await asyncio.sleep(2**tries.failed)
-
-    async def roll_out_all(
-        self, rows: Sequence[dict], slots: Sequence[Slot], n: int, stop: Coroutine
-    ) -> list[Group | BaseException] | None:
-        """n rollouts of each row, or the error of a row that failed; None once `stop` returns.
-
-        The first RunError ends them all, and is raised.
-        """
-
-        async def result(row: dict, slot: Slot) -> Group | BaseException:
-            try:
-                return await self.roll_out(row, slot, n, slot.evaluation or 0)
-            except RunError:
-                raise
-            except Exception as error:
-                return error
-
-        return await unless_stopped(stop, asyncio.ensure_future(together(map(result, rows, slots))))
 
     async def evaluate(self, run: Any) -> None:
         """Rolls out the validation rows of a `Run` (runtime/evaluation.py)."""

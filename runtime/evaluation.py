@@ -1,10 +1,15 @@
 """Rollouts of the validation rows, which train nothing."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from core.waits import together, unless_stopped
+from settings.errors import RunError
+
 if TYPE_CHECKING:
-    from envs.rollout.episode import SampleInfo
-    from runtime.dispatch import Slot
+    from envs.rollout.episode import Group, SampleInfo
+    from runtime.dispatch import Dispatcher, Slot
 
 
 async def evaluate(run: Any, slots: "list[Slot]") -> None:
@@ -20,8 +25,8 @@ async def evaluate(run: Any, slots: "list[Slot]") -> None:
         return
     run.log.note(f"evaluating version {version} (prompts: {len(slots)})")
     leaves = run.buffer.until(lambda: bool(run.leaving))
-    roll_out_all = run.dispatcher.roll_out_all
-    results = await roll_out_all(run.val_rows, slots, cfg.data.val_samples, leaves)
+    asked = roll_out_all(run.dispatcher, run.val_rows, slots, cfg.data.val_samples)
+    results = await unless_stopped(leaves, asyncio.ensure_future(asked))
     if results is None:
         return
     answered: list[list[SampleInfo]] = []
@@ -35,3 +40,22 @@ async def evaluate(run: Any, slots: "list[Slot]") -> None:
         raise RuntimeError(f"every validation row failed, the last by {results[-1]!r}")
     run.log.evaluation(version, answered, len(slots) - len(answered))
     run.evaluated = version
+
+
+async def roll_out_all(
+    dispatcher: "Dispatcher", rows: Sequence[dict], slots: "Sequence[Slot]", n: int
+) -> "list[Group | BaseException]":
+    """n rollouts of each row, or the error of a row that failed.
+
+    The first RunError ends them all, and is raised.
+    """
+
+    async def result(row: dict, slot: "Slot") -> "Group | BaseException":
+        try:
+            return await dispatcher.roll_out(row, slot, n, slot.evaluation or 0)
+        except RunError:
+            raise
+        except Exception as error:
+            return error
+
+    return await together(map(result, rows, slots))

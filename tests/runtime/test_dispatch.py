@@ -15,6 +15,7 @@ from envs.rollout.services import Away, Report
 from grpo_async import Config
 from runtime import dispatch
 from runtime.dispatch import Dispatcher, Slot
+from runtime.evaluation import roll_out_all
 from runtime.fleet import CHECK_SECONDS
 from settings.errors import RunError
 from support.actors import Actor, Answer
@@ -156,12 +157,11 @@ async def test_an_error_of_the_run_ends_an_evaluation_at_once(setting):
     """The rows that are not answered yet would each wait for the same; other errors are results."""
     made = setting(answers=[ValueError("bad row"), "infos"], attempts=1)
 
-    async def roll_out_all():
+    async def all_rows():
         slots = [Slot(i, 4) for i in range(3)]
-        never = asyncio.Event().wait()
-        return await made.dispatcher.roll_out_all([ROW] * 3, slots, 1, never)
+        return await roll_out_all(made.dispatcher, [ROW] * 3, slots, 1)
 
-    failed, *groups = await roll_out_all()
+    failed, *groups = await all_rows()
     assert str(failed) == "bad row" and [group.infos for group in groups] == ["infos"] * 2
 
     async def hang(lines):
@@ -172,7 +172,7 @@ async def test_an_error_of_the_run_ends_an_evaluation_at_once(setting):
 
     made.dispatcher.write = hang
     with pytest.raises(WriteError, match="hangs"):
-        await asyncio.wait_for(roll_out_all(), 5)
+        await asyncio.wait_for(all_rows(), 5)
     assert len(made.fleet.given_back) == 6
 
 
