@@ -799,13 +799,13 @@ class Run:
     # A checkpoint of a run that differs in these, or in its adapters, is refused.
     STREAM = ("prompts_per_step", "group_size", "data.train")
     MUST_MATCH = (*STREAM, "policy.replay_routing")
+    ACTORS: tuple[type, type] = (Trainer, RolloutWorker)
     MAX_DROPPED = 20  # prompts in a row; the next one ends the run with its error
 
     def __init__(self, cfg: Config, rows: Sequence[dict], val_rows: Sequence[dict]):
         self.cfg = cfg
-        self.rows = rows
-        self.val_rows = val_rows
-        self.cluster = Cluster(cfg, Trainer, RolloutWorker)
+        self.rows, self.val_rows = rows, val_rows
+        self.cluster = Cluster(cfg, *self.ACTORS)
         self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag, cfg.train_parts)
         self.progress = Progress()
         self.log = Log()
@@ -881,11 +881,10 @@ class Run:
     async def fill(self, slot: int) -> None:
         """Rolls out a slot's prompt; one that keeps failing gives way to the next."""
         progress = self.progress
-        G = self.cfg.group_size
         while True:
             row = self.rows[progress.in_flight[slot] % len(self.rows)]
             try:
-                group = await self.dispatcher.roll_out(row, Slot(slot), G, self.buffer.version)
+                group = await self.roll_out(row, Slot(slot))
                 break
             except Exception as error:
                 self.buffer.dropped[type(error).__name__] += 1
@@ -900,10 +899,13 @@ class Run:
         self.buffer.put(group)
         self.log.show_ready(len(self.buffer.ready))
 
+    async def roll_out(self, row: dict, slot: Slot) -> Group:
+        """A prompt's group, as it is trained on."""
+        return await self.dispatcher.roll_out(row, slot, self.cfg.group_size, self.buffer.version)
+
     async def train_forever(self) -> None:
         """Takes each step's groups, trains, syncs; reads like synchronous GRPO."""
-        cfg = self.cfg
-        buffer = self.buffer
+        cfg, buffer = self.cfg, self.buffer
         saved = buffer.version
         if saved and not self.checkpoints.exist():  # it came from another folder's checkpoint
             await self.save()
@@ -938,8 +940,8 @@ class Run:
 
     async def sync_or_leave(self, version: int) -> dict[str, float]:
         """`Engines.sync`; {} once the run is to leave and no engine lives, so that it can save."""
-        sync = self.engines.sync(version)
-        return await self.engines.fleet.unless_left(sync, lambda: self.leaving)
+        fleet = self.engines.fleet
+        return await fleet.unless_left(self.engines.sync(version), lambda: self.leaving)
 
     def is_due(self, period: int) -> bool:
         """Whether something is to be done at this version: every `period`, and at the end."""
