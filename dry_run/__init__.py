@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from os.path import isfile
 from pathlib import Path
 
-from dry_run import megatron_sizes, pace
+from dry_run import megatron_sizes, pace, teachers
 from envs.rollout import pairs, services
 from policy import logprobs, shape, sizes
 from policy.gpus import GIB, Gpu, planned
@@ -21,6 +21,7 @@ from runtime import layout
 from runtime.preflight import check_arguments, lacking
 from settings.errors import InputError
 from settings.run import RunSettings, TrainingSettings
+from settings.teachers import TeacherSettings
 from settings.values import flatten
 
 JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
@@ -49,6 +50,7 @@ def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = No
         *(megatron_rows(model, cfg, gpu) if megatron else trainer_rows(model, cfg, gpu)),
         *checkpointing_rows(model, asked, cfg, gpu),
         *(engine_rows(model, cfg, gpu) if isinstance(cfg, RunSettings) else []),
+        *(teacher_rows(cfg, gpu) if isinstance(cfg, TeacherSettings) else []),
         *any_step_rows(model, cfg, gpu),
         *slurm_rows(model, cfg, gpu),
         *assumptions(cfg, gpu),
@@ -112,7 +114,7 @@ def changed(cfg: TrainingSettings, Config: type) -> list[str]:
 def gpu_rows(cfg: TrainingSettings) -> list[str]:
     """GPUs by role, and the nodes that hold them."""
     gpus = layout.gpus(cfg)
-    count, tp, share = cfg.demand
+    count, tp, share, others = cfg.demand
     ranks = cfg.policy.ranks
     nodes = f"nodes of {pace.NODE_GPUS}: {math.ceil(len(gpus) / pace.NODE_GPUS)}"
     shared = f"GPUs shared by both: {sum(len(gpu) > 1 for gpu in gpus)}"
@@ -121,8 +123,30 @@ def gpu_rows(cfg: TrainingSettings) -> list[str]:
         "GPUs",
         *([row("engines", f"{count * tp * share:g}", engine)] if count else []),
         row("trainers", f"{ranks * share:g}", f"{ranks} x share {share:g}"),
+        *([row("teachers", f"{sum(n for n, _ in others)}", teachers_note(cfg))] if others else []),
         row("together", f"{len(gpus)}", f"{nodes}; {shared}"),
     ]
+
+
+def teachers_note(cfg: TeacherSettings) -> str:
+    """The ranks of each teacher that has some."""
+    return ", ".join(f"{host} {cfg.layout_of(host).ranks}" for host in cfg.hosts)
+
+
+def teacher_rows(cfg: TeacherSettings, gpu: Gpu) -> list[str]:
+    """Memory of a teacher's rank, and the share of a step in which it is busy."""
+    lines = ["teachers: memory of a rank, GiB; of a step, seconds"]
+    share = teachers.shares(cfg)
+    step = pace.step_seconds(shape.read_model(cfg.model), cfg, gpu)
+    for host, busy in pace.teacher_seconds(cfg, gpu).items():
+        layout = cfg.layout_of(host)
+        held = len(cfg.models_beside(cfg.teachers[host]))
+        models = f", {held} models" if held > 1 else ""
+        note = f"of {gib(gpu.memory)}; {layout.kind}, {layout.ranks} ranks{models}"
+        lines.append(row(host, gib(teachers.rank_bytes(cfg, host)), note))
+        what = f"scores {share[host]:.0%} of the rows; busy {busy / step:.0%} of a step"
+        lines.append(row("", f"{busy:,.2f}", what))
+    return lines
 
 
 def other_checkpointing(cfg: TrainingSettings) -> TrainingSettings:
@@ -392,6 +416,8 @@ def problems(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
         found += [f"policy.tp = {cfg.policy.tp}: a node has {pace.NODE_GPUS} GPUs"]
     if isinstance(cfg, RunSettings):
         found += engine_problems(model, cfg, gpu)
+    if isinstance(cfg, TeacherSettings):
+        found += teachers.problems(cfg, gpu, pace.NODE_GPUS)
     if unknown := sorted({*cfg.policy.lora_targets} - model.linear.keys()):
         known = ", ".join(model.linear)
         found += [f"policy.lora_targets: no linear layer is called {unknown[0]!r}, but {known}"]

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from dry_run import megatron_sizes
+from dry_run import megatron_sizes, teachers
 from policy import sizes
 from policy.gpus import Gpu
 from policy.shape import Model
@@ -18,6 +18,7 @@ from runtime.placement import node_mates
 from settings.errors import InputError
 from settings.pairs import PairSettings
 from settings.run import RunSettings
+from settings.teachers import TeacherSettings
 
 if TYPE_CHECKING:
     from settings.run import TrainingSettings
@@ -235,7 +236,16 @@ def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
         first = max(generation, longest / (cfg.max_lag + 1))
         return {"generation + training": first + (training if shared else last)}
     chain = (longest + last) / (cfg.max_lag + 1)
-    return {"generation": generation, "training": training, "longest rollout": chain}
+    scoring = {f"the teacher {host}": s for host, s in teacher_seconds(cfg, gpu).items()}
+    return {"generation": generation, "training": training, "longest rollout": chain} | scoring
+
+
+def teacher_seconds(cfg: RunSettings, gpu: Gpu) -> dict[str, float]:
+    """Seconds in which each teacher scores its share of a batch of mean responses."""
+    if not isinstance(cfg, TeacherSettings):
+        return {}
+    keys = MEAN_SHARE * response_limit(cfg) / 2
+    return teachers.seconds(cfg, MEAN_SHARE * step_tokens(cfg), keys, MFU * gpu.flops)
 
 
 def step_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
@@ -261,7 +271,7 @@ def split(cfg: RunSettings, engines: int, ranks: int) -> RunSettings:
 
 def splits(model: Model, cfg: RunSettings, gpu: Gpu) -> list[RunSettings]:
     """cfg with each split of its GPUs that holds the trainer, fewest engines first."""
-    total = len(gpus(cfg))
+    total = sum("teacher" not in gpu for gpu in gpus(cfg))
     tp = cfg.engine.tensor_parallel
     layout = cfg.policy
     unit = math.lcm(layout.tp * layout.cp * layout.pp, layout.pp * layout.ep)  # 1 under FSDP

@@ -106,7 +106,8 @@ def gpus(cfg: dict[str, Any], has_engines: bool) -> int:
     """How many GPUs engines and trainer ranks take, as runtime/placement.py counts them."""
     size = cfg["engine.tensor_parallel"]
     workers = cfg["engine.count"] * size * has_engines
-    share = shares(SimpleNamespace(demand=(cfg["engine.count"], size, cfg["gpu_share"])))
+    demand = SimpleNamespace(engine_gpus=size, share=cfg["gpu_share"])
+    share = shares(SimpleNamespace(demand=demand))
     ranks = cfg["policy.ranks"]
     return ranks + math.ceil(max(0, workers - ranks * share.beside) / share.alone)
 

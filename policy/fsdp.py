@@ -80,8 +80,9 @@ class FSDPPolicy:
     """A `Policy` for any dense Hugging Face model; `trainable=False` makes a frozen copy.
 
     Needs the default process group. Weights, gradients and moments are float32 and sharded; on GPU
-    (the current device) the network computes in bf16. Raises ValueError where the checkpoint lacks
-    a tensor, RuntimeError where packing would mix sequences or the head is more than a matrix.
+    (the current device) the network computes in bf16, and a frozen one is kept so. Raises
+    ValueError where the checkpoint lacks a tensor, RuntimeError where packing would mix sequences
+    or the head is more than a matrix.
     """
 
     def __init__(
@@ -94,11 +95,12 @@ class FSDPPolicy:
         self.dp_group: dist.ProcessGroup | None = None
         self.reports = True  # every rank trains rows of its own
         self.device = torch.device("cuda" if gpu else "cpu")
+        self.kept = torch.bfloat16 if gpu and not trainable else torch.float32
         config = AutoConfig.from_pretrained(model)
         attends = attention.prepared(settings.attention, config)
         make: Any = AutoModelForCausalLM.from_config  # typed as if it took a model's name
         with torch.device("meta"):
-            self.lm = make(config, dtype=torch.float32, attn_implementation=attends)
+            self.lm = make(config, dtype=self.kept, attn_implementation=attends)
             # Its state dict has no FSDP hooks: it is written beside training.
             dtype = torch.bfloat16 if gpu else torch.float32
             self.shell = make(copy.deepcopy(self.lm.config), dtype=dtype)
@@ -129,11 +131,11 @@ class FSDPPolicy:
         self._check_architecture()
 
     def _read(self) -> None:
-        """Fills the shards, in float32. Raises ValueError naming a tensor that lacks or is NaN."""
+        """Fills the shards. Raises ValueError naming a tensor that lacks or is NaN."""
         lm = self.lm
         # from_pretrained fills what its class makes, and of a DTensor the rows of this rank alone.
         made: Any = type("Made", (type(lm),), {"__new__": lambda cls, config: lm})
-        how = {"dtype": torch.float32, "output_loading_info": True}
+        how = {"dtype": self.kept, "output_loading_info": True}
         _, loaded = made.from_pretrained(self.folder, key_mapping=self.adapters.renamed, **how)
         self.adapters.start()
         # Rotary tables were computed on the CPU; shards may still be views of a mapped file.

@@ -33,14 +33,14 @@ def trained(model: Model, cfg: "TrainingSettings") -> int:
 
 
 def states(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
-    """Bytes that a rank always holds: float32, sharded over the ranks, 4 x parameters each."""
+    """Bytes that a rank always holds, sharded: float32, 4 x parameters each; a reference bf16."""
     model_shard = 4 * model.params / cfg.policy.ranks
     shard = 4 * trained(model, cfg) / cfg.policy.ranks
     adapters = shard if cfg.policy.lora_rank else 0
     held = {"weights, float32": model_shard + adapters}
     held |= {"gradients, float32": shard, "AdamW moments": 2 * shard}
     if cfg.has_reference and not cfg.policy.lora_rank:  # the model below adapters is theirs
-        held["reference of the KL"] = model_shard
+        held["reference of the KL"] = model_shard / 2
     return held
 
 

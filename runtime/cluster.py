@@ -13,7 +13,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from core.waits import within
 from policy import OWNER
 from runtime import placement
 from runtime.console import phase
@@ -86,27 +85,24 @@ class Cluster:
 
     async def start_trainers(self) -> None:
         """Starts the trainer ranks, which load the model of the configuration."""
-        cfg = self.cfg
+        cfg, homes = self.cfg, self.places.trainers
         phase(f"loading {shown(cfg.model)} (trainer ranks: {cfg.policy.ranks})")
-        options = {"concurrency_groups": {"io": 1, "watch": 2}}  # beside the thread that trains
         gpus = placement.shares(cfg).trainer
-        made = [
-            actor(self.Trainer, gpus, cfg, **options, **placement.on(home)).remote(cfg)
-            for home in self.places.trainers
-        ]
-        asked = asyncio.gather(*(trainer.call.remote(placement.where) for trainer in made))
-        found = await within(cfg.timeouts.start, "the trainers to start", asked)
-        order = self.places.in_order(found)
-        self.trainers = [made[i] for i in order]
-        homes = [node if gpus else "" for node, gpus in (found[i] for i in order)]
-        self.senders = [self.trainers[rank] for rank in (0, *placement.node_mates(cfg, homes))]
-        store = self.trainers[0].open_store.remote(cfg.policy.ranks)
-        address = await within(cfg.timeouts.start, "trainer rank 0 to start", store)
-        calls = (t.start.remote(rank, address) for rank, t in enumerate(self.trainers))
-        starts = asyncio.gather(*calls)
-        self.metas = (await within(cfg.timeouts.start, "the trainers to load", starts))[0]
-        closed = self.trainers[0].close_store.remote()
-        await within(cfg.timeouts.start, "trainer rank 0 to close its store", closed)
+        self.trainers, nodes, starts = await self.start_ranks(self.Trainer, cfg, gpus, homes)
+        self.metas = starts[0]
+        mates = placement.node_mates(cfg, nodes)
+        self.senders = [self.trainers[rank] for rank in (0, *mates)]
+
+    async def start_ranks(
+        self, cls: type, cfg: TrainingSettings, gpus: float, homes: list[str]
+    ) -> tuple[list[Any], list[str], list[Any]]:
+        """A network's ranks in order, the node of each ("" without GPUs), what `start` returned."""
+        from runtime import ranks
+
+        options = {"concurrency_groups": {"io": 1, "watch": 2}}  # beside the thread that computes
+        made = [actor(cls, gpus, cfg, **options, **placement.on(at)).remote(cfg) for at in homes]
+        found = await ranks.meet(made, f"{cls.__name__.lower()} rank", cfg, self.places)
+        return found.ranks, found.nodes if gpus else [""] * len(made), found.starts
 
     def start_worker(self) -> Any:
         """Starts a rollout worker."""

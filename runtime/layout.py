@@ -29,6 +29,7 @@ class Places(NamedTuple):
     nodes: list[Node]
     engines: list[str]
     trainers: list[str]
+    beside: Sequence[list[str]] = ()  # of each other network, in the order of `cfg.demand.beside`
 
     def free_home(self, taken: Iterable[str]) -> str:
         """A node for an engine beside those that are on nodes already."""
@@ -42,7 +43,7 @@ class Places(NamedTuple):
 
 
 def gpus(cfg: TrainingSettings) -> list[dict[str, int]]:
-    """The engines and trainer ranks of each GPU, as `shares` counts them."""
+    """The engines, trainer and teacher ranks of each GPU, as `shares` counts them."""
     share = shares(cfg)
     found: list[dict[str, int]] = [{"trainer": 1} for _ in range(cfg.policy.ranks)]
     for _ in range(cfg.demand.engines * cfg.demand.engine_gpus):
@@ -53,7 +54,7 @@ def gpus(cfg: TrainingSettings) -> list[dict[str, int]]:
             gpu = {}
             found.append(gpu)
         gpu["engine"] = gpu.get("engine", 0) + 1
-    return found
+    return found + [{"teacher": 1} for ranks, _ in others(cfg) for _ in range(ranks)]
 
 
 def started_engines(cfg: TrainingSettings) -> int:
@@ -70,24 +71,39 @@ def plan(cfg: TrainingSettings, nodes: list[Node]) -> Places:
     engines = started_engines(cfg)
     check_gpus(cfg, [node.gpus for node in nodes])
     if not any(node.gpus for node in nodes):
-        return Places(nodes, [""] * engines, [""] * cfg.policy.ranks)
+        beside = [[""] * ranks for ranks, _ in others(cfg)]
+        return Places(nodes, [""] * engines, [""] * cfg.policy.ranks, beside)
     share = shares(cfg)
     tp, size = cfg.policy.tp, cfg.demand.engine_gpus
     for order in (nodes, nodes[::-1]):  # nodes may differ in their GPUs
         free = {node.id: node.gpus for node in reversed(order)}
-        groups = fill(free, cfg.policy.ranks // tp, tp)
-        trainers = [home for home in groups for _ in range(tp)]
+        trainers = ranks_on(free, cfg.policy.ranks, tp)
+        beside = [ranks_on(free, *network) for network in others(cfg)]
         held = Counter(trainers)
         room = {n.id: free[n.id] * share.alone + held[n.id] * share.beside for n in order}
         homes = fill(room, engines, size)
-        if len(homes) == engines and len(trainers) == cfg.policy.ranks:
-            return Places(nodes, homes, trainers)
+        whole = all(len(on) == ranks for on, (ranks, _) in zip(beside, others(cfg), strict=True))
+        if len(homes) == engines and len(trainers) == cfg.policy.ranks and whole:
+            return Places(nodes, homes, trainers, beside)
     have = ", ".join(f"{count} x {gpus}" for gpus, count in Counter(n.gpus for n in nodes).items())
+    teachers = "".join(f", a teacher of {n} ranks with tp = {by}" for n, by in others(cfg))
     raise InputError(
         f"engine.count = {engines} with engine.tensor_parallel = {size}, and policy.ranks = "
-        f"{cfg.policy.ranks} with policy.tp = {tp}: expected each engine, and each group of tp "
-        f"ranks, on one node; the nodes have {have} GPUs"
+        f"{cfg.policy.ranks} with policy.tp = {tp}{teachers}: expected each engine, and each group "
+        f"of tp ranks, on one node; the nodes have {have} GPUs"
     )
+
+
+def others(cfg: TrainingSettings) -> tuple[tuple[int, int], ...]:
+    """(ranks, tp) of each network beside the trained one that the command starts."""
+    command = cfg.command
+    idle = command.replayed or command.export or command.eval_only
+    return () if idle else cfg.demand.beside
+
+
+def ranks_on(free: dict[str, int], ranks: int, tp: int) -> list[str]:
+    """The nodes of a network's ranks, tp side by side; fewer where there is no room."""
+    return [home for home in fill(free, ranks // tp, tp) for _ in range(tp)]
 
 
 def fill(free: dict[str, int], count: int, size: int) -> list[str]:
@@ -111,9 +127,13 @@ def check_gpus(cfg: TrainingSettings, gpus: Sequence[float]) -> None:
             raise InputError(f"{needs}: expected auto, or RAY_ADDRESS of another cluster")
         return
     share = shares(cfg)
-    needed = ranks + max(0, math.ceil((engines * size - ranks * share.beside) / share.alone))
+    teachers = sum(count for count, _ in others(cfg))
+    needed = (
+        ranks + teachers + max(0, math.ceil((engines * size - ranks * share.beside) / share.alone))
+    )
     if needed > there:
         asked = f"policy.ranks = {ranks}, engine.count = {engines}, engine.tensor_parallel = {size}"
+        asked += f", teachers' ranks = {teachers}" if teachers else ""
         has = f"gpu_share = {cfg.demand.share:g} need {needed} GPUs, the cluster has {there}"
         alone = " (no two trainer ranks share one)" if cfg.demand.share < 1 else ""
         raise InputError(f"{asked} and {has}{alone}: lower one of them")

@@ -78,30 +78,35 @@ def row_stats(
     old_logp_T = logp_T if batch.old_logp_T is None else batch.old_logp_T
     measured = {name: x_T.detach() for name, x_T in measured.items()}
     measured |= mismatch(logp_T, old_logp_T, batch.engine_logp_T)
-    clipped_T = measured["probs_ratio"] != measured["probs_ratio_clamped"]
-    measured["clip_fraction"] = clipped_T.float()
+    extremes = {}
+    if "probs_ratio" in measured:  # PPO's
+        clipped_T = measured["probs_ratio"] != measured["probs_ratio_clamped"]
+        measured["clip_fraction"] = clipped_T.float()
+        ratio_T = torch.where(mask_T, measured["probs_ratio"], 1.0)
+        extremes = {"probs_ratio_min": ratio_T.min(), "probs_ratio_max": ratio_T.max()}
     error_N = judged.error_N
     sums = {TOKENS + k: torch.where(mask_T, v, 0.0).sum() for k, v in measured.items()}
-    ratio_T = torch.where(mask_T, measured["probs_ratio"], 1.0)
     present_N = torch.bincount(batch.seq_T[batch.mask_T], minlength=len(error_N)) > 0
     kept_N = torch.bincount(batch.seq_T[mask_T], minlength=len(error_N)) > 0
     dropped_N = present_N & ~judged.keep_N
-    return sums | {
-        "loss": loss.detach(),
-        "probs_ratio_min": ratio_T.min(),
-        "probs_ratio_max": ratio_T.max(),
-        "row_tokens": batch.mask_T.sum(),
-        "row_sequences": present_N.sum(),
-        "kept_tokens": mask_T.sum(),
-        "train_tokens": batch.mask_T.any() * len(mask_T),  # prompts included, as in the next
-        "train_keys": batch.positions_T.sum(),  # that a token attends to, beside itself
-        "kept_sequences": kept_N.sum(),
-        "nonfinite_engine_logprobs": (batch.mask_T & ~batch.engine_logp_T.isfinite()).sum(),
-        "num_masked_seqs": dropped_N.sum(),
-        "masked_correct_pct": (dropped_N & (batch.score_N == 1)).sum(),
-        "seq_mult_prob_error": torch.where(present_N, error_N, 0.0).sum(),
-        "seq_mult_prob_error_max": torch.where(present_N, error_N, 0.0).max(),
-    }
+    return (
+        sums
+        | extremes
+        | {
+            "loss": loss.detach(),
+            "row_tokens": batch.mask_T.sum(),
+            "row_sequences": present_N.sum(),
+            "kept_tokens": mask_T.sum(),
+            "train_tokens": batch.mask_T.any() * len(mask_T),  # prompts included, as in the next
+            "train_keys": batch.positions_T.sum(),  # that a token attends to, beside itself
+            "kept_sequences": kept_N.sum(),
+            "nonfinite_engine_logprobs": (batch.mask_T & ~batch.engine_logp_T.isfinite()).sum(),
+            "num_masked_seqs": dropped_N.sum(),
+            "masked_correct_pct": (dropped_N & (batch.score_N == 1)).sum(),
+            "seq_mult_prob_error": torch.where(present_N, error_N, 0.0).sum(),
+            "seq_mult_prob_error_max": torch.where(present_N, error_N, 0.0).max(),
+        }
+    )
 
 
 def reduce_stats(
@@ -129,7 +134,8 @@ def step_metrics(total: dict[str, float], batch_tokens: int, grad_scale: float) 
     per_token = [k for k in total if k.startswith(TOKENS) and total["kept_tokens"]]
     metrics = {k.removeprefix(TOKENS): total[k] / kept for k in per_token}
     whole = "probs_ratio_min probs_ratio_max seq_mult_prob_error_max num_masked_seqs train_tokens"
-    metrics |= {k: total[k] for k in (whole + " train_keys nonfinite_engine_logprobs").split()}
+    whole += " train_keys nonfinite_engine_logprobs"
+    metrics |= {k: total[k] for k in whole.split() if k in total}
     dropped_tokens = total["row_tokens"] - total["kept_tokens"]
     return metrics | {
         "loss": total["loss"] * grad_scale,

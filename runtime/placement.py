@@ -31,7 +31,7 @@ def shares(cfg: "TrainingSettings") -> Shares:
 
     Ray by itself would fill a GPU with trainer ranks before it takes the next.
     """
-    _, engine_gpus, part = cfg.demand
+    engine_gpus, part = cfg.demand.engine_gpus, cfg.demand.share
     if part == 1:
         return Shares(1, engine_gpus, 0, 1)
     trainer = round(max(part, 0.5 + LEAST_SHARE), 4)

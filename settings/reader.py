@@ -146,6 +146,9 @@ def with_paths(cfg: C) -> C:
     located: dict[str, Any] = {}
     if services := getattr(cfg, "services", None):  # a run without rollouts has none
         located["services"] = services.located()
+    if teachers := getattr(cfg, "teachers", None):
+        weights = not command.dry_run
+        located["teachers"] = {name: folder_of(path, weights) for name, path in teachers.items()}
     return dataclasses.replace(
         cfg,
         **located,

@@ -188,6 +188,7 @@ class Demand(NamedTuple):
     engines: int = 0
     engine_gpus: int = 1
     share: float = 1.0  # of a GPU, for a trainer rank or an engine
+    beside: tuple[tuple[int, int], ...] = ()  # (ranks, tp) of each other network: a teacher
 
 
 @checked_dataclass(frozen=True, config=FINITE)

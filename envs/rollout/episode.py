@@ -160,6 +160,7 @@ class Sample:
     continues: bool = False  # an episode whose earlier tokens are in another sequence
     cache_hits: float = -1.0  # share of later turns' prompts in the prefix cache; -1: no later turn
     routes_T: np.ndarray | None = None  # int8/16 [T, expert layers, experts], -1 where unknown
+    teacher_logp_T: np.ndarray | None = None  # float32, 0 where not sampled; mopd.py
 
     @classmethod
     def empty(cls) -> "Sample":

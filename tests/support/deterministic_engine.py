@@ -1,12 +1,15 @@
-"""grpo_async with an engine whose answers depend on prompt, seed and weights alone.
+"""An algorithm with an engine whose answers depend on prompt, seed and weights alone.
 
     python tests/support/deterministic_engine.py --config ...
 
 vLLM's answers depend in their last bits on which requests share a batch; these do not, so two runs
-can be compared bit by bit. Weights come over the real wire.
+can be compared bit by bit. Weights come over the real wire. $GRPO_ALGORITHM names another program
+than grpo_async, whose engines it has.
 """
 
 import asyncio
+import importlib
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,4 +91,4 @@ if __name__ == "__main__":
     import grpo_async
 
     grpo_async.Generator = ExactGenerator
-    grpo_async.main()
+    importlib.import_module(os.environ.get("GRPO_ALGORITHM", "grpo_async")).main()

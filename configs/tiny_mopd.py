@@ -1,0 +1,17 @@
+"""Two tiny teachers, of which each is good at one task, make a student good at both."""
+
+from configs.tiny import *
+
+run_dir = "runs/tiny-mopd-{seed}-{time}"
+teachers = {"spells": "models/tiny_mopd/spells", "sorts": "models/tiny_mopd/sorts"}
+routes = {
+    "reasoning_gym_simple_agent/spell_backward": "spells",
+    "reasoning_gym_simple_agent/number_sorting": "sorts",
+}
+teacher_policy = {"row_tokens": 1024}
+
+steps = 80
+val_period = 20
+prompts_per_step = 48
+group_size = 1
+policy = policy | {"row_tokens": 512}

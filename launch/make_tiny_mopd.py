@@ -1,0 +1,60 @@
+"""Makes what configs/tiny_mopd.py needs: the student of make_tiny.py, and two teachers for it.
+
+    python launch/make_tiny_mopd.py            does nothing when all of it exists
+    python launch/make_tiny_mopd.py --force    makes it again, in two minutes on a laptop
+
+Each teacher learns by imitation, as the student has, on other problems. One has seen words that are
+spelt without a slip, and numbers sorted carelessly; the other one the reverse. So each is better
+than the student at one task, and worse at the other.
+"""
+
+import random
+import sys
+import time
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from launch import make_tiny, tiny  # noqa: E402
+
+CARELESS = 0.35  # of the items of an answer to the other task are skipped
+TASKS = {"spells": "spell_backward", "sorts": "number_sorting"}  # teacher -> what it is good at
+
+
+def task_of(entry):
+    return entry["metadata"]["source_dataset"]
+
+
+def main(force: bool = False, seed: int = 0, root: Path = ROOT):
+    make_tiny.main(root=root)
+    folder = root / "models/tiny_mopd"
+    lacking = [t for t in TASKS if force or not (folder / t / "model.safetensors").exists()]
+    if not lacking:
+        return print("tiny_mopd: its teachers are there already (--force makes them again)")
+    rows = make_tiny.problem_stream(seed + 1, ())
+    validation = [next(rows) for _ in range(make_tiny.VALIDATION_ROWS)]
+    asked = {entry["question"] for entry in validation}
+    for number, teacher in enumerate(lacking, seed + 2):
+        print(f"tiny_mopd: making the teacher {teacher}", flush=True)
+        start, rng = time.monotonic(), random.Random(number)
+        tiny.prepare(number)
+        tokenizer = tiny.make_tokenizer()
+        model = tiny.make_model(tokenizer)
+        slips = {task: 0.0 if task == TASKS[teacher] else CARELESS for task in TASKS.values()}
+        taught = (
+            (make_tiny.rendered(e), make_tiny.response_text(e, rng, slips[task_of(e)]) + "<eos>")
+            for e in make_tiny.problem_stream(number, asked)
+        )
+        tiny.imitate(model, tokenizer, taught, steps=500, batch=32, lr=4e-3)
+        of_task = {t: [e for e in validation if task_of(e) == t] for t in TASKS.values()}
+        exact = {t: make_tiny.measure(model, tokenizer, e)[1] for t, e in of_task.items()}
+        tiny.save(model, tokenizer, folder / teacher)
+        found = ", ".join(f"{task} {share:.1%}" for task, share in exact.items())
+        print(f"tiny_mopd: {time.monotonic() - start:.0f} s; right answers: {found}", flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

@@ -1,0 +1,101 @@
+"""The settings of teachers: frozen networks that score what a student has sampled."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from settings.network import PolicySettings
+from settings.run import RunSettings
+
+if TYPE_CHECKING:
+    from typing import Self
+
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class TeacherSettings(RunSettings):
+    """A training on rollouts that teachers score: which ones, of which rows, on which ranks."""
+
+    teachers: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Name -> folder of a Hugging Face causal LM, or ORG/NAME; one may have several names."""
+    routes: dict[str, str] = dataclasses.field(default_factory=dict)
+    """AGENT, or AGENT/DATASET, which goes first -> the teacher of such rows."""
+    default_teacher: str = ""
+    """The teacher of all other rows; "": such a row is refused."""
+    teacher_policy: PolicySettings = dataclasses.field(default_factory=PolicySettings)
+    """Kind and layout of a teacher's network."""
+    teacher_layouts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Teacher -> what is different in its layout: {"swe": {"ranks": 64, "cp": 4}}."""
+    teacher_beside: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Teacher -> the one whose ranks, and layout, it shares; they score in turn."""
+    verify: bool = True
+    """Verify all answers, for the log; False: those of one turn are not, and have reward 0."""
+
+    def teacher_of(self, agent: str, dataset: str = "") -> str:
+        """The teacher of an agent's rows, "" for none."""
+        return self.routes.get(f"{agent}/{dataset}") or self.routes.get(agent, self.default_teacher)
+
+    def host_of(self, teacher: str) -> str:
+        """The teacher whose ranks hold this one: itself, an equal one, or the one beside it."""
+        teacher = self.teacher_beside.get(teacher, teacher)
+        path = self.teachers[teacher]
+        return next(name for name, its_path in self.teachers.items() if its_path == path)
+
+    @property
+    def hosts(self) -> list[str]:
+        """The teachers that have ranks of their own, one for each distinct checkpoint at most."""
+        return list(dict.fromkeys(map(self.host_of, self.teachers)))
+
+    def models_beside(self, model: str) -> list[str]:
+        """The checkpoints that the ranks of this one hold, itself first."""
+        held = (path for name, path in self.teachers.items() if self.model_of_host(name) == model)
+        return list(dict.fromkeys((model, *held)))
+
+    def model_of_host(self, teacher: str) -> str:
+        """The checkpoint that a teacher's ranks are named after."""
+        return self.teachers[self.host_of(teacher)]
+
+    def layout_of(self, host: str) -> PolicySettings:
+        """The layout of a host's ranks; nothing is recomputed, as nothing is trained."""
+        changes = {"activation_checkpointing": False} | self.teacher_layouts.get(host, {})
+        return dataclasses.replace(self.teacher_policy, **changes)
+
+    def of_host(self, host: str) -> "Self":
+        """The settings of a host's ranks, whose `model` and `policy` are its own."""
+        changes: dict[str, Any] = {"model": self.teachers[host], "policy": self.layout_of(host)}
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def teacher_ranks(self) -> tuple[tuple[int, int], ...]:
+        """(ranks, tp) of each host."""
+        layouts = map(self.layout_of, self.hosts)
+        return tuple((layout.ranks, layout.tp) for layout in layouts)
+
+    def __post_init__(self) -> None:
+        """Refuses teachers that no row can reach, or that are not there. Raises ValueError."""
+        super().__post_init__()
+        known = f"expected one of teachers: {', '.join(self.teachers) or 'none'}"
+        named = {f"routes[{agent!r}]": name for agent, name in self.routes.items()}
+        named |= {"default_teacher": self.default_teacher} if self.default_teacher else {}
+        named |= {f"teacher_layouts[{name!r}]": name for name in self.teacher_layouts}
+        named |= {f"teacher_beside[{name!r}]": name for name in self.teacher_beside}
+        named |= {f"teacher_beside[{a!r}] = {b!r}": b for a, b in self.teacher_beside.items()}
+        for field, name in named.items():
+            if name not in self.teachers:
+                raise ValueError(f"{field} names {name!r}, {known}")
+        used = {*self.routes.values(), self.default_teacher}
+        if idle := [name for name in self.teachers if name not in used]:
+            raise ValueError(f"teachers has {idle[0]!r}, to which no route leads")
+        for name, host in self.teacher_beside.items():
+            if host in self.teacher_beside:
+                raise ValueError(f"teacher_beside[{name!r}] = {host!r}, which is beside another")
+            if name in self.teacher_layouts:
+                raise ValueError(f"teacher_layouts has {name!r}, which has the layout of {host!r}")
+        for host in self.hosts:
+            try:
+                self.layout_of(host)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"layout of the teacher {host!r}: {error}") from None

@@ -1,0 +1,150 @@
+"""Whole runs of mopd.py with real Ray, vLLM, FSDP and Megatron-Core."""
+
+import dataclasses
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_config, save_tokenizer, spelling_rows, write_rows
+from test_docs import first_cells
+from test_resume import contents, timeless
+
+from mopd import Config
+from support.configs import changed
+from support.program import ROOT, Program, end
+
+pytestmark = pytest.mark.e2e
+AGENT = "reasoning_gym_simple_agent"
+
+
+def other_model(model: str, folder: Path, seed: int) -> str:
+    """A model of the same kind and size, with weights of its own."""
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(model, folder)
+    save_tokenizer(folder)
+    made = AutoModelForCausalLM.from_pretrained(folder)
+    random = torch.Generator().manual_seed(seed)
+    for weight in made.parameters():
+        weight.data += 0.02 * torch.randn(weight.shape, generator=random)
+    made.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def taught(tiny_model, tmp_path_factory):
+    """A function that makes a small configuration with two teachers, one for each data set."""
+    models = tmp_path_factory.mktemp("teachers")
+    teachers = {name: other_model(tiny_model, models / name, i) for i, name in enumerate("ab")}
+    rows = [row | {"dataset": "xy"[i % 2]} for i, row in enumerate(spelling_rows(64))]
+
+    def made(folder: Path, **fields) -> Config:
+        folder.mkdir(exist_ok=True)
+        small = make_config(tiny_model, folder)
+        names = {field.name for field in dataclasses.fields(Config)} & vars(small).keys()
+        same = {name: getattr(small, name) for name in names - {"loss", "command", "advantage"}}
+        routes = {f"{AGENT}/x": "a", AGENT: "b"}
+        cfg = Config(**same | {"teachers": teachers, "routes": routes})
+        train = {"train": write_rows(folder / "rows.jsonl", rows)}
+        usual = {"data": train, "group_size": 1, "prompts_per_step": 8, "steps": 4}
+        return changed(changed(cfg, val_period=0, **usual), **fields)
+
+    return made
+
+
+def run(cfg: Config, *flags: str) -> Program:
+    return Program(cfg, *flags, script="mopd.py")
+
+
+@pytest.fixture(scope="module")
+def finished(taught, tmp_path_factory):
+    """A run of some steps, and its configuration."""
+    cfg = taught(tmp_path_factory.mktemp("mopd"), steps=6, save_period=6, sample_period=3)
+    return run(cfg).succeeds(240), cfg
+
+
+@pytest.mark.smoke
+@pytest.mark.xdist_group("a finished distillation")
+def test_a_student_comes_closer_to_both_teachers(finished):
+    program, cfg = finished
+    steps = program.steps()
+    program.check_slots(cfg, rows=64)
+    assert [m["lag_max"] <= cfg.max_lag for m in steps] == [True] * 6
+    for name in ("reverse_kl", "reverse_kl/a", "reverse_kl/b"):
+        assert steps[-1][name] < 0.8 * steps[0][name], name
+    assert all(m["teacher_wait/a"] > 0 and m["teacher_seconds/b"] > 0 for m in steps)
+    # At lag 0 the engine's logprobs are the trainer's.
+    both = [steps[0][f"reverse_kl/{name}"] for name in "ab"]
+    assert min(both) - 1e-3 <= steps[0]["reverse_kl"] <= max(both) + 1e-3
+
+
+@pytest.mark.smoke
+@pytest.mark.xdist_group("a finished distillation")
+def test_its_metrics_are_those_of_the_page(finished):
+    program, _ = finished
+    text = (ROOT / "docs/mopd.md").read_text()
+    own = set(first_cells(text.partition("## Metrics")[2].partition("\n## ")[0]))
+    expected = {name.replace("TEACHER", "a").replace("ENV", AGENT) for name in own}
+    assert expected and expected <= program.steps()[-1].keys()
+    gone = {"probs_ratio", "probs_ratio_min", "clip_fraction", "kl_penalty"}
+    assert not gone & program.steps()[-1].keys()
+
+
+@pytest.mark.xdist_group("a finished distillation")
+def test_its_samples_train_again_without_engine_and_teachers(finished, taught, tmp_path):
+    """Samples of one step hold the teachers' logprobs."""
+    program, _ = finished
+    again = run(taught(tmp_path / "again"), "--replay", str(program.folder)).succeeds()
+    first = again.steps()[0]
+    assert first["reverse_kl"] == pytest.approx(program.steps()[2]["reverse_kl"], abs=0.2)
+    assert not again.pids("Teacher") and not list((again.folder / "logs").glob("Teacher-*"))
+
+
+def test_a_run_goes_on_whatever_dies_and_its_resume_is_exact(taught, tmp_path, monkeypatch):
+    """Teachers killed and stopped, an engine beside, then the driver; bitwise the calm run's."""
+    fields = {"max_lag": 0, "save_period": 1, "keep_last": 99, "steps": 5}
+    fields |= {"max_response_tokens": 8, "timeouts": {"train": 15.0}}
+    # Which groups a teacher scores together depends on time, so each sample has a row of its own.
+    fields |= {"teacher_policy": {"row_tokens": 1}}
+    script = "tests/support/deterministic_engine.py"
+    monkeypatch.setenv("GRPO_ALGORITHM", "mopd")
+    calm = Program(taught(tmp_path / "calm", **fields), script=script).succeeds()
+    cfg = taught(tmp_path / "killed", **fields)
+    program = Program(cfg, "--resume", "auto", script=script)
+    program.wait_until(lambda: len(program.steps()) >= 1)
+    first, second = program.pids("Teacher")
+    end(first)
+    program.wait_until(lambda: len(program.steps()) >= 2)
+    os.kill(second, signal.SIGSTOP)
+    program.wait_until(lambda: len(program.steps()) >= 3)
+    assert program.told().count("is lost: ") >= 2
+    program.stop()
+    program = Program(cfg, "--resume", "auto", script=script).succeeds()
+    program.check_slots(cfg, rows=64)
+    for step in range(1, 6):
+        name = f"step_{step:06d}"
+        ours, theirs = contents(program.folder / name), contents(calm.folder / name)
+        for key, value in theirs.items():
+            assert torch.equal(ours[key], value), (step, key)
+    without = ("teacher_",)
+    lines = [
+        [{k: v for k, v in timeless(m).items() if not k.startswith(without)} for m in of.steps()]
+        for of in (program, calm)
+    ]
+    assert lines[0] == lines[1]
+    assert not program.lines("dropped.jsonl")
+
+
+def test_two_teachers_of_other_layouts_teach_a_megatron_student(taught, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/cpu")
+    tp = {"kind": "megatron", "ranks": 2, "tp": 2}
+    layouts = {"a": tp, "b": {"kind": "fsdp", "ranks": 2}}
+    cfg = taught(tmp_path / "run", policy={"kind": "megatron"}, teacher_layouts=layouts, steps=2)
+    program = run(cfg).succeeds(300)
+    plain = run(taught(tmp_path / "plain", steps=2)).succeeds()
+    first, same = program.steps()[0], plain.steps()[0]
+    for name in ("reverse_kl/a", "reverse_kl/b", "reverse_kl"):
+        assert first[name] == pytest.approx(same[name], rel=1e-4), name
