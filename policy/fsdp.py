@@ -79,35 +79,33 @@ class PackedModel(nn.Module):
 class FSDPPolicy:
     """A `Policy` for any dense Hugging Face model; `trainable=False` makes a frozen copy.
 
-    Needs the default process group. Weights, gradients and moments are float32 and sharded; on GPU
-    (the current device) the network computes in bf16, and a frozen one is kept so. Raises
-    ValueError where the checkpoint lacks a tensor, RuntimeError where packing would mix sequences
-    or the head is more than a matrix.
+    Needs the default process group. Weights, gradients and moments are float32 and sharded; a GPU
+    computes in bf16, and keeps a frozen network so. Raises ValueError where the checkpoint lacks a
+    tensor, RuntimeError where packing would mix sequences or the head is more than a matrix.
     """
 
     def __init__(
         self, model: str, settings: "PolicySettings", temperature: float, trainable: bool = True
     ):
         gpu = torch.cuda.is_available()
-        self.folder = model
-        self.settings = settings
+        self.folder, self.settings = model, settings
         self.updates = 0
         self.dp_group: dist.ProcessGroup | None = None
         self.reports = True  # every rank trains rows of its own
         self.device = torch.device("cuda" if gpu else "cpu")
-        self.kept = torch.bfloat16 if gpu and not trainable else torch.float32
         config = AutoConfig.from_pretrained(model)
         attends = attention.prepared(settings.attention, config)
         make: Any = AutoModelForCausalLM.from_config  # typed as if it took a model's name
+        dtype = torch.bfloat16 if gpu else torch.float32
         with torch.device("meta"):
-            self.lm = make(config, dtype=self.kept, attn_implementation=attends)
-            # Its state dict has no FSDP hooks: it is written beside training.
-            dtype = torch.bfloat16 if gpu else torch.float32
+            wide = torch.float32 if trainable else dtype
+            self.lm = make(config, dtype=wide, attn_implementation=attends)
+            # Written beside training, as its state dict has no FSDP hooks.
             self.shell = make(copy.deepcopy(self.lm.config), dtype=dtype)
         self.lm.eval().requires_grad_(trainable)  # train(), for its checkpointing, brings dropout
         self.adapters = Adapters(self.lm, settings, trainable)
         kinds = self.lm._no_split_modules or ()
-        layers = [module for module in self.lm.modules() if type(module).__name__ in kinds]
+        layers = [layer for layer in self.lm.modules() if type(layer).__name__ in kinds]
         for layer in layers if settings.recomputes else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         self.entropy = logprobs.Entropy(self.device)
@@ -115,7 +113,7 @@ class FSDPPolicy:
         self.model: Any = PackedModel(self.lm, temperature, self.entropy)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        # Bottom-up, the root last. One rank too: it has a layer at a time in bf16.
+        # The root last. One rank too: it has a layer at a time in bf16.
         for module in (*layers[::-1], self.model):
             fully_shard(module, mesh=mesh, mp_policy=mixed if gpu else MixedPrecisionPolicy())
             module.set_gradient_divide_factor(1.0)
@@ -135,7 +133,7 @@ class FSDPPolicy:
         lm = self.lm
         # from_pretrained fills what its class makes, and of a DTensor the rows of this rank alone.
         made: Any = type("Made", (type(lm),), {"__new__": lambda cls, config: lm})
-        how = {"dtype": self.kept, "output_loading_info": True}
+        how = {"dtype": self.lm.dtype, "output_loading_info": True}
         _, loaded = made.from_pretrained(self.folder, key_mapping=self.adapters.renamed, **how)
         self.adapters.start()
         # Rotary tables were computed on the CPU; shards may still be views of a mapped file.

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from settings.network import MegatronSettings, PolicySettings
     from settings.run import EngineSettings, Sampling, TrainingSettings
+    from settings.teachers import TeacherSettings
 
 # Of a row, whose T x T mask torch indexes with 32 bits in SDPA's kernel (pytorch issue 187227).
 SDPA_TOKENS = 1 << 16
@@ -181,3 +182,29 @@ def of_training(cfg: "TrainingSettings") -> None:
     goes_on = goes_on or ("export" if cfg.command.export else "")
     if goes_on and "{time}" in cfg.run_dir:
         raise ValueError(f"{goes_on}: run_dir has {{time}}")
+
+
+def of_teachers(cfg: "TeacherSettings") -> None:
+    """Refuses names of teachers that are not there, or that no row reaches. Raises ValueError."""
+    known = f"expected one of teachers: {', '.join(cfg.teachers) or 'none'}"
+    named = {f"routes[{agent!r}]": name for agent, name in cfg.routes.items()}
+    named |= {"default_teacher": cfg.default_teacher} if cfg.default_teacher else {}
+    named |= {f"teacher_layouts[{name!r}]": name for name in cfg.teacher_layouts}
+    named |= {f"teacher_beside[{name!r}]": name for name in cfg.teacher_beside}
+    named |= {f"teacher_beside[{a!r}] = {b!r}": b for a, b in cfg.teacher_beside.items()}
+    for field, name in named.items():
+        if name not in cfg.teachers:
+            raise ValueError(f"{field} names {name!r}, {known}")
+    used = {*cfg.routes.values(), cfg.default_teacher}
+    if idle := [name for name in cfg.teachers if name not in used]:
+        raise ValueError(f"teachers has {idle[0]!r}, to which no route leads")
+    for name, host in cfg.teacher_beside.items():
+        if host in cfg.teacher_beside:
+            raise ValueError(f"teacher_beside[{name!r}] = {host!r}, which is beside another")
+        if name in cfg.teacher_layouts:
+            raise ValueError(f"teacher_layouts has {name!r}, which has the layout of {host!r}")
+    for host in cfg.hosts:
+        try:
+            cfg.layout_of(host)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"layout of the teacher {host!r}: {error}") from None

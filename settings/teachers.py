@@ -77,25 +77,6 @@ class TeacherSettings(RunSettings):
     def __post_init__(self) -> None:
         """Refuses teachers that no row can reach, or that are not there. Raises ValueError."""
         super().__post_init__()
-        known = f"expected one of teachers: {', '.join(self.teachers) or 'none'}"
-        named = {f"routes[{agent!r}]": name for agent, name in self.routes.items()}
-        named |= {"default_teacher": self.default_teacher} if self.default_teacher else {}
-        named |= {f"teacher_layouts[{name!r}]": name for name in self.teacher_layouts}
-        named |= {f"teacher_beside[{name!r}]": name for name in self.teacher_beside}
-        named |= {f"teacher_beside[{a!r}] = {b!r}": b for a, b in self.teacher_beside.items()}
-        for field, name in named.items():
-            if name not in self.teachers:
-                raise ValueError(f"{field} names {name!r}, {known}")
-        used = {*self.routes.values(), self.default_teacher}
-        if idle := [name for name in self.teachers if name not in used]:
-            raise ValueError(f"teachers has {idle[0]!r}, to which no route leads")
-        for name, host in self.teacher_beside.items():
-            if host in self.teacher_beside:
-                raise ValueError(f"teacher_beside[{name!r}] = {host!r}, which is beside another")
-            if name in self.teacher_layouts:
-                raise ValueError(f"teacher_layouts has {name!r}, which has the layout of {host!r}")
-        for host in self.hosts:
-            try:
-                self.layout_of(host)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"layout of the teacher {host!r}: {error}") from None
+        from settings import contradictions
+
+        contradictions.of_teachers(self)
