@@ -1,6 +1,9 @@
 """Settings that exclude each other, or that a library would refuse late: found as they are read."""
 
+import dataclasses
 from typing import TYPE_CHECKING
+
+import pydantic
 
 if TYPE_CHECKING:
     from settings.network import MegatronSettings, PolicySettings
@@ -204,7 +207,12 @@ def of_teachers(cfg: "TeacherSettings") -> None:
         if name in cfg.teacher_layouts:
             raise ValueError(f"teacher_layouts has {name!r}, which has the layout of {host!r}")
     for host in cfg.hosts:
+        field = f"teacher_layouts[{host!r}]"
+        known = [field.name for field in dataclasses.fields(cfg.teacher_policy)]
+        if unknown := cfg.teacher_layouts.get(host, {}).keys() - known:
+            raise ValueError(f"{field} sets {min(unknown)!r}, expected one of {', '.join(known)}")
         try:
             cfg.layout_of(host)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"layout of the teacher {host!r}: {error}") from None
+        except pydantic.ValidationError as error:
+            said = error.errors()[0]["msg"].removeprefix("Value error, policy: ")
+            raise ValueError(f"{field}: {said}") from None
