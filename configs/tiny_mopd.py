@@ -10,8 +10,8 @@ routes = {
 }
 teacher_policy = {"row_tokens": 1024}
 
-steps = 80
-val_period = 20
+steps = 120
+val_period = 40
 prompts_per_step = 48
 group_size = 1
 policy = policy | {"row_tokens": 512}
