@@ -798,7 +798,7 @@ class Run:
 
     # A checkpoint of a run that differs in these, or in its adapters, is refused.
     STREAM = ("prompts_per_step", "group_size", "data.train")
-    MUST_MATCH = (*STREAM, "policy.replay_routing")
+    MUST_MATCH: tuple[str, ...] = (*STREAM, "policy.replay_routing")
     ACTORS: tuple[type, type] = (Trainer, RolloutWorker)
     MAX_DROPPED = 20  # prompts in a row; the next one ends the run with its error
 

@@ -36,7 +36,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import pydantic
@@ -82,7 +82,9 @@ class Loss:
     """Weight of the reward's advantage, which compares the samples of a prompt; 0: no rewards."""
 
     updates_per_batch: ClassVar[int] = 1
-    skip_zero_advantage: ClassVar[bool] = False  # no token has an advantage of exactly 0
+    """No setting: the student's logprobs are those of the one forward pass that trains."""
+    skip_zero_advantage: ClassVar[bool] = False
+    """No setting: hardly a token has an advantage of exactly 0."""
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
@@ -140,10 +142,12 @@ def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
 
     Raises RuntimeError for a sample that no teacher has scored.
     """
-    row = grpo_async.pack(samples, update, cfg)
-    pieces = [sample.teacher_logp_T for sample in samples] or [np.zeros(1, np.float32)]
-    if any(piece is None for piece in pieces):
-        raise RuntimeError("a sample has no teacher's logprobs: only mopd.py writes those")
+    row = grpo_async.pack(samples, update, cast(Any, cfg))  # of which it reads `advantage`
+    pieces = [np.zeros(1, np.float32)] if not samples else []
+    for sample in samples:
+        if sample.teacher_logp_T is None:
+            raise RuntimeError("a sample has no teacher's logprobs: only mopd.py writes those")
+        pieces.append(sample.teacher_logp_T)
     return Batch(**vars(row), teacher_logp_T=torch.from_numpy(np.concatenate(pieces)))
 
 
@@ -183,6 +187,8 @@ def distillation_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 
 class RolloutWorker(grpo_async.RolloutWorker):
     """That of grpo_async.py, which need not verify answers to train on them."""
+
+    cfg: Any  # a Config of this file
 
     async def rollout_group(self, engine: "ActorHandle", row: dict, slot: Slot, n: int) -> Rollouts:
         """n answers to one row, which are not verified where that can be skipped."""
@@ -315,9 +321,10 @@ class Run(grpo_async.Run):
 
     MUST_MATCH = (*grpo_async.Run.STREAM, "teachers", "routes", "default_teacher")
     ACTORS = (Trainer, RolloutWorker)
+    cfg: Any  # a Config of this file
 
     def __init__(self, cfg: Config, rows: Sequence[dict], val_rows: Sequence[dict]):
-        super().__init__(cfg, rows, val_rows)
+        super().__init__(cast(Any, cfg), rows, val_rows)
         self.teachers = Teachers(cfg, self.cluster, Teacher)
         self.dispatcher.census = lambda: f"{self.buffer.census()}; {self.teachers.census()}"
 

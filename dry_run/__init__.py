@@ -114,7 +114,7 @@ def changed(cfg: TrainingSettings, Config: type) -> list[str]:
 def gpu_rows(cfg: TrainingSettings) -> list[str]:
     """GPUs by role, and the nodes that hold them."""
     gpus = layout.gpus(cfg)
-    count, tp, share, others = cfg.demand
+    count, tp, share, _ = cfg.demand
     ranks = cfg.policy.ranks
     nodes = f"nodes of {pace.NODE_GPUS}: {math.ceil(len(gpus) / pace.NODE_GPUS)}"
     shared = f"GPUs shared by both: {sum(len(gpu) > 1 for gpu in gpus)}"
@@ -123,14 +123,16 @@ def gpu_rows(cfg: TrainingSettings) -> list[str]:
         "GPUs",
         *([row("engines", f"{count * tp * share:g}", engine)] if count else []),
         row("trainers", f"{ranks * share:g}", f"{ranks} x share {share:g}"),
-        *([row("teachers", f"{sum(n for n, _ in others)}", teachers_note(cfg))] if others else []),
+        *(teacher_gpus(cfg) if isinstance(cfg, TeacherSettings) else []),
         row("together", f"{len(gpus)}", f"{nodes}; {shared}"),
     ]
 
 
-def teachers_note(cfg: TeacherSettings) -> str:
-    """The ranks of each teacher that has some."""
-    return ", ".join(f"{host} {cfg.layout_of(host).ranks}" for host in cfg.hosts)
+def teacher_gpus(cfg: TeacherSettings) -> list[str]:
+    """The ranks of each teacher that has some, and of all."""
+    ranks = {host: cfg.layout_of(host).ranks for host in cfg.hosts}
+    each = ", ".join(f"{host} {count}" for host, count in ranks.items())
+    return [row("teachers", f"{sum(ranks.values())}", each)]
 
 
 def teacher_rows(cfg: TeacherSettings, gpu: Gpu) -> list[str]:

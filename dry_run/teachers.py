@@ -57,7 +57,7 @@ def rank_bytes(cfg: TeacherSettings, host: str) -> float:
     FSDP2 has two gathered layers and the root whole beside its shard.
     """
     own = cfg.of_host(host)
-    total = sizes.RESERVE
+    total = float(sizes.RESERVE)
     fullest = 0.0
     for path in cfg.models_beside(own.model):
         model = read_model(path)

@@ -88,8 +88,7 @@ class Station:
 
     async def start(self) -> None:
         """Starts the ranks, which load their checkpoints."""
-        start = self.cluster.start_ranks(self.Teacher, self.cfg, 1, self.homes)
-        self.ranks, *_ = await start
+        self.ranks, *_ = await self.cluster.start_ranks(self.Teacher, self.cfg, 1, self.homes)
         self.watching = asyncio.create_task(self.watch(self.ranks))
 
     async def score(self, group: Group, model: str) -> Group:

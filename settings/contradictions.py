@@ -208,9 +208,9 @@ def of_teachers(cfg: "TeacherSettings") -> None:
             raise ValueError(f"teacher_layouts has {name!r}, which has the layout of {host!r}")
     for host in cfg.hosts:
         field = f"teacher_layouts[{host!r}]"
-        known = [field.name for field in dataclasses.fields(cfg.teacher_policy)]
-        if unknown := cfg.teacher_layouts.get(host, {}).keys() - known:
-            raise ValueError(f"{field} sets {min(unknown)!r}, expected one of {', '.join(known)}")
+        layout = [one.name for one in dataclasses.fields(cfg.teacher_policy)]
+        if unknown := cfg.teacher_layouts.get(host, {}).keys() - layout:
+            raise ValueError(f"{field} sets {min(unknown)!r}, expected one of {', '.join(layout)}")
         try:
             cfg.layout_of(host)
         except pydantic.ValidationError as error:

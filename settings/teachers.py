@@ -1,16 +1,13 @@
 """The settings of teachers: frozen networks that score what a student has sampled."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from settings.network import PolicySettings
 from settings.run import RunSettings
-
-if TYPE_CHECKING:
-    from typing import Self
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -51,19 +48,15 @@ class TeacherSettings(RunSettings):
 
     def models_beside(self, model: str) -> list[str]:
         """The checkpoints that the ranks of this one hold, itself first."""
-        held = (path for name, path in self.teachers.items() if self.model_of_host(name) == model)
-        return list(dict.fromkeys((model, *held)))
-
-    def model_of_host(self, teacher: str) -> str:
-        """The checkpoint that a teacher's ranks are named after."""
-        return self.teachers[self.host_of(teacher)]
+        mates = (name for name in self.teachers if self.teachers[self.host_of(name)] == model)
+        return list(dict.fromkeys((model, *(self.teachers[name] for name in mates))))
 
     def layout_of(self, host: str) -> PolicySettings:
         """The layout of a host's ranks; nothing is recomputed, as nothing is trained."""
         changes = {"activation_checkpointing": False} | self.teacher_layouts.get(host, {})
         return dataclasses.replace(self.teacher_policy, **changes)
 
-    def of_host(self, host: str) -> "Self":
+    def of_host(self, host: str) -> Any:
         """The settings of a host's ranks, whose `model` and `policy` are its own."""
         changes: dict[str, Any] = {"model": self.teachers[host], "policy": self.layout_of(host)}
         return dataclasses.replace(self, **changes)
