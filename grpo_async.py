@@ -77,6 +77,7 @@ if TYPE_CHECKING:
 CHECKED = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 Unbounded = Annotated[float, Field(allow_inf_nan=True)]
 Penalties = dict[Literal["tool_call", "thinking"], float]
+Flaws = tuple[Literal["reasoning_is_answer", "empty_answer", "inner_eos", "think_tags"], ...]
 Loop = Callable[[], Coroutine[None, None, None]]  # of a run; its start is one as well
 
 
@@ -96,6 +97,8 @@ class Advantage:
     """Replaces the advantage of every token of a message with such a flaw (Super: -5 each)."""
     low_effort: LowEffort = dataclasses.field(default_factory=LowEffort)
     """What answers to prompts that ask for low effort earn, by their length."""
+    zero_rewards: Flaws = ()
+    """Flaws that set the reward of an episode to 0 (Ultra: all four, envs/rollout/flaws.py)."""
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
@@ -358,8 +361,7 @@ def plan_step(groups: list[Group], cfg: Config, more: bool = False) -> list[Shar
             for j, info in enumerate(groups[g].infos)
             if info.trained_tokens
         }
-        tokens = sum(info.trained_tokens for info in trained.values())
-        planned = Update(tokens, len(trained), [], more)
+        planned = Update(sum(i.trained_tokens for i in trained.values()), len(trained), [], more)
         # Samples without gradient are in these counts, and in no row where they are skipped.
         skips = cfg.loss.skip_zero_advantage
         lengths = {at: i.tokens for at, i in trained.items() if i.has_gradient or not skips}
@@ -597,21 +599,20 @@ class RolloutWorker:
         rewards_G = torch.tensor([shaped_reward(row, e, rule.low_effort) for e in episodes])
         if not rewards_G.isfinite().all():
             raise ValueError(f"rewards must be finite, got {rewards_G.tolist()}")
+        rewards_G[self.samplers.flawed(episodes, rule.zero_rewards)] = 0.0
         advantages_G = group_advantages(rewards_G, rule)
         samples: list[Sample] = []
         lines = []
         for episode, reward, advantage in zip(episodes, rewards_G, advantages_G, strict=True):
             pieces = episode.samples(row)
             for sample in pieces:
-                if rule.overlong_filtering and sample.truncated:
-                    sample.mask_T[:] = False
+                sample.mask_T &= not (rule.overlong_filtering and sample.truncated)
                 sample.keep_flaws(rule.penalties)
                 sample.reward = float(reward)
                 sample.advantage = float(advantage)
             samples += pieces
             lines.append(episode.record(self.samplers.tokenizer, row, pieces[-1]))
-        infos = [sample.info() for sample in samples]
-        return Rollouts(infos, samples, slot.lines(lines, self.cfg))
+        return Rollouts([s.info() for s in samples], samples, slot.lines(lines, self.cfg))
 
     def forget(self, slot: Slot, line: int) -> None:
         """Drops the drafts of a prompt that is given up."""

@@ -16,13 +16,15 @@ from envs.parsers import parsers
 from envs.rollout import services
 from envs.rollout.chat import DENSEST
 from envs.rollout.check_messages import check_items, check_overrides, check_tools
-from envs.rollout.messages import load_tokenizer, render
+from envs.rollout.messages import load_tokenizer, render_messages, template_variables
 from envs.rollout.rows import keep_bad, loads, refuse_none, sort_lines
 from settings.alarm import RENDER_SECONDS, at_most
 from settings.errors import InputError, ModuleError, located
 from settings.services import Services
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from settings.run import RunSettings
 
 # What an error calls a need, if not by its name.
@@ -216,3 +218,12 @@ def check_length(row: dict, cfg: "RunSettings") -> None:
         raise ValueError(f"{at} is refused by the chat template: {error}") from None
     if length >= limit:
         raise ValueError(f"{at} is {length} tokens long, {expected}")
+
+
+def render(
+    tokenizer: "PreTrainedTokenizerBase", row: dict, chat_template_kwargs: dict[str, Any]
+) -> list[int]:
+    """Token ids of the row's conversation, up to where the model's answer begins."""
+    params = row["responses_create_params"]
+    variables = chat_template_kwargs | template_variables(row)
+    return render_messages(tokenizer, params["input"], params.get("tools"), variables)

@@ -87,15 +87,6 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     return AutoTokenizer.from_pretrained(model)
 
 
-def render(
-    tokenizer: "PreTrainedTokenizerBase", row: dict, chat_template_kwargs: dict[str, Any]
-) -> list[int]:
-    """Token ids of the row's conversation, up to where the model's answer begins."""
-    params = row["responses_create_params"]
-    variables = chat_template_kwargs | template_variables(row)
-    return render_messages(tokenizer, params["input"], params.get("tools"), variables)
-
-
 def last_question(row: dict) -> str:
     """The text of the last message of the user in a row; "" where there is none."""
     messages = chat(row["responses_create_params"]["input"])

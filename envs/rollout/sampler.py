@@ -5,14 +5,14 @@ import contextlib
 import dataclasses
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core.waits import Idle, in_thread, together
 from envs.rollout import drafts, services
 from envs.rollout.drafts import DraftBook, DraftedCall
-from envs.rollout.episode import Request, Turn
+from envs.rollout.episode import Episode, Request, Turn
 from envs.rollout.messages import load_tokenizer, render_messages, template_variables
 from envs.rollout.response import Response
 
@@ -54,6 +54,14 @@ class Samplers:
                 sampler.idle = samplers[0].idle
             yield samplers
 
+    def flawed(self, episodes: list[Episode], names: Sequence[str]) -> list[bool]:
+        """Which episodes have a flaw of these names."""
+        if not names:
+            return [False] * len(episodes)
+        from envs.rollout import flaws
+
+        return [flaws.mark(episode, names, self.tokenizer) for episode in episodes]
+
 
 class Slot(Protocol):
     """A place in the stream of prompts; its text is part of the seed."""
@@ -94,8 +102,7 @@ class Sampler:
     def render(self, messages: list[dict] | str, tools: list | None = None) -> list[int]:
         """Token ids of a conversation, up to where the model's answer begins."""
         self.tools = tools
-        kwargs = self.sampling.chat_template_kwargs
-        return render_messages(self.tokenizer, messages, tools, kwargs)
+        return render_messages(self.tokenizer, messages, tools, self.sampling.chat_template_kwargs)
 
     def room(self, prompt_ids: list[int]) -> int:
         """Tokens that an answer to this prompt may have below max_model_len; 0 for none."""
@@ -116,8 +123,7 @@ class Sampler:
         rendering = RENDERERS.submit(prompt, messages, tools, self.said, limit)
         prompt_ids = await asyncio.wrap_future(rendering)
         (turn,) = await self.generate(prompt_ids)
-        said = [dict(message) for message in (*messages, turn.message)]
-        self.said = Said(said, tools, turn)
+        self.said = Said([dict(message) for message in (*messages, turn.message)], tools, turn)
         return turn
 
     async def generate(self, prompt_ids: list[int], n: int = 1) -> list[Turn]:

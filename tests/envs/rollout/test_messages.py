@@ -8,8 +8,8 @@ from conftest import save_tokenizer, write_rows
 from transformers import AutoTokenizer
 
 from envs import check_rows, registry
-from envs.check_rows import load_rows
-from envs.rollout.messages import chat, functions, last_question, render
+from envs.check_rows import load_rows, render
+from envs.rollout.messages import chat, functions, last_question
 from settings.run import Data, Sampling
 from settings.services import Services
 from support.tables import gives

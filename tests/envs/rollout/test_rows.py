@@ -16,10 +16,9 @@ from conftest import save_tokenizer, spelling_rows
 from transformers import AutoTokenizer
 
 import envs
-from envs import agents
-from envs.check_rows import load_rows, read_rows
-from envs.rollout import messages, rows
-from envs.rollout.messages import render
+from envs import agents, check_rows
+from envs.check_rows import load_rows, read_rows, render
+from envs.rollout import rows
 from envs.rollout.rows import quarantine
 from envs.rollout.sampler import sampling_of
 from settings.errors import InputError
@@ -346,7 +345,7 @@ def test_a_row_changes_template_variables_and_length_of_answers(tokenizer):
 
 
 def test_a_prompt_of_50_mb_is_refused_before_it_is_tokenised(cfg, tmp_path, monkeypatch):
-    monkeypatch.setattr(messages, "render", lambda *args: pytest.fail("it was tokenised"))
+    monkeypatch.setattr(check_rows, "render", lambda *args: pytest.fail("it was tokenised"))
     row = spelling_rows(1)[0]
     row["responses_create_params"]["input"][0]["content"] = "x" * 50_000_000
     path = write_lines(tmp_path / "train.jsonl", [dump(row)])

@@ -7,9 +7,9 @@ import pytest
 import ray
 from conftest import save_tokenizer, spelling_rows
 
+from envs.check_rows import render
 from envs.rollout import sampler as module
 from envs.rollout.episode import Request, Turn
-from envs.rollout.messages import render
 from envs.rollout.sampler import Sampler, answer_text
 from settings.run import Sampling
 from support.chats import Scripted, sampled
