@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from core.waits import in_thread, together
-from envs import Reward, require
+from envs import Reward
 from envs.rollout import services
 from envs.rollout.response import Response
 from settings.errors import ModuleError, located
@@ -32,10 +32,10 @@ def environment(name: str) -> ModuleType:
     is_known = name in list(known)
     file = "envs." + (known[name] if is_known else "gym/nemo_gym").replace("/", ".")
     if not is_known and not services.current().nemo_gym:
-        expected = f"one of {len(known)} agents (docs/environments.md)"
+        expected = f"expected one of {len(known)} agents (docs/environments.md)"
         if near := difflib.get_close_matches(str(name)[:100], known, 5):
             expected += f", such as {', '.join(near)}"
-        require(False, "agent_ref.name", name, expected)
+        raise ValueError(f"agent_ref.name is {repr(name)[:100]}, {expected}")
     try:
         module = importlib.import_module(file)
     except Exception as error:  # it is the user's own code
