@@ -18,7 +18,7 @@ import pytest
 from support import blends, issues, shapes, verifiers, warm
 from support.program import ROOT, copy, ran
 
-PAGES = ("data", "recipe", "cluster", "judges", "swe")
+PAGES = ("data", "recipe", "ultra", "cluster", "judges", "swe")
 # What is not run here, and the test that does.
 ELSEWHERE = {
     "data_prep.py profile": "prep/test_profile.py",
@@ -33,8 +33,10 @@ ELSEWHERE = {
     ".venv-swe": "prep/test_swe_rows.py",
 }
 STAGES = ("rlvr1", "rlvr2", "rlvr3", "swe1", "swe2", "rlhf")
+ULTRA = ("rlvr1", "rlvr2", "ifbench", "rlhf", "reasoning", "swe")
 IN_HUB = {  # the folder that stands for each
     "nvidia/Nemotron-RL-Super-Training-Blends": "SUPER",
+    "nvidia/Nemotron-RL-Ultra-Training-Blends": "ULTRA",
     "nvidia/Nemotron-3-Nano-RL-Training-Blend": "NANO",
     "BytedTsinghua-SIA/DAPO-Math-17k": "ORIGINALS/DAPO-Math-17k",
     "Skywork/Skywork-OR1-RL-Data": "ORIGINALS/Skywork/Skywork-OR1-RL-Data",
@@ -57,7 +59,7 @@ def scripts(page: str) -> list[str]:
     text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
     cells = re.findall(r"`((?:EXP_NAME=|python )[^`]+)`", text)
     blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.M | re.S)
-    return [*dict.fromkeys(cells), *blocks]
+    return [*blocks, *dict.fromkeys(cells)]
 
 
 def dry(script: str, place: Path) -> str:
@@ -99,6 +101,10 @@ def place(tmp_path_factory, chat_model) -> Path:
         real = verifiers.of_blend(stage.rstrip("123") if "rlvr" in stage else stage)
         real = [issues.published()] if stage == "swe2" else real
         write(root / f"SUPER/{stage}.jsonl", real * (1 + 120 // len(real)))
+    for stage in ULTRA:
+        real = verifiers.of_blend(f"ultra_{stage.rstrip('12')}")
+        real = [issues.published()] if stage == "swe" else real
+        write(root / f"ULTRA/{stage}.jsonl", real * (1 + 120 // len(real)))
     write(root / "NANO/train.jsonl", rows * 10)
     asked = {"prompt": [{"content": "1 + 1?"}], "reward_model": {"ground_truth": "2"}}
     write(root / "OWN/train.jsonl", [asked])
@@ -115,13 +121,16 @@ def place(tmp_path_factory, chat_model) -> Path:
     with open(root / "questions.csv", "w", newline="") as file:
         csv.writer(file).writerows([("question", "answer"), ("1 + 1?", "2")])
     write(root / "profiled.jsonl", [row | {"pass_rate": i / 120} for i, row in enumerate(rows)])
-    for model in ("models/super_sft", "models/nano_sft"):
+    for model in ("models/super_sft", "models/nano_sft", "models/ultra_sft"):
         shapes.write_checkpoint(model, root / model, chat_model)
     write(root / "data/aime25.jsonl", rows[:3])
     for stage, steps in zip(STAGES, (540, 605, 415, 795, 80, 195), strict=True):
         model = root / f"runs/{stage}/step_{steps:06d}/hf"
         model.parent.mkdir(parents=True)
         model.symlink_to(root / "models/super_sft")
+    student = root / "runs/ultra_rlvr/step_000178/hf"
+    student.parent.mkdir(parents=True)
+    student.symlink_to(root / "models/ultra_sft")
     return root
 
 

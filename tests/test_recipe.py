@@ -19,7 +19,7 @@ import dry_run
 from envs import agents, check_rows, registry
 from envs.rollout import services
 from envs.sandbox import sandbox
-from grpo_async import Config
+from grpo_async import Config, Run
 from launch import judges
 from runtime import preflight
 from settings import errors, reader, values
@@ -29,13 +29,15 @@ from support.judges import Judge, configured
 from support.program import ROOT, Program
 
 PAGE = (ROOT / "docs/recipe.md").read_text(encoding="utf-8")
-VALUES = (ROOT / "docs/recipe_values.md").read_text(encoding="utf-8")
+ULTRA = (ROOT / "docs/ultra.md").read_text(encoding="utf-8")
+VALUES = (ROOT / "docs/recipe_values.md").read_text(encoding="utf-8") + ULTRA
 FILES = {
     str(path.relative_to(ROOT / "configs").with_suffix("")): path
     for path in sorted((ROOT / "configs").rglob("*.py"))
 }
 DPO = [name for name in FILES if name.endswith("dpo")]  # docs/dpo.md has their values
-NAMES = [name for name in FILES if name not in ["_super", *DPO]]  # which is a part of others
+PARTS = ["_super", "_ultra"]  # of others
+NAMES = [name for name in FILES if name not in [*PARTS, *DPO]]
 OTHERS = ["gsm8k", "math_blend", "test", "tiny", "tiny_swe"]
 RECIPE = [name for name in NAMES if name not in OTHERS]
 JUDGES = ["general", "safety", "genrm"]
@@ -43,6 +45,8 @@ PAID = 16  # prompts of a step: of four answers to each, some are paid and some 
 # Their tools or stories are longer than what the tiny model reads.
 LONG = ["office/workplace", "maths/python_tool", "proofs/lean_refinement", "swe/swe"]
 CHAIN = ["rlvr1", "rlvr2", "rlvr3", "swe1", "swe2", "rlhf"]
+STUDENT = ["ultra_rlvr1", "ultra_rlvr2"]  # one run
+TEACHERS = ["ultra_ifbench", "ultra_rlhf", "ultra_reasoning", "ultra_swe"]
 
 
 def tables(page: str, first: str) -> list[list[list[str]]]:
@@ -118,7 +122,7 @@ def test_a_config_has_the_values_of_the_page_and_no_others(name):
 
 
 def test_every_config_of_the_recipe_has_a_column_and_every_column_a_config():
-    assert set(stated(VALUES)) == {*RECIPE, "_super"}
+    assert set(stated(VALUES)) == {*RECIPE, *PARTS}
 
 
 @pytest.mark.parametrize(("name", "row", "wrong", "found"), [
@@ -128,6 +132,8 @@ def test_every_config_of_the_recipe_has_a_column_and_every_column_a_config():
     ("nano_rlvr", "(-inf, inf)", "(-inf, 1.0)", "advantage.clip: "),
     ("rlvr_small", '["max_num_seqs"]', '["block_size"]', 'engine.args["max_num_seqs"]: 16'),
     ("swe1", "`policy.tp` | `4`", "`policy.top` | `4`", "policy.top: None"),
+    ("ultra_rlvr2", "`178` | | guide", "`179` | | guide", "steps: 178"),
+    ("ultra_swe", '"inner_eos", "think_tags"', '"inner_eos"', "advantage.zero_rewards: "),
 ])  # fmt: skip
 def test_a_wrong_and_a_missing_value_are_found(name, row, wrong, found):
     assert row in VALUES
@@ -143,15 +149,29 @@ def test_each_stage_starts_from_the_last_checkpoint_of_the_one_before():
     assert rlhf.model == f"{nano.run_dir}/step_{nano.steps:06d}/hf"
 
 
+def test_the_student_of_ultra_is_one_run_and_each_teacher_starts_from_it():
+    first, last = map(load, STUDENT)
+    for name in ("run_dir", "model", *Run.MUST_MATCH):
+        assert entries(first).get(name) == entries(last).get(name), name
+    assert first.steps < last.steps
+    assert first.sampling.max_model_len < last.sampling.max_model_len
+    for teacher in map(load, TEACHERS):
+        assert teacher.model == f"{last.run_dir}/step_{last.steps:06d}/hf"
+
+
 def test_every_run_has_a_folder_of_its_own():
-    """A config and its form on other GPUs share one: they are the same stage."""
-    folders = [load(name).run_dir for name in RECIPE if not re.fullmatch(r"h100/[a-z]+\d?", name)]
+    """A config and its form on other GPUs share one: they are the same stage. So do two phases."""
+    same = re.compile(r"h100/[a-z]+\d?|ultra_rlvr2")
+    folders = [load(name).run_dir for name in RECIPE if not same.fullmatch(name)]
     assert len(set(folders)) == len(folders)
 
 
 def test_the_table_of_nodes_is_that_of_the_configs():
-    ((header, _, *rows),) = tables(PAGE, "config")
-    assert header[1:5] == ["engines x GPUs", "trainers", "judge nodes", "nodes"]
+    rows = []
+    for page in (PAGE, ULTRA):
+        ((header, _, *of_page),) = tables(page, "config")
+        assert header[1:5] == ["engines x GPUs", "trainers", "judge nodes", "nodes"]
+        rows += of_page
     counted = {}
     for names, engines, trainers, judged, nodes, _ in rows:
         for name in ticked(names):
@@ -178,16 +198,34 @@ def test_the_commands_of_the_page_name_each_stage_once():
         assert PAGE.count(f"`python grpo_async.py --config configs/{name}.py --resume auto`") == 1
 
 
-def test_the_files_of_judges_are_those_of_the_page():
+def test_the_commands_of_ultra_name_each_stage_once():
+    ((_, _, *rows),) = tables(ULTRA, "file")
+    files = {name: ticked(row[0])[0] for row in rows for name in ticked(row[5])}
+    for name in [*STUDENT, *TEACHERS]:
+        cfg = load(name)
+        run = cfg.run_dir.removeprefix("runs/")
+        paths = f"MODEL_PATH={cfg.model} TRAIN_PATH={cfg.data.train} VAL_PATH={cfg.data.val} "
+        start = f"`EXP_NAME={run} CONFIG_PATH=configs/{name}.py {paths}"
+        (line,) = (line for line in ULTRA.splitlines() if start in line)
+        assert line.endswith("ENABLE_MTP_INFERENCE=1 bash launch/submit.sh --gpu b200` |")
+        assert re.findall(r" JUDGES=(\S+) ", line) == list(filter(None, [files.get(name)]))
+        limit = re.findall(r" SLURM_TIME_LIMIT=(\d+):00:00 ", line)
+        assert limit == ([] if cfg.save_before == 1800 else ["48"]), "they are saved before its end"
+
+
+def test_no_file_of_judges_is_on_no_page():
+    named = {ticked(row[0])[0] for page in (PAGE, ULTRA) for row in tables(page, "file")[0][2:]}
+    assert named == {str(path.relative_to(ROOT)) for path in (ROOT / "launch/judges").iterdir()}
+
+
+@pytest.mark.parametrize("page", [PAGE, ULTRA], ids=["recipe", "ultra"])
+def test_the_files_of_judges_are_those_of_the_page(page):
     """Their models, sizes, lengths, counts and nodes, and the configurations that they are for."""
-    ((_, _, *roles),) = tables(PAGE, "role")
+    ((_, _, *roles),) = tables(page, "role")
     models = {
         ticked(row[0])[0]: (*ticked(row[1]), row[2], row[3].replace(",", "")) for row in roles
     }
-    ((header, _, *rows),) = tables(PAGE, "file")
-    assert {ticked(row[0])[0] for row in rows} == {
-        str(path.relative_to(ROOT)) for path in (ROOT / "launch/judges").iterdir()
-    }
+    ((header, _, *rows),) = tables(page, "file")
     nodes = {}
     for file, *counts, own_nodes, configs, _ in rows:
         found = judges.read(str(ROOT / ticked(file)[0]), 8)
@@ -204,14 +242,15 @@ def test_the_files_of_judges_are_those_of_the_page():
         assert all(sum(one.gpus for one in node) == 8 for node in every), "no GPU is idle"
         assert sum(map(len, every)) == sum(map(int, counts))
         nodes |= dict.fromkeys(ticked(configs), own_nodes)
-    ((_, _, *sizes),) = tables(PAGE, "config")
+    ((_, _, *sizes),) = tables(page, "config")
     assert nodes == {n: row[3] for row in sizes for n in ticked(row[0]) if row[3] != "0"}
 
 
 def shape_of(name: str) -> str:
     """The model whose dimensions a config's model has; a checkpoint's are those of its run."""
     model = load(name).model
-    return f"models/{'nano' if 'nano' in model else 'super'}_sft" if "runs/" in model else model
+    family = next((one for one in ("nano", "ultra") if one in model), "super")
+    return f"models/{family}_sft" if "runs/" in model else model
 
 
 @pytest.fixture(scope="module")
@@ -225,8 +264,8 @@ def shape(tmp_path_factory):
 def test_a_config_fits_its_gpus(name, shape, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # where no rows are, whatever this machine has made
     monkeypatch.setattr(dry_run, "isfile", lambda path: True)
-    super_on_b200 = shape_of(name) == "models/super_sft" and not name.startswith("h100/")
-    gpu = "b200" if super_on_b200 else "h100"
+    large = shape_of(name) in ("models/super_sft", "models/ultra_sft")
+    gpu = "b200" if large and not name.startswith("h100/") else "h100"
     flags = ["--config", str(FILES[name]), "--model", shape[shape_of(name)], "--dry_run"]
     told = dry_run.explain(reader.load(Config, [*flags, "--gpu", gpu], "configs/tiny.py"), Config)
     assert "PROBLEM" not in told, told
@@ -240,16 +279,21 @@ def test_a_config_fits_its_gpus(name, shape, monkeypatch, tmp_path):
 
 def test_an_absent_input_checkpoint_is_an_error_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in CHAIN:
+    for name in [*CHAIN, *STUDENT, *TEACHERS]:
         flags = ["--config", str(FILES[name]), "--resume", "auto"]
         message = rf"model = '{tmp_path}/{load(name).model}': expected a folder that holds config"
         with pytest.raises(errors.InputError, match=message):
             preflight.load(Config, flags, default="configs/tiny.py")
 
 
+REPAIRS = ("swe2", "ultra_swe")  # blends whose rows are made into others
+
+
 def blend_of(name: str) -> str:
     """The published blend that a configuration trains on, as the table of agents calls it."""
-    return re.sub(r"^rlvr\d$", "rlvr", f"{load(name).data.train}/".split("/")[1])
+    folder, *below = f"{load(name).data.train}/".split("/")[1:]
+    blend = f"ultra_{below[0].removesuffix('.jsonl')}" if folder == "ultra" else folder
+    return re.sub(r"^rlvr\d$", "rlvr", blend)
 
 
 @pytest.fixture
@@ -274,7 +318,7 @@ def check_blend(cfg: Config, rows: list[dict]) -> None:
         check_rows.parse(json.dumps(row), cfg)
 
 
-@pytest.mark.parametrize("name", [n for n in RECIPE if blend_of(n) != "swe2"])
+@pytest.mark.parametrize("name", [n for n in RECIPE if blend_of(n) not in REPAIRS])
 def test_a_config_takes_a_real_row_of_each_agent_of_its_blend(name, recipe_services):
     """Its prompts may be long here: the model of the test would count other tokens."""
     rows = verifiers.of_blend(blend_of(name))
@@ -286,14 +330,14 @@ def test_a_config_takes_a_real_row_of_each_agent_of_its_blend(name, recipe_servi
             check_blend(changed(cfg, services=recipe_services | {need: ""}), rows)
 
 
-@pytest.mark.parametrize("name", [n for n in RECIPE if blend_of(n) == "swe2"])
+@pytest.mark.parametrize("name", [n for n in RECIPE if blend_of(n) in REPAIRS])
 def test_the_rows_of_swe2_as_published_are_answered_with_their_conversion(name):
-    for row in verifiers.of_blend("swe2"):
+    for row in verifiers.of_blend(blend_of(name)):
         with pytest.raises(ValueError, match="instance_id is missing.*data_prep.py swe"):
             check_blend(load(name), [row])
 
 
-@pytest.mark.parametrize("name", [n for n in RECIPE if blend_of(n) == "swe2"])
+@pytest.mark.parametrize("name", [n for n in RECIPE if blend_of(n) in REPAIRS])
 def test_a_config_of_swe2_takes_the_rows_that_are_made_of_published_ones(
     name, recipe_services, tmp_path
 ):
@@ -309,12 +353,36 @@ def test_a_config_of_swe2_takes_the_rows_that_are_made_of_published_ones(
 
 def test_the_page_and_the_table_have_the_same_agents_in_each_blend():
     """An agent of a blend that has no real row in the table is missing here."""
-    ((_, _, *rows),) = tables(PAGE, "blend")
-    stated = {blend: set(ticked(names)) for cell, names in rows for blend in ticked(cell)}
+    every = [row for page in (PAGE, ULTRA) for row in tables(page, "blend")[0][2:]]
+    stated = {blend: set(ticked(names)) for cell, names in every for blend in ticked(cell)}
     for blend, names in stated.items():
         of_table = {row["agent_ref"]["name"] for row in verifiers.of_blend(blend)}
         assert names == of_table, blend
     assert stated.keys() == {blend_of(name) for name in RECIPE}
+
+
+def test_each_agent_of_ultra_that_is_missing_is_refused_by_name(tmp_path, capsys):
+    """By the preparation of data, which says how to leave its rows out, and by a run that has one.
+
+    The command of the page leaves all of them out.
+    """
+    ((_, _, *rows),) = tables(ULTRA, "agent that is missing")
+    missing = [name for row in rows for name in ticked(row[0])]
+    assert len(missing) == 7
+    (command,) = re.findall(r"Training-Blends --out data/ultra --leave_out([^|]*?)\nhead", ULTRA)
+    assert sorted(command.replace("\\", "").split()) == sorted(missing)
+    (good,) = verifiers.of_blend("ultra_reasoning")[:1]
+    for name in missing:
+        row = good | {"agent_ref": {"name": name}}
+        with pytest.raises(ValueError, match=f"agent_ref.name is '{name}', expected one of"):
+            check_rows.parse(json.dumps(row), load("ultra_reasoning"))
+        source = Path(write_rows(tmp_path / f"{name}.jsonl", [good, row]))
+        blend = ["blend", str(source), "--out", str(tmp_path / "out"), "--val_holdout", "0"]
+        told = f":2: agent_ref.name is {name!r}, expected .*--leave_out {name} leaves its rows out"
+        with pytest.raises(errors.InputError, match=told):
+            data_prep.main(blend)
+        assert data_prep.main([*blend, "--leave_out", name]) == 0
+        assert f"left out: 1 rows of {name}" in capsys.readouterr().out
 
 
 @pytest.mark.e2e

@@ -16,6 +16,10 @@ HYBRID |= {"max_position_embeddings": 262144, "tie_word_embeddings": False}
 SUPER = {"hidden_size": 4096, "intermediate_size": 2688, "mamba_num_heads": 128}
 SUPER |= {"n_routed_experts": 512, "num_experts_per_tok": 22, "moe_latent_size": 1024}
 SUPER |= {"moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376}
+ULTRA = {"hidden_size": 8192, "intermediate_size": 5120, "mamba_num_heads": 256}
+ULTRA |= {"num_attention_heads": 64, "n_routed_experts": 512, "num_experts_per_tok": 22}
+ULTRA |= {"moe_latent_size": 2048, "moe_intermediate_size": 5120}
+ULTRA |= {"moe_shared_expert_intermediate_size": 10240}
 NANO = {"hidden_size": 2688, "intermediate_size": 1856, "mamba_num_heads": 64}
 NANO |= {"n_routed_experts": 128, "num_experts_per_tok": 6}
 NANO |= {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712}
@@ -28,12 +32,17 @@ LLAMA |= {"max_position_embeddings": 131072, "tie_word_embeddings": True}
 
 def hybrid(pattern: str, **fields) -> NemotronHConfig:
     """A Nemotron-H of layers M (Mamba-2), * (attention) and E (experts)."""
-    return NemotronHConfig(**HYBRID, layers_block_type=[KINDS[c] for c in pattern], **fields)
+    return NemotronHConfig(layers_block_type=[KINDS[c] for c in pattern], **HYBRID | fields)
 
 
 def nemotron_super(pattern: str = ("ME" * 5 + "*") * 8) -> NemotronHConfig:
     """Nemotron 3 Super, 120.7B parameters; the order of its layers does not matter for sizes."""
     return hybrid(pattern, **SUPER)
+
+
+def nemotron_ultra() -> NemotronHConfig:
+    """Nemotron 3 Ultra, 550B parameters; the order of its layers does not matter for sizes."""
+    return hybrid(("ME" * 4 + "*") * 12, **ULTRA)
 
 
 def nemotron_nano() -> NemotronHConfig:
@@ -48,6 +57,7 @@ def qwen(hidden_size: int, **fields) -> Qwen3Config:
 
 SHAPES = {
     "models/super_sft": nemotron_super,
+    "models/ultra_sft": nemotron_ultra,
     "models/nano_sft": nemotron_nano,
     "meta-llama/Llama-3.2-1B-Instruct": lambda: LlamaConfig(**LLAMA),
     "Qwen/Qwen3-0.6B": lambda: qwen(1024),
