@@ -640,10 +640,9 @@ class Trainer(SendingRank):
         """Joins the other ranks and loads the policy; returns what its weights look like."""
         torch.manual_seed(self.cfg.seed)
         self.join_ranks(rank, address)
-        temperature = self.cfg.sampling.temperature
-        self.policy = self.open_policy(temperature)
-        frozen = self.cfg.has_reference
-        self.reference = self.open_policy(temperature, self.policy) if frozen else None
+        open_policy = partial(self.open_policy, self.cfg.sampling.temperature)
+        self.policy = open_policy()
+        self.reference = open_policy(self.policy) if self.cfg.has_reference else None
         return self.open_sender()
 
     def train_step(self, step: int, updates: list[Update], *groups: list[Sample]) -> Trained:
