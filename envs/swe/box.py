@@ -9,6 +9,9 @@ running ends with it, and nothing of the policy runs between two commands, or wh
 Its output goes to a pipe, and its exit code to bubblewrap: no process in the box can forge a frame
 around them. It is root there, with rights over the image's files and no others.
 
+What a command left can also be read by programs of the image as it was, which it cannot replace
+(`aside`).
+
 An idle box is one process, the holder. It ends when its worker does, also by SIGKILL.
 
 No environment by itself: environments use it.
@@ -37,8 +40,14 @@ HOST = Path(__file__).with_name("box_host.sh").read_text(encoding="utf-8")
 START = 60.0  # seconds that a box may take to start, or a command to be killed
 FILE_SECONDS = 60.0  # for a file in or out
 READY = b"ready\n"
-# Shared memory lies in the layer, whose size bounds both. It ends when the worker does.
-HOLD = "mkdir -m 1777 /mnt/shm && echo ready && exec 2>&- && read -r _"
+# Shared memory lies in the layer, whose size bounds both, and in /mnt/image is the image as it was,
+# with folders for what `aside` mounts. The working folder is still that of sandbox.LAYER.
+HOLD = """
+mkdir -m 1777 /mnt/shm && mkdir /mnt/own /mnt/rest /mnt/image || exit
+layers=lowerdir=.,upperdir=/mnt/own,workdir=/mnt/rest,userxattr
+mount -t overlay -o "$layers" none /mnt/image && cd /mnt/image && mkdir -p tmp proc dev || exit
+cd / && echo ready && exec 2>&- && read -r _
+"""
 PER_INODE = 4096  # bytes of the layer for each file that may be in it
 CALLS = seccomp_filter(memory=True)  # which a command may not make
 RIGHTS = ("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID")
@@ -49,6 +58,7 @@ FIRST_KILLED = 900  # of a command, where the machine is out of memory; engines 
 QUICK = 16 << 20  # bytes of output that are read at once; more waits, so that `yes` costs little
 PART = 1 << 16  # bytes that are read at once
 SLOWLY = 0.01  # seconds between two parts then
+BESIDE = "/tmp/box"  # where `aside` sees the files of the box
 PUT = 'mkdir -p -- "${1%/*}/" && cat >"$1"'
 GET = '[ -f "$1" ] && exec head -c "$2" -- "$1"'
 LONGEST = 100_000  # bytes of a command; the kernel takes no argument of 128 KiB
@@ -70,6 +80,13 @@ class Ran(NamedTuple):
     code: int | None  # None where it was ended
     ended: str  # "" by itself, "time", "memory", "processes", or why the box is gone
     seconds: float  # that it took
+
+
+class View(NamedTuple):
+    """The files that a command sees."""
+
+    mounts: list[str]  # arguments of bubblewrap
+    workdir: str
 
 
 class Box:
@@ -95,8 +112,8 @@ class Box:
         self.stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> "Box":
-        began = time.monotonic()
         try:
+            began = time.monotonic()
             async with sandbox.place():
                 await self._start()
         except BaseException:
@@ -139,6 +156,17 @@ class Box:
         ran = await self._placed(argv, FILE_SECONDS, output)
         return bytes(output.head) if ran.code == 0 else None
 
+    async def aside(self, command: str, seconds: float, most: int, folder: str) -> bytes | None:
+        """The first `most` bytes that a command prints in the image as it was; None if it fails.
+
+        It starts in a folder of the box, whose files it sees below BESIDE and cannot change. What
+        it writes to /tmp is lost.
+        """
+        output = Output(most, head=most)
+        view = self._aside(folder)
+        ran = await self._placed(["bash", "-c", command], seconds, output, view=view)
+        return bytes(output.head) if ran.code == 0 else None
+
     async def _start(self) -> None:
         """Starts the holder, then a command that does nothing. Raises CheckerError."""
         if sandbox.isolates() != "bubblewrap":
@@ -167,23 +195,33 @@ class Box:
         raise CheckerError(f"no box of the image {self.image}: {' '.join(why.split()) or said!r}")
 
     async def _placed(
-        self, argv: list[str], seconds: float, output: "Output", given: bytes = b""
+        self,
+        argv: list[str],
+        seconds: float,
+        output: "Output",
+        given: bytes = b"",
+        view: "View | None" = None,
     ) -> Ran:
         """Runs a command once there is a place for it."""
         if self.gone:
             return Ran("", None, self.gone, 0.0)
         async with sandbox.place():
-            return await self._command(argv, seconds, output, given)
+            return await self._command(argv, seconds, output, given, view)
 
     async def _command(
-        self, argv: list[str], seconds: float, output: "Output", given: bytes = b""
+        self,
+        argv: list[str],
+        seconds: float,
+        output: "Output",
+        given: bytes = b"",
+        view: "View | None" = None,
     ) -> Ran:
         """Runs a command with `given` as its input. Raises CheckerError where it did not begin."""
         with contextlib.ExitStack() as stack:
             status, stdin, calls = (memory_file(text) for text in ("", given, CALLS))
             for descriptor in (status, stdin, calls):
                 stack.callback(os.close, descriptor)
-            command = [*self._entering(status, calls), *argv]
+            command = [*self._entering(status, calls, view or self._inside()), *argv]
             options: dict[str, Any] = {"stdin": stdin, "stderr": subprocess.STDOUT}
             killed = oom_kills()
             process = await sandbox.start(command, **options, pass_fds=(status, calls))
@@ -240,8 +278,20 @@ class Box:
             raise CheckerError(f"the holder of a box has ended: {error}") from None
         return (found.f_blocks - found.f_bfree) * found.f_frsize
 
-    def _entering(self, status: int, calls: int) -> list[str]:
-        """The command in front of one that runs it in the box."""
+    def _inside(self) -> "View":
+        """What a command of the box sees."""
+        mounts = ["--bind", "/mnt/root", "/", "--proc", "/proc", "--dev", "/dev"]
+        return View([*mounts, "--bind", "/mnt/shm", "/dev/shm"], self.workdir)
+
+    def _aside(self, folder: str) -> "View":
+        """What a command beside the box sees; its own files take as much again as the layer."""
+        mounts = ["--ro-bind", "/mnt/image", "/", "--proc", "/proc", "--dev", "/dev"]
+        mounts += ["--size", str(2 * self.size.disk), "--tmpfs", "/tmp"]
+        # Below /tmp a link in the box leads to the image, and not to files of the machine.
+        return View([*mounts, "--ro-bind", "/mnt/root", BESIDE], f"{BESIDE}{folder}")
+
+    def _entering(self, status: int, calls: int, view: "View") -> list[str]:
+        """The command in front of one that runs it in the box, or beside it."""
         assert self.holder and self.lower
         if self.holder.poll() is not None:
             raise CheckerError(f"the holder of a box has ended: code {self.holder.returncode}")
@@ -253,14 +303,12 @@ class Box:
         command += ["bwrap", "--unshare-all", "--unshare-user", "--uid", "0", "--gid", "0"]
         command += ["--disable-userns", "--die-with-parent", "--new-session", "--clearenv"]
         command += ["--cap-drop", "ALL", *(word for cap in RIGHTS for word in ("--cap-add", cap))]
-        command += ["--bind", "/mnt/root", "/", "--proc", "/proc", "--dev", "/dev"]
-        command += ["--bind", "/mnt/shm", "/dev/shm", "--remount-ro", "/dev"]
-        command += sandbox.read_only_kernel()
+        command += [*view.mounts, "--remount-ro", "/dev", *sandbox.read_only_kernel()]
         for name, value in ENVIRONMENT.items():
             command += ["--setenv", name, value]
         command += ["--json-status-fd", str(status), "--as-pid-1"]
         command += ["--seccomp", str(calls)] if CALLS else []
-        return [*command, "bash", "-c", HOST, "box", str(self.size.processes), self.workdir]
+        return [*command, "bash", "-c", HOST, "box", str(self.size.processes), view.workdir]
 
     async def _close(self) -> None:
         """Ends the holder, with which the layer ends, then the use of the image."""

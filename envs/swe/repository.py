@@ -9,6 +9,7 @@ import shlex
 import tomllib
 import weakref
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from envs.rollout.services import CheckerError
 from envs.swe.box import Box, Ran
@@ -16,6 +17,8 @@ from envs.swe.box import Box, Ran
 SCRIPT = Path(__file__).with_name("repository.sh").read_text(encoding="utf-8")
 LONGEST = 1 << 20  # bytes of a patch
 STEP = 300.0  # seconds of a step before or after the tests
+PATCH_SECONDS = 30.0  # for reading a patch,
+SLOWER = 10  # and times of what reading its start took
 LISTS = 16 << 20  # bytes of a list of files, or of one file
 APPLIES_NOT = 9  # exit code of repository.sh
 PATCH = "/tmp/.judge/patch"
@@ -38,7 +41,17 @@ FAULTS = re.compile(
     |No\ space\ left\ on\ device""",
     re.X | re.M,
 )
-_starts: weakref.WeakKeyDictionary[Box, str] = weakref.WeakKeyDictionary()  # a box's first commit
+
+
+class Start(NamedTuple):
+    """The first commit of a repository in a box."""
+
+    commit: str
+    folder: str  # without links
+    seconds: float  # that reading all of its files took
+
+
+_starts: weakref.WeakKeyDictionary[Box, Start] = weakref.WeakKeyDictionary()
 
 
 class Refused(Exception):
@@ -56,11 +69,14 @@ async def prepare(box: Box, row: dict) -> None:
 async def patch_of(box: Box, row: dict) -> str | None:
     """How a prepared box's files differ from their start; None where they do not.
 
-    Longer than LONGEST where it is too long. Raises CheckerError as Box does.
+    Longer than LONGEST where it is too long. Nothing runs that the policy may have replaced, and
+    what makes it slow, such as a pipe that git would read, makes it None: the row's own files were
+    read in `seconds` before. Raises CheckerError as Box does.
     """
-    path = f"{PATCH}.new"
-    ran = await box.run(command("difference", _starts[box], path), STEP)
-    found = await box.get(path, LONGEST + 1) if ran.code == 0 else b""
+    start = _starts[box]
+    within = min(STEP, PATCH_SECONDS + SLOWER * start.seconds)
+    script = command("difference", start.commit, str(LONGEST + 1))
+    found = await box.aside(script, within, LONGEST + 1, start.folder)
     if found and len(found) > LONGEST:
         return found.decode("utf-8", "replace")
     parts = []
@@ -71,8 +87,8 @@ async def patch_of(box: Box, row: dict) -> str | None:
     return "".join(parts) or None
 
 
-async def start_of(box: Box, row: dict, hidden: tuple[str, ...] = ()) -> str:
-    """Cuts the history of the repository; the commit that is left. Raises CheckerError."""
+async def start_of(box: Box, row: dict, hidden: tuple[str, ...] = ()) -> Start:
+    """Cuts the history of the repository; what is left of it. Raises CheckerError."""
     if row["tests"]["kind"] == "r2e":
         await step(box, "hide", " ".join([R2E_FILES, *hidden]))
         await step(box, "aside")
@@ -82,7 +98,8 @@ async def start_of(box: Box, row: dict, hidden: tuple[str, ...] = ()) -> str:
         await put(box, PATCH, broken.encode())
         await step(box, "plainly", PATCH)
     ran = await step(box, "cut", row["base_commit"], "0" if broken else "1")
-    return ran.output.rpartition("start ")[2].strip()
+    _, commit, folder = ran.output.rstrip("\n").rpartition("\n")[2].split(" ", 2)
+    return Start(commit, folder, ran.seconds)
 
 
 async def patched(box: Box, row: dict, patch: str, start: str) -> list[str]:

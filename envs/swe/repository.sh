@@ -23,7 +23,7 @@ aside() {
 }
 
 # Leaves of the history one commit, of the files as they are, and below it BASE where KEEP is 1:
-# a new folder .git takes the place of the old one. Prints the commit.
+# a new folder .git takes the place of the old one. Prints the commit and the folder.
 cut() {
     local base keep=$2 tree start new=.git-new/.git section
     git config --global --add safe.directory '*'
@@ -66,17 +66,33 @@ cut() {
     mv $new .git
     rm -rf .git-new
     [ "$(git rev-list --all | wc -l)" -le 2 ]
-    echo "start $start"
+    echo "start $start $(pwd -P)"
 }
 
-# Writes the difference from the commit START to FILE.
+# Prints how the files differ from the commit START, at most MOST bytes. It runs beside the box
+# (Box.aside): no program is the policy's, and of .git/config it takes nothing that names one.
 difference() {
-    export GIT_INDEX_FILE=$2.index
-    mkdir -p "${2%/*}"
-    cp .git/index "$GIT_INDEX_FILE" 2>/dev/null || true
-    git add -A 2>/dev/null
+    local name value
+    exec 2>/dev/null
+    export GIT_DIR=/tmp/.git GIT_WORK_TREE=$PWD
+    git init -q --template=
+    echo "$PWD/.git/objects" >$GIT_DIR/objects/info/alternates
+    mkdir -p $GIT_DIR/info
+    for name in index info/exclude info/attributes; do
+        [ ! -f .git/$name ] || cp -p .git/$name $GIT_DIR/$name
+    done
+    for name in filemode symlinks ignorecase autocrlf eol; do
+        [ -f .git/config ] && value=$(git config -f .git/config core.$name) || continue
+        git config core.$name "$value"
+    done
+    if ! git ls-files >/dev/null; then
+        rm -f $GIT_DIR/index
+        git read-tree "$1"
+    fi
+    git add -A
     git diff --cached --no-ext-diff --no-textconv --no-renames --no-color --src-prefix=a/ \
-        --dst-prefix=b/ "$1" >"$2"
+        --dst-prefix=b/ "$1" >/tmp/patch
+    head -c "$2" /tmp/patch
 }
 
 # Applies FILE to the commit START, and writes to FILE.raw and FILE.counts what it changes.

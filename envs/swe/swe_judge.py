@@ -150,7 +150,7 @@ async def _must_be_sound(image: Path, row: dict, size: Size | None, doubt: str) 
 async def tried(image: Path, row: dict, patch: str, size: Size | None = None) -> Trial:
     """One judgement of a patch, which may be empty. Raises CheckerError for what the node did."""
     async with Box(image, row["workdir"], size) as box:
-        start = await start_of(box, row)
+        start = (await start_of(box, row)).commit
         try:
             dropped = await patched(box, row, patch, start)
             canary, script = await _prepared(box, row, start)

@@ -1,13 +1,14 @@
 """The judge of repairs: a small repository, its repair, and patches that cheat, in real boxes."""
 
 import asyncio
+import time
 
 import pytest
 
 from envs.rollout import services
 from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox
-from envs.swe import swe_judge
+from envs.swe import repository, swe_judge
 from envs.swe.box import Box, Size
 from envs.swe.swe_judge import judge, patch_of, prepare, refusal, tried
 from settings.services import Services
@@ -180,6 +181,67 @@ async def test_files_of_the_image_that_are_not_committed_are_its_start(image, ro
         assert (await judge(image, row, patch, SMALL)).resolved
     finally:
         (image / "testbed/setup.txt").unlink()
+
+
+# What a policy may leave so that reading its patch takes long, and whether there is a patch then.
+SLOW = {
+    "git": ("echo 'sleep 98' >/usr/bin/git", True),
+    "all programs": ("cp /bin/sleep /s; for p in /usr/bin/*; do cp -f /s $p; done", True),
+    "shell": ("echo 'sleep 98' >/b; chmod +x /b; rm /usr/bin/bash; cp /b /usr/bin/bash", True),
+    "filter": (
+        "git config filter.x.clean 'sleep 98'; git config core.fsmonitor 'sleep 98';"
+        " git config --global core.fsmonitor 'sleep 98'; echo '* filter=x' >.git/info/attributes;"
+        " echo '* filter=x' >.gitattributes",
+        True,
+    ),
+    "hook": ("mkdir .git/hooks; printf '#!/bin/sh\nsleep 98' >.git/hooks/post-index-change", True),
+    "settings": ("for p in config info/exclude; do rm -f .git/$p; mknod .git/$p p; done", True),
+    "index": ("echo >.git/index", True),
+    "no room": ("head -c 99999999 /dev/zero >/full", True),
+    "pipe": (
+        "cd .git/objects/pack; mv *.pack /x; rm *; mknod pack-1.idx p; mv /x pack-1.pack",
+        False,
+    ),
+    "ignored": ("rm .gitignore; mknod .gitignore p", False),
+    "repository is a link": ("mv /testbed /x; ln -s /etc /testbed", False),
+    "history is a link": ("mv .git /x; ln -s /x .git", False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+async def test_reading_a_patch_runs_nothing_of_the_policy_and_takes_no_longer(
+    image, row, name, monkeypatch
+):
+    """It reads the patch, or there is none: that is the policy's own doing, and no error."""
+    monkeypatch.setattr(repository, "PATCH_SECONDS", 2.0)
+    command, readable = SLOW[name]
+    async with Box(image, size=SMALL) as box:
+        await prepare(box, row)
+        await box.run("mkdir -p .git/info; sed -i s,//,/, calc.py", 20)
+        assert (await box.run(f"{command}; :", 20)).code == 0
+        began = time.monotonic()
+        patch = await patch_of(box, row)
+        assert time.monotonic() - began < 20
+    if not readable:
+        assert patch is None
+        return
+    assert "+    return x / 2" in patch
+    if name != "filter":
+        assert (await judge(image, row, patch, SMALL)).resolved
+
+
+async def test_a_repository_behind_a_link_is_read(image, row):
+    link = image / "elsewhere"
+    link.symlink_to("/testbed")
+    try:
+        row = row | {"workdir": "/elsewhere"}
+        async with Box(image, row["workdir"], size=SMALL) as box:
+            await prepare(box, row)
+            await box.run("sed -i s,//,/, calc.py", 20)
+            assert "+    return x / 2" in await patch_of(box, row)
+    finally:
+        link.unlink()
 
 
 HOOK = """import pytest
