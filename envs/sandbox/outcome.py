@@ -1,6 +1,7 @@
 """What a run of untrusted code may use, and how it ended."""
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
@@ -32,22 +33,28 @@ class Ran(NamedTuple):
     seconds: float
 
 
+def cgroups(kind: str) -> Iterator[Path]:
+    """The folders of the cgroups of this process that count a kind; none where none is known."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds not in ("", kind):
+                continue
+            folder = CGROUPS / kinds / path.lstrip("/")
+            while folder.is_relative_to(CGROUPS / kinds):
+                yield folder
+                folder = folder.parent
+
+
 def refusals() -> int:
     """How many processes and threads the cgroups of this process have refused; 0 if unknown.
 
     Those that a run's own limit refuses do not count.
     """
     total = 0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if kinds not in ("", "pids"):
-                continue
-            folder = CGROUPS / kinds / path.lstrip("/")
-            while folder.is_relative_to(CGROUPS / kinds):
-                with contextlib.suppress(OSError):
-                    total += int((folder / "pids.events").read_text().split()[1])
-                folder = folder.parent
+    for folder in cgroups("pids"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            total += int((folder / "pids.events").read_text().split()[1])
     return total
 
 

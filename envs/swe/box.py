@@ -10,7 +10,7 @@ Its output goes to a pipe, and its exit code to bubblewrap: no process in the bo
 around them. It is root there, with rights over the image's files and no others.
 
 What a command left can also be read by programs of the image as it was, which it cannot replace
-(`aside`).
+(`aside`). A node has as many boxes at once as its memory holds (envs/swe/budget.py).
 
 An idle box is one process, the holder. It ends when its worker does, also by SIGKILL.
 
@@ -34,7 +34,7 @@ from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox, user_limit
 from envs.sandbox.interpreter import oom_kills, seccomp_filter
 from envs.sandbox.sandbox import TICK, Clock, Limits, memory_file
-from envs.swe import sif
+from envs.swe import budget, sif
 
 HOST = Path(__file__).with_name("box_host.sh").read_text(encoding="utf-8")
 START = 60.0  # seconds that a box may take to start, or a command to be killed
@@ -94,7 +94,8 @@ class Box:
 
     `image` is a folder or a .sif, `workdir` the folder in it where commands start. Methods raise
     CheckerError for what the machine did, never for what a command did: it may remove all files,
-    or kill all processes. Each takes a `sandbox.place()`.
+    or kill all processes. Each takes a `sandbox.place()`. Where the node has no room for another
+    box the start waits.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Box:
 
     async def __aenter__(self) -> "Box":
         try:
+            await self.stack.enter_async_context(budget.admitted(self.size.disk))
             began = time.monotonic()
             async with sandbox.place():
                 await self._start()
@@ -380,7 +382,8 @@ def problem(_: str) -> str:
     backend = services.current().sandbox
     if backend != "bubblewrap":
         return f"services.sandbox = {backend!r}, expected 'bubblewrap'"
-    return sandbox.problem() or user_limit.problem(Limits()) or sif.problem()
+    why = sandbox.problem() or user_limit.problem(Limits()) or sif.problem()
+    return why or budget.problem(Size().disk)
 
 
 services.CHECKS["boxes"] = problem
