@@ -10,7 +10,8 @@ Its output goes to a pipe, and its exit code to bubblewrap: no process in the bo
 around them. It is root there, with rights over the image's files and no others.
 
 What a command left can also be read by programs of the image as it was, which it cannot replace
-(`aside`). A node has as many boxes at once as its memory holds (envs/swe/budget.py).
+(`aside`). A node has as many boxes at once as its memory holds (envs/swe/budget.py), and may have
+copies of their images (envs/swe/image_cache.py).
 
 An idle box is one process, the holder. It ends when its worker does, also by SIGKILL.
 
@@ -34,7 +35,7 @@ from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox, user_limit
 from envs.sandbox.interpreter import oom_kills, seccomp_filter
 from envs.sandbox.sandbox import TICK, Clock, Limits, memory_file
-from envs.swe import budget, sif
+from envs.swe import budget, image_cache, sif
 
 HOST = Path(__file__).with_name("box_host.sh").read_text(encoding="utf-8")
 START = 60.0  # seconds that a box may take to start, or a command to be killed
@@ -116,8 +117,9 @@ class Box:
         try:
             await self.stack.enter_async_context(budget.admitted(self.size.disk))
             began = time.monotonic()
+            file = await self.stack.enter_async_context(image_cache.near(self.image))
             async with sandbox.place():
-                await self._start()
+                await self._start(file)
         except BaseException:
             await self._close()
             raise
@@ -169,11 +171,11 @@ class Box:
         ran = await self._placed(["bash", "-c", command], seconds, output, view=view)
         return bytes(output.head) if ran.code == 0 else None
 
-    async def _start(self) -> None:
+    async def _start(self, file: Path) -> None:
         """Starts the holder, then a command that does nothing. Raises CheckerError."""
         if sandbox.isolates() != "bubblewrap":
             raise CheckerError("a box needs services.sandbox = 'bubblewrap'")
-        self.lower = await self.stack.enter_async_context(sif.opened(self.image))
+        self.lower = await self.stack.enter_async_context(sif.opened(file))
         size = f"{self.size.disk},nr_inodes={self.size.disk // PER_INODE}"
         own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", sandbox.LAYER]
         command = [*self.lower.user, *self.lower.enter, *own, self.lower.folder, size]

@@ -24,6 +24,7 @@ from core.waits import in_thread
 from envs.rollout import services
 from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox, user_limit
+from envs.swe import image_cache
 from envs.swe.images import folder_of
 
 # Of the header, and of each descriptor of what the file holds (github.com/sylabs/sif, pkg/sif).
@@ -152,7 +153,7 @@ def problem() -> str:
         return "squashfuse_ll is not on the path: apt install squashfuse, or dnf install squashfuse"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         return "/dev/fuse cannot be opened, which shows the files of a .sif: modprobe fuse"
-    return ""
+    return image_cache.problem()
 
 
 def root_is_refused() -> bool:

@@ -1,0 +1,221 @@
+"""Copies of images on a disk of the node, which the boxes of all its processes read.
+
+GRPO_IMAGE_CACHE names a folder on that disk; without it images are read where they lie.
+GRPO_IMAGE_CACHE_GIB is the most that the copies take, half of the disk if not set. Where another
+does not fit, those that were not used for longest go, and none that is in use.
+
+A copy is a file, NAME-DIGEST.sif, and its time that of its last use. Who uses it has a shared lock
+on it, who writes or removes it an exclusive one: the kernel takes them back where a process ends.
+It is written as NAME-DIGEST.partial, compared with the digest of launch/images.sh, and renamed.
+
+No environment by itself: envs/swe/box.py uses it.
+"""
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from core.waits import in_thread
+from envs.rollout.services import CheckerError
+
+log = logging.getLogger(__name__)
+FOLDER, MOST = "GRPO_IMAGE_CACHE", "GRPO_IMAGE_CACHE_GIB"
+SHARE = 0.5  # of the disk
+COPY = 900.0  # seconds that a copy may take, by this process or another
+LOOK = 0.1  # seconds between two looks at one that another process writes
+PART = 1 << 22  # bytes that are copied at once
+LONGEST = 150  # characters of an image's name that count
+_noted: list[str] = []  # why images are read where they lie, once it was logged
+
+
+@contextlib.asynccontextmanager
+async def near(image: Path) -> AsyncIterator[Path]:
+    """What to read of an image: the copy of a .sif on this node, which stays meanwhile, or itself.
+
+    It is the image where no copy can be had, such as on a full disk. Raises CheckerError where the
+    image differs from its digest.
+    """
+    folder = os.environ.get(FOLDER)
+    if not folder or image.is_dir():
+        yield image
+        return
+    making = asyncio.ensure_future(in_thread(copy_of, image, Path(folder)))
+    try:
+        copy = await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_give_up)
+        raise
+    except OSError as error:
+        if not _noted:
+            _noted.append(str(error))
+            log.warning("images are read where they lie, %s has no copy: %s", folder, error)
+        yield image
+        return
+    with copy:
+        yield Path(copy.name)
+
+
+def _give_up(making: asyncio.Future[BinaryIO]) -> None:
+    """Closes a copy that came when it was wanted no more."""
+    if not making.cancelled() and not making.exception():
+        making.result().close()
+
+
+def copy_of(image: Path, folder: Path) -> BinaryIO:
+    """The copy of an image, in use while it is open. Raises OSError where there is none.
+
+    Raises CheckerError where the image is not what its digest says.
+    """
+    digest = digest_of(image)
+    size, changed = os.stat(image).st_size, os.stat(image).st_mtime_ns
+    mark = digest[:16] or f"{size:x}-{changed:x}"
+    whole = folder / f"{image.stem[:LONGEST]}-{mark}.sif"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    end = time.monotonic() + COPY
+    while time.monotonic() < end:
+        if copy := _opened(whole, fcntl.LOCK_SH):
+            os.utime(whole)
+            return copy
+        partial = whole.with_suffix(".partial")
+        partial.touch()
+        if new := _opened(partial, fcntl.LOCK_EX):
+            with new:
+                _write(image, digest, new, whole)
+        else:
+            time.sleep(LOOK)
+    raise TimeoutError(errno.ETIMEDOUT, f"no copy of {image} came in {COPY:g} s")
+
+
+def _opened(path: Path, lock: int) -> BinaryIO | None:
+    """A file with a lock; None where another has it, or the file is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        file = open(path, "rb")  # noqa: SIM115
+        try:
+            fcntl.flock(file, lock | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        except BlockingIOError:
+            pass
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+    return None
+
+
+def _write(image: Path, digest: str, lock: BinaryIO, whole: Path) -> None:
+    """Copies an image to the file that is locked, and gives it its name. Raises OSError."""
+    partial = Path(lock.name)
+    try:
+        if whole.exists():  # another has made it meanwhile
+            return
+        with open(image, "rb") as source, open(partial, "wb") as target:
+            size = os.fstat(source.fileno()).st_size
+            with _sole(whole.parent):
+                _make_room(whole.parent, size)
+                if size:
+                    os.posix_fallocate(target.fileno(), 0, size)
+            seen = hashlib.sha256()
+            while part := source.read(PART):
+                target.write(part)
+                seen.update(part)
+            if target.tell() != size:
+                raise OSError(errno.EIO, f"{target.tell():,} of {size:,} bytes", str(image))
+            target.flush()
+            os.fsync(target.fileno())
+        if digest and seen.hexdigest() != digest:
+            remedy = "VERIFY=true bash launch/images.sh fetches it again"
+            raise CheckerError(f"the image {image} differs from its .sha256: {remedy}")
+        with _sole(whole.parent):
+            partial.rename(whole)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _sole(folder: Path) -> Iterator[None]:
+    """Waits until no other process makes room in the folder. Raises OSError where one does not end.
+
+    It takes moments, where the disk can set room aside.
+    """
+    end = time.monotonic() + COPY
+    path = folder / "lock"
+    path.touch()
+    while not (file := _opened(path, fcntl.LOCK_EX)):
+        if time.monotonic() > end:
+            raise TimeoutError(errno.ETIMEDOUT, f"{path} was not free for {COPY:g} s")
+        time.sleep(LOOK)
+    with file:
+        yield
+
+
+def _make_room(folder: Path, size: int) -> None:
+    """Removes copies that are not in use until another fits. Raises OSError where none will."""
+    found = list(_copies(folder))
+    taken = sum(stat.st_size for _, stat in found)
+    most = limit(folder)
+    if size <= most:
+        for path, stat in sorted(found, key=lambda each: each[1].st_mtime):
+            if taken + size <= most and size <= shutil.disk_usage(folder).free:
+                return
+            taken -= stat.st_size * _removed(path)
+    if taken + size > most or size > shutil.disk_usage(folder).free:
+        room = f"{taken >> 20} MiB of {most >> 20} are in use, {size >> 20} more do not fit"
+        raise OSError(errno.ENOSPC, room, str(folder))
+
+
+def _copies(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """The copies in a folder, and those that are being written."""
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if path.suffix in (".sif", ".partial"):
+                yield path, path.stat()
+
+
+def _removed(path: Path) -> bool:
+    """Removes a copy; False where it is in use, or being written."""
+    file = _opened(path, fcntl.LOCK_EX)
+    if file:
+        with file:
+            path.unlink()
+    return bool(file)
+
+
+def digest_of(image: Path) -> str:
+    """The SHA-256 beside an image, as launch/images.sh writes it; "" where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        found = re.match("[0-9a-f]{64}", image.with_name(f"{image.name}.sha256").read_text())
+        return found[0] if found else ""
+    return ""
+
+
+def limit(folder: Path) -> int:
+    """The bytes that copies may take."""
+    given = os.environ.get(MOST)
+    return int(float(given) * (1 << 30)) if given else int(SHARE * shutil.disk_usage(folder).total)
+
+
+def problem() -> str:
+    """Why no copy can be kept, and how to mend it; "" for nothing."""
+    folder, given = os.environ.get(FOLDER), os.environ.get(MOST)
+    if given and not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", given):
+        return f"{MOST} = {given!r}: expected the GiB that copies of images may take"
+    if not folder:
+        return f"{MOST} = {given!r} without {FOLDER}, the folder of the copies" if given else ""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    except OSError as error:
+        return f"{FOLDER} = {folder!r}: expected a folder on a disk of this node: {error.strerror}"
+    if not folder.startswith("/") or not os.access(folder, os.W_OK | os.X_OK):
+        return f"{FOLDER} = {folder!r}: expected the absolute path of a folder that can be written"
+    return ""
