@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from os.path import isfile
 from pathlib import Path
 
-from dry_run import megatron_sizes, pace, teachers
+from dry_run import boxes, megatron_sizes, pace, teachers
 from envs.rollout import pairs, services
 from policy import logprobs, shape, sizes
 from policy.gpus import GIB, Gpu, planned
@@ -52,6 +52,7 @@ def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = No
         *(engine_rows(model, cfg, gpu) if isinstance(cfg, RunSettings) else []),
         *(teacher_rows(cfg, gpu) if isinstance(cfg, TeacherSettings) else []),
         *any_step_rows(model, cfg, gpu),
+        *(box_rows(cfg) if isinstance(cfg, RunSettings) else []),
         *slurm_rows(model, cfg, gpu),
         *assumptions(cfg, gpu),
         *(["note: W&B is not installed here: pip install wandb"] if lacks_board(cfg) else []),
@@ -342,6 +343,12 @@ def step_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
         row("= step", f"{pace.step_seconds(model, cfg, gpu):,.2f}", f"bound by {binds}"),
         balance_row(model, cfg, gpu),
     ]
+
+
+def box_rows(cfg: RunSettings) -> list[str]:
+    """What the boxes of a node take, of a run that has some."""
+    found = boxes.rows(cfg)
+    return ["boxes of agents", *(row(*line) for line in found)] if found else []
 
 
 def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:

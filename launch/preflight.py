@@ -194,6 +194,14 @@ def images(cfg: Any) -> Iterator[str]:
         yield f"{of} are missing, such as {name}: {remedy}"
 
 
+def boxes(cfg: Any) -> Iterator[str]:
+    """Boxes of agents that repair repositories."""
+    from dry_run import boxes
+
+    if hasattr(cfg, "services") and boxes.uses(cfg):
+        yield from boxes.problems(cfg)
+
+
 def variables(cfg: Any) -> Iterator[str]:
     """Variables that a job must have, and folders that they name."""
     if os.environ.get("SLURM_JOB_ID") and not os.environ.get("SLURM_JOB_END_TIME"):
@@ -219,7 +227,7 @@ def main(argv: list[str]) -> int:
         return report((gpus, compilers))
     with contextlib.nullcontext() if runs_here() else trusted():
         cfg = settings(argv)
-    of_job = (modules, gpus, compilers, files, images) if runs_here() else ()
+    of_job = (modules, gpus, compilers, files, images, boxes) if runs_here() else ()
     return report((*of_job, variables, disk), cfg)
 
 

@@ -58,7 +58,7 @@ def test_a_line_for_each_check_and_its_problems_are_counted(
     in_a_job()
     assert preflight.main(argv) == 0
     told = capsys.readouterr().out
-    assert told.count("ok: ") == 8 and "everything fits" in told
+    assert told.count("ok: ") == 9 and "everything fits" in told
     assert "reasoning_gym_simple_agent" not in told, "rows are read once"
     monkeypatch.setenv("PERSISTENT_CACHE", str(tmp_path / "none"))
     assert preflight.main(argv) == 1
