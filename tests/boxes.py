@@ -25,7 +25,7 @@ from envs.swe.box import Box, Size  # noqa: E402
 from support.boxes import left, make_image, make_sif, present  # noqa: E402
 
 os.environ.setdefault("GRPO_BOXES_AS_ROOT", "1")
-SIZE = Size(memory=1 << 30, disk=64 << 20, processes=100)
+SIZE = Size(memory=1 << 30, disk=32 << 20, processes=100)
 MOST = 1 << 20  # bytes of an idle box
 
 

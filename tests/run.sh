@@ -6,6 +6,7 @@
 #   bash tests/run.sh recipe              every configuration trains two steps: ten minutes
 #   bash tests/run.sh hub                 environments of verifiers, in .venv-hub: three minutes
 #   bash tests/run.sh swe                 boxes, judges and real bugs, beside swebench: ten minutes
+#   bash tests/run.sh openhands           OpenHands repairs a bug in a box: three minutes, Python 3.12
 #   bash tests/run.sh slurm               launch/ on a Slurm that it starts; as root: half an hour
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -42,6 +43,12 @@ if [ "${1:-}" = swe ]; then
     # All that its parsers of logs import; what swebench requires beside is 194 MB.
     .venv-swe/bin/pip install --quiet --no-deps swebench==5.0.2 unidiff==1.0.1
     set -- tests/envs/swe "${@:2}"
+fi
+if [ "${1:-}" = openhands ]; then
+    export GRPO_OPENHANDS=.venv-openhands
+    [ -x .venv-openhands/bin/python ] || python3.12 -m venv .venv-openhands
+    .venv-openhands/bin/pip install --quiet openhands-sdk==1.58.2 openhands-tools==1.58.2
+    set -- tests/envs/swe/test_openhands.py "${@:2}"
 fi
 if [ "${1:-}" = slurm ]; then
     export GRPO_SLURM=1 DEBIAN_FRONTEND=noninteractive
