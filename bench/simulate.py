@@ -47,6 +47,10 @@ ROUND = 200_000  # objects that a run makes before Python looks for garbage; it 
 TRIED = 14  # steps of a change that is tried, beside max_lag
 WORTH = 0.95  # a change that leaves more of a step is not worth its name
 BIG = 60e9  # parameters: such a model is of the recipe's stages
+AGENT = "swe2"  # in the name of a configuration whose answers are episodes of an agent
+USUAL = {"turns": 1, "tool": 0.0, "judge": 0.0}
+# Assumed of those: answers, the seconds of a command, and of a fresh box with its tests.
+AGENTS = {"turns": 50, "tool": 5.0, "judge": 120.0}
 MTP = 1.5  # assumed, where drafts are tried: tokens of a step of an engine that is nearly empty
 
 
@@ -68,10 +72,10 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--spread", type=float, default=1.0, help="of the logarithm of its tokens")
     add("--lengths", default="", metavar="FILE", help="a rollouts.jsonl whose lengths are drawn")
     add("--prompt", type=int, default=1000, help="tokens of a prompt")
-    add("--turns", type=int, default=1, help="into which a response is cut")
-    add("--tool", type=float, default=0, help="seconds of a tool between two turns")
+    add("--turns", type=int, help="into which a response is cut (1; SWE 2: 50)")
+    add("--tool", type=float, help="seconds of a tool between two turns (0; SWE 2: 5)")
     add("--environment", type=float, default=0, help="seconds of the environment, each answer")
-    add("--judge", type=float, default=0, help="seconds of the judge, each answer")
+    add("--judge", type=float, help="seconds of the judge, each answer (0; SWE 2: 120)")
     add("--judged_at_once", type=int, default=10**9, help="answers that judges take at once")
     add("--mfu", type=float, default=pace.MFU, help="share of their peak that trainers reach")
     add("--drafts", type=float, default=1, help="tokens of an engine's step in the tail, by MTP")
@@ -82,7 +86,12 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     kinds = ("forms", "runs", "all")
     add("--validate", nargs="?", const="all", choices=kinds, help=known)
     add("--alone", action="store_true", help="try no changes")
-    return parser.parse_known_args(argv)
+    given, words = parser.parse_known_args(argv)
+    assumed = USUAL | (AGENTS if AGENT in Path(given.config).stem else {})
+    for name, value in assumed.items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    return given, words
 
 
 @contextlib.contextmanager
@@ -293,6 +302,9 @@ def main() -> None:
         samples = f"{cfg.prompts_per_step} x {cfg.group_size} samples a step"
         print(f"{given.config}: {gpus_of} ({plan.gpu.name}), {samples}, max_lag {cfg.max_lag}")
         print("\n".join(findings.table(trace, found)))
+        if given.turns > 1:
+            each = f"{given.turns} turns, {given.tool:g} s between two, {given.judge:g} s of judge"
+            print(f"  episodes: {each}")
         if cfg.model != named.model:
             shape = "Nemotron 3 " + ("Nano" if "nano" in Path(cfg.model).name else "Super")
             print(f"  {named.model} is not here: this is the shape of {shape}")

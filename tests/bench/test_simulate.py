@@ -73,8 +73,14 @@ ALONE = Hardware(per_token=1.0)
         (TRAINED, {}, 2 * 100 + 0.125 * P * G * 100 + 3),
         (ALONE, {"judge": Latency(30, 0), "judged_at_once": 2}, 100 + 4 * 30),
         (ALONE, {"turns": 5, "tool": Latency(7, 0)}, 100 + 4 * 7),
+        (ALONE, {"turns": 5, "tool": Latency(7, 0), "judge": Latency(30, 0)}, 100 + 4 * 7 + 30),
     ],
-    ids=["training and update", "8 answers at once for 2 judges", "tools between 5 turns"],
+    ids=[
+        "training and update",
+        "8 answers at once for 2 judges",
+        "tools between 5 turns",
+        "commands of an agent, then its judge",
+    ],
 )
 def test_without_lag_a_step_is_the_sum_of_its_parts(hardware, waits, seconds):
     work = dataclasses.replace(constant(100), **waits)
@@ -302,6 +308,17 @@ def test_a_stage_has_all_its_actors():
 
 
 # --- the program ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["configs/rlvr1.py"], (1, 0, 0)),
+    (["configs/swe1.py", "--judge", "3"], (1, 0, 3)),
+    (["configs/swe2.py"], (50, 5, 120)),
+    (["configs/h100/swe2_20_nodes.py", "--tool", "0", "--turns", "9"], (9, 0, 120)),
+])  # fmt: skip
+def test_episodes_of_agents_have_commands_and_a_judge(words, expected):
+    given, _ = simulate_py.options(words)
+    assert (given.turns, given.tool, given.judge) == expected
 
 
 @pytest.fixture
