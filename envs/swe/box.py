@@ -1,6 +1,6 @@
 """A container for an agent or its judge: an image, limits, commands, files in and out.
 
-    worker --starts--> holder: a user and a mount namespace, a layer in memory over the image
+    worker --starts--> holder: namespaces of users, mounts, processes; a layer over the image
     each command: nsenter --> the holder's namespaces --> bubblewrap --> box_host.sh --> bash
 
 What commands change stays in the layer, which no other box sees, and ends with the box. A command
@@ -13,7 +13,9 @@ What a command left can also be read by programs of the image as it was, which i
 (`aside`). A node has as many boxes at once as its memory holds (envs/swe/budget.py), and may have
 copies of their images (envs/swe/image_cache.py).
 
-An idle box is one process, the holder. It ends when its worker does, also by SIGKILL.
+An idle box is two processes: the holder, which is the first one in its namespace of processes, and
+its parent. The holder ends when its worker does, also by SIGKILL, as it reads from it. The kernel
+ends with it all that has entered, whatever that is about to do.
 
 No environment by itself: environments use it.
 """
@@ -41,6 +43,8 @@ HOST = Path(__file__).with_name("box_host.sh").read_text(encoding="utf-8")
 START = 60.0  # seconds that a box may take to start, or a command to be killed
 FILE_SECONDS = 60.0  # for a file in or out
 READY = b"ready\n"
+# What its namespaces are, in front of what runs in them as their first process.
+OWN = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc")
 # Shared memory lies in the layer, whose size bounds both, and in /mnt/image is the image as it was,
 # with folders for what `aside` mounts. The working folder is still that of sandbox.LAYER.
 HOLD = """
@@ -60,6 +64,7 @@ QUICK = 16 << 20  # bytes of output that are read at once; more waits, so that `
 PART = 1 << 16  # bytes that are read at once
 SLOWLY = 0.01  # seconds between two parts then
 BESIDE = "/tmp/box"  # where `aside` sees the files of the box
+SOON = 0.05  # seconds between two looks for what a killed command has left
 PUT = 'mkdir -p -- "${1%/*}/" && cat >"$1"'
 GET = '[ -f "$1" ] && exec head -c "$2" -- "$1"'
 LONGEST = 100_000  # bytes of a command; the kernel takes no argument of 128 KiB
@@ -177,8 +182,8 @@ class Box:
             raise CheckerError("a box needs services.sandbox = 'bubblewrap'")
         self.lower = await self.stack.enter_async_context(sif.opened(file))
         size = f"{self.size.disk},nr_inodes={self.size.disk // PER_INODE}"
-        own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", sandbox.LAYER]
-        command = [*self.lower.user, *self.lower.enter, *own, self.lower.folder, size]
+        own = [*OWN, "sh", "-c", sandbox.LAYER, self.lower.folder, size]
+        command = [*self.lower.user, *self.lower.enter, *own]
         errors = memory_file("")
         self.stack.callback(os.close, errors)
         self.channel, theirs = socket.socketpair()
@@ -240,6 +245,7 @@ class Box:
         if why := self.lower.lost() if self.lower else "":
             raise CheckerError(why)
         if not ran.ended and not begun:
+            self._must_live()
             said = " ".join(output.text().split())[-300:]
             raise CheckerError(f"a command in a box did not run: code {ran.code}: {said}")
         return ran
@@ -253,17 +259,30 @@ class Box:
         waits = asyncio.create_task(process.wait())
         ended = ""
         try:
-            while not ended and not waits.done():
+            while not ended and process.returncode is None:
                 await asyncio.wait({waits}, timeout=TICK)
-                if not waits.done():
+                if process.returncode is None:
                     ended = self._passed(clock, seconds)
         finally:
+            sweeps = asyncio.create_task(self._sweep())
             await _end(process)
             await asyncio.wait({reads}, timeout=START)
-            reads.cancel()
-            waits.cancel()
+            for task in (reads, waits, sweeps):
+                task.cancel()
         took = time.monotonic() - clock.began
         return Ran("", None if ended else process.returncode, ended, took)
+
+    async def _sweep(self) -> None:
+        """Kills what bubblewrap has left, where it was killed before its child ends with it.
+
+        It holds the output, and asyncio waits for a process until that is read.
+        """
+        assert self.holder
+        while True:
+            for pid in sandbox.family(self.holder.pid)[2:]:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(SOON)
 
     def _passed(self, clock: Clock, seconds: float) -> str:
         """The limit that a command has passed, "" for none. Raises CheckerError if starved."""
@@ -294,16 +313,22 @@ class Box:
         # Below /tmp a link in the box leads to the image, and not to files of the machine.
         return View([*mounts, "--ro-bind", "/mnt/root", BESIDE], f"{BESIDE}{folder}")
 
-    def _entering(self, status: int, calls: int, view: "View") -> list[str]:
-        """The command in front of one that runs it in the box, or beside it."""
-        assert self.holder and self.lower
+    def _must_live(self) -> None:
+        """Raises CheckerError where the holder has ended."""
+        assert self.holder
         if self.holder.poll() is not None:
             raise CheckerError(f"the holder of a box has ended: code {self.holder.returncode}")
+
+    def _entering(self, status: int, calls: int, view: "View") -> list[str]:
+        """The command in front of one that runs it in the box, or beside it."""
+        self._must_live()
+        assert self.holder and self.lower
         command = ["choom", "-n", str(FIRST_KILLED), "--", *self.lower.user]
         files = min(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         command += ["prlimit", "--core=0", f"--nofile={files}"]
         command += ["nsenter", "--user", "--mount", "--preserve-credentials"]
         command += ["--target", str(self.holder.pid)]
+        command += [f"--pid=/proc/{self.holder.pid}/ns/pid_for_children"]
         command += ["bwrap", "--unshare-all", "--unshare-user", "--uid", "0", "--gid", "0"]
         command += ["--disable-userns", "--die-with-parent", "--new-session", "--clearenv"]
         command += ["--cap-drop", "ALL", *(word for cap in RIGHTS for word in ("--cap-add", cap))]
@@ -360,10 +385,13 @@ class Output:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends a command. All that it began is dead before bubblewrap ends, where that still lives."""
+    """Ends a command. All that it began is dead before bubblewrap ends, where that still lives.
+
+    Bubblewrap's own first process is the child of nsenter.
+    """
     try:
         if process.returncode is None:
-            for pid in sandbox.family(process.pid)[1:]:
+            for pid in sandbox.family(process.pid)[2:]:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             await asyncio.wait_for(process.wait(), TICK)

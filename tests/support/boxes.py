@@ -1,11 +1,13 @@
 """Images for boxes: root folders with the bash, git, Python and pytest of this machine."""
 
 import contextlib
+import ctypes
 import os
 import shutil
 import struct
 import subprocess
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -109,3 +111,38 @@ def left(before: set[str], seconds: float = 5.0) -> set[str]:
     while (found := present() - before) and time.monotonic() < end:
         time.sleep(0.05)
     return found
+
+
+CHILD_SUBREAPER = 36  # of prctl
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[set[int]]:
+    """Orphans become children of this process. Yields the processes that it had before."""
+    before = set(sandbox.family(os.getpid()))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    assert prctl(CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        yield before
+    finally:
+        prctl(CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def orphans(before: set[int], seconds: float = 5.0) -> dict[int, bytes]:
+    """Adopted processes, and what came from them, that do not end in time: their commands."""
+    end = time.monotonic() + seconds
+    while found := set(sandbox.family(os.getpid())) - before:
+        for pid in found:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > end:
+            return {pid: command_of(pid) for pid in found}
+        time.sleep(0.05)
+    return {}
+
+
+def command_of(pid: int) -> bytes:
+    """The command of a process; empty where it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""

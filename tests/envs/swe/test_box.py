@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox
 from envs.swe.box import Box, Output, Size
 from settings.services import Services
-from support.boxes import left, make_image, present
+from support.boxes import adopting, left, make_image, orphans, present
 from support.program import ROOT
 
 SMALL = Size(memory=300 << 20, disk=32 << 20, processes=40)
@@ -231,12 +232,20 @@ async def test_what_commands_may_do(image, name):
         assert box.peak < 4 << 30
 
 
+@pytest.mark.parametrize("signal", ["STOP", "TERM", "KILL"])
+async def test_a_command_ends_as_itself_whatever_it_sends_its_parent(image, signal):
+    """Which is the first process of its namespace: the kernel lets nothing in there end it."""
+    async with Box(image, size=SMALL) as box:
+        ran = await box.run(f"kill -{signal} $PPID; sleep 0.2; exit 7", 10)
+        assert (ran.code, ran.ended) == (7, "")
+
+
 @contextlib.asynccontextmanager
 async def running(box: Box, command: str = "sleep 100"):
     """A command that runs in a box: its task, and the processes of it that this one sees."""
     before = set(sandbox.family(os.getpid()))
     task = asyncio.create_task(box.run(command, 60))
-    while len(found := sorted(set(sandbox.family(os.getpid())) - before)) < 3:
+    while len(found := sorted(set(sandbox.family(os.getpid())) - before)) < 4:
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.2)
     yield task, found
@@ -244,18 +253,45 @@ async def running(box: Box, command: str = "sleep 100"):
     assert task.done()
 
 
-@pytest.mark.parametrize("which", [0, 1])
-async def test_bubblewrap_or_the_first_process_is_killed_from_outside(image, which):
-    """By no command: so another try is due for the first, and for the second nothing tells."""
+@pytest.mark.parametrize("which", ["nsenter", "bubblewrap", "the first process"])
+async def test_what_a_command_needs_is_killed_from_outside(image, which):
+    """By no command: so another try is due for the first two; for the last one nothing tells."""
     async with Box(image, size=SMALL) as box:
         async with running(box) as (task, found):
-            os.kill(found[which], signal.SIGKILL)
-        if which == 0:
+            os.kill(found[["nsenter", "bubblewrap", "the first process"].index(which)], 9)
+        if which != "the first process":
             with pytest.raises(CheckerError, match="did not run: code -9"):
                 task.result()
         else:
             assert task.result().code == 137
         assert (await box.run("cat calc.py", 10)).output == WORKS
+
+
+async def begins(box: Box) -> int:
+    """The process id of the next bubblewrap, as soon as it is there."""
+    while True:
+        strays = sandbox.family(box.holder.pid)
+        for pid in sorted(set(sandbox.family(os.getpid())) - set(strays)):
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text() == "bwrap\n" and lives(pid):
+                    return pid
+        await asyncio.sleep(0)
+
+
+async def test_a_bubblewrap_that_is_killed_as_it_begins_leaves_nothing(image):
+    """In its first 20 ms, where its child waits for it, or does not yet end with it."""
+    dice = random.Random(0)
+    with adopting() as before:
+        async with Box(image, size=SMALL) as box:
+            for _ in range(60 if "GRPO_SWE" in os.environ else 10):
+                task = asyncio.create_task(box.run("sleep 100", 60))
+                pid = await begins(box)
+                time.sleep(dice.uniform(0, 0.02))
+                os.kill(pid, signal.SIGKILL)
+                await asyncio.wait({task}, timeout=20)
+                with pytest.raises(CheckerError, match="did not run"):
+                    task.result()
+        assert await asyncio.to_thread(orphans, before) == {}
 
 
 async def test_a_holder_that_is_killed_is_an_error(image):

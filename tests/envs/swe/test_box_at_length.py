@@ -3,16 +3,18 @@
 import asyncio
 import itertools
 import os
+import random
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from test_box import SMALL, cancelled_everywhere, killed_worker
 
 from envs.swe.box import Box
-from support.boxes import left, make_image, make_sif, present
+from support.boxes import adopting, left, make_image, make_sif, orphans, present
 from support.escapes import ESCAPES, OUT
 from support.program import ROOT
 
@@ -89,6 +91,32 @@ async def test_an_episode_may_be_cancelled_at_every_wait(image):
 def test_a_worker_of_any_image_leaves_nothing(image):
     for _ in itertools.repeat(None, 3):
         killed_worker(image)
+
+
+OPENS = """
+import asyncio, sys
+from envs.swe.box import Box, Size
+async def main():
+    async with Box(sys.argv[1], size=Size(300 << 20, 32 << 20, 40)) as box:
+        print("begins", flush=True)
+        await box.run("sleep 100", 99)
+asyncio.run(main())
+"""
+
+
+def test_a_worker_that_is_killed_as_a_command_begins_leaves_nothing(image):
+    """In its first 30 ms, where nothing of it may yet end with what is above it."""
+    dice = random.Random(0)
+    with adopting() as before:
+        for _ in range(20):
+            worker = subprocess.Popen(
+                [sys.executable, "-c", OPENS, str(image)], cwd=ROOT, stdout=subprocess.PIPE
+            )
+            with worker:
+                assert worker.stdout.readline() == b"begins\n"
+                time.sleep(dice.uniform(0, 0.03))
+                worker.kill()
+            assert orphans(before) == {}
 
 
 def test_two_hundred_boxes_at_once():
