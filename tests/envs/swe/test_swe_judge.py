@@ -461,7 +461,8 @@ async def test_what_the_limits_do_is_masked(image, row, monkeypatch):
     verdict = await judge(image, row, large, SMALL)
     assert verdict[:3] == (False, "memory", True) and verdict.details["peak"] > 600 << 20
     many = "import os, time\nfor _ in range(100): os.fork() or time.sleep(100)\ntime.sleep(100)\n"
-    verdict = await judge(image, row, changed(image, **{"calc.py": GOLD + many}), SMALL)
+    roomy = SMALL._replace(memory=4 << 30)
+    verdict = await judge(image, row, changed(image, **{"calc.py": GOLD + many}), roomy)
     assert verdict[:3] == (False, "processes", False)
 
 
