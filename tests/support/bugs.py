@@ -5,6 +5,7 @@ as it was released; the `start_patch` of a row breaks it, and its `patch` repair
 """
 
 import difflib
+import os
 import subprocess
 import sys
 import tarfile
@@ -94,7 +95,7 @@ def released(folder: Path) -> dict[str, str]:
 
 
 def rows(root: Path, files: dict[str, str]) -> list[dict]:
-    """Makes the image `root`; a row for each bug, whose PASS_TO_PASS is empty."""
+    """Makes the image `root`; a row for each bug, without PASS_TO_PASS and `image`."""
     make_image(root, files)
     base = git("rev-parse", "HEAD", at=root / "testbed").strip()
     return [row(number, bug, files, base) for number, bug in enumerate(BUGS)]
@@ -107,6 +108,8 @@ def row(number: int, bug: Bug, files: dict[str, str], base: str) -> dict:
     right, wrong = files[path], files[path].replace(bug.right, bug.wrong)
     test = f"tests/test_{bug.module}.py::test_"
     return {
+        "responses_create_params": {"input": []},
+        "agent_ref": {"name": "swe_agents_train"},
         "instance_id": f"boltons-{number}",
         "workdir": "/testbed",
         "problem_statement": bug.issue,
@@ -119,6 +122,21 @@ def row(number: int, bug: Bug, files: dict[str, str], base: str) -> dict:
         "FAIL_TO_PASS": [test + name for name in bug.fails.split()],
         "PASS_TO_PASS": [],
     }
+
+
+def place(bug: Bug, files: dict[str, str]) -> tuple[str, str, str]:
+    """A file, lines of it that a bug has broken and that are there once, and the right ones."""
+    path = f"boltons/{bug.module}.py"
+    text = files[path].replace(bug.right, bug.wrong)
+    wrong, right = (each.splitlines(keepends=True) for each in (text, files[path]))
+    both = (wrong, right), (wrong[::-1], right[::-1])
+    first, last = (len(os.path.commonprefix(lines)) for lines in both)
+    for around in range(1, first):
+        start, end = first - around, last - around
+        old, new = ("".join(lines[start : len(lines) - end]) for lines in (wrong, right))
+        if text.count(old) == 1:
+            return path, old, new
+    raise AssertionError(bug)
 
 
 def diff(path: str, before: str, after: str) -> str:

@@ -1,4 +1,4 @@
-"""Answers of agents that repair one of the three bugs of launch/tiny_image.py."""
+"""Answers of agents that repair a bug, with each set of tools."""
 
 import json
 
@@ -38,6 +38,42 @@ def solving(harness: str, name: str) -> list[str]:
         ],
     }  # fmt: skip
     return answers[harness]
+
+
+SCRIPT = """python3 - <<'END'
+from pathlib import Path
+path = Path({!r})
+path.write_text(path.read_text().replace({!r}, {!r}))
+END"""
+
+
+def looking(harness: str, file: str) -> list[str]:
+    """Answers that look at a file, and change nothing."""
+    path = f"/testbed/{file}"
+    looks = {
+        "bash": calling("bash", command=f"cat {file}"),
+        "openhands": calling("str_replace_editor", command="view", path=path),
+        "codex": calling("read_file", file_path=path),
+        "opencode": calling("read", file_path=path),
+    }
+    ends = calling("finish", message="Done.") if harness == "openhands" else "Done."
+    return [looks[harness], ends]
+
+
+def changing(harness: str, file: str, old: str, new: str) -> list[str]:
+    """Answers that look at a file, and put lines in the place of others, which are there once."""
+    path = f"/testbed/{file}"
+    lines = [f"-{line}" for line in old.splitlines()] + [f"+{line}" for line in new.splitlines()]
+    patch = ["*** Begin Patch", f"*** Update File: {file}", *lines, "*** End Patch"]
+    changes = {
+        "bash": calling("bash", command=SCRIPT.format(file, old, new)),
+        "openhands": calling("str_replace_editor", command="str_replace", path=path,
+                             old_str=old, new_str=new),
+        "codex": calling("apply_patch", input="\n".join(patch)),
+        "opencode": calling("edit", file_path=path, old_string=old, new_string=new),
+    }  # fmt: skip
+    look, ends = looking(harness, file)
+    return [look, changes[harness], ends]
 
 
 def calling(*calls: str | dict, **given: object) -> Response:
