@@ -46,6 +46,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 import grpo_async
+from core.waits import together
 from envs import Reward, registry
 from envs.rollout.episode import Episode, Group, Rollouts, Sample, SampleInfo
 from grpo_async import (
@@ -329,11 +330,10 @@ class Run(grpo_async.Run):
         self.dispatcher.census = lambda: f"{self.buffer.census()}; {self.teachers.census()}"
 
     async def start(self) -> None:
-        """Starts all actors. Teachers score nothing where samples are read, or only evaluated."""
+        """Starts all actors; no teachers where samples are read, or a checkpoint is evaluated."""
         command = self.cfg.command
-        if not (command.replay or command.eval_only):
-            await self.teachers.start()
-        await super().start()
+        idle = command.replay or command.eval_only
+        await together([super().start()] + ([] if idle else [self.teachers.start()]))
 
     async def roll_out(self, row: dict, slot: Slot) -> Group:
         """A prompt's group, once its teacher has scored it."""

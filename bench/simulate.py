@@ -27,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import dry_run  # noqa: E402
+import mopd  # noqa: E402
 from bench.simulation import findings, world  # noqa: E402
 from bench.simulation.faults import KINDS, Faults  # noqa: E402
 from bench.simulation.findings import Findings  # noqa: E402
@@ -112,7 +113,7 @@ def with_model(cfg: Config) -> Iterator[Config]:
 def read(path: str, words: list[str], steps: int) -> Config:
     """The configuration, without looking for its data."""
     file = Path(path) if Path(path).is_file() else ROOT / path
-    base = reader.read(Config, file)
+    base = reader.read(mopd.Config if file.stem.endswith("mopd") else Config, file)
     named = dataclasses.replace(base.command, config=path)
     data = dataclasses.replace(base.data, val="")
     base = dataclasses.replace(base, command=named, steps=steps, val_period=0, data=data)

@@ -90,6 +90,7 @@ class Stage:
         self.gone: list[Engine] = []
         self.trainers: list[TrainerActor] = []
         self.workers: list[WorkerActor] = []
+        self.teachers: list[TeacherActor] = []
         self.transfer: Transfer | None = None
         self.traced = False  # whether engines keep their history
         self.histories: dict[int, list[tuple[float, int]]] = {}  # of engines, by place
@@ -103,6 +104,8 @@ class Stage:
     def make(self, kind: type, *_: Any, **__: Any) -> Any:
         """Stands for `runtime.cluster.actor`."""
         made = {"Generator": EngineActor, "Trainer": TrainerActor, "RolloutWorker": WorkerActor}
+        if kind.__name__ == "Teacher":
+            return Method(lambda cfg: TeacherActor(self, cfg))
         return Method(lambda cfg: made[kind.__name__](self))
 
     def kill(self, actor: Any) -> None:
@@ -286,13 +289,58 @@ class TrainerActor:
     def _train(self, step: int, updates: list, *groups: Answer) -> list[Answer]:
         stage = self.stage
         if stage.planned is not updates:  # ranks of a replica have the same rows
-            lengths = [group.result() for group in groups]
-            rows = [[lengths[g][j] for g, j in row] for update in updates for row in update.rows]
+            infos = [group.result() for group in groups]
+            rows = [
+                [infos[g][j].tokens for g, j in row] for update in updates for row in update.rows
+            ]
             stage.planned = updates
             stage.seconds = stage.hardware.train(rows)
         seconds = stage.seconds
         stage.trainings.append(Training(step, self.rank, stage.loop.time(), seconds))
         return [after(seconds, {"train_seconds": seconds}), after(seconds, {}), answered()]
+
+
+class TeacherActor:
+    """One rank of a teacher."""
+
+    def __init__(self, stage: Stage, cfg: Any):
+        self.stage = stage
+        self.cfg = cfg  # of the teacher's ranks
+        self.error: Exception | None = None
+        self.open: set[Answer] = set()
+        stage.teachers.append(self)
+        self.start = Method(self._start)
+        self.open_store = Method(lambda world: answered(self.error or ("host", 1)))
+        self.close_store = Method(lambda: answered(self.error))
+        self.call = Method(lambda function, *args: answered(self.error or ("node", [id(self)])))
+        self.watch = Method(lambda: self.keep(Answer()))
+        self.score = Method(self._score)
+
+    def keep(self, answer: Answer) -> Answer:
+        """An answer that fails where the rank dies before it comes."""
+        self.open.add(answer)
+        return answered(self.error) if self.error else answer
+
+    def die(self, error: Exception) -> None:
+        """All calls fail, those to come as well."""
+        self.error = self.error or error
+        if self in self.stage.teachers:
+            self.stage.teachers.remove(self)
+        for answer in self.open:
+            answer.give(error)
+
+    def _start(self, rank: int, address: tuple) -> Answer:
+        self.rank = rank
+        return self.keep(after(self.stage.hardware.start))
+
+    def _score(self, model: str, rows: list, *groups: Answer) -> list[Answer]:
+        layout = self.cfg.policy
+        infos = [group.result() for group in groups]
+        packed = [[infos[g][j].tokens for g, j in row] for row in rows]
+        seconds = self.stage.hardware.score(model, layout, packed)
+        reports = self.rank % (layout.tp * layout.cp) == 0
+        values = [seconds, infos if reports else [], *infos]
+        return [self.keep(after(seconds, value)) for value in values]
 
 
 class WorkerActor:
@@ -314,7 +362,8 @@ class WorkerActor:
         line = row["_line"]
         totals = self.stage.workload.of_group(line, n)
         answers = [Answer() for _ in range(3)]
-        answers[0].owner = Group(self, engine, slot, line, totals, answers)
+        answers[0].owner = group = Group(self, engine, slot, line, totals, answers)
+        group.env = row["agent_ref"]["name"]
         return answers
 
     def die(self, error: Exception) -> None:
@@ -331,6 +380,8 @@ class WorkerActor:
 
 class Group:
     """One try of one prompt's rollouts; those of an earlier try go on from their drafts."""
+
+    env = ""
 
     def __init__(
         self,
@@ -403,7 +454,7 @@ class Group:
         limit = self.stage.workload.lengths.limit
         same: dict[str, Any] = {"reward": 0.0, "score": 0.0, "has_gradient": True}
         same |= {"oldest_version": self.oldest, "newest_version": self.engine.version}
-        same |= {"env": "simulated"}
+        same |= {"env": self.env}
         prompt = self.stage.workload.prompt
         infos = [
             SampleInfo(prompt + n, n, response_tokens=n, truncated=n >= limit, **same)
@@ -411,7 +462,7 @@ class Group:
         ]
         infos_answer, samples, lines = self.answers
         infos_answer.give(infos)
-        samples.give([info.tokens for info in infos])
+        samples.give(infos)
         lines.give(b"")
 
 

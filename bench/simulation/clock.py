@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 from core import waits
-from runtime import fleet, outages
+from runtime import fleet, outages, teachers
 
 T = TypeVar("T")
 # Times this close are one moment: a float of years has no finer ones.
@@ -80,6 +80,6 @@ def run(main: Callable[[], Coroutine[Any, Any, T]], driver: ModuleType) -> T:
     loop = VirtualLoop()
     clocks = dict.fromkeys(("time", "monotonic", "perf_counter"), loop.time)
     virtual = SimpleNamespace(**clocks, strftime=time.strftime)
-    changes = [(module, "time", virtual) for module in (driver, fleet, outages, waits)]
+    changes = [(module, "time", virtual) for module in (driver, fleet, outages, teachers, waits)]
     with replaced(*changes), asyncio.Runner(loop_factory=lambda: loop) as runner:
         return runner.run(main())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dry_run import pace
 from policy import sizes
 from policy.gpus import Gpu
-from policy.shape import Model
+from policy.shape import Model, read_model
 from settings.errors import InputError
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ class Hardware:
         """Seconds in which one replica trains packed rows of sequences of these lengths."""
         return self.per_trained_token * sum(map(sum, rows))
 
+    def score(self, model: str, layout: Any, rows: Sequence[Sequence[int]]) -> float:
+        """Seconds in which a replica of a teacher scores packed rows; a third of training them."""
+        return self.train(rows) / 3
+
 
 class Modelled(Hardware):
     """A model on GPUs, as the dry run reckons. `drafts`: tokens of an engine step in the tail."""
@@ -90,6 +94,7 @@ class Modelled(Hardware):
             )
         self.drafts = drafts
         self.step = functools.cache(self._step)
+        self.read = functools.cache(read_model)
         self.parts = (model, tp, gpu)
         self.slope = (self._memory(1, 1e6) - self._memory(1, 0)) / 1e6
         self._of_trainer(model, cfg, gpu)
@@ -105,6 +110,13 @@ class Modelled(Hardware):
         tokens = sum(map(sum, rows))
         pairs = self.row_keys * tokens or sum(n * n / 2 for row in rows for n in row)
         return tokens * self.per_trained_token + pairs * self.per_pair
+
+    def score(self, model: str, layout: Any, rows: Sequence[Sequence[int]]) -> float:
+        """One forward pass of this model over the ranks of a replica, as pace.teacher_seconds."""
+        tokens = sum(map(sum, rows))
+        keys = sum(n * n / 2 for row in rows for n in row)
+        flops = self.read(model).flops(tokens, keys, 1, False)
+        return flops / (layout.ranks / layout.replicas * pace.MFU * self.parts[2].flops)
 
     def _memory(self, batch: int, context: float) -> float:
         model, tp, gpu = self.parts

@@ -10,19 +10,24 @@ from typing import Any, NamedTuple
 import ray
 
 import grpo_async
+import mopd
 from bench.simulation import clock
 from bench.simulation.actors import Lost, Span, Stage, Training
 from bench.simulation.faults import Faults
 from bench.simulation.hardware import Hardware
 from bench.simulation.workload import Workload
+from dry_run import teachers as teachers_of
 from grpo_async import Config, Group, Run
-from runtime import cluster, fleet, modes
+from runtime import cluster, fleet, modes, teachers
 from runtime.layout import Places
 from settings.errors import InputError
 
 
 class Rows(Sequence):
-    """As many prompts as anybody asks for."""
+    """As many prompts as anybody asks for, of these agents in turn."""
+
+    def __init__(self, agents: Sequence[str] = ("simulated",)):
+        self.agents = agents
 
     def checksum(self, count: int) -> int:
         """The same for any number of them."""
@@ -32,7 +37,7 @@ class Rows(Sequence):
         return 1 << 40
 
     def __getitem__(self, place: Any) -> dict:
-        return {"_line": place + 1, "agent_ref": {"name": "simulated"}}
+        return {"_line": place + 1, "agent_ref": {"name": self.agents[place % len(self.agents)]}}
 
 
 class Totals(NamedTuple):
@@ -163,8 +168,12 @@ async def main(trace: Trace, faults: Faults, picture: range) -> None:
     """The run, on the loop that has the clock."""
     cfg = trace.cfg
     stage = Stage(cfg, trace.hardware, trace.workload)
-    simulated = Run(cfg, Rows(), [])
-    simulated.cluster.places = Places([], [""] * cfg.engine.count, [""] * cfg.policy.ranks)
+    distils = isinstance(cfg, mopd.Config)
+    rows = Rows(agents_of(cfg)) if distils else Rows()
+    simulated = (mopd.Run if distils else Run)(cfg, rows, [])
+    beside = [[""] * ranks for ranks, _ in cfg.demand.beside]
+    trainers = [""] * cfg.policy.ranks
+    simulated.cluster.places = Places([], [""] * cfg.engine.count, trainers, beside)
     simulated.cluster.shares_gpus = lambda: False  # type: ignore[method-assign]
     simulated.cluster.on_signal = lambda leave: None  # type: ignore[method-assign]
     simulated.checkpoints = Checkpoints(simulated, trace.hardware)  # type: ignore[assignment]
@@ -185,6 +194,7 @@ async def main(trace: Trace, faults: Faults, picture: range) -> None:
     with clock.replaced(
         (cluster, "actor", stage.make),
         (fleet, "actor", stage.make),
+        (teachers, "kill", stage.kill),
         (ray, "kill", stage.kill),
         (ray, "cancel", cancel),
         (ray, "cluster_resources", lambda: {"CPU": 64.0}),
@@ -196,6 +206,17 @@ async def main(trace: Trace, faults: Faults, picture: range) -> None:
     trace.lost_tokens = stage.lost_tokens
     trace.faults = dict(stage.deaths)
     trace.replaced = simulated.engines.fleet.discarded
+
+
+def agents_of(cfg: mopd.Config) -> list[str]:
+    """Agents by which each teacher gets its share of the rows, as --dry_run counts them."""
+    shares = teachers_of.shares(cfg)
+    of_host = {cfg.host_of(name): agent for agent, name in cfg.routes.items()}
+    if cfg.default_teacher:
+        of_host.setdefault(cfg.host_of(cfg.default_teacher), "simulated")
+    counts = {of_host[host]: max(1, round(20 * share)) for host, share in shares.items()}
+    mixed = [((i + 0.5) / n, agent) for agent, n in counts.items() for i in range(n)]
+    return [agent.partition("/")[0] for _, agent in sorted(mixed)]
 
 
 def cancel(answer: Any) -> None:
