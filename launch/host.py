@@ -71,7 +71,17 @@ def settings(argv: list[str]) -> dict[str, Any]:
             expected = kinds.get(type(default), "a text")
             raise InputError(f"{where}: {name} = {value!r}: expected {expected}")
         found[name] = taken
-    return found
+    return found | {"teacher ranks": teacher_ranks(written)}
+
+
+def teacher_ranks(written: dict[str, Any]) -> int:
+    """Ranks of the teachers that a file names, as settings/teachers.py counts them."""
+    teachers, layouts = written.get("teachers", {}), written.get("teacher_layouts", {})
+    usual = written.get("teacher_policy", {}).get("ranks", 1)
+    beside = written.get("teacher_beside", {})
+    models = {teachers[beside.get(name, name)] for name in teachers}
+    hosts = [next(name for name, model in teachers.items() if model == its) for its in models]
+    return sum(layouts.get(host, {}).get("ranks", usual) for host in hosts)
 
 
 def read(value: Any, default: Any, least: int) -> Any:
@@ -103,13 +113,14 @@ def pairs(argv: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def gpus(cfg: dict[str, Any], has_engines: bool) -> int:
-    """How many GPUs engines and trainer ranks take, as runtime/placement.py counts them."""
+    """How many GPUs engines, trainer and teacher ranks take, as runtime/placement.py counts."""
     size = cfg["engine.tensor_parallel"]
     workers = cfg["engine.count"] * size * has_engines
     demand = SimpleNamespace(engine_gpus=size, share=cfg["gpu_share"])
     share = shares(SimpleNamespace(demand=demand))
     ranks = cfg["policy.ranks"]
-    return ranks + math.ceil(max(0, workers - ranks * share.beside) / share.alone)
+    engines = math.ceil(max(0, workers - ranks * share.beside) / share.alone)
+    return ranks + cfg["teacher ranks"] + engines
 
 
 def count(path: str) -> int:

@@ -71,14 +71,14 @@ def plan(cfg: TrainingSettings, nodes: list[Node]) -> Places:
     engines = started_engines(cfg)
     check_gpus(cfg, [node.gpus for node in nodes])
     if not any(node.gpus for node in nodes):
-        beside = [[""] * ranks for ranks, _ in others(cfg)]
+        beside = tuple([""] * ranks for ranks, _ in others(cfg))
         return Places(nodes, [""] * engines, [""] * cfg.policy.ranks, beside)
     share = shares(cfg)
     tp, size = cfg.policy.tp, cfg.demand.engine_gpus
     for order in (nodes, nodes[::-1]):  # nodes may differ in their GPUs
         free = {node.id: node.gpus for node in reversed(order)}
         trainers = ranks_on(free, cfg.policy.ranks, tp)
-        beside = [ranks_on(free, *network) for network in others(cfg)]
+        beside = tuple(ranks_on(free, *network) for network in others(cfg))
         held = Counter(trainers)
         room = {n.id: free[n.id] * share.alone + held[n.id] * share.beside for n in order}
         homes = fill(room, engines, size)

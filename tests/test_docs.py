@@ -14,6 +14,7 @@ import pytest
 
 import data_prep
 import dpo
+import mopd
 from envs import Reward, agents
 from envs.rollout.episode import Episode, Turn, stitch
 from grpo_async import Config
@@ -128,7 +129,7 @@ def test_implementation_details_are_numbered_and_each_links_to_the_code():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_and_settings_that_the_pages_name_exist(page):
     """Every `--flag` is one of the programs', and `group.setting` is in that group."""
-    leaves = reader.leaves(Config) | reader.leaves(dpo.Config)
+    leaves = reader.leaves(Config) | reader.leaves(dpo.Config) | reader.leaves(mopd.Config)
     flags = {name.removeprefix("command.") for name in leaves}
     flags |= {re.sub(r"(\w+)$", r"no-\1", name) for name in flags} | {"help"}
     commands = data_prep.COMMANDS.values()

@@ -587,7 +587,7 @@ OTHERS |= {"REINFORCE++ with baseline", "The best half of a batch"}
 
 def test_all_variants_of_the_page_are_tested():
     assert set(DIFFS) == set(LOSSES) | OTHERS
-    told = {name for _, name in DIFFS.values()} | {"opo", "dr_grpo", "dapo_refill"}
+    told = {name for _, name in DIFFS.values()} | {"opo", "dr_grpo", "dapo_refill", "topk_kl"}
     assert told | {"ipo", "count_letters"} == {p.stem for p in (ROOT / "docs/forks").iterdir()}
     with_settings = [row for row in TABLE_ROWS if "`" in row]
     assert len(with_settings) == len(ROWS) + 1, "those and RLOO"

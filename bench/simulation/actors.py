@@ -331,7 +331,7 @@ class TeacherActor:
 
     def _start(self, rank: int, address: tuple) -> Answer:
         self.rank = rank
-        return self.keep(after(self.stage.hardware.start))
+        return self.keep(after(self.stage.hardware.connect))
 
     def _score(self, model: str, rows: list, *groups: Answer) -> list[Answer]:
         layout = self.cfg.policy

@@ -10,6 +10,7 @@ from conftest import spelling_rows, write_rows
 
 import dpo
 import grpo_async
+import mopd
 from launch import host
 from runtime import layout
 from settings import errors, reader
@@ -38,7 +39,8 @@ mounts = ["/lustre:/lustre"]
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_takes_the_gpus_of_its_dry_run(path):
-    program = dpo if path.stem.endswith("dpo") else grpo_async
+    programs = {"dpo": dpo, "mopd": mopd}
+    program = programs.get(path.stem.rpartition("_")[2], grpo_async)
     cfg = reader.read(program.Config, path)
     found = host.settings(["--config", str(path)])
     assert host.gpus(found, program is grpo_async) == len(layout.gpus(cfg))

@@ -19,6 +19,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import dpo
+import mopd
 from grpo_async import Config
 from runtime.engine import engine_arguments
 from settings import reader, values
@@ -98,7 +99,8 @@ def test_an_inherited_group_keeps_the_leaves_that_are_not_assigned(write):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("[!_]*.py")), ids=str)
 def test_every_config_file_is_valid(path):
-    Settings = dpo.Config if path.stem.endswith("dpo") else Config
+    programs = {"dpo": dpo, "mopd": mopd}
+    Settings = getattr(programs.get(path.stem.rpartition("_")[2]), "Config", Config)
     assert reader.read(Settings, path) != Settings()
 
 
