@@ -18,7 +18,6 @@ advantage = {
     "zero_rewards": ("reasoning_is_answer", "empty_answer", "inner_eos", "think_tags"),
 }
 correction = {"low": 0.2}
-loss = {"skip_zero_advantage": False}
 engine = {
     "tensor_parallel": 8,
     "args": {

@@ -15,5 +15,6 @@ save_before = 2400
 
 prompts_per_step = 128
 sampling = sampling | {"max_model_len": 49152, "max_response_tokens": 49152}
+loss = {"skip_zero_advantage": False}
 engine = engine | {"count": 14}
 policy = policy | {"ranks": 128, "lr": 2.5e-6, "warmup_lr": 4e-7, "row_tokens": 49152}

@@ -13,5 +13,6 @@ steps = 100
 save_period = 5
 
 prompts_per_step = 128
+loss = {"skip_zero_advantage": False}
 engine = engine | {"count": 30}
 policy = policy | {"ranks": 256, "ep": 32}

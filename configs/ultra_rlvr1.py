@@ -16,5 +16,6 @@ rollout_workers = 64
 prompts_per_step = 512
 sampling = sampling | {"max_model_len": 49152, "max_response_tokens": 49152}
 services = services | {"genrm": services["genrm"] | {"answer_length": 0.25}}
+loss = {"skip_zero_advantage": False}
 engine = engine | {"count": 86}
 policy = policy | {"ranks": 256, "lr": 4e-6, "warmup_lr": 4e-7, "row_tokens": 49152}

@@ -15,6 +15,7 @@ advantage = advantage | {
     "clip": (-100.0, 100.0),
     "penalties": advantage["penalties"] | {"thinking": -5.0},
 }
+loss = {"skip_zero_advantage": False}
 engine = engine | {
     "count": 32,
     "args": engine["args"] | {"gpu_memory_utilization": 0.8, "enable_expert_parallel": False},
