@@ -33,7 +33,7 @@ ELSEWHERE = {
     ".venv-swe": "prep/test_swe_rows.py",
 }
 STAGES = ("rlvr1", "rlvr2", "rlvr3", "swe1", "swe2", "rlhf")
-ULTRA = ("rlvr1", "rlvr2", "ifbench", "rlhf", "reasoning", "swe")
+ULTRA = ("rlvr1", "rlvr2", "ifbench", "rlhf", "reasoning", "swe", "mopd")
 IN_HUB = {  # the folder that stands for each
     "nvidia/Nemotron-RL-Super-Training-Blends": "SUPER",
     "nvidia/Nemotron-RL-Ultra-Training-Blends": "ULTRA",
@@ -128,9 +128,11 @@ def place(tmp_path_factory, chat_model) -> Path:
         model = root / f"runs/{stage}/step_{steps:06d}/hf"
         model.parent.mkdir(parents=True)
         model.symlink_to(root / "models/super_sft")
-    student = root / "runs/ultra_rlvr/step_000178/hf"
-    student.parent.mkdir(parents=True)
-    student.symlink_to(root / "models/ultra_sft")
+    made = (("rlvr", 178), ("ifbench", 100), ("rlhf", 100), ("reasoning", 100), ("swe", 960))
+    for stage, steps in made:
+        model = root / f"runs/ultra_{stage}/step_{steps:06d}/hf"
+        model.parent.mkdir(parents=True)
+        model.symlink_to(root / "models/ultra_sft")
     return root
 
 

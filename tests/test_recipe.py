@@ -16,6 +16,7 @@ from conftest import make_config, spelling_rows, write_rows
 
 import data_prep
 import dry_run
+import mopd
 from envs import agents, check_rows, registry
 from envs.rollout import services
 from envs.sandbox import sandbox
@@ -36,9 +37,10 @@ FILES = {
     for path in sorted((ROOT / "configs").rglob("*.py"))
 }
 DPO = [name for name in FILES if name.endswith("dpo")]  # docs/dpo.md has their values
+MOPD = [name for name in FILES if name.endswith("mopd")]
 PARTS = ["_super", "_ultra"]  # of others
 NAMES = [name for name in FILES if name not in [*PARTS, *DPO]]
-OTHERS = ["gsm8k", "math_blend", "test", "tiny", "tiny_swe"]
+OTHERS = ["gsm8k", "math_blend", "test", "tiny", "tiny_mopd", "tiny_swe"]
 RECIPE = [name for name in NAMES if name not in OTHERS]
 JUDGES = ["general", "safety", "genrm"]
 PAID = 16  # prompts of a step: of four answers to each, some are paid and some are not
@@ -100,7 +102,7 @@ def entries(cfg: Config) -> dict[str, object]:
 def differences(name: str, page: str) -> list[str]:
     """Where a config has another value than its columns, those it inherits, and the defaults."""
     said = stated(page)
-    expected = entries(Config())
+    expected = entries(settings_of(name)())
     for parent in parents(name):
         expected |= said.get(parent, {})
     loaded = entries(load(name))
@@ -112,8 +114,13 @@ def differences(name: str, page: str) -> list[str]:
     ]
 
 
-def load(name: str) -> Config:
-    return reader.read(Config, FILES[name])
+def settings_of(name: str) -> type:
+    """The settings of the algorithm that a config is for."""
+    return mopd.Config if name in MOPD else Config
+
+
+def load(name: str):
+    return reader.read(settings_of(name), FILES[name])
 
 
 @pytest.mark.parametrize("name", RECIPE)
@@ -155,8 +162,12 @@ def test_the_student_of_ultra_is_one_run_and_each_teacher_starts_from_it():
         assert entries(first).get(name) == entries(last).get(name), name
     assert first.steps < last.steps
     assert first.sampling.max_model_len < last.sampling.max_model_len
-    for teacher in map(load, TEACHERS):
-        assert teacher.model == f"{last.run_dir}/step_{last.steps:06d}/hf"
+    student = f"{last.run_dir}/step_{last.steps:06d}/hf"
+    teachers = {name.removeprefix("ultra_"): load(name) for name in TEACHERS}
+    assert {teacher.model for teacher in teachers.values()} == {student}
+    made = {n: f"{t.run_dir}/step_{t.steps:06d}/hf" for n, t in teachers.items()}
+    distilled = load("ultra_mopd")
+    assert distilled.teachers == {"general": student} | made and distilled.model == student
 
 
 def test_every_run_has_a_folder_of_its_own():
@@ -179,6 +190,7 @@ def test_the_table_of_nodes_is_that_of_the_configs():
             assert engines == f"{cfg.engine.count} x {cfg.engine.tensor_parallel}", name
             assert int(trainers) == cfg.policy.ranks, name
             gpus = cfg.engine.count * cfg.engine.tensor_parallel + cfg.policy.ranks
+            gpus += sum(ranks for ranks, _ in cfg.demand.beside)
             counted[name] = 8 * (int(nodes) - int(judged)) == gpus
     assert counted == {n: True for n in RECIPE if not n.startswith("nemo_rl")}
 
@@ -201,16 +213,17 @@ def test_the_commands_of_the_page_name_each_stage_once():
 def test_the_commands_of_ultra_name_each_stage_once():
     ((_, _, *rows),) = tables(ULTRA, "file")
     files = {name: ticked(row[0])[0] for row in rows for name in ticked(row[5])}
-    for name in [*STUDENT, *TEACHERS]:
+    for name in [*STUDENT, *TEACHERS, "ultra_mopd"]:
         cfg = load(name)
         run = cfg.run_dir.removeprefix("runs/")
-        paths = f"MODEL_PATH={cfg.model} TRAIN_PATH={cfg.data.train} VAL_PATH={cfg.data.val} "
+        paths = f"MODEL_PATH={cfg.model} TRAIN_PATH={cfg.data.train} "
+        paths += f"VAL_PATH={cfg.data.val} " * bool(cfg.data.val)
         start = f"`EXP_NAME={run} CONFIG_PATH=configs/{name}.py {paths}"
         (line,) = (line for line in ULTRA.splitlines() if start in line)
         assert line.endswith("ENABLE_MTP_INFERENCE=1 bash launch/submit.sh --gpu b200` |")
         assert re.findall(r" JUDGES=(\S+) ", line) == list(filter(None, [files.get(name)]))
         limit = re.findall(r" SLURM_TIME_LIMIT=(\d+):00:00 ", line)
-        assert limit == ([] if cfg.save_before == 1800 else ["48"]), "they are saved before its end"
+        assert limit == {"ultra_swe": [], "ultra_mopd": ["24"]}.get(name, ["48"])
 
 
 def test_no_file_of_judges_is_on_no_page():
@@ -267,7 +280,9 @@ def test_a_config_fits_its_gpus(name, shape, monkeypatch, tmp_path):
     large = shape_of(name) in ("models/super_sft", "models/ultra_sft")
     gpu = "b200" if large and not name.startswith("h100/") else "h100"
     flags = ["--config", str(FILES[name]), "--model", shape[shape_of(name)], "--dry_run"]
-    told = dry_run.explain(reader.load(Config, [*flags, "--gpu", gpu], "configs/tiny.py"), Config)
+    flags += ["--gpu", gpu, *with_teachers(name, shape[shape_of(name)], tmp_path)]
+    kind = settings_of(name)
+    told = dry_run.explain(reader.load(kind, flags, "configs/tiny.py"), kind)
     assert "PROBLEM" not in told, told
     assert f"assumed: {gpu.upper()}: " in told and "everything fits" in told
     cfg = load(name)
@@ -275,6 +290,16 @@ def test_a_config_fits_its_gpus(name, shape, monkeypatch, tmp_path):
     margin = int(re.search(r"--signal=B:USR1@(\d+)", told)[1])
     assert cfg.timeouts.train > step and cfg.timeouts.rollout > (cfg.max_lag + 1) * step
     assert not cfg.save_before or cfg.save_before > margin, "a checkpoint would come too late"
+
+
+def with_teachers(name: str, shape: str, folder: Path) -> list[str]:
+    """Flags that give each teacher of a config a folder of its own, with that shape."""
+    if name not in MOPD:
+        return []
+    folders = {teacher: str(folder / teacher) for teacher in load(name).teachers}
+    for path in folders.values():
+        Path(path).symlink_to(shape)
+    return ["--teachers", json.dumps(folders)]
 
 
 def test_an_absent_input_checkpoint_is_an_error_before_anything_starts(tmp_path, monkeypatch):
@@ -386,7 +411,7 @@ def test_each_agent_of_ultra_that_is_missing_is_refused_by_name(tmp_path, capsys
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", NAMES if os.environ.get("GRPO_RECIPE") else [])
+@pytest.mark.parametrize("name", [*{*NAMES} - {*MOPD}] if os.environ.get("GRPO_RECIPE") else [])
 def test_a_config_trains_a_tiny_model(name, tiny_model, tmp_path, recipe_services):
     """Its sizes are those of a test; its advantages, loss and sampling are its own.
 
