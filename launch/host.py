@@ -71,17 +71,25 @@ def settings(argv: list[str]) -> dict[str, Any]:
             expected = kinds.get(type(default), "a text")
             raise InputError(f"{where}: {name} = {value!r}: expected {expected}")
         found[name] = taken
-    return found | {"teacher ranks": teacher_ranks(written)}
+    return found | {"teacher_ranks": teacher_ranks(written, flags)}
 
 
-def teacher_ranks(written: dict[str, Any]) -> int:
-    """Ranks of the teachers that a file names, as settings/teachers.py counts them."""
-    teachers, layouts = written.get("teachers", {}), written.get("teacher_layouts", {})
-    usual = written.get("teacher_policy", {}).get("ranks", 1)
-    beside = written.get("teacher_beside", {})
-    models = {teachers[beside.get(name, name)] for name in teachers}
-    hosts = [next(name for name, model in teachers.items() if model == its) for its in models]
-    return sum(layouts.get(host, {}).get("ranks", usual) for host in hosts)
+def teacher_ranks(written: dict[str, Any], flags: dict[str, str]) -> int:
+    """The ranks of all teachers: those of one checkpoint share theirs, as do those beside another.
+
+    Raises InputError for a flag that is no JSON, or a value that is no dictionary.
+    """
+    names = ("teachers", "teacher_layouts", "teacher_beside", "teacher_policy")
+    values = []
+    for name in names:
+        try:
+            values.append(written.get(name, {}) | json.loads(flags.get(name, "{}")))
+        except (ValueError, TypeError):
+            raise InputError(f"{name}: expected a dictionary, on the command line JSON") from None
+    teachers, layouts, beside, policy = values
+    usual = int(flags.get("teacher_policy.ranks", policy.get("ranks", 1)))
+    hosts = {path: name for name, path in reversed(teachers.items()) if name not in beside}
+    return sum(layouts.get(name, {}).get("ranks", usual) for name in hosts.values())
 
 
 def read(value: Any, default: Any, least: int) -> Any:
@@ -113,14 +121,14 @@ def pairs(argv: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def gpus(cfg: dict[str, Any], has_engines: bool) -> int:
-    """How many GPUs engines, trainer and teacher ranks take, as runtime/placement.py counts."""
+    """How many GPUs engines, trainers and teachers take, as runtime/placement.py counts them."""
     size = cfg["engine.tensor_parallel"]
     workers = cfg["engine.count"] * size * has_engines
     demand = SimpleNamespace(engine_gpus=size, share=cfg["gpu_share"])
     share = shares(SimpleNamespace(demand=demand))
     ranks = cfg["policy.ranks"]
-    engines = math.ceil(max(0, workers - ranks * share.beside) / share.alone)
-    return ranks + cfg["teacher ranks"] + engines
+    own = ranks + math.ceil(max(0, workers - ranks * share.beside) / share.alone)
+    return own + cfg["teacher_ranks"]
 
 
 def count(path: str) -> int:

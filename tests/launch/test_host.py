@@ -39,11 +39,10 @@ mounts = ["/lustre:/lustre"]
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_takes_the_gpus_of_its_dry_run(path):
-    programs = {"dpo": dpo, "mopd": mopd}
-    program = programs.get(path.stem.rpartition("_")[2], grpo_async)
+    program = {"dpo": dpo, "mopd": mopd}.get(path.stem.rpartition("_")[2], grpo_async)
     cfg = reader.read(program.Config, path)
     found = host.settings(["--config", str(path)])
-    assert host.gpus(found, program is grpo_async) == len(layout.gpus(cfg))
+    assert host.gpus(found, program is not dpo) == len(layout.gpus(cfg))
     assert [found["save_before"], found["keep_last"]] == [cfg.save_before, cfg.keep_last]
     assert [found["data.train"], found["data.val"]] == [cfg.data.train, cfg.data.val]
 
@@ -56,6 +55,21 @@ def test_flags_count_and_gpus_are_shared_as_in_the_dry_run(values):
     found = host.settings([*flags, "--eval_only", "--gpu_share", str(share)])
     fields = {"count": count, "tensor_parallel": size, "ranks": ranks, "gpu_share": share}
     assert host.gpus(found, True) == len(layout.gpus(changed(grpo_async.Config(), **fields)))
+
+
+def test_teachers_share_their_ranks_as_in_the_dry_run(tmp_path):
+    shared = 'teachers = {"swe": "a", "rlhf": "a"}\nteacher_beside = {"ifbench": "reasoning"}\n'
+    layouts = 'teacher_layouts = {"general": {"ranks": 32}}\n'
+    path = tmp_path / "own.py"
+    path.write_text(f"from configs.ultra_mopd import *\n{shared}{layouts}")
+    cfg = reader.read(mopd.Config, path)
+    found = host.settings(["--config", str(path)])["teacher_ranks"]
+    assert found == sum(ranks for ranks, _ in cfg.teacher_ranks) == 32 + 16 + 16
+    flags = ["--teacher_policy.ranks", "48", "--teachers", '{"swe": "b"}']
+    assert host.settings(["--config", str(path), *flags])["teacher_ranks"] == 32 + 3 * 48
+    for wrong in ("{", "[1]"):
+        with pytest.raises(errors.InputError, match="teachers: expected a dictionary"):
+            host.settings(["--config", str(path), "--teachers", wrong])
 
 
 def test_dictionaries_merge_as_the_reader_merges_them(tmp_path):
