@@ -75,8 +75,8 @@ mtp="{\"speculative_config\":{$mtp},\"max_num_batched_tokens\":${MAX_NUM_BATCHED
 arguments=(--config "$CONFIG_PATH" --model "${MODEL_PATH%/}" --data.train "$TRAIN_PATH"
     ${VAL_PATH:+--data.val "$VAL_PATH"} --run_dir "runs/$EXP_NAME" "${arguments[@]}"
     ${SAVE_BEFORE:+--save_before "$SAVE_BEFORE"} --resume auto)
-case $CONFIG_PATH in *dpo.py) own=dpo.py ;; *mopd.py) own=mopd.py ;; *) own=grpo_async.py ;; esac
-export GRPO_PROGRAM=${GRPO_PROGRAM:-$own} # a fork is named by the variable
+[[ $CONFIG_PATH =~ (dpo|mopd)\.py$ ]] && named=${BASH_REMATCH[0]} || named=grpo_async.py
+export GRPO_PROGRAM=${GRPO_PROGRAM:-$named} # a fork is named by the variable
 [ "$GRPO_PROGRAM" = grpo_async.py ] || echo "program: $GRPO_PROGRAM"
 needs=$(env -u SLURM_JOB_ID "$python" "launch/$look" "${arguments[@]}") || status=$?
 printf '%s\n' "$needs"
