@@ -15,6 +15,7 @@ from support.configs import changed
 from support.program import ROOT, Program, end, ran
 
 pytestmark = [
+    pytest.mark.e2e,
     pytest.mark.skipif("GRPO_SWE" not in os.environ, reason="bash tests/run.sh swe"),
     pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem()),
 ]
