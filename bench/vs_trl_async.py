@@ -324,7 +324,7 @@ def train_ours(job: dict) -> None:
             return await super().train(step, groups)
 
     os.cpu_count = lambda: 2  # one for the engine: two threads would spin, waiting for each other
-    grpo_async.Trainer = Trainer
+    grpo_async.Run.ACTORS = (Trainer, grpo_async.RolloutWorker)
     grpo_async.Run = Run
     sys.argv = ["grpo_async.py", "--config", "configs/bench.py"]
     sys.argv += ["--steps", str(job["steps"]), "--max_lag", str(job["lag"])]

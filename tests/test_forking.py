@@ -50,8 +50,9 @@ def fork(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("fork") / "repo"
     shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
     guide = (ROOT / "docs/forking.md").read_text() + (ROOT / "docs/dpo.md").read_text()
+    guide += (ROOT / "docs/mopd.md").read_text()
     commands = re.findall(r"^(?:cp|git apply) .*", guide, re.M)
-    assert len(commands) == 9
+    assert len(commands) == 11
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
     for command in commands:
         done = ran(*command.split(), root=folder, env=env)
@@ -77,6 +78,7 @@ my_grpo = forked("my_grpo")  # OPO's advantages
 dr_grpo = forked("dr_grpo")  # Dr. GRPO's advantages and divisor
 dapo_refill = forked("dapo_refill")  # DAPO's dynamic sampling
 ipo = forked("ipo")
+topk_kl = forked("topk_kl")
 
 
 @pytest.fixture
@@ -102,7 +104,14 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("opo", 40), ("dr_grpo", 40), ("dapo_refill", 40), ("ipo", 40), ("count_letters", 50)],
+    [
+        ("opo", 40),
+        ("dr_grpo", 40),
+        ("dapo_refill", 40),
+        ("ipo", 40),
+        ("count_letters", 50),
+        ("topk_kl", 80),
+    ],
 )
 def test_diffs_are_short(name, most):
     lines = (ROOT / f"docs/forks/{name}.diff").read_text().splitlines()
@@ -145,6 +154,35 @@ def test_ipo_wants_a_gap_and_not_more(ipo):
         loss, stats = ipo.dpo_loss(torch.zeros(6), row, cfg)
         assert loss.item() == pytest.approx(expected / 2)
         assert stats["preference_loss"] == pytest.approx(expected)
+
+
+# --- a variant of distillation --------------------------------------------------------------------
+
+
+def test_the_likeliest_tokens_and_the_rest_have_the_gradient_of_their_reverse_kl(topk_kl):
+    """Two tokens of a vocabulary of five, of which three are picked: a sum over four classes."""
+    cfg = changed(topk_kl.Config(), top_k=3, prompts_per_step=1)
+    draw = torch.Generator().manual_seed(0)
+    logits_NV = torch.randn(2, 5, generator=draw, dtype=torch.float64).requires_grad_()
+    teacher_NV = torch.randn(2, 5, generator=draw, dtype=torch.float64).log_softmax(1)
+    teacher_NK, picks_NK = teacher_NV.topk(3)
+    row = {"picks_T": np.zeros((3, 3), np.int32), "picks_logp_T": np.zeros((3, 3), np.float32)}
+    row["picks_T"][1:], row["picks_logp_T"][1:] = picks_NK, teacher_NK
+    one = sample([1, 2], [-1.0, -1.0])
+    vars(one).update(row, teacher_logp_T=np.zeros(3, np.float32))
+    batch = topk_kl.pack([one], topk_kl.Update(2, 1, []), cfg)
+    logp_NV = logits_NV.log_softmax(1)
+    batch.picked_logp_NK = logp_NV.gather(1, picks_NK)
+    logp_T = torch.cat([torch.zeros(1), logp_NV[[0, 1], [1, 2]]])
+    batch.engine_logp_T = logp_T.detach().float()  # so that every weight is 1
+    (loss, _) = topk_kl.distillation_loss(logp_T, batch, cfg)
+    (found,) = torch.autograd.grad(loss, logits_NV, retain_graph=True)
+    p_NK, q_NK = logp_NV.exp().gather(1, picks_NK), teacher_NK.exp()
+    p_NK, q_NK = (torch.cat([x, 1 - x.sum(1, keepdim=True)], 1) for x in (p_NK, q_NK))
+    expected = (p_NK * (p_NK / q_NK).log()).sum() / 2
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    (slopes,) = torch.autograd.grad(expected, logits_NV)
+    torch.testing.assert_close(found, slopes, rtol=1e-4, atol=1e-6)
 
 
 # --- a new estimator ------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import re
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,21 @@ def test_a_run_goes_on_whatever_dies_and_its_resume_is_exact(taught, tmp_path, m
     ]
     assert lines[0] == lines[1]
     assert not program.lines("dropped.jsonl")
+
+
+def test_the_fork_over_the_likeliest_tokens_trains(taught, tmp_path):
+    """The commands of the page, in a copy; its KL falls."""
+    root = tmp_path / "repo"
+    hidden = shutil.ignore_patterns(".*", "__pycache__", "runs", "models", "data", "tests", "bench")
+    shutil.copytree(ROOT, root, ignore=hidden)
+    page = (ROOT / "docs/mopd.md").read_text()
+    for command in re.findall(r"^(?:cp|git apply) .*", page, re.M):
+        env = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
+        subprocess.run(command.split(), cwd=root, env=env, check=True)
+    fields = {"prompts_per_step": 16, "policy": {"lr": 3e-4, "warmup_lr": 3e-4}, "steps": 6}
+    cfg = taught(tmp_path / "run", **fields)
+    kl = [m["topk_kl"] for m in Program(cfg, script="topk_kl.py", root=root).succeeds().steps()]
+    assert kl[-1] < 0.8 * kl[0] and kl[0] > 0.1
 
 
 def test_two_teachers_of_other_layouts_teach_a_megatron_student(taught, tmp_path, monkeypatch):

@@ -29,5 +29,5 @@ class Trainer(grpo_async.Trainer):
 
 
 if __name__ == "__main__":
-    grpo_async.Trainer = Trainer  # type: ignore[misc]
+    grpo_async.Run.ACTORS = (Trainer, grpo_async.RolloutWorker)
     grpo_async.main()
