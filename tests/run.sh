@@ -5,7 +5,7 @@
 #   bash tests/run.sh PYTEST ARGUMENTS    what they say
 #   bash tests/run.sh recipe              every configuration trains two steps: ten minutes
 #   bash tests/run.sh hub                 environments of verifiers, in .venv-hub: three minutes
-#   bash tests/run.sh swe                 boxes, judges and real bugs, beside swebench: ten minutes
+#   bash tests/run.sh swe                 boxes, judges, real bugs, a killed run: a quarter of an hour
 #   bash tests/run.sh openhands           OpenHands repairs a bug in a box: three minutes, Python 3.12
 #   bash tests/run.sh slurm               launch/ on a Slurm that it starts; as root: half an hour
 set -euo pipefail
