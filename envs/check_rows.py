@@ -168,7 +168,7 @@ def read_rows(
 def single_answers(path: str, cfg: "RunSettings") -> str:
     """The setting that gives rows of this file one answer each; "" where they get more."""
     samples = {"data.val_samples": cfg.data.val_samples} if path == cfg.data.val else {}
-    if path == cfg.data.train:
+    if path == cfg.data.train and getattr(cfg, "verify", True):  # else nothing is compared
         samples["group_size"] = getattr(cfg, "group_size", 2)  # not all algorithms have groups
     return next((name for name, count in samples.items() if count < 2), "")
 

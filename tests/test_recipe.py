@@ -386,6 +386,13 @@ def test_the_page_and_the_table_have_the_same_agents_in_each_blend():
     assert stated.keys() == {blend_of(name) for name in RECIPE}
 
 
+@pytest.mark.parametrize(("verify", "lacking"), [(False, ""), (True, "group_size")])
+def test_rows_to_compare_may_have_one_answer_where_none_is_verified(verify, lacking):
+    """The blend of MOPD has rows of GenRM, and each prompt one answer."""
+    cfg = changed(load("ultra_mopd"), verify=verify)
+    assert check_rows.single_answers(cfg.data.train, cfg) == lacking
+
+
 def test_each_agent_of_ultra_that_is_missing_is_refused_by_name(tmp_path, capsys):
     """By the preparation of data, which says how to leave its rows out, and by a run that has one.
 
