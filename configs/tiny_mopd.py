@@ -10,8 +10,8 @@ routes = {
 }
 teacher_policy = {"row_tokens": 1024}
 
-steps = 120
+steps = 160
 val_period = 40
-prompts_per_step = 48
+prompts_per_step = 64
 group_size = 1
-policy = policy | {"row_tokens": 512}
+policy = policy | {"row_tokens": 512, "lr": 3e-4, "lr_schedule": "linear", "lr_decay_steps": 160}
