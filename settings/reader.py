@@ -16,7 +16,7 @@ import pydantic
 import tyro
 
 from settings.errors import InputError
-from settings.values import assigned, booleans, flatten, merge
+from settings.values import assigned, booleans, flatten, merge, unique
 
 if TYPE_CHECKING:
     from settings.run import TrainingSettings
@@ -38,7 +38,7 @@ def dictionaries(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="JSON",
-        instance_from_str=lambda words: json.loads(words[0]),
+        instance_from_str=lambda words: json.loads(words[0], object_pairs_hook=unique),
         is_instance=lambda value: isinstance(value, dict),
         str_from_instance=lambda value: [json.dumps(value)],
     )
@@ -206,7 +206,7 @@ def read(Config: type[C], path: Path) -> C:
 def of_json(path: Path) -> dict[str, Any]:
     """What a configuration in JSON assigns. Raises InputError naming file and line."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except ValueError as error:
         raise InputError(f"{path}: expected JSON: {error}") from None
     if not isinstance(found, dict):

@@ -1,7 +1,9 @@
 """Operations on the values of settings: assigned by a file, merged, flattened, searched."""
 
+import ast
 import dataclasses
 import types
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,12 +39,32 @@ def assigned(path: Path) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         text = located(error, str(path)).removeprefix("None:None: ")  # the place of a NUL
         raise InputError(text if text.startswith(str(path)) else f"{path}: {text}") from error
+    refuse_twice(path)
     helpers = (types.ModuleType, types.FunctionType, type)
     return {
         name: value
         for name, value in names.items()
         if not name.startswith("_") and not isinstance(value, helpers)
     }
+
+
+def refuse_twice(path: Path) -> None:
+    """Raises InputError for a dictionary that has a key twice, of which Python keeps the last."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Dict):
+            keys = Counter(key.value for key in node.keys if isinstance(key, ast.Constant))
+            for key, count in keys.items():
+                if count > 1:
+                    where = f"{path}:{node.lineno}: {key!r}"
+                    raise InputError(f"{where} stands {count} times in a dictionary, expected once")
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads: an object's entries. Raises ValueError for a name that it has twice."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{name!r} stands {count} times in an object")
+    return dict(pairs)
 
 
 def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
