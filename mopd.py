@@ -4,8 +4,9 @@
     w_t  =  min(max(pi_train(t) / pi_engine(t), 0.2), 5)           nor through this
     loss = -sum_t  w_t  (a A_t + b A_i)  log pi_train(t)  /  (tokens kept in the whole batch)
 
-The student samples, and each of its tokens is scored by the teacher of the row's domain. Its
-expectation is minus the gradient of KL(student || teacher) at the states that the student visits.
+The student samples, and each of its tokens is scored by the teacher of the row's domain. With w = 1
+the expected gradient of the loss is that of KL(student || teacher) at each state that the student
+visits. Kept are the tokens of sequences whose mean exp|log pi_train - log pi_engine| is at most 2.
 A_i is the advantage of the reward in its group (equation 9 of the report of MiMo-V2-Flash,
 arXiv:2601.02780); b = 0 is what Nemotron 3 Ultra publishes: one sample of a prompt, and no reward.
 
@@ -90,7 +91,7 @@ class Loss:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Config(TeacherSettings):
-    """Distil teachers into a language model that samples. Defaults: Nemotron 3 Ultra."""
+    """Distil teachers into a language model that samples. P, G and weights: Nemotron 3 Ultra."""
 
     prompts_per_step: PositiveInt = 1024
     """P, prompt groups in a batch."""
@@ -146,7 +147,7 @@ def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
     row = grpo_async.pack(samples, update, cast(Any, cfg))  # of which it reads `advantage`
     pieces = [np.zeros(1, np.float32)] if not samples else []
     for sample in samples:
-        if sample.teacher_logp_T is None:
+        if sample.teacher_logp_T is None or not np.isfinite(sample.teacher_logp_T).all():
             raise RuntimeError("a sample has no teacher's logprobs: only mopd.py writes those")
         pieces.append(sample.teacher_logp_T)
     return Batch(**vars(row), teacher_logp_T=torch.from_numpy(np.concatenate(pieces)))
@@ -211,11 +212,18 @@ class Teacher(Rank):
     """One rank of one or more frozen networks. A plain class; an actor where it is used."""
 
     def start(self, rank: int, address: tuple[str, int]) -> None:
-        """Joins the other ranks and loads the checkpoints that they hold, `cfg.model` the first."""
+        """Joins the other ranks and loads the checkpoints that they hold, `cfg.model` the first.
+
+        Raises RuntimeError where one was exported by a run and its marker says otherwise.
+        """
         from policy.factory import network
+        from runtime.kept import flaw
 
         cfg = self.cfg
         self.join_ranks(rank, address)
+        for model in cfg.models_beside(cfg.model):
+            if found := flaw(model, rank, cfg.policy.ranks):
+                raise RuntimeError(f"the teacher in {model!r}: {found}")
         how = (cfg.policy, cfg.sampling.temperature, cfg.seed, cfg.timeouts.train)
         self.networks = {model: network(model, *how) for model in cfg.models_beside(cfg.model)}
 
@@ -237,6 +245,8 @@ class Teacher(Rank):
         for sample in (sample for group in groups for sample in group):
             sample.teacher_logp_T = np.zeros(len(sample.tokens_T), np.float32)
         for samples, logp_T in zip(packed, logps, strict=True):
+            if not samples:  # a row that fills up a share
+                continue
             ends = np.cumsum([len(sample.tokens_T) for sample in samples])
             for sample, of_sample_T in zip(samples, np.split(logp_T, ends[:-1]), strict=True):
                 keep_score(sample, of_sample_T, model)

@@ -21,7 +21,8 @@ from settings.errors import RunError, brief
 if TYPE_CHECKING:
     from settings.run import TrainingSettings
 
-ATTEMPTS = 3  # failures in turn of a teacher, to start or to score, that end the run
+ATTEMPTS = 3  # failures of a teacher in a row, to start or to score, that end the run
+PAUSE = 1.0  # seconds, for each failure, until memory of the lost ranks is free
 
 
 class Scoring(NamedTuple):
@@ -81,7 +82,7 @@ class Station:
         self.queue: deque[Waiting] = deque()
         self.working: asyncio.Task | None = None
         self.watching: asyncio.Task | None = None
-        self.failures = 0  # in turn
+        self.failures = 0  # in a row
         self.error: RunError | None = None  # once it is given up
         self.longest = 0.0  # seconds from a group's end to its score, since the last `take`
         self.busy = 0.0  # seconds of scoring since then
@@ -101,12 +102,12 @@ class Station:
         return await scored
 
     def wake(self) -> None:
-        """Sees that what waits is worked off."""
+        """Begins to score, unless that goes on already."""
         if self.working is None or self.working.done():
             self.working = asyncio.create_task(self.work_off())
 
     async def work_off(self) -> None:
-        """Scores batch after batch. Starts the ranks where they are lost, waits or not."""
+        """Scores batch after batch. Lost ranks are started again, even where no group waits."""
         while (self.queue or not self.ranks) and not self.error:
             ranks = self.ranks
             try:
@@ -114,6 +115,7 @@ class Station:
                     await self.score_batch(ranks)
                     self.failures = 0
                 else:
+                    await asyncio.sleep(PAUSE * self.failures)
                     await self.start()
             except Exception as error:
                 self.lose(ranks, error)
@@ -156,7 +158,7 @@ class Station:
         return batch
 
     def hand_back(self, waiting: Waiting, infos: list[SampleInfo], samples: Any) -> None:
-        """Gives a scored group to what waits for it."""
+        """Ends the wait for a group."""
         self.queue.remove(waiting)
         self.longest = max(self.longest, time.monotonic() - waiting.since)
         for before, info in zip(waiting.group.infos, infos, strict=True):
@@ -168,7 +170,7 @@ class Station:
             waiting.scored.set_result(scored)
 
     def lose(self, ranks: list[Any], error: BaseException) -> None:
-        """Ends the ranks, so that others start; gives up after ATTEMPTS in turn, with RunError.
+        """Ends the ranks, so that others start; gives up after ATTEMPTS in a row, with RunError.
 
         At once where a score is not finite: the same network would find the same.
         """
@@ -181,7 +183,8 @@ class Station:
         tqdm.write(f"the teacher {self.name} is lost: {brief(error)}")
         if self.failures < ATTEMPTS and not isinstance(error, FloatingPointError):
             return
-        self.error = RunError(f"the teacher {self.name} was lost {self.failures} times in turn")
+        often = f"failed {self.failures} times in a row: {brief(error)}"
+        self.error = RunError(f"the teacher {self.name} {often}")
         self.error.__cause__ = error
         for waiting in self.queue:
             if not waiting.scored.done():

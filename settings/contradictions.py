@@ -204,8 +204,11 @@ def of_teachers(cfg: "TeacherSettings") -> None:
     for name, host in cfg.teacher_beside.items():
         if host in cfg.teacher_beside:
             raise ValueError(f"teacher_beside[{name!r}] = {host!r}, which is beside another")
-        if name in cfg.teacher_layouts:
+    for name in cfg.teacher_layouts:
+        if (host := cfg.host_of(name)) != name:
             raise ValueError(f"teacher_layouts has {name!r}, which has the layout of {host!r}")
+    if cfg.teacher_policy.replay_routing:
+        raise ValueError("teacher_policy.replay_routing = True: expected False")
     for host in cfg.hosts:
         field = f"teacher_layouts[{host!r}]"
         layout = [one.name for one in dataclasses.fields(cfg.teacher_policy)]

@@ -19,7 +19,7 @@ class TeacherSettings(RunSettings):
     teachers: dict[str, str] = dataclasses.field(default_factory=dict)
     """Name -> folder of a Hugging Face causal LM, or ORG/NAME; one may have several names."""
     routes: dict[str, str] = dataclasses.field(default_factory=dict)
-    """AGENT, or AGENT/DATASET, which goes first -> the teacher of such rows."""
+    """AGENT, or AGENT/DATASET, which takes precedence -> the teacher of such rows."""
     default_teacher: str = ""
     """The teacher of all other rows; "": such a row is refused."""
     teacher_policy: PolicySettings = dataclasses.field(default_factory=PolicySettings)
@@ -36,10 +36,14 @@ class TeacherSettings(RunSettings):
         return self.routes.get(f"{agent}/{dataset}") or self.routes.get(agent, self.default_teacher)
 
     def host_of(self, teacher: str) -> str:
-        """The teacher whose ranks hold this one: itself, an equal one, or the one beside it."""
-        teacher = self.teacher_beside.get(teacher, teacher)
-        path = self.teachers[teacher]
-        return next(name for name, its_path in self.teachers.items() if its_path == path)
+        """The host of a teacher, whose ranks hold it: itself, one of the same model, one beside."""
+        first = self.first_of(self.teachers[teacher])
+        beside = self.teacher_beside.get(teacher) or self.teacher_beside.get(first)
+        return self.first_of(self.teachers[beside]) if beside else first
+
+    def first_of(self, model: str) -> str:
+        """The first of the names of a checkpoint."""
+        return next(name for name, its_model in self.teachers.items() if its_model == model)
 
     @property
     def hosts(self) -> list[str]:

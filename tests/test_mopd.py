@@ -264,6 +264,15 @@ def test_a_score_that_is_not_finite_is_refused(bad):
         keep_score(made, np.array([0.0, -1.0, bad], np.float32), "a")
 
 
+def test_a_row_without_samples_fills_up_a_teachers_share():
+    """As where one of two replicas has nothing to score."""
+    made = mopd.Teacher(config())
+    made.networks = {"a": TablePolicy(TABLE)}
+    seconds, infos, group = made.score("a", [[], [(0, 0)]], [sample([1, 2], [-1.0, -1.5])])
+    assert group[0].teacher_logp_T.tolist() == pytest.approx([0.0, -1.0, -1.2])
+    assert infos[0][0].components["reverse_kl"] == pytest.approx((0.0 - 0.3) / 2)
+
+
 def test_the_reverse_kl_of_a_sample_is_a_mean_over_what_is_trained():
     made = sample([1, 2, 3], [-1.0, math.nan, -2.0])
     made.components = {"exact": 1.0}
@@ -286,6 +295,8 @@ LAYOUT = {"kind": "megatron", "ranks": 4, "tp": 2}
     ({"teacher_beside": {"two": "three"}}, "names 'three'"),
     ({"teacher_beside": {"two": "two"}}, r"teacher_beside\['two'\] = 'two', which is beside"),
     ({"teacher_beside": {"two": "one"}, "teacher_layouts": {"two": {}}}, "has the layout of 'one'"),
+    ({"teachers": {"one": "a", "two": "a"}, "teacher_layouts": {"two": {}}}, "the layout of 'one'"),
+    ({"teacher_policy": {"kind": "megatron", "replay_routing": True}}, "replay_routing = True"),
     ({"loss": {"reward": 1.0}}, "loss.reward = 1.0 and group_size = 1: expected 2 or more"),
     ({"loss": {"distill": 0.0}}, "nothing to learn"),
     ({"loss": {"reward": 1.0}, "group_size": 2, "verify": False}, "needs verify = True"),
@@ -314,6 +325,8 @@ def test_one_checkpoint_has_ranks_once_however_it_is_named():
     assert cfg.demand.beside == ((4, 2), (1, 1))
     assert cfg.of_host("one").policy.tp == 2 and cfg.of_host("one").model == "a"
     assert not cfg.of_host("two").policy.recomputes
+    beside = config(teachers=four, routes=routes, teacher_beside={"one": "two"})
+    assert beside.hosts == ["two", "three"] and beside.models_beside("b") == ["b", "a"]
 
 
 def test_what_is_shared_with_grpo_async_is_named():

@@ -12,6 +12,7 @@ import transformers
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dry_run
+import mopd
 from dry_run import megatron_sizes, pace
 from grpo_async import Config
 from launch import tiny
@@ -788,3 +789,34 @@ def test_wandb_that_is_not_installed_is_noted(of_8b):
     text = dry_run.explain(of_8b(wandb=True), Config)
     assert "note: W&B is not installed here: pip install wandb" in text
     assert "note: W&B" not in dry_run.explain(of_8b(), Config)
+
+
+# --- teachers -------------------------------------------------------------------------------------
+
+
+def test_teachers_are_counted_and_one_that_does_not_fit_is_a_problem(folder):
+    """One of 8B fits a GPU, ten times as many layers do not, and fit four."""
+    small = folder("8B", **QWEN_8B)
+    big = folder("80B", **QWEN_8B | {"num_hidden_layers": 360})
+    names = {"teachers": {"one": small, "two": big}, "routes": {"math": "two"}}
+    data = {"train": "none.jsonl"}  # whose rows would say what each teacher scores
+    cfg = changed(mopd.Config(model=small, **names, default_teacher="one"), gpu="h100", data=data)
+    text = dry_run.explain(cfg, mopd.Config)
+    problem = "PROBLEM: a rank of the teacher 'two' takes"
+    assert problem in text and "PROBLEM: a rank of the teacher 'one'" not in text
+    assert "raise ranks in teacher_layouts['two']" in text
+    assert re.search(r"teachers +2  one 1, two 1", text)
+    wide = dataclasses.replace(cfg, teacher_layouts={"two": {"ranks": 4}})
+    text = dry_run.explain(wide, mopd.Config)
+    assert problem not in text and re.search(r"teachers +5  one 1, two 4", text)
+    busy = re.findall(r"scores 50% of the rows; busy (\d+)% of a step", text)
+    assert len(busy) == 2 and max(map(int, busy)) > 0
+    assert len(layout.gpus(wide)) == len(layout.gpus(cfg)) + 3
+
+
+def test_a_teacher_that_is_slower_than_the_rest_binds_the_step(folder):
+    small = folder("8B", **QWEN_8B)
+    big = folder("80B", **QWEN_8B | {"num_hidden_layers": 360})
+    cfg = mopd.Config(model=small, teachers={"one": big}, default_teacher="one")
+    wide = changed(cfg, gpu="h100", engine={"count": 64}, policy={"ranks": 64})
+    assert "bound by the teacher one" in dry_run.explain(wide, mopd.Config)
