@@ -12,7 +12,8 @@ from test_algorithm import sample
 from envs.rollout.episode import Group
 from mopd import Config
 from runtime import check_teachers, teachers
-from runtime.teachers import Teachers, plan_scoring
+from runtime.scoring import plan_scoring
+from runtime.teachers import Teachers
 from settings.errors import InputError, RunError
 from support.actors import Actor, Answer
 from support.configs import changed

@@ -16,7 +16,7 @@ from envs.rollout.episode import Group
 from mopd import Config, Teacher, distillation_loss, pack
 from policy.factory import network, open_policy
 from policy.packing import Update
-from runtime.teachers import plan_scoring
+from runtime.scoring import plan_scoring
 from settings.network import PolicySettings
 from support.megatron_jobs import gathered_objects, in_ranks
 from support.samples import make_sample
