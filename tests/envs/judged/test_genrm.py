@@ -301,18 +301,16 @@ def test_a_group_of_one_is_refused():
 
 
 async def test_a_pair_too_long_for_the_judge_is_a_draw_and_other_refusals_are_errors():
-    told = ["This model's maximum context length is 4000 tokens. However, your prompt has more"] * 2
-    told += ["no such role: response_1"] * 2
-    told += [
-        "max_tokens is too large: 16384. This model's maximum context length is 4000 tokens"
-    ] * 2
-    replies = ({"refused": text} for text in told)
+    told = "This model's maximum context length is 4000 tokens. However, your prompt has more"
+    replies = ({"refused": told} for _ in itertools.count())
     group = [ROW] * 2, [Response.of("a" * 3000), Response.of("b")]
     with as_judge("genrm", replies):
         first, _ = await genrm.score_group(*group)
         assert first.info["unread"] == 1.0
+        told = "no such role: response_1"
         with pytest.raises(services.CheckerError, match="no such role"):
             await genrm.score_group(*group)
+        told = "max_tokens is too large: 16384. This model's maximum context length is 4000 tokens"
         with pytest.raises(services.CheckerError, match="max_tokens is too large"):
             await genrm.score_group([ROW] * 2, [Response.of("a"), Response.of("b")])
 
