@@ -267,11 +267,11 @@ async def test_what_a_command_needs_is_killed_from_outside(image, which):
         assert (await box.run("cat calc.py", 10)).output == WORKS
 
 
-async def begins(box: Box) -> int:
-    """The process id of the next bubblewrap, as soon as it is there."""
+async def begins(box: Box, known: set[int]) -> int:
+    """The process id of the next bubblewrap, as soon as it is there; `known` are of others."""
     while True:
         strays = sandbox.family(box.holder.pid)
-        for pid in sorted(set(sandbox.family(os.getpid())) - set(strays)):
+        for pid in sorted(set(sandbox.family(os.getpid())) - set(strays) - known):
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text() == "bwrap\n" and lives(pid):
                     return pid
@@ -284,8 +284,9 @@ async def test_a_bubblewrap_that_is_killed_as_it_begins_leaves_nothing(image):
     with adopting() as before:
         async with Box(image, size=SMALL) as box:
             for _ in range(60 if "GRPO_SWE" in os.environ else 10):
+                known = set(sandbox.family(os.getpid()))  # also what an earlier test has left
                 task = asyncio.create_task(box.run("sleep 100", 60))
-                pid = await begins(box)
+                pid = await begins(box, known)
                 time.sleep(dice.uniform(0, 0.02))
                 os.kill(pid, signal.SIGKILL)
                 await asyncio.wait({task}, timeout=20)
