@@ -76,6 +76,7 @@ def test_a_student_comes_closer_to_both_teachers(finished):
     program, cfg = finished
     steps = program.steps()
     program.check_slots(cfg, rows=64)
+    assert "is lost" not in program.told()
     assert [m["lag_max"] <= cfg.max_lag for m in steps] == [True] * 6
     for name in ("reverse_kl", "reverse_kl/a", "reverse_kl/b"):
         assert steps[-1][name] < 0.8 * steps[0][name], name
@@ -170,6 +171,7 @@ def test_two_teachers_of_other_layouts_teach_a_megatron_student(taught, tmp_path
     layouts = {"a": tp, "b": {"kind": "fsdp", "ranks": 2}}
     cfg = taught(tmp_path / "run", policy={"kind": "megatron"}, teacher_layouts=layouts, steps=2)
     program = run(cfg).succeeds(300)
+    assert "is lost" not in program.told()
     plain = run(taught(tmp_path / "plain", steps=2)).succeeds()
     first, same = program.steps()[0], plain.steps()[0]
     for name in ("reverse_kl/a", "reverse_kl/b", "reverse_kl"):
