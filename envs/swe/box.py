@@ -265,10 +265,12 @@ class Box:
                     ended = self._passed(clock, seconds)
         finally:
             sweeps = asyncio.create_task(self._sweep())
-            await _end(process)
-            await asyncio.wait({reads}, timeout=START)
-            for task in (reads, waits, sweeps):
-                task.cancel()
+            try:
+                await _end(process)
+                await asyncio.wait({reads}, timeout=START)
+            finally:
+                for task in (reads, waits, sweeps):
+                    task.cancel()
         took = time.monotonic() - clock.began
         return Ran("", None if ended else process.returncode, ended, took)
 
@@ -278,7 +280,7 @@ class Box:
         It holds the output, and asyncio waits for a process until that is read.
         """
         assert self.holder
-        while True:
+        while self.holder.poll() is None:
             for pid in sandbox.family(self.holder.pid)[2:]:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)

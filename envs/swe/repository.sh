@@ -89,6 +89,10 @@ difference() {
         rm -f $GIT_DIR/index
         git read-tree "$1"
     fi
+    # In other repositories of the index `git add` runs `git status`, with their own settings.
+    git ls-files -sz | while IFS= read -rd '' name; do
+        [[ $name != 160000* ]] || printf '%s\0' "${name#*$'\t'}"
+    done | git update-index -z --skip-worktree --stdin
     git add -A
     git diff --cached --no-ext-diff --no-textconv --no-renames --no-color --src-prefix=a/ \
         --dst-prefix=b/ "$1" >/tmp/patch

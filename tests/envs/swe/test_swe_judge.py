@@ -231,6 +231,27 @@ async def test_reading_a_patch_runs_nothing_of_the_policy_and_takes_no_longer(
         assert (await judge(image, row, patch, SMALL)).resolved
 
 
+KNOWN = ["true", "git add -A", "git add -A && git -c user.email=a@b -c user.name=a commit -qm 2"]
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=("unknown", "in the index", "committed"))
+async def test_a_repository_within_runs_nothing_beside_the_box(image, row, known):
+    """Its own settings name a program, which would see the image as it was, answers included."""
+    inside = (
+        "git init -q sub && cd sub && git config user.email a@b && git config user.name a"
+        " && echo 1 >f && git add f && git commit -qm 1 && git config core.fsmonitor"
+        f" /tmp/box/testbed/e.sh && cd .. && {known} && printf x >>sub/f"
+        " && printf '#!/bin/sh\necho LEAK >/proc/1/fd/1\n' >e.sh && chmod +x e.sh"
+    )
+    async with Box(image, size=SMALL) as box:
+        await prepare(box, row)
+        await box.run("sed -i s,//,/, calc.py", 20)
+        assert (await box.run(inside, 20)).code == 0
+        patch = await patch_of(box, row)
+    assert patch.startswith("diff --git ") and "+    return x / 2" in patch
+    assert "\nLEAK" not in patch
+
+
 async def test_a_repository_behind_a_link_is_read(image, row):
     link = image / "elsewhere"
     link.symlink_to("/testbed")
