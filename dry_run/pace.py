@@ -231,12 +231,12 @@ def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
     generation = generation_seconds(model, cfg, gpu)
     longest = longest_seconds(model, cfg, gpu)
     last = last_part(cfg) * training
+    scoring = {f"the teacher {host}": s for host, s in teacher_seconds(cfg, gpu).items()}
     shared = any(len(gpu) > 1 for gpu in gpus(cfg))
     if shared or not cfg.max_lag:
         first = max(generation, longest / (cfg.max_lag + 1))
-        return {"generation + training": first + (training if shared else last)}
+        return {"generation + training": first + (training if shared else last)} | scoring
     chain = (longest + last) / (cfg.max_lag + 1)
-    scoring = {f"the teacher {host}": s for host, s in teacher_seconds(cfg, gpu).items()}
     return {"generation": generation, "training": training, "longest rollout": chain} | scoring
 
 

@@ -87,9 +87,17 @@ def teacher_ranks(written: dict[str, Any], flags: dict[str, str]) -> int:
         except (ValueError, TypeError):
             raise InputError(f"{name}: expected a dictionary, on the command line JSON") from None
     teachers, layouts, beside, policy = values
-    usual = int(flags.get("teacher_policy.ranks", policy.get("ranks", 1)))
-    hosts = {path: name for name, path in reversed(teachers.items()) if name not in beside}
-    return sum(layouts.get(name, {}).get("ranks", usual) for name in hosts.values())
+    usual = flags.get("teacher_policy.ranks", policy.get("ranks", 1))
+    firsts = {path: name for name, path in reversed(teachers.items())}
+    found = 0
+    for host in firsts.values():
+        layout = layouts.get(host, {})
+        if host in beside or not isinstance(layout, dict):
+            continue  # what is no layout, the job refuses
+        if (ranks := read(layout.get("ranks", usual), 1, 1)) is None:
+            raise InputError(f"ranks of the teacher {host!r}: expected a whole number, 1 or more")
+        found += ranks
+    return found
 
 
 def read(value: Any, default: Any, least: int) -> Any:

@@ -202,7 +202,9 @@ def of_teachers(cfg: "TeacherSettings") -> None:
     if idle := [name for name in cfg.teachers if name not in used]:
         raise ValueError(f"teachers has {idle[0]!r}, to which no route leads")
     for name, host in cfg.teacher_beside.items():
-        if host in cfg.teacher_beside:
+        if (first := cfg.first_of(name)) != name:
+            raise ValueError(f"teacher_beside has {name!r}, a name of {first!r}: set it for that")
+        if cfg.first_of(host) in cfg.teacher_beside:
             raise ValueError(f"teacher_beside[{name!r}] = {host!r}, which is beside another")
     for name in cfg.teacher_layouts:
         if (host := cfg.host_of(name)) != name:

@@ -37,12 +37,12 @@ class TeacherSettings(RunSettings):
 
     def host_of(self, teacher: str) -> str:
         """The host of a teacher, whose ranks hold it: itself, one of the same model, one beside."""
-        first = self.first_of(self.teachers[teacher])
-        beside = self.teacher_beside.get(teacher) or self.teacher_beside.get(first)
-        return self.first_of(self.teachers[beside]) if beside else first
+        first = self.first_of(teacher)
+        return self.first_of(self.teacher_beside.get(first, first))
 
-    def first_of(self, model: str) -> str:
-        """The first of the names of a checkpoint."""
+    def first_of(self, teacher: str) -> str:
+        """The first of the names of a teacher's checkpoint."""
+        model = self.teachers[teacher]
         return next(name for name, its_model in self.teachers.items() if its_model == model)
 
     @property

@@ -296,6 +296,8 @@ LAYOUT = {"kind": "megatron", "ranks": 4, "tp": 2}
     ({"teacher_beside": {"two": "two"}}, r"teacher_beside\['two'\] = 'two', which is beside"),
     ({"teacher_beside": {"two": "one"}, "teacher_layouts": {"two": {}}}, "has the layout of 'one'"),
     ({"teachers": {"one": "a", "two": "a"}, "teacher_layouts": {"two": {}}}, "the layout of 'one'"),
+    ({"teachers": {"one": "a", "two": "b", "too": "a"}, "routes": {"x": "two", "y": "too"},
+      "teacher_beside": {"too": "two"}}, "teacher_beside has 'too', a name of 'one'"),
     ({"teacher_policy": {"kind": "megatron", "replay_routing": True}}, "replay_routing = True"),
     ({"loss": {"reward": 1.0}}, "loss.reward = 1.0 and group_size = 1: expected 2 or more"),
     ({"loss": {"distill": 0.0}}, "nothing to learn"),
@@ -326,7 +328,11 @@ def test_one_checkpoint_has_ranks_once_however_it_is_named():
     assert cfg.of_host("one").policy.tp == 2 and cfg.of_host("one").model == "a"
     assert not cfg.of_host("two").policy.recomputes
     beside = config(teachers=four, routes=routes, teacher_beside={"one": "two"})
-    assert beside.hosts == ["two", "three"] and beside.models_beside("b") == ["b", "a"]
+    assert (
+        beside.host_of("alias") == "two"
+        and beside.hosts == ["two", "three"]
+        and beside.models_beside("b") == ["b", "a"]
+    )
 
 
 def test_what_is_shared_with_grpo_async_is_named():

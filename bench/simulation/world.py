@@ -24,7 +24,7 @@ from settings.errors import InputError
 
 
 class Rows(Sequence):
-    """As many prompts as anybody asks for, of these agents in turn."""
+    """As many prompts as are asked for, of these agents in turn."""
 
     def __init__(self, agents: Sequence[str] = ("simulated",)):
         self.agents = agents

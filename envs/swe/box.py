@@ -309,8 +309,12 @@ class Box:
         return View([*mounts, "--bind", "/mnt/shm", "/dev/shm"], self.workdir)
 
     def _aside(self, folder: str) -> "View":
-        """What a command beside the box sees; its own files take as much again as the layer."""
+        """What a command beside the box sees; its own files take twice the layer at most.
+
+        Of the image the working folder is hidden: it has the answers that the box has no more.
+        """
         mounts = ["--ro-bind", "/mnt/image", "/", "--proc", "/proc", "--dev", "/dev"]
+        mounts += ["--size", "4096", "--tmpfs", folder]
         mounts += ["--size", str(2 * self.size.disk), "--tmpfs", "/tmp"]
         # Below /tmp a link in the box leads to the image, and not to files of the machine.
         return View([*mounts, "--ro-bind", "/mnt/root", BESIDE], f"{BESIDE}{folder}")

@@ -35,9 +35,13 @@ LOOK = 0.2  # seconds between two looks for a place
 _turns: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
 
 
+class Full(CheckerError):
+    """No box of the node has ended in time: another wait would be at the end of the queue."""
+
+
 @contextlib.asynccontextmanager
 async def admitted(disk: int) -> AsyncIterator[None]:
-    """A place for a box with a layer of `disk` bytes. Raises CheckerError where none gets free."""
+    """A place for a box with a layer of `disk` bytes. Raises Full where none gets free."""
     most = boxes(disk)
     loop = asyncio.get_running_loop()
     turn = _turns.setdefault(loop, asyncio.Lock())
@@ -49,9 +53,9 @@ async def admitted(disk: int) -> AsyncIterator[None]:
             return place
 
     what = "a place for a box on this node"
-    state = f"{most} are open, as many as its memory holds: {VARIABLE} sets another number"
+    state = f"{most} are open, as many as may be: {VARIABLE} sets another number"
     seconds = WAIT * services.limits().seconds
-    place = await within(seconds, what, waits(), lambda: state, late=CheckerError)
+    place = await within(seconds, what, waits(), lambda: state, late=Full)
     with place:
         yield
 

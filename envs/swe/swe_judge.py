@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from envs.rollout.services import CheckerError
+from envs.swe import budget
 from envs.swe.box import Box, Ran, Size
 from envs.swe.canary import ENDS, RNG, STARTS, Canary, append, applies, canary_for, whole, words_of
 from envs.swe.repository import (
@@ -120,8 +121,8 @@ async def judge(image: Path, row: dict, patch: str, size: Size | None = None) ->
     for left in reversed(range(TIMES)):
         try:
             trial = await tried(image, row, patch, size)
-        except CheckerError:
-            if not left:
+        except CheckerError as error:
+            if not left or isinstance(error, budget.Full):
                 raise
             continue
         if not trial.again:

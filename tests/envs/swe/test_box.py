@@ -136,17 +136,17 @@ async def test_the_layer_counts_as_memory(image):
 
 
 async def test_beside_a_box_the_image_is_as_it_was(image):
-    """Programs are those of the image; files of the box are there to read, links lead nowhere."""
+    """Its programs, not its working folder; files of the box can be read, links lead nowhere."""
     look = "cat calc.py; ls /testbed /tmp; touch calc.py a /usr/bin/x /tmp/y; ls -d /root /tmp/*"
     async with Box(image, size=SMALL) as box:
         await box.run("echo y >>calc.py; rm /usr/bin/cat /usr/bin/ls; ln -s /etc /testbed/etc", 10)
         found = (await box.aside(f"exec 2>&1; {look}", 10, 1000, "/testbed")).decode()
-        assert found.startswith("x = 1\ny\n/testbed:\ncalc.py\n\n/tmp:\nbox\n"), found
+        assert found.startswith("x = 1\ny\n/testbed:\n\n/tmp:\nbox\n"), found
         assert found.count("Read-only file system") == 3
         assert found.endswith("/root\n/tmp/box\n/tmp/y\n")
         assert await box.aside("cat etc/passwd; cat calc.py", 10, 5, "/testbed") == b"root:"
-        for command, folder in (("exit 3", "/testbed"), ("sleep 9", "/testbed"), (":", "/none")):
-            assert await box.aside(command, 1, 10, folder) is None
+        for command in ("exit 3", "sleep 9"):
+            assert await box.aside(command, 1, 10, "/testbed") is None
         assert (await box.run("echo calc*; ls", 10)).code == 127
 
 

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from envs.rollout import services
-from envs.rollout.services import CheckerError
+from envs.rollout.services import CheckerError, Limits
 from envs.sandbox import sandbox
-from envs.swe import repository, swe_judge
+from envs.swe import budget, repository, swe_judge
 from envs.swe.box import Box, Size
 from envs.swe.swe_judge import judge, patch_of, prepare, refusal, tried
 from settings.services import Services
@@ -229,6 +229,24 @@ async def test_reading_a_patch_runs_nothing_of_the_policy_and_takes_no_longer(
     assert "+    return x / 2" in patch
     if name != "filter":
         assert (await judge(image, row, patch, SMALL)).resolved
+
+
+async def test_a_judge_waits_for_a_box_once(image, row, monkeypatch):
+    """A second wait would be at the end of the queue, and the rollout's deadline would end it."""
+    monkeypatch.setenv(budget.VARIABLE, "1")
+    services.configure(Services(), Limits(4.0))
+    async with Box(image, size=SMALL):
+        began = time.monotonic()
+        with pytest.raises(budget.Full, match="waited 1 s for a place for a box"):
+            await judge(image, row, "diff --git a/x b/x\n", SMALL)
+        assert time.monotonic() - began < 2
+
+
+async def test_what_is_beside_a_box_does_not_see_the_folder_that_the_image_had(image, row):
+    """It holds the history, and the answers that the box has no more."""
+    async with Box(image, size=SMALL) as box:
+        assert await box.aside("ls -A /testbed", 10, 100, "/testbed") == b""
+        assert b"calc.py" in await box.aside("ls", 10, 100, "/testbed")
 
 
 KNOWN = ["true", "git add -A", "git add -A && git -c user.email=a@b -c user.name=a commit -qm 2"]
