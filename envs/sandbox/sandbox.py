@@ -12,7 +12,7 @@ that others have, does not count against the deadline.
 
 Known fault: bubblewrap ends with this process from some milliseconds after its start on. Where this
 one is killed before that, the run goes on without a deadline: 7 of 40 runs did whose worker was
-killed in their first 30 ms. Boxes (envs/swe/box.py) have no such moment.
+killed in their first 30 ms. A command in a box (envs/swe/box.py) has no such moment.
 """
 
 import asyncio
