@@ -175,7 +175,5 @@ def test_a_disk_has_room_for_checkpoints_and_a_note_counts_the_exports_that_stay
 def test_ranks_of_a_teacher_that_are_no_number_are_refused(tmp_path):
     flags = ["--config", str(ROOT / "configs/tiny_mopd.py"), "--teacher_policy.ranks"]
     for value in ("x", "0", "-1"):
-        with pytest.raises(
-            errors.InputError, match="ranks of the teacher '.*': expected a whole"
-        ):
+        with pytest.raises(errors.InputError, match="ranks of the teacher '.*': expected a whole"):
             host.settings([*flags, value])
