@@ -478,6 +478,19 @@ def test_a_run_of_one_step_or_without_waits_has_charts(tmp_path):
 
 
 @browser
+def test_a_distillation_has_a_curve_for_each_teacher(tmp_path):
+    measured = {"reverse_kl": 0.4, "reverse_kl/spells": 0.3, "reverse_kl/sorts": 0.5}
+    measured |= {"teacher_wait/spells": 1.0, "teacher_wait/sorts": 2.0}
+    write_lines(tmp_path / "metrics.jsonl", [{"step": step} | measured for step in (1, 2)])
+    script = """return Object.fromEntries([...document.querySelectorAll("#curves figure")].map(
+      (figure) => [figure.querySelector("svg").getAttribute("aria-label"),
+        [...figure.querySelectorAll(".legend span")].map((span) => span.textContent)]));"""
+    legends = evaluate(report.write(str(tmp_path)), script)
+    assert legends["Reverse KL"] == ["all", "sorts", "spells"]
+    assert legends["Wait for teachers"] == ["sorts", "spells"]
+
+
+@browser
 @pytest.mark.parametrize("other", [0.5, 0.75])
 def test_right_answers_are_shown_once_where_they_are_the_reward(tmp_path, other):
     """For all environments, and nowhere else."""
