@@ -357,9 +357,12 @@ def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     least = f"at least: rank 0 sends {sent / 1e9:,.1f} GB in {broadcasts:,} buckets"
     cards = pace.networks(cfg)
     by = f"networks: {cards}" if cards else "by NVLink"
-    if pace.sync_seconds(model, cfg, gpu) == model.tensors * pace.TENSOR_SECONDS:
+    seconds = pace.sync_seconds(model, cfg, gpu)
+    if seconds == model.tensors * pace.TENSOR_SECONDS:
         by = f"{model.tensors:,} tensors"
-    rows = [row("weight update", f"{pace.sync_seconds(model, cfg, gpu):,.2f}", f"{least}; {by}")]
+    elif cfg.policy.lora_rank and seconds == 2 * model.params / pace.HOST_BYTES_S:
+        by = "engines read the model below the adapters from memory"
+    rows = [row("weight update", f"{seconds:,.2f}", f"{least}; {by}")]
     if messages:
         what = f"GB that rank 0 gets of others in {messages:,} messages; not in the step"
         rows.append(row("gathered for it", f"{gathered / 1e9:,.1f}", what))

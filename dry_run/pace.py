@@ -27,6 +27,7 @@ MFU = 0.3  # assumed; prime-rl measured 0.15 (rows of 16k tokens) to 0.36 (65k) 
 LAUNCH_S = 3e-3  # assumed: an engine step beside its arithmetic and memory traffic
 NETWORK_BYTES_S = 50e9  # InfiniBand NDR: 400 Gb/s, a card for each GPU
 DISK_BYTES_S = 1e9  # assumed: what a node writes to shared storage, or reads from it
+HOST_BYTES_S = 25e9  # assumed: from a mapped file to a GPU
 TENSOR_SECONDS = 27e-6  # of an engine's processor, to copy a tensor: bench/reload.py, two cores
 MEAN_SHARE = 0.25  # assumed: mean response over longest response
 NODE_GPUS = 8
@@ -165,12 +166,24 @@ def networks(cfg: "TrainingSettings") -> int:
 
 
 def sync_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
-    """Floor of a weight update: all weights in bf16, once out of rank 0's node, or its GPU.
+    """Floor of a weight update: what is sent, once out of rank 0's node, or its GPU.
 
-    Meanwhile an engine's processor copies tensor after tensor.
+    Meanwhile an engine's processor copies tensor after tensor. Adapters are added to all weights in
+    bf16, which each worker reads from its node's memory.
     """
-    network = 2 * model.params / (networks(cfg) * NETWORK_BYTES_S or gpu.nvlink)
-    return max(network, model.tensors * TENSOR_SECONDS)
+    network = sent_bytes(model, cfg) / (networks(cfg) * NETWORK_BYTES_S or gpu.nvlink)
+    read = 2 * model.params / HOST_BYTES_S if cfg.policy.lora_rank else 0.0
+    return max(network, read, model.tensors * TENSOR_SECONDS)
+
+
+def sent_bytes(model: Model, cfg: "TrainingSettings") -> float:
+    """Bytes of an update: weights in bf16, or adapters in float32 (policy/adapter_sync.py).
+
+    With those, products of each matrix with 4 vectors: at most 16 bytes a row.
+    """
+    if not cfg.policy.lora_rank:
+        return 2 * model.params
+    return 4 * sizes.trained(model, cfg) + 16 * (sum(model.linear.values()) + 2 * model.vocab)
 
 
 class Traffic(NamedTuple):
@@ -183,15 +196,15 @@ class Traffic(NamedTuple):
 
 
 def update_traffic(model: Model, cfg: "TrainingSettings") -> Traffic:
-    """bf16 weights, gathered and then broadcast in buckets. FSDP2 gathers tensor by tensor."""
+    """What is gathered and then broadcast in buckets. FSDP2 gathers tensor by tensor."""
     layout = cfg.policy
-    whole = 2 * model.params
-    broadcasts = math.ceil(whole / BUCKET_BYTES)
+    sent = sent_bytes(model, cfg)
+    broadcasts = math.ceil(sent / BUCKET_BYTES)
     if layout.kind == "megatron":
         shape = megatron_sizes.read_shape(cfg.model, layout)
-        return Traffic(whole, broadcasts, *megatron_sizes.gathered(shape, layout))
+        return Traffic(sent, broadcasts, *megatron_sizes.gathered(shape, layout))
     others = megatron_sizes.ring(layout.ranks)
-    return Traffic(whole, broadcasts, whole * others, model.tensors if others else 0)
+    return Traffic(sent, broadcasts, sent * others, model.tensors if others else 0)
 
 
 def traffic_seconds(

@@ -2,10 +2,10 @@
 
     y = W x + (alpha / rank) B A x         A [rank, in], B [out, rank]: they alone are trained
 
-B starts at 0, so the first policy is the model itself. Engines get W + (alpha / rank) B A under the
-checkpoint's names, and need to know nothing. With one alpha for all ranks the best learning rate
-hardly depends on the rank, and is ten times that of full training ("LoRA Without Regret", Thinking
-Machines 2025). Hu et al. 2021 (arXiv:2106.09685).
+B starts at 0, so the first policy is the model itself. Engines compute with W + (alpha / rank) B A:
+updates carry A and B (policy/adapter_sync.py), exports the sum. With one alpha for all ranks the
+best learning rate hardly depends on the rank, and is ten times that of full training ("LoRA Without
+Regret", Thinking Machines 2025). Hu et al. 2021 (arXiv:2106.09685).
 """
 
 import math
@@ -48,6 +48,7 @@ class Adapters:
 
     def __init__(self, lm: Any, settings: "PolicySettings", trainable: bool = True):
         self.layers: dict[str, Any] = {}  # by the name of their weight in the checkpoint
+        self.scale = settings.lora_alpha / max(settings.lora_rank, 1)
         if not settings.lora_rank or not trainable:
             return
         from peft import LoraConfig, inject_adapter_in_model
@@ -102,9 +103,20 @@ class Adapters:
         save_file(tensors, f"{folder}/adapter_model.safetensors", {"format": "pt"})
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """A weight as engines get it, sharded as it is; collective."""
+        """A weight with its adapter, sharded as it is; collective."""
         layer = self.layers.get(name)
         return weight + layer.get_delta_weight(NAME) if layer else weight
+
+    def sides(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """The two factors of what is added to a weight, without the scale; None: it has no adapter.
+
+        A layer of GPT-2's keeps its weight the other way round.
+        """
+        layer = self.layers.get(name)
+        if layer is None:
+            return None
+        A, B = layer.lora_A[NAME].weight.detach(), layer.lora_B[NAME].weight.detach()
+        return (A.T, B.T) if layer.fan_in_fan_out else (B, A)
 
 
 class Base:

@@ -175,7 +175,7 @@ class WeightReceiver:
         copies, self.copies = self.copies, None  # kept only by an update that succeeds
         proof = Proof(model, None if verify else self.updates)
         with set_current_vllm_config(self.vllm_config), loaded_by(copies, model):
-            weights = proof.watch(self.incoming(digests, verify))
+            weights = proof.watch(self.whole(self.incoming(digests, verify)))
             self.model_runner.reload_weights(weights_iterator=weights)
             self.refresh_tied_head(model)
             self.refresh_drafter(model)
@@ -190,7 +190,8 @@ class WeightReceiver:
         from policy.copies import Copies
 
         try:
-            return Copies(model, self.vllm_config, self.sync_wire.metas)
+            base = self.sync_wire.base
+            return Copies(model, self.vllm_config, (base or self.sync_wire).metas)
         except Exception as error:
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise  # vLLM has not given the layers back
@@ -221,6 +222,11 @@ class WeightReceiver:
         if vars(draft).get("has_own_lm_head"):  # set by the loader that found it in the folder
             draft.lm_head.weight.data.copy_(model.lm_head.weight)
             self.refresh_tied_head(draft)
+
+    def whole(self, sent: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights that an update makes, where it brings adapters alone."""
+        base = self.sync_wire.base
+        return base.merged(sent, self.device) if base else sent
 
     def incoming(self, digests: list[Tensor], verify: bool) -> Iterator[tuple[str, Tensor]]:
         """Named tensors, as they arrive; with `verify` it adds each bucket's digest to `digests`.

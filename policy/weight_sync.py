@@ -24,7 +24,7 @@ from core import waits
 from policy import WeightMeta
 
 if TYPE_CHECKING:
-    from policy import Policy
+    from policy.adapter_sync import Base
     from settings.run import Timeouts
 
 BUCKET_BYTES = 256 << 20
@@ -47,6 +47,7 @@ class Wire(NamedTuple):
     join_seconds: float  # deadline of meeting
     seconds: float  # deadline of a broadcast
     shares_gpu: bool  # whether an engine and a trainer rank may have the same GPU
+    base: "Base | None" = None  # what engines add the tensors to; None: they are the weights
 
     def store(self, host: str, port: int, world: int) -> dist.TCPStore:
         """The store at which rank 0 of the group listens."""
@@ -153,9 +154,11 @@ class Sender:
 
     joined: ClassVar["Sender | None"] = None  # this process's
 
-    def __init__(self, policy: "Policy", timeouts: "Timeouts", shares_gpu: bool):
-        self.policy = policy
-        self.wire = Wire(policy.weight_metas(), waits.ANSWER_SECONDS, timeouts.sync, shares_gpu)
+    def __init__(self, policy: Any, timeouts: "Timeouts", shares_gpu: bool):
+        self.policy = policy  # or what it sends
+        base = getattr(policy, "base", None)
+        metas = policy.weight_metas()
+        self.wire = Wire(metas, waits.ANSWER_SECONDS, timeouts.sync, shares_gpu, base)
         self.group: Any = None  # of rank 0, its node-mates and the engines' workers
         self.rank = 0  # in that group
         self.store: dist.Store | None = None  # where they met

@@ -122,9 +122,10 @@ class SendingRank(Rank):
 
     def open_sender(self) -> list["WeightMeta"]:
         """Prepares updates of the policy; returns what its weights look like."""
+        from policy.adapter_sync import outgoing
         from policy.weight_sync import Sender
 
-        self.sender = Sender(self.policy, self.cfg.timeouts, self.cfg.gpu_share < 1)
+        self.sender = Sender(outgoing(self.policy), self.cfg.timeouts, self.cfg.gpu_share < 1)
         return self.policy.weight_metas()
 
     def open_sync_group(self, world: int) -> tuple[bytes, str, int]:

@@ -17,7 +17,7 @@ from dry_run import megatron_sizes, pace
 from grpo_async import Config
 from launch import tiny
 from policy import factory, fsdp, logprobs, sizes
-from policy.gpus import GIB, Gpu, planned
+from policy.gpus import GIB, H100, Gpu, planned
 from policy.shape import Model, read_model
 from prep.check import Summary
 from runtime import layout
@@ -187,7 +187,19 @@ def test_adapters_alone_have_gradients_and_moments(folder):
     assert pace.checkpoint_bytes(model, cfg).whole == 12 * adapters + 2 * model.params
     assert sizes.trainer_bytes(model, cfg) < 0.8 * sizes.trainer_bytes(model, whole)
     assert 0.7 < pace.train_flops(model, cfg) / pace.train_flops(model, whole) < 0.85
-    check_gib(dry_run.explain(cfg, Config), **{"AdamW moments": 8 * adapters / 8})
+    text = dry_run.explain(cfg, Config)
+    check_gib(text, **{"AdamW moments": 8 * adapters / 8})
+    assert 4 * adapters < pace.sent_bytes(model, cfg) < 1.35 * 4 * adapters
+    assert pace.sent_bytes(model, cfg) < pace.sent_bytes(model, whole) / 70
+    assert "rank 0 sends 0.2 GB in 1 buckets; engines read the model below the adapters" in text
+    assert "rank 0 sends 16.4 GB in 62 buckets" in dry_run.explain(whole, Config)
+
+
+def test_an_update_of_adapters_is_bound_by_the_memory_of_nodes(folder):
+    cfg = changed(Config(model=folder("8B", **QWEN_8B)), ranks=8, lora_rank=16)
+    model = read_model(cfg.model)
+    seconds = pace.sync_seconds(model, cfg, H100)
+    assert seconds == 2 * model.params / pace.HOST_BYTES_S == pytest.approx(0.66, abs=0.01)
 
 
 test_the_head_is_fullest_at_one_of_three_places = gives(
