@@ -108,6 +108,7 @@ def blocks(language: str) -> list[str]:
         ("opo", 40),
         ("dr_grpo", 40),
         ("dapo_refill", 40),
+        ("difficulty_band", 50),
         ("ipo", 40),
         ("count_letters", 50),
         ("topk_kl", 80),
@@ -620,7 +621,7 @@ LOSSES = {
     "KL in the reward": (False, lambda s: -((s.A - 0.01 * (s.old - s.ref).sum()) * s.curr).sum()),
 }
 OTHERS = {"DAPO's soft overlong punishment", "MaxRL", "Pass@k training"}
-OTHERS |= {"REINFORCE++ with baseline", "The best half of a batch"}
+OTHERS |= {"REINFORCE++ with baseline", "The best half of a batch", "Prompts of some difficulty"}
 
 
 def test_all_variants_of_the_page_are_tested():
@@ -913,3 +914,67 @@ def test_a_forked_trainer_trains_on_the_new_environment(fork, tiny_model, tmp_pa
     given_up = [(line["slot"], int(line["row"].split(":")[1])) for line in dropped]
     assert sorted(given_up) == sorted(at for at, group in groups.items() if not any(group))
     assert given_up and sum(m["agreed_groups"] for m in steps) == len(given_up)
+
+
+# --- prompts of some difficulty ------------------------------------------------------------------
+
+
+@pytest.fixture
+def difficulty_band(variant) -> ModuleType:
+    """The forked trainer."""
+    return variant("Prompts of some difficulty")[0]
+
+
+class Band(Filling):
+    """A run whose groups have the pass rates of `rates`, by line; the others have one half."""
+
+    def __init__(self, module: ModuleType, rates: dict[int, float], **fields):
+        super().__init__(module, set(), group_size=4, **fields)
+        self.rates = rates
+
+    async def roll_out(self, row: dict, slot: Slot, n: int, version: int) -> Group:
+        """Four answers, and a second sequence of the first one, which is no answer."""
+        await asyncio.sleep(0)
+        passed = round(4 * self.rates.get(row["_line"], 0.5))
+        infos = [info(float(i < passed)) for i in range(4)]
+        tail = info(1.0)
+        tail.continues = True
+        return Group(slot.number, version, row["_line"], [*infos, tail], None)
+
+
+def test_groups_outside_the_band_give_way_and_are_counted(difficulty_band):
+    """Step 1: line 2 is too easy, 3 too hard, so slots 0, 1 have lines 1, 4. Step 2: 5 is easy."""
+    rates = {1: 0.25, 2: 1.0, 3: 0.0, 4: 0.75, 5: 1.0}
+    band = Band(difficulty_band, rates, max_lag=0)
+    asyncio.run(band.both_loops())
+    assert [sorted(line for _, line, _ in step) for step in band.trained] == [[1, 4], [6, 7]]
+    assert [m["too_hard_groups"] for m in band.metrics] == [1, 0]
+    assert [m["too_easy_groups"] for m in band.metrics] == [1, 1]
+    assert [e["reason"] for e in band.given_up] == ["too easy", "too hard", "too easy"]
+    assert band.given_up[1]["error"] == "mean reward 0, band (0.2, 0.8)"
+    assert band.lines() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_the_ends_of_the_band_belong_to_it(difficulty_band):
+    band = Band(difficulty_band, {1: 0.25, 2: 0.75, 3: 0.0, 4: 1.0}, band=(0.25, 0.75), steps=1)
+    asyncio.run(band.both_loops())
+    assert band.lines()[:2] == [1, 2] and not band.given_up
+    with pytest.raises(ValueError, match=r"band = \(0.8, 0.2\): expected the lower end first"):
+        difficulty_band.Config(band=(0.8, 0.2))
+
+
+def test_a_step_discards_no_more_groups_than_it_may(difficulty_band):
+    band = Band(difficulty_band, dict.fromkeys(range(1, 21), 1.0), max_gen_batches=3, steps=1)
+    with pytest.raises(ExceptionGroup) as errors:
+        asyncio.run(band.both_loops())
+    error = errors.value.exceptions[0].exceptions[0]
+    assert "0 groups of step 1 are too hard and 5 too easy, max_gen_batches = 3" in str(error)
+
+
+def test_a_resumed_run_has_the_counts_of_its_checkpoint(difficulty_band):
+    band = Band(difficulty_band, {}, steps=1)
+    band.run.progress.outside = {0: [1, 2]}
+    state = json.loads(json.dumps(band.run.state())) | {"evaluated": -1}
+    resumed = Band(difficulty_band, {}, steps=1)
+    resumed.run.restore(state, [])
+    assert resumed.run.progress.outside == {0: [1, 2]}
