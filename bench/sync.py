@@ -1,7 +1,7 @@
 """What a weight update costs an engine that is busy: 200 updates in flight, one after the other.
 
-    python bench/sync.py [UPDATES]
-    python bench/sync.py traffic [RANKS [MATES [WORKERS]]]
+    python bench/sync.py [UPDATES] [--flag value ...]
+    python bench/sync.py traffic [RANKS [MATES [WORKERS]]] [--flag value ...]
 
 One engine and one trainer, a process each, on the tiny model; streams run all the time. Printed:
 the phases of an update, tokens not generated because of it (windows of equal length with and
@@ -10,6 +10,8 @@ last updates compare with the first.
 
 `traffic` counts what each process gets in one update, against the least: RANKS trainer ranks (4),
 MATES of them in the group beside rank 0 (0), and WORKERS of engines (2) that load nothing.
+
+Flags are those of grpo_async.py: with --policy.lora_rank 8 updates carry adapters alone.
 """
 
 import asyncio
@@ -108,14 +110,22 @@ async def pair(cfg, call):
     return generator
 
 
+def words() -> tuple[list[str], list[str]]:
+    """What the command line has before its first flag, and from there."""
+    given = sys.argv[1:]
+    first = next((i for i, word in enumerate(given) if word.startswith("--")), len(given))
+    return given[:first], given[first:]
+
+
 async def main() -> None:
     """Measures decoding with and without updates, and prints one table."""
     from grpo_async import Config
     from runtime import preflight
 
-    updates = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    numbers, given = words()
+    updates = int(numbers[0]) if numbers else 200
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--run_dir", folder, "--sampling.max_response_tokens", str(ANSWER)]
+        flags = ["--run_dir", folder, "--sampling.max_response_tokens", str(ANSWER), *given]
         cfg = preflight.load(Config, flags, default="configs/tiny.py")
     process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     call = functools.partial(asyncio.get_running_loop().run_in_executor, process, trainer)
@@ -242,7 +252,7 @@ def of_worker(pipe: Any, meeting: tuple[bytes, str, int], rank: int, world: int)
     pipe.send((0, 0, len(receiver.sync_group.sizes), sum(receiver.sync_group.sizes)))
 
 
-def traffic(ranks: int = 4, mates: int = 0, workers: int = 2) -> None:
+def traffic(flags: list[str], ranks: int = 4, mates: int = 0, workers: int = 2) -> None:
     """One update between processes that load no engine, and a table of what each of them got."""
     from grpo_async import Config
     from runtime import preflight
@@ -250,7 +260,7 @@ def traffic(ranks: int = 4, mates: int = 0, workers: int = 2) -> None:
     context = multiprocessing.get_context("spawn")
     senders, world = 1 + mates, 1 + mates + workers
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--run_dir", folder, "--policy.ranks", str(ranks)]
+        flags = ["--run_dir", folder, "--policy.ranks", str(ranks), *flags]
         cfg = preflight.load(Config, flags, default="configs/tiny.py")
 
     def begin(function: Callable, *args: Any) -> Any:
@@ -277,6 +287,7 @@ def traffic(ranks: int = 4, mates: int = 0, workers: int = 2) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["traffic"]:
-        traffic(*map(int, sys.argv[2:]))
+        numbers, flags = words()
+        traffic(flags, *map(int, numbers[1:]))
     else:
         asyncio.run(main())
