@@ -91,7 +91,11 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
     else:
         rewards = [episode.reward for episode in episodes]
     pairs = zip(episodes, rewards, strict=True)
-    return [replace(episode, reward=_as_reward(name, reward)) for episode, reward in pairs]
+    scored = [replace(episode, reward=_as_reward(name, reward)) for episode, reward in pairs]
+    for episode, sampler in zip(scored, samplers, strict=True):
+        if row.get("compactions") and sampler.compaction:
+            episode.reward.info |= sampler.compaction.info
+    return scored
 
 
 async def verify(row: dict, response: str) -> Reward:

@@ -117,7 +117,9 @@ def rollout_metrics(groups: "list[list[SampleInfo]]", step: int) -> dict[str, fl
         "mixed_version_samples": statistics.fmean(mixed),
         "judging_seconds": statistics.fmean(infos[0].judging for infos in groups),
     }
-    if broken := len(infos) - len(answers):
+    # A summary begins a sequence, too, but breaks nothing.
+    compactions = int(sum(info.components.get("compactions", 0) for info in answers))
+    if broken := len(infos) - len(answers) - compactions:
         found["broken_prefixes"] = broken
     if hits := [info.cache_hits for info in infos if info.cache_hits >= 0]:
         found["prefix_cache_hits"] = statistics.fmean(hits)

@@ -8,6 +8,8 @@ is the outcome of NeMo-RL's prefix rule (models/generation/openai_server_utils.p
 tokens that end messages instead. An answer can spell those.
 """
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from envs.rollout.messages import functions
@@ -16,7 +18,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from envs.rollout.episode import Turn
+    from envs.rollout.sampler import Sampler
 
+# A megabyte takes a tokenizer a second, in which it lets other threads work.
+RENDERERS = ThreadPoolExecutor(4)
 # Characters per token that no text reaches: one with more is not worth minutes of tokenising.
 DENSEST = 32
 MARK = "answer-4b1f7c0e92d8"  # templates leave such a word as it is
@@ -33,6 +38,19 @@ class Said(NamedTuple):
     messages: list[dict]
     tools: list[dict] | None
     turn: "Turn"
+    head: int = 0  # messages before the first answer that was sampled
+
+    @classmethod
+    def of(
+        cls, before: "Said | None", messages: list[dict], tools: list[dict] | None, turn: "Turn"
+    ) -> "Said":
+        """The conversation after an answer to `messages`; `before` is the one that was last."""
+        head = before.head if before and before.leads_to(messages, tools) else len(messages)
+        return cls([dict(message) for message in (*messages, turn.message)], tools, turn, head)
+
+    def leads_to(self, messages: list[dict], tools: list[dict] | None) -> bool:
+        """Whether a conversation goes on from this one."""
+        return tools == self.tools and messages[: len(self.messages)] == self.messages
 
 
 class Template(NamedTuple):
@@ -51,7 +69,7 @@ class Template(NamedTuple):
         """
         known: list[int] = []
         text, stopped = None, False
-        if said and tools == said.tools and messages[: len(said.messages)] == said.messages:
+        if said and said.leads_to(messages, tools):
             text = self.after(said, messages[len(said.messages) :])
             known = said.turn.prompt_ids + said.turn.token_ids
             stopped = said.turn.finish_reason == "stop"
@@ -93,6 +111,34 @@ class Template(NamedTuple):
         end = max(map(closing.rfind, tokens), default=len(closing.rstrip()))
         clear = found and known and MARK not in rest and rest.startswith(closing[:end])
         return rest[end:] if clear else None
+
+
+class Prompt(NamedTuple):
+    """A prompt, and the tokens that its answer may have; 0 for as many as row and run allow."""
+
+    ids: list[int]
+    most: int = 0
+
+
+async def prompt(sampler: "Sampler", messages: list[dict], tools: list[dict] | None) -> Prompt:
+    """The prompt of a sampler's next turn, for which its compaction may shorten what was said.
+
+    Raises NoRoom.
+    """
+    if sampler.compaction:
+        return await sampler.compaction.prompt(sampler, messages, tools)
+    return Prompt(await rendered(sampler, messages, tools, sampler.said))
+
+
+async def rendered(
+    sampler: "Sampler", messages: list[dict], tools: list[dict] | None, said: Said | None
+) -> list[int]:
+    """A prompt that goes on from `said` where it can. Raises NoRoom."""
+    sampler.tools = tools
+    template = Template(sampler.tokenizer, sampler.sampling.chat_template_kwargs)
+    limit = sampler.sampling.max_model_len
+    rendering = RENDERERS.submit(template.prompt, messages, tools, said, limit)
+    return await asyncio.wrap_future(rendering)
 
 
 def stand_in(answer: dict, word: str) -> dict:

@@ -43,6 +43,8 @@ class Turn:
 
     parsed: Response | None = None  # by the parsers of the configuration, once
     heard: tuple[Any, ...] = ()  # an environment's replies, for the next try if this one fails
+    # What the policy summed up after it (envs/rollout/compaction.py); a copy for a new try has none
+    summaries: tuple["Turn", ...] = dataclasses.field(default=(), init=False)
 
     @property
     def judged(self) -> Response:
@@ -271,17 +273,18 @@ class Episode:
 
         `sample` is any sample of this episode, with its reward and advantage.
         """
-        versions = itertools.chain.from_iterable(turn.versions for turn in self.turns)
+        turns = with_summaries(self.turns)
+        versions = itertools.chain.from_iterable(turn.versions for turn in turns)
         return {
             "row": row["_line"],
             "env": sample.env,
             "dataset": sample.dataset,
             "prompt": tokenizer.decode(self.turns[0].prompt_ids),
-            "response": [turn.text for turn in self.turns],
+            "response": [turn.text for turn in turns],
             "reward": sample.reward,
             "advantage": sample.advantage,
             "versions": [[version, len(list(run))] for version, run in itertools.groupby(versions)],
-            "finish_reason": self.turns[-1].finish_reason,
+            "finish_reason": turns[-1].finish_reason,
             "info": self.reward.info,
         }
 
@@ -300,6 +303,11 @@ def shaped_reward(row: dict, episode: Episode, rule: "LowEffort") -> float:
     return reward + reward * max(q, 0.0) + rule.penalty * min(q, 0.0)
 
 
+def with_summaries(turns: list[Turn]) -> list[Turn]:
+    """All that was sampled in an episode, in its order."""
+    return [sampled for turn in turns for sampled in (turn, *turn.summaries)]
+
+
 def stitch(turns: list[Turn]) -> list[Sample]:
     """Turns to sequences: each prompt must start with the exact ids before it, or a new one starts.
 
@@ -307,6 +315,7 @@ def stitch(turns: list[Turn]) -> list[Sample]:
     that was cut off are `truncated`. NeMo-RL (environments/nemo_gym.py:280) asserts the same
     contiguity.
     """
+    turns = with_summaries(turns)
     runs: list[list[Turn]] = []
     seen: list[int] = []
     for turn in turns:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from envs.rollout.episode import with_summaries
 from envs.rollout.markup import THINK
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 def mark(episode: "Episode", names: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether an episode has a flaw of these names; its `info` says of each whether it has."""
-    found = {name: FLAWS[name](episode.turns, tokenizer) for name in names}
+    every = with_summaries(episode.turns)
+    judged = {name: episode.turns if name == "empty_answer" else every for name in names}
+    found = {name: FLAWS[name](turns, tokenizer) for name, turns in judged.items()}
     episode.reward.info |= found
     return any(found.values())
 

@@ -1,12 +1,10 @@
 """What environments use to sample from the policy: token ids in, Turns out."""
 
-import asyncio
 import contextlib
 import dataclasses
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core.waits import Idle, in_thread, together
@@ -20,10 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from envs.rollout.chat import Said
+    from envs.rollout.compaction import Compaction
     from settings.run import RunSettings, Sampling
-
-# A megabyte takes a tokenizer a second, in which it lets other threads work.
-RENDERERS = ThreadPoolExecutor(4)
 
 
 class Samplers:
@@ -52,6 +48,10 @@ class Samplers:
             ]
             for sampler in samplers:
                 sampler.idle = samplers[0].idle
+                if row.get("compactions"):
+                    from envs.rollout.compaction import Compaction  # few rows ask for it
+
+                    sampler.compaction = Compaction(row["compactions"], sampling)
             yield samplers
 
     def flawed(self, episodes: list[Episode], names: Sequence[str]) -> list[bool]:
@@ -98,6 +98,7 @@ class Sampler:
         self.idle = Idle()  # of calls, in all samplers of the group
         self.tools: list | None = None  # of the conversation that was rendered last
         self.said: Said | None = None  # what `chat` has asked last
+        self.compaction: Compaction | None = None  # of an episode that outgrows the window
 
     def render(self, messages: list[dict] | str, tools: list | None = None) -> list[int]:
         """Token ids of a conversation, up to where the model's answer begins."""
@@ -115,23 +116,22 @@ class Sampler:
         prompt goes on from the ids that were sampled. Any other change of what was said before
         starts a new sample, as `stitch` sees it. Raises NoRoom.
         """
-        from envs.rollout.chat import Said, Template  # environments of one turn need none of it
+        from envs.rollout import chat  # environments of one turn need none of it
 
-        self.tools = tools
-        prompt = Template(self.tokenizer, self.sampling.chat_template_kwargs).prompt
-        limit = self.sampling.max_model_len
-        rendering = RENDERERS.submit(prompt, messages, tools, self.said, limit)
-        prompt_ids = await asyncio.wrap_future(rendering)
-        (turn,) = await self.generate(prompt_ids)
-        self.said = Said([dict(message) for message in (*messages, turn.message)], tools, turn)
+        prompt_ids, most = await chat.prompt(self, messages, tools)
+        (turn,) = await self.generate(prompt_ids, most=most)
+        self.said = chat.Said.of(self.said, messages, tools, turn)
         return turn
 
-    async def generate(self, prompt_ids: list[int], n: int = 1) -> list[Turn]:
-        """n answers to one prompt, with their text, which is parsed for the tools rendered last."""
+    async def generate(self, prompt_ids: list[int], n: int = 1, most: int = 0) -> list[Turn]:
+        """n answers to one prompt, with their text, which is parsed for the tools rendered last.
+
+        They have `most` tokens at most; 0 for as many as row and run allow.
+        """
         k = self.calls
         self.calls += 1
         seed = self.seed + 1000 * k
-        limit = self.sampling.max_response_tokens
+        limit = most or self.sampling.max_response_tokens
         request = Request(uuid.uuid4().hex, prompt_ids, n, seed, [], limit, self.overrides)
         self.idle.change(1)
         try:

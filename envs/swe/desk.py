@@ -34,6 +34,7 @@ class Work(NamedTuple):
     patch: str | None
     info: dict[str, float]
     verdict: Verdict | None = None
+    summaries: tuple["Turn", ...] = ()  # of the last turn, which a copy of it has not
 
 
 class Desk:
@@ -74,6 +75,7 @@ class Desk:
         self.seen = turn.heard
         if turn.heard and isinstance(turn.heard[-1], Work):
             self.known = turn.heard[-1]
+            turn.summaries = self.known.summaries
             raise Over("known")
         return turn
 
@@ -131,7 +133,7 @@ class Desk:
         if self.tools:
             ended = self.tools.box.gone or ended
             info |= {"start": self.tools.box.started, "agent_peak": self.tools.box.peak / GIB}
-        work = Work(ended, patch, info)
+        work = Work(ended, patch, info, summaries=self.turns[-1].summaries)
         self.turns[-1].heard += (work,)
         return work
 
