@@ -16,12 +16,14 @@ import torch.distributed as dist
 from conftest import make_config, spelling_rows
 from safetensors.torch import load_file
 
+from envs.rollout import compaction
 from envs.rollout.episode import Request, stitch
 from envs.rollout.messages import load_tokenizer, render_messages
 from envs.rollout.sampler import Sampler
 from grpo_async import Generator, Trainer, Update, pack
 from runtime.probe import prompts
 from support.configs import changed
+from support.pieces import check
 from support.program import Program
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("pair")]
@@ -302,6 +304,47 @@ async def test_a_conversation_finds_its_prefix_in_the_cache_until_an_update(pair
     assert [turn.versions[0] for turn in turns] == [pair.version - 1] * 2 + [pair.version]
     gap = (trainer_logprobs(pair, turns[2:]) - torch.tensor(turns[2].logps)).abs().max()
     assert gap < TOLERANCE
+
+
+@in_its_loop
+async def test_forty_turns_in_a_window_of_eight_are_trained_in_pieces(pair):
+    """Weights arrive meanwhile. The trainer agrees with what the engine says of the last pieces.
+
+    A random model ends few summaries, so that those which were cut off count as ended here.
+    """
+    made = []
+
+    async def respond(request):
+        (turn,) = await pair.generator.generate(request)
+        made.append(dataclasses.replace(turn))
+        summed = request.prompt_ids[-len(asked) - 1 : -1] == asked
+        return [dataclasses.replace(turn, finish_reason="stop") if summed else turn]
+
+    engine = SimpleNamespace(generate=SimpleNamespace(remote=respond))
+    lengths = {"max_response_tokens": 20, "max_model_len": 500}
+    sampling = dataclasses.replace(pair.cfg.sampling, **lengths)
+    tokenizer = load_tokenizer(pair.cfg.model)
+    sampler = Sampler(engine, tokenizer, sampling, 7, [], validation=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compaction, "REQUEST", "sum up")
+        patch.setattr(compaction, "MARGIN", 4)
+        asked = tokenizer.encode("sum up")
+        sampler.compaction = compaction.Compaction(40, sampling)
+        messages, turns = [{"role": "user", "content": "the task"}], []
+        for n in range(40):
+            update = asyncio.ensure_future(pair.next() if n in (7, 20) else asyncio.sleep(0))
+            turns.append(await sampler.chat(messages))
+            await update
+            messages += [turns[-1].message, {"role": "user", "content": f"{n} goes on " * 2}]
+    samples = check(turns, made, 500)
+    assert len(samples) == 1 + sampler.compaction.info["compactions"] >= 5
+    assert len({version for turn in made for version in turn.versions}) == 3
+    for sample in [s for s in samples if s.version_T.max() == s.version_T[s.mask_T].min()][-2:]:
+        if sample.version_T.max() == pair.version:
+            batch = pack([sample], Update(1, 1, []), pair.cfg)
+            (logp_T,) = pair.trainer.policy.logprobs([batch])
+            gap = (logp_T - batch.engine_logp_T)[batch.mask_T].abs().max()
+            assert gap < TOLERANCE
 
 
 @in_its_loop

@@ -1,6 +1,7 @@
 """Episodes that outgrow the window: summed up by the policy, trained in pieces, one reward."""
 
 import asyncio
+import copy
 import dataclasses
 import json
 import random
@@ -11,17 +12,19 @@ import pytest
 
 from envs import Reward, registry
 from envs.check_rows import check_row
+from envs.gym.endpoint import Asked, Guest, completion
 from envs.rollout import flaws
 from envs.rollout.compaction import LATER, REQUEST, Compaction
 from envs.rollout.drafts import DraftBook
-from envs.rollout.episode import Episode, Turn, stitch, with_summaries
+from envs.rollout.episode import Episode, Turn, with_summaries
 from envs.swe.desk import Desk, Over, Work
 from envs.tools.tools import Talk, converse
 from grpo_async import Config, RolloutWorker, Slot, plan_step
 from runtime.rollout_metrics import rollout_metrics
 from settings.run import Sampling
-from support.chats import CHATML, FORGETFUL, Reader, make_tokenizer, spell
+from support.chats import CHATML, FORGETFUL, Reader, make_tokenizer, real, spell
 from support.configs import changed
+from support.pieces import check
 from support.samples import asking
 
 TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}]
@@ -99,37 +102,13 @@ def episode(tokenizer, say, limit: int, most: int, longest: int = 60):
 
 
 def sampler_of(engine, limit: int, longest: int, most: int, drafts=None) -> Reader:
-    options = {"max_model_len": limit, "max_response_tokens": longest, "chat_template_kwargs": {}}
-    sampling = Sampling(**options)
+    variables = {"enable_thinking": False}  # of real templates
+    options = {"max_model_len": limit, "max_response_tokens": longest}
+    sampling = Sampling(**options, chat_template_kwargs=variables)
     drafts = [] if drafts is None else drafts
     sampler = Reader(engine, engine.tokenizer, sampling, 0, drafts, validation=False)
     sampler.compaction = Compaction(most, sampling) if most else None
     return sampler
-
-
-def check(turns: list[Turn], made: list[Turn], limit: int) -> list:
-    """The samples of an episode, whose every trained token is as the engine sampled it, and once.
-
-    `made` is what the engine has sampled: each answer must stand in one sample alone, behind just
-    the tokens that the engine was given, trained, with its logprobs and versions.
-    """
-    samples = stitch(turns)
-    total = 0
-    for answer in made:
-        ids, start = answer.prompt_ids + answer.token_ids, len(answer.prompt_ids)
-        assert len(ids) <= limit
-        holds = [s for s in samples if s.tokens_T[: len(ids)].tolist() == ids]
-        (sample,) = [s for s in holds if s.engine_logp_T[start] == np.float32(answer.logps[0])]
-        own = slice(start, len(ids))
-        assert sample.mask_T[own].all()
-        assert sample.engine_logp_T[own].tolist() == np.float32(answer.logps).tolist()
-        assert sample.version_T[own].tolist() == answer.versions
-        total += len(answer.token_ids)
-    assert sum(int(s.mask_T.sum()) for s in samples) == total
-    for sample in samples:
-        assert (sample.version_T >= 0).tolist() == sample.mask_T.tolist()
-        assert len(sample.tokens_T) <= limit
-    return samples
 
 
 def window_of(tokenizer, turns: int) -> int:
@@ -336,6 +315,26 @@ def test_a_summary_claims_what_it_likes_and_what_is_judged_stays_true(tokenizer)
         )
 
 
+async def test_a_program_that_holds_its_own_conversation_sees_nothing_of_it(tokenizer):
+    """It repeats all messages without their thoughts, and asks for short answers."""
+    engine = Engine(tokenizer, worker_says(20), 1400)
+    sampler = sampler_of(engine, 1400, 60, 40)
+    guest = Guest(sampler, "http://here")
+    messages = [{"role": "user", "content": TASK}]
+    offered = [{"type": "function", "function": {"name": "add"}}]
+    for n in range(20):
+        body = {"messages": messages, "tools": offered, "max_tokens": 50}
+        told = completion(await guest.answer(Asked.of(body)), body)["choices"][0]["message"]
+        (call,) = told["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"n": n + 1}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": OUTPUT}
+        messages = [*messages, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    samples = check(guest.turns, engine.made, 1400)
+    assert len(samples) == 1 + sampler.compaction.info["compactions"] >= 4
+    summaries = [r.max_tokens for r in engine.requests if sums_up(tokenizer.decode(r.prompt_ids))]
+    assert {*summaries} == {60}, "of the run, not of the program"
+
+
 def test_flaws_of_summaries_count(tokenizer):
     end = tokenizer.eos_token
     for text, name in (
@@ -419,3 +418,37 @@ def test_random_episodes_keep_every_token(tokenizer):
     assert sum(info["compactions"] for info in found) > 40
     assert {info["ended"] for info in found} >= {"answer", "room", "length"}
     assert any(info["compaction_failed"] for info in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nemotron_3_super", "nemotron_3_nano", "qwen3", "llama3_1"])
+def test_real_templates_show_the_task_the_summary_and_the_last_exchange(shared_data, name):
+    tokenizer = real(name)
+    limit = 2000
+    sampler, engine, talk = episode(tokenizer, worker_says(30), limit, most=40)
+    assert (talk.ended, len(talk.turns)) == ("answer", 31)
+    samples = check(talk.turns, engine.made, limit)
+    assert len(samples) == 1 + sampler.compaction.info["compactions"] >= 4
+    for n, sample in enumerate(samples[1:], 1):
+        first = int(sample.mask_T.argmax())
+        shown = tokenizer.decode(sample.tokens_T[:first])
+        parts = [TASK, f"so far {n} calls", "add", OUTPUT]
+        places = [shown.rindex(part) for part in parts]
+        assert places == sorted(places) and shown.count(OUTPUT) == 1
+        assert REQUEST not in shown and "hm" not in shown
+
+
+def test_a_template_that_refuses_is_no_error(tokenizer):
+    """The window is the end where the request cannot be shown; else the summary is."""
+    for refused, failed in (("window is almost full", 0), ("your own summary", 1)):
+        strict = copy.deepcopy(tokenizer)
+        strict.chat_template = FORGETFUL.replace(
+            "m in messages %}<|",
+            f"m in messages %}}{{% if '{refused}' in m.content %}}"
+            "{{ raise_exception('refused') }}{% endif %}<|",
+        )
+        sampler, engine, talk = episode(strict, worker_says(99), 1400, most=9)
+        assert talk.ended in ("room", "length")
+        check(talk.turns, engine.made, 1400)
+        assert sampler.compaction.info["compaction_failed"] == failed
+        assert sampler.compaction.info["compactions"] == 0
