@@ -52,6 +52,7 @@ FRAME = """
 {}
 [End of the summary]"""
 LATER = "(follows the summary)"  # in place of a tool's result that is shown after it
+FAILED = "a summary that is cut off, empty or too long ends the episode"
 MARGIN = 64  # tokens of a template around the request
 
 
@@ -66,6 +67,8 @@ class Compaction:
 
     async def prompt(self, sampler: "Sampler", messages: list[dict], tools: list | None) -> Prompt:
         """The prompt of the next turn, after a summary where one is needed. Raises NoRoom."""
+        if self.info["compaction_failed"]:
+            raise NoRoom(FAILED)
         said = self.usable(sampler.said, messages, tools)
         try:
             ids = await rendered(sampler, messages, tools, sampler.said)
@@ -112,9 +115,8 @@ class Compaction:
         going_on = [*task(said, plain_text(text, sampler)), said.messages[-1], *new]
         shorter = await prompt_of(sampler, going_on, said.tools, None) if good else []
         if not shorter:
-            self.left = 0
             self.info["compaction_failed"] = 1
-            raise NoRoom("a summary that is cut off, empty or too long ends the episode")
+            raise NoRoom(FAILED)
         self.left -= 1
         self.info["compacted"] = 1
         self.info["compactions"] += 1

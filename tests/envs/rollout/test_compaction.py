@@ -14,6 +14,7 @@ from envs import Reward, registry
 from envs.check_rows import check_row
 from envs.gym.endpoint import Asked, Guest, completion
 from envs.rollout import flaws
+from envs.rollout.chat import NoRoom
 from envs.rollout.compaction import LATER, REQUEST, Compaction
 from envs.rollout.drafts import DraftBook
 from envs.rollout.episode import Episode, Turn, with_summaries
@@ -236,6 +237,9 @@ def test_a_summary_that_is_none_ends_the_episode_and_is_trained(tokenizer, summa
     assert sum(sums_up(tokenizer.decode(turn.prompt_ids)) for turn in engine.made) == 1
     assert sample.truncated == (len(summary) > 100)
     assert sampler.compaction.info["compaction_failed"] == 1
+    with pytest.raises(NoRoom, match="a summary that is cut off"):
+        asyncio.run(sampler.chat([{"role": "user", "content": "?"}]))
+    assert len(engine.made) == len(with_summaries(talk.turns))
     assert Episode(talk.turns, Reward(0)).record(tokenizer, asking("", _line=1), sample)[
         "finish_reason"
     ] == ("length" if sample.truncated else "stop")
