@@ -15,7 +15,7 @@ from envs.check_rows import check_row
 from envs.gym.endpoint import Asked, Guest, completion
 from envs.rollout import flaws
 from envs.rollout.chat import NoRoom
-from envs.rollout.compaction import LATER, REQUEST, Compaction
+from envs.rollout.compaction import LATER, MARGIN, REQUEST, Compaction
 from envs.rollout.drafts import DraftBook
 from envs.rollout.episode import Episode, Turn, with_summaries
 from envs.swe.desk import Desk, Over, Work
@@ -254,16 +254,21 @@ def test_a_row_says_how_often(tokenizer):
 
 
 def test_an_answer_leaves_room_for_the_summary_after_it(tokenizer):
-    """Even where the run allows answers as long as the window."""
-    say = worker_says(6)
-
-    def talks(shown: str) -> str:
-        return say(shown) if sums_up(shown) else "[" + " " * 500 + say(shown)[1:]
-
-    sampler, engine, talk = episode(tokenizer, talks, 3000, most=9, longest=3000)
-    assert talk.ended == "answer" or len(talk.turns) == 7
-    assert sampler.compaction.info["compactions"] >= 1
-    check(talk.turns, engine.made, 3000)
+    """Even where the run allows answers as long as the window; the last window has no summary."""
+    limit = 3000
+    sampler, engine, talk = episode(tokenizer, worker_says(40), limit, most=2, longest=limit)
+    samples = check(talk.turns, engine.made, limit)
+    assert len(samples) == 3 and talk.ended == "room"
+    asked = len(tokenizer.encode(REQUEST)) + limit // 4 + MARGIN
+    summaries = 0
+    for request in engine.requests:
+        room = limit - len(request.prompt_ids)
+        if sums_up(tokenizer.decode(request.prompt_ids)):
+            summaries += 1
+            assert request.max_tokens == limit // 4 < room
+        else:
+            assert request.max_tokens == room - asked * (summaries < 2)
+            assert request.max_tokens >= limit // 4 or summaries == 2
 
 
 @pytest.mark.parametrize("lost", range(2, 12))
@@ -311,7 +316,7 @@ def test_a_summary_claims_what_it_likes_and_what_is_judged_stays_true(tokenizer)
     assert len(results) == 12 == len(talk.calls) and not any(r == "42" for r in results)
     samples = check(talk.turns, engine.made, 1400)
     assert len(samples) > 1
-    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     for sample in samples[1:]:
         first = next(i for i, on in enumerate(sample.mask_T) if on)
         assert sample.tokens_T[:first].tolist().count(start) == 5, (
