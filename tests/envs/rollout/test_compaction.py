@@ -13,7 +13,7 @@ import pytest
 from envs import Reward, registry
 from envs.check_rows import check_row
 from envs.gym.endpoint import Asked, Guest, completion
-from envs.rollout import flaws
+from envs.rollout import compaction, flaws
 from envs.rollout.chat import NoRoom
 from envs.rollout.compaction import LATER, MARGIN, REQUEST, Compaction
 from envs.rollout.drafts import DraftBook
@@ -268,6 +268,22 @@ def test_nothing_is_asked_for_where_nothing_would_be_dropped(tokenizer):
     assert not any(sampler.compaction.info.values())
 
 
+def test_no_summary_is_asked_for_that_would_be_cut_off(tokenizer, monkeypatch):
+    """Such as behind many calls at once; then the window is used to its end."""
+
+    def rooms(filler: int) -> list[int]:
+        """The tokens that summaries may have, where a result's place takes more of them."""
+        monkeypatch.setattr(compaction, "LATER", "x" * filler)
+        sampler, engine, talk = episode(tokenizer, worker_says(99), 2000, most=1)
+        assert talk.ended == "room" and not sampler.compaction.info["compaction_failed"]
+        asked = [r for r in engine.requests if sums_up(tokenizer.decode(r.prompt_ids))]
+        return [2000 - len(request.prompt_ids) for request in asked]
+
+    (most,) = rooms(0)
+    assert most >= 60 and rooms(most - 40) == [40], "it may have 60, and half of them is enough"
+    assert rooms(most - 20) == [] == rooms(2000)
+
+
 def test_an_answer_leaves_room_for_the_summary_after_it(tokenizer):
     """Even where the run allows answers as long as the window; the last window has no summary."""
     limit = 3000
@@ -333,10 +349,8 @@ def test_a_summary_claims_what_it_likes_and_what_is_judged_stays_true(tokenizer)
     assert len(samples) > 1
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     for sample in samples[1:]:
-        first = next(i for i, on in enumerate(sample.mask_T) if on)
-        assert sample.tokens_T[:first].tolist().count(start) == 5, (
-            "system, user, answer, tool, next"
-        )
+        begin = sample.tokens_T[: sample.mask_T.argmax()].tolist()
+        assert (begin.count(start), begin.count(end)) == (5, 4), "system, user, answer, tool, next"
 
 
 async def test_a_program_that_holds_its_own_conversation_sees_nothing_of_it(tokenizer):
