@@ -20,7 +20,8 @@ Tokens that are special in the tokenizer are taken out of it, so it cannot end t
 
 Where a summary is cut off or empty, or the new prompt has no room, `NoRoom` is raised, and the
 episode ends as it does at the end of the window; the summary is trained as its last turn. Where the
-template does not show the request, or the row's N are used up, the window is the end.
+request leaves no room for half a summary, or the chat template refuses it, or the row's N are used
+up, the window is the end.
 
     info/compacted, info/compactions      share of episodes that were summed up, and how often
     info/dropped_tokens                   by which their prompts became shorter, of an episode
