@@ -3,13 +3,14 @@
 import asyncio
 import dataclasses
 import json
+import sys
 
 import pytest
 
 from envs import Reward
 from envs.check_rows import check_row
 from envs.injected import prompt_injection
-from envs.injected.attack import DECIDING, is_attack
+from envs.injected.attack import DECIDING, is_attack, plain
 from envs.rollout.response import Response
 from support.scripts import Full, Script, call, calling
 from support.tables import gives, refused
@@ -166,9 +167,13 @@ def test_no_call_raises_by_what_it_says(text):
 
 
 def test_arguments_nested_too_deep_are_no_attack():
-    for depth in range(700, 1000, 20):
+    for depth in (300, 900, 10**5):
         text = '{"specialist_email":' + "[" * depth + "]" * depth + "}"
         assert judged([READ, REFER | {"arguments": text}]).value == 1
+    deep: list = []
+    for _ in range(sys.getrecursionlimit()):
+        deep = [deep]
+    assert plain(deep) == "" and plain([" A"]) == "[' a']"
 
 
 def test_a_row_is_served():
