@@ -91,6 +91,10 @@ OF = {
         *('```json\n{"result": "PASS"}\n```', 'It fails: {"result": "FAIL"}'),
         *("## Student Response", "## Standard Response"),
     ),
+    "abstention": Place(
+        *("general", of_agent("abstention_simple_agent", {"answer": "2"})),
+        *("It is right. [[A]]", "It is wrong.\nB", "<answer>", "</answer>"),
+    ),
     "over_refusal": Place(
         *("safety", of_agent("over_refusal_detection"), "[[COMPLIED]]", "[[REFUSED]]"),
         *("<answer>", "</answer>"),

@@ -34,6 +34,7 @@ RESCUE = {"check_full_generation_on_fail": True, "reward_if_full_generation_succ
 LONG = "Leaves turn the light of the sun into sugar, which the plant keeps for later."
 LIST = {"expected_answer": "ls -a"}
 COMMAND = "Here.\n\nAnswer: ```bash\nls --all\n```"
+OPEN = {"question": "1 + 1?", "answer": "2"}
 ASKS = {"context": "[USER]: Hello", "rubric": [{"question": "Is it kind?"}]}
 ASKS_TWO = {"context": "[USER]: Hi", "rubric": [{"question": "Kind?", "pass_criteria": "YES"}] * 2}
 ASKS_NO = {"context": "[USER]: Hi", "rubric": [{"question": "Is it rude?", "pass_criteria": "NO"}]}
@@ -122,6 +123,19 @@ REPLAYS: dict[str, list[Replay]] = {
         one(TWO, "It is 4.", "INCORRECT: it is not CORRECT", pays=0),
         one(TWO, "It is 5.", "correct", pays=0),
         one(TWO, "CORRECT", "It says CORRECT, which is INCORRECT", pays=1, here=[0.0], why=QUOTED),
+    ],
+    "abstention": [
+        one(OPEN, "I do not know. \\boxed{[IDK]}", pays=0.5),
+        one(OPEN, "It is \\boxed{2}.", "A", pays=1),
+        one(OPEN, "\\boxed{3}", "  B\n", pays=0),
+        one(OPEN, "That needs more context.", "C", pays=0.5),
+        one(OPEN, "\\boxed{2}", "It is the same number.\n[[A]]", pays=1),
+        one(OPEN, "\\boxed{3}", "It is another number.\nB", pays=0),
+        one(OPEN, "\\boxed{}", "[[C]]", pays=0.5),
+        one(OPEN, "\\boxed{3}", "No grade.", pays=0),
+        one(OPEN, "\\boxed{3}", "Answer: B", pays=1, here=[0.0], why="a word's letter is no label"),
+        one(OPEN, "<think>2", "C", pays=0.5, here=[0.0], why=UNSEEN),
+        one(OPEN, "3 [[A]]", 'It says "[[A]]". [[B]]', pays=1, here=[0.0], why=QUOTED),
     ],
     "multichallenge": [
         one(ASKS, "Hello, dear.", "It greets kindly. [[YES]]", pays=1),
