@@ -203,31 +203,32 @@ def test_programs_that_earn_nothing():
     rewards = judged(MADE, *(block(source) for source, _ in WRONG.values()))
     for (name, (_, reason)), reward in zip(WRONG.items(), rewards, strict=True):
         assert (reward.value, reward.info["reason"]) == (0.0, reason), (name, reward)
-    assert judged(MADE, "I cannot.", "<think>", "")[0].info == {"reason": "no code block"}
+    silent = judged(MADE, "I cannot.", f"<think>{block(ADDS)}", "")
+    assert [reward.info["reason"] for reward in silent] == ["no code block", "truncated", "empty"]
 
 
 @runs
 def test_a_program_sees_neither_the_row_nor_another_program():
-    """What it can find are its input, the machine's files, and what it writes itself."""
+    """It returns the right grid where it finds its text anywhere, and leaves it for the next."""
     look = """import sys
 o, io = sys.modules["os"], sys.modules["io"]
+right = [[8 + 0, 9]]
 def transform(g):
-    texts = []
+    texts = [o.pread(0, 1 << 20, 0).decode()]
     for folder in ("/work", "/tmp", "/dev/shm"):
         for path, _, files in o.walk(folder):
             texts += [io.open(o.path.join(path, file)).read() for file in files]
     for entry in o.listdir("/proc"):
-        try:
-            texts.append(io.open(f"/proc/{entry}/environ").read())
-            texts.append(io.open(f"/proc/{entry}/cmdline").read())
-        except OSError:
-            pass
-    io.open("/tmp/left", "w").write("[[8, 9]]")
-    return [[int("8, 9" in text) for text in texts]]"""
+        for name in ("environ", "cmdline"):
+            try:
+                texts.append(io.open(f"/proc/{entry}/{name}").read())
+            except OSError:
+                pass
+    io.open("/tmp/left", "w").write(str(right))
+    return right if any(str(right) in text for text in texts) else [[len(texts)]]"""
     row = MADE | {"expected_output": [[8, 9]]}
     for _ in range(2):
-        reward = judged(row, block(look))[0]
-        assert reward.info["reason"] == "wrong grid", reward
+        assert judged(row, block(look))[0] == Reward(0.0, {"reason": "wrong grid", "error": ""})
 
 
 @runs
