@@ -63,6 +63,7 @@ test_written_grids = gives(
     ("1 2\n3", []),
     ("\\boxed{1 2\n4", [[2], [4]]),  # "boxed1" is a word
     ("\\boxed{1} and \\boxed{2}", [[1]]),  # from the first to the last brace
+    ("\\boxed{{1 2}\n{3 4}}", MORE),
     ("\\boxed{}", []),
     ("} 1 \\boxed{", [[1]]),
     ("none", []),
