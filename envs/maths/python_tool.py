@@ -27,7 +27,7 @@ from envs.maths import math
 from envs.rollout.messages import chat, functions
 from envs.sandbox.sandbox import Limits
 from envs.sandbox.sessions import Session
-from envs.tools.tools import converse
+from envs.tools.tools import Talk, converse
 
 if TYPE_CHECKING:
     from envs.rollout.episode import Episode
@@ -61,6 +61,12 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """One task, of at most 50 answers."""
     from envs.rollout.episode import Episode
 
+    talk = await converse_with_python(row, sampler, MAX_STEPS)
+    return Episode(talk.turns, await verify(row, talk.response))
+
+
+async def converse_with_python(row: dict, sampler: "Sampler", max_steps: int) -> Talk:
+    """A conversation with a Python session of its own, of at most `max_steps` answers."""
     params = row["responses_create_params"]
     async with Session(LIMITS) as python:
 
@@ -70,8 +76,8 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
                 return json.dumps({"error": "the argument `code` is no text"})
             return await python.run(code)
 
-        talk = await converse(sampler, chat(params["input"]), params["tools"], call, MAX_STEPS)
-    return Episode(talk.turns, await verify(row, talk.response))
+        messages, tools = chat(params["input"]), params.get("tools")
+        return await converse(sampler, messages, tools, call, max_steps)
 
 
 async def verify(row: dict, response: str) -> Reward:
