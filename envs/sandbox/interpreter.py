@@ -100,7 +100,7 @@ def main(
     os.dup2(nothing, 1)
     if packages:
         sys.path.append(packages)
-        warm("numpy", *(["sympy"] if sessions else []))
+        warm("numpy", *(["sympy", "rdkit.Chem.Descriptors"] if sessions else []))
     if sessions:
         attend(socket.socket(fileno=requests), contained, rooms, limits)
     names = prelude() | {"exit": sys.exit, "quit": sys.exit}

@@ -1,6 +1,6 @@
 """Python sessions in the sandbox: code comes in pieces, and finds what the pieces before it made.
 
-    Host --starts--> zygote in bubblewrap, numpy and sympy imported where they are there
+    Host --starts--> zygote in bubblewrap, numpy, sympy and rdkit imported as far as there
     each session:    zygote --forks--> room: namespaces, folders and a connection of its own
 
 A session is one process (envs/sandbox/interpreter.py). Between two pieces it stands still, and what
