@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # What an error calls a need, if not by its name.
 NEEDS = {"checks": "a sandbox for answers that run as code", "tool_parser": "a parser of calls"}
 
-
 # What checks a need: the environment that names it may import it later, or not at all.
 MECHANISMS = {
     "judges": "envs.judge.judge",
@@ -42,6 +41,7 @@ MECHANISMS = {
     "images": "envs.swe.images",
     "boxes": "envs.swe.box",
     "workplace": "envs.office.office",
+    "rdkit": "envs.chemistry.rdkit_there",
 }
 
 

@@ -1,0 +1,1 @@
+"""Chemistry: numbers that a molecule has, with and without Python."""

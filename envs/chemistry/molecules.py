@@ -1,0 +1,95 @@
+r"""Properties of molecules that RDKit computes, as numbers: 1.0 for the right one, else 0.0.
+
+Row: `expected_answer` (a number, or one as text) and its `property_type`: "count", "bool",
+"presence" and "fragment" are compared rounded to integers, "float" up to 1e-6 (relative or
+absolute). `answer_format` is one of FORMATS (marks.py); without it `use_box_format` asks for
+\boxed{}, else ((...)). At most 10 answers. A row with the tool `stateful_python_code_exec` has a
+session of Python as in envs/maths/python_tool.py, which can import rdkit; another row has no tools.
+
+Judged is the last text in the format among all that the policy has said, as in NeMo-Gym's
+resources_servers/rdkit_chemistry: the number that it is, or else the last number in it. `no number`
+says that there is none.
+
+rdkit comes with `bash launch/setup.sh chemistry`, and only rows with the tool need it. Where
+services.sandbox is "http", the service's Python must have it.
+
+Deliberate deviations. An infinite number is a wrong answer, and a row whose expected answer is no
+finite number is refused: there both are failed requests. A thought that does not end is no text.
+Known leaks: hedges, as the last number in the format counts alone ("((not 4))", "((3 or 4))"),
+whatever it is part of ("((C4))", "((9/4))", "((10^4))", "((4 kg))"). Rounding pays for 3.6 as 4.
+Where the values are 0 and 1, half of all guesses earn 1.0.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+from envs import Reward, final_text, get, require, unfinished
+from envs.chemistry.marks import FORMATS, marked, number_in
+from envs.maths import python_tool
+from envs.rollout.messages import functions
+
+if TYPE_CHECKING:
+    from envs.rollout.episode import Episode
+    from envs.rollout.sampler import Sampler
+
+AGENTS = ("rdkit_chemistry_agent", "rdkit_chemistry")
+MAX_STEPS = 10
+KINDS = ("count", "bool", "presence", "fragment", "float")
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """A sandbox with rdkit and a parser of tool calls, if the row has the tool."""
+    tools = row["responses_create_params"].get("tools")
+    return ("sandbox", "tool_parser", "rdkit") if tools else ()
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless the row can be judged, and offers this one tool or none."""
+    kind = get(row, "property_type", str, "one of: " + ", ".join(KINDS))
+    require(kind in KINDS, "property_type", kind, "one of: " + ", ".join(KINDS))
+    expected = get(row, "expected_answer", str | int | float, "a number")
+    require(math.isfinite(as_number(expected)), "expected_answer", expected, "a finite number")
+    form = get(row, "answer_format", str | None, "one of fmt_00 to fmt_30, or null")
+    require(form is None or form in FORMATS, "answer_format", form, "one of fmt_00 to fmt_30")
+    get(row, "use_box_format", bool | None, "true, false or null")
+    at = "responses_create_params.tools"
+    given = get(row, at, list | None, "a list or null")
+    names = [tool["function"]["name"] for tool in functions(given) or ()]
+    require(names in ([], [python_tool.TOOL]), at, names, f"the tool {python_tool.TOOL}, or none")
+
+
+async def rollout(row: dict, sampler: "Sampler") -> "Episode":
+    """One question, of at most 10 answers."""
+    from envs.rollout.episode import Episode
+
+    talk = await python_tool.converse_with_python(row, sampler, MAX_STEPS)
+    texts = [final_text(turn.judged) for turn in talk.turns]
+    said = "\n".join(text for text in texts if not unfinished(text))
+    return Episode(talk.turns, verify(row, said or talk.response))
+
+
+def verify(row: dict, response: str) -> Reward:
+    """Reward 0.0 or 1.0. Its time is linear in the length of the text."""
+    text = final_text(response)
+    if reason := unfinished(text):
+        return Reward(0.0, {"reason": reason})
+    form = row.get("answer_format") or ("fmt_07" if row.get("use_box_format") else "fmt_00")
+    found = number_in(marked(text, FORMATS[form]))
+    if found is None:
+        return Reward(0.0, {"reason": "no number"})
+    return Reward(float(is_right(found, as_number(row["expected_answer"]), row["property_type"])))
+
+
+def as_number(value: str | float) -> float:
+    """The number that a row's value is; NaN for none."""
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def is_right(found: float, expected: float, kind: str) -> bool:
+    """Whether a number is the expected one, for a property of this kind."""
+    if kind == "float" or not math.isfinite(found):
+        return math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-6)
+    return round(found) == round(expected)
