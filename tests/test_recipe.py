@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from support import issues, shapes, verifiers
 from support.configs import changed, shrunk
 from support.judges import Judge, configured
 from support.program import ROOT, Program
+from support.tables import table
 
 PAGE = (ROOT / "docs/recipe.md").read_text(encoding="utf-8")
 ULTRA = (ROOT / "docs/ultra.md").read_text(encoding="utf-8")
@@ -393,18 +395,15 @@ def test_rows_to_compare_may_have_one_answer_where_none_is_verified(verify, lack
     assert check_rows.single_answers(cfg.data.train, cfg) == lacking
 
 
-def test_each_agent_of_ultra_that_is_missing_is_refused_by_name(tmp_path, capsys):
-    """By the preparation of data, which says how to leave its rows out, and by a run that has one.
-
-    The command of the page leaves all of them out.
-    """
-    ((_, _, *rows),) = tables(ULTRA, "agent that is missing")
-    missing = [name for row in rows for name in ticked(row[0])]
-    assert len(missing) == 7
-    (command,) = re.findall(r"Training-Blends --out data/ultra --leave_out([^|]*?)\nhead", ULTRA)
-    assert sorted(command.replace("\\", "").split()) == sorted(missing)
+def test_each_agent_of_the_blends_is_served_or_refused_for_a_reason(tmp_path):
+    """Refused by the preparation of data, which says how to leave its rows out, and by a run."""
+    lists = table(Path(verifiers.__file__).with_name("agents.txt"))
+    here = {agent for agent, _, _ in lists["rows"]} | {agent for (agent,) in lists["served"]}
+    assert here <= {*agents.served()}
+    assert {name.partition("/")[0] for name in load("ultra_mopd").routes} <= here
     (good,) = verifiers.of_blend("ultra_reasoning")[:1]
-    for name in missing:
+    for name, reason in lists["refused"]:
+        assert name.removesuffix("_simple_agent") in ULTRA and reason
         row = good | {"agent_ref": {"name": name}}
         with pytest.raises(ValueError, match=f"agent_ref.name is '{name}', expected one of"):
             check_rows.parse(json.dumps(row), load("ultra_reasoning"))
@@ -414,7 +413,23 @@ def test_each_agent_of_ultra_that_is_missing_is_refused_by_name(tmp_path, capsys
         with pytest.raises(errors.InputError, match=told):
             data_prep.main(blend)
         assert data_prep.main([*blend, "--leave_out", name]) == 0
-        assert f"left out: 1 rows of {name}" in capsys.readouterr().out
+
+
+def test_open_questions_of_ifbench_are_paid_as_published(tmp_path):
+    """By the command of the page, which changes no other row."""
+    (command,) = re.findall(r"^sed -i .*abstention.*", ULTRA, re.M)
+    rows = verifiers.of_blend("ultra_ifbench")
+    folder = tmp_path / "data/ultra/ifbench"
+    folder.mkdir(parents=True)
+    write_rows(folder / "train-split.jsonl", rows)
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    made = [json.loads(line) for line in (folder / "train-split.jsonl").read_text().splitlines()]
+    paid = {"abstention_reward": 0.9}
+    assert made == [
+        row | (paid if row["agent_ref"]["name"] == "abstention_simple_agent" else {})
+        for row in rows
+    ]
+    assert sum("abstention_reward" in row for row in made) == 1
 
 
 @pytest.mark.e2e

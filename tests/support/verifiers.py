@@ -14,8 +14,9 @@ from envs.rollout.messages import last_question
 from envs.rollout.response import Response
 from support.tables import table
 
-# Agent, file and line of a real row of it, blends that have the agent.
+# Agent, file and line of a row of it, blends that have the agent.
 AGENTS = table(Path(__file__).with_name("agents.txt"))["rows"]
+OWN = Path(__file__).with_name("own_rows.jsonl")
 DATA = Path(__file__).resolve().parents[3] / "shared/data"
 TEXT = st.text()
 # What a judge of all roles may reply, for a test in which no verdict matters.
@@ -52,7 +53,7 @@ class Known(NamedTuple):
 
 def lines(folder: str, name: str) -> list[dict]:
     """The lines of a shared data file; skips the test where there is none."""
-    path = DATA / folder / f"{name}.jsonl"
+    path = OWN if name == "own" else DATA / folder / f"{name}.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not there: this test needs the shared data beside the project")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
