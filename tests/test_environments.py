@@ -12,7 +12,7 @@ from support.program import Program
 from support.verifiers import VERDICT, gym_rows, shortened
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-# Files of NeMo-Gym's example rows.
+# Files of NeMo-Gym's example rows. Of rows that are not published, our own are taken as well.
 FILES = (
     *("math_with_judge", "mcqa", "instruction_following", "structured_outputs", "code_gen"),
     *("reasoning_gym", "calendar", "terminal_pivot", "terminus_judge", "math_formal_lean"),
@@ -20,9 +20,9 @@ FILES = (
     *("jailbreak_detection", "over_refusal_detection", "mcqa_regex", "genrm_compare"),
     "single_step_tool_use_with_argument_comparison",
 )
-# Their tools or stories are longer than what the tiny model reads, or no row is published.
+# Their tools or stories are longer than what the tiny model reads.
 ELSEWHERE = {"swe/swe_pivot", "office/workplace", "maths/python_tool", "terminals/terminal_use"}
-ELSEWHERE |= {"tools/conversation", "proofs/lean_refinement", "swe/swe", "chemistry/molecules"}
+ELSEWHERE |= {"tools/conversation", "proofs/lean_refinement", "swe/swe"}
 
 
 def test_a_file_with_rows_of_all_of_them_trains(tiny_model, tmp_path, lean):
@@ -32,6 +32,7 @@ def test_a_file_with_rows_of_all_of_them_trains(tiny_model, tmp_path, lean):
     rows = []
     for name in FILES:
         rows.append(shortened(gym_rows(name)[0] | {"dataset": name}))
+    rows += [shortened(row | {"dataset": "own"}) for row in gym_rows("own")]
     data = {"train": write_rows(tmp_path / "mixed.jsonl", rows)}
     with Judge(VERDICT) as judge:
         judges = configured(general=judge, safety=judge, genrm=judge)

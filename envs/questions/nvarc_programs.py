@@ -40,7 +40,7 @@ def problem(_: str) -> str:
     if services.current().sandbox == "http":
         return ""
     if not importlib.util.find_spec("scipy"):
-        return "prompts of inductive rows offer scipy: pip install scipy"
+        return "prompts of inductive rows offer scipy: expected requirements.txt to be installed"
     if not sandbox.own_packages():
         return "the sandbox's Python cannot import this one's numpy, which the log explains"
     return ""
