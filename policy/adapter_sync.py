@@ -11,12 +11,15 @@ and a request keeps the adapter with which it began.
 Norms, biases and whatever else is no matrix are sent whole. Of each matrix the trainer also sends
 the product with a few vectors, computed without merging. Engines compare it with their sum: they
 notice another base, and an adapter that is ignored, stale, of another layer, rank or scale
-(ms-swift#9855 trained for days on ignored adapters).
+(ms-swift#9855 trained for days on ignored adapters). What changes a row by less than 1.4e-5 of its
+norm is not noticed: that is rounding.
 
 Axes, as suffixes:  R rows of a matrix    C its columns    K rank    V vectors
 """
 
 import contextlib
+import json
+import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +35,7 @@ from policy.proof import ROUNDING, vectors
 if TYPE_CHECKING:
     from policy.fsdp import FSDPPolicy
 
-AT_ONCE = 1 << 26  # elements of a matrix that are merged at once, in float32: 256 MiB
+AT_ONCE = 1 << 24  # elements of a matrix that are merged at once, in float32: 64 MiB
 LEFT, RIGHT, PRODUCT = ":left", ":right", ":product"  # what is sent of a matrix, after its name
 
 
@@ -43,8 +46,14 @@ class Matrices(NamedTuple):
 
     @classmethod
     def of(cls, folder: str, stack: contextlib.ExitStack) -> "Matrices":
-        """All tensors of a folder, for as long as `stack` is open."""
-        paths = sorted(Path(folder).glob("*.safetensors"))
+        """All tensors of a folder, for as long as `stack` is open.
+
+        Of the files that transformers reads: others may be older. Raises OSError where one is gone.
+        """
+        index = Path(folder, "model.safetensors.index.json")
+        weight_map = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+        names = sorted({*weight_map.values()}) or ["model.safetensors"]
+        paths = [path for name in names if (path := Path(folder, name)).exists() or weight_map]
         files = [stack.enter_context(safe_open(path, "pt")) for path in paths]
         return cls({name: file for file in files for name in file.keys()})  # noqa: SIM118
 
@@ -99,7 +108,7 @@ class AdapterUpdate:
             if not is_matrix(tensor.shape):
                 yield name, whole(tensor.to(dtype, copy=True))
                 continue
-            v_VC = vectors(tensor[0].numel(), tensor.device)
+            v_VC = vectors(tensor.shape[1:].numel(), tensor.device)  # tensor[0] would be gathered
             product_RV = whole(local_product(tensor, v_VC))
             if sides := self.policy.adapters.sides(name):
                 left_RK, right_KC = map(whole, sides)
@@ -141,6 +150,17 @@ def local_product(tensor: Tensor, v_VC: Tensor) -> Tensor:
     )
 
 
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Products of float32 in float32: with TF32, which an engine may choose, none would agree."""
+    chosen = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(chosen)
+
+
 class Base(NamedTuple):
     """What engines add adapters to. It is pickled to them within `Wire`."""
 
@@ -157,6 +177,9 @@ class Base(NamedTuple):
         """
         with contextlib.ExitStack() as stack:
             files = Matrices.of(self.folder, stack)
+            if lacking := files.lacking(self.metas):
+                where = f"{self.folder}, as node {platform.node()} sees it,"
+                raise RuntimeError(f"{where} has no {lacking} any more: updates add adapters to it")
             for meta in self.metas:
                 name, tensor = next(sent)
                 if not is_matrix(meta.shape):
@@ -167,7 +190,9 @@ class Base(NamedTuple):
                     sides = tensor.to(device), next(sent)[1].to(device)
                     name, tensor = next(sent)
                 base = files.homes[meta.name].get_tensor(meta.name).to(device)
-                yield meta.name, self.add(meta, base, sides, tensor.to(device))
+                with exact_products():
+                    made = self.add(meta, base, sides, tensor.to(device))
+                yield meta.name, made
 
     def add(
         self, meta: WeightMeta, base: Tensor, sides: tuple[Tensor, Tensor] | None, sent_RV: Tensor
@@ -177,12 +202,12 @@ class Base(NamedTuple):
         base_RC, made_RC = matrix(base), matrix(made)
         v_VC = vectors(base_RC.shape[1], base.device)
         wrong = torch.zeros(len(base), dtype=torch.bool, device=base.device)
-        for i in range(0, len(base), 1 + AT_ONCE // base_RC.shape[1]):
-            rows = slice(i, i + 1 + AT_ONCE // base_RC.shape[1])
-            part_RC = base_RC[rows].float()
+        size = 1 + AT_ONCE // base_RC.shape[1]
+        for i in range(0, len(base), size):
+            rows = slice(i, i + size)
+            part_RC = base_RC[rows].to(torch.float32, copy=True)
             if sides:
-                left_RK, right_KC = sides
-                part_RC = part_RC + self.scale * (left_RK[rows] @ right_KC)
+                part_RC.addmm_(sides[0][rows], sides[1], alpha=self.scale)
             made_RC[rows] = part_RC
             gap_R = (part_RC @ v_VC.T - sent_RV[rows]).norm(dim=1)
             wrong[rows] = ~(gap_R <= ROUNDING[torch.float32] * part_RC.norm(dim=1))

@@ -1,5 +1,6 @@
 """policy/adapter_sync.py: what engines make of adapters alone, against the merged weights."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from test_fsdp import SEQUENCES, assert_same, loss_fn, opened, weights
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing import spawn
 
 from policy.adapter_sync import LEFT, PRODUCT, RIGHT, AdapterUpdate, Base, outgoing
@@ -111,6 +113,36 @@ def test_an_update_is_small(checkpoint):
     tensors = sent(outgoing(policy))
     own = {name for name in tensors if ":" not in name}
     assert own == {name for name, tensor in weights(policy).items() if tensor.dim() == 1}
+
+
+def test_files_that_transformers_does_not_read_are_not_read(checkpoint, tmp_path):
+    """Older weights under other names, and one that is no file of tensors."""
+    for path in checkpoint("qwen3").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    held = load_file(tmp_path / "model.safetensors")
+    save_file({name: x + 1 for name, x in held.items()}, tmp_path / "model_old.safetensors")
+    (tmp_path / "broken.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    policy = trained(tmp_path)
+    assert_same(merged(outgoing(policy).base, sent(outgoing(policy))), weights(policy), 1e-6)
+    names = sorted(held)
+    parts = {"a.safetensors": names[:9], "b.safetensors": names[9:]}
+    for file, some in parts.items():
+        save_file({name: held[name] for name in some}, tmp_path / file, {"format": "pt"})
+    (tmp_path / "model.safetensors").unlink()
+    homes = {name: file for file, some in parts.items() for name in some}
+    index = {"metadata": {}, "weight_map": homes}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    policy = trained(tmp_path)
+    assert_same(merged(outgoing(policy).base, sent(outgoing(policy))), weights(policy), 1e-6)
+
+
+def test_a_folder_that_has_lost_its_weights_is_named(checkpoint, tmp_path):
+    policy = trained(checkpoint("qwen3"), steps=0)
+    update = outgoing(policy)
+    tensors = sent(update)
+    base = update.base._replace(folder=str(tmp_path))
+    with pytest.raises(RuntimeError, match=rf"{tmp_path}, as node .* has no model.embed_tokens"):
+        merged(base, tensors)
 
 
 def other(policy: FSDPPolicy, **changes) -> AdapterUpdate:
@@ -224,7 +256,10 @@ def rank_main(rank: int, folder: str, model: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(7)
     policy = trained(Path(model), rank, 2)
-    torch.save((sent(outgoing(policy)), weights(policy)), f"{folder}/rank{rank}.pt")
+    with CommDebugMode() as calls:
+        tensors = sent(outgoing(policy))
+    gathers = sum(calls.get_comm_counts().values())
+    torch.save((tensors, weights(policy), gathers), f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -235,6 +270,7 @@ def test_two_ranks_send_what_one_would(family, checkpoint, tmp_path):
     torch.manual_seed(7)
     alone = trained(checkpoint(family))
     for rank in range(2):
-        tensors, whole = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+        tensors, whole, gathers = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+        assert gathers <= len(tensors), "a matrix was gathered whole"
         assert_same(tensors, sent(outgoing(alone)), 1e-5)
         assert_same(merged(outgoing(alone).base, tensors), whole, 1e-6)
