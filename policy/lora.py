@@ -48,13 +48,13 @@ class Adapters:
 
     def __init__(self, lm: Any, settings: "PolicySettings", trainable: bool = True):
         self.layers: dict[str, Any] = {}  # by the name of their weight in the checkpoint
-        self.scale = settings.lora_alpha / max(settings.lora_rank, 1)
         if not settings.lora_rank or not trainable:
             return
         from peft import LoraConfig, inject_adapter_in_model
 
         names = targets(lm, settings.lora_targets)
         how = {"r": settings.lora_rank, "lora_alpha": settings.lora_alpha}
+        self.scale = settings.lora_alpha / settings.lora_rank
         self.config = LoraConfig(**how, target_modules=names, task_type="CAUSAL_LM")
         inject_adapter_in_model(self.config, lm, low_cpu_mem_usage=True)
         # No checkpoint has adapters: `start` fills them.
