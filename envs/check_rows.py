@@ -68,7 +68,8 @@ def check_row(row: Any) -> None:
     check_tools(get(row, at + "tools", list | None, "a list or null"), at + "tools")
     check_overrides(row["responses_create_params"], at)
     most = get(row, "compactions", int | None, "summaries of an episode, or null")
-    require(most is None or most >= 0, "compactions", most, "0 or more")
+    is_count = most is None or (type(most) is int and most >= 0)
+    require(is_count, "compactions", most, "a whole number, 0 or more")
     module = registry.environment(get(row, "agent_ref.name", str, "the name of an environment"))
     if hasattr(module, "verify") and (has := other_arguments(module.verify)):
         expected = "expected verify(row, response), the reward of one answer"

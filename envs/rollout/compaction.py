@@ -101,6 +101,11 @@ class Compaction:
         Those are returned where no summary can be asked for. Raises NoRoom.
         """
         new = messages[len(said.messages) :]
+        kept = await prompt_of(
+            sampler, [*task(said, ""), said.messages[-1], *new], said.tools, None
+        )
+        if ids and len(ids) - len(kept) <= self.longest:
+            return ids  # a summary may be longer than what it would replace
         results = [message | {"content": LATER} for message in new if message["role"] == "tool"]
         request = [*said.messages, *results, {"role": "user", "content": REQUEST}]
         asked = await prompt_of(sampler, request, said.tools, said)

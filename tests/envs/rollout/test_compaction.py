@@ -454,8 +454,10 @@ def random_episode(tokenizer, seed: int) -> dict:
 
 
 def test_random_episodes_keep_every_token(tokenizer):
-    found = [random_episode(tokenizer, seed) for seed in range(60)]
-    assert sum(info["compactions"] for info in found) > 40
+    found = [random_episode(tokenizer, seed) for seed in range(200)]
+    shortened = [info for info in found if info["compactions"]]
+    assert sum(info["compactions"] for info in shortened) > 30
+    assert all(info["dropped_tokens"] > 0 for info in shortened)
     assert {info["ended"] for info in found} >= {"answer", "room", "length"}
     assert any(info["compaction_failed"] for info in found)
 
