@@ -2,8 +2,8 @@
 
     python bench/three_sides.py [STEPS]
 
-Three sides do not fit two cores. So each side sleeps until its tokens have taken as long as they
-are told to, as in `bench/simulate.py --validate`: trainer and teacher the same time for a token.
+Three sides do not fit two cores. So each side sleeps until its tokens have taken a set time, as in
+`bench/simulate.py --validate`. Trainer and teacher take as long for a token.
 The ratio is that of a step to the slower of trainer and teacher; 1 is the best. An engine counts as
 busy while it has an answer to write.
 """

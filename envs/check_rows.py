@@ -71,6 +71,8 @@ def check_row(row: Any) -> None:
     is_count = most is None or (type(most) is int and most >= 0)
     require(is_count, "compactions", most, "a whole number, 0 or more")
     module = registry.environment(get(row, "agent_ref.name", str, "the name of an environment"))
+    if most and not hasattr(module, "rollout"):
+        raise ValueError(f"compactions is {most}, expected none: its environment has one turn")
     if hasattr(module, "verify") and (has := other_arguments(module.verify)):
         expected = "expected verify(row, response), the reward of one answer"
         raise ModuleError(f"{module.__file__} defines verify{has}, {expected}")

@@ -94,7 +94,7 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
     scored = [replace(episode, reward=_as_reward(name, reward)) for episode, reward in pairs]
     for episode, sampler in zip(scored, samplers, strict=True):
         if row.get("compactions") and sampler.compaction:
-            episode.reward.info |= sampler.compaction.info
+            episode.reward.info |= sampler.compaction.info(episode.turns)
     return scored
 
 

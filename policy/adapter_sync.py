@@ -5,8 +5,7 @@
 W_0 is read from the policy's folder, mapped into memory: the workers of a node share its pages, and
 a new engine needs the next update alone. The sum is what an update of merged weights brings. So
 vLLM's layers, the speed of decoding and the reading back of `Proof` are the same, and nothing
-drifts over updates. LoRA requests of vLLM's would cost kernels in each layer and each engine step,
-and a request keeps the adapter with which it began.
+drifts over updates. LoRA requests of vLLM's would cost kernels in each layer and each engine step.
 
 Norms, biases and whatever else is no matrix are sent whole. Of each matrix the trainer also sends
 the product with a few vectors, computed without merging. Engines compare it with their sum: they
@@ -53,19 +52,19 @@ class Matrices(NamedTuple):
         index = Path(folder, "model.safetensors.index.json")
         weight_map = json.loads(index.read_text())["weight_map"] if index.exists() else {}
         names = sorted({*weight_map.values()}) or ["model.safetensors"]
-        paths = [path for name in names if (path := Path(folder, name)).exists() or weight_map]
+        paths = [Path(folder, name) for name in names]
+        if not weight_map and not paths[0].exists():  # weights of another form
+            return cls({})
         files = [stack.enter_context(safe_open(path, "pt")) for path in paths]
         return cls({name: file for file in files for name in file.keys()})  # noqa: SIM118
 
     def lacking(self, metas: list[WeightMeta]) -> str | None:
         """The first of these matrices that the folder does not have in this shape."""
         for meta in metas:
-            shape = (
-                self.homes[meta.name].get_slice(meta.name).get_shape()
-                if meta.name in self.homes
-                else None
-            )
-            if is_matrix(meta.shape) and tuple(shape or ()) != meta.shape:
+            if not is_matrix(meta.shape):
+                continue
+            home = self.homes.get(meta.name)
+            if not home or tuple(home.get_slice(meta.name).get_shape()) != meta.shape:
                 return meta.name
         return None
 

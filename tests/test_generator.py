@@ -337,7 +337,7 @@ async def test_forty_turns_in_a_window_of_eight_are_trained_in_pieces(pair):
             await update
             messages += [turns[-1].message, {"role": "user", "content": f"{n} goes on " * 2}]
     samples = check(turns, made, 500)
-    assert len(samples) == 1 + sampler.compaction.info["compactions"] >= 5
+    assert len(samples) == 1 + sampler.compaction.info(turns)["compactions"] >= 5
     assert len({version for turn in made for version in turn.versions}) == 3
     last = [s for s in samples if {*s.version_T[s.mask_T].tolist()} == {pair.version}]
     assert len(last) >= 2, "pieces that were read by the newest policy alone"

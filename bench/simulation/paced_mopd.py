@@ -1,4 +1,4 @@
-"""mopd.py with trainers and teachers as slow as they are told: what bench/three_sides.py runs.
+"""mopd.py with trainers and teachers of a set speed: what bench/three_sides.py runs.
 
 python bench/simulation/paced_mopd.py --config FILE
 """

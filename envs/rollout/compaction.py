@@ -39,6 +39,7 @@ from envs.rollout.chat import NoRoom, Prompt, rendered
 
 if TYPE_CHECKING:
     from envs.rollout.chat import Said
+    from envs.rollout.episode import Turn
     from envs.rollout.sampler import Sampler
     from settings.run import Sampling
 
@@ -64,11 +65,19 @@ class Compaction:
         self.left = most
         self.limit = sampling.max_model_len
         self.longest = min(sampling.max_response_tokens, self.limit // 4)  # summary, in tokens
-        self.info = {"compacted": 0, "compactions": 0, "dropped_tokens": 0, "compaction_failed": 0}
+        self.dropped_tokens = 0
+        self.failed = False
+
+    def info(self, turns: "list[Turn]") -> dict[str, float]:
+        """What it came to in an episode of these turns; a time-out may come before the next one."""
+        count = sum(bool(turn.summaries) for turn in turns[:-1])
+        counts = {"compacted": min(count, 1), "compactions": count}
+        counts |= {"dropped_tokens": self.dropped_tokens if count else 0}
+        return counts | {"compaction_failed": int(self.failed or bool(turns[-1].summaries))}
 
     async def prompt(self, sampler: "Sampler", messages: list[dict], tools: list | None) -> Prompt:
         """The prompt of the next turn, after a summary where one is needed. Raises NoRoom."""
-        if self.info["compaction_failed"]:
+        if self.failed:
             raise NoRoom(FAILED)
         said = self.usable(sampler.said, messages, tools)
         try:
@@ -82,7 +91,8 @@ class Compaction:
         if said and (not ids or self.limit - len(ids) < needed):
             ids = await self.compacted(sampler, said, messages, ids)
         room = self.limit - len(ids)
-        room -= reserve if self.left and room >= needed else 0
+        is_later = sampler.said and sampler.said.leads_to(messages, tools)  # than the first answer
+        room -= reserve if self.left and is_later and room >= needed else 0
         return Prompt(ids, min(room, sampler.sampling.max_response_tokens))
 
     def usable(
@@ -121,12 +131,10 @@ class Compaction:
         going_on = [*task(said, plain_text(text, sampler)), said.messages[-1], *new]
         shorter = await prompt_of(sampler, going_on, said.tools, None) if good else []
         if not shorter:
-            self.info["compaction_failed"] = 1
+            self.failed = True
             raise NoRoom(FAILED)
         self.left -= 1
-        self.info["compacted"] = 1
-        self.info["compactions"] += 1
-        self.info["dropped_tokens"] += max(0, (len(ids) or self.limit) - len(shorter))
+        self.dropped_tokens += max(0, (len(ids) or self.limit) - len(shorter))
         return shorter
 
 
@@ -151,6 +159,8 @@ def task(said: "Said", summary: str) -> list[dict]:
 
 def plain_text(text: str, sampler: "Sampler") -> str:
     """A summary without what is special in the tokenizer: it cannot end its message."""
-    for token in sampler.tokenizer.all_special_tokens:
+    tokenizer = sampler.tokenizer
+    added = tokenizer.added_tokens_decoder.values()  # some special ones are in no role
+    for token in {*tokenizer.all_special_tokens, *(a.content for a in added if a.special)}:
         text = text.replace(token, " ")
     return text

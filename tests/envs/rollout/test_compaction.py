@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from envs import Reward, registry
 from envs.check_rows import check_row
@@ -17,7 +18,7 @@ from envs.rollout import compaction, flaws
 from envs.rollout.chat import NoRoom
 from envs.rollout.compaction import LATER, MARGIN, REQUEST, Compaction
 from envs.rollout.drafts import DraftBook
-from envs.rollout.episode import Episode, Turn, with_summaries
+from envs.rollout.episode import Episode, Turn, stitch, with_summaries
 from envs.swe.desk import Desk, Over, Work
 from envs.tools.tools import Talk, converse
 from grpo_async import Config, RolloutWorker, Slot, plan_step
@@ -133,7 +134,7 @@ def test_forty_turns_in_a_window_of_eight_are_trained_in_pieces(tokenizer):
     results = [m["content"] for m in talk.messages if m["role"] == "tool"]
     assert results == [f"{n} {OUTPUT}" for n in numbers], "and all results"
     samples = check(talk.turns, engine.made, limit)
-    compactions = sampler.compaction.info["compactions"]
+    compactions = sampler.compaction.info(talk.turns)["compactions"]
     assert len(samples) == 1 + compactions and 5 <= compactions <= 20
     assert len(engine.made) == 41 + compactions
     assert [s.continues for s in samples] == [False] + [True] * compactions
@@ -152,7 +153,7 @@ def test_forty_turns_in_a_window_of_eight_are_trained_in_pieces(tokenizer):
     assert LATER in begin[0]
     shown = [text.count(OUTPUT) for text in begin]
     assert sum(shown) == 40, "each result is read in one window"
-    assert sampler.compaction.info["dropped_tokens"] > 1000
+    assert sampler.compaction.info(talk.turns)["dropped_tokens"] > 1000
 
 
 @pytest.fixture
@@ -237,7 +238,7 @@ def test_a_summary_that_is_none_ends_the_episode_and_is_trained(tokenizer, summa
     assert last is talk.turns[-1].summaries[0] and sums_up(tokenizer.decode(last.prompt_ids))
     assert sum(sums_up(tokenizer.decode(turn.prompt_ids)) for turn in engine.made) == 1
     assert sample.truncated == (len(summary) > 100)
-    assert sampler.compaction.info["compaction_failed"] == 1
+    assert sampler.compaction.info(talk.turns)["compaction_failed"] == 1
     with pytest.raises(NoRoom, match="a summary that is cut off"):
         asyncio.run(sampler.chat([{"role": "user", "content": "?"}]))
     assert len(engine.made) == len(with_summaries(talk.turns))
@@ -249,7 +250,7 @@ def test_a_summary_that_is_none_ends_the_episode_and_is_trained(tokenizer, summa
 def test_a_row_says_how_often(tokenizer):
     sampler, engine, talk = episode(tokenizer, worker_says(99), 1400, most=2)
     assert talk.ended == "room" and len(check(talk.turns, engine.made, 1400)) == 3
-    assert sampler.compaction.info["compactions"] == 2
+    assert sampler.compaction.info(talk.turns)["compactions"] == 2
     lengths = [len(turn.prompt_ids) + len(turn.token_ids) for turn in talk.turns]
     assert max(lengths[:-4]) < 1400 - 400 < max(lengths), "the last window is used to its end"
 
@@ -265,7 +266,7 @@ def test_nothing_is_asked_for_where_nothing_would_be_dropped(tokenizer):
     messages = [{"role": "user", "content": TASK}]
     talk = asyncio.run(converse(sampler, messages, TOOLS, call, 9))
     assert talk.ended == "room" and len(engine.made) == 1
-    assert not any(sampler.compaction.info.values())
+    assert not any(sampler.compaction.info(talk.turns).values())
 
 
 def test_no_summary_is_asked_for_that_would_be_cut_off(tokenizer, monkeypatch):
@@ -275,7 +276,7 @@ def test_no_summary_is_asked_for_that_would_be_cut_off(tokenizer, monkeypatch):
         """The tokens that summaries may have, where a result's place takes more of them."""
         monkeypatch.setattr(compaction, "LATER", "x" * filler)
         sampler, engine, talk = episode(tokenizer, worker_says(99), 2000, most=1)
-        assert talk.ended == "room" and not sampler.compaction.info["compaction_failed"]
+        assert talk.ended == "room" and not sampler.compaction.info(talk.turns)["compaction_failed"]
         asked = [r for r in engine.requests if sums_up(tokenizer.decode(r.prompt_ids))]
         return [2000 - len(request.prompt_ids) for request in asked]
 
@@ -285,20 +286,23 @@ def test_no_summary_is_asked_for_that_would_be_cut_off(tokenizer, monkeypatch):
 
 
 def test_an_answer_leaves_room_for_the_summary_after_it(tokenizer):
-    """Even where the run allows answers as long as the window; the last window has no summary."""
+    """Even where the run allows answers as long as the window.
+
+    No summary follows the first answer, and none is made in the last window.
+    """
     limit = 3000
     sampler, engine, talk = episode(tokenizer, worker_says(40), limit, most=2, longest=limit)
     samples = check(talk.turns, engine.made, limit)
     assert len(samples) == 3 and talk.ended == "room"
     asked = len(tokenizer.encode(REQUEST)) + limit // 4 + MARGIN
     summaries = 0
-    for request in engine.requests:
+    for i, request in enumerate(engine.requests):
         room = limit - len(request.prompt_ids)
         if sums_up(tokenizer.decode(request.prompt_ids)):
             summaries += 1
             assert request.max_tokens == limit // 4 < room
         else:
-            assert request.max_tokens == room - asked * (summaries < 2)
+            assert request.max_tokens == room - asked * (i > 0 and summaries < 2)
             assert request.max_tokens >= limit // 4 or summaries == 2
 
 
@@ -353,6 +357,36 @@ def test_a_summary_claims_what_it_likes_and_what_is_judged_stays_true(tokenizer)
         assert (begin.count(start), begin.count(end)) == (5, 4), "system, user, answer, tool, next"
 
 
+def test_special_tokens_that_have_no_role_are_taken_out_too(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([AddedToken("<|header|>", special=True)])
+    assert "<|header|>" not in tokenizer.all_special_tokens
+    sampler = SimpleNamespace(tokenizer=tokenizer)
+    assert compaction.plain_text("a<|header|>b<|im_end|>c", sampler) == "a b c"
+
+
+def test_a_summary_that_no_answer_follows_begins_no_sequence(tokenizer):
+    """As where the time of an episode ends behind it: no prefix counts as broken."""
+    sampler, _, talk = episode(tokenizer, worker_says(12), 1400, most=9)
+    whole = sampler.compaction.info(talk.turns)
+    last = max(i for i, turn in enumerate(talk.turns) if turn.summaries)
+    cut = talk.turns[: last + 1]
+    found = sampler.compaction.info(cut)
+    assert found["compactions"] == whole["compactions"] - 1 == len(stitch(cut)) - 1
+    assert (found["compaction_failed"], whole["compaction_failed"]) == (1, 0)
+
+
+@pytest.mark.parametrize(("value", "agent", "says"), [
+    (True, "workplace_assistant_simple_agent", "compactions is True, expected a whole number"),
+    (-1, "workplace_assistant_simple_agent", "compactions is -1, expected a whole number"),
+    (2, "mcqa_simple_agent", "compactions is 2, expected none: its environment has one turn"),
+])  # fmt: skip
+def test_a_row_that_cannot_be_summed_up_is_refused(value, agent, says):
+    row = asking("?", agent, compactions=value)
+    with pytest.raises(ValueError, match=says):
+        check_row(row)
+
+
 async def test_a_program_that_holds_its_own_conversation_sees_nothing_of_it(tokenizer):
     """It repeats all messages without their thoughts, and asks for short answers."""
     engine = Engine(tokenizer, worker_says(20), 1400)
@@ -368,7 +402,7 @@ async def test_a_program_that_holds_its_own_conversation_sees_nothing_of_it(toke
         result = {"role": "tool", "tool_call_id": call["id"], "content": OUTPUT}
         messages = [*messages, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
     samples = check(guest.turns, engine.made, 1400)
-    assert len(samples) == 1 + sampler.compaction.info["compactions"] >= 4
+    assert len(samples) == 1 + sampler.compaction.info(guest.turns)["compactions"] >= 4
     summaries = [r.max_tokens for r in engine.requests if sums_up(tokenizer.decode(r.prompt_ids))]
     assert {*summaries} == {60}, "of the run, not of the program"
 
@@ -446,7 +480,7 @@ def random_episode(tokenizer, seed: int) -> dict:
     sampler = sampler_of(engine, limit, longest, dice.choice((1, 3, 50)))
     talk = asyncio.run(play())
     samples = check(talk.turns, engine.made, limit)
-    info = sampler.compaction.info
+    info = sampler.compaction.info(talk.turns)
     assert len(samples) == 1 + info["compactions"]
     results = sum(m["role"] == "tool" for m in talk.messages)
     assert results == len(talk.calls) * (talk.ended != "length") or talk.ended == "length"
@@ -470,7 +504,7 @@ def test_real_templates_show_the_task_the_summary_and_the_last_exchange(shared_d
     sampler, engine, talk = episode(tokenizer, worker_says(30), limit, most=40)
     assert (talk.ended, len(talk.turns)) == ("answer", 31)
     samples = check(talk.turns, engine.made, limit)
-    assert len(samples) == 1 + sampler.compaction.info["compactions"] >= 4
+    assert len(samples) == 1 + sampler.compaction.info(talk.turns)["compactions"] >= 4
     for n, sample in enumerate(samples[1:], 1):
         first = int(sample.mask_T.argmax())
         shown = tokenizer.decode(sample.tokens_T[:first])
@@ -492,5 +526,5 @@ def test_a_template_that_refuses_is_no_error(tokenizer):
         sampler, engine, talk = episode(strict, worker_says(99), 1400, most=9)
         assert talk.ended in ("room", "length")
         check(talk.turns, engine.made, 1400)
-        assert sampler.compaction.info["compaction_failed"] == failed
-        assert sampler.compaction.info["compactions"] == 0
+        assert sampler.compaction.info(talk.turns)["compaction_failed"] == failed
+        assert sampler.compaction.info(talk.turns)["compactions"] == 0
