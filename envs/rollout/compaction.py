@@ -68,7 +68,7 @@ class Compaction:
         self.dropped_tokens = 0
         self.failed = False
 
-    def info(self, turns: "list[Turn]") -> dict[str, float]:
+    def info(self, turns: "list[Turn]") -> dict[str, int]:
         """What it came to in an episode of these turns; a time-out may come before the next one."""
         count = sum(bool(turn.summaries) for turn in turns[:-1])
         counts = {"compacted": min(count, 1), "compactions": count}
