@@ -1,6 +1,7 @@
 """The judge of repairs: a small repository, its repair, and patches that cheat, in real boxes."""
 
 import asyncio
+import os
 import time
 
 import pytest
@@ -235,10 +236,11 @@ async def test_a_judge_waits_for_a_box_once(image, row, monkeypatch):
     """A second wait would be at the end of the queue, and the rollout's deadline would end it."""
     monkeypatch.setenv(budget.VARIABLE, "1")
     services.configure(Services(), Limits(4.0))
-    async with Box(image, size=SMALL):
+    size = SMALL._replace(disk=SMALL.disk + os.getpid())  # places of its own for this process
+    async with Box(image, size=size):
         began = time.monotonic()
         with pytest.raises(budget.Full, match="waited 1 s for a place for a box"):
-            await judge(image, row, "diff --git a/x b/x\n", SMALL)
+            await judge(image, row, "diff --git a/x b/x\n", size)
         assert time.monotonic() - began < 2
 
 
