@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import pydantic
 import torch
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -58,13 +57,12 @@ from runtime.rank import Rank
 from runtime.scores import Scores
 from settings import reader
 from settings.pairs import PairSettings
+from settings.run import CHECKED
 
 if TYPE_CHECKING:
     from runtime import modes
 
 # === Config =======================================================================================
-
-CHECKED = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 @checked_dataclass(frozen=True, config=CHECKED)

@@ -48,7 +48,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-import pydantic
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -66,7 +65,7 @@ from runtime.dispatch import Dispatcher, Parts, Slot
 from runtime.fleet import Fleet
 from runtime.log import Log
 from runtime.rank import SendingRank
-from settings.run import LowEffort, RunSettings
+from settings.run import CHECKED, LowEffort, RunSettings
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -74,7 +73,6 @@ if TYPE_CHECKING:
 
 # === Config =======================================================================================
 
-CHECKED = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 Unbounded = Annotated[float, Field(allow_inf_nan=True)]
 Penalties = dict[Literal["tool_call", "thinking"], float]
 Flaws = tuple[Literal["reasoning_is_answer", "empty_answer", "inner_eos", "think_tags"], ...]

@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
-import pydantic
 import torch
 from pydantic import NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -63,15 +62,13 @@ from runtime import metrics
 from runtime.dispatch import Slot
 from runtime.rank import Rank, SendingRank
 from runtime.teachers import Teachers
-from settings.run import Demand
+from settings.run import CHECKED, Demand
 from settings.teachers import TeacherSettings
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 # === Config =======================================================================================
-
-CHECKED = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 @checked_dataclass(frozen=True, config=CHECKED)

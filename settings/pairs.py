@@ -6,10 +6,10 @@ from typing import Any
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from settings.run import FINITE, DataFiles, TrainingSettings
+from settings.run import CHECKED, DataFiles, TrainingSettings
 
 
-@checked_dataclass(frozen=True, config=FINITE)
+@checked_dataclass(frozen=True, config=CHECKED)
 class PairData(DataFiles):
     """Rows of two answers, of which one is better."""
 
@@ -19,7 +19,7 @@ class PairData(DataFiles):
     """Variables of the chat template: {"enable_thinking": False}."""
 
 
-@checked_dataclass(frozen=True, config=FINITE)
+@checked_dataclass(frozen=True, config=CHECKED)
 class PairSettings(TrainingSettings):
     """A training on pairs of answers."""
 

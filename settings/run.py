@@ -14,11 +14,11 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from settings.network import PolicySettings
 from settings.services import Services
 
-FINITE = ConfigDict(extra="forbid", allow_inf_nan=False)
+CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
 SamplingParameter = Literal["temperature", "top_p", "top_k", "min_p"]
 
 
-@checked_dataclass(frozen=True, config=FINITE)
+@checked_dataclass(frozen=True, config=CHECKED)
 class TrainingCommand:
     """What to do with a configuration; without any of these it is trained from the start."""
 
@@ -54,7 +54,7 @@ class TrainingCommand:
             raise ValueError(f"resume excludes {self.modes[0]}")
 
 
-@checked_dataclass(frozen=True, config=FINITE)
+@checked_dataclass(frozen=True, config=CHECKED)
 class Command(TrainingCommand):
     """The same where there are rollouts."""
 
@@ -69,7 +69,7 @@ class Command(TrainingCommand):
         return self.replay
 
 
-@checked_dataclass(frozen=True, config=FINITE)
+@checked_dataclass(frozen=True, config=CHECKED)
 class DataFiles:
     """The rows that a run trains on and is evaluated with."""
 
@@ -86,7 +86,7 @@ class DataFiles:
             raise ValueError("data.train = '': expected a JSONL file")
 
 
-@checked_dataclass(frozen=True, config=FINITE)
+@checked_dataclass(frozen=True, config=CHECKED)
 class Data(DataFiles):
     """NeMo-Gym rows."""
 
@@ -96,7 +96,7 @@ class Data(DataFiles):
     """Answers to each validation prompt; k of pass@k."""
 
 
-@checked_dataclass(frozen=True, config=FINITE)
+@checked_dataclass(frozen=True, config=CHECKED)
 class EngineSettings:
     """The vLLM engines that generate."""
 
@@ -122,7 +122,7 @@ class EngineSettings:
         contradictions.of_engine(self)
 
 
-@checked_dataclass(frozen=True, config=FINITE)
+@checked_dataclass(frozen=True, config=CHECKED)
 class Sampling:
     """How the engines sample, and how long a sequence may become."""
 
@@ -148,7 +148,7 @@ class Sampling:
         contradictions.of_sampling(self)
 
 
-@checked_dataclass(frozen=True, config=FINITE)
+@checked_dataclass(frozen=True, config=CHECKED)
 class LowEffort:
     """Reward by length, where the last user message asks for a short answer."""
 
@@ -162,7 +162,7 @@ class LowEffort:
     """Text in a message that asks for a short answer."""
 
 
-@checked_dataclass(frozen=True, config=FINITE)
+@checked_dataclass(frozen=True, config=CHECKED)
 class TrainingTimeouts:
     """Seconds after which a wait ends with an error that names it."""
 
@@ -172,7 +172,7 @@ class TrainingTimeouts:
     """For one training step."""
 
 
-@checked_dataclass(frozen=True, config=FINITE)
+@checked_dataclass(frozen=True, config=CHECKED)
 class Timeouts(TrainingTimeouts):
     """The same where there are rollouts."""
 
@@ -191,7 +191,7 @@ class Demand(NamedTuple):
     beside: tuple[tuple[int, int], ...] = ()  # (ranks, tp) of each other network: a teacher
 
 
-@checked_dataclass(frozen=True, config=FINITE)
+@checked_dataclass(frozen=True, config=CHECKED)
 class TrainingSettings:
     """One training: its folder, its data, its trainers and its deadlines."""
 
@@ -261,7 +261,7 @@ class TrainingSettings:
         contradictions.of_training(self)
 
 
-@checked_dataclass(frozen=True, config=FINITE)
+@checked_dataclass(frozen=True, config=CHECKED)
 class RunSettings(TrainingSettings):
     """A training on rollouts: what their engines, workers and environments need as well."""
 
