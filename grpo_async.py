@@ -196,6 +196,7 @@ class Batch:
     old_logp_T: Tensor | None = None  # before the batch's first update, where there are several
     ref_logp_T: Tensor | None = None  # of the frozen reference, where there is a KL term
     routes_N: list[np.ndarray] | None = None  # the engine's experts; the policy joins them
+    allowed: tuple[Tensor, Tensor] | None = None  # what tokens were chosen among (sampling.top_p)
 
 
 # === The algorithm: pure functions of tensors =====================================================
@@ -369,13 +370,14 @@ def plan_step(groups: list[Group], cfg: Config, more: bool = False) -> list[Shar
 
 def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
     """One row of several samples; an empty row is a single token that trains nothing."""
+    from envs.rollout import replayed  # what few runs have
+
     samples = samples or [Sample.empty()]
 
     def join(pieces: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(list(pieces))).to(dtype)
 
     lengths = [len(sample.tokens_T) for sample in samples]
-    routes = [sample.routes_T for sample in samples if sample.routes_T is not None]
     return Batch(
         tokens_T=join((sample.tokens_T for sample in samples), torch.int64),
         positions_T=join((np.arange(n) for n in lengths), torch.int64),
@@ -386,7 +388,7 @@ def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
         score_N=torch.tensor([sample.score for sample in samples]),
         planned_tokens=update.planned_tokens,
         planned_sequences=update.planned_sequences,
-        routes_N=routes if len(routes) == len(samples) else None,  # large: Ray's own, not copied
+        **replayed.of_row(samples, cfg.sampling.truncates),  # large: Ray's own, not copied
     )
 
 
@@ -529,7 +531,7 @@ class Generator:
             detokenize=False,
             routed_experts_prompt_start=request.known_routes,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **{"temperature": self.cfg.sampling.temperature} | request.sampling,
+            **self.cfg.sampling.parameters | request.sampling,
         )
         prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": str(self.version)}
         outputs = self.engine.generate(prompt, params, request.name, priority=request.priority)

@@ -36,6 +36,7 @@ class Row(Protocol):
     seq_T: "Tensor"  # int64, which sequence of the row
     mask_T: "Tensor"  # bool, trained tokens; never the first of a sequence
     routes_N: "list[Any] | None"  # of each [its tokens, expert layers, experts], as Sample has them
+    # It may have `allowed` as well, an `Allowed`: the logprobs are over each token's set then.
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)

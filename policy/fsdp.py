@@ -17,6 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace as Packed
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from policy import AnyRow, LossFn, WeightMeta, attention, logprobs, on
+from policy import AnyRow, LossFn, Row, WeightMeta, allowed, attention, logprobs, on
 from policy.finite import refuse_infinite
 from policy.lora import Adapters
 from policy.schedule import adamw, learning_rate
@@ -56,16 +57,18 @@ class PackedModel(nn.Module):
         self.temperature = temperature
         self.entropy = entropy
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, mask_T: Tensor) -> Tensor:
-        """Logprobs [T], float32, of the row's own tokens; 0 where `mask_T` is False."""
+    def forward(self, row: Row) -> Tensor:
+        """Logprobs [T], float32, of the row's own tokens; 0 outside its mask."""
+        tokens_T, positions_T, mask_T = row.tokens_T, row.positions_T, row.mask_T
         if (mask_T & (positions_T == 0)).any():
             raise ValueError("mask_T is True at the start of a sequence, which nothing predicts")
         decoder = self.lm.get_decoder()
         head_VH = self.lm.get_output_embeddings().weight
-        row = decoder(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
+        out = decoder(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         at_N = mask_T.nonzero().squeeze(1)
-        h_NH = row.last_hidden_state[0].index_select(0, at_N - 1)
-        rule = (self.temperature, logprobs.CHUNK, logprobs.Head(entropy=self.entropy))
+        h_NH = out.last_hidden_state[0].index_select(0, at_N - 1)
+        head = logprobs.Head(entropy=self.entropy, choices=allowed.choices(row, at_N))
+        rule = (self.temperature, logprobs.CHUNK, head)
         logp_N = logprobs.TokenLogprobs.apply(h_NH, head_VH, tokens_T[at_N], *rule)
         return torch.zeros_like(mask_T, dtype=logp_N.dtype).masked_scatter(mask_T, logp_N)
 
@@ -150,7 +153,7 @@ class FSDPPolicy:
         """Adds up gradients, over ranks after each row; returns what `loss_fn` says of each."""
         stats = []
         for row in map(partial(on, self.device), rows):
-            logp_T = self.model(row.tokens_T, row.positions_T, row.mask_T)
+            logp_T = self.model(row)
             loss, row_stats = loss_fn(logp_T, row)
             # The sum of nothing keeps the network in the graph of a loss that is not of it.
             (loss + logp_T[:0].sum()).backward()
@@ -160,8 +163,7 @@ class FSDPPolicy:
     @torch.no_grad()
     def logprobs(self, rows: Sequence[AnyRow]) -> list[Tensor]:
         """Logprobs [T] of each packed row, float32, 0 outside its mask."""
-        moved = map(partial(on, self.device), rows)
-        logps = [self.model(row.tokens_T, row.positions_T, row.mask_T) for row in moved]
+        logps = [self.model(on(self.device, row)) for row in rows]
         # FSDP reshards its root only in backward: left whole it would miss the next update.
         self.model.reshard()
         return logps
@@ -263,10 +265,12 @@ class FSDPPolicy:
         index_T = torch.arange(16, device=self.device)
         words: Any = self.lm.get_input_embeddings().weight
         tokens_T = 7919 * (index_T + 1) % len(words)
-        row = (tokens_T, index_T % 8, index_T % 8 > 0)
-        packed_T = self.model(*row)
-        plain_T = torch.cat([self.model.plain(half_T) for half_T in tokens_T.split(8)])
-        alone_T = torch.cat([self.model(*(x[i : i + 8] for x in row)) for i in (0, 8)])
+        two = {"positions_T": index_T % 8, "mask_T": index_T % 8 > 0}
+        one = {name: x_T[:8] for name, x_T in two.items()}
+        packed_T = self.model(Packed(tokens_T=tokens_T, **two))
+        halves = tokens_T.split(8)
+        plain_T = torch.cat([self.model.plain(half_T) for half_T in halves])
+        alone_T = torch.cat([self.model(Packed(tokens_T=half_T, **one)) for half_T in halves])
         gaps = torch.stack([(alone_T - plain_T).abs().mean(), (packed_T - alone_T).abs().mean()])
         dist.all_reduce(gaps, dist.ReduceOp.MAX)
         self.model.reshard()

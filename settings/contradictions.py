@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 # Of a row, whose T x T mask torch indexes with 32 bits in SDPA's kernel (pytorch issue 187227).
 SDPA_TOKENS = 1 << 16
+# Of one token: vLLM sends wider sets too, as bits of the whole vocabulary.
+MOST_ALLOWED = 2048
 # vLLM's arguments that the run itself sets, and our setting for each: another value would break it.
 OWN_ENGINE_ARGS = {
     "model": "model",
@@ -27,6 +29,7 @@ OWN_ENGINE_ARGS = {
     "worker_extension_cls": "",
     "trust_remote_code": "",
     "enable_return_routed_experts": "policy.replay_routing",
+    "return_sampling_mask": "sampling.top_p",
     "seed": "seed",
 }
 # Megatron's arguments that the run itself sets: another value would break it.
@@ -151,14 +154,24 @@ def of_engine(engine: "EngineSettings") -> None:
 
 
 def of_sampling(sampling: "Sampling") -> None:
-    """Refuses what vLLM would refuse at the first evaluation. Raises ValueError."""
-    chosen = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | sampling.validation
+    """Refuses what vLLM would refuse at the first request or evaluation. Raises ValueError.
+
+    Where training truncates, vLLM returns the allowed tokens of every request, so all are bounded.
+    """
+    bounded = sampling.truncates
+    if sampling.top_k == 1 or sampling.top_k > MOST_ALLOWED:
+        expected = f"0, or 2 to {MOST_ALLOWED:,}"
+        raise ValueError(f"sampling.top_k = {sampling.top_k}: expected {expected}")
+    chosen = sampling.parameters | sampling.validation
     top_k = chosen["top_k"]
+    why = "as training has top_p, top_k or min_p"
     for name, holds, expected in (
         ("temperature", chosen["temperature"] >= 0, "0 or more"),
         ("top_p", 0 < chosen["top_p"] <= 1, "above 0, at most 1"),
         ("top_k", isinstance(top_k, int) and top_k >= -1, "a whole number, -1 or more"),
         ("min_p", 0 <= chosen["min_p"] <= 1, "0 to 1"),
+        ("top_k", not bounded or 1 <= top_k <= MOST_ALLOWED, f"1 to {MOST_ALLOWED:,}, {why}"),
+        ("temperature", not bounded or chosen["temperature"] > 0, f"top_k = 1 instead, {why}"),
     ):
         if not holds:
             value = chosen[name]

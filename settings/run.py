@@ -5,7 +5,7 @@
 """
 
 import dataclasses
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import tyro
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -107,8 +107,7 @@ class EngineSettings:
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """vLLM's engine arguments by name, merged last into those of the run."""
     verify_sync_every: NonNegativeInt = 0
-    """Verify the engines' weights every N steps (new engines are always verified); 0: only new
-    ones."""
+    """Verify the engines' weights every N steps, beside those of new engines; 0: only those."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -128,6 +127,12 @@ class Sampling:
 
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer divides its logits by it as well."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the likeliest tokens of this probability; the trainer normalises over them."""
+    top_k: NonNegativeInt = 0
+    """Sample among so many of the likeliest tokens; 0: all, or 512 with top_p or min_p."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample among tokens that are at least so likely relative to the likeliest one."""
     max_model_len: PositiveInt = 65536
     """Tokens of prompt and response together."""
     max_response_tokens: PositiveInt = 65536
@@ -136,10 +141,19 @@ class Sampling:
         default_factory=lambda: {"enable_thinking": True}
     )
     """Variables of the chat template (Super adds truncate_history_thinking = False)."""
-    validation: dict[Literal["temperature", "top_p", "top_k", "min_p"], float | int] = (
-        dataclasses.field(default_factory=dict)
-    )
+    validation: dict[SamplingParameter, float | int] = dataclasses.field(default_factory=dict)
     """How validation samples where it is unlike training: {"temperature": 0.6, "top_p": 0.95}."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether unlikely tokens are left out in training."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def parameters(self) -> dict[str, float | int]:
+        """vLLM's sampling parameters of training; top_k bounds what is sent of each token."""
+        chosen = {name: getattr(self, name) for name in get_args(SamplingParameter)}
+        return chosen | {"top_k": self.top_k or 512 * self.truncates}
 
     def __post_init__(self) -> None:
         """Refuses what vLLM would refuse at the first evaluation. Raises ValueError."""

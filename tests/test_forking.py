@@ -162,7 +162,7 @@ def test_ipo_wants_a_gap_and_not_more(ipo):
 
 def test_the_likeliest_tokens_and_the_rest_have_the_gradient_of_their_reverse_kl(topk_kl):
     """Two tokens of a vocabulary of five, of which three are picked: a sum over four classes."""
-    cfg = changed(topk_kl.Config(), top_k=3, prompts_per_step=1)
+    cfg = changed(topk_kl.Config(), loss={"top_k": 3}, prompts_per_step=1)
     draw = torch.Generator().manual_seed(0)
     logits_NV = torch.randn(2, 5, generator=draw, dtype=torch.float64).requires_grad_()
     teacher_NV = torch.randn(2, 5, generator=draw, dtype=torch.float64).log_softmax(1)

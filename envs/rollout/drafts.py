@@ -7,7 +7,7 @@ from time to time. When an engine is lost, the retry hands its copies to another
 import asyncio
 import contextlib
 import dataclasses
-import itertools
+import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -63,6 +63,8 @@ class Drafts:
         None stands for an answer that the caller has whole. With `known` empty all is new.
         `states` is vLLM's engine.output_processor.request_states. Only what is new is copied.
         """
+        from envs.rollout.unreported import unreported  # which engines need, and no other process
+
         running = {state.external_req_id: state for state in states.values()}
         turns = self.written.get(name, [])
         pairs = zip(turns, known or [0] * len(turns), strict=False)
@@ -91,20 +93,6 @@ def rest_of(request: Request, j: int, draft: Turn) -> Request:
     )
 
 
-def unreported(n: int, turn: Turn, state: Any) -> Turn:
-    """What an answer has after its first n tokens: those of `turn`, then those of `state`.
-
-    `state` is vLLM's RequestState of the request that goes on from `turn`, None where none does.
-    """
-    rest = turn.after(n)
-    if state is None:
-        return rest
-    answer = state._new_completion_output([], None, None)
-    answer.finish_reason = ""
-    answer.weight_versions = state._weight_version_spans()  # vLLM adds them to finished ones only
-    return rest.extended(Turn.from_vllm([], answer, max(0, n - len(turn.token_ids))))
-
-
 class DraftedCall(NamedTuple):
     """The worker's copy of one call of `answers`: its prompt, and each answer in pieces.
 
@@ -116,17 +104,8 @@ class DraftedCall(NamedTuple):
 
     def turns(self) -> list[Turn]:
         """Each answer in one piece."""
-        chain = itertools.chain.from_iterable
-        return [
-            dataclasses.replace(
-                pieces[-1],
-                prompt_ids=self.prompt_ids,
-                token_ids=list(chain(piece.token_ids for piece in pieces)),
-                logps=list(chain(piece.logps for piece in pieces)),
-                versions=list(chain(piece.versions for piece in pieces)),
-            )
-            for pieces in self.answers
-        ]
+        whole = (functools.reduce(Turn.extended, pieces) for pieces in self.answers)
+        return [dataclasses.replace(turn, prompt_ids=self.prompt_ids) for turn in whole]
 
     def known(self) -> list[int | None]:
         """Tokens that are known of each answer; None for one that is known whole."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput
 
+    from policy.allowed import Allowed
     from settings.run import LowEffort
 
 
@@ -40,6 +41,7 @@ class Turn:
     # Which experts saw each token of prompt and answer but the last, which the engine did not read:
     routes: list[np.ndarray] | None = None  # end to end [tokens - 1, expert layers, experts]
     cached: int = 0  # tokens of the prompt that the engine found in its prefix cache
+    allowed: "Allowed | None" = None  # what each token was chosen among; None: the vocabulary
 
     parsed: Response | None = None  # by the parsers of the configuration, once
     heard: tuple[Any, ...] = ()  # an environment's replies, for the next try if this one fails
@@ -86,7 +88,8 @@ class Turn:
             raise RuntimeError(f"vLLM returned {counts}, expected equally many")
         routes = None if answer.routed_experts is None else [answer.routed_experts]
         said = (prompt_ids, ids, logps, versions, answer.finish_reason)
-        return cls(*said, routes=routes, cached=cached)
+        sets: Any = getattr(answer, "sampling_mask", None)  # as runtime/engine.py leaves it
+        return cls(*said, routes=routes, cached=cached, allowed=sets and sets.after(start))
 
     def extended(self, more: "Turn") -> "Turn":
         """This draft and what came after it."""
@@ -96,12 +99,14 @@ class Turn:
             token_ids=self.token_ids + more.token_ids,
             logps=self.logps + more.logps,
             versions=self.versions + more.versions,
+            allowed=self.allowed.extended(more.allowed) if self.allowed else more.allowed,
         )
 
     def after(self, n: int) -> "Turn":
         """The tokens after the first n; without the prompt, which the caller has."""
-        rest = (self.token_ids[n:], self.logps[n:], self.versions[n:])
-        return Turn([], *rest, self.finish_reason, routes=self.routes, cached=self.cached)
+        rest = (self.token_ids[n:], self.logps[n:], self.versions[n:], self.finish_reason)
+        sets = self.allowed and self.allowed.after(n)
+        return Turn([], *rest, routes=self.routes, cached=self.cached, allowed=sets)
 
 
 class Request(NamedTuple):
@@ -163,6 +168,8 @@ class Sample:
     cache_hits: float = -1.0  # share of later turns' prompts in the prefix cache; -1: no later turn
     routes_T: np.ndarray | None = None  # int8/16 [T, expert layers, experts], -1 where unknown
     teacher_logp_T: np.ndarray | None = None  # float32, 0 where not sampled; mopd.py
+    allowed_T: np.ndarray | None = None  # int32, ids that a token was chosen among; None: all
+    allowed_M: np.ndarray | None = None  # int32, those ids of all tokens, end to end
 
     @classmethod
     def empty(cls) -> "Sample":
@@ -174,7 +181,7 @@ class Sample:
     @classmethod
     def of(cls, turns: list[Turn]) -> "Sample":
         """One sequence: in turn, what the environment added and what the policy answered."""
-        from envs.rollout import routes  # of a module of their own, as few runs have them
+        from envs.rollout import replayed  # of a module of its own, as few runs have it
 
         tokens: list[int] = []
         mask: list[bool] = []
@@ -198,7 +205,7 @@ class Sample:
             flaw_T=np.array(flaws, np.int8),
             truncated=turns[-1].finish_reason == "length",
             cache_hits=sum(turn.cached for turn in turns[1:]) / later if later else -1.0,
-            routes_T=routes.join(turns, len(tokens)),
+            **replayed.of_turns(turns, len(tokens)),
         )
 
     def flawed(self, name: str) -> np.ndarray:

@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 import policy
-from policy import AnyRow, LossFn, WeightMeta, logprobs, on
+from policy import AnyRow, LossFn, WeightMeta, allowed, logprobs, on
 from policy.megatron import hf_folder, hf_weights
 from policy.megatron.arguments import ddp_config, optimizer_config
 from policy.megatron.checkpoint import Shares
@@ -220,13 +220,15 @@ class MegatronPolicy:
         if head_VH is None:
             head_VH = self.model.shared_embedding_or_output_weight()
         first = len(head_VH) * mpu.get_tensor_model_parallel_rank()
+        ranks = mpu.get_tensor_model_parallel_group()
+        choices = allowed.choices(row, shard.target_N)
         logp_N = logprobs.TokenLogprobs.apply(
             h_LH[shard.at_N],
             head_VH,
             row.tokens_T[shard.target_N],
             self.temperature,
             logprobs.CHUNK,
-            logprobs.Head(mpu.get_tensor_model_parallel_group(), first, self.vocab, self.entropy),
+            logprobs.Head(ranks, first, self.vocab, self.entropy, choices),
         )
         logp_T = logp_N.new_zeros(len(row.tokens_T)).index_add(0, shard.target_N, logp_N)
         # Every rank goes on with the whole row; backward passes each the gradient of its tokens.

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from grpo_async import Batch, Config, policy_loss
 from policy import logprobs
+from policy.allowed import Allowed
 from runtime.metrics import reduce_stats
 from settings.errors import InputError
 from support.configs import changed
@@ -49,7 +50,10 @@ def opened(cfg: Config, trainable: bool = True):
 
 
 def rows(count: int, vocab: int = 101) -> list[Batch]:
-    """Packed rows of unequal sequences whose first tokens are a prompt; no token is the pad, 0."""
+    """Packed rows of unequal sequences whose first tokens are a prompt; no token is the pad, 0.
+
+    Each token of every second row was chosen among up to twenty.
+    """
     made = []
     for seed in range(count):
         draw = torch.Generator().manual_seed(seed)
@@ -58,9 +62,13 @@ def rows(count: int, vocab: int = 101) -> list[Batch]:
         positions_T = torch.cat([torch.arange(n) for n in lengths])
         # Two layers with experts, of each two of four.
         routes_T = torch.rand(T, 2, 4, generator=draw).argsort(-1)[..., :2]
+        tokens_T = torch.randint(1, vocab, (T,), generator=draw)
+        others = torch.randint(1, vocab, (T, 20), generator=draw).tolist()
+        sets = [{int(t), *ids[: i % 21]} for i, (t, ids) in enumerate(zip(tokens_T, others))]
+        allowed = Allowed(*map(torch.from_numpy, Allowed.of([sorted(ids) for ids in sets])))
         made.append(
             Batch(
-                tokens_T=torch.randint(1, vocab, (T,), generator=draw),
+                tokens_T=tokens_T,
                 positions_T=positions_T,
                 seq_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
                 mask_T=positions_T > 2,
@@ -70,6 +78,7 @@ def rows(count: int, vocab: int = 101) -> list[Batch]:
                 planned_tokens=100,
                 planned_sequences=6,
                 routes_N=np.split(routes_T.numpy().astype(np.int8), np.cumsum(lengths)[:-1]),
+                allowed=allowed if seed % 2 else None,
             )
         )
     return made

@@ -1,0 +1,70 @@
+"""What the trainer takes over from the engine, in the few runs that have it: experts and sets.
+
+Experts are those that saw each token (policy.replay_routing). A set is what a token was chosen
+among, where sampling is truncated (policy/allowed.py).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from envs.rollout import routes
+from policy.allowed import Allowed
+
+if TYPE_CHECKING:
+    from envs.rollout.episode import Sample, Turn
+
+NONE = np.zeros(0, np.int32)
+
+
+def of_turns(turns: "list[Turn]", tokens: int) -> dict[str, Any]:
+    """Fields of the `Sample` of so many tokens that turns become. Raises as `sets` does."""
+    count_T, ids_M = sets(turns, tokens) or (None, None)
+    return {"routes_T": routes.join(turns, tokens), "allowed_T": count_T, "allowed_M": ids_M}
+
+
+def sets(turns: "list[Turn]", tokens: int) -> Allowed | None:
+    """What each token of a sequence was chosen among; None where no turn has sets.
+
+    Raises RuntimeError where a sampled token lacks its set or is not in it.
+    """
+    if not any(turn.allowed for turn in turns):
+        return None
+    count_T = np.zeros(tokens, np.int32)
+    known = [turn.allowed or Allowed(NONE, NONE) for turn in turns]
+    for turn, of_turn in zip(turns, known, strict=True):
+        ids = np.array(turn.token_ids, np.int32)
+        if len(of_turn.count_T) != len(ids) or not of_turn.count_T.all():
+            have = f"{len(ids)} sampled tokens have {np.count_nonzero(of_turn.count_T)}"
+            raise RuntimeError(f"{have} sets of tokens that the engine chose among")
+        of_each = np.repeat(np.arange(len(ids)), of_turn.count_T)
+        hits = np.bincount(of_each[of_turn.ids_M == ids[of_each]], minlength=len(ids))
+        if not hits.all():
+            odd = int(ids[hits == 0][0])
+            raise RuntimeError(f"token {odd} was sampled, but is none that the engine chose among")
+        start = len(turn.prompt_ids)
+        count_T[start : start + len(ids)] = of_turn.count_T
+    return Allowed(count_T, np.concatenate([of_turn.ids_M for of_turn in known]))
+
+
+def of_row(samples: "list[Sample]", truncates: bool) -> dict[str, Any]:
+    """Fields of the `Batch` that samples become, None where they have none.
+
+    Raises ValueError where a trained sample lacks its sets and others have them, or the run
+    `truncates`.
+    """
+    experts = [sample.routes_T for sample in samples if sample.routes_T is not None]
+    fields: dict[str, Any] = {"routes_N": experts if len(experts) == len(samples) else None}
+    lacking = [sample for sample in samples if sample.allowed_T is None]
+    if len(lacking) == len(samples) and not truncates:
+        return fields
+    if any(sample.mask_T.any() for sample in lacking):
+        missing = "a sample has no sets of tokens that the engine chose among"
+        raise ValueError(f"{missing}, expected them with sampling.top_p, top_k or min_p")
+    none = [np.zeros(len(sample.tokens_T), np.int32) for sample in samples]
+    pairs = zip(samples, none, strict=True)
+    count_T = [none_T if sample.allowed_T is None else sample.allowed_T for sample, none_T in pairs]
+    ids_M = [NONE if sample.allowed_M is None else sample.allowed_M for sample in samples]
+    count, ids = (torch.from_numpy(np.concatenate(parts)) for parts in (count_T, ids_M))
+    return fields | {"allowed": Allowed(count, ids)}

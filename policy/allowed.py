@@ -1,0 +1,86 @@
+"""Truncated sampling (top_p, top_k, min_p) in training: what the engine chose each token among.
+
+    logp_t  =  z_t[y_t] - log sum_{v in S_t} exp z_t[v]        S_t: the engine's set, not ours
+
+The trainer's own nucleus would differ at its edge, so the engine sends the ids of each set.
+DeepSeek V3.2 calls that "Keep Sampling Mask" (arXiv:2512.02556); vLLM has it since pull request
+49577.
+
+Axes, as suffixes:  T tokens of an answer, a sequence or a row    N of them trained    C of those, a
+    chunk    M ids of all sets, end to end    K ids of the widest set    V vocabulary
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from policy import Row
+
+
+class Allowed(NamedTuple):
+    """The sets of T tokens: arrays of an answer or of a sequence, tensors of a packed row."""
+
+    count_T: Any  # int32, ids of each set; 0 where nothing was sampled
+    ids_M: Any  # int32
+
+    @classmethod
+    def of(cls, sets: Sequence[Sequence[int]]) -> "Allowed":
+        """From one list of ids for each token."""
+        count_T = np.array([len(ids) for ids in sets], np.int32)
+        ids = itertools.chain.from_iterable(sets)
+        return cls(count_T, np.fromiter(ids, np.int32, int(count_T.sum())))
+
+    def after(self, n: int) -> "Allowed":
+        """The sets after the first n."""
+        return Allowed(self.count_T[n:], self.ids_M[self.count_T[:n].sum() :])
+
+    def extended(self, more: "Allowed | None") -> "Allowed":
+        """These and the sets of what was sampled next."""
+        return Allowed(*map(np.concatenate, zip(self, more, strict=True))) if more else self
+
+    def to(self, device: torch.device) -> "Allowed":
+        """The sets of a packed row on this device."""
+        return Allowed(self.count_T.to(device), self.ids_M.to(device))
+
+    def at(self, at_N: Tensor) -> "Choices":
+        """The sets of the tokens at some places of a row. Raises ValueError where one is empty."""
+        count_N = self.count_T[at_N].long()
+        if not (count_N > 0).all():
+            raise ValueError("a trained token has no set of tokens that the engine chose it among")
+        first_N = self.count_T.cumsum(0)[at_N] - count_N
+        return Choices(self.ids_M, first_N, count_N, int(count_N.max()) if len(at_N) else 0)
+
+
+def choices(row: Row, at_N: Tensor) -> "Choices | None":
+    """What a row's tokens at some places were chosen among; None: the whole vocabulary."""
+    allowed: Allowed | None = getattr(row, "allowed", None)
+    return allowed and allowed.at(at_N)
+
+
+class Choices(NamedTuple):
+    """The sets of N trained tokens: where each begins among all ids, and how many it has."""
+
+    ids_M: Tensor
+    first_N: Tensor
+    count_N: Tensor
+    most: int
+
+    def keep(self, logits_CV: Tensor, rows: slice, first: int) -> None:
+        """Sets the logits of a chunk to -inf, in place, except those of its tokens' sets.
+
+        `rows` are the chunk's tokens. Column 0 is row `first` of the vocabulary; other columns may
+        be those of other ranks. Needs C x K numbers beside the logits.
+        """
+        nth_K = torch.arange(self.most, device=logits_CV.device)
+        # Of a set that has fewer ids the last one stands for the rest.
+        nth_CK = nth_K.minimum(self.count_N[rows, None] - 1)
+        column_CK = self.ids_M[self.first_N[rows, None] + nth_CK].long() - first
+        last = logits_CV.shape[1] - 1
+        here_CK = (column_CK >= 0) & (column_CK <= last)
+        column_CK = column_CK.clamp(0, last)
+        kept_CK = logits_CV.gather(1, column_CK).masked_fill_(~here_CK, -torch.inf)
+        logits_CV.fill_(-torch.inf).scatter_reduce_(1, column_CK, kept_CK, "amax")
