@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from runtime.checkpoints import Checkpoints
 
 LORA = ("policy.lora_rank", "policy.lora_alpha", "policy.lora_targets")  # of each checkpoint
+WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # of `sampling`: no token is left out
 MISSING = object()  # no value of a setting
 EVALUATED = {"validation_reward", "validation_accuracy"}  # one of them ends an evaluation
 
@@ -72,6 +73,7 @@ def refuse_other_stream(
         raise InputError(f"{folder} is of no replay of {replay}")
     if saved.get("max_lag", 0) > lag:  # what is ready may be as old as that
         raise InputError(f"{folder} was saved with max_lag = {saved['max_lag']}: not less")
+    refuse_other_truncation(state, cfg)
     refuse_other_settings(state, cfg, (*must_match, *LORA))
     count, checksum = state["rows"]
     if rows.checksum(count) != checksum or len(rows) < count:
@@ -93,6 +95,22 @@ def refuse_other_settings(state: dict, cfg: TrainingSettings, names: Sequence[st
             raise another_layout(state["folder"], f"lacks config.{name}")
         if before != after:
             raise InputError(f"{state['folder']} was saved with {name} = {before!r}, not {after!r}")
+
+
+def refuse_other_truncation(state: dict, cfg: TrainingSettings) -> None:
+    """Raises InputError where finished groups would have sets of tokens and later ones none.
+
+    Or the other way round; where both truncate, each group is trained by the sets that it has.
+    """
+    for name, one, other in (
+        ("saved with", state["config"], dataclasses.asdict(cfg)),
+        ("not saved with", dataclasses.asdict(cfg), state["config"]),
+    ):
+        of_one, of_other = (WHOLE | config.get("sampling", {}) for config in (one, other))
+        truncated = [f"sampling.{n} = {of_one[n]}" for n in WHOLE if of_one[n] != WHOLE[n]]
+        if truncated and all(of_other[n] == WHOLE[n] for n in WHOLE):
+            said = f"{state['folder']} was {name} {', '.join(truncated)}"
+            raise InputError(f"{said}: expected what it was saved with")
 
 
 def leaf_of(config: dict, name: str, default: Any) -> Any:

@@ -64,7 +64,7 @@ def rows(count: int, vocab: int = 101) -> list[Batch]:
         routes_T = torch.rand(T, 2, 4, generator=draw).argsort(-1)[..., :2]
         tokens_T = torch.randint(1, vocab, (T,), generator=draw)
         others = torch.randint(1, vocab, (T, 20), generator=draw).tolist()
-        sets = [{int(t), *ids[: i % 21]} for i, (t, ids) in enumerate(zip(tokens_T, others))]
+        sets = [{t, *others[i][: i % 21]} for i, t in enumerate(tokens_T.tolist())]
         allowed = Allowed(*map(torch.from_numpy, Allowed.of([sorted(ids) for ids in sets])))
         made.append(
             Batch(
@@ -230,7 +230,8 @@ def alone(row: Batch, samples: list[int]) -> Batch:
     tensors = {k: v[kept_T] for k, v in vars(row).items() if k.endswith("_T") and v is not None}
     tensors["seq_T"] = torch.unique(tensors["seq_T"], return_inverse=True)[1]
     routes_N = [row.routes_N[i] for i in samples]
-    return dataclasses.replace(row, **tensors, score_N=row.score_N[samples], routes_N=routes_N)
+    tensors |= {"score_N": row.score_N[samples], "routes_N": routes_N, "allowed": None}
+    return dataclasses.replace(row, **tensors)
 
 
 def balance(cfg: Config, mine: list[Batch]) -> dict[str, dict[str, torch.Tensor]]:
