@@ -129,17 +129,19 @@ async def test_validation_may_sample_otherwise(pair):
 
 def test_a_run_resumes_and_its_samples_train_again(tiny_model, tmp_path):
     """Groups that are ready keep their sets in a checkpoint, and so do samples for --replay."""
-    cfg = make_config(tiny_model, tmp_path / "run")
-    cfg = changed(cfg, **TOP, max_lag=1, save_period=1, sample_period=1, steps=2)
+    cfg = make_config(tiny_model, tmp_path)
+    cfg = changed(cfg, **TOP, save_period=1, sample_period=1, steps=2, skip_zero_advantage=False)
     Program(cfg).succeeds(240)
     resumed = Program(changed(cfg, steps=3), "--resume", "auto").succeeds(240)
     assert len(resumed.steps()) == 3
-    last = resumed.lines("mismatch.jsonl")[-1]["rows"]
-    assert max(row["mean"] for row in last if row["by"] == "lag" and row["key"] == "0") < TOLERANCE
+    rows = [row for step in resumed.lines("mismatch.jsonl") for row in step["rows"]]
+    gaps = {row["key"]: row["mean"] for row in rows if row["by"] == "lag"}
+    assert gaps.keys() == {"0", "1"} and gaps["0"] < TOLERANCE
     again = Program(changed(cfg, run_dir=str(tmp_path / "again")), "--replay", str(resumed.folder))
     steps = again.succeeds().steps()
     pairs = zip(steps, resumed.steps(), strict=False)
-    assert all(one["loss"] == pytest.approx(other["loss"], abs=1e-7) for one, other in pairs)
+    name = "token_mult_prob_error"  # some 1.0000001 by the sets, and 1.5 without them
+    assert all(one[name] == pytest.approx(other[name], abs=1e-6) for one, other in pairs)
     other = changed(cfg, top_p=1.0, top_k=0, min_p=0.0, steps=4)
     refused = Program(other, "--resume", "auto")
     assert refused.ends() == 1
