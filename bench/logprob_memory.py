@@ -2,11 +2,12 @@
 
     python bench/logprob_memory.py [--tokens 8192 --vocab 131072 --hidden 1024 --chunk 1024]
 
-plain is `(hidden @ W.T).float().log_softmax(-1).gather(...)`; liger is Liger Kernel's fused loss,
-where that package and a GPU are: it sums, and takes no weight per token. Each runs in a process of
-its own, on the GPU in bf16 if there is one, else on the CPU in float32, where plain needs 14 GB at
-the default sizes. Peak is what the computation adds to its inputs, gradients included; a small run
-before it pays for what a library allocates once.
+plain is `(hidden @ W.T).float().log_softmax(-1).gather(...)`. truncated is chunked where each token
+was chosen among 512, as many as top_p leaves at most by default (policy/allowed.py). liger is Liger
+Kernel's fused loss, where that package and a GPU are: it sums, and takes no weight per token. Each
+runs in a process of its own, on the GPU in bf16 if there is one, else on the CPU in float32, where
+plain needs 14 GB at the default sizes. Peak is what the computation adds to its inputs, gradients
+included; a small run before it pays for what a library allocates once.
 """
 
 import importlib.util
@@ -22,7 +23,10 @@ import tyro
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from policy.logprobs import CHUNK, TokenLogprobs  # noqa: E402
+from policy.allowed import Allowed  # noqa: E402
+from policy.logprobs import CHUNK, Head, TokenLogprobs  # noqa: E402
+
+SET = 512
 
 
 def plain(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, chunk: int) -> Tensor:
@@ -34,13 +38,21 @@ def chunked(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, chunk: int) 
     return TokenLogprobs.apply(hidden_TH, weight_VH, target_T, 1.0, chunk)
 
 
+def truncated(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, chunk: int) -> Tensor:
+    ids_TK = target_T[:, None] + torch.arange(SET, device=target_T.device)
+    count_T = torch.full_like(target_T, SET, dtype=torch.int32)
+    allowed = Allowed(count_T, (ids_TK % len(weight_VH)).flatten().to(torch.int32))
+    head = Head(choices=allowed.at(torch.arange(len(target_T), device=target_T.device)))
+    return TokenLogprobs.apply(hidden_TH, weight_VH, target_T, 1.0, chunk, head)
+
+
 def liger(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, chunk: int) -> Tensor:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     return -LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight_VH, hidden_TH, target_T)
 
 
-METHODS = {"plain": plain, "chunked": chunked}
+METHODS = {"plain": plain, "chunked": chunked, "truncated": truncated}
 if torch.cuda.is_available() and importlib.util.find_spec("liger_kernel"):
     METHODS["liger"] = liger
 
@@ -85,6 +97,9 @@ def main(tokens: int = 8192, vocab: int = 131072, hidden: int = 1024, chunk: int
         print(
             f"{method:10}{got['peak'] / 1e9:10.2f}{got['seconds']:10.2f}{peak:17.3f}{seconds:17.3f}"
         )
+        if method == "truncated":
+            assert got["checks"][0] > base["checks"][0], "fewer tokens share the probability"
+            continue
         for ours, plains in zip(got["checks"], base["checks"], strict=True):
             assert abs(ours - plains) <= 1e-3 * abs(plains), "the methods disagree"
 

@@ -130,7 +130,7 @@ class Sampling:
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample among the likeliest tokens of this probability; the trainer normalises over them."""
     top_k: NonNegativeInt = 0
-    """Sample among so many of the likeliest tokens; 0: all, or 512 with top_p or min_p."""
+    """Sample among the k likeliest tokens; 0: all, or 512 with top_p or min_p."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Sample among tokens that are at least so likely relative to the likeliest one."""
     max_model_len: PositiveInt = 65536

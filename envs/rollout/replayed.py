@@ -19,7 +19,7 @@ NONE = np.zeros(0, np.int32)
 
 
 def of_turns(turns: "list[Turn]", tokens: int) -> dict[str, Any]:
-    """Fields of the `Sample` of so many tokens that turns become. Raises as `sets` does."""
+    """Fields of the `Sample` of that length which turns become. Raises as `sets` does."""
     count_T, ids_M = sets(turns, tokens) or (None, None)
     return {"routes_T": routes.join(turns, tokens), "allowed_T": count_T, "allowed_M": ids_M}
 
