@@ -285,6 +285,12 @@ def drafts(log: Log) -> str:
     return f"{said}; accepted {max(accepted):.0%} at most"
 
 
+@line(gpus=2, seconds=900)
+def truncated(log: Log) -> str:
+    """An engine samples with top_p, and the trainer normalises over what it chose among."""
+    return trained(log, 5, "--gpu_share", 1, "--sampling.top_p", 0.95)
+
+
 @line(gpus=4, seconds=900)
 def four_gpus(log: Log) -> str:
     """An engine of tensor_parallel 2 and two trainer ranks."""
