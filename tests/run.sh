@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets up the environment and runs tests; durations.txt then says how long each took.
 #   bash tests/run.sh                     one real run of each kind, and what needs none: six minutes
-#   bash tests/run.sh all                 all that runs on a CPU: half an hour
+#   bash tests/run.sh all                 what takes less than a minute each as well: 25 minutes
+#   bash tests/run.sh long                ends of runs, drafts, layouts: a quarter of an hour
 #   bash tests/run.sh PYTEST ARGUMENTS    what they say
 #   bash tests/run.sh recipe              every configuration trains two steps: ten minutes
 #   bash tests/run.sh hub                 environments of verifiers, in .venv-hub: three minutes
@@ -22,6 +23,9 @@ done
 unset PYTHONDONTWRITEBYTECODE
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
+if [ "${1:-}" = long ]; then
+    set -- -m long "${@:2}"
+fi
 if [ "${1:-}" = recipe ]; then
     export GRPO_RECIPE=1
     set -- tests/test_recipe.py "${@:2}"
@@ -57,7 +61,7 @@ if [ "${1:-}" = slurm ]; then
 fi
 case "${1:-}" in
 "") export GRPO_QUICK=1 && chosen=(-m "smoke or not (e2e or slow)") ;;
-all) chosen=("${@:2}") ;;
+all) chosen=(-m "not long" "${@:2}") ;;
 *) exec .venv/bin/python -m pytest "$@" ;;
 esac
 types=$(mktemp)

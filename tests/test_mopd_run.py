@@ -115,6 +115,7 @@ def test_its_samples_train_again_without_engine_and_teachers(finished, taught, t
     assert not list((replayed.folder / "logs").glob("Teacher-*"))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_whatever_dies_and_its_resume_is_exact(taught, tmp_path, monkeypatch):
     """Teachers killed and stopped, an engine beside, then the driver; bitwise the calm run's."""
     fields = {"max_lag": 0, "save_period": 1, "keep_last": 99, "steps": 5}
@@ -165,6 +166,7 @@ def test_the_fork_over_the_likeliest_tokens_trains(taught, tmp_path):
     assert kl[-1] < 0.8 * kl[0] and kl[0] > 0.1
 
 
+@pytest.mark.long
 def test_two_teachers_of_other_layouts_teach_a_megatron_student(taught, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/cpu")
     tp = {"kind": "megatron", "ranks": 2, "tp": 2}

@@ -88,6 +88,7 @@ def test_a_run_killed_after_every_step_equals_the_undisturbed_run(tiny_config, t
     program.check_slots(cfg, rows=64)
 
 
+@pytest.mark.long
 def test_parts_that_a_run_recorded_train_again_bitwise(tiny_config, tmp_path):
     """`--replay` of a run with train_parts: the same weights, also of one killed and resumed."""
     fields = {"steps": 3, "max_lag": 1, "save_period": 1, "keep_last": 99, "sample_period": 1}
@@ -131,6 +132,7 @@ def replaces(program: Program, engines: int, *victims: int) -> None:
     program.wait_until(is_whole)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_whatever_ended_it(tiny_config, tmp_path):
     """Killed engines and workers, SIGTERM, a damaged checkpoint, a killed trainer rank, Ctrl-C.
 

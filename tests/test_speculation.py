@@ -13,7 +13,7 @@ from support.megatron_jobs import run
 from support.program import ROOT, Program
 from support.tiny_models import make
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("drafting")]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.xdist_group("drafting")]
 TOLERANCE = 1e-5  # float32, dense model
 CHI_SQUARE = 161  # of 99 degrees of freedom; more is seen once in 10,000 times
 NOISE = 0.01  # acceptance by a vocabulary of 100 where a drafter knows nothing

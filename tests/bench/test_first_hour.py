@@ -156,6 +156,7 @@ def test_a_checkpoint_of_nemotron_h_that_loses_something_is_told(part, monkeypat
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_engine_and_trainer_agree_on_a_cpu(tiny_config, tiny_model, tmp_path, monkeypatch):
     """The tiny job's model, which takes minutes to make, is not made for it."""
     monkeypatch.setattr(hour, "model", lambda log: tiny_model)

@@ -24,6 +24,7 @@ def test_what_is_compared_starts(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ours_of_the_asynchronous_comparison_trains_whole_batches(tmp_path, monkeypatch):
     """Also in parts: a step's record is of the whole batch, and its time that of all parts."""
     vs_trl_async.make_inputs(tmp_path)

@@ -64,6 +64,7 @@ def scripts(models):
 
 
 @pytest.mark.xdist_group("two engines")
+@pytest.mark.long
 def test_replayed_experts_bring_trainer_and_engine_together_in_bf16(scripts):
     """Both compute in bf16: where they choose other experts, their logprobs part."""
     found = scripts("routing_replay")
@@ -74,6 +75,7 @@ def test_replayed_experts_bring_trainer_and_engine_together_in_bf16(scripts):
 
 
 @pytest.mark.xdist_group("two engines")
+@pytest.mark.long
 def test_routes_that_are_sent_once_are_those_of_a_full_answer(scripts):
     """Of three turns, between which the weights change: a token keeps the experts of its turn."""
     found = scripts("routes_of_turns")
