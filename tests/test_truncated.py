@@ -74,7 +74,8 @@ async def test_tokens_are_drawn_from_their_sets_by_the_probabilities_of_the_poli
         some = turns[first : first + 50]  # of a row with all the mask would be too large
         engine = torch.tensor([logp for turn in some for logp in turn.logps])
         gap = (trainer_logprobs(pair, some) - engine).abs()
-        assert gap.max() < TOLERANCE, f"off by {gap.max():.1e}"
+        assert gap.mean() < TOLERANCE / 5, f"off by {gap.mean():.1e} on average"
+        assert gap.max() < 2 * TOLERANCE, f"off by {gap.max():.1e}"
     model, bins = plain_model(pair.cfg).double(), torch.zeros(BINS)
     draw = torch.Generator().manual_seed(0)
     for i, turn in enumerate(turns):

@@ -1,6 +1,7 @@
 """policy/adapter_sync.py: what engines make of adapters alone, against the merged weights."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -77,10 +78,13 @@ def test_the_first_update_is_the_checkpoint_to_the_bit(checkpoint):
 
 
 def test_nothing_drifts_over_many_updates(checkpoint):
-    """An engine that took every update has what one has that took the last alone."""
+    """An engine that took every update has what one has that took the last alone.
+
+    GRPO_UPDATES=1000: more.
+    """
     policy = trained(checkpoint("qwen3"), steps=0, lr=1e-3)
     update = outgoing(policy)
-    for _ in range(30):
+    for _ in range(int(os.environ.get("GRPO_UPDATES", "30"))):
         policy.forward_backward(SEQUENCES, loss_fn)
         policy.optimizer_step()
         made = merged(update.base, sent(update))
