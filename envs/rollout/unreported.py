@@ -1,7 +1,8 @@
 """What an engine has written of an answer that it has not finished."""
 
-import itertools
 from typing import Any
+
+import numpy as np
 
 from envs.rollout.episode import Turn
 from policy.allowed import Allowed
@@ -17,9 +18,29 @@ def unreported(n: int, turn: Turn, state: Any) -> Turn:
         return rest
     answer = state._new_completion_output([], None, None)
     answer.finish_reason = ""
-    # vLLM adds the next two to finished answers only.
+    # vLLM adds the next one, and sets of tokens, to finished answers only.
     answer.weight_versions = state._weight_version_spans()
+    new = Turn.from_vllm([], answer, max(0, n - len(turn.token_ids)))
     if chunks := getattr(state, "sampling_mask_chunks", None):
-        sets = itertools.chain.from_iterable(chunk.to_nested_list() for chunk in chunks)
-        answer.sampling_mask = Allowed.of(list(sets))
-    return rest.extended(Turn.from_vllm([], answer, max(0, n - len(turn.token_ids))))
+        new.allowed = last_sets(chunks, len(new.token_ids))
+    return rest.extended(new)
+
+
+def last_sets(chunks: list[Any], tokens: int) -> Allowed:
+    """The sets of the last `tokens` tokens, of vLLM's SamplingMaskLists of one token or more.
+
+    Older ones are not looked at: a report must not cost what the whole answer is long.
+    """
+    found = 0
+    counts: list[np.ndarray] = []
+    ids: list[np.ndarray] = []
+    for chunk in reversed(chunks):
+        if found >= tokens:
+            break
+        one = [0, len(chunk.token_ids)]
+        counts.append(np.diff(one if chunk.offsets is None else chunk.offsets))
+        ids.append(chunk.token_ids)
+        found += len(counts[-1])
+    none = np.zeros(0, np.int32)
+    newest = (np.concatenate([none, *parts[::-1]], dtype=np.int32) for parts in (counts, ids))
+    return Allowed(*newest).after(max(0, found - tokens))

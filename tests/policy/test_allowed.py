@@ -1,5 +1,7 @@
 """Logprobs over what the engine chose among, by enumeration of small vocabularies."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from envs.rollout.episode import Sample, Turn, stitch
+from envs.rollout.unreported import last_sets, unreported
 from grpo_async import Config, Update, pack
 from policy.allowed import Allowed
 from policy.logprobs import Entropy, Head, TokenLogprobs
@@ -134,6 +137,39 @@ def test_a_draft_and_its_rest_are_the_whole_answer():
     assert turn([1], [], None).extended(whole).allowed is whole.allowed
 
 
+def lists(*sets: list[int]):
+    """vLLM's SamplingMaskLists of one step: without offsets where it has one token."""
+    ends = np.cumsum([0, *map(len, sets)])
+    ids = np.array(sum(sets, []), np.int32)
+    return SimpleNamespace(token_ids=ids, offsets=ends if len(sets) > 1 else None)
+
+
+@pytest.mark.parametrize("known", [0, 1, 2, 3, 4, 5, 6, 9])
+def test_a_report_has_the_sets_of_its_new_tokens(known):
+    sets = [[1], [2, 9], [3, 8, 7], [4], [5, 6]]
+    steps = [lists([1]), lists([2, 9], [3, 8, 7], [4]), lists([5, 6])]
+    found = last_sets(steps, max(0, 5 - known))
+    assert found.count_T.tolist() == [len(ids) for ids in sets[known:]]
+    assert found.ids_M.tolist() == sum(sets[known:], [])
+    assert {x.dtype for x in found} == {np.dtype(np.int32)}
+
+
+def test_a_report_does_not_look_at_sets_that_are_known():
+    """Each is of the whole answer else, every few seconds, for each request of an engine."""
+    state = SimpleNamespace(
+        sampling_mask_chunks=[None] * 1000 + [lists([3, 4])],  # None has no ids
+        _weight_version_spans=lambda: [SimpleNamespace(version="0", start=0, end=1001)],
+        _new_completion_output=lambda *_: SimpleNamespace(
+            token_ids=[3] * 1001,
+            logprobs=SimpleNamespace(logprobs=[-1.0] * 1001),
+            routed_experts=None,
+            sampling_mask=None,
+        ),
+    )
+    new = unreported(1003, turn([1], [3] * 3, [[3]] * 3), state)
+    assert new.token_ids == [3] and new.allowed.ids_M.tolist() == [3, 4]
+
+
 @pytest.mark.parametrize(
     ("sets", "what"),
     [
@@ -172,8 +208,6 @@ def test_a_trained_token_with_an_empty_set_is_an_error():
 
 
 def test_a_missing_answer_of_the_engine_is_an_error():
-    from types import SimpleNamespace
-
     from runtime.engine import take_sets
 
     answer = SimpleNamespace(
