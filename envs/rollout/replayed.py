@@ -52,19 +52,28 @@ def of_row(samples: "list[Sample]", truncates: bool) -> dict[str, Any]:
     """Fields of the `Batch` that samples become, None where they have none.
 
     Raises ValueError where a trained sample lacks its sets and others have them, or the run
-    `truncates`.
+    `truncates`; and where a sample has other ids than its sets count.
     """
     experts = [sample.routes_T for sample in samples if sample.routes_T is not None]
     fields: dict[str, Any] = {"routes_N": experts if len(experts) == len(samples) else None}
-    lacking = [sample for sample in samples if sample.allowed_T is None]
-    if len(lacking) == len(samples) and not truncates:
+    found = [sets_of(sample) for sample in samples]
+    if not any(found) and not truncates:
         return fields
-    if any(sample.mask_T.any() for sample in lacking):
+    pairs = list(zip(samples, found, strict=True))
+    if any(sample.mask_T.any() for sample, known in pairs if not known):
         missing = "a sample has no sets of tokens that the engine chose among"
         raise ValueError(f"{missing}, expected them with sampling.top_p, top_k or min_p")
-    none = [np.zeros(len(sample.tokens_T), np.int32) for sample in samples]
-    pairs = zip(samples, none, strict=True)
-    count_T = [none_T if sample.allowed_T is None else sample.allowed_T for sample, none_T in pairs]
-    ids_M = [NONE if sample.allowed_M is None else sample.allowed_M for sample in samples]
-    count, ids = (torch.from_numpy(np.concatenate(parts)) for parts in (count_T, ids_M))
+    known = [sets or Allowed(np.zeros(len(s.tokens_T), np.int32), NONE) for s, sets in pairs]
+    for count_T, ids_M in known:
+        if (total := count_T.sum()) != len(ids_M):
+            raise ValueError(f"the sets of a sample have {len(ids_M)} ids, expected {total}")
+    count, ids = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*known, strict=True))
     return fields | {"allowed": Allowed(count, ids)}
+
+
+def sets_of(sample: "Sample") -> Allowed | None:
+    """A sample's sets; None where it lacks them, for which a file of samples has -1 everywhere."""
+    count_T, ids_M = sample.allowed_T, sample.allowed_M
+    if count_T is None or ids_M is None or (count_T < 0).all():
+        return None
+    return Allowed(count_T, ids_M)

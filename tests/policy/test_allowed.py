@@ -13,6 +13,7 @@ from envs.rollout.unreported import last_sets, unreported
 from grpo_async import Config, Update, pack
 from policy.allowed import Allowed
 from policy.logprobs import Entropy, Head, TokenLogprobs
+from runtime import archive
 from support.configs import changed
 
 N, H, V = 37, 8, 50
@@ -199,6 +200,24 @@ def test_a_sample_without_sets_where_sampling_is_truncated_is_an_error():
             pack(samples, Update(1, 1, []), cfg)
     plain.mask_T &= False
     assert pack([plain, Sample.of([FIRST])], Update(1, 1, []), truncated).allowed is not None
+
+
+def test_a_file_keeps_apart_samples_with_sets_and_without(tmp_path):
+    """Such as a group of which an episode ended before the policy had said anything."""
+    mute = Sample.of([turn([5, 6, 7], [], None)])
+    path = str(tmp_path / "step_000001.npz")
+    archive.write_groups(path, [(0, 0, 0)], [], [mute, Sample.of([FIRST]), mute])
+    _, read = archive.read_groups(path)
+    row = pack(read, Update(2, 3, []), changed(Config(), top_p=0.9))
+    assert row.allowed.count_T.tolist() == [0, 0, 0, 0, 0, 2, 1, 0, 0, 0]
+    assert row.allowed.at(row.mask_T.nonzero().squeeze(1)).first_N.tolist() == [0, 2]
+
+
+def test_sets_with_other_ids_than_they_count_are_an_error():
+    sample = Sample.of([FIRST])
+    sample.allowed_M = sample.allowed_M[:-1]
+    with pytest.raises(ValueError, match="the sets of a sample have 2 ids, expected 3"):
+        pack([sample], Update(2, 1, []), changed(Config(), top_p=0.9))
 
 
 def test_a_trained_token_with_an_empty_set_is_an_error():
