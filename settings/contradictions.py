@@ -7,7 +7,7 @@ import pydantic
 
 if TYPE_CHECKING:
     from settings.network import MegatronSettings, PolicySettings
-    from settings.run import EngineSettings, Sampling, TrainingSettings
+    from settings.run import EngineSettings, RunSettings, Sampling, TrainingSettings
     from settings.teachers import TeacherSettings
 
 # Of a row, whose T x T mask torch indexes with 32 bits in SDPA's kernel (pytorch issue 187227).
@@ -198,6 +198,21 @@ def of_training(cfg: "TrainingSettings") -> None:
     goes_on = goes_on or ("export" if cfg.command.export else "")
     if goes_on and "{time}" in cfg.run_dir:
         raise ValueError(f"{goes_on}: run_dir has {{time}}")
+
+
+def of_rollouts(cfg: "RunSettings") -> None:
+    """Refuses what engines cannot do, naming both settings. Raises ValueError."""
+    if cfg.engine.tensor_parallel > 1 and cfg.gpu_share < 1:
+        parallel = f"engine.tensor_parallel = {cfg.engine.tensor_parallel}"
+        raise ValueError(f"gpu_share = {cfg.gpu_share}: {parallel} needs 1")
+    sampling = cfg.sampling
+    for name, min_p in (
+        ("sampling.min_p", sampling.min_p),
+        ("sampling.validation['min_p']", sampling.validation.get("min_p", 0)),
+    ):
+        if min_p > 0 and cfg.engine.args.get("speculative_config"):
+            drafts = "engine.args has speculative_config, with which vLLM refuses it"
+            raise ValueError(f"{name} = {min_p}: {drafts}, expected 0")
 
 
 def of_teachers(cfg: "TeacherSettings") -> None:

@@ -325,7 +325,7 @@ class RunSettings(TrainingSettings):
 
     def __post_init__(self) -> None:
         """Refuses settings that exclude each other. Raises ValueError naming both."""
+        from settings import contradictions
+
         super().__post_init__()
-        if self.engine.tensor_parallel > 1 and self.gpu_share < 1:
-            parallel = f"engine.tensor_parallel = {self.engine.tensor_parallel}"
-            raise ValueError(f"gpu_share = {self.gpu_share}: {parallel} needs 1")
+        contradictions.of_rollouts(self)
