@@ -131,6 +131,12 @@ def count_groups(path: str) -> int:
         return len(columns["slot"])
 
 
+def columns(path: str) -> set[str]:
+    """The names of a file's columns. Raises ValueError as `count_groups` does."""
+    with _opened(path) as file:
+        return set(file.files)
+
+
 def read_groups(path: str) -> tuple:
     """What `write_groups` wrote: [(slot, version, line, infos)], then the samples of each group.
 

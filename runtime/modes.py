@@ -195,20 +195,26 @@ class NoEngines:
 def replayed_files(run: RolloutRun) -> list[Path]:
     """The files to train on, in the order of their steps; prepares the run for them.
 
-    Raises InputError where there is none, or one that does not hold a step's groups.
+    Raises InputError where there is none, or one that does not hold a step's groups, or lacks the
+    sets of tokens that truncated sampling is trained by.
     """
     cfg = run.cfg
     files = sample_files(cfg.command.replay)[: cfg.steps]
+    truncated = resume.truncation(dataclasses.asdict(cfg))
     for path in files:
         try:
             if path.stat().st_size <= BLOCK:  # damage in others is found when they are read
                 archive.read_groups(str(path))
             count = archive.count_groups(str(path))
+            has_sets = "allowed_T" in archive.columns(str(path))
         except ValueError as error:
             raise InputError(str(error)) from None
         if count != cfg.prompts_per_step:
             expected = f"prompts_per_step = {cfg.prompts_per_step}"
             raise InputError(f"{path} holds {count} groups, expected {expected}")
+        if truncated and not has_sets:
+            missing = "has no sets of tokens that its own were chosen among"
+            raise InputError(f"{path} {missing}, expected them with {truncated}")
     run.cfg = dataclasses.replace(cfg, steps=len(files))
     run.val_rows = []
     run.buffer.max_lag = len(files)  # its samples are as old as they are

@@ -102,15 +102,16 @@ def refuse_other_truncation(state: dict, cfg: TrainingSettings) -> None:
 
     Or the other way round; where both truncate, each group is trained by the sets that it has.
     """
-    for name, one, other in (
-        ("saved with", state["config"], dataclasses.asdict(cfg)),
-        ("not saved with", dataclasses.asdict(cfg), state["config"]),
-    ):
-        of_one, of_other = (WHOLE | config.get("sampling", {}) for config in (one, other))
-        truncated = [f"sampling.{n} = {of_one[n]}" for n in WHOLE if of_one[n] != WHOLE[n]]
-        if truncated and all(of_other[n] == WHOLE[n] for n in WHOLE):
-            said = f"{state['folder']} was {name} {', '.join(truncated)}"
-            raise InputError(f"{said}: expected what it was saved with")
+    before, now = truncation(state["config"]), truncation(dataclasses.asdict(cfg))
+    if bool(before) != bool(now):
+        said = f"was saved with {before}" if before else f"was not saved with {now}"
+        raise InputError(f"{state['folder']} {said}: expected what it was saved with")
+
+
+def truncation(config: dict) -> str:
+    """The settings of a run that leave tokens out, with their values; "" for none."""
+    chosen = WHOLE | config.get("sampling", {})
+    return ", ".join(f"sampling.{n} = {chosen[n]}" for n in WHOLE if chosen[n] != WHOLE[n])
 
 
 def leaf_of(config: dict, name: str, default: Any) -> Any:
