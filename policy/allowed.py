@@ -7,7 +7,7 @@ DeepSeek V3.2 calls that "Keep Sampling Mask" (arXiv:2512.02556); vLLM has it si
 49577.
 
 Axes, as suffixes:  T tokens of an answer, a sequence or a row    N of them trained    C of those, a
-    chunk    M ids of all sets, end to end    K ids of the widest set    V vocabulary
+    chunk    M ids of sets, end to end    V vocabulary
 """
 
 import itertools
@@ -51,8 +51,7 @@ class Allowed(NamedTuple):
         count_N = self.count_T[at_N].long()
         if not (count_N > 0).all():
             raise ValueError("a trained token has no set of tokens that the engine chose it among")
-        first_N = self.count_T.cumsum(0)[at_N] - count_N
-        return Choices(self.ids_M, first_N, count_N, int(count_N.max()) if len(at_N) else 0)
+        return Choices(self.ids_M, self.count_T.cumsum(0)[at_N] - count_N, count_N)
 
 
 def choices(row: Row, at_N: Tensor) -> "Choices | None":
@@ -67,20 +66,20 @@ class Choices(NamedTuple):
     ids_M: Tensor
     first_N: Tensor
     count_N: Tensor
-    most: int
 
     def keep(self, logits_CV: Tensor, rows: slice, first: int) -> None:
         """Sets the logits of a chunk to -inf, in place, except those of its tokens' sets.
 
         `rows` are the chunk's tokens. Column 0 is row `first` of the vocabulary; other columns may
-        be those of other ranks. Needs C x K numbers beside the logits.
+        be those of other ranks. Copies as many logits as the sets have ids.
         """
-        nth_K = torch.arange(self.most, device=logits_CV.device)
-        # Of a set that has fewer ids the last one stands for the rest.
-        nth_CK = nth_K.minimum(self.count_N[rows, None] - 1)
-        column_CK = self.ids_M[self.first_N[rows, None] + nth_CK].long() - first
-        last = logits_CV.shape[1] - 1
-        here_CK = (column_CK >= 0) & (column_CK <= last)
-        column_CK = column_CK.clamp(0, last)
-        kept_CK = logits_CV.gather(1, column_CK).masked_fill_(~here_CK, -torch.inf)
-        logits_CV.fill_(-torch.inf).scatter_reduce_(1, column_CK, kept_CK, "amax")
+        count_C = self.count_N[rows]
+        row_M = torch.arange(len(count_C), device=count_C.device).repeat_interleave(count_C)
+        # From the place among this chunk's ids to that among all.
+        shift_C = self.first_N[rows] - (count_C.cumsum(0) - count_C)
+        place_M = torch.arange(len(row_M), device=row_M.device) + shift_C[row_M]
+        column_M = self.ids_M[place_M].long() - first
+        here_M = (column_M >= 0) & (column_M < logits_CV.shape[1])
+        at = row_M[here_M], column_M[here_M]
+        kept_M = logits_CV[at]
+        logits_CV.fill_(-torch.inf)[at] = kept_M

@@ -239,7 +239,7 @@ def test_a_missing_answer_of_the_engine_is_an_error():
         take_sets([answer])
 
 
-def test_the_widest_set_bounds_the_copies():
+def test_wide_and_narrow_sets_share_a_chunk():
     """A set of 2,048 beside sets of one, as rows of a chunk are."""
     sets = [list(range(2048)), [7], [9]]
     logits_CV = torch.zeros(3, 4096)
