@@ -67,7 +67,7 @@ def check_row(row: Any) -> None:
     check_items(items, at + "input")
     check_tools(get(row, at + "tools", list | None, "a list or null"), at + "tools")
     check_overrides(row["responses_create_params"], at)
-    most = get(row, "compactions", int | None, "summaries of an episode, or null")
+    most = get(row, "compactions", int | None, "a whole number, 0 or more, or null")
     is_count = most is None or (type(most) is int and most >= 0)
     require(is_count, "compactions", most, "a whole number, 0 or more")
     module = registry.environment(get(row, "agent_ref.name", str, "the name of an environment"))

@@ -123,6 +123,9 @@ def rollout_metrics(groups: "list[list[SampleInfo]]", step: int) -> dict[str, fl
         found["broken_prefixes"] = broken
     if hits := [info.cache_hits for info in infos if info.cache_hits >= 0]:
         found["prefix_cache_hits"] = statistics.fmean(hits)
+    if cut := [info for info in infos if info.allowed_tokens >= 0]:
+        sampled = max(1, sum(info.response_tokens for info in cut))
+        found["allowed_tokens"] = sum(info.allowed_tokens for info in cut) / sampled
     for suffix, part in by_origin(groups).items():
         found |= {name + suffix: value for name, value in answer_metrics(part).items()}
     return found | component_metrics(answers)

@@ -313,7 +313,7 @@ def metric_keys() -> set[str]:
     batch = pack([sample], Update(1, 1, [[(0, 0)]]), Config())
     stats = policy_loss(-torch.ones(2), batch, Config()).stats
     keys = set(mean_metrics([step_metrics(reduce_stats([stats]), 1, 1.0)]))
-    later = dataclasses.replace(sample, continues=True, cache_hits=0.5)
+    later = dataclasses.replace(sample, continues=True, cache_hits=0.5, allowed_M=np.arange(3))
     infos = [part.info() for part in (sample, later)]
     keys |= set(rollout_metrics([infos], 0))
     keys |= set(validation_metrics([infos[:1] * 2], 2, 1))
@@ -341,9 +341,15 @@ def metric_keys() -> set[str]:
 
 
 def test_metrics_are_few():
-    # Of experts, several turns, validation rows that fail, judges, GPUs and drafts.
+    # Of experts, several turns, validation rows that fail, judges, GPUs, drafts and top_p.
     rare = {"routing_replay_hit_rate", "broken_prefixes", "prefix_cache_hits", "validation_dropped"}
-    rare |= {"tokens_per_second_per_gpu", "mfu", "draft_acceptance", "accepted_length"}
+    rare |= {
+        "allowed_tokens",
+        "tokens_per_second_per_gpu",
+        "mfu",
+        "draft_acceptance",
+        "accepted_length",
+    }
     keys = metric_keys() - rare - {"judge_failures", "judge_seconds_away"}
     assert {"loss", "grad_norm", "reward", "sync_transfer", "validation_reward"} <= keys
     assert len(keys) <= 51, sorted(keys)

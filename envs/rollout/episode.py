@@ -139,6 +139,7 @@ class SampleInfo:
     env: str
     continues: bool = False
     cache_hits: float = -1.0
+    allowed_tokens: int = -1
     dataset: str = ""
     components: dict[str, float] = dataclasses.field(default_factory=dict)
     judging: float = 0.0  # seconds in which its group waited for rewards or tools, for no engine
@@ -168,7 +169,7 @@ class Sample:
     cache_hits: float = -1.0  # share of later turns' prompts in the prefix cache; -1: no later turn
     routes_T: np.ndarray | None = None  # int8/16 [T, expert layers, experts], -1 where unknown
     teacher_logp_T: np.ndarray | None = None  # float32, 0 where not sampled; mopd.py
-    allowed_T: np.ndarray | None = None  # int32, ids that a token was chosen among; None: all
+    allowed_T: np.ndarray | None = None  # int32, how many ids it was chosen among; None: all
     allowed_M: np.ndarray | None = None  # int32, those ids of all tokens, end to end
 
     @classmethod
@@ -234,6 +235,7 @@ class Sample:
             components=self.components,
             continues=self.continues,
             cache_hits=self.cache_hits,
+            allowed_tokens=-1 if self.allowed_M is None else len(self.allowed_M),
         )
 
 

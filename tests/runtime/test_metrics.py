@@ -149,6 +149,13 @@ def test_prefix_cache_hits_are_the_mean_over_sequences_of_several_turns():
     assert rollout_metrics.rollout_metrics(groups, 0)["prefix_cache_hits"] == 0.75
 
 
+def test_allowed_tokens_are_a_mean_over_the_tokens_of_samples_that_have_sets():
+    cut = [answer(0.0, response_tokens=n, allowed_tokens=ids) for n, ids in ((1, 5), (3, 3))]
+    groups = [[*cut, answer(0.0, response_tokens=9)]]
+    assert rollout_metrics.rollout_metrics(groups, 0)["allowed_tokens"] == 2.0
+    assert "allowed_tokens" not in rollout_metrics.rollout_metrics([groups[0][2:]], 0)
+
+
 def test_an_answer_without_tokens_has_no_lag():
     samples = stitch([Turn([1, 2], [], [], [], "stop")]) + stitch([Turn([1], [3], [-1.0], [4], "")])
     infos = [sample.info() for sample in samples]
