@@ -12,6 +12,8 @@ from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig
 from vllm.v1.outputs import LogprobsTensors, SamplingMaskLists
 
+from policy.receiver import WeightReceiver
+
 
 class AnyRunner(VllmConfig):
     """A configuration that does not ask for the second runner; vLLM checks it in each process."""
@@ -28,7 +30,17 @@ class Arguments(AsyncEngineArgs):
         config = super().create_engine_config(*args, **named)
         config.__class__ = AnyRunner
         config.model_config.return_sampling_mask = True
+        config.parallel_config.worker_extension_cls = "policy.allowed_on_cpu.Receiver"
         return config
+
+
+class Receiver(WeightReceiver):
+    """Mixed into vLLM's workers, which have their sets captured before the first request."""
+
+    def join_sync_group(self, *meeting: Any) -> int:
+        """As `WeightReceiver` does; a second meeting captures nothing anew."""
+        capture(self.model_runner)
+        return super().join_sync_group(*meeting)
 
 
 def capture(runner: Any) -> None:

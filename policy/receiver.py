@@ -125,10 +125,6 @@ class WeightReceiver:
         rank = first_rank + self.vllm_config.parallel_config.rank
         self.sync_group: Any = self.sync_wire.group(store, rank, world)
         self.sync_store = store
-        if self.vllm_config.model_config.return_sampling_mask and self.device.type == "cpu":
-            from policy.allowed_on_cpu import capture
-
-            capture(self.model_runner)
         return int(getattr(self, "available_kv_cache_memory_bytes", 0))
 
     def receive_weights(self, verify: bool = False) -> int | None:
