@@ -133,7 +133,7 @@ def test_info():
     sample.reward, sample.score, sample.advantage = 0.5, 0.25, -1.0
     expected = {"tokens": 5, "trained_tokens": 3, "response_tokens": 3, "has_gradient": True}
     expected |= {"reward": 0.5, "score": 0.25, "oldest_version": 3, "newest_version": 5}
-    expected |= {"truncated": True, "continues": False, "cache_hits": 0.0}
+    expected |= {"truncated": True, "continues": False, "cache_hits": 0.0, "allowed_tokens": -1}
     expected |= {"env": "", "dataset": "", "components": {}, "judging": 0.0}
     assert dataclasses.asdict(sample.info()) == expected
 
