@@ -79,7 +79,7 @@ def test_a_student_comes_closer_to_both_teachers(finished):
     assert "is lost" not in program.told()
     assert [m["lag_max"] <= cfg.max_lag for m in steps] == [True] * 6
     for name in ("reverse_kl", "reverse_kl/a", "reverse_kl/b"):
-        assert steps[-1][name] < 0.8 * steps[0][name], name
+        assert steps[-1][name] < 0.9 * steps[0][name], name
     # Those that are scored while another step is trained are counted in that one.
     assert all(
         steps[0][f"teacher_{what}/{name}"] > 0 for what in ("wait", "seconds") for name in "ab"
