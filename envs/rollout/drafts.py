@@ -7,7 +7,6 @@ from time to time. When an engine is lost, the retry hands its copies to another
 import asyncio
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -63,7 +62,7 @@ class Drafts:
         None stands for an answer that the caller has whole. With `known` empty all is new.
         `states` is vLLM's engine.output_processor.request_states. Only what is new is copied.
         """
-        from envs.rollout.unreported import unreported  # which engines need, and no other process
+        from envs.rollout.unreported import unreported  # which needs numpy and torch
 
         running = {state.external_req_id: state for state in states.values()}
         turns = self.written.get(name, [])
@@ -104,8 +103,9 @@ class DraftedCall(NamedTuple):
 
     def turns(self) -> list[Turn]:
         """Each answer in one piece."""
-        whole = (functools.reduce(Turn.extended, pieces) for pieces in self.answers)
-        return [dataclasses.replace(turn, prompt_ids=self.prompt_ids) for turn in whole]
+        from envs.rollout.unreported import whole
+
+        return [whole(self.prompt_ids, pieces) for pieces in self.answers]
 
     def known(self) -> list[int | None]:
         """Tokens that are known of each answer; None for one that is known whole."""

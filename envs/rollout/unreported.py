@@ -1,5 +1,7 @@
 """What an engine has written of an answer that it has not finished."""
 
+import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -44,3 +46,17 @@ def last_sets(chunks: list[Any], tokens: int) -> Allowed:
     none = np.zeros(0, np.int32)
     newest = (np.concatenate([none, *parts[::-1]], dtype=np.int32) for parts in (counts, ids))
     return Allowed(*newest).after(max(0, found - tokens))
+
+
+def whole(prompt_ids: list[int], pieces: list[Turn]) -> Turn:
+    """The answer that was reported in pieces; each token is copied once, however many there are."""
+    chain = itertools.chain.from_iterable
+    sets = [piece.allowed for piece in pieces if piece.allowed]
+    return dataclasses.replace(
+        pieces[-1],
+        prompt_ids=prompt_ids,
+        token_ids=list(chain(piece.token_ids for piece in pieces)),
+        logps=list(chain(piece.logps for piece in pieces)),
+        versions=list(chain(piece.versions for piece in pieces)),
+        allowed=Allowed(*map(np.concatenate, zip(*sets, strict=True))) if sets else None,
+    )

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from envs.rollout.drafts import DraftedCall
 from envs.rollout.episode import Sample, Turn, stitch
 from envs.rollout.unreported import last_sets, unreported
 from grpo_async import Config, Update, pack
@@ -135,6 +136,11 @@ def test_a_draft_and_its_rest_are_the_whole_answer():
     draft = turn([1], [2], [[2]])
     assert draft.extended(whole.after(1)).allowed.ids_M.tolist() == whole.allowed.ids_M.tolist()
     assert whole.after(2).allowed.ids_M.tolist() == [4, 6, 7]
+    pieces = [turn([], [], None), whole.after(0), whole.after(2)]
+    (joined,) = DraftedCall([1], [pieces]).turns()
+    assert joined.prompt_ids == [1] and joined.token_ids == [2, 3, 4, 4]
+    assert joined.allowed.count_T.tolist() == [1, 2, 3, 3]
+    assert joined.allowed.ids_M.tolist() == [2, 3, 5, 4, 6, 7, 4, 6, 7]
     assert turn([1], [], None).extended(whole).allowed is whole.allowed
 
 
