@@ -136,10 +136,9 @@ class MegatronPolicy:
         self.replays = [m for m in self.model.modules() if isinstance(m, RouteReplay)]
         # Any: the schedule runs the model, or Megatron's wrapper that sums its gradients.
         self.chunk: Any = self.model
+        # A frozen copy keeps `requires_grad`: without, Megatron's linear layers round otherwise.
         if trainable:
             self._make_optimizer()
-        else:
-            self.model.requires_grad_(False)
 
     def _make_optimizer(self) -> None:
         """Wraps the model to sum its gradients, and spreads AdamW's state over the replicas."""

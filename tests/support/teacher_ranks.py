@@ -51,11 +51,14 @@ def score(job: dict, folder: Path) -> dict:
     reported = {asked[g].slot: of for g, of in zip(share.groups, scored, strict=True) if infos}
     mine = [(slot, [s.teacher_logp_T for s in of]) for slot, of in reported.items()]
     found = {"scores": dict(gathered_objects(mine)), "reports": gathered_objects([len(infos)])}
-    return found | (equal(cfg, asked) if job.get("equal") else {})
+    return found | equal(cfg, asked)
 
 
 def equal(cfg: Config, asked: list[Group]) -> dict:
-    """Of a student that is its teacher: whether logprobs are the same bits; norms of gradients."""
+    """Of a student that is its teacher: whether logprobs are the same bits; norms of gradients.
+
+    Bits are compared on each rank that has the student's logprobs.
+    """
     model, layout = cfg.model, cfg.policy
     student = open_policy(model, layout, 1.0, 1)
     teacher = network(model, layout, 1.0, 1, 600.0)
@@ -77,7 +80,7 @@ def equal(cfg: Config, asked: list[Group]) -> dict:
 
         student.forward_backward([row], loss_fn)
         norms.append(student.optimizer_step()["grad_norm"])
-    return {"same": same[0], "norms": norms}
+    return {"same": gathered_objects(same), "norms": norms}
 
 
 if __name__ == "__main__":
