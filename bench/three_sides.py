@@ -20,7 +20,7 @@ from mopd import Config  # noqa: E402
 from support.configs import changed  # noqa: E402
 from support.program import Program  # noqa: E402
 
-P, G, PARTS = 8, 4, 8
+P, G, PARTS = 64, 1, 8  # one answer to a prompt, as Nemotron 3 Ultra has it
 JOBS = ((1, 1), (1, PARTS), (2, 1), (2, PARTS))  # max_lag, parts of a step
 
 
@@ -58,7 +58,7 @@ def measure(cfg: Config) -> dict[str, float]:
 
 def main() -> None:
     """Prints a line for each run."""
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 30
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 18
     print(f"{'seconds of a step':24}{'step':>8}{'engine':>9}{'teacher':>9}{'trainer':>9}   ratio")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
