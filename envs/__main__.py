@@ -23,7 +23,7 @@ from envs.parsers import parsers
 from envs.rollout.messages import chat, template_variables
 from envs.rollout.rows import first_of, read_lines
 from settings import errors
-from settings.errors import InputError
+from settings.errors import InputError, ModuleError
 from settings.services import Services
 
 # Fields that are taken for the reference answer of a row.
@@ -111,7 +111,6 @@ async def judge(answer: Answer, args: Args) -> envs.Reward:
     module = registry.environment(answer.row["agent_ref"]["name"])
     place = f"{args.file}:{answer.row['_line']}: verify"
     try:
-        check_rows.check_services(answer.row)  # verify would wait for a judge that no server has
         verdict = registry.verify(answer.row, response)
         reward = await within(SECONDS, f"verify of {answer.row['agent_ref']['name']!r}", verdict)
     except Exception as error:  # it is the user's own code
@@ -171,12 +170,36 @@ def main(argv: list[str]) -> None:
             print(f"{name}: not tried, {why}")
         elif hasattr(module, "rollout") or hasattr(module, "score_group"):
             print(f"{name}: only `verify` is tried, which does not decide alone in training")
+    rows = [*served(rows, args.file)]
     if args.rollouts:
         answers = first(read_rollouts(args.rollouts, rows), args.number, lambda a: label(a.row))
     else:
         answers = of_rows(first(rows, args.number, label), args)
     if rows:
         asyncio.run(try_answers(answers, args))
+
+
+def served(rows: Sequence[dict], path: str) -> Iterator[dict]:
+    """The rows whose services are there; `verify` would wait for a judge that no server has.
+
+    Names each environment that lacks one. Raises InputError where no row is left.
+    """
+    lacking: dict[str, str] = {}
+    count = 0
+    for row in rows:
+        try:
+            check_rows.check_services(row)
+        except ModuleError as error:
+            lacking.setdefault(
+                f"{label(row)}: not tried, {error}", f"{path}:{row['_line']}: {error}"
+            )
+        else:
+            count += 1
+            yield row
+    if lacking and not count:
+        raise InputError(next(iter(lacking.values())))
+    for line in lacking:
+        print(line)
 
 
 def read_rollouts(path: str, rows: Sequence[dict]) -> Iterator[Answer]:

@@ -187,14 +187,25 @@ def test_bad_rows_are_told_before_anything_is_tried(project):
     ("def verify(row, response):\n    return len(response, 2)", "{file}:4: TypeError: len() "),
     ("def verify(row, response): ...", "TypeError: environment 'my_reward' returned None, exp"),
     ("def verify(row, response): return float('nan')", "returned nan, expected a finite number"),
-    ("needs = lambda row: ('judges.general',)\ndef verify(row, response): return 1",
-     "environment 'my_reward' lacks judges.general: no url, and neither JUDGES_FILE nor"),
 ])  # fmt: skip
 def test_a_wrong_verify_is_told_in_one_line(project, verify, message):
     reward(project, verify)
     told = problem(project, "train.jsonl")
     assert told.startswith("train.jsonl:1: verify ")
     assert message.format(file=project / "envs/my_reward.py") in told
+
+
+def test_rows_whose_judge_is_missing_are_named_and_the_others_tried(project):
+    needs = "needs = lambda row: ('judges.general',) if row['answer'] == '42' else ()"
+    reward(project, f"{needs}\ndef verify(row, response): return 1")
+    count = len((project / "train.jsonl").read_text().splitlines())
+    out = try_rows(project, "-n", "1000")
+    lacking = "environment 'my_reward' lacks judges.general: no url, and neither JUDGES_FILE nor"
+    assert out.count(f"my_reward/arithmetic: not tried, {lacking}") == 1
+    tried = int(re.search(r": (\d+) tried, mean reward 1 ", out)[1])
+    assert 0 < tried < count
+    reward(project, "needs = lambda row: ('judges.general',)\ndef verify(row, response): return 1")
+    assert problem(project, "train.jsonl").startswith(f"train.jsonl:1: {lacking}")
 
 
 def test_an_asynchronous_verify_is_awaited_and_timed(project):
