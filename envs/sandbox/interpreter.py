@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import gc
 import glob
 import importlib
@@ -38,6 +39,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TextIO
 
 # What LiveCodeBench's runner imports before a program, which NeMo-Gym's code_gen uses.
@@ -68,6 +70,7 @@ LOOPBACK_UP = (0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
 # that is cleared away, or the process itself. Nothing tells who did, so what ends so runs again.
 SENT = tuple(-getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "QUIT", "KILL", "TERM"))
 libc = ctypes.CDLL(None, use_errno=True)
+NO_RIGHTS = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # for capset
 
 
 def prelude() -> dict:
@@ -78,6 +81,16 @@ def prelude() -> dict:
     for module in PRELUDE.split():
         exec(f"import {module}", names)
     return names
+
+
+def prepared() -> ModuleType:
+    """A module with what a program finds, made before any fork: each pays for pages it writes."""
+    module = ModuleType("__main__")
+    stdin, stdout, stderr = fresh_streams("strict")
+    module.__dict__.update(prelude() | {"stdin": stdin, "stdout": stdout, "stderr": stderr})
+    module.__dict__.update({"exit": sys.exit, "quit": sys.exit, "__name__": "__main__"})
+    module.__dict__["__builtins__"] = builtins
+    return module
 
 
 def main(
@@ -101,13 +114,14 @@ def main(
     if packages:
         sys.path.append(packages)
         warm("numpy", *(["sympy", "rdkit.Chem.Descriptors"] if sessions else []))
+    refused_calls()  # here, for all forks
     if sessions:
         attend(socket.socket(fileno=requests), contained, rooms, limits)
-    names = prelude() | {"exit": sys.exit, "quit": sys.exit}
-    while rooms and fork():  # this process waits for each room's end, and sees no program
-        if code := fate(os.wait()[1]):
-            os._exit(code)
+    program = prepared()
     with open(requests) as lines, open(answers, "w") as replies:
+        while rooms and fork():  # this process waits for each room's end, and sees no program
+            if code := fate(os.wait()[1]):
+                os._exit(code)
         try:
             if rooms:
                 enter(int(limits["disk"]))
@@ -122,7 +136,7 @@ def main(
                 outcome = {"stdout": "", "stderr": "", "code": -1, "ended": "killed"}
                 print(json.dumps(outcome), file=replies, flush=True)
             os._exit(0)
-        serve(lines, replies, names, contained, watches, limits)
+        serve(lines, replies, program, contained, watches, limits)
 
 
 def fate(status: int) -> int:
@@ -163,8 +177,7 @@ def enter(size: int, watched: bool = True) -> None:
     if os.fork():
         os._exit(watched and fate(os.wait()[1]))
     mount("proc", "/proc", "")
-    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    call(libc.capset, header, nothing)
+    call(libc.capset, *NO_RIGHTS)
     libc.prctl(DUMPABLE, 0)
     os.chdir(FOLDERS[0])
 
@@ -180,8 +193,9 @@ def mount(kind: str, folder: str, options: str) -> None:
 
 
 def write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
+    file = os.open(path, os.O_WRONLY)  # writes to fewer pages than `open` does
+    os.write(file, text.encode())
+    os.close(file)
 
 
 def seccomp_filter(memory: bool) -> bytes:
@@ -204,12 +218,19 @@ def seccomp_filter(memory: bool) -> bytes:
     return b"".join(struct.pack("HBBI", *step) for step in steps)
 
 
+@functools.cache
+def refused_calls() -> tuple[bytes, ctypes.Array] | None:
+    """The kernel's sock_fprog of the filter, and the memory to which it points; None for none."""
+    if not (steps := seccomp_filter(memory=True)):
+        return None
+    text = ctypes.create_string_buffer(steps)
+    return struct.pack("H6xP", len(steps) // 8, ctypes.addressof(text)), text
+
+
 def refuse_calls() -> None:
     """Lets the calls in CALLS fail from now on in this process and all that it begins."""
-    if steps := seccomp_filter(memory=True):
-        text = ctypes.create_string_buffer(steps)
-        program = struct.pack("H6xP", len(steps) // 8, ctypes.addressof(text))
-        libc.prctl(22, 2, program, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    if found := refused_calls():
+        libc.prctl(22, 2, found[0], 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def bounds_of(limits: dict, contained: bool) -> dict[int, int]:
@@ -236,7 +257,12 @@ def confine(limits: dict[int, int]) -> None:
 
 
 def serve(
-    lines: TextIO, replies: TextIO, names: dict, contained: bool, watches: bool, limits: dict
+    lines: TextIO,
+    replies: TextIO,
+    program: ModuleType,
+    contained: bool,
+    watches: bool,
+    limits: dict,
 ) -> None:
     """Runs one program on each input that comes; ends this process with 0 when it is done."""
     bounds = bounds_of(limits, contained)
@@ -257,7 +283,7 @@ def serve(
             os._exit(OTHER)
         if not pid:
             libc.prctl(DUMPABLE, 1)
-            run(request["source"], files, bounds, names)
+            run(request["source"], files, bounds, program)
         ended = "time" if watches and not ends(pid, limits["seconds"]) else ""
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         clear(contained, pid)
@@ -322,8 +348,8 @@ def queues(pid: int) -> dict[str, float]:
     return waited
 
 
-def run(source: str, files: list[int], limits: dict[int, int], names: dict) -> None:
-    """Runs a program; ends the process with 0, or with 1 where it raises.
+def run(source: str, files: list[int], limits: dict[int, int], main: ModuleType) -> None:
+    """Runs a program in a module; ends the process with 0, or with 1 where it raises.
 
     One that is interrupted ends by that signal, as where it is Python's main program.
     """
@@ -336,12 +362,7 @@ def run(source: str, files: list[int], limits: dict[int, int], names: dict) -> N
         confine(limits)
         sys.setrecursionlimit(50_000)
         sys.set_int_max_str_digits(50_000)  # as NeMo-Gym's runner does
-        streams = fresh_streams("strict")
-        sys.stdin, sys.stdout, sys.stderr = streams
-        names |= {"stdin": streams[0], "stdout": streams[1], "stderr": streams[2]}
-        names |= {"__name__": "__main__", "__builtins__": builtins}
-        main = type(sys)("__main__")
-        main.__dict__.update(names)
+        sys.stdin, sys.stdout, sys.stderr = main.stdin, main.stdout, main.stderr
         sys.modules["__main__"] = main
         sys.argv[:] = ["program.py"]
         with contextlib.suppress(SystemExit):
