@@ -23,9 +23,8 @@ policy has worked out itself, or that is right for this input alone.
 import json
 import re
 
-from core.waits import in_thread
 from envs import Reward, final_text, get, require, unfinished
-from envs.questions.nvarc_programs import LIMITS, program, returned
+from envs.questions.nvarc_programs import LIMITS, found_in, program, returned
 
 AGENTS = ("nvarc_transductive_simple_agent", "nvarc_inductive_simple_agent", "nvarc")
 MODES = ("transductive", "inductive")
@@ -70,9 +69,9 @@ async def verify(row: dict, response: str) -> Reward:
         return Reward(0.0, {"reason": reason})
     error = ""
     if mode(row) == "transductive":
-        grid = await in_thread(written, text)  # 1 MB takes a tenth of a second
+        grid = await found_in(text, written)
     else:
-        source = await in_thread(program, text)
+        source = await found_in(text, program)
         if source is None:
             return Reward(0.0, {"reason": "no code block"})
         grid, reason, error = await returned(source, row["test_input"])
