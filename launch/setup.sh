@@ -41,7 +41,8 @@ install() { # REQUIREMENTS STAMP FILE...
 }
 
 install "requirements-$DEVICE.txt" installed requirements.txt "requirements-$DEVICE.txt"
-[ "${1:-}" != test ] || install requirements-test.txt installed-test requirements-test.txt
+[ "${1:-}" != test ] ||
+    install requirements-test.txt installed-test requirements-{test,chemistry}.txt
 [ "${1:-}" != chemistry ] ||
     install requirements-chemistry.txt installed-chemistry requirements-chemistry.txt
 [ "${1:-}" = megatron ] || exit 0
