@@ -949,7 +949,7 @@ class Run:
         return version == self.cfg.steps or bool(period and version % period == 0)
 
     async def take(self, step: int) -> list[Group]:
-        """A step's groups, or parts that fill a row of each replica; none to leave the run."""
+        """A step's next groups: part by part until they fill a row of each replica; [] to leave."""
         began = time.perf_counter()
         limit = 2 * self.dispatcher.prompt_seconds  # a prompt, and the one that takes its place
         groups: list[Group] = []
