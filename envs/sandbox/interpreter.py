@@ -86,7 +86,11 @@ def prelude() -> dict:
 def prepared() -> ModuleType:
     """A module with what a program finds, made before any fork: each pays for pages it writes."""
     module = ModuleType("__main__")
+    errors = os.dup(2)
+    os.dup2(0, 2)  # a stream recalls what it opened: this seeks as a program's file, a pipe cannot
     stdin, stdout, stderr = fresh_streams("strict")
+    os.dup2(errors, 2)
+    os.close(errors)
     module.__dict__.update(prelude() | {"stdin": stdin, "stdout": stdout, "stderr": stderr})
     module.__dict__.update({"exit": sys.exit, "quit": sys.exit, "__name__": "__main__"})
     module.__dict__["__builtins__"] = builtins

@@ -83,6 +83,12 @@ async def test_verdicts_are_those_of_bubblewrap():
             assert await verdict(source) == ran, source
 
 
+async def test_the_streams_of_a_program_are_files_and_not_the_service_s_pipes():
+    looks = "import sys\nsys.stderr.write('abc')\nprint(sys.stderr.seekable(), sys.stderr.tell())"
+    with as_sandbox():
+        assert (await outcome(looks)).stdout == "True 3\n"
+
+
 @pytest.mark.slow
 async def test_a_program_that_takes_too_long_is_ended_by_its_own_clock():
     with as_sandbox():
