@@ -182,7 +182,8 @@ def main(argv: list[str]) -> None:
 def served(rows: Sequence[dict], path: str) -> Iterator[dict]:
     """The rows whose services are there; `verify` would wait for a judge that no server has.
 
-    Names each environment that lacks one. Raises InputError where no row is left.
+    Names each environment that lacks one. Raises InputError where no row is left, and where
+    `needs` raises.
     """
     lacking: dict[str, str] = {}
     count = 0
@@ -193,6 +194,10 @@ def served(rows: Sequence[dict], path: str) -> Iterator[dict]:
             lacking.setdefault(
                 f"{label(row)}: not tried, {error}", f"{path}:{row['_line']}: {error}"
             )
+        except Exception as error:  # of `needs`, which is the user's own code
+            module = registry.environment(row["agent_ref"]["name"])
+            why = errors.located(error, str(module.__file__))
+            raise InputError(f"{path}:{row['_line']}: needs raised {why}") from None
         else:
             count += 1
             yield row

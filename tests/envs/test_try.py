@@ -208,6 +208,12 @@ def test_rows_whose_judge_is_missing_are_named_and_the_others_tried(project):
     assert problem(project, "train.jsonl").startswith(f"train.jsonl:1: {lacking}")
 
 
+def test_a_wrong_needs_is_named_in_one_line(project):
+    reward(project, "def needs(row): return row['nope']\ndef verify(row, response): return 1")
+    raised = f"needs raised {project / 'envs/my_reward.py'}:3: KeyError: 'nope'"
+    assert problem(project, "train.jsonl").startswith(f"train.jsonl:1: {raised}")
+
+
 def test_an_asynchronous_verify_is_awaited_and_timed(project):
     body = "    await asyncio.sleep(0.02)\n    return 2"
     reward(project, f"import asyncio\nasync def verify(row, response):\n{body}")
