@@ -28,9 +28,10 @@ assert ctypes.CDLL(None).syscall(438, fd, 1, 0) >= 0""",
     "read the data": "import glob\nassert glob.glob('/**/*.jsonl', recursive=True)",
     "read the home": "import os\nos.listdir('/root') or os.listdir('/home')",
     "read passwords": "open('/etc/passwd').read()",
+    # RDBASE names rdkit's folder in the sandbox: its import sets it.
     "read the environment": """
 import os
-assert set(os.environ) - {'PATH', 'HOME', 'TMPDIR', 'LANG', 'PWD', 'LC_CTYPE'}""",
+assert set(os.environ) - {'PATH', 'HOME', 'TMPDIR', 'LANG', 'PWD', 'LC_CTYPE', 'RDBASE'}""",
     "write outside": "open('/escaped', 'w').write('x')",
     "write in usr": "open('/usr/escaped', 'w').write('x')",
     "write in etc": "import os; os.makedirs('/etc/x')",
