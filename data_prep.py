@@ -22,6 +22,7 @@ from typing import Any
 
 import tyro
 
+from core.errors import InputError
 from prep.blend import Blend
 from prep.check import Check
 from prep.convert import Rows
@@ -29,9 +30,8 @@ from prep.curriculum import Curriculum
 from prep.pivot import Pivot
 from prep.profile import Profile
 from prep.shares import Effort, ReasoningControl
-from prep.swe import Swe
+from prep.swe_rows import Swe
 from prep.tool_pairs import ToolPairs
-from settings.errors import InputError
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "blend": Blend,

@@ -45,22 +45,22 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from core.waits import within
-from envs.rollout.pairs import Pair, load_pairs, render_all
-from envs.rollout.rows import Rows
 from policy import on
 from policy.packing import plan_rows
-from runtime.checkpoints import Checkpoints
-from runtime.cluster import Cluster
-from runtime.console import phase
-from runtime.log import Log
-from runtime.rank import Rank
-from runtime.scores import Scores
+from rollout.preference_rows import Pair, load_pairs, render_all
+from rollout.rows import Rows
+from runtime.checkpoints.row_scores import Scores
+from runtime.checkpoints.save import Checkpoints
+from runtime.processes.cluster import Cluster
+from runtime.processes.rank import Rank
+from runtime.reporting.console import phase
+from runtime.reporting.log import Log
 from settings import reader
-from settings.pairs import PairSettings
-from settings.run import CHECKED
+from settings.config import CHECKED
+from settings.preferences import PairSettings
 
 if TYPE_CHECKING:
-    from runtime import modes
+    from runtime.startup import modes
 
 # === Config =======================================================================================
 
@@ -188,7 +188,7 @@ def plan_pairs(pairs: Sequence[Pair], cfg: Config) -> list[list[list[int]]]:
 
     All have equally many rows, of which some may be empty.
     """
-    from policy.shape import even_length  # and transformers, which takes seconds
+    from policy.model_shape import even_length  # and transformers, which takes seconds
 
     # Half as many keys are met by a pair as by one sequence as long as both.
     even = 2 * even_length(cfg.model, bool(cfg.policy.lora_rank))
@@ -417,7 +417,7 @@ def main() -> None:
 
         print(explain(cfg, Config))
         return
-    from runtime import modes, preflight
+    from runtime.startup import modes, preflight
 
     preflight.prepare(cfg)
     rows = load_pairs(cfg.data.train, cfg)

@@ -27,7 +27,7 @@ Axes, as suffixes:  P prompts of a step    G samples of a prompt    T tokens of 
 
 Policy version v = batches trained so far. Every sampled token carries the version that produced it.
 
-envs/rollout/episode.py (turns, episodes, samples) and policy/__init__.py (the network) complete the
+rollout/episode.py (turns, episodes, samples) and policy/__init__.py (the network) complete the
 picture. docs/grpo_async.md argues each deviation from NeMo-RL (branch super-v3).
 
     bash launch/local.sh                                            a tiny model learns on a laptop
@@ -54,18 +54,18 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 from envs import registry
-from envs.rollout.drafts import Drafts
-from envs.rollout.episode import Episode, Group, Request, Rollouts, Sample, Turn, shaped_reward
-from envs.rollout.sampler import Samplers
 from policy.packing import Share, Update, plan_shares
-from runtime import metrics
-from runtime.checkpoints import Checkpoints
-from runtime.cluster import Cluster
-from runtime.dispatch import Dispatcher, Parts, Slot
-from runtime.fleet import Fleet
-from runtime.log import Log
-from runtime.rank import SendingRank
-from settings.run import CHECKED, LowEffort, RunSettings
+from rollout.drafts import Drafts
+from rollout.episode import Episode, Group, Request, Rollouts, Sample, Turn, shaped_reward
+from rollout.sampler import Samplers
+from runtime.checkpoints.save import Checkpoints
+from runtime.engines.fleet import Fleet
+from runtime.processes.cluster import Cluster
+from runtime.processes.rank import SendingRank
+from runtime.reporting import metrics
+from runtime.reporting.log import Log
+from runtime.rollouts.dispatch import Dispatcher, Parts, Slot
+from settings.config import CHECKED, LowEffort, RunSettings
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -96,7 +96,7 @@ class Advantage:
     low_effort: LowEffort = dataclasses.field(default_factory=LowEffort)
     """What answers to prompts that ask for low effort earn, by their length."""
     zero_rewards: Flaws = ()
-    """Flaws that set the reward of an episode to 0 (Ultra: all four, envs/rollout/flaws.py)."""
+    """Flaws that set the reward of an episode to 0 (Ultra: all four, rollout/zero_rewards.py)."""
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
@@ -370,7 +370,7 @@ def plan_step(groups: list[Group], cfg: Config, more: bool = False) -> list[Shar
 
 def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
     """One row of several samples; an empty row is a single token that trains nothing."""
-    from envs.rollout import replayed  # what few runs have
+    from rollout import replayed  # what few runs have
 
     samples = samples or [Sample.empty()]
 
@@ -504,7 +504,7 @@ class Generator:
 
     async def start(self) -> None:
         """Builds the engine; its weights come with version 0."""
-        from runtime.engine import open_engine
+        from runtime.engines.engine import open_engine
 
         self.engine: AsyncLLM = open_engine(self.cfg)
 
@@ -1031,7 +1031,7 @@ def main() -> None:
         print(explain(cfg, Config))
         return
     from envs.check_rows import load_rows
-    from runtime import modes, preflight
+    from runtime.startup import modes, preflight
 
     preflight.prepare(cfg)
     rows = load_rows(cfg.data.train, cfg)

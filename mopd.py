@@ -48,7 +48,6 @@ from torch import Tensor
 import grpo_async
 from core.waits import together
 from envs import Reward, registry
-from envs.rollout.episode import Episode, Group, Rollouts, Sample, SampleInfo
 from grpo_async import (
     Advantage,
     Correction,
@@ -58,12 +57,13 @@ from grpo_async import (
     trusted_sequences,
 )
 from policy.packing import Place, Update
-from runtime import metrics
-from runtime.dispatch import Slot
-from runtime.rank import Rank, SendingRank
-from runtime.teachers import Teachers
-from settings.run import CHECKED, Demand
-from settings.teachers import TeacherSettings
+from rollout.episode import Episode, Group, Rollouts, Sample, SampleInfo
+from runtime.processes.rank import Rank, SendingRank
+from runtime.reporting import metrics
+from runtime.rollouts.dispatch import Slot
+from runtime.rollouts.teachers import Teachers
+from settings.config import CHECKED, Demand
+from settings.distillation import TeacherSettings
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -214,7 +214,7 @@ class Teacher(Rank):
         Raises RuntimeError where one was exported by a run and its marker says otherwise.
         """
         from policy.factory import network
-        from runtime.kept import flaw
+        from runtime.checkpoints.kept import flaw
 
         cfg = self.cfg
         self.join_ranks(rank, address)
@@ -377,8 +377,8 @@ def main() -> None:
         print(explain(cfg, Config))
         return
     from envs.check_rows import load_rows
-    from runtime import modes, preflight
-    from runtime.check_teachers import check_teachers
+    from runtime.startup import modes, preflight
+    from runtime.startup.check_teachers import check_teachers
 
     preflight.prepare(cfg)
     rows = load_rows(cfg.data.train, cfg)

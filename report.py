@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from core.errors import InputError, shown
 from core.jsonl import METRICS, parse, place, read
-from envs.rollout.markup import FLAWS
-from runtime.archive import listed
-from runtime.health import health
-from runtime.log import in_one_line
-from runtime.summary import summary
-from settings.errors import InputError, shown
-from settings.run import TrainingSettings
+from rollout.answer_markup import FLAWS
+from runtime.checkpoints.archive import listed
+from runtime.reporting.health import health
+from runtime.reporting.log import in_one_line
+from runtime.reporting.summary import summary
+from settings.config import TrainingSettings
 
 # Limits of one page: a browser stays quick up to some 50 MB, and long runs write far more.
 LIMITS = {"mismatch": 1000, "rollouts": 2000, "characters": 30_000_000, "pairs": 8}
@@ -160,7 +160,7 @@ class Run(NamedTuple):
 def page(path: Path, data: dict[str, Any]) -> Path:
     """Writes the data into the template."""
     data |= {"written": time.strftime("%Y-%m-%d %H:%M"), "limits": LIMITS}
-    template = (Path(__file__).parent / "runtime/report_page.html").read_text()
+    template = (Path(__file__).parent / "runtime/reporting/report_page.html").read_text()
     # Rollouts are untrusted text: without "<" nothing in them can end the script element.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     path.write_text(template.replace("{{data}}", text, 1))

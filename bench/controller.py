@@ -29,11 +29,13 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import grpo_async  # noqa: E402
-from envs.rollout import services  # noqa: E402
-from envs.rollout.episode import SampleInfo  # noqa: E402
-from runtime import cluster, fleet, modes  # noqa: E402
-from runtime.fleet import Received  # noqa: E402
-from runtime.layout import Places  # noqa: E402
+from envs import services  # noqa: E402
+from rollout.episode import SampleInfo  # noqa: E402
+from runtime.engines import fleet  # noqa: E402
+from runtime.engines.fleet import Received  # noqa: E402
+from runtime.processes import cluster  # noqa: E402
+from runtime.processes.layout import Places  # noqa: E402
+from runtime.startup import modes  # noqa: E402
 
 TIMES = int(sys.argv[3]) if len(sys.argv) > 3 else 1
 PROMPTS = 256 * TIMES

@@ -19,7 +19,7 @@ os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_
 import torch  # noqa: E402
 
 from dry_run import pace  # noqa: E402
-from policy import gpus, shape  # noqa: E402
+from policy import gpus, model_shape  # noqa: E402
 
 PROMPT = 16  # tokens
 GPU = torch.cuda.is_available()
@@ -50,7 +50,7 @@ def main(model: str, batch: int = 256 if GPU else 8, tokens: int = 512 if GPU el
         took = time.perf_counter() - began
     made = sum(len(answer.outputs[0].token_ids) for answer in answers)
     gpu = gpus.planned("auto")
-    said = pace.decode_seconds(shape.read_model(model), 1, batch, PROMPT + tokens / 2, gpu)
+    said = pace.decode_seconds(model_shape.read_model(model), 1, batch, PROMPT + tokens / 2, gpu)
     print(
         f"{batch} sequences: {made / took:,.0f} tokens/s, {1e3 * took / tokens:.1f} ms a step; "
         f"dry run ({gpu.name}): {batch / said:,.0f} tokens/s, {1e3 * said:.1f} ms"

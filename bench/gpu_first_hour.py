@@ -25,7 +25,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 GPUS = torch.cuda.device_count()
-DRIVER = 580  # of CUDA 13, for which requirements-gpu.txt's torch is built
+DRIVER = 580  # of CUDA 13, for which requirements/gpu.txt's torch is built
 FILES = 65536
 KILL_AT = 10  # the step of the run that loses an engine
 MISMATCH = 1.02  # token_mult_prob_error at lag 0

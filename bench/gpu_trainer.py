@@ -22,7 +22,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import policy.fsdp
-from bench import rows
+from bench import random_rows
 from policy.attention import implementation
 from policy.fsdp import FSDPPolicy
 
@@ -81,7 +81,7 @@ def train_flops(config, lm, tokens: int) -> float:
     return 6 * (met - looked_up) * tokens + attention
 
 
-def full_logits(model, row: rows.Row) -> torch.Tensor:
+def full_logits(model, row: random_rows.Row) -> torch.Tensor:
     """What the chunked head replaces: all logits at once."""
     lm = model.lm
     hidden = lm.get_decoder()(
@@ -110,7 +110,7 @@ def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> N
     settings = SimpleNamespace(attention=attention, **rates)
     policy.fsdp.AutoConfig = SimpleNamespace(from_pretrained=lambda _: config)
     trained = RandomPolicy("", settings, temperature=1.0)
-    row = policy.on(DEVICE, rows.row(tokens, SEQUENCE, config.vocab_size))
+    row = policy.on(DEVICE, random_rows.row(tokens, SEQUENCE, config.vocab_size))
     trained.model.full_logits = MethodType(full_logits, trained.model)
     register_fsdp_forward_method(trained.model, "full_logits")
 

@@ -3,11 +3,11 @@
     python bench/logprob_memory.py [--tokens 8192 --vocab 131072 --hidden 1024 --chunk 1024]
 
 plain is `(hidden @ W.T).float().log_softmax(-1).gather(...)`. truncated is chunked where each token
-was chosen among 512, as many as top_p leaves at most by default (policy/allowed.py). liger is Liger
-Kernel's fused loss, where that package and a GPU are: it sums, and takes no weight per token. Each
-runs in a process of its own, on the GPU in bf16 if there is one, else on the CPU in float32, where
-plain needs 14 GB at the default sizes. Peak is what the computation adds to its inputs, gradients
-included; a small run before it pays for what a library allocates once.
+was chosen among 512, as many as top_p leaves at most by default (policy/allowed_tokens.py). liger
+is Liger Kernel's fused loss, where that package and a GPU are: it sums, and takes no weight per
+token. Each runs in a process of its own, on the GPU in bf16 if there is one, else on the CPU in
+float32, where plain needs 14 GB at the default sizes. Peak is what the computation adds to its
+inputs, gradients included; a small run before it pays for what a library allocates once.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ import tyro
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from policy.allowed import Allowed  # noqa: E402
+from policy.allowed_tokens import Allowed  # noqa: E402
 from policy.logprobs import CHUNK, Head, TokenLogprobs  # noqa: E402
 
 SET = 512

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from bench.rows import row  # noqa: E402
+from bench.random_rows import row  # noqa: E402
 from dry_run import megatron_sizes as counted  # noqa: E402
 from grpo_async import Config  # noqa: E402
 from policy import logprobs  # noqa: E402

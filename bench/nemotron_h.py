@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from bench.rows import Row, row  # noqa: E402
+from bench.random_rows import Row, row  # noqa: E402
 from support.tiny_models import ROUTED, nemotron  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

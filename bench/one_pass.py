@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from envs.rollout.episode import Sample
 from grpo_async import Batch, Config, Group, Trainer, group_advantages, pack, plan_step
 from policy import Policy
 from policy.factory import open_policy
 from policy.packing import Update
+from rollout.episode import Sample
 
 P = 4  # groups
 LENGTHS = (384, 320, 192, 128)  # tokens of a group's samples: two groups fill a row

@@ -27,8 +27,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from policy import WeightMeta  # noqa: E402
-from policy.receiver import WeightReceiver  # noqa: E402
-from policy.weight_sync import Wire, gathered  # noqa: E402
+from policy.sync.receiver import WeightReceiver  # noqa: E402
+from policy.sync.weight_sync import Wire, gathered  # noqa: E402
 
 HIDDEN, INNER, WORDS = 64, 32, 64
 UPDATES = 32

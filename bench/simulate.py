@@ -34,13 +34,13 @@ from bench.simulation.findings import Findings  # noqa: E402
 from bench.simulation.hardware import Hardware, Measured, Modelled  # noqa: E402
 from bench.simulation.workload import Latency, Lengths, Workload  # noqa: E402
 from bench.simulation.world import Trace  # noqa: E402
+from core.errors import InputError  # noqa: E402
 from dry_run import pace  # noqa: E402
 from grpo_async import Config  # noqa: E402
-from policy import gpus, shape  # noqa: E402
+from policy import gpus, model_shape  # noqa: E402
 from policy.gpus import Gpu  # noqa: E402
-from policy.shape import Model  # noqa: E402
+from policy.model_shape import Model  # noqa: E402
 from settings import reader  # noqa: E402
-from settings.errors import InputError  # noqa: E402
 from support import shapes  # noqa: E402
 
 STEPS = 24
@@ -161,7 +161,7 @@ class Plan:
     def __init__(self, cfg: Config, given: argparse.Namespace):
         self.cfg = cfg
         self.given = given
-        self.model = shape.read_model(cfg.model)
+        self.model = model_shape.read_model(cfg.model)
         self.gpu = chosen(self.model, cfg)
         self.work = work_of(cfg, given, self.model)
 

@@ -42,9 +42,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from envs.rollout.episode import Request  # noqa: E402
-from policy.receiver import WeightReceiver  # noqa: E402
-from policy.weight_sync import buckets  # noqa: E402
+from policy.sync.receiver import WeightReceiver  # noqa: E402
+from policy.sync.weight_sync import buckets  # noqa: E402
+from rollout.episode import Request  # noqa: E402
 
 PROMPT = 16  # tokens
 ANSWER = 64
@@ -120,7 +120,7 @@ def words() -> tuple[list[str], list[str]]:
 async def main() -> None:
     """Measures decoding with and without updates, and prints one table."""
     from grpo_async import Config
-    from runtime import preflight
+    from runtime.startup import preflight
 
     numbers, given = words()
     updates = int(numbers[0]) if numbers else 200
@@ -255,7 +255,7 @@ def of_worker(pipe: Any, meeting: tuple[bytes, str, int], rank: int, world: int)
 def traffic(flags: list[str], ranks: int = 4, mates: int = 0, workers: int = 2) -> None:
     """One update between processes that load no engine, and a table of what each of them got."""
     from grpo_async import Config
-    from runtime import preflight
+    from runtime.startup import preflight
 
     context = multiprocessing.get_context("spawn")
     senders, world = 1 + mates, 1 + mates + workers

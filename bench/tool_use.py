@@ -29,7 +29,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from envs.maths.python_tool import TOOL  # noqa: E402
-from launch import tiny  # noqa: E402
+from launch import tiny_model  # noqa: E402
 
 CALL = (f'<tool_call>{{"name": "{TOOL}", "arguments": {{"code": "', '"}}</tool_call>')
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "<tool>"]
@@ -73,7 +73,7 @@ def write_rows(path: Path, pairs: Iterator[tuple[int, int]]) -> None:
         prompt = {"input": [{"role": "user", "content": f"{a}+{b}"}], "tools": TOOLS}
         row = {"agent_ref": {"name": "ns_tools_simple_agent"}, "expected_answer": str(a + b)}
         rows.append(row | {"responses_create_params": prompt})
-    tiny.write_rows(path, rows)
+    tiny_model.write_rows(path, rows)
 
 
 def copied(text: str, dice: random.Random) -> str:
@@ -98,13 +98,13 @@ def make(folder: Path) -> None:
     folder.mkdir(parents=True)
     write_rows(folder / "train.jsonl", itertools.islice(sums(2), 4096))
     write_rows(folder / "validation.jsonl", itertools.islice(sums(3), 64))
-    tokenizer = tiny.make_tokenizer(
+    tokenizer = tiny_model.make_tokenizer(
         WORDS, CHARACTERS, TEMPLATE, SPECIAL, additional_special_tokens=SPECIAL[3:]
     )
-    model, dice = tiny.make_model(tokenizer), random.Random(0)
+    model, dice = tiny_model.make_model(tokenizer), random.Random(0)
     taught = (demonstration(a, b, dice) for a, b in sums(1))
-    tiny.imitate(model, tokenizer, taught, steps=500, batch=64, lr=3e-3)
-    tiny.save(model, tokenizer, folder / "model")
+    tiny_model.imitate(model, tokenizer, taught, steps=500, batch=64, lr=3e-3)
+    tiny_model.save(model, tokenizer, folder / "model")
 
 
 def report(folder: Path) -> None:

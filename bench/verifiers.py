@@ -21,8 +21,8 @@ KNOWN = ROOT.parent / "shared/data/known_answers"
 sys.path.insert(0, str(ROOT))
 
 from envs import check_rows, registry  # noqa: E402
-from envs.rollout.response import Response  # noqa: E402
 from envs.sandbox.checkers import Checkers  # noqa: E402
+from rollout.response import Response  # noqa: E402
 
 SECONDS = 5.0
 AT_ONCE = 8  # answers that are judged together

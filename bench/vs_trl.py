@@ -8,7 +8,7 @@ every position: response lengths are geometric with mean 30, cut at 256. Prompts
 that the work stays the same, and ours trains on samples without advantage as TRL does.
 
 Ours runs as shipped, in a copy of this folder with one more environment. TRL gets a virtual
-environment of its own ($BENCH_VENV or .venv-bench), made by this script of requirements-bench.txt.
+environment of its own ($BENCH_VENV or .venv-bench), made by this script of requirements/bench.txt.
 Its settings are tried for some steps each; the fastest one is measured between two runs of ours.
 """
 
@@ -83,12 +83,12 @@ def run(command: list, folder: Path, env) -> str:
 def make_inputs(folder: Path) -> None:
     """A model whose responses are `MEAN` tokens long on average, and 1,024 prompts of 16 to 20."""
     sys.path.insert(0, str(ROOT))
-    from launch import tiny
+    from launch import tiny_model
 
     letters = random.Random(0)
     words = ["".join(letters.choices("abcdefgh", k=letters.randint(6, 10))) for _ in range(1024)]
     rows = list(map(row_of, words))
-    tiny.write_rows(folder / "train.jsonl", rows)
+    tiny_model.write_rows(folder / "train.jsonl", rows)
     save_model(folder / "model", rows[:64], max_position_embeddings=2 * LONGEST)
 
 
@@ -102,18 +102,18 @@ def save_model(folder: Path, rows: list[dict], **settings) -> None:
     """A random model that ends an answer to such rows everywhere with like chance."""
     import torch
 
-    from launch import tiny
+    from launch import tiny_model
 
     torch.manual_seed(0)
-    tokenizer = tiny.make_tokenizer()
-    model = tiny.make_model(tokenizer)
+    tokenizer = tiny_model.make_tokenizer()
+    model = tiny_model.make_model(tokenizer)
     vars(model.config).update(settings)
     chats = [row["responses_create_params"]["input"] for row in rows]
     prompts = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
     fit_eos(model, prompts, tokenizer.eos_token_id)
-    tiny.save(model, tokenizer, folder)
+    tiny_model.save(model, tokenizer, folder)
 
 
 def fit_eos(model, prompts, eos: int) -> None:
@@ -146,7 +146,7 @@ def install_trl() -> None:
     if not (VENV / "bin" / "python").exists():
         subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, VENV], check=True)
     install = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", VENV]
-    install += ["--override", "requirements-overrides.txt", "-r", "requirements-bench.txt"]
+    install += ["--override", "requirements/overrides.txt", "-r", "requirements/bench.txt"]
     install += [] if found else ["--torch-backend=cpu"]
     subprocess.run(install, cwd=ROOT, env=env, check=True)
 

@@ -61,7 +61,7 @@ SPREAD = math.sqrt(0.5)  # standard deviation of the log of a length, of prompts
 LONGEST = 192  # every 150th answer is cut off here
 TRAIN = 1.25  # seconds for 64 samples, as generation has: 64 / 16 seats * 26 tokens * 12 ms
 STILL = 0.1  # seconds without an engine step that count as idle
-EOS = 1  # of launch/tiny.py's tokenizer
+EOS = 1  # of launch/tiny_model.py's tokenizer
 FAULTS = {8: "request", 12: "reward"}  # step -> what fails once, in a run with faults
 ENGINE = {  # vLLM's arguments on both sides
     "max_num_seqs": SEATS,
@@ -79,14 +79,14 @@ CONFIG += 'timeouts = {"start": 180.0, "rollout": 600.0}\n'
 
 def make_inputs(folder: Path) -> None:
     """A copy of what a user of ours has, a random model of a million parameters, and prompts."""
-    from launch import tiny
+    from launch import tiny_model
 
     vs_trl.copy_ours(folder, CONFIG, "vs_trl_async")
-    tokenizer = tiny.make_tokenizer()
-    tiny.save(tiny.make_model(tokenizer), tokenizer, folder / "model")
+    tokenizer = tiny_model.make_tokenizer()
+    tiny_model.save(tiny_model.make_model(tokenizer), tokenizer, folder / "model")
     letters = random.Random(0)
     words = ("".join(letters.choices("abcdefgh", k=8)) for _ in range(2048))
-    tiny.write_rows(folder / "train.jsonl", map(vs_trl.row_of, words))
+    tiny_model.write_rows(folder / "train.jsonl", map(vs_trl.row_of, words))
 
 
 def fail_once(name: str) -> None:
@@ -266,7 +266,7 @@ def server(folder: Path):
         switch = isinstance(value, bool)
         command.append(f"--no-{flag}" if value is False else f"--{flag}")
         command += [] if switch else [str(value[0] if isinstance(value, list) else value)]
-    env = os.environ | {  # as runtime/cluster.py has it for our engine
+    env = os.environ | {  # as runtime/processes/cluster.py has it for our engine
         "OMP_NUM_THREADS": "1",
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",

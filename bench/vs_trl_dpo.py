@@ -47,13 +47,13 @@ def make_inputs(folder: Path, steps: int) -> None:
     """The model, and the pairs of all steps."""
     import torch
 
-    from launch import tiny
+    from launch import tiny_model
 
     torch.manual_seed(0)
-    tokenizer = tiny.make_tokenizer(template=TEMPLATE)
-    model = tiny.make_model(tokenizer)
+    tokenizer = tiny_model.make_tokenizer(template=TEMPLATE)
+    model = tiny_model.make_model(tokenizer)
     model.config.max_position_embeddings = 2 * LONGEST
-    tiny.save(model, tokenizer, folder / "model")
+    tiny_model.save(model, tokenizer, folder / "model")
     draw = random.Random(0)
 
     def answer() -> list[dict]:
@@ -65,7 +65,7 @@ def make_inputs(folder: Path, steps: int) -> None:
         word = "".join(draw.choices("abcdefgh", k=draw.randint(6, 10)))
         prompt = [{"role": "user", "content": f"reverse {word}"}]
         rows.append({"prompt": prompt, "chosen": answer(), "rejected": answer()})
-    tiny.write_rows(folder / "pairs.jsonl", rows)
+    tiny_model.write_rows(folder / "pairs.jsonl", rows)
 
 
 def forget_peak() -> None:
@@ -126,7 +126,7 @@ def train_trl(steps: int, size: int, settings: dict) -> dict:
 def train_ours(steps: int, _size: int, settings: dict) -> dict:
     """The same by dpo.py's trainer, one rank, without Ray."""
     from dpo import Config, Scored, Trainer, load_pairs, plan_pairs
-    from envs.rollout.pairs import render_all
+    from rollout.preference_rows import render_all
 
     policy = {"lr": LR, "warmup_lr": LR, "warmup_steps": 0, "activation_checkpointing": False}
     loss = {"beta": BETA, "sft_weight": SFT}
@@ -163,7 +163,7 @@ def train_ours(steps: int, _size: int, settings: dict) -> dict:
 def run(folder: Path, side: str, steps: int, size: int, settings: dict) -> dict:
     """One side in its own process. Raises RuntimeError as bench/vs_trl.py's `run`."""
     python = vs_trl.VENV / "bin" / "python" if side == "trl" else sys.executable
-    # As runtime/cluster.py sets them for a trainer; both sides have the same.
+    # As runtime/processes/cluster.py sets them for a trainer; both sides have the same.
     threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     command = [python, __file__, f"--{side}", str(steps), str(size), json.dumps(settings)]
     result = json.loads(vs_trl.run(command, folder, os.environ | threads).splitlines()[-1])

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from settings.errors import RunError
+from core.errors import RunError
 
 
 class WriteError(RunError):

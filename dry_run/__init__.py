@@ -1,8 +1,8 @@
 """The needs and limits of a run, as a table: nothing is started, no weight is read.
 
-`explain` counts memory (policy/sizes.py; megatron_sizes.py also what is sent) and estimates seconds
-(pace.py) from a Config and the config.json of its model. prep/check.py looks at the rows. The
-assumptions about the hardware are printed with the result.
+`explain` counts memory (policy/gpu_memory.py; megatron_sizes.py also what is sent) and estimates
+seconds (pace.py) from a Config and the config.json of its model. prep/check.py looks at the rows.
+The assumptions about the hardware are printed with the result.
 """
 
 import dataclasses
@@ -11,18 +11,19 @@ from importlib.util import find_spec
 from os.path import isfile
 from pathlib import Path
 
-from dry_run import boxes, megatron_sizes, pace, teachers
-from envs.rollout import pairs, services
-from policy import logprobs, shape, sizes
+from core.errors import InputError
+from dry_run import boxes, megatron_sizes, pace, teacher_costs
+from envs import services
+from policy import gpu_memory, logprobs, model_shape
 from policy.gpus import GIB, Gpu, planned
-from policy.shape import Model
+from policy.model_shape import Model
 from prep import check
-from runtime import layout
-from runtime.preflight import check_arguments, lacking
-from settings.errors import InputError
-from settings.run import RunSettings, TrainingSettings
-from settings.teachers import TeacherSettings
-from settings.values import flatten
+from rollout import preference_rows
+from runtime.processes import layout
+from runtime.startup.preflight import check_arguments, lacking
+from settings.config import RunSettings, TrainingSettings
+from settings.distillation import TeacherSettings
+from settings.merging import flatten
 
 JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
 
@@ -37,9 +38,9 @@ def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = No
     if not (Path(cfg.model) / "config.json").is_file():
         raise InputError(lacking(cfg.model, "config.json"))
     megatron = cfg.policy.kind == "megatron"
-    model = shape.read_model(cfg.model)
+    model = model_shape.read_model(cfg.model)
     gpu = planned(cfg.command.gpu)
-    asked, cfg = cfg, sizes.decided(model, cfg, gpu.memory)
+    asked, cfg = cfg, gpu_memory.decided(model, cfg, gpu.memory)
     active = f", {model.active:,.0f} of them active" if model.routed else ""
     data = data_rows(cfg) if data is None else data
     wrong = problems(model, cfg, gpu) + data.problems
@@ -74,7 +75,9 @@ def assumptions(cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     launch = f"{pace.LAUNCH_S * 1e3:g} ms"
     disk = f"{pace.DISK_BYTES_S / 1e9:g} GB/s of disk a node"
     flops = f"{gpu.flops / 1e12:g} TFLOP/s (a trainer reaches {pace.MFU:.0%})"
-    memory = f"{gib(gpu.memory)} GiB ({sizes.RESERVE / GIB:g} reserved), {gpu.hbm / 1e12:g} TB/s"
+    memory = (
+        f"{gib(gpu.memory)} GiB ({gpu_memory.RESERVE / GIB:g} reserved), {gpu.hbm / 1e12:g} TB/s"
+    )
     mean = f"{pace.MEAN_SHARE:.0%} of the longest"
     if not isinstance(cfg, RunSettings):
         lengths = f"  {flops}, {network}; mean pair {mean}; {disk}"
@@ -139,14 +142,14 @@ def teacher_gpus(cfg: TeacherSettings) -> list[str]:
 def teacher_rows(cfg: TeacherSettings, gpu: Gpu) -> list[str]:
     """Memory of a teacher's rank, and the share of a step in which it is busy."""
     lines = ["teachers: memory of a rank, GiB; of a step, seconds"]
-    share = teachers.shares(cfg)
-    step = pace.step_seconds(shape.read_model(cfg.model), cfg, gpu)
+    share = teacher_costs.shares(cfg)
+    step = pace.step_seconds(model_shape.read_model(cfg.model), cfg, gpu)
     for host, busy in pace.teacher_seconds(cfg, gpu).items():
         layout = cfg.layout_of(host)
         held = len(cfg.models_beside(cfg.teachers[host]))
         models = f", {held} models" if held > 1 else ""
         note = f"of {gib(gpu.memory)}; {layout.kind}, {layout.ranks} ranks{models}"
-        lines.append(row(host, gib(teachers.rank_bytes(cfg, host)), note))
+        lines.append(row(host, gib(teacher_costs.rank_bytes(cfg, host)), note))
         what = f"scores {share[host]:.0%} of the rows; busy {busy / step:.0%} of a step"
         lines.append(row("", f"{busy:,.2f}", what))
     return lines
@@ -161,14 +164,14 @@ def other_checkpointing(cfg: TrainingSettings) -> TrainingSettings:
 
 def trainer_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     """Memory that a trainer rank always holds, and beside it at each of four moments."""
-    states = sizes.states(model, cfg)
-    moments = sizes.moments(model, cfg)
-    mask = sizes.mask_bytes(cfg.policy)
+    states = gpu_memory.states(model, cfg)
+    moments = gpu_memory.moments(model, cfg)
+    mask = gpu_memory.mask_bytes(cfg.policy)
     on, off = ("with", "without") if cfg.policy.recomputes else ("without", "with")
-    kept = gib(sizes.saved_bytes(model, cfg))
-    layer = gib(sizes.layer_bytes(model, cfg))
+    kept = gib(gpu_memory.saved_bytes(model, cfg))
+    layer = gib(gpu_memory.layer_bytes(model, cfg))
     adapts = bool(cfg.policy.lora_rank)
-    head = gib(sizes.head_bytes(logprobs.CHUNK, model.vocab, 0 if adapts else model.hidden))
+    head = gib(gpu_memory.head_bytes(logprobs.CHUNK, model.vocab, 0 if adapts else model.hidden))
     notes = {
         "at the head": f"layers keep {kept}; logits and the head's gradient {head}",
         "in a layer": f"layers keep {kept}; this one saves {layer}, its mask {gib(mask.layer)}",
@@ -177,17 +180,21 @@ def trainer_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     }
     fullest = max(moments, key=lambda name: moments[name])
     marks = {name: "+ " if name == fullest else "or " for name in moments}
-    unlike = gib(sizes.saved_bytes(model, other_checkpointing(cfg)))
-    rows = f"{on} checkpointing, {unlike} {off}; T = {sizes.longest_row(cfg):,}"
+    unlike = gib(gpu_memory.saved_bytes(model, other_checkpointing(cfg)))
+    rows = f"{on} checkpointing, {unlike} {off}; T = {gpu_memory.longest_row(cfg):,}"
     here = pace.ranks_per_node(cfg)
-    loading = sizes.host_bytes(model, here, cfg.policy.ranks)
+    loading = gpu_memory.host_bytes(model, here, cfg.policy.ranks)
     shard = f"sharded: 1 / {cfg.policy.ranks}"
     attention = f"bool, policy.attention = {cfg.policy.attention!r}"
     return [
         "memory of a trainer rank, GiB",
         *(row(name, gib(size), shard) for name, size in states.items()),
         *(row(marks[name] + name, gib(size), notes[name]) for name, size in moments.items()),
-        row("= peak, with reserve", gib(sizes.trainer_bytes(model, cfg)), f"of {gib(gpu.memory)}"),
+        row(
+            "= peak, with reserve",
+            gib(gpu_memory.trainer_bytes(model, cfg)),
+            f"of {gib(gpu.memory)}",
+        ),
         row("layers keep", kept, rows),
         row("mask of a row", gib(mask.row), attention),
         row("host, while loading", gib(loading), f"{here} of {cfg.policy.ranks} ranks on a node"),
@@ -201,7 +208,7 @@ def checkpointing_rows(
     """What became of activation_checkpointing = "auto", and why."""
     if asked.policy.activation_checkpointing != "auto":
         return []
-    room = sizes.room(model, cfg, gpu.memory)
+    room = gpu_memory.room(model, cfg, gpu.memory)
     why = f"without it {gib(room.taken)} of {gib(room.free)} (free, less a tenth)"
     if not room.is_counted:
         why = "not all that such layers save is counted"
@@ -243,7 +250,7 @@ def megatron_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     peak = megatron_sizes.trainer_bytes(shape, cfg)
     fullest = max(moments, key=lambda name: moments[name])
     marks = {name: "+ " if name == fullest else "or " for name in moments}
-    rows = f"{layout.pp - stage} x T = {sizes.longest_row(cfg):,} / cp {layout.cp}"
+    rows = f"{layout.pp - stage} x T = {gpu_memory.longest_row(cfg):,} / cp {layout.cp}"
     where = f"stage {stage + 1} of {layout.pp}, {layout.replicas} replicas"
     return [
         f"memory of a trainer rank, GiB: {where}",
@@ -275,7 +282,7 @@ def engine_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
     at_once = cfg.engine.arguments["max_num_seqs"]
     utilization = cfg.engine.arguments["gpu_memory_utilization"]
     length = cfg.sampling.max_model_len
-    tokens = sizes.kv_tokens(model, cfg, gpu.memory, length)
+    tokens = gpu_memory.kv_tokens(model, cfg, gpu.memory, length)
     share = f"{utilization:g} of {gib(gpu.memory)}, less weights and reserve"
     layers = f"{model.kv_layers} of {model.layers} layers"
     whole = tokens / length
@@ -286,11 +293,11 @@ def engine_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
     return [
         "memory of an engine's GPU, GiB",
         row("weights, bf16", gib(2 * model.params / tp), f"1 / {tp} of them"),
-        row("KV", gib(sizes.kv_budget(model, cfg, gpu.memory)), share),
-        row("KV bytes per token", f"{sizes.kv_bytes(model, tp):,}", f"{layers} keep it"),
+        row("KV", gib(gpu_memory.kv_budget(model, cfg, gpu.memory)), share),
+        row("KV bytes per token", f"{gpu_memory.kv_bytes(model, tp):,}", f"{layers} keep it"),
         *([row("Mamba's states", gib(model.state / tp), each)] if model.state else []),
         row("KV tokens", f"{tokens:,}", f"{whole:,.1f} sequences of {length:,}{more}"),
-        row("+ in an update", gib(sizes.reload_bytes(model, cfg)), beside),
+        row("+ in an update", gib(gpu_memory.reload_bytes(model, cfg)), beside),
     ]
 
 
@@ -408,7 +415,7 @@ def data_rows(cfg: TrainingSettings) -> check.Summary:
                 services.configure(cfg.services)
                 lines, wrong = check.summary(path, cfg.data.max_bad_rows, cfg=cfg)
             else:
-                lines, wrong = pairs.summary(path, cfg.data.max_bad_rows)
+                lines, wrong = preference_rows.summary(path, cfg.data.max_bad_rows)
             every.lines.extend([f"{field} = {path}: {lines[0]}", *lines[1:]])
             every.problems.extend(wrong)
     return every
@@ -429,7 +436,7 @@ def problems(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     if isinstance(cfg, RunSettings):
         found += engine_problems(model, cfg, gpu)
     if isinstance(cfg, TeacherSettings):
-        found += teachers.problems(cfg, gpu, pace.NODE_GPUS)
+        found += teacher_costs.problems(cfg, gpu, pace.NODE_GPUS)
     if unknown := sorted({*cfg.policy.lora_targets} - model.linear.keys()):
         known = ", ".join(model.linear)
         found += [f"policy.lora_targets: no linear layer is called {unknown[0]!r}, but {known}"]
@@ -445,10 +452,10 @@ def engine_problems(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
     trainer = pace.trainer_bytes(model, cfg)
     utilization = cfg.engine.arguments["gpu_memory_utilization"]
     engine = utilization * gpu.memory
-    update = sizes.reload_bytes(model, cfg)
+    update = gpu_memory.reload_bytes(model, cfg)
     held = [g.get("trainer", 0) * trainer + g.get("engine", 0) * engine for g in layout.gpus(cfg)]
     most = max(held, default=trainer)
-    tokens = sizes.kv_tokens(model, cfg, gpu.memory, length)
+    tokens = gpu_memory.kv_tokens(model, cfg, gpu.memory, length)
     found = []
     if trainer <= gpu.memory < most:
         taken = f"a shared GPU takes {gib(most)} of {gib(gpu.memory)} GiB"

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dry_run import pace
-from envs.rollout import services
-from envs.rollout.rows import raw_lines
-from envs.swe import budget, image_cache, images
+from envs import services
+from envs.swe import box_budget, image_cache, images
 from envs.swe.box import Size
 from policy.gpus import GIB
-from runtime import layout
-from settings.run import RunSettings
+from rollout.rows import raw_lines
+from runtime.processes import layout
+from settings.config import RunSettings
 
 ROWS = b'"swe_agents'  # in a line that is a row of one
 SIZE = Size()
@@ -61,11 +61,15 @@ def rows(cfg: RunSettings) -> list[tuple[str, str, str]]:
     boxes, files = count(cfg), sizes(cfg)
     groups = f"{cfg.max_lag + 1} x {cfg.prompts_per_step} prompts x {cfg.group_size}"
     workers = f"rollout_workers {cfg.rollout_workers} on {boxes.nodes} nodes"
-    half = f"of files that they change: {budget.SHARE:.0%} of a node's memory"
+    half = f"of files that they change: {box_budget.SHARE:.0%} of a node's memory"
     each = f"the processes of one box: {SIZE.memory / GIB:g} at most"
     found = [
         ("episodes at once", f"{boxes.episodes:,}", f"{groups}; {workers}"),
-        ("boxes of a node", f"{boxes.here:,}", f"as many at once where {budget.VARIABLE} says so"),
+        (
+            "boxes of a node",
+            f"{boxes.here:,}",
+            f"as many at once where {box_budget.VARIABLE} says so",
+        ),
         ("GiB of memory", f"{boxes.here * SIZE.disk / GIB:,.0f}", f"{half}; {each}"),
     ]
     if files:
@@ -76,13 +80,15 @@ def rows(cfg: RunSettings) -> list[tuple[str, str, str]]:
 
 def problems(cfg: RunSettings) -> Iterator[str]:
     """What this node lacks for its boxes. Prints what makes some of them wait."""
-    if why := budget.problem(SIZE.disk) or image_cache.problem():
+    if why := box_budget.problem(SIZE.disk) or image_cache.problem():
         yield why
         return
-    here, most = count(cfg).here, budget.boxes(SIZE.disk)
+    here, most = count(cfg).here, box_budget.boxes(SIZE.disk)
     if here > most:
-        waits = f"{budget.WAIT * cfg.timeouts.rollout:,.0f} s at most"
-        more = f"raise rollout_workers or {budget.VARIABLE}, or lower prompts_per_step or max_lag"
+        waits = f"{box_budget.WAIT * cfg.timeouts.rollout:,.0f} s at most"
+        more = (
+            f"raise rollout_workers or {box_budget.VARIABLE}, or lower prompts_per_step or max_lag"
+        )
         print(f"note: a node has {here:,} episodes at once, and {most:,} boxes: ", end="")
         print(f"the others wait, {waits}: {more}")
     files, folder = sizes(cfg), os.environ.get(image_cache.FOLDER)

@@ -21,15 +21,15 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from policy import logprobs
-from policy.megatron.check import read_config
+from policy.gpu_memory import RESERVE, head_bytes, longest_row
 from policy.megatron.families import padded, pattern
-from policy.shape import field
-from policy.sizes import RESERVE, head_bytes, longest_row
-from policy.weight_sync import BUCKET_BYTES
+from policy.megatron.model_check import read_config
+from policy.model_shape import field
+from policy.sync.weight_sync import BUCKET_BYTES
 
 if TYPE_CHECKING:
+    from settings.config import TrainingSettings
     from settings.network import PolicySettings
-    from settings.run import TrainingSettings
 
 
 class Shape:

@@ -8,20 +8,20 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from dry_run import megatron_sizes, teachers
-from policy import sizes
+from core.errors import InputError
+from dry_run import megatron_sizes, teacher_costs
+from policy import gpu_memory
 from policy.gpus import Gpu
-from policy.shape import Model
-from policy.weight_sync import BUCKET_BYTES
-from runtime.layout import Node, gpus, plan
-from runtime.placement import node_mates
-from settings.errors import InputError
-from settings.pairs import PairSettings
-from settings.run import RunSettings
-from settings.teachers import TeacherSettings
+from policy.model_shape import Model
+from policy.sync.weight_sync import BUCKET_BYTES
+from runtime.processes.layout import Node, gpus, plan
+from runtime.processes.placement import node_mates
+from settings.config import RunSettings
+from settings.distillation import TeacherSettings
+from settings.preferences import PairSettings
 
 if TYPE_CHECKING:
-    from settings.run import TrainingSettings
+    from settings.config import TrainingSettings
 
 MFU = 0.3  # assumed; prime-rl measured 0.15 (rows of 16k tokens) to 0.36 (65k) for a 4B model
 LAUNCH_S = 3e-3  # assumed: an engine step beside its arithmetic and memory traffic
@@ -72,7 +72,7 @@ def batch_size(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
     """
     in_flight = (cfg.max_lag + 1) * cfg.prompts_per_step * cfg.group_size / cfg.engine.count
     mean = MEAN_SHARE * response_limit(cfg)
-    room = sizes.kv_tokens(model, cfg, gpu.memory, mean) / mean
+    room = gpu_memory.kv_tokens(model, cfg, gpu.memory, mean) / mean
     return max(1.0, min(cfg.engine.arguments["max_num_seqs"], in_flight, room))
 
 
@@ -85,7 +85,7 @@ def decode_seconds(model: Model, tp: int, batch: float, context: float, gpu: Gpu
     """
     routed = model.routed * (1 - (1 - model.expert_share) ** batch)
     weights = 2 * (model.params - model.embedding - model.routed + routed) / tp
-    sequence = context * sizes.kv_bytes(model, tp) + 2 * model.state / tp
+    sequence = context * gpu_memory.kv_bytes(model, tp) + 2 * model.state / tp
     memory = (weights + batch * sequence) / gpu.hbm
     return LAUNCH_S + max(memory, 2 * (model.active - model.embedding) * batch / tp / gpu.flops)
 
@@ -111,7 +111,7 @@ def train_flops(model: Model, cfg: "TrainingSettings") -> float:
     multiplies a whole row, flash attention half a sequence on average.
     """
     passes = 3 + cfg.policy.recomputes + cfg.scoring_passes
-    masked = sizes.mask_bytes(cfg.policy).row
+    masked = gpu_memory.mask_bytes(cfg.policy).row
     keys = cfg.policy.row_tokens if masked else MEAN_SHARE * response_limit(cfg) / 2
     tokens = MEAN_SHARE * step_tokens(cfg)
     return model.flops(tokens, tokens * keys, passes, bool(cfg.policy.lora_rank))
@@ -177,13 +177,13 @@ def sync_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
 
 
 def sent_bytes(model: Model, cfg: "TrainingSettings") -> float:
-    """Bytes of an update: weights in bf16, or adapters in float32 (policy/adapter_sync.py).
+    """Bytes of an update: weights in bf16, or adapters in float32 (policy/sync/adapter_sync.py).
 
     With those, products of each matrix with 4 vectors: at most 16 bytes a row.
     """
     if not cfg.policy.lora_rank:
         return 2 * model.params
-    return 4 * sizes.trained(model, cfg) + 16 * (sum(model.linear.values()) + 2 * model.vocab)
+    return 4 * gpu_memory.trained(model, cfg) + 16 * (sum(model.linear.values()) + 2 * model.vocab)
 
 
 class Traffic(NamedTuple):
@@ -258,7 +258,7 @@ def teacher_seconds(cfg: RunSettings, gpu: Gpu) -> dict[str, float]:
     if not isinstance(cfg, TeacherSettings):
         return {}
     keys = MEAN_SHARE * response_limit(cfg) / 2
-    return teachers.seconds(cfg, MEAN_SHARE * step_tokens(cfg), keys, MFU * gpu.flops)
+    return teacher_costs.seconds(cfg, MEAN_SHARE * step_tokens(cfg), keys, MFU * gpu.flops)
 
 
 def step_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
@@ -270,7 +270,7 @@ def step_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
 def trainer_bytes(model: Model, cfg: "TrainingSettings") -> float:
     """Peak of a trainer rank under its policy, with the reserve."""
     if cfg.policy.kind == "fsdp":
-        return sizes.trainer_bytes(model, cfg)
+        return gpu_memory.trainer_bytes(model, cfg)
     shape = megatron_sizes.read_shape(cfg.model, cfg.policy)
     return megatron_sizes.trainer_bytes(shape, cfg)
 
@@ -327,7 +327,7 @@ def checkpoint_bytes(model: Model, cfg: "TrainingSettings") -> Checkpoint:
     nodes = trainer_nodes(cfg)
     if cfg.policy.kind == "megatron":
         return Checkpoint(16 * model.params, 16 * model.params / nodes)
-    trained = 12 * sizes.trained(model, cfg)
+    trained = 12 * gpu_memory.trained(model, cfg)
     return Checkpoint(trained + 2 * model.params, trained / nodes + 2 * model.params)
 
 

@@ -7,10 +7,10 @@ and what it does with a row:
     many turns   async rollout(row, sampler) -> Episode, in place of verify
     comparison   async score_group(rows, responses) -> list of Rewards, after either or alone
 
-`response` is a `str` with what its markup says (envs/rollout/response.py).
+`response` is a `str` with what its markup says (rollout/response.py).
 
 An optional `check(row)` raises ValueError for a row it could not judge. An optional `needs(row)`
-names the services that judging the row takes (envs/rollout/services.py).
+names the services that judging the row takes (envs/services.py).
 `ALLOWS_EMPTY_INPUT = True` says that `rollout` writes the first prompt itself. A module is imported
 when the first row names one of its agents (envs/registry.py).
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any
 
-from envs.rollout.response import Response
+from rollout.response import Response
 
 
 @dataclass

@@ -16,15 +16,15 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 import envs
+from core import errors
+from core.errors import InputError, ModuleError
 from core.waits import within
 from envs import check_rows, registry
 from envs.check_rows import read_rows, use_services
 from envs.parsers import parsers
-from envs.rollout.messages import chat, template_variables
-from envs.rollout.rows import first_of, read_lines
-from settings import errors
-from settings.errors import InputError, ModuleError
-from settings.services import Services
+from rollout.messages import chat, template_variables
+from rollout.rows import first_of, read_lines
+from settings.environment_services import Services
 
 # Fields that are taken for the reference answer of a row.
 REFERENCES = ("expected_answer", "answer", "reference_answer", "ground_truth", "solution")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import envs
-from settings.errors import ModuleError
+from core.errors import ModuleError
 
 # What a module that serves an agent cannot lack. The others are not parsed.
 SERVES = re.compile(r"\bAGENTS\b|^(async )?def (verify|rollout|score_group)\b", re.MULTILINE)

@@ -11,21 +11,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envs import get, registry, require
+from core.errors import InputError, ModuleError, located
+from envs import get, registry, require, services
 from envs.parsers import parsers
-from envs.rollout import services
-from envs.rollout.chat import DENSEST
-from envs.rollout.check_messages import check_items, check_overrides, check_tools
-from envs.rollout.messages import load_tokenizer, render_messages, template_variables
-from envs.rollout.rows import keep_bad, loads, refuse_none, sort_lines
+from rollout.chat import DENSEST
+from rollout.check_messages import check_items, check_overrides, check_tools
+from rollout.messages import load_tokenizer, render_messages, template_variables
+from rollout.rows import keep_bad, loads, refuse_none, sort_lines
 from settings.alarm import RENDER_SECONDS, at_most
-from settings.errors import InputError, ModuleError, located
-from settings.services import Services
+from settings.environment_services import Services
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from settings.run import RunSettings
+    from settings.config import RunSettings
 
 # What an error calls a need, if not by its name.
 NEEDS = {"checks": "a sandbox for answers that run as code", "tool_parser": "a parser of calls"}
@@ -40,8 +39,8 @@ MECHANISMS = {
     "lean": "envs.proofs.lean_source",
     "images": "envs.swe.images",
     "boxes": "envs.swe.box",
-    "workplace": "envs.office.office",
-    "rdkit": "envs.chemistry.rdkit_there",
+    "workplace": "envs.workplace.office",
+    "rdkit": "envs.chemistry.rdkit_check",
 }
 
 

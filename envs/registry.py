@@ -9,15 +9,14 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from core.errors import ModuleError, located
 from core.waits import in_thread, together
-from envs import Reward
-from envs.rollout import services
-from envs.rollout.response import Response
-from settings.errors import ModuleError, located
+from envs import Reward, services
+from rollout.response import Response
 
 if TYPE_CHECKING:
-    from envs.rollout.episode import Episode
-    from envs.rollout.sampler import Sampler
+    from rollout.episode import Episode
+    from rollout.sampler import Sampler
 
 
 def environment(name: str) -> ModuleType:
@@ -61,7 +60,7 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
     environment raises, TypeError for what is no reward, and ValueError for an episode without
     turns.
     """
-    from envs.rollout.episode import Episode
+    from rollout.episode import Episode
 
     name = row["agent_ref"]["name"]
     module = environment(name)

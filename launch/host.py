@@ -3,10 +3,10 @@
     python3 launch/host.py --config configs/rlvr1.py --model models/super_sft --data.train ...
 
 Takes the arguments of grpo_async.py, or of the program that GRPO_PROGRAM names. launch/submit.sh
-calls it where CONTAINER names an image and there is no .venv: launch/preflight.py, which needs the
-project's libraries, then runs in the job alone. Of the configuration and its flags those settings
-are read here that say how many nodes the job has and when Slurm warns it. Rows must be JSON
-objects, the model a folder with config.json, and the disk must have room.
+calls it where CONTAINER names an image and there is no .venv: launch/submit_check.py, which needs
+the project's libraries, then runs in the job alone. Of the configuration and its flags those
+settings are read here that say how many nodes the job has and when Slurm warns it. Rows must be
+JSON objects, the model a folder with config.json, and the disk must have room.
 """
 
 import json
@@ -21,9 +21,9 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from runtime.placement import shares
-from settings.errors import InputError
-from settings.values import assigned
+from core.errors import InputError
+from runtime.processes.placement import shares
+from settings.merging import assigned
 
 ROOT = Path(__file__).parent.parent
 FREE = 5.0  # times a checkpoint of the policy that the run folder should have room for
@@ -129,7 +129,7 @@ def pairs(argv: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def gpus(cfg: dict[str, Any], has_engines: bool) -> int:
-    """How many GPUs engines, trainers and teachers take, as runtime/placement.py counts them."""
+    """GPUs that engines, trainers and teachers take, as runtime/processes/placement.py counts."""
     size = cfg["engine.tensor_parallel"]
     workers = cfg["engine.count"] * size * has_engines
     demand = SimpleNamespace(engine_gpus=size, share=cfg["gpu_share"])

@@ -30,7 +30,7 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from envs.questions.exact import extract, is_same  # noqa: E402
-from launch import tiny  # noqa: E402
+from launch import tiny_model  # noqa: E402
 
 RESPONSE = re.compile(r"([a-z] )+<answer>[a-z]+</answer>|(\d )+<answer>\[\d(,\d)*\]</answer>")
 DATASETS = {
@@ -106,7 +106,7 @@ def rendered(entry):
 
 def measure(model, tokenizer, entries, samples=4):
     """Share of sampled responses in the right form, and share exactly right."""
-    texts = tiny.sample(model, tokenizer, list(map(rendered, entries)), samples)
+    texts = tiny_model.sample(model, tokenizer, list(map(rendered, entries)), samples)
     right = [answer_text(entry, solved(entry)) for entry in entries for _ in range(samples)]
     form = sum(RESPONSE.fullmatch(text) is not None for text in texts) / len(texts)
     exact = sum(map(is_same, map(extract, texts), right)) / len(texts)
@@ -123,18 +123,18 @@ def main(force: bool = False, seed: int = 0, root: Path = ROOT):
 
     print("tiny: making a model and its problems, which takes less than a minute", flush=True)
     start, rng = time.monotonic(), random.Random(seed)
-    tiny.prepare(seed)
+    tiny_model.prepare(seed)
     validation = list(itertools.islice(problem_stream(seed + 1, ()), VALIDATION_ROWS))
     stream = problem_stream(seed, {entry["question"] for entry in validation})
-    tiny.write_rows(data_dir / "validation.jsonl", map(nemo_gym_row, validation))
-    tiny.write_rows(train, map(nemo_gym_row, itertools.islice(stream, TRAIN_ROWS)))
+    tiny_model.write_rows(data_dir / "validation.jsonl", map(nemo_gym_row, validation))
+    tiny_model.write_rows(train, map(nemo_gym_row, itertools.islice(stream, TRAIN_ROWS)))
 
-    tokenizer = tiny.make_tokenizer()
-    model = tiny.make_model(tokenizer)
+    tokenizer = tiny_model.make_tokenizer()
+    model = tiny_model.make_model(tokenizer)
     taught = ((rendered(e), response_text(e, rng) + "<eos>") for e in stream)
-    tiny.imitate(model, tokenizer, taught, steps=400, batch=32, lr=4e-3)
+    tiny_model.imitate(model, tokenizer, taught, steps=400, batch=32, lr=4e-3)
     form, exact = measure(model, tokenizer, validation)
-    tiny.save(model, tokenizer, model_dir)
+    tiny_model.save(model, tokenizer, model_dir)
     print(
         f"tiny: {model.num_parameters():,} parameters, {time.monotonic() - start:.0f} s; sampled on"
         f" validation: right form {form:.1%}, right answer {exact:.1%}"

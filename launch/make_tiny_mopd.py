@@ -17,7 +17,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from launch import make_tiny, tiny  # noqa: E402
+from launch import make_tiny, tiny_model  # noqa: E402
 
 CARELESS = 0.35  # of the items of an answer to the other task are skipped
 TASKS = {"spells": "spell_backward", "sorts": "number_sorting"}  # teacher -> what it is good at
@@ -39,18 +39,18 @@ def main(force: bool = False, seed: int = 0, root: Path = ROOT):
     for number, teacher in enumerate(lacking, seed + 2):
         print(f"tiny_mopd: making the teacher {teacher}", flush=True)
         start, rng = time.monotonic(), random.Random(number)
-        tiny.prepare(number)
-        tokenizer = tiny.make_tokenizer()
-        model = tiny.make_model(tokenizer)
+        tiny_model.prepare(number)
+        tokenizer = tiny_model.make_tokenizer()
+        model = tiny_model.make_model(tokenizer)
         slips = {task: 0.0 if task == TASKS[teacher] else CARELESS for task in TASKS.values()}
         taught = (
             (make_tiny.rendered(e), make_tiny.response_text(e, rng, slips[task_of(e)]) + "<eos>")
             for e in make_tiny.problem_stream(number, asked)
         )
-        tiny.imitate(model, tokenizer, taught, steps=500, batch=32, lr=4e-3)
+        tiny_model.imitate(model, tokenizer, taught, steps=500, batch=32, lr=4e-3)
         of_task = {t: [e for e in validation if task_of(e) == t] for t in TASKS.values()}
         exact = {t: make_tiny.measure(model, tokenizer, e)[1] for t, e in of_task.items()}
-        tiny.save(model, tokenizer, folder / teacher)
+        tiny_model.save(model, tokenizer, folder / teacher)
         found = ", ".join(f"{task} {share:.1%}" for task, share in exact.items())
         print(f"tiny_mopd: {time.monotonic() - start:.0f} s; right answers: {found}", flush=True)
     return None

@@ -27,7 +27,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from launch import tiny, tiny_image  # noqa: E402
+from launch import tiny_image, tiny_model  # noqa: E402
 
 
 def command(name: str, guess: str) -> str:
@@ -77,15 +77,17 @@ def main(force: bool = False, seed: int = 0, root: Path = ROOT):
     shutil.rmtree(data_dir, ignore_errors=True)
     bugs = tiny_image.make_bugs(data_dir / "images")
     rows = [tiny_row(row, name) for name, row in bugs.items()]
-    tiny.write_rows(data_dir / "validation.jsonl", rows)
-    tiny.write_rows(data_dir / "train.jsonl", itertools.islice(itertools.cycle(rows), TRAIN_ROWS))
+    tiny_model.write_rows(data_dir / "validation.jsonl", rows)
+    tiny_model.write_rows(
+        data_dir / "train.jsonl", itertools.islice(itertools.cycle(rows), TRAIN_ROWS)
+    )
 
-    tiny.prepare(seed)
-    tokenizer = tiny.make_tokenizer([*tiny.TAGS, *PIECES], template=TEMPLATE)
-    model = tiny.make_model(tokenizer)
+    tiny_model.prepare(seed)
+    tokenizer = tiny_model.make_tokenizer([*tiny_model.TAGS, *PIECES], template=TEMPLATE)
+    model = tiny_model.make_model(tokenizer)
     taught = demonstrations(random.Random(seed))
-    tiny.imitate(model, tokenizer, taught, steps=150, batch=32, lr=4e-3)
-    tiny.save(model, tokenizer, model_dir)
+    tiny_model.imitate(model, tokenizer, taught, steps=150, batch=32, lr=4e-3)
+    tiny_model.save(model, tokenizer, model_dir)
     print(f"tiny_swe: {model.num_parameters():,} parameters, {time.monotonic() - start:.0f} s")
     return None
 

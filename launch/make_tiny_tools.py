@@ -29,13 +29,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import data_prep  # noqa: E402
 from envs.questions.exact import extract, is_same  # noqa: E402
-from envs.rollout.response import Response  # noqa: E402
 from envs.tools import tool_choice  # noqa: E402
-from launch import make_tiny, tiny  # noqa: E402
+from launch import make_tiny, tiny_model  # noqa: E402
+from rollout.response import Response  # noqa: E402
 
 PIECES = ["<tools>", "<tool_call>", "</tool_call>", '{"name": "', '", "arguments": {"text": "']
 PIECES += ['"}}']
-TEMPLATE = "{{ '<tools>' if tools }}" + tiny.CHAT_TEMPLATE
+TEMPLATE = "{{ '<tools>' if tools }}" + tiny_model.CHAT_TEMPLATE
 AGENT = "toolcall_schema_single_step_tool_use_with_argument_comparison_agent"
 CALL = '<tool_call>{{"name": "{}", "arguments": {{"text": "{}"}}}}</tool_call>'
 WRITTEN = re.compile(r'<tool_call>{"name": "(\w+)", "arguments": ({"text": "\w*"})}</tool_call>')
@@ -98,7 +98,7 @@ def answers(model, tokenizer, rows, samples):
     prompts = [prompt_of(row, tokenizer) for row in rows]
     texts = []
     for start in range(0, len(rows), 128):
-        texts += tiny.sample(model, tokenizer, prompts[start : start + 128], samples, 48)
+        texts += tiny_model.sample(model, tokenizer, prompts[start : start + 128], samples, 48)
     for i, text in enumerate(texts):
         row, prompt = rows[i // samples], prompts[i // samples]
         name = row["agent_ref"]["name"]
@@ -115,23 +115,23 @@ def main(force: bool = False, seed: int = 0, root: Path = ROOT):
 
     print("tiny_tools: making a model and pairs, which takes two minutes", flush=True)
     start, rng = time.monotonic(), random.Random(seed)
-    tiny.prepare(seed)
+    tiny_model.prepare(seed)
     held_out = list(itertools.islice(make_tiny.problem_stream(seed + 1, ()), 256))
     stream = make_tiny.problem_stream(seed, {entry["question"] for entry in held_out})
     sources = {"validation": rows_of(iter(held_out)), "train": rows_of(stream)}
     rows = {name: list(itertools.islice(sources[name], FILES[name][0])) for name in FILES}
 
-    tokenizer = tiny.make_tokenizer([*tiny.TAGS, *PIECES], template=TEMPLATE)
-    model = tiny.make_model(tokenizer)
+    tokenizer = tiny_model.make_tokenizer([*tiny_model.TAGS, *PIECES], template=TEMPLATE)
+    model = tiny_model.make_model(tokenizer)
     taught = rows_of(stream)
     said = ((prompt_of(row, tokenizer), demonstration(row, rng) + "<eos>") for row in taught)
-    tiny.imitate(model, tokenizer, said, steps=400, batch=64, lr=3e-3)
+    tiny_model.imitate(model, tokenizer, said, steps=400, batch=64, lr=3e-3)
     for name, (_, samples) in FILES.items():
         paths = [data_dir / f"{name}{kind}.jsonl" for kind in ("", "_rollouts", "_pairs")]
-        tiny.write_rows(paths[0], rows[name])
-        tiny.write_rows(paths[1], answers(model, tokenizer, rows[name], samples))
+        tiny_model.write_rows(paths[0], rows[name])
+        tiny_model.write_rows(paths[1], answers(model, tokenizer, rows[name], samples))
         data_prep.main(["tool_pairs", *map(str, paths)])
-    tiny.save(model, tokenizer, model_dir)
+    tiny_model.save(model, tokenizer, model_dir)
     print(f"tiny_tools: {model.num_parameters():,} parameters, {time.monotonic() - start:.0f} s")
     return None
 

@@ -59,12 +59,13 @@ address() { # the head's, once it is there
 node() { # fails where the node cannot serve, and after ten tries in a row
     local try began head=''
     ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"
-    # As in runtime/ray_start.py: killed actors take their children along, and none starts idle.
+    # As in runtime/processes/ray_start.py: killed actors take their children along, none idles.
     export RAY_process_group_cleanup_enabled=true
     export RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper=false
     export RAY_prestart_worker_first_driver=false
     ip=${NODE_IP:-$(hostname -I | awk '{print $1}')}
-    [ "$rank" -ge $((nodes - ${CPU_NODES:-0})) ] || "$python" "$code/launch/preflight.py" --node ||
+    [ "$rank" -ge $((nodes - ${CPU_NODES:-0})) ] ||
+        "$python" "$code/launch/submit_check.py" --node ||
         return 1
     for ((try = 1; try <= 10; try++)); do
         began=$SECONDS

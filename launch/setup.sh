@@ -20,7 +20,7 @@ if [ "$DEVICE" != "${built:-$DEVICE}" ]; then
         "or no .venv (rm -r .venv)" >&2
     exit 1
 fi
-overrides=requirements-overrides.txt
+overrides=requirements/overrides.txt
 
 install() { # REQUIREMENTS STAMP FILE...
     local stamp
@@ -40,11 +40,11 @@ install() { # REQUIREMENTS STAMP FILE...
     echo "$stamp" >".venv/$2"
 }
 
-install "requirements-$DEVICE.txt" installed requirements.txt "requirements-$DEVICE.txt"
+install "requirements/$DEVICE.txt" installed requirements.txt "requirements/$DEVICE.txt"
 [ "${1:-}" != test ] ||
-    install requirements-test.txt installed-test requirements-{test,chemistry}.txt
+    install requirements/test.txt installed-test requirements/{test,chemistry}.txt
 [ "${1:-}" != chemistry ] ||
-    install requirements-chemistry.txt installed-chemistry requirements-chemistry.txt
+    install requirements/chemistry.txt installed-chemistry requirements/chemistry.txt
 [ "${1:-}" = megatron ] || exit 0
 
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
@@ -57,13 +57,13 @@ command -v g++ >/dev/null || lacking+=(g++)
 header=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
 [ -e "$header" ] || lacking+=("$header (apt-get install python3-dev)")
 [ ${#lacking[@]} = 0 ] || fail "kernels cannot be compiled without $(printf '%s; ' "${lacking[@]}")"
-stamp=$(cksum <requirements-megatron.txt)
+stamp=$(cksum <requirements/megatron.txt)
 [ "$(cat .venv/installed-megatron 2>/dev/null)" != "$stamp" ] || exit 0
-echo "setup: compiling requirements-megatron.txt for .venv"
+echo "setup: compiling requirements/megatron.txt for .venv"
 # What is compiled sees the headers that torch's wheels bring along, and the ninja of .venv.
 nvidia=$(.venv/bin/python -c 'import nvidia; print(nvidia.__path__[0])')
 export CPATH=$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH} PATH=$PWD/.venv/bin:$PATH
 .venv/bin/pip install --quiet wheel==0.48.0 # which builds without isolation must find
 # Not uv, and against the torch of .venv: docs/megatron.md says why.
-.venv/bin/pip install --no-build-isolation -r requirements-megatron.txt
+.venv/bin/pip install --no-build-isolation -r requirements/megatron.txt
 echo "$stamp" >.venv/installed-megatron

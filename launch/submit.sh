@@ -33,7 +33,7 @@ if [ -n "$profile" ]; then
     exported=$("$any" launch/profiles.py "$profile")
     eval "$exported"
 fi
-python=$root/.venv/bin/python look=preflight.py
+python=$root/.venv/bin/python look=submit_check.py
 if [ -z "${CONTAINER:-}" ]; then
     python=${GRPO_PYTHON:-$python}
 elif [ "${GRPO_EXECUTOR:-}" != local ]; then # the image has all libraries

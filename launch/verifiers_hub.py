@@ -3,7 +3,7 @@
     VENV/bin/python launch/verifiers_hub.py FILE.toml...
     VENV/bin/python launch/verifiers_hub.py rows 1000 FILE.toml > data/FILE.jsonl
 
-VENV has requirements-hub.txt and the environments' packages. A FILE.toml is one that `vf-eval @
+VENV has requirements/hub.txt and the environments' packages. A FILE.toml is one that `vf-eval @
 FILE.toml` takes; [env] is read. Its rows have the agent `verifiers.FILE`, and in `task` the
 library's own description of a task. HUB_HOST and HUB_PORT are its address, HUB_AT_ONCE the number
 of episodes that may run at once. It prints the setting that a run needs: services.nemo_gym.
@@ -27,7 +27,7 @@ try:
     from aiohttp import web
     from verifiers.v1.configs.agent import agent_config_fields
 except ImportError as error:
-    sys.exit(f"error: {error}; expected a Python with requirements-hub.txt: docs/environments.md")
+    sys.exit(f"error: {error}; expected a Python with requirements/hub.txt: docs/environments.md")
 
 SHOWN = 250  # characters of an error
 

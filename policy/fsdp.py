@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from policy import AnyRow, LossFn, Row, WeightMeta, allowed, attention, logprobs, on
+from policy import AnyRow, LossFn, Row, WeightMeta, allowed_tokens, attention, logprobs, on
 from policy.finite import refuse_infinite
 from policy.lora import Adapters
-from policy.schedule import adamw, learning_rate
+from policy.optimizer import adamw, learning_rate
 
 if TYPE_CHECKING:  # pydantic is not needed to train
     from settings.network import PolicySettings
@@ -67,7 +67,7 @@ class PackedModel(nn.Module):
         out = decoder(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         at_N = mask_T.nonzero().squeeze(1)
         h_NH = out.last_hidden_state[0].index_select(0, at_N - 1)
-        head = logprobs.Head(entropy=self.entropy, choices=allowed.choices(row, at_N))
+        head = logprobs.Head(entropy=self.entropy, choices=allowed_tokens.choices(row, at_N))
         rule = (self.temperature, logprobs.CHUNK, head)
         logp_N = logprobs.TokenLogprobs.apply(h_NH, head_VH, tokens_T[at_N], *rule)
         return torch.zeros_like(mask_T, dtype=logp_N.dtype).masked_scatter(mask_T, logp_N)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from policy.allowed import Choices
+from policy.allowed_tokens import Choices
 
 CHUNK = 1024  # tokens whose logits exist at once
 

@@ -3,9 +3,9 @@
     y = W x + (alpha / rank) B A x         A [rank, in], B [out, rank]: they alone are trained
 
 B starts at 0, so the first policy is the model itself. Engines compute with W + (alpha / rank) B A:
-updates carry A and B (policy/adapter_sync.py), exports the sum. With one alpha for all ranks the
-best learning rate hardly depends on the rank, and is ten times that of full training ("LoRA Without
-Regret", Thinking Machines 2025). Hu et al. 2021 (arXiv:2106.09685).
+updates carry A and B (policy/sync/adapter_sync.py), exports the sum. With one alpha for all ranks
+the best learning rate hardly depends on the rank, and is ten times that of full training ("LoRA
+Without Regret", Thinking Machines 2025). Hu et al. 2021 (arXiv:2106.09685).
 """
 
 import math
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
-from settings.errors import InputError
+from core.errors import InputError
 
 if TYPE_CHECKING:
     from settings.network import PolicySettings

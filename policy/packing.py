@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from settings.run import TrainingSettings
+    from settings.config import TrainingSettings
 
 Place = tuple[int, int]  # (group of the batch, place in the group) of a sample
 
@@ -41,7 +41,7 @@ def plan_shares(
     `planned` has an update without rows, and the lengths of its samples, for each update of a step.
     With routes, which are large, a replica gets whole groups as far as all have the same work.
     """
-    from policy.shape import even_length  # and transformers, which takes seconds
+    from policy.model_shape import even_length  # and transformers, which takes seconds
 
     layout = cfg.policy
     even = even_length(cfg.model, bool(layout.lora_rank))

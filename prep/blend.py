@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from core.errors import InputError
 from prep import files, mix, placeholders, tables
-from settings.errors import InputError
 
 HUB = "nvidia/Nemotron-RL-Super-Training-Blends"  # nvidia/Nemotron-3-Super-RL-... answers 404
 LAYOUTS = {

@@ -9,14 +9,14 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
+from core.errors import InputError
 from envs import check_rows, registry
+from envs import services as configured
 from envs.check_rows import parse
-from envs.rollout import services as configured
 from prep import files
 from prep.placeholders import FIELD
-from settings.errors import InputError
-from settings.run import RunSettings
-from settings.services import Services
+from settings.config import RunSettings
+from settings.environment_services import Services
 
 NAMELESS = "(no agent)"
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import tyro
 
+from core.errors import InputError
 from envs import check_rows
 from prep import files, tables
-from settings.errors import InputError
 
 FINAL = re.compile(r"####\s*\$?(-?\d[\d,]*(?:\.\d+)?)\s*\Z")  # as GSM8K ends a solution
 

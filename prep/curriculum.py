@@ -22,8 +22,8 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
+from core.errors import InputError
 from prep import files, mix
-from settings.errors import InputError
 
 FALL = 0.3  # read off the figure of the report
 STEEPEST = 0.9  # of the fall that sorting would give; beyond it a batch holds few pass rates

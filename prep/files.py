@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from core import errors
+from core.errors import InputError
 from envs import agents
-from envs.rollout.rows import LONGEST_LINE, decoded, raw_lines
-from settings import errors
-from settings.errors import InputError
+from rollout.rows import LONGEST_LINE, decoded, raw_lines
 
 
 class Line(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from settings.errors import InputError
+from core.errors import InputError
 
 
 def turns(weights: Sequence[float]) -> Iterator[int]:

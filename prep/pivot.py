@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import tyro
 
+from core.errors import InputError
 from envs import check_rows, get, require
-from envs.rollout.check_messages import check_items
-from envs.rollout.messages import chat, functions
 from prep import files
-from settings.errors import InputError
+from rollout.check_messages import check_items
+from rollout.messages import chat, functions
 
 
 @dataclass(frozen=True)

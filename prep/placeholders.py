@@ -10,9 +10,9 @@ from collections.abc import Set
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from core.errors import InputError
 from prep.files import sha256
 from prep.tables import data_files, located, records, value
-from settings.errors import InputError
 
 FIELD = "_hf_placeholder"
 # What DAPO-Math-17k puts around each of its questions.

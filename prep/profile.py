@@ -10,8 +10,8 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
+from core.errors import InputError
 from prep import files
-from settings.errors import InputError
 from settings.reader import ROOT
 
 FIELDS = ("pass_rate", "pass_rate_total", "pass_rate_passed")

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from core.errors import InputError
 from prep import files
-from settings.errors import InputError
 
 MARKER = "{reasoning effort: low}"  # of the Super recipe, as advantage.low_effort.marker
 # Agents of the domains that the report names, without `_simple_agent`.

@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path, PurePath
 from typing import Any
 
-from envs.rollout import services
-from envs.rollout.services import CheckerError
+from core.errors import InputError
+from envs import services
+from envs.services import CheckerError
 from envs.swe import sif, swe_judge
 from prep import files
-from settings.errors import InputError
-from settings.services import Services
+from settings.environment_services import Services
 
 EMPTY = "it is resolved without a repair"
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from core.errors import InputError
 from envs.swe import swe_judge
-from settings.errors import InputError
 
 COLUMNS = (
     *("responses_create_params", "agent_ref", "instance_id", "dataset_name", "problem_statement"),

@@ -42,7 +42,7 @@ class Scripts:
 
     def answer(self, asked: dict[str, Any]) -> dict[str, str]:
         """Asks the process. Raises InputError where it does not answer."""
-        from settings.errors import InputError
+        from core.errors import InputError
 
         try:
             if self.process is None:

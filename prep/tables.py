@@ -7,9 +7,9 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
-from envs.rollout.rows import LONGEST_LINE
+from core.errors import InputError
 from prep.files import lines
-from settings.errors import InputError
+from rollout.rows import LONGEST_LINE
 from settings.hub import HUB_SECONDS
 
 KINDS = (".parquet", ".arrow", ".jsonl", ".json", ".csv")

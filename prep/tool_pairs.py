@@ -10,11 +10,11 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
+from core.errors import InputError
 from envs.parsers.forms import FORMS
-from envs.rollout.markup import THINK, split
-from envs.rollout.messages import chat, functions
 from prep import files
-from settings.errors import InputError
+from rollout.answer_markup import THINK, split
+from rollout.messages import chat, functions
 
 KINDS = ("no_tools", "with_tools", "hallucination")
 

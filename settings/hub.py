@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from settings.errors import InputError
+from core.errors import InputError
 
 HUB_SECONDS = 10.0  # that the Hugging Face hub may take to say whether it has a model
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")

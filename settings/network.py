@@ -23,9 +23,9 @@ class MegatronSettings:
 
     def __post_init__(self) -> None:
         """Refuses arguments that the run itself sets. Raises ValueError."""
-        from settings import contradictions
+        from settings import conflicts
 
-        contradictions.of_megatron(self)
+        conflicts.of_megatron(self)
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -83,7 +83,7 @@ class PolicySettings:
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are recomputed; "auto" that policy/sizes.py has not decided does."""
+        """Whether activations are recomputed: also "auto", until policy/gpu_memory.py decides."""
         return self.activation_checkpointing is not False
 
     @property
@@ -97,6 +97,6 @@ class PolicySettings:
 
     def __post_init__(self) -> None:
         """Refuses layouts that cannot work, naming both sides. Raises ValueError."""
-        from settings import contradictions
+        from settings import conflicts
 
-        contradictions.of_policy(self)
+        conflicts.of_policy(self)

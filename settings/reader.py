@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 import pydantic
 import tyro
 
-from settings.errors import InputError
-from settings.values import assigned, booleans, flatten, merge, unique
+from core.errors import InputError
+from settings.merging import assigned, booleans, flatten, merge, unique
 
 if TYPE_CHECKING:
-    from settings.run import TrainingSettings
+    from settings.config import TrainingSettings
 
 ROOT = Path(__file__).parent.parent
 PATHS = {"run_dir", "model", "data.train", "data.val", "command.resume", "command.replay"}
@@ -49,7 +49,7 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
 
     A config file is plain Python assignments to field names; it may `import *` from another one.
     Raises InputError for an unknown or malformed field; tyro exits with a message for bad flags.
-    Whether a run could start with it is checked by runtime/preflight.py.
+    Whether a run could start with it is checked by runtime/startup/preflight.py.
     """
     sys.excepthook = end_in_one_line
     path = ROOT / default
@@ -74,9 +74,9 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
 def check_names(Config: type[C], flags: list[str]) -> None:
     """Raises InputError for a key of another program, naming the setting that is meant here."""
     if flags:
-        from settings import elsewhere
+        from settings import other_programs
 
-        elsewhere.refuse(flags, leaves(Config))
+        other_programs.refuse(flags, leaves(Config))
 
 
 def end_in_one_line(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -105,7 +105,7 @@ def overridden(base: C, flags: list[str]) -> C:
         while cause and not isinstance(cause, pydantic.ValidationError):
             cause = cause.__context__
         if isinstance(cause, pydantic.ValidationError):
-            from settings.mistakes import explain
+            from settings.error_messages import explain
 
             raise InputError(explain(Config, cause)) from None
         sys.stderr.write(told.getvalue())
@@ -198,7 +198,7 @@ def read(Config: type[C], path: Path) -> C:
     if chosen.keys() <= fields and not any(booleans(chosen, Config())):
         with contextlib.suppress(pydantic.ValidationError):
             return with_entries(Config(), Config(**chosen))
-    from settings.mistakes import refuse
+    from settings.error_messages import refuse
 
     raise refuse(Config, path, chosen)
 

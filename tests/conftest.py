@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import quick_start  # noqa: F401
 
-from envs.rollout import services
+from envs import services
 from support.configs import changed
 from support.program import ROOT
 
@@ -67,9 +67,9 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 def save_tokenizer(folder: Path):
     """A character-level tokenizer with a two-role chat template."""
-    from launch import tiny
+    from launch import tiny_model
 
-    tokenizer = tiny.make_tokenizer(
+    tokenizer = tiny_model.make_tokenizer(
         tags=[],
         characters="".join(map(chr, range(32, 127))) + "\n",
         template="{% for m in messages %}<user>{{ m['content'] }}{% endfor %}<bot>",
@@ -85,7 +85,7 @@ def save_tokenizer(folder: Path):
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
     """The character tokenizer, as a run loads it."""
-    from envs.rollout.messages import load_tokenizer
+    from rollout.messages import load_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(folder)
@@ -97,11 +97,11 @@ def tiny_model(tmp_path_factory) -> str:
     """A random Qwen3 of 0.2M parameters with tied embeddings, the harder case for weight sync."""
     import torch
 
-    from launch import tiny
+    from launch import tiny_model
 
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    model = tiny.make_model(
+    model = tiny_model.make_model(
         save_tokenizer(folder),
         hidden_size=64,
         num_attention_heads=2,

@@ -24,10 +24,10 @@ from support.escapes import ESCAPES
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from envs.programs import code  # noqa: E402
-from envs.rollout.services import CheckerError  # noqa: E402
+from envs.coding import code  # noqa: E402
 from envs.sandbox import sandbox  # noqa: E402
 from envs.sandbox.programs import Interpreter  # noqa: E402
+from envs.services import CheckerError  # noqa: E402
 
 ROW = {"verifier_metadata": {"unit_tests": {"inputs": ["7\n"], "outputs": ["49"]}}}
 RIGHT = "print(int(input()) ** 2)"

@@ -23,11 +23,11 @@ import ray
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from envs import services  # noqa: E402
 from envs.gym import gym, nemo_gym  # noqa: E402
-from envs.rollout import services  # noqa: E402
-from envs.rollout.episode import stitch  # noqa: E402
-from settings.run import Sampling  # noqa: E402
-from settings.services import Services  # noqa: E402
+from rollout.episode import stitch  # noqa: E402
+from settings.config import Sampling  # noqa: E402
+from settings.environment_services import Services  # noqa: E402
 from support.chats import Reader, Scripted, real, spell  # noqa: E402
 
 NAMES = ("mcqa", "example_multi_step", "workplace_assistant")

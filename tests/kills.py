@@ -31,7 +31,7 @@ from support.program import ROOT, Program, end
 
 sys.path.insert(0, str(ROOT))
 from grpo_async import Config  # noqa: E402
-from runtime import preflight
+from runtime.startup import preflight
 from settings import reader
 
 FLAGS = {"steps": 100_000, "save_period": 1, "engine.verify_sync_every": 1, "val_period": 0}

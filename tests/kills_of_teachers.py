@@ -26,7 +26,8 @@ from support.program import ROOT, Program, end
 
 sys.path.insert(0, str(ROOT))
 from mopd import Config  # noqa: E402
-from runtime import archive, preflight
+from runtime.checkpoints import archive
+from runtime.startup import preflight
 
 FLAGS = FLAGS | {"sample_period": 1, "engine.count": 2, "prompts_per_step": 16}
 SECONDS = 60.0  # in which two more steps must be trained; a stopped teacher is noticed after 20

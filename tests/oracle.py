@@ -23,10 +23,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from envs import registry  # noqa: E402
-from envs.rollout import services  # noqa: E402
-from envs.rollout.response import Response  # noqa: E402
-from settings.services import Services  # noqa: E402
+from envs import registry, services  # noqa: E402
+from rollout.response import Response  # noqa: E402
+from settings.environment_services import Services  # noqa: E402
 from support.oracle.cases import ENVIRONMENTS, Case, cases  # noqa: E402
 from support.oracle.differences import EXPLAINED  # noqa: E402
 from support.oracle.here import Recorded, recorded  # noqa: E402

@@ -21,7 +21,7 @@ from support.program import ROOT
 
 sys.path.insert(0, str(ROOT))
 from grpo_async import Config  # noqa: E402
-from runtime import preflight
+from runtime.startup import preflight
 
 STEPS = 4
 FLAGS = {"steps": STEPS, "group_size": 2, "sampling.max_response_tokens": 8, "save_period": 0}

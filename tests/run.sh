@@ -36,7 +36,7 @@ if [ "${1:-}" = hub ]; then
     links=$(.venv/bin/pip config get global.find-links 2>/dev/null || true)
     [ -z "$links" ] || export UV_FIND_LINKS=$links
     [ -x .venv-hub/bin/python ] || .venv/bin/python -m venv .venv-hub
-    .venv-hub/bin/pip install --quiet -r requirements-hub.txt
+    .venv-hub/bin/pip install --quiet -r requirements/hub.txt
     set -- tests/envs/gym/test_verifiers_hub.py "${@:2}"
 fi
 if [ "${1:-}" = swe ]; then

@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs import Reward
-from envs.rollout.episode import Sample, Turn
-from envs.rollout.markup import FLAWS
 from grpo_async import (
     Advantage,
     Batch,
@@ -33,9 +31,11 @@ from grpo_async import (
     policy_loss,
     shaped_reward,
 )
-from policy.weight_sync import Sender
-from runtime.metrics import k3, mismatch, reduce_stats, step_metrics
-from settings.run import Timeouts
+from policy.sync.weight_sync import Sender
+from rollout.answer_markup import FLAWS
+from rollout.episode import Sample, Turn
+from runtime.reporting.metrics import k3, mismatch, reduce_stats, step_metrics
+from settings.config import Timeouts
 from support.configs import changed
 
 SUPER = Correction()  # of Nemotron 3 Super
@@ -155,7 +155,7 @@ def test_a_new_measure_of_tokens_is_reported_as_their_mean(monkeypatch):
     def with_another(logp_T, *others):
         return mismatch(logp_T, *others) | {"my_measure": torch.full_like(logp_T, 0.25)}
 
-    monkeypatch.setattr("runtime.metrics.mismatch", with_another)
+    monkeypatch.setattr("runtime.reporting.metrics.mismatch", with_another)
     assert metrics_of(UNIT, NEAR, rows=2)["my_measure"] == 0.25
 
 

@@ -24,11 +24,13 @@ import ray
 from conftest import spelling_rows, write_rows
 
 import grpo_async
-from envs.rollout.messages import load_tokenizer
-from runtime import cluster, folders, kept, modes, ray_start
-from runtime.archive import write_groups
-from runtime.layout import Node, plan
-from settings.errors import InputError
+from core.errors import InputError
+from rollout.messages import load_tokenizer
+from runtime.checkpoints import folders, kept
+from runtime.checkpoints.archive import write_groups
+from runtime.processes import cluster, ray_start
+from runtime.processes.layout import Node, plan
+from runtime.startup import modes
 from support.configs import changed
 from support.program import ROOT, ran, unboxed
 from support.samples import make_sample, stream

@@ -16,9 +16,9 @@ import data_prep
 import dpo
 import mopd
 from envs import Reward, agents
-from envs.rollout.episode import Episode, Turn, stitch
 from grpo_async import Config
-from runtime.dispatch import Slot
+from rollout.episode import Episode, Turn, stitch
+from runtime.rollouts.dispatch import Slot
 from settings import reader
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,11 +162,13 @@ def test_the_page_of_environments_has_them_all():
 
 def test_the_shelf_of_environments_is_that_of_their_modules():
     """The table is generated: files, agents, rewards and needs are those of the code."""
-    spec = importlib.util.spec_from_file_location("shelf", ROOT / "docs/shelf.py")
+    spec = importlib.util.spec_from_file_location("shelf", ROOT / "docs/environment_table.py")
     shelf = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(shelf)
     page = shelf.PAGE.read_text(encoding="utf-8")
-    assert page == shelf.page(), "docs/environments.md: run .venv/bin/python docs/shelf.py"
+    assert page == shelf.page(), (
+        "docs/environments.md: run .venv/bin/python docs/environment_table.py"
+    )
     drawn = shelf.Shelf()
     served = set(agents.served().values())
     assert served <= drawn.serving and len(drawn.serving - served) == 1  # nemo_gym names no agent

@@ -17,16 +17,16 @@ from test_resume import contents, timeless
 from torch import tensor
 
 import dry_run
+from core.errors import InputError
 from dpo import Batch, Config, Scored, dpo_loss, mean_metrics, pack, plan_pairs
-from envs.rollout.messages import load_tokenizer
-from envs.rollout.pairs import Pair, Tokens, load_pairs, render_all, tokenize
-from policy import shape
+from policy import model_shape
 from policy.packing import plan_rows
-from runtime.metrics import reduce_stats
-from runtime.scores import Scores
+from rollout.messages import load_tokenizer
+from rollout.preference_rows import Pair, Tokens, load_pairs, render_all, tokenize
+from runtime.checkpoints.row_scores import Scores
+from runtime.reporting.metrics import reduce_stats
 from settings import reader
-from settings.errors import InputError
-from settings.values import flatten
+from settings.merging import flatten
 from support import shapes
 from support.configs import changed
 from support.megatron_jobs import compute
@@ -161,7 +161,7 @@ def test_a_row_of_pairs_and_an_empty_one():
 
 def test_a_pair_is_in_one_row_and_all_replicas_have_as_many(make, monkeypatch):
     pairs = [one.pair for one in some_pairs(13)]
-    monkeypatch.setattr(shape, "even_length", lambda model, frozen: 20)
+    monkeypatch.setattr(model_shape, "even_length", lambda model, frozen: 20)
     plan = plan_pairs(pairs, make(row_tokens=32, ranks=3))
     assert plan == plan_rows([pair.tokens for pair in pairs], 32, 3, 40)
     assert sorted(i for of in plan for row in of for i in row) == list(range(13))

@@ -5,7 +5,7 @@ from conftest import make_config, write_rows
 
 from envs import agents
 from envs.sandbox import sandbox
-from settings.services import Services
+from settings.environment_services import Services
 from support.configs import changed
 from support.judges import Judge, configured
 from support.program import Program
@@ -21,7 +21,7 @@ FILES = (
     "single_step_tool_use_with_argument_comparison",
 )
 # Their tools or stories are longer than what the tiny model reads.
-ELSEWHERE = {"swe/swe_pivot", "office/workplace", "maths/python_tool", "terminals/terminal_use"}
+ELSEWHERE = {"swe/swe_pivot", "workplace/workplace", "maths/python_tool", "terminals/terminal_use"}
 ELSEWHERE |= {"tools/conversation", "proofs/lean_refinement", "swe/swe"}
 
 

@@ -70,7 +70,7 @@ def test_an_environment_that_fails_costs_its_prompt_and_never_becomes_a_reward(
     root = copy(tmp_path / "fork")
     for name, long, short in (
         ("core/waits.py", "ANSWER_SECONDS = 25.0", "ANSWER_SECONDS = 10.0"),
-        ("runtime/dispatch.py", "ATTEMPTS = 3", "ATTEMPTS = 2"),
+        ("runtime/rollouts/dispatch.py", "ATTEMPTS = 3", "ATTEMPTS = 2"),
     ):
         text = (root / name).read_text()
         assert long in text

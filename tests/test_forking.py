@@ -26,15 +26,15 @@ import envs
 import grpo_async
 from core import waits
 from envs import agents, check_rows, registry
-from envs.rollout.episode import Group, Sample, SampleInfo, Turn, stitch
-from envs.rollout.markup import FLAWS
-from envs.rollout.pairs import Tokens
-from envs.rollout.sampler import Sampler
-from policy.weight_sync import Sender
-from runtime import dispatch
-from runtime.dispatch import Slot
-from runtime.log import Log
-from settings.run import Sampling, Timeouts
+from policy.sync.weight_sync import Sender
+from rollout.answer_markup import FLAWS
+from rollout.episode import Group, Sample, SampleInfo, Turn, stitch
+from rollout.preference_rows import Tokens
+from rollout.sampler import Sampler
+from runtime.reporting.log import Log
+from runtime.rollouts import dispatch
+from runtime.rollouts.dispatch import Slot
+from settings.config import Sampling, Timeouts
 from support.actors import Actor
 from support.configs import changed
 from support.program import ROOT, Program, ran

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from conftest import make_config, spelling_rows
 from safetensors.torch import load_file
 
-from envs.rollout import compaction
-from envs.rollout.episode import Request, stitch
-from envs.rollout.messages import load_tokenizer, render_messages
-from envs.rollout.sampler import Sampler
 from grpo_async import Generator, Trainer, Update, pack
-from runtime.probe import prompts
+from rollout import compaction
+from rollout.episode import Request, stitch
+from rollout.messages import load_tokenizer, render_messages
+from rollout.sampler import Sampler
+from runtime.engines.probe import prompts
 from support.configs import changed
 from support.pieces import check
 from support.program import Program

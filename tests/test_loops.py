@@ -10,15 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 import grpo_async
+from core.errors import RunError
 from core.lines import WriteError
-from envs.rollout.episode import Sample
-from envs.rollout.services import Report
+from envs.services import Report
 from grpo_async import Config, Group, Progress, Run
-from runtime import dispatch, modes
-from runtime.archive import write_groups
-from runtime.fleet import Engine, State
-from runtime.log import Log
-from settings.errors import RunError
+from rollout.episode import Sample
+from runtime.checkpoints.archive import write_groups
+from runtime.engines.fleet import Engine, State
+from runtime.reporting.log import Log
+from runtime.rollouts import dispatch
+from runtime.startup import modes
 from support.actors import Actor, Answer
 from support.configs import changed
 

@@ -14,9 +14,9 @@ import mopd
 from grpo_async import Correction
 from mopd import Batch, Config, Loss, Run, Trainer, distillation_loss, keep_score, pack
 from policy.packing import Update
-from policy.weight_sync import Sender
-from runtime.metrics import reduce_stats, step_metrics
-from settings.run import Timeouts
+from policy.sync.weight_sync import Sender
+from runtime.reporting.metrics import reduce_stats, step_metrics
+from settings.config import Timeouts
 from support.configs import changed
 from support.megatron_jobs import compute
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config
 
-from envs.rollout.episode import Sample, SampleInfo
 from grpo_async import Config, Group, Update, divisor, pack, plan_step
+from policy.model_shape import even_length
 from policy.packing import Share, plan_rows
-from policy.shape import even_length
+from rollout.episode import Sample, SampleInfo
 from support.configs import changed
 
 LENGTHS = st.lists(st.integers(1, 150), max_size=40)
@@ -318,7 +318,7 @@ def slowest(plan: list[Share], lengths: list[list[int]]) -> int:
 def test_a_replica_with_routes_needs_few_groups_and_none_has_more_work(
     groups, replicas, alike, most, monkeypatch
 ):
-    monkeypatch.setattr("policy.shape.even_length", lambda *_: SUPER)
+    monkeypatch.setattr("policy.model_shape.even_length", lambda *_: SUPER)
     random = np.random.default_rng(0)
     normal = alike**0.5 * random.normal(size=(groups, 1))
     normal = normal + (1 - alike) ** 0.5 * random.normal(size=(groups, 16))

@@ -25,7 +25,7 @@ ELSEWHERE = {
     "data_prep.py tool_pairs": "prep/test_tool_pairs.py",
     "bench/gpu_first_hour.sh": "bench/test_first_hour.py",
     "vllm serve": "launch/test_judge_protocol.py",
-    "runtime.lineage": "runtime/test_lineage.py",
+    "runtime.checkpoints.lineage": "runtime/checkpoints/test_lineage.py",
     "launch/setup.sh": "launch/test_setup.py",
     "launch/attach.sh": "test_slurm.py",
     "data_prep.py pivot": "prep/test_pivot.py",

@@ -18,13 +18,13 @@ from conftest import make_config, spelling_rows, write_rows
 import data_prep
 import dry_run
 import mopd
-from envs import agents, check_rows, registry
-from envs.rollout import services
+from core import errors
+from envs import agents, check_rows, registry, services
 from envs.sandbox import sandbox
 from grpo_async import Config, Run
 from launch import judges
-from runtime import preflight
-from settings import errors, reader, values
+from runtime.startup import preflight
+from settings import merging, reader
 from support import issues, shapes, verifiers
 from support.configs import changed, shrunk
 from support.judges import Judge, configured
@@ -47,7 +47,7 @@ RECIPE = [name for name in NAMES if name not in OTHERS]
 JUDGES = ["general", "safety", "genrm"]
 PAID = 16  # prompts of a step: of four answers to each, some are paid and some are not
 # Their tools or stories are longer than what the tiny model reads.
-LONG = ["office/workplace", "maths/python_tool", "proofs/lean_refinement", "swe/swe"]
+LONG = ["workplace/workplace", "maths/python_tool", "proofs/lean_refinement", "swe/swe"]
 CHAIN = ["rlvr1", "rlvr2", "rlvr3", "swe1", "swe2", "rlhf"]
 STUDENT = ["ultra_rlvr1", "ultra_rlvr2"]  # one run
 TEACHERS = ["ultra_ifbench", "ultra_rlhf", "ultra_reasoning", "ultra_swe"]
@@ -93,7 +93,7 @@ def parents(name: str) -> list[str]:
 def entries(cfg: Config) -> dict[str, object]:
     """The settings of a configuration, each entry of a dictionary by itself."""
     found: dict[str, object] = {}
-    for name, value in values.flatten(cfg).items():
+    for name, value in merging.flatten(cfg).items():
         if isinstance(value, dict):
             found |= {f'{name}["{key}"]': part for key, part in value.items()}
         elif not name.startswith("command."):

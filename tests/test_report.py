@@ -14,7 +14,7 @@ import pytest
 from conftest import save_tokenizer
 
 import report
-from settings.errors import InputError
+from core.errors import InputError
 from support.program import ran
 
 CHROMIUM = shutil.which("chromium")
@@ -560,7 +560,7 @@ def test_samples_are_of_several_steps(tmp_path, monkeypatch):
 
 
 def test_the_page_is_small_and_needs_no_network():
-    template = (Path(report.__file__).parent / "runtime/report_page.html").read_text()
+    template = (Path(report.__file__).parent / "runtime/reporting/report_page.html").read_text()
     assert len(template.encode()) < 60_000
     namespaces = {"http://www.w3.org/1999/xhtml", "http://www.w3.org/2000/svg"}
     assert set(re.findall(r"https?://[^\"']+", template)) == namespaces

@@ -13,7 +13,8 @@ from conftest import SHARED, spelling_rows, write_rows
 
 from grpo_async import Config
 from launch.make_gsm8k import blend, convert
-from runtime import archive, lineage, preflight
+from runtime.checkpoints import archive, lineage
+from runtime.startup import preflight
 from support.configs import changed
 from support.program import Program, end, survivors
 

@@ -9,10 +9,10 @@ from collections import defaultdict
 import pytest
 from conftest import make_config, serving_judge, spelling_rows, write_rows
 
-from envs.judged import comparison
+from envs.llm_judged import comparison
 from grpo_async import Config
 from settings import reader
-from settings.services import Services, weights
+from settings.environment_services import Services, weights
 from support.configs import changed, shrunk
 from support.judges import Judge
 from support.program import ROOT, Program

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from conftest import spelling_rows, write_rows
 
-from runtime.cluster import ROOT
-from runtime.lineage import chain, read
+from runtime.checkpoints.lineage import chain, read
+from runtime.processes.cluster import ROOT
 from support.program import copy, is_alive, ran
 from support.slurm import Slurm, slurm
 

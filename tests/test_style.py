@@ -21,13 +21,13 @@ from test_docs import first_cells, section
 import dpo
 import grpo_async
 import mopd
-from envs.rollout.services import Report
+from envs.services import Report
 from grpo_async import Config, Update, pack, policy_loss
-from runtime.dispatch import SPENT
-from runtime.metrics import mean_metrics, reduce_stats, step_metrics
-from runtime.outages import Outages
-from runtime.rollout_metrics import rollout_metrics, validation_metrics
-from runtime.speed import COUNTS
+from runtime.reporting.metrics import mean_metrics, reduce_stats, step_metrics
+from runtime.reporting.rollout_metrics import rollout_metrics, validation_metrics
+from runtime.reporting.speed import COUNTS
+from runtime.rollouts.dispatch import SPENT
+from runtime.rollouts.outages import Outages
 from settings.reader import leaves
 from support.samples import make_sample
 
@@ -223,7 +223,14 @@ def test_everything_public_has_a_docstring():
     refuse(f"{path}: {node.name}" for path, node in known if not ast.get_docstring(node))
 
 
-SETTINGS = (MAIN, SECOND, THIRD, "settings/run.py", "settings/network.py", "settings/teachers.py")
+SETTINGS = (
+    MAIN,
+    SECOND,
+    THIRD,
+    "settings/config.py",
+    "settings/network.py",
+    "settings/distillation.py",
+)
 
 
 @pytest.mark.parametrize("path", SETTINGS)
@@ -328,8 +335,8 @@ def metric_keys() -> set[str]:
         ("policy/logprobs.py", "take"),
         ("policy/megatron/policy.py", "_replayed"),
         (MAIN, "sync"),
-        ("runtime/meter.py", "take"),
-        ("runtime/speed.py", "of"),
+        ("runtime/engines/stat_logger.py", "take"),
+        ("runtime/reporting/speed.py", "of"),
         (MAIN, "train_step"),
         (MAIN, "update_weights"),
         (MAIN, "train_forever"),

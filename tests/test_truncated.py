@@ -17,7 +17,7 @@ from test_generator import (
     trainer_logprobs,
 )
 
-from envs.rollout.episode import Request
+from rollout.episode import Request
 from support.configs import changed
 from support.program import Program
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from policy import WeightMeta
-from runtime.probe import Probe
+from runtime.engines.probe import Probe
 from support.megatron_jobs import run
 from support.weight_faults import DENSE, HYBRID, MOE
 

@@ -7,9 +7,9 @@ import pytest
 
 import grpo_async
 from envs import Reward, registry
-from envs.rollout.episode import FLAWS, Episode, Request, Turn, stitch
-from envs.rollout.services import Away
+from envs.services import Away
 from grpo_async import Config, LowEffort, RolloutWorker, Slot, shaped_reward
+from rollout.episode import FLAWS, Episode, Request, Turn, stitch
 from support.actors import Actor
 from support.configs import changed
 from support.samples import asking, routed, turn
@@ -45,7 +45,7 @@ def test_low_effort_is_asked_for_by_the_last_user_message(messages, rule, expect
 @pytest.fixture
 def finish(tmp_path, monkeypatch):
     """Lets a worker finish episodes; returns its samples, their infos and what it wrote."""
-    monkeypatch.setattr("envs.rollout.sampler.load_tokenizer", lambda model: TOKENIZER)
+    monkeypatch.setattr("rollout.sampler.load_tokenizer", lambda model: TOKENIZER)
 
     def finish(episodes, row=ROW, evaluation=None, **fields):
         cfg = changed(Config(), run_dir=str(tmp_path), prompts_per_step=4, **fields)
@@ -138,7 +138,7 @@ def test_a_row_has_the_experts_of_all_its_samples_or_none():
 
 
 async def test_a_retry_never_reads_what_an_orphan_of_the_last_attempt_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr("envs.rollout.sampler.load_tokenizer", lambda model: TOKENIZER)
+    monkeypatch.setattr("rollout.sampler.load_tokenizer", lambda model: TOKENIZER)
     handed = []
 
     async def rollout(row, sampler):
@@ -158,8 +158,8 @@ async def test_a_retry_never_reads_what_an_orphan_of_the_last_attempt_writes(tmp
 async def test_answers_whose_judge_was_away_are_not_sampled_again(tmp_path, monkeypatch):
     names = {"eos_token_id": 1, "pad_token_id": 0, "name_or_path": ""}
     tokenizer = SimpleNamespace(decode=lambda ids, **_: f"<{ids}>", **names)
-    monkeypatch.setattr("envs.rollout.sampler.load_tokenizer", lambda model: tokenizer)
-    monkeypatch.setattr("envs.rollout.sampler.render_messages", lambda *_: [7, 8])
+    monkeypatch.setattr("rollout.sampler.load_tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr("rollout.sampler.render_messages", lambda *_: [7, 8])
     judged = []
 
     async def verify(row, response):

@@ -2,19 +2,18 @@
 
 import asyncio
 import json
-import sys
 
 import pytest
 
-import envs.rollout
+from core import errors
 from envs import Reward
-from envs.rollout.episode import Episode, Turn
-from envs.rollout.messages import load_tokenizer
-from envs.rollout.response import Response
-from envs.rollout.sampler import Sampler
 from grpo_async import Config, LowEffort, RolloutWorker, Slot
-from settings import errors, reader
-from settings.run import Sampling
+from rollout.episode import Episode, Turn
+from rollout.messages import load_tokenizer
+from rollout.response import Response
+from rollout.sampler import Sampler
+from settings import reader
+from settings.config import Sampling
 from support import chats
 from support.configs import changed
 from support.samples import asking
@@ -132,12 +131,14 @@ def test_a_reward_is_zero_before_it_is_compared(model, tmp_path):
 
 
 def test_without_names_nothing_is_looked_at(model, tmp_path, monkeypatch):
-    monkeypatch.delattr(envs.rollout, "flaws", raising=False)
-    monkeypatch.setitem(sys.modules, "envs.rollout.flaws", None)
+    def looks(*_):
+        raise LookupError
+
+    monkeypatch.setattr("rollout.zero_rewards.mark", looks)
     episodes = [Episode(played(model, ("<|endoftext|>",)), Reward(1.0)) for _ in range(2)]
     samples, lines = finish(model, episodes, tmp_path)
     assert [s.reward for s in samples] == [1.0, 1.0] and not lines[0]["info"]
-    with pytest.raises(ImportError):
+    with pytest.raises(LookupError):
         finish(model, episodes, tmp_path, zero_rewards=NAMES)
 
 

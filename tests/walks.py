@@ -19,7 +19,7 @@ from support.program import ROOT, Program, end
 
 sys.path.insert(0, str(ROOT))
 from grpo_async import Config
-from runtime import preflight
+from runtime.startup import preflight
 
 FLAGS = {"steps": 1000, "prompts_per_step": 8, "group_size": 4, "val_period": 0, "data.val": ""}
 FLAGS |= {"sampling.max_response_tokens": 8, "save_period": 0, "engine.count": 2}

@@ -6,7 +6,7 @@ fleet, its dispatcher, its packing plans and its weight updates are the code tha
     clock.py     an event loop whose time jumps to what happens next
     hardware.py  seconds of tokens, batches and updates
     workload.py  lengths of answers, seconds of environments and judges
-    engine.py    an engine: who waits, who runs, when each ends
+    simulated_engine.py    an engine: who waits, who runs, when each ends
     actors.py    what stands for Ray's actors: engines, trainer ranks, rollout workers
     faults.py    who is lost, and when
     world.py     one run, and what it did

@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bench.simulation.engine import Engine
-from bench.simulation.engine import Sequence as Written
 from bench.simulation.hardware import Hardware
+from bench.simulation.simulated_engine import Engine
+from bench.simulation.simulated_engine import Sequence as Written
 from bench.simulation.workload import Judges, Workload
 from core.waits import Idle
-from envs.rollout.drafts import DRAFT_SECONDS
-from envs.rollout.episode import SampleInfo
-from envs.rollout.services import Report
-from policy.weight_sync import Sender
-from runtime.dispatch import Slot
-from runtime.fleet import Received
-from runtime.probe import ANSWER, LENGTH, PROMPTS
+from envs.services import Report
+from policy.sync.weight_sync import Sender
+from rollout.drafts import DRAFT_SECONDS
+from rollout.episode import SampleInfo
+from runtime.engines.fleet import Received
+from runtime.engines.probe import ANSWER, LENGTH, PROMPTS
+from runtime.rollouts.dispatch import Slot
 
 if TYPE_CHECKING:
     from grpo_async import Config
@@ -102,7 +102,7 @@ class Stage:
         self.deaths: Counter[str] = Counter()
 
     def make(self, kind: type, *_: Any, **__: Any) -> Any:
-        """Stands for `runtime.cluster.actor`."""
+        """Stands for `runtime.processes.cluster.actor`."""
         made = {"Generator": EngineActor, "Trainer": TrainerActor, "RolloutWorker": WorkerActor}
         if kind.__name__ == "Teacher":
             return Method(lambda cfg: TeacherActor(self, cfg))

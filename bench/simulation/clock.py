@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from unittest import mock
 
 from core import waits
-from runtime import fleet, outages, teachers
+from runtime.engines import fleet
+from runtime.rollouts import outages, teachers
 
 T = TypeVar("T")
 # Times this close are one moment: a float of years has no finer ones.

@@ -7,7 +7,7 @@ import random
 from typing import NamedTuple
 
 from bench.simulation.actors import EngineActor, Lost, Stage
-from settings.errors import InputError
+from core.errors import InputError
 
 KINDS = {
     "engine": "an engine dies",

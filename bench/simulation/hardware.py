@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from core.errors import InputError
 from dry_run import pace
-from policy import sizes
+from policy import gpu_memory
 from policy.gpus import Gpu
-from policy.shape import Model, read_model
-from settings.errors import InputError
+from policy.model_shape import Model, read_model
 
 if TYPE_CHECKING:
     from grpo_async import Config
@@ -77,8 +77,8 @@ class Modelled(Hardware):
         super().__init__(
             room=Room(
                 cfg.engine.arguments["max_num_seqs"],
-                sizes.kv_budget(model, cfg, gpu.memory),
-                sizes.kv_bytes(model, tp),
+                gpu_memory.kv_budget(model, cfg, gpu.memory),
+                gpu_memory.kv_bytes(model, tp),
                 model.state / tp,
             ),
             per_prompt_token=2 * (model.active - model.embedding) / tp / gpu.flops / PREFILL_MFU,
@@ -138,7 +138,7 @@ class Modelled(Hardware):
         flops = of_weights * 2 * (model.active - model.embedding)
         self.per_trained_token = flops / speed + exposed / tokens
         self.per_pair = passes * 4 * model.heads * model.head_dim * model.kv_layers / speed
-        self.row_keys = layout.row_tokens if sizes.mask_bytes(layout).row else 0
+        self.row_keys = layout.row_tokens if gpu_memory.mask_bytes(layout).row else 0
 
 
 class Measured(Modelled):

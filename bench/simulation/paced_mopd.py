@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import mopd  # noqa: E402
-from envs.rollout.episode import Sample  # noqa: E402
 from grpo_async import Trained  # noqa: E402
+from rollout.episode import Sample  # noqa: E402
 
 TOKEN = 2e-3  # seconds of training or of scoring; on one core either takes less than half of that
 

@@ -28,7 +28,7 @@ from bench.simulation.workload import Latency, Lengths, Recorded
 from bench.simulation.world import Trace
 from bench.vs_trl import save_model
 from grpo_async import Config
-from launch import tiny
+from launch import tiny_model
 from support.configs import changed
 from support.program import Program, end
 from support.samples import asking
@@ -89,7 +89,7 @@ def make_inputs(folder: Path) -> None:
     words = ["".join(letters.choices("abcdefgh", k=WORD)) for _ in range(1024)]
     choice = {"options": [{"A": "a"}, {"B": "b"}], "expected_answer": "A"}
     rows = [asking(word, "mcqa_simple_agent", **choice) for word in words]
-    tiny.write_rows(folder / "train.jsonl", rows)
+    tiny_model.write_rows(folder / "train.jsonl", rows)
     save_model(folder / "model", rows[:8])
 
 

@@ -16,9 +16,9 @@ from bench.simulation.hardware import Hardware, Modelled, Room
 from bench.simulation.workload import Latency, Lengths, Workload
 from bench.simulation.world import Trace
 from grpo_async import Config
-from policy import shape
+from policy import model_shape
 from policy.gpus import H100
-from runtime import repair
+from runtime.engines import repair
 
 P, G = 4, 2
 TOKENS = 1000
@@ -130,7 +130,7 @@ def one_off() -> Check:
     return Check("NeMo-RL, Qwen3-30B-A3B, 32 H100: turns / one-off", turns / off, PUBLISHED, note)
 
 
-def published(folder: str, model: shape.Model, lag: int, engines: int, ranks: int) -> Trace:
+def published(folder: str, model: model_shape.Model, lag: int, engines: int, ranks: int) -> Trace:
     """A run of the published set-up."""
     parts: dict = {"engine": {"count": engines, "tensor_parallel": 2}, "save_period": 0}
     parts |= {"sampling": {"max_model_len": 5120, "max_response_tokens": 4096}, "max_lag": lag}

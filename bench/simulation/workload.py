@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from settings.errors import InputError
+from core.errors import InputError
 
 SPREAD = 1.0  # assumed: of the logarithm of a response's length
 ATTEMPTS = 60  # halvings of an interval: to the last bit

@@ -16,11 +16,14 @@ from bench.simulation.actors import Lost, Span, Stage, Training
 from bench.simulation.faults import Faults
 from bench.simulation.hardware import Hardware
 from bench.simulation.workload import Workload
-from dry_run import teachers as teachers_of
+from core.errors import InputError
+from dry_run import teacher_costs as teachers_of
 from grpo_async import Config, Group, Run
-from runtime import cluster, fleet, modes, teachers
-from runtime.layout import Places
-from settings.errors import InputError
+from runtime.engines import fleet
+from runtime.processes import cluster
+from runtime.processes.layout import Places
+from runtime.rollouts import teachers
+from runtime.startup import modes
 
 
 class Rows(Sequence):

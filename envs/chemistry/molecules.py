@@ -2,9 +2,10 @@ r"""Properties of molecules that RDKit computes, as numbers: 1.0 for the right o
 
 Row: `expected_answer` (a number, or one as text) and its `property_type`: "count", "bool",
 "presence" and "fragment" are compared rounded to integers, "float" up to 1e-6 (relative or
-absolute). `answer_format` is one of FORMATS (marks.py); without it `use_box_format` asks for
-\boxed{}, else ((...)). At most 10 answers. A row with the tool `stateful_python_code_exec` has a
-session of Python as in envs/maths/python_tool.py, which can import rdkit; another row has no tools.
+absolute). `answer_format` is one of FORMATS (answer_format.py); without it `use_box_format` asks
+for \boxed{}, else ((...)). At most 10 answers. A row with the tool `stateful_python_code_exec` has
+a session of Python as in envs/maths/python_tool.py, which can import rdkit; another row has no
+tools.
 
 Judged is the last text in the format among all that the policy has said, as in NeMo-Gym's
 resources_servers/rdkit_chemistry: the number that it is, or else the last number in it. `no number`
@@ -24,13 +25,13 @@ import math
 from typing import TYPE_CHECKING
 
 from envs import Reward, final_text, get, require, unfinished
-from envs.chemistry.marks import FORMATS, marked, number_in
+from envs.chemistry.answer_format import FORMATS, marked, number_in
 from envs.maths import python_tool
-from envs.rollout.messages import functions
+from rollout.messages import functions
 
 if TYPE_CHECKING:
-    from envs.rollout.episode import Episode
-    from envs.rollout.sampler import Sampler
+    from rollout.episode import Episode
+    from rollout.sampler import Sampler
 
 AGENTS = ("rdkit_chemistry_agent", "rdkit_chemistry")
 MAX_STEPS = 10
@@ -60,7 +61,7 @@ def check(row: dict) -> None:
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """One question, of at most 10 answers."""
-    from envs.rollout.episode import Episode
+    from rollout.episode import Episode
 
     talk = await python_tool.converse_with_python(row, sampler, MAX_STEPS)
     texts = [final_text(turn.judged) for turn in talk.turns]

@@ -21,8 +21,8 @@ import re
 from collections.abc import Callable
 
 from envs import Reward, get, require, unfinished
-from envs.rollout.response import Response
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
+from rollout.response import Response
 
 # fmt: off
 AGENTS = (

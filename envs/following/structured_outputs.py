@@ -28,8 +28,8 @@ from referencing.exceptions import Unresolvable
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.following.schemas import problem, strict, validator
-from envs.rollout.response import Response
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
+from rollout.response import Response
 
 AGENTS = (
     "structured_outputs_simple_agent",

@@ -36,13 +36,13 @@ import aiohttp
 from aiohttp import web
 
 from envs import require
-from envs.rollout.chat import NoRoom, Said
-from envs.rollout.check_messages import check_items, check_tools
-from envs.rollout.messages import chat
+from rollout.chat import NoRoom, Said
+from rollout.check_messages import check_items, check_tools
+from rollout.messages import chat
 
 if TYPE_CHECKING:
-    from envs.rollout.episode import Turn
-    from envs.rollout.sampler import Sampler
+    from rollout.episode import Turn
+    from rollout.sampler import Sampler
 
 MODEL = "policy"
 LARGEST = 1 << 30  # bytes of a request

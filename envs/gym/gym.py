@@ -21,10 +21,10 @@ from typing import Any
 
 import yaml
 
+from core.http import directly
+from envs import services
 from envs.judge.judge import Failed, Server, pause
-from envs.rollout import services
-from envs.rollout.services import Away, CheckerError, Report
-from envs.rollout.transfer import directly
+from envs.services import Away, CheckerError, Report
 
 SECONDS = 5.0  # seconds that a head server may take to list its agents
 SHOWN = 300  # characters of an error

@@ -38,11 +38,11 @@ from typing import TYPE_CHECKING, Any
 from envs import Reward, get
 from envs.gym import gym
 from envs.gym.endpoint import invited
-from envs.rollout.services import CheckerError
+from envs.services import CheckerError
 
 if TYPE_CHECKING:
-    from envs.rollout.episode import Episode
-    from envs.rollout.sampler import Sampler
+    from rollout.episode import Episode
+    from rollout.sampler import Sampler
 
 AGENTS = ()  # what services.nemo_gym serves beside those of the other modules
 ALLOWS_EMPTY_INPUT = True
@@ -66,7 +66,7 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
 
     Raises Away, CheckerError for a try that failed, and what ended the policy.
     """
-    from envs.rollout.episode import Episode
+    from rollout.episode import Episode
 
     name = row["agent_ref"]["name"]
     async with invited(sampler) as guest:

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from core.http import directly
 from envs.judge import prompts
-from envs.rollout.transfer import directly
-from settings.services import is_address
+from settings.environment_services import is_address
 
 VARIABLES = ("JUDGES_FILE", "JUDGES", "JUDGE_NODES")  # of launch/grpo.sbatch
 SECONDS = 5.0  # that a server may take to say what it serves, before a run starts

@@ -5,7 +5,7 @@
 A server that fails FAILURES times in a row takes no calls until it answers a probe; there is one
 probe at a time. Where that is so for all servers of a judge, the judge is away: its calls wait. No
 failure is a verdict. A call that has waited for `timeouts.rollout` raises Away, and the dispatcher
-has the group tried again for as long as that takes (runtime/dispatch.py).
+has the group tried again for as long as that takes (runtime/rollouts/dispatch.py).
 
 The addresses are those of services.judges, or the lines "NAME http://HOST:PORT/v1" of the file
 that the environment variable JUDGES_FILE names. It is read again while a run goes on, so servers
@@ -27,12 +27,12 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
+from core.http import Broken, whole
 from core.waits import in_thread
+from envs import services
 from envs.judge import endpoints
 from envs.judge.prompts import inert
-from envs.rollout import services
-from envs.rollout.services import Away, CheckerError, Report, limits, patience
-from envs.rollout.transfer import Broken, whole
+from envs.services import Away, CheckerError, Report, limits, patience
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

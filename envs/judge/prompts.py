@@ -14,7 +14,7 @@ import string
 from collections.abc import Iterable
 from pathlib import Path
 
-from envs.rollout.services import CheckerError, current
+from envs.services import CheckerError, current
 
 CONTROL = re.compile(
     r"<(?=[|\uff5c][^|\uff5c\s<>]{1,40}[|\uff5c]>)"  # <|im_end|>, also in full width

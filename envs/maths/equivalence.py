@@ -22,8 +22,8 @@ from collections.abc import Callable
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.maths.same_answer import JUDGE, PROMPTS, Rules, same
-from envs.rollout.messages import last_question
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
+from rollout.messages import last_question
 
 # fmt: off
 AGENTS = (

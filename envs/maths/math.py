@@ -17,9 +17,8 @@ checks run in the child processes of envs/sandbox/checkers.py.
 
 from collections.abc import Callable
 
-from envs import Reward, final_text, get, require, unfinished
+from envs import Reward, final_text, get, require, services, unfinished
 from envs.maths.same_answer import JUDGE, both_orders
-from envs.rollout import services
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 
 AGENTS = ("math_with_judge_simple_agent", "math_with_judge", "math")

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING
 
 from envs import Reward, get, require
 from envs.maths import math
-from envs.rollout.messages import chat, functions
 from envs.sandbox.sandbox import Limits
 from envs.sandbox.sessions import Session
 from envs.tools.tools import Talk, converse
+from rollout.messages import chat, functions
 
 if TYPE_CHECKING:
-    from envs.rollout.episode import Episode
-    from envs.rollout.sampler import Sampler
+    from rollout.episode import Episode
+    from rollout.sampler import Sampler
 
 AGENTS = ("ns_tools_simple_agent", "ns_tools")
 MAX_STEPS = 50
@@ -59,7 +59,7 @@ def check(row: dict) -> None:
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """One task, of at most 50 answers."""
-    from envs.rollout.episode import Episode
+    from rollout.episode import Episode
 
     talk = await converse_with_python(row, sampler, MAX_STEPS)
     return Episode(talk.turns, await verify(row, talk.response))

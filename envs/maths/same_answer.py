@@ -29,7 +29,7 @@ class Rules:
 
 async def both_orders(row: dict, gold: str, answer: str) -> float:
     """1.0 where the judge finds two answers to a row the same, in either order."""
-    from envs.rollout.messages import last_question
+    from rollout.messages import last_question
 
     question = row.get("question") or last_question(row)
     rules = Rules()

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from envs.rollout.markup import (
+from rollout.answer_markup import (
     ANY,
     CALL_TAG,
     UNTIL,

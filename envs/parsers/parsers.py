@@ -3,13 +3,13 @@
     one thread --JSON lines--> a fork of the server, which has vLLM imported
 
 The server is started with the first answer, where services.reasoning_parser or tool_parser names a
-parser; where neither does, tags are read (envs/rollout/markup.py), and vLLM is not imported. Some
+parser; where neither does, tags are read (rollout/answer_markup.py), and vLLM is not imported. Some
 of vLLM's parsers need quadratic time, and no thread can end them: a fork that uses CPU_SECONDS for
 one answer is killed, and the answer is malformed.
 
-A call is whole where the form of the named parser says so (FORMS in markup.py), and where the
-parser read as many as there are. vLLM's parsers mend or drop broken calls without a word, so what
-NeMo-RL looks for, markup that a parser left in the text, would pass them.
+A call is whole where the form of the named parser says so (FORMS in answer_markup.py), and where
+the parser read as many as there are. vLLM's parsers mend or drop broken calls without a word, so
+what NeMo-RL looks for, markup that a parser left in the text, would pass them.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO, cast
 
 from core.waits import in_thread
+from envs import services
 from envs.parsers.forms import FORMS, is_object
-from envs.rollout import services
-from envs.rollout.markup import CALL_TAG, THINK, flaw, split
-from envs.rollout.messages import functions
-from envs.rollout.response import Response
-from envs.rollout.services import CheckerError
-from settings.services import Services
+from envs.services import CheckerError
+from rollout.answer_markup import CALL_TAG, THINK, flaw, split
+from rollout.messages import functions
+from rollout.response import Response
+from settings.environment_services import Services
 
 CPU_SECONDS = 20.0  # of one answer; as a rule it takes a few milliseconds, with 1 MB of tags 5 s
 PIECE = 1 << 12  # characters that an engine of vLLM is fed with at once
@@ -194,7 +194,7 @@ def make_parse(reasoning: str, tool: str, model: str) -> Parse:
     from vllm.tokenizers.hf import get_cached_tokenizer
     from vllm.tool_parsers import ToolParserManager
 
-    from envs.rollout.messages import load_tokenizer
+    from rollout.messages import load_tokenizer
 
     for kind, name, known in (
         ("reasoning", reasoning, ReasoningParserManager.lazy_parsers),

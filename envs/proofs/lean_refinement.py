@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 from envs import Reward, final_text
 from envs.proofs import lean
 from envs.proofs.lean_feedback import feedback, question
-from envs.rollout.chat import NoRoom
-from envs.rollout.messages import chat
+from rollout.chat import NoRoom
+from rollout.messages import chat
 
 if TYPE_CHECKING:
-    from envs.rollout.episode import Episode
-    from envs.rollout.sampler import Sampler
+    from rollout.episode import Episode
+    from rollout.sampler import Sampler
 
 AGENTS = ("math_formal_lean_refinement_agent", "math_formal_lean_refinement")
 ATTEMPTS = 3
@@ -39,7 +39,7 @@ needs, check, verify = lean.needs, lean.check, lean.verify
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """The last of at most three attempts. Raises CheckerError, and NoRoom for the first of them."""
-    from envs.rollout.episode import Episode
+    from rollout.episode import Episode
 
     turn = await sampler.chat(chat(row["responses_create_params"]["input"]))
     number = 1

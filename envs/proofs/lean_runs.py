@@ -7,8 +7,8 @@ import re
 
 from envs.proofs import lean_source
 from envs.proofs.lean_source import folders
-from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox, service
+from envs.services import CheckerError
 
 LIMITS = sandbox.Limits(seconds=30, memory=16 << 30, output=200_000)
 ENDED = {"completed": "", "failed": "", "timeout": "time"}  # status of the service -> Ran.ended

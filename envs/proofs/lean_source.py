@@ -9,9 +9,9 @@ import shlex
 import shutil
 from pathlib import Path
 
-from envs.rollout import services
+from envs import services
 from envs.sandbox import service
-from settings.services import is_address
+from settings.environment_services import is_address
 
 EXPECTED = (
     "a folder that `bash launch/lean.sh FOLDER` makes, a command such as `env LEAN_PATH=... lean`, "

@@ -18,7 +18,7 @@ import re
 from typing import Any
 
 from envs import Reward, final_text, get, require, unfinished
-from envs.rollout.response import Response
+from rollout.response import Response
 
 AGENTS = ("calendar_simple_agent", "calendar")
 TIME = re.compile(r"\s*(\d{1,4})(?::(\d{1,4}))?\s*(am|pm)?\s*", re.ASCII)

@@ -15,7 +15,7 @@ from typing import TypeVar
 import pydantic
 
 from core.waits import in_thread
-from envs.rollout import services
+from envs import services
 from envs.sandbox import sandbox
 from envs.sandbox.programs import programs
 from envs.sandbox.sandbox import Limits

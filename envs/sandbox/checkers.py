@@ -45,9 +45,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from envs.rollout.services import CheckerError
 from envs.sandbox.interpreter import fork, oom_kills, refuse_calls
 from envs.sandbox.outcome import OOM
+from envs.services import CheckerError
 
 DEADLINE = 10.0  # seconds of CPU of one check; thrice that where others have the CPUs
 PATIENCE = 0.5  # seconds of CPU; a longer check begins again in the slow lane
@@ -167,7 +167,7 @@ class Checkers:
         path = [os.path.abspath(folder) for folder in sys.path]
         # Of the project its code alone: what lies beside it may be the data, with the answers.
         reads = [folder for folder in path if folder != ROOT] + [sys.prefix, sys.base_prefix]
-        reads += [os.path.join(ROOT, folder) for folder in ("core", "envs", "settings")]
+        reads += [os.path.join(ROOT, folder) for folder in ("core", "envs", "rollout", "settings")]
         code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve()"
         env = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         # Address space for the stacks of 128 BLAS threads would alone exceed the memory limit.

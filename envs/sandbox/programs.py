@@ -21,13 +21,13 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable
 
 from core.waits import in_thread
-from envs.rollout.services import CheckerError, current
 from envs.sandbox import sandbox, service, user_limit
 from envs.sandbox.interpreter import DIED, OTHER, SENT, oom_kills
 from envs.sandbox.outcome import OOM, REFUSED, Limits, Ran, refusals, reported
 from envs.sandbox.sandbox import TICK, Clock
 from envs.sandbox.service import TEXT
 from envs.sandbox.user_limit import FULL
+from envs.services import CheckerError, current
 
 START = 60.0  # seconds that an interpreter may take to start
 EXIT = 5.0  # seconds that a dead interpreter's sandbox may take to end

@@ -35,12 +35,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from envs.rollout import services
-from envs.rollout.services import CheckerError, current
+from envs import services
 from envs.sandbox import service, user_limit
 from envs.sandbox.interpreter import oom_kills, seccomp_filter
 from envs.sandbox.outcome import OOM, REFUSED, Limits, Ran, refusals
 from envs.sandbox.user_limit import FULL, OWN
+from envs.services import CheckerError, current
 
 log = logging.getLogger(__name__)
 TICK = 0.5  # seconds between two looks at a run

@@ -17,11 +17,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from envs.rollout.services import CheckerError
-from envs.rollout.transfer import Broken, directly, whole
+from core.http import Broken, directly, whole
 from envs.sandbox.interpreter import SENT, STDERR
 from envs.sandbox.outcome import Limits, Ran, reported
-from settings.services import is_address
+from envs.services import CheckerError
+from settings.environment_services import is_address
 
 GRACE = 30.0  # seconds that an answer may be late
 AWAY = 900.0  # seconds that the service may be away

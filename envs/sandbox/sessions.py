@@ -19,11 +19,11 @@ import subprocess
 import uuid
 
 from core.waits import in_thread
-from envs.rollout.services import CheckerError, current
 from envs.sandbox import sandbox, service
 from envs.sandbox.checkers import PEER
 from envs.sandbox.programs import ALONE, READY, TEXT
 from envs.sandbox.sandbox import TICK, Clock, Limits
+from envs.services import CheckerError, current
 
 START = 60.0  # seconds that a session may take to start
 CUT = "<output cut>"

@@ -16,13 +16,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from core.waits import in_thread
-from envs import get, require
-from envs.rollout import services
-from envs.rollout.services import CheckerError
+from envs import get, require, services
 from envs.sandbox import sandbox, user_limit
 from envs.sandbox.interpreter import SENT
 from envs.sandbox.sandbox import Limits, memory_file
 from envs.sandbox.user_limit import FULL
+from envs.services import CheckerError
 
 TEXT = Path(__file__).with_name("terminal_host.py").read_text(encoding="utf-8")
 START = 60.0  # seconds that a terminal may take to start, or to answer late

@@ -14,8 +14,8 @@ import re
 import resource
 from pathlib import Path
 
-from envs.rollout.services import current
 from envs.sandbox.outcome import Limits
+from envs.services import current
 
 FULL = "the limit of a user's processes (ulimit -u) leaves a run fewer than it was promised"
 NOBODY = 65534  # the user that runs have where this one is root

@@ -10,8 +10,8 @@ Its output goes to a pipe, and its exit code to bubblewrap: no process in the bo
 around them. It is root there, with rights over the image's files and no others.
 
 What a command left can also be read by programs of the image as it was, which it cannot replace
-(`aside`). A node has as many boxes at once as its memory holds (envs/swe/budget.py), and may have
-copies of their images (envs/swe/image_cache.py).
+(`aside`). A node has as many boxes at once as its memory holds (envs/swe/box_budget.py), and may
+have copies of their images (envs/swe/image_cache.py).
 
 An idle box is two processes: the holder, which is the first one in its namespace of processes, and
 its parent. The holder ends when its worker does, also by SIGKILL, as it reads from it. The kernel
@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.waits import in_thread
-from envs.rollout import services
-from envs.rollout.services import CheckerError
+from envs import services
 from envs.sandbox import sandbox, user_limit
 from envs.sandbox.interpreter import oom_kills, seccomp_filter
 from envs.sandbox.sandbox import TICK, Clock, Limits, memory_file
-from envs.swe import budget, image_cache, sif
+from envs.services import CheckerError
+from envs.swe import box_budget, image_cache, sif
 
 HOST = Path(__file__).with_name("box_host.sh").read_text(encoding="utf-8")
 START = 60.0  # seconds that a box may take to start, or a command to be killed
@@ -120,7 +120,7 @@ class Box:
 
     async def __aenter__(self) -> "Box":
         try:
-            await self.stack.enter_async_context(budget.admitted(self.size.disk))
+            await self.stack.enter_async_context(box_budget.admitted(self.size.disk))
             began = time.monotonic()
             file = await self.stack.enter_async_context(image_cache.near(self.image))
             async with sandbox.place():
@@ -419,7 +419,7 @@ def problem(_: str) -> str:
     if backend != "bubblewrap":
         return f"services.sandbox = {backend!r}, expected 'bubblewrap'"
     why = sandbox.problem() or user_limit.problem(Limits()) or sif.problem()
-    return why or budget.problem(Size().disk)
+    return why or box_budget.problem(Size().disk)
 
 
 services.CHECKS["boxes"] = problem

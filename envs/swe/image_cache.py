@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from core.waits import in_thread
-from envs.rollout.services import CheckerError
+from envs.services import CheckerError
 
 log = logging.getLogger(__name__)
 FOLDER, MOST = "GRPO_IMAGE_CACHE", "GRPO_IMAGE_CACHE_GIB"

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from envs.rollout import services
-from envs.rollout.rows import raw_lines
-from envs.rollout.services import CheckerError
+from envs import services
 from envs.sandbox import sandbox
+from envs.services import CheckerError
+from rollout.rows import raw_lines
 
 SIZES = {"memory": 16 << 30, "file_size": 4 << 30, "output": 16 << 20, "disk": 4 << 30}
 KILLED = (-9, -15, 137, 143)  # codes of what a signal from outside may have ended

@@ -11,7 +11,7 @@ import weakref
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from envs.rollout.services import CheckerError
+from envs.services import CheckerError
 from envs.swe.box import Box, Ran
 
 SCRIPT = Path(__file__).with_name("repository.sh").read_text(encoding="utf-8")

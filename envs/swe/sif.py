@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core.waits import in_thread
-from envs.rollout import services
-from envs.rollout.services import CheckerError
+from envs import services
 from envs.sandbox import sandbox, user_limit
+from envs.services import CheckerError
 from envs.swe import image_cache
 from envs.swe.images import folder_of
 

@@ -34,16 +34,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envs import Reward, get, require
-from envs.rollout.messages import chat
 from envs.swe import swe_judge
-from envs.swe.desk import GIB, Desk, Over, Work
+from envs.swe.agent_session import GIB, Desk, Over, Work
 from envs.swe.swe_judge import Verdict
 from envs.swe.swe_tools import tool_sets
 from envs.tools.tools import converse
+from rollout.messages import chat
 
 if TYPE_CHECKING:
-    from envs.rollout.episode import Episode
-    from envs.rollout.sampler import Sampler
+    from rollout.episode import Episode
+    from rollout.sampler import Sampler
 
 AGENTS = ("swe_agents_train", "swe_agents_val", "swe_agents")
 ALLOWS_EMPTY_INPUT = True
@@ -114,7 +114,7 @@ def prompt(row: dict) -> list[dict]:
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """One episode. Raises CheckerError, and NoRoom for the first prompt."""
-    from envs.rollout.episode import Episode
+    from rollout.episode import Episode
 
     async with AsyncExitStack() as stack:
         harness = harness_of(row)

@@ -31,10 +31,20 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from envs.rollout.services import CheckerError
-from envs.swe import budget
+from envs.services import CheckerError
+from envs.swe import box_budget
 from envs.swe.box import Box, Ran, Size
-from envs.swe.canary import ENDS, RNG, STARTS, Canary, append, applies, canary_for, whole, words_of
+from envs.swe.canary_tests import (
+    ENDS,
+    RNG,
+    STARTS,
+    Canary,
+    append,
+    applies,
+    canary_for,
+    whole,
+    words_of,
+)
 from envs.swe.repository import (
     DROPPED,
     FAULTS,
@@ -122,7 +132,7 @@ async def judge(image: Path, row: dict, patch: str, size: Size | None = None) ->
         try:
             trial = await tried(image, row, patch, size)
         except CheckerError as error:
-            if not left or isinstance(error, budget.Full):
+            if not left or isinstance(error, box_budget.Full):
                 raise
             continue
         if not trial.again:

@@ -32,11 +32,11 @@ from pathlib import PurePosixPath
 
 from core.waits import in_thread
 from envs import Reward, final_text, get, require, unfinished
-from envs.rollout.services import CheckerError
 from envs.sandbox.outcome import Ran
+from envs.services import CheckerError
 from envs.swe.edits import EditError, edited, last_block
-from envs.swe.fields import contents, tests_of
 from envs.swe.images import EVALUATE, REPRODUCE, run_in_image
+from envs.swe.row_fields import contents, tests_of
 from envs.swe.test_logs import name_of, passed, statuses
 
 RUN: set[int] = set()  # hashes of instances whose tests run without an answer

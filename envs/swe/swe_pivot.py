@@ -23,9 +23,9 @@ may be anything ("; rm -rf /").
 from typing import Any
 
 from envs import Reward, get, require
-from envs.rollout.response import Response
 from envs.swe.coding_calls import kind_of, same_target, same_tool, similarity, size_penalty
 from envs.tools.calls import arguments, check_call
+from rollout.response import Response
 
 AGENTS = ("swe_pivot_tool_simulation_agent", "swe_pivot")
 

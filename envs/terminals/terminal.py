@@ -20,10 +20,10 @@ from typing import Any
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.following.schemas import problem
-from envs.rollout.response import Response
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 from envs.terminals import terminus
 from envs.terminals.terminus import parsed
+from rollout.response import Response
 
 AGENTS = (
     "terminal_pivot_simple_agent", "terminus_judge_simple_agent",

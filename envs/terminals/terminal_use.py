@@ -23,18 +23,18 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from envs import Reward, final_text, get, require
-from envs.rollout.chat import NoRoom
-from envs.rollout.messages import chat, functions
-from envs.rollout.response import Response
 from envs.sandbox import sandbox
 from envs.sandbox.shell import PRINTED, Shell, check_files, said_after
 from envs.terminals import terminus
 from envs.terminals.terminus import FORMS, has_form, parsed
 from envs.tools.tools import converse
+from rollout.chat import NoRoom
+from rollout.messages import chat, functions
+from rollout.response import Response
 
 if TYPE_CHECKING:
-    from envs.rollout.episode import Episode, Turn
-    from envs.rollout.sampler import Sampler
+    from rollout.episode import Episode, Turn
+    from rollout.sampler import Sampler
 
 AGENTS = ("terminal_use", "terminal_use_agent")
 MAX_TURNS = 50
@@ -72,7 +72,7 @@ def check(row: dict) -> None:
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """One task. Raises CheckerError where the sandbox fails, and NoRoom for the first prompt."""
-    from envs.rollout.episode import Episode
+    from rollout.episode import Episode
 
     async with Shell(LIMITS, row.get("files") or {}) as shell:
         turns = await (with_tool if row["harness"] == "bash" else with_keys)(row, sampler, shell)

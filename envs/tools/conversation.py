@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.following.schemas import problem
-from envs.rollout.chat import NoRoom
-from envs.rollout.messages import chat
 from envs.tools.simulation import JUDGE, Simulation, Step, ends, signature
+from rollout.chat import NoRoom
+from rollout.messages import chat
 
 if TYPE_CHECKING:
-    from envs.rollout.episode import Episode, Turn
-    from envs.rollout.sampler import Sampler
+    from rollout.episode import Episode, Turn
+    from rollout.sampler import Sampler
 
 AGENTS = (
     "conversational_tool_use_agent",
@@ -73,7 +73,7 @@ def check(row: dict) -> None:
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """One conversation. Raises CheckerError, and NoRoom for the first prompt."""
-    from envs.rollout.episode import Episode
+    from rollout.episode import Episode
 
     messages = chat(row["responses_create_params"]["input"])
     asked = any(message["role"] == "user" for message in messages)

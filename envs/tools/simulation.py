@@ -13,7 +13,7 @@ from core.waits import in_thread, together
 from envs.following.schemas import validator
 from envs.judge import judge
 from envs.judge.prompts import apart, chosen, prompts
-from envs.rollout.services import CheckerError
+from envs.services import CheckerError
 
 JUDGE = "general"
 TRIES = 3

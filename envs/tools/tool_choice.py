@@ -25,8 +25,8 @@ from itertools import islice
 from typing import Any
 
 from envs import Reward, final_text, get, require, unfinished
-from envs.rollout.response import Response
 from envs.tools.calls import arguments, check_call, matching, same
+from rollout.response import Response
 
 AGENTS = (
     "single_step_tool_use_with_argument_comparison_agent",

@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from envs.rollout.chat import NoRoom
-from envs.rollout.episode import Turn
-from envs.rollout.messages import functions
-from envs.rollout.response import Response
 from envs.tools.calls import arguments
+from rollout.chat import NoRoom
+from rollout.episode import Turn
+from rollout.messages import functions
+from rollout.response import Response
 
 Call = Callable[[str, dict[str, Any]], Awaitable[str]]  # name and arguments -> what the policy sees
 

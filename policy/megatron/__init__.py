@@ -1,1 +1,1 @@
-"""The network on Megatron-Core: policy.py drives it, check.py refuses bad input without it."""
+"""The network on Megatron-Core, which policy.py drives; model_check.py refuses bad input first."""

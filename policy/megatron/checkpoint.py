@@ -34,7 +34,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from settings.errors import InputError
+from core.errors import InputError
 
 FORMAT = TorchDistSaveShardedStrategy("torch_dist", 1)
 

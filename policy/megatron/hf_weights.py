@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from policy import WeightMeta
-from policy.megatron.check import ASIDE, Checkpoint
 from policy.megatron.families import FAMILIES, padded
+from policy.megatron.model_check import ASIDE, Checkpoint
 
 PADDING = ""  # the name of rows that no checkpoint has
 

@@ -34,13 +34,13 @@ from torch import Tensor
 from transformers import AutoConfig
 
 import policy
-from policy import AnyRow, LossFn, WeightMeta, allowed, logprobs, on
+from policy import AnyRow, LossFn, WeightMeta, allowed_tokens, logprobs, on
 from policy.megatron import hf_folder, hf_weights
 from policy.megatron.arguments import ddp_config, optimizer_config
 from policy.megatron.checkpoint import Shares
 from policy.megatron.export import export
 from policy.megatron.model import Places, RouteReplay, Row, build, local_places
-from policy.schedule import learning_rate
+from policy.optimizer import learning_rate
 
 if TYPE_CHECKING:
     from settings.network import PolicySettings
@@ -220,7 +220,7 @@ class MegatronPolicy:
             head_VH = self.model.shared_embedding_or_output_weight()
         first = len(head_VH) * mpu.get_tensor_model_parallel_rank()
         ranks = mpu.get_tensor_model_parallel_group()
-        choices = allowed.choices(row, shard.target_N)
+        choices = allowed_tokens.choices(row, shard.target_N)
         logp_N = logprobs.TokenLogprobs.apply(
             h_LH[shard.at_N],
             head_VH,

@@ -17,16 +17,16 @@ import ray
 from bench import simulate as simulate_py
 from bench.simulation import clock, findings, page, validation, world
 from bench.simulation.actors import Stage
-from bench.simulation.engine import Engine, Sequence
 from bench.simulation.faults import Faults
 from bench.simulation.hardware import Hardware, Modelled, Room, interpolated, read_table
+from bench.simulation.simulated_engine import Engine, Sequence
 from bench.simulation.workload import Latency, Lengths, Workload
+from core.errors import InputError
 from dry_run import pace
 from grpo_async import Config
 from policy.gpus import B200
-from policy.shape import read_model
-from runtime import repair
-from settings.errors import InputError
+from policy.model_shape import read_model
+from runtime.engines import repair
 from support import shapes
 from support.configs import changed
 from support.program import ROOT, ran

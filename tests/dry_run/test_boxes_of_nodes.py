@@ -6,9 +6,9 @@ import pytest
 from conftest import write_rows
 
 from dry_run import boxes
-from envs.swe import budget, image_cache
+from envs.swe import box_budget, image_cache
 from grpo_async import Config
-from launch import preflight
+from launch import submit_check
 from policy.gpus import GIB
 from settings import reader
 from support.configs import changed
@@ -70,30 +70,30 @@ def test_a_run_without_agents_in_boxes_counts_none(run, tmp_path):
 
 
 def test_a_node_of_less_memory_is_named_before_its_gpus_are_used(run, monkeypatch, capsys):
-    monkeypatch.setattr(budget, "memory", lambda: 512 * GIB)
-    assert list(preflight.boxes(run)) == [] and capsys.readouterr().out == ""
-    monkeypatch.setattr(budget, "memory", lambda: 64 * GIB)
-    assert list(preflight.boxes(run)) == []
+    monkeypatch.setattr(box_budget, "memory", lambda: 512 * GIB)
+    assert list(submit_check.boxes(run)) == [] and capsys.readouterr().out == ""
+    monkeypatch.setattr(box_budget, "memory", lambda: 64 * GIB)
+    assert list(submit_check.boxes(run)) == []
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("note: a node has 32 episodes at once, and 16 boxes: the others wait, ")
     assert "1,800 s at most: raise rollout_workers or GRPO_BOXES" in said
-    monkeypatch.setattr(budget, "memory", lambda: GIB)
-    (problem,) = preflight.boxes(run)
+    monkeypatch.setattr(box_budget, "memory", lambda: GIB)
+    (problem,) = submit_check.boxes(run)
     assert (
         problem == "this node has 1024 MiB of memory, the files that one box changes may take 2048"
     )
-    monkeypatch.setenv(budget.VARIABLE, "no")
-    (problem,) = preflight.boxes(run)
+    monkeypatch.setenv(box_budget.VARIABLE, "no")
+    (problem,) = submit_check.boxes(run)
     assert problem.startswith("GRPO_BOXES = 'no'")
 
 
 def test_a_disk_for_copies_that_holds_no_image_is_named(run, monkeypatch, tmp_path):
-    monkeypatch.setenv(budget.VARIABLE, "99")
+    monkeypatch.setenv(box_budget.VARIABLE, "99")
     monkeypatch.setenv(image_cache.FOLDER, str(tmp_path / "cache"))
-    assert list(preflight.boxes(run)) == []
+    assert list(submit_check.boxes(run)) == []
     monkeypatch.setenv(image_cache.MOST, "0.001")
-    (problem,) = preflight.boxes(run)
+    (problem,) = submit_check.boxes(run)
     assert "the largest image has 0.00: raise GRPO_IMAGE_CACHE_GIB, or take another" in problem
     monkeypatch.setenv(image_cache.FOLDER, "/proc/none")
-    (problem,) = preflight.boxes(run)
+    (problem,) = submit_check.boxes(run)
     assert problem.startswith("GRPO_IMAGE_CACHE = '/proc/none'")

@@ -13,17 +13,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dry_run
 import mopd
+from core.errors import InputError
 from dry_run import megatron_sizes, pace
 from grpo_async import Config
-from launch import tiny
-from policy import factory, fsdp, logprobs, sizes
+from launch import tiny_model
+from policy import factory, fsdp, gpu_memory, logprobs
 from policy.gpus import GIB, H100, Gpu, planned
-from policy.shape import Model, read_model
+from policy.model_shape import Model, read_model
 from prep.check import Summary
-from runtime import layout
-from runtime.rank import Rank
+from runtime.processes import layout
+from runtime.processes.rank import Rank
 from settings import reader
-from settings.errors import InputError
 from settings.network import PolicySettings
 from support import shapes
 from support.configs import changed
@@ -145,7 +145,7 @@ def test_only_attention_layers_of_a_hybrid_keep_kv(folder):
     size |= {"layers_block_type": kinds, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = read_model(folder("hybrid", "NemotronHConfig", **size))
     assert (model.layers, model.kv_layers) == (6, 2)
-    assert sizes.kv_bytes(model, 1) == 2 * 2 * 2 * 8 * 2
+    assert gpu_memory.kv_bytes(model, 1) == 2 * 2 * 2 * 8 * 2
     # NemotronHConfig's own: 128 heads of 64 with 128 numbers each, 8 groups, 4 taps.
     assert model.state == 2 * (4 * 128 * 64 * 128 + 2 * 3 * (128 * 64 + 2 * 8 * 128))
 
@@ -158,7 +158,7 @@ def test_a_compressed_kv_is_shared_by_all_heads(folder):
     path = folder("mla", "DeepseekV3Config", **size, first_k_dense_replace=1)
     model = read_model(path)
     assert model.latent == 24 + 8
-    assert sizes.kv_bytes(model, 1) == sizes.kv_bytes(model, 4) == 2 * 32 * 2
+    assert gpu_memory.kv_bytes(model, 1) == gpu_memory.kv_bytes(model, 4) == 2 * 32 * 2
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ def test_a_compressed_kv_is_shared_by_all_heads(folder):
 
 def test_states_are_sixteen_bytes_a_parameter_and_two_for_a_reference():
     cfg = changed(Config(), ranks=8, **KL)
-    assert sum(sizes.states(SUPER, cfg).values()) == pytest.approx(18 * 120.6e9 / 8)
-    trained = sizes.states(SUPER, changed(Config(), ranks=8))
+    assert sum(gpu_memory.states(SUPER, cfg).values()) == pytest.approx(18 * 120.6e9 / 8)
+    trained = gpu_memory.states(SUPER, changed(Config(), ranks=8))
     assert sum(trained.values()) == pytest.approx(16 * 120.6e9 / 8)
 
 
@@ -178,14 +178,14 @@ def test_adapters_alone_have_gradients_and_moments(folder):
     attention = 2 * (4096 + 4096) + 2 * (4096 + 1024)  # q, o; k, v
     assert sum(model.linear.values()) == 36 * (attention + 3 * (4096 + 12288))
     adapters = 16 * sum(model.linear.values())
-    assert sizes.states(model, cfg) == {
+    assert gpu_memory.states(model, cfg) == {
         "weights, float32": 4 * (model.params + adapters) / 8,
         "gradients, float32": 4 * adapters / 8,
         "AdamW moments": 8 * adapters / 8,
     }
-    assert sizes.states(model, whole)["reference of the KL"] == 2 * model.params / 8
+    assert gpu_memory.states(model, whole)["reference of the KL"] == 2 * model.params / 8
     assert pace.checkpoint_bytes(model, cfg).whole == 12 * adapters + 2 * model.params
-    assert sizes.trainer_bytes(model, cfg) < 0.8 * sizes.trainer_bytes(model, whole)
+    assert gpu_memory.trainer_bytes(model, cfg) < 0.8 * gpu_memory.trainer_bytes(model, whole)
     assert 0.7 < pace.train_flops(model, cfg) / pace.train_flops(model, whole) < 0.85
     text = dry_run.explain(cfg, Config)
     check_gib(text, **{"AdamW moments": 8 * adapters / 8})
@@ -203,7 +203,7 @@ def test_an_update_of_adapters_is_bound_by_the_memory_of_nodes(folder):
 
 
 test_the_head_is_fullest_at_one_of_three_places = gives(
-    sizes.head_bytes,
+    gpu_memory.head_bytes,
     (4096, 1000, 8, 8 * 4096 * 1000),  # forward: two float32 chunks
     (1024, 1000, 1024, 10 * 1024 * 1000),  # backward: a chunk and the gradient, both float32
     (16, 1000, 1024, 2 * 16 * 1000 + 6 * 1000 * 1024),  # its end: that gradient twice
@@ -212,10 +212,10 @@ test_the_head_is_fullest_at_one_of_three_places = gives(
 
 def test_a_mask_is_the_square_of_a_row_and_sdpa_alone_needs_it():
     masked = PolicySettings(row_tokens=65536, attention="sdpa")
-    assert sizes.mask_bytes(masked) == (4 * GIB, 8 * GIB)
+    assert gpu_memory.mask_bytes(masked) == (4 * GIB, 8 * GIB)
     for attention in ("auto", "varlen", "flash_attention_2"):  # auto: on a GPU
-        assert sizes.mask_bytes(PolicySettings(attention=attention)) == (0, 0)
-    assert sizes.mask_bytes(PolicySettings(kind="megatron")) == (0, 0)
+        assert gpu_memory.mask_bytes(PolicySettings(attention=attention)) == (0, 0)
+    assert gpu_memory.mask_bytes(PolicySettings(kind="megatron")) == (0, 0)
 
 
 class AsOnGPU(Peak):
@@ -274,9 +274,9 @@ def test_a_trainer_rank_holds_what_is_printed(
     with peak:
         policy.forward_backward([row, row], lambda logp_T, _: (logp_T.sum(), {}))
     model = read_model(cfg.model)
-    during = sizes.moments(model, cfg)
+    during = gpu_memory.moments(model, cfg)
     del during["sending weights"]
-    printed = sum(sizes.states(model, cfg).values()) + max(during.values())
+    printed = sum(gpu_memory.states(model, cfg).values()) + max(during.values())
     # Frozen experts keep less than is counted.
     limit = 1.15 if lora_rank and most == "experts" else 1.1
     assert 0.99 <= printed / peak.bytes <= limit, (printed, peak.bytes)
@@ -309,12 +309,12 @@ def test_a_layer_saves_what_is_counted(folder, heads):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         lm.model.layers[0](x, attention_mask=None, position_embeddings=angles)
     cfg = changed(Config(model=path), row_tokens=T, max_model_len=T)
-    counted = sizes.layer_bytes(read_model(path), cfg)
+    counted = gpu_memory.layer_bytes(read_model(path), cfg)
     assert counted == pytest.approx(sum(s.nbytes() for s in kept.values()), rel=0.01)
 
 
 def recomputes(cfg: Config, memory: float) -> bool:
-    found = sizes.decided(read_model(cfg.model), cfg, memory).policy.activation_checkpointing
+    found = gpu_memory.decided(read_model(cfg.model), cfg, memory).policy.activation_checkpointing
     assert isinstance(found, bool)
     return found
 
@@ -322,8 +322,8 @@ def recomputes(cfg: Config, memory: float) -> bool:
 def test_activations_stay_where_nine_tenths_of_the_memory_hold_them(folder):
     cfg = changed(Config(model=folder("0.6B", **QWEN_06B)), row_tokens=8192, max_model_len=8192)
     model = read_model(cfg.model)
-    taken = sizes.trainer_bytes(model, changed(cfg, activation_checkpointing=False))
-    assert taken > sizes.trainer_bytes(model, changed(cfg, activation_checkpointing=True))
+    taken = gpu_memory.trainer_bytes(model, changed(cfg, activation_checkpointing=False))
+    assert taken > gpu_memory.trainer_bytes(model, changed(cfg, activation_checkpointing=True))
     for enough, others in {
         taken / 0.9: {},
         taken / 0.9 / 0.6: {"gpu_share": 0.5, "engine": {"args": {"gpu_memory_utilization": 0.4}}},
@@ -346,7 +346,7 @@ def test_trainer_ranks_decide_by_their_gpu(folder, monkeypatch, request):
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     request.addfinalizer(dist.destroy_process_group)
     for memory in (80, 20):
-        monkeypatch.setattr(sizes, "planned", lambda _, memory=memory: h100(memory))
+        monkeypatch.setattr(gpu_memory, "planned", lambda _, memory=memory: h100(memory))
         Rank(cfg).open_policy(1.0)
         Rank(changed(cfg, activation_checkpointing=True)).open_policy(1.0)
     assert [s.activation_checkpointing for s in opened] == [False, True, True, True]
@@ -354,19 +354,23 @@ def test_trainer_ranks_decide_by_their_gpu(folder, monkeypatch, request):
 
 
 def test_kv_of_a_token():
-    assert sizes.kv_bytes(SUPER, 1) == 8 << 10  # 64k tokens: 512 MiB
-    assert sizes.kv_bytes(SUPER, 2) == sizes.kv_bytes(SUPER, 4) == 4 << 10  # one head at least
+    assert gpu_memory.kv_bytes(SUPER, 1) == 8 << 10  # 64k tokens: 512 MiB
+    assert (
+        gpu_memory.kv_bytes(SUPER, 2) == gpu_memory.kv_bytes(SUPER, 4) == 4 << 10
+    )  # one head at least
 
 
 def test_kv_gets_what_an_engine_may_take_without_weights_and_reserve():
     cfg = changed(Config(), tensor_parallel=4, engine={"args": {"gpu_memory_utilization": 0.8}})
     budget = 0.8 * 141 * GIB - 120.6e9 * 2 / 4 - 4 * GIB
-    assert sizes.kv_budget(SUPER, cfg, 141 * GIB) == pytest.approx(budget)
+    assert gpu_memory.kv_budget(SUPER, cfg, 141 * GIB) == pytest.approx(budget)
     for length in (16384, 65536):
-        held = sizes.kv_tokens(SUPER, cfg, 141 * GIB, length)
+        held = gpu_memory.kv_tokens(SUPER, cfg, 141 * GIB, length)
         assert held == int(budget / (4096 + SUPER.state / 4 / length))
-    assert sizes.kv_tokens(STATELESS, cfg, 141 * GIB, 1) == int(budget // 4096)
-    assert sizes.kv_tokens(SUPER, Config(), 80 * GIB, 1) == 0  # 241 GB of weights leave nothing
+    assert gpu_memory.kv_tokens(STATELESS, cfg, 141 * GIB, 1) == int(budget // 4096)
+    assert (
+        gpu_memory.kv_tokens(SUPER, Config(), 80 * GIB, 1) == 0
+    )  # 241 GB of weights leave nothing
 
 
 def test_the_states_of_super_leave_room_for_37_sequences_and_not_57():
@@ -386,11 +390,11 @@ def test_an_update_needs_room_beside_the_engines_share(of_8b):
     cfg = changed(Config(), tensor_parallel=4)
     layer = 2 * 512 * 2 * 2688 * 1024
     assert layer == pytest.approx(5.6e9, rel=0.01)
-    assert sizes.reload_bytes(SUPER, cfg) == 1.25 * layer + 2**28
-    assert sizes.reload_bytes(SUPER, changed(cfg, tensor_parallel=1, gpu_share=0.5)) == layer
+    assert gpu_memory.reload_bytes(SUPER, cfg) == 1.25 * layer + 2**28
+    assert gpu_memory.reload_bytes(SUPER, changed(cfg, tensor_parallel=1, gpu_share=0.5)) == layer
     cfg = of_8b()
     model, embedding = read_model(cfg.model), 2 * 151936 * 4096
-    assert (model.experts, sizes.reload_bytes(model, cfg)) == (0, 2 * embedding + 2**28)
+    assert (model.experts, gpu_memory.reload_bytes(model, cfg)) == (0, 2 * embedding + 2**28)
     assert "a weight update takes" not in dry_run.explain(cfg, Config)
     text = dry_run.explain(changed(cfg, engine={"args": {"gpu_memory_utilization": 0.97}}), Config)
     assert cell(text, "in an update") == "2.57"
@@ -400,7 +404,7 @@ def test_an_update_needs_room_beside_the_engines_share(of_8b):
 
 def test_every_rank_of_a_node_loads_its_share_of_the_model():
     model = dataclasses.replace(SUPER, params=8_000_000_000)
-    assert sizes.host_bytes(model, 8, 8) == 4 * sizes.host_bytes(model, 8, 32) == 32e9
+    assert gpu_memory.host_bytes(model, 8, 8) == 4 * gpu_memory.host_bytes(model, 8, 32) == 32e9
     assert pace.ranks_per_node(changed(Config(), ranks=32)) == 8
     assert pace.ranks_per_node(changed(Config(), ranks=3)) == 3
 
@@ -540,7 +544,7 @@ def test_engines_decode_no_more_than_slots_rollouts_and_kv_allow():
     assert pace.batch_size(SUPER, cfg, gpu) == 2 * 16 * 4 / 4
     assert pace.batch_size(SUPER, changed(cfg, count=1), gpu) == 64
     small = changed(cfg, engine={"args": {"max_num_seqs": 64, "gpu_memory_utilization": 0.44}})
-    tokens = sizes.kv_tokens(SUPER, small, gpu.memory, 16384)
+    tokens = gpu_memory.kv_tokens(SUPER, small, gpu.memory, 16384)
     assert 0 < tokens < 32 * 16384
     assert pace.batch_size(SUPER, small, gpu) == tokens / 16384
 
@@ -586,11 +590,11 @@ def test_the_balanced_split_is_the_fastest_that_fits(folder):
     best = pace.balance(model, cfg, gpu)
     assert best.engine.count + best.policy.ranks == 16
     splits = [changed(cfg, count=g, ranks=16 - g) for g in range(1, 16)]
-    fits = [s for s in splits if sizes.trainer_bytes(model, s) <= gpu.memory]
+    fits = [s for s in splits if gpu_memory.trainer_bytes(model, s) <= gpu.memory]
     fastest = min(pace.step_seconds(model, s, gpu) for s in fits)
     assert pace.step_seconds(model, best, gpu) == fastest
     # Now that many trainers are too few.
-    tight = gpu._replace(memory=sizes.trainer_bytes(model, best) - 1)
+    tight = gpu._replace(memory=gpu_memory.trainer_bytes(model, best) - 1)
     assert pace.balance(model, cfg, tight).policy.ranks > best.policy.ranks
     assert pace.balance(model, cfg, h100(0)) is None
 
@@ -639,7 +643,7 @@ def test_a_gpu_is_named_or_that_of_the_machine(monkeypatch):
 
 
 def test_the_table_of_the_tiny_job(tmp_path):
-    tiny.make_model(tiny.make_tokenizer()).config.save_pretrained(tmp_path / "tiny")
+    tiny_model.make_model(tiny_model.make_tokenizer()).config.save_pretrained(tmp_path / "tiny")
     cfg = read("tiny", str(tmp_path / "tiny"))
     text = dry_run.explain(cfg, Config)
     assert text.startswith("tiny: 1,003,648 parameters\n")

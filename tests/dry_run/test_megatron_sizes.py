@@ -11,10 +11,10 @@ import transformers
 from dry_run import megatron_sizes
 from dry_run.megatron_sizes import Shape
 from grpo_async import Config
-from policy import logprobs, sizes
+from policy import gpu_memory, logprobs
 from policy.gpus import GIB
 from policy.megatron import families
-from policy.shape import read_model
+from policy.model_shape import read_model
 from settings.network import PolicySettings
 from settings.reader import read
 from support import shapes
@@ -159,7 +159,7 @@ def test_sending_takes_the_largest_tensor_and_two_buckets(monkeypatch):
     monkeypatch.undo()
     assert megatron_sizes.sending_bytes(dense()) == 4 * H * 2 * F + 2 * (256 << 20)
     cfg, states = config(), megatron_sizes.state_bytes(dense(), config(), 0)
-    peak = sum(states.values()) + megatron_sizes.sending_bytes(dense()) + sizes.RESERVE
+    peak = sum(states.values()) + megatron_sizes.sending_bytes(dense()) + gpu_memory.RESERVE
     assert megatron_sizes.trainer_bytes(dense(), cfg) == peak
 
 
@@ -186,7 +186,7 @@ def test_the_moments_of_a_rank():
 
 def test_the_head_in_bf16_is_that_of_fsdp():
     for head in ((4096, 1000, 8), (1024, 1000, 1024), (16, 1000, 1024)):
-        assert megatron_sizes.head_bytes(*head) == sizes.head_bytes(*head)
+        assert megatron_sizes.head_bytes(*head) == gpu_memory.head_bytes(*head)
     assert megatron_sizes.head_bytes(16, 1000, 64, b=4) == 8 * 16 * 1000 + 4 * 1000 * 64
 
 

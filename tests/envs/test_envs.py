@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import envs
 import envs.maths.math as maths
 import envs.questions.reasoning_gym as puzzles
+from core import errors
 from envs import agents, check_rows, registry
 from launch.make_gsm8k import blend, convert
-from settings import errors
 from support.blends import math_row
 from support.examples import tries
 from support.loop import at_once
@@ -63,10 +63,10 @@ test_names_in_the_example_rows_of_nemo_gym = gives(
     ("structured_outputs_v4_simple_agent", "following/structured_outputs"),
     ("terminal_multi_harness_codex_agent", "terminals/terminal"),
     ("terminus_judge_string_only_simple_agent", "terminals/terminal"),
-    ("jailbreak_engagement_with_disclaimer", "judged/safety"),
-    ("jailbreak_refusal_with_explanation", "judged/safety"),
-    ("jailbreak_hard_refusal_no_redirection", "judged/safety"),
-    ("jailbreak_hard_refusal_with_helplines", "judged/safety"),
+    ("jailbreak_engagement_with_disclaimer", "llm_judged/safety"),
+    ("jailbreak_refusal_with_explanation", "llm_judged/safety"),
+    ("jailbreak_hard_refusal_no_redirection", "llm_judged/safety"),
+    ("jailbreak_hard_refusal_with_helplines", "llm_judged/safety"),
 )
 
 
@@ -93,7 +93,7 @@ def test_an_unknown_agent_is_answered_with_those_of_like_names(name, near):
      r"copied.py: AGENTS is .*expected a literal tuple"),
     ("copied", "def verify(:", r"copied.py cannot be read as Python: invalid syntax"),
     # Python would import the folder, and the module would never judge an answer.
-    ("judged", 'AGENTS = ("mine",)', "envs/judged.py has the name of the folder envs/judged/"),
+    ("judge", 'AGENTS = ("mine",)', "envs/judge.py has the name of the folder envs/judge/"),
 ])  # fmt: skip
 def test_a_copied_environment_does_not_take_over_an_agent(
     tmp_path, monkeypatch, name, text, problem
@@ -467,7 +467,7 @@ def test_answers_that_the_scorer_evaluates(monkeypatch):
 def test_a_row_whose_answers_run_as_code_needs_a_sandbox(name, monkeypatch):
     row = replaced(CODE_ROW, ["metadata", "source_dataset"], name)
     check_rows.check_row(row)
-    monkeypatch.setattr("envs.rollout.services.problem", lambda need: f"no {need} here")
+    monkeypatch.setattr("envs.services.problem", lambda need: f"no {need} here")
     with pytest.raises(errors.ModuleError, match="lacks a sandbox for answers .*: no checks here"):
         check_rows.check_services(row)
     check_rows.check_services(row | {"exact": True})

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from conftest import write_rows
 
+from core.errors import InputError
 from envs import __main__ as envs_main
 from envs import registry
 from envs.__main__ import Answer
-from settings.errors import InputError
 from support.program import ROOT, ran
 
 PAGE = (ROOT / "docs/own_data.md").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import write_rows
 
-from envs.office import office
+from envs.workplace import office
 from support.program import ROOT, ran
 from support.samples import asking
 

@@ -11,9 +11,10 @@ from conftest import spelling_rows, write_rows
 import dpo
 import grpo_async
 import mopd
+from core import errors
 from launch import host
-from runtime import layout
-from settings import errors, reader
+from runtime.processes import layout
+from settings import reader
 from support.configs import changed
 from support.program import ROOT, copy, ran
 from support.tables import table

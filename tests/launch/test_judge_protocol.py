@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import serving_judge
 
+from envs import services
 from envs.judge import judge
-from envs.rollout import services
-from settings.services import Services
+from settings.environment_services import Services
 from support.program import is_alive
 
 pytestmark = pytest.mark.e2e

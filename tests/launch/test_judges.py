@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch import judges
-from runtime.cluster import ROOT
+from runtime.processes.cluster import ROOT
 from support.program import ran
 from support.tables import table
 

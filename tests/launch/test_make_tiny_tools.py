@@ -6,7 +6,7 @@ import random
 import pytest
 
 from envs import check_rows
-from launch import make_tiny, make_tiny_tools, tiny
+from launch import make_tiny, make_tiny_tools, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -16,8 +16,8 @@ def rows() -> list[dict]:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tags = [*tiny.TAGS, *make_tiny_tools.PIECES]
-    return tiny.make_tokenizer(tags, template=make_tiny_tools.TEMPLATE)
+    tags = [*tiny_model.TAGS, *make_tiny_tools.PIECES]
+    return tiny_model.make_tokenizer(tags, template=make_tiny_tools.TEMPLATE)
 
 
 def test_each_other_row_has_tools_and_all_can_be_judged(rows, tokenizer):

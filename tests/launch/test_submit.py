@@ -11,7 +11,7 @@ from conftest import spelling_rows, write_rows
 
 from grpo_async import Config
 from settings import reader
-from settings.values import assigned
+from settings.merging import assigned
 from support.program import ROOT, ran
 from support.tables import table
 

@@ -1,4 +1,4 @@
-"""policy/adapter_sync.py: what engines make of adapters alone, against the merged weights."""
+"""policy/sync/adapter_sync.py: what engines make of adapters alone, against the merged weights."""
 
 import json
 import os
@@ -14,9 +14,9 @@ from test_fsdp import SEQUENCES, assert_same, loss_fn, opened, weights
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing import spawn
 
-from policy.adapter_sync import LEFT, PRODUCT, RIGHT, AdapterUpdate, Base, outgoing
 from policy.fsdp import FSDPPolicy
-from policy.proof import vectors
+from policy.sync.adapter_sync import LEFT, PRODUCT, RIGHT, AdapterUpdate, Base, outgoing
+from policy.sync.verification import vectors
 
 checkpoint = test_fsdp.checkpoint
 process_group = test_fsdp.process_group
@@ -54,7 +54,7 @@ def merged(base: Base, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 @pytest.mark.parametrize("targets", [(), "some"])
 @pytest.mark.parametrize("at_once", [1, 50, 1 << 26])
 def test_engines_make_the_merged_weights(family, targets, at_once, checkpoint, monkeypatch):
-    monkeypatch.setattr("policy.adapter_sync.AT_ONCE", at_once)
+    monkeypatch.setattr("policy.sync.adapter_sync.AT_ONCE", at_once)
     some = ("c_attn",) if family == "gpt2" else ("q_proj", "down_proj")
     policy = trained(checkpoint(family), lora_targets=some if targets else ())
     update = outgoing(policy)

@@ -17,9 +17,9 @@ from torch.multiprocessing import spawn
 from transformers.pytorch_utils import Conv1D
 
 import policy.fsdp
+from core.errors import InputError
 from policy.factory import open_policy
 from policy.fsdp import FSDPPolicy
-from settings.errors import InputError
 from settings.network import PolicySettings
 
 checkpoint = test_fsdp.checkpoint

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_async import policy_loss
 from policy.fsdp import FSDPPolicy
-from runtime.metrics import reduce_stats
+from runtime.reporting.metrics import reduce_stats
 from support.megatron_jobs import compute, run
 from support.megatron_ranks import config, rows
 

@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 import torch
 
-from runtime import preflight
-from settings.contradictions import OWN_MEGATRON_ARGS
+from runtime.startup import preflight
+from settings.conflicts import OWN_MEGATRON_ARGS
 from settings.network import PolicySettings
 
 pytestmark = pytest.mark.slow  # Megatron takes seconds to import

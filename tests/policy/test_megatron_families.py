@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from policy.megatron.families import expert_layers
-from runtime.engine import Routes
+from runtime.engines.engine import Routes
 from support import shapes, tiny_models
 
 SPARSE = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}

@@ -11,10 +11,10 @@ import pytest
 from conftest import write_rows
 
 import data_prep
+from core.errors import InputError
 from envs import agents
 from prep import files
 from prep.placeholders import bare
-from settings.errors import InputError
 from support.blends import DAPO, math_row, placeholder, placeholders, released, write_sources
 from support.tables import gives, table
 from support.verifiers import of_blend

@@ -10,11 +10,10 @@ from conftest import write_rows
 import data_prep
 import dry_run
 import envs
-from envs import agents
-from envs.rollout import services
+from core.errors import InputError
+from envs import agents, services
 from grpo_async import Config
-from settings.errors import InputError
-from settings.services import Services
+from settings.environment_services import Services
 from support.blends import DAPO, math_row, placeholder, released
 from support.configs import changed
 from support.gym import AGENT, Gym

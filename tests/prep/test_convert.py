@@ -11,9 +11,9 @@ from huggingface_hub import constants
 from pyarrow import ipc, parquet
 
 import data_prep
+from core.errors import InputError
 from envs import check_rows
 from prep import tables
-from settings.errors import InputError
 from support.tables import table
 
 CASES = table(Path(__file__).with_name("cases.txt"))

@@ -9,7 +9,7 @@ import pytest
 from conftest import write_rows
 
 import data_prep
-from settings.errors import InputError
+from core.errors import InputError
 from support.blends import math_row
 from support.tables import table
 

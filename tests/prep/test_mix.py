@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.errors import InputError
 from prep import mix
-from settings.errors import InputError
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 10**6), st.floats(0.001, 10)), min_size=1, max_size=40)
 

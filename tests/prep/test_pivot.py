@@ -7,10 +7,10 @@ import pytest
 from conftest import write_rows
 
 import data_prep
+from core.errors import InputError
 from envs import check_rows
-from envs.rollout.response import Response
 from envs.swe import swe_pivot
-from settings.errors import InputError
+from rollout.response import Response
 from support.scripts import call
 from support.tables import table
 

@@ -7,10 +7,10 @@ import pytest
 from conftest import write_rows
 
 import data_prep
+from core.errors import InputError
 from grpo_async import Config
 from prep import profile
 from settings import reader
-from settings.errors import InputError
 from support.blends import math_row
 
 PROGRAM = """

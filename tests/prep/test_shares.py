@@ -8,9 +8,9 @@ import pytest
 from conftest import write_rows
 
 import data_prep
+from core.errors import InputError
 from grpo_async import LowEffort, shaped_reward
 from prep.shares import MARKER, mark
-from settings.errors import InputError
 from support.blends import math_row
 
 AGENTS = ("math_with_judge", "mcqa", "code_gen", "calendar")

@@ -10,12 +10,12 @@ import pytest
 from conftest import write_rows
 
 import data_prep
-from envs.rollout import services
+from core.errors import InputError
+from envs import services
 from envs.sandbox import sandbox
 from envs.swe import images
 from prep import swe_check, swe_formats, swe_tables
-from settings.errors import InputError
-from settings.services import Services
+from settings.environment_services import Services
 from support.boxes import git, make_image
 from support.issues import COMMIT, GOLD, PATCH, R2E, SOURCE, commit_of, of_gym
 from support.tables import gives, table

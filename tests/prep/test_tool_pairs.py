@@ -8,8 +8,8 @@ import pytest
 from conftest import write_rows
 
 import data_prep
-from envs.rollout.messages import functions
-from settings.errors import InputError
+from core.errors import InputError
+from rollout.messages import functions
 from support.blends import math_row
 from support.tables import table
 

@@ -20,11 +20,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import dpo
 import mopd
+from core.errors import InputError
 from grpo_async import Config
-from runtime.engine import engine_arguments
-from settings import reader, values
-from settings.contradictions import OWN_ENGINE_ARGS
-from settings.errors import InputError
+from runtime.engines.engine import engine_arguments
+from settings import merging, reader
+from settings.conflicts import OWN_ENGINE_ARGS
 from settings.hub import fetched, missing_weights
 from support.program import ROOT, ran, unboxed
 
@@ -322,8 +322,8 @@ def test_a_file_may_use_its_own_names_in_functions_and_comprehensions(write):
 
 
 def test_an_empty_dictionary_takes_the_place_of_an_inherited_one():
-    assert values.merge({"tool_call": -5.0}, {}) == {}
-    assert values.merge({"a": 1}, {"b": {"c": 2}}) == {"a": 1, "b": {"c": 2}}
+    assert merging.merge({"tool_call": -5.0}, {}) == {}
+    assert merging.merge({"a": 1}, {"b": {"c": 2}}) == {"a": 1, "b": {"c": 2}}
 
 
 # --- models of the hub ----------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def hub(model, tmp_path) -> Path:
     return tmp_path / "hf"
 
 
-UNCHECKED = "from runtime import preflight; preflight.check = lambda cfg: None"
+UNCHECKED = "from runtime.startup import preflight; preflight.check = lambda cfg: None"
 
 
 def load_model(hub: Path, config_text: str, *flags: str, before: str = UNCHECKED, **env: str):
@@ -368,9 +368,9 @@ def load_model(hub: Path, config_text: str, *flags: str, before: str = UNCHECKED
     path.write_text(config_text)
     code = f"""
 import sys
-from runtime import preflight
+from runtime.startup import preflight
 from settings import hub
-from settings.run import RunSettings
+from settings.config import RunSettings
 {before}
 print(preflight.load(RunSettings, sys.argv[1:], "").model)
 """

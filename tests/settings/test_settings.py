@@ -11,9 +11,9 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from dry_run import explain
 from grpo_async import CHECKED, Advantage, Correction, Loss, LowEffort
-from runtime.cluster import ROOT
+from runtime.processes.cluster import ROOT
+from settings.config import Data, RunSettings
 from settings.reader import leaves
-from settings.run import Data, RunSettings
 from support.tables import gives
 
 GROUPS = ("advantage", "correction", "loss")

@@ -1,4 +1,4 @@
-"""Answers with tool calls in every form that markup.py knows, whole ones and broken ones."""
+"""Answers with tool calls in every form that answer_markup.py knows, whole ones and broken ones."""
 
 import json
 import random

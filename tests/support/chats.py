@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 from conftest import SHARED
 
-from envs.rollout.episode import Request, Turn
-from envs.rollout.response import Response
-from envs.rollout.sampler import Sampler
-from settings.run import Sampling
+from rollout.episode import Request, Turn
+from rollout.response import Response
+from rollout.sampler import Sampler
+from settings.config import Sampling
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA = ["<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"]

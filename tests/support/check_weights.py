@@ -26,12 +26,12 @@ from conftest import make_config  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from envs.rollout.episode import Request  # noqa: E402
 from policy import WeightMeta  # noqa: E402
-from policy.proof import SHARE  # noqa: E402
-from policy.weight_sync import CutOff, Sender  # noqa: E402
-from runtime.probe import ANSWER, prompts  # noqa: E402
-from settings.run import Timeouts  # noqa: E402
+from policy.sync.verification import SHARE  # noqa: E402
+from policy.sync.weight_sync import CutOff, Sender  # noqa: E402
+from rollout.episode import Request  # noqa: E402
+from runtime.engines.probe import ANSWER, prompts  # noqa: E402
+from settings.config import Timeouts  # noqa: E402
 from support.configs import changed  # noqa: E402
 from support.weight_faults import FAULTS  # noqa: E402
 

@@ -35,7 +35,7 @@ class ExactGenerator:
 
     async def join_sync_group(self, wire: bytes, host: str, port: int, rank: int, world: int):
         """As vLLM's workers do."""
-        from policy.receiver import WeightReceiver
+        from policy.sync.receiver import WeightReceiver
 
         self.receiver = WeightReceiver()
         self.receiver.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
@@ -44,8 +44,8 @@ class ExactGenerator:
 
     async def update_weights(self, version: int, verify: bool):
         """Receives all weights."""
-        from policy.weight_sync import checksum
-        from runtime.fleet import Received
+        from policy.sync.weight_sync import checksum
+        from runtime.engines.fleet import Received
 
         digests = []
         state = await asyncio.to_thread(lambda: dict(self.receiver.incoming(digests, verify)))
@@ -65,7 +65,7 @@ class ExactGenerator:
         """One Turn, of the weights at its start."""
         import torch
 
-        from envs.rollout.episode import Turn
+        from rollout.episode import Turn
 
         random = torch.Generator().manual_seed(seed)
         ids = list(prompt_ids)

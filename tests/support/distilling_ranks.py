@@ -14,8 +14,8 @@ import torch.distributed as dist
 from test_algorithm import TablePolicy
 from test_mopd import Case, trainer
 
-from envs.rollout.episode import Sample
 from policy.packing import Update
+from rollout.episode import Sample
 from support.megatron_jobs import in_ranks
 
 

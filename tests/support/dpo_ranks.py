@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from dpo import Config, Scored, Trainer, load_pairs, plan_pairs
-from envs.rollout.pairs import render_all
 from policy.factory import open_policy
+from rollout.preference_rows import render_all
 from support.configs import changed
 from support.megatron_jobs import gathered_objects, in_ranks, weights
 

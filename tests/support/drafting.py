@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from policy.receiver import WeightReceiver
+from policy.sync.receiver import WeightReceiver
 from support.check_weights import Checked
 from support.configs import changed
 
@@ -68,7 +68,7 @@ class Drafting(Checked):
 
     async def answers(self, count: int, seed: int, length: int = LENGTH) -> list:
         """Turns of `length` tokens, each to a prompt of its own."""
-        from envs.rollout.episode import Request
+        from rollout.episode import Request
 
         prompts = [[5 + (7 * i + j * j) % 90 for j in range(20)] for i in range(count)]
         whole = {"ignore_eos": True}

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from envs.rollout import services
-from settings.services import Services
+from envs import services
+from settings.environment_services import Services
 
 FAULTS = ("429", "503", "hang", "garbage", "abort", "reset")
 

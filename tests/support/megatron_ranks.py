@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.errors import InputError
 from grpo_async import Batch, Config, policy_loss
 from policy import logprobs
-from policy.allowed import Allowed
-from runtime.metrics import reduce_stats
-from settings.errors import InputError
+from policy.allowed_tokens import Allowed
+from runtime.reporting.metrics import reduce_stats
 from support.configs import changed
 from support.megatron_jobs import gathered_objects, in_ranks, weights
 from support.tensor_memory import Peak

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from envs.rollout.episode import Sample, Turn, stitch
+from rollout.episode import Sample, Turn, stitch
 
 
 def check(turns: list[Turn], made: list[Turn], limit: int) -> list[Sample]:

@@ -2,8 +2,8 @@
 
 import json
 
-from envs.rollout.response import Response
 from launch.tiny_image import BUGS
+from rollout.response import Response
 
 
 def solving(harness: str, name: str) -> list[str]:

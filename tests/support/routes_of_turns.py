@@ -20,9 +20,9 @@ os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": 
 os.environ |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 os.environ |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # `nudge` is sent to the engine
 
-from envs.rollout.drafts import answers  # noqa: E402
-from envs.rollout.episode import Request, Turn, stitch  # noqa: E402
 from grpo_async import Generator  # noqa: E402
+from rollout.drafts import answers  # noqa: E402
+from rollout.episode import Request, Turn, stitch  # noqa: E402
 from support.megatron_ranks import config  # noqa: E402
 
 CONVERSATIONS, TURNS = 4, 3

@@ -20,11 +20,11 @@ import torch.distributed as dist
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
-from envs.rollout.episode import Request, Turn, stitch  # noqa: E402
 from grpo_async import Config, Generator, pack  # noqa: E402
 from policy import Policy  # noqa: E402
 from policy.packing import Update  # noqa: E402
-from policy.weight_sync import Sender  # noqa: E402
+from policy.sync.weight_sync import Sender  # noqa: E402
+from rollout.episode import Request, Turn, stitch  # noqa: E402
 from support.megatron_ranks import config, opened  # noqa: E402
 
 

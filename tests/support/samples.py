@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
-from envs.rollout.episode import Sample, Turn
-from envs.rollout.rows import Rows
+from rollout.episode import Sample, Turn
+from rollout.rows import Rows
 
 
 def asking(text: str, agent: str = "any", **fields) -> dict:

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Iterable
 
-from envs.rollout.chat import NoRoom
-from envs.rollout.episode import Turn
-from envs.rollout.response import Response
+from rollout.chat import NoRoom
+from rollout.episode import Turn
+from rollout.response import Response
 
 
 def call(name: str, given: object) -> dict:

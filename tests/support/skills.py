@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from envs.rollout import services
-from settings.services import Services
+from envs import services
+from settings.environment_services import Services
 
 Reply = dict | bytes | int  # JSON, the bytes of a whole answer, or a status
 

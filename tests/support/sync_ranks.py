@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from policy import WeightMeta, weight_sync
-from policy.receiver import WeightReceiver
-from policy.weight_sync import Sender, Wire
-from settings.run import Timeouts
+from policy import WeightMeta
+from policy.sync import weight_sync
+from policy.sync.receiver import WeightReceiver
+from policy.sync.weight_sync import Sender, Wire
+from settings.config import Timeouts
 
 BUCKET_BYTES = 1 << 20
 TENSORS = 12
@@ -166,7 +167,7 @@ class Process:
 
     def __init__(self, kind: type, *args):
         context = multiprocessing.get_context("forkserver")  # beside threads a fork may hang
-        context.set_forkserver_preload(["policy.weight_sync", "settings.run"])
+        context.set_forkserver_preload(["policy.sync.weight_sync", "settings.config"])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, kind, args), daemon=True)
         self.process.start()

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from envs.rollout.episode import Group
 from mopd import Config, Teacher, distillation_loss, pack
 from policy.factory import network, open_policy
 from policy.packing import Update
-from runtime.scoring import plan_scoring
+from rollout.episode import Group
+from runtime.rollouts.scoring import plan_scoring
 from settings.network import PolicySettings
 from support.megatron_jobs import gathered_objects, in_ranks
 from support.samples import make_sample

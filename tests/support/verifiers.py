@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 
-from envs.rollout.messages import last_question
-from envs.rollout.response import Response
+from rollout.messages import last_question
+from rollout.response import Response
 from support.tables import table
 
 # Agent, file and line of a row of it, blends that have the agent.

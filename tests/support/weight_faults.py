@@ -5,9 +5,9 @@ import itertools
 
 import torch
 
-from policy.proof import vectors
-from policy.receiver import WeightReceiver
-from policy.weight_sync import CutOff
+from policy.sync.receiver import WeightReceiver
+from policy.sync.verification import vectors
+from policy.sync.weight_sync import CutOff
 
 LAYER = "model.layers.1."
 

@@ -7,15 +7,14 @@ import time
 
 import pytest
 
-from envs import check_rows
-from envs.chemistry import marks, molecules, rdkit_there
-from envs.chemistry.marks import FORMATS
+from core.errors import ModuleError
+from envs import check_rows, services
+from envs.chemistry import answer_format, molecules, rdkit_check
+from envs.chemistry.answer_format import FORMATS
 from envs.maths.python_tool import TOOL
-from envs.rollout import services
-from envs.rollout.response import Response
 from envs.sandbox import sandbox
-from settings.errors import ModuleError
-from settings.services import Services
+from rollout.response import Response
+from settings.environment_services import Services
 from support.scripts import Script, calling
 from support.skills import as_sandbox
 from support.tables import gives, refused
@@ -64,9 +63,9 @@ NUMBERS = (
     ("4,000", 0.0), ("10^3", 3.0), ("9e", 9.0), ("five", None), ("", None), ("-", None),
     ("1e999", float("inf")), ("\x1cinf", float("inf")),
 )  # fmt: skip
-test_the_number_in_an_answer = gives(marks.number_in, *NUMBERS)
+test_the_number_in_an_answer = gives(answer_format.number_in, *NUMBERS)
 test_what_the_last_marks_hold = gives(
-    lambda form, text: marks.marked(text, FORMATS[form]),
+    lambda form, text: answer_format.marked(text, FORMATS[form]),
     ("fmt_00", "((4)) (())", ""),
     ("fmt_00", "((((4)))", "((4"),
     ("fmt_00", "((4)) ((5", "4"),
@@ -102,7 +101,7 @@ def test_the_last_marks_are_those_that_a_regex_finds(form):
     for _ in range(300):
         text = "".join(chance.choices(pieces, k=chance.randint(1, 9))).strip()
         last = (regex.findall(text) or [""])[-1]
-        assert marks.marked(text, FORMATS[form]).strip() == last.strip(), text
+        assert answer_format.marked(text, FORMATS[form]).strip() == last.strip(), text
         found += bool(last)
     assert found > 30
 
@@ -199,7 +198,7 @@ def test_an_episode_calculates_and_all_that_it_says_is_judged():
 
 def test_a_row_without_the_tool_has_none():
     assert molecules.needs(ROW) == () and molecules.needs(WITH_TOOL)[-1] == "rdkit"
-    assert check_rows.MECHANISMS["rdkit"] == rdkit_there.__name__
+    assert check_rows.MECHANISMS["rdkit"] == rdkit_check.__name__
     check_rows.check_row(ROW)
     assert episode(ROW, "((4))")[:2] == (1, 1)
     done, turns, read = episode(ROW, calling(TOOL, code="4"), "((4))")
@@ -211,22 +210,22 @@ def test_a_row_without_the_tool_has_none():
 
 @pytest.fixture
 def asked_again():
-    rdkit_there.lacking_here.cache_clear()
-    rdkit_there.lacking_there.cache_clear()
+    rdkit_check.lacking_here.cache_clear()
+    rdkit_check.lacking_there.cache_clear()
     yield
-    rdkit_there.lacking_here.cache_clear()
+    rdkit_check.lacking_here.cache_clear()
 
 
 @contained
 def test_a_row_with_the_tool_says_what_it_lacks(asked_again, monkeypatch):
     services.configure(Services(tool_parser="hermes"))
-    monkeypatch.setattr(rdkit_there, "IMPORT", "import rdkit_of_nobody")
+    monkeypatch.setattr(rdkit_check, "IMPORT", "import rdkit_of_nobody")
     expected = "'rdkit_chemistry_agent' lacks rdkit: .*No module named 'rdkit_of_nobody'; expected"
     with pytest.raises(ModuleError, match=f"{expected} launch/setup.sh chemistry"):
         check_rows.check_services(WITH_TOOL)
     check_rows.check_services(ROW)
-    rdkit_there.lacking_here.cache_clear()
-    monkeypatch.setattr(rdkit_there, "IMPORT", "import numpy; print('imported')")
+    rdkit_check.lacking_here.cache_clear()
+    monkeypatch.setattr(rdkit_check, "IMPORT", "import numpy; print('imported')")
     if sandbox.own_packages():
         check_rows.check_services(WITH_TOOL)
 

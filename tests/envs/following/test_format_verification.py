@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from envs import Reward, check_rows, registry
 from envs.following import format_verification as formats
-from envs.rollout.response import Response
+from rollout.response import Response
 from support.examples import tries
 from support.loop import at_once
 from support.tables import gives, refused

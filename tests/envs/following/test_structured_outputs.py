@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from envs.following import structured_outputs as structured
 from envs.following.formats import typed
-from envs.rollout.response import Response
+from rollout.response import Response
 from support.examples import tries
 from support.loop import at_once
 from support.scripts import call

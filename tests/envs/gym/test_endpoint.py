@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from envs.gym import endpoint
 from envs.gym.endpoint import Asked, Router, invited, meant
-from envs.rollout.episode import stitch
+from rollout.episode import stitch
 from support.chats import CHATML, FORGETFUL, make_tokenizer, saying
 from support.examples import tries
 from support.verifiers import json_values

@@ -19,15 +19,14 @@ import pytest
 import ray
 
 import envs
-from envs import check_rows, registry
+from core import errors
+from envs import check_rows, registry, services
 from envs.gym import gym, nemo_gym
 from envs.judge import judge
-from envs.rollout import services
-from envs.rollout.chat import NoRoom
-from envs.rollout.episode import stitch
-from envs.rollout.services import CheckerError
-from settings import errors
-from settings.services import Services
+from envs.services import CheckerError
+from rollout.chat import NoRoom
+from rollout.episode import stitch
+from settings.environment_services import Services
 from support.chats import CHATML, FORGETFUL, Reader, make_tokenizer, saying
 from support.gym import AGENT, Gym
 from support.program import ran

@@ -1,6 +1,6 @@
 """Environments of the library verifiers, played by the library itself behind launch/verifiers_hub.
 
-GRPO_HUB is a virtual environment with requirements-hub.txt. What needs none is tested without.
+GRPO_HUB is a virtual environment with requirements/hub.txt. What needs none is tested without.
 """
 
 import asyncio
@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 
 import envs
-from envs import check_rows, registry
+from core import errors
+from envs import check_rows, registry, services
 from envs.gym import gym, nemo_gym
 from envs.judge import judge
-from envs.rollout import services
-from envs.rollout.chat import NoRoom
-from envs.rollout.episode import stitch
-from settings import errors
-from settings.services import Services
+from rollout.chat import NoRoom
+from rollout.episode import stitch
+from settings.environment_services import Services
 from support.chats import CHATML, FORGETFUL, make_tokenizer, saying
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -121,7 +120,7 @@ def test_without_the_library_it_says_what_is_missing():
     words = [sys.executable, "-S", str(PROGRAM), "x.toml"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 1 and not done.stdout
-    expected = "error: No module named 'verifiers'; expected a Python with requirements-hub.txt"
+    expected = "error: No module named 'verifiers'; expected a Python with requirements/hub.txt"
     assert done.stderr.startswith(expected)
 
 

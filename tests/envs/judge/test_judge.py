@@ -6,13 +6,13 @@ import time
 
 import pytest
 
+from core import errors
+from envs import services
 from envs.judge import endpoints, judge, prompts
 from envs.maths.same_answer import PROMPTS
-from envs.rollout import services
-from envs.rollout.services import CheckerError
-from runtime.cluster import ROOT
-from settings import errors
-from settings.services import Services
+from envs.services import CheckerError
+from runtime.processes.cluster import ROOT
+from settings.environment_services import Services
 from support.judges import Judge, as_judge
 from support.skills import skills
 
@@ -355,7 +355,7 @@ def test_a_server_that_answers_must_serve_the_model():
 def test_a_configuration_is_checked(tmp_path):
     from grpo_async import Config
     from settings import reader
-    from settings.services import is_address
+    from settings.environment_services import is_address
 
     file = tmp_path / "wrong.py"
     file.write_text('services = {"judges": {"general": {"port": 5}}}')

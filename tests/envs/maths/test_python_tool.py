@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from envs import Reward
+from envs import Reward, services
 from envs.maths import python_tool
-from envs.rollout import services
 from envs.sandbox import programs, sandbox, sessions
 from envs.sandbox.sandbox import Limits
 from envs.sandbox.sessions import Host, Session
-from settings.services import Services
+from settings.environment_services import Services
 from support.escapes import ESCAPES, OUT
 from support.loop import at_once
 from support.scripts import Script, calling

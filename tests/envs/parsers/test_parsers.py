@@ -12,17 +12,18 @@ from conftest import save_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.errors import InputError
+from envs import services
 from envs.check_rows import load_rows
 from envs.parsers import forms, parsers
-from envs.rollout import markup, services
-from envs.rollout.episode import Sample, Turn
-from envs.rollout.markup import flaw
-from envs.rollout.messages import load_tokenizer
-from envs.rollout.response import Response
-from envs.rollout.sampler import Sampler
-from settings.errors import InputError
-from settings.run import Sampling
-from settings.services import Services
+from rollout import answer_markup
+from rollout.answer_markup import flaw
+from rollout.episode import Sample, Turn
+from rollout.messages import load_tokenizer
+from rollout.response import Response
+from rollout.sampler import Sampler
+from settings.config import Sampling
+from settings.environment_services import Services
 from support.calls import TOOLS, answer, broken
 from support.chats import Scripted
 from support.examples import tries
@@ -124,8 +125,8 @@ PIECES += ["</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_begin|>", "
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join))
 def test_any_text_has_one_flaw_or_none_in_every_form(text):
     for form in forms.FORMS.values():
-        assert flaw(text, form) in markup.FLAWS
-        assert flaw(text, form, parsed=0) in markup.FLAWS
+        assert flaw(text, form) in answer_markup.FLAWS
+        assert flaw(text, form, parsed=0) in answer_markup.FLAWS
 
 
 @pytest.mark.parametrize(("template", "reasoning", "tool"), [

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envs import services
 from envs.proofs import lean, lean_runs
 from envs.proofs.lean_source import code_block, code_of, proof_of
-from envs.rollout import services
 from envs.sandbox import sandbox
-from settings.services import Services
+from settings.environment_services import Services
 from support.examples import tries
 from support.skills import Handler, as_sandbox
 from support.tables import refused

@@ -15,11 +15,11 @@ from envs.check_rows import check_row
 from envs.proofs import lean, lean_feedback, lean_refinement, lean_runs
 from envs.proofs.lean_feedback import MOST, errors, feedback, marked
 from envs.registry import environment
-from envs.rollout.chat import NoRoom
-from envs.rollout.response import Response
-from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox
 from envs.sandbox.sandbox import Ran
+from envs.services import CheckerError
+from rollout.chat import NoRoom
+from rollout.response import Response
 from support.examples import tries
 from support.scripts import Full, Script
 from support.verifiers import HOSTILE, gym_rows, lines

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from envs import Reward, check_rows, registry
 from envs.questions import equivalence_rule
-from envs.rollout.response import Response
+from rollout.response import Response
 from support.examples import tries
 from support.tables import gives, refused
 from support.verifiers import HOSTILE

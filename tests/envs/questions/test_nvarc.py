@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from envs import Reward, check_rows
 from envs.questions import nvarc, nvarc_programs
-from envs.rollout.services import configure
 from envs.sandbox import sandbox
-from settings.services import Services
+from envs.services import configure
+from settings.environment_services import Services
 from support.examples import tries
 from support.loop import at_once
 from support.samples import asking

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from envs.rollout import services
+from envs import services
 from envs.sandbox import checkers, sandbox
 from envs.sandbox.checkers import Checkers
-from settings.services import Services
+from settings.environment_services import Services
 from support.loop import at_once
 
 pytestmark = pytest.mark.slow
@@ -360,7 +360,7 @@ def test_hanging_checks_do_not_outlive_a_killed_parent(home):
     program = f"""
 import asyncio, envs.maths.math as m
 from envs.rollout import services
-from settings.services import Services
+from settings.environment_services import Services
 services.configure(Services(sandbox={home!r}))
 async def main():
     await m.checkers.run(1.0, expected="2", text="2")

@@ -10,11 +10,11 @@ import time
 import pytest
 from test_checkers import home, processes  # noqa: F401
 
-from envs.rollout.services import CheckerError
 from envs.sandbox import checkers, programs, sandbox
 from envs.sandbox import outcome as outcomes
 from envs.sandbox.checkers import Checkers, Warden
 from envs.sandbox.programs import Interpreter
+from envs.services import CheckerError
 from support.loop import at_once
 
 pytestmark = pytest.mark.slow

@@ -11,12 +11,12 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 from test_service import SQUARE, contained, reward
 
-from envs.rollout import services
-from envs.rollout.services import CheckerError
+from envs import services
 from envs.sandbox import checkers, programs, sandbox, service
 from envs.sandbox.outcome import Ran
 from envs.sandbox.programs import Interpreter
-from settings.services import Services
+from envs.services import CheckerError
+from settings.environment_services import Services
 from support.skills import Handler, as_sandbox, executed
 
 KILLED = "import os; os.kill(os.getpid(), 9)"

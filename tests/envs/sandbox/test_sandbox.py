@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from envs.programs import code
-from envs.rollout import services
-from envs.rollout.services import CheckerError
+from envs import services
+from envs.coding import code
 from envs.sandbox import programs, sandbox, shell
 from envs.sandbox.checkers import Checkers
 from envs.sandbox.programs import Interpreter
 from envs.sandbox.sandbox import Limits, Ran
-from settings.services import Services
+from envs.services import CheckerError
+from settings.environment_services import Services
 from support.boxes import make_image
 from support.escapes import ESCAPES
 from support.loop import at_once

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from envs.programs import code
-from envs.rollout import services
-from envs.rollout.services import CheckerError
+from envs import services
+from envs.coding import code
 from envs.sandbox import interpreter, programs, sandbox, service
 from envs.sandbox.outcome import Limits, Ran
 from envs.sandbox.sessions import Session
-from settings.services import Services
+from envs.services import CheckerError
+from settings.environment_services import Services
 from support.skills import as_sandbox, executed, skills
 
 LIMITS = Limits(seconds=1.0, memory=1 << 30, output=1000)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 from test_from_outside import fresh, outcome  # noqa: F401
 
-from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox, shell, user_limit
 from envs.sandbox.outcome import Limits
+from envs.services import CheckerError
 
 OTHERS = 30
 THREAD = "import threading\nthreading.Thread(target=print, args=(49,)).start()"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from envs.rollout import services
-from envs.rollout.services import CheckerError
+from envs import services
 from envs.sandbox import sandbox
+from envs.services import CheckerError
 from envs.swe.box import Box, Output, Size
-from settings.services import Services
+from settings.environment_services import Services
 from support.boxes import adopting, left, make_image, orphans, present
 from support.program import ROOT
 

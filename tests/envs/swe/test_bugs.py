@@ -6,17 +6,17 @@ import time
 
 import pytest
 
+from envs import services
 from envs.check_rows import check_row
-from envs.rollout import services
-from envs.rollout.episode import Episode
-from envs.rollout.services import Limits
 from envs.sandbox import sandbox
+from envs.services import Limits
 from envs.swe import swe
 from envs.swe.box import Box, Size
 from envs.swe.swe_judge import tried
 from envs.swe.swe_tools import tool_sets
 from envs.swe.test_logs import outcomes
-from settings.services import Services
+from rollout.episode import Episode
+from settings.environment_services import Services
 from support import bugs
 from support.repairs import changing, looking
 from support.scripts import Script

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from test_box import SMALL, nothing_is_left  # noqa: F401
 
-from envs.rollout import services
-from envs.rollout.services import CheckerError
+from envs import services
 from envs.sandbox import sandbox
+from envs.services import CheckerError
 from envs.swe import image_cache, sif, swe
 from envs.swe.box import Box
 from envs.swe.image_cache import near
 from launch import tiny_image
-from settings.services import Services
+from settings.environment_services import Services
 from support.boxes import make_image, make_sif
 from support.program import ROOT
 from support.repairs import calling

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from envs import services
 from envs.gym.endpoint import invited
-from envs.rollout import services
-from envs.rollout.episode import stitch
 from envs.sandbox import sandbox
-from envs.swe import desk, repository, sif, swe, swe_judge
+from envs.swe import agent_session, repository, sif, swe, swe_judge
 from envs.swe.box import Box
 from launch import tiny_image
-from settings.services import Services
+from rollout.episode import stitch
+from settings.environment_services import Services
 from support.boxes import left, present
 from support.chats import real, saying
 from support.program import ROOT
@@ -76,7 +76,7 @@ async def test_openhands_repairs_a_bug_through_the_endpoint(tmp_path):
 
     sampler = saying(real("qwen3"), say, limit=1 << 17)
     image = sif.find(row["image"])
-    async with Box(image, row["workdir"], desk.SIZE) as box, asyncio.timeout(SECONDS):
+    async with Box(image, row["workdir"], agent_session.SIZE) as box, asyncio.timeout(SECONDS):
         await repository.prepare(box, row)
         async with invited(sampler) as guest:
             commands = await conversation(guest.url, swe.prompt(row)[-1]["content"], box, home)
@@ -85,7 +85,7 @@ async def test_openhands_repairs_a_bug_through_the_endpoint(tmp_path):
     assert "You are OpenHands agent" in prompts[0] and row["problem_statement"][:40] in prompts[0]
     assert "from ops import minus as add" in prompts[1] and "add.py | 2 +-" in prompts[3]
     assert "+from ops import plus as add" in patch
-    assert (await swe_judge.judge(image, row, patch, desk.SIZE)).resolved
+    assert (await swe_judge.judge(image, row, patch, agent_session.SIZE)).resolved
     (sample,) = stitch(guest.turns)
     assert sample.tokens_T[sample.mask_T].tolist() == sum((t.token_ids for t in guest.turns), [])
     assert len(guest.turns) == 4 and not guest.refused

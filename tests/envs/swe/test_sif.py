@@ -9,12 +9,12 @@ import struct
 import pytest
 from test_box import SMALL, killed_worker, nothing_is_left, running  # noqa: F401
 
-from envs.rollout import services
-from envs.rollout.services import CheckerError
+from envs import services
 from envs.sandbox import sandbox
+from envs.services import CheckerError
 from envs.swe import sif
 from envs.swe.box import Box
-from settings.services import Services
+from settings.environment_services import Services
 from support.boxes import make_image, make_sif
 
 mounted = pytest.mark.skipif(

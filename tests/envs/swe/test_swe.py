@@ -11,19 +11,19 @@ from functools import partial
 
 import pytest
 
+from envs import services
 from envs.check_rows import check_row
-from envs.rollout import services
-from envs.rollout.drafts import DraftBook
-from envs.rollout.episode import Episode, stitch
-from envs.rollout.services import CheckerError, Limits
 from envs.sandbox import sandbox
-from envs.swe import desk, repository, swe, swe_judge
+from envs.services import CheckerError, Limits
+from envs.swe import agent_session, repository, swe, swe_judge
 from envs.swe.box import Box
 from envs.swe.swe_judge import Verdict
 from envs.swe.swe_tools import OUTPUT, Tools, tool_sets
 from launch import tiny_image
-from settings.run import Sampling
-from settings.services import Services
+from rollout.drafts import DraftBook
+from rollout.episode import Episode, stitch
+from settings.config import Sampling
+from settings.environment_services import Services
 from support.boxes import left, present
 from support.chats import Reader, Scripted, real, spell
 from support.repairs import calling, solving
@@ -248,7 +248,7 @@ class Slow(Script):
 @pytest.mark.parametrize("late", ["command", "answer"])
 def test_the_time_of_an_episode_masks_it(row, monkeypatch, late):
     """What is there by then is judged all the same."""
-    monkeypatch.setattr(desk, "AGENT_SECONDS", 2.0)
+    monkeypatch.setattr(agent_session, "AGENT_SECONDS", 2.0)
     began = time.monotonic()
     wait = "sleep 60" if late == "command" else ":"
     answer = calling("bash", {"command": "sed -i s/minus/plus/ add.py"}, "bash", {"command": wait})
@@ -268,7 +268,7 @@ def test_the_start_of_a_box_takes_none_of_the_agents_time(row, monkeypatch):
         await asyncio.sleep(2)
         await prepare(*given)
 
-    monkeypatch.setattr(desk, "AGENT_SECONDS", 2.0)
+    monkeypatch.setattr(agent_session, "AGENT_SECONDS", 2.0)
     monkeypatch.setattr(repository, "prepare", slowly)
     ended, _ = episode(row, FIX, "Done.")
     assert (ended.reward.value, ended.reward.info["ended"]) == (1, "answer")
@@ -296,7 +296,7 @@ def test_an_agent_has_half_of_what_a_rollout_may_take(row):
 @slow
 def test_the_memory_of_a_box_masks_its_episode(row, monkeypatch):
     """Taken by a shell that has no other: its variable grows."""
-    monkeypatch.setattr(desk, "SIZE", desk.SIZE._replace(memory=100 << 20))
+    monkeypatch.setattr(agent_session, "SIZE", agent_session.SIZE._replace(memory=100 << 20))
     eats = "x=aaaaaaaaaaaaaaaa; while :; do x=$x$x; done"
     ended, _ = episode(row, FIX, calling("bash", command=eats), "Done.")
     assert (ended.reward.value, ended.masked) == (0, True)
@@ -399,7 +399,7 @@ class Counted(Box):
 def opened(monkeypatch):
     """What was run in each box of an agent so far."""
     monkeypatch.setattr(Counted, "opened", [])
-    monkeypatch.setattr(desk, "Box", Counted)
+    monkeypatch.setattr(agent_session, "Box", Counted)
     return Counted.opened
 
 
@@ -465,7 +465,7 @@ def test_an_episode_that_was_judged_is_not_judged_again(row, opened, monkeypatch
         with pytest.raises(Lost), book.of("slot", 1, 1) as (drafts,):
             found.append(asyncio.run(swe.rollout(row, policy(says, drafts))))
             monkeypatch.setattr(swe_judge, "judge", None)
-            monkeypatch.setattr(desk, "Box", None)
+            monkeypatch.setattr(agent_session, "Box", None)
             raise Lost
     first, second = found
     assert first.reward == second.reward and len(first.turns) == len(second.turns)

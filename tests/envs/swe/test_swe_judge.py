@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from envs.rollout import services
-from envs.rollout.services import CheckerError, Limits
+from envs import services
 from envs.sandbox import sandbox
-from envs.swe import budget, repository, swe_judge
+from envs.services import CheckerError, Limits
+from envs.swe import box_budget, repository, swe_judge
 from envs.swe.box import Box, Size
 from envs.swe.swe_judge import judge, patch_of, prepare, refusal, tried
-from settings.services import Services
+from settings.environment_services import Services
 from support.boxes import git, make_image
 from support.bugs import diff
 
@@ -234,12 +234,12 @@ async def test_reading_a_patch_runs_nothing_of_the_policy_and_takes_no_longer(
 
 async def test_a_judge_waits_for_a_box_once(image, row, monkeypatch):
     """A second wait would be at the end of the queue, and the rollout's deadline would end it."""
-    monkeypatch.setenv(budget.VARIABLE, "1")
+    monkeypatch.setenv(box_budget.VARIABLE, "1")
     services.configure(Services(), Limits(4.0))
     size = SMALL._replace(disk=SMALL.disk + os.getpid())  # places of its own for this process
     async with Box(image, size=size):
         began = time.monotonic()
-        with pytest.raises(budget.Full, match="waited 1 s for a place for a box"):
+        with pytest.raises(box_budget.Full, match="waited 1 s for a place for a box"):
             await judge(image, row, "diff --git a/x b/x\n", size)
         assert time.monotonic() - began < 2
 

@@ -18,15 +18,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.rollout import services
-from envs.rollout.services import CheckerError
+from envs import services
 from envs.sandbox import sandbox
+from envs.services import CheckerError
 from envs.swe import images as images_module
 from envs.swe import swe_patch
 from envs.swe.edits import EditError, edited, edits
 from envs.swe.images import folder_of
 from envs.swe.test_logs import passed
-from settings.services import Services
+from settings.environment_services import Services
 from support.examples import tries
 from support.tables import gives, refused
 from support.verifiers import HOSTILE, gym_rows, replaced

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.rollout.response import Response
 from envs.swe import coding_calls, swe_pivot
 from envs.tools.calls import arguments
+from rollout.response import Response
 from support.examples import tries
 from support.scripts import call
 from support.tables import refused

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs import Reward
-from envs.rollout.response import Response
 from envs.terminals import harnesses, terminal, terminus
+from rollout.response import Response
 from support.examples import tries
 from support.loop import at_once
 from support.tables import refused, table

@@ -8,15 +8,15 @@ import time
 
 import pytest
 
+from envs import services
 from envs.check_rows import check_row
-from envs.rollout import services
-from envs.rollout.response import Response
-from envs.rollout.services import CheckerError
 from envs.sandbox import sandbox, shell
 from envs.sandbox.sandbox import Limits
 from envs.sandbox.shell import Shell
+from envs.services import CheckerError
 from envs.terminals import terminal_use
-from settings.services import Services
+from rollout.response import Response
+from settings.environment_services import Services
 from support.chats import real, talker
 from support.escapes import OUT
 from support.loop import at_once

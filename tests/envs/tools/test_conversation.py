@@ -7,13 +7,13 @@ import re
 
 import pytest
 
+from envs import services
 from envs.check_rows import check_row
 from envs.judge import judge
-from envs.rollout import services
-from envs.rollout.response import Response
 from envs.tools import conversation, simulation
 from envs.tools.simulation import DONE, TRANSFERRED, Simulation, Step
-from settings.services import Services
+from rollout.response import Response
+from settings.environment_services import Services
 from support.judges import as_judge
 from support.scripts import Full, Script, calling
 from support.tables import refused

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.rollout.response import Response
 from envs.tools import tool_choice
 from envs.tools.calls import matching, same
+from rollout.response import Response
 from support.examples import tries
 from support.scripts import call
 from support.tables import gives, refused

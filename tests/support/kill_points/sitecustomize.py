@@ -21,10 +21,10 @@ POINTS = {
     },
     "engine core": {
         "while it serves": "vllm.v1.engine.core.EngineCore.step",
-        "before it joins": "policy.receiver.WeightReceiver.join_sync_group",
-        "before it receives weights": "policy.receiver.WeightReceiver.receive_weights",
-        "before it takes the first bucket": "policy.receiver.WeightReceiver.incoming",
-        "after it loaded them": "policy.receiver.WeightReceiver.receive_weights",
+        "before it joins": "policy.sync.receiver.WeightReceiver.join_sync_group",
+        "before it receives weights": "policy.sync.receiver.WeightReceiver.receive_weights",
+        "before it takes the first bucket": "policy.sync.receiver.WeightReceiver.incoming",
+        "after it loaded them": "policy.sync.receiver.WeightReceiver.receive_weights",
     },
     "worker": {
         "before it asks for a group": "grpo_async.RolloutWorker.rollout_group",
@@ -32,19 +32,19 @@ POINTS = {
         "after it wrote a group down": "grpo_async.RolloutWorker.finish",
     },
     "trainer": {
-        "before it joins": "runtime.rank.SendingRank.join_sync_group",
+        "before it joins": "runtime.processes.rank.SendingRank.join_sync_group",
         "before a step": "grpo_async.Trainer.train_step",
         "after the optimizer": "grpo_async.Trainer.update",
         "after a step": "grpo_async.Trainer.train_step",
-        "before it sends weights": "runtime.rank.SendingRank.send_weights",
-        "after it sent them": "runtime.rank.SendingRank.send_weights",
+        "before it sends weights": "runtime.processes.rank.SendingRank.send_weights",
+        "after it sent them": "runtime.processes.rank.SendingRank.send_weights",
         "before it scores a probe": "grpo_async.Trainer.probe_gaps",
-        "before it copies a checkpoint": "runtime.rank.Rank.save",
-        "before it writes one": "runtime.rank.Rank.saved",
-        "after it wrote one": "runtime.rank.Rank.saved",
-        "before it renames a checkpoint": "runtime.folders.commit",
-        "after a checkpoint is there": "runtime.folders.commit",
-        "before it deletes an old one": "runtime.kept.prune",
+        "before it copies a checkpoint": "runtime.processes.rank.Rank.save",
+        "before it writes one": "runtime.processes.rank.Rank.saved",
+        "after it wrote one": "runtime.processes.rank.Rank.saved",
+        "before it renames a checkpoint": "runtime.checkpoints.folders.commit",
+        "after a checkpoint is there": "runtime.checkpoints.folders.commit",
+        "before it deletes an old one": "runtime.checkpoints.kept.prune",
     },
     "driver": {
         "before it takes a step's groups": "grpo_async.RolloutBuffer.take",
@@ -53,7 +53,13 @@ POINTS = {
         "after the engines were synced": "grpo_async.Engines.sync",
     },
 }
-MODULES = ("grpo_async", "runtime.rank", "runtime.folders", "runtime.kept", "policy.receiver")
+MODULES = (
+    "grpo_async",
+    "runtime.processes.rank",
+    "runtime.checkpoints.folders",
+    "runtime.checkpoints.kept",
+    "policy.sync.receiver",
+)
 MODULES += ("vllm.v1.engine.core",)
 FILE = os.environ.get("KILL_FILE", "")
 
@@ -103,5 +109,5 @@ def unlimited(repair) -> None:
 if FILE:
     from import_hooks import after_import, surround
 
-    others = {"runtime.repair": unlimited, "vllm.utils.cpu_triton_utils": draft}
+    others = {"runtime.engines.repair": unlimited, "vllm.utils.cpu_triton_utils": draft}
     after_import(dict.fromkeys(MODULES, mend) | others)

@@ -4,14 +4,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from envs import registry
+from envs import registry, services
 from envs.judge import judge
-from envs.judged import comparison, genrm
+from envs.llm_judged import comparison, genrm
 from envs.maths import equivalence
 from envs.maths.same_answer import Rules
-from envs.rollout import services
-from envs.rollout.response import Response
-from settings.services import WEIGHTS, Services
+from rollout.response import Response
+from settings.environment_services import WEIGHTS, Services
 from support.judges import Judge, configured
 
 NAMES = ("general", "safety", "genrm")

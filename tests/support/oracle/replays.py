@@ -1,7 +1,7 @@
 """What judges said of answers, and what NeMo-Gym 0.4.0 paid. Data only, in words of our own.
 
 The forms are those of the rollouts and unit tests of its resources_servers. tests/oracle.py has
-these cases judged by NeMo-Gym's own code; tests/envs/judged/test_replays.py holds ours to them.
+these cases judged by NeMo-Gym's own code; tests/envs/llm_judged/test_replays.py holds ours to them.
 """
 
 from typing import Any, NamedTuple

@@ -34,12 +34,12 @@ ENTRIES = {
         "grpo_async.Trainer.train_step": None,
     },
     "death": {
-        "runtime.fleet.Fleet.discard": None,
-        "runtime.repair.replace": None,
+        "runtime.engines.fleet.Fleet.discard": None,
+        "runtime.engines.repair.replace": None,
         "grpo_async.Engines.sync": lambda engines: engines.fleet.missing.is_set(),
     },
 }
-MODULES = ("grpo_async", "runtime.fleet", "runtime.repair")
+MODULES = ("grpo_async", "runtime.engines.fleet", "runtime.engines.repair")
 
 
 def ours(frame) -> str:

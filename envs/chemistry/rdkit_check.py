@@ -1,0 +1,47 @@
+"""Whether the Python of a session has RDKit: `bash launch/setup.sh chemistry` installs it."""
+
+import asyncio
+import functools
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+from envs import services
+from envs.sandbox import sandbox, service
+from envs.sandbox.outcome import Limits
+
+IMPORT = "import rdkit.Chem; print('imported')"
+LIMITS = Limits(seconds=60.0, output=1000)  # of an import where it has not run before
+
+
+def problem(_: str) -> str:
+    """Why a session could not import rdkit, and how to mend it; "" if it can."""
+    own = services.current()
+    return lacking_there(own.sandbox_url) if own.sandbox == "http" else lacking_here()
+
+
+@functools.cache  # it is asked for every row
+def lacking_there(url: str) -> str:
+    """Why the service's Python cannot import rdkit; "" if it can. Raises CheckerError."""
+    name = uuid.uuid4().hex
+    with ThreadPoolExecutor(1) as pool:  # as a loop may run in this thread
+        asked = service.execute(url, IMPORT, "ipython", "", LIMITS, name)
+        reply = pool.submit(asyncio.run, asked).result()
+    service.forget(url, name)
+    if "imported" in reply["stdout"]:
+        return ""
+    said = (reply["stdout"] + reply["stderr"]).strip()[-200:]
+    return f"the sandbox service at {url} cannot import it: {said}; expected `pip install rdkit`"
+
+
+@functools.cache
+def lacking_here() -> str:
+    """Why the sandbox's Python cannot import rdkit; "" if it can. Raises CheckerError."""
+    code = f"import sys; sys.path.append({sandbox.own_packages()!r}); {IMPORT}"
+    tried = sandbox.told([*sandbox.as_run_user(), *sandbox.python(), "-c", code])
+    if not tried.returncode:
+        return ""
+    said = tried.stderr.strip().rpartition("\n")[2][-200:]
+    return f"the sandbox's Python cannot import it: {said}; expected launch/setup.sh chemistry"
+
+
+services.CHECKS["rdkit"] = problem

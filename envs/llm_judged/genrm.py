@@ -1,0 +1,140 @@
+"""Answers to open questions, compared in pairs by a generative reward model: about 1 to 6.
+
+Row: `principle`, the judge's criterion (default: PRINCIPLE), and `prompt_id`, for readers.
+The answers of a group are compared in a circle, each with the next one, so each is shown first once
+and second once. The judge `genrm` sees the conversation, the principle and both answers without
+their reasoning, under the roles `principle`, `response_1` and `response_2`, which its chat template
+must know. It gives each a score from 1 to 5, and a ranking from 1 (the first is much better) to 6
+(the second is). An answer earns the mean of its two scores. Where the scores of a pair are equal,
+the ranking moves them apart by 5 at most. Then services.genrm weighs, within the group: a bonus for
+the shortest reasoning and for the shortest answer where they are among the best, both lengths, and
+formatting (envs/llm_judged/comparison.py). An answer that repeats its reasoning earns 1.0.
+
+Source: NeMo-Gym's resources_servers/genrm_compare as of Nemotron 3 Super, with `use_principle`.
+Rows of `genrm_simple_agent_reasoning_off` are answered without a thought
+(rollout/messages.py).
+
+A reply without a verdict is asked for again; after TRIES of them neither answer is better. A judge
+that is away or refuses a request fails the group, which is tried again: its answers and the
+verdicts that were found are kept.
+
+Deliberate deviations. An answer that is empty, or was cut off while it thought, is shown as "None",
+as there, and earns 0 at most: the length weights would pay it. Numbers that no judge is asked for,
+such as a score of 10, are no verdict. One that stands in an answer is shown with its braces
+doubled, and counts only where it ends a reply that has no other. Where a pair is too long for the
+judge, neither answer is better.
+Known leaks: answers that persuade the judge; East Asian letters count as formatting, as there.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from core.waits import in_thread, together
+from envs import Reward, final_text, get, unfinished
+from envs.judge import judge
+from envs.judge.prompts import chosen, prompts
+from envs.llm_judged import comparison
+from envs.llm_judged.comparison import Answer, Pair, Verdict
+from envs.services import current
+from rollout.messages import chat
+from rollout.response import Response
+from settings.environment_services import weights
+
+AGENTS = ("genrm_simple_agent", "genrm_simple_agent_reasoning_off", "genrm_compare")
+TRIES = 4
+SAMPLING = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 16384}
+LONGEST = 50_000  # characters of a reply
+MOST = 1000  # groups with verdicts that are kept until they are complete
+PRINCIPLE = prompts(__file__)["principle"]
+# By group, the verdicts that a failed attempt at it has got.
+FOUND: dict[str, dict[Pair, Verdict | None]] = {}
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """The judge `genrm`, and groups of two answers or more."""
+    return ("judges.genrm",)
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless the row's own fields are texts."""
+    get(row, "principle", str | None, "what the judge is to look at, or null")
+    get(row, "prompt_id", str | int | None, "a name or null")
+
+
+async def score_group(rows: list[dict], responses: list[str]) -> list[Reward]:
+    """Rewards of a group; `base` is the score before lengths and formatting, `ties` and `unread`
+    the shares of an answer's comparisons that the ranking decided, and that gave no verdict.
+
+    Raises ValueError for fewer than two answers, Away, and CheckerError where the judge refuses.
+    """
+    compared = comparison.pairs(len(responses))
+    answers = [answer_of(response) for response in responses]
+    own = chosen("genrm", PRINCIPLE)
+    principle = {"role": "principle", "content": rows[0].get("principle") or own}
+    context = [*conversation(rows[0]), principle]
+    group, shown, quoted = await in_thread(prepared, context, answers)
+    found = FOUND.setdefault(group, {})
+    while len(FOUND) > MOST:
+        FOUND.pop(next(iter(FOUND)))
+
+    async def compare(i: int, j: int) -> None:
+        if (i, j) not in found:
+            found[i, j] = await ask(context, [shown[i], shown[j]], quoted[i] + quoted[j])
+
+    await together(compare(i, j) for i, j in compared)
+    FOUND.pop(group, None)
+    return await in_thread(rewards, answers, compared, [found[pair] for pair in compared])
+
+
+def answer_of(response: str) -> Answer:
+    """The judged part of a response; no text where it has none, or is still thinking."""
+    text = final_text(response)
+    return Answer(Response.of(response).reasoning, "" if unfinished(text) else text)
+
+
+def prepared(
+    context: list[dict], answers: list[Answer]
+) -> tuple[str, list[str], list[list[Verdict]]]:
+    """A name for the group; of each answer what is shown, and the verdicts that stand in it."""
+    name = hashlib.sha256(json.dumps([context, answers]).encode()).hexdigest()
+    shown = [comparison.veiled(answer.text) or "None" for answer in answers]
+    return name, shown, [comparison.verdicts(answer.text) for answer in answers]
+
+
+def conversation(row: dict) -> list[dict]:
+    """The messages before the answer, as the judge sees them."""
+    messages = chat(row["responses_create_params"]["input"])
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+async def ask(context: list[dict], shown: list[str], quoted: Sequence[Verdict]) -> Verdict | None:
+    """The judge's verdict on two answers; None where it gives none. Raises as `judge.ask` does."""
+
+    def read(reply: str) -> Verdict | None:
+        verdict = comparison.read(reply, quoted) if len(reply) <= LONGEST else None
+        return verdict if verdict and verdict.valid else None
+
+    roles = ("response_1", "response_2")
+    pair = [{"role": role, "content": text} for role, text in zip(roles, shown, strict=True)]
+    return await judge.ask("genrm", [*context, *pair], read, TRIES, **SAMPLING)
+
+
+def rewards(
+    answers: list[Answer], compared: list[Pair], found: list[Verdict | None]
+) -> list[Reward]:
+    """The rewards of a group, from the judge's verdict on each pair."""
+    given = [verdict or Verdict() for verdict in found]
+    base = comparison.base_scores(len(answers), compared, given)
+    final = comparison.adjusted(base, answers, weights(current().genrm))
+    made = []
+    for i, (answer, value) in enumerate(zip(answers, final, strict=True)):
+        own = [k for k, pair in enumerate(compared) if i in pair]
+        info: dict = {"base": base[i], "ties": sum(given[k].tie for k in own) / len(own)}
+        info["unread"] = sum(found[k] is None for k in own) / len(own)
+        if comparison.repeats(answer):
+            value, info["reason"] = 1.0, "repeats its reasoning"
+        elif not answer.text:
+            value, info["reason"] = min(0.0, value), "no answer"
+        made.append(Reward(value, info))
+    return made

@@ -1,0 +1,89 @@
+"""The last answer of a conversation, graded by a rubric: the share of its questions that are met.
+
+Row: `rubric` ([{"question", "pass_criteria" (YES or NO, by default YES)}]), and `context`, the
+conversation as text; else that of the row's input. Judged, as in NeMo-Gym's resources_servers/
+multichallenge: the text behind the thought, by the judge `general`, one call for each question. The
+last label counts, else YES or NO in the judge's last line. Rewards are in [0, 1].
+
+Deliberate deviations: the instructions are our own, with the published labels; a reply with neither
+label meets no question, also where NO is wanted; an empty rubric is a bad row; an answer that is
+empty or cut off earns 0 unseen. Of an answer that holds a label or such a word, none is read that
+the reply may quote; there it is paid. Known leaks: those of the judge.
+"""
+
+import re
+from typing import Any
+
+from core.waits import together
+from envs import Reward, final_text, get, require, unfinished
+from envs.judge import judge
+from envs.judge.prompts import chosen, filled, prompts
+from envs.judge.verdicts import ends, holds, own_line
+from rollout.messages import chat
+
+AGENTS = ("multichallenge_simple_agent", "multichallenge")
+JUDGE = "general"
+SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "max_tokens": 8192}
+YES, NO = "[[YES]]", "[[NO]]"
+WORD = re.compile(r"\b(?:yes|no)\b", re.IGNORECASE)
+PROMPT = prompts(__file__)["rubric"]
+
+
+def needs(row: dict) -> tuple[str, ...]:
+    """The judge `general`."""
+    return (f"judges.{JUDGE}",)
+
+
+def check(row: dict) -> None:
+    """Raises ValueError unless the rubric has questions, with criteria that are known."""
+    rubric = get(row, "rubric", list, "a list of questions")
+    require(rubric, "rubric", rubric, "at least one question")
+    get(row, "context", str | None, "a text or null")
+    for i, item in enumerate(rubric):
+        at = f"rubric[{i}]."
+        question = get(item, "question", str, "a question", at)
+        require(question.strip(), at + "question", question, "a question")
+        wanted = get(item, "pass_criteria", str | None, "YES, NO or null", at)
+        require(wanted in (None, "YES", "NO"), at + "pass_criteria", wanted, "YES, NO or null")
+
+
+async def verify(row: dict, response: str) -> Reward:
+    """The mean over the rubric; `met` numbers the questions that are. Raises CheckerError."""
+    text = final_text(response)
+    if reason := unfinished(text):
+        return Reward(0.0, {"reason": reason})
+    context = row.get("context") or said_before(row)
+    scores = await together(score(item, context, text) for item in row["rubric"])
+    met = [i for i, value in enumerate(scores) if value]
+    return Reward(sum(scores) / len(scores), {"met": met})
+
+
+def said_before(row: dict) -> str:
+    """The row's conversation as text."""
+    messages = chat(row["responses_create_params"]["input"])
+    return "\n\n".join(f"[{m['role'].upper()}]: {m['content']}" for m in messages)
+
+
+async def score(item: dict[str, Any], context: str, answer: str) -> float:
+    """1.0 where the judge's verdict is the one that the rubric wants. Raises CheckerError."""
+    parts = {"conversation": context, "answer": answer, "question": item["question"]}
+    messages = [{"role": "user", "content": filled(chosen(JUDGE, PROMPT), parts, yes=YES, no=NO)}]
+    label = await judge.ask(JUDGE, messages, lambda reply: verdict(reply, answer), **SAMPLING)
+    return float(label == (item.get("pass_criteria") or "YES"))
+
+
+def verdict(reply: str, answer: str = "") -> str | None:
+    """YES or NO: the last label, else the word in the last line; None for neither.
+
+    Of what the answer holds itself, a label counts only where it ends the reply and is its only
+    one, a word where it is all of the line and no line of the answer.
+    """
+    yes, no = reply.rfind(YES), reply.rfind(NO)
+    if yes >= 0 or no >= 0:
+        label, other = (YES, NO) if yes > no else (NO, YES)
+        sure = ends(reply, label) and other not in reply
+        return label.strip("[]") if sure or not holds(answer, (YES, NO)) else None
+    if WORD.search(answer):
+        return own_line(reply, answer, ("YES", "NO"))
+    last = reply.strip().rpartition("\n")[2].upper()
+    return next((word for word in ("YES", "NO") if word in last), None)

@@ -1,0 +1,148 @@
+"""The place of an agent in an episode: it samples the answers, has a box, and keeps a journal.
+
+No environment by itself: envs/swe/swe.py uses it.
+"""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from envs import services
+from envs.swe import repository, sif, swe_judge
+from envs.swe.box import Box, Size
+from envs.swe.swe_judge import Verdict
+from envs.swe.swe_tools import FINISH, Tools
+
+if TYPE_CHECKING:
+    from rollout.episode import Turn
+    from rollout.sampler import Sampler
+
+AGENT_SECONDS = 3600.0
+SIZE = Size()
+GIB = 1 << 30
+
+
+class Over(Exception):
+    """The episode ends here: by "finish", "known" or "time", or by why its box is gone."""
+
+
+class Work(NamedTuple):
+    """What an agent has left, and the verdict on it once there is one."""
+
+    ended: str  # of a Talk, "finish", "time", or why its box is gone
+    patch: str | None
+    info: dict[str, float]
+    verdict: Verdict | None = None
+    summaries: tuple["Turn", ...] = ()  # of the last turn, which a copy of it has not
+
+
+class Desk:
+    """The place of one agent: it samples the answers, opens the box, and keeps the journal.
+
+    The journal is `heard` of each turn, which the drafts of a try keep for the next one: what was
+    seen of each call, and behind the last one the Work. What is in it is shown, and run only before
+    a call that is not.
+    """
+
+    def __init__(self, row: dict, harness: str, sampler: "Sampler", stack: AsyncExitStack) -> None:
+        self.row = row
+        self.harness = harness
+        self.sampler = sampler
+        self.stack = stack  # on which the box is opened
+        self.turns: list[Turn] = []
+        self.known: Work | None = None  # of an earlier try
+        self.tools: Tools | None = None
+        self.seen: tuple[str, ...] = ()  # of the last turn's journal, what is not shown yet
+        self.later: list[tuple[str, dict[str, Any]]] = []  # calls that were shown and not run
+        self.commands = 0
+        self.end = time.monotonic() + min(AGENT_SECONDS, services.limits().seconds / 2)
+
+    async def chat(self, messages: list[dict], tools: list[dict] | None = None) -> "Turn":
+        """The next answer. Raises Over where its time is up, or where the journal ends.
+
+        The first one is waited for: without it there is no episode.
+        """
+        clock = asyncio.timeout(self.end - time.monotonic() if self.turns else None)
+        try:
+            async with clock:
+                turn = await self.sampler.chat(messages, tools)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            raise Over("time") from None
+        self.turns.append(turn)
+        self.seen = turn.heard
+        if turn.heard and isinstance(turn.heard[-1], Work):
+            self.known = turn.heard[-1]
+            turn.summaries = self.known.summaries
+            raise Over("known")
+        return turn
+
+    async def call(self, name: str, given: dict[str, Any]) -> str:
+        """What the policy sees of a call. Raises Over where the episode ends with it."""
+        if name == FINISH:
+            raise Over(FINISH)
+        self.commands += 1
+        if self.seen:
+            self.later.append((name, given))
+            output, *rest = self.seen
+            self.seen = tuple(rest)
+            return output
+        await self.catch_up()
+        output = await self.run(name, given)
+        self.turns[-1].heard += (output,)
+        return output
+
+    async def catch_up(self) -> None:
+        """Runs the calls that were shown from the journal."""
+        while self.later:
+            await self.run(*self.later.pop(0))
+
+    async def run(self, name: str, given: dict[str, Any]) -> str:
+        """Runs a call in the box, which is opened for the first one."""
+        tools = self.tools or await self.open()
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise Over("time")
+        output = await tools.call(name, given, left)
+        if tools.box.gone:
+            raise Over(tools.box.gone)
+        return output
+
+    async def open(self) -> Tools:
+        """Opens the box, which takes none of the agent's time. Raises CheckerError."""
+        began = time.monotonic()
+        image = sif.find(self.row["image"])
+        box = await self.stack.enter_async_context(Box(image, self.row["workdir"], SIZE))
+        await repository.prepare(box, self.row)
+        self.end += time.monotonic() - began
+        self.tools = Tools(self.harness, box, self.row["workdir"])
+        return self.tools
+
+    async def work(self, ended: str) -> Work:
+        """Takes what the agent has left out of the box. Raises CheckerError."""
+        patch = None
+        try:
+            await self.catch_up()
+            if self.tools and not self.tools.box.gone:
+                patch = await repository.patch_of(self.tools.box, self.row)
+        except Over as over:
+            ended = str(over)
+        info = {"turns": float(len(self.turns)), "commands": float(self.commands)}
+        if self.tools:
+            ended = self.tools.box.gone or ended
+            info |= {"start": self.tools.box.started, "agent_peak": self.tools.box.peak / GIB}
+        work = Work(ended, patch, info, summaries=self.turns[-1].summaries)
+        self.turns[-1].heard += (work,)
+        return work
+
+    async def verdict(self, work: Work) -> Verdict:
+        """The verdict on what the agent has left. Raises CheckerError."""
+        if work.patch is None:
+            verdict = Verdict(False, "no patch", False, {})
+        else:
+            verdict = await swe_judge.judge(sif.find(self.row["image"]), self.row, work.patch, SIZE)
+        last = self.turns[-1]
+        last.heard = (*last.heard[:-1], work._replace(verdict=verdict))
+        return verdict

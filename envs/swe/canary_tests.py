@@ -1,0 +1,113 @@
+"""Two tests under random names in a file of a row's tests: one must fail, the other must pass.
+
+What makes tests pass that fail shows itself by them. No environment by itself:
+envs/swe/swe_judge.py uses it.
+"""
+
+import random
+import re
+import shlex
+from typing import NamedTuple
+
+from envs.services import CheckerError
+from envs.swe.box import Box
+from envs.swe.repository import LISTS, put
+
+STARTS, ENDS = ">>>>> Start Test Output", ">>>>> End Test Output"
+WORDS = ["value", "empty", "default"]
+MOST = 8  # files that are looked at
+RNG = random.SystemRandom()
+
+
+class Canary(NamedTuple):
+    """Two tests more for a file of the tests."""
+
+    path: str
+    text: str
+    passes: str  # the name of that which must pass
+    fails: str
+
+
+async def canary_for(box: Box, row: dict, files: list[str], tests: list[str]) -> Canary:
+    """Two tests for one of the files, one that defines a test of the given names if there is one.
+
+    Raises CheckerError where none defines a test.
+    """
+    names = {_function(test) for test in tests}
+    texts = {}
+    for file in [file for file in files if file.endswith(".py")][:MOST]:
+        found = await box.get(f"{row['workdir']}/{file}", LISTS)
+        text = (found or b"").decode("utf-8", "replace")
+        if defined := set(re.findall(r"^ *(?:async )?def (\w+)", text, re.M)):
+            texts[file] = (text, bool(defined & names))
+    best = [file for file, (_, has) in texts.items() if has]
+    best = best or [file for file, (text, _) in texts.items() if re.search(r"def test", text)]
+    if not best:
+        raise CheckerError(f"{row['instance_id']}: no file of its tests defines one: {files[:3]}")
+    path = RNG.choice(best)
+    path, text = f"{row['workdir']}/{path}", texts[path][0]
+    return _two_tests(path, text, row["log_parser"] == "parse_log_django")
+
+
+async def append(box: Box, canary: Canary) -> None:
+    """Adds the two tests to their file."""
+    before = await box.get(canary.path, LISTS) or b""
+    await put(box, canary.path, before + canary.text.encode())
+
+
+def _two_tests(path: str, text: str, in_class: bool) -> Canary:
+    """Names made of the words in a file's names of tests; bodies that differ in a number."""
+    parts = {part for name in re.findall(r"def test_?(\w+)", text) for part in name.split("_")}
+    words = sorted(part for part in parts if part.isidentifier()) + WORDS
+    names: list[str] = []
+    while len(names) < 2:
+        name = "test_" + "_".join(RNG.choices(words, k=3)) + f"_{RNG.randrange(100)}"
+        if name not in text and name not in names:
+            names.append(name)
+    added = []
+    for name, off in zip(names, (0, RNG.randrange(1, 9)), strict=True):
+        values = [RNG.randrange(100) for _ in range(3)]
+        added.append(
+            f"def {name}({'self' if in_class else ''}):\n"
+            f"    values = {values}\n    assert sum(values) == {sum(values) + off}\n"
+        )
+    RNG.shuffle(added)
+    if in_class:
+        title = "".join(word.title() for word in RNG.choices(words, k=2))
+        body = "\n".join(added).replace("\n", "\n    ").rstrip(" ")
+        body = f"class {title}Tests(unittest.TestCase):\n    {body}"
+        added = ["import unittest\n", body]
+    return Canary(path, "\n\n\n" + "\n\n".join(added), *names)
+
+
+def whole(script: str, canary: Canary, mark: str) -> str:
+    """A script that says when its tests begin and ends with their code; bash reads it at once."""
+    begin = [f"echo; echo {mark}"]
+    if applies(script):
+        ending = f"END_{mark}"
+        begin = [f"cat >>{shlex.quote(canary.path)} <<'{ending}'", canary.text + ending, *begin]
+    lines = [line for line in script.split("\n") if not line.startswith("#!")]
+    first = next((i for i, line in enumerate(lines) if STARTS in line), -1)
+    last = next((i for i, line in enumerate(lines) if ENDS in line and i > first), -1)
+    if 0 <= first < last:
+        lines[last:last] = ["judged=$?"]
+        lines[first:first] = begin
+        lines += ['exit "${judged-1}"']
+    else:
+        lines = [*begin, *lines]
+    return "\n".join(["{", 'rm -f -- "$0"', *lines, "}", ""])
+
+
+def applies(script: str) -> bool:
+    """Whether a script applies the tests' patch itself."""
+    return "git apply" in script or "git checkout" in script
+
+
+def words_of(test: str) -> set[str]:
+    return set(re.findall(r"\w+", test))
+
+
+def _function(test: str) -> str:
+    """The name of the function of a test."""
+    name = re.split(r"\[| \(", test, maxsplit=1)[0]
+    return re.split(r"::|\.", name)[-1]

@@ -1,0 +1,237 @@
+"""Bytes of a model on one GPU, and of a rank of `policy/fsdp.py` at its fullest.
+
+Axes:  T tokens of the longest row   H hidden size   Q, K width of all query, all key heads
+       V vocabulary   C tokens with logits that exist at once
+
+Read from config.json alone. The peaks are within a tenth of what torch allocates for Qwen3, dense
+and with experts (a test compares them). Of Mamba, weights and what an engine keeps are counted.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from policy import logprobs
+from policy.gpus import GIB, planned
+from policy.model_shape import Model, read_model
+from policy.sync.weight_sync import BUCKET_BYTES
+
+if TYPE_CHECKING:
+    from settings.config import RunSettings, TrainingSettings
+    from settings.network import PolicySettings
+
+C = TypeVar("C", bound="TrainingSettings")
+RESERVE = 4 * GIB  # assumed: CUDA context and graphs, NCCL, an engine's activations, fragmentation
+
+
+def trained(model: Model, cfg: "TrainingSettings") -> int:
+    """Parameters that have gradients: the adapters', where there are some, else all."""
+    rank, chosen = cfg.policy.lora_rank, cfg.policy.lora_targets or model.linear
+    return rank * sum(model.linear.get(leaf, 0) for leaf in chosen) if rank else model.params
+
+
+def states(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
+    """Bytes that a rank always holds, sharded: float32, 4 x parameters each; a reference bf16."""
+    model_shard = 4 * model.params / cfg.policy.ranks
+    shard = 4 * trained(model, cfg) / cfg.policy.ranks
+    adapters = shard if cfg.policy.lora_rank else 0
+    held = {"weights, float32": model_shard + adapters}
+    held |= {"gradients, float32": shard, "AdamW moments": 2 * shard}
+    if cfg.has_reference and not cfg.policy.lora_rank:  # the model below adapters is theirs
+        held["reference of the KL"] = model_shard / 2
+    return held
+
+
+def longest_row(cfg: "TrainingSettings") -> int:
+    """T: a sample above row_tokens has a row of its own."""
+    return max(cfg.row_limits.values())
+
+
+class Mask(NamedTuple):
+    """Bytes of the mask that keeps a row's sequences apart."""
+
+    row: int  # bool, for the whole row
+    layer: int  # bf16, for each layer at work
+
+
+def mask_bytes(settings: "PolicySettings") -> Mask:
+    """row_tokens squared, from transformers' sdpa_mask, which torch's SDPA converts.
+
+    Other kernels, "auto" on a GPU among them, and policy/megatron have none.
+    """
+    masked = settings.kind == "fsdp" and settings.attention == "sdpa"
+    square = settings.row_tokens**2 if masked else 0
+    return Mask(square, 2 * square)
+
+
+def layer_bytes(model: Model, cfg: "TrainingSettings") -> int:
+    """Bytes that a decoder layer saves for its backward: bf16, and float32 in norms, as in Qwen3.
+
+    T (16 H + 10 Q + 10 K + ffn); a mask repeats keys and values: T (16 H + 14 Q + 6 K + ffn). The
+    count is that of Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, for these layers.
+    """
+    Q = model.heads * model.head_dim
+    K = model.kv_heads * model.head_dim
+    mask = mask_bytes(cfg.policy).layer
+    attention = 14 * Q + 6 * K if mask else 10 * Q + 10 * K
+    return longest_row(cfg) * (16 * model.hidden + attention + model.ffn) + mask
+
+
+def saved_bytes(model: Model, cfg: "TrainingSettings") -> int:
+    """Bytes that all layers keep until backward: with checkpointing bf16 inputs, 2 T H each.
+
+    Norms that are frozen beside adapters do not keep what they multiply: T (4 H + 2 Q + 2 K) less.
+    """
+    T = longest_row(cfg)
+    frozen = 4 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim
+    whole = layer_bytes(model, cfg) - (T * frozen if cfg.policy.lora_rank else 0)
+    again = cfg.policy.recomputes
+    return model.layers * (2 * T * model.hidden if again else whole)
+
+
+def head_bytes(C: int, V: float, H: int, b: int = 2) -> float:
+    """Most that TokenLogprobs allocates at once, beside inputs and outputs as long as the row.
+
+    Forward: logits and their log-softmax, 8 C V. Backward: a chunk in float32, the one before in
+    bf16, and the head's float32 gradient, 6 C V + 4 V H; at last its bf16 copy, 2 C V + 6 V H. With
+    H = 0 the head is not trained. With b = 4 all is float32, and there is no copy.
+    """
+    copy = b * V * H if b < 4 else 0
+    return max(8 * C * V, (4 + b) * C * V + 4 * V * H, b * C * V + 4 * V * H + copy)
+
+
+def moments(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
+    """Bytes beside the states at the four moments at which a rank may be fullest.
+
+    Of the layers, FSDP2 holds two gathered in bf16, one's bf16 gradients and one's float32 input of
+    the reduction: 10 bytes a parameter; the root stays whole. A single rank gathers nothing ahead
+    (8 bytes), but torch 2.13 copies twice more what it reduces (_fsdp_collectives.py,
+    foreach_reduce): 12, once the layer's activations are free. Beside adapters, weights have no
+    gradients (`t` is 0), and what FSDP2 gathers shows: 5 bytes, or 3.
+    """
+    alone = cfg.policy.ranks == 1
+    lora = bool(cfg.policy.lora_rank)
+    t = int(not lora)
+    T = longest_row(cfg)
+    root = model.root
+    layer = model.layer
+    ahead, gathered = (0, 3 + 5 * t) if alone else (4, 5 + 5 * t)
+    row = 2 * root + saved_bytes(model, cfg) + mask_bytes(cfg.policy).row
+    # The last norm works in float32; its bf16 input and output, the trained ones, their gradients.
+    hidden = 12 * T * model.hidden
+    recomputed = layer_bytes(model, cfg) if cfg.policy.recomputes else 0
+    head = head_bytes(logprobs.CHUNK, model.vocab, t * model.hidden)
+    merged = 8 * model.biggest // cfg.policy.ranks if lora else 0  # and what is added
+    working = recomputed + T * model.ffn // 2 + gathered * layer
+    bucket = min(max(BUCKET_BYTES, 2 * model.biggest), 2 * model.params)
+    return {
+        "at the head": row + hidden + head + ahead * layer,
+        "in a layer": row + 2 * t * root + max(working, 12 * alone * t * layer),
+        "reducing": (12 if alone else 6) * t * root,
+        "sending weights": 2 * bucket + 4 * model.biggest + merged,
+    }
+
+
+def trainer_bytes(model: Model, cfg: "TrainingSettings") -> float:
+    """Peak of a rank: its states, its fullest moment, the reserve."""
+    return sum(states(model, cfg).values()) + max(moments(model, cfg).values()) + RESERVE
+
+
+class Room(NamedTuple):
+    """Whether a rank of policy/fsdp.py that recomputes nothing fits its GPU."""
+
+    taken: float  # bytes
+    free: float  # that engines on this GPU leave, less a tenth, by which `taken` may be wrong
+    is_counted: bool  # False: of these layers `taken` does not know all that they save
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether activations may stay."""
+        return self.is_counted and self.taken <= self.free
+
+
+def room(model: Model, cfg: "TrainingSettings", memory: float) -> Room:
+    """What a rank takes without checkpointing of a GPU of `memory` bytes."""
+    layout = dataclasses.replace(cfg.policy, activation_checkpointing=False)
+    taken = trainer_bytes(model, dataclasses.replace(cfg, policy=layout))
+    share = cfg.demand.share
+    beside = int(
+        (1 - max(share, 0.5)) / share + 1e-3
+    )  # engines, as runtime/processes/placement.py has them
+    run: Any = cfg  # with rollouts, where a GPU is shared
+    engine = run.engine.arguments["gpu_memory_utilization"] if beside else 0.0
+    return Room(taken, 0.9 * memory * (1 - beside * engine), bool(model.ffn and not model.state))
+
+
+def decided(model: Model, cfg: C, memory: float) -> C:
+    """cfg with activation_checkpointing = "auto" as True or False, for GPUs of `memory` bytes.
+
+    megatron_sizes.py does not count all that Mamba's layers save, so under Megatron it is True.
+    """
+    layout = cfg.policy
+    if layout.activation_checkpointing != "auto":
+        return cfg
+    keeps = layout.kind == "fsdp" and room(model, cfg, memory).is_enough
+    return dataclasses.replace(
+        cfg, policy=dataclasses.replace(layout, activation_checkpointing=not keeps)
+    )
+
+
+def settled(cfg: "TrainingSettings") -> "PolicySettings":
+    """The policy's settings with "auto" decided for the smallest GPU of all ranks; collective.
+
+    Without a GPU an H100 is assumed, as in the dry run.
+    """
+    if cfg.policy.activation_checkpointing != "auto" or cfg.policy.kind == "megatron":
+        return cfg.policy  # which recomputes where it is undecided
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    memory = torch.tensor(planned("auto").memory, dtype=torch.float64, device=device)
+    dist.all_reduce(memory, dist.ReduceOp.MIN)
+    return decided(read_model(cfg.model), cfg, memory.item()).policy
+
+
+def reload_bytes(model: Model, cfg: "RunSettings") -> float:
+    """Bytes of an engine's GPU for a weight update, beside gpu_memory_utilization.
+
+    vLLM keeps a layer's tensors uncut, for all ranks of tp, until all have come;
+    then it makes this rank's part anew (model_loader/reload/layerwise.py). Tensors come in buckets.
+    Those for shared GPUs lie in the host's memory.
+    """
+    layer = 2 * max(model.experts, model.biggest)
+    part = layer / cfg.engine.tensor_parallel
+    return part if cfg.gpu_share < 1 else layer + part + BUCKET_BYTES
+
+
+def kv_bytes(model: Model, tp: int) -> int:
+    """KV of one token on one GPU of an engine: layers x (key, value) x heads x width, bf16.
+
+    vLLM gives a GPU at least one KV head, and a compressed KV (MLA) whole.
+    """
+    width = model.latent or 2 * max(1, model.kv_heads // tp) * model.head_dim
+    return 2 * model.kv_layers * width
+
+
+def kv_budget(model: Model, cfg: "RunSettings", gpu: float) -> float:
+    """Bytes that an engine leaves for KV of a GPU of `gpu` bytes.
+
+    gpu_memory_utilization of it, without its share of the bf16 weights and the reserve.
+    """
+    weights = 2 * model.params / cfg.engine.tensor_parallel
+    return cfg.engine.arguments["gpu_memory_utilization"] * gpu - weights - RESERVE
+
+
+def kv_tokens(model: Model, cfg: "RunSettings", gpu: float, length: float) -> int:
+    """Tokens that an engine holds at once, of sequences of `length`: their KV and their states.
+
+    While vLLM fills a new block of KV, it has a sequence's states twice; that is not counted.
+    """
+    tp = cfg.engine.tensor_parallel
+    each = kv_bytes(model, tp) + model.state / tp / length
+    return max(0, int(kv_budget(model, cfg, gpu) / max(each, 1)))
+
+
+def host_bytes(model: Model, here: int, ranks: int) -> float:
+    """CPU memory of a node with this number of ranks, while each reads its share in float32."""
+    return 4 * model.params * here / ranks

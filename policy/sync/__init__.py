@@ -1,0 +1,1 @@
+"""Weight updates: the trainers' side that sends, and the engines' side that receives."""

@@ -1,0 +1,217 @@
+"""Weight updates that carry adapters alone: engines add them to the checkpoint that both have.
+
+    W = W_0 + scale * left @ right        left [rows, rank], right [rank, columns], float32
+
+W_0 is read from the policy's folder, mapped into memory: the workers of a node share its pages, and
+a new engine needs the next update alone. The sum is what an update of merged weights brings. So
+vLLM's layers, the speed of decoding and the reading back of `Proof` are the same, and nothing
+drifts over updates. LoRA requests of vLLM's would cost kernels in each layer and each engine step.
+
+Norms, biases and whatever else is no matrix are sent whole. Of each matrix the trainer also sends
+the product with a few vectors, computed without merging. Engines compare it with their sum: they
+notice another base, and an adapter that is ignored, stale, of another layer, rank or scale
+(ms-swift#9855 trained for days on ignored adapters). What changes a row by less than 1.4e-5 of its
+norm is not noticed: that is rounding.
+
+Axes, as suffixes:  R rows of a matrix    C its columns    K rank    V vectors
+"""
+
+import contextlib
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from policy import WeightMeta
+from policy.sync.verification import ROUNDING, vectors
+
+if TYPE_CHECKING:
+    from policy.fsdp import FSDPPolicy
+
+AT_ONCE = 1 << 24  # elements of a matrix that are merged at once, in float32: 64 MiB
+LEFT, RIGHT, PRODUCT = ":left", ":right", ":product"  # what is sent of a matrix, after its name
+
+
+class Matrices(NamedTuple):
+    """The files of a checkpoint, open: name -> the file that has the tensor."""
+
+    homes: dict[str, Any]
+
+    @classmethod
+    def of(cls, folder: str, stack: contextlib.ExitStack) -> "Matrices":
+        """All tensors of a folder, for as long as `stack` is open.
+
+        Of the files that transformers reads: others may be older. Raises OSError where one is gone.
+        """
+        index = Path(folder, "model.safetensors.index.json")
+        weight_map = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+        names = sorted({*weight_map.values()}) or ["model.safetensors"]
+        paths = [Path(folder, name) for name in names]
+        if not weight_map and not paths[0].exists():  # weights of another form
+            return cls({})
+        files = [stack.enter_context(safe_open(path, "pt")) for path in paths]
+        return cls({name: file for file in files for name in file.keys()})  # noqa: SIM118
+
+    def lacking(self, metas: list[WeightMeta]) -> str | None:
+        """The first of these matrices that the folder does not have in this shape."""
+        for meta in metas:
+            if not is_matrix(meta.shape):
+                continue
+            home = self.homes.get(meta.name)
+            if not home or tuple(home.get_slice(meta.name).get_shape()) != meta.shape:
+                return meta.name
+        return None
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Whether a tensor is read from the folder; others are sent whole."""
+    return len(shape) > 1
+
+
+def matrix(tensor: Tensor) -> Tensor:
+    """A tensor as [R, C]."""
+    return tensor.flatten(1)
+
+
+class AdapterUpdate:
+    """What the trainers send of a policy with adapters, as `Sender` asks a policy for it."""
+
+    def __init__(self, policy: "FSDPPolicy"):
+        self.policy = policy
+        self.base = Base(policy.folder, policy.adapters.scale, policy.weight_metas())
+
+    def weight_metas(self) -> list[WeightMeta]:
+        """What `named_weights` yields, in its order."""
+        metas = []
+        for meta in self.base.metas:
+            if not is_matrix(meta.shape):
+                metas.append(meta)
+                continue
+            sides = self.policy.adapters.sides(meta.name) or ()
+            for end, side in zip((LEFT, RIGHT), sides, strict=False):
+                metas.append(WeightMeta(meta.name + end, tuple(side.shape), "float32"))
+            probe = (meta.shape[0], len(vectors(1, torch.device("cpu"))))
+            metas.append(WeightMeta(meta.name + PRODUCT, probe, "float32"))
+        return metas
+
+    @torch.no_grad()
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Adapters, products, and tensors that are no matrices, by checkpoint name; collective."""
+        for name, tensor, dtype in self.policy._weights():
+            if not is_matrix(tensor.shape):
+                yield name, whole(tensor.to(dtype, copy=True))
+                continue
+            v_VC = vectors(tensor.shape[1:].numel(), tensor.device)  # tensor[0] would be gathered
+            product_RV = whole(local_product(tensor, v_VC))
+            if sides := self.policy.adapters.sides(name):
+                left_RK, right_KC = map(whole, sides)
+                yield name + LEFT, left_RK
+                yield name + RIGHT, right_KC
+                product_RV += self.base.scale * (left_RK @ (right_KC @ v_VC.T))
+            yield name + PRODUCT, product_RV
+
+
+def outgoing(policy: Any) -> Any:
+    """What updates of a policy send: its adapters alone, where engines can read all else.
+
+    That takes the policy's matrices in its folder, under the names that they have.
+    """
+    if not getattr(getattr(policy, "adapters", None), "layers", None):
+        return policy
+    update = AdapterUpdate(policy)
+    with contextlib.ExitStack() as stack:
+        lacking = Matrices.of(policy.folder, stack).lacking(update.base.metas)
+    if lacking:
+        said = f"{policy.folder} has no {lacking} of that name and shape"
+        print(f"updates carry merged weights, not adapters alone: {said}", flush=True)
+    return policy if lacking else update
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All shards of a tensor, on each rank; collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_product(tensor: Tensor, v_VC: Tensor) -> Tensor:
+    """A matrix times vectors [R, V], sharded as the matrix is."""
+    if not isinstance(tensor, DTensor):
+        return matrix(tensor).float() @ v_VC.T
+    rows_RV = matrix(tensor.to_local()).float() @ v_VC.T
+    shape = torch.Size((len(tensor), len(v_VC)))
+    return DTensor.from_local(
+        rows_RV, tensor.device_mesh, tensor.placements, shape=shape, stride=(len(v_VC), 1)
+    )
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Products of float32 in float32: with TF32, which an engine may choose, none would agree."""
+    chosen = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(chosen)
+
+
+class Base(NamedTuple):
+    """What engines add adapters to. It is pickled to them within `Wire`."""
+
+    folder: str
+    scale: float
+    metas: list[WeightMeta]  # of the merged weights, in the order in which their parts are sent
+
+    def merged(
+        self, sent: Iterator[tuple[str, Tensor]], device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights from what an `AdapterUpdate` sends, as it arrives.
+
+        Raises RuntimeError naming a matrix that is not the trainer's.
+        """
+        with contextlib.ExitStack() as stack:
+            files = Matrices.of(self.folder, stack)
+            if lacking := files.lacking(self.metas):
+                where = f"{self.folder}, as node {platform.node()} sees it,"
+                raise RuntimeError(f"{where} has no {lacking} any more: updates add adapters to it")
+            for meta in self.metas:
+                name, tensor = next(sent)
+                if not is_matrix(meta.shape):
+                    yield name, tensor
+                    continue
+                sides = None
+                if name == meta.name + LEFT:
+                    sides = tensor.to(device), next(sent)[1].to(device)
+                    name, tensor = next(sent)
+                base = files.homes[meta.name].get_tensor(meta.name).to(device)
+                with exact_products():
+                    made = self.add(meta, base, sides, tensor.to(device))
+                yield meta.name, made
+
+    def add(
+        self, meta: WeightMeta, base: Tensor, sides: tuple[Tensor, Tensor] | None, sent_RV: Tensor
+    ) -> Tensor:
+        """One weight. Raises RuntimeError where the trainer's has another product."""
+        made = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=base.device)
+        base_RC, made_RC = matrix(base), matrix(made)
+        v_VC = vectors(base_RC.shape[1], base.device)
+        wrong = torch.zeros(len(base), dtype=torch.bool, device=base.device)
+        size = 1 + AT_ONCE // base_RC.shape[1]
+        for i in range(0, len(base), size):
+            rows = slice(i, i + size)
+            part_RC = base_RC[rows].to(torch.float32, copy=True)
+            if sides:
+                part_RC.addmm_(sides[0][rows], sides[1], alpha=self.scale)
+            made_RC[rows] = part_RC
+            gap_R = (part_RC @ v_VC.T - sent_RV[rows]).norm(dim=1)
+            wrong[rows] = ~(gap_R <= ROUNDING[torch.float32] * part_RC.norm(dim=1))
+        if wrong.any():  # so compared, NaN is wrong
+            row = int(wrong.int().argmax())
+            said = f"{self.folder} and the adapter that was sent do not make the trainer's weight"
+            raise RuntimeError(f"{meta.name}, row {row}: {said}")
+        return made

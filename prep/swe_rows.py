@@ -1,0 +1,129 @@
+"""`swe`: issues of repositories, from the data sets that have them, become rows of envs/swe."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from core.errors import InputError
+from prep import files, swe_check, swe_formats, swe_tables, tables
+from prep.swe_formats import Refused
+
+
+@dataclass
+class Found:
+    """The records of one data set."""
+
+    rows: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+    first: dict[str, str] = field(default_factory=dict)  # place and instance of each reason
+
+
+@dataclass(frozen=True)
+class Swe:
+    """Issues of repositories to rows for envs/swe/swe.py; what cannot be graded is left out.
+
+    Records are those of SWE-bench, SWE-Gym, R2E-Gym and SWE-smith, rows of NeMo-Gym that hold one
+    in their `metadata`, as the blend of SWE 2 has them, and rows that this command has written.
+    """
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    """A .jsonl, .json or .parquet; a folder of them; or ORG/NAME of the hub."""
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
+    """JSONL file to write."""
+    dataset: str = ""
+    """Name of the data set, such as SWE-Gym/SWE-Gym. Empty: that of the record, or SOURCE."""
+    sources: tuple[str, ...] = ()
+    """Data sets, as SOURCE, from which records get what they lack, by instance_id."""
+    tables: str = ""
+    """Python that has swebench 4.1, swegym or swesmith, for records without their tests' script."""
+    agent: str = "swe_agents_train"
+    """Agent of records that name none."""
+    harness: str = ""
+    """Tool set of the rows; empty: the environment chooses one for each instance."""
+    split: str = "train"
+    """Split of a folder or of a data set of the hub: files named after it, or all."""
+    check: bool = False
+    """Keep rows whose own repair is resolved, and which are not resolved without one."""
+    images: str = "data/images"
+    """Folder of the images, as services.images of a run, for --check."""
+    at_once: int = 0
+    """Rows that --check judges at once; 0: as many as there are processors."""
+
+    def run(self) -> int:
+        """Writes the rows and prints what was left out; returns 1 where some were not judged."""
+        if self.at_once < 0:
+            raise InputError(f"--at_once {self.at_once}: expected 1 or more, or 0")
+        found: dict[str, Found] = {}
+        judged = None
+        if self.check:
+            judged = swe_check.Checked(Path(f"{self.out}.check.jsonl"), self.images)
+            judged.judge(self.rows({}), self.at_once)
+        with files.rewriting(self.source, self.out) as output:
+            for row in self.rows(found):
+                if not judged or judged.keeps(row):
+                    output.write(row)
+            print("\n".join([*summary(found), *(judged.lines() if judged else ())]))
+        return int(bool(judged and judged.unjudged))
+
+    def rows(self, found: dict[str, Found]) -> Iterator[dict]:
+        """The rows of all records that can be graded; counts what is found."""
+        known = self.known()
+        own = {"harness": self.harness} if self.harness else {}
+        with swe_tables.Scripts(self.tables) as scripts:
+            for place, record in records(self.source, self.split):
+                issue = swe_formats.issue(place, record, self.dataset or name_of(self.source))
+                issue = issue.with_those_of(known.get(issue.id, {}))
+                of_name = found.setdefault(issue.dataset, Found())
+                of_name.rows += 1
+                try:
+                    row = swe_formats.row(issue, scripts.of, self.agent)
+                except Refused as refused:
+                    why = str(refused)
+                    of_name.refused[why] += 1
+                    of_name.first.setdefault(why, f"{place}, {issue.id or 'without an id'}")
+                    continue
+                yield row | own
+
+    def known(self) -> dict[str, dict]:
+        """The records of `sources` that SOURCE may need, by their instance_id."""
+        if not self.sources:
+            return {}
+        name = self.dataset or name_of(self.source)
+        asked = {
+            swe_formats.issue(place, record, name).id
+            for place, record in records(self.source, self.split)
+        }
+        known: dict[str, dict] = {}
+        for source in self.sources:
+            for _, record in records(source, self.split, "--sources"):
+                if (instance := record.get("instance_id")) in asked:
+                    known.setdefault(instance, record)
+        return known
+
+
+def records(source: str, split: str, field: str = "SOURCE") -> Iterator[tables.Record]:
+    """The records of a data set that a `field` names, each with its place."""
+    patterns = [f"*{kind}" for kind in tables.KINDS]
+    paths = tables.data_files(tables.located(source, patterns, field), split)
+    for _, (place, record) in tables.records(paths, list(swe_formats.COLUMNS)):
+        yield place, record
+
+
+def name_of(source: str) -> str:
+    """The name of a data set of the hub; of a file or folder its own."""
+    return Path(source).stem if Path(source).exists() else source
+
+
+def summary(found: dict[str, Found]) -> list[str]:
+    """A line for each data set, and one for each reason to refuse records of it."""
+    text = []
+    for name, of_name in sorted(found.items()):
+        refused = of_name.refused.total()
+        text.append(f"  {name:<40} {of_name.rows:>9,} records, {refused:,} refused")
+        for why, count in of_name.refused.most_common():
+            text.append(f"REFUSED {count:,} of {name}: {why} ({of_name.first[why]})")
+    return text

@@ -1,0 +1,339 @@
+"""What the policy and an environment did together, and the token sequences trained on it.
+
+Tokens in, tokens out: what is trained are the ids that were sampled, never a re-tokenisation.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+
+from core.waits import Ref
+from envs import Reward
+from rollout.answer_markup import FLAWS
+from rollout.messages import extend, last_question
+from rollout.response import Response
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput
+
+    from policy.allowed_tokens import Allowed
+    from settings.config import LowEffort
+
+
+@dataclasses.dataclass
+class Turn:
+    """What the policy answered to one prompt: ids [T], engine logprobs [T], versions [T]."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logps: list[float]
+    versions: list[int]
+    finish_reason: str  # "stop", "length" where the answer was cut off, "" for a draft
+    text: str = ""
+    opening: str = ""  # "<think>" where the prompt has begun the answer so
+    # Which experts saw each token of prompt and answer but the last, which the engine did not read:
+    routes: list[np.ndarray] | None = None  # end to end [tokens - 1, expert layers, experts]
+    cached: int = 0  # tokens of the prompt that the engine found in its prefix cache
+    allowed: "Allowed | None" = None  # what each token was chosen among; None: the vocabulary
+
+    parsed: Response | None = None  # by the parsers of the configuration, once
+    heard: tuple[Any, ...] = ()  # an environment's replies, for the next try if this one fails
+    # What the policy summed up after it (rollout/compaction.py); a copy for a new try has none
+    summaries: tuple["Turn", ...] = dataclasses.field(default=(), init=False)
+
+    @property
+    def judged(self) -> Response:
+        """What an environment judges: the text, and the `<think>` that the prompt had opened."""
+        return Response.of(self.opening + self.text) if self.parsed is None else self.parsed
+
+    @functools.cached_property
+    def message(self) -> dict:
+        """What the assistant said, as chat templates take it; each time the same object.
+
+        Calls have nine digits as their ids, as Mistral's templates ask for, which grow over an
+        episode and are the same when it is played again.
+        """
+        said, start = self.judged, f"{len(self.prompt_ids):06}"
+        calls = [call | {"id": f"{start}{i:03}"} for i, call in enumerate(said.tool_calls)]
+        parts = {"content": said.content, "reasoning_content": said.reasoning, "tool_calls": calls}
+        message = {"role": "assistant", "content": ""}
+        extend(message, parts)
+        return message
+
+    @classmethod
+    def from_vllm(
+        cls, prompt_ids: list[int], answer: "CompletionOutput", start: int = 0, cached: int = 0
+    ) -> "Turn":
+        """An answer of vLLM from token `start` on; its spans become one version for each token.
+
+        Raises RuntimeError where something else than the policy or the length limit ended it, or
+        where not every token has a logprob and a version.
+        """
+        if answer.finish_reason not in ("stop", "length", ""):
+            raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
+        versions: list[int] = []
+        for span in answer.weight_versions or ():
+            versions += [int(span.version)] * (span.end - max(span.start, start))
+        logps = list(cast("FlatLogprobs", answer.logprobs).logprobs[start:])
+        ids = list(answer.token_ids[start:])
+        if not len(ids) == len(logps) == len(versions):
+            counts = f"{len(ids)} tokens, {len(logps)} logprobs and {len(versions)} versions"
+            raise RuntimeError(f"vLLM returned {counts}, expected equally many")
+        routes = None if answer.routed_experts is None else [answer.routed_experts]
+        said = (prompt_ids, ids, logps, versions, answer.finish_reason)
+        sets: Any = getattr(answer, "sampling_mask", None)  # as runtime/engines/engine.py leaves it
+        return cls(*said, routes=routes, cached=cached, allowed=sets and sets.after(start))
+
+    def extended(self, more: "Turn") -> "Turn":
+        """This draft and what came after it."""
+        return dataclasses.replace(
+            more,
+            prompt_ids=self.prompt_ids,
+            token_ids=self.token_ids + more.token_ids,
+            logps=self.logps + more.logps,
+            versions=self.versions + more.versions,
+            allowed=self.allowed.extended(more.allowed) if self.allowed else more.allowed,
+        )
+
+    def after(self, n: int) -> "Turn":
+        """The tokens after the first n; without the prompt, which the caller has."""
+        rest = (self.token_ids[n:], self.logps[n:], self.versions[n:], self.finish_reason)
+        sets = self.allowed and self.allowed.after(n)
+        return Turn([], *rest, routes=self.routes, cached=self.cached, allowed=sets)
+
+
+class Request(NamedTuple):
+    """What an engine is asked for: n answers to one prompt."""
+
+    name: str  # unique
+    prompt_ids: list[int]
+    n: int
+    seed: int
+    drafts: list[Turn]  # what a lost engine had written of each answer; [] for none
+    max_tokens: int  # of an answer
+    sampling: dict[str, float] = {}  # overrides of temperature, top_p, ... in validation
+    priority: int = 0  # the smaller one goes first
+    known_routes: int = 0  # tokens of the prompt whose routes need not be sent again
+
+
+@dataclasses.dataclass(slots=True)
+class SampleInfo:
+    """What the driver knows of a sample: numbers to plan and to log with, no tokens."""
+
+    tokens: int
+    trained_tokens: int
+    reward: float
+    score: float
+    has_gradient: bool
+    response_tokens: int
+    oldest_version: int
+    newest_version: int
+    truncated: bool
+    env: str
+    continues: bool = False
+    cache_hits: float = -1.0
+    allowed_tokens: int = -1
+    dataset: str = ""
+    components: dict[str, float] = dataclasses.field(default_factory=dict)
+    judging: float = 0.0  # seconds in which its group waited for rewards or tools, for no engine
+
+
+@dataclasses.dataclass
+class Sample:
+    """One token sequence to train on: prompts and the environment's words, masked out, and ours.
+
+    A field that ends in `_T` has one entry for each token. runtime/checkpoints/archive.py writes
+    every field to disk, so one that a fork adds is there after resume and replay.
+    """
+
+    tokens_T: np.ndarray  # int32
+    mask_T: np.ndarray  # bool, True where the policy sampled the token
+    engine_logp_T: np.ndarray  # float32, 0 where not sampled
+    version_T: np.ndarray  # int32, -1 where not sampled
+    flaw_T: np.ndarray  # int8, index into FLAWS, the same for all sampled tokens of a turn
+    truncated: bool  # the episode was cut off in its last turn
+    reward: float = math.nan
+    advantage: float = 0.0
+    score: float = math.nan  # the environment's reward, before it was shaped
+    env: str = ""
+    dataset: str = ""  # what the row calls the data set that it is from
+    components: dict[str, float] = dataclasses.field(default_factory=dict)  # of Reward.info
+    continues: bool = False  # an episode whose earlier tokens are in another sequence
+    cache_hits: float = -1.0  # share of later turns' prompts in the prefix cache; -1: no later turn
+    routes_T: np.ndarray | None = None  # int8/16 [T, expert layers, experts], -1 where unknown
+    teacher_logp_T: np.ndarray | None = None  # float32, 0 where not sampled; mopd.py
+    allowed_T: np.ndarray | None = None  # int32, how many ids it was chosen among; None: all
+    allowed_M: np.ndarray | None = None  # int32, those ids of all tokens, end to end
+
+    @classmethod
+    def empty(cls) -> "Sample":
+        """What a packed row without samples holds: one token that trains nothing."""
+        sample = cls.of([Turn([0], [], [], [], "")])
+        sample.reward = sample.score = 0.0
+        return sample
+
+    @classmethod
+    def of(cls, turns: list[Turn]) -> "Sample":
+        """One sequence: in turn, what the environment added and what the policy answered."""
+        from rollout import replayed  # of a module of its own, as few runs have it
+
+        tokens: list[int] = []
+        mask: list[bool] = []
+        logps: list[float] = []
+        versions: list[int] = []
+        flaws: list[int] = []
+        for turn in turns:
+            added = turn.prompt_ids[len(tokens) :]
+            answered = len(turn.token_ids)
+            tokens += added + turn.token_ids
+            mask += [False] * len(added) + [True] * answered
+            logps += [0.0] * len(added) + turn.logps
+            versions += [-1] * len(added) + turn.versions
+            flaws += [0] * len(added) + [FLAWS.index(turn.judged.malformed)] * answered
+        later = sum(len(turn.prompt_ids) for turn in turns[1:])
+        return cls(
+            tokens_T=np.array(tokens, np.int32),
+            mask_T=np.array(mask, bool),
+            engine_logp_T=np.array(logps, np.float32),
+            version_T=np.array(versions, np.int32),
+            flaw_T=np.array(flaws, np.int8),
+            truncated=turns[-1].finish_reason == "length",
+            cache_hits=sum(turn.cached for turn in turns[1:]) / later if later else -1.0,
+            **replayed.of_turns(turns, len(tokens)),
+        )
+
+    def flawed(self, name: str) -> np.ndarray:
+        """Which tokens [T] belong to a message with the flaw of that name, one of FLAWS."""
+        return self.flaw_T == FLAWS.index(name)
+
+    def keep_flaws(self, names: Iterable[str]) -> None:
+        """Forgets all flaws but those of these names."""
+        self.flaw_T[~np.isin(self.flaw_T, [FLAWS.index(name) for name in names])] = 0
+
+    def info(self) -> SampleInfo:
+        """What the driver needs to know of this sample."""
+        versions = self.version_T[self.version_T >= 0]
+        return SampleInfo(
+            tokens=len(self.tokens_T),
+            trained_tokens=int(self.mask_T.sum()),
+            reward=self.reward,
+            score=self.score,
+            has_gradient=bool(self.advantage or self.flaw_T.any()),
+            response_tokens=len(versions),
+            oldest_version=int(versions.min(initial=2**31 - 1)),
+            newest_version=int(versions.max(initial=-1)),
+            truncated=self.truncated,
+            env=self.env,
+            dataset=self.dataset,
+            components=self.components,
+            continues=self.continues,
+            cache_hits=self.cache_hits,
+            allowed_tokens=-1 if self.allowed_M is None else len(self.allowed_M),
+        )
+
+
+class Rollouts(NamedTuple):
+    """A prompt's scored answers. Ray keeps the samples; the driver fetches the rest."""
+
+    infos: list[SampleInfo]
+    samples: list[Sample]
+    lines: bytes  # for rollouts.jsonl
+
+
+@dataclasses.dataclass
+class Group:
+    """A prompt's finished answers, as the driver knows them."""
+
+    slot: int
+    version: int  # of the policy when the group was dispatched
+    line: int  # of the data file
+    infos: list[SampleInfo]
+    samples: Ref[list[Sample]]
+
+
+@dataclasses.dataclass
+class Episode:
+    """One rollout: the policy's turns in order, and their reward."""
+
+    turns: list[Turn]
+    reward: Reward
+    masked: bool = False  # counts in the baseline, and is not trained on
+
+    def samples(self, row: dict) -> list[Sample]:
+        """The token sequences of this episode, with what row and environment say of them."""
+        samples = stitch(self.turns)
+        for sample in samples:
+            sample.env = row["agent_ref"]["name"]
+            sample.dataset = str(row.get("dataset") or "")
+            sample.score = float(self.reward.value)
+            sample.components = self.reward.components
+            sample.mask_T &= not self.masked
+        return samples
+
+    def record(self, tokenizer: "PreTrainedTokenizerBase", row: dict, sample: Sample) -> dict:
+        """A line of rollouts.jsonl without step and slot; versions as [version, tokens] runs.
+
+        `sample` is any sample of this episode, with its reward and advantage.
+        """
+        turns = with_summaries(self.turns)
+        versions = itertools.chain.from_iterable(turn.versions for turn in turns)
+        return {
+            "row": row["_line"],
+            "env": sample.env,
+            "dataset": sample.dataset,
+            "prompt": tokenizer.decode(self.turns[0].prompt_ids),
+            "response": [turn.text for turn in turns],
+            "reward": sample.reward,
+            "advantage": sample.advantage,
+            "versions": [[version, len(list(run))] for version, run in itertools.groupby(versions)],
+            "finish_reason": turns[-1].finish_reason,
+            "info": self.reward.info,
+        }
+
+
+def shaped_reward(row: dict, episode: Episode, rule: "LowEffort") -> float:
+    """The environment's reward; where the prompt asks for low effort, short pays and long costs.
+
+    q = min(1, weight * (1 - tokens / limit));  r' = r + r * max(q, 0) + penalty * min(q, 0)
+    Tokens are those of the last turn. NeMo-RL experience/rollouts.py:1098; Super: 0.2, 3000, 1.
+    """
+    reward = float(episode.reward.value)
+    if not rule.weight or rule.marker not in last_question(row):
+        return reward
+    tokens = len(episode.turns[-1].token_ids)
+    q = min(1.0, rule.weight * (1 - tokens / rule.tokens))
+    return reward + reward * max(q, 0.0) + rule.penalty * min(q, 0.0)
+
+
+def with_summaries(turns: list[Turn]) -> list[Turn]:
+    """All that was sampled in an episode, in its order."""
+    return [sampled for turn in turns for sampled in (turn, *turn.summaries)]
+
+
+def stitch(turns: list[Turn]) -> list[Sample]:
+    """Turns to sequences: each prompt must start with the exact ids before it, or a new one starts.
+
+    What the environment added is masked out; flawed answers are marked. All sequences of an episode
+    that was cut off are `truncated`. NeMo-RL (environments/nemo_gym.py:280) asserts the same
+    contiguity.
+    """
+    turns = with_summaries(turns)
+    runs: list[list[Turn]] = []
+    seen: list[int] = []
+    for turn in turns:
+        if not runs or turn.prompt_ids[: len(seen)] != seen:
+            runs.append([])
+        runs[-1].append(turn)
+        seen = turn.prompt_ids + turn.token_ids
+    samples = [Sample.of(run) for run in runs]
+    for i, sample in enumerate(samples):
+        sample.continues = i > 0
+        sample.truncated = turns[-1].finish_reason == "length"
+    return samples

@@ -1,0 +1,185 @@
+"""What environments use to sample from the policy: token ids in, Turns out."""
+
+import contextlib
+import dataclasses
+import uuid
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from core.waits import Idle, in_thread, together
+from envs import services
+from rollout import drafts
+from rollout.drafts import DraftBook, DraftedCall
+from rollout.episode import Episode, Request, Turn
+from rollout.messages import load_tokenizer, render_messages, template_variables
+from rollout.response import Response
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rollout.chat import Said
+    from rollout.compaction import Compaction
+    from settings.config import RunSettings, Sampling
+
+
+class Samplers:
+    """Makes the samplers of groups: from the tokenizer, the run's sampling and its seed."""
+
+    def __init__(self, cfg: "RunSettings") -> None:
+        limits = services.Limits(cfg.timeouts.rollout, cfg.rollout_workers)
+        services.configure(cfg.services, limits)
+        self.cfg = cfg
+        self.tokenizer = load_tokenizer(cfg.model)
+        self.drafts = DraftBook()
+
+    @contextlib.contextmanager
+    def of_group(self, engine: Any, row: dict, slot: "Slot", n: int) -> "Iterator[list[Sampler]]":
+        """One sampler for each of a row's n rollouts. A slot's seeds are the same in every try.
+
+        Where the block raises, the next samplers of the slot go on from its drafts.
+        """
+        seed = zlib.crc32(f"{self.cfg.seed} {slot}".encode())
+        sampling = sampling_of(row, self.cfg.sampling)
+        validation = slot.evaluation is not None
+        with self.drafts.of(slot, row["_line"], n) as calls_G:
+            samplers = [
+                Sampler(engine, self.tokenizer, sampling, seed + j, calls, validation)
+                for j, calls in enumerate(calls_G)
+            ]
+            for sampler in samplers:
+                sampler.idle = samplers[0].idle
+                if row.get("compactions"):
+                    from rollout.compaction import Compaction  # few rows ask for it
+
+                    sampler.compaction = Compaction(row["compactions"], sampling)
+            yield samplers
+
+    def flawed(self, episodes: list[Episode], names: Sequence[str]) -> list[bool]:
+        """Which episodes have a flaw of these names."""
+        if not names:
+            return [False] * len(episodes)
+        from rollout import zero_rewards
+
+        return [zero_rewards.mark(episode, names, self.tokenizer) for episode in episodes]
+
+
+class Slot(Protocol):
+    """A place in the stream of prompts; its text is part of the seed."""
+
+    @property
+    def evaluation(self) -> int | None:
+        """The policy version that is evaluated; None for training."""
+
+
+class Sampler:
+    """The policy, as one rollout of an environment sees it; always the same engine.
+
+    `drafts` outlives it. Should the engine be lost, the rollout that runs again finds its earlier
+    calls there, as far as their answers had come. Those with the same prompt are played again: of a
+    conversation until a tool says something else.
+    """
+
+    def __init__(
+        self,
+        engine: Any,  # a Ray actor
+        tokenizer: "PreTrainedTokenizerBase",
+        sampling: "Sampling",  # of the row
+        seed: int,
+        drafts: list[DraftedCall],
+        validation: bool,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.sampling = sampling
+        self.seed = seed
+        self.drafts = drafts
+        self.overrides: dict[Any, float] = dict(sampling.validation) if validation else {}
+        self.calls = 0
+        self.idle = Idle()  # of calls, in all samplers of the group
+        self.tools: list | None = None  # of the conversation that was rendered last
+        self.said: Said | None = None  # what `chat` has asked last
+        self.compaction: Compaction | None = None  # of an episode that outgrows the window
+
+    def render(self, messages: list[dict] | str, tools: list | None = None) -> list[int]:
+        """Token ids of a conversation, up to where the model's answer begins."""
+        self.tools = tools
+        return render_messages(self.tokenizer, messages, tools, self.sampling.chat_template_kwargs)
+
+    def room(self, prompt_ids: list[int]) -> int:
+        """Tokens that an answer to this prompt may have below max_model_len; 0 for none."""
+        return max(0, self.sampling.max_model_len - len(prompt_ids))
+
+    async def chat(self, messages: list[dict], tools: list | None = None) -> Turn:
+        """The answer to a conversation, as chat templates take it (rollout.messages.chat).
+
+        Where `messages` are those of the last call, the `message` of its Turn, and new ones, the
+        prompt goes on from the ids that were sampled. Any other change of what was said before
+        starts a new sample, as `stitch` sees it. Raises NoRoom.
+        """
+        from rollout import chat  # environments of one turn need none of it
+
+        prompt_ids, most = await chat.prompt(self, messages, tools)
+        (turn,) = await self.generate(prompt_ids, most=most)
+        self.said = chat.Said.of(self.said, messages, tools, turn)
+        return turn
+
+    async def generate(self, prompt_ids: list[int], n: int = 1, most: int = 0) -> list[Turn]:
+        """n answers to one prompt, with their text, which is parsed for the tools rendered last.
+
+        They have `most` tokens at most; 0 for as many as row and run allow.
+        """
+        k = self.calls
+        self.calls += 1
+        seed = self.seed + 1000 * k
+        limit = most or self.sampling.max_response_tokens
+        request = Request(uuid.uuid4().hex, prompt_ids, n, seed, [], limit, self.overrides)
+        self.idle.change(1)
+        try:
+            turns = await drafts.answers(self.drafts, k, self.engine, request)
+        finally:
+            self.idle.change(-1)
+        prompt_end = str(self.tokenizer.decode(prompt_ids[-16:])).rstrip()
+        for turn in turns:
+            turn.prompt_ids = prompt_ids  # the engine has sent a copy
+            turn.text = answer_text(self.tokenizer, turn)
+            turn.opening = "<think>" if prompt_end.endswith("<think>") else ""
+        parsed = await together(self.parse(turn.opening + turn.text) for turn in turns)
+        for turn, response in zip(turns, parsed, strict=True):
+            turn.parsed = response
+        return turns
+
+    async def parse(self, text: str) -> Response:
+        """An answer, read by the parsers of the configuration."""
+        named = services.current()
+        if not (named.reasoning_parser or named.tool_parser):
+            return await in_thread(Response.of, text)
+        from envs.parsers import parsers  # a server of vLLM's, where the configuration names some
+
+        kwargs = self.sampling.chat_template_kwargs
+        return await parsers.read(text, self.tokenizer.name_or_path, self.tools, kwargs)
+
+
+def sampling_of(row: dict, sampling: "Sampling") -> "Sampling":
+    """The run's sampling with the row's own template variables, and its length of answers."""
+    params = row["responses_create_params"]
+    limit = params.get("max_output_tokens") or sampling.max_response_tokens
+    return dataclasses.replace(
+        sampling,
+        chat_template_kwargs=sampling.chat_template_kwargs | template_variables(row),
+        max_response_tokens=min(limit, sampling.max_response_tokens),
+    )
+
+
+def answer_text(tokenizer: "PreTrainedTokenizerBase", turn: Turn) -> str:
+    """An answer without its end and padding tokens; every other token is kept.
+
+    Some tokenizers declare `</think>` special, so skip_special_tokens would join thought and
+    answer.
+    """
+    ids = turn.token_ids
+    # A model's generation_config.json may name more stop tokens than the tokenizer's EOS.
+    if turn.finish_reason == "stop" and not tokenizer.decode(ids[-1:], skip_special_tokens=True):
+        ids = ids[:-1]
+    silent = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    return str(tokenizer.decode([token for token in ids if token not in silent]))

@@ -1,0 +1,156 @@
+"""Writes checkpoints: folders that are whole or not there. resume.py chooses one to load.
+
+A checkpoint is written aside, flushed to the disk, renamed, and marked last. The marker holds size
+and CRC-32 of every file, so a truncated, half-written or bit-flipped one is recognised and the one
+before it is used.
+
+    step_000100/policy/         shards of weights and AdamW moments (torch.distributed.checkpoint)
+    step_000100/groups.npz      finished groups that no step has taken yet
+    step_000100/state.json      the driver's state
+    step_000100/hf/             the same policy for transformers and vLLM, with a marker of its own
+    step_000100/complete.json   the marker
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core.waits import within
+from runtime.checkpoints.folders import checksums, commit, listing, newest_first, split
+from settings.config import TrainingSettings
+
+if TYPE_CHECKING:
+    from rollout.episode import Group
+    from runtime.processes.cluster import Cluster
+
+
+class Checkpoints:
+    """Saves, finds and loads a run's checkpoints; trainers and workers of the cluster do the work.
+
+    A checkpoint's state is a dictionary of JSON values. The run chooses what is in it, and finds it
+    again with `folder` and `evaluated` added. `rows` are the `Rows` that it trains on.
+    """
+
+    def __init__(self, cfg: TrainingSettings, cluster: "Cluster", rows: Any):
+        self.cfg = cfg
+        self.cluster = cluster
+        self.rows = rows
+        self.saving: asyncio.Task | None = None  # the checkpoint that is being written
+
+    def exist(self) -> bool:
+        """Whether the run folder holds a checkpoint."""
+        return bool(newest_first(self.cfg.run_dir))
+
+    async def save(
+        self, state: dict, groups: "list[Group] | None", tasks: asyncio.TaskGroup
+    ) -> None:
+        """Copies this moment, while the caller waits, and writes it as one of `tasks`.
+
+        Raises what the previous checkpoint's writing raised.
+        """
+        await self.written()
+        folder = f"{self.cfg.run_dir}/step_{state['version']:06d}"
+        state = state | {"config": dataclasses.asdict(self.cfg)}
+        state["rows"] = [len(self.rows), self.rows.checksum(len(self.rows))]
+        state["ready"] = [group.slot for group in groups or ()]
+        copies = (t.save.remote(f"{folder}.partial") for t in self.cluster.trainers)
+        limit = self.cfg.timeouts.train
+        await within(limit, "the trainers to copy their state", asyncio.gather(*copies))
+        self.saving = tasks.create_task(self.write_or_tell(folder, state, groups))
+
+    async def written(self) -> None:
+        """Returns when no checkpoint is being written. Raises what the writing of one raised."""
+        if self.saving:
+            await self.saving
+
+    async def write_or_tell(self, folder: str, state: dict, groups: "list[Group] | None") -> None:
+        """Makes a checkpoint; torch's error for a full disk names neither file nor reason."""
+        try:
+            await self.write(folder, state, groups)
+        except Exception as error:
+            free = shutil.disk_usage(self.cfg.run_dir).free >> 20
+            error.add_note(f"{folder} was not saved; {free} MiB are free there")
+            raise
+
+    async def write(self, folder: str, state: dict, groups: "list[Group] | None") -> None:
+        """Makes a checkpoint of what was copied."""
+        aside = f"{folder}.partial"
+        limit = self.cfg.timeouts.train
+        trainers = self.cluster.trainers
+        parts = (t.saved.options(concurrency_group="io").remote() for t in trainers)
+        await within(limit, f"{aside} to be written", asyncio.gather(*parts))
+        Path(aside, "state.json").write_text(json.dumps(state, indent=1))
+        from runtime.checkpoints import kept, lineage
+
+        own = ["state.json", *lineage.mark(self.cfg, aside, state["version"])]
+        if groups is not None:
+            await self.write_groups(f"{aside}/groups.npz", groups)
+            own.append("groups.npz")
+        # Not in the driver: a thread that hangs in a file system would not let it end.
+        calls = [t.call.options(concurrency_group="io").remote for t in trainers]
+        asked = asyncio.gather(*(call(listing, aside) for call in calls))
+        listings = await within(limit, f"{aside} to be listed", asked)
+        listings[0] = [*listings[0], *own]
+        parts = (call(checksums, aside, n) for call, n in zip(calls, split(listings), strict=True))
+        files = await within(limit, f"{aside} to be flushed", asyncio.gather(*parts))
+        merged = dict(itertools.chain(*(part.items() for part in files)))
+        await within(limit, f"{folder} to be committed", calls[0](commit, aside, folder, merged))
+        deleted = calls[0](kept.prune, self.cfg.run_dir, self.cfg.keep_last)
+        for problem in await within(limit, "old checkpoints to be deleted", deleted):
+            print(f"kept the checkpoint around a damaged export: {problem}")
+
+    async def write_groups(self, path: str, groups: list, scores: Sequence[tuple] = ()) -> None:
+        """Writes groups; `scores` are (places, logprobs) of what trainers computed."""
+        from runtime.checkpoints import archive  # which works in a process of its own
+
+        heads = [(group.slot, group.version, group.line) for group in groups]
+        places = [at for at, _ in scores]
+        refs = *(logps for _, logps in scores), *(group.samples for group in groups)
+        writing = self.cluster.task(archive.write_groups, path, heads, places, *refs)
+        await within(self.cfg.timeouts.train, f"{path} to be written", writing)
+
+    async def write_samples(self, step: int, groups: list, scores: Sequence[tuple] = ()) -> None:
+        """Writes a step's groups below samples/, for report and --replay."""
+        await self.write_groups(f"{self.cfg.run_dir}/samples/step_{step:06d}.npz", groups, scores)
+
+    async def read_groups(self, path: str, count: int) -> list:
+        """Reads what `write_groups` wrote: `count` groups, their samples by reference."""
+        from rollout.episode import Group
+        from runtime.checkpoints import archive  # which works in a process of its own
+
+        heads, *samples = self.cluster.task(archive.read_groups, path, returns=1 + count)
+        heads = await within(self.cfg.timeouts.start, f"{path} to be read", heads)
+        pairs = zip(heads, samples, strict=True)
+        return [
+            Group(slot, version, line, infos, ref) for (slot, version, line, infos), ref in pairs
+        ]
+
+    async def read_ready(self, state: dict) -> list:
+        """The finished groups of the checkpoint that `state` is from."""
+        count = len(state["ready"])
+        path = f"{state['folder']}/groups.npz"
+        return await self.read_groups(path, count) if count else []
+
+    async def load(
+        self, must_match: Sequence[str] | None = None, fresh: dict | None = None
+    ) -> dict:
+        """Puts trainers and run folder where the checkpoint that is asked for left them.
+
+        Returns its state, {} for none. With `must_match` None it is not gone on from: the run
+        folder stays as it is, and any stream of prompts will do. Raises InputError where there are
+        checkpoints and all are damaged. Also where one is of another stream of prompts, differs in
+        a setting that `must_match` names, or has other fields than `fresh`, the state of a run that
+        starts. Also where one is to be evaluated and there is none.
+        """
+        found = {path.suffix for path in Path(self.cfg.run_dir).glob("*")}
+        dead = {".jsonl", ".kept", ".partial"} & found  # of a run that died in its first step
+        if not self.cfg.command.resume and not dead:
+            return {}
+        from runtime.checkpoints import resume
+
+        return await resume.load(self, must_match, fresh)

@@ -1,0 +1,154 @@
+"""What every trainer rank does, whatever it trains: meets the others, saves, loads, exports."""
+
+import os
+import pickle
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.reporting import metrics
+from settings.config import TrainingSettings
+
+if TYPE_CHECKING:
+    from policy import Policy, WeightMeta
+    from policy.sync.weight_sync import Sender
+    from rollout.episode import Sample
+
+
+class Rank:
+    """A trainer rank, without what an algorithm makes of it. Its `start` sets `policy`."""
+
+    policy: "Policy"
+
+    def __init__(self, cfg: TrainingSettings):
+        self.cfg: Any = cfg  # of the algorithm's class
+        self.store: Any = None  # the TCPStore that this rank opened last
+        self.door = -1  # the descriptor at which it listens
+        self.writes: list[Callable] = []  # of the checkpoint that is being written
+
+    def open_store(self, world: int) -> tuple[str, int]:
+        """Listens for `world` processes; the port is bound before its address is passed on.
+
+        Choosing a free port first and binding it later collides (vLLM issue 28498). The store asks
+        for no secret, so it listens at no address but this, until `close_store`. Raises
+        RuntimeError where this process may not open enough files to meet them all.
+        """
+        from runtime.processes.ray_start import address_of_node, short_of_files
+
+        if problem := short_of_files(world):
+            raise RuntimeError(f"{os.uname().nodename}: {problem}")
+        limit = timedelta(seconds=self.cfg.timeouts.start)
+        host = address_of_node()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, 0), family=family, backlog=world)
+        except OSError as error:
+            node = f"{os.uname().nodename} cannot listen at its address in the Ray cluster, {host}"
+            remedy = "ray start --node-ip-address gives it another"
+            raise RuntimeError(f"{node}: {error}. {remedy}") from None
+        port, self.door = listener.getsockname()[1], listener.detach()
+        how: Any = {"wait_for_workers": False, "use_libuv": True, "master_listen_fd": self.door}
+        self.store = dist.TCPStore(host, port, world, True, limit, **how)
+        return host, port
+
+    def close_store(self) -> None:
+        """Refuses each process that connects from here on. Those that have met stay connected.
+
+        The store's thread keeps polling its descriptor. So /dev/null takes the listener's number.
+        """
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, self.door, inheritable=False)
+        os.close(nothing)
+
+    def join_ranks(self, rank: int, address: tuple[str, int]) -> None:
+        """Makes torch's default process group of all ranks, which meet at rank 0's store."""
+        world = self.cfg.policy.ranks
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=self.store if rank == 0 else dist.TCPStore(*address, world, False),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=self.cfg.timeouts.train),
+        )
+
+    def open_policy(self, temperature: float, reference_of: "Policy | None" = None) -> "Policy":
+        """The policy to train, or the frozen reference of one; collective.
+
+        Raises RuntimeError where the model was exported by a run and its marker says otherwise.
+        """
+        from policy.factory import open_policy
+        from policy.gpu_memory import settled
+        from runtime.checkpoints.kept import flaw
+
+        cfg = self.cfg
+        found = "" if reference_of else flaw(cfg.model, dist.get_rank(), cfg.policy.ranks)
+        if found:
+            raise RuntimeError(f"model = {cfg.model!r}: {found}")
+        settings, seconds = settled(cfg), cfg.timeouts.train
+        return open_policy(cfg.model, settings, temperature, cfg.seed, seconds, reference_of)
+
+    def reduced(self, rows: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+        """The rows' stats in one dict, over all ranks (metrics.reduce_stats); collective."""
+        return metrics.reduce_stats(rows, self.policy.dp_group)
+
+    def save(self, folder: str) -> None:
+        """Copies this rank's state to memory and starts writing it; collective."""
+        self.writes = [self.policy.save(f"{folder}/policy"), self.policy.export_hf(f"{folder}/hf")]
+
+    def saved(self) -> None:
+        """Returns when what `save` began is written; runs beside the training."""
+        for write in self.writes:
+            write()
+
+    def load(self, folder: str) -> None:
+        """Goes on from a checkpoint, bitwise; collective."""
+        self.policy.load(f"{folder}/policy")
+
+    def export(self, folder: str) -> None:
+        """Writes the policy as a model that transformers and vLLM load; collective."""
+        self.policy.export_hf(folder)()
+
+
+class SendingRank(Rank):
+    """A trainer rank whose policy is sent to engines. Rank 0 and its node-mates join them."""
+
+    sender: "Sender"
+
+    def open_sender(self) -> list["WeightMeta"]:
+        """Prepares updates of the policy; returns what its weights look like."""
+        from policy.sync.adapter_sync import outgoing
+        from policy.sync.weight_sync import Sender
+
+        self.sender = Sender(outgoing(self.policy), self.cfg.timeouts, self.cfg.gpu_share < 1)
+        return self.policy.weight_metas()
+
+    def open_sync_group(self, world: int) -> tuple[bytes, str, int]:
+        """Listens for the `world` members of the weight group; what they need to join it."""
+        return pickle.dumps(self.sender.wire), *self.open_store(world)
+
+    def join_sync_group(self, meeting: tuple[bytes, str, int], rank: int, world: int) -> None:
+        """Meets the engines' workers at the store that trainer rank 0 opened last."""
+        store = self.sender.wire.store(*meeting[1:], world) if rank else self.store
+        self.sender.join(store, rank, world)
+
+    def stage_weights(self) -> None:
+        """Gathers the first of the weights while the engines still generate; collective."""
+        self.sender.stage()
+
+    def mismatch(
+        self, samples: "list[Sample]", logp_T: np.ndarray, step: int, limit: float
+    ) -> dict[tuple[str, str], list[float]]:
+        """How far trainer and engine are apart: a table of rollout_metrics.mismatch_table."""
+        from runtime.reporting.rollout_metrics import mismatch_table
+
+        return mismatch_table(samples, logp_T, step, limit)
+
+    def send_weights(self, verify: bool) -> int:
+        """Broadcasts the policy to the engines; collective. Returns a checksum if `verify`."""
+        return self.sender.send(verify)

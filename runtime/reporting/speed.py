@@ -1,0 +1,93 @@
+"""The speed of a run in the field's units: tokens a second, of a GPU, MFU, shares of waiting."""
+
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from policy.gpus import KNOWN
+from policy.model_shape import read_model
+from runtime.engines.speculation import Acceptance
+from runtime.processes import layout
+from settings.config import TrainingSettings
+
+if TYPE_CHECKING:
+    from runtime.engines.fleet import Received
+
+KIND = "accelerator_type:"
+SYNC = ("sync_pause", "sync_transfer", "sync_resume")
+# How a metric of several engines becomes one; others are added up.
+OF_ENGINES: dict[str, Any] = {"wait_for_training": statistics.fmean, "kv_use": max}
+
+
+def combined(received: "Sequence[Received]") -> dict[str, float]:
+    """Metrics of a weight update: each phase's seconds of the slowest engine, and their meters."""
+    phases = [update.phases for update in received]
+    found = {name: max(phase[name] for phase in phases) for name in SYNC if phases}
+    names = dict.fromkeys(name for update in received for name in update.meters)
+    for name in names:
+        values = [update.meters[name] for update in received if name in update.meters]
+        found[name] = OF_ENGINES.get(name, sum)(values)
+    return found
+
+
+def of_cluster() -> set[str]:
+    """What Ray calls the GPUs of this cluster, such as H100; empty where there are none."""
+    resources = ray.cluster_resources() if ray.is_initialized() else {}
+    kinds = {name.removeprefix(KIND) for name in resources if name.startswith(KIND)}
+    return (kinds or {"of no known kind"}) if resources.get("GPU") else set()
+
+
+# Of a batch, prompts included; what the trainers computed of it; and what all engines did since the
+# last weight update (runtime/engines/stat_logger.py).
+OF_BATCH = ("batch_tokens", "train_tokens", "train_keys")
+COUNTS = (*OF_BATCH, "engine_tokens", "drafts", "draft_tokens", "accepted_draft_tokens")
+
+
+class Speed:
+    """What a run makes of its seconds, on GPUs of some kinds; without any, on CPUs."""
+
+    def __init__(self, cfg: TrainingSettings, kinds: Collection[str]):
+        self.cfg = cfg
+        self.gpus = len(layout.gpus(cfg)) if kinds else 0
+        known = [gpu for gpu in KNOWN if {gpu.name} == {*kinds}]
+        self.peak = known[0].flops * cfg.policy.ranks if known else 0.0  # FLOPs a second
+        self.model = read_model(cfg.model) if known else None
+        self.drafts = Acceptance(Path(cfg.writes_to, "metrics.jsonl"))
+
+    def of(self, step: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of a step, with those of speed in the place of COUNTS."""
+        found = {name: value for name, value in step.items() if name not in COUNTS}
+        seconds, training = step.get("step_seconds", 0.0), step.get("train_seconds", 0.0)
+        if not seconds:  # nothing was trained
+            return found
+        tokens = step["batch_tokens"]
+        found |= {"tokens_per_second": tokens / seconds}
+        if training:
+            found |= {"train_tokens_per_second": step["train_tokens"] / training}
+        if self.gpus:
+            found |= {"tokens_per_second_per_gpu": tokens / seconds / self.gpus}
+        if self.peak and training:
+            found |= {"mfu": self.flops(step) / training / self.peak}
+        if "wait_for_rollouts" in step:
+            syncing = sum(step.get(name, 0.0) for name in SYNC)
+            found |= {"wait_share": step["wait_for_rollouts"] / seconds}
+            found |= {"sync_share": syncing / seconds}
+        if "engine_tokens" in step:
+            found |= {"engine_tokens_per_second": step["engine_tokens"] / seconds}
+        if drafts := step.get("drafts"):
+            accepted = step["accepted_draft_tokens"]
+            found |= {"draft_acceptance": accepted / step["draft_tokens"]}
+            found |= {"accepted_length": 1 + accepted / drafts}
+        return found
+
+    def flops(self, step: Mapping[str, float]) -> float:
+        """FLOPs that training a step takes, without computing activations again.
+
+        Passes are three, and those that only score.
+        """
+        assert self.model
+        passes, frozen = 3 + self.cfg.scoring_passes, bool(self.cfg.policy.lora_rank)
+        return self.model.flops(step["train_tokens"], step["train_keys"], passes, frozen)

@@ -1,0 +1,1 @@
+"""Checks before any actor starts, and modes other than training."""

@@ -1,0 +1,331 @@
+"""The settings of a run that no algorithm changes; an algorithm's Config inherits them.
+
+`TrainingSettings` are those of any training. `RunSettings` add engines and rollouts to them,
+`PairSettings` pairs of answers.
+"""
+
+import dataclasses
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+import tyro
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from settings.environment_services import Services
+from settings.network import PolicySettings
+
+CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
+SamplingParameter = Literal["temperature", "top_p", "top_k", "min_p"]
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class TrainingCommand:
+    """What to do with a configuration; without any of these it is trained from the start."""
+
+    config: str = ""
+    """File of overrides, below configs/ or anywhere."""
+    resume: str = ""
+    """Go on in run_dir: from the newest good checkpoint ("auto") or from this folder."""
+    dry_run: bool = False
+    """Print what the run would need and what would limit its speed; start nothing."""
+    gpu: Literal["auto", "h100", "h200", "b200"] = "auto"
+    """The GPU that dry_run plans for; by default this machine's, or an H100 where it has none."""
+    eval_only: bool = False
+    """Evaluate the model, or the checkpoint that `resume` names, and leave."""
+    export: NonNegativeInt = 0
+    """Write this step's checkpoint as a model for transformers and vLLM, and leave."""
+
+    @property
+    def replayed(self) -> str:
+        """The run folder whose samples are trained on; "" where there is none."""
+        return ""
+
+    @property
+    def modes(self) -> list[str]:
+        """Which of the modes that exclude each other are asked for."""
+        every = ("eval_only", "rollout_only", "replay", "export")
+        return [name for name, value in vars(self).items() if name in every and value]
+
+    def __post_init__(self) -> None:
+        """Refuses modes that exclude each other. Raises ValueError."""
+        if len(self.modes) > 1:
+            raise ValueError(f"{' and '.join(self.modes)} exclude each other")
+        if self.resume and {"rollout_only", "export"} & {*self.modes}:
+            raise ValueError(f"resume excludes {self.modes[0]}")
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class Command(TrainingCommand):
+    """The same where there are rollouts."""
+
+    rollout_only: bool = False
+    """Write each step's samples with the initial policy; train nothing."""
+    replay: str = ""
+    """Train on the samples that this run folder holds, without an engine."""
+
+    @property
+    def replayed(self) -> str:
+        """The run folder whose samples are trained on; "" where there is none."""
+        return self.replay
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class DataFiles:
+    """The rows that a run trains on and is evaluated with."""
+
+    train: str
+    """JSONL rows, used in file order, again from the top when they end."""
+    val: str = ""
+    """JSONL rows for evaluation; empty: none."""
+    max_bad_rows: NonNegativeInt = 0
+    """Malformed rows that a data file may hold; they go to quarantine.jsonl in the run folder."""
+
+    def __post_init__(self) -> None:
+        """Refuses to train on no file. Raises ValueError."""
+        if not self.train:
+            raise ValueError("data.train = '': expected a JSONL file")
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class Data(DataFiles):
+    """NeMo-Gym rows."""
+
+    train: str = "data/tiny/train.jsonl"
+    """NeMo-Gym rows, used in file order, again from the top when they end."""
+    val_samples: PositiveInt = 1
+    """Answers to each validation prompt; k of pass@k."""
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class EngineSettings:
+    """The vLLM engines that generate."""
+
+    count: PositiveInt = 1
+    """Engines, each with a copy of the policy."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that share one engine's weights; the trainer's is policy.tp."""
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """vLLM's engine arguments by name, merged last into those of the run."""
+    verify_sync_every: NonNegativeInt = 0
+    """Verify the engines' weights every N steps, beside those of new engines; 0: only those."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """vLLM's arguments that may be overridden, and what overrides them."""
+        return {"max_num_seqs": 256, "gpu_memory_utilization": 0.85} | self.args
+
+    def __post_init__(self) -> None:
+        """Refuses arguments that the run itself sets, and senseless ones. Raises ValueError."""
+        from settings import conflicts
+
+        conflicts.of_engine(self)
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class Sampling:
+    """How the engines sample, and how long a sequence may become."""
+
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer divides its logits by it as well."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the likeliest tokens of this probability; the trainer normalises over them."""
+    top_k: NonNegativeInt = 0
+    """Sample among the k likeliest tokens; 0: all, or 512 with top_p or min_p."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample among tokens that are at least so likely relative to the likeliest one."""
+    max_model_len: PositiveInt = 65536
+    """Tokens of prompt and response together."""
+    max_response_tokens: PositiveInt = 65536
+    """Longest response; shorter where max_model_len leaves less room."""
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"enable_thinking": True}
+    )
+    """Variables of the chat template (Super adds truncate_history_thinking = False)."""
+    validation: dict[SamplingParameter, float | int] = dataclasses.field(default_factory=dict)
+    """How validation samples where it is unlike training: {"temperature": 0.6, "top_p": 0.95}."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether unlikely tokens are left out in training."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def parameters(self) -> dict[str, float | int]:
+        """vLLM's sampling parameters of training; top_k bounds what is sent of each token."""
+        chosen = {name: getattr(self, name) for name in get_args(SamplingParameter)}
+        return chosen | {"top_k": self.top_k or 512 * self.truncates}
+
+    def __post_init__(self) -> None:
+        """Refuses what vLLM would refuse at the first evaluation. Raises ValueError."""
+        from settings import conflicts
+
+        conflicts.of_sampling(self)
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class LowEffort:
+    """Reward by length, where the last user message asks for a short answer."""
+
+    weight: NonNegativeFloat = 0.0
+    """Bonus of a short answer; 0: off (Super: 0.2)."""
+    tokens: PositiveInt = 3000
+    """Answer length at which that bonus turns into a penalty."""
+    penalty: NonNegativeFloat = 1.0
+    """Slope of the penalty beyond it."""
+    marker: str = "{reasoning effort: low}"
+    """Text in a message that asks for a short answer."""
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class TrainingTimeouts:
+    """Seconds after which a wait ends with an error that names it."""
+
+    start: PositiveFloat = 900.0
+    """For actors to load models."""
+    train: PositiveFloat = 3600.0
+    """For one training step."""
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class Timeouts(TrainingTimeouts):
+    """The same where there are rollouts."""
+
+    rollout: PositiveFloat = 3600.0
+    """For one group's rollouts; a step's groups get six times that: three tries of two prompts."""
+    sync: PositiveFloat = 600.0
+    """For one weight update, from pause to resume."""
+
+
+class Demand(NamedTuple):
+    """What a run takes of a cluster beside its trainer ranks."""
+
+    engines: int = 0
+    engine_gpus: int = 1
+    share: float = 1.0  # of a GPU, for a trainer rank or an engine
+    beside: tuple[tuple[int, int], ...] = ()  # (ranks, tp) of each other network: a teacher
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class TrainingSettings:
+    """One training: its folder, its data, its trainers and its deadlines."""
+
+    run_dir: str = "runs/{time}"
+    """Folder of metrics and checkpoints; {time} and {seed} are filled in."""
+    model: str = "models/tiny"
+    """Folder of a Hugging Face causal LM (config.json, *.safetensors, tokenizer), or ORG/NAME."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
+    """Seeds the trainer."""
+    steps: PositiveInt = 1000
+    """Batches to train; also the last policy version."""
+    save_period: NonNegativeInt = 100
+    """Save and export every N steps, and at the end; 0: only at the end."""
+    keep_last: PositiveInt = 2
+    """Checkpoints that can be resumed; of older ones only the exported model stays."""
+    save_before: NonNegativeInt = 0
+    """Save and leave this many seconds before the Slurm job ends; 0: never."""
+    val_period: NonNegativeInt = 0
+    """Evaluate every N steps, at the start and at the end; 0: never."""
+    wandb: bool = False
+    """Log to Weights & Biases (pip install wandb), as WANDB_PROJECT, _ENTITY and _RUN_GROUP say."""
+    command: tyro.conf.OmitArgPrefixes[TrainingCommand] = dataclasses.field(
+        default_factory=TrainingCommand
+    )
+    """What to do with all this; the default is to train from the start."""
+    data: DataFiles = dataclasses.field(default_factory=Data)
+    """Training and validation rows."""
+    policy: PolicySettings = dataclasses.field(default_factory=PolicySettings)
+    """The network, its optimizer and its layout."""
+    timeouts: TrainingTimeouts = dataclasses.field(default_factory=TrainingTimeouts)
+    """Deadlines of all waits."""
+
+    @property
+    def writes_to(self) -> str:
+        """The folder of metrics, rollouts and logs: an evaluation has one of its own."""
+        return f"{self.run_dir}/evaluation" if self.command.eval_only else self.run_dir
+
+    @property
+    def demand(self) -> Demand:
+        """What the run takes of a cluster beside its trainer ranks."""
+        return Demand()
+
+    @property
+    def row_limits(self) -> dict[str, int]:
+        """What a packed row may be as long as, by setting."""
+        return {"policy.row_tokens": self.policy.row_tokens}
+
+    @property
+    def template_variables(self) -> tuple[str, dict[str, Any]]:
+        """The setting that has the variables of the chat template, and those."""
+        return "", {}
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen copy of the initial policy is loaded beside the trained one."""
+        return False
+
+    @property
+    def scoring_passes(self) -> int:
+        """Forward passes over a batch beside the one that trains, for --dry_run."""
+        return 0
+
+    def __post_init__(self) -> None:
+        """Refuses settings that exclude each other. Raises ValueError naming both."""
+        from settings import conflicts
+
+        conflicts.of_training(self)
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class RunSettings(TrainingSettings):
+    """A training on rollouts: what their engines, workers and environments need as well."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
+    """Seeds the trainer and every sample (with its slot and its place in the group)."""
+    prompts_per_step: PositiveInt = 256
+    """P, prompt groups in a batch."""
+    group_size: PositiveInt = 16
+    """G, samples of each prompt."""
+    max_lag: NonNegativeInt = 1
+    """Steps from the policy that starts a group to the one that trains on it; 0: synchronous."""
+    train_parts: PositiveInt = 1
+    """Parts of a step, each trained once its groups are there and fill a row of each replica."""
+    sample_period: NonNegativeInt = 0
+    """Write all tokens and logprobs of every Nth step, for report and --replay; 0: never."""
+    rollout_workers: PositiveInt = 1
+    """Processes that render prompts, run environments and compute advantages."""
+    gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """GPU that a trainer rank or an engine takes; 0.5: one of each shares a GPU."""
+    command: tyro.conf.OmitArgPrefixes[Command] = dataclasses.field(default_factory=Command)
+    """What to do with all this; the default is to train from the start."""
+    data: Data = dataclasses.field(default_factory=Data)
+    """Training and validation rows."""
+    engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
+    """The vLLM engines."""
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    """Temperature, lengths and the chat template."""
+    services: Services = dataclasses.field(default_factory=Services)
+    """What environments need from outside."""
+    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
+    """Deadlines of all waits."""
+
+    @property
+    def demand(self) -> Demand:
+        """What the run takes of a cluster beside its trainer ranks."""
+        return Demand(self.engine.count, self.engine.tensor_parallel, self.gpu_share)
+
+    @property
+    def row_limits(self) -> dict[str, int]:
+        """What a packed row may be as long as, by setting: a long sample has a row of its own."""
+        return super().row_limits | {"sampling.max_model_len": self.sampling.max_model_len}
+
+    @property
+    def template_variables(self) -> tuple[str, dict[str, Any]]:
+        """The setting that has the variables of the chat template, and those."""
+        return "sampling.chat_template_kwargs", self.sampling.chat_template_kwargs
+
+    def __post_init__(self) -> None:
+        """Refuses settings that exclude each other. Raises ValueError naming both."""
+        from settings import conflicts
+
+        super().__post_init__()
+        conflicts.of_rollouts(self)

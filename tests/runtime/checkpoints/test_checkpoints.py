@@ -1,0 +1,382 @@
+"""Checkpoint folders: whole or not there, and a run folder that goes back to one."""
+
+import asyncio
+import builtins
+import dataclasses
+import io
+import itertools
+import json
+import os
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from core.errors import InputError
+from grpo_async import Config, Run
+from runtime.checkpoints import folders, kept, resume, save
+from runtime.checkpoints.archive import write_groups
+from runtime.processes.rank import Rank
+from runtime.rollouts.dispatch import Slot
+from runtime.startup import modes
+from support.actors import Actor
+from support.configs import changed
+from support.samples import make_sample, stream
+from support.tables import table
+
+CASES = table(Path(__file__).parents[1] / "cases.txt")
+
+
+def write_checkpoint(run_dir: Path, step: int) -> Path:
+    aside = run_dir / f"step_{step:06d}.partial"
+    (aside / "policy").mkdir(parents=True)
+    (aside / "hf").mkdir()
+    (aside / "policy" / "__0_0.distcp").write_bytes(os.urandom(5000))
+    (aside / "hf" / "model.safetensors").write_bytes(b"weights")
+    (aside / "state.json").write_text(json.dumps({"version": step}))
+    folder = run_dir / f"step_{step:06d}"
+    files = folders.checksums(str(aside), folders.listing(str(aside)))
+    folders.commit(str(aside), str(folder), files)
+    return folder
+
+
+def damaged(folder: Path) -> list[str]:
+    """What two ranks find together."""
+    return [d for r in range(2) if (d := kept.damage(str(folder), r, 2))]
+
+
+def test_whole_checkpoints_are_seen_the_newest_by_number_first(tmp_path):
+    assert not any(damaged(write_checkpoint(tmp_path, step)) for step in (9, 1_000_001, 999_999))
+    assert not list(tmp_path.glob("*.partial"))
+    (tmp_path / "step_000011.partial").mkdir()
+    (tmp_path / "step_000012").mkdir()  # renamed, not yet marked
+    found = [folders.step_of(f) for f in folders.newest_first(str(tmp_path))]
+    assert found == [1_000_001, 999_999, 9]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_file_is_flushed_once_by_a_rank_that_sees_it(seed):
+    """Some ranks see the folder of a moment ago."""
+    draw = random.Random(seed)
+    ranks = draw.randint(1, 5)
+    seen = [{f"policy/__{rank}_0.distcp"} for rank in range(ranks)]  # what it wrote itself
+    for name in (f"hf/{i}" for i in range(draw.randint(0, 9))):
+        for rank in draw.sample(range(ranks), draw.randint(1, ranks)):
+            seen[rank].add(name)
+    parts = folders.split([sorted(names) for names in seen])
+    assert all(set(part) <= names for part, names in zip(parts, seen, strict=True))
+    assert sorted(itertools.chain(*parts)) == sorted(set().union(*seen))
+
+
+def test_files_are_shared_out_evenly():
+    names = [str(i) for i in range(12)]
+    assert [len(part) for part in folders.split([names] * 4)] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("name", ["policy/__0_0.distcp", "state.json", "complete.json"])
+def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch, name):
+    """So that an older checkpoint is tried."""
+    folder = write_checkpoint(tmp_path, 3)
+    open_file = io.open
+
+    def refuse(path, *mode, **options):
+        if str(path) == str(folder / name):
+            raise OSError(5, "Input/output error")
+        return open_file(path, *mode, **options)
+
+    for module in (builtins, io):
+        monkeypatch.setattr(module, "open", refuse)
+    problem = kept.damage(str(folder))
+    assert name in problem and "Input/output error" in problem
+
+
+@pytest.mark.parametrize("name", ["policy/__0_0.distcp", "state.json", "complete.json"])
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "absent", "empty"])
+def test_damage_is_found_and_names_the_file(tmp_path, name, kind):
+    folder = write_checkpoint(tmp_path, 3)
+    path = folder / name
+    content = path.read_bytes()
+    if kind == "absent":
+        path.unlink()
+    elif kind == "flipped":
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :])
+    else:
+        path.write_bytes(content[: len(content) // 2] if kind == "truncated" else b"")
+    found = " ".join(damaged(folder))
+    assert found and (Path(name).name in found or name == "complete.json")
+
+
+def test_pruning_keeps_the_newest_and_all_exports(tmp_path):
+    for step in range(1, 5):
+        write_checkpoint(tmp_path, step)
+    kept.prune(str(tmp_path), 2)
+    assert [folders.step_of(f) for f in folders.newest_first(str(tmp_path))] == [4, 3]
+    assert [p.name for p in (tmp_path / "step_000001").iterdir()] == ["hf"]
+    assert (tmp_path / "step_000001" / "hf" / "model.safetensors").read_bytes() == b"weights"
+
+
+def ask(run_dir: Path, **fields) -> Config:
+    return changed(Config(run_dir=str(run_dir)), **fields)
+
+
+def test_the_checkpoint_that_is_asked_for_must_be_one(tmp_path):
+    with pytest.raises(InputError, match="complete.json"):
+        resume.candidates(ask(tmp_path, resume=str(tmp_path)))
+    folder = write_checkpoint(tmp_path, 7)
+    assert resume.candidates(ask(tmp_path, resume=str(folder))) == [str(folder)]
+    assert resume.candidates(ask(tmp_path, resume="auto")) == [str(folder)]
+    assert resume.candidates(ask(tmp_path)) == []
+
+
+ROWS = [{"_line": i + 1, "question": i} for i in range(10)]
+BASE = {"prompts_per_step": 8, "group_size": 16, "max_lag": 1, "data": {"train": "a.jsonl"}}
+
+
+def resumable(prompt: int = 4) -> dict:
+    """The state of a run that had given out so many of ROWS."""
+    saved = json.loads(json.dumps(dataclasses.asdict(changed(Config(), **BASE))))
+    rows = [len(ROWS), stream(ROWS).checksum(len(ROWS))]
+    state = {"config": saved, "folder": "x", "rows": rows}
+    return state | {"progress": {"next_prompt": prompt}}
+
+
+def refuse(state: dict, rows: list = ROWS, **fields) -> None:
+    """The check of a run with these settings that is to go on from `state`."""
+    cfg = changed(Config(), **BASE | fields)
+    resume.refuse_other_stream(state, cfg, stream(rows), Run.MUST_MATCH)
+
+
+@pytest.mark.parametrize(("fields", "message"), CASES["another schedule"])
+def test_another_schedule_is_refused(fields, message):
+    with pytest.raises(InputError, match=message):
+        refuse(resumable(), **fields)
+
+
+def test_the_same_schedule_goes_on_with_other_settings():
+    refuse(resumable())
+    refuse(resumable(), max_lag=2, steps=7, lr=1e-3, run_dir="elsewhere")
+
+
+@pytest.mark.parametrize(("rows", "position", "says"), [
+    (ROWS, 23, ""),
+    (ROWS + ROWS[:1], 10, ""),  # behind what was used
+    (ROWS + ROWS[:1], 11, "x was saved in a later pass over 10 rows, and now there are 11$"),
+    (ROWS[:2] + ROWS[3:], 4, "its first 10 rows are not those"),
+    (ROWS[:9], 4, "its first 10 rows are not those"),
+    (ROWS[:1] * 2 + ROWS[1:], 4, "its first 10 rows are not those"),
+    (ROWS[:4] + ROWS[:1] * 6, 4, "its first 10 rows are not those"),  # none of them was used
+    (ROWS[::-1], 4, "its first 10 rows are not those"),
+])  # fmt: skip
+def test_a_data_file_that_has_changed_is_refused(rows, position, says):
+    state = resumable(position)
+    if not says:
+        refuse(state, rows)
+        return
+    with pytest.raises(InputError, match=f"data.train = 'a.jsonl': {says}"):
+        refuse(state, rows)
+
+
+def text(*lines: dict) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def test_rewinding_takes_back_what_came_after(tmp_path):
+    """Of each file what the checkpoint's time has left, and evaluations that ended, whole."""
+
+    def read(name: str) -> str:
+        return (tmp_path / f"{name}.jsonl").read_text()
+
+    def steps(*numbers: int) -> str:
+        return text(*({"step": number} for number in numbers))
+
+    def rollouts(*slots: Slot) -> str:
+        return text(*(slot.record(2) for slot in slots))
+
+    evaluated = text({"step": 2, "validation_reward": 0.5})
+    for name, line in (("metrics", evaluated), ("mismatch", "")):
+        content = steps(1, 2) + line + steps(3, 4) + '{"step": 5, "cu'
+        (tmp_path / f"{name}.jsonl").write_text(content)
+    trained = [Slot(0), Slot(1), Slot(3), Slot(2)]
+    first = [Slot(1, 0), *trained]
+    order = [*first, Slot(5), Slot(0, 2), Slot(4), Slot(6), Slot(0, 3)]
+    (tmp_path / "rollouts.jsonl").write_text(rollouts(*order) + '{"slot": 7, "cut')
+    drops = [(Slot(5), 3), (Slot(5), 5), (Slot(6), 7), (Slot(5), 6), (Slot(7), 8)]
+    drops += [(Slot(1, 2), 1), (Slot(1, 3), 1)]
+    drops = [text(slot.record(2) | {"prompt": prompt}) for slot, prompt in drops]
+    (tmp_path / "dropped.jsonl").write_text("".join(drops))
+    (tmp_path / "samples").mkdir()
+    for step in (2, 3):
+        (tmp_path / f"samples/step_{step:06d}.npz").touch()
+    progress = {"next_slot": 7, "next_prompt": 8, "in_flight": {"5": 6, "6": 7}}
+    state = {"version": 2, "ready": [4], "progress": progress}
+    state["config"] = {"prompts_per_step": 2, "max_lag": 1}
+    for _ in range(2):  # it may be killed and do it again
+        assert resume.rewind(str(tmp_path), state) == 2
+        assert read("metrics") == read("mismatch") + evaluated == steps(1, 2) + evaluated
+        assert read("rollouts") == rollouts(*first, Slot(0, 2), Slot(4))
+        assert read("dropped") == drops[0] + drops[1] + drops[5]
+        assert [path.name for path in tmp_path.glob("samples/*")] == ["step_000002.npz"]
+    (tmp_path / "metrics.jsonl").write_text(steps(1, 2))  # killed as it evaluated 2
+    assert resume.rewind(str(tmp_path), state) == -1
+    assert read("rollouts") == rollouts(*trained, Slot(4))
+    assert resume.rewind(str(tmp_path), {}) == -1  # from the start again
+    assert read("rollouts") == read("dropped") == read("metrics") == ""
+
+
+STATE = {"version": 2, "ready": [], "config": {"prompts_per_step": 1, "max_lag": 1}}
+STATE |= {"progress": {"next_slot": 2, "next_prompt": 2, "in_flight": {}}}
+
+
+def history(dice: random.Random, steps: int, lag: int) -> list[Slot]:
+    """The slots of a run with two prompts a step, in the order in which their groups finished."""
+    order, running = [], set()
+    for version in range(steps):
+        allowed = set(range(2 * min(version + lag + 1, steps)))
+        running |= allowed - running - {slot.number for slot in order}
+        order += [Slot(row, version) for row in range(3)] if version % 5 == 0 else []
+        while running & {2 * version, 2 * version + 1}:
+            slot = dice.choice(sorted(running))
+            running.remove(slot)
+            order.append(Slot(slot))
+    return order
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_long_file_is_cut_where_its_end_begins(tmp_path, monkeypatch, seed):
+    """As if each line had been read, and however the groups of a run finished."""
+    monkeypatch.setattr(resume, "BLOCK", 2000)
+    dice = random.Random(seed)
+    lag, version = dice.randrange(4), dice.randrange(100, 150)
+    order = history(dice, 200, lag)
+    lines = {slot: text(slot.record(2) | {"text": "x" * dice.randrange(99)}) for slot in order}
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(lines[slot] for slot in order))
+    evaluated = version // 5 * 5
+    evaluated -= 5 * (evaluated == version and dice.random() < 0.5)  # it was killed as it did that
+    ended = {"step": evaluated, "validation_reward": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(text(ended))
+    ready = [slot for slot in (2 * version, 2 * version + 1) if dice.random() < 0.5]
+    state = STATE | {"version": version, "ready": ready}
+    state["config"] = {"prompts_per_step": 2, "max_lag": lag}
+    before = path.read_bytes()
+    resume.rewind(str(tmp_path), state)
+    expected = [
+        slot
+        for slot in order
+        if (slot.evaluation or 0) <= evaluated
+        and (slot.evaluation is not None or slot.number < 2 * version or slot.number in ready)
+    ]
+    assert path.read_text() == "".join(lines[slot] for slot in expected)
+    start = resume.settled(path, version - lag)
+    assert start > 0.4 * len(before) and before.startswith(path.read_bytes()[:start])
+
+
+def test_a_run_that_is_killed_while_it_cuts_a_file_loses_no_line(tmp_path, monkeypatch):
+    path = tmp_path / "rollouts.jsonl"
+    lines = [text(Slot(slot).record(1)) for slot in (0, 1, 3, 2)]
+    path.write_text("".join(lines))
+    monkeypatch.setattr(save.shutil, "copyfileobj", lambda *_: 1 / 0)
+    state = STATE | {"ready": [2]}
+    with pytest.raises(ZeroDivisionError):
+        resume.rewind(str(tmp_path), state)
+    assert path.read_text() == ""
+    monkeypatch.undo()
+    resume.rewind(str(tmp_path), state)
+    assert path.read_text() == lines[0] + lines[1] + lines[3]
+    assert [path.name for path in tmp_path.iterdir()] == ["rollouts.jsonl"]
+
+
+def test_a_full_disk_is_reported_and_leaves_the_last_checkpoint(small_disk):
+    folder = write_checkpoint(small_disk, 1)
+    sample = make_sample(np.random.default_rng(0), 20_000)
+    with pytest.raises(OSError, match="No space left"):
+        write_groups(str(small_disk / "groups.npz"), [(0, 0, 1)], [], [sample] * 4)
+    assert not (small_disk / "groups.npz").exists() and not damaged(folder)
+
+
+@pytest.mark.parametrize("resume", ["", "auto"])
+def test_what_a_run_left_that_died_in_its_first_step_is_removed(tmp_path, resume):
+    """A run that starts anew must not append to it."""
+    (tmp_path / "rollouts.jsonl").write_text('{"step": 1, "slot": 0, "evaluation": null}\n')
+    (tmp_path / "step_000001.partial").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("")
+    cfg = changed(Config(run_dir=str(tmp_path)), command={"resume": resume})
+    cluster = SimpleNamespace(trainers=[])
+    assert asyncio.run(save.Checkpoints(cfg, cluster, ROWS).load(())) == {}
+    assert not (tmp_path / "step_000001.partial").exists()
+    assert (tmp_path / "rollouts.jsonl").read_text() == ""
+
+
+async def test_a_checkpoint_that_cannot_be_written_is_named_with_the_room_that_is_left(tmp_path):
+    """Torch says of a full disk "unexpected pos 704 vs 598"."""
+    cluster = SimpleNamespace(trainers=[Actor(saved=RuntimeError("unexpected pos"))])
+    saver = save.Checkpoints(ask(tmp_path), cluster, stream(ROWS))
+    state = {"version": 3, "progress": {"next_prompt": 1}}
+    with pytest.raises(ExceptionGroup) as error:
+        async with asyncio.TaskGroup() as tasks:
+            await saver.save(state, [], tasks)
+    (note,) = error.value.exceptions[0].__notes__
+    assert re.fullmatch(rf"{tmp_path}/step_000003 was not saved; \d+ MiB are free there", note)
+
+
+def test_going_back_gives_up_the_checkpoints_after(tmp_path):
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step)
+    resume.rewind(str(tmp_path), STATE)
+    assert [folders.step_of(f) for f in folders.newest_first(str(tmp_path))] == [2, 1]
+    write_checkpoint(tmp_path, 4)
+    kept.prune(str(tmp_path), 2)
+    left = {path.parent.name for path in tmp_path.glob("step_*/policy")}
+    assert left == {"step_000002", "step_000004"}, "the third must not fill the disk for ever"
+
+
+def test_a_damaged_export_does_not_spoil_its_checkpoint(tmp_path):
+    """Which is kept, because nothing else holds this policy, until the export is made again."""
+    folder = write_checkpoint(tmp_path, 1)
+    write_checkpoint(tmp_path, 2)
+    model = folder / "hf" / "model.safetensors"
+    model.write_bytes(b"weighs!")
+    assert not damaged(folder) and "CRC-32" in kept.damage(f"{folder}/hf")
+    assert kept.prune(str(tmp_path), 1) == [kept.damage(f"{folder}/hf")]
+    assert not damaged(folder)
+    (folder / "hf" / "complete.json").unlink()
+    model.write_bytes(b"weights")
+    modes.seal(f"{folder}/hf")
+    assert kept.prune(str(tmp_path), 1) == [] and not (folder / "policy").exists()
+    assert not kept.damage(f"{folder}/hf"), "what stays can still be checked"
+
+
+def test_an_export_is_flushed_before_it_is_marked(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(folders, "flush", lambda path: flushed.append(Path(path).name))
+    write_checkpoint(tmp_path, 1)
+    model, marker, rest = map(flushed.index, ("model.safetensors", "complete.json.partial", "hf"))
+    assert model < marker and rest < marker
+
+
+@pytest.mark.parametrize("marker", ["{}", "[]", "5", '{"a": 1}', '{"a": [1]}'])
+def test_a_marker_that_is_none_is_damage(tmp_path, marker):
+    (tmp_path / "complete.json").write_text(marker)
+    assert "complete.json" in kept.damage(str(tmp_path))
+
+
+def test_ranks_share_the_files_of_an_exported_model(tmp_path, monkeypatch):
+    """One of two finds the flipped bit; a model without a marker has none to compare with."""
+    for name in ("a.safetensors", "b.safetensors"):
+        (tmp_path / name).write_bytes(bytes(100))
+    modes.seal(str(tmp_path))
+    (tmp_path / "b.safetensors").write_bytes(bytes(99) + b"\1")
+    found = [kept.flaw(str(tmp_path), rank, 2) for rank in range(2)]
+    assert found[0] == "" and re.search(r"b\.safetensors: its CRC-32 is not the one", found[1])
+    assert kept.flaw(str(tmp_path), largest=50) == ""  # what is left to the trainers
+    rank = Rank(ask(tmp_path, model=str(tmp_path), ranks=2))
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    with pytest.raises(RuntimeError, match=r"^model = .*b\.safetensors: its CRC-32 is not"):
+        rank.open_policy(1.0)
+    (tmp_path / "complete.json").unlink()
+    assert kept.flaw(str(tmp_path)) == ""

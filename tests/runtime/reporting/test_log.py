@@ -1,0 +1,206 @@
+"""Where a run writes."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import re
+import resource
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import report
+from core.lines import LineFile, WriteError
+from grpo_async import Config
+from rollout.episode import Sample
+from runtime.reporting.log import Log, in_one_line
+from runtime.rollouts.dispatch import Slot
+from support.configs import changed
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("", ""), ("a\n", "a\n"), ("a\nb", "a\n"), ("b", ""), ("a\nb\n", "a\nb\n")],
+)
+def test_half_a_line_of_a_killed_writer_is_cut_off(before, after, tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(before)
+    with contextlib.closing(LineFile(path)) as file:
+        file.append(b"c\n")
+    assert path.read_text() == after + "c\n"
+
+
+@contextlib.contextmanager
+def room_for(size: int):
+    """No file of this process may grow beyond so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def slots(folder: Path) -> list[int]:
+    lines = (folder / "rollouts.jsonl").read_text().splitlines()
+    return [json.loads(line)["slot"] for line in lines]
+
+
+def fill(folder: Path) -> int:
+    """Writes groups until one is refused; returns how many were written."""
+    group = [{"response": ["x" * 3000]}, {"response": ["y" * 3000]}]
+    path = re.escape(str(folder / "rollouts.jsonl"))
+    with contextlib.closing(LineFile(folder / "rollouts.jsonl")) as file:
+        for slot in range(1000):
+            try:
+                file.append(Slot(slot).lines(group, Config()))
+            except WriteError as error:
+                told = rf"{path}: \d+ of 61\d\d bytes could be written: \[Errno \d+\] .*"
+                assert re.fullmatch(told, str(error))
+                return slot
+    raise AssertionError("the disk was never full")
+
+
+def test_every_group_is_written_with_its_place():
+    cfg = Config(prompts_per_step=50)
+    slots = [Slot(i) for i in range(500)] + [Slot(i, e) for e in (0, 9) for i in range(30)]
+    written = b"".join(slot.lines([{}] * 2, cfg) for slot in slots)
+    lines = list(map(json.loads, written.splitlines()))
+    for step in range(1, 11):
+        assert sum(line["step"] == step for line in lines) == 100
+    of = [[line["slot"] for line in lines if line["evaluation"] == e] for e in (0, 9)]
+    assert of[0] == of[1] == [slot for slot in range(30) for _ in range(2)]
+
+
+def test_a_group_that_does_not_fit_leaves_nothing_and_is_named(tmp_path):
+    with room_for(50_000):
+        count = fill(tmp_path)
+    assert slots(tmp_path) == sorted(2 * list(range(count))) and count == 8
+
+
+def test_a_full_disk_leaves_whole_groups(small_disk):
+    count = fill(small_disk)
+    assert slots(small_disk) == sorted(2 * list(range(count))) and count > 50
+
+
+async def test_a_folder_that_takes_no_lines_ends_the_run_by_name(tmp_path):
+    """A file system that hangs; the event loop goes on."""
+    hangs = threading.Event()
+    log = Log()
+    log.cfg = changed(Config(), timeouts={"train": 0.05})
+    log.files = {"rollouts": SimpleNamespace(path=tmp_path / "x", append=lambda _: hangs.wait())}
+    with pytest.raises(WriteError, match=f"waited 0 s for {tmp_path}/x to take lines"):
+        await log.rollouts(b"a line")
+    await log.rollouts(b"")  # of a group that is not written: no thread starts for it
+    hangs.set()
+
+
+async def test_groups_that_come_together_are_written_at_once_or_fail_together(tmp_path):
+    written: list[bytes] = []
+    takes = threading.Event()
+
+    def append(lines: bytes) -> None:
+        takes.wait()
+        if len(written) == 2:
+            raise WriteError("the disk is full")
+        written.append(lines)
+
+    log = Log()
+    log.cfg = Config()
+    log.files = {"rollouts": SimpleNamespace(path=tmp_path / "x", append=append)}
+    first = [asyncio.ensure_future(log.rollouts(b"%d\n" % i)) for i in range(4)]
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in first)
+    takes.set()
+    await asyncio.gather(*first)
+    assert b"".join(written) == b"0\n1\n2\n3\n" and len(written) == 2
+    failed = await asyncio.gather(*map(log.rollouts, [b"4\n", b"5\n"]), return_exceptions=True)
+    assert [type(error) for error in failed] == [WriteError] * 2
+
+
+def test_each_start_is_written_down_in_any_parsers_json(tmp_path):
+    """config.json has the last one. A clip of infinity, which is allowed, is a text."""
+    limits = {"advantage": {"clip": (-math.inf, math.inf)}, "sequence_error_limit": math.inf}
+
+    def strict(text: str) -> dict:
+        return json.loads(text, parse_constant=pytest.fail)
+
+    for version, lr in ((0, 1e-3), (7, 2e-3)):
+        log = Log()
+        log.open(changed(Config(run_dir=str(tmp_path)), lr=lr, **limits), version)
+        log.board.close()
+    config = strict((tmp_path / "config.json").read_text())
+    assert config["advantage"]["clip"] == ["-inf", "inf"] and config["policy"]["lr"] == 2e-3
+    first, second = map(strict, (tmp_path / "starts.jsonl").read_text().splitlines())
+    assert second == config | {"time": second["time"], "version": 7}
+    assert (first["version"], first["policy"]["lr"]) == (0, 1e-3) and first["command_line"]
+    clip = Config(advantage={"clip": first["advantage"]["clip"]}).advantage.clip
+    assert clip == (-math.inf, math.inf), "it can be read back"
+
+
+def test_a_good_run_does_not_fail_for_its_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "draw", lambda folder: 1 / 0)
+    cfg = Config(run_dir=str(tmp_path))
+    log = Log()
+    log.open(cfg, 0)
+    log.close()
+    report.finish(cfg)
+    assert "no report: division by zero" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dropped", [0, 2])
+def test_an_evaluation_says_what_it_left_out(dropped, capsys):
+    log = Log()
+    log.cfg = Config()
+    written = []
+    log.write = lambda *line: written.append(line)
+    info = dataclasses.replace(Sample.empty().info(), reward=0.5, score=1.0, env="any")
+    log.evaluation(7, [[info]], dropped)
+    told = " (dropped prompts: 2)" * bool(dropped)
+    expected = f"version 7: validation reward 0.500, exact 1.000{told}\n"
+    assert capsys.readouterr().out == expected
+    assert written[0][1].get("validation_dropped", 0) == dropped
+
+
+def test_an_error_of_another_process_is_one_line_that_names_its_place():
+    remote = (
+        "\x1b[36mray::RolloutWorker.rollout_group()\x1b[39m (pid=7)\n"
+        '  File "/repo/envs/__init__.py", line 128, in verify\n'
+        "    verdict = environment(name).verify(row, response)\n"
+        '  File "/repo/envs/vowels.py", line 10, in verify\n'
+        "    return row['word']\n"
+        "KeyError: 'word'\n"
+    )
+    place = 'File "/repo/envs/vowels.py", line 10, in verify'
+    assert in_one_line(RuntimeError(remote)) == f"{place}: KeyError: 'word'"
+    assert in_one_line(TimeoutError("waited 5 s")) == "waited 5 s"
+    assert in_one_line(TimeoutError()) == "TimeoutError()"
+
+
+@pytest.mark.parametrize(
+    ("lag", "gap", "others", "alarms"),
+    [("0", 0.06, 50, True), ("0", 0.04, 50, False), ("1", 0.5, 50, False)]
+    + [("0", 0.06, 500, False), ("0", math.nan, 50, True)],
+)
+def test_the_alarm_is_of_tokens_of_the_policy_that_is_trained(lag, gap, others, alarms):
+    """Ten tokens on one rank and thirty, twice as far apart, on another.
+
+    Where there are few of that policy, they end answers of an older one, and read its KV.
+    """
+    log = Log()
+    lines, notes = [], []
+    log.line = lambda name, content: lines.append(content)
+    log.note = notes.append
+    near, far = gap / 1.75, gap / 1.75 * 2
+    tables = [{("lag", lag): [n, n, n * x, 0.0, x]} for n, x in ((10, near), (30, far))]
+    tables[0]["lag", "2"] = [others, 1, 9.0 * others, 0.0, 9.0]
+    tables[0]["all", ""] = [others + 40, 1, 9.0 * others, 0.0, 9.0]
+    log.mismatch(7, tables)
+    (line,) = lines
+    assert line["step"] == 7
+    told = f"step 7: trainer and engine are {gap:.3f} nats a token apart at lag 0, more than 0.05;"
+    assert notes == [f"{told} see docs/debugging.md"] * alarms

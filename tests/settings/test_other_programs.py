@@ -1,0 +1,165 @@
+"""Names of other programs on the command line and in files, and the pages that translate them."""
+
+import pytest
+
+import dpo
+from core import errors
+from grpo_async import Config
+from runtime.startup import preflight
+from settings import other_programs, reader
+
+ROWS = {
+    page: [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (other_programs.DOCS / page).read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
+    ]
+    for page in other_programs.PAGES
+}
+
+
+def refused(*flags: str) -> str:
+    """What `load` says of a command line."""
+    with pytest.raises(errors.InputError) as error:
+        preflight.load(Config, list(flags), default="configs/tiny.py")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("flags", [
+    ["grpo.num_prompts_per_step=256"],
+    ["+grpo.num_prompts_per_step=256"],
+    ["++grpo.num_prompts_per_step=256"],
+    ["--grpo.num_prompts_per_step=256"],
+    ["--grpo.num-prompts-per-step", "256"],
+    ["~grpo.num_prompts_per_step"],
+    ["--steps", "3", "grpo.num_prompts_per_step=256", "--help"],
+    ["--dry_run", "--config", "no/such.py", "grpo.num_prompts_per_step=256"],
+])  # fmt: skip
+def test_a_key_of_nemo_rl_is_refused_with_our_name_before_anything_else(flags):
+    told = refused(*flags)
+    (word,) = (flag for flag in flags if "grpo" in flag)
+    expected = "a key of NeMo-RL; here: prompts_per_step (docs/from_nemo_rl.md)"
+    assert told == f"error: {word}: {expected}"
+
+
+@pytest.mark.parametrize(("flag", "here"), [
+    ("policy.model_name=m", "model: a folder of"),
+    ("policy.generation.vllm_kwargs.max_num_seqs=4", "engine.args: vLLM's engine arguments"),
+    ("grpo.reward_scaling.enabled=true", "none: asynchronous NeMo-RL ignores them"),
+    ("cluster.num_nodes=2", "policy.ranks: "),
+])  # fmt: skip
+def test_a_key_is_what_its_nearest_listed_parent_is(flag, here):
+    assert f"error: {flag}: a key of NeMo-RL; here: {here}" in refused(flag)
+
+
+@pytest.mark.parametrize(("flags", "here"), [
+    (["--learning_rate", "1e-6"], "a key of TRL; here: policy.lr (docs/from_trl.md)"),
+    (["--learning-rate=1e-6"], "a key of TRL; here: policy.lr ("),
+    (["--num_generations", "8"], "a key of TRL; here: group_size ("),
+    (["--vllm_gpu_memory_utilization", "0.5"], "a key of TRL; here: engine.args: {"),
+    (["actor_rollout_ref.rollout.n=8"], "a key of verl; here: group_size ("),
+    (["+trainer.total_epochs=3"], "a key of verl; here: steps ("),
+    (["actor_rollout_ref.rollout.val_kwargs.top_p=0.9"], "a key of verl; here: sampling.valid"),
+    (["--num_generations_per_prompt", "8"], "grpo.num_generations_per_prompt is a key of NeMo"),
+    (["--max_num_steps=8"], "grpo.max_num_steps is a key of NeMo-RL; here: steps: "),
+    (["--logger.wandb.group=a"], "a key of NeMo-RL; here: wandb: W&B's own variables WANDB"),
+    (["--data.input_key", "q"], "a key of NeMo-RL; here: none: options of data_prep.py rows"),
+    (["env.nemo_gym.config_paths=[]"], "a key of NeMo-RL; here: services.nemo_gym: launch/gym.sh"),
+    (["custom_reward_function.path=x.py"], "a key of verl; here: none: a reward is verify of"),
+])  # fmt: skip
+def test_a_name_of_trl_or_verl_is_refused_with_ours(flags, here):
+    assert f"error: {flags[0]}: {here}" in refused(*flags)
+
+
+@pytest.mark.parametrize(("flag", "nearest"), [
+    ("grpo.num_prompt_per_step=1", "grpo.num_prompts_per_step, a key of NeMo-RL; here: prompts"),
+    ("--grpo.max_steps=5", "grpo.max_num_steps, a key of NeMo-RL; here: steps: "),
+    ("policy.generation.max_tokens=3", "policy.generation.max_new_tokens, a key of NeMo-RL; h"),
+])  # fmt: skip
+def test_a_key_that_no_page_has_is_not_said_to_be_one(flag, nearest):
+    told = f"error: {flag}: docs/from_nemo_rl.md has no line about it; the nearest is {nearest}"
+    assert told in refused(flag)
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    (["steps=5"], "steps=5: expected --steps 5"),
+    (["policy.lr=1e-6", "--seed", "3"], "policy.lr=1e-6: expected --policy.lr 1e-6"),
+    (["--wandb", "true"], "wandb = true: expected --wandb, without a value"),
+    (["--wandb=False"], "wandb = False: expected --no-wandb, without a value"),
+    (["--advantage.normalize", "false"], "false: expected --advantage.no-normalize, without a val"),
+    (["--max_grad_norm", "1"], "--max_grad_norm: expected --policy.max_grad_norm"),
+    (["--kl_coef=0.1"], "--kl_coef=0.1: expected --loss.kl_coef"),
+    (["--policy.learning_rate", "1e-6"], "a key of TRL; here: policy.lr ("),
+    (["--dry_run", "true"], "dry_run = true: expected --dry_run, without a value"),
+])  # fmt: skip
+def test_a_setting_in_the_form_of_another_program_is_shown_in_ours(flags, expected):
+    assert expected in refused(*flags)
+
+
+@pytest.mark.parametrize(("flags", "here"), [
+    (["--dpo.max_num_steps", "5"], "a key of NeMo-RL's DPO; here: steps"),
+    (["dpo.reference_policy_kl_penalty=0.1"], "a key of NeMo-RL's DPO; here: loss.beta"),
+    (["--max_steps", "8"], "a key of TRL's DPO; here: steps: batches"),
+    (["--dataset_name", "x"], "a key of TRL's DPO; here: data.train: a JSONL file of pairs"),
+    (["--learning_rate", "1"], "a key of TRL; here: policy.lr ("),
+    (["--policy.train_global_batch_size", "8"], "a key of NeMo-RL's DPO; here: pairs_per_step: "),
+])  # fmt: skip
+def test_a_key_of_dpo_has_its_name_in_dpo(flags, here):
+    with pytest.raises(errors.InputError) as error:
+        preflight.load(dpo.Config, flags, default="configs/tiny_dpo.py")
+    assert f"error: {flags[0]}: {here}" in str(error.value)
+
+
+def test_a_name_that_a_group_has_here_is_that_groups(capsys):
+    """DPO has loss.beta, GRPO has not: there TRL's beta is the weight of the KL."""
+    with pytest.raises(errors.InputError, match="--beta: expected --loss.beta"):
+        preflight.load(dpo.Config, ["--beta", "0.1"], default="configs/tiny_dpo.py")
+    assert "a key of TRL; here: loss.kl_coef" in refused("--beta", "0.1")
+    with pytest.raises(SystemExit):
+        preflight.load(dpo.Config, ["--num_generations", "8"], default="configs/tiny_dpo.py")
+    assert "group_size" not in capsys.readouterr().err, "DPO has none"
+
+
+@pytest.mark.parametrize(("line", "told"), [
+    ("learning_rate = 1e-6", "unknown field 'learning_rate': a key of TRL; here: policy.lr ("),
+    ("policy = {'learning_rate': 1}", "'policy.learning_rate': a key of TRL; here: policy.lr ("),
+    ("num_generations = 8", "unknown field 'num_generations': a key of TRL; here: group_size"),
+    ("grpo = {'num_prompts_per_step': 8, 'seed': 1}", "unknown field 'grpo': grpo.num_prompts_per_"
+     "step: a key of NeMo-RL; here: prompts_per_step (docs/from_nemo_rl.md); grpo.seed: a key of"),
+    ("loss_fn = {'ratio_clip_min': 0.2}", "loss_fn.ratio_clip_min: a key of NeMo-RL; here: loss."),
+    ("policy = {'max_total_sequence_length': 8}", "length': a key of NeMo-RL; here: sampling.m"),
+    ("policy = {'megatron_cfg': {'tensor_model_parallel_size': 2}}", "'policy.megatron_cfg': policy"
+     ".megatron_cfg.tensor_model_parallel_size: a key of NeMo-RL; here: policy.tp: "),
+    ("grpo = {'max_steps': 8}", "grpo.max_steps: docs/from_nemo_rl.md has no line"),
+    ("temperature = 1.0", "unknown field 'temperature'; did you mean sampling.temperature?"),
+])  # fmt: skip
+def test_a_file_that_assigns_such_a_name_is_refused_alike(line, told, tmp_path):
+    (tmp_path / "mine.py").write_text(f"{line}\n")
+    assert told in refused("--config", str(tmp_path / "mine.py"))
+
+
+def test_our_own_settings_are_no_keys_of_others():
+    """policy.max_grad_norm is a name here and of NeMo-RL."""
+    ours = [f"--{name}" for name in reader.leaves(Config)]
+    reader.check_names(Config, [*ours, *(f"{name}=x" for name in ours)])
+    values = ["runs/a=b", "x=1", "{}", '{"grpo.seed": 1}', "a b.c=1", "", "=", "env"]
+    reader.check_names(Config, [*values, "--run_dir", "policy.lr=3"])
+
+
+def test_without_its_page_a_key_is_an_unknown_flag(monkeypatch, tmp_path):
+    monkeypatch.setattr(other_programs, "DOCS", tmp_path)
+    other_programs.listed.cache_clear()
+    assert other_programs.meaning("grpo.num_prompts_per_step", reader.leaves(Config)) == ""
+    other_programs.listed.cache_clear()
+
+
+@pytest.mark.parametrize(("page", "least"), [("from_nemo_rl.md", 150), ("from_trl.md", 100)])
+def test_a_page_names_each_key_once_and_only_settings_that_exist(page, least):
+    pages = other_programs.listed().values()
+    lines = [(name.program, name.key) for names in pages for name in names if name.page == page]
+    assert len(lines) == len(set(lines)) >= least
+    assert all(len(row) == 3 for row in ROWS[page])
+    known = {*reader.leaves(Config), *reader.leaves(dpo.Config), "advantage.low_effort"}
+    named = {row[1].strip("`") for row in ROWS[page]} - {"none"}
+    assert named <= known and len(named) >= 30
+    assert all(row[2] for row in ROWS[page] if row[1] == "none"), "what has no setting says why"
