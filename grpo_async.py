@@ -55,16 +55,21 @@ from torch import Tensor
 
 from envs import registry
 from policy.packing import Share, Update, plan_shares
+from rollout import engine_choices
 from rollout.drafts import Drafts
 from rollout.episode import Episode, Group, Request, Rollouts, Sample, Turn, shaped_reward
 from rollout.sampler import Samplers
 from runtime.checkpoints.save import Checkpoints
+from runtime.engines import repair
+from runtime.engines.engine import open_engine
 from runtime.engines.fleet import Fleet
 from runtime.processes.cluster import Cluster
 from runtime.processes.rank import SendingRank
 from runtime.reporting import metrics
 from runtime.reporting.log import Log
+from runtime.reporting.rollout_metrics import mismatch_table
 from runtime.rollouts.dispatch import Dispatcher, Parts, Slot
+from runtime.rollouts.evaluation import evaluate
 from settings.config import CHECKED, LowEffort, RunSettings
 
 if TYPE_CHECKING:
@@ -370,8 +375,6 @@ def plan_step(groups: list[Group], cfg: Config, more: bool = False) -> list[Shar
 
 def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
     """One row of several samples; an empty row is a single token that trains nothing."""
-    from rollout import replayed  # what few runs have
-
     samples = samples or [Sample.empty()]
 
     def join(pieces: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
@@ -388,7 +391,7 @@ def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
         score_N=torch.tensor([sample.score for sample in samples]),
         planned_tokens=update.planned_tokens,
         planned_sequences=update.planned_sequences,
-        **replayed.of_row(samples, cfg.sampling.truncates),  # large: Ray's own, not copied
+        **engine_choices.of_row(samples, cfg.sampling.truncates),
     )
 
 
@@ -504,8 +507,6 @@ class Generator:
 
     async def start(self) -> None:
         """Builds the engine; its weights come with version 0."""
-        from runtime.engines.engine import open_engine
-
         self.engine: AsyncLLM = open_engine(self.cfg)
 
     async def generate(self, request: Request) -> list[Turn]:
@@ -667,7 +668,7 @@ class Trainer(SendingRank):
         samples = [sample for row, _ in used for sample in row]
         logp_T = torch.cat([torch.empty(0), *(x_T.cpu() for _, x_T in used)]).numpy()
         limit = self.cfg.correction.sequence_error_limit
-        return Trained(measured, self.mismatch(samples, logp_T, step, limit), logp_T)
+        return Trained(measured, mismatch_table(samples, logp_T, step, limit), logp_T)
 
     def add_old_and_reference(self, batches: list[list[Batch]]) -> None:
         """The logprobs that the loss compares with, computed before the policy moves."""
@@ -750,7 +751,8 @@ class Engines:
                 measured = await fleet.exchange(sends, updates)
                 gaps = await fleet.gaps() if verify else []
             except Exception as error:
-                await fleet.discard_dead(error, lost_before)  # re-raises what no restart can fix
+                # Re-raises what no restart can fix.
+                await repair.discard_dead(fleet, error, lost_before)
                 continue
             fleet.probe.judge(version, gaps)
             if fleet.alive:  # or all died after they had acknowledged the update
@@ -760,7 +762,8 @@ class Engines:
     async def repair_forever(self, run: "Run") -> None:
         """Replaces engines that die while they serve; the others go on, and so does training."""
         while not run.leaving:
-            await self.fleet.unless_left(self.fleet.replaced(), lambda: run.leaving)
+            replacing = repair.replace(self.fleet)
+            await repair.unless_left(self.fleet, replacing, lambda: run.leaving)
             async with run.training:
                 if self.fleet.missing.is_set():
                     await run.sync_or_leave(run.buffer.version)
@@ -941,7 +944,7 @@ class Run:
     async def sync_or_leave(self, version: int) -> dict[str, float]:
         """`Engines.sync`; {} once the run is to leave and no engine lives, so that it can save."""
         fleet = self.engines.fleet
-        return await fleet.unless_left(self.engines.sync(version), lambda: self.leaving)
+        return await repair.unless_left(fleet, self.engines.sync(version), lambda: self.leaving)
 
     def is_due(self, period: int) -> bool:
         """Whether something is to be done at this version: every `period`, and at the end."""
@@ -996,7 +999,7 @@ class Run:
 
     async def evaluate(self) -> None:
         """Validation rewards and pass@k, once a version; given up when the run is to leave."""
-        await self.dispatcher.evaluate(self)
+        await evaluate(self)
 
     async def save(self) -> None:
         """Copies this moment, while the run waits, and writes it while the run goes on."""

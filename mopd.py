@@ -56,10 +56,13 @@ from grpo_async import (
     importance_weights,
     trusted_sequences,
 )
+from policy.factory import network
 from policy.packing import Place, Update
 from rollout.episode import Episode, Group, Rollouts, Sample, SampleInfo
+from runtime.checkpoints.folders import flaw
 from runtime.processes.rank import Rank, SendingRank
 from runtime.reporting import metrics
+from runtime.reporting.rollout_metrics import mismatch_table
 from runtime.rollouts.dispatch import Slot
 from runtime.rollouts.teachers import Teachers
 from settings.config import CHECKED, Demand
@@ -213,9 +216,6 @@ class Teacher(Rank):
 
         Raises RuntimeError where one was exported by a run and its marker says otherwise.
         """
-        from policy.factory import network
-        from runtime.checkpoints.kept import flaw
-
         cfg = self.cfg
         self.join_ranks(rank, address)
         for model in cfg.models_beside(cfg.model):
@@ -305,7 +305,7 @@ class Trainer(SendingRank):
         samples = [sample for row in rows for sample in row]
         logp_T = torch.cat([torch.empty(0), *used]).numpy()
         limit = self.cfg.correction.sequence_error_limit
-        return Trained(measured, self.mismatch(samples, logp_T, step, limit), logp_T)
+        return Trained(measured, mismatch_table(samples, logp_T, step, limit), logp_T)
 
     def step(self) -> dict[str, float]:
         """An optimizer step, with gradients scaled as if the divisor had counted kept tokens."""

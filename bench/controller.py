@@ -34,7 +34,7 @@ from rollout.episode import SampleInfo  # noqa: E402
 from runtime.engines import fleet  # noqa: E402
 from runtime.engines.fleet import Received  # noqa: E402
 from runtime.processes import cluster  # noqa: E402
-from runtime.processes.layout import Places  # noqa: E402
+from runtime.processes.placement import Places  # noqa: E402
 from runtime.startup import modes  # noqa: E402
 
 TIMES = int(sys.argv[3]) if len(sys.argv) > 3 else 1

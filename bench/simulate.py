@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import dry_run  # noqa: E402
 import mopd  # noqa: E402
-from bench.simulation import findings, world  # noqa: E402
+from bench.simulation import findings, validation, world  # noqa: E402
 from bench.simulation.faults import KINDS, Faults  # noqa: E402
 from bench.simulation.findings import Findings  # noqa: E402
 from bench.simulation.hardware import Hardware, Measured, Modelled  # noqa: E402
@@ -262,8 +262,6 @@ def shown(seconds: float) -> str:
 def validate(what: str) -> None:
     """Prints the simulation beside closed forms ("forms"), real runs ("runs"), or both."""
     if what != "runs":
-        from bench.simulation import validation
-
         print("\n".join(validation.table()), flush=True)
     if what != "forms":
         from bench.simulation import real

@@ -2,10 +2,12 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import math
+import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
@@ -167,3 +169,28 @@ async def within(
     finally:
         alarm.cancel()
         look = None  # type: ignore[assignment]  # it holds itself: no count of references ends it
+
+
+RENDER_SECONDS = 4.0  # of the processor; the longest prompts take a tenth of a second
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in what takes more of the processor. In a main thread alone.
+
+    It rings again where the error is swallowed. Other threads receive no signals.
+    """
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError(f"it did not end in {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

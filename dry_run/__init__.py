@@ -19,7 +19,7 @@ from policy.gpus import GIB, Gpu, planned
 from policy.model_shape import Model
 from prep import check
 from rollout import preference_rows
-from runtime.processes import layout
+from runtime.processes import placement
 from runtime.startup.preflight import check_arguments, lacking
 from settings.config import RunSettings, TrainingSettings
 from settings.distillation import TeacherSettings
@@ -117,7 +117,7 @@ def changed(cfg: TrainingSettings, Config: type) -> list[str]:
 
 def gpu_rows(cfg: TrainingSettings) -> list[str]:
     """GPUs by role, and the nodes that hold them."""
-    gpus = layout.gpus(cfg)
+    gpus = placement.gpus(cfg)
     count, tp, share, _ = cfg.demand
     ranks = cfg.policy.ranks
     nodes = f"nodes of {pace.NODE_GPUS}: {math.ceil(len(gpus) / pace.NODE_GPUS)}"
@@ -389,7 +389,7 @@ def balance_row(model: Model, cfg: RunSettings, gpu: Gpu) -> str:
 
 def slurm_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     """The allocation to ask for, and when a job needs the signal that it ends."""
-    gpus = len(layout.gpus(cfg))
+    gpus = len(placement.gpus(cfg))
     step = pace.step_seconds(model, cfg, gpu)
     nodes = math.ceil(gpus / pace.NODE_GPUS) or 1
     margin = pace.signal_seconds(model, cfg, step)
@@ -453,7 +453,9 @@ def engine_problems(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
     utilization = cfg.engine.arguments["gpu_memory_utilization"]
     engine = utilization * gpu.memory
     update = gpu_memory.reload_bytes(model, cfg)
-    held = [g.get("trainer", 0) * trainer + g.get("engine", 0) * engine for g in layout.gpus(cfg)]
+    held = [
+        g.get("trainer", 0) * trainer + g.get("engine", 0) * engine for g in placement.gpus(cfg)
+    ]
     most = max(held, default=trainer)
     tokens = gpu_memory.kv_tokens(model, cfg, gpu.memory, length)
     found = []

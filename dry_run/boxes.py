@@ -12,7 +12,7 @@ from envs.swe import box_budget, image_cache, images
 from envs.swe.box import Size
 from policy.gpus import GIB
 from rollout.rows import raw_lines
-from runtime.processes import layout
+from runtime.processes import placement
 from settings.config import RunSettings
 
 ROWS = b'"swe_agents'  # in a line that is a row of one
@@ -38,7 +38,7 @@ def count(cfg: RunSettings) -> Boxes:
     """The boxes at once: groups go to the workers in turn, workers are spread over the nodes."""
     groups = (cfg.max_lag + 1) * cfg.prompts_per_step
     workers = cfg.rollout_workers
-    nodes = min(workers, math.ceil(len(layout.gpus(cfg)) / pace.NODE_GPUS) or 1)
+    nodes = min(workers, math.ceil(len(placement.gpus(cfg)) / pace.NODE_GPUS) or 1)
     here = math.ceil(workers / nodes) * math.ceil(groups / workers) * cfg.group_size
     episodes = groups * cfg.group_size
     return Boxes(episodes, nodes, min(here, episodes))

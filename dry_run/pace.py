@@ -14,8 +14,7 @@ from policy import gpu_memory
 from policy.gpus import Gpu
 from policy.model_shape import Model
 from policy.sync.weight_sync import BUCKET_BYTES
-from runtime.processes.layout import Node, gpus, plan
-from runtime.processes.placement import node_mates
+from runtime.processes.placement import Node, gpus, node_mates, plan
 from settings.config import RunSettings
 from settings.distillation import TeacherSettings
 from settings.preferences import PairSettings

@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.errors import InputError, ModuleError, located
+from core.waits import RENDER_SECONDS, at_most
 from envs import get, registry, require, services
 from envs.parsers import parsers
 from rollout.chat import DENSEST
-from rollout.check_messages import check_items, check_overrides, check_tools
-from rollout.messages import load_tokenizer, render_messages, template_variables
+from rollout.messages import (
+    check_items,
+    check_overrides,
+    check_tools,
+    load_tokenizer,
+    render_messages,
+    template_variables,
+)
 from rollout.rows import keep_bad, loads, refuse_none, sort_lines
-from settings.alarm import RENDER_SECONDS, at_most
 from settings.environment_services import Services
 
 if TYPE_CHECKING:

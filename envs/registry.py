@@ -1,14 +1,19 @@
 """Which environment serves a row, and what it makes of the answers to it."""
 
+import ast
 import difflib
+import functools
 import importlib.util
 import inspect
 import numbers
+import re
 import reprlib
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import envs
 from core.errors import ModuleError, located
 from core.waits import in_thread, together
 from envs import Reward, services
@@ -25,9 +30,8 @@ def environment(name: str) -> ModuleType:
     Where there is a server of NeMo-Gym's, it has the agents that no module declares. Raises
     ModuleError, with file and line, where the module cannot be imported.
     """
-    from envs import agents  # found once a process has a row
 
-    known = agents.served()
+    known = served()
     is_known = name in list(known)
     file = "envs." + (known[name] if is_known else "gym/nemo_gym").replace("/", ".")
     if not is_known and not services.current().nemo_gym:
@@ -131,3 +135,53 @@ def _builtin(value: Any) -> Any:
     """Python's value of a scalar of numpy: those are no JSON values, and its bool is no number."""
     is_scalar = type(value).__module__ == "numpy" and value.ndim == 0
     return value.item() if is_scalar else value
+
+
+# What a module that serves an agent cannot lack. The others are not parsed.
+SERVES = re.compile(r"\bAGENTS\b|^(async )?def (verify|rollout|score_group)\b", re.MULTILINE)
+
+
+@functools.cache
+def served() -> dict[str, str]:
+    """Agent name -> module, such as maths/math, read from the files.
+
+    Raises ModuleError where two claim a name.
+    """
+    claimed: dict[str, str] = {}
+    root = Path(envs.__path__[0])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).with_suffix("").as_posix()
+        if path.with_suffix("").is_dir():
+            raise ModuleError(f"envs/{name}.py has the name of the folder envs/{name}/: rename it")
+        for agent in declared(path):
+            if agent in claimed:
+                files = f"envs/{claimed[agent]}.py and envs/{name}.py"
+                raise ModuleError(f"{files} both declare the agent {agent!r}, expected one of them")
+            claimed[agent] = name
+    return claimed
+
+
+def declared(path: Path) -> tuple[str, ...]:
+    """What a module's top-level `AGENTS = (...)` says, without importing it; () where it has none.
+
+    Raises ModuleError where it is no literal tuple or list of strings.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        module = ast.parse(text if SERVES.search(text) else "", path)
+    except (SyntaxError, ValueError) as error:
+        raise ModuleError(f"{path} cannot be read as Python: {error}") from None
+    found: tuple[str, ...] = ()
+    for node in module.body:
+        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        if "AGENTS" not in [target and ast.unparse(target) for target in targets]:
+            continue
+        value = getattr(node, "value", None)  # `AGENTS += ...` depends on what stands above it
+        items: list[Any] = [None]
+        if isinstance(value, ast.Tuple | ast.List) and not isinstance(node, ast.AugAssign):
+            items = [getattr(item, "value", None) for item in value.elts]
+        if not all(isinstance(item, str) for item in items):
+            shown = ast.unparse(value) if value else "nothing"
+            raise ModuleError(f"{path}: AGENTS is {shown}, expected a literal tuple of names")
+        found = tuple(items)
+    return found

@@ -2,6 +2,7 @@
 
 import heapq
 import math
+from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -49,8 +50,6 @@ def plan_shares(
     for update, lengths in planned:
         parts = [list(lengths)]
         if layout.replay_routing:
-            from policy.whole_groups import spread  # of use to those who ship much
-
             parts = spread(lengths, layout.replicas, even)
         ranks = layout.replicas // len(parts)
         plans = [
@@ -118,3 +117,39 @@ def plan_rows(
     works = [(-work, r) for work, r, _ in usable] + [(-work, r) for _, r, work in crowded]
     heaviest_first = [r for _, r in sorted(works)]
     return [[rows[r] for r in heaviest_first[rank::ranks]] for rank in range(ranks)]
+
+
+EXCESS = 0.01  # of the mean work, that the replica with most may have beyond it
+
+
+def spread(lengths: "dict[Place, int]", replicas: int, even: int) -> "list[list[Place]]":
+    """The samples of each replica, from the length of each; the same for the same lengths.
+
+    n tokens are work n (n + even), as for plan_rows.
+
+    Groups go whole to the replica with the least work, heaviest first. Then the replica with most
+    gives single samples to that with least, each as near as there is to half of what they are
+    apart, until EXCESS holds or no sample would bring them nearer.
+    """
+    work = {at: n * (n + even) for at, n in lengths.items()}
+    groups: dict[int, list[Place]] = defaultdict(list)
+    for at in work:
+        groups[at[0]].append(at)
+    of_group = {g: sum(work[at] for at in places) for g, places in groups.items()}
+    shares: list[list[Place]] = [[] for _ in range(replicas)]
+    total = [0] * replicas
+    for g in sorted(groups, key=lambda g: -of_group[g]):
+        least = total.index(min(total))
+        shares[least] += groups[g]
+        total[least] += of_group[g]
+    while max(total) > (1 + EXCESS) * sum(total) / replicas:
+        most, least = total.index(max(total)), total.index(min(total))
+        apart = total[most] - total[least]
+        moved = min(shares[most], key=lambda at: abs(2 * work[at] - apart))
+        if work[moved] >= apart:
+            break
+        shares[most].remove(moved)
+        shares[least].append(moved)
+        total[most] -= work[moved]
+        total[least] += work[moved]
+    return [sorted(share) for share in shares]

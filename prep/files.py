@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from core import errors
 from core.errors import InputError
-from envs import agents
+from envs import registry
 from rollout.rows import LONGEST_LINE, decoded, raw_lines
 
 
@@ -59,7 +59,7 @@ def agent(row: dict) -> str:
 def served() -> dict[str, str]:
     """The modules of envs/ by the agents that they serve. Raises InputError where two claim one."""
     try:
-        return agents.served()
+        return registry.served()
     except errors.ModuleError as error:
         raise InputError(str(error)) from None
 

@@ -11,8 +11,7 @@ import tyro
 from core.errors import InputError
 from envs import check_rows, get, require
 from prep import files
-from rollout.check_messages import check_items
-from rollout.messages import chat, functions
+from rollout.messages import chat, check_items, functions
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Annotated
 import tyro
 
 from core.errors import InputError
-from prep import files, swe_check, swe_formats, swe_tables, tables
+from prep import files, swe_check, swe_formats, tables
 from prep.swe_formats import Refused
+from prep.swe_scripts import Scripts
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Swe:
         """The rows of all records that can be graded; counts what is found."""
         known = self.known()
         own = {"harness": self.harness} if self.harness else {}
-        with swe_tables.Scripts(self.tables) as scripts:
+        with Scripts(self.tables) as scripts:
             for place, record in records(self.source, self.split):
                 issue = swe_formats.issue(place, record, self.dataset or name_of(self.source))
                 issue = issue.with_those_of(known.get(issue.id, {}))

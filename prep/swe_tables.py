@@ -10,62 +10,12 @@ import contextlib
 import importlib
 import io
 import json
-import os
-import subprocess
 import sys
 from typing import Any
 
 PACKAGES = {"bench": "swebench 4.1", "gym": "swegym", "smith": "swesmith"}
-SECONDS = 120.0  # that an answer may take, and the first one an import
 WORKDIR = "/testbed"
 TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
-
-
-class Scripts:
-    """The Python that has the tables, started for the first record that needs it."""
-
-    def __init__(self, python: str) -> None:
-        self.python = python
-        self.process: subprocess.Popen[str] | None = None
-
-    def of(self, kind: str, record: dict[str, Any]) -> dict[str, str]:
-        """The answer for a record. Raises Refused where there is none."""
-        from prep.swe_formats import Refused
-
-        if not self.python:
-            has = "its tests' script is missing"
-            raise Refused(f"{has}, expected eval_script, or --tables with {PACKAGES[kind]}")
-        answer = self.answer({"kind": kind, "record": record})
-        if why := answer.get("why"):
-            raise Refused(f"--tables: {why}")
-        return answer
-
-    def answer(self, asked: dict[str, Any]) -> dict[str, str]:
-        """Asks the process. Raises InputError where it does not answer."""
-        from core.errors import InputError
-
-        try:
-            if self.process is None:
-                pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-                env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-                self.process = subprocess.Popen(
-                    [self.python, __file__], text=True, env=env, **pipes
-                )
-            assert self.process.stdin and self.process.stdout
-            self.process.stdin.write(json.dumps(asked) + "\n")
-            self.process.stdin.flush()
-            return json.loads(self.process.stdout.readline())
-        except (OSError, ValueError) as error:
-            raise InputError(f"--tables {self.python!r}: expected a Python: {error}") from None
-
-    def __enter__(self) -> "Scripts":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process and self.process.stdin:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
-            self.process.wait(SECONDS)
 
 
 def lists(record: dict[str, Any]) -> list[str]:

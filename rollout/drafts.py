@@ -7,10 +7,15 @@ from time to time. When an engine is lost, the retry hands its copies to another
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from core import waits
+from policy.allowed_tokens import Allowed
+from rollout import engine_choices
 from rollout.episode import Request, Turn
 
 EMPTY_TURN = Turn([], [], [], [], "")
@@ -62,7 +67,6 @@ class Drafts:
         None stands for an answer that the caller has whole. With `known` empty all is new.
         `states` is vLLM's engine.output_processor.request_states. Only what is new is copied.
         """
-        from rollout.unreported import unreported  # which needs numpy and torch
 
         running = {state.external_req_id: state for state in states.values()}
         turns = self.written.get(name, [])
@@ -103,7 +107,6 @@ class DraftedCall(NamedTuple):
 
     def turns(self) -> list[Turn]:
         """Each answer in one piece."""
-        from rollout.unreported import whole
 
         return [whole(self.prompt_ids, pieces) for pieces in self.answers]
 
@@ -128,18 +131,16 @@ async def answers(calls: list[DraftedCall], k: int, engine: Any, request: Reques
     `calls` are the rollout's, of this try and of an earlier one. Those of the earlier one from k on
     are dropped where call k had another prompt: then the conversation went another way.
     """
-    from rollout import routing_replay
-
     call = calls[k] if k < len(calls) else None
     if not call or call.prompt_ids != request.prompt_ids or len(call.answers) not in (0, request.n):
         call = DraftedCall(request.prompt_ids, [])
         calls[k:] = [call]
     turns = call.turns()
-    held = routing_replay.held(calls[:k], request.prompt_ids)
+    held = engine_choices.held(calls[:k], request.prompt_ids)
     if call.known() != [None] * request.n:
         request = request._replace(drafts=turns, known_routes=sum(map(len, held)))
         turns = await followed(calls, k, engine, request)
-    routing_replay.complete(turns, held)
+    engine_choices.complete(turns, held)
     calls[k] = DraftedCall(request.prompt_ids, [[turn] for turn in turns])
     return turns
 
@@ -186,3 +187,55 @@ class DraftBook:
     def forget(self, slot: Any, line: int) -> None:
         """Drops the drafts of a group that is done or given up."""
         self.groups.pop((slot, line), None)
+
+
+def unreported(n: int, turn: Turn, state: Any) -> Turn:
+    """What an answer has after its first n tokens: those of `turn`, then those of `state`.
+
+    `state` is vLLM's RequestState of the request that goes on from `turn`, None where none does.
+    """
+    rest = turn.after(n)
+    if state is None:
+        return rest
+    answer = state._new_completion_output([], None, None)
+    answer.finish_reason = ""
+    # vLLM adds the next one, and sets of tokens, to finished answers only.
+    answer.weight_versions = state._weight_version_spans()
+    new = Turn.from_vllm([], answer, max(0, n - len(turn.token_ids)))
+    if chunks := getattr(state, "sampling_mask_chunks", None):
+        new.allowed = last_sets(chunks, len(new.token_ids))
+    return rest.extended(new)
+
+
+def last_sets(chunks: list[Any], tokens: int) -> Allowed:
+    """The sets of the last `tokens` tokens, of vLLM's SamplingMaskLists of one token or more.
+
+    Older ones are not looked at: a report must not cost what the whole answer is long.
+    """
+    found = 0
+    counts: list[np.ndarray] = []
+    ids: list[np.ndarray] = []
+    for chunk in reversed(chunks):
+        if found >= tokens:
+            break
+        one = [0, len(chunk.token_ids)]
+        counts.append(np.diff(one if chunk.offsets is None else chunk.offsets))
+        ids.append(chunk.token_ids)
+        found += len(counts[-1])
+    none = np.zeros(0, np.int32)
+    newest = (np.concatenate([none, *parts[::-1]], dtype=np.int32) for parts in (counts, ids))
+    return Allowed(*newest).after(max(0, found - tokens))
+
+
+def whole(prompt_ids: list[int], pieces: list[Turn]) -> Turn:
+    """The answer that was reported in pieces; each token is copied once, however many there are."""
+    chain = itertools.chain.from_iterable
+    sets = [piece.allowed for piece in pieces if piece.allowed]
+    return dataclasses.replace(
+        pieces[-1],
+        prompt_ids=prompt_ids,
+        token_ids=list(chain(piece.token_ids for piece in pieces)),
+        logps=list(chain(piece.logps for piece in pieces)),
+        versions=list(chain(piece.versions for piece in pieces)),
+        allowed=Allowed(*map(np.concatenate, zip(*sets, strict=True))) if sets else None,
+    )

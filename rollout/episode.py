@@ -14,6 +14,7 @@ import numpy as np
 
 from core.waits import Ref
 from envs import Reward
+from rollout import engine_choices
 from rollout.answer_markup import FLAWS
 from rollout.messages import extend, last_question
 from rollout.response import Response
@@ -182,8 +183,6 @@ class Sample:
     @classmethod
     def of(cls, turns: list[Turn]) -> "Sample":
         """One sequence: in turn, what the environment added and what the policy answered."""
-        from rollout import replayed  # of a module of its own, as few runs have it
-
         tokens: list[int] = []
         mask: list[bool] = []
         logps: list[float] = []
@@ -206,7 +205,7 @@ class Sample:
             flaw_T=np.array(flaws, np.int8),
             truncated=turns[-1].finish_reason == "length",
             cache_hits=sum(turn.cached for turn in turns[1:]) / later if later else -1.0,
-            **replayed.of_turns(turns, len(tokens)),
+            **engine_choices.of_turns(turns, len(tokens)),
         )
 
     def flawed(self, name: str) -> np.ndarray:

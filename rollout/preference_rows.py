@@ -17,8 +17,7 @@ import numpy as np
 from core.errors import InputError
 from envs import get, require
 from rollout import rows
-from rollout.check_messages import check_message, check_tools
-from rollout.messages import chat, functions, load_tokenizer
+from rollout.messages import chat, check_message, check_tools, functions, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

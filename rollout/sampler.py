@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from core.waits import Idle, in_thread, together
 from envs import services
-from rollout import drafts
+from envs.parsers import parsers
+from rollout import chat, drafts, zero_rewards
+from rollout.compaction import Compaction
 from rollout.drafts import DraftBook, DraftedCall
 from rollout.episode import Episode, Request, Turn
 from rollout.messages import load_tokenizer, render_messages, template_variables
@@ -50,8 +52,6 @@ class Samplers:
             for sampler in samplers:
                 sampler.idle = samplers[0].idle
                 if row.get("compactions"):
-                    from rollout.compaction import Compaction  # few rows ask for it
-
                     sampler.compaction = Compaction(row["compactions"], sampling)
             yield samplers
 
@@ -59,8 +59,6 @@ class Samplers:
         """Which episodes have a flaw of these names."""
         if not names:
             return [False] * len(episodes)
-        from rollout import zero_rewards
-
         return [zero_rewards.mark(episode, names, self.tokenizer) for episode in episodes]
 
 
@@ -117,8 +115,6 @@ class Sampler:
         prompt goes on from the ids that were sampled. Any other change of what was said before
         starts a new sample, as `stitch` sees it. Raises NoRoom.
         """
-        from rollout import chat  # environments of one turn need none of it
-
         prompt_ids, most = await chat.prompt(self, messages, tools)
         (turn,) = await self.generate(prompt_ids, most=most)
         self.said = chat.Said.of(self.said, messages, tools, turn)
@@ -154,8 +150,6 @@ class Sampler:
         named = services.current()
         if not (named.reasoning_parser or named.tool_parser):
             return await in_thread(Response.of, text)
-        from envs.parsers import parsers  # a server of vLLM's, where the configuration names some
-
         kwargs = self.sampling.chat_template_kwargs
         return await parsers.read(text, self.tokenizer.name_or_path, self.tools, kwargs)
 

@@ -11,6 +11,7 @@ import tyro
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from settings import conflicts
 from settings.environment_services import Services
 from settings.network import PolicySettings
 
@@ -116,8 +117,6 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         """Refuses arguments that the run itself sets, and senseless ones. Raises ValueError."""
-        from settings import conflicts
-
         conflicts.of_engine(self)
 
 
@@ -157,8 +156,6 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuses what vLLM would refuse at the first evaluation. Raises ValueError."""
-        from settings import conflicts
-
         conflicts.of_sampling(self)
 
 
@@ -270,8 +267,6 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         """Refuses settings that exclude each other. Raises ValueError naming both."""
-        from settings import conflicts
-
         conflicts.of_training(self)
 
 
@@ -325,7 +320,5 @@ class RunSettings(TrainingSettings):
 
     def __post_init__(self) -> None:
         """Refuses settings that exclude each other. Raises ValueError naming both."""
-        from settings import conflicts
-
         super().__post_init__()
         conflicts.of_rollouts(self)

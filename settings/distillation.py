@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from settings import conflicts
 from settings.config import RunSettings
 from settings.network import PolicySettings
 
@@ -74,6 +75,4 @@ class TeacherSettings(RunSettings):
     def __post_init__(self) -> None:
         """Refuses teachers that no row can reach, or that are not there. Raises ValueError."""
         super().__post_init__()
-        from settings import conflicts
-
         conflicts.of_teachers(self)

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from settings import conflicts
+
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -23,8 +25,6 @@ class MegatronSettings:
 
     def __post_init__(self) -> None:
         """Refuses arguments that the run itself sets. Raises ValueError."""
-        from settings import conflicts
-
         conflicts.of_megatron(self)
 
 
@@ -97,6 +97,4 @@ class PolicySettings:
 
     def __post_init__(self) -> None:
         """Refuses layouts that cannot work, naming both sides. Raises ValueError."""
-        from settings import conflicts
-
         conflicts.of_policy(self)

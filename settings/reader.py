@@ -16,6 +16,9 @@ import pydantic
 import tyro
 
 from core.errors import InputError
+from settings import other_programs
+from settings.error_messages import explain, refuse
+from settings.hub import fetched
 from settings.merging import assigned, booleans, flatten, merge, unique
 
 if TYPE_CHECKING:
@@ -74,8 +77,6 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
 def check_names(Config: type[C], flags: list[str]) -> None:
     """Raises InputError for a key of another program, naming the setting that is meant here."""
     if flags:
-        from settings import other_programs
-
         other_programs.refuse(flags, leaves(Config))
 
 
@@ -105,8 +106,6 @@ def overridden(base: C, flags: list[str]) -> C:
         while cause and not isinstance(cause, pydantic.ValidationError):
             cause = cause.__context__
         if isinstance(cause, pydantic.ValidationError):
-            from settings.error_messages import explain
-
             raise InputError(explain(Config, cause)) from None
         sys.stderr.write(told.getvalue())
         raise
@@ -172,8 +171,6 @@ def folder_of(model: str, weights: bool) -> str:
     """The absolute path of a model's folder, which may come from the hub. Raises InputError."""
     if os.path.exists(model):
         return str(Path(model).resolve())
-    from settings.hub import fetched
-
     return fetched(model, weights)
 
 
@@ -198,8 +195,6 @@ def read(Config: type[C], path: Path) -> C:
     if chosen.keys() <= fields and not any(booleans(chosen, Config())):
         with contextlib.suppress(pydantic.ValidationError):
             return with_entries(Config(), Config(**chosen))
-    from settings.error_messages import refuse
-
     raise refuse(Config, path, chosen)
 
 

@@ -26,10 +26,10 @@ from conftest import spelling_rows, write_rows
 import grpo_async
 from core.errors import InputError
 from rollout.messages import load_tokenizer
-from runtime.checkpoints import folders, kept
+from runtime.checkpoints import folders
 from runtime.checkpoints.archive import write_groups
 from runtime.processes import cluster, ray_start
-from runtime.processes.layout import Node, plan
+from runtime.processes.placement import Node, plan
 from runtime.startup import modes
 from support.configs import changed
 from support.program import ROOT, ran, unboxed
@@ -139,7 +139,7 @@ class Home:
 
     def prune(self, keep: int) -> None:
         """Of the older checkpoints only the models are left."""
-        kept.prune(str(self.run), keep)
+        folders.prune(str(self.run), keep)
 
     def finished(self) -> None:
         self.checkpoint(3)

@@ -3,7 +3,7 @@
 import pytest
 from conftest import make_config, write_rows
 
-from envs import agents
+from envs import registry
 from envs.sandbox import sandbox
 from settings.environment_services import Services
 from support.configs import changed
@@ -47,5 +47,5 @@ def test_a_file_with_rows_of_all_of_them_trains(tiny_model, tmp_path, lean):
     assert not program.lines("dropped.jsonl")
     expected = {f"reward/{row['agent_ref']['name']}/{row['dataset']}" for row in rows}
     assert all(expected <= metrics.keys() for metrics in steps)
-    served = {agents.served()[row["agent_ref"]["name"]] for row in rows}
-    assert served >= set(agents.served().values()) - ELSEWHERE
+    served = {registry.served()[row["agent_ref"]["name"]] for row in rows}
+    assert served >= set(registry.served().values()) - ELSEWHERE

@@ -25,7 +25,7 @@ from test_algorithm import TablePolicy, make, sample
 import envs
 import grpo_async
 from core import waits
-from envs import agents, check_rows, registry
+from envs import check_rows, registry
 from policy.sync.weight_sync import Sender
 from rollout.answer_markup import FLAWS
 from rollout.episode import Group, Sample, SampleInfo, Turn, stitch
@@ -85,10 +85,10 @@ topk_kl = forked("topk_kl")
 def count_letters(fork, monkeypatch):
     """The new environment, registered."""
     monkeypatch.setattr(envs, "__path__", [str(fork / "envs")])
-    agents.served.cache_clear()
+    registry.served.cache_clear()
     yield registry.environment("count_letters")
     sys.modules.pop("envs.count_letters")
-    agents.served.cache_clear()
+    registry.served.cache_clear()
 
 
 def example_row() -> dict:
@@ -860,7 +860,7 @@ def test_the_environment_of_one_turn_works_as_it_stands_in_the_guide(tmp_path, m
     (code,) = [block for block in blocks("python") if "AGENTS" in block]
     (tmp_path / "vowels.py").write_text(code)
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
-    monkeypatch.setattr(agents, "served", lambda: {"vowels": "vowels"})
+    monkeypatch.setattr(registry, "served", lambda: {"vowels": "vowels"})
     row = json.loads(blocks("json")[0])
     check_rows.check_row(row)
     assert asyncio.run(registry.verify(row, "abc")).value == pytest.approx(1 / 3)

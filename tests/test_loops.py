@@ -11,7 +11,7 @@ import pytest
 
 import grpo_async
 from core.errors import RunError
-from core.lines import WriteError
+from core.jsonl import WriteError
 from envs.services import Report
 from grpo_async import Config, Group, Progress, Run
 from rollout.episode import Sample

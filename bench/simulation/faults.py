@@ -6,7 +6,7 @@ import math
 import random
 from typing import NamedTuple
 
-from bench.simulation.actors import EngineActor, Lost, Stage
+from bench.simulation.simulated_actors import EngineActor, Lost, Stage
 from core.errors import InputError
 
 KINDS = {

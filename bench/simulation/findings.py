@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Collection
 from typing import NamedTuple
 
-from bench.simulation.actors import Span, Training
+from bench.simulation.simulated_actors import Span, Training
 from bench.simulation.world import Step, Trace
 
 

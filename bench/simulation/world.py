@@ -12,16 +12,16 @@ import ray
 import grpo_async
 import mopd
 from bench.simulation import clock
-from bench.simulation.actors import Lost, Span, Stage, Training
 from bench.simulation.faults import Faults
 from bench.simulation.hardware import Hardware
+from bench.simulation.simulated_actors import Lost, Span, Stage, Training
 from bench.simulation.workload import Workload
 from core.errors import InputError
 from dry_run import teacher_costs as teachers_of
 from grpo_async import Config, Group, Run
 from runtime.engines import fleet
 from runtime.processes import cluster
-from runtime.processes.layout import Places
+from runtime.processes.placement import Places
 from runtime.rollouts import teachers
 from runtime.startup import modes
 

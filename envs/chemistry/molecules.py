@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from envs import Reward, final_text, get, require, unfinished
 from envs.chemistry.answer_format import FORMATS, marked, number_in
 from envs.maths import python_tool
+from rollout.episode import Episode
 from rollout.messages import functions
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ def check(row: dict) -> None:
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """One question, of at most 10 answers."""
-    from rollout.episode import Episode
-
     talk = await python_tool.converse_with_python(row, sampler, MAX_STEPS)
     texts = [final_text(turn.judged) for turn in talk.turns]
     said = "\n".join(text for text in texts if not unfinished(text))

@@ -37,8 +37,7 @@ from aiohttp import web
 
 from envs import require
 from rollout.chat import NoRoom, Said
-from rollout.check_messages import check_items, check_tools
-from rollout.messages import chat
+from rollout.messages import chat, check_items, check_tools
 
 if TYPE_CHECKING:
     from rollout.episode import Turn

@@ -55,7 +55,7 @@ async def choose(
 
     Raises CheckerError.
     """
-    from envs.judge import judge
+    from envs.judge import judge  # with asyncio: reading a file's rows needs none of it
 
     messages = [{"role": "user", "content": question}]
     return await judge.ask(name, messages, lambda reply: stated(reply, *labels, answer), **sampling)

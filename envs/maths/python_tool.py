@@ -27,6 +27,7 @@ from envs.maths import math
 from envs.sandbox.sandbox import Limits
 from envs.sandbox.sessions import Session
 from envs.tools.tools import Talk, converse
+from rollout.episode import Episode
 from rollout.messages import chat, functions
 
 if TYPE_CHECKING:
@@ -59,8 +60,6 @@ def check(row: dict) -> None:
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """One task, of at most 50 answers."""
-    from rollout.episode import Episode
-
     talk = await converse_with_python(row, sampler, MAX_STEPS)
     return Episode(talk.turns, await verify(row, talk.response))
 

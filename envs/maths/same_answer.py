@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from envs.judge.prompts import chosen, filled, prompts
 from envs.judge.verdicts import choose
+from rollout.messages import last_question
 
 JUDGE = "general"
 TOKENS = 8192  # of the judge's answer, as in Super's configuration
@@ -29,8 +30,6 @@ class Rules:
 
 async def both_orders(row: dict, gold: str, answer: str) -> float:
     """1.0 where the judge finds two answers to a row the same, in either order."""
-    from rollout.messages import last_question
-
     question = row.get("question") or last_question(row)
     rules = Rules()
     is_same = await same(question, gold, answer, rules) and await same(

@@ -31,7 +31,7 @@ from envs import services
 from envs.parsers.forms import FORMS, is_object
 from envs.services import CheckerError
 from rollout.answer_markup import CALL_TAG, THINK, flaw, split
-from rollout.messages import functions
+from rollout.messages import functions, load_tokenizer
 from rollout.response import Response
 from settings.environment_services import Services
 
@@ -193,8 +193,6 @@ def make_parse(reasoning: str, tool: str, model: str) -> Parse:
     from vllm.reasoning import ReasoningParserManager
     from vllm.tokenizers.hf import get_cached_tokenizer
     from vllm.tool_parsers import ToolParserManager
-
-    from rollout.messages import load_tokenizer
 
     for kind, name, known in (
         ("reasoning", reasoning, ReasoningParserManager.lazy_parsers),

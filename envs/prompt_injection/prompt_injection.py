@@ -38,6 +38,7 @@ from envs.prompt_injection.attack import is_attack
 from envs.prompt_injection.offices import TOOLS
 from envs.prompt_injection.worlds import Args, World
 from envs.tools.tools import converse
+from rollout.episode import Episode
 from rollout.messages import chat
 from rollout.response import Response
 
@@ -67,8 +68,6 @@ def check(row: dict) -> None:
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """One errand, of at most 5 answers."""
-    from rollout.episode import Episode
-
     world = World(copy.deepcopy(row["environment"]))
 
     async def call(name: str, given: Args) -> str:

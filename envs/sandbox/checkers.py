@@ -47,6 +47,7 @@ from pathlib import Path
 
 from envs.sandbox.interpreter import fork, oom_kills, refuse_calls
 from envs.sandbox.outcome import OOM
+from envs.sandbox.sandbox import around
 from envs.services import CheckerError
 
 DEADLINE = 10.0  # seconds of CPU of one check; thrice that where others have the CPUs
@@ -162,8 +163,6 @@ class Checkers:
             raise CheckerError(f"{self.factory}: {why}") from None
 
     def _start(self) -> tuple[subprocess.Popen, socket.socket]:
-        from envs.sandbox.sandbox import around
-
         path = [os.path.abspath(folder) for folder in sys.path]
         # Of the project its code alone: what lies beside it may be the data, with the answers.
         reads = [folder for folder in path if folder != ROOT] + [sys.prefix, sys.base_prefix]

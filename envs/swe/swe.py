@@ -39,6 +39,7 @@ from envs.swe.agent_session import GIB, Desk, Over, Work
 from envs.swe.swe_judge import Verdict
 from envs.swe.swe_tools import tool_sets
 from envs.tools.tools import converse
+from rollout.episode import Episode
 from rollout.messages import chat
 
 if TYPE_CHECKING:
@@ -114,8 +115,6 @@ def prompt(row: dict) -> list[dict]:
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """One episode. Raises CheckerError, and NoRoom for the first prompt."""
-    from rollout.episode import Episode
-
     async with AsyncExitStack() as stack:
         harness = harness_of(row)
         desk = Desk(row, harness, sampler, stack)

@@ -22,6 +22,7 @@ from envs import Reward, final_text, get, require, unfinished
 from envs.following.schemas import problem
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 from envs.terminals import terminus
+from envs.terminals.harnesses import difference
 from envs.terminals.terminus import parsed
 from rollout.response import Response
 
@@ -96,7 +97,6 @@ async def verify(row: dict, response: str) -> Reward:
 
 def make_check() -> Callable[..., dict]:
     """The check that a child runs, as difflib may take long."""
-    from envs.terminals.harnesses import difference
 
     def check(wanted: dict, calls: list[dict], text: str) -> dict:
         bound = wanted["threshold"]

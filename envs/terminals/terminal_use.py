@@ -29,6 +29,7 @@ from envs.terminals import terminus
 from envs.terminals.terminus import FORMS, has_form, parsed
 from envs.tools.tools import converse
 from rollout.chat import NoRoom
+from rollout.episode import Episode
 from rollout.messages import chat, functions
 from rollout.response import Response
 
@@ -72,8 +73,6 @@ def check(row: dict) -> None:
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """One task. Raises CheckerError where the sandbox fails, and NoRoom for the first prompt."""
-    from rollout.episode import Episode
-
     async with Shell(LIMITS, row.get("files") or {}) as shell:
         turns = await (with_tool if row["harness"] == "bash" else with_keys)(row, sampler, shell)
         return Episode(turns, await judge(row, shell))

@@ -28,6 +28,7 @@ from envs.tools.calls import check_call
 from envs.tools.tools import converse
 from envs.workplace.office import Office, load
 from envs.workplace.office_tools import TOOLS, WRITES
+from rollout.episode import Episode
 from rollout.messages import chat
 from rollout.response import Response
 
@@ -56,8 +57,6 @@ def check(row: dict) -> None:
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """One errand, of at most 6 answers."""
-    from rollout.episode import Episode
-
     office = fresh()
 
     async def call(name: str, given: dict) -> str:

@@ -15,8 +15,7 @@ from core import jsonl
 from core.errors import InputError
 from core.waits import within
 from runtime.checkpoints import lineage
-from runtime.checkpoints.folders import BLOCK, MARKER, flush, newest_first, step_of
-from runtime.checkpoints.kept import damage
+from runtime.checkpoints.folders import BLOCK, MARKER, damage, flush, newest_first, step_of
 from settings.config import TrainingSettings
 
 if TYPE_CHECKING:

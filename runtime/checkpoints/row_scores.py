@@ -10,8 +10,9 @@ import zlib
 from pathlib import Path
 
 from core import jsonl
-from core.lines import LineFile
+from core.jsonl import LineFile
 from rollout.rows import Rows
+from runtime.checkpoints import lineage
 from settings.config import TrainingSettings
 
 FILE = "reference.jsonl"
@@ -22,8 +23,6 @@ class Scores:
     """The numbers of a file's rows, by the row's place among them."""
 
     def __init__(self, cfg: TrainingSettings, rows: Rows):
-        from runtime.checkpoints import lineage
-
         model = lineage.identity(Path(cfg.model))["digest"]
         content = zlib.crc32(rows.checksums.tobytes())
         self.rows = rows

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.waits import within
+from rollout.episode import Group
+from runtime.checkpoints import archive, folders, lineage, resume
 from runtime.checkpoints.folders import checksums, commit, listing, newest_first, split
 from settings.config import TrainingSettings
 
@@ -85,8 +87,6 @@ class Checkpoints:
         parts = (t.saved.options(concurrency_group="io").remote() for t in trainers)
         await within(limit, f"{aside} to be written", asyncio.gather(*parts))
         Path(aside, "state.json").write_text(json.dumps(state, indent=1))
-        from runtime.checkpoints import kept, lineage
-
         own = ["state.json", *lineage.mark(self.cfg, aside, state["version"])]
         if groups is not None:
             await self.write_groups(f"{aside}/groups.npz", groups)
@@ -100,14 +100,12 @@ class Checkpoints:
         files = await within(limit, f"{aside} to be flushed", asyncio.gather(*parts))
         merged = dict(itertools.chain(*(part.items() for part in files)))
         await within(limit, f"{folder} to be committed", calls[0](commit, aside, folder, merged))
-        deleted = calls[0](kept.prune, self.cfg.run_dir, self.cfg.keep_last)
+        deleted = calls[0](folders.prune, self.cfg.run_dir, self.cfg.keep_last)
         for problem in await within(limit, "old checkpoints to be deleted", deleted):
             print(f"kept the checkpoint around a damaged export: {problem}")
 
     async def write_groups(self, path: str, groups: list, scores: Sequence[tuple] = ()) -> None:
         """Writes groups; `scores` are (places, logprobs) of what trainers computed."""
-        from runtime.checkpoints import archive  # which works in a process of its own
-
         heads = [(group.slot, group.version, group.line) for group in groups]
         places = [at for at, _ in scores]
         refs = *(logps for _, logps in scores), *(group.samples for group in groups)
@@ -120,9 +118,6 @@ class Checkpoints:
 
     async def read_groups(self, path: str, count: int) -> list:
         """Reads what `write_groups` wrote: `count` groups, their samples by reference."""
-        from rollout.episode import Group
-        from runtime.checkpoints import archive  # which works in a process of its own
-
         heads, *samples = self.cluster.task(archive.read_groups, path, returns=1 + count)
         heads = await within(self.cfg.timeouts.start, f"{path} to be read", heads)
         pairs = zip(heads, samples, strict=True)
@@ -151,6 +146,4 @@ class Checkpoints:
         dead = {".jsonl", ".kept", ".partial"} & found  # of a run that died in its first step
         if not self.cfg.command.resume and not dead:
             return {}
-        from runtime.checkpoints import resume
-
         return await resume.load(self, must_match, fresh)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from policy.allowed_tokens import Allowed
+from policy.sync.weight_sync import CutOff
 from settings.config import RunSettings
 from settings.merging import merge
 
@@ -88,8 +90,6 @@ def take_sets(answers: "list[CompletionOutput]") -> None:
 
     Raises RuntimeError where vLLM returned none.
     """
-    from policy.allowed_tokens import Allowed
-
     for answer in answers:
         if answer.sampling_mask is None:
             missing = f"none of the sets that {len(answer.token_ids)} tokens were chosen among"
@@ -107,7 +107,6 @@ def open_engine(cfg: RunSettings) -> "AsyncLLM":
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        from policy.sync.weight_sync import CutOff
         from runtime.engines.stat_logger import Meter
 
     meter = Meter()

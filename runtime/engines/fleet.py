@@ -10,11 +10,10 @@ import bisect
 import contextlib
 import dataclasses
 import enum
-import functools
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
@@ -22,8 +21,11 @@ from tqdm import tqdm
 from core import waits
 from core.errors import RunError
 from core.waits import answer, within
+from runtime.engines import repair
+from runtime.engines.probe import Probe
 from runtime.processes import placement
-from runtime.processes.cluster import Cluster, actor, kill
+from runtime.processes.actors import actor, kill
+from runtime.processes.cluster import Cluster
 from runtime.reporting.console import phase
 from settings.config import RunSettings
 
@@ -82,6 +84,7 @@ class Fleet:
         self.engines: dict[Any, Engine] = {}  # by actor; lost ones are not among them
         self.queue: list[Engine] = []  # those that serve, the least busy first
         self.grouped: set[Any] = set()  # actors in the process group
+        self.probe = Probe(cfg, cluster)  # compares engines with the trainer
         self.numbers = itertools.count()
         self.watches: set[asyncio.Task] = set()
         self.synced = asyncio.Event()  # wakes what waits for an engine that holds the policy
@@ -122,8 +125,6 @@ class Fleet:
         cfg = self.cfg
         lacking = cfg.engine.count - len(self.engines)
         if lacking and self.error:
-            from runtime.engines import repair
-
             if not repair.allowed(self):
                 return
             cfg = repair.settings_of_successors(self)
@@ -137,11 +138,9 @@ class Fleet:
 
     async def start(self) -> None:
         """Waits for all engines; none may fail at first."""
-        from runtime.engines import joining
-
         phase(f"starting vLLM (engines: {self.cfg.engine.count})")
         self.launch()
-        await joining.started(self)
+        await repair.started(self)
         if self.error:
             raise self.error
 
@@ -158,9 +157,7 @@ class Fleet:
         # One that is dead or hangs by now would keep the others waiting.
         await asyncio.gather(*map(self.is_alive, self.alive))
         while not self.alive or self.grouped != set(self.alive):  # one may die once it has joined
-            from runtime.engines import joining
-
-            await joining.join(self)
+            await repair.join(self)
 
     @contextlib.asynccontextmanager
     async def lease(self) -> AsyncIterator[Any]:
@@ -214,8 +211,6 @@ class Fleet:
             limit = self.cfg.timeouts.sync
             await asyncio.wait(both, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
         if not all(task.done() and not task.exception() for task in both):
-            from runtime.engines import repair
-
             raise await repair.end_update(self, received)
         checksum = self.sent[0].result()
         changed = [e for t, e in received.items() if any(c != checksum for c in t.result()[1])]
@@ -246,13 +241,6 @@ class Fleet:
             yield
         finally:
             self.free_since = time.monotonic()
-
-    @functools.cached_property
-    def probe(self) -> "Probe":
-        """Compares engines with the trainer."""
-        from runtime.engines.probe import Probe
-
-        return Probe(self.cfg, self.cluster)
 
     async def gaps(self) -> list[float]:
         """How far new engines' logprobs, or all engines', are from the trainer's, nats."""
@@ -297,22 +285,3 @@ class Fleet:
         if engine.state is State.SERVING:
             self.queue.remove(engine)
         engine.state = state
-
-    async def unless_left(self, sync: Coroutine, leaving: Callable[[], Any]) -> dict[str, float]:
-        """The result of `sync`; cancels it, and {}, once the run is leaving and no engine lives."""
-        from runtime.engines import repair
-
-        return await repair.unless_left(self, sync, leaving)
-
-    async def replaced(self) -> None:
-        """Waits for engines to be lost, and for their successors to start."""
-        await self.missing.wait()
-        from runtime.engines import repair
-
-        await repair.replace(self)
-
-    async def discard_dead(self, error: Exception, discarded: int) -> None:
-        """Discards the engines that are dead after a failed update; `discarded` were before it."""
-        from runtime.engines import repair
-
-        await repair.discard_dead(self, error, discarded)

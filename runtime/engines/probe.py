@@ -6,7 +6,7 @@ from typing import Any
 
 from core.waits import within
 from rollout.episode import Request
-from runtime.engines.joining import EnginesError
+from runtime.engines.repair import EnginesError
 from runtime.processes.cluster import Cluster
 from settings.config import RunSettings
 

@@ -1,10 +1,11 @@
-"""What follows the loss of an engine: an update ends, the guilty are found, successors start."""
+"""Engines that start, join the weight group, fail and are replaced, beside those that serve."""
 
 import asyncio
 import dataclasses
+import itertools
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,12 @@ from tqdm import tqdm
 from core import waits
 from core.waits import answer, together, unless_stopped, within
 from policy.sync.weight_sync import CutOff, Sender
-from runtime.engines import joining
+from runtime.reporting.console import phase
 from settings.config import RunSettings
 
 if TYPE_CHECKING:
     from runtime.engines.fleet import Fleet
+
 
 CUT_SECONDS = 2.0  # that an engine may take to notice that an update is over
 LOAD_SECONDS = 5e-4  # and for each tensor: to load it, read it back and ask vLLM's loaders of it
@@ -72,7 +74,7 @@ async def replace(fleet: "Fleet") -> None:
         await fleet.missing.wait()
         await asyncio.sleep(1)  # those that are lost together are replaced together
         fleet.launch()
-        if await joining.started(fleet):
+        if await started(fleet):
             return
 
 
@@ -119,14 +121,14 @@ async def discard_dead(fleet: "Fleet", error: Exception, discarded: int) -> None
     if not all(send.done() for send in fleet.sent):
         raise error  # no trainer rank would take part in another update
     await asyncio.gather(*map(fleet.is_alive, fleet.alive))
-    if isinstance(error, joining.EnginesError):
+    if isinstance(error, EnginesError):
         fleet.discard(error.engines, error)
     elif fleet.discarded == discarded:
         fleet.discard(fleet.alive, error)
 
 
 async def unless_left(
-    fleet: "Fleet", sync: Coroutine[Any, Any, dict], leaving: Callable[[], Any]
+    fleet: "Fleet", sync: Coroutine[Any, Any, dict | None], leaving: Callable[[], Any]
 ) -> dict[str, float]:
     """The result of `sync`; cancels it and returns {} once the run is leaving and no engine lives.
 
@@ -150,3 +152,75 @@ async def ask(fleet: "Fleet", trainers: list, function: Callable) -> None:
     asked = [t.call.options(concurrency_group="watch").remote(function) for t in trainers]
     limit = waits.ANSWER_SECONDS
     await together(answer(a, limit, f"trainer rank {i}") for i, a in enumerate(asked))
+
+
+class EnginesError(RuntimeError):
+    """Engines that live failed at something: replacing them is enough."""
+
+    def __init__(self, engines: list, error: BaseException):
+        super().__init__(str(error))
+        self.engines = engines
+
+
+async def started(fleet: "Fleet") -> bool:
+    """Waits for launched engines, discards those that fail; whether some did not."""
+    launched = fleet.starting
+    if not launched:
+        return False
+    starts = asyncio.wait([e.start for e in launched])
+    try:
+        await within(fleet.cfg.timeouts.start, f"{len(launched)} engines to start", starts)
+    except TimeoutError as error:
+        fleet.discard([e.actor for e in launched if not e.start.done()], error)
+    for engine in launched:
+        if engine.start.done() and (failure := engine.start.exception()):
+            fleet.discard([engine.actor], failure)
+    return any(e.start.done() and not e.start.exception() for e in launched)
+
+
+async def join(fleet: "Fleet") -> None:
+    """A process group of the senders and all engines that have started.
+
+    Waits for engines only where there is none.
+    """
+    while not fleet.alive:
+        fleet.launch()
+        await started(fleet)
+        fleet.take_in_started()
+    members = fleet.alive  # from here on none may be missing: the others would wait
+    if fleet.grouped == set(members):
+        return
+    fleet.grouped = set()  # until all have joined: a group that lacks one is none
+    if not fleet.worked:
+        phase("sending the policy to the engines")
+    cfg = fleet.cfg
+    tp = cfg.engine.tensor_parallel
+    senders = fleet.cluster.senders
+    meeting = senders[0].open_sync_group.remote(len(senders) + cfg.engine.count * tp)
+    meeting = await within(cfg.timeouts.start, "trainer rank 0 to listen", meeting)
+    world = len(senders) + len(members) * tp
+    joins = [s.join_sync_group.remote(meeting, i, world) for i, s in enumerate(senders)]
+    for engine, rank in zip(members, range(len(senders), world, tp), strict=True):
+        joins.append(member(engine, engine.join_sync_group.remote(*meeting, rank, world)))
+    with fleet.occupying():
+        # Each of them gives up after ANSWER_SECONDS by itself, and says why.
+        limit = 2 * waits.ANSWER_SECONDS
+        joined = await within(limit, "trainer and engines to connect", together(joins))
+    closed = senders[0].close_store.remote()
+    await within(cfg.timeouts.start, "trainer rank 0 to close its store", closed)
+    fleet.kv_bytes = fleet.kv_bytes or min(itertools.chain(*joined[len(senders) :]))
+    fleet.grouped = set(members)
+
+
+async def member(engine: Any, joining: Awaitable[list[int]]) -> list[int]:
+    """What an engine reports once it has joined.
+
+    Raises EnginesError where it fails before it could have waited too long for another member.
+    """
+    began = time.monotonic()
+    try:
+        return await joining
+    except Exception as error:
+        if time.monotonic() - began < waits.ANSWER_SECONDS:
+            raise EnginesError([engine], error) from error
+        raise

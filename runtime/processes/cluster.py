@@ -1,21 +1,23 @@
 """A run's processes: its folder, its Ray cluster and its actors."""
 
 import asyncio
+import fcntl
 import gc
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from core.errors import shown
-from policy import OWNER
+from core.errors import InputError, shown
+from rollout.rows import quarantine
 from runtime.processes import placement
+from runtime.processes.actors import actor, has_gpus, last_lines
+from runtime.processes.rank import meet
 from runtime.reporting.console import phase
 from settings.config import TrainingSettings
 
@@ -35,8 +37,6 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         """Raises InputError where the run folder cannot be had."""
-        from rollout.rows import quarantine
-        from runtime.processes.claim import claim
         from runtime.processes.ray_start import connect
 
         self.lock = claim(self.cfg)
@@ -50,8 +50,6 @@ class Cluster:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """An error leaves with the last lines that the actors logged."""
         if isinstance(error, Exception):
-            from runtime.processes.actors import last_lines
-
             print(last_lines(self.cfg), file=sys.stderr)
         import ray
 
@@ -97,11 +95,9 @@ class Cluster:
         self, cls: type, cfg: TrainingSettings, gpus: float, homes: list[str]
     ) -> tuple[list[Any], list[str], list[Any]]:
         """A network's ranks in order, the node of each ("" without GPUs), what `start` returned."""
-        from runtime.processes import ranks
-
         options = {"concurrency_groups": {"io": 1, "watch": 2}}  # beside the thread that computes
         made = [actor(cls, gpus, cfg, **options, **placement.on(at)).remote(cfg) for at in homes]
-        found = await ranks.meet(made, f"{cls.__name__.lower()} rank", cfg, self.places)
+        found = await meet(made, f"{cls.__name__.lower()} rank", cfg, self.places)
         return found.ranks, found.nodes if gpus else [""] * len(made), found.starts
 
     def start_worker(self) -> Any:
@@ -136,69 +132,41 @@ def interrupt(*_: Any) -> None:
     raise SystemExit("interrupted; --resume auto goes on from the last checkpoint")
 
 
-def has_gpus() -> bool:
-    """Whether the cluster has any."""
-    import ray
+def claim(cfg: TrainingSettings) -> TextIO:
+    """Takes the run folder for this process; keep what it returns as long as the run lives.
 
-    return bool(ray.cluster_resources().get("GPU"))
-
-
-def cpus() -> int:
-    """The CPUs of the cluster."""
-    import ray
-
-    return int(ray.cluster_resources().get("CPU", 0))
-
-
-def kill(actor: Any) -> None:
-    """Ends the process of an actor."""
-    import ray
-
-    ray.kill(actor)
-
-
-def cancel(call: Any) -> None:
-    """Ends a call whose result is no longer awaited."""
-    import ray
-
-    ray.cancel(call)
-
-
-def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> Any:
-    """A Ray actor of a plain class, which gets what `Process` adds.
-
-    Without GPUs in the cluster it asks for none, and gets the settings of a CPU.
+    Raises InputError where it cannot be written to, where another run is alive in it, or was and
+    is not to be continued.
     """
-    import ray
-
-    if gpus and not has_gpus():
-        from runtime.processes.ray_start import cpu_variables
-
-        options["runtime_env"] = {"env_vars": cpu_variables(cfg)}
-        gpus = 0
-    groups = {k: options.pop(k) for k in ("concurrency_groups",) if k in options}
-    folder = Path(cfg.writes_to) / "logs"
-
-    class Process(cls):
-        """What every actor of a run can do beside its own methods."""
-
-        def __init__(self, *args: Any):
-            from runtime.processes import actors
-
-            actors.redirect(folder, cls.__name__)
-            os.environ[OWNER] = str(os.getpid())
-            actors.find_programs()
-            actors.check_granted()
-            super().__init__(*args)
-
-        def call(self, function: Callable, *args: Any) -> Any:
-            """Runs a function here, where its data is, or where the driver need not wait."""
-            return function(*args)
-
-        def watch(self) -> None:
-            """Never returns, so that its end shows the driver the end of this process."""
-            threading.Event().wait()
-
-    Process.__name__ = Process.__qualname__ = cls.__name__
-    made = ray.remote(num_cpus=0, **groups)(Process)
-    return made.options(num_gpus=gpus, **options)
+    command = cfg.command
+    folder = Path(cfg.run_dir)
+    if command.replayed == cfg.run_dir:
+        raise InputError(f"replay = run_dir = {cfg.run_dir!r}: expected another run_dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "a+")  # noqa: SIM115
+    except OSError as error:
+        expected = f"expected a folder to write to: {error.strerror}"
+        raise InputError(f"run_dir = {cfg.run_dir!r}: {expected}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip()
+        raise InputError(f"run_dir = {cfg.run_dir!r} is in use by {owner}") from None
+    except OSError as error:
+        reason = f"cannot be locked: {error.strerror}"
+        raise InputError(f"run_dir = {cfg.run_dir!r} {reason}") from None
+    metrics = folder / "metrics.jsonl"
+    holds_run = (metrics.exists() and metrics.stat().st_size) or any(
+        folder.glob("step_*/complete.json")
+    )
+    here = command.resume == "auto" or (command.resume and Path(command.resume).parent == folder)
+    goes_on = here or command.export or (command.resume and command.eval_only)
+    if not goes_on and holds_run:
+        expected = "expected an empty folder, or --resume auto to go on"
+        raise InputError(f"run_dir = {cfg.run_dir!r} holds a run already: {expected}")
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+    lock.flush()
+    return lock

@@ -1,24 +1,30 @@
 """What every trainer rank does, whatever it trains: meets the others, saves, loads, exports."""
 
+import asyncio
 import os
 import pickle
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core.waits import within
+from policy.factory import open_policy
+from policy.sync.weight_sync import Sender
+from runtime.checkpoints.folders import flaw
+from runtime.processes import placement
 from runtime.reporting import metrics
 from settings.config import TrainingSettings
 
 if TYPE_CHECKING:
     from policy import Policy, WeightMeta
     from policy.sync.weight_sync import Sender
-    from rollout.episode import Sample
+    from runtime.processes.placement import Places
+    from settings.config import TrainingSettings
 
 
 class Rank:
@@ -82,9 +88,7 @@ class Rank:
 
         Raises RuntimeError where the model was exported by a run and its marker says otherwise.
         """
-        from policy.factory import open_policy
         from policy.gpu_memory import settled
-        from runtime.checkpoints.kept import flaw
 
         cfg = self.cfg
         found = "" if reference_of else flaw(cfg.model, dist.get_rank(), cfg.policy.ranks)
@@ -123,7 +127,6 @@ class SendingRank(Rank):
     def open_sender(self) -> list["WeightMeta"]:
         """Prepares updates of the policy; returns what its weights look like."""
         from policy.sync.adapter_sync import outgoing
-        from policy.sync.weight_sync import Sender
 
         self.sender = Sender(outgoing(self.policy), self.cfg.timeouts, self.cfg.gpu_share < 1)
         return self.policy.weight_metas()
@@ -141,14 +144,40 @@ class SendingRank(Rank):
         """Gathers the first of the weights while the engines still generate; collective."""
         self.sender.stage()
 
-    def mismatch(
-        self, samples: "list[Sample]", logp_T: np.ndarray, step: int, limit: float
-    ) -> dict[tuple[str, str], list[float]]:
-        """How far trainer and engine are apart: a table of rollout_metrics.mismatch_table."""
-        from runtime.reporting.rollout_metrics import mismatch_table
-
-        return mismatch_table(samples, logp_T, step, limit)
-
     def send_weights(self, verify: bool) -> int:
         """Broadcasts the policy to the engines; collective. Returns a checksum if `verify`."""
         return self.sender.send(verify)
+
+
+class Met(NamedTuple):
+    """Ranks that have started, by their number."""
+
+    ranks: list[Any]
+    nodes: list[str]  # of each
+    starts: list[Any]  # what the `start` of each returned
+
+
+async def meet(made: list[Any], what: str, cfg: "TrainingSettings", places: "Places") -> Met:
+    """Numbers the actors of a network by their GPUs, and starts them.
+
+    Ends them all where one does not start. TimeoutError says which of them were awaited.
+    """
+    import ray
+
+    limit = cfg.timeouts.start
+    try:
+        asked = asyncio.gather(*(actor.call.remote(placement.where) for actor in made))
+        found = await within(limit, f"the {what}s to start", asked)
+        order = places.in_order(found)
+        ranks = [made[i] for i in order]
+        store = ranks[0].open_store.remote(len(ranks))
+        address = await within(limit, f"{what} 0 to start", store)
+        calls = (actor.start.remote(rank, address) for rank, actor in enumerate(ranks))
+        starts = await within(limit, f"the {what}s to load", asyncio.gather(*calls))
+        closed = ranks[0].close_store.remote()
+        await within(limit, f"{what} 0 to close its store", closed)
+    except BaseException:
+        for actor in made:
+            ray.kill(actor)
+        raise
+    return Met(ranks, [found[i][0] for i in order], starts)

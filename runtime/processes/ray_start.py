@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from core.errors import InputError, brief
-from runtime.processes import layout
+from runtime.processes import placement
 from settings.config import TrainingSettings
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def variables() -> dict[str, str]:
     } | of_driver()
 
 
-def connect(cfg: TrainingSettings) -> layout.Places:
+def connect(cfg: TrainingSettings) -> placement.Places:
     """Joins the cluster that RAY_ADDRESS names, or starts one on this machine; where all will run.
 
     Raises InputError where there is no such cluster, where Ray does not start, or where the actors
@@ -81,7 +81,7 @@ def connect(cfg: TrainingSettings) -> layout.Places:
         logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs")
         where = f"its logs are in {logs}, elsewhere with RAY_TMPDIR=FOLDER"
         raise InputError(f"Ray did not start on this machine: {brief(error)}; {where}") from None
-    return layout.plan(cfg, layout.nodes())
+    return placement.plan(cfg, placement.nodes())
 
 
 def short_of_files(met: int, beside: int = 0) -> str:

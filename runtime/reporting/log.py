@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from core.errors import RunError
-from core.lines import LineFile, WriteError
+from core.jsonl import LineFile, WriteError
 from core.waits import in_thread, within
-from runtime.reporting.console import Lines
+from runtime.reporting import config_json
+from runtime.reporting.console import Bars, Lines
+from runtime.reporting.rollout_metrics import (
+    disagreement,
+    mismatch_rows,
+    rollout_metrics,
+    validation_line,
+    validation_metrics,
+)
 from settings.config import TrainingSettings
 
 if TYPE_CHECKING:
@@ -46,8 +54,6 @@ class Log:
         self.cfg = cfg
         folder = Path(cfg.writes_to)
         folder.mkdir(parents=True, exist_ok=True)
-        from runtime.reporting import config_json  # a process that only trains needs none
-
         self.files = {name: LineFile(folder / f"{name}.jsonl") for name in self.names}
         self.line("starts", config_json.write(cfg, folder, version))
         from torch.utils.tensorboard import SummaryWriter  # a second of imports, after all checks
@@ -64,8 +70,6 @@ class Log:
         self.began = time.time()
         self.console: Any = Lines(cfg)
         if sys.stderr.isatty():
-            from runtime.reporting.bars import Bars
-
             self.console = Bars(cfg)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -99,8 +103,6 @@ class Log:
 
     def mismatch(self, step: int, tables: list[dict]) -> None:
         """Writes a step's mismatch table; warns where trainer and engine disagree at lag 0."""
-        from runtime.reporting.rollout_metrics import disagreement, mismatch_rows
-
         table = {"step": step, "rows": mismatch_rows(tables)}
         self.line("mismatch", table)
         if apart := disagreement(table):
@@ -119,16 +121,12 @@ class Log:
 
     def evaluation(self, version: int, answered: "list[list[SampleInfo]]", dropped: int) -> None:
         """Writes the validation metrics of a version, from the answers to each prompt but some."""
-        from runtime.reporting.rollout_metrics import validation_line, validation_metrics
-
         found = validation_metrics(answered, self.cfg.data.val_samples, dropped)
         self.write(version, found)
         self.note(f"version {version}: {validation_line(found)}")
 
     def step(self, step: int, groups: "list[Group]", stats: dict[str, float]) -> None:
         """Writes the step on these groups that led to version `step`, and shows it."""
-        from runtime.reporting.rollout_metrics import rollout_metrics
-
         named = {group.slot // self.cfg.prompts_per_step + 1 for group in groups}
         if named != {step}:  # a fork fills its batches otherwise
             wrong = f"step {step} trains slots that Slot.record gives to {sorted(named)}"

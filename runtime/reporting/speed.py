@@ -10,7 +10,7 @@ import ray
 from policy.gpus import KNOWN
 from policy.model_shape import read_model
 from runtime.engines.speculation import Acceptance
-from runtime.processes import layout
+from runtime.processes import placement
 from settings.config import TrainingSettings
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Speed:
 
     def __init__(self, cfg: TrainingSettings, kinds: Collection[str]):
         self.cfg = cfg
-        self.gpus = len(layout.gpus(cfg)) if kinds else 0
+        self.gpus = len(placement.gpus(cfg)) if kinds else 0
         known = [gpu for gpu in KNOWN if {gpu.name} == {*kinds}]
         self.peak = known[0].flops * cfg.policy.ranks if known else 0.0  # FLOPs a second
         self.model = read_model(cfg.model) if known else None

@@ -1,4 +1,8 @@
-"""Sends prompts to rollout workers and engines, and tries again what failed."""
+"""Sends prompts to rollout workers and engines, and tries again what failed.
+
+A row may kill or block its worker, and with it all other groups there. Each of them is suspect
+then: it is tried again by a worker that has nothing else to do. So only the guilty one is dropped.
+"""
 
 import asyncio
 import contextlib
@@ -14,9 +18,12 @@ from core import waits
 from core.errors import RunError
 from core.waits import Ref, answer, within
 from envs import services
+from envs.services import Away
 from rollout.episode import Group, SampleInfo
 from runtime.engines.fleet import CHECK_SECONDS, CHECKS_PER_SECOND, Fleet
-from runtime.processes.cluster import Cluster, cancel, cpus, kill
+from runtime.processes.actors import cancel, cpus, kill
+from runtime.processes.cluster import Cluster
+from runtime.rollouts.outages import Outages
 from settings.config import RunSettings
 
 if TYPE_CHECKING:
@@ -153,8 +160,6 @@ class Crew:
     def receive(self, worker: Any, report: services.Report) -> None:
         """Takes note of what a worker has seen of servers outside."""
         if not self.outages and (report.away or report.failures):
-            from runtime.rollouts.outages import Outages
-
             self.outages = Outages()
         if self.outages:
             self.outages.receive(worker, report)
@@ -198,9 +203,8 @@ class Dispatcher:
     async def roll_out(self, row: dict, slot: Slot, n: int, version: int) -> Group:
         """One row's n rollouts, whose engines hold policy `version` or a later one.
 
-        Tried `attempts` times (runtime/rollouts/retry.py); then the last error is raised. RunError
-        is raised at once. A failure is never a reward. No try begins while a judge is away that
-        the row needs.
+        Tried `attempts` times; then the last error is raised. RunError is raised at once. A failure
+        is never a reward. No try begins while a judge is away that the row needs.
         """
         tries = Tries(row, slot, next(self.crew.turns) % self.cfg.rollout_workers)
         while True:
@@ -212,21 +216,35 @@ class Dispatcher:
                 try:
                     found, written = await self.result(infos, lines, tries.name)
                 except Exception as error:
-                    from runtime.rollouts import retry
-
                     tries.error = error
-                    await retry.count(self, tries, engine, worker)
+                    await self.count_failure(tries, engine, worker)
                 else:
                     await self.write(written)
                     return Group(slot.number, version, row["_line"], found, samples)
             await asyncio.sleep(2**tries.failed)
 
-    async def evaluate(self, run: Any) -> None:
-        """Rolls out the validation rows of a `Run` (runtime/rollouts/evaluation.py)."""
-        from runtime.rollouts import evaluation
+    async def count_failure(self, tries: Tries, engine: Any, worker: Any) -> None:
+        """Counts a try that failed with `tries.error`, and waits before the next one.
 
-        version = run.buffer.version
-        await evaluation.evaluate(run, [Slot(i, version) for i in range(len(run.val_rows))])
+        A try that an engine's death or a judge that is away has ended does not count. Raises the
+        error after the last try; RuntimeError where the row ended a worker that ran nothing else.
+        """
+        crew = self.crew
+        asked = self.fleet.is_alive(engine), crew.is_alive(worker)
+        engine_lives, worker_lives = await asyncio.gather(*asked)
+        away = isinstance(tries.error, Away) or bool(
+            crew.outages and crew.outages.concern(tries.row)
+        )
+        counts = engine_lives and not away
+        tries.failed += counts
+        is_last = counts and tries.failed >= self.attempts
+        if is_last and worker_lives:
+            worker.forget.remote(tries.slot, tries.row["_line"])
+            raise tries.error
+        if is_last and tries.is_suspect:
+            alone = "crashed its worker while running alone: the row or its environment is at fault"
+            raise RuntimeError(f"{tries.name} {alone}") from tries.error
+        tries.is_suspect |= not worker_lives
 
     async def result(
         self, infos: Ref[list[SampleInfo]], lines: Ref[bytes], what: str

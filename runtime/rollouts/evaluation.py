@@ -2,27 +2,24 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from core.errors import RunError
 from core.waits import together, unless_stopped
-
-if TYPE_CHECKING:
-    from rollout.episode import Group, SampleInfo
-    from runtime.rollouts.dispatch import Dispatcher, Slot
+from rollout.episode import Group, SampleInfo
+from runtime.rollouts.dispatch import Dispatcher, Slot
 
 
-async def evaluate(run: Any, slots: "list[Slot]") -> None:
+async def evaluate(run: Any) -> None:
     """Evaluates the present version of a `Run`, once; given up when it is to leave.
 
-    `slots` are those of its validation rows.
-
-    Raises RuntimeError where every row failed.
+    Raises RuntimeError if every row failed.
     """
     cfg = run.cfg
     version = run.buffer.version
     if run.leaving or not run.val_rows or run.evaluated == version:
         return
+    slots = [Slot(i, version) for i in range(len(run.val_rows))]
     run.log.note(f"evaluating version {version} (prompts: {len(slots)})")
     leaves = run.buffer.until(lambda: bool(run.leaving))
     asked = roll_out_all(run.dispatcher, run.val_rows, slots, cfg.data.val_samples)
@@ -43,14 +40,14 @@ async def evaluate(run: Any, slots: "list[Slot]") -> None:
 
 
 async def roll_out_all(
-    dispatcher: "Dispatcher", rows: Sequence[dict], slots: "Sequence[Slot]", n: int
-) -> "list[Group | BaseException]":
+    dispatcher: Dispatcher, rows: Sequence[dict], slots: Sequence[Slot], n: int
+) -> list[Group | BaseException]:
     """n rollouts of each row, or the error of a row that failed.
 
     The first RunError ends them all, and is raised.
     """
 
-    async def result(row: dict, slot: "Slot") -> "Group | BaseException":
+    async def result(row: dict, slot: Slot) -> Group | BaseException:
         try:
             return await dispatcher.roll_out(row, slot, n, slot.evaluation or 0)
         except RunError:

@@ -173,6 +173,7 @@ class NoEngines:
 
     def __init__(self) -> None:
         self.fleet = self
+        self.alive: tuple = ()
 
     def launch(self) -> None:
         """Starts nothing."""
@@ -186,10 +187,6 @@ class NoEngines:
     async def sync(self, version: int) -> dict[str, float]:
         """Sends nothing, and measures nothing."""
         return {}
-
-    async def unless_left(self, sync: Coroutine, leaving: Callable[[], Any]) -> dict[str, float]:
-        """The result of `sync`, which waits for nothing."""
-        return await sync
 
 
 def replayed_files(run: RolloutRun) -> list[Path]:

@@ -24,10 +24,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pydantic
 
 from core.errors import InputError, brief, shown
-from runtime.checkpoints.folders import BLOCK
-from runtime.checkpoints.kept import flaw
+from core.waits import RENDER_SECONDS, at_most
+from rollout.messages import load_tokenizer, render_messages
+from runtime.checkpoints.folders import BLOCK, flaw
+from runtime.checkpoints.resume import first_whole
 from runtime.engines.speculation import ageing
+from runtime.processes.cluster import claim
+from runtime.startup.modes import of_export, sample_files
 from settings import reader
+from settings.config import RunSettings
 from settings.hub import missing_weights
 from settings.merging import flatten
 from settings.reader import C
@@ -150,8 +155,6 @@ def check_folder(cfg: "TrainingSettings") -> None:
     if not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"{field}: {there} cannot be written to, {expected}")
     if there == folder:
-        from runtime.processes.claim import claim
-
         claim(cfg).close()
 
 
@@ -160,9 +163,6 @@ def check_command(cfg: "TrainingSettings") -> None:
 
     Whether they are of this stream of prompts is looked at when its rows have been read.
     """
-    from runtime.checkpoints.resume import first_whole
-    from runtime.startup.modes import of_export, sample_files
-
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     if cfg.save_before and end and not re.fullmatch(r"\d+(\.\d*)?", end):
         raise InputError(f"SLURM_JOB_END_TIME = {end!r}: save_before needs seconds since 1970")
@@ -244,7 +244,6 @@ def check_model(cfg: "TrainingSettings") -> None:
     if found := flaw(model, largest=BLOCK):  # trainers read the large files
         raise InputError(f"model = {model!r}: {found}")
     from policy import model_shape  # and transformers, which takes seconds
-    from settings.config import RunSettings
 
     lm = model_shape.build(model)
     check_generation(model)
@@ -385,9 +384,6 @@ def check_engine(cfg: "RunSettings", hf: "PreTrainedConfig") -> None:
 
 def check_prompts(cfg: "TrainingSettings", lm: "PreTrainedModel") -> None:
     """Raises InputError unless the tokenizer and its chat template make prompts of messages."""
-    from rollout.messages import load_tokenizer, render_messages
-    from settings.alarm import RENDER_SECONDS, at_most
-
     field = f"model = {cfg.model!r}"
     setting, kwargs = cfg.template_variables
     try:

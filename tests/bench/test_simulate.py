@@ -16,9 +16,9 @@ import ray
 
 from bench import simulate as simulate_py
 from bench.simulation import clock, findings, page, validation, world
-from bench.simulation.actors import Stage
 from bench.simulation.faults import Faults
 from bench.simulation.hardware import Hardware, Modelled, Room, interpolated, read_table
+from bench.simulation.simulated_actors import Stage
 from bench.simulation.simulated_engine import Engine, Sequence
 from bench.simulation.workload import Latency, Lengths, Workload
 from core.errors import InputError

@@ -17,11 +17,11 @@ from core.errors import InputError
 from dry_run import megatron_sizes, pace
 from grpo_async import Config
 from launch import tiny_model
-from policy import factory, fsdp, gpu_memory, logprobs
+from policy import fsdp, gpu_memory, logprobs
 from policy.gpus import GIB, H100, Gpu, planned
 from policy.model_shape import Model, read_model
 from prep.check import Summary
-from runtime.processes import layout
+from runtime.processes import placement, rank
 from runtime.processes.rank import Rank
 from settings import reader
 from settings.network import PolicySettings
@@ -342,7 +342,7 @@ def test_activations_stay_where_nine_tenths_of_the_memory_hold_them(folder):
 def test_trainer_ranks_decide_by_their_gpu(folder, monkeypatch, request):
     cfg = changed(Config(model=folder("0.6B", **QWEN_06B)), row_tokens=8192, max_model_len=8192)
     opened = []
-    monkeypatch.setattr(factory, "open_policy", lambda model, settings, *_: opened.append(settings))
+    monkeypatch.setattr(rank, "open_policy", lambda model, settings, *_: opened.append(settings))
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     request.addfinalizer(dist.destroy_process_group)
     for memory in (80, 20):
@@ -558,7 +558,7 @@ def test_generation_is_rounds_times_seconds_of_one():
 
 
 test_gpus_are_whole_or_shared = gives(
-    lambda count, tensor_parallel, ranks, gpu_share: layout.gpus(changed(Config(), **locals())),
+    lambda count, tensor_parallel, ranks, gpu_share: placement.gpus(changed(Config(), **locals())),
     (2, 2, 3, 1.0, [{"trainer": 1}] * 3 + [{"engine": 1}] * 4),
     (1, 1, 1, 0.5, [{"engine": 1, "trainer": 1}]),
     (1, 1, 1, 0.6, [{"trainer": 1}, {"engine": 1}]),
@@ -827,7 +827,7 @@ def test_teachers_are_counted_and_one_that_does_not_fit_is_a_problem(folder):
     assert problem not in text and re.search(r"teachers +5  one 1, two 4", text)
     busy = re.findall(r"scores 50% of the rows; busy (\d+)% of a step", text)
     assert len(busy) == 2 and max(map(int, busy)) > 0
-    assert len(layout.gpus(wide)) == len(layout.gpus(cfg)) + 3
+    assert len(placement.gpus(wide)) == len(placement.gpus(cfg)) + 3
 
 
 def test_a_teacher_that_is_slower_than_the_rest_binds_the_step(folder):

@@ -21,7 +21,7 @@ import envs
 import envs.maths.math as maths
 import envs.questions.reasoning_gym as puzzles
 from core import errors
-from envs import agents, check_rows, registry
+from envs import check_rows, registry
 from launch.make_gsm8k import blend, convert
 from support.blends import math_row
 from support.examples import tries
@@ -59,7 +59,7 @@ def test_every_agent_name_finds_its_module():
 
 
 test_names_in_the_example_rows_of_nemo_gym = gives(
-    lambda name: agents.served().get(name),
+    lambda name: registry.served().get(name),
     ("structured_outputs_v4_simple_agent", "following/structured_outputs"),
     ("terminal_multi_harness_codex_agent", "terminals/terminal"),
     ("terminus_judge_string_only_simple_agent", "terminals/terminal"),
@@ -102,22 +102,22 @@ def test_a_copied_environment_does_not_take_over_an_agent(
     shutil.copytree(Path(envs.__file__).parent, tmp_path, dirs_exist_ok=True)
     (tmp_path / f"{name}.py").write_text(f"{text}\n")
     monkeypatch.setattr(envs, "__path__", [str(tmp_path)])
-    agents.served.cache_clear()
+    registry.served.cache_clear()
     with pytest.raises(ValueError, match=problem):
         registry.environment("math")
-    agents.served.cache_clear()
+    registry.served.cache_clear()
 
 
 def test_an_environment_without_a_verdict_is_refused_with_its_first_row(tmp_path, monkeypatch):
     (tmp_path / "misspelt.py").write_text('AGENTS = ("misspelt",)\ndef verfy(row, response): ...\n')
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
-    monkeypatch.setattr(agents, "served", lambda: {"misspelt": "misspelt"})
+    monkeypatch.setattr(registry, "served", lambda: {"misspelt": "misspelt"})
     with pytest.raises(ValueError, match="misspelt.py defines no reward, expected.*verify"):
         check_rows.check_row(MATH_ROW | {"agent_ref": {"name": "misspelt"}})
 
 
 def test_scanning_imports_no_heavy_library():
-    heavy = "{'asyncio', 'sympy', 'math_verify', 'reasoning_gym', 'numpy', 'torch'}"
+    heavy = "{'sympy', 'math_verify', 'reasoning_gym', 'numpy', 'torch'}"
     code = f"import envs.maths.math, sys; print({heavy} & set(sys.modules))"
     assert ran(sys.executable, "-c", code).stdout == "set()\n"
 

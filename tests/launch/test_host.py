@@ -13,7 +13,7 @@ import grpo_async
 import mopd
 from core import errors
 from launch import host
-from runtime.processes import layout
+from runtime.processes import placement
 from settings import reader
 from support.configs import changed
 from support.program import ROOT, copy, ran
@@ -43,7 +43,7 @@ def test_every_configuration_takes_the_gpus_of_its_dry_run(path):
     program = {"dpo": dpo, "mopd": mopd}.get(path.stem.rpartition("_")[2], grpo_async)
     cfg = reader.read(program.Config, path)
     found = host.settings(["--config", str(path)])
-    assert host.gpus(found, program is not dpo) == len(layout.gpus(cfg))
+    assert host.gpus(found, program is not dpo) == len(placement.gpus(cfg))
     assert [found["save_before"], found["keep_last"]] == [cfg.save_before, cfg.keep_last]
     assert [found["data.train"], found["data.val"]] == [cfg.data.train, cfg.data.val]
 
@@ -55,7 +55,7 @@ def test_flags_count_and_gpus_are_shared_as_in_the_dry_run(values):
     flags += ["--engine.tensor-parallel", str(size), "--policy.ranks", str(ranks)]
     found = host.settings([*flags, "--eval_only", "--gpu_share", str(share)])
     fields = {"count": count, "tensor_parallel": size, "ranks": ranks, "gpu_share": share}
-    assert host.gpus(found, True) == len(layout.gpus(changed(grpo_async.Config(), **fields)))
+    assert host.gpus(found, True) == len(placement.gpus(changed(grpo_async.Config(), **fields)))
 
 
 def test_teachers_share_their_ranks_as_in_the_dry_run(tmp_path):
@@ -79,7 +79,7 @@ def test_dictionaries_merge_as_the_reader_merges_them(tmp_path):
     found = host.settings(["--config", str(tmp_path / "own.py")])
     cfg = reader.read(grpo_async.Config, tmp_path / "own.py")
     assert found["engine.tensor_parallel"] == cfg.engine.tensor_parallel == 4
-    assert host.gpus(found, True) == len(layout.gpus(cfg)) == 72
+    assert host.gpus(found, True) == len(placement.gpus(cfg)) == 72
 
 
 @pytest.mark.parametrize(("config", "rows", "flags", "told"), CASES)

@@ -12,7 +12,7 @@ import grpo_async
 from core import errors
 from envs import services
 from launch import submit_check
-from runtime.processes.claim import claim
+from runtime.processes.cluster import claim
 from settings import reader
 from support.configs import changed
 from support.program import ran

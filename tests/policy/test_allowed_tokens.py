@@ -11,9 +11,8 @@ import torch.multiprocessing as mp
 from grpo_async import Config, Update, pack
 from policy.allowed_tokens import Allowed
 from policy.logprobs import Entropy, Head, TokenLogprobs
-from rollout.drafts import DraftedCall
+from rollout.drafts import DraftedCall, last_sets, unreported
 from rollout.episode import Sample, Turn, stitch
-from rollout.unreported import last_sets, unreported
 from runtime.checkpoints import archive
 from support.configs import changed
 

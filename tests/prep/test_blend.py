@@ -12,7 +12,7 @@ from conftest import write_rows
 
 import data_prep
 from core.errors import InputError
-from envs import agents
+from envs import registry
 from prep import files
 from prep.placeholders import bare
 from support.blends import DAPO, math_row, placeholder, placeholders, released, write_sources
@@ -52,7 +52,7 @@ def served(monkeypatch):
 
     def serve(rows: list[dict]) -> None:
         names = {row["agent_ref"]["name"] for row in rows}
-        monkeypatch.setattr(agents, "served", lambda: dict.fromkeys(names, "math"))
+        monkeypatch.setattr(registry, "served", lambda: dict.fromkeys(names, "math"))
 
     return serve
 

@@ -11,7 +11,7 @@ import data_prep
 import dry_run
 import envs
 from core.errors import InputError
-from envs import agents, services
+from envs import registry, services
 from grpo_async import Config
 from settings.environment_services import Services
 from support.blends import DAPO, math_row, placeholder, released
@@ -87,7 +87,7 @@ def test_what_rows_need_is_looked_for(check, tmp_path, monkeypatch):
     module = f'AGENTS = ("needy",)\n{needs}\n'
     (tmp_path / "needy.py").write_text(f"{module}\ndef verify(row, response): return 0\n")
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
-    monkeypatch.setattr(agents, "served", lambda: {"needy": "needy"})
+    monkeypatch.setattr(registry, "served", lambda: {"needy": "needy"})
     rows = [math_row(1, agent_ref={"name": "needy"}, many=many) for many in (0, 1, 1)]
     code, text = check(rows)
     (problem,) = (line for line in text.splitlines() if line.startswith("PROBLEM"))
@@ -174,7 +174,7 @@ def test_looking_at_rows_imports_no_heavy_library():
 @pytest.mark.parametrize("command", ["check", "blend"])
 def test_an_environment_that_cannot_be_read_is_named(tmp_path, monkeypatch, command):
     (tmp_path / "broken.py").write_text("AGENTS = 5\n")
-    monkeypatch.setattr(agents, "served", agents.served.__wrapped__)
+    monkeypatch.setattr(registry, "served", registry.served.__wrapped__)
     path = write_rows(tmp_path / "rows.jsonl", [math_row(1)])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(envs, "__path__", [str(tmp_path)])

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 import envs
 from core.errors import InputError
-from envs import agents, check_rows
+from envs import check_rows, registry
 from envs.check_rows import load_rows, read_rows, render
 from rollout import rows
 from rollout.rows import quarantine
@@ -195,14 +195,14 @@ def environment(tmp_path, monkeypatch):
         path.write_text(f'AGENTS = ("{name}",)\n{text}\n')
         written.append(name)
         monkeypatch.setattr(envs, "__path__", [str(folder)])
-        agents.served.cache_clear()
+        registry.served.cache_clear()
         importlib.invalidate_caches()
         return path
 
     yield environment
     for name in written:
         sys.modules.pop(f"envs.{name}", None)
-    agents.served.cache_clear()
+    registry.served.cache_clear()
 
 
 def row_of(name: str, **fields) -> bytes:

@@ -16,7 +16,7 @@ from mopd import Config, Teacher, distillation_loss, pack
 from policy.factory import network, open_policy
 from policy.packing import Update
 from rollout.episode import Group
-from runtime.rollouts.scoring import plan_scoring
+from runtime.rollouts.teachers import plan_scoring
 from settings.network import PolicySettings
 from support.megatron_jobs import gathered_objects, in_ranks
 from support.samples import make_sample

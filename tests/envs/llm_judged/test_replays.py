@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from envs import agents, check_rows, services
+from envs import check_rows, registry, services
 from envs.tools.simulation import DONE, Simulation, Step
 from rollout.response import Response
 from settings.environment_services import Services
@@ -69,6 +69,6 @@ def test_verdicts_on_a_conversation_earn_what_they_earn_in_nemo_gym():
 
 def test_all_judged_environments_are_replayed():
     judged = {AGENTS.get(name, name) for name in REPLAYS}
-    modules = {agents.served()[agent] for agent in judged}
-    folder = {module for module in agents.served().values() if module.startswith("judged/")}
+    modules = {registry.served()[agent] for agent in judged}
+    folder = {module for module in registry.served().values() if module.startswith("llm_judged/")}
     assert folder < modules and "maths/equivalence" in modules

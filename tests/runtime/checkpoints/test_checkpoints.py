@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from core.errors import InputError
 from grpo_async import Config, Run
-from runtime.checkpoints import folders, kept, resume, save
+from runtime.checkpoints import folders, resume, save
 from runtime.checkpoints.archive import write_groups
 from runtime.processes.rank import Rank
 from runtime.rollouts.dispatch import Slot
@@ -46,7 +46,7 @@ def write_checkpoint(run_dir: Path, step: int) -> Path:
 
 def damaged(folder: Path) -> list[str]:
     """What two ranks find together."""
-    return [d for r in range(2) if (d := kept.damage(str(folder), r, 2))]
+    return [d for r in range(2) if (d := folders.damage(str(folder), r, 2))]
 
 
 def test_whole_checkpoints_are_seen_the_newest_by_number_first(tmp_path):
@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch, name):
 
     for module in (builtins, io):
         monkeypatch.setattr(module, "open", refuse)
-    problem = kept.damage(str(folder))
+    problem = folders.damage(str(folder))
     assert name in problem and "Input/output error" in problem
 
 
@@ -114,7 +114,7 @@ def test_damage_is_found_and_names_the_file(tmp_path, name, kind):
 def test_pruning_keeps_the_newest_and_all_exports(tmp_path):
     for step in range(1, 5):
         write_checkpoint(tmp_path, step)
-    kept.prune(str(tmp_path), 2)
+    folders.prune(str(tmp_path), 2)
     assert [folders.step_of(f) for f in folders.newest_first(str(tmp_path))] == [4, 3]
     assert [p.name for p in (tmp_path / "step_000001").iterdir()] == ["hf"]
     assert (tmp_path / "step_000001" / "hf" / "model.safetensors").read_bytes() == b"weights"
@@ -330,7 +330,7 @@ def test_going_back_gives_up_the_checkpoints_after(tmp_path):
     resume.rewind(str(tmp_path), STATE)
     assert [folders.step_of(f) for f in folders.newest_first(str(tmp_path))] == [2, 1]
     write_checkpoint(tmp_path, 4)
-    kept.prune(str(tmp_path), 2)
+    folders.prune(str(tmp_path), 2)
     left = {path.parent.name for path in tmp_path.glob("step_*/policy")}
     assert left == {"step_000002", "step_000004"}, "the third must not fill the disk for ever"
 
@@ -341,14 +341,14 @@ def test_a_damaged_export_does_not_spoil_its_checkpoint(tmp_path):
     write_checkpoint(tmp_path, 2)
     model = folder / "hf" / "model.safetensors"
     model.write_bytes(b"weighs!")
-    assert not damaged(folder) and "CRC-32" in kept.damage(f"{folder}/hf")
-    assert kept.prune(str(tmp_path), 1) == [kept.damage(f"{folder}/hf")]
+    assert not damaged(folder) and "CRC-32" in folders.damage(f"{folder}/hf")
+    assert folders.prune(str(tmp_path), 1) == [folders.damage(f"{folder}/hf")]
     assert not damaged(folder)
     (folder / "hf" / "complete.json").unlink()
     model.write_bytes(b"weights")
     modes.seal(f"{folder}/hf")
-    assert kept.prune(str(tmp_path), 1) == [] and not (folder / "policy").exists()
-    assert not kept.damage(f"{folder}/hf"), "what stays can still be checked"
+    assert folders.prune(str(tmp_path), 1) == [] and not (folder / "policy").exists()
+    assert not folders.damage(f"{folder}/hf"), "what stays can still be checked"
 
 
 def test_an_export_is_flushed_before_it_is_marked(tmp_path, monkeypatch):
@@ -362,7 +362,7 @@ def test_an_export_is_flushed_before_it_is_marked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("marker", ["{}", "[]", "5", '{"a": 1}', '{"a": [1]}'])
 def test_a_marker_that_is_none_is_damage(tmp_path, marker):
     (tmp_path / "complete.json").write_text(marker)
-    assert "complete.json" in kept.damage(str(tmp_path))
+    assert "complete.json" in folders.damage(str(tmp_path))
 
 
 def test_ranks_share_the_files_of_an_exported_model(tmp_path, monkeypatch):
@@ -371,12 +371,12 @@ def test_ranks_share_the_files_of_an_exported_model(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(bytes(100))
     modes.seal(str(tmp_path))
     (tmp_path / "b.safetensors").write_bytes(bytes(99) + b"\1")
-    found = [kept.flaw(str(tmp_path), rank, 2) for rank in range(2)]
+    found = [folders.flaw(str(tmp_path), rank, 2) for rank in range(2)]
     assert found[0] == "" and re.search(r"b\.safetensors: its CRC-32 is not the one", found[1])
-    assert kept.flaw(str(tmp_path), largest=50) == ""  # what is left to the trainers
+    assert folders.flaw(str(tmp_path), largest=50) == ""  # what is left to the trainers
     rank = Rank(ask(tmp_path, model=str(tmp_path), ranks=2))
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     with pytest.raises(RuntimeError, match=r"^model = .*b\.safetensors: its CRC-32 is not"):
         rank.open_policy(1.0)
     (tmp_path / "complete.json").unlink()
-    assert kept.flaw(str(tmp_path)) == ""
+    assert folders.flaw(str(tmp_path)) == ""

@@ -14,10 +14,10 @@ from core.errors import RunError
 from grpo_async import Config, Engines, RolloutBuffer
 from policy import WeightMeta
 from policy.sync.weight_sync import CutOff, Sender
-from runtime.engines import fleet, joining, repair
+from runtime.engines import fleet, repair
 from runtime.engines.fleet import Engine, State
 from runtime.engines.probe import PROMPTS
-from runtime.processes.layout import Places
+from runtime.processes.placement import Places
 from support.actors import Actor, Answer
 from support.configs import changed
 
@@ -229,7 +229,7 @@ async def test_an_engine_that_does_not_join_has_a_deadline_of_its_own(house):
     first, second = home.made
     home.lose(first)
     await asyncio.sleep(0.01)
-    await asyncio.wait_for(home.fleet.replaced(), 5)
+    await asyncio.wait_for(repair.replace(home.fleet), 5)
     third = home.made[2]
 
     def joins(*_):
@@ -250,7 +250,7 @@ async def test_a_group_that_failed_is_made_anew_by_those_that_had_one_before(hou
     await asyncio.wait_for(home.engines.sync(1), 5)
     third = home.made[2]
     third.answers["start"].give(None)
-    await asyncio.wait_for(home.fleet.replaced(), 5)
+    await asyncio.wait_for(repair.replace(home.fleet), 5)
 
     def joins(*_):
         third.answers["check_health"] = RuntimeError("it died")
@@ -265,7 +265,7 @@ async def test_an_engine_that_dies_once_it_has_joined_is_left_out(house):
     """The trainer joins late, so the update has not begun when the engine is found dead."""
     home = await house(2, answer=1.0, timeouts={"sync": 60, "start": 60}).open()
     home.lose(home.made[0])
-    await asyncio.wait_for(home.fleet.replaced(), 5)
+    await asyncio.wait_for(repair.replace(home.fleet), 5)
     late = Answer(...)
     joins = [late]
     home.trainer.answers["join_sync_group"] = lambda *_: joins.pop() if joins else None
@@ -472,7 +472,7 @@ async def test_an_engine_that_fails_to_join_or_to_answer_a_probe_is_the_only_one
     """All engines report good health."""
     home = await house(3, verify_sync_every=1, timeouts={"sync": 0.2}).open()
     home.lose(home.made[0])  # so all must join again
-    await home.fleet.replaced()
+    await repair.replace(home.fleet)
     home.made[3].answers[call] = reply
     await asyncio.wait_for(home.engines.sync(1), 5)
     assert home.killed == [home.made[0], home.made[3]]
@@ -482,13 +482,13 @@ async def test_an_engine_that_fails_to_join_or_to_answer_a_probe_is_the_only_one
 async def test_a_member_that_waited_too_long_for_another_is_not_blamed(house):
     home = await house(2, answer=0.05).open()
     home.lose(home.made[0])
-    await home.fleet.replaced()
+    await repair.replace(home.fleet)
     late = Answer(...)
     home.made[1].answers["join_sync_group"] = late
     asyncio.get_running_loop().call_later(0.06, late.give, RuntimeError("the store timed out"))
     with pytest.raises(RuntimeError, match="the store timed out") as error:
         await home.fleet.connect()
-    assert not isinstance(error.value, joining.EnginesError)
+    assert not isinstance(error.value, repair.EnginesError)
 
 
 async def test_a_run_that_leaves_waits_for_no_engine(house):
@@ -497,7 +497,7 @@ async def test_a_run_that_leaves_waits_for_no_engine(house):
     home.slow = True
     home.lose(home.made[0])
     leaving = []
-    sync = home.fleet.unless_left(home.engines.sync(1), lambda: leaving)
+    sync = repair.unless_left(home.fleet, home.engines.sync(1), lambda: leaving)
     task = asyncio.create_task(sync)
     await asyncio.sleep(0.05)
     assert not task.done() and len(home.made) == 2
@@ -513,26 +513,26 @@ async def test_a_run_that_leaves_is_not_ended_for_a_lack_of_restarts(house, monk
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(seconds / 100))
     run = home.run()
     run.leaving = "SIGTERM"
-    assert await home.fleet.unless_left(home.engines.sync(1), lambda: run.leaving) == {}
+    assert await repair.unless_left(home.fleet, home.engines.sync(1), lambda: run.leaving) == {}
     await asyncio.wait_for(home.engines.repair_forever(run), 5)
-    replaced = home.fleet.unless_left(home.fleet.replaced(), lambda: run.leaving)
+    replaced = repair.unless_left(home.fleet, repair.replace(home.fleet), lambda: run.leaving)
     assert await asyncio.wait_for(replaced, 5) == {}
     with pytest.raises(RuntimeError, match="MAX_RESTARTS = 0"):
-        await home.fleet.unless_left(home.engines.sync(1), lambda: "")
+        await repair.unless_left(home.fleet, home.engines.sync(1), lambda: "")
 
 
 async def test_a_named_engine_is_replaced_in_the_round_in_which_another_is_lost(house):
     home = await house(3).open()
     lost, well, named = home.made
     home.lose(lost)
-    error = joining.EnginesError([named], RuntimeError("no memory left"))
+    error = repair.EnginesError([named], RuntimeError("no memory left"))
     await repair.discard_dead(home.fleet, error, 0)
     assert home.killed == [lost, named] and home.fleet.of(State.SERVING) == [well]
 
 
 async def test_a_run_that_leaves_ends_an_update_of_engines_that_live(house):
     home = await house(1).open()
-    synced = await home.fleet.unless_left(home.engines.sync(1), lambda: "SIGTERM")
+    synced = await repair.unless_left(home.fleet, home.engines.sync(1), lambda: "SIGTERM")
     assert synced["engines"] == 1 and home.updates(home.made[0]) == [0, 1]
 
 
@@ -550,7 +550,7 @@ async def test_a_replacement_that_is_lost_before_it_was_synced_harms_nobody(hous
     well = home.made[1]
     home.lose(home.made[0])
     home.fleet.launch()
-    await joining.started(home.fleet)
+    await repair.started(home.fleet)
     home.fleet.take_in_started()
     home.lose(home.made[2])
     home.slow = True
@@ -640,7 +640,7 @@ async def test_only_the_replacements_of_the_last_hour_count(house, monkeypatch, 
         clock.now += 3601.0
         home.lose(home.made[-1])
         await home.engines.sync(version)  # which does not wait for the successor
-        await joining.started(home.fleet)
+        await repair.started(home.fleet)
         assert (await home.engines.sync(version))["engines"] == 2
     clock.now += 3598.0
     home.lose(home.made[-1])
@@ -677,7 +677,7 @@ async def test_new_engines_answer_a_probe(house):
     assert [len(calls) for calls in asked] == [PROMPTS, PROMPTS]
     assert home.trainer.called("probe_gaps") == [[[["turn"] * PROMPTS] * 2]]
     home.lose(home.made[0])
-    await home.fleet.replaced()
+    await repair.replace(home.fleet)
     await home.engines.sync(1)
     assert [len(e.called("generate")) for e in home.made] == [PROMPTS] * 3
 

@@ -23,9 +23,8 @@ from core.errors import InputError
 from envs import check_rows
 from grpo_async import Config, RolloutWorker, Trainer
 from rollout import rows
-from runtime.processes import actors, cluster, ray_start
-from runtime.processes.claim import claim
-from runtime.processes.cluster import ROOT, Cluster
+from runtime.processes import actors, ray_start
+from runtime.processes.cluster import ROOT, Cluster, claim
 from runtime.processes.rank import Rank
 from support.configs import changed
 from support.tables import table
@@ -52,7 +51,7 @@ def write_marker(run_dir: Path, step: int) -> Path:
 def test_two_runs_never_share_a_folder(tmp_path):
     program = (
         "import sys, time; sys.path.insert(0, '.')\n"
-        "from grpo_async import Config; from runtime.processes.claim import claim\n"
+        "from grpo_async import Config; from runtime.processes.cluster import claim\n"
         f"lock = claim(Config(run_dir={str(tmp_path)!r}))\n"
         "print('mine', flush=True); time.sleep(60)"
     )
@@ -254,7 +253,7 @@ def test_settings_of_a_cpu_follow_the_cluster_and_not_the_driver(gpus, wanted, m
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": gpus})
     monkeypatch.setattr(ray, "nodes", lambda: nodes(64))
     monkeypatch.setattr(ray, "remote", lambda **options: lambda cls: handle)
-    cluster.actor(Trainer, wanted, ask(Path("run"), ranks=3))
+    actors.actor(Trainer, wanted, ask(Path("run"), ranks=3))
     env = asked.get("runtime_env", {}).get("env_vars", {})
     assert asked["num_gpus"] == (wanted if gpus else 0)
     assert env.get("OMP_NUM_THREADS") == ("16" if wanted and not gpus else None)

@@ -13,11 +13,11 @@ from ray.exceptions import ActorDiedError
 
 from core.errors import InputError
 from grpo_async import Config
-from runtime.engines import joining
+from runtime.engines import repair
 from runtime.engines.fleet import Fleet
-from runtime.processes import layout, placement
+from runtime.processes import placement
 from runtime.processes.cluster import ROOT, Cluster
-from runtime.processes.layout import Node, Places, by_number, plan
+from runtime.processes.placement import Node, Places, by_number, plan
 from support.configs import changed
 
 
@@ -146,7 +146,7 @@ def stand_ins() -> tuple[type, type]:
 def fake_cluster():
     """A head, two nodes of two GPUs, one of judges, one without GPUs; in all but the GPUs real."""
     made = FakeCluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
-    judges = {"resources": {layout.JUDGE: 1}, "num_gpus": 2}
+    judges = {"resources": {placement.JUDGE: 1}, "num_gpus": 2}
     bare = {"resources": {placement.CPU_NODE: 1}, "num_gpus": 0}
     two = {"num_gpus": 2}
     try:
@@ -166,7 +166,7 @@ async def started(cluster: Cluster, Engine: type, cfg: Config) -> list:
     await cluster.start_trainers()
     fleet = Fleet(Engine, cfg, cluster)
     fleet.launch()
-    await joining.started(fleet)
+    await repair.started(fleet)
     return [engine.start.result() for engine in fleet.engines.values()]
 
 

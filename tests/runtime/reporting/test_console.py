@@ -13,8 +13,7 @@ from conftest import write_rows
 
 from core.errors import shown
 from runtime.reporting import console
-from runtime.reporting.bars import Bars
-from runtime.reporting.console import Lines, phase
+from runtime.reporting.console import Bars, Lines, phase
 from runtime.reporting.summary import summary
 
 ROOT = Path(__file__).parents[3]

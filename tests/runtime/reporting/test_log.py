@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import report
-from core.lines import LineFile, WriteError
+from core.jsonl import LineFile, WriteError
 from grpo_async import Config
 from rollout.episode import Sample
 from runtime.reporting.log import Log, in_one_line

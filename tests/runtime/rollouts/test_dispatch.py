@@ -9,7 +9,7 @@ import pytest
 
 from core import waits
 from core.errors import RunError
-from core.lines import WriteError
+from core.jsonl import WriteError
 from envs import registry
 from envs.services import Away, Report
 from grpo_async import Config

@@ -13,8 +13,7 @@ from core.errors import InputError, RunError
 from mopd import Config
 from rollout.episode import Group
 from runtime.rollouts import teachers
-from runtime.rollouts.scoring import plan_scoring
-from runtime.rollouts.teachers import Teachers
+from runtime.rollouts.teachers import Teachers, plan_scoring
 from runtime.startup import check_teachers
 from support.actors import Actor, Answer
 from support.configs import changed

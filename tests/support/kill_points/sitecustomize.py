@@ -44,7 +44,7 @@ POINTS = {
         "after it wrote one": "runtime.processes.rank.Rank.saved",
         "before it renames a checkpoint": "runtime.checkpoints.folders.commit",
         "after a checkpoint is there": "runtime.checkpoints.folders.commit",
-        "before it deletes an old one": "runtime.checkpoints.kept.prune",
+        "before it deletes an old one": "runtime.checkpoints.folders.prune",
     },
     "driver": {
         "before it takes a step's groups": "grpo_async.RolloutBuffer.take",
@@ -57,7 +57,7 @@ MODULES = (
     "grpo_async",
     "runtime.processes.rank",
     "runtime.checkpoints.folders",
-    "runtime.checkpoints.kept",
+    "runtime.checkpoints.folders",
     "policy.sync.receiver",
 )
 MODULES += ("vllm.v1.engine.core",)

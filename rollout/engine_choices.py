@@ -1,20 +1,75 @@
-"""What the trainer takes over from the engine, in the few runs that have it: experts and sets.
+"""Carries expert routes and token sets from the engine to the trainer.
 
-Experts are those that saw each token (policy.replay_routing). A set is what a token was chosen
-among, where sampling is truncated (policy/allowed_tokens.py).
+Routes are the experts that saw each token (R3, policy.replay_routing). An engine sends those of a
+turn's new tokens alone; the earlier ones are in arrays that all turns of the conversation share.
+A set holds the tokens among which one was chosen, if sampling is truncated
+(policy/allowed_tokens.py).
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from policy.allowed_tokens import Allowed
-from rollout import routing_replay
 
 if TYPE_CHECKING:
+    from rollout.drafts import DraftedCall
     from rollout.episode import Sample, Turn
 
+
+def held(calls: "Sequence[DraftedCall]", prompt_ids: list[int]) -> list[np.ndarray]:
+    """The routes of the first tokens of a prompt that goes on from the last of the calls.
+
+    They are of every token of that turn but its last, which no engine has read. [] where the prompt
+    is another conversation's, or where that turn has no routes.
+    """
+    for turn in calls[-1].turns() if calls else ():
+        seen = turn.prompt_ids + turn.token_ids
+        if turn.routes is not None and prompt_ids[: len(seen)] == seen and not lacking(turn):
+            return turn.routes
+    return []
+
+
+def lacking(turn: "Turn") -> int:
+    """The tokens in front whose routes the engine was asked to leave out."""
+    read = len(turn.prompt_ids) + len(turn.token_ids) - 1
+    return read - sum(map(len, turn.routes or ()))
+
+
+def complete(turns: "list[Turn]", held: list[np.ndarray]) -> None:
+    """Puts the routes that were held in front of those that the engine sent after them.
+
+    A turn of an earlier try may have them already.
+    """
+    for turn in turns:
+        if turn.routes is not None and lacking(turn):
+            turn.routes = [*held, *turn.routes]
+
+
+def join(turns: "list[Turn]", tokens: int) -> np.ndarray | None:
+    """The experts of each token when the engine first read it [tokens, expert layers, experts].
+
+    -1 for the last token, which it never read. None where a turn has none.
+    """
+    of_turns = [turn.routes for turn in turns if turn.routes is not None]
+    if len(of_turns) < len(turns):
+        return None
+    first = of_turns[0][0]
+    routes_T = np.full((tokens, *first.shape[1:]), -1, first.dtype)
+    done = 0
+    for pieces in of_turns:  # the earlier ones are those that were sampled with
+        at = 0
+        for piece in pieces:
+            new = piece[max(0, done - at) :]
+            routes_T[done : done + len(new)] = new
+            done += len(new)
+            at += len(piece)
+    return routes_T
+
+
+# TC
 NONE = np.zeros(0, np.int32)
 
 
@@ -22,7 +77,7 @@ def of_turns(turns: "list[Turn]", tokens: int) -> dict[str, Any]:
     """Fields of the `Sample` of that length which turns become. Raises as `sets` does."""
     count_T, ids_M = sets(turns, tokens) or (None, None)
     return {
-        "routes_T": routing_replay.join(turns, tokens),
+        "routes_T": join(turns, tokens),
         "allowed_T": count_T,
         "allowed_M": ids_M,
     }
