@@ -3,9 +3,7 @@
 import ast
 import dataclasses
 import importlib.util
-import io
 import re
-import tokenize
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +13,12 @@ import pytest
 import data_prep
 import dpo
 import mopd
-from envs import Reward, agents
+from envs import Reward, registry
 from grpo_async import Config
 from rollout.episode import Episode, Turn, stitch
 from runtime.rollouts.dispatch import Slot
 from settings import reader
+from support import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -92,14 +91,14 @@ def test_a_link_to_a_name_that_is_gone_is_found(tmp_path):
     assert undefined("[`A.x`](code.py) [`z`](code.py)", tmp_path) == ["code.py: A.x", "code.py: z"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_is_short_or_says_that_it_is_a_reference(page):
-    text = page.read_text(encoding="utf-8")
-    if page.name == "README.md":
-        assert text.count("\n") <= 130
-        assert text[: text.index("(docs/reward.png)")].count("\n") <= 25, "on the first screen"
-    elif len(text.split()) > 2500:
-        assert text.split("\n")[2].startswith("A reference"), page
+def test_the_readme_quotes_the_manifest_and_its_lines_are_true():
+    """Within a tenth: a line more is no reason to change the page."""
+    (rows,) = re.findall(r"\n((?:\| [a-z ]+ \| \d+ \| [\d,]+ \|\n)+)", processes.PAGE.read_text())
+    assert rows in (ROOT / "README.md").read_text(encoding="utf-8")
+    for process, files, lines in re.findall(r"\| ([a-z ]+) \| (\d+) \| ([\d,]+) \|", rows):
+        modules = processes.listed()[process]
+        assert int(files) == len(modules)
+        assert processes.lines_of(modules) == pytest.approx(int(lines.replace(",", "")), rel=0.1)
 
 
 def test_each_metric_is_explained_once():
@@ -122,7 +121,7 @@ def test_implementation_details_are_numbered_and_each_links_to_the_code():
     items = re.split(r"^(\d+)\. ", section("implementation details"), flags=re.M)[1:]
     bodies = items[1::2]
     assert [int(number) for number in items[::2]] == list(range(1, len(bodies) + 1))
-    assert 25 <= len(bodies) <= 38
+    assert len(bodies) >= 25
     assert all(NAME_LINK.search(body) for body in bodies)
 
 
@@ -154,7 +153,7 @@ def test_options_and_settings_that_the_pages_name_exist(page):
 def test_the_page_of_environments_has_them_all():
     """Each module, and each agent that rows of the released blends name."""
     page = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
-    for agent, module in agents.served().items():
+    for agent, module in registry.served().items():
         assert f"[{module.rpartition('/')[2]}](../envs/{module}.py)" in page
         if agent.endswith("_simple_agent"):
             assert f"`{agent}`" in page, agent
@@ -170,7 +169,7 @@ def test_the_shelf_of_environments_is_that_of_their_modules():
         "docs/environments.md: run .venv/bin/python docs/environment_table.py"
     )
     drawn = shelf.Shelf()
-    served = set(agents.served().values())
+    served = set(registry.served().values())
     assert served <= drawn.serving and len(drawn.serving - served) == 1  # nemo_gym names no agent
     for name in drawn.serving:
         judged, _, reward = shelf.first_line(drawn.modules[name]).partition(": ")
@@ -180,36 +179,3 @@ def test_the_shelf_of_environments_is_that_of_their_modules():
     assert "[math](../envs/maths/math.py)" in drawn.row("maths/math")
     assert "same_answer" in drawn.uses("maths/math")
     assert "[same_answer](../envs/maths/same_answer.py)" in drawn.heading("maths")
-
-
-# Words for people, or for speech, that pages and comments have used for processes and values.
-WORDS = (
-    r"whoever|whomever|whom|somebody|everybody|(?<!user )nobody|but for|told of|mourn\w*|so many"
-)
-UNPLAIN = re.compile(rf"\b({WORDS})\b", re.I)
-ROOMS = ("core", "settings", "policy", "envs", "prep", "runtime", "dry_run", "launch", "bench")
-
-
-def explained(path: Path) -> str:
-    """The docstrings and comments of a Python file, not its other texts, such as prompts."""
-    text = path.read_text(encoding="utf-8")
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [ast.get_docstring(n) or "" for n in ast.walk(ast.parse(text)) if isinstance(n, kinds)]
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return "\n".join(found + [t.string for t in tokens if t.type == tokenize.COMMENT])
-
-
-def unplain(text: str) -> list[str]:
-    return UNPLAIN.findall(" ".join(text.split()))
-
-
-def test_pages_and_comments_speak_of_processes_plainly():
-    assert unplain("Whoever asks, but for\n tests") == ["Whoever", "but for"]
-    assert unplain("whole, the user nobody, a sum") == []
-    files = [path for room in (*ROOMS, "configs") for path in sorted((ROOT / room).rglob("*.py"))]
-    files += sorted(ROOT.glob("*.py"))
-    assert len(files) > 200
-    texts = {path: explained(path) for path in files}
-    texts |= {page: page.read_text(encoding="utf-8") for page in PAGES}
-    found = {str(path.relative_to(ROOT)): unplain(text) for path, text in texts.items()}
-    assert {path: words for path, words in found.items() if words} == {}

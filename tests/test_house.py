@@ -1,17 +1,18 @@
-"""The house: imports run one way, nothing circles, and what the two algorithms load stays small."""
+"""The house: imports run one way, stand at the top, and know no environment but by the registry."""
 
 import ast
 import re
+import statistics
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from envs.check_rows import MECHANISMS
 from support.program import ROOT, ran
 
 LISTED = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "*.py"]
@@ -31,33 +32,45 @@ FLOORS = (
     ("bench",),
 )
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
-
-
 CLASS = re.compile(r"\w+(\.\w+)*\.[A-Z]\w*")  # as `worker_extension_cls` names one
+REGISTRY = "envs.registry"
 
 
 class Import(NamedTuple):
-    """That one module of the project needs another, and whether only once a function runs."""
+    """One module needs another; `function` is where, "" at the top of the file."""
 
     name: str
-    lazy: bool
+    function: str = ""
 
 
 def known(name: str) -> str:
-    """The module of the project that a dotted name is, or is in; "" for none."""
+    """The module of the project that a dotted name is, or is in; "" if it is another's."""
     while name and name not in MODULES:
         name = name.rpartition(".")[0]
     return name
 
 
 def named(node: ast.AST) -> Iterator[str]:
-    """The modules of the project that a node imports, or names in a string as MODULE.Class."""
+    """The modules that a node imports, ours or not; of strings those of ours as MODULE.Class."""
     if isinstance(node, ast.Import):
-        yield from (known(alias.name) for alias in node.names)
+        for alias in node.names:
+            yield known(alias.name) or alias.name
     elif isinstance(node, ast.ImportFrom) and node.module:
-        yield from (known(f"{node.module}.{alias.name}") for alias in node.names)
+        for alias in node.names:
+            yield known(f"{node.module}.{alias.name}") or node.module
     elif isinstance(node, ast.Constant) and CLASS.fullmatch(str(node.value)):
         yield known(node.value)
+
+
+def imports(text: str) -> Iterator[Import]:
+    """All imports of a file except those for types alone."""
+    for top in ast.parse(text).body:
+        if isinstance(top, ast.If) and "TYPE_CHECKING" in ast.unparse(top.test):
+            continue
+        at_top = isinstance(top, ast.Import | ast.ImportFrom | ast.If | ast.Try)
+        function = "" if at_top else getattr(top, "name", "a statement")
+        for node in ast.walk(top):
+            yield from (Import(name, function) for name in named(node) if name)
 
 
 def serves(path: str) -> bool:
@@ -66,23 +79,20 @@ def serves(path: str) -> bool:
     return path.startswith("envs/") and bool(re.search("^AGENTS", text, re.M))
 
 
-def imports(text: str) -> Iterator[Import]:
-    """All imports of a file except those for types alone."""
-    for top in ast.parse(text).body:
-        if isinstance(top, ast.If) and "TYPE_CHECKING" in ast.unparse(top.test):
-            continue
-        lazy = not isinstance(top, ast.Import | ast.ImportFrom | ast.If | ast.Try)
-        for node in ast.walk(top):
-            yield from (Import(name, lazy) for name in named(node) if name)
+FAMILIES = {module.split(".")[1] for module, path in MODULES.items() if serves(path)}
 
 
-# Which modules a call of importlib.import_module with a computed name may import.
+def is_family(module: str) -> bool:
+    """Whether a module is of a family of environments, not a mechanism that families share."""
+    return module.startswith("envs.") and module.split(".")[1] in FAMILIES
+
+
+# Modules that call importlib.import_module with a computed name, and what of ours that may be.
 COMPUTED = {
-    "envs.registry": [name for name, path in MODULES.items() if serves(path)],
-    "envs.check_rows": [*MECHANISMS.values()],
+    REGISTRY: [module for module in MODULES if is_family(module)],
     "envs.sandbox.interpreter": [],  # libraries
     "prep.swe_tables": [],  # packages of data sets
-    "launch.submit_check": [*MECHANISMS.values()],  # and the program that its command line names
+    "launch.submit_check": ["grpo_async", "dpo", "mopd"],  # which its command line names
     "grpo_async": [],  # itself
     "dpo": [],
     "mopd": [],
@@ -90,32 +100,31 @@ COMPUTED = {
 
 
 def graph() -> dict[str, set[Import]]:
-    """The imports of each module."""
+    """The imports of each module, of ours and of others."""
     found: dict[str, set[Import]] = defaultdict(set)
     for module, path in MODULES.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         found[module] = {i for i in imports(text) if i.name != module}
-        found[module] |= {Import(name, True) for name in COMPUTED.get(module, ())}
+        found[module] |= {Import(name, "computed") for name in COMPUTED.get(module, ())}
     return found
 
 
 GRAPH = graph()
+OURS = {module: {i for i in found if i.name in MODULES} for module, found in GRAPH.items()}
 
 
 def test_the_measure_measures():
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import grpo_async\n"
-    assert not list(imports(text))
+    assert set(imports(text)) == {Import("typing")}
     lazy = "def f():\n    from runtime.engines import fleet\n"
     lazy += "    return 'policy.sync.receiver.WeightReceiver'\n"
-    assert set(imports(lazy)) == {
-        Import("runtime.engines.fleet", True),
-        Import("policy.sync.receiver", True),
+    expected = {Import("runtime.engines.fleet", "f"), Import("policy.sync.receiver", "f")}
+    assert set(imports(lazy)) == expected
+    assert set(imports("from envs import Reward")) == {Import("envs")}
+    assert len(OURS) > 120 and "policy.sync.receiver" in {
+        i.name for i in OURS["runtime.engines.engine"]
     }
-    assert set(imports("from envs import Reward")) == {Import("envs", False)}
-    assert (
-        len(GRAPH) > 120 and Import("policy.sync.receiver", True) in GRAPH["runtime.engines.engine"]
-    )
-    assert Import("envs.maths.math", True) in GRAPH["envs.registry"]
+    assert {"maths", "swe", "gym"} <= FAMILIES and not {"judge", "sandbox"} & FAMILIES
 
 
 def test_every_computed_import_is_listed():
@@ -125,7 +134,8 @@ def test_every_computed_import_is_listed():
 
 
 def test_no_files_import_each_other_in_a_circle():
-    needs = {module: {i.name for i in found} for module, found in GRAPH.items()}
+    needs = {module: {i.name for i in found} for module, found in OURS.items()}
+    needs["launch.submit_check"] -= {*COMPUTED["launch.submit_check"]}
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
@@ -135,26 +145,107 @@ def test_no_files_import_each_other_in_a_circle():
 def test_no_import_runs_up():
     up = [
         f"{module} -> {i.name}"
-        for module, found in GRAPH.items()
+        for module, found in OURS.items()
         for i in found
         if FLOOR[module.partition(".")[0]] < FLOOR[i.name.partition(".")[0]]
+        if i.function != "computed"
     ]
     assert not up, up
 
 
-def test_a_family_of_environments_uses_no_other_one_but_by_its_helpers():
-    """Mechanisms and what all share do not know the families, which the registry finds."""
-    families = {module.split(".")[1] for module, path in MODULES.items() if serves(path)}
-    assert {"maths", "swe", "gym"} <= families and not {"rollout", "judge"} & families
+def test_no_two_files_have_one_name():
+    """Besides __init__.py and the configurations of other machines."""
+    homes = defaultdict(list)
+    for path in [*FILES, *(p.name for p in (ROOT / "configs").glob("*.py"))]:
+        if not path.endswith(("__init__.py", "__main__.py")):
+            homes[Path(path).name].append(path)
+    assert not {name: paths for name, paths in homes.items() if len(paths) > 1}
+
+
+# --- rule A: the core reaches no environment but through the registry -----------------------------
+
+
+def reached(module: str, without: str) -> dict[str, str]:
+    """All modules that one needs in the end, each with a module that imports it."""
+    found = {module: ""}
+    todo = [module]
+    while todo:
+        at = todo.pop()
+        if at == without:
+            continue
+        for name in {i.name for i in OURS[at]} - found.keys():
+            found[name] = at
+            todo.append(name)
+    return found
+
+
+CORE = ("core", "settings", "policy", "rollout", "runtime", "prep", "dry_run")
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if "." not in m or m.startswith(CORE)])
+def test_the_core_reaches_no_family_of_environments_but_by_the_registry(module):
+    if module in ("envs", "bench", "launch"):
+        return
+    found = reached(module, without=REGISTRY)
+    assert not {name: by for name, by in found.items() if is_family(name)}
+
+
+def test_a_mechanism_uses_no_family_and_a_family_no_other_one_but_by_its_helpers():
     wrong = [
         f"{module} -> {i.name}"
-        for module, found in GRAPH.items()
+        for module, found in OURS.items()
         for i in found
-        if module.startswith("envs.") and module.split(".")[1] not in families
-        if i.name.startswith("envs.") and [*i.name.split("."), ""][1] in families
-        if module not in ("envs.registry", "envs.check_rows", "envs.__main__")
+        if module.startswith("envs.") and not is_family(module) and is_family(i.name)
+        if module != REGISTRY
     ]
     assert not wrong, wrong
+
+
+# --- rule B: an import inside a function brings a library -----------------------------------------
+
+
+def libraries(module: str) -> set[str]:
+    """The third-party libraries that `import MODULE` loads, by the imports at the top of files."""
+    seen: set[str] = set()
+    todo = [module]
+    while todo:
+        at = todo.pop()
+        if at not in seen:
+            seen.add(at)
+            todo += [i.name for i in GRAPH[at] if not i.function]
+            if at in MODULES:
+                parents = [at.rsplit(".", i)[0] for i in range(1, at.count(".") + 1)]
+                todo += [parent for parent in parents if parent in MODULES]
+    own = {*MODULES}
+    return {name.partition(".")[0] for name in seen - own} - sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_an_import_inside_a_function_brings_a_library_that_its_file_lacks(module):
+    """So none stands there to keep a figure small. `main` is free: it is where a program begins."""
+    has = libraries(module)
+    inside = {i for i in OURS[module] if i.function not in ("", "main", "computed")}
+    text = (ROOT / MODULES[module]).read_text(encoding="utf-8")
+    strings = {i for i in inside if f'"{i.name}.' in text}  # MODULE.Class, which vLLM imports
+    needless = sorted(i for i in inside - strings if libraries(i.name) <= has)
+    assert not needless, needless
+
+
+# --- rule D: a variant is one file ----------------------------------------------------------------
+
+
+def test_a_fork_touches_one_file_and_few_lines():
+    diffs = {path.name: path.read_text() for path in sorted((ROOT / "docs/forks").glob("*.diff"))}
+    files = {name: len(re.findall(r"^--- ", text, re.M)) for name, text in diffs.items()}
+    lines = {
+        name: len(re.findall(r"^[+-](?!\+\+ |-- )", text, re.M)) for name, text in diffs.items()
+    }
+    assert len(diffs) >= 20
+    assert sum(count == 1 for count in files.values()) >= 0.95 * len(files), files
+    assert statistics.median(lines.values()) <= 12 and max(lines.values()) <= 70, lines
+
+
+# --- the algorithm needs torch alone --------------------------------------------------------------
 
 
 def loaded(entry: str) -> list[str]:
@@ -166,7 +257,7 @@ def loaded(entry: str) -> list[str]:
 
 
 def test_pairs_need_no_engine_judge_sandbox_or_parser():
-    needless = ("engine", "judge", "sandbox", "parsers", "sampler", "dispatch", "fleet", "drafts")
+    needless = ("/engines/", "judge", "sandbox", "parsers", "sampler", "/rollouts/", "drafts")
     assert not [path for path in loaded("dpo") if any(word in path for word in needless)]
 
 

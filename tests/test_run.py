@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_config, spelling_rows, write_rows
 
+from support import processes
 from support.configs import changed
 from support.doors import Doors
 from support.program import ROOT, Program
@@ -31,8 +33,11 @@ def finished(tiny_model, tmp_path_factory):
         max_response_tokens=48,
         skip_zero_advantage=False,
     )
+    manifest = folder / "manifest"
+    manifest.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTHONPATH")
+        patch.setenv("PYTHONPATH", f"{ROOT}/tests/support/manifest")
+        patch.setenv("MANIFEST_FOLDER", str(manifest))
         program = Program(cfg)
         program.doors = Doors(program.process.pid)
         return program.succeeds(240), cfg
@@ -51,6 +56,23 @@ def test_metrics_of_a_run(finished):
     assert all(m["num_valid_samples"] > 0 and m["grad_norm"] >= 0 for m in steps)
     validated = [m["step"] for m in program.lines("metrics.jsonl") if "validation_reward" in m]
     assert validated == [0, 3, 6]
+
+
+@pytest.mark.smoke
+@of_one_run
+def test_each_process_loads_what_the_manifest_lists(finished):
+    """Prints what was added and removed: docs/processes.md says how to write the page anew."""
+    program, cfg = finished
+    folder = Path(cfg.run_dir).parent / "manifest"
+    found = processes.of_run(folder, Path(cfg.run_dir), program.process.pid)
+    if os.environ.get("GRPO_MANIFEST") == "write":
+        processes.PAGE.write_text(processes.page(found), encoding="utf-8")
+    listed = processes.listed()
+    changes = []
+    for process in processes.ORDER:
+        changes += [f"{process}: + {name}" for name in sorted(found[process] - listed[process])]
+        changes += [f"{process}: - {name}" for name in sorted(listed[process] - found[process])]
+    assert not changes, "\n".join(changes)
 
 
 @pytest.mark.smoke
