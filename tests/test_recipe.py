@@ -19,7 +19,7 @@ import data_prep
 import dry_run
 import mopd
 from core import errors
-from envs import agents, check_rows, registry, services
+from envs import check_rows, registry, services
 from envs.sandbox import sandbox
 from grpo_async import Config, Run
 from launch import judges
@@ -42,7 +42,7 @@ DPO = [name for name in FILES if name.endswith("dpo")]  # docs/dpo.md has their 
 MOPD = [name for name in FILES if name.endswith("mopd")]
 PARTS = ["_super", "_ultra"]  # of others
 NAMES = [name for name in FILES if name not in [*PARTS, *DPO]]
-OTHERS = ["gsm8k", "math_blend", "test", "tiny", "tiny_mopd", "tiny_swe"]
+OTHERS = ["gsm8k", "gsm8k_lora", "math_blend", "test", "tiny", "tiny_mopd", "tiny_swe"]
 RECIPE = [name for name in NAMES if name not in OTHERS]
 JUDGES = ["general", "safety", "genrm"]
 PAID = 16  # prompts of a step: of four answers to each, some are paid and some are not
@@ -399,7 +399,7 @@ def test_each_agent_of_the_blends_is_served_or_refused_for_a_reason(tmp_path):
     """Refused by the preparation of data, which says how to leave its rows out, and by a run."""
     lists = table(Path(verifiers.__file__).with_name("agents.txt"))
     here = {agent for agent, _, _ in lists["rows"]} | {agent for (agent,) in lists["served"]}
-    assert here <= {*agents.served()}
+    assert here <= {*registry.served()}
     assert {name.partition("/")[0] for name in load("ultra_mopd").routes} <= here
     (good,) = verifiers.of_blend("ultra_reasoning")[:1]
     for name, reason in lists["refused"]:
@@ -442,7 +442,7 @@ def test_a_config_trains_a_tiny_model(name, tiny_model, tmp_path, recipe_service
     """
     val = write_rows(tmp_path / "val.jsonl", spelling_rows(4, 1))
     cfg = shrunk(load(name), make_config(tiny_model, tmp_path), val)
-    served, blend = agents.served(), verifiers.of_blend(blend_of(name))
+    served, blend = registry.served(), verifiers.of_blend(blend_of(name))
     own = [row for row in blend if served.get(row["agent_ref"]["name"], "") not in ["", *LONG]]
     pairs = zip(map(verifiers.shortened, own), spelling_rows(len(own)), strict=True)
     rows = [row for pair in pairs for row in pair]

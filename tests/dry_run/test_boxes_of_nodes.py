@@ -31,7 +31,7 @@ def super_run(**fields) -> Config:
     ({"rollout_workers": 8}, (1024, 8, 128)),
     ({"rollout_workers": 128}, (1024, 64, 64)),
     ({"ranks": 64, "count": 16, "rollout_workers": 64}, (1024, 24, 96)),
-    ({"prompts_per_step": 1, "max_lag": 0}, (32, 32, 32)),
+    ({"prompts_per_step": 1, "train_parts": 1, "max_lag": 0}, (32, 32, 32)),
 ])  # fmt: skip
 def test_boxes_of_the_fullest_node(fields, expected):
     cfg = super_run()

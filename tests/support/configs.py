@@ -44,6 +44,7 @@ def shrunk(cfg, small, val: str):
     fields |= {"data": {"train": small.data.train, "val": val}, "seed": 42, "rollout_workers": 1}
     fields |= {"steps": 2, "val_period": 2, "save_period": 2, "save_before": 0}
     fields |= {"prompts_per_step": max(4, 2 * updates), "group_size": 4}
+    fields |= {"train_parts": min(cfg.train_parts, 4)}
     fields["engine"] = {"count": 1, "tensor_parallel": 1, "args": args}
     fields["policy"] = {"kind": "fsdp", "megatron": {}, "row_tokens": small.policy.row_tokens}
     fields["policy"] |= dict.fromkeys(("ranks", "tp", "pp", "cp", "ep"), 1)
