@@ -1,4 +1,4 @@
-"""What the boxes of agents that repair repositories take of a node (envs/swe/box.py)."""
+"""What the boxes of agents that repair repositories take of a node (envs/boxes/box.py)."""
 
 import math
 import os
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from dry_run import pace
 from envs import services
-from envs.swe import box_budget, image_cache, images
-from envs.swe.box import Size
+from envs.boxes import box_budget, image_cache, image_names
+from envs.boxes.box import Size
 from policy.gpus import GIB
 from rollout.rows import raw_lines
 from runtime.processes import placement
@@ -48,8 +48,8 @@ def sizes(cfg: RunSettings) -> list[int]:
     """The bytes of the .sif files that the rows name and that are there."""
     services.configure(cfg.services)
     files = [path for path in (cfg.data.train, cfg.data.val) if os.path.isfile(path)]
-    named = {name for path in files for name in images.named(path)}
-    folders = map(images.folder_of, named)
+    named = {name for path in files for name in image_names.named(path)}
+    folders = map(image_names.folder_of, named)
     found = [folder.with_name(f"{folder.name}.sif") for folder in folders]
     return [path.stat().st_size for path in found if path.is_file()]
 

@@ -10,9 +10,16 @@ and what it does with a row:
 `response` is a `str` with what its markup says (rollout/response.py).
 
 An optional `check(row)` raises ValueError for a row it could not judge. An optional `needs(row)`
-names the services that judging the row takes (envs/services.py).
+returns the Needs of judging the row (envs/services.py), such as `judge.need("general")`, or strings
+that envs/registry.py turns into Needs.
 `ALLOWS_EMPTY_INPUT = True` says that `rollout` writes the first prompt itself. A module is imported
 when the first row names one of its agents (envs/registry.py).
+
+data_prep.py takes what it has to know of an environment from its module, which may have
+
+    place(agent)       the address where an agent is played; OSError or ValueError if there is none
+    refusal(row)       why a row that was just made could not be judged; "" if it could
+    flaw(row), async   why a row cannot teach, by a trial of its own solution; "" if it can
 """
 
 import reprlib

@@ -1,7 +1,6 @@
 """Which rows of NeMo-Gym can be trained on: each is checked before anything of a run starts."""
 
 import functools
-import importlib
 import inspect
 import json
 import os
@@ -32,37 +31,13 @@ if TYPE_CHECKING:
 
     from settings.config import RunSettings
 
-# What an error calls a need, if not by its name.
-NEEDS = {"checks": "a sandbox for answers that run as code", "tool_parser": "a parser of calls"}
-
-# What checks a need: the environment that names it may import it later, or not at all.
-MECHANISMS = {
-    "judges": "envs.judge.judge",
-    "nemo_gym": "envs.gym.gym",
-    "sandbox": "envs.sandbox.sandbox",
-    "checks": "envs.sandbox.sandbox",
-    "shell": "envs.sandbox.shell",
-    "lean": "envs.proofs.lean_source",
-    "images": "envs.swe.images",
-    "boxes": "envs.swe.box",
-    "workplace": "envs.workplace.office",
-    "rdkit": "envs.chemistry.rdkit_check",
-}
-
-
-def problem(need: str) -> str:
-    """Why a needed service is unavailable and how to fix it; "" if it is available."""
-    if mechanism := MECHANISMS.get(need.partition(".")[0]):
-        importlib.import_module(mechanism)
-    return services.problem(need)
-
 
 def check_services(row: dict) -> None:
-    """Raises ModuleError where a service is missing that the row's environment needs."""
+    """Raises ModuleError if a service is missing that the row's environment needs."""
     name = row["agent_ref"]["name"]
     for need in registry.needs(row):
-        if why := problem(need):
-            raise ModuleError(f"environment {name!r} lacks {NEEDS.get(need, need)}: {why}")
+        if why := need.problem():
+            raise ModuleError(f"environment {name!r} lacks {need}: {why}")
 
 
 def check_row(row: Any) -> None:

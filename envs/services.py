@@ -1,11 +1,13 @@
 """What environments need from outside this program: whether it is there, and what was seen of it.
 
-A mechanism (judges, the sandbox, Lean, NeMo-Gym) registers here when an environment imports it. So
-a process loads what its rows need, and nothing else.
+A module that talks to something outside (a judge, the sandbox, Lean) offers a `Need`: it knows what
+is missing and the remedy. An environment's `needs(row)` returns those that its row takes.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from settings.environment_services import Services
@@ -19,6 +21,26 @@ class CheckerError(RuntimeError):
 
 class Away(CheckerError):
     """A judge was away, and a call has waited for as long as it may. No row is at fault."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something outside this program that judging a row takes."""
+
+    name: str  # in reports and metrics: "sandbox", "judges.general"; two of one name are equal
+    check: Callable[[], str] = field(compare=False)  # why it is unavailable, and the remedy, or ""
+    called: str = field(default="", compare=False)  # in error messages, if not by its name
+    of_node: bool = field(
+        default=True, compare=False
+    )  # nodes may have it, and a machine that submits not
+
+    def __str__(self) -> str:
+        return self.called or self.name
+
+    def problem(self) -> str:
+        """Why it is unavailable and how to fix it; "" if it is available, or taken for granted."""
+        granted = any(is_granted(self) for is_granted in _granted)
+        return "" if granted else self.check()
 
 
 class Limits(NamedTuple):
@@ -37,7 +59,7 @@ class Report(NamedTuple):
 
 _current = [Services()]
 _limits = [Limits()]
-CHECKS: dict[str, Callable[[str], str]] = {}  # need -> why it cannot be used, "" for nothing
+_granted: list[Callable[[Need], bool]] = []  # by `granting`
 REPORTS: list[Callable[[], Report]] = []  # of each mechanism that was imported
 
 
@@ -63,17 +85,27 @@ def patience() -> float:
     return min(SILENCE, limits().seconds / 10)
 
 
-def problem(need: str) -> str:
-    """Why a needed service is unavailable and how to fix it; "" if it is available.
+def setting(name: str, called: str = "") -> Need:
+    """The need for a setting of Services that must not be empty."""
 
-    `need` is what a mechanism registers, such as "sandbox", or "judges.NAME", which asks "judges"
-    about NAME; or else the name of a setting in Services that must not be empty.
-    """
-    mechanism, _, name = need.partition(".")
-    if mechanism in CHECKS:
-        return CHECKS[mechanism](name)
-    value = getattr(current(), need)
-    return "" if value else f"services.{need} = {value!r}, expected a value"
+    def check() -> str:
+        value = getattr(current(), name)
+        return "" if value else f"services.{name} = {value!r}, expected a value"
+
+    return Need(name, check, called)
+
+
+TOOL_PARSER = setting("tool_parser", "a parser of calls")
+
+
+@contextlib.contextmanager
+def granting(is_granted: Callable[[Need], bool]) -> Iterator[None]:
+    """Within it, needs for which `is_granted` returns True have no problem: none is looked for."""
+    _granted.append(is_granted)
+    try:
+        yield
+    finally:
+        _granted.remove(is_granted)
 
 
 def report() -> Report:

@@ -21,11 +21,12 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from core.errors import InputError
+from envs import services
 from launch.host import disk
 
 OVER = 3
@@ -38,7 +39,6 @@ def runs_here() -> bool:
 
 def settings(argv: list[str]) -> Any:
     """The run, from configuration, model, folder and rows. Raises SystemExit as the program."""
-    from core import errors
     from dry_run import check, explain
     from envs.check_rows import load_rows
     from runtime.startup import modes, preflight
@@ -47,7 +47,7 @@ def settings(argv: list[str]) -> Any:
     name = os.environ.get("GRPO_PROGRAM", "grpo_async.py")
     if not (Path(__file__).parent.parent / name).is_file() or Path(name).name != name:
         expected = "expected a file beside grpo_async.py"
-        raise errors.InputError(f"GRPO_PROGRAM = {name!r}: {expected}")
+        raise InputError(f"GRPO_PROGRAM = {name!r}: {expected}")
     program: Any = importlib.import_module(Path(name).stem)
     has_pairs = hasattr(program, "load_pairs")
     read = program.load_pairs if has_pairs else load_rows
@@ -58,10 +58,10 @@ def settings(argv: list[str]) -> Any:
     told = explain(cfg, program.Config, check.Summary([], []) if runs_here() else None)
     print(told)
     if "\nPROBLEM: " in told:
-        raise errors.InputError("the dry run found these problems")
+        raise InputError("the dry run found these problems")
     try:
         preflight.check(cfg)
-    except errors.InputError as error:
+    except InputError as error:
         if "is in use by" not in str(error) or runs_here():
             raise
         print(f"ok: {str(error).removeprefix('error: ')}, for which the jobs wait")
@@ -80,29 +80,14 @@ def settings(argv: list[str]) -> Any:
     return cfg
 
 
-@contextlib.contextmanager
-def trusted() -> Iterator[None]:
-    """Does not look for services, which the nodes may have. A setting that is empty is a problem.
+def may_be_there(need: services.Need) -> bool:
+    """Whether the nodes may have what this machine lacks. What an empty setting names, none has.
 
     Judges are looked for: a run whose settings and variables name none has none on any machine.
     """
-    from envs import services
-    from envs.check_rows import MECHANISMS
-
-    def lacks(need: str, name: str) -> str:
-        comes = need == "lean" and os.environ.get("SANDBOX_CONTAINER")
-        is_set = getattr(services.current(), need, True)
-        return "" if is_set or comes else known[need](name)
-
-    for mechanism in MECHANISMS.values():
-        importlib.import_module(mechanism)
-    known = dict(services.CHECKS)
-    passed = MECHANISMS.keys() - {"judges"}
-    services.CHECKS.update({need: partial(lacks, need) for need in passed})
-    try:
-        yield
-    finally:
-        services.CHECKS.update(known)
+    comes = need.name == "lean" and bool(os.environ.get("SANDBOX_CONTAINER"))  # which has Lean
+    is_set = bool(getattr(services.current(), need.name.partition(".")[0], True))
+    return need.of_node and (is_set or comes)
 
 
 def modules(cfg: Any) -> Iterator[str]:
@@ -177,13 +162,13 @@ def files(cfg: Any) -> Iterator[str]:
 
 def images(cfg: Any) -> Iterator[str]:
     """Images of repositories that rows name."""
-    from envs.swe import images
+    from envs.boxes import image_names
 
     missing: dict[str, str] = {}
     found = set()
     for path in filter(None, (cfg.data.train, cfg.data.val)):
-        for name in images.named(path):
-            there = images.folder_of(name)
+        for name in image_names.named(path):
+            there = image_names.folder_of(name)
             if there.is_dir() or there.with_name(f"{there.name}.sif").is_file():
                 found.add(name)
             else:
@@ -226,7 +211,7 @@ def main(argv: list[str]) -> int:
     """Runs all checks, or those of a node; returns the number of problems."""
     if argv == ["--node"]:
         return report((gpus, compilers))
-    with contextlib.nullcontext() if runs_here() else trusted():
+    with contextlib.nullcontext() if runs_here() else services.granting(may_be_there):
         cfg = settings(argv)
     of_job = (modules, gpus, compilers, files, images, boxes) if runs_here() else ()
     return report((*of_job, variables, disk), cfg)

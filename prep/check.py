@@ -13,6 +13,7 @@ from core.errors import InputError
 from envs import check_rows, registry
 from envs import services as configured
 from envs.check_rows import parse
+from envs.services import Need
 from prep import files
 from prep.placeholders import FIELD
 from settings.config import RunSettings
@@ -29,7 +30,7 @@ class Found:
     datasets: Counter[str] = field(default_factory=Counter)
     bad: Counter[str] = field(default_factory=Counter)  # by error
     first: dict[str, str] = field(default_factory=dict)  # of each of them: place and message
-    needs: set[str] = field(default_factory=set)  # services that good rows are judged by
+    needs: set[Need] = field(default_factory=set)  # of good rows
 
 
 class Summary(NamedTuple):
@@ -94,23 +95,21 @@ def summary(
         text[-1] += ", ".join(kinds)
         if bad > max_bad_rows:
             problems += [f"{agent.first[kind]} ({n:,} rows)" for kind, n in agent.bad.most_common()]
-        for need in sorted(agent.needs):
-            has = {need, need.partition(".")[0]} & set(services)
-            problem = "" if has else check_rows.problem(need)
-            text.append(f"  {'':<40} {'':>9}  needs {need}" + ", not there" * bool(problem))
+        for need in sorted(agent.needs, key=lambda need: need.name):
+            has = {need.name, need.name.partition(".")[0]} & set(services)
+            problem = "" if has else need.problem()
+            text.append(f"  {'':<40} {'':>9}  needs {need.name}" + ", not there" * bool(problem))
             if problem:
-                problems.append(f"{path}: {name} lacks {need}: {problem}")
+                problems.append(f"{path}: {name} lacks {need.name}: {problem}")
     return Summary(text, problems)
 
 
 def elsewhere(agent: str) -> str:
     """The server of an agent that no module of envs/ declares."""
-    from envs.gym import gym
-
     if not configured.current().nemo_gym:
         return "no environment serves it"
     try:
-        return f"served at {gym.place(agent)}"
+        return f"served at {registry.environment(agent).place(agent)}"
     except (OSError, ValueError):
         return "no server has it"
 
@@ -120,7 +119,7 @@ def survey(path: str, cfg: RunSettings | None = None) -> dict[str, Found]:
     found: dict[str, Found] = {}
     for line in files.lines(path):
         problem = ""
-        needs: tuple[str, ...] = ()
+        needs: tuple[Need, ...] = ()
         try:
             row = loose(line.text) if FIELD in line.text else {}
             if FIELD in row:

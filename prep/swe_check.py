@@ -14,13 +14,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from core.errors import InputError
-from envs import services
+from envs import registry, services
 from envs.services import CheckerError
-from envs.swe import sif, swe_judge
 from prep import files
+from prep.swe_formats import AGENT
 from settings.environment_services import Services
-
-EMPTY = "it is resolved without a repair"
 
 
 class Checked:
@@ -28,8 +26,12 @@ class Checked:
 
     def __init__(self, journal: Path, images: str) -> None:
         services.configure(Services(images=images))
-        for need in ("images", "boxes"):
-            if why := services.problem(need):
+        self.environment = registry.environment(AGENT)
+        needs = registry.needs({"agent_ref": {"name": AGENT}})
+        for need in needs:
+            if need == services.TOOL_PARSER:  # no policy answers here
+                continue
+            if why := need.problem():
                 raise InputError(f"--check: {why}")
         self.journal = journal
         self.verdicts: dict[str, str] = {}  # by key: why a row is left out, "" where it is kept
@@ -66,7 +68,7 @@ class Checked:
                 if key in self.verdicts:
                     continue
                 try:
-                    why = await verdict(row)
+                    why = await self.environment.flaw(row)
                 except CheckerError as error:
                     why = str(error).replace(row["instance_id"], "INSTANCE")
                     why = why.replace(PurePath(row["image"]).stem, "IMAGE")
@@ -91,24 +93,6 @@ class Checked:
             for why, count in counts.most_common():
                 text.append(f"{title} {count:,}: {why} ({self.first[why]})")
         return text
-
-
-async def verdict(row: dict[str, Any]) -> str:
-    """Why a row is left out, "" where it is kept. Raises CheckerError for what the node did."""
-    image = sif.find(row["image"])
-    if (await settled(image, row, "")).resolved:
-        return EMPTY
-    repaired = await settled(image, row, row["patch"])
-    return "" if repaired.resolved else f"its own repair is not resolved: {repaired.reason}"
-
-
-async def settled(image: Path, row: dict[str, Any], patch: str) -> swe_judge.Verdict:
-    """The verdict on a patch, once the machine is not at fault. Raises CheckerError."""
-    for _ in range(swe_judge.TIMES):
-        trial = await swe_judge.tried(image, row, patch)
-        if not trial.again:
-            return trial.verdict
-    raise CheckerError(trial.doubt)
 
 
 def key_of(row: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from core.errors import InputError
-from envs.swe import swe_judge
+from envs import registry
 
 COLUMNS = (
     *("responses_create_params", "agent_ref", "instance_id", "dataset_name", "problem_statement"),
@@ -19,6 +19,7 @@ COLUMNS = (
     *("repo_name", "parsed_commit_content", "expected_output_json", "registry", "workdir"),
     *("tests", "harness", "start_patch", "dataset"),
 )
+AGENT = "swe_agents_train"  # whose environment judges the rows
 WORKDIR = "/testbed"
 ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.S)  # around the text that R2E-Gym shows
 SIGNS = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}
@@ -142,8 +143,9 @@ def row(found: Issue, scripts: Callable[[str, dict], dict[str, str]], agent: str
             "dataset": found.dataset,
             **MAKERS[kind_of(found)](found, scripts),
         }
+    environment = registry.environment(AGENT)
     try:
-        why = swe_judge.refusal(made)
+        why = environment.refusal(made)
     except (LookupError, TypeError, AttributeError) as error:
         raise Refused(f"the row is malformed: {error!r}") from None
     if why:

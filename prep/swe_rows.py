@@ -41,7 +41,7 @@ class Swe:
     """Data sets, as SOURCE, from which records get what they lack, by instance_id."""
     tables: str = ""
     """Python that has swebench 4.1, swegym or swesmith, for records without their tests' script."""
-    agent: str = "swe_agents_train"
+    agent: str = swe_formats.AGENT
     """Agent of records that name none."""
     harness: str = ""
     """Tool set of the rows; empty: the environment chooses one for each instance."""

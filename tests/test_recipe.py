@@ -351,7 +351,7 @@ def test_a_config_takes_a_real_row_of_each_agent_of_its_blend(name, recipe_servi
     rows = verifiers.of_blend(blend_of(name))
     cfg = changed(load(name), max_model_len=1 << 20)
     check_blend(changed(cfg, services=recipe_services), rows)
-    needs = {need for row in rows for need in registry.needs(row)}
+    needs = {need.name for row in rows for need in registry.needs(row)}
     for need in needs & recipe_services.keys():
         with pytest.raises(errors.ModuleError, match=f"lacks {need}"):
             check_blend(changed(cfg, services=recipe_services | {need: ""}), rows)

@@ -25,8 +25,11 @@ import math
 from typing import TYPE_CHECKING
 
 from envs import Reward, final_text, get, require, unfinished
+from envs.chemistry import rdkit_check
 from envs.chemistry.answer_format import FORMATS, marked, number_in
 from envs.maths import python_tool
+from envs.sandbox import sandbox
+from envs.services import TOOL_PARSER, Need
 from rollout.episode import Episode
 from rollout.messages import functions
 
@@ -39,10 +42,10 @@ MAX_STEPS = 10
 KINDS = ("count", "bool", "presence", "fragment", "float")
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """A sandbox with rdkit and a parser of tool calls, if the row has the tool."""
     tools = row["responses_create_params"].get("tools")
-    return ("sandbox", "tool_parser", "rdkit") if tools else ()
+    return (sandbox.NEED, TOOL_PARSER, rdkit_check.NEED) if tools else ()
 
 
 def check(row: dict) -> None:

@@ -13,7 +13,7 @@ IMPORT = "import rdkit.Chem; print('imported')"
 LIMITS = Limits(seconds=60.0, output=1000)  # of an import where it has not run before
 
 
-def problem(_: str) -> str:
+def problem() -> str:
     """Why a session could not import rdkit, and how to mend it; "" if it can."""
     own = services.current()
     return lacking_there(own.sandbox_url) if own.sandbox == "http" else lacking_here()
@@ -44,4 +44,4 @@ def lacking_here() -> str:
     return f"the sandbox's Python cannot import it: {said}; expected launch/setup.sh chemistry"
 
 
-services.CHECKS["rdkit"] = problem
+NEED = services.Need("rdkit", problem)

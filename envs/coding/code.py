@@ -26,8 +26,10 @@ from typing import Any
 
 from core.waits import in_thread
 from envs import Reward, final_text, get, require, unfinished
+from envs.sandbox import sandbox
 from envs.sandbox.programs import programs
 from envs.sandbox.sandbox import Limits
+from envs.services import Need
 
 AGENTS = ("code_gen_simple_agent", "code_gen")
 LIMITS = Limits(seconds=10.0, output=4 << 20)
@@ -49,9 +51,9 @@ _os.write(_said, _result.encode())
 """
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """A sandbox."""
-    return ("sandbox",)
+    return (sandbox.NEED,)
 
 
 def check(row: dict) -> None:

@@ -29,6 +29,7 @@ from referencing.exceptions import Unresolvable
 from envs import Reward, final_text, get, require, unfinished
 from envs.following.schemas import problem, strict, validator
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
+from envs.services import TOOL_PARSER, Need
 from rollout.response import Response
 
 AGENTS = (
@@ -57,9 +58,9 @@ def check(row: dict) -> None:
     get(row, "xml_coerce_types", bool | None, "true or false")
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """A parser of tool calls, for rows that ask for a call."""
-    return ("tool_parser",) if row.get("response_mode") == "tool_call" else ()
+    return (TOOL_PARSER,) if row.get("response_mode") == "tool_call" else ()
 
 
 async def verify(row: dict, response: str) -> Reward:

@@ -75,6 +75,11 @@ def place(agent: str) -> str:
     return found[agent]
 
 
+def need(agent: str) -> services.Need:
+    """The need for a server that has an agent."""
+    return services.Need(f"nemo_gym.{agent}", functools.partial(problem, agent))
+
+
 def problem(agent: str) -> str:
     """Why an agent could try no row, and how to mend it; "" if it could."""
     return _problem(agent, services.current().nemo_gym)
@@ -188,5 +193,4 @@ def report() -> Report:
     return Report({need: state() for need, state in ABSENT.items()}, Counter())
 
 
-services.CHECKS["nemo_gym"] = problem
 services.REPORTS.append(report)

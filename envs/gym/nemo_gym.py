@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from envs import Reward, get
 from envs.gym import gym
 from envs.gym.endpoint import invited
-from envs.services import CheckerError
+from envs.services import CheckerError, Need
 
 if TYPE_CHECKING:
     from rollout.episode import Episode
@@ -56,9 +56,14 @@ def check(row: dict) -> None:
         get(row, "task", dict, "what `launch/verifiers_hub.py rows` prints")
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """A server in `services.nemo_gym` that has the agent."""
-    return (f"nemo_gym.{row['agent_ref']['name']}",)
+    return (gym.need(row["agent_ref"]["name"]),)
+
+
+def place(agent: str) -> str:
+    """The address of the server that has an agent. Raises OSError, ValueError if none has it."""
+    return gym.place(agent)
 
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":

@@ -388,10 +388,13 @@ class Judge:
         return f"{', '.join(self.servers) or nowhere}, for {since:.0f} s: {why}"
 
 
-def problem(name: str) -> str:
-    """Why a run could not ask the judge `name`, and how to mend it; "" for nothing."""
-    return endpoints.problem(name, services.current().judges.get(name, {}))
+def need(name: str) -> services.Need:
+    """The need for the judge `name`: an address, or a job that brings one."""
+
+    def check() -> str:
+        return endpoints.problem(name, services.current().judges.get(name, {}))
+
+    return services.Need(f"judges.{name}", check, of_node=False)
 
 
-services.CHECKS["judges"] = problem
 services.REPORTS.append(report)

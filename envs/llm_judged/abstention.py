@@ -26,6 +26,7 @@ from envs.judge import judge
 from envs.judge.prompts import chosen, filled, prompts
 from envs.judge.verdicts import ends, holds, own_line
 from envs.questions.letters import boxed
+from envs.services import Need
 from rollout.messages import last_question
 
 AGENTS = ("abstention_simple_agent", "abstention")
@@ -39,9 +40,9 @@ IDK = re.compile(rf"{AROUND}i[^\w\s]*d[^\w\s]*k{AROUND}")  # of a text in small 
 PROMPT = prompts(__file__)["grade"]
 
 
-def needs(row: dict) -> tuple[str]:
+def needs(row: dict) -> tuple[Need]:
     """The judge `general`."""
-    return (f"judges.{JUDGE}",)
+    return (judge.need(JUDGE),)
 
 
 def check(row: dict) -> None:

@@ -36,7 +36,7 @@ from envs.judge import judge
 from envs.judge.prompts import chosen, prompts
 from envs.llm_judged import comparison
 from envs.llm_judged.comparison import Answer, Pair, Verdict
-from envs.services import current
+from envs.services import Need, current
 from rollout.messages import chat
 from rollout.response import Response
 from settings.environment_services import weights
@@ -51,9 +51,9 @@ PRINCIPLE = prompts(__file__)["principle"]
 FOUND: dict[str, dict[Pair, Verdict | None]] = {}
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """The judge `genrm`, and groups of two answers or more."""
-    return ("judges.genrm",)
+    return (judge.need("genrm"),)
 
 
 def check(row: dict) -> None:

@@ -25,6 +25,7 @@ from envs import Reward, final_text, get, require, unfinished
 from envs.judge import judge
 from envs.judge.prompts import apart
 from envs.judge.verdicts import own_line
+from envs.services import Need
 
 AGENTS = ("inverse_if_simple_agent", "inverse_if")
 JUDGE = "general"
@@ -36,9 +37,9 @@ RESULT = re.compile(r"""["']result["']\s*:\s*["'](?=PASS|FAIL)""", re.IGNORECASE
 WORDS = ("PASS", "FAIL")
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """The judge `general`."""
-    return (f"judges.{JUDGE}",)
+    return (judge.need(JUDGE),)
 
 
 def check(row: dict) -> None:

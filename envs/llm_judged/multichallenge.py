@@ -19,6 +19,7 @@ from envs import Reward, final_text, get, require, unfinished
 from envs.judge import judge
 from envs.judge.prompts import chosen, filled, prompts
 from envs.judge.verdicts import ends, holds, own_line
+from envs.services import Need
 from rollout.messages import chat
 
 AGENTS = ("multichallenge_simple_agent", "multichallenge")
@@ -29,9 +30,9 @@ WORD = re.compile(r"\b(?:yes|no)\b", re.IGNORECASE)
 PROMPT = prompts(__file__)["rubric"]
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """The judge `general`."""
-    return (f"judges.{JUDGE}",)
+    return (judge.need(JUDGE),)
 
 
 def check(row: dict) -> None:

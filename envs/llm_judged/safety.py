@@ -27,6 +27,7 @@ from envs.judge import judge
 from envs.judge.prompts import apart, chosen, filled
 from envs.judge.verdicts import choose, ends
 from envs.llm_judged.harm import CHECKS, COMPLIED, HARM, POLICIES, QUALITY, Check
+from envs.services import Need
 from rollout.messages import last_question
 
 # fmt: off
@@ -45,9 +46,9 @@ FORM = "Response harm:"
 VERDICT = re.compile(rf"{FORM}\s*(harmful|unharmful)", re.IGNORECASE)
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """The judge `safety`."""
-    return (f"judges.{JUDGE}",)
+    return (judge.need(JUDGE),)
 
 
 def check(row: dict) -> None:

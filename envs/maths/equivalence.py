@@ -21,8 +21,10 @@ import re
 from collections.abc import Callable
 
 from envs import Reward, final_text, get, require, unfinished
+from envs.judge import judge
 from envs.maths.same_answer import JUDGE, PROMPTS, Rules, same
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
+from envs.services import Need
 from rollout.messages import last_question
 
 # fmt: off
@@ -45,9 +47,9 @@ LONG = Rules(
 OF_AGENT = {"nl2bash": NL2BASH, "lc_judge": LONG}
 
 
-def needs(row: dict) -> tuple[str]:
+def needs(row: dict) -> tuple[Need]:
     """The judge `general`."""
-    return (f"judges.{JUDGE}",)
+    return (judge.need(JUDGE),)
 
 
 def check(row: dict) -> None:

@@ -18,8 +18,10 @@ checks run in the child processes of envs/sandbox/checkers.py.
 from collections.abc import Callable
 
 from envs import Reward, final_text, get, require, services, unfinished
+from envs.judge import judge
 from envs.maths.same_answer import JUDGE, both_orders
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
+from envs.services import Need
 
 AGENTS = ("math_with_judge_simple_agent", "math_with_judge", "math")
 # Parsed once before any check: the parser learns its grammar by use, and a check inherits that.
@@ -35,9 +37,9 @@ def check(row: dict) -> None:
     require(answer.strip(), "expected_answer", answer, "an answer")
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """The judge `general` where `services.judges` has it, else nothing."""
-    return (f"judges.{JUDGE}",) if JUDGE in services.current().judges else ()
+    return (judge.need(JUDGE),) if JUDGE in services.current().judges else ()
 
 
 async def verify(row: dict, response: str) -> Reward:

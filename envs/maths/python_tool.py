@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING
 
 from envs import Reward, get, require
 from envs.maths import math
+from envs.sandbox import sandbox
 from envs.sandbox.sandbox import Limits
 from envs.sandbox.sessions import Session
+from envs.services import TOOL_PARSER, Need
 from envs.tools.tools import Talk, converse
 from rollout.episode import Episode
 from rollout.messages import chat, functions
@@ -41,10 +43,10 @@ LIMITS = Limits(seconds=10, output=1000, processes=32, file_size=16 << 20, disk=
 VERIFIERS: dict[str | None, ModuleType] = {"math_with_judge": math, None: math}
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """A sandbox, a parser of tool calls, and what the row's verifier needs."""
     judging = getattr(VERIFIERS[row.get("verifier_type")], "needs", lambda row: ())
-    return "sandbox", "tool_parser", *judging(row)
+    return sandbox.NEED, TOOL_PARSER, *judging(row)
 
 
 def check(row: dict) -> None:

@@ -37,6 +37,7 @@ from envs import Reward, final_text, get, require, unfinished
 from envs.prompt_injection.attack import is_attack
 from envs.prompt_injection.offices import TOOLS
 from envs.prompt_injection.worlds import Args, World
+from envs.services import TOOL_PARSER, Need
 from envs.tools.tools import converse
 from rollout.episode import Episode
 from rollout.messages import chat
@@ -50,9 +51,9 @@ AGENTS = ("indirect_prompt_injection_simple_agent", "indirect_prompt_injection")
 MAX_STEPS = 5
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """A parser of tool calls."""
-    return ("tool_parser",)
+    return (TOOL_PARSER,)
 
 
 def check(row: dict) -> None:

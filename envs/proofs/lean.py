@@ -29,6 +29,7 @@ from envs import Reward, final_text, get, require, unfinished
 from envs.proofs import lean_runs, lean_source
 from envs.proofs.lean_source import code_of, proof_of
 from envs.sandbox import sandbox
+from envs.services import Need
 
 AGENTS = ("math_formal_lean_simple_agent", "math_formal_lean")
 LONGEST = 50_000  # characters of a proof, which is searched for forbidden words
@@ -39,9 +40,9 @@ FORBIDDEN = re.compile(
 )
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """`services.lean`, and a sandbox unless that is a service."""
-    return ("lean",) if lean_source.url() else ("lean", "sandbox")
+    return (lean_source.NEED,) if lean_source.url() else (lean_source.NEED, sandbox.NEED)
 
 
 def check(row: dict) -> None:

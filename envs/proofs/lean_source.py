@@ -79,7 +79,7 @@ def of_folder(lean: str) -> str:
     return str(Path(lean, "bin/lean").absolute()) if lean and Path(lean).is_dir() else ""
 
 
-def problem(_: str) -> str:
+def problem() -> str:
     """Why no proof can be compiled, and how to mend it; "" for nothing."""
     own = services.current()
     if address := url():
@@ -112,4 +112,4 @@ def folders(command: list[str]) -> list[str]:
     return sorted({str(path) for path in tops if not path.is_relative_to("/usr")})
 
 
-services.CHECKS["lean"] = problem
+NEED = services.Need("lean", problem)

@@ -24,7 +24,10 @@ import json
 import re
 
 from envs import Reward, final_text, get, require, unfinished
+from envs.questions import nvarc_programs
 from envs.questions.nvarc_programs import LIMITS, found_in, program, returned
+from envs.sandbox import sandbox
+from envs.services import Need
 
 AGENTS = ("nvarc_transductive_simple_agent", "nvarc_inductive_simple_agent", "nvarc")
 MODES = ("transductive", "inductive")
@@ -32,9 +35,9 @@ SIGN = re.compile(r"[^\s\w]")
 CELLS = tuple("0123456789")
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """A sandbox with numpy and scipy, for rows that ask for a program."""
-    return ("sandbox", "scipy") if mode(row) == "inductive" else ()
+    return (sandbox.NEED, nvarc_programs.NEED) if mode(row) == "inductive" else ()
 
 
 def mode(row: dict) -> str:

@@ -36,7 +36,7 @@ pty fcntl resource syslog asyncio concurrent"""
 RUNNER = Path(__file__).with_name("nvarc_runner.txt").read_text(encoding="utf-8")
 
 
-def problem(_: str) -> str:
+def problem() -> str:
     """Why programs cannot import what their prompts offer, and how to mend it; "" if they can.
 
     What the service behind services.sandbox_url can import is not known here.
@@ -85,4 +85,4 @@ def read(text: str) -> list[list[int]]:
         return []
 
 
-services.CHECKS["scipy"] = problem
+NEED = services.Need("scipy", problem, of_node=False)

@@ -21,7 +21,9 @@ from collections.abc import Callable
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.questions.exact import extract, is_same
+from envs.sandbox import sandbox
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
+from envs.services import Need
 
 AGENTS = ("reasoning_gym_simple_agent", "reasoning_gym")
 # Their scorers compare with tuples, which JSON turned into lists: the right answer would earn 0.05.
@@ -53,9 +55,9 @@ def check(row: dict) -> None:
         require(all(isinstance(line, list) for line in board), "metadata.output", board, "lists")
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """A sandbox around the checks, for the puzzles that run an answer as Python."""
-    return ("checks",) if evaluates(row) and not row.get("exact") else ()
+    return (sandbox.FOR_CHECKS,) if evaluates(row) and not row.get("exact") else ()
 
 
 def evaluates(row: dict) -> bool:

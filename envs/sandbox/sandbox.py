@@ -12,7 +12,7 @@ that others have, does not count against the deadline.
 
 Known fault: bubblewrap ends with this process from some milliseconds after its start on. Where this
 one is killed before that, the run goes on without a deadline: 7 of 40 runs did whose worker was
-killed in their first 30 ms. A command in a box (envs/swe/box.py) has no such moment.
+killed in their first 30 ms. A command in a box (envs/boxes/box.py) has no such moment.
 """
 
 import asyncio
@@ -533,5 +533,5 @@ async def kill(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-services.CHECKS["sandbox"] = lambda _: problem_of_start()
-services.CHECKS["checks"] = lambda _: problem_of_checks()
+NEED = services.Need("sandbox", problem_of_start)
+FOR_CHECKS = services.Need("checks", problem_of_checks, "a sandbox for answers that run as code")

@@ -196,7 +196,7 @@ def check_files(holder: dict, at: str) -> None:
         require(inside, f"{at}files", path, "paths inside the working folder")
 
 
-def problem(_: str) -> str:
+def problem() -> str:
     """Why no shell can be had, and how to mend it; "" for nothing."""
     backend = services.current().sandbox
     if backend != "bubblewrap":
@@ -204,4 +204,4 @@ def problem(_: str) -> str:
     return sandbox.problem() or user_limit.problem(Limits())
 
 
-services.CHECKS["shell"] = problem
+NEED = services.Need("shell", problem)

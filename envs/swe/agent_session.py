@@ -9,8 +9,9 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from envs import services
-from envs.swe import repository, sif, swe_judge
-from envs.swe.box import Box, Size
+from envs.boxes import sif
+from envs.boxes.box import Box, Size
+from envs.swe import repository, swe_judge
 from envs.swe.swe_judge import Verdict
 from envs.swe.swe_tools import FINISH, Tools
 

@@ -9,8 +9,8 @@ import re
 import shlex
 from typing import NamedTuple
 
+from envs.boxes.box import Box
 from envs.services import CheckerError
-from envs.swe.box import Box
 from envs.swe.repository import LISTS, put
 
 STARTS, ENDS = ">>>>> Start Test Output", ">>>>> End Test Output"

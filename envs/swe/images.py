@@ -3,17 +3,9 @@
 No environment by itself: envs/swe/swe_patch.py uses it.
 """
 
-import contextlib
-import json
-import os
-import re
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
-
-from envs import services
+from envs.boxes.image_names import folder_of
 from envs.sandbox import sandbox
 from envs.services import CheckerError
-from rollout.rows import raw_lines
 
 SIZES = {"memory": 16 << 30, "file_size": 4 << 30, "output": 16 << 20, "disk": 4 << 30}
 KILLED = (-9, -15, 137, 143)  # codes of what a signal from outside may have ended
@@ -73,35 +65,3 @@ async def run_in_image(
         why = " ".join(f"{ran.ended} {before} {ran.stderr}".split())[-500:]
         raise CheckerError(f"the image {image} cannot be set up, code {ran.code}: {why}")
     return ran._replace(stdout=log)
-
-
-def folder_of(image: str) -> Path:
-    """The folder of an image: of a .sif its name without that, else "_" for "/" and ":"."""
-    is_file = image.endswith(".sif")
-    name = PurePosixPath(image).stem if is_file else re.sub("[/:]", "_", image)
-    return Path(services.current().images, name).absolute()
-
-
-def named(path: str) -> Iterator[str]:
-    """The images that the rows of a file name; lines that are no rows name none."""
-    for _, line in raw_lines(path):
-        if b'"image"' in line:
-            with contextlib.suppress(ValueError, RecursionError, AttributeError):
-                row = json.loads(line)
-                about = row.get("metadata")
-                places = (row, about if isinstance(about, dict) else {})
-                yield from (p["image"] for p in places if isinstance(p.get("image"), str))
-
-
-def problem(_: str) -> str:
-    """Why no patch can be tested in an image, and how to mend it; "" for nothing."""
-    own = services.current()
-    if own.images and own.sandbox == "bubblewrap" and os.path.isdir(own.images):
-        return ""
-    sandbox = f", services.sandbox = {own.sandbox!r}" if own.images else ""
-    expected = "expected services.sandbox = 'bubblewrap', and a folder of unpacked images"
-    expected += " as `bash launch/images.sh ROWS FOLDER` makes it"
-    return f"services.images = {own.images!r}{sandbox}, {expected}"
-
-
-services.CHECKS["images"] = problem

@@ -11,8 +11,8 @@ import weakref
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from envs.boxes.box import Box, Ran
 from envs.services import CheckerError
-from envs.swe.box import Box, Ran
 
 SCRIPT = Path(__file__).with_name("repository.sh").read_text(encoding="utf-8")
 LONGEST = 1 << 20  # bytes of a patch

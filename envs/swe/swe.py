@@ -1,9 +1,9 @@
 """An agent that repairs a repository: 1.0 if all tests of its issue pass afterwards, else 0.0.
 
-The policy works in a container of its own (envs/swe/box.py) by the tools of a set, for 200 answers,
-300 s a command and 3,600 s an episode (half of timeouts.rollout where that is less). Then the
-difference that it made goes into a second, fresh container, and nothing else does. There its tests
-run (envs/swe/swe_judge.py): all of FAIL_TO_PASS and PASS_TO_PASS have to pass.
+The policy works in a container of its own (envs/boxes/box.py) by the tools of a set, for 200
+answers, 300 s a command and 3,600 s an episode (half of timeouts.rollout where that is less). Then
+the difference that it made goes into a second, fresh container, and nothing else does. There its
+tests run (envs/swe/swe_judge.py): all of FAIL_TO_PASS and PASS_TO_PASS have to pass.
 
 Row, as `data_prep.py swe` makes it: `instance_id`, `image`, `workdir`, `base_commit`,
 `problem_statement`, `test_patch`, `tests` ({"kind": "script", "script"} or {"kind": "r2e",
@@ -34,6 +34,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envs import Reward, get, require
+from envs.boxes import box, image_names
+from envs.services import TOOL_PARSER, Need
 from envs.swe import swe_judge
 from envs.swe.agent_session import GIB, Desk, Over, Work
 from envs.swe.swe_judge import Verdict
@@ -59,9 +61,12 @@ REASONS = (
 )  # fmt: skip
 
 
-def needs(row: dict) -> tuple[str, ...]:
+refusal, flaw = swe_judge.refusal, swe_judge.flaw
+
+
+def needs(row: dict) -> tuple[Need, ...]:
     """The images of `services.images`, bubblewrap, in which they run, and a parser of calls."""
-    return ("images", "boxes", "tool_parser")
+    return image_names.NEED, box.NEED, TOOL_PARSER
 
 
 def check(row: dict) -> None:

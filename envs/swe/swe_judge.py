@@ -31,9 +31,9 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+from envs.boxes import box_budget, sif
+from envs.boxes.box import Box, Ran, Size
 from envs.services import CheckerError
-from envs.swe import box_budget
-from envs.swe.box import Box, Ran, Size
 from envs.swe.canary_tests import (
     ENDS,
     RNG,
@@ -62,12 +62,13 @@ from envs.swe.repository import (
 )
 from envs.swe.test_logs import BAD, COLOURS, GOOD, KEPT, PARSERS, good, outcomes
 
-__all__ = ["Trial", "Verdict", "judge", "patch_of", "prepare", "refusal", "tried"]
+__all__ = ["Trial", "Verdict", "flaw", "judge", "patch_of", "prepare", "refusal", "tried"]
 TESTS = 1200.0  # seconds that tests may take
 OUTPUT = 16 << 20  # bytes of the tests' output that are kept
 TIMES = 3  # judgements of a patch, where the machine may be at fault
 HASH = r"[0-9a-f]{40}(?:[0-9a-f]{24})?"
 KILLED = 126  # the least exit code of what did not run, or was killed
+UNBROKEN = "it is resolved without a repair"
 TOO_LONG = "a patch over 1 MiB"
 R2E_PATH = "~/.venv/bin:~/.local/bin:~/.cargo/bin"
 # Code that has to do with the run of its own tests.
@@ -156,6 +157,27 @@ async def _must_be_sound(image: Path, row: dict, size: Size | None, doubt: str) 
             _sound.add(name)
     finally:
         _looking.pop(name, None)
+
+
+async def flaw(row: dict) -> str:
+    """Why a row cannot teach: it is resolved without a repair, or not by its own; "" if neither.
+
+    Raises CheckerError for what the node did.
+    """
+    image = sif.find(row["image"])
+    if (await _settled(image, row, "")).resolved:
+        return UNBROKEN
+    repaired = await _settled(image, row, row["patch"])
+    return "" if repaired.resolved else f"its own repair is not resolved: {repaired.reason}"
+
+
+async def _settled(image: Path, row: dict, patch: str) -> Verdict:
+    """The verdict on a patch, once the machine is not at fault. Raises CheckerError."""
+    for _ in range(TIMES):
+        trial = await tried(image, row, patch)
+        if not trial.again:
+            return trial.verdict
+    raise CheckerError(trial.doubt)
 
 
 async def tried(image: Path, row: dict, patch: str, size: Size | None = None) -> Trial:

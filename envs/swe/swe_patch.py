@@ -32,8 +32,10 @@ from pathlib import PurePosixPath
 
 from core.waits import in_thread
 from envs import Reward, final_text, get, require, unfinished
+from envs.boxes import image_names
+from envs.sandbox import sandbox
 from envs.sandbox.outcome import Ran
-from envs.services import CheckerError
+from envs.services import CheckerError, Need
 from envs.swe.edits import EditError, edited, last_block
 from envs.swe.images import EVALUATE, REPRODUCE, run_in_image
 from envs.swe.row_fields import contents, tests_of
@@ -43,9 +45,9 @@ RUN: set[int] = set()  # hashes of instances whose tests run without an answer
 AGENTS = ("swerl_gen_simple_agent", "swerl_gen")
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """The images of `services.images`, and bubblewrap, in which they run."""
-    return ("images", "sandbox")
+    return image_names.NEED, sandbox.NEED
 
 
 def check(row: dict) -> None:

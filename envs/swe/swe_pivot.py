@@ -23,6 +23,7 @@ may be anything ("; rm -rf /").
 from typing import Any
 
 from envs import Reward, get, require
+from envs.services import TOOL_PARSER, Need
 from envs.swe.coding_calls import kind_of, same_target, same_tool, similarity, size_penalty
 from envs.tools.calls import arguments, check_call
 from rollout.response import Response
@@ -39,9 +40,9 @@ def check(row: dict) -> None:
     require(mode in (None, "binary", "continuous"), "reward_mode", mode, "binary or continuous")
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """A parser of tool calls."""
-    return ("tool_parser",)
+    return (TOOL_PARSER,)
 
 
 def verify(row: dict, response: str) -> Reward:

@@ -25,7 +25,7 @@ from envs.sandbox.shell import shortened
 from envs.swe import codex_patch
 
 if TYPE_CHECKING:
-    from envs.swe.box import Box, Ran
+    from envs.boxes.box import Box, Ran
 
 OUTPUT = 10_000  # characters of a result that the policy sees
 COMMAND_SECONDS = 300.0  # that a command may take

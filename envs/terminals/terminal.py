@@ -21,6 +21,7 @@ from typing import Any
 from envs import Reward, final_text, get, require, unfinished
 from envs.following.schemas import problem
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
+from envs.services import TOOL_PARSER, Need
 from envs.terminals import terminus
 from envs.terminals.harnesses import difference
 from envs.terminals.terminus import parsed
@@ -36,9 +37,9 @@ AGENTS = (
 THRESHOLD = 0.9
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """A parser of tool calls, for rows that expect a call."""
-    return ("tool_parser",) if "expected_action" in row else ()
+    return (TOOL_PARSER,) if "expected_action" in row else ()
 
 
 def check(row: dict) -> None:

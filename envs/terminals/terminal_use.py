@@ -23,8 +23,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from envs import Reward, final_text, get, require
-from envs.sandbox import sandbox
+from envs.sandbox import sandbox, shell
 from envs.sandbox.shell import PRINTED, Shell, check_files, said_after
+from envs.services import TOOL_PARSER, Need
 from envs.terminals import terminus
 from envs.terminals.terminus import FORMS, has_form, parsed
 from envs.tools.tools import converse
@@ -45,9 +46,9 @@ LIMITS = sandbox.Limits(seconds=120, output=10_000, disk=32 << 20, file_size=32 
 NO_FORM = "The answer is not one JSON object of the form asked for. Nothing was typed."
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """Bubblewrap, in which a shell runs, and a parser of tool calls for the harness `bash`."""
-    return ("shell", "tool_parser") if row["harness"] == "bash" else ("shell",)
+    return (shell.NEED, TOOL_PARSER) if row["harness"] == "bash" else (shell.NEED,)
 
 
 def check(row: dict) -> None:

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.following.schemas import problem
+from envs.judge import judge
+from envs.services import TOOL_PARSER, Need
 from envs.tools.simulation import JUDGE, Simulation, Step, ends, signature
 from rollout.chat import NoRoom
 from rollout.messages import chat
@@ -45,9 +47,9 @@ MAX_ANSWERS = 50
 ONE_CALL = json.dumps({"error": "one call at a time: this one was not made"})
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """The judge `general`, and a parser of tool calls."""
-    return f"judges.{JUDGE}", "tool_parser"
+    return judge.need(JUDGE), TOOL_PARSER
 
 
 def check(row: dict) -> None:

@@ -25,6 +25,7 @@ from itertools import islice
 from typing import Any
 
 from envs import Reward, final_text, get, require, unfinished
+from envs.services import TOOL_PARSER, Need
 from envs.tools.calls import arguments, check_call, matching, same
 from rollout.response import Response
 
@@ -81,9 +82,9 @@ def check(row: dict) -> None:
             require(value in MODES, f"{field}.{name}", value, "one of: " + ", ".join(MODES))
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """A parser of tool calls."""
-    return ("tool_parser",)
+    return (TOOL_PARSER,)
 
 
 def verify(row: dict, response: str) -> Reward:

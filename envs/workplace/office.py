@@ -123,7 +123,7 @@ def load(folder: str) -> Office:
     return Office(**known, plots=Table([]), visits=visits)
 
 
-def problem(_: str) -> str:
+def problem() -> str:
     """Why the office has no tables, and how to mend it; "" for nothing."""
     folder = services.current().workplace
     expected = "expected the tables that `bash launch/tables.sh FOLDER` fetches"
@@ -138,4 +138,4 @@ def problem(_: str) -> str:
     return ""
 
 
-services.CHECKS["workplace"] = problem
+NEED = services.Need("workplace", problem)

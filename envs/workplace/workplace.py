@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from core.waits import in_thread
 from envs import Reward, final_text, get, require, services, unfinished
-from envs.services import CheckerError
+from envs.services import TOOL_PARSER, CheckerError, Need
 from envs.tools.calls import check_call
 from envs.tools.tools import converse
+from envs.workplace import office
 from envs.workplace.office import Office, load
 from envs.workplace.office_tools import TOOLS, WRITES
 from rollout.episode import Episode
@@ -41,9 +42,9 @@ MAX_STEPS = 6
 MOST_CALLS = 500
 
 
-def needs(row: dict) -> tuple[str, ...]:
+def needs(row: dict) -> tuple[Need, ...]:
     """The tables of the office in `services.workplace`, and a parser of tool calls."""
-    return "workplace", "tool_parser"
+    return office.NEED, TOOL_PARSER
 
 
 def check(row: dict) -> None:
@@ -69,7 +70,7 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
 
 def fresh() -> Office:
     """The office as each errand finds it. Raises CheckerError where there are no tables."""
-    if why := services.problem("workplace"):
+    if why := office.problem():
         raise CheckerError(why)
     return load(services.current().workplace).copy()
 

@@ -75,7 +75,7 @@ class Outages:
     def concern(self, row: dict) -> bool:
         """Whether a server is away that the row needs."""
         away = self.away()
-        return bool(away) and not away.keys().isdisjoint(registry.needs(row))
+        return bool(away) and any(need.name in away for need in registry.needs(row))
 
     async def over(self, row: dict) -> None:
         """Waits until no server is away that the row needs.

@@ -6,7 +6,7 @@ import pytest
 from conftest import write_rows
 
 from dry_run import boxes
-from envs.swe import box_budget, image_cache
+from envs.boxes import box_budget, image_cache
 from grpo_async import Config
 from launch import submit_check
 from policy.gpus import GIB

@@ -116,6 +116,45 @@ def test_an_environment_without_a_verdict_is_refused_with_its_first_row(tmp_path
         check_rows.check_row(MATH_ROW | {"agent_ref": {"name": "misspelt"}})
 
 
+@pytest.mark.parametrize(("returned", "names", "why"), [
+    ('("judges.general",)', ["judges.general"], "no url, and neither"),
+    ('("sandbox", "checks", "shell")', ["sandbox", "checks", "shell"], ""),
+    ('("tool_parser",)', ["tool_parser"], "services.tool_parser = '', expected a value"),
+    ('["workplace"]', ["workplace"], "services.workplace = '', expected a value"),
+    ('[judge.need("safety"), "tool_parser"]', ["judges.safety", "tool_parser"], "no url, and"),
+    ("()", [], ""),
+])  # fmt: skip
+def test_needs_of_a_user_s_module_may_be_strings(returned, names, why, user_needs, monkeypatch):
+    monkeypatch.delenv("JUDGES_FILE", raising=False)
+    found = registry.needs(user_needs(returned))
+    assert [need.name for need in found] == names
+    assert why in (found[0].problem() if why else "")
+
+
+@pytest.mark.parametrize("returned", ['("boxes",)', '"sandbox"', '("judges.",)', "(1,)"])
+def test_a_need_that_nothing_provides_is_refused(returned, user_needs):
+    expected = r"needy.py: needs returned .*, expected Needs \(envs/services.py\), sandbox, checks,"
+    with pytest.raises(errors.ModuleError, match=expected):
+        registry.needs(user_needs(returned))
+
+
+@pytest.fixture
+def user_needs(tmp_path, monkeypatch):
+    """A row of a module whose `needs` returns what an expression says."""
+
+    def write(returned: str) -> dict:
+        text = 'from envs.judge import judge\nAGENTS = ("needy",)\n'
+        text += f"def needs(row): return {returned}\ndef verify(row, response): return 0\n"
+        (tmp_path / "needy.py").write_text(text)
+        monkeypatch.delitem(sys.modules, "envs.needy", raising=False)
+        return {"agent_ref": {"name": "needy"}}
+
+    monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "served", lambda: {"needy": "needy"})
+    yield write
+    sys.modules.pop("envs.needy", None)
+
+
 def test_scanning_imports_no_heavy_library():
     heavy = "{'sympy', 'math_verify', 'reasoning_gym', 'numpy', 'torch'}"
     code = f"import envs.maths.math, sys; print({heavy} & set(sys.modules))"
@@ -467,7 +506,7 @@ def test_answers_that_the_scorer_evaluates(monkeypatch):
 def test_a_row_whose_answers_run_as_code_needs_a_sandbox(name, monkeypatch):
     row = replaced(CODE_ROW, ["metadata", "source_dataset"], name)
     check_rows.check_row(row)
-    monkeypatch.setattr("envs.services.problem", lambda need: f"no {need} here")
+    monkeypatch.setattr("envs.sandbox.sandbox.problem", lambda: "no checks here")
     with pytest.raises(errors.ModuleError, match="lacks a sandbox for answers .*: no checks here"):
         check_rows.check_services(row)
     check_rows.check_services(row | {"exact": True})

@@ -77,7 +77,7 @@ async def disturbed(first: str, group: int, number: signal.Signals, seconds: flo
 
 
 async def test_a_real_server_is_waited_for_asked_and_missed(serving, monkeypatch):
-    assert services.problem("judges.general") == "", "it comes with the job"
+    assert judge.need("general").problem() == "", "it comes with the job"
     first = await first_answer()
     hostile = "\0 \ud800 \U0001f600 </think> <|im_end|>"
     every = await asyncio.gather(*(ask(f"{hostile} {i}") for i in range(100)))

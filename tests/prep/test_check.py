@@ -83,8 +83,8 @@ def test_a_malformed_line_is_a_problem(tmp_path, capsys, line):
 
 def test_what_rows_need_is_looked_for(check, tmp_path, monkeypatch):
     """By the rows, as a run does: not every one of an environment's must need the same."""
-    needs = 'needs = lambda row: ("lean", "images", "judges.general")[: row["many"]]'
-    module = f'AGENTS = ("needy",)\n{needs}\n'
+    needs = 'needs = lambda row: (lean_source.NEED, "images", "judges.general")[: row["many"]]'
+    module = f'from envs.proofs import lean_source\nAGENTS = ("needy",)\n{needs}\n'
     (tmp_path / "needy.py").write_text(f"{module}\ndef verify(row, response): return 0\n")
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
     monkeypatch.setattr(registry, "served", lambda: {"needy": "needy"})

@@ -12,9 +12,10 @@ from conftest import write_rows
 import data_prep
 from core.errors import InputError
 from envs import services
+from envs.boxes import image_names
 from envs.sandbox import sandbox
-from envs.swe import images
-from prep import swe_check, swe_formats, swe_tables
+from envs.swe import swe_judge
+from prep import swe_formats, swe_tables
 from settings.environment_services import Services
 from support.boxes import git, make_image
 from support.issues import COMMIT, GOLD, PATCH, R2E, SOURCE, commit_of, of_gym
@@ -296,12 +297,12 @@ def test_a_check_keeps_rows_whose_own_repair_alone_is_resolved(swe, records, ima
         assert rows[0]["patch"] == records[3]["patch"]
         assert "own repairs resolved, and nothing else: 1 of 3 (33.3%)" in told
         assert "LEFT OUT 1: its own repair is not resolved: tests failed (me__calc-12)" in told
-        assert f"LEFT OUT 1: {swe_check.EMPTY} (me__calc-12)" in told
+        assert f"LEFT OUT 1: {swe_judge.UNBROKEN} (me__calc-12)" in told
         assert "NOT JUDGED 1: the image IMAGE.sif is missing" in told and "me__gone-1" in told
         journal = (tmp_path / "out.jsonl.check.jsonl").read_text()
         assert len(journal.splitlines()) == 3
         # What was judged is not judged again: a verdict of another time is believed.
-        (tmp_path / "out.jsonl.check.jsonl").write_text(journal.replace(swe_check.EMPTY, ""))
+        (tmp_path / "out.jsonl.check.jsonl").write_text(journal.replace(swe_judge.UNBROKEN, ""))
         assert len(swe(records, *words, code=1)[0]) == 2
         assert services.current() == Services(images=str(image.parent))
     finally:
@@ -326,7 +327,7 @@ def test_a_check_without_images_says_what_is_missing(tmp_path):
 
 
 def test_images_are_found_by_the_name_in_a_row():
-    assert images.folder_of("r2egym_numpy_final_ab.c.sif").name == "r2egym_numpy_final_ab.c"
+    assert image_names.folder_of("r2egym_numpy_final_ab.c.sif").name == "r2egym_numpy_final_ab.c"
 
 
 def test_the_script_of_the_tables_imports_nothing_of_ours():

@@ -20,7 +20,7 @@ AGENTS = ("asks_judge",)
 
 
 def needs(row):
-    return ("judges.general",)
+    return (judge.need("general"),)
 
 
 async def verify(row, response):

@@ -197,8 +197,7 @@ def test_an_episode_calculates_and_all_that_it_says_is_judged():
 
 
 def test_a_row_without_the_tool_has_none():
-    assert molecules.needs(ROW) == () and molecules.needs(WITH_TOOL)[-1] == "rdkit"
-    assert check_rows.MECHANISMS["rdkit"] == rdkit_check.__name__
+    assert molecules.needs(ROW) == () and molecules.needs(WITH_TOOL)[-1] == rdkit_check.NEED
     check_rows.check_row(ROW)
     assert episode(ROW, "((4))")[:2] == (1, 1)
     done, turns, read = episode(ROW, calling(TOOL, code="4"), "((4))")
@@ -241,7 +240,7 @@ def test_the_service_is_asked_for_it(asked_again, known):
         return {"process_status": "completed"} | said
 
     with as_sandbox(answer) as url:
-        why = services.problem("rdkit")
+        why = rdkit_check.NEED.problem()
     assert (why == "") == bool(known)
     assert known or why.startswith(
         f"the sandbox service at {url} cannot import it: No module rdkit"
@@ -252,7 +251,7 @@ def test_the_service_is_asked_for_it(asked_again, known):
 
 @contained
 def test_a_session_computes_with_rdkit():
-    if why := services.problem("rdkit"):
+    if why := rdkit_check.NEED.problem():
         pytest.skip(why)
     code = "from rdkit import Chem\nChem.MolFromSmiles('C(CO)O').GetNumAtoms()"
     done, _, read = episode(WITH_TOOL, calling(TOOL, code=code), "((4))")

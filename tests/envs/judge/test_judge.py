@@ -320,36 +320,36 @@ def test_malformed_settings_are_named(settings, message):
 
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
-    assert services.problem("judges.genrm") == (
+    assert judge.need("genrm").problem() == (
         "no url, and neither JUDGES_FILE nor JUDGE_NODES is set: expected services.judges = "
         "{'genrm': {'url': 'http://HOST:PORT/v1'}}, or `genrm MODEL GPUS` in JUDGES "
         "(docs/judges.md)"
     )
     monkeypatch.setenv("JUDGES_FILE", str(tmp_path / "judges"))  # launch/judges.sh will write it
-    assert services.problem("judges.genrm") == ""
+    assert judge.need("genrm").problem() == ""
     monkeypatch.setenv("JUDGES", "\ngenrm org/model 8 --max-model-len 60000\n")
-    assert services.problem("judges.genrm") == ""
-    assert "JUDGES has no line for it" in services.problem("judges.safety")
+    assert judge.need("genrm").problem() == ""
+    assert "JUDGES has no line for it" in judge.need("safety").problem()
     monkeypatch.setenv("JUDGES", str(ROOT / "launch/judges/rlhf.txt"))
-    assert services.problem("judges.genrm") == ""
-    assert "JUDGES has no line for it" in services.problem("judges.safety")
+    assert judge.need("genrm").problem() == ""
+    assert "JUDGES has no line for it" in judge.need("safety").problem()
     monkeypatch.delenv("JUDGES_FILE")  # as where a job is submitted
-    assert "neither" in services.problem("judges.genrm")
+    assert "neither" in judge.need("genrm").problem()
     monkeypatch.setenv("JUDGE_NODES", "5")
-    assert services.problem("judges.genrm") == ""
+    assert judge.need("genrm").problem() == ""
     monkeypatch.setenv("JUDGE_NODES", "0")
-    assert "neither" in services.problem("judges.genrm")
+    assert "neither" in judge.need("genrm").problem()
 
 
 def test_a_server_that_answers_must_serve_the_model():
     with Judge("[[YES]]", model="big") as server:
         use(general={"url": server.url}, safety={"url": server.url, "model": "small"})
-        assert services.problem("judges.general") == ""
-        assert services.problem("judges.safety") == f"{server.url} serves big, expected 'small'"
+        assert judge.need("general").problem() == ""
+        assert judge.need("safety").problem() == f"{server.url} serves big, expected 'small'"
         use(general={"url": server.url.removesuffix("/v1")})
-        assert "/models: status 404, expected a server" in services.problem("judges.general")
+        assert "/models: status 404, expected a server" in judge.need("general").problem()
     use(general={"url": server.url + "/elsewhere"})
-    assert services.problem("judges.general") == ""  # it may come
+    assert judge.need("general").problem() == ""  # it may come
 
 
 def test_a_configuration_is_checked(tmp_path):

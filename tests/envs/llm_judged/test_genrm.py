@@ -194,7 +194,7 @@ def test_real_rows_are_good_and_name_the_judge(agent, monkeypatch):
     rows = gym_rows("genrm_compare", agent)
     for row in rows:
         check_rows.check_row(row)
-        assert genrm.needs(row) == ("judges.genrm",)
+        assert [need.name for need in genrm.needs(row)] == ["judges.genrm"]
     rewards, asked = score(by_length, ["long, long", "short"], rows[0])
     assert [reward.value for reward in rewards] == [4.0, 2.0]
     roles = [message["role"] for message in asked[0]["messages"]]
@@ -253,7 +253,7 @@ def test_a_file_of_prompts_that_cannot_be_used_is_named(tmp_path, text, told):
     if text is not None:
         path.write_text(text)
     services.configure(Services(judges={"genrm": {"url": "http://h:1/v1", "prompts": str(path)}}))
-    wrong = services.problem("judges.genrm")
+    wrong = judge.need("genrm").problem()
     assert re.search(rf"services.judges\['genrm'\]\['prompts'\]: .*{told}", wrong), wrong
 
 

@@ -149,7 +149,7 @@ def test_mathematics_asks_the_judge_only_where_the_library_says_no(asked):
     assert math.needs(row) == ()
     assert reward(math.verify(row, "\\boxed{zwei}")) == 0
     judge = asked(general=["[[A=B]]", "[[A=B]]", "[[A=B]]", "[[A!=B]]", "[[A!=B]]"])["general"]
-    assert math.needs(row) == ("judges.general",)
+    assert [need.name for need in math.needs(row)] == ["judges.general"]
     assert reward(math.verify(row | {"expected_answer": "7"}, "\\boxed{7}")) == 1
     assert not judge.asked
     assert reward(math.verify(row, "\\boxed{zwei}")) == 1
@@ -268,7 +268,7 @@ def test_harmless_prompts_are_to_be_answered(asked, label, expected):
 def test_real_rows_of_jailbreaks_load():
     for row in gym_rows("jailbreak_detection"):
         check_rows.check_row(row)
-        assert safety.needs(row) == ("judges.safety",)
+        assert [need.name for need in safety.needs(row)] == ["judges.safety"]
 
 
 # --- bad rows and pure functions ------------------------------------------------------------------

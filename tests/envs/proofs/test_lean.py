@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs import services
-from envs.proofs import lean, lean_runs
+from envs.proofs import lean, lean_runs, lean_source
 from envs.proofs.lean_source import code_block, code_of, proof_of
 from envs.sandbox import sandbox
 from settings.environment_services import Services
@@ -198,8 +198,8 @@ def test_a_lean_that_does_not_start_is_an_error(stand_in, monkeypatch):
 ])  # fmt: skip
 def test_what_is_missing_is_named_at_the_start(given, message, monkeypatch):
     monkeypatch.setattr(services, "_current", [Services(**given)])
-    assert lean.needs(ROW) == ("lean", "sandbox")
-    problem = services.problem("lean")
+    assert [need.name for need in lean.needs(ROW)] == ["lean", "sandbox"]
+    problem = lean_source.NEED.problem()
     assert re.search(message, problem) if message else not problem
 
 
@@ -269,7 +269,7 @@ def test_a_folder_of_launch_lean_sh_compiles(stand_in, tmp_path, monkeypatch):
         shutil.copy(stand_in, folder)
         program.write_text(program.read_text().replace(str(Path(stand_in).parent), folder))
         monkeypatch.setattr(services, "_current", [Services(lean=folder)])
-        assert not services.problem("lean")
+        assert not lean_source.NEED.problem()
         assert verdict(block("  trivial")).value == 1
         assert verdict(block("  wrong_tactic")).info["reason"] == "failed"
 
@@ -285,7 +285,7 @@ def test_a_service_compiles_beside_a_sandbox_for_all_else(monkeypatch):
     with as_sandbox(answer):
         url = services.current().sandbox_url
         monkeypatch.setattr(services, "_current", [Services(lean=url)])
-        assert lean.needs(ROW) == ("lean",) and not services.problem("lean")
+        assert lean.needs(ROW) == (lean_source.NEED,) and not lean_source.NEED.problem()
         assert verdict(block("  trivial")).value == 1 and asked == ["lean4"]
         assert services.current().sandbox == "bubblewrap"
 
@@ -298,7 +298,7 @@ def test_the_service_compiles():
         return dict(zip(("process_status", "stdout", "stderr"), told, strict=True))
 
     with as_sandbox(answer):
-        assert lean.needs(ROW) == ("lean",) and not services.problem("lean")
+        assert lean.needs(ROW) == (lean_source.NEED,) and not lean_source.NEED.problem()
         assert verdict(block("  trivial")).value == 1
         reasons = {"failed": "failed", "deep": "failed", "slow": "timeout", "sorry": "sorry"}
         for proof, reason in (reasons | {"long": "output"}).items():

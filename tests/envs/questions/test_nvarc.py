@@ -264,11 +264,14 @@ def test_hostile_answers():
 
 def test_the_row_names_the_mode_or_else_the_agent():
     """As in NeMo-Gym, whose servers have `agent_mode` in their configuration."""
-    assert nvarc.needs(MADE) == ("sandbox", "scipy")
+    assert [need.name for need in nvarc.needs(MADE)] == ["sandbox", "scipy"]
     for row in (WRITTEN, MADE | {"agent_mode": "transductive"}, asking("?", "nvarc")):
         assert nvarc.needs(row) == ()
-    assert nvarc.needs(WRITTEN | {"agent_mode": "inductive"}) == ("sandbox", "scipy")
-    assert nvarc.needs(MADE | {"agent_mode": None}) == ("sandbox", "scipy")
+    assert [need.name for need in nvarc.needs(WRITTEN | {"agent_mode": "inductive"})] == [
+        "sandbox",
+        "scipy",
+    ]
+    assert [need.name for need in nvarc.needs(MADE | {"agent_mode": None})] == ["sandbox", "scipy"]
     assert values(MADE | {"agent_mode": "transductive"}, text_of(MORE)) == [1]
 
 
@@ -280,12 +283,12 @@ def test_programs_need_what_their_prompts_offer(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("importlib.util.find_spec", lambda name: name)
             patch.setattr("envs.sandbox.sandbox.own_packages", lambda: "/packages")
-            assert nvarc_programs.problem("") == ""
+            assert nvarc_programs.problem() == ""
             for path, function in lacks.items():
                 patch.setattr(path, function)
-            assert why in nvarc_programs.problem("")
+            assert why in nvarc_programs.problem()
             configure(Services(sandbox="http", sandbox_url="http://somewhere:1"))
-            assert nvarc_programs.problem("") == ""
+            assert nvarc_programs.problem() == ""
             configure(Services())
 
 

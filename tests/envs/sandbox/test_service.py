@@ -243,13 +243,13 @@ def test_an_address_that_is_none_is_refused_where_it_is_read(url):
 
 def test_a_service_needs_an_address():
     services.configure(Services(sandbox="http"))
-    assert services.problem("sandbox") == "services.sandbox_url = '', expected http://HOST:PORT"
+    assert sandbox.NEED.problem() == "services.sandbox_url = '', expected http://HOST:PORT"
 
 
 def test_a_service_is_asked_before_a_run_starts(monkeypatch):
     monkeypatch.setattr(service, "STARTS", 0.5)
     with as_sandbox() as url:
-        assert services.problem("sandbox") == ""
+        assert sandbox.NEED.problem() == ""
     service.problem.cache_clear()
-    assert f"GET {url}/health: " in services.problem("sandbox")
-    assert "refused" in services.problem("sandbox")
+    assert f"GET {url}/health: " in sandbox.NEED.problem()
+    assert "refused" in sandbox.NEED.problem()

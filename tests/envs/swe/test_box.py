@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from envs import services
+from envs.boxes.box import NEED, Box, Output, Size
 from envs.sandbox import sandbox
 from envs.services import CheckerError
-from envs.swe.box import Box, Output, Size
 from settings.environment_services import Services
 from support.boxes import adopting, left, make_image, orphans, present
 from support.program import ROOT
@@ -324,14 +324,14 @@ async def test_an_image_without_bash_is_an_error(tmp_path):
 
 def test_another_sandbox_opens_no_box(image):
     services.configure(Services(sandbox="http", sandbox_url="http://127.0.0.1:1"))
-    assert "expected 'bubblewrap'" in services.problem("boxes")
+    assert "expected 'bubblewrap'" in NEED.problem()
     with pytest.raises(CheckerError, match="services.sandbox = 'http'"):
         asyncio.run(Box(image).__aenter__())
 
 
 OPENS = """
 import asyncio, sys
-from envs.swe.box import Box, Size
+from envs.boxes.box import Box, Size
 async def main():
     async with Box(sys.argv[1], size=Size(300 << 20, 32 << 20, 40)) as box:
         task = asyncio.create_task(box.run("setsid sleep 100 & sleep 100", 99))

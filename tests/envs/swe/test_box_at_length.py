@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_box import SMALL, cancelled_everywhere, killed_worker
 
-from envs.swe.box import Box
+from envs.boxes.box import Box
 from support.boxes import adopting, left, make_image, make_sif, orphans, present
 from support.escapes import ESCAPES, OUT
 from support.program import ROOT
@@ -95,7 +95,7 @@ def test_a_worker_of_any_image_leaves_nothing(image):
 
 OPENS = """
 import asyncio, sys
-from envs.swe.box import Box, Size
+from envs.boxes.box import Box, Size
 async def main():
     async with Box(sys.argv[1], size=Size(300 << 20, 32 << 20, 40)) as box:
         print("begins", flush=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from envs import services
+from envs.boxes import box_budget
 from envs.sandbox import outcome
 from envs.services import CheckerError, Limits
-from envs.swe import box_budget
 from settings.environment_services import Services
 from support.program import ROOT
 
@@ -22,7 +22,7 @@ DISK = 4096 + os.getpid()  # places of its own for this process
 
 HOLDS = """
 import asyncio, sys
-from envs.swe import box_budget as budget
+from envs.boxes import box_budget as budget
 async def main():
     async with budget.admitted(int(sys.argv[1])):
         print("in", flush=True)

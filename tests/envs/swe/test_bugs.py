@@ -7,11 +7,11 @@ import time
 import pytest
 
 from envs import services
+from envs.boxes.box import Box, Size
 from envs.check_rows import check_row
 from envs.sandbox import sandbox
 from envs.services import Limits
 from envs.swe import swe
-from envs.swe.box import Box, Size
 from envs.swe.swe_judge import tried
 from envs.swe.swe_tools import tool_sets
 from envs.swe.test_logs import outcomes

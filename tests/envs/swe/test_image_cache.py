@@ -16,11 +16,12 @@ import pytest
 from test_box import SMALL, nothing_is_left  # noqa: F401
 
 from envs import services
+from envs.boxes import image_cache, sif
+from envs.boxes.box import Box
+from envs.boxes.image_cache import near
 from envs.sandbox import sandbox
 from envs.services import CheckerError
-from envs.swe import image_cache, sif, swe
-from envs.swe.box import Box
-from envs.swe.image_cache import near
+from envs.swe import swe
 from launch import tiny_image
 from settings.environment_services import Services
 from support.boxes import make_image, make_sif
@@ -178,7 +179,7 @@ async def test_a_start_that_is_given_up_leaves_no_open_file(tmp_path, cache):
 USES = """
 import asyncio, hashlib, random, sys
 from pathlib import Path
-from envs.swe.image_cache import near
+from envs.boxes.image_cache import near
 rng = random.Random(int(sys.argv[1]))
 images = [Path(word) for word in sys.argv[2:]]
 async def use(image):
@@ -319,7 +320,7 @@ def test_a_worker_that_is_killed_gives_its_image_back(image, cache, monkeypatch)
     monkeypatch.setenv(image_cache.MOST, str(1.5 * image.stat().st_size / 2**30))
     holds = f"""
 import asyncio
-from envs.swe.box import Box
+from envs.boxes.box import Box
 async def main():
     async with Box({str(image)!r}):
         print("open", flush=True)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from envs import services
+from envs.boxes import sif
+from envs.boxes.box import Box
 from envs.gym.endpoint import invited
 from envs.sandbox import sandbox
-from envs.swe import agent_session, repository, sif, swe, swe_judge
-from envs.swe.box import Box
+from envs.swe import agent_session, repository, swe, swe_judge
 from launch import tiny_image
 from rollout.episode import stitch
 from settings.environment_services import Services

@@ -10,10 +10,10 @@ import pytest
 from test_box import SMALL, killed_worker, nothing_is_left, running  # noqa: F401
 
 from envs import services
+from envs.boxes import sif
+from envs.boxes.box import NEED, Box
 from envs.sandbox import sandbox
 from envs.services import CheckerError
-from envs.swe import sif
-from envs.swe.box import Box
 from settings.environment_services import Services
 from support.boxes import make_image, make_sif
 
@@ -106,20 +106,20 @@ def test_a_folder_needs_another_user_than_root(tmp_path, monkeypatch):
 
 
 def test_what_is_missing_is_named_at_the_start(tmp_path, monkeypatch):
-    assert "services.images = '', expected a folder of images" in services.problem("boxes")
+    assert "services.images = '', expected a folder of images" in NEED.problem()
     services.configure(Services(images=str(tmp_path)))
-    assert not services.problem("boxes")
+    assert not NEED.problem()
     monkeypatch.delenv(sif.AS_ROOT)
-    assert ("GRPO_BOXES_AS_ROOT=1" in services.problem("boxes")) == sif.is_root()
+    assert ("GRPO_BOXES_AS_ROOT=1" in NEED.problem()) == sif.is_root()
     (tmp_path / "a.sif").touch()
     with monkeypatch.context() as changed:
         changed.setattr(shutil, "which", {"bwrap": "/usr/bin/bwrap"}.get)
-        assert "squashfuse_ll is not on the path: apt install" in services.problem("boxes")
+        assert "squashfuse_ll is not on the path: apt install" in NEED.problem()
     monkeypatch.setattr(shutil, "which", str)
     monkeypatch.setattr(os, "access", lambda *_: True)
-    assert not services.problem("boxes")
+    assert not NEED.problem()
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert "/dev/fuse cannot be opened" in services.problem("boxes")
+    assert "/dev/fuse cannot be opened" in NEED.problem()
 
 
 def test_an_image_is_a_folder_or_a_file(tmp_path):

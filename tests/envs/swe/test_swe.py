@@ -12,11 +12,11 @@ from functools import partial
 import pytest
 
 from envs import services
+from envs.boxes.box import Box
 from envs.check_rows import check_row
 from envs.sandbox import sandbox
 from envs.services import CheckerError, Limits
 from envs.swe import agent_session, repository, swe, swe_judge
-from envs.swe.box import Box
 from envs.swe.swe_judge import Verdict
 from envs.swe.swe_tools import OUTPUT, Tools, tool_sets
 from launch import tiny_image
@@ -68,7 +68,7 @@ def episode(row: dict, *answers: str, policy=Script) -> tuple[Episode, list[list
 def test_rows_are_taken(rows):
     for row in rows.values():
         check_row(row)
-        assert swe.needs(row) == ("images", "boxes", "tool_parser")
+        assert [need.name for need in swe.needs(row)] == ["images", "boxes", "tool_parser"]
         r2e = row | {"tests": {"kind": "r2e", "expected": {"a": "PASSED"}}, "FAIL_TO_PASS": []}
         check_row(r2e)
 

@@ -7,10 +7,11 @@ import time
 import pytest
 
 from envs import services
+from envs.boxes import box_budget
+from envs.boxes.box import Box, Size
 from envs.sandbox import sandbox
 from envs.services import CheckerError, Limits
-from envs.swe import box_budget, repository, swe_judge
-from envs.swe.box import Box, Size
+from envs.swe import repository, swe_judge
 from envs.swe.swe_judge import judge, patch_of, prepare, refusal, tried
 from settings.environment_services import Services
 from support.boxes import git, make_image

@@ -19,12 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs import services
+from envs.boxes import image_names
+from envs.boxes.image_names import folder_of
 from envs.sandbox import sandbox
 from envs.services import CheckerError
 from envs.swe import images as images_module
 from envs.swe import swe_patch
 from envs.swe.edits import EditError, edited, edits
-from envs.swe.images import folder_of
 from envs.swe.test_logs import passed
 from settings.environment_services import Services
 from support.examples import tries
@@ -296,8 +297,8 @@ def test_images_are_found_by_name():
 ])  # fmt: skip
 def test_what_is_missing_is_named_at_the_start(own, message, monkeypatch):
     monkeypatch.setattr(services, "_current", [Services(**own)])
-    assert swe_patch.needs({}) == ("images", "sandbox")
-    assert message in services.problem("images")
+    assert [need.name for need in swe_patch.needs({})] == ["images", "sandbox"]
+    assert message in image_names.NEED.problem()
 
 
 def test_real_rows(tmp_path):

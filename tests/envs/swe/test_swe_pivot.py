@@ -89,7 +89,7 @@ def test_what_was_expected_may_stand_in_three_places():
         {"expected_answer": "", "metadata": {"expected_action": action, "category": "bash"}},
     ):
         swe_pivot.check(place)
-        assert swe_pivot.needs(place) == ("tool_parser",)
+        assert [need.name for need in swe_pivot.needs(place)] == ["tool_parser"]
         assert reward(place, call("execute_bash", RUN)) == 1
         assert reward(place) == reward(place, text=json.dumps(RUN)) == 0
 

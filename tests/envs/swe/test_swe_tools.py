@@ -6,9 +6,9 @@ import json
 import pytest
 from jsonschema import Draft202012Validator
 
+from envs.boxes.box import Box
 from envs.sandbox import sandbox
 from envs.swe import swe_tools
-from envs.swe.box import Box
 from envs.swe.swe_tools import OUTPUT, Tools, tool_sets
 from launch import tiny_image
 from support.tables import gives

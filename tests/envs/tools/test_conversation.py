@@ -243,7 +243,7 @@ def test_a_row_may_bring_a_conversation_along(talk):
 
 
 def test_it_needs_the_judge_and_a_parser():
-    assert conversation.needs(ROW) == ("judges.general", "tool_parser")
+    assert [need.name for need in conversation.needs(ROW)] == ["judges.general", "tool_parser"]
     assert simulation.JUDGE == "general"
 
 

@@ -64,7 +64,7 @@ def test_known_functions():
 def test_real_rows():
     for judged in gym_rows("single_step_tool_use_with_argument_comparison"):
         tool_choice.check(judged)
-        assert tool_choice.needs(judged) == ("tool_parser",)
+        assert [need.name for need in tool_choice.needs(judged)] == ["tool_parser"]
         action = judged["expected_action"]
         is_call = action["type"] == "function_call"
         assert reward(judged, *[action] * is_call, text=action.get("content", "")) == 1

@@ -328,11 +328,11 @@ def test_a_damaged_table_pays_nothing_and_is_named(tmp_path, monkeypatch, text):
 
 
 def test_a_folder_without_tables_is_named(monkeypatch, tmp_path):
-    assert not services.problem("workplace")
+    assert not office.NEED.problem()
     monkeypatch.setattr(services, "_current", [Services(workplace=str(tmp_path / "no"))])
-    assert "lacks emails.csv, calendar_events.csv" in services.problem("workplace")
+    assert "lacks emails.csv, calendar_events.csv" in office.NEED.problem()
     monkeypatch.setattr(services, "_current", [Services()])
-    assert "`bash launch/tables.sh FOLDER`" in services.problem("workplace")
+    assert "`bash launch/tables.sh FOLDER`" in office.NEED.problem()
     with pytest.raises(
         services.CheckerError,
         match="`bash launch/tables.sh FOLDER`",

@@ -11,7 +11,7 @@ from core import waits
 from core.errors import RunError
 from core.jsonl import WriteError
 from envs import registry
-from envs.services import Away, Report
+from envs.services import Away, Need, Report
 from grpo_async import Config
 from rollout.episode import Group
 from runtime.engines.fleet import CHECK_SECONDS
@@ -373,7 +373,11 @@ def test_an_attempt_that_a_judge_s_absence_ended_does_not_count(setting):
 
 async def test_rows_that_need_an_absent_judge_wait_and_others_do_not(setting, monkeypatch):
     needs = {1: ("judges.general", "sandbox"), 2: ("judges.safety",), 3: ()}
-    monkeypatch.setattr(registry, "needs", lambda row: needs[row["_line"]])
+
+    def of_row(row: dict) -> list[Need]:
+        return [Need(name, str) for name in needs[row["_line"]]]
+
+    monkeypatch.setattr(registry, "needs", of_row)
     made = setting()
     crew = made.dispatcher.crew
     made.workers[0].answers["call"] = AWAY

@@ -5,7 +5,7 @@ worker that use it, in namespaces of its own: no other process sees the mount, a
 needed. It ends with the last of these boxes, or with the worker. Where that is root of the machine,
 it and its boxes belong to the user nobody, whose processes the kernel bounds.
 
-No environment by itself: envs/swe/box.py uses it.
+No environment by itself: envs/boxes/box.py uses it.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 from core.waits import in_thread
 from envs import services
+from envs.boxes import image_cache
+from envs.boxes.image_names import folder_of
 from envs.sandbox import sandbox, user_limit
 from envs.services import CheckerError
-from envs.swe import image_cache
-from envs.swe.images import folder_of
 
 # Of the header, and of each descriptor of what the file holds (github.com/sylabs/sif, pkg/sif).
 HEADER = struct.Struct("<32s10s3s3s16s8q")

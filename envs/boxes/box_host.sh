@@ -1,4 +1,4 @@
-# The first process of each command in a box (envs/swe/box.py): all others there end with it.
+# The first process of each command in a box (envs/boxes/box.py): all others there end with it.
 # It uses builtins of bash alone, as the policy may have removed or replaced all else. No process
 # in the box can kill or stop it.
 # Arguments: the most processes, the working folder, then a command and its arguments.

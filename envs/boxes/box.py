@@ -10,8 +10,8 @@ Its output goes to a pipe, and its exit code to bubblewrap: no process in the bo
 around them. It is root there, with rights over the image's files and no others.
 
 What a command left can also be read by programs of the image as it was, which it cannot replace
-(`aside`). A node has as many boxes at once as its memory holds (envs/swe/box_budget.py), and may
-have copies of their images (envs/swe/image_cache.py).
+(`aside`). A node has as many boxes at once as its memory holds (envs/boxes/box_budget.py), and may
+have copies of their images (envs/boxes/image_cache.py).
 
 An idle box is two processes: the holder, which is the first one in its namespace of processes, and
 its parent. The holder ends when its worker does, also by SIGKILL, as it reads from it. The kernel
@@ -33,11 +33,11 @@ from typing import Any, NamedTuple
 
 from core.waits import in_thread
 from envs import services
+from envs.boxes import box_budget, image_cache, sif
 from envs.sandbox import sandbox, user_limit
 from envs.sandbox.interpreter import oom_kills, seccomp_filter
 from envs.sandbox.sandbox import TICK, Clock, Limits, memory_file
 from envs.services import CheckerError
-from envs.swe import box_budget, image_cache, sif
 
 HOST = Path(__file__).with_name("box_host.sh").read_text(encoding="utf-8")
 START = 60.0  # seconds that a box may take to start, or a command to be killed
@@ -413,7 +413,7 @@ def _is_path(path: str) -> bool:
     return path[:1] == "/" and b"\0" not in written and written.decode() == path[:4096]
 
 
-def problem(_: str) -> str:
+def problem() -> str:
     """Why no box can be had, and how to mend it; "" for nothing."""
     backend = services.current().sandbox
     if backend != "bubblewrap":
@@ -422,4 +422,4 @@ def problem(_: str) -> str:
     return why or box_budget.problem(Size().disk)
 
 
-services.CHECKS["boxes"] = problem
+NEED = services.Need("boxes", problem)

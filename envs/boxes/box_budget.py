@@ -8,7 +8,7 @@ what a rollout may take.
 A place is a name among the kernel's abstract sockets, which one process can have at a time and
 loses when it ends. So no count can be wrong, and nothing is left. Each user has places of its own.
 
-No environment by itself: envs/swe/box.py uses it.
+No environment by itself: envs/boxes/box.py uses it.
 """
 
 import asyncio

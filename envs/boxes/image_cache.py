@@ -8,7 +8,7 @@ A copy is a file, NAME-DIGEST.sif, and its time that of its last use. Who uses i
 on it, who writes or removes it an exclusive one: the kernel takes them back where a process ends.
 It is written as NAME-DIGEST.partial, compared with the digest of launch/images.sh, and renamed.
 
-No environment by itself: envs/swe/box.py uses it.
+No environment by itself: envs/boxes/box.py uses it.
 """
 
 import asyncio
