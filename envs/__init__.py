@@ -11,7 +11,7 @@ and what it does with a row:
 
 An optional `check(row)` raises ValueError for a row it could not judge. An optional `needs(row)`
 returns the Needs of judging the row (envs/services.py), such as `judge.need("general")`, or strings
-that envs/registry.py turns into Needs.
+that envs/needs.py turns into Needs.
 `ALLOWS_EMPTY_INPUT = True` says that `rollout` writes the first prompt itself. A module is imported
 when the first row names one of its agents (envs/registry.py).
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from core.errors import InputError, ModuleError, located
 from core.waits import RENDER_SECONDS, at_most
 from envs import get, registry, require, services
+from envs.needs import needs_of
 from envs.parsers import parsers
 from rollout.chat import DENSEST
 from rollout.messages import (
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 def check_services(row: dict) -> None:
     """Raises ModuleError if a service is missing that the row's environment needs."""
     name = row["agent_ref"]["name"]
-    for need in registry.needs(row):
+    for need in needs_of(row):
         if why := need.problem():
             raise ModuleError(f"environment {name!r} lacks {need}: {why}")
 

@@ -17,11 +17,8 @@ import envs
 from core.errors import ModuleError, located
 from core.waits import in_thread, together
 from envs import Reward, services
-from envs.judge import judge
-from envs.sandbox import sandbox, shell
 from envs.services import Need
 from rollout.response import Response
-from settings.environment_services import Services
 
 if TYPE_CHECKING:
     from rollout.episode import Episode
@@ -121,33 +118,10 @@ async def verify(row: dict, response: str) -> Reward:
     return _as_reward(name, await verdict if inspect.isawaitable(verdict) else verdict)
 
 
-def needs(row: dict) -> tuple[Need, ...]:
-    """What judging the row takes. Raises ModuleError if that is neither a Need nor names one."""
+def declared_needs(row: dict) -> tuple[Need | str, ...]:
+    """What the environment's `needs` returns for a row: Needs, or names of some (envs/needs.py)."""
     module = environment(row["agent_ref"]["name"])
-    found = getattr(module, "needs", lambda row: ())(row)
-    return tuple(_as_need(need, str(module.__file__)) for need in found)
-
-
-# The strings beside "judges.NAME" and the settings of Services that `needs` of a module may return.
-NAMED = {
-    need.name: need for need in (sandbox.NEED, sandbox.FOR_CHECKS, shell.NEED, services.TOOL_PARSER)
-}
-
-
-def _as_need(found: Any, file: str) -> Need:
-    """A Need as it is, and the one that a string names: users' modules may return strings."""
-    if isinstance(found, Need):
-        return found
-    text = found if isinstance(found, str) else ""
-    if text in NAMED:
-        return NAMED[text]
-    if text.startswith("judges.") and (name := text.removeprefix("judges.")):
-        return judge.need(name)
-    if text in Services.__dataclass_fields__:
-        return services.setting(text)
-    names = ", ".join([*NAMED, "judges.NAME"])
-    expected = f"expected Needs (envs/services.py), {names}, or settings of `services`"
-    raise ModuleError(f"{file}: needs returned {found!r:.100}, {expected}")
+    return tuple(getattr(module, "needs", lambda row: ())(row))
 
 
 def _as_reward(name: str, verdict: Any) -> Reward:

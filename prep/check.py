@@ -13,6 +13,7 @@ from core.errors import InputError
 from envs import check_rows, registry
 from envs import services as configured
 from envs.check_rows import parse
+from envs.needs import needs_of
 from envs.services import Need
 from prep import files
 from prep.placeholders import FIELD
@@ -125,7 +126,7 @@ def survey(path: str, cfg: RunSettings | None = None) -> dict[str, Found]:
             if FIELD in row:
                 raise ValueError(f"{FIELD} is not filled: data_prep.py blend fills it")
             row = parse(line.text, None)
-            needs = registry.needs(row)
+            needs = needs_of(row)
             if cfg:
                 check_rows.check_sampling(row, len(line.text.encode()), cfg)
         except (ValueError, RecursionError) as error:

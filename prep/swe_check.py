@@ -15,6 +15,7 @@ from typing import Any
 
 from core.errors import InputError
 from envs import registry, services
+from envs.needs import needs_of
 from envs.services import CheckerError
 from prep import files
 from prep.swe_formats import AGENT
@@ -27,7 +28,7 @@ class Checked:
     def __init__(self, journal: Path, images: str) -> None:
         services.configure(Services(images=images))
         self.environment = registry.environment(AGENT)
-        needs = registry.needs({"agent_ref": {"name": AGENT}})
+        needs = needs_of({"agent_ref": {"name": AGENT}})
         for need in needs:
             if need == services.TOOL_PARSER:  # no policy answers here
                 continue

@@ -46,7 +46,7 @@ if [ "${1:-}" = swe ]; then
     [ -x .venv-swe/bin/python ] || .venv/bin/python -m venv .venv-swe
     # All that its parsers of logs import; what swebench requires beside is 194 MB.
     .venv-swe/bin/pip install --quiet --no-deps swebench==5.0.2 unidiff==1.0.1
-    set -- tests/envs/swe "${@:2}"
+    set -- tests/envs/swe tests/envs/boxes "${@:2}"
 fi
 if [ "${1:-}" = openhands ]; then
     export GRPO_OPENHANDS=.venv-openhands

@@ -20,6 +20,7 @@ import dry_run
 import mopd
 from core import errors
 from envs import check_rows, registry, services
+from envs.needs import needs_of
 from envs.sandbox import sandbox
 from grpo_async import Config, Run
 from launch import judges
@@ -351,7 +352,7 @@ def test_a_config_takes_a_real_row_of_each_agent_of_its_blend(name, recipe_servi
     rows = verifiers.of_blend(blend_of(name))
     cfg = changed(load(name), max_model_len=1 << 20)
     check_blend(changed(cfg, services=recipe_services), rows)
-    needs = {need.name for row in rows for need in registry.needs(row)}
+    needs = {need.name for row in rows for need in needs_of(row)}
     for need in needs & recipe_services.keys():
         with pytest.raises(errors.ModuleError, match=f"lacks {need}"):
             check_blend(changed(cfg, services=recipe_services | {need: ""}), rows)

@@ -75,7 +75,10 @@ class Outages:
     def concern(self, row: dict) -> bool:
         """Whether a server is away that the row needs."""
         away = self.away()
-        return bool(away) and any(need.name in away for need in registry.needs(row))
+        if not away:
+            return False
+        needs = registry.declared_needs(row)
+        return any((need if isinstance(need, str) else need.name) in away for need in needs)
 
     async def over(self, row: dict) -> None:
         """Waits until no server is away that the row needs.

@@ -22,6 +22,7 @@ import envs.maths.math as maths
 import envs.questions.reasoning_gym as puzzles
 from core import errors
 from envs import check_rows, registry
+from envs.needs import needs_of
 from launch.make_gsm8k import blend, convert
 from support.blends import math_row
 from support.examples import tries
@@ -126,7 +127,7 @@ def test_an_environment_without_a_verdict_is_refused_with_its_first_row(tmp_path
 ])  # fmt: skip
 def test_needs_of_a_user_s_module_may_be_strings(returned, names, why, user_needs, monkeypatch):
     monkeypatch.delenv("JUDGES_FILE", raising=False)
-    found = registry.needs(user_needs(returned))
+    found = needs_of(user_needs(returned))
     assert [need.name for need in found] == names
     assert why in (found[0].problem() if why else "")
 
@@ -135,7 +136,7 @@ def test_needs_of_a_user_s_module_may_be_strings(returned, names, why, user_need
 def test_a_need_that_nothing_provides_is_refused(returned, user_needs):
     expected = r"needy.py: needs returned .*, expected Needs \(envs/services.py\), sandbox, checks,"
     with pytest.raises(errors.ModuleError, match=expected):
-        registry.needs(user_needs(returned))
+        needs_of(user_needs(returned))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from envs import Reward, check_rows, registry
 from envs.llm_judged import abstention
+from envs.needs import needs_of
 from envs.services import CheckerError
 from rollout.response import Response
 from support.examples import tries
@@ -148,7 +149,7 @@ def test_any_text_is_judged(text):
 def test_the_last_question_stands_in_for_one_and_the_judge_is_asked_as_for_ultra():
     row = {key: value for key, value in ROW.items() if key != "question"}
     check_rows.check_row(row)
-    assert [need.name for need in registry.needs(row)] == ["judges.general"]
+    assert [need.name for need in needs_of(row)] == ["judges.general"]
     with as_judge("general", RIGHT) as judge:
         assert asyncio.run(registry.verify(row, Response.of("Danube"))).value == 1
     body = judge.asked[0]

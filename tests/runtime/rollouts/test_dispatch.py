@@ -377,7 +377,7 @@ async def test_rows_that_need_an_absent_judge_wait_and_others_do_not(setting, mo
     def of_row(row: dict) -> list[Need]:
         return [Need(name, str) for name in needs[row["_line"]]]
 
-    monkeypatch.setattr(registry, "needs", of_row)
+    monkeypatch.setattr(registry, "declared_needs", of_row)
     made = setting()
     crew = made.dispatcher.crew
     made.workers[0].answers["call"] = AWAY
