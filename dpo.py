@@ -52,12 +52,12 @@ from rollout.rows import Rows
 from runtime.checkpoints.row_scores import Scores
 from runtime.checkpoints.save import Checkpoints
 from runtime.processes.cluster import Cluster
-from runtime.processes.rank import Rank
+from runtime.processes.trainer_rank import Rank
 from runtime.reporting.console import phase
 from runtime.reporting.log import Log
 from settings import reader
 from settings.config import CHECKED
-from settings.preferences import PairSettings
+from settings.preference_pairs import PairSettings
 
 if TYPE_CHECKING:
     from runtime.startup import modes

@@ -64,7 +64,7 @@ from runtime.engines import repair
 from runtime.engines.engine import open_engine
 from runtime.engines.fleet import Fleet
 from runtime.processes.cluster import Cluster
-from runtime.processes.rank import SendingRank
+from runtime.processes.trainer_rank import SendingRank
 from runtime.reporting import metrics
 from runtime.reporting.log import Log
 from runtime.reporting.rollout_metrics import mismatch_table

@@ -60,7 +60,7 @@ from policy.factory import network
 from policy.packing import Place, Update
 from rollout.episode import Episode, Group, Rollouts, Sample, SampleInfo
 from runtime.checkpoints.folders import flaw
-from runtime.processes.rank import Rank, SendingRank
+from runtime.processes.trainer_rank import Rank, SendingRank
 from runtime.reporting import metrics
 from runtime.reporting.rollout_metrics import mismatch_table
 from runtime.rollouts.dispatch import Slot

@@ -17,7 +17,7 @@ from policy.sync.weight_sync import BUCKET_BYTES
 from runtime.processes.placement import Node, gpus, node_mates, plan
 from settings.config import RunSettings
 from settings.distillation import TeacherSettings
-from settings.preferences import PairSettings
+from settings.preference_pairs import PairSettings
 
 if TYPE_CHECKING:
     from settings.config import TrainingSettings

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from policy import AnyRow, LossFn, Row, WeightMeta, allowed_tokens, attention, logprobs, on
-from policy.finite import refuse_infinite
+from policy.finite_weights import refuse_infinite
 from policy.lora import Adapters
 from policy.optimizer import adamw, learning_rate
 

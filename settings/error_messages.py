@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 
 from core.errors import InputError
-from settings import other_programs
+from settings import names_of_other_trainers
 from settings.merging import booleans, flatten
 
 
@@ -24,9 +24,9 @@ def hint(Config: type, path: str, value: Any = None) -> str:
         by_leaf.setdefault(ours.rpartition(".")[2], []).append(ours)
     name = path.rpartition(".")[2]
     if name not in by_leaf:
-        keys = list(other_programs.within(path, value))
-        lines = {key: here for key in keys if (here := other_programs.meaning(key, known))}
-        if not lines and (here := other_programs.meaning(name, known)):
+        keys = list(names_of_other_trainers.within(path, value))
+        lines = {key: here for key in keys if (here := names_of_other_trainers.meaning(key, known))}
+        if not lines and (here := names_of_other_trainers.meaning(name, known)):
             lines = {path: here}
         if path in lines:
             return f": {lines[path]}"

@@ -16,7 +16,7 @@ import pydantic
 import tyro
 
 from core.errors import InputError
-from settings import other_programs
+from settings import names_of_other_trainers
 from settings.error_messages import explain, refuse
 from settings.hub import fetched
 from settings.merging import assigned, booleans, flatten, merge, unique
@@ -77,7 +77,7 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
 def check_names(Config: type[C], flags: list[str]) -> None:
     """Raises InputError for a key of another program, naming the setting that is meant here."""
     if flags:
-        other_programs.refuse(flags, leaves(Config))
+        names_of_other_trainers.refuse(flags, leaves(Config))
 
 
 def end_in_one_line(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from envs.boxes.box import Box, Size  # noqa: E402
 from envs.sandbox import sandbox  # noqa: E402
-from support.boxes import left, make_image, make_sif, present  # noqa: E402
+from support.box_images import left, make_image, make_sif, present  # noqa: E402
 
 os.environ.setdefault("GRPO_BOXES_AS_ROOT", "1")
 SIZE = Size(memory=1 << 30, disk=32 << 20, processes=100)

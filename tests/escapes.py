@@ -2,10 +2,10 @@
 
     python tests/escapes.py [CANDIDATES] [CANCELLED] [SEED]     ten minutes for the defaults
 
-Every second candidate is one of support/escapes.py, the others are right; each is checked as an
-answer of a row is, sixteen at once. A check is given up at a random moment of its first second;
-one that has ended by then is not counted. Afterwards no process, file, mount or shared memory may
-be there that was not there before.
+Every second candidate is one of support/hostile_programs.py, the others are right; each is checked
+as an answer of a row is, sixteen at once. A check is given up at a random moment of its first
+second; one that has ended by then is not counted. Afterwards no process, file, mount or shared
+memory may be there that was not there before.
 
 The exit status is 1 where a hostile program was paid, a right one was not, or something is left.
 """
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from support.escapes import ESCAPES
+from support.hostile_programs import ESCAPES
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))

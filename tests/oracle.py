@@ -28,9 +28,9 @@ from rollout.response import Response  # noqa: E402
 from settings.environment_services import Services  # noqa: E402
 from support.oracle.cases import ENVIRONMENTS, Case, cases  # noqa: E402
 from support.oracle.differences import EXPLAINED  # noqa: E402
-from support.oracle.here import Recorded, recorded  # noqa: E402
+from support.oracle.our_rewards import Recorded, recorded  # noqa: E402
 
-THEIRS = ROOT / "tests/support/oracle/theirs.py"
+THEIRS = ROOT / "tests/support/oracle/nemo_gym_rewards.py"
 AT_ONCE = 2
 LINE = "{:26} {:>5} {:>6} {:>9} {:>11} {:>10}"
 HEAD = ("environment", "cases", "equal", "explained", "unexplained", "not judged")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support import blends, issues, shapes, verifiers, warm
+from support import blends, forked_python, issues, shapes, verifiers
 from support.program import ROOT, copy, ran
 
 PAGES = ("data", "recipe", "ultra", "cluster", "judges", "swe")
@@ -146,7 +146,7 @@ def env(place) -> Iterator[dict[str, str]]:
     env |= {"SLURM_PARTITION": "batch", "SLURM_ACCOUNT": "me"}
     env["PYTHONPATH"] = str(place / "programs")
     (place / ".venv/bin").mkdir(parents=True)
-    with warm.python(place / ".venv/bin/python", env):
+    with forked_python.python(place / ".venv/bin/python", env):
         yield env
 
 

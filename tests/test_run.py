@@ -13,7 +13,7 @@ from conftest import make_config, spelling_rows, write_rows
 
 from support import processes
 from support.configs import changed
-from support.doors import Doors
+from support.listening_sockets import Doors
 from support.program import ROOT, Program
 
 pytestmark = pytest.mark.e2e

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from core.errors import InputError
-from policy.finite import refuse_infinite
+from policy.finite_weights import refuse_infinite
 from policy.megatron.families import FAMILIES, padded
 from rollout.messages import load_tokenizer
 

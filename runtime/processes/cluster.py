@@ -17,7 +17,7 @@ from core.errors import InputError, shown
 from rollout.rows import quarantine
 from runtime.processes import placement
 from runtime.processes.actors import actor, has_gpus, last_lines
-from runtime.processes.rank import meet
+from runtime.processes.trainer_rank import meet
 from runtime.reporting.console import phase
 from settings.config import TrainingSettings
 

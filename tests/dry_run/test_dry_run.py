@@ -21,8 +21,8 @@ from policy import fsdp, gpu_memory, logprobs
 from policy.gpus import GIB, H100, Gpu, planned
 from policy.model_shape import Model, read_model
 from prep.check import Summary
-from runtime.processes import placement, rank
-from runtime.processes.rank import Rank
+from runtime.processes import placement, trainer_rank
+from runtime.processes.trainer_rank import Rank
 from settings import reader
 from settings.network import PolicySettings
 from support import shapes
@@ -342,7 +342,9 @@ def test_activations_stay_where_nine_tenths_of_the_memory_hold_them(folder):
 def test_trainer_ranks_decide_by_their_gpu(folder, monkeypatch, request):
     cfg = changed(Config(model=folder("0.6B", **QWEN_06B)), row_tokens=8192, max_model_len=8192)
     opened = []
-    monkeypatch.setattr(rank, "open_policy", lambda model, settings, *_: opened.append(settings))
+    monkeypatch.setattr(
+        trainer_rank, "open_policy", lambda model, settings, *_: opened.append(settings)
+    )
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     request.addfinalizer(dist.destroy_process_group)
     for memory in (80, 20):

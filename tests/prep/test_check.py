@@ -16,7 +16,7 @@ from grpo_async import Config
 from settings.environment_services import Services
 from support.blends import DAPO, math_row, placeholder, released
 from support.configs import changed
-from support.gym import AGENT, Gym
+from support.gym_servers import AGENT, Gym
 from support.program import ran
 from support.samples import asking
 

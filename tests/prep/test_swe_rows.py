@@ -17,7 +17,7 @@ from envs.sandbox import sandbox
 from envs.swe import swe_judge
 from prep import swe_formats, swe_tables
 from settings.environment_services import Services
-from support.boxes import git, make_image
+from support.box_images import git, make_image
 from support.issues import COMMIT, GOLD, PATCH, R2E, SOURCE, commit_of, of_gym
 from support.tables import gives, table
 from support.verifiers import lines

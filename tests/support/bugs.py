@@ -12,7 +12,7 @@ import tarfile
 from pathlib import Path
 from typing import NamedTuple
 
-from support.boxes import git, make_image
+from support.box_images import git, make_image
 
 PINNED = "boltons==26.2.0"
 HASH = "d39cfd15c1a1c3bd4d705c82252fa9edb8e4f5e8cc039f8e39afac7b1b47e92c"

@@ -18,7 +18,7 @@ from envs.boxes.box import NEED, Box, Output, Size
 from envs.sandbox import sandbox
 from envs.services import CheckerError
 from settings.environment_services import Services
-from support.boxes import adopting, left, make_image, orphans, present
+from support.box_images import adopting, left, make_image, orphans, present
 from support.program import ROOT
 
 SMALL = Size(memory=300 << 20, disk=32 << 20, processes=40)

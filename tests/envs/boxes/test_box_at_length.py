@@ -14,8 +14,8 @@ import pytest
 from test_box import SMALL, cancelled_everywhere, killed_worker
 
 from envs.boxes.box import Box
-from support.boxes import adopting, left, make_image, make_sif, orphans, present
-from support.escapes import ESCAPES, OUT
+from support.box_images import adopting, left, make_image, make_sif, orphans, present
+from support.hostile_programs import ESCAPES, OUT
 from support.program import ROOT
 
 pytestmark = pytest.mark.skipif("GRPO_SWE" not in os.environ, reason="bash tests/run.sh swe")

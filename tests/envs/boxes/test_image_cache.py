@@ -24,7 +24,7 @@ from envs.services import CheckerError
 from envs.swe import swe
 from launch import tiny_image
 from settings.environment_services import Services
-from support.boxes import make_image, make_sif
+from support.box_images import make_image, make_sif
 from support.program import ROOT
 from support.repairs import calling
 from support.scripts import Script

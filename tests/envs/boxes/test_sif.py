@@ -15,7 +15,7 @@ from envs.boxes.box import NEED, Box
 from envs.sandbox import sandbox
 from envs.services import CheckerError
 from settings.environment_services import Services
-from support.boxes import make_image, make_sif
+from support.box_images import make_image, make_sif
 
 mounted = pytest.mark.skipif(
     not (

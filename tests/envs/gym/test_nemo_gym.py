@@ -1,7 +1,7 @@
 """Rows that NeMo-Gym's agents try: turns and rewards, failures that are none, outages, routing.
 
-The server is one that was written from NeMo-Gym's protocol (support/gym.py). `python tests/gym.py`
-asks the real one.
+The server is one that was written from NeMo-Gym's protocol (support/gym_servers.py). `python
+tests/gym.py` asks the real one.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from rollout.chat import NoRoom
 from rollout.episode import stitch
 from settings.environment_services import Services
 from support.chats import CHATML, FORGETFUL, Reader, make_tokenizer, saying
-from support.gym import AGENT, Gym
+from support.gym_servers import AGENT, Gym
 from support.program import ran
 
 TOKENIZER = make_tokenizer(FORGETFUL, CHATML, "<|im_end|>")  # it drops earlier thoughts

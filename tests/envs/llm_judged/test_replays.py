@@ -9,7 +9,7 @@ from envs.tools.simulation import DONE, Simulation, Step
 from rollout.response import Response
 from settings.environment_services import Services
 from support.judges import as_judge
-from support.oracle.here import recorded
+from support.oracle.our_rewards import recorded
 from support.oracle.replays import CONVERSED, REPLAYS, Replay
 
 AGENTS = {

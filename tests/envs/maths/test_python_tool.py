@@ -17,7 +17,7 @@ from envs.sandbox import programs, sandbox, sessions
 from envs.sandbox.sandbox import Limits
 from envs.sandbox.sessions import Host, Session
 from settings.environment_services import Services
-from support.escapes import ESCAPES, OUT
+from support.hostile_programs import ESCAPES, OUT
 from support.loop import at_once
 from support.scripts import Script, calling
 from support.skills import Handler, as_sandbox

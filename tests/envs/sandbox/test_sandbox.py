@@ -21,8 +21,8 @@ from envs.sandbox.programs import Interpreter
 from envs.sandbox.sandbox import Limits, Ran
 from envs.services import CheckerError
 from settings.environment_services import Services
-from support.boxes import make_image
-from support.escapes import ESCAPES
+from support.box_images import make_image
+from support.hostile_programs import ESCAPES
 from support.loop import at_once
 
 contained = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem())

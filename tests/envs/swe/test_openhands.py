@@ -16,7 +16,7 @@ from envs.swe import agent_session, repository, swe, swe_judge
 from launch import tiny_image
 from rollout.episode import stitch
 from settings.environment_services import Services
-from support.boxes import left, present
+from support.box_images import left, present
 from support.chats import real, saying
 from support.program import ROOT
 

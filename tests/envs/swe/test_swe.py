@@ -24,7 +24,7 @@ from rollout.drafts import DraftBook
 from rollout.episode import Episode, stitch
 from settings.config import Sampling
 from settings.environment_services import Services
-from support.boxes import left, present
+from support.box_images import left, present
 from support.chats import Reader, Scripted, real, spell
 from support.repairs import calling, solving
 from support.scripts import Full, Script

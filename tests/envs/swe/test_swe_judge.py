@@ -14,7 +14,7 @@ from envs.services import CheckerError, Limits
 from envs.swe import repository, swe_judge
 from envs.swe.swe_judge import judge, patch_of, prepare, refusal, tried
 from settings.environment_services import Services
-from support.boxes import git, make_image
+from support.box_images import git, make_image
 from support.bugs import diff
 
 SOURCE = "def half(x):\n    return x // 2\n\n\ndef double(x):\n    return x + x\n"

@@ -10,7 +10,7 @@ from envs.sandbox import sandbox
 from grpo_async import Config
 from launch import make_tiny_swe, tiny_image
 from settings import reader
-from support.boxes import adopting, orphans
+from support.box_images import adopting, orphans
 from support.configs import changed
 from support.program import ROOT, Program, end, ran
 

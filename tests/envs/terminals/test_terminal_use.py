@@ -18,7 +18,7 @@ from envs.terminals import terminal_use
 from rollout.response import Response
 from settings.environment_services import Services
 from support.chats import real, talker
-from support.escapes import OUT
+from support.hostile_programs import OUT
 from support.loop import at_once
 from support.scripts import Script, calling
 from support.tables import refused
@@ -181,7 +181,7 @@ def test_a_folder_too_deep_to_unpack_earns_nothing():
 
 
 async def test_nobody_gets_out_or_at_the_host():
-    """The programs of support/escapes.py, with the first process in the place of the parent."""
+    """The programs of support/hostile_programs.py; the first process stands for the parent."""
     of_host = {name: code for name, code in OUT.items() if "getppid" in code or "/proc/1" in code}
     assert len(of_host) > 9
     pieces = {f"{i}.py": code for i, code in enumerate(of_host.values())}

@@ -20,7 +20,7 @@ from core.errors import InputError
 from grpo_async import Config, Run
 from runtime.checkpoints import folders, resume, save
 from runtime.checkpoints.archive import write_groups
-from runtime.processes.rank import Rank
+from runtime.processes.trainer_rank import Rank
 from runtime.rollouts.dispatch import Slot
 from runtime.startup import modes
 from support.actors import Actor

@@ -25,7 +25,7 @@ from grpo_async import Config, RolloutWorker, Trainer
 from rollout import rows
 from runtime.processes import actors, ray_start
 from runtime.processes.cluster import ROOT, Cluster, claim
-from runtime.processes.rank import Rank
+from runtime.processes.trainer_rank import Rank
 from support.configs import changed
 from support.tables import table
 

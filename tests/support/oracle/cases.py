@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from support.oracle import findings
+from support.oracle.changed_answers import spoiled
 from support.oracle.replays import REPLAYS
-from support.oracle.spoil import spoiled
 
 DATA = Path(__file__).resolve().parents[4] / "shared/data/known_answers"
 SPOILED = 200

@@ -1,6 +1,6 @@
 """Offers wrong answers to every scorer of reasoning-gym, and prints those that are paid.
 
-    python tests/leaks.py [ENTRIES] [DATASET ...]     default 20 entries of each; ten minutes
+    python tests/wrong_answers_paid.py [ENTRIES] [DATASET ...]    20 entries of each: ten minutes
 
 Each entry's right answer is spoiled in some forty ways. The rewards are those of
 envs/questions/reasoning_gym.py, which runs the scorers in children under a deadline. Printed are,

@@ -6,15 +6,15 @@ import dpo
 from core import errors
 from grpo_async import Config
 from runtime.startup import preflight
-from settings import other_programs, reader
+from settings import names_of_other_trainers, reader
 
 ROWS = {
     page: [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (other_programs.DOCS / page).read_text(encoding="utf-8").splitlines()
+        for line in (names_of_other_trainers.DOCS / page).read_text(encoding="utf-8").splitlines()
         if line.startswith("| `")
     ]
-    for page in other_programs.PAGES
+    for page in names_of_other_trainers.PAGES
 }
 
 
@@ -147,15 +147,15 @@ def test_our_own_settings_are_no_keys_of_others():
 
 
 def test_without_its_page_a_key_is_an_unknown_flag(monkeypatch, tmp_path):
-    monkeypatch.setattr(other_programs, "DOCS", tmp_path)
-    other_programs.listed.cache_clear()
-    assert other_programs.meaning("grpo.num_prompts_per_step", reader.leaves(Config)) == ""
-    other_programs.listed.cache_clear()
+    monkeypatch.setattr(names_of_other_trainers, "DOCS", tmp_path)
+    names_of_other_trainers.listed.cache_clear()
+    assert names_of_other_trainers.meaning("grpo.num_prompts_per_step", reader.leaves(Config)) == ""
+    names_of_other_trainers.listed.cache_clear()
 
 
 @pytest.mark.parametrize(("page", "least"), [("from_nemo_rl.md", 150), ("from_trl.md", 100)])
 def test_a_page_names_each_key_once_and_only_settings_that_exist(page, least):
-    pages = other_programs.listed().values()
+    pages = names_of_other_trainers.listed().values()
     lines = [(name.program, name.key) for names in pages for name in names if name.page == page]
     assert len(lines) == len(set(lines)) >= least
     assert all(len(row) == 3 for row in ROWS[page])

@@ -1,6 +1,6 @@
 """Runs the tiny model, kills an engine, and prints which of our files two walks have entered.
 
-    python tests/walks.py           real Ray and vLLM: one minute
+    python tests/files_on_the_path.py           real Ray and vLLM: one minute
 
 The first walk is that of a prompt group, from `Run.fill` to the end of `Trainer.train_step`; the
 second that of an engine's death, from `Fleet.discard` until its successor has the policy, in the
@@ -40,7 +40,7 @@ def trace(folder: Path) -> list[Call]:
     walks = folder / "walks"
     walks.mkdir()
     os.environ["WALK_FOLDER"] = str(walks)
-    hooks = [ROOT / "tests/support/walk", ROOT / "tests/cpu"]
+    hooks = [ROOT / "tests/support/path_trace", ROOT / "tests/cpu"]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, hooks))
     words = [str(word) for flag in FLAGS.items() for word in (f"--{flag[0]}", flag[1])]
     words += ["--run_dir", str(folder / "run")]
