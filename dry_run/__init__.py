@@ -20,7 +20,8 @@ from policy.model_shape import Model
 from prep import check
 from rollout import preference_rows
 from runtime.processes import placement
-from runtime.startup.preflight import check_arguments, lacking
+from runtime.startup.model_checks import lacking
+from runtime.startup.preflight import check_arguments
 from settings.config import RunSettings, TrainingSettings
 from settings.distillation import TeacherSettings
 from settings.merging import flatten

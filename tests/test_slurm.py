@@ -38,7 +38,7 @@ timeouts = {{"start": 180.0, "rollout": 60.0, "train": 60.0, "sync": 30.0}}
 # Stands for Python in a job: Ray that does nothing, and a driver that ends as MODE says.
 ACTOR = r"""#!/bin/bash
 case "$*" in
-*preflight.py*) echo "looks at ${*:2}" ;;
+*submit_check.py*) echo "looks at ${*:2}" ;;
 *ray.scripts*) exec sleep 600 ;;
 -*) while [ ! -s "$2/head" ]; do sleep 0.2; done ;;
 *grpo_async.py*)
@@ -71,7 +71,7 @@ exec SRUN "${words[@]}"
 # Real Ray in a job, beside a driver that does nothing until Slurm warns it.
 IDLE = r"""#!/bin/bash
 case "${SLURM_JOB_ID:+job} $*" in
-job*preflight.py*) exit 0 ;;
+job*submit_check.py*) exit 0 ;;
 job*grpo_async.py*)
     trap 'exit 0' USR1
     echo "the driver starts"

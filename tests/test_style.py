@@ -21,8 +21,9 @@ import mopd
 from envs.services import Report
 from grpo_async import Config, Update, pack, policy_loss
 from runtime.reporting.metrics import mean_metrics, reduce_stats, step_metrics
-from runtime.reporting.rollout_metrics import rollout_metrics, validation_metrics
+from runtime.reporting.rollout_metrics import rollout_metrics
 from runtime.reporting.speed import COUNTS
+from runtime.reporting.validation_metrics import validation_metrics
 from runtime.rollouts.dispatch import SPENT
 from runtime.rollouts.outages import Outages
 from support.samples import make_sample

@@ -19,9 +19,8 @@ from runtime.reporting.rollout_metrics import (
     disagreement,
     mismatch_rows,
     rollout_metrics,
-    validation_line,
-    validation_metrics,
 )
+from runtime.reporting.validation_metrics import validation_line, validation_metrics
 from settings.config import TrainingSettings
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 from core.errors import InputError
 from rollout.messages import load_tokenizer
-from runtime.startup import preflight
+from runtime.startup.model_checks import check_model
 
 
 def check_teachers(cfg: Any, rows: Sequence[dict]) -> None:
@@ -22,7 +22,7 @@ def check_teachers(cfg: Any, rows: Sequence[dict]) -> None:
     for name, model in cfg.teachers.items():
         host = cfg.of_host(cfg.host_of(name))
         try:
-            preflight.check_model(dataclasses.replace(host, model=model))
+            check_model(dataclasses.replace(host, model=model))
         except InputError as error:
             raise InputError(f"teachers[{name!r}]: {of(error)}") from None
         if differs := difference(student, load_tokenizer(model)):

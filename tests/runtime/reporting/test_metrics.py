@@ -11,7 +11,8 @@ from policy.packing import Update
 from rollout.episode import Sample, SampleInfo, Turn, stitch
 from runtime.reporting import rollout_metrics
 from runtime.reporting.metrics import mean_metrics, reduce_stats, step_metrics
-from runtime.reporting.rollout_metrics import mismatch_rows, mismatch_table, validation_metrics
+from runtime.reporting.rollout_metrics import mismatch_rows, mismatch_table
+from runtime.reporting.validation_metrics import validation_metrics
 from support.samples import make_sample
 
 

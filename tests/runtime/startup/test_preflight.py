@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from core.errors import InputError
 from grpo_async import Config
 from policy import model_shape
-from runtime.startup import preflight
+from runtime.startup import model_checks, preflight
 from support.configs import changed
 from support.tables import table
 from support.tiny_models import FAMILIES
@@ -33,14 +33,14 @@ def ask(model: str | Path, **fields) -> Config:
 def test_every_family_is_taken(models, kind):
     """Experts are one tensor in transformers and many in the checkpoint."""
     for family in FAMILIES:
-        preflight.check_model(ask(models[family], kind=kind))
+        model_checks.check_model(ask(models[family], kind=kind))
 
 
 def test_headers_are_read_as_safetensors_reads_them(tiny_model):
     with safe_open(f"{tiny_model}/model.safetensors", "pt") as file:
         cuts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         expected = {name: (cut.get_shape(), cut.get_dtype()) for name, cut in cuts.items()}
-    assert dict(preflight.every_tensor(Path(tiny_model))) == expected
+    assert dict(model_checks.every_tensor(Path(tiny_model))) == expected
 
 
 def test_an_index_and_its_files_are_taken(model):
@@ -52,24 +52,24 @@ def test_an_index_and_its_files_are_taken(model):
         save_file({name: state[name] for name in chosen}, model / part)
     weight_map = {name: part for part, chosen in parts.items() for name in chosen}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    preflight.check_model(ask(model))
-    assert len(dict(preflight.every_tensor(model))) == len(state)
+    model_checks.check_model(ask(model))
+    assert len(dict(model_checks.every_tensor(model))) == len(state)
 
 
 def test_weights_of_another_format_are_left_to_transformers(model):
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    preflight.check_model(ask(model))
+    model_checks.check_model(ask(model))
 
 
 def test_other_names_and_quantised_tensors_are_left_to_transformers(model):
     lm = model_shape.build(str(model))
-    found = dict(preflight.every_tensor(model))
-    preflight.check_tensors("x", {f"language_{name}": s for name, s in found.items()}, lm)
-    halved = {name: preflight.Stored([1], "F32") for name in found}
+    found = dict(model_checks.every_tensor(model))
+    model_checks.check_tensors("x", {f"language_{name}": s for name, s in found.items()}, lm)
+    halved = {name: model_checks.Stored([1], "F32") for name in found}
     with pytest.raises(InputError, match=r"is \[1\], \[\d+"):
-        preflight.check_tensors("x", halved, lm)
+        model_checks.check_tensors("x", halved, lm)
     lm.config.quantization_config = {"quant_method": "fp8"}
-    preflight.check_tensors("x", halved, lm)
+    model_checks.check_tensors("x", halved, lm)
 
 
 @pytest.mark.parametrize(("fields", "limit"), CASES["longest sequence"])
@@ -77,11 +77,11 @@ def test_the_longest_sequence_is_what_vllm_derives(fields, limit):
     """As vllm/config/model.py, _get_and_verify_max_len, does."""
     text = SimpleNamespace(num_attention_heads=4, **fields)
     hf = SimpleNamespace(get_text_config=lambda: text)
-    preflight.check_engine(ask("x", max_model_len=limit), hf)
+    model_checks.check_engine(ask("x", max_model_len=limit), hf)
     if fields:
         with pytest.raises(InputError, match=f"max_model_len = {limit + 1}: "):
-            preflight.check_engine(ask("x", max_model_len=limit + 1), hf)
-        preflight.check_engine(ask("x", max_model_len=limit + 1, replay="y"), hf)
+            model_checks.check_engine(ask("x", max_model_len=limit + 1), hf)
+        model_checks.check_engine(ask("x", max_model_len=limit + 1, replay="y"), hf)
 
 
 def test_arguments_of_the_engine_are_vllm_s_own():

@@ -1,0 +1,40 @@
+"""Metrics of an evaluation: rewards, share of right answers, pass@k, rows that failed."""
+
+import itertools
+import statistics
+from typing import TYPE_CHECKING
+
+from runtime.reporting.rollout_metrics import by_origin, component_metrics
+
+if TYPE_CHECKING:
+    from rollout.episode import SampleInfo
+
+
+def validation_metrics(
+    answered: "list[list[SampleInfo]]", k: int, dropped: int = 0
+) -> dict[str, float]:
+    """Mean reward, share of right answers (score 1), info and, where k > 1, pass@k.
+
+    `answered` holds the answers to each prompt but those that were dropped. Rewards are shaped,
+    scores are not.
+    """
+    # An episode in pieces counts once.
+    last = [[info for info in infos if not info.continues] for infos in answered]
+    found: dict[str, float] = {"validation_dropped": dropped} if dropped else {}
+    for suffix, prompts in by_origin(last).items():
+        answers = list(itertools.chain(*prompts))
+        found[f"validation_reward{suffix}"] = statistics.fmean(i.reward for i in answers)
+        found[f"validation_exact{suffix}"] = statistics.fmean(i.score >= 1 for i in answers)
+        if k > 1:
+            right = statistics.fmean(any(i.score >= 1 for i in infos) for infos in prompts)
+            found[f"validation_pass@{k}{suffix}"] = right
+    components = component_metrics(list(itertools.chain(*last)))
+    return found | {f"validation_{name}": value for name, value in components.items()}
+
+
+def validation_line(found: dict[str, float]) -> str:
+    """What is shown of an evaluation's metrics."""
+    dropped = found.get("validation_dropped", 0)
+    text = f"validation reward {found['validation_reward']:.3f}"
+    text += f", exact {found['validation_exact']:.3f}"
+    return text + (f" (dropped prompts: {dropped})" if dropped else "")

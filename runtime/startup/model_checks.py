@@ -1,0 +1,227 @@
+"""Checks a model's folder before any actor starts: its files, tensors, attention and prompts."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from core.errors import InputError, brief, shown
+from core.waits import RENDER_SECONDS, at_most
+from rollout.messages import load_tokenizer, render_messages
+from runtime.checkpoints.folders import BLOCK, flaw
+from settings.config import RunSettings
+from settings.hub import missing_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from settings.config import RunSettings, TrainingSettings
+
+# What makes the models of the embedded configurations.
+MAKERS = {
+    "models/tiny": "launch/make_tiny.py",
+    "models/tiny_tools": "launch/make_tiny_tools.py",
+    "models/tiny_swe": "launch/make_tiny_swe.py",
+}
+LFS = b"version https://git-lfs"  # how a file begins that git has not fetched
+LONGEST_HEADER = 100_000_000  # bytes, as the format defines it
+# Rope types whose max_position_embeddings are the scaled ones (vllm/config/model.py).
+SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+
+
+class Stored(NamedTuple):
+    """A tensor of a safetensors file, by its header."""
+
+    shape: list[int]
+    dtype: str  # such as BF16, F8_E4M3, I32
+
+
+def lacking(model: str, name: str) -> str:
+    """What to say of a model's folder without a file, and what makes it."""
+    maker = next((m for end, m in MAKERS.items() if model.endswith(end)), "")
+    if os.path.isdir(model) and (exports := sorted(Path(model).glob("step_*/hf"))):
+        return f"model = {model!r}: expected the model of a run, such as {shown(exports[-1])}"
+    stage = re.search(r"runs/([a-z]\w+)/step_\d+/hf$", model)
+    made = f" ({maker} makes it)" if maker else ""
+    made = f" (of the run in runs/{stage[1]}; --model names another one)" if stage else made
+    return f"model = {model!r}: expected a folder that holds {name}{made}"
+
+
+def check_model(cfg: "TrainingSettings") -> None:
+    """Raises InputError unless the folder is a model that this configuration can train."""
+    model = cfg.model
+    for name in ("config.json", "tokenizer_config.json"):
+        if not os.path.isfile(os.path.join(model, name)):
+            raise InputError(lacking(model, name))
+    settings = Path(model, "tokenizer_config.json").read_bytes()
+    if b"chat_template" not in settings and not list(Path(model).glob("chat_template*")):
+        raise InputError(f"model = {model!r}: its tokenizer has no chat_template, expected one")
+    tensors = dict(every_tensor(Path(model)))
+    if found := flaw(model, largest=BLOCK):  # trainers read the large files
+        raise InputError(f"model = {model!r}: {found}")
+    from policy import model_shape  # and transformers, which takes seconds
+
+    lm = model_shape.build(model)
+    check_generation(model)
+    check_tensors(model, tensors, lm)
+    check_attention(cfg)
+    if isinstance(cfg, RunSettings):
+        check_engine(cfg, lm.config)
+    check_prompts(cfg, lm)
+    if cfg.policy.lora_targets:
+        from policy.lora import targets
+
+        targets(lm, cfg.policy.lora_targets)
+    if cfg.policy.kind == "megatron":
+        from policy.megatron.model_check import check_megatron
+
+        check_megatron(model, cfg.policy)
+
+
+def check_generation(model: str) -> None:
+    """Raises InputError for a generation_config.json that transformers and vLLM cannot read."""
+    from transformers import GenerationConfig
+
+    if os.path.isfile(os.path.join(model, "generation_config.json")):
+        try:
+            GenerationConfig.from_pretrained(model)
+        except Exception as error:  # transformers raises whatever it stumbles over
+            why = f"its generation_config.json cannot be read: {brief(error)}"
+            raise InputError(f"model = {model!r}: {why}") from None
+
+
+def every_tensor(folder: Path) -> Iterator[tuple[str, Stored]]:
+    """The tensors in the files that transformers reads, from their headers.
+
+    Raises InputError for a file that is missing or damaged. None of weights in another format.
+    """
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists():
+        files = ["model.safetensors"]
+    elif index.exists():
+        try:
+            lacking = missing_weights(folder)
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InputError(f"{index}: expected an index of weights: {brief(error)}") from None
+        if lacking:
+            names = f"{index.name} names {lacking[0]}, which is not there"
+            raise InputError(f"model = {str(folder)!r}: {names}: download the model again")
+    elif any(folder.glob("*.bin")):
+        return
+    else:
+        expected = "expected model.safetensors, or an index and the files that it names"
+        raise InputError(f"model = {str(folder)!r}: {expected}")
+    for name in files:
+        yield from read_header(folder / name).items()
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, by name. Raises InputError where it is not whole."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(len(LFS))
+        length = int.from_bytes(start[:8], "little")
+        file.seek(8)
+        text = file.read(length) if length <= min(size, LONGEST_HEADER) else b""
+    again = "download the model again"
+    if start == LFS:
+        raise InputError(f"{path}: it is the pointer of a file in Git LFS: run git lfs pull")
+    try:
+        header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
+        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        stored = {k: Stored(list(v["shape"]), str(v["dtype"])) for k, v in header.items()}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise InputError(f"{path}: {size:,} bytes are no safetensors file: {again}") from None
+    if 8 + length + end != size:
+        raise InputError(f"{path}: {size:,} bytes, expected {8 + length + end:,}: {again}")
+    return stored
+
+
+def check_tensors(folder: str, found: dict[str, Stored], lm: "PreTrainedModel") -> None:
+    """Compares a checkpoint's tensors with those of its architecture. Raises InputError.
+
+    Quantised ones, and those that follow other names, are left to transformers.
+    """
+    state = dict(lm.state_dict())
+    tied = {*lm.all_tied_weights_keys, *lm.all_tied_weights_keys.values()}
+    if state.keys() - found.keys() - tied:  # 0.2 s, for names that transformers has of its own
+        from transformers.core_model_loading import revert_weight_conversion
+
+        state = revert_weight_conversion(lm, state)
+    known = state.keys() & found.keys()
+    if 2 * len(known) < len(state) or getattr(lm.config, "quantization_config", None):
+        return
+    described = f"expected by {type(lm).__name__} of config.json"
+    for name in sorted(known):
+        shape = list(state[name].shape)
+        if found[name].shape != shape:
+            raise InputError(
+                f"model = {folder!r}: {name} is {found[name].shape}, {shape} {described}"
+            )
+        if state[name].is_floating_point() and "F" not in found[name].dtype:
+            holds = f"{name} holds {found[name].dtype}, floating-point numbers {described}"
+            raise InputError(f"model = {folder!r}: {holds}")
+    patterns = lm._keys_to_ignore_on_load_missing or ()
+    for name in sorted(state.keys() - known - tied):
+        if not any(re.search(pattern, name) for pattern in patterns):
+            raise InputError(f"model = {folder!r}: no tensor {name}, {described}")
+
+
+def check_attention(cfg: "TrainingSettings") -> None:
+    """Raises InputError for an attention that transformers does not have."""
+    from policy.attention import AttentionInterface  # with the kernel that is added there
+
+    chosen = cfg.policy.attention
+    known = ["auto", "eager", *AttentionInterface().valid_keys()]
+    if cfg.policy.kind == "fsdp" and chosen not in known and "/" not in chosen:  # of the hub
+        raise InputError(f"policy.attention = {chosen!r}: expected one of {', '.join(known)}")
+
+
+def check_engine(cfg: "RunSettings", hf: "PreTrainedConfig") -> None:
+    """Raises InputError for what vLLM would refuse of a model with this config.json."""
+    if cfg.command.replay or cfg.command.export:
+        return
+    text = hf.get_text_config()
+    tp = cfg.engine.tensor_parallel
+    heads = getattr(text, "num_attention_heads", tp)
+    if heads % tp:
+        raise InputError(f"engine.tensor_parallel = {tp} must divide num_attention_heads = {heads}")
+    positions = getattr(text, "max_position_embeddings", None) or math.inf
+    rope = getattr(text, "rope_parameters", None) or {}
+    ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    factors = [part.get("factor") for part in ropes if part.get("rope_type") not in SCALED]
+    limit = positions * max(1, *(factor or 1 for factor in factors), 1)
+    limit = max(limit, getattr(text, "model_max_length", None) or 0)
+    if cfg.sampling.max_model_len > limit and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        has = f"the model's config.json has max_position_embeddings = {positions}"
+        raise InputError(f"sampling.max_model_len = {cfg.sampling.max_model_len}: {has}: lower it")
+
+
+def check_prompts(cfg: "TrainingSettings", lm: "PreTrainedModel") -> None:
+    """Raises InputError unless the tokenizer and its chat template make prompts of messages."""
+    field = f"model = {cfg.model!r}"
+    setting, kwargs = cfg.template_variables
+    try:
+        tokenizer = load_tokenizer(cfg.model)
+    except Exception as error:  # transformers raises whatever it stumbles over
+        raise InputError(f"{field}: its tokenizer cannot be read: {brief(error)}") from None
+    asked = [[{"role": "user", "content": text}] for text in ("1 + 1?", "What is a word?")]
+    try:
+        with at_most(RENDER_SECONDS):
+            ids = render_messages(tokenizer, asked[0], None, kwargs)
+            both = [tokenizer.apply_chat_template(m, tokenize=False, **kwargs) for m in asked]
+    except Exception as error:  # a chat template is the model's own code
+        given = f" with {setting} = {kwargs}" if kwargs else ""
+        why = f"its chat template refuses a question{given}: {brief(error)}"
+        raise InputError(f"{field}: {why}") from None
+    if both[0] == both[1]:
+        raise InputError(f"{field}: its chat template ignores the messages: {both[0]!r} for all")
+    if not ids or not all(isinstance(token, int) for token in ids):
+        raise InputError(f"{field}: its tokenizer makes {ids!r} of {both[0]!r}, expected token ids")
+    words = lm.get_input_embeddings().num_embeddings
+    if max(ids) >= words:
+        raise InputError(f"{field}: its tokenizer makes id {max(ids)}, its embedding has {words}")
