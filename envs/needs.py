@@ -4,10 +4,10 @@ from typing import Any
 
 from core.errors import ModuleError
 from envs import registry, services
+from envs.boxes import box, image_names
 from envs.judge import judge
 from envs.sandbox import sandbox, shell
 from envs.services import Need
-from settings.environment_services import Services
 
 
 def needs_of(row: dict) -> tuple[Need, ...]:
@@ -16,14 +16,24 @@ def needs_of(row: dict) -> tuple[Need, ...]:
     return tuple(_as_need(need, file) for need in registry.declared_needs(row))
 
 
-# The strings beside "judges.NAME" and the settings of Services that `needs` of a module may return.
+# The strings beside "judges.NAME" that `needs` of a module may return. What one family of
+# environments needs (Lean, the office's tables, a server of NeMo-Gym) is a Need in its module.
 NAMED = {
-    need.name: need for need in (sandbox.NEED, sandbox.FOR_CHECKS, shell.NEED, services.TOOL_PARSER)
+    need.name: need
+    for need in (
+        sandbox.NEED,
+        sandbox.FOR_CHECKS,
+        shell.NEED,
+        box.NEED,
+        image_names.NEED,
+        services.TOOL_PARSER,
+        services.setting("reasoning_parser"),
+    )
 }
 
 
 def _as_need(found: Any, file: str) -> Need:
-    """A Need as it is, and the one that a string names: users' modules may return strings."""
+    """A Need as it is, or the one that a string names: modules of forks may return strings."""
     if isinstance(found, Need):
         return found
     text = found if isinstance(found, str) else ""
@@ -31,8 +41,8 @@ def _as_need(found: Any, file: str) -> Need:
         return NAMED[text]
     if text.startswith("judges.") and (name := text.removeprefix("judges.")):
         return judge.need(name)
-    if text in Services.__dataclass_fields__:
-        return services.setting(text)
     names = ", ".join([*NAMED, "judges.NAME"])
-    expected = f"expected Needs (envs/services.py), {names}, or settings of `services`"
-    raise ModuleError(f"{file}: needs returned {found!r:.100}, {expected}")
+    raise ModuleError(
+        f"{file}: needs returned {found!r:.100}, expected Needs (envs/services.py; an environment "
+        f"has its own in its modules, as envs/proofs/lean_source.py), or {names}"
+    )

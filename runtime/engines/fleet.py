@@ -118,9 +118,9 @@ class Fleet:
         return self.of(State.FRESH)
 
     def launch(self) -> None:
-        """Starts as many engines as are missing; joining.py waits for them.
+        """Starts as many engines as are missing; `repair.started` waits for them.
 
-        Fewer, or none, where repair.py forbids it. Raises RuntimeError where none would be left.
+        Fewer, or none, if `repair.allowed` forbids it. Raises RuntimeError if none would be left.
         """
         cfg = self.cfg
         lacking = cfg.engine.count - len(self.engines)
