@@ -120,6 +120,7 @@ def test_a_gpu_machine_refuses_a_cpu_environment_instead_of_skipping(tmp_path):
 def test_the_lines_follow_an_installation_and_give_the_exit_status(tmp_path):
     program(tmp_path / ".venv/bin/python", 'echo "line $*"; exit 2')
     (tmp_path / "launch").mkdir()
+    (tmp_path / "requirements").mkdir()
     for name in ("requirements.txt", "requirements/cpu.txt", "requirements/overrides.txt"):
         (tmp_path / name).touch()
     stamp = ran("cksum", "/dev/null")

@@ -357,6 +357,7 @@ def test_the_last_line_says_what_binds_and_what_to_change(tmp_path):
 @pytest.mark.slow
 def test_changes_of_a_large_lag_are_tried_for_long_enough(program):
     small = ("--prompts_per_step", "4", "--group_size", "2", "--steps", "31", "--max_lag", "14")
+    small += ("--train_parts", "1")
     told = program("configs/rlvr1.py", *small)
     assert "tried: max_lag = 15" in told and "tried: drafts" in told, told
 
