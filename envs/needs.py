@@ -12,8 +12,8 @@ from envs.services import Need
 
 def needs_of(row: dict) -> tuple[Need, ...]:
     """What judging the row takes. Raises ModuleError if that is neither a Need nor names one."""
-    file = str(registry.environment(row["agent_ref"]["name"]).__file__)
-    return tuple(_as_need(need, file) for need in registry.declared_needs(row))
+    agent = row["agent_ref"]["name"]
+    return tuple(_as_need(need, agent) for need in registry.declared_needs(row))
 
 
 # The strings beside "judges.NAME" that `needs` of a module may return. What one family of
@@ -32,7 +32,7 @@ NAMED = {
 }
 
 
-def _as_need(found: Any, file: str) -> Need:
+def _as_need(found: Any, agent: str) -> Need:
     """A Need as it is, or the one that a string names: modules of forks may return strings."""
     if isinstance(found, Need):
         return found
@@ -41,6 +41,7 @@ def _as_need(found: Any, file: str) -> Need:
         return NAMED[text]
     if text.startswith("judges.") and (name := text.removeprefix("judges.")):
         return judge.need(name)
+    file = registry.environment(agent).__file__
     names = ", ".join([*NAMED, "judges.NAME"])
     raise ModuleError(
         f"{file}: needs returned {found!r:.100}, expected Needs (envs/services.py; an environment "
