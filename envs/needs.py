@@ -1,4 +1,4 @@
-"""What judging a row takes from outside this program, and whether it is there."""
+"""Resolves the needs of a row: the services outside this program that judging it takes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from envs.services import Need
 
 
 def needs_of(row: dict) -> tuple[Need, ...]:
-    """What judging the row takes. Raises ModuleError if that is neither a Need nor names one."""
+    """The needs of a row. Raises ModuleError if its environment returns anything else."""
     agent = row["agent_ref"]["name"]
     return tuple(_as_need(need, agent) for need in registry.declared_needs(row))
 
@@ -33,7 +33,7 @@ NAMED = {
 
 
 def _as_need(found: Any, agent: str) -> Need:
-    """A Need as it is, or the one that a string names: modules of forks may return strings."""
+    """The Need itself, or the one that a string names: modules of forks may return strings."""
     if isinstance(found, Need):
         return found
     text = found if isinstance(found, str) else ""

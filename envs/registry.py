@@ -119,7 +119,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def declared_needs(row: dict) -> tuple[Need | str, ...]:
-    """What the environment's `needs` returns for a row: Needs, or names of some (envs/needs.py)."""
+    """Calls the `needs` of a row's environment. Names are resolved by envs/needs.py."""
     module = environment(row["agent_ref"]["name"])
     return tuple(getattr(module, "needs", lambda row: ())(row))
 

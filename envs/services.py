@@ -30,9 +30,8 @@ class Need:
     name: str  # in reports and metrics: "sandbox", "judges.general"; two of one name are equal
     check: Callable[[], str] = field(compare=False)  # why it is unavailable, and the remedy, or ""
     called: str = field(default="", compare=False)  # in error messages, if not by its name
-    of_node: bool = field(
-        default=True, compare=False
-    )  # nodes may have it, and a machine that submits not
+    # Whether the nodes of a job may have it if the machine that submits the job lacks it.
+    of_node: bool = field(default=True, compare=False)
 
     def __str__(self) -> str:
         return self.called or self.name
@@ -100,7 +99,7 @@ TOOL_PARSER = setting("tool_parser", "a parser of calls")
 
 @contextlib.contextmanager
 def granting(is_granted: Callable[[Need], bool]) -> Iterator[None]:
-    """Within it, needs for which `is_granted` returns True have no problem: none is looked for."""
+    """Inside the block, a need for which `is_granted` returns True is not checked."""
     _granted.append(is_granted)
     try:
         yield

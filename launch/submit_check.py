@@ -81,9 +81,9 @@ def settings(argv: list[str]) -> Any:
 
 
 def may_be_there(need: services.Need) -> bool:
-    """Whether the nodes may have what this machine lacks. What an empty setting names, none has.
+    """Whether the nodes may have what this machine lacks; not if the setting for it is empty.
 
-    Judges are looked for: a run whose settings and variables name none has none on any machine.
+    Judges are checked: if settings and variables name none, no machine has one.
     """
     comes = need.name == "lean" and bool(os.environ.get("SANDBOX_CONTAINER"))  # which has Lean
     is_set = bool(getattr(services.current(), need.name.partition(".")[0], True))

@@ -157,9 +157,8 @@ def room(model: Model, cfg: "TrainingSettings", memory: float) -> Room:
     layout = dataclasses.replace(cfg.policy, activation_checkpointing=False)
     taken = trainer_bytes(model, dataclasses.replace(cfg, policy=layout))
     share = cfg.demand.share
-    beside = int(
-        (1 - max(share, 0.5)) / share + 1e-3
-    )  # engines, as runtime/processes/placement.py has them
+    # Engines on the GPU of a trainer rank, as runtime/processes/placement.py counts them.
+    beside = int((1 - max(share, 0.5)) / share + 1e-3)
     run: Any = cfg  # with rollouts, where a GPU is shared
     engine = run.engine.arguments["gpu_memory_utilization"] if beside else 0.0
     return Room(taken, 0.9 * memory * (1 - beside * engine), bool(model.ffn and not model.state))

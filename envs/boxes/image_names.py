@@ -1,4 +1,4 @@
-"""The images that rows name, and where they lie: in folders or .sif files below services.images."""
+"""Names of images in rows, and the folders or .sif files below services.images that they mean."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from rollout.rows import raw_lines
 
 
 def folder_of(image: str) -> Path:
-    """The folder of an image: of a .sif its name without that, else "_" for "/" and ":"."""
+    """The folder of an image: its name without .sif, or with "_" in place of "/" and ":"."""
     is_file = image.endswith(".sif")
     name = PurePosixPath(image).stem if is_file else re.sub("[/:]", "_", image)
     return Path(services.current().images, name).absolute()

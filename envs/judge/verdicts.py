@@ -9,6 +9,8 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
+from envs.judge import judge
+
 MARKS = " \t\r\n*_`\"'.:!>#-"  # around a word that is a line of its own
 
 
@@ -55,7 +57,5 @@ async def choose(
 
     Raises CheckerError.
     """
-    from envs.judge import judge  # with asyncio: reading a file's rows needs none of it
-
     messages = [{"role": "user", "content": question}]
     return await judge.ask(name, messages, lambda reply: stated(reply, *labels, answer), **sampling)

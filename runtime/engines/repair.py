@@ -1,4 +1,4 @@
-"""Engines that start, join the weight group, fail and are replaced, beside those that serve."""
+"""Starts engines, joins them to the weight group, and replaces those that fail."""
 
 import asyncio
 import dataclasses
@@ -39,10 +39,10 @@ def allowed(fleet: "Fleet") -> bool:
         fleet.is_held = False
         return True
     if not fleet.engines:
-        often = (
-            f"more often in an hour than MAX_RESTARTS = {MAX_RESTARTS} (runtime/engines/repair.py)"
-        )
-        raise RuntimeError(f"engines were lost {often}: {fleet.error}") from fleet.error
+        raise RuntimeError(
+            f"engines were lost more often in an hour than MAX_RESTARTS = {MAX_RESTARTS} "
+            f"(runtime/engines/repair.py): {fleet.error}"
+        ) from fleet.error
     if not fleet.is_held:
         fleet.is_held = True
         why = f"MAX_RESTARTS = {MAX_RESTARTS} (runtime/engines/repair.py) in the last hour"

@@ -1,4 +1,4 @@
-"""Which of our modules each process of a small run loads, as docs/processes.md lists them."""
+"""Reads and writes docs/processes.md: the modules of ours that each process of a run loads."""
 
 import re
 from collections import defaultdict
@@ -34,7 +34,7 @@ def of_run(folder: Path, run_dir: Path, driver: int) -> dict[str, set[str]]:
     """The modules by process, from the files in `folder` and the names of the run's logs."""
     roles = {driver: "driver"}
     for log in (run_dir / "logs").glob("*.log"):
-        kind, _, pid = log.stem.partition("-")[0], *log.stem.rpartition("-")[1:]
+        kind, *_, pid = log.stem.split("-")  # such as Trainer-HOST-PID
         roles[int(pid)] = ROLES[kind]
     parents = {}
     modules = defaultdict(set)
