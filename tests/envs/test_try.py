@@ -36,7 +36,7 @@ def block(language: str, holds: str) -> str:
 def project(tmp_path) -> Path:
     """A copy of what the command needs, with the page's environment and its questions as rows."""
     shutil.copytree(ROOT / "envs", tmp_path / "envs", ignore=SKIPPED)
-    for room in ("core", "settings"):
+    for room in ("core", "rollout", "settings"):
         shutil.copytree(ROOT / room, tmp_path / room, ignore=SKIPPED)
     (tmp_path / "envs/my_reward.py").write_text(block("python", "AGENTS"))
     question = json.loads(block("json", "question"))
