@@ -39,10 +39,11 @@ import asyncio
 import dataclasses
 import importlib
 import itertools
+import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -53,23 +54,35 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
+from core.waits import Ref, together, unless_stopped
 from envs import registry
-from policy.packing import Share, Update, plan_shares
+from policy import Policy, WeightMeta
+from policy.packing import Place, Share, Update, plan_shares
 from rollout import engine_choices
-from rollout.drafts import Drafts
-from rollout.episode import Episode, Group, Request, Rollouts, Sample, Turn, shaped_reward
+from rollout.drafts import Drafts, rest_of
+from rollout.episode import (
+    Episode,
+    Group,
+    Request,
+    Rollouts,
+    Sample,
+    SampleInfo,
+    Turn,
+    shaped_reward,
+)
 from rollout.sampler import Samplers
-from runtime.checkpoints.save import Checkpoints
+from runtime.checkpoints.save import Checkpoints, ScoredShare
 from runtime.engines import repair
 from runtime.engines.engine import open_engine
-from runtime.engines.fleet import Fleet
+from runtime.engines.fleet import Fleet, Received
 from runtime.processes.cluster import Cluster
 from runtime.processes.trainer_rank import SendingRank
 from runtime.reporting import metrics
 from runtime.reporting.log import Log
-from runtime.reporting.rollout_metrics import mismatch_table
-from runtime.rollouts.dispatch import Dispatcher, Parts, Slot
-from runtime.rollouts.evaluation import evaluate
+from runtime.reporting.rollout_metrics import MismatchTable, mismatch_table
+from runtime.rollouts.dispatch import Dispatcher, Slot
+from runtime.startup import modes
+from runtime.startup.modes import Loops
 from settings.config import CHECKED, LowEffort, RunSettings
 
 if TYPE_CHECKING:
@@ -81,7 +94,6 @@ if TYPE_CHECKING:
 Unbounded = Annotated[float, Field(allow_inf_nan=True)]
 Penalties = dict[Literal["tool_call", "thinking"], float]
 Flaws = tuple[Literal["reasoning_is_answer", "empty_answer", "inner_eos", "think_tags"], ...]
-Loop = Callable[[], Coroutine[None, None, None]]  # of a run; its start is one as well
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
@@ -187,21 +199,21 @@ class Config(RunSettings):
 
 @dataclasses.dataclass
 class Batch:
-    """A packed row of N sequences; `planned_*` are counts of an update (`policy_loss`)."""
+    """A packed row of N sequences. `policy_loss` divides by the `planned_*` counts."""
 
     tokens_T: Tensor  # int64
-    positions_T: Tensor  # int64, from 0 in each sequence: what keeps them apart in attention
-    seq_T: Tensor  # int64, which sequence of the row
+    positions_T: Tensor  # int64, from 0 in each sequence: this keeps them apart in attention
+    seq_T: Tensor  # int64, the number of the token's sequence in the row
     mask_T: Tensor  # bool, trained tokens; never the first of a sequence
     engine_logp_T: Tensor  # float32
     advantage_T: Tensor  # float32
-    score_N: Tensor  # float32, of the environment, before shaping
+    score_N: Tensor  # float32, the environment's rewards before shaping
     planned_tokens: int
     planned_sequences: int
-    old_logp_T: Tensor | None = None  # before the batch's first update, where there are several
-    ref_logp_T: Tensor | None = None  # of the frozen reference, where there is a KL term
+    old_logp_T: Tensor | None = None  # before the batch's first update, if it has several
+    ref_logp_T: Tensor | None = None  # of the frozen reference, if there is a KL term
     routes_N: list[np.ndarray] | None = None  # the engine's experts; the policy joins them
-    allowed: tuple[Tensor, Tensor] | None = None  # what tokens were chosen among (sampling.top_p)
+    allowed: tuple[Tensor, Tensor] | None = None  # the sets that tokens were chosen from (top_p)
 
 
 # === The algorithm: pure functions of tensors =====================================================
@@ -211,12 +223,13 @@ SPREAD_FLOOR = 1e-4
 
 
 def group_advantages(rewards_G: Tensor, rule: Advantage) -> Tensor:
-    """Advantages [G] of one prompt's samples; all zero when the group agrees.
+    """Returns the advantages [G] of one prompt's samples; all are 0 if the rewards are equal.
 
-    A reward minus the mean of the others, over their (unbiased) std + 1e-6; with baseline "mean",
-    those of all. A std that is only rounding, or of fewer than two, does not divide: one success
-    among 15 failures, which agree, keeps r - mean = 1; two get 3.6 each. A sample whose advantage
-    is exactly 0 costs no compute without a penalty (`plan_step`). NeMo-RL algorithms/utils.py:79.
+    A reward is compared with the G - 1 others ("leave_one_out") or with all G ("mean"): minus their
+    mean, divided by their unbiased std + 1e-6. A std of 0, or one that is only rounding, does not
+    divide: a single success among 15 failures has r - mean = 1, because the others agree. Each of
+    two successes has (1 - 1/15) / 0.26 = 3.6. A sample whose advantage is exactly 0, and which has
+    no penalty, costs no compute (`plan_step`). Source: NeMo-RL algorithms/utils.py:79.
     """
     G = len(rewards_G)
     if G < 2:
@@ -234,63 +247,94 @@ def group_advantages(rewards_G: Tensor, rule: Advantage) -> Tensor:
 
 
 class ImportanceWeights(NamedTuple):
-    """Importance weights [T] without gradient, and whether each ratio lay inside the bounds [T]."""
+    """Importance weights of the tokens, without gradient."""
 
     weight_T: Tensor
-    inside_T: Tensor
+    inside_T: Tensor  # bool, whether the ratio lay inside the bounds
 
 
 def importance_weights(
     gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, rule: Correction
 ) -> ImportanceWeights:
-    """Weights of tokens by their ratio pi_old / pi_engine, whose log is `gap_T` [T].
+    """Weighs tokens by the ratio pi_old / pi_engine, whose log is `gap_T` [T].
 
-    pi_old is the policy before the batch's first update. The bounds judge a token's own ratio or
-    its sequence's. Masking gives a token's own ratio, and 0 where the judged one is outside;
-    truncation gives the judged one, clamped. TIS: Yao et al. 2025; IcePop: Ling team 2025.
+    pi_old is the policy before the batch's first update. The bounds judge either the token's own
+    ratio or the geometric mean over its sequence. Truncation returns the judged ratio, clamped into
+    the bounds. Masking returns the token's own ratio, or 0 if the judged one is outside.
+    Sources: TIS, Yao et al. 2025; IcePop, Ling team 2025.
     """
     weight_T = gap_T.clamp(-20, 20).exp()  # must not overflow before the rule sees it
     judged_T = weight_T
     if rule.level == "sequence":
         judged_T = sequence_mean(gap_T, mask_T, seq_T).clamp(-20, 20).exp()[seq_T]
-    inside_T = (rule.low <= judged_T) & (judged_T <= rule.high)  # so written, NaN is outside
+    inside_T = (rule.low <= judged_T) & (judged_T <= rule.high)  # written so that NaN is outside
     if rule.action == "truncate":
         return ImportanceWeights(judged_T.clamp(rule.low, rule.high), inside_T)
     return ImportanceWeights(torch.where(inside_T, weight_T, 0.0), inside_T)
 
 
 def sequence_mean(x_T: Tensor, mask_T: Tensor, seq_T: Tensor) -> Tensor:
-    """Mean over each sequence's trained tokens [N]; 0 for a sequence that has none."""
+    """Returns the mean over each sequence's trained tokens [N]; 0 for a sequence without any."""
     total_N = x_T.new_zeros(int(seq_T.max()) + 1)
     count_N = total_N.clone().index_add_(0, seq_T, mask_T.to(x_T.dtype))
     return total_N.index_add_(0, seq_T, torch.where(mask_T, x_T, 0.0)) / count_N.clamp(min=1)
 
 
 def divisor(tokens: float, sequences: float, cfg: Config) -> float:
-    """The divisor of an update's summed loss, by the tokens and sequences that it trains.
+    """Returns the number that divides an update's summed loss.
 
-    Called with the planned counts, and again with those that the filter kept (`policy_loss`). A
-    fork with another normalisation changes this: Dr. GRPO returns a constant.
+    `tokens` and `sequences` are the counts that the update trains: first the planned ones, and
+    again the ones that the filter kept (`policy_loss`). A fork with another normalisation changes
+    this function: Dr. GRPO returns a constant.
     """
-    return max(tokens if cfg.loss.reduction == "token" else sequences, 1)
+    count = tokens if cfg.loss.reduction == "token" else sequences
+    return max(count, 1)
 
 
 class Trusted(NamedTuple):
-    """Which sequences of a row [N] the engine sampled from our policy, and how far each is off."""
+    """The verdict of the sequence-error filter on each sequence of a row."""
 
-    keep_N: Tensor  # bool
+    keep_N: Tensor  # bool, False if the engine sampled from a policy that is not ours
     error_N: Tensor  # mean exp|log pi_old - log pi_engine| over its tokens; 1 means no error
 
 
 def trusted_sequences(gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, limit: float) -> Trusted:
-    """The filter: judges each sequence by the log-ratios `gap_T` [T] of its trained tokens.
+    """Judges each sequence by the log-ratios `gap_T` [T] of its trained tokens.
 
-    Where trainer and engine disagree by more than `limit`, the engine sampled from some other
-    policy, and its tokens teach nothing about ours. NeMo-RL algorithms/loss_functions.py.
+    If trainer and engine disagree by more than `limit`, the engine sampled from some other policy,
+    and its tokens teach nothing about ours. Source: NeMo-RL algorithms/loss_functions.py.
     """
     # expm1: a float32 sum of values near 1 loses the error.
     error_N = 1 + sequence_mean(gap_T.abs().clamp(max=20).expm1(), mask_T, seq_T)
     return Trusted(error_N <= limit, error_N)
+
+
+def k3(log_ratio_T: Tensor) -> Tensor:
+    """Returns Schulman's k3 estimate of KL(p || q) per token [T]: log_ratio = log q - log p, x ~ p.
+
+    Uses expm1: in float32 exp(x) - 1 - x is negative for every third x near 1e-4.
+    Source: Schulman, "Approximating KL divergence", 2020.
+    """
+    log_ratio_T = log_ratio_T.clamp(-20, 20)
+    return log_ratio_T.expm1() - log_ratio_T
+
+
+@torch.no_grad()
+def token_mismatch(logp_T: Tensor, old_logp_T: Tensor, engine_logp_T: Tensor) -> dict[str, Tensor]:
+    """Measures per token [T] how far the trainer is from the engine that sampled.
+
+    Their means are metrics. Names and definitions: NeMo-RL algorithms/loss_functions.py.
+    """
+    gap_T = old_logp_T - engine_logp_T
+    mixture_T = torch.logaddexp(old_logp_T, engine_logp_T) - math.log(2)
+    divergence_T = k3(old_logp_T - mixture_T) + k3(engine_logp_T - mixture_T)
+    return {
+        "token_mult_prob_error": gap_T.abs().clamp(max=20).exp(),
+        "gen_kl_error": k3(gap_T),
+        "policy_kl_error": k3(-gap_T),
+        "js_divergence_error": divergence_T / 2,
+        "approx_entropy": -(logp_T - engine_logp_T).clamp(-20, 20).exp() * logp_T,
+    }
 
 
 class RowLoss(NamedTuple):
@@ -301,21 +345,25 @@ class RowLoss(NamedTuple):
 
 
 def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
-    """The clipped policy gradient of one packed row.
+    """Returns the clipped policy gradient of one packed row.
 
-    `logp_T` [T] are the trainer's logprobs, with gradient. The sum over the row is divided by the
-    planned count of the update, or of its first part (`train_parts`), over all ranks, as the count
-    that the filter keeps is known after the last row only:
+    `logp_T` [T] are the trainer's logprobs, with gradient. The count that the filter keeps is known
+    only after the last row. So each row is divided by the planned count of the update over all
+    ranks, and the gradients are rescaled once, before the optimizer step:
 
-        planned 1,000 tokens; the filter drops a sequence of 200     every row divides by 1,000
-        grad_scale = 1,000 / 800 = 1.25 before the optimizer step    as if each had divided by 800
-        in two parts, of which the first has 300                     every row divides by 300
-        grad_scale = 300 / 800 after the second                      as if each had divided by 800
+        1,000 tokens are planned                                  each row is divided by 1,000
+        the filter drops a sequence of 200                        800 are kept
+        the gradients are multiplied by 1,000 / 800 = 1.25        as if each row had 800 below it
+
+    A step that is trained in parts divides all of them by the planned count of its first part:
+
+        in the same step the first of two parts has 300           each row is divided by 300
+        the gradients are multiplied by 300 / 800                 as if each row had 800 below it
 
     So the filter costs no second forward pass, and packing changes nothing.
     """
     rule = cfg.loss
-    # With one update per batch the old policy is this one: the ratio is 1, its gradient counts.
+    # With one update per batch the old policy is this one: the ratio is 1, and its gradient counts.
     old_logp_T = logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
     mask_T = batch.mask_T & batch.engine_logp_T.isfinite()
     gap_T = torch.where(mask_T, old_logp_T - batch.engine_logp_T, 0.0)
@@ -331,9 +379,9 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 
     kl_T = torch.zeros_like(logp_T)
     if batch.ref_logp_T is not None:
-        # Its weight has no gradient, and `correction` does not bound it, as in super-v3.
+        # As in super-v3, its weight has no gradient, and `correction` does not bound it.
         drift_T = torch.where(mask_T, logp_T.detach() - batch.engine_logp_T, 0.0)
-        kl_T = drift_T.clamp(-20, 20).exp() * metrics.k3(batch.ref_logp_T - logp_T)
+        kl_T = drift_T.clamp(-20, 20).exp() * k3(batch.ref_logp_T - logp_T)
         loss_T = loss_T + rule.kl_coef * kl_T
 
     if rule.reduction == "token":
@@ -344,59 +392,69 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     measured = {
         "probs_ratio": ratio_T,
         "probs_ratio_clamped": clipped_T,
+        "clip_fraction": (ratio_T != clipped_T).float(),
         "sampling_importance_ratio": weight_T,
         "is_oob_ratio": 1.0 - inside_T.float(),
         "kl_penalty": kl_T,
     }
-    return RowLoss(loss, metrics.row_stats(loss, logp_T, batch, mask_T, trusted, measured))
+    measured |= token_mismatch(logp_T.detach(), old_logp_T, batch.engine_logp_T)
+    return RowLoss(loss, metrics.row_stats(loss, batch, mask_T, trusted, measured))
 
 
 # === Packing ======================================================================================
 
 
 def plan_step(groups: list[Group], cfg: Config, more: bool = False) -> list[Share]:
-    """What each replica trains of a batch, or of a part that `more` follow; from SampleInfos."""
+    """Plans which replica trains which samples of a batch, or of a part that `more` parts follow.
+
+    Reads lengths and counts alone: the driver has no tokens.
+    """
     size = len(groups) // cfg.loss.updates_per_batch
-    updates = []
+    updates: list[tuple[Update, dict[Place, int]]] = []
     for first in range(0, len(groups), size):
-        trained = {
-            (g, j): info
-            for g in range(first, first + size)
-            for j, info in enumerate(groups[g].infos)
-            if info.trained_tokens
-        }
-        planned = Update(sum(i.trained_tokens for i in trained.values()), len(trained), [], more)
-        # Samples without gradient are in these counts, and in no row where they are skipped.
-        skips = cfg.loss.skip_zero_advantage
-        lengths = {at: i.tokens for at, i in trained.items() if i.has_gradient or not skips}
+        tokens = 0
+        sequences = 0
+        lengths: dict[Place, int] = {}
+        for g in range(first, first + size):
+            for j, info in enumerate(groups[g].infos):
+                if not info.trained_tokens:
+                    continue
+                tokens += info.trained_tokens
+                sequences += 1
+                # A sample without gradient is counted, and only computed if it is not skipped.
+                if info.has_gradient or not cfg.loss.skip_zero_advantage:
+                    lengths[g, j] = info.tokens
+        planned = Update(planned_tokens=tokens, planned_sequences=sequences, rows=[], more=more)
         updates.append((planned, lengths))
     return plan_shares(updates, cfg)
 
 
 def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
-    """One row of several samples; an empty row is a single token that trains nothing."""
+    """Joins samples into one row; without samples, the row is one token that trains nothing."""
     samples = samples or [Sample.empty()]
+    lengths = [len(sample.tokens_T) for sample in samples]
 
     def join(pieces: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(list(pieces))).to(dtype)
 
-    lengths = [len(sample.tokens_T) for sample in samples]
-    return Batch(
+    batch = Batch(
         tokens_T=join((sample.tokens_T for sample in samples), torch.int64),
-        positions_T=join((np.arange(n) for n in lengths), torch.int64),
-        seq_T=join((np.full(n, i) for i, n in enumerate(lengths)), torch.int64),
+        positions_T=join((np.arange(length) for length in lengths), torch.int64),
+        seq_T=join((np.full(length, n) for n, length in enumerate(lengths)), torch.int64),
         mask_T=join((sample.mask_T for sample in samples), torch.bool),
         engine_logp_T=join((sample.engine_logp_T for sample in samples), torch.float32),
         advantage_T=join((token_advantages(s, cfg.advantage) for s in samples), torch.float32),
         score_N=torch.tensor([sample.score for sample in samples]),
         planned_tokens=update.planned_tokens,
         planned_sequences=update.planned_sequences,
-        **engine_choices.of_row(samples, cfg.sampling.truncates),
     )
+    batch.routes_N = engine_choices.routes_of_row(samples)
+    batch.allowed = engine_choices.sets_of_row(samples, cfg.sampling.truncates)
+    return batch
 
 
 def token_advantages(sample: Sample, rule: Advantage) -> np.ndarray:
-    """The sample's advantage at each token [T], or the penalty of a flawed message's tokens."""
+    """Returns the sample's advantage at each token [T], or the penalty of a flawed message."""
     advantage_T = np.full(len(sample.tokens_T), sample.advantage)
     for name, penalty in rule.penalties.items():
         advantage_T[sample.flawed(name)] = penalty
@@ -407,7 +465,7 @@ def token_advantages(sample: Sample, rule: Advantage) -> np.ndarray:
 
 
 class RolloutBuffer:
-    """Where the two loops meet: finished groups, by slot, and the rule which slots may start.
+    """Holds finished groups by slot, and decides which slots may start: the two loops meet here.
 
     Slot i trains at step i // P. It may be dispatched once the engines' policy version is at
     least i // P - max_lag, so nothing is ever too old to train on, and nothing is thrown away.
@@ -417,21 +475,21 @@ class RolloutBuffer:
         self.prompts_per_step = prompts_per_step
         self.max_lag = max_lag
         self.part_size = prompts_per_step // parts
-        self.version = 0  # what the engines hold
-        self.next_step = 0  # whose groups the trainer waits for
+        self.version = 0  # of the policy that the engines hold
+        self.next_step = 0  # the trainer waits for groups of this step
         self.running: dict[int, float] = {}  # slot -> time of dispatch
         self.ready: dict[int, Group] = {}  # in the order in which they came
-        self.waiting: Counter[int] = Counter()  # step -> its groups that are ready
-        self.taken: list[Group] = []  # of next_step, of which other groups are not taken yet
+        self.waiting: Counter[int] = Counter()  # step -> the number of its groups that are ready
+        self.taken: list[Group] = []  # groups of next_step that were taken before its last part
         self.dropped: Counter[str] = Counter()  # reason -> prompts that gave way to the next
         self.changed = asyncio.Event()
 
     def may_start(self, slot: int) -> bool:
-        """Whether the newest policy is recent enough for this slot."""
+        """Returns whether the newest policy is recent enough for this slot."""
         return self.version >= slot // self.prompts_per_step - self.max_lag
 
     def start(self, slot: int) -> None:
-        """Marks a slot as being generated. Raises ValueError if it may not be."""
+        """Marks a slot as being generated. Raises ValueError if it may not start."""
         if not self.may_start(slot) or slot in self.running or slot in self.ready:
             raise ValueError(f"slot {slot} cannot start now: {self.census()}")
         self.running[slot] = time.monotonic()
@@ -445,12 +503,12 @@ class RolloutBuffer:
         self.wake()
 
     def advance(self, version: int) -> None:
-        """The engines hold `version` now: more slots may start."""
+        """Notes that the engines hold `version`, so that more slots may start."""
         self.version = version
         self.wake()
 
     def restore(self, version: int, ready: list[Group], dropped: dict[str, int]) -> None:
-        """Goes on where a checkpoint was taken; what was running then must be started again."""
+        """Continues from a checkpoint; slots that were running then must be started again."""
         self.version = version
         self.next_step = version
         self.ready = {group.slot: group for group in ready}
@@ -458,38 +516,43 @@ class RolloutBuffer:
         self.dropped.update(dropped)
 
     def has_part(self, step: int) -> bool:
-        """Whether the next part of a step, or the whole of it, is ready."""
+        """Returns whether the next part of a step is ready; usually it is the whole step."""
         return self.waiting[step] >= self.part_size
 
     def take(self, step: int) -> list[Group]:
-        """Removes the part of the next step that came first, in slot order; RuntimeError if old."""
+        """Removes and returns the next part of a step: the groups that came first, in slot order.
+
+        Raises RuntimeError if it is not this step's turn, or if a group is older than max_lag.
+        """
         if step != self.next_step:
-            raise RuntimeError(f"step {step} is taken where {self.next_step} is next")
-        ours = (slot for slot in self.ready if slot // self.prompts_per_step == step)
-        groups = [self.ready.pop(slot) for slot in sorted(itertools.islice(ours, self.part_size))]
+            raise RuntimeError(f"step {step} was taken when {self.next_step} is next")
+        ours = [slot for slot in self.ready if slot // self.prompts_per_step == step]
+        came_first = ours[: self.part_size]
+        groups = [self.ready.pop(slot) for slot in sorted(came_first)]
         self.waiting[step] -= self.part_size
         self.taken += groups
         if len(self.taken) == self.prompts_per_step:
-            self.next_step, self.taken = step + 1, []
+            self.next_step = step + 1
+            self.taken = []
         for group in groups:
             if step - group.version > self.max_lag:
                 raise RuntimeError(f"slot {group.slot} is of version {group.version} at {step}")
         return groups
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Waits until a condition holds. What fills and empties the buffer has the deadlines."""
+        """Waits until a condition holds, without a deadline: the callers have one."""
         while not holds():
             await self.changed.wait()
 
     def census(self) -> str:
-        """One line for error messages: what is where, and for how long."""
+        """Returns one line for error messages: how many groups are where, and for how long."""
         oldest = max((time.monotonic() - t for t in self.running.values()), default=0.0)
         now = f"{len(self.ready)} groups ready, {len(self.running)} running (oldest {oldest:.0f} s)"
         now += f", {len(self.taken)} of step {self.next_step + 1} trained" if self.taken else ""
         return f"version {self.version}, {now}, dropped: {dict(self.dropped) or 'none'}"
 
     def wake(self) -> None:
-        """Wakes all waits on the buffer, so that each looks at its condition again."""
+        """Wakes all waits on the buffer, so that each checks its condition again."""
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -498,61 +561,70 @@ class RolloutBuffer:
 
 
 class Generator:
-    """One vLLM engine, token ids in and token ids out. A plain class; an actor where it is used."""
+    """One vLLM engine, token ids in and token ids out. A plain class; Ray makes it an actor."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
-        self.version = -1  # no policy was ever synced
-        self.written = Drafts()  # what running requests have so far, should this engine be lost
+        self.version = -1  # no policy was synced yet
+        self.written = Drafts()  # the answers of running requests so far, if this engine is lost
 
     async def start(self) -> None:
         """Builds the engine; its weights come with version 0."""
         self.engine: AsyncLLM = open_engine(self.cfg)
 
     async def generate(self, request: Request) -> list[Turn]:
-        """The request's answers. Those that a lost engine had begun go on from their drafts."""
-        return await self.written.complete(request, self.answer)
+        """Returns the request's answers. An answer that a lost engine had begun is continued."""
+        with self.written.open(request) as turns:
+            await together(self.answer(request, j, turns) for j in range(request.n))
+        return turns
 
-    async def answer(self, request: Request) -> Turn:
-        """The answer to a request of one sample.
+    async def answer(self, request: Request, j: int, turns: list[Turn]) -> None:
+        """Completes answer j of a request, `turns[j]`, which is empty or a draft at first.
 
         Logprobs are of the policy that sampled, at the run's temperature. vLLM labels each token
-        with the policy version of its engine step; a running request keeps its KV over an update,
-        one submitted after it never hits an older prefix (`cache_salt`).
+        with the policy version of its engine step. A running request keeps its KV cache over an
+        update; one that is submitted after it never hits an older prefix (`cache_salt`).
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        room = self.cfg.sampling.max_model_len - len(request.prompt_ids)
+        draft = turns[j]
+        if draft.finish_reason:
+            return
+        rest = rest_of(request, j, draft)
+        room = self.cfg.sampling.max_model_len - len(rest.prompt_ids)
         params = SamplingParams(
-            seed=request.seed,
-            max_tokens=min(request.max_tokens, room),
+            seed=rest.seed,
+            max_tokens=min(rest.max_tokens, room),
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             detokenize=False,
-            routed_experts_prompt_start=request.known_routes,
+            routed_experts_prompt_start=rest.known_routes,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **self.cfg.sampling.parameters | request.sampling,
+            **self.cfg.sampling.parameters | rest.sampling,
         )
-        prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": str(self.version)}
-        outputs = self.engine.generate(prompt, params, request.name, priority=request.priority)
+        prompt = {"prompt_token_ids": rest.prompt_ids, "cache_salt": str(self.version)}
+        outputs = self.engine.generate(prompt, params, rest.name, priority=rest.priority)
         (output,) = [output async for output in outputs]
-        return Turn.from_vllm([], output.outputs[0], cached=output.num_cached_tokens or 0)
+        cached = output.num_cached_tokens or 0
+        turns[j] = draft.extended(Turn.from_vllm([], output.outputs[0], cached=cached))
 
     def drafts(self, name: str, known: list[int | None]) -> list[Turn | None]:
-        """For each answer, the tokens after the first `known` ones; None: the caller has all."""
+        """Returns the tokens of each answer after the first `known`; None if the caller has all."""
         return self.written.since(name, known, self.engine.output_processor.request_states)
 
-    async def join_sync_group(self, *meeting: bytes | str | int) -> list[int]:
+    async def join_sync_group(
+        self, wire: bytes, host: str, port: int, rank: int, world: int
+    ) -> list[int]:
         """Connects the engine's workers to trainer rank 0; returns the bytes of KV of each."""
+        meeting = (wire, host, port, rank, world)
         return await self.engine.collective_rpc("join_sync_group", args=meeting)
 
-    async def update_weights(self, version: int, verify: bool) -> tuple[dict, list[int], dict]:
-        """Receives `version` in flight, between two engine steps. An error costs the engine.
+    async def update_weights(self, version: int, verify: bool) -> Received:
+        """Receives `version` in flight, between two engine steps.
 
-        Except CutOff: the engine stays paused then, and the next update repeats this one.
-        Returns the seconds of each phase, a checksum of what each worker received, and what the
-        engine did since the last update.
+        If this raises, the engine is discarded and replaced. CutOff is the exception: the engine
+        stays paused then, and the next update sends all weights again.
         """
         began = time.perf_counter()
         await self.engine.pause_generation(mode="keep", clear_cache=False)
@@ -561,10 +633,15 @@ class Generator:
         self.version = version
         loaded = time.perf_counter()
         await self.engine.resume_generation()
-        phases = {"sync_pause": paused - began, "sync_transfer": loaded - paused}
-        phases |= {"sync_resume": time.perf_counter() - loaded}
-        meters = self.engine.meter.take() | {"wait_for_training": self.written.idle.take()}
-        return phases, checksums, meters
+        resumed = time.perf_counter()
+        phases = {
+            "sync_pause": paused - began,
+            "sync_transfer": loaded - paused,
+            "sync_resume": resumed - loaded,
+        }
+        meters = self.engine.meter.take()
+        meters["wait_for_training"] = self.written.idle.take()
+        return Received(phases, checksums, meters)
 
     async def check_health(self) -> None:
         """Raises if the engine is dead; its workers reply between two of its steps."""
@@ -582,19 +659,23 @@ class RolloutWorker:
         self.samplers = Samplers(cfg)
 
     async def rollout_group(self, engine: "ActorHandle", row: dict, slot: Slot, n: int) -> Rollouts:
-        """n scored answers to one row; after an error, the next call goes on from their drafts."""
-        with self.samplers.of_group(engine, row, slot, n) as samplers:
-            episodes = await registry.rollouts(row, samplers)
+        """Returns n scored answers to one row.
+
+        If this raises, the next call for the slot continues from the drafts of this one.
+        """
+        with self.samplers.of_group(engine, row, slot, n) as group:
+            episodes = await registry.rollouts(row, group.samplers)
         rollouts = self.finish(row, slot, episodes)
-        judging = samplers[0].idle.take()
+        judging_seconds = group.idle.take()
         for info in rollouts.infos:
-            info.judging = judging
+            info.judging = judging_seconds
         return rollouts
 
     def finish(self, row: dict, slot: Slot, episodes: list[Episode]) -> Rollouts:
-        """Rewards to advantages, episodes to samples and to a line of rollouts.jsonl each.
+        """Turns rewards into advantages, and episodes into samples and lines of rollouts.jsonl.
 
-        Also for validation, where `slot.evaluation` is a version and n may be 1.
+        Serves validation as well: then `slot.evaluation` is a version, and n may be 1.
+        Raises ValueError if a reward is not finite.
         """
         rule = self.cfg.advantage
         rewards_G = torch.tensor([shaped_reward(row, e, rule.low_effort) for e in episodes])
@@ -605,15 +686,17 @@ class RolloutWorker:
         samples: list[Sample] = []
         lines = []
         for episode, reward, advantage in zip(episodes, rewards_G, advantages_G, strict=True):
-            pieces = episode.samples(row)
+            pieces = episode.samples(row)  # usually one
             for sample in pieces:
-                sample.mask_T &= not (rule.overlong_filtering and sample.truncated)
+                if rule.overlong_filtering and sample.truncated:
+                    sample.mask_T[:] = False
                 sample.keep_flaws(rule.penalties)
                 sample.reward = float(reward)
                 sample.advantage = float(advantage)
             samples += pieces
             lines.append(episode.record(self.samplers.tokenizer, row, pieces[-1]))
-        return Rollouts([s.info() for s in samples], samples, slot.lines(lines, self.cfg))
+        infos = [sample.info() for sample in samples]
+        return Rollouts(infos, samples, slot.lines(lines, self.cfg))
 
     def forget(self, slot: Slot, line: int) -> None:
         """Drops the drafts of a prompt that is given up."""
@@ -623,67 +706,132 @@ class RolloutWorker:
 # === Trainer ======================================================================================
 
 
+class PackedRow(NamedTuple):
+    """Samples and their tensors; without samples the row only fills up a rank's share."""
+
+    samples: list[Sample]
+    batch: Batch
+
+
+class ScoredRow(NamedTuple):
+    """The samples of a packed row, and the trainer's logprobs of all its tokens [T]."""
+
+    samples: list[Sample]
+    logp_T: Tensor
+
+
+class GradientSum:
+    """The gradients that wait for the optimizer step: the updates and row stats they came from.
+
+    They come from one update, or from its parts so far if a step is trained in parts.
+    """
+
+    def __init__(self) -> None:
+        self.updates: list[Update] = []
+        self.row_stats: list[dict[str, Tensor]] = []
+
+    def add(self, update: Update, row_stats: list[dict[str, Tensor]]) -> None:
+        """Adds an update, or a part of one, whose backward passes are done."""
+        self.updates.append(update)
+        self.row_stats += row_stats
+
+    def divisor_of(self, update: Update) -> Update:
+        """Returns the update whose planned counts divide this one: the first part of its step."""
+        return self.updates[0] if self.updates else update
+
+    @property
+    def planned_tokens(self) -> int:
+        """Trained tokens over all ranks, as planned."""
+        return sum(update.planned_tokens for update in self.updates)
+
+    @property
+    def planned_sequences(self) -> int:
+        """Trained sequences over all ranks, as planned."""
+        return sum(update.planned_sequences for update in self.updates)
+
+
 class Trained(NamedTuple):
-    """What a rank makes of a batch. Ray keeps the logprobs; the driver fetches the rest."""
+    """A rank's results of a batch. Ray keeps the logprobs; the driver fetches the others."""
 
     metrics: dict[str, float]  # means over the batch's updates, of all ranks; its own seconds
-    mismatch: dict  # between trainer and engine, by environment, lag and place
-    logps: np.ndarray  # of all tokens, in the order of the share's places
+    mismatch: MismatchTable  # between trainer and engine, by environment, lag and place
+    logps: np.ndarray  # float32 [T] of all tokens, in the order of the share's places
+
+    @classmethod
+    def of(
+        cls, measured: dict[str, float], rows: list[ScoredRow], step: int, limit: float
+    ) -> "Trained":
+        """Joins the rows that a rank reports; `limit` is that of the sequence-error filter."""
+        samples = [sample for row in rows for sample in row.samples]
+        logp_T = np.zeros(0, np.float32)
+        if rows:
+            logp_T = torch.cat([row.logp_T.cpu() for row in rows]).numpy()
+        return cls(measured, mismatch_table(samples, logp_T, step, limit), logp_T)
 
 
 class Trainer(SendingRank):
-    """One rank of the policy being trained. A plain class; an actor where it is used."""
+    """One rank of the policy being trained. A plain class; Ray makes it an actor."""
 
-    parts: tuple[Update, ...] = ()  # whose gradients wait for the optimizer step
-    stats: tuple[dict[str, Tensor], ...] = ()  # of their rows
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.gradients = GradientSum()
 
-    def start(self, rank: int, address: tuple[str, int]) -> list:
-        """Joins the other ranks and loads the policy; returns what its weights look like."""
+    def start(self, rank: int, address: tuple[str, int]) -> list[WeightMeta]:
+        """Joins the other ranks and loads the policy; returns name and shape of each weight."""
         torch.manual_seed(self.cfg.seed)
         self.join_ranks(rank, address)
-        open_policy = partial(self.open_policy, self.cfg.sampling.temperature)
-        self.policy = open_policy()
-        self.reference = open_policy(self.policy) if self.cfg.has_reference else None
+        temperature = self.cfg.sampling.temperature
+        self.policy = self.open_policy(temperature)
+        self.reference: Policy | None = None
+        if self.cfg.has_reference:
+            self.reference = self.open_policy(temperature, reference_of=self.policy)
         return self.open_sender()
 
     def train_step(self, step: int, updates: list[Update], *groups: list[Sample]) -> Trained:
-        """Trains one batch, or a part: Ray resolves `groups` one by one, but not inside a list."""
-        began = time.perf_counter()
-        rows = [[[groups[g][j] for g, j in row] for row in update.rows] for update in updates]
-        first_part = self.parts[0] if self.parts else None
-        batches = [
-            [pack(samples, first_part or update, self.cfg) for samples in of_update]
-            for update, of_update in zip(updates, rows, strict=True)
-        ]
-        self.add_old_and_reference(batches)
-        found, of_rows = zip(*map(self.update, updates, batches), strict=True)
-        if not self.parts:
-            self.stage_weights()
-        measured = metrics.mean_metrics(found) | {"train_seconds": time.perf_counter() - began}
-        if not self.policy.reports:  # another rank of this replica reports the same rows
-            return Trained(measured, {}, np.empty(0))
-        # A row without samples fills up a share, so that all ranks have as many.
-        pairs = zip(itertools.chain(*rows), itertools.chain(*of_rows), strict=True)
-        used = [pair for pair in pairs if pair[0]]
-        samples = [sample for row, _ in used for sample in row]
-        logp_T = torch.cat([torch.empty(0), *(x_T.cpu() for _, x_T in used)]).numpy()
-        limit = self.cfg.correction.sequence_error_limit
-        return Trained(measured, mismatch_table(samples, logp_T, step, limit), logp_T)
+        """Trains on this rank's share of a batch, or of a part of one.
 
-    def add_old_and_reference(self, batches: list[list[Batch]]) -> None:
-        """The logprobs that the loss compares with, computed before the policy moves."""
-        rows = list(itertools.chain(*batches))
-        if len(batches) > 1:
-            for batch, logp_T in zip(rows, self.policy.logprobs(rows), strict=True):
+        The groups are arguments of their own because Ray does not resolve references in a list.
+        """
+        began = time.perf_counter()
+        packed = [self.pack_rows(update, groups) for update in updates]
+        self.add_old_and_reference(packed)
+        measured: list[dict[str, float]] = []
+        scored: list[ScoredRow] = []
+        for update, rows in zip(updates, packed, strict=True):
+            scored += self.add_gradients(update, rows)
+            if not update.more:
+                measured.append(self.optimizer_step())
+        if not updates[-1].more:
+            self.stage_weights()
+        means = metrics.mean_metrics(measured)
+        means["train_seconds"] = time.perf_counter() - began
+        if not self.policy.reports:  # another rank of this replica reports the same rows
+            scored = []
+        return Trained.of(means, scored, step, self.cfg.correction.sequence_error_limit)
+
+    def pack_rows(self, update: Update, groups: Sequence[list[Sample]]) -> list[PackedRow]:
+        """Packs the rows of an update, whose places name a group by its number in `groups`."""
+        planned = self.gradients.divisor_of(update)
+        rows = []
+        for places in update.rows:
+            samples = [groups[g][j] for g, j in places]
+            rows.append(PackedRow(samples, pack(samples, planned, self.cfg)))
+        return rows
+
+    def add_old_and_reference(self, packed: list[list[PackedRow]]) -> None:
+        """Adds the logprobs that the loss compares with, computed before the policy moves."""
+        batches = [row.batch for rows in packed for row in rows]
+        if len(packed) > 1:  # several updates: the policy moves after the first one
+            for batch, logp_T in zip(batches, self.policy.logprobs(batches), strict=True):
                 batch.old_logp_T = logp_T
         if self.reference:
-            for batch, logp_T in zip(rows, self.reference.logprobs(rows), strict=True):
+            for batch, logp_T in zip(batches, self.reference.logprobs(batches), strict=True):
                 batch.ref_logp_T = logp_T
 
-    def update(self, part: Update, rows: list[Batch]) -> tuple[dict[str, float], list[Tensor]]:
-        """Gradients of this rank's packed rows; after an update's last part, an optimizer step.
+    def add_gradients(self, update: Update, rows: list[PackedRow]) -> list[ScoredRow]:
+        """Runs forward and backward over this rank's rows of an update, or of a part of one.
 
-        Returns that step's metrics, and the logprobs [T] of each row.
+        Returns the rows that have samples, with the logprobs that the engine's are compared with.
         """
         logps: list[Tensor] = []
 
@@ -691,30 +839,47 @@ class Trainer(SendingRank):
             logps.append(logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T)
             return policy_loss(logp_T, batch, self.cfg)
 
-        self.stats += tuple(self.policy.forward_backward(rows, loss_fn, part.more))
-        self.parts += (part,)
-        if part.more:
-            return {}, logps
-        total = self.reduced(self.stats)
-        first_part = self.parts[0]
-        tokens = sum(part.planned_tokens for part in self.parts)
-        sequences = sum(part.planned_sequences for part in self.parts)
-        self.parts, self.stats = (), ()
-        # Samples that were counted but not computed cannot fail the filter: they count as kept.
-        kept_tokens = tokens - total["row_tokens"] + total["kept_tokens"]
-        kept_sequences = sequences - total["row_sequences"] + total["kept_sequences"]
-        planned = divisor(first_part.planned_tokens, first_part.planned_sequences, self.cfg)
+        batches = [row.batch for row in rows]
+        self.gradients.add(update, self.policy.forward_backward(batches, loss_fn, update.more))
+        scored = []
+        for row, logp_T in zip(rows, logps, strict=True):
+            if row.samples:
+                scored.append(ScoredRow(row.samples, logp_T))
+        return scored
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Steps on the sum of gradients, scaled as if each row had been divided by what is kept.
+
+        Returns the metrics of the update.
+        """
+        summed = self.gradients
+        self.gradients = GradientSum()
+        total = self.reduced(summed.row_stats)
+        # Samples that were counted and not computed cannot fail the filter: they count as kept.
+        kept_tokens = summed.planned_tokens - total["row_tokens"] + total["kept_tokens"]
+        kept_sequences = summed.planned_sequences - total["row_sequences"] + total["kept_sequences"]
+        first = summed.updates[0]
+        planned = divisor(first.planned_tokens, first.planned_sequences, self.cfg)
         grad_scale = planned / divisor(kept_tokens, kept_sequences, self.cfg)
-        measured = metrics.step_metrics(total, tokens, grad_scale)
-        return measured | self.policy.optimizer_step(grad_scale), logps
+        measured = metrics.step_metrics(total, summed.planned_tokens, grad_scale)
+        return measured | self.policy.optimizer_step(grad_scale)
 
     def probe_gaps(self, answers: list[list[Turn]]) -> list[float]:
-        """Mean |logp - engine_logp| over each engine's turns; collective over the ranks."""
-        samples = ([Sample.of([turn]) for turn in turns] for turns in answers)
-        rows = [pack(of_engine, Update(1, 1, []), self.cfg) for of_engine in samples]
-        scored = zip(rows, self.policy.logprobs(rows), strict=True)
-        gaps = ((x_T.cpu() - row.engine_logp_T)[row.mask_T] for row, x_T in scored)
-        return [float(gap_N.abs().mean()) for gap_N in gaps]
+        """Returns the mean |logp - engine_logp| over each engine's turns; collective."""
+        return probe_gaps(self.policy, answers, self.cfg)
+
+
+def probe_gaps(policy: Policy, answers: list[list[Turn]], cfg: Config) -> list[float]:
+    """Scores the turns of each engine: the mean |logp - engine_logp| of their tokens, nats."""
+    rows = []
+    for turns in answers:
+        samples = [Sample.of([turn]) for turn in turns]
+        rows.append(pack(samples, Update(planned_tokens=1, planned_sequences=1, rows=[]), cfg))
+    gaps = []
+    for row, logp_T in zip(rows, policy.logprobs(rows), strict=True):
+        gap_T = (logp_T.cpu() - row.engine_logp_T).abs()
+        gaps.append(float(gap_T[row.mask_T].mean()))
+    return gaps
 
 
 # === Weight sync: every engine from one policy version to the next, in flight =====================
@@ -723,8 +888,9 @@ class Trainer(SendingRank):
 class Engines:
     """The fleet of generators, kept at one policy version.
 
-    An engine that does not acknowledge an update is replaced. Those from which it was cut off get
-    it again, paused meanwhile: their layers are of two policies. All join a new process group.
+    An engine that does not acknowledge an update is replaced. An engine that an update was cut off
+    from stays paused, because its layers are of two policies, and gets the update again. All of
+    them join a new process group.
     """
 
     def __init__(self, cfg: Config, cluster: Cluster):
@@ -733,34 +899,49 @@ class Engines:
         self.fleet = Fleet(Generator, cfg, cluster)
 
     async def sync(self, version: int) -> dict[str, float]:
-        """Brings all engines to `version`; returns metrics, a phase's seconds from the slowest one.
+        """Brings all engines to `version`, and tries again with new engines if some fail.
 
-        Raises RuntimeError where none is left and none may be replaced, or where one
-        holds other weights than the trainer; and whatever the very first update raises.
+        Returns metrics; the seconds of each phase are those of the slowest engine. Raises
+        RuntimeError if no engine is left and none may be replaced, or if an engine holds other
+        weights than the trainer; and whatever the very first update raises.
         """
         fleet = self.fleet
-        every = self.cfg.engine.verify_sync_every
         while True:
             lost_before = fleet.discarded
             fleet.launch()
             try:
-                await fleet.connect()
-                verify = bool(fleet.fresh or (every and version % every == 0))
-                sends = [trainer.send_weights.remote(verify) for trainer in self.cluster.trainers]
-                updates = {e: e.update_weights.remote(version, verify) for e in fleet.alive}
-                measured = await fleet.exchange(sends, updates)
-                gaps = await fleet.gaps() if verify else []
+                measured, gaps = await self.send_weights(version)
             except Exception as error:
-                # Re-raises what no restart can fix.
+                # Re-raises the error if no new engine can help.
                 await repair.discard_dead(fleet, error, lost_before)
                 continue
             fleet.probe.judge(version, gaps)
-            if fleet.alive:  # or all died after they had acknowledged the update
+            if fleet.alive:  # all may have died after they acknowledged the update
                 fleet.all_synced()
                 return measured | {"engines": len(fleet.queue)}
 
+    async def send_weights(self, version: int) -> tuple[dict[str, float], list[float]]:
+        """Sends the policy to all engines once, and probes them if this update is verified.
+
+        Returns the metrics of the update, and how far each probed engine's logprobs are from the
+        trainer's, nats.
+        """
+        fleet = self.fleet
+        await fleet.connect()
+        verify = self.verifies(version)
+        sends = [trainer.send_weights.remote(verify) for trainer in self.cluster.trainers]
+        updates = {engine: engine.update_weights.remote(version, verify) for engine in fleet.alive}
+        measured = await fleet.exchange(sends, updates)
+        gaps = await fleet.gaps() if verify else []
+        return measured, gaps
+
+    def verifies(self, version: int) -> bool:
+        """Returns whether the update is checked: an engine is new, or its turn has come."""
+        every = self.cfg.engine.verify_sync_every
+        return bool(self.fleet.fresh) or (every > 0 and version % every == 0)
+
     async def repair_forever(self, run: "Run") -> None:
-        """Replaces engines that die while they serve; the others go on, and so does training."""
+        """Replaces engines that die while they serve; the others continue, and so does training."""
         while not run.leaving:
             replacing = repair.replace(self.fleet)
             await repair.unless_left(self.fleet, replacing, lambda: run.leaving)
@@ -779,9 +960,9 @@ class Engines:
 #         generate       token ids in, token ids and logprobs out                Generator
 #     buffer.put         the group is ready; its samples stay where they are
 #   train_forever
-#     take               waits until step s, or a part of it, is ready
+#     take               waits until step s, or a part of it, is ready           StepInParts
 #     plan_step          from lengths: which replica packs which samples
-#     train_step         pack, policy_loss, gradients; at last an optimizer step Trainer
+#     train_step         pack, policy_loss, gradients, an optimizer step         Trainer
 #     sync               pause, send weights, label them s + 1, resume           Engines
 #     buffer.advance     slots of step s + 1 + max_lag may start
 #     log, save, evaluate
@@ -796,6 +977,36 @@ class Progress:
     in_flight: dict[int, int] = dataclasses.field(default_factory=dict)  # slot -> its prompt
 
 
+@dataclasses.dataclass
+class StepInParts:
+    """The sums of one training step on the driver.
+
+    A step has cfg.train_parts parts, usually one: the whole batch. Each part is trained as soon as
+    its groups are there, while the rollouts of the next part still run. The gradients of the parts
+    add up in the trainers, and the last part ends with the optimizer step.
+    """
+
+    groups: list[Group] = dataclasses.field(default_factory=list)  # trained so far
+    tables: list[MismatchTable] = dataclasses.field(default_factory=list)  # of each rank and part
+    scores: list[ScoredShare] = dataclasses.field(default_factory=list)  # likewise, to be written
+    wait_for_rollouts: float = 0.0  # seconds
+    train_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The metrics that add up over the parts of a step."""
+        return {"wait_for_rollouts": self.wait_for_rollouts, "train_seconds": self.train_seconds}
+
+
+class TrainCall(NamedTuple):
+    """A rank's share of a part, and Ray's references to the fields of its `Trained`."""
+
+    share: Share
+    metrics: Ref[dict[str, float]]
+    mismatch: Ref[MismatchTable]
+    logps: Ref[np.ndarray]
+
+
 class Run:
     """One training run. `generate_forever` and `train_forever` meet in the buffer."""
 
@@ -807,33 +1018,40 @@ class Run:
 
     def __init__(self, cfg: Config, rows: Sequence[dict], val_rows: Sequence[dict]):
         self.cfg = cfg
-        self.rows, self.val_rows = rows, val_rows
+        self.rows = rows
+        self.val_rows = val_rows
         self.cluster = Cluster(cfg, *self.ACTORS)
         self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag, cfg.train_parts)
         self.progress = Progress()
         self.log = Log()
         self.engines: Any = Engines(cfg, self.cluster)
-        census, write = self.buffer.census, self.log.rollouts
-        self.dispatcher = Dispatcher(cfg, self.cluster, self.engines.fleet, census, write)
+        self.dispatcher = Dispatcher(
+            cfg,
+            self.cluster,
+            self.engines.fleet,
+            census=self.buffer.census,
+            write=self.log.rollouts,
+        )
         self.checkpoints = Checkpoints(cfg, self.cluster, rows)
-        self.parts = Parts()
-        self.evaluated = -1  # last policy version that was evaluated
+        self.current_step = StepInParts()
+        self.evaluated = -1  # the last policy version that was evaluated
         self.dropped_in_a_row = 0
         # Held from optimizer step to sync: a repair must never send weights without a version.
         self.training = asyncio.Lock()
-        self.leaving = ""  # why, once the run is asked to save and leave
+        self.leaving = ""  # the reason, once the run is asked to save and leave
 
     async def start(self) -> None:
         """Starts all actors and gives the engines the policy before any rollout.
 
-        To be evaluated, a checkpoint may be of any stream of prompts, and is not gone on from.
+        With --eval_only the checkpoint may come from another dataset, and training is not resumed.
         """
         # Engines that share a GPU start after its trainers, so that vLLM sees the free memory.
         if not self.cluster.shares_gpus():
             self.engines.fleet.launch()
         await self.cluster.start_trainers()
         trains = not self.cfg.command.eval_only
-        state = await self.checkpoints.load(self.MUST_MATCH if trains else None, self.state())
+        must_match = self.MUST_MATCH if trains else None
+        state = await self.checkpoints.load(must_match, self.state())
         version = state.get("version", 0)
         self.log.open(self.cfg, version)
         self.dispatcher.crew.start()
@@ -841,19 +1059,27 @@ class Run:
         await self.engines.sync(version)
         self.buffer.version = version
         if state and trains:
-            self.restore(state, await self.checkpoints.read_ready(state))
+            ready = await self.checkpoints.read_ready(state)
+            self.restore(state, ready)
 
-    async def run(self, loops: Sequence[Loop] | None = None) -> None:
-        """Starts what is needed, then runs both loops, or those of a mode; a failure ends all."""
-        start, generate, train = loops or (self.start, self.generate_forever, self.train_forever)
+    async def run(self, loops: Loops | None = None) -> None:
+        """Starts the run and its two loops, or the loops of a mode such as --replay.
+
+        Ends when the training loop ends. An error in any loop ends all of them.
+        """
+        loops = loops or Loops(self.start, self.generate_forever, self.train_forever)
         self.cluster.on_signal(self.leave)
-        await start()
-        async with asyncio.TaskGroup() as self.tasks:  # also those that write checkpoints
-            beside = [generate(), self.engines.repair_forever(self)]
-            beside += [self.cluster.watch(trainer) for trainer in self.cluster.trainers]
-            tasks = [self.tasks.create_task(loop) for loop in beside]
-            await train()
-            for task in tasks:
+        await loops.start()
+        async with asyncio.TaskGroup() as tasks:
+            self.tasks = tasks  # the writers of checkpoints run among them
+            background = [
+                tasks.create_task(loops.generate()),
+                tasks.create_task(self.engines.repair_forever(self)),
+            ]
+            for trainer in self.cluster.trainers:
+                background.append(tasks.create_task(self.cluster.watch(trainer)))
+            await loops.train()
+            for task in background:
                 task.cancel()
         self.log.close()
 
@@ -866,9 +1092,9 @@ class Run:
         """Starts each slot as soon as the policy is recent enough for it."""
         progress = self.progress
         last = self.cfg.steps * self.cfg.prompts_per_step
-        slots = itertools.chain(sorted(progress.in_flight), range(progress.next_slot, last))
+        resumed = sorted(progress.in_flight)
         async with asyncio.TaskGroup() as tasks:
-            for slot in slots:
+            for slot in itertools.chain(resumed, range(progress.next_slot, last)):
                 await self.buffer.until(partial(self.buffer.may_start, slot))
                 self.buffer.start(slot)
                 if slot == progress.next_slot:
@@ -882,7 +1108,7 @@ class Run:
         self.progress.next_prompt += 1
 
     async def fill(self, slot: int) -> None:
-        """Rolls out a slot's prompt; one that keeps failing gives way to the next."""
+        """Rolls out a slot's prompt; if it keeps failing, the next prompt takes its place."""
         progress = self.progress
         while True:
             row = self.rows[progress.in_flight[slot] % len(self.rows)]
@@ -903,12 +1129,13 @@ class Run:
         self.log.show_ready(len(self.buffer.ready))
 
     async def roll_out(self, row: dict, slot: Slot) -> Group:
-        """A prompt's group, as it is trained on."""
+        """Returns a prompt's group as it is trained on."""
         return await self.dispatcher.roll_out(row, slot, self.cfg.group_size, self.buffer.version)
 
     async def train_forever(self) -> None:
         """Takes each step's groups, trains, syncs; reads like synchronous GRPO."""
-        cfg, buffer = self.cfg, self.buffer
+        cfg = self.cfg
+        buffer = self.buffer
         saved = buffer.version
         if saved and not self.checkpoints.exist():  # it came from another folder's checkpoint
             await self.save()
@@ -917,19 +1144,12 @@ class Run:
             await self.evaluate()
         for step in range(buffer.version, cfg.steps):
             began = time.perf_counter()
-            parts = self.parts = Parts()
-            while (groups := await self.take(step)) and buffer.next_step <= step:
-                async with self.training:  # a part of the batch: its gradients wait for the others
-                    await self.train(step, groups)
-            if not groups:
+            stats = await self.train_and_sync(step)
+            if stats is None:  # the run is to leave
                 break
-            async with self.training:
-                stats = await self.train(step, groups)
-                stats |= await self.sync_or_leave(step + 1)
-                buffer.advance(step + 1)
-            stats |= {"step_seconds": time.perf_counter() - began}
-            stats |= {"dropped_prompts": buffer.dropped.total()}
-            self.log.step(step + 1, parts.groups, stats | self.dispatcher.meters())
+            stats["step_seconds"] = time.perf_counter() - began
+            stats["dropped_prompts"] = buffer.dropped.total()
+            self.log.step(step + 1, self.current_step.groups, stats | self.dispatcher.meters())
             if self.is_due(cfg.save_period):
                 saved = step + 1
                 await self.save()
@@ -939,77 +1159,141 @@ class Run:
             await self.save()
         await self.checkpoints.written()
         if self.leaving:
-            self.log.note(f"left at step {buffer.version} ({self.leaving}); --resume auto goes on")
+            self.log.note(
+                f"left at step {buffer.version} ({self.leaving}); --resume auto continues"
+            )
+
+    async def train_and_sync(self, step: int) -> dict[str, float] | None:
+        """Trains one step, part by part, and brings the engines to the new policy.
+
+        Returns the step's metrics, or None if the run is to leave before the last part.
+        """
+        self.current_step = StepInParts()
+        while groups := await self.take(step):
+            async with self.training:
+                stats = await self.train(step, groups)
+                if self.buffer.next_step > step:  # that was the last part
+                    stats |= await self.sync_or_leave(step + 1)
+                    self.buffer.advance(step + 1)
+                    return stats
+        return None
 
     async def sync_or_leave(self, version: int) -> dict[str, float]:
-        """`Engines.sync`; {} once the run is to leave and no engine lives, so that it can save."""
+        """Syncs the engines. Returns {} if the run is to leave and no engine lives: it can save."""
         fleet = self.engines.fleet
         return await repair.unless_left(fleet, self.engines.sync(version), lambda: self.leaving)
 
     def is_due(self, period: int) -> bool:
-        """Whether something is to be done at this version: every `period`, and at the end."""
+        """Returns whether something is due at this version: every `period`, and at the end."""
         version = self.buffer.version
-        return version == self.cfg.steps or bool(period and version % period == 0)
+        if version == self.cfg.steps:
+            return True
+        return period > 0 and version % period == 0
 
     async def take(self, step: int) -> list[Group]:
-        """A step's next groups: part by part until they fill a row of each replica; [] to leave."""
+        """Waits for the next part of a step; returns [] if the run is to leave.
+
+        Parts are joined until they fill a row of each replica, so that no replica runs empty.
+        """
         began = time.perf_counter()
         limit = 2 * self.dispatcher.prompt_seconds  # a prompt, and the one that takes its place
-        groups: list[Group] = []
         room = self.cfg.policy.row_tokens * self.cfg.policy.replicas
-        skips = self.cfg.loss.skip_zero_advantage
+        groups: list[Group] = []
         while self.buffer.next_step <= step and room > 0:
             ready = self.buffer.until(lambda: bool(self.leaving) or self.buffer.has_part(step))
             await self.dispatcher.wait(limit, f"the groups of step {step + 1}", ready)
             if self.leaving:
                 return []
-            groups += (part := self.buffer.take(step))
-            infos = itertools.chain(*(group.infos for group in part))
-            room -= sum(i.tokens for i in infos if i.has_gradient or not skips)
-        self.parts.seconds["wait_for_rollouts"] += time.perf_counter() - began
+            part = self.buffer.take(step)
+            groups += part
+            room -= self.tokens_to_compute(part)
+        self.current_step.wait_for_rollouts += time.perf_counter() - began
         return groups
 
+    def tokens_to_compute(self, groups: list[Group]) -> int:
+        """Returns the tokens of the samples that the trainers compute."""
+        tokens = 0
+        for group in groups:
+            for info in group.infos:
+                if info.has_gradient or not self.cfg.loss.skip_zero_advantage:
+                    tokens += info.tokens
+        return tokens
+
     async def train(self, step: int, groups: list[Group]) -> dict[str, float]:
-        """A batch, or a part, on all trainer ranks, each with just the groups that it packs."""
-        cfg, more = self.cfg, self.buffer.next_step <= step
+        """Trains a part of a step on all trainer ranks; the last part ends with the optimizer step.
+
+        Each rank gets the groups that it packs, and no others. Returns the metrics of the step so
+        far.
+        """
+        cfg = self.cfg
+        current = self.current_step
+        more = self.buffer.next_step <= step  # parts follow
         shares = await asyncio.to_thread(plan_step, groups, cfg, more)
-        of_ranks = [shares[cfg.policy.replica_of(rank)] for rank in range(cfg.policy.ranks)]
-        calls = []
-        for trainer, share in zip(self.cluster.trainers, of_ranks, strict=True):
-            samples = (groups[g].samples for g in share.groups)
-            train = trainer.train_step.options(num_returns=len(Trained._fields))
-            calls.append(train.remote(step, share.updates, *samples))
-        stats, tables, logps = zip(*calls, strict=True)  # Ray's references, of all ranks
-        done = asyncio.gather(stats[0], *tables)  # all ranks have the same metrics
-        limit = cfg.timeouts.train
-        measured, *found = await self.dispatcher.wait(limit, "a training step", done, judged=False)
-        parts = self.parts
+        calls: list[TrainCall] = []
+        for rank, trainer in enumerate(self.cluster.trainers):
+            share = shares[cfg.policy.replica_of(rank)]
+            samples = [groups[g].samples for g in share.groups]
+            train_step = trainer.train_step.options(num_returns=len(Trained._fields))
+            calls.append(TrainCall(share, *train_step.remote(step, share.updates, *samples)))
+
+        async def finished() -> tuple[dict[str, float], list[MismatchTable]]:
+            tables = await asyncio.gather(*(call.mismatch for call in calls))
+            return await calls[0].metrics, tables  # all ranks have the same metrics
+
+        measured, tables = await self.dispatcher.wait(
+            cfg.timeouts.train, "a training step", finished(), judged=False
+        )
         if cfg.sample_period and (step + 1) % cfg.sample_period == 0:
-            places = [share.places(len(parts.groups)) for share in of_ranks]
-            parts.scores.extend(zip(places, logps, strict=True))
-        parts.groups.extend(groups)
-        parts.seconds["train_seconds"] += measured["train_seconds"]
-        parts.tables.extend(found)
+            for call in calls:
+                places = call.share.places(first=len(current.groups))
+                current.scores.append(ScoredShare(places, call.logps))
+        current.groups += groups
+        current.tables += tables
+        current.train_seconds += measured["train_seconds"]
         if not more:
-            self.log.mismatch(step + 1, parts.tables)
-        if parts.scores and not more:
-            writes = self.checkpoints.write_samples(step + 1, parts.groups, parts.scores)
-            self.tasks.create_task(writes)
-        return measured | parts.seconds
+            self.log.mismatch(step + 1, current.tables)
+        if current.scores and not more:
+            writing = self.checkpoints.write_samples(step + 1, current.groups, current.scores)
+            self.tasks.create_task(writing)
+        return measured | current.seconds
 
     async def evaluate(self) -> None:
-        """Validation rewards and pass@k, once a version; given up when the run is to leave."""
-        await evaluate(self)
+        """Evaluates the present policy version on the validation rows, once.
+
+        Gives up if the run is to leave. Raises RuntimeError if every row failed.
+        """
+        version = self.buffer.version
+        if self.leaving or not self.val_rows or self.evaluated == version:
+            return
+        slots = [Slot(number, version) for number in range(len(self.val_rows))]
+        self.log.note(f"evaluating version {version} (prompts: {len(slots)})")
+        rollouts = self.dispatcher.roll_out_all(self.val_rows, slots, self.cfg.data.val_samples)
+        leaves = self.buffer.until(lambda: bool(self.leaving))
+        results = await unless_stopped(leaves, asyncio.ensure_future(rollouts))
+        if results is None:
+            return
+        answered: list[list[SampleInfo]] = []
+        for row, slot, result in zip(self.val_rows, slots, results, strict=True):
+            if isinstance(result, Exception):
+                line = f"{self.cfg.data.val}:{row['_line']}"
+                self.log.drop(slot, slot.number, line, result)
+            else:
+                answered.append(result.infos)
+        if not answered:
+            await self.checkpoints.written()  # or the end of the run would cancel it
+            raise RuntimeError(f"every validation row failed, the last by {results[-1]!r}")
+        self.log.evaluation(version, answered, len(slots) - len(answered))
+        self.evaluated = version
 
     async def save(self) -> None:
-        """Copies this moment, while the run waits, and writes it while the run goes on."""
+        """Copies this moment while the run waits, and writes the copy while the run continues."""
         await self.checkpoints.written()
         async with self.training:  # or a repair would wait for this save and count it as a failure
             ready = [*self.buffer.taken, *self.buffer.ready.values()]  # as old as the state
             await self.checkpoints.save(self.state(), ready, self.tasks)
 
     def state(self) -> dict:
-        """What a checkpoint holds beside the policy and the finished groups, as JSON values."""
+        """Returns what a checkpoint holds besides policy and finished groups, as JSON values."""
         return {
             "version": self.buffer.version,
             "dropped": dict(self.buffer.dropped),
@@ -1017,10 +1301,10 @@ class Run:
         }
 
     def restore(self, state: dict, ready: list[Group]) -> None:
-        """Goes on where `state` was taken."""
+        """Continues from the `state` of a checkpoint and its finished groups."""
         self.progress = Progress(**state["progress"])
         self.buffer.restore(state["version"], ready, state["dropped"])
-        self.evaluated = state["evaluated"]  # which Checkpoints.load reads from metrics.jsonl
+        self.evaluated = state["evaluated"]  # Checkpoints.load reads it from metrics.jsonl
 
 
 def main() -> None:
@@ -1034,7 +1318,7 @@ def main() -> None:
         print(explain(cfg, Config))
         return
     from envs.check_rows import load_rows
-    from runtime.startup import modes, preflight
+    from runtime.startup import preflight
 
     preflight.prepare(cfg)
     rows = load_rows(cfg.data.train, cfg)

@@ -4,22 +4,23 @@
     w_t  =  min(max(pi_train(t) / pi_engine(t), 0.2), 5)           nor through this
     loss = -sum_t  w_t  (a A_t + b A_i)  log pi_train(t)  /  (tokens kept in the whole batch)
 
-The student samples, and each of its tokens is scored by the teacher of the row's domain. With w = 1
-the expected gradient of the loss is that of KL(student || teacher) at each state that the student
-visits. Kept are the tokens of sequences whose mean exp|log pi_train - log pi_engine| is at most 2.
+The student samples, and the teacher of the row's domain scores each of its tokens. With w = 1 the
+expected gradient of the loss is the gradient of KL(student || teacher) at each state that the
+student visits. A sequence is kept if its mean exp|log pi_train - log pi_engine| is at most 2.
 A_i is the advantage of the reward in its group (equation 9 of the report of MiMo-V2-Flash,
-arXiv:2601.02780); b = 0 is what Nemotron 3 Ultra publishes: one sample of a prompt, and no reward.
+arXiv:2601.02780). Nemotron 3 Ultra publishes b = 0: one sample of each prompt, and no reward.
 
-The loops, the buffer, the engines and the packing are those of grpo_async.py. On the way from a
-finished rollout to the buffer lies a queue, one for each teacher:
+The loops, the buffer, the engines and the packing come from grpo_async.py. A finished rollout
+passes the queue of its teacher on the way to the buffer:
 
     prompts (JSONL) ---> RolloutWorker(s) ---> Teacher(s) ---> RolloutBuffer ---> Trainer(s)
                            token ids ^         log pi_teacher   (driver)             |
                                      v         of each token                         |
                                Generator(s) <------------ weights v + 1 -------------+
 
-A teacher is a frozen network on ranks of its own. It scores one batch at a time, of the rollouts
-that wait, beside generation and training. One that dies is replaced, and scores its batch again.
+A teacher is a frozen network on ranks of its own. It scores the rollouts that wait in batches, one
+at a time, while generation and training continue. A teacher that dies is replaced, and its batch is
+scored again.
 
 Axes, as suffixes:  T tokens of a packed row    N sequences in that row
 
@@ -27,7 +28,7 @@ Axes, as suffixes:  T tokens of a packed row    N sequences in that row
     python mopd.py --config configs/ultra_mopd.py --steps 50        a file of overrides, then flags
     python mopd.py --help                                           every setting
 
-docs/mopd.md says when to choose it, and what is unlike NeMo-RL.
+docs/mopd.md explains when to choose it, and how it differs from NeMo-RL.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ import dataclasses
 import importlib
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -51,20 +53,24 @@ from envs import Reward, registry
 from grpo_async import (
     Advantage,
     Correction,
+    GradientSum,
     RowLoss,
+    ScoredRow,
     Trained,
     importance_weights,
+    token_mismatch,
     trusted_sequences,
 )
+from policy import Policy, WeightMeta
 from policy.factory import network
 from policy.packing import Place, Update
-from rollout.episode import Episode, Group, Rollouts, Sample, SampleInfo
+from rollout.episode import Episode, Group, Rollouts, Sample, SampleInfo, Turn
 from runtime.checkpoints.folders import flaw
 from runtime.processes.trainer_rank import Rank, SendingRank
 from runtime.reporting import metrics
-from runtime.reporting.rollout_metrics import mismatch_table
 from runtime.rollouts.dispatch import Slot
 from runtime.rollouts.teachers import Teachers
+from runtime.startup import modes
 from settings.config import CHECKED, Demand
 from settings.distillation import TeacherSettings
 
@@ -134,22 +140,24 @@ class Config(TeacherSettings):
 
 @dataclasses.dataclass
 class Batch(grpo_async.Batch):
-    """A packed row of grpo_async.py, and what the teachers say of its tokens."""
+    """A packed row of grpo_async.py with the teachers' logprobs of its tokens."""
 
     teacher_logp_T: Tensor = dataclasses.field(kw_only=True)  # float32
 
 
 def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
-    """One row of several samples; an empty row is a single token that trains nothing.
+    """Joins samples into one row; without samples, the row is one token that trains nothing.
 
     Raises RuntimeError for a sample that no teacher has scored.
     """
-    row = grpo_async.pack(samples, update, cast(Any, cfg))  # of which it reads `advantage`
-    pieces = [np.zeros(1, np.float32)] if not samples else []
+    row = grpo_async.pack(samples, update, cfg)
+    pieces = []
     for sample in samples:
         if sample.teacher_logp_T is None or not np.isfinite(sample.teacher_logp_T).all():
             raise RuntimeError("a sample has no teacher's logprobs: only mopd.py writes those")
         pieces.append(sample.teacher_logp_T)
+    if not samples:
+        pieces.append(np.zeros(1, np.float32))
     return Batch(**vars(row), teacher_logp_T=torch.from_numpy(np.concatenate(pieces)))
 
 
@@ -157,10 +165,10 @@ def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
 
 
 def distillation_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
-    """The loss of one packed row, given the student's logprobs `logp_T` [T], with gradient.
+    """Returns the loss of one packed row; `logp_T` [T] are the student's, with gradient.
 
-    In REINFORCE's form: one update is made of a batch, so there is no PPO ratio. Divided by the
-    planned count of the update, or of its first part, as in grpo_async.policy_loss.
+    It has REINFORCE's form: a batch gives one update, so there is no PPO ratio. It is divided by
+    the planned count of the update, or of its first part, as in grpo_async.policy_loss.
     """
     rule = cfg.correction
     student_T = logp_T.detach()
@@ -181,27 +189,29 @@ def distillation_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
         "sampling_importance_ratio": weight_T,
         "is_oob_ratio": 1.0 - inside_T.float(),
     }
-    return RowLoss(loss, metrics.row_stats(loss, logp_T, batch, mask_T, trusted, measured))
+    measured |= token_mismatch(student_T, student_T, batch.engine_logp_T)
+    return RowLoss(loss, metrics.row_stats(loss, batch, mask_T, trusted, measured))
 
 
 # === Rollouts =====================================================================================
 
 
 class RolloutWorker(grpo_async.RolloutWorker):
-    """That of grpo_async.py, which need not verify answers to train on them."""
+    """The worker of grpo_async.py, which skips the verification of answers if it can."""
 
     cfg: Any  # a Config of this file
 
     async def rollout_group(self, engine: "ActorHandle", row: dict, slot: Slot, n: int) -> Rollouts:
-        """n answers to one row, which are not verified where that can be skipped."""
+        """Returns n answers to one row; verifies them only if their rewards are needed."""
         module = registry.environment(row["agent_ref"]["name"])
-        plays = hasattr(module, "rollout")  # an environment of many turns verifies at its end
-        if self.cfg.verify or plays or slot.evaluation is not None:
+        has_turns = hasattr(module, "rollout")  # an environment of many turns verifies at its end
+        if self.cfg.verify or has_turns or slot.evaluation is not None:
             return await super().rollout_group(engine, row, slot, n)
-        with self.samplers.of_group(engine, row, slot, n) as samplers:
+        with self.samplers.of_group(engine, row, slot, n) as group:
             params = row["responses_create_params"]
-            prompt_ids = samplers[0].render(params["input"], params.get("tools"))
-            turns = await samplers[0].generate(prompt_ids, n)
+            sampler = group.samplers[0]
+            prompt_ids = sampler.render(params["input"], params.get("tools"))
+            turns = await sampler.generate(prompt_ids, n)
         return self.finish(row, slot, [Episode([turn], Reward(0.0)) for turn in turns])
 
 
@@ -209,51 +219,64 @@ class RolloutWorker(grpo_async.RolloutWorker):
 
 
 class Teacher(Rank):
-    """One rank of one or more frozen networks. A plain class; an actor where it is used."""
+    """One rank of one or more frozen networks. A plain class; Ray makes it an actor."""
 
     def start(self, rank: int, address: tuple[str, int]) -> None:
-        """Joins the other ranks and loads the checkpoints that they hold, `cfg.model` the first.
+        """Joins the other ranks and loads the checkpoints that they hold, `cfg.model` first.
 
-        Raises RuntimeError where one was exported by a run and its marker says otherwise.
+        Raises RuntimeError if a checkpoint was exported by a run and does not match its marker.
         """
         cfg = self.cfg
         self.join_ranks(rank, address)
-        for model in cfg.models_beside(cfg.model):
+        models = cfg.models_beside(cfg.model)
+        for model in models:
             if found := flaw(model, rank, cfg.policy.ranks):
                 raise RuntimeError(f"the teacher in {model!r}: {found}")
-        how = (cfg.policy, cfg.sampling.temperature, cfg.seed, cfg.timeouts.train)
-        self.networks = {model: network(model, *how) for model in cfg.models_beside(cfg.model)}
+        self.networks: dict[str, Policy] = {}
+        for model in models:
+            self.networks[model] = network(
+                model, cfg.policy, cfg.sampling.temperature, cfg.seed, cfg.timeouts.train
+            )
 
-    def score(self, model: str, rows: list[list[Place]], *groups: list[Sample]) -> tuple:
-        """Logprobs of the samples' tokens, packed in `rows`, of one checkpoint; collective.
+    def score(
+        self, model: str, rows: list[list[Place]], *groups: list[Sample]
+    ) -> tuple[float | list[list[SampleInfo]] | list[Sample], ...]:
+        """Scores the samples that are packed in `rows` with one checkpoint; collective.
 
-        Returns the seconds that it took, the infos of each group, and then the groups, whose
-        samples have `teacher_logp_T`. Of a replica's ranks one returns them, and the others empty
-        ones. Raises FloatingPointError for a logprob that is not finite: it would train nothing.
+        Returns seconds, the infos of each group, and then each group, as values of their own for
+        Ray; the samples have `teacher_logp_T` now. One rank of a replica returns them, and the
+        others return empty lists. Raises FloatingPointError if a logprob is not finite.
         """
         began = time.perf_counter()
         network = self.networks[model]
-        packed = [[groups[g][j] for g, j in row] for row in rows]
-        batches = [grpo_async.pack(samples, Update(1, 1, []), self.cfg) for samples in packed]
+        packed: list[list[Sample]] = []
+        batches: list[grpo_async.Batch] = []
+        for places in rows:
+            samples = [groups[g][j] for g, j in places]
+            packed.append(samples)
+            batches.append(grpo_async.pack(samples, Update(1, 1, []), self.cfg))
         logps = [logp_T.cpu().numpy() for logp_T in network.logprobs(batches)]
         seconds = time.perf_counter() - began
         if not network.reports:
             return seconds, [], *([] for _ in groups)
-        for sample in (sample for group in groups for sample in group):
-            sample.teacher_logp_T = np.zeros(len(sample.tokens_T), np.float32)
+        for group in groups:
+            for sample in group:
+                sample.teacher_logp_T = np.zeros(len(sample.tokens_T), np.float32)
         for samples, logp_T in zip(packed, logps, strict=True):
-            if not samples:  # a row that fills up a share
+            if not samples:  # a row that only fills up a share
                 continue
             ends = np.cumsum([len(sample.tokens_T) for sample in samples])
             for sample, of_sample_T in zip(samples, np.split(logp_T, ends[:-1]), strict=True):
                 keep_score(sample, of_sample_T, model)
-        return seconds, [[sample.info() for sample in group] for group in groups], *groups
+        infos = [[sample.info() for sample in group] for group in groups]
+        return seconds, infos, *groups
 
 
 def keep_score(sample: Sample, teacher_logp_T: np.ndarray, model: str) -> None:
-    """Gives a sample its teacher's logprobs [T], and its reverse KL by those of the engine.
+    """Gives a sample its teacher's logprobs [T], and its mean reverse KL, which the driver reads.
 
-    The driver knows that mean over tokens. Raises FloatingPointError naming `model`.
+    The KL compares the teacher with the engine. Raises FloatingPointError naming `model` if a
+    logprob is not finite: it would train nothing.
     """
     if not np.isfinite(teacher_logp_T).all():
         found = teacher_logp_T[~np.isfinite(teacher_logp_T)][0]
@@ -269,63 +292,84 @@ def keep_score(sample: Sample, teacher_logp_T: np.ndarray, model: str) -> None:
 
 
 class Trainer(SendingRank):
-    """One rank of the student. A plain class; an actor where it is used."""
+    """One rank of the student. A plain class; Ray makes it an actor."""
 
-    parts: tuple[Update, ...] = ()  # whose gradients wait for the optimizer step
-    stats: tuple[dict[str, Tensor], ...] = ()  # of their rows
-    probe_gaps = grpo_async.Trainer.probe_gaps
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.gradients = GradientSum()
 
-    def start(self, rank: int, address: tuple[str, int]) -> list:
-        """Joins the other ranks and loads the student; returns what its weights look like."""
+    def start(self, rank: int, address: tuple[str, int]) -> list[WeightMeta]:
+        """Joins the other ranks and loads the student; returns name and shape of each weight."""
         torch.manual_seed(self.cfg.seed)
         self.join_ranks(rank, address)
         self.policy = self.open_policy(self.cfg.sampling.temperature)
         return self.open_sender()
 
     def train_step(self, step: int, updates: list[Update], *groups: list[Sample]) -> Trained:
-        """Trains one batch, or a part: Ray resolves `groups` one by one, but not inside a list."""
+        """Trains on this rank's share of a batch, or of a part of one.
+
+        The groups are arguments of their own because Ray does not resolve references in a list.
+        """
         began = time.perf_counter()
-        (part,) = updates
-        self.parts += (part,)
-        rows = [[groups[g][j] for g, j in row] for row in part.rows]
-        batches = [pack(samples, self.parts[0], self.cfg) for samples in rows]
+        (update,) = updates
+        scored = self.add_gradients(update, groups)
+        measured: dict[str, float] = {}
+        if not update.more:
+            measured = self.optimizer_step()
+            self.stage_weights()
+        measured["train_seconds"] = time.perf_counter() - began
+        if not self.policy.reports:  # another rank of this replica reports the same rows
+            scored = []
+        return Trained.of(measured, scored, step, self.cfg.correction.sequence_error_limit)
+
+    def add_gradients(self, update: Update, groups: Sequence[list[Sample]]) -> list[ScoredRow]:
+        """Runs forward and backward over this rank's rows of an update, or of a part of one.
+
+        Returns the rows that have samples, with the student's logprobs.
+        """
+        planned = self.gradients.divisor_of(update)
+        packed: list[list[Sample]] = []
+        batches: list[Batch] = []
+        for places in update.rows:
+            samples = [groups[g][j] for g, j in places]
+            packed.append(samples)
+            batches.append(pack(samples, planned, self.cfg))
         logps: list[Tensor] = []
 
         def loss_fn(logp_T: Tensor, batch: Batch) -> RowLoss:
-            logps.append(logp_T.detach().cpu())
+            logps.append(logp_T.detach())
             return distillation_loss(logp_T, batch, self.cfg)
 
-        self.stats += tuple(self.policy.forward_backward(batches, loss_fn, part.more))
-        measured = {} if part.more else self.step()
-        measured |= {"train_seconds": time.perf_counter() - began}
-        if not self.policy.reports:  # another rank of this replica reports the same rows
-            return Trained(measured, {}, np.empty(0))
-        # A row without samples fills up a share, so that all ranks have as many.
-        used = [logp_T for samples, logp_T in zip(rows, logps, strict=True) if samples]
-        samples = [sample for row in rows for sample in row]
-        logp_T = torch.cat([torch.empty(0), *used]).numpy()
-        limit = self.cfg.correction.sequence_error_limit
-        return Trained(measured, mismatch_table(samples, logp_T, step, limit), logp_T)
+        self.gradients.add(update, self.policy.forward_backward(batches, loss_fn, update.more))
+        scored = []
+        for samples, logp_T in zip(packed, logps, strict=True):
+            if samples:
+                scored.append(ScoredRow(samples, logp_T))
+        return scored
 
-    def step(self) -> dict[str, float]:
-        """An optimizer step, with gradients scaled as if the divisor had counted kept tokens."""
-        total = self.reduced(self.stats)
-        planned = self.parts[0].planned_tokens
-        tokens = sum(part.planned_tokens for part in self.parts)
-        self.parts, self.stats = (), ()
-        kept = tokens - total["row_tokens"] + total["kept_tokens"]
-        grad_scale = max(planned, 1) / max(kept, 1)
-        measured = metrics.step_metrics(total, tokens, grad_scale)
-        measured |= self.policy.optimizer_step(grad_scale)
-        self.stage_weights()
-        return measured
+    def optimizer_step(self) -> dict[str, float]:
+        """Steps on the sum of gradients, scaled as if each row had been divided by what is kept.
+
+        Returns the metrics of the update.
+        """
+        summed = self.gradients
+        self.gradients = GradientSum()
+        total = self.reduced(summed.row_stats)
+        kept = summed.planned_tokens - total["row_tokens"] + total["kept_tokens"]
+        grad_scale = max(summed.updates[0].planned_tokens, 1) / max(kept, 1)
+        measured = metrics.step_metrics(total, summed.planned_tokens, grad_scale)
+        return measured | self.policy.optimizer_step(grad_scale)
+
+    def probe_gaps(self, answers: list[list[Turn]]) -> list[float]:
+        """Returns the mean |logp - engine_logp| over each engine's turns; collective."""
+        return grpo_async.probe_gaps(self.policy, answers, self.cfg)
 
 
 # === The driver ===================================================================================
 
 
 class Run(grpo_async.Run):
-    """The run of grpo_async.py, whose groups pass their teachers before they reach the buffer."""
+    """The run of grpo_async.py, with teachers that score groups on their way to the buffer."""
 
     MUST_MATCH = (*grpo_async.Run.STREAM, "teachers", "routes", "default_teacher")
     ACTORS = (Trainer, RolloutWorker)
@@ -337,33 +381,35 @@ class Run(grpo_async.Run):
         self.dispatcher.census = lambda: f"{self.buffer.census()}; {self.teachers.census()}"
 
     async def start(self) -> None:
-        """Starts all actors; no teachers where samples are read, or a checkpoint is evaluated."""
-        command = self.cfg.command
-        idle = command.replay or command.eval_only
-        await together([super().start()] + ([] if idle else [self.teachers.start()]))
+        """Starts all actors; --replay and --eval_only need no teachers."""
+        starts = [super().start()]
+        if not self.cfg.command.replay and not self.cfg.command.eval_only:
+            starts.append(self.teachers.start())
+        await together(starts)
 
     async def roll_out(self, row: dict, slot: Slot) -> Group:
-        """A prompt's group, once its teacher has scored it."""
-        return await self.teachers.score(await super().roll_out(row, slot))
+        """Returns a prompt's group once its teacher has scored it."""
+        group = await super().roll_out(row, slot)
+        return await self.teachers.score(group)
 
     async def train(self, step: int, groups: list[Group]) -> dict[str, float]:
-        """A batch, or a part; measures beside it how far the student is from each teacher."""
+        """Trains a part of a step; with the last one, adds the student's gap to each teacher."""
         measured = await super().train(step, groups)
-        if self.buffer.next_step <= step:
+        if self.buffer.next_step <= step:  # parts follow
             return measured
-        infos = [info for group in self.parts.groups for info in group.infos]
+        infos = [info for group in self.current_step.groups for info in group.infos]
         return measured | self.kl_by_teacher(infos) | self.teachers.meters()
 
     def kl_by_teacher(self, infos: list[SampleInfo]) -> dict[str, float]:
-        """The mean reverse KL over the tokens that each teacher has scored, in nats."""
-        sums: dict[str, list[float]] = {}
+        """Returns the mean reverse KL over the tokens that each teacher has scored, nats."""
+        kl: defaultdict[str, float] = defaultdict(float)
+        tokens: defaultdict[str, int] = defaultdict(int)
         for info in infos:
             if "reverse_kl" in info.components:
                 name = self.cfg.teacher_of(info.env, info.dataset)
-                total = sums.setdefault(f"reverse_kl/{name}", [0.0, 0.0])
-                total[0] += info.trained_tokens * info.components["reverse_kl"]
-                total[1] += info.trained_tokens
-        return {name: kl / tokens for name, (kl, tokens) in sums.items()}
+                kl[name] += info.trained_tokens * info.components["reverse_kl"]
+                tokens[name] += info.trained_tokens
+        return {f"reverse_kl/{name}": kl[name] / tokens[name] for name in tokens}
 
 
 def main() -> None:
@@ -377,7 +423,7 @@ def main() -> None:
         print(explain(cfg, Config))
         return
     from envs.check_rows import load_rows
-    from runtime.startup import modes, preflight
+    from runtime.startup import preflight
     from runtime.startup.check_teachers import check_teachers
 
     preflight.prepare(cfg)

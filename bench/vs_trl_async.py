@@ -315,7 +315,7 @@ def train_ours(job: dict) -> None:
     class Run(grpo_async.Run):
         async def train(self, step, groups):
             if self.buffer.next_step > step:
-                batch = [*self.parts.groups, *groups]
+                batch = [*self.current_step.groups, *groups]
                 lengths = [info.response_tokens for group in batch for info in group.infos]
                 lags = [step - group.version for group in batch for _ in group.infos]
                 record.step(lengths, lags, [])

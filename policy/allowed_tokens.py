@@ -34,13 +34,19 @@ class Allowed(NamedTuple):
         ids = itertools.chain.from_iterable(sets)
         return cls(count_T, np.fromiter(ids, np.int32, int(count_T.sum())))
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Allowed]") -> "Allowed":
+        """Joins the sets of parts of an answer, one or more."""
+        count_T = np.concatenate([part.count_T for part in parts])
+        return cls(count_T, np.concatenate([part.ids_M for part in parts]))
+
     def after(self, n: int) -> "Allowed":
         """The sets after the first n."""
         return Allowed(self.count_T[n:], self.ids_M[self.count_T[:n].sum() :])
 
     def extended(self, more: "Allowed | None") -> "Allowed":
-        """These and the sets of what was sampled next."""
-        return Allowed(*map(np.concatenate, zip(self, more, strict=True))) if more else self
+        """Returns these sets and the sets of the tokens that were sampled next."""
+        return Allowed.joined([self, more]) if more else self
 
     def to(self, device: torch.device) -> "Allowed":
         """The sets of a packed row on this device."""

@@ -7,10 +7,11 @@ A set holds the tokens among which one was chosen, if sampling is truncated
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from policy.allowed_tokens import Allowed
 
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def held(calls: "Sequence[DraftedCall]", prompt_ids: list[int]) -> list[np.ndarray]:
-    """The routes of the first tokens of a prompt that goes on from the last of the calls.
+    """Returns the routes of a prompt's first tokens, if it continues the last of the calls.
 
-    They are of every token of that turn but its last, which no engine has read. [] where the prompt
-    is another conversation's, or where that turn has no routes.
+    They cover every token of that turn but the last one, which no engine has read. Returns [] if
+    the prompt is another conversation's, or if that turn has no routes.
     """
     for turn in calls[-1].turns() if calls else ():
         seen = turn.prompt_ids + turn.token_ids
@@ -33,13 +34,13 @@ def held(calls: "Sequence[DraftedCall]", prompt_ids: list[int]) -> list[np.ndarr
 
 
 def lacking(turn: "Turn") -> int:
-    """The tokens in front whose routes the engine was asked to leave out."""
+    """Returns how many tokens at the start lack routes: the engine was not asked for them."""
     read = len(turn.prompt_ids) + len(turn.token_ids) - 1
     return read - sum(map(len, turn.routes or ()))
 
 
 def complete(turns: "list[Turn]", held: list[np.ndarray]) -> None:
-    """Puts the routes that were held in front of those that the engine sent after them.
+    """Puts the routes that the worker holds in front of the ones that the engine has sent.
 
     A turn of an earlier try may have them already.
     """
@@ -49,9 +50,9 @@ def complete(turns: "list[Turn]", held: list[np.ndarray]) -> None:
 
 
 def join(turns: "list[Turn]", tokens: int) -> np.ndarray | None:
-    """The experts of each token when the engine first read it [tokens, expert layers, experts].
+    """Returns the experts of each token when it was first read [tokens, expert layers, experts].
 
-    -1 for the last token, which it never read. None where a turn has none.
+    They are -1 for the last token, which the engine never read. Returns None if a turn lacks them.
     """
     of_turns = [turn.routes for turn in turns if turn.routes is not None]
     if len(of_turns) < len(turns):
@@ -59,7 +60,7 @@ def join(turns: "list[Turn]", tokens: int) -> np.ndarray | None:
     first = of_turns[0][0]
     routes_T = np.full((tokens, *first.shape[1:]), -1, first.dtype)
     done = 0
-    for pieces in of_turns:  # the earlier ones are those that were sampled with
+    for pieces in of_turns:  # a token keeps the experts that were used when it was sampled
         at = 0
         for piece in pieces:
             new = piece[max(0, done - at) :]
@@ -69,69 +70,83 @@ def join(turns: "list[Turn]", tokens: int) -> np.ndarray | None:
     return routes_T
 
 
-# TC
+# A sequence without sets.
 NONE = np.zeros(0, np.int32)
 
 
-def of_turns(turns: "list[Turn]", tokens: int) -> dict[str, Any]:
-    """Fields of the `Sample` of that length which turns become. Raises as `sets` does."""
-    count_T, ids_M = sets(turns, tokens) or (None, None)
-    return {
-        "routes_T": join(turns, tokens),
-        "allowed_T": count_T,
-        "allowed_M": ids_M,
-    }
+def of_turns(turns: "list[Turn]", tokens: int) -> tuple[np.ndarray | None, Allowed | None]:
+    """Returns the routes and the sets of the sequence of that length which the turns become.
+
+    Raises RuntimeError as `sets` does.
+    """
+    return join(turns, tokens), sets(turns, tokens)
 
 
 def sets(turns: "list[Turn]", tokens: int) -> Allowed | None:
-    """What each token of a sequence was chosen among; None where no turn has sets.
+    """Returns the set from which each token of a sequence was chosen; None if no turn has sets.
 
-    Raises RuntimeError where a sampled token lacks its set or is not in it.
+    Raises RuntimeError if a sampled token lacks its set or is not in it.
     """
     if not any(turn.allowed for turn in turns):
         return None
     count_T = np.zeros(tokens, np.int32)
-    known = [turn.allowed or Allowed(NONE, NONE) for turn in turns]
-    for turn, of_turn in zip(turns, known, strict=True):
+    ids_of_turns = []
+    for turn in turns:
+        of_turn = turn.allowed or Allowed(NONE, NONE)
         ids = np.array(turn.token_ids, np.int32)
         if len(of_turn.count_T) != len(ids) or not of_turn.count_T.all():
-            have = f"{len(ids)} sampled tokens have {np.count_nonzero(of_turn.count_T)}"
-            raise RuntimeError(f"{have} sets of tokens that the engine chose among")
+            raise RuntimeError(
+                f"the engine returned {np.count_nonzero(of_turn.count_T)} token sets "
+                f"for {len(ids)} sampled tokens"
+            )
         of_each = np.repeat(np.arange(len(ids)), of_turn.count_T)
         hits = np.bincount(of_each[of_turn.ids_M == ids[of_each]], minlength=len(ids))
         if not hits.all():
             odd = int(ids[hits == 0][0])
-            raise RuntimeError(f"token {odd} was sampled, but is none that the engine chose among")
+            raise RuntimeError(f"token {odd} was sampled, but is not in the set that it came from")
         start = len(turn.prompt_ids)
         count_T[start : start + len(ids)] = of_turn.count_T
-    return Allowed(count_T, np.concatenate([of_turn.ids_M for of_turn in known]))
+        ids_of_turns.append(of_turn.ids_M)
+    return Allowed(count_T, np.concatenate(ids_of_turns))
 
 
-def of_row(samples: "list[Sample]", truncates: bool) -> dict[str, Any]:
-    """Fields of the `Batch` that samples become, None where they have none.
+def routes_of_row(samples: "list[Sample]") -> list[np.ndarray] | None:
+    """Returns the routes of each sample of a packed row; None if a sample lacks them."""
+    routes_N = []
+    for sample in samples:
+        if sample.routes_T is None:
+            return None
+        routes_N.append(sample.routes_T)
+    return routes_N
 
-    Raises ValueError where a trained sample lacks its sets and others have them, or the run
-    `truncates`; and where a sample has other ids than its sets count.
+
+def sets_of_row(samples: "list[Sample]", truncates: bool) -> tuple[Tensor, Tensor] | None:
+    """Returns the sets of a packed row's tokens; None if no sample has sets.
+
+    Raises ValueError if a trained sample lacks its sets although others have them or the run
+    `truncates`, and if a sample has other ids than its sets count.
     """
-    experts = [sample.routes_T for sample in samples if sample.routes_T is not None]
-    fields: dict[str, Any] = {"routes_N": experts if len(experts) == len(samples) else None}
     found = [sets_of(sample) for sample in samples]
     if not any(found) and not truncates:
-        return fields
-    pairs = list(zip(samples, found, strict=True))
-    if any(sample.mask_T.any() for sample, known in pairs if not known):
-        missing = "a sample has no sets of tokens that the engine chose among"
-        raise ValueError(f"{missing}, expected them with sampling.top_p, top_k or min_p")
-    known = [sets or Allowed(np.zeros(len(s.tokens_T), np.int32), NONE) for s, sets in pairs]
-    for count_T, ids_M in known:
-        if (total := count_T.sum()) != len(ids_M):
+        return None
+    counts = []
+    ids = []
+    for sample, known in zip(samples, found, strict=True):
+        if known is None and sample.mask_T.any():
+            raise ValueError(
+                "a sample has no token sets, expected them with sampling.top_p, top_k or min_p"
+            )
+        count_T, ids_M = known or Allowed(np.zeros(len(sample.tokens_T), np.int32), NONE)
+        total = int(count_T.sum())
+        if total != len(ids_M):
             raise ValueError(f"the sets of a sample have {len(ids_M)} ids, expected {total}")
-    count, ids = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*known, strict=True))
-    return fields | {"allowed": Allowed(count, ids)}
+        counts.append(count_T)
+        ids.append(ids_M)
+    return Allowed(torch.from_numpy(np.concatenate(counts)), torch.from_numpy(np.concatenate(ids)))
 
 
 def sets_of(sample: "Sample") -> Allowed | None:
-    """A sample's sets; None where it lacks them, for which a file of samples has -1 everywhere."""
+    """Returns a sample's sets; None if it lacks them, which a file of samples marks with -1."""
     count_T, ids_M = sample.allowed_T, sample.allowed_M
     if count_T is None or ids_M is None or (count_T < 0).all():
         return None

@@ -85,12 +85,23 @@ class Turn:
         logps = list(cast("FlatLogprobs", answer.logprobs).logprobs[start:])
         ids = list(answer.token_ids[start:])
         if not len(ids) == len(logps) == len(versions):
-            counts = f"{len(ids)} tokens, {len(logps)} logprobs and {len(versions)} versions"
-            raise RuntimeError(f"vLLM returned {counts}, expected equally many")
+            raise RuntimeError(
+                f"vLLM returned {len(ids)} tokens, {len(logps)} logprobs and {len(versions)} "
+                "versions, expected equally many"
+            )
         routes = None if answer.routed_experts is None else [answer.routed_experts]
-        said = (prompt_ids, ids, logps, versions, answer.finish_reason)
-        sets: Any = getattr(answer, "sampling_mask", None)  # as runtime/engines/engine.py leaves it
-        return cls(*said, routes=routes, cached=cached, allowed=sets and sets.after(start))
+        # runtime/engines/engine.py has turned vLLM's masks into sets.
+        sets: Allowed | None = getattr(answer, "sampling_mask", None)
+        return cls(
+            prompt_ids,
+            ids,
+            logps,
+            versions,
+            answer.finish_reason,
+            routes=routes,
+            cached=cached,
+            allowed=sets.after(start) if sets else None,
+        )
 
     def extended(self, more: "Turn") -> "Turn":
         """This draft and what came after it."""
@@ -105,9 +116,16 @@ class Turn:
 
     def after(self, n: int) -> "Turn":
         """The tokens after the first n; without the prompt, which the caller has."""
-        rest = (self.token_ids[n:], self.logps[n:], self.versions[n:], self.finish_reason)
-        sets = self.allowed and self.allowed.after(n)
-        return Turn([], *rest, routes=self.routes, cached=self.cached, allowed=sets)
+        return Turn(
+            [],
+            self.token_ids[n:],
+            self.logps[n:],
+            self.versions[n:],
+            self.finish_reason,
+            routes=self.routes,
+            cached=self.cached,
+            allowed=self.allowed.after(n) if self.allowed else None,
+        )
 
 
 class Request(NamedTuple):
@@ -196,7 +214,9 @@ class Sample:
             logps += [0.0] * len(added) + turn.logps
             versions += [-1] * len(added) + turn.versions
             flaws += [0] * len(added) + [FLAWS.index(turn.judged.malformed)] * answered
-        later = sum(len(turn.prompt_ids) for turn in turns[1:])
+        later_prompts = sum(len(turn.prompt_ids) for turn in turns[1:])
+        cached = sum(turn.cached for turn in turns[1:])
+        routes_T, allowed = engine_choices.of_turns(turns, len(tokens))
         return cls(
             tokens_T=np.array(tokens, np.int32),
             mask_T=np.array(mask, bool),
@@ -204,8 +224,10 @@ class Sample:
             version_T=np.array(versions, np.int32),
             flaw_T=np.array(flaws, np.int8),
             truncated=turns[-1].finish_reason == "length",
-            cache_hits=sum(turn.cached for turn in turns[1:]) / later if later else -1.0,
-            **engine_choices.of_turns(turns, len(tokens)),
+            cache_hits=cached / later_prompts if later_prompts else -1.0,
+            routes_T=routes_T,
+            allowed_T=allowed.count_T if allowed else None,
+            allowed_M=allowed.ids_M if allowed else None,
         )
 
     def flawed(self, name: str) -> np.ndarray:

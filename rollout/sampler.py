@@ -1,11 +1,11 @@
-"""What environments use to sample from the policy: token ids in, Turns out."""
+"""Lets environments sample from the policy: token ids in, Turns out."""
 
 import contextlib
 import dataclasses
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from core.waits import Idle, in_thread, together
 from envs import services
@@ -18,11 +18,19 @@ from rollout.messages import load_tokenizer, render_messages, template_variables
 from rollout.response import Response
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
     from transformers import PreTrainedTokenizerBase
 
     from rollout.chat import Said
     from rollout.compaction import Compaction
     from settings.config import RunSettings, Sampling
+
+
+class GroupSamplers(NamedTuple):
+    """The samplers of a group's rollouts, and the clock of the time in which none of them calls."""
+
+    samplers: "list[Sampler]"
+    idle: Idle
 
 
 class Samplers:
@@ -36,27 +44,29 @@ class Samplers:
         self.drafts = DraftBook()
 
     @contextlib.contextmanager
-    def of_group(self, engine: Any, row: dict, slot: "Slot", n: int) -> "Iterator[list[Sampler]]":
-        """One sampler for each of a row's n rollouts. A slot's seeds are the same in every try.
+    def of_group(
+        self, engine: "ActorHandle", row: dict, slot: "Slot", n: int
+    ) -> Iterator[GroupSamplers]:
+        """Yields a sampler for each of a row's n rollouts; a slot has the same seeds in every try.
 
-        Where the block raises, the next samplers of the slot go on from its drafts.
+        If the block raises, the next samplers of the slot continue from its drafts.
         """
         seed = zlib.crc32(f"{self.cfg.seed} {slot}".encode())
         sampling = sampling_of(row, self.cfg.sampling)
         validation = slot.evaluation is not None
+        idle = Idle()
+        samplers = []
         with self.drafts.of(slot, row["_line"], n) as calls_G:
-            samplers = [
-                Sampler(engine, self.tokenizer, sampling, seed + j, calls, validation)
-                for j, calls in enumerate(calls_G)
-            ]
-            for sampler in samplers:
-                sampler.idle = samplers[0].idle
+            for j, calls in enumerate(calls_G):
+                sampler = Sampler(engine, self.tokenizer, sampling, seed + j, calls, validation)
+                sampler.idle = idle
                 if row.get("compactions"):
                     sampler.compaction = Compaction(row["compactions"], sampling)
-            yield samplers
+                samplers.append(sampler)
+            yield GroupSamplers(samplers, idle)
 
     def flawed(self, episodes: list[Episode], names: Sequence[str]) -> list[bool]:
-        """Which episodes have a flaw of these names."""
+        """Returns for each episode whether it has a flaw of these names."""
         if not names:
             return [False] * len(episodes)
         return [zero_rewards.mark(episode, names, self.tokenizer) for episode in episodes]
@@ -73,14 +83,14 @@ class Slot(Protocol):
 class Sampler:
     """The policy, as one rollout of an environment sees it; always the same engine.
 
-    `drafts` outlives it. Should the engine be lost, the rollout that runs again finds its earlier
-    calls there, as far as their answers had come. Those with the same prompt are played again: of a
-    conversation until a tool says something else.
+    `drafts` outlives it. If the engine is lost, the rollout that runs again finds its earlier calls
+    there, with their answers or drafts. It gets these for each call that has the same prompt: in a
+    conversation, until a tool replies something else.
     """
 
     def __init__(
         self,
-        engine: Any,  # a Ray actor
+        engine: "ActorHandle",
         tokenizer: "PreTrainedTokenizerBase",
         sampling: "Sampling",  # of the row
         seed: int,
@@ -100,20 +110,20 @@ class Sampler:
         self.compaction: Compaction | None = None  # of an episode that outgrows the window
 
     def render(self, messages: list[dict] | str, tools: list | None = None) -> list[int]:
-        """Token ids of a conversation, up to where the model's answer begins."""
+        """Returns the token ids of a conversation up to the place where the answer begins."""
         self.tools = tools
         return render_messages(self.tokenizer, messages, tools, self.sampling.chat_template_kwargs)
 
     def room(self, prompt_ids: list[int]) -> int:
-        """Tokens that an answer to this prompt may have below max_model_len; 0 for none."""
+        """Returns how many tokens an answer may have below max_model_len; 0 if there is no room."""
         return max(0, self.sampling.max_model_len - len(prompt_ids))
 
     async def chat(self, messages: list[dict], tools: list | None = None) -> Turn:
-        """The answer to a conversation, as chat templates take it (rollout.messages.chat).
+        """Returns the answer to a conversation of chat messages (rollout/chat.py).
 
-        Where `messages` are those of the last call, the `message` of its Turn, and new ones, the
-        prompt goes on from the ids that were sampled. Any other change of what was said before
-        starts a new sample, as `stitch` sees it. Raises NoRoom.
+        If `messages` extends the last call by the `message` of its Turn and new ones, the prompt
+        continues from the sampled token ids. Any other change of the earlier messages starts a new
+        sample (`stitch`). Raises NoRoom if the window has no room for an answer.
         """
         prompt_ids, most = await chat.prompt(self, messages, tools)
         (turn,) = await self.generate(prompt_ids, most=most)
@@ -121,15 +131,23 @@ class Sampler:
         return turn
 
     async def generate(self, prompt_ids: list[int], n: int = 1, most: int = 0) -> list[Turn]:
-        """n answers to one prompt, with their text, which is parsed for the tools rendered last.
+        """Returns n answers to one prompt, with their text parsed for the tools rendered last.
 
-        They have `most` tokens at most; 0 for as many as row and run allow.
+        An answer has at most `most` tokens; 0 stands for the limit of row and run.
         """
         k = self.calls
         self.calls += 1
         seed = self.seed + 1000 * k
         limit = most or self.sampling.max_response_tokens
-        request = Request(uuid.uuid4().hex, prompt_ids, n, seed, [], limit, self.overrides)
+        request = Request(
+            name=uuid.uuid4().hex,
+            prompt_ids=prompt_ids,
+            n=n,
+            seed=seed,
+            drafts=[],
+            max_tokens=limit,
+            sampling=self.overrides,
+        )
         self.idle.change(1)
         try:
             turns = await drafts.answers(self.drafts, k, self.engine, request)
@@ -146,7 +164,7 @@ class Sampler:
         return turns
 
     async def parse(self, text: str) -> Response:
-        """An answer, read by the parsers of the configuration."""
+        """Parses an answer with the parsers of the configuration."""
         named = services.current()
         if not (named.reasoning_parser or named.tool_parser):
             return await in_thread(Response.of, text)
@@ -155,7 +173,7 @@ class Sampler:
 
 
 def sampling_of(row: dict, sampling: "Sampling") -> "Sampling":
-    """The run's sampling with the row's own template variables, and its length of answers."""
+    """Returns the run's sampling with the template variables and the answer length of a row."""
     params = row["responses_create_params"]
     limit = params.get("max_output_tokens") or sampling.max_response_tokens
     return dataclasses.replace(
@@ -166,7 +184,7 @@ def sampling_of(row: dict, sampling: "Sampling") -> "Sampling":
 
 
 def answer_text(tokenizer: "PreTrainedTokenizerBase", turn: Turn) -> str:
-    """An answer without its end and padding tokens; every other token is kept.
+    """Decodes an answer without its end and padding tokens; every other token is kept.
 
     Some tokenizers declare `</think>` special, so skip_special_tokens would join thought and
     answer.

@@ -26,15 +26,17 @@ from grpo_async import (
     Update,
     group_advantages,
     importance_weights,
+    k3,
     pack,
     plan_step,
     policy_loss,
     shaped_reward,
+    token_mismatch,
 )
 from policy.sync.weight_sync import Sender
 from rollout.answer_markup import FLAWS
 from rollout.episode import Sample, Turn
-from runtime.reporting.metrics import k3, mismatch, reduce_stats, step_metrics
+from runtime.reporting.metrics import reduce_stats, step_metrics
 from settings.config import Timeouts
 from support.configs import changed
 
@@ -153,9 +155,9 @@ def test_a_new_measure_of_tokens_is_reported_as_their_mean(monkeypatch):
     """A fork adds its name to `measured` and nothing else."""
 
     def with_another(logp_T, *others):
-        return mismatch(logp_T, *others) | {"my_measure": torch.full_like(logp_T, 0.25)}
+        return token_mismatch(logp_T, *others) | {"my_measure": torch.full_like(logp_T, 0.25)}
 
-    monkeypatch.setattr("runtime.reporting.metrics.mismatch", with_another)
+    monkeypatch.setattr("grpo_async.token_mismatch", with_another)
     assert metrics_of(UNIT, NEAR, rows=2)["my_measure"] == 0.25
 
 

@@ -77,7 +77,7 @@ def test_steps_are_taken_one_after_the_other():
         buffer.start(slot)
         buffer.put(group(slot, 0))
     assert [g.slot for g in buffer.take(0)] == [0]
-    with pytest.raises(RuntimeError, match="step 1 is taken where 0 is next"):
+    with pytest.raises(RuntimeError, match="step 1 was taken when 0 is next"):
         buffer.take(1)
 
 

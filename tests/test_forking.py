@@ -254,8 +254,9 @@ def test_dr_grpo_divides_by_a_constant_whatever_the_filter_drops(dr_grpo, droppe
     trainer.policy = TablePolicy(TABLE)
     (update,) = share.updates
     rows = [[samples[j] for _, j in row] for row in update.rows]
-    batches = [dr_grpo.pack(of_row, update, cfg) for of_row in rows]
-    metrics = trainer.update(update, batches)[0]
+    packed = [dr_grpo.PackedRow(of_row, dr_grpo.pack(of_row, update, cfg)) for of_row in rows]
+    trainer.add_gradients(update, packed)
+    metrics = trainer.optimizer_step()
     torch.testing.assert_close(trainer.policy.grads[0], expected_V)
     assert metrics["num_masked_seqs"] == dropped
 

@@ -144,7 +144,7 @@ def in_parts(parts: int, trained: list[int], **fields) -> Run:
 
     async def train(step: int, groups: list[Group]) -> dict[str, float]:
         trained.append([group.slot for group in groups])
-        run.parts.groups.extend(groups)
+        run.current_step.groups.extend(groups)
         return {"train_seconds": 0.0}
 
     run.train = train
@@ -192,7 +192,7 @@ def test_the_trainers_wait_is_for_groups_alone():
 
     async def slow(step: int, groups: list[Group]) -> dict[str, float]:
         await asyncio.sleep(0.2)
-        return await quick(step, groups) | run.parts.seconds
+        return await quick(step, groups) | run.current_step.seconds
 
     run.train = slow
     for slot in range(4):

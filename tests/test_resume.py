@@ -152,7 +152,7 @@ def test_a_run_goes_on_whatever_ended_it(tiny_config, tmp_path):
     assert not program.lines("dropped.jsonl")
     program.signal(signal.SIGTERM)
     program.succeeds(60)
-    assert "(SIGTERM); --resume auto goes on" in program.told()
+    assert "(SIGTERM); --resume auto continues" in program.told()
     left_at = program.steps()[-1]["step"]
     newest = program.folder / f"step_{left_at:06d}"
     assert (newest / "complete.json").exists()
@@ -180,7 +180,7 @@ def test_a_run_goes_on_whatever_ended_it(tiny_config, tmp_path):
     program.succeeds(60)
     assert not survivors(family)
     left_at = len(program.steps())
-    assert f"left at step {left_at} (Ctrl-C); --resume auto goes on" in program.told()
+    assert f"left at step {left_at} (Ctrl-C); --resume auto continues" in program.told()
     assert (program.folder / f"step_{left_at:06d}" / "complete.json").exists()
     told = len(program.told())
     program = Program(cfg, "--resume", "auto")

@@ -147,7 +147,7 @@ def test_a_chain_of_jobs_trains_every_prompt_once(home):
     log = home.log("chain")
     print(log)
     home.check("chain", 600)
-    assert "(SIGUSR1); --resume auto goes on" in log and "resumed from" in log
+    assert "(SIGUSR1); --resume auto continues" in log and "resumed from" in log
     assert "nothing to do: step 600" in log and "Ray cluster: 3 nodes" in log
     states = [home.cluster.run("scontrol", "show", "job", job) for job in jobs]
     assert all("JobState=COMPLETED" in state for state in states)

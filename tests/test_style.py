@@ -19,12 +19,11 @@ import dpo
 import grpo_async
 import mopd
 from envs.services import Report
-from grpo_async import Config, Update, pack, policy_loss
+from grpo_async import Config, StepInParts, Update, pack, policy_loss
 from runtime.reporting.metrics import mean_metrics, reduce_stats, step_metrics
 from runtime.reporting.rollout_metrics import rollout_metrics
 from runtime.reporting.speed import COUNTS
 from runtime.reporting.validation_metrics import validation_metrics
-from runtime.rollouts.dispatch import SPENT
 from runtime.rollouts.outages import Outages
 from support.samples import make_sample
 
@@ -214,10 +213,13 @@ def test_policies_and_environments_do_not_know_the_algorithm():
 
 
 def literal_keys(path: str, function: str) -> set[str]:
-    """String keys of the dict literals in one function."""
+    """String keys of the dict literals in one function, and those that it assigns to."""
     (node,) = (f for f in functions(path) if f.name == function)
-    dicts = (d for d in ast.walk(node) if isinstance(d, ast.Dict))
-    return {k.value for d in dicts for k in d.keys if isinstance(k, ast.Constant)}
+    keys = [key for d in ast.walk(node) if isinstance(d, ast.Dict) for key in d.keys]
+    for assigned in ast.walk(node):
+        if isinstance(assigned, ast.Subscript) and isinstance(assigned.ctx, ast.Store):
+            keys.append(assigned.slice)
+    return {key.value for key in keys if isinstance(key, ast.Constant)}
 
 
 def metric_keys() -> set[str]:
@@ -234,7 +236,7 @@ def metric_keys() -> set[str]:
     outages = Outages()
     outages.receive("worker", Report({}, Counter({"judge/reason": 1})))
     outages.earlier = 1.0
-    keys |= {key.partition("/")[0] for key in outages.meters()} | {*SPENT}
+    keys |= {key.partition("/")[0] for key in outages.meters()} | {*StepInParts().seconds}
     # Those by environment and data set are the same metrics again.
     keys = {key.replace("@2", "@k").removesuffix("/env") for key in keys}
     for path, function in (

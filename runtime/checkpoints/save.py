@@ -18,9 +18,12 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from core.waits import within
+import numpy as np
+
+from core.waits import Ref, within
+from policy.packing import Place
 from rollout.episode import Group
 from runtime.checkpoints import archive, folders, lineage, resume
 from runtime.checkpoints.folders import checksums, commit, listing, newest_first, split
@@ -29,6 +32,13 @@ from settings.config import TrainingSettings
 if TYPE_CHECKING:
     from rollout.episode import Group
     from runtime.processes.cluster import Cluster
+
+
+class ScoredShare(NamedTuple):
+    """A rank's logprobs of the samples that it trained, and where these are in the batch."""
+
+    places: list[Place]  # (group of the batch, place in the group), in the order of the logprobs
+    logps: Ref[np.ndarray]  # float32 [T] of all their tokens
 
 
 class Checkpoints:
@@ -104,15 +114,20 @@ class Checkpoints:
         for problem in await within(limit, "old checkpoints to be deleted", deleted):
             print(f"kept the checkpoint around a damaged export: {problem}")
 
-    async def write_groups(self, path: str, groups: list, scores: Sequence[tuple] = ()) -> None:
-        """Writes groups; `scores` are (places, logprobs) of what trainers computed."""
+    async def write_groups(
+        self, path: str, groups: list[Group], scores: Sequence[ScoredShare] = ()
+    ) -> None:
+        """Writes groups, and the logprobs that the trainers computed of them."""
         heads = [(group.slot, group.version, group.line) for group in groups]
-        places = [at for at, _ in scores]
-        refs = *(logps for _, logps in scores), *(group.samples for group in groups)
-        writing = self.cluster.task(archive.write_groups, path, heads, places, *refs)
+        places = [share.places for share in scores]
+        logps = [share.logps for share in scores]
+        samples = [group.samples for group in groups]
+        writing = self.cluster.task(archive.write_groups, path, heads, places, *logps, *samples)
         await within(self.cfg.timeouts.train, f"{path} to be written", writing)
 
-    async def write_samples(self, step: int, groups: list, scores: Sequence[tuple] = ()) -> None:
+    async def write_samples(
+        self, step: int, groups: list[Group], scores: Sequence[ScoredShare] = ()
+    ) -> None:
         """Writes a step's groups below samples/, for report and --replay."""
         await self.write_groups(f"{self.cfg.run_dir}/samples/step_{step:06d}.npz", groups, scores)
 

@@ -1,4 +1,4 @@
-"""Which engines there are: started, leased by load, watched, brought to each policy version.
+"""Keeps the engines: starts them, leases them by load, watches them, brings them to each version.
 
 STARTING --started--> FRESH --update--> SERVING --death, failed update--> LOST
     ^                   ^------cut off------+                               |
@@ -12,9 +12,10 @@ import dataclasses
 import enum
 import itertools
 import math
+import statistics
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from tqdm import tqdm
 
@@ -27,48 +28,69 @@ from runtime.processes import placement
 from runtime.processes.actors import actor, kill
 from runtime.processes.cluster import Cluster
 from runtime.reporting.console import phase
+from runtime.reporting.metrics import SYNC
 from settings.config import RunSettings
 
 if TYPE_CHECKING:
-    from runtime.engines.probe import Probe
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 CHECK_SECONDS = 5.0  # seconds between two health checks of an engine or a worker
 CHECKS_PER_SECOND = 20.0  # health checks at most: a thousand actors would keep the driver busy
 
 
 class State(enum.Enum):
-    """How far an engine is."""
+    """The states of an engine's life."""
 
     STARTING = enum.auto()  # its process loads vLLM
     FRESH = enum.auto()  # its weights are noise, or of two policies, until the next update
     SERVING = enum.auto()  # it holds the policy: groups are leased to it
-    LOST = enum.auto()  # dead, silent, or with other weights: killed, and never used again
+    LOST = enum.auto()  # dead, silent, or with wrong weights: killed, and never used again
 
 
 @dataclasses.dataclass(eq=False)
 class Engine:
     """One engine of the fleet, as the driver knows it."""
 
-    actor: Any  # Ray's handle of a Generator
-    number: int  # of the engines that were launched: equally busy ones are chosen in this order
+    actor: "ActorHandle"  # of a Generator
+    number: int  # in the order of launch, in which equally busy engines are chosen
     home: str  # its node; "" for any
-    start: asyncio.Future  # done when it has started, or failed to
+    start: asyncio.Future  # done when it has started, or failed to start
     state: State = State.STARTING
-    groups: int = 0  # that it works on
+    groups: int = 0  # the groups that it works on
     unanswered: bool = False  # a health check is on its way, so it may hang
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its place in the queue: the least busy engine is first."""
+        """The key of its place in the queue: the least busy engine is first."""
         return self.groups, self.number
 
 
 class Received(NamedTuple):
-    """An engine's result of a weight update."""
+    """An engine's report of a weight update."""
 
-    phases: dict[str, float]  # seconds
-    checksums: list[int]  # of what each worker received
+    phases: dict[str, float]  # seconds of each of SYNC
+    checksums: list[int]  # of the bytes that each worker received
     meters: dict[str, float]  # since the last update: tokens, seconds without a request, ...
+
+
+# How a meter of several engines becomes one metric; the others are added up.
+MERGE: dict[str, Callable[[list[float]], float]] = {
+    "wait_for_training": statistics.fmean,
+    "kv_use": max,
+}
+
+
+def combined(received: Sequence[Received]) -> dict[str, float]:
+    """Returns the metrics of a weight update: each phase of the slowest engine, merged meters."""
+    found: dict[str, float] = {}
+    if received:
+        found = {phase: max(update.phases[phase] for update in received) for phase in SYNC}
+    names = dict.fromkeys(name for update in received for name in update.meters)
+    for name in names:
+        merge = MERGE.get(name, sum)
+        found[name] = merge([update.meters[name] for update in received if name in update.meters])
+    return found
 
 
 class Fleet:
@@ -81,46 +103,48 @@ class Fleet:
         self.Generator = Generator
         self.cfg = cfg
         self.cluster = cluster
-        self.engines: dict[Any, Engine] = {}  # by actor; lost ones are not among them
-        self.queue: list[Engine] = []  # those that serve, the least busy first
-        self.grouped: set[Any] = set()  # actors in the process group
+        self.engines: dict[ActorHandle, Engine] = {}  # by actor; lost engines are left out
+        self.queue: list[Engine] = []  # the serving engines, the least busy first
+        self.grouped: set[ActorHandle] = set()  # the engines in the process group
         self.probe = Probe(cfg, cluster)  # compares engines with the trainer
         self.numbers = itertools.count()
         self.watches: set[asyncio.Task] = set()
-        self.synced = asyncio.Event()  # wakes what waits for an engine that holds the policy
+        self.synced = asyncio.Event()  # wakes the callers that wait for a serving engine
         self.missing = asyncio.Event()
-        self.free_since = 0.0  # joining and updates keep engines from answering; inf: one does now
-        self.kv_bytes = 0  # of an engine's worker, as the first ones found by profiling
-        self.sent: list[asyncio.Future] = []  # what the trainer ranks do in the latest update
-        self.worked = False  # one update of all has
+        # Engines may not answer while they join a group or receive an update: the time at which
+        # they last could again; inf while one of them is running.
+        self.free_since = 0.0
+        self.kv_bytes = 0  # of an engine's worker, found by the first ones when they profiled
+        self.sent: list[asyncio.Future] = []  # the trainer ranks' sends of the latest update
+        self.worked = False  # whether any update has succeeded
         self.discarded = 0  # engines so far
         self.error: BaseException | None = None  # of the engine that was lost last
-        self.repairs: list[float] = []  # when
+        self.repairs: list[float] = []  # their times
         self.is_held = False  # no engine is replaced until the hour is over
 
-    def of(self, *states: State) -> list[Any]:
-        """The actors of the engines in some states, in the order of their launch."""
+    def of(self, *states: State) -> "list[ActorHandle]":
+        """Returns the actors of the engines in these states, in the order of launch."""
         return [e.actor for e in self.engines.values() if e.state in states]
 
     @property
-    def alive(self) -> list[Any]:
+    def alive(self) -> "list[ActorHandle]":
         """The actors that have started."""
         return self.of(State.FRESH, State.SERVING)
 
     @property
     def starting(self) -> list[Engine]:
-        """Those that were launched, and have not been taken in."""
+        """The engines that were launched and not taken in yet."""
         return [e for e in self.engines.values() if e.state is State.STARTING]
 
     @property
-    def fresh(self) -> list[Any]:
-        """The actors that have started, and hold no policy."""
+    def fresh(self) -> "list[ActorHandle]":
+        """The actors that have started and hold no policy."""
         return self.of(State.FRESH)
 
     def launch(self) -> None:
-        """Starts as many engines as are missing; `repair.started` waits for them.
+        """Starts the missing engines, if `repair.allowed` permits; `repair.started` waits for them.
 
-        Fewer, or none, if `repair.allowed` forbids it. Raises RuntimeError if none would be left.
+        Raises RuntimeError if no engine would be left.
         """
         cfg = self.cfg
         lacking = cfg.engine.count - len(self.engines)
@@ -137,7 +161,7 @@ class Fleet:
             self.engines[made] = Engine(made, next(self.numbers), home, start)
 
     async def start(self) -> None:
-        """Waits for all engines; none may fail at first."""
+        """Starts all engines and waits for them. Raises the error of the first one that fails."""
         phase(f"starting vLLM (engines: {self.cfg.engine.count})")
         self.launch()
         await repair.started(self)
@@ -145,31 +169,32 @@ class Fleet:
             raise self.error
 
     def take_in_started(self) -> None:
-        """Takes in those launched engines that have started."""
+        """Takes in the launched engines that have started, and watches them."""
         for engine in self.starting:
             if engine.start.done() and not engine.start.exception():
                 engine.state = State.FRESH
                 self.watches.add(asyncio.create_task(self.watch(engine.actor)))
 
     async def connect(self) -> None:
-        """A process group of the senders and all engines that have started, if it is another."""
+        """Rebuilds the process group if the set of live engines has changed."""
         self.take_in_started()
-        # One that is dead or hangs by now would keep the others waiting.
+        # An engine that is dead or hangs by now would keep the others waiting.
         await asyncio.gather(*map(self.is_alive, self.alive))
-        while not self.alive or self.grouped != set(self.alive):  # one may die once it has joined
+        while not self.alive or self.grouped != set(self.alive):  # one may die after it has joined
             await repair.join(self)
 
     @contextlib.asynccontextmanager
-    async def lease(self) -> AsyncIterator[Any]:
-        """The least busy engine for a group's rollouts, once there is one that holds a policy.
+    async def lease(self) -> "AsyncIterator[ActorHandle]":
+        """Yields the least busy serving engine for a group's rollouts; waits until one serves.
 
-        Raises RunError where there is none for too long.
+        Raises RunError if no engine serves within the limit.
         """
         limits = self.cfg.timeouts
         if not self.queue:  # a deadline costs more than all the rest
             limit = 4 * limits.start + 2 * limits.train + 3 * limits.sync  # of three repairs
-            what = "an engine that holds the policy"
-            await within(limit, what, self.any_serving(), late=RunError)
+            await within(
+                limit, "an engine that holds the policy", self.any_serving(), late=RunError
+            )
         engine = self.least_busy()
         self.occupy(engine, 1)
         try:
@@ -177,33 +202,40 @@ class Fleet:
         finally:
             if engine.state is State.SERVING:
                 self.occupy(engine, -1)
-            else:  # it is lost, or an update was cut off
+            else:  # it is lost, or was cut off from an update
                 engine.groups -= 1
 
     def least_busy(self) -> Engine:
-        """The engine for the next group; one that owes a health check may hang, and is last."""
-        return next((e for e in self.queue if not e.unanswered), self.queue[0])
+        """Returns the engine for the next group; one that owes a health check may hang."""
+        for engine in self.queue:
+            if not engine.unanswered:
+                return engine
+        return self.queue[0]
 
     def occupy(self, engine: Engine, groups: int) -> None:
-        """Moves an engine in the queue: it works on `groups` more groups."""
+        """Moves an engine in the queue, as it works on `groups` more groups."""
         del self.queue[bisect.bisect_left(self.queue, engine.place, key=lambda e: e.place)]
         engine.groups += groups
         bisect.insort(self.queue, engine, key=lambda e: e.place)
 
     async def any_serving(self) -> None:
-        """Waits for an engine that lives and holds a policy."""
+        """Waits for an engine that serves."""
         while not self.queue:
             self.synced.clear()
             await self.synced.wait()
 
-    async def exchange(self, sends: list[Any], updates: dict[Any, Any]) -> dict[str, float]:
-        """One weight update: the trainers' `sends`, and each engine's call in `updates`.
+    async def exchange(
+        self, sends: "list[ObjectRef[int]]", updates: "dict[ActorHandle, ObjectRef[Received]]"
+    ) -> dict[str, float]:
+        """Awaits one weight update: the trainers' `sends`, and each engine's call in `updates`.
 
-        Returns its metrics. Raises the first error once no send is left waiting, and discards the
-        engines that failed, did not answer, or received other bytes than were sent.
+        Returns its metrics. If some engines fail, do not answer, or receive other bytes than were
+        sent, they are discarded, and the first error is raised once no send is left waiting.
         """
         self.sent = [asyncio.wrap_future(send.future()) for send in sends]
-        received = {asyncio.wrap_future(call.future()): e for e, call in updates.items()}
+        received: dict[asyncio.Future[Received], ActorHandle] = {}
+        for engine, call in updates.items():
+            received[asyncio.wrap_future(call.future())] = engine
         both = {*self.sent, *received}
         for task in both:  # asyncio complains about an exception that is never fetched
             task.add_done_callback(asyncio.Future.exception)
@@ -213,17 +245,18 @@ class Fleet:
         if not all(task.done() and not task.exception() for task in both):
             raise await repair.end_update(self, received)
         checksum = self.sent[0].result()
-        changed = [e for t, e in received.items() if any(c != checksum for c in t.result()[1])]
+        changed = []
+        for task, engine in received.items():
+            if any(arrived != checksum for arrived in task.result().checksums):
+                changed.append(engine)
         if changed:
             error = RuntimeError("weights arrived at an engine other than they were sent")
             self.discard(changed, error)
             raise error
-        from runtime.reporting.speed import combined
-
-        return combined([Received(*task.result()) for task in received])
+        return combined([task.result() for task in received])
 
     def all_synced(self) -> None:
-        """All engines that are connected hold the policy now."""
+        """Notes that all connected engines hold the policy now."""
         for engine in self.engines.values():
             if engine.state is State.FRESH:
                 engine.state = State.SERVING
@@ -235,7 +268,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def occupying(self) -> Iterator[None]:
-        """Something that may keep the engines from answering a health check."""
+        """Marks a block that may keep the engines from answering a health check."""
         self.free_since = math.inf
         try:
             yield
@@ -243,19 +276,19 @@ class Fleet:
             self.free_since = time.monotonic()
 
     async def gaps(self) -> list[float]:
-        """How far new engines' logprobs, or all engines', are from the trainer's, nats."""
+        """Probes the new engines, or all: how far their logprobs are from the trainer's, nats."""
         with self.occupying():  # their first answers may wait for kernels that are compiled
             return await self.probe.gaps(self.fresh or self.alive)
 
-    async def watch(self, engine: Any) -> None:
-        """Notices that an engine dies or hangs, even if no group uses it."""
+    async def watch(self, engine: "ActorHandle") -> None:
+        """Checks an engine's health from time to time, so that its death is noticed when idle."""
         while await self.is_alive(engine):
             await asyncio.sleep(max(CHECK_SECONDS, len(self.engines) / CHECKS_PER_SECOND))
 
-    async def is_alive(self, engine: Any) -> bool:
-        """Whether an engine still serves; one that is dead or does not answer is discarded.
+    async def is_alive(self, engine: "ActorHandle") -> bool:
+        """Returns whether an engine still answers; discards it if it is dead or silent.
 
-        It is asked again where joining or an update may have kept it from answering.
+        It is asked again if joining or an update may have kept it from answering.
         """
         while known := self.engines.get(engine):
             began = time.monotonic()
@@ -270,9 +303,12 @@ class Fleet:
                 known.unanswered = False
         return False
 
-    def discard(self, actors: list, error: BaseException) -> None:
+    def discard(self, actors: "list[ActorHandle]", error: BaseException) -> None:
         """Kills engines that failed; `launch` starts others in their place."""
-        for engine in [self.engines.pop(made) for made in actors if made in self.engines]:
+        for failed in actors:
+            if failed not in self.engines:
+                continue
+            engine = self.engines.pop(failed)
             self.retire(engine, State.LOST)
             kill(engine.actor)
             self.error = error
@@ -281,7 +317,7 @@ class Fleet:
             self.missing.set()
 
     def retire(self, engine: Engine, state: State = State.FRESH) -> None:
-        """Leases no group to an engine from here on, or until the next update."""
+        """Takes an engine out of the queue, for good or until the next update."""
         if engine.state is State.SERVING:
             self.queue.remove(engine)
         engine.state = state

@@ -12,9 +12,13 @@ if TYPE_CHECKING:
     from rollout.episode import Sample, SampleInfo
 
 
+# (by, key) -> tokens, tokens of trusted sequences, and sum, summed k3 and maximum of the gap
+MismatchTable = dict[tuple[str, str], list[float]]
+
+
 def mismatch_table(
     samples: "list[Sample]", logp_T: np.ndarray, step: int, limit: float
-) -> dict[tuple[str, str], list[float]]:
+) -> MismatchTable:
     """How far trainer and engine are apart, by environment, lag and place in the answer.
 
     `logp_T` [T] are the trainer's logprobs of the samples, one after the other. Returns for each

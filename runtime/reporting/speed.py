@@ -1,9 +1,7 @@
 """The speed of a run in the field's units: tokens a second, of a GPU, MFU, shares of waiting."""
 
-import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -11,26 +9,10 @@ from policy.gpus import KNOWN
 from policy.model_shape import read_model
 from runtime.engines.speculation import Acceptance
 from runtime.processes import placement
+from runtime.reporting.metrics import SYNC
 from settings.config import TrainingSettings
 
-if TYPE_CHECKING:
-    from runtime.engines.fleet import Received
-
 KIND = "accelerator_type:"
-SYNC = ("sync_pause", "sync_transfer", "sync_resume")
-# How a metric of several engines becomes one; others are added up.
-OF_ENGINES: dict[str, Any] = {"wait_for_training": statistics.fmean, "kv_use": max}
-
-
-def combined(received: "Sequence[Received]") -> dict[str, float]:
-    """Metrics of a weight update: each phase's seconds of the slowest engine, and their meters."""
-    phases = [update.phases for update in received]
-    found = {name: max(phase[name] for phase in phases) for name in SYNC if phases}
-    names = dict.fromkeys(name for update in received for name in update.meters)
-    for name in names:
-        values = [update.meters[name] for update in received if name in update.meters]
-        found[name] = OF_ENGINES.get(name, sum)(values)
-    return found
 
 
 def of_cluster() -> set[str]:

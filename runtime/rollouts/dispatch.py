@@ -1,7 +1,8 @@
 """Sends prompts to rollout workers and engines, and tries again what failed.
 
-A row may kill or block its worker, and with it all other groups there. Each of them is suspect
-then: it is tried again by a worker that has nothing else to do. So only the guilty one is dropped.
+A row may kill or block its worker, and with it all other groups there. Each of these groups is
+then suspect, and is tried again by a worker that runs nothing else. So only the guilty one is
+dropped.
 """
 
 import asyncio
@@ -9,17 +10,17 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
 from core import waits
 from core.errors import RunError
-from core.waits import Ref, answer, within
+from core.waits import Ref, answer, together, within
 from envs import services
 from envs.services import Away
-from rollout.episode import Group, SampleInfo
+from rollout.episode import Group, Rollouts, SampleInfo
 from runtime.engines.fleet import CHECK_SECONDS, CHECKS_PER_SECOND, Fleet
 from runtime.processes.actors import cancel, cpus, kill
 from runtime.processes.cluster import Cluster
@@ -27,44 +28,34 @@ from runtime.rollouts.outages import Outages
 from settings.config import RunSettings
 
 if TYPE_CHECKING:
-    from runtime.rollouts.outages import Outages
+    from ray.actor import ActorHandle
 
 T = TypeVar("T")
-SPENT = ("wait_for_rollouts", "train_seconds")  # metrics of a step, added up over its parts
-ATTEMPTS = 3  # of one prompt before it is dropped and its slot is refilled with the next
-CPUS_PER_SUSPECT = 2  # in the cluster, for each of the workers that suspects have to themselves
+ATTEMPTS = 3  # of one prompt before it is dropped and its slot gets the next
+CPUS_PER_SUSPECT = 2  # CPUs of the cluster for each worker that runs a suspect alone
 
 
 class Slot(NamedTuple):
-    """Where a group belongs: prompt `number` of the stream, or row `number` of an evaluation."""
+    """The place of a group: prompt `number` of the stream, or row `number` of an evaluation."""
 
     number: int
-    evaluation: int | None = None  # policy version that is evaluated; None: for training
+    evaluation: int | None = None  # the policy version that is evaluated; None in training
 
     def __str__(self) -> str:
-        """As messages, seeds and dropped.jsonl name it."""
+        """Returns its name in messages, seeds and dropped.jsonl."""
         step = "" if self.evaluation is None else f"val-{self.evaluation}-"
         return f"{step}{self.number}"
 
     def record(self, prompts_per_step: int) -> dict[str, int | None]:
-        """What rollouts.jsonl says of it: `step` trains on it, or `evaluation` evaluates it."""
+        """Returns its fields in rollouts.jsonl: `step` trains on it, or `evaluation` is set."""
         step = self.number // prompts_per_step + 1 if self.evaluation is None else None
         return {"step": step, "slot": self.number, "evaluation": self.evaluation}
 
     def lines(self, records: list[dict], cfg: RunSettings) -> bytes:
-        """Its group for rollouts.jsonl."""
+        """Returns the lines of its group for rollouts.jsonl."""
         place = self.record(cfg.prompts_per_step)
-        return "".join(json.dumps(place | r, default=str) + "\n" for r in records).encode()
-
-
-@dataclasses.dataclass
-class Parts:
-    """What a step has trained so far, part by part."""
-
-    groups: list[Group] = dataclasses.field(default_factory=list)
-    tables: list[dict] = dataclasses.field(default_factory=list)  # of mismatch, of each rank
-    scores: list[tuple] = dataclasses.field(default_factory=list)  # (places, logprobs) likewise
-    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPENT, 0.0))
+        lines = [json.dumps(place | record, default=str) + "\n" for record in records]
+        return "".join(lines).encode()
 
 
 @dataclasses.dataclass
@@ -73,26 +64,26 @@ class Tries:
 
     row: dict
     slot: Slot
-    rank: int  # of the worker that has all of them, as long as it lives: it keeps the drafts
+    rank: int  # of the worker that gets every try while it lives, because it keeps the drafts
     failed: int = 0
     is_suspect: bool = False  # its worker died in a try
-    error: BaseException = dataclasses.field(default_factory=BaseException)  # of the last one
+    error: BaseException = dataclasses.field(default_factory=BaseException)  # of the last try
 
     @property
     def name(self) -> str:
-        """As error messages name it."""
+        """Its name in error messages."""
         return f"the rollouts of slot {self.slot}, line {self.row['_line']}"
 
 
 class Crew:
-    """The rollout workers: asked in turn, watched, replaced when they die or do not answer."""
+    """The rollout workers: used in turn, watched, replaced when they die or do not answer."""
 
     def __init__(self, cfg: RunSettings, cluster: Cluster):
         self.cfg = cfg
         self.cluster = cluster
-        self.outages: Outages | None = None  # once a worker has reported one, or a failed call
-        self.ranks: dict[Any, int] = {}  # of each living worker: its place among them
-        self.started: set[Any] = set()  # those that have answered once
+        self.outages: Outages | None = None  # from the first report of an outage or a failed call
+        self.ranks: dict[ActorHandle, int] = {}  # living worker -> its number
+        self.started: set[ActorHandle] = set()  # the workers that have answered once
         self.watches: set[asyncio.Task] = set()
         self.turns = itertools.count()
         self.seats: asyncio.LifoQueue[int] = asyncio.LifoQueue()  # free ranks for suspects
@@ -106,30 +97,30 @@ class Crew:
         for rank in range(count, count + suspects):
             self.seats.put_nowait(rank)
 
-    def launch(self, rank: int) -> Any:
+    def launch(self, rank: int) -> "ActorHandle":
         """Starts one worker."""
         worker = self.cluster.start_worker()
         self.ranks[worker] = rank
         self.watches.add(asyncio.create_task(self.watch(worker)))
         return worker
 
-    async def of_rank(self, rank: int) -> Any:
-        """The living worker of a rank, which has started; a new one where there is none.
+    async def of_rank(self, rank: int) -> "ActorHandle":
+        """Returns the started worker of a rank; launches one if no worker of the rank lives.
 
-        Raises RunError where ATTEMPTS in turn do not start: no row has reached them.
+        Raises RunError if ATTEMPTS workers in a row do not start. No row has reached these.
         """
         for _ in range(ATTEMPTS):
-            living = (worker for worker, its_rank in self.ranks.items() if its_rank == rank)
-            worker = next(living, None) or self.launch(rank)
+            living = [worker for worker, its_rank in self.ranks.items() if its_rank == rank]
+            worker = living[0] if living else self.launch(rank)
             if worker in self.started or await self.is_alive(worker):
                 return worker
         raise RunError(f"{ATTEMPTS} rollout workers did not start; see logs/RolloutWorker-*.log")
 
     @contextlib.asynccontextmanager
-    async def worker(self, tries: Tries) -> AsyncIterator[Any]:
-        """The worker for a try. A suspect gets one of its own, and waits for a free seat.
+    async def worker(self, tries: Tries) -> "AsyncIterator[ActorHandle]":
+        """Yields the worker for a try. A suspect gets its own worker, and waits for a free seat.
 
-        The deadline of its step bounds that wait.
+        The deadline of the step that needs the group bounds that wait.
         """
         if not tries.is_suspect:
             yield await self.of_rank(tries.rank)
@@ -140,8 +131,8 @@ class Crew:
         finally:
             self.seats.put_nowait(rank)
 
-    async def is_alive(self, worker: Any) -> bool:
-        """Whether a worker answers; one that does not is killed."""
+    async def is_alive(self, worker: "ActorHandle") -> bool:
+        """Returns whether a worker answers; kills it if it does not."""
         limit = waits.ANSWER_SECONDS if worker in self.started else self.cfg.timeouts.start
         try:
             asked = worker.call.remote(services.report)
@@ -157,27 +148,27 @@ class Crew:
                 tqdm.write(f"a rollout worker is lost: {str(error).partition(chr(10))[0]}")
         return worker in self.ranks
 
-    def receive(self, worker: Any, report: services.Report) -> None:
-        """Takes note of what a worker has seen of servers outside."""
+    def receive(self, worker: "ActorHandle", report: services.Report) -> None:
+        """Notes which outside servers a worker has found away, and its failed calls."""
         if not self.outages and (report.away or report.failures):
             self.outages = Outages()
         if self.outages:
             self.outages.receive(worker, report)
 
     def seconds_away(self) -> float:
-        """Seconds so far in which a server outside was away."""
+        """Returns the seconds so far in which an outside server was away."""
         return self.outages.seconds() if self.outages else 0.0
 
-    async def watch(self, worker: Any) -> None:
-        """Notices that a worker dies or hangs, and which judges it finds away."""
+    async def watch(self, worker: "ActorHandle") -> None:
+        """Checks a worker from time to time, so that its death and its judges' are noticed."""
         while await self.is_alive(worker):
             await asyncio.sleep(max(CHECK_SECONDS, len(self.ranks) / CHECKS_PER_SECOND))
 
 
 class Dispatcher:
-    """Chooses worker and engine for each prompt; has its rollouts written, once, by `write`.
+    """Sends each prompt to a worker and an engine, and retries it if it fails.
 
-    `census` describes the run in error messages.
+    `write` writes the lines of its rollouts, once. `census` describes the run in error messages.
     """
 
     def __init__(
@@ -197,22 +188,22 @@ class Dispatcher:
 
     @property
     def prompt_seconds(self) -> float:
-        """What all tries of a prompt may take: rollouts, and a health check after each failure."""
+        """Seconds that all tries of a prompt may take, with a health check after each failure."""
         return self.attempts * (self.cfg.timeouts.rollout + waits.ANSWER_SECONDS)
 
     async def roll_out(self, row: dict, slot: Slot, n: int, version: int) -> Group:
-        """One row's n rollouts, whose engines hold policy `version` or a later one.
+        """Returns one row's n rollouts, sampled by policy `version` or a later one.
 
-        Tried `attempts` times; then the last error is raised. RunError is raised at once. A failure
-        is never a reward. No try begins while a judge is away that the row needs.
+        Tries `attempts` times, and raises the error of the last try. Raises RunError at once. A
+        failure is never a reward. No try begins while a judge that the row needs is away.
         """
         tries = Tries(row, slot, next(self.crew.turns) % self.cfg.rollout_workers)
         while True:
             if self.crew.outages:
                 await self.crew.outages.over(row)
             async with self.crew.worker(tries) as worker, self.fleet.lease() as engine:
-                call = worker.rollout_group.options(num_returns=3).remote(engine, row, slot, n)
-                infos, samples, lines = call
+                rollout_group = worker.rollout_group.options(num_returns=len(Rollouts._fields))
+                infos, samples, lines = rollout_group.remote(engine, row, slot, n)
                 try:
                     found, written = await self.result(infos, lines, tries.name)
                 except Exception as error:
@@ -223,33 +214,57 @@ class Dispatcher:
                     return Group(slot.number, version, row["_line"], found, samples)
             await asyncio.sleep(2**tries.failed)
 
-    async def count_failure(self, tries: Tries, engine: Any, worker: Any) -> None:
-        """Counts a try that failed with `tries.error`, and waits before the next one.
+    async def roll_out_all(
+        self, rows: Sequence[dict], slots: Sequence[Slot], n: int
+    ) -> list[Group | Exception]:
+        """Returns n rollouts of each validation row, or the error of a row that failed.
 
-        A try that an engine's death or a judge that is away has ended does not count. Raises the
-        error after the last try; RuntimeError where the row ended a worker that ran nothing else.
+        The first RunError ends all of them and is raised.
+        """
+
+        async def result(row: dict, slot: Slot) -> Group | Exception:
+            try:
+                return await self.roll_out(row, slot, n, slot.evaluation or 0)
+            except RunError:
+                raise
+            except Exception as error:
+                return error
+
+        return await together(map(result, rows, slots))
+
+    async def count_failure(
+        self, tries: Tries, engine: "ActorHandle", worker: "ActorHandle"
+    ) -> None:
+        """Counts a try that failed with `tries.error`.
+
+        It does not count if its engine died or a judge was away. After the last try the error is
+        raised. Raises RuntimeError if the row ended a worker that ran nothing else.
         """
         crew = self.crew
-        asked = self.fleet.is_alive(engine), crew.is_alive(worker)
-        engine_lives, worker_lives = await asyncio.gather(*asked)
-        away = isinstance(tries.error, Away) or bool(
-            crew.outages and crew.outages.concern(tries.row)
+        engine_lives, worker_lives = await asyncio.gather(
+            self.fleet.is_alive(engine), crew.is_alive(worker)
         )
-        counts = engine_lives and not away
-        tries.failed += counts
-        is_last = counts and tries.failed >= self.attempts
-        if is_last and worker_lives:
-            worker.forget.remote(tries.slot, tries.row["_line"])
-            raise tries.error
-        if is_last and tries.is_suspect:
-            alone = "crashed its worker while running alone: the row or its environment is at fault"
-            raise RuntimeError(f"{tries.name} {alone}") from tries.error
-        tries.is_suspect |= not worker_lives
+        is_away = isinstance(tries.error, Away)
+        if crew.outages and crew.outages.concern(tries.row):
+            is_away = True
+        if engine_lives and not is_away:
+            tries.failed += 1
+            is_last = tries.failed >= self.attempts
+            if is_last and worker_lives:
+                worker.forget.remote(tries.slot, tries.row["_line"])
+                raise tries.error
+            if is_last and tries.is_suspect:
+                raise RuntimeError(
+                    f"{tries.name} crashed its worker while running alone: "
+                    "the row or its environment is at fault"
+                ) from tries.error
+        if not worker_lives:
+            tries.is_suspect = True
 
     async def result(
         self, infos: Ref[list[SampleInfo]], lines: Ref[bytes], what: str
     ) -> tuple[list[SampleInfo], bytes]:
-        """The small results of a call, which is cancelled where they do not come."""
+        """Awaits the small results of a call, and cancels the call if they do not come in time."""
 
         async def both() -> tuple[list[SampleInfo], bytes]:
             return await infos, await lines
@@ -261,15 +276,18 @@ class Dispatcher:
             raise
 
     async def wait(self, seconds: float, what: str, call: Awaitable[T], judged: bool = True) -> T:
-        """Awaits under a named deadline; for what is judged, not while a judge is away."""
+        """Awaits under a named deadline, whose clock stands still while a judge is away.
+
+        If the call needs no judge (`judged` is False), the clock always runs.
+        """
         stopped = self.crew.seconds_away if judged else float
         return await within(seconds, what, call, self.state, stopped)
 
     def state(self) -> str:
-        """The census of the run, and the judges that are away."""
+        """Returns the census of the run and the judges that are away, for error messages."""
         away = self.crew.outages.state() if self.crew.outages else ""
-        return "; ".join(filter(None, (self.census(), away)))
+        return f"{self.census()}; {away}" if away else self.census()
 
     def meters(self) -> dict[str, float]:
-        """What judges cost since the last call: seconds away, and failed calls by reason."""
+        """Returns metrics of the judges since the last call: seconds away, failures by reason."""
         return self.crew.outages.meters() if self.crew.outages else {}

@@ -179,10 +179,10 @@ def test_a_report_does_not_look_at_sets_that_are_known():
 @pytest.mark.parametrize(
     ("sets", "what"),
     [
-        ([[3, 9]], "2 sampled tokens have 1 sets"),
-        ([[3, 9], []], "2 sampled tokens have 1 sets"),
-        ([[3, 9], [4], [5]], "2 sampled tokens have 3 sets"),
-        ([[3, 9], [3]], "token 4 was sampled, but is none that"),
+        ([[3, 9]], "returned 1 token sets for 2 sampled tokens"),
+        ([[3, 9], []], "returned 1 token sets for 2 sampled tokens"),
+        ([[3, 9], [4], [5]], "returned 3 token sets for 2 sampled tokens"),
+        ([[3, 9], [3]], "token 4 was sampled, but is not in the set"),
     ],
 )
 def test_a_token_without_its_set_is_an_error(sets, what):
@@ -191,7 +191,7 @@ def test_a_token_without_its_set_is_an_error(sets, what):
 
 
 def test_a_turn_without_sets_beside_others_is_an_error():
-    with pytest.raises(RuntimeError, match="1 sampled tokens have 0 sets"):
+    with pytest.raises(RuntimeError, match="returned 0 token sets for 1 sampled tokens"):
         Sample.of([FIRST, turn([1, 2, 3, 4, 5], [6], None)])
 
 
@@ -201,7 +201,7 @@ def test_a_sample_without_sets_where_sampling_is_truncated_is_an_error():
     assert pack([plain], Update(1, 1, []), Config()).allowed is None
     assert pack([Sample.empty()], Update(1, 1, []), truncated).allowed.count_T.tolist() == [0]
     for samples, cfg in (([plain], truncated), ([plain, Sample.of([FIRST])], Config())):
-        with pytest.raises(ValueError, match="a sample has no sets.*expected them with.*top_p"):
+        with pytest.raises(ValueError, match="a sample has no token sets.*expected them.*top_p"):
             pack(samples, Update(1, 1, []), cfg)
     plain.mask_T &= False
     assert pack([plain, Sample.of([FIRST])], Update(1, 1, []), truncated).allowed is not None

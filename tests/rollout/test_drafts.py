@@ -8,7 +8,7 @@ import pytest
 
 from core import waits
 from rollout import drafts
-from rollout.drafts import DraftBook, DraftedCall, Drafts, answers, sample_name
+from rollout.drafts import DraftBook, DraftedCall, Drafts, answers, rest_of, sample_name
 from rollout.episode import Request, Turn
 from support.actors import Actor, Answer
 
@@ -29,6 +29,18 @@ def running(name: str, j: int, tokens: list[int]):
     )
 
 
+async def complete(drafts: Drafts, request: Request, answer) -> list[Turn]:
+    """What Generator.generate does, with another engine."""
+    with drafts.open(request) as turns:
+
+        async def finish(j: int) -> None:
+            if not turns[j].finish_reason:
+                turns[j] = turns[j].extended(await answer(rest_of(request, j, turns[j])))
+
+        await waits.together(finish(j) for j in range(request.n))
+    return turns
+
+
 def test_a_request_goes_on_from_its_drafts_with_its_own_prompt():
     drafts = Drafts()
     asked = []
@@ -39,11 +51,11 @@ def test_a_request_goes_on_from_its_drafts_with_its_own_prompt():
 
     empty = Request("a", [7, 8], 2, 40, [], 16)
     whole = turn([7, 8], [9, 1], "stop")
-    assert asyncio.run(drafts.complete(empty, answer)) == [whole, whole]
+    assert asyncio.run(complete(drafts, empty, answer)) == [whole, whole]
     assert asked == [Request(f"a-{j}", [7, 8], 1, 40 + j, [], 16) for j in range(2)]
     asked.clear()
     begun = Request("b", [7, 8], 2, 40, [turn([], [5]), turn([], [5, 1], "stop")], 16)
-    found = asyncio.run(drafts.complete(begun, answer))
+    found = asyncio.run(complete(drafts, begun, answer))
     assert found == [turn([7, 8], [5, 9, 1], "stop"), turn([7, 8], [5, 1], "stop")]
     assert asked == [Request("b-0", [7, 8, 5], 1, 1_000_043, [], 15)], "other random numbers"
     assert not drafts.written
@@ -61,7 +73,7 @@ async def test_an_engine_is_idle_while_it_has_no_request():
 
     for tokens in (1, 9):
         with contextlib.suppress(ConnectionError):
-            await drafts.complete(Request(str(tokens), [7], 1, 0, [], tokens), answer)
+            await complete(drafts, Request(str(tokens), [7], 1, 0, [], tokens), answer)
     assert drafts.idle.take() < 0.05
     await asyncio.sleep(0.05)
     assert drafts.idle.take() >= 0.05 and not drafts.idle.running
@@ -70,7 +82,8 @@ async def test_an_engine_is_idle_while_it_has_no_request():
 def test_what_is_new_beyond_what_is_known():
     drafts = Drafts()
     begun = [turn([], [1]), turn([], []), turn([], [])]
-    drafts.open(Request("a-1", [7], 3, 0, begun, 9))[1] = turn([7], [4, 5], "stop")
+    opened = drafts.open(Request("a-1", [7], 3, 0, begun, 9))
+    opened.__enter__()[1] = turn([7], [4, 5], "stop")
     states = {i: running("a-1", j, ids) for i, (j, ids) in enumerate([(0, [2, 3]), (2, [])])}
     states[9] = running("a", 1, [99])
     every = [turn([], [1, 2, 3]), turn([], [4, 5], "stop"), turn([], [])]
@@ -130,7 +143,8 @@ def test_a_poll_copies_only_what_is_new():
     answer.token_ids = Watched(answer.token_ids)
     answer.logprobs.logprobs = Watched(answer.logprobs.logprobs)
     drafts = Drafts()
-    (written,) = drafts.open(Request("a", [7], 1, 0, [turn([], range(20_000))], 60_000))
+    opened = drafts.open(Request("a", [7], 1, 0, [turn([], range(20_000))], 60_000))
+    (written,) = opened.__enter__()
     written.token_ids = Watched(written.token_ids)
     assert drafts.since("a", [known], {0: state}) == [turn([], range(39_990, 40_000))]
     assert [answer.token_ids.read, answer.logprobs.logprobs.read] == [10, 10]

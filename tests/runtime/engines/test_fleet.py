@@ -15,7 +15,7 @@ from grpo_async import Config, Engines, RolloutBuffer
 from policy import WeightMeta
 from policy.sync.weight_sync import CutOff, Sender
 from runtime.engines import fleet, repair
-from runtime.engines.fleet import Engine, State
+from runtime.engines.fleet import Engine, Received, State
 from runtime.engines.probe import PROMPTS
 from runtime.processes.placement import Places
 from support.actors import Actor, Answer
@@ -60,7 +60,7 @@ class House:
     def make(self, cfg):
         """A new engine; while the house is `slow` it does not get ready by itself."""
         start = Answer(... if self.slow else self.broken)
-        engine = Actor(start=start, update_weights=(PHASES, [0], {}), generate=["turn"])
+        engine = Actor(start=start, update_weights=Received(PHASES, [0], {}), generate=["turn"])
         engine.answers["join_sync_group"] = self.joined
         self.made.append(engine)
         self.given.append(cfg)
@@ -219,7 +219,7 @@ async def test_an_engine_need_not_answer_while_it_joins_or_is_updated(house, whe
     await asyncio.sleep(0.3)
     assert not asked.done() and not home.killed
     engine.answers["check_health"] = None
-    busy.give((PHASES, [0], {}) if when == "update" else [0])
+    busy.give(Received(PHASES, [0], {}) if when == "update" else [0])
     await update
     assert await asked and not home.killed
 
@@ -296,7 +296,12 @@ async def test_an_update_waits_where_nobody_is_left(house):
     ("fields", "answers", "sent", "error"),
     [
         ({}, {"update_weights": RuntimeError("out of memory")}, [0, 1], r"out of memory"),
-        ({}, {"update_weights": (PHASES, [0, 1], {})}, [0, 1], r"weights arrived"),  # at one worker
+        (
+            {},
+            {"update_weights": Received(PHASES, [0, 1], {})},
+            [0, 1],
+            r"weights arrived",
+        ),  # at one worker
         ({"timeouts": {"sync": 0.1}}, {"update_weights": hangs}, [0, 1], r"^TimeoutE.*no answer"),
         (HASTY, {"check_health": hangs, "update_weights": hangs}, [0], r"did not answer for 0 s"),
     ],
@@ -306,7 +311,7 @@ async def test_an_engine_that_spoils_an_update_is_replaced(house, fields, answer
     home = await house(2, **fields).open()
     broken, well = home.made
     broken.answers |= answers
-    well.answers["update_weights"] = (PHASES, [0, 0], {})  # of two workers
+    well.answers["update_weights"] = Received(PHASES, [0, 0], {})  # of two workers
     home.slow = True
     await asyncio.wait_for(home.engines.sync(1), 5)
     assert home.killed == [broken] and broken not in home.fleet.alive
@@ -326,8 +331,8 @@ async def test_an_engine_that_is_nearly_done_when_another_fails_is_kept(house):
     update = asyncio.create_task(home.engines.sync(1))
     await asyncio.sleep(0.05)
     for engine, answer in zip(others, slow, strict=True):
-        engine.answers["update_weights"] = (PHASES, [0], {})
-        answer.give((PHASES, [0], {}))
+        engine.answers["update_weights"] = Received(PHASES, [0], {})
+        answer.give(Received(PHASES, [0], {}))
     await asyncio.wait_for(update, 5)
     assert home.killed == [first] and home.fleet.of(State.SERVING) == others
 
@@ -340,7 +345,7 @@ async def test_engines_from_which_an_update_was_cut_off_get_it_again_and_are_not
     answers = [CutOff("an update was cut off")]
 
     def cut_off(*_):
-        return answers.pop() if answers else (PHASES, [0], {})
+        return answers.pop() if answers else Received(PHASES, [0], {})
 
     waits.answers["update_weights"] = cut_off
     async with home.fleet.lease() as first, home.fleet.lease(), home.fleet.lease():
@@ -367,7 +372,7 @@ async def test_what_cost_an_engine_is_named_and_not_that_another_was_cut_off(hou
     lost.answers["update_weights"] = late
     update = asyncio.create_task(home.engines.sync(1))
     await asyncio.sleep(0.05)
-    cut.answers["update_weights"] = (PHASES, [0], {})
+    cut.answers["update_weights"] = Received(PHASES, [0], {})
     late.give(RuntimeError("CUDA out of memory"))
     await asyncio.wait_for(update, 5)
     assert home.killed == [lost] and str(home.fleet.error) == "CUDA out of memory"
@@ -383,8 +388,8 @@ async def test_engines_that_load_many_tensors_have_time_to_end_an_update(house, 
     loads.answers["update_weights"] = slow
     update = asyncio.create_task(home.engines.sync(1))
     await asyncio.sleep(0.3)
-    loads.answers["update_weights"] = (PHASES, [0], {})
-    slow.give((PHASES, [0], {}))
+    loads.answers["update_weights"] = Received(PHASES, [0], {})
+    slow.give(Received(PHASES, [0], {}))
     await asyncio.wait_for(update, 5)
     assert home.killed == [lost]
 
@@ -686,7 +691,7 @@ async def test_an_update_reports_how_long_the_engines_had_no_request(house):
     """The mean of all engines; of the phases the slowest one's."""
     home = await house(2).open()
     for seconds, engine in zip((1.0, 4.0), home.made, strict=True):
-        engine.answers["update_weights"] = (
+        engine.answers["update_weights"] = Received(
             PHASES | {"sync_pause": seconds},
             [0],
             {"wait_for_training": seconds, "engine_tokens": 10, "kv_use": seconds / 10},

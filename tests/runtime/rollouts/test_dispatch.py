@@ -17,7 +17,6 @@ from rollout.episode import Group
 from runtime.engines.fleet import CHECK_SECONDS
 from runtime.rollouts import dispatch
 from runtime.rollouts.dispatch import Dispatcher, Slot
-from runtime.rollouts.evaluation import roll_out_all
 from support.actors import Actor, Answer
 from support.configs import changed
 
@@ -159,7 +158,7 @@ async def test_an_error_of_the_run_ends_an_evaluation_at_once(setting):
 
     async def all_rows():
         slots = [Slot(i, 4) for i in range(3)]
-        return await roll_out_all(made.dispatcher, [ROW] * 3, slots, 1)
+        return await made.dispatcher.roll_out_all([ROW] * 3, slots, 1)
 
     failed, *groups = await all_rows()
     assert str(failed) == "bad row" and [group.infos for group in groups] == ["infos"] * 2

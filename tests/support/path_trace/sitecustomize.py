@@ -23,7 +23,7 @@ SEEN: set[tuple[str, ...]] = set()
 # Types of what a group is on its way, beside its row.
 CARRIERS = {"Slot", "Request", "Turn", "Response", "Episode", "Sample", "SampleInfo", "Rollouts"}
 CARRIERS |= {"Group", "Share", "Update", "Batch"}
-# walk: the functions at which it begins in each process, and what must hold of their first argument
+# walk: the functions at which it begins in each process, and a condition on their arguments
 ENTRIES = {
     "group": {
         "grpo_async.Run.fill": None,
@@ -33,13 +33,20 @@ ENTRIES = {
         "grpo_async.Generator.generate": None,
         "grpo_async.Trainer.train_step": None,
     },
+    "update": {
+        "grpo_async.Engines.sync": lambda engines, version: version > 1,
+        "grpo_async.Generator.update_weights": lambda engine, version, verify: not verify,
+        "runtime.processes.trainer_rank.SendingRank.send_weights": lambda rank, verify: not verify,
+        "policy.sync.receiver.WeightReceiver.receive_weights": lambda worker, verify: not verify,
+    },
     "death": {
         "runtime.engines.fleet.Fleet.discard": None,
         "runtime.engines.repair.replace": None,
-        "grpo_async.Engines.sync": lambda engines: engines.fleet.missing.is_set(),
+        "grpo_async.Engines.sync": lambda engines, version: engines.fleet.missing.is_set(),
     },
 }
 MODULES = ("grpo_async", "runtime.engines.fleet", "runtime.engines.repair")
+MODULES += ("runtime.processes.trainer_rank", "policy.sync.receiver")
 
 
 def ours(frame) -> str:
@@ -94,7 +101,7 @@ def entered(walk: str, holds, *args):
     """A call with which a walk begins."""
     sys.setprofile(note)
     threading.setprofile(note)
-    token = WALK.set(walk if not holds or holds(args[0]) else "")
+    token = WALK.set(walk if not holds or holds(*args) else WALK.get())
     try:
         yield
     finally:

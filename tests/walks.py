@@ -1,14 +1,19 @@
-"""Runs the tiny model, kills an engine, and prints which of our files two walks have entered.
+"""Counts how far a reader walks: the hops to the engine, and the files of three walks.
 
-    python tests/files_on_the_path.py           real Ray and vLLM: one minute
+    python tests/walks.py           real Ray and vLLM: one minute
 
-The first walk is that of a prompt group, from `Run.fill` to the end of `Trainer.train_step`; the
-second that of an engine's death, from `Fleet.discard` until its successor has the policy, in the
-driver. Of the group's files some get it, or a part of it, as an argument; the others help. Then for
-each walk the functions of grpo_async.py that another file calls: where a reader returns to it.
+The hops lead from `RolloutWorker.rollout_group` to vLLM's `generate` (tests/test_walks.py checks
+each of them). Then a run of the tiny model that loses an engine prints which of our files it has
+entered on the walk of
+- a prompt group, from `Run.fill` to the end of `Trainer.train_step`;
+- a weight update to engines that serve, from `Engines.sync`, in all processes;
+- an engine's death, from `Fleet.discard` until its successor has the policy, in the driver.
+Some of the group's files get it, or a part of it, as an argument; the others help. For each walk it
+names the functions of grpo_async.py that another file calls: there a reader returns to it.
 Needs models/tiny (launch/make_tiny.py).
 """
 
+import ast
 import os
 import sys
 import tempfile
@@ -23,6 +28,39 @@ from runtime.startup import preflight
 
 FLAGS = {"steps": 1000, "prompts_per_step": 8, "group_size": 4, "val_period": 0, "data.val": ""}
 FLAGS |= {"sampling.max_response_tokens": 8, "save_period": 0, "engine.count": 2}
+
+
+# Each function calls the next one; the environment is one of many turns.
+HOPS = (
+    ("grpo_async.py", "RolloutWorker.rollout_group"),
+    ("envs/registry.py", "rollouts"),
+    ("envs/workplace/workplace.py", "rollout"),
+    ("rollout/sampler.py", "Sampler.chat"),
+    ("rollout/sampler.py", "Sampler.generate"),
+    ("rollout/drafts.py", "answers"),
+    ("grpo_async.py", "Generator.generate"),
+    ("grpo_async.py", "Generator.answer"),
+    ("vllm", "AsyncLLM.generate"),
+)
+
+
+def called(file: str, function: str) -> set[str]:
+    """The names that a function calls; of a call of an actor the method's."""
+    tree = ast.parse((ROOT / file).read_text())
+    body: list = tree.body
+    for name in function.split("."):
+        found = [node for node in body if getattr(node, "name", "") == name]
+        if not found:
+            raise LookupError(f"{file} has no {function}")
+        body = found[0].body
+    names = set()
+    for node in ast.walk(found[0]):
+        if isinstance(node, ast.Call):
+            target = node.func
+            if isinstance(target, ast.Attribute) and target.attr == "remote":
+                target = target.value
+            names.add(getattr(target, "attr", getattr(target, "id", "")))
+    return names
 
 
 class Call(NamedTuple):
@@ -47,7 +85,7 @@ def trace(folder: Path) -> list[Call]:
     program = Program(preflight.load(Config, words, default="configs/tiny.py"))
     try:
         program.wait_until(lambda: len(program.steps()) >= 3)
-        healthy = [call for call in read(walks) if call.walk == "group"]
+        healthy = [call for call in read(walks) if call.walk in ("group", "update")]
         end(program.pids("Generator")[0])
         program.wait_until(lambda: program.steps()[-1]["engines"] == 1)
         program.wait_until(lambda: program.steps()[-1]["engines"] == 2)
@@ -64,7 +102,8 @@ def read(walks: Path) -> list[Call]:
 def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         calls = trace(Path(name))
-    for walk in ("group", "death"):
+    print(f"{len(HOPS) - 1} hops: {' -> '.join(function for _, function in HOPS)}")
+    for walk in ("group", "update", "death"):
         of_walk = [call for call in calls if call.walk == walk]
         files = sorted({call.file for call in of_walk})
         print(f"{walk}: {len(files)} files: {', '.join(files)}")
