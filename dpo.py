@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -56,8 +56,7 @@ from runtime.processes.trainer_rank import Rank
 from runtime.reporting.console import phase
 from runtime.reporting.log import Log
 from settings import reader
-from settings.config import CHECKED
-from settings.preference_pairs import PairSettings
+from settings.config import CHECKED, PairSettings
 
 if TYPE_CHECKING:
     from runtime.startup import modes
@@ -81,8 +80,6 @@ class Loss:
 class Config(PairSettings):
     """Train a language model with DPO. Defaults: Nemotron 3 Nano."""
 
-    steps: PositiveInt = 50
-    """Batches to train; also the last policy version."""
     loss: Loss = dataclasses.field(default_factory=Loss)
     """Beta, and the weights of the two losses."""
 

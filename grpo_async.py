@@ -157,6 +157,10 @@ class Loss:
 class Config(RunSettings):
     """Train a language model with asynchronous GRPO. Defaults: Nemotron 3 Super."""
 
+    prompts_per_step: PositiveInt = 256
+    """P, prompt groups in a batch."""
+    group_size: PositiveInt = 16
+    """G, samples of each prompt."""
     advantage: Advantage = dataclasses.field(default_factory=Advantage)
     """Baseline, normalisation, penalties."""
     correction: Correction = dataclasses.field(default_factory=Correction)

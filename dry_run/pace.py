@@ -15,9 +15,8 @@ from policy.gpus import Gpu
 from policy.model_shape import Model
 from policy.sync.weight_sync import BUCKET_BYTES
 from runtime.processes.placement import Node, gpus, node_mates, plan
-from settings.config import RunSettings
+from settings.config import PairSettings, RunSettings
 from settings.distillation import TeacherSettings
-from settings.preference_pairs import PairSettings
 
 if TYPE_CHECKING:
     from settings.config import TrainingSettings

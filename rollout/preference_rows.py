@@ -22,7 +22,7 @@ from rollout.messages import chat, check_message, check_tools, functions, load_t
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from settings.preference_pairs import PairSettings
+    from settings.config import PairSettings
 
 TEMPLATE_BYTES = 256  # that a chat template may add to an answer's JSON
 ANSWERS = ("chosen", "rejected")

@@ -1,7 +1,15 @@
-"""The settings of a run that no algorithm changes; an algorithm's Config inherits them.
+"""Declares the settings that belong to no algorithm, for all three programs.
 
-`TrainingSettings` are those of any training. `RunSettings` add engines and rollouts to them,
-`PairSettings` pairs of answers.
+The Config of a program has single settings (`--steps`) and groups of settings (`--data.train`):
+
+    grpo_async.Config    RunSettings
+    mopd.Config          RunSettings, and TeacherSettings of settings/distillation.py
+    dpo.Config           PairSettings
+
+A group is one flat class without a base class. If a group of dpo.py has other settings than that
+of the programs with rollouts, it is a class of its own: `Timeouts` and `PairTimeouts`. A Config
+inherits its single settings; no class declares one again that it inherits. If programs differ in a
+default, each of them declares the setting: `steps` below, `prompts_per_step` in the programs.
 """
 
 import dataclasses
@@ -16,11 +24,12 @@ from settings.environment_services import Services
 from settings.network import PolicySettings
 
 CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
+PlannedGpu = Literal["auto", "h100", "h200", "b200"]
 SamplingParameter = Literal["temperature", "top_p", "top_k", "min_p"]
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
-class TrainingCommand:
+class Command:
     """What to do with a configuration; without any of these it is trained from the start."""
 
     config: str = ""
@@ -29,36 +38,12 @@ class TrainingCommand:
     """Go on in run_dir: from the newest good checkpoint ("auto") or from this folder."""
     dry_run: bool = False
     """Print what the run would need and what would limit its speed; start nothing."""
-    gpu: Literal["auto", "h100", "h200", "b200"] = "auto"
+    gpu: PlannedGpu = "auto"
     """The GPU that dry_run plans for; by default this machine's, or an H100 where it has none."""
     eval_only: bool = False
     """Evaluate the model, or the checkpoint that `resume` names, and leave."""
     export: NonNegativeInt = 0
     """Write this step's checkpoint as a model for transformers and vLLM, and leave."""
-
-    @property
-    def replayed(self) -> str:
-        """The run folder whose samples are trained on; "" where there is none."""
-        return ""
-
-    @property
-    def modes(self) -> list[str]:
-        """Which of the modes that exclude each other are asked for."""
-        every = ("eval_only", "rollout_only", "replay", "export")
-        return [name for name, value in vars(self).items() if name in every and value]
-
-    def __post_init__(self) -> None:
-        """Refuses modes that exclude each other. Raises ValueError."""
-        if len(self.modes) > 1:
-            raise ValueError(f"{' and '.join(self.modes)} exclude each other")
-        if self.resume and {"rollout_only", "export"} & {*self.modes}:
-            raise ValueError(f"resume excludes {self.modes[0]}")
-
-
-@checked_dataclass(frozen=True, config=CHECKED)
-class Command(TrainingCommand):
-    """The same where there are rollouts."""
-
     rollout_only: bool = False
     """Write each step's samples with the initial policy; train nothing."""
     replay: str = ""
@@ -69,32 +54,83 @@ class Command(TrainingCommand):
         """The run folder whose samples are trained on; "" where there is none."""
         return self.replay
 
+    @property
+    def modes(self) -> list[str]:
+        """Which of the modes that exclude each other are asked for."""
+        every = ("eval_only", "export", "rollout_only", "replay")
+        return [name for name in every if getattr(self, name)]
+
+    def __post_init__(self) -> None:
+        """Refuses modes that exclude each other. Raises ValueError."""
+        conflicts.of_command(self)
+
 
 @checked_dataclass(frozen=True, config=CHECKED)
-class DataFiles:
-    """The rows that a run trains on and is evaluated with."""
+class PairCommand:
+    """What to do with a configuration of dpo.py: as `Command`, without rollouts."""
 
-    train: str
-    """JSONL rows, used in file order, again from the top when they end."""
+    config: str = ""
+    """File of overrides, below configs/ or anywhere."""
+    resume: str = ""
+    """Go on in run_dir: from the newest good checkpoint ("auto") or from this folder."""
+    dry_run: bool = False
+    """Print what the run would need and what would limit its speed; start nothing."""
+    gpu: PlannedGpu = "auto"
+    """The GPU that dry_run plans for; by default this machine's, or an H100 where it has none."""
+    eval_only: bool = False
+    """Evaluate the model, or the checkpoint that `resume` names, and leave."""
+    export: NonNegativeInt = 0
+    """Write this step's checkpoint as a model for transformers and vLLM, and leave."""
+
+    @property
+    def replayed(self) -> str:
+        """Always "": no samples of another run are trained on."""
+        return ""
+
+    @property
+    def modes(self) -> list[str]:
+        """Which of the modes that exclude each other are asked for."""
+        return [name for name in ("eval_only", "export") if getattr(self, name)]
+
+    def __post_init__(self) -> None:
+        """Refuses modes that exclude each other. Raises ValueError."""
+        conflicts.of_command(self)
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class Data:
+    """The NeMo-Gym rows that a run trains on and is evaluated with."""
+
+    train: str = "data/tiny/train.jsonl"
+    """NeMo-Gym rows, used in file order, again from the top when they end."""
     val: str = ""
     """JSONL rows for evaluation; empty: none."""
     max_bad_rows: NonNegativeInt = 0
     """Malformed rows that a data file may hold; they go to quarantine.jsonl in the run folder."""
+    val_samples: PositiveInt = 1
+    """Answers to each validation prompt; k of pass@k."""
 
     def __post_init__(self) -> None:
         """Refuses to train on no file. Raises ValueError."""
-        if not self.train:
-            raise ValueError("data.train = '': expected a JSONL file")
+        conflicts.of_data(self)
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
-class Data(DataFiles):
-    """NeMo-Gym rows."""
+class PairData:
+    """Rows of two answers, of which one is better."""
 
-    train: str = "data/tiny/train.jsonl"
-    """NeMo-Gym rows, used in file order, again from the top when they end."""
-    val_samples: PositiveInt = 1
-    """Answers to each validation prompt; k of pass@k."""
+    train: str = "data/tiny_tools/train_pairs.jsonl"
+    """Preference rows, used in file order, again from the top when they end."""
+    val: str = ""
+    """JSONL rows for evaluation; empty: none."""
+    max_bad_rows: NonNegativeInt = 0
+    """Malformed rows that a data file may hold; they go to quarantine.jsonl in the run folder."""
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Variables of the chat template: {"enable_thinking": False}."""
+
+    def __post_init__(self) -> None:
+        """Refuses to train on no file. Raises ValueError."""
+        conflicts.of_data(self)
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
@@ -174,23 +210,27 @@ class LowEffort:
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
-class TrainingTimeouts:
+class Timeouts:
     """Seconds after which a wait ends with an error that names it."""
 
     start: PositiveFloat = 900.0
     """For actors to load models."""
     train: PositiveFloat = 3600.0
     """For one training step."""
-
-
-@checked_dataclass(frozen=True, config=CHECKED)
-class Timeouts(TrainingTimeouts):
-    """The same where there are rollouts."""
-
     rollout: PositiveFloat = 3600.0
     """For one group's rollouts; a step's groups get six times that: three tries of two prompts."""
     sync: PositiveFloat = 600.0
     """For one weight update, from pause to resume."""
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class PairTimeouts:
+    """Seconds after which a wait of dpo.py ends with an error that names it."""
+
+    start: PositiveFloat = 900.0
+    """For actors to load models."""
+    train: PositiveFloat = 3600.0
+    """For one training step."""
 
 
 class Demand(NamedTuple):
@@ -202,18 +242,17 @@ class Demand(NamedTuple):
     beside: tuple[tuple[int, int], ...] = ()  # (ranks, tp) of each other network: a teacher
 
 
+# A base class, not a group: these settings are `cfg.seed` and `--seed`, without a group's name.
 @checked_dataclass(frozen=True, config=CHECKED)
-class TrainingSettings:
-    """One training: its folder, its data, its trainers and its deadlines."""
+class CommonSettings:
+    """The single settings that all programs have with the same default."""
 
     run_dir: str = "runs/{time}"
     """Folder of metrics and checkpoints; {time} and {seed} are filled in."""
     model: str = "models/tiny"
     """Folder of a Hugging Face causal LM (config.json, *.safetensors, tokenizer), or ORG/NAME."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
-    """Seeds the trainer."""
-    steps: PositiveInt = 1000
-    """Batches to train; also the last policy version."""
+    """Seeds the trainer, and each sample of a rollout by its slot and its place in the group."""
     save_period: NonNegativeInt = 100
     """Save and export every N steps, and at the end; 0: only at the end."""
     keep_last: PositiveInt = 2
@@ -224,36 +263,6 @@ class TrainingSettings:
     """Evaluate every N steps, at the start and at the end; 0: never."""
     wandb: bool = False
     """Log to Weights & Biases (pip install wandb), as WANDB_PROJECT, _ENTITY and _RUN_GROUP say."""
-    command: tyro.conf.OmitArgPrefixes[TrainingCommand] = dataclasses.field(
-        default_factory=TrainingCommand
-    )
-    """What to do with all this; the default is to train from the start."""
-    data: DataFiles = dataclasses.field(default_factory=Data)
-    """Training and validation rows."""
-    policy: PolicySettings = dataclasses.field(default_factory=PolicySettings)
-    """The network, its optimizer and its layout."""
-    timeouts: TrainingTimeouts = dataclasses.field(default_factory=TrainingTimeouts)
-    """Deadlines of all waits."""
-
-    @property
-    def writes_to(self) -> str:
-        """The folder of metrics, rollouts and logs: an evaluation has one of its own."""
-        return f"{self.run_dir}/evaluation" if self.command.eval_only else self.run_dir
-
-    @property
-    def demand(self) -> Demand:
-        """What the run takes of a cluster beside its trainer ranks."""
-        return Demand()
-
-    @property
-    def row_limits(self) -> dict[str, int]:
-        """What a packed row may be as long as, by setting."""
-        return {"policy.row_tokens": self.policy.row_tokens}
-
-    @property
-    def template_variables(self) -> tuple[str, dict[str, Any]]:
-        """The setting that has the variables of the chat template, and those."""
-        return "", {}
 
     @property
     def has_reference(self) -> bool:
@@ -265,21 +274,20 @@ class TrainingSettings:
         """Forward passes over a batch beside the one that trains, for --dry_run."""
         return 0
 
-    def __post_init__(self) -> None:
-        """Refuses settings that exclude each other. Raises ValueError naming both."""
-        conflicts.of_training(self)
+
+class BatchSize:
+    """The settings that each program with rollouts declares in its Config, as defaults differ."""
+
+    prompts_per_step: int  # P, prompt groups in a batch
+    group_size: int  # G, samples of each prompt
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
-class RunSettings(TrainingSettings):
-    """A training on rollouts: what their engines, workers and environments need as well."""
+class RunSettings(CommonSettings, BatchSize):
+    """A training on rollouts."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
-    """Seeds the trainer and every sample (with its slot and its place in the group)."""
-    prompts_per_step: PositiveInt = 256
-    """P, prompt groups in a batch."""
-    group_size: PositiveInt = 16
-    """G, samples of each prompt."""
+    steps: PositiveInt = 1000
+    """Batches to train; also the last policy version."""
     max_lag: NonNegativeInt = 1
     """Steps from the policy that starts a group to the one that trains on it; 0: synchronous."""
     train_parts: PositiveInt = 1
@@ -294,14 +302,21 @@ class RunSettings(TrainingSettings):
     """What to do with all this; the default is to train from the start."""
     data: Data = dataclasses.field(default_factory=Data)
     """Training and validation rows."""
+    policy: PolicySettings = dataclasses.field(default_factory=PolicySettings)
+    """The network, its optimizer and its layout."""
+    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
+    """Deadlines of all waits."""
     engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
     """The vLLM engines."""
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     """Temperature, lengths and the chat template."""
     services: Services = dataclasses.field(default_factory=Services)
     """What environments need from outside."""
-    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
-    """Deadlines of all waits."""
+
+    @property
+    def writes_to(self) -> str:
+        """The folder of metrics, rollouts and logs: an evaluation has one of its own."""
+        return f"{self.run_dir}/evaluation" if self.command.eval_only else self.run_dir
 
     @property
     def demand(self) -> Demand:
@@ -311,7 +326,10 @@ class RunSettings(TrainingSettings):
     @property
     def row_limits(self) -> dict[str, int]:
         """What a packed row may be as long as, by setting: a long sample has a row of its own."""
-        return super().row_limits | {"sampling.max_model_len": self.sampling.max_model_len}
+        return {
+            "policy.row_tokens": self.policy.row_tokens,
+            "sampling.max_model_len": self.sampling.max_model_len,
+        }
 
     @property
     def template_variables(self) -> tuple[str, dict[str, Any]]:
@@ -320,5 +338,50 @@ class RunSettings(TrainingSettings):
 
     def __post_init__(self) -> None:
         """Refuses settings that exclude each other. Raises ValueError naming both."""
-        super().__post_init__()
+        conflicts.of_training(self)
         conflicts.of_rollouts(self)
+
+
+@checked_dataclass(frozen=True, config=CHECKED)
+class PairSettings(CommonSettings):
+    """A training on pairs of answers."""
+
+    steps: PositiveInt = 50
+    """Batches to train; also the last policy version."""
+    pairs_per_step: PositiveInt = 128
+    """Pairs in a batch."""
+    command: tyro.conf.OmitArgPrefixes[PairCommand] = dataclasses.field(default_factory=PairCommand)
+    """What to do with all this; the default is to train from the start."""
+    data: PairData = dataclasses.field(default_factory=PairData)
+    """Training and validation rows."""
+    policy: PolicySettings = dataclasses.field(default_factory=PolicySettings)
+    """The network, its optimizer and its layout."""
+    timeouts: PairTimeouts = dataclasses.field(default_factory=PairTimeouts)
+    """Deadlines of all waits."""
+
+    @property
+    def writes_to(self) -> str:
+        """The folder of metrics and logs: an evaluation has one of its own."""
+        return f"{self.run_dir}/evaluation" if self.command.eval_only else self.run_dir
+
+    @property
+    def demand(self) -> Demand:
+        """What the run takes of a cluster beside its trainer ranks: nothing."""
+        return Demand()
+
+    @property
+    def row_limits(self) -> dict[str, int]:
+        """What a packed row may be as long as, by setting."""
+        return {"policy.row_tokens": self.policy.row_tokens}
+
+    @property
+    def template_variables(self) -> tuple[str, dict[str, Any]]:
+        """The setting that has the variables of the chat template, and those."""
+        return "data.chat_template_kwargs", self.data.chat_template_kwargs
+
+    def __post_init__(self) -> None:
+        """Refuses settings that exclude each other. Raises ValueError naming both."""
+        conflicts.of_training(self)
+
+
+TrainingSettings = RunSettings | PairSettings  # of any program

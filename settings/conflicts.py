@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING
 import pydantic
 
 if TYPE_CHECKING:
-    from settings.config import EngineSettings, RunSettings, Sampling, TrainingSettings
+    from settings.config import (
+        Command,
+        Data,
+        EngineSettings,
+        PairCommand,
+        PairData,
+        RunSettings,
+        Sampling,
+        TrainingSettings,
+    )
     from settings.distillation import TeacherSettings
     from settings.network import MegatronSettings, PolicySettings
 
@@ -176,6 +185,21 @@ def of_sampling(sampling: "Sampling") -> None:
         if not holds:
             value = chosen[name]
             raise ValueError(f"sampling.validation sets {name} = {value}, expected {expected}")
+
+
+def of_command(command: "Command | PairCommand") -> None:
+    """Refuses modes that exclude each other. Raises ValueError."""
+    modes = command.modes
+    if len(modes) > 1:
+        raise ValueError(f"{' and '.join(modes)} exclude each other")
+    if command.resume and {"rollout_only", "export"} & {*modes}:
+        raise ValueError(f"resume excludes {modes[0]}")
+
+
+def of_data(data: "Data | PairData") -> None:
+    """Refuses to train on no file. Raises ValueError."""
+    if not data.train:
+        raise ValueError("data.train = '': expected a JSONL file")
 
 
 def of_training(cfg: "TrainingSettings") -> None:

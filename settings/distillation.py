@@ -3,17 +3,14 @@
 import dataclasses
 from typing import Any
 
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from settings import conflicts
-from settings.config import RunSettings
+from settings.config import CHECKED, RunSettings
 from settings.network import PolicySettings
 
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-
-@checked_dataclass(frozen=True, config=STRICT)
+@checked_dataclass(frozen=True, config=CHECKED)
 class TeacherSettings(RunSettings):
     """A training on rollouts that teachers score: which ones, of which rows, on which ranks."""
 

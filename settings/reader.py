@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
@@ -70,7 +71,7 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
     check_names(Config, flags)
     base = read(Config, path)
     source = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
-    base = dataclasses.replace(base, command=dataclasses.replace(base.command, config=source))
+    base = with_command(base, config=source)
     return with_paths(with_entries(base, overridden(base, flags)))
 
 
@@ -111,6 +112,12 @@ def overridden(base: C, flags: list[str]) -> C:
         raise
 
 
+def with_command(cfg: C, **changes: Any) -> C:
+    """`cfg` with other values in its command."""
+    replacement: dict[str, Any] = {"command": dataclasses.replace(cfg.command, **changes)}
+    return dataclasses.replace(cfg, **replacement)
+
+
 def with_entries(base: C, cfg: C) -> C:
     """`cfg`, whose dictionaries keep the entries of those of `base` that they do not override."""
     changes = {}
@@ -148,13 +155,13 @@ def with_paths(cfg: C) -> C:
     if teachers := getattr(cfg, "teachers", None):
         weights = not command.dry_run
         located["teachers"] = {name: folder_of(path, weights) for name, path in teachers.items()}
-    return dataclasses.replace(
+    cfg = dataclasses.replace(
         cfg,
         **located,
         run_dir=str(Path(run_dir).resolve()),
         model=folder_of(cfg.model, weights=not command.dry_run),
-        command=dataclasses.replace(command, **folders),
     )
+    return with_command(cfg, **folders)
 
 
 def check_text(name: str, value: str) -> None:
@@ -194,7 +201,8 @@ def read(Config: type[C], path: Path) -> C:
     fields = {field.name for field in dataclasses.fields(Config)} - {"command"}
     if chosen.keys() <= fields and not any(booleans(chosen, Config())):
         with contextlib.suppress(pydantic.ValidationError):
-            return with_entries(Config(), Config(**chosen))
+            make: Callable[..., C] = Config
+            return with_entries(make(), make(**chosen))
     raise refuse(Config, path, chosen)
 
 

@@ -28,7 +28,7 @@ from runtime.checkpoints.resume import EVALUATED
 from runtime.checkpoints.save import Checkpoints
 from runtime.processes.cluster import Cluster
 from runtime.reporting.log import Log
-from settings.reader import C
+from settings.reader import C, with_command
 
 Step = Callable[[], Coroutine[Any, Any, None]]
 
@@ -258,8 +258,7 @@ def of_export(cfg: C) -> C:
         known = f"run_dir = {cfg.run_dir!r} has checkpoints of {steps or 'no steps'}"
         model = f"; its model is in {folder / 'hf'}" if (folder / "hf").is_dir() else ""
         raise InputError(f"export = {step}: {known}, expected one of them{model}")
-    command = dataclasses.replace(cfg.command, resume=str(folder), export=0)
-    return dataclasses.replace(cfg, command=command)
+    return with_command(cfg, resume=str(folder), export=0)
 
 
 async def start_export(run: TrainingRun) -> None:

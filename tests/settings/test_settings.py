@@ -1,14 +1,19 @@
-"""What a fork may delete of the algorithm's settings: nothing outside grpo_async.py reads it."""
+"""Each setting is declared once, and a fork may delete those of the algorithm."""
 
 import ast
 import dataclasses
 import re
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import test_style
 from conftest import spelling_rows, write_rows
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+import dpo
+import grpo_async
+import mopd
 from dry_run import explain
 from grpo_async import CHECKED, Advantage, Correction, Loss, LowEffort
 from runtime.processes.cluster import ROOT
@@ -74,7 +79,6 @@ class Stripped(RunSettings):
 
     prompts_per_step: int = 8
     group_size: int = 4
-    max_lag: int = 1
     has_reference = False
     scoring_passes = 0
 
@@ -84,3 +88,32 @@ def test_a_config_without_the_algorithm_s_groups_is_planned_and_saved(tiny_model
     train = write_rows(tmp_path / "rows.jsonl", spelling_rows(2))
     cfg = Stripped(model=tiny_model, data=Data(train=train))
     assert "everything fits" in explain(cfg, Stripped)
+
+
+# --- one declaration of each setting --------------------------------------------------------------
+
+CONFIGS = pytest.mark.parametrize("Config", [grpo_async.Config, mopd.Config, dpo.Config])
+
+
+def groups(settings) -> Iterator[type]:
+    """The classes of all groups of settings, at any depth."""
+    for value in vars(settings).values():
+        if dataclasses.is_dataclass(value):
+            yield type(value)
+            yield from groups(value)
+
+
+@CONFIGS
+def test_a_group_is_one_class(Config):
+    """So the docstring and the default of each of its settings are found in one place."""
+    found = list(groups(Config()))
+    assert len(found) > 5
+    assert [Group for Group in found if Group.__bases__ != (object,)] == []
+
+
+@CONFIGS
+def test_no_class_declares_a_setting_that_it_inherits(Config):
+    classes = [cls for cls in Config.__mro__ if dataclasses.is_dataclass(cls)]
+    declared = Counter(name for cls in classes for name in vars(cls).get("__annotations__", {}))
+    assert declared.keys() >= {field.name for field in dataclasses.fields(Config)}
+    assert [name for name, count in declared.items() if count > 1] == []
