@@ -1,1 +1,1 @@
-"""What every room may use and what knows none of them: waits, JSONL, line files."""
+"""Helpers that every other package may use: errors, waits, JSON lines, HTTP."""

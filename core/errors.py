@@ -1,4 +1,4 @@
-"""What is wrong with what a user wrote, in one line; and how settings are shown."""
+"""Defines the errors that end a program or a run, and writes errors and paths in one line."""
 
 import os
 import traceback
@@ -6,20 +6,20 @@ from pathlib import Path
 
 
 class InputError(SystemExit):
-    """Something the user wrote is wrong: ends the program saying where, what and why."""
+    """A mistake in what the user wrote; ends the program with one line: where, what and why."""
 
     def __init__(self, message: str):
         super().__init__(f"error: {message}")
 
 
 def shown(path: str | Path) -> str:
-    """A path as seen from where the user is, if it lies below."""
+    """Returns a path relative to the working folder; one that lies outside stays as it is."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 def located(error: BaseException, file: str) -> str:
-    """An error in one line, behind the last `FILE:LINE` in `file` that its traceback names."""
+    """Returns an error as one line, after the last `FILE:LINE` of `file` in its traceback."""
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == file]
     place = f"{file}:{lines[-1]}: " if lines else ""
@@ -29,14 +29,14 @@ def located(error: BaseException, file: str) -> str:
 
 
 def brief(error: BaseException) -> str:
-    """An error of another library in one line of at most 300 characters."""
+    """Returns an error of another library as one line of at most 300 characters."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 class RunError(RuntimeError):
-    """A failure that another prompt would not avoid: it ends the run, and costs no prompt."""
+    """A failure that another prompt would not avoid: it ends the run and drops no prompt."""
 
 
 class ModuleError(ValueError):
-    """An environment's module cannot be used, whatever the row."""
+    """A module of an environment that cannot be used, whatever the row."""

@@ -1,18 +1,19 @@
-"""What a server sends: within a limit, and not by a proxy."""
+"""Reads replies of servers up to a limit, and opens URLs without a proxy."""
 
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from http.client import HTTPResponse
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import aiohttp
 
 
 class Broken(Exception):
-    """A body that is longer than it may be."""
+    """A body that is longer than allowed."""
 
 
 async def whole(answer: "aiohttp.ClientResponse", most: int) -> bytes:
-    """The body of an answer. Raises Broken where it has more than `most` bytes."""
+    """Returns the body of an answer. Raises Broken if it has more than `most` bytes."""
     body = bytearray()
     async for part in answer.content.iter_any():
         body += part
@@ -21,6 +22,7 @@ async def whole(answer: "aiohttp.ClientResponse", most: int) -> bytes:
     return bytes(body)
 
 
-def directly(request: urllib.request.Request | str, seconds: float) -> Any:
+def directly(request: urllib.request.Request | str, seconds: float) -> HTTPResponse:
     """Opens a URL without a proxy, as aiohttp does."""
-    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, None, seconds)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return opener.open(request, timeout=seconds)

@@ -1,4 +1,4 @@
-"""JSON lines: reading those that have a form, and appending whole ones."""
+"""Reads the JSON lines that have a given form, and appends whole lines."""
 
 import json
 import os
@@ -6,16 +6,20 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import UnionType
 
 from core.errors import RunError
 
 LARGEST = 1e100  # sums of larger numbers could overflow
-METRICS: dict[str, Any] = {"step": int}
+METRICS = {"step": int}
+
+JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
+# A type or several, `[form]` for a list of such values, or an object with such entries.
+Form = type | UnionType | list["Form"] | dict[str, "Form"]
 
 
 def parse(lines: Iterable[str], form: dict) -> Iterator[dict]:
-    """The lines that are whole JSON objects of a form; numbers without a finite value are None."""
+    """Yields the lines that are JSON objects of a form; numbers that are not finite become None."""
     for line in lines:
         with suppress(ValueError, RecursionError):
             found = json.loads(line, parse_constant=number, parse_float=number, parse_int=number)
@@ -24,49 +28,51 @@ def parse(lines: Iterable[str], form: dict) -> Iterator[dict]:
 
 
 def number(text: str) -> int | float | None:
-    """A number of JSON; None for NaN, the infinities, and what is nearly as large."""
+    """Returns a number of JSON; None for NaN, the infinities and numbers nearly as large."""
     value = float(text)
     if not abs(value) < LARGEST:
         return None
     return int(text) if text.lstrip("-").isdigit() else value
 
 
-def fits(value: Any, form: Any) -> bool:
-    """Whether a value is of a type, a list of such values, or an object with such entries."""
+def fits(value: JSON, form: Form) -> bool:
+    """Returns whether a value has a form. An entry that an object lacks counts as None."""
     if isinstance(form, dict):
-        return isinstance(value, dict) and all(fits(value.get(k), f) for k, f in form.items())
+        if not isinstance(value, dict):
+            return False
+        return all(fits(value.get(name), inner) for name, inner in form.items())
     if isinstance(form, list):
         return isinstance(value, list) and all(fits(item, form[0]) for item in value)
     return isinstance(value, form)
 
 
 def read(path: Path, form: dict) -> Iterator[dict]:
-    """The lines of a JSONL file that have a form; none if it is missing."""
+    """Yields the lines of a JSONL file that have a form; nothing if the file is missing."""
     if path.exists():
         with open(path, errors="replace") as file:
             yield from parse(file, form)
 
 
-# The fields that stand first in a line of rollouts.jsonl.
+# The first fields of a line of rollouts.jsonl.
 NUMBER = rb"(\d{1,15}|null)"
 PLACE = re.compile(rb'{"step": %b, "slot": (\d{1,15}), "evaluation": %b[,}]' % (NUMBER, NUMBER))
 
 
 def place(line: bytes) -> dict | None:
-    """Step, slot and evaluation of a line of rollouts.jsonl; None for what is no such line."""
+    """Returns step, slot and evaluation of a line of rollouts.jsonl; None for any other line."""
     found = PLACE.match(line)
     return json.loads(found[0][:-1] + b"}") if found else None
 
 
 class WriteError(RunError):
-    """The run folder does not take what is written to it."""
+    """A write to the run folder that failed."""
 
 
 class LineFile:
-    """A JSONL file to append to, which holds whole lines only."""
+    """A JSONL file to append to, which holds only whole lines."""
 
     def __init__(self, path: Path):
-        """Half a line that a killed writer left is cut off."""
+        """Opens the file, and cuts off half a line that a killed writer left."""
         self.path = path
         self.file = open(path, "ab+", buffering=0)  # noqa: SIM115
         size = self.file.seek(0, os.SEEK_END)
@@ -82,8 +88,9 @@ class LineFile:
                 done += self.file.write(content[done:])
         except OSError as error:
             self.file.truncate(before)
-            told = f"{self.path}: {done} of {len(content)} bytes could be written: {error}"
-            raise WriteError(told) from error
+            raise WriteError(
+                f"{self.path}: {done} of {len(content)} bytes could be written: {error}"
+            ) from error
 
     def close(self) -> None:
         """Closes the file, in which nothing is buffered."""

@@ -1,4 +1,4 @@
-"""Waits that have a name and a deadline, and the time in which nothing runs."""
+"""Waits under named deadlines, and measures the time in which nothing runs."""
 
 import asyncio
 import concurrent.futures
@@ -7,8 +7,9 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from types import FrameType
+from typing import Protocol, TypeVar, TypeVarTuple
 
 from tqdm import tqdm
 
@@ -17,17 +18,18 @@ ANSWER_SECONDS = 25.0
 
 T = TypeVar("T")
 Value = TypeVar("Value", covariant=True)
+Arguments = TypeVarTuple("Arguments")
 
 
-class Ref(Protocol[Value]):
-    """A reference to a value that Ray holds; awaiting it fetches the value."""
+class Ref(Awaitable[Value], Protocol[Value]):
+    """A reference to a value that Ray holds.
 
-    def __await__(self) -> Generator[Any, None, Value]:
-        """Fetches the value. Raises what the call that makes it raised."""
+    Awaiting it fetches the value, or raises what the call that makes it raised.
+    """
 
 
 class Idle:
-    """Counts the seconds in which nothing runs, from the first `change` or `take` on."""
+    """A counter of the seconds in which nothing runs, from the first `change` or `take` on."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -35,21 +37,21 @@ class Idle:
         self.seconds = 0.0
 
     def change(self, by: int) -> None:
-        """From now on one more runs (1), or one fewer (-1)."""
+        """Records that from now on one more runs (`by` is 1), or one fewer (-1)."""
         now = time.monotonic()
         self.seconds += 0.0 if self.running else max(0.0, now - self.since)
         self.since = now
         self.running += by
 
     def take(self) -> float:
-        """The seconds since the last call."""
+        """Returns the seconds in which nothing ran since the last call."""
         self.change(0)
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
 
 async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """asyncio.gather, but an error ends the others too, before it is raised: no orphan works on."""
+    """Gathers as asyncio.gather does, but ends the others before it raises the error of one."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
@@ -60,7 +62,7 @@ async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def unless_stopped(stop: Coroutine, work: asyncio.Future[T]) -> T | None:
-    """The result of `work`; None where `stop` returns first, and `work` is cancelled.
+    """Returns the result of `work`; None if `stop` returns first, when `work` is cancelled.
 
     Raises what either of them raises.
     """
@@ -77,13 +79,13 @@ async def unless_stopped(stop: Coroutine, work: asyncio.Future[T]) -> T | None:
         return None
     finally:
         stopped.cancel()
-        work.cancel()  # where the caller was cancelled, it must not go on alone
+        work.cancel()  # if the caller was cancelled, it must not run on alone
 
 
 async def answer(call: Awaitable[T], seconds: float, name: str) -> T:
-    """The reply to a health check. Raises TimeoutError naming the actor that did not reply.
+    """Returns the reply to a health check. Raises TimeoutError naming an actor that does not reply.
 
-    Where this process itself stood still for longer, such as after Ctrl-Z, it waits again.
+    If this process itself stood still for longer, such as after Ctrl-Z, it waits again.
     """
     task = asyncio.ensure_future(call)
     began = time.monotonic()
@@ -96,10 +98,10 @@ async def answer(call: Awaitable[T], seconds: float, name: str) -> T:
     return task.result()
 
 
-async def in_thread(function: Callable[..., T], *args: Any) -> T:
+async def in_thread(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
     """Runs a function that may block in a thread of its own.
 
-    One that never returns takes no thread from the others, and the process may end without it.
+    One that never returns takes no thread from the others, and the process can end without it.
     Raises RuntimeError for what would end the process, such as sys.exit().
     """
     done: concurrent.futures.Future = concurrent.futures.Future()
@@ -129,17 +131,18 @@ async def within(
     seconds: float,
     what: str,
     awaitable: Awaitable[T],
-    state: Callable[[], Any] = lambda: "",
+    state: Callable[[], str] = lambda: "",
     stopped: Callable[[], float] = float,
     late: type[Exception] = TimeoutError,
 ) -> T:
-    """Awaits under a named deadline. Raises a `late` error with that name and `state`.
+    """Awaits under a named deadline. Raises a `late` error with that name and `state` at its end.
 
-    A line of its own warns when half of that time has gone. `stopped` counts the seconds in which
-    the clock stands still. A cancelled task gets CancelledError, also where asyncio.gather would
-    raise the error that one of its members raised at that moment.
+    A printed line warns when half of the time has gone. `stopped` counts the seconds in which the
+    clock stands still. A cancelled task gets CancelledError even if asyncio.gather would raise the
+    error that one of its members raised at that moment.
     """
-    task: Any = asyncio.current_task()
+    task = asyncio.current_task()
+    assert task is not None  # a coroutine runs in one
     before = task.cancelling()
     loop = asyncio.get_running_loop()
     began = loop.time() - stopped()
@@ -176,12 +179,12 @@ RENDER_SECONDS = 4.0  # of the processor; the longest prompts take a tenth of a 
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in what takes more of the processor. In a main thread alone.
+    """Raises TimeoutError in code that takes more of the processor; does nothing in other threads.
 
-    It rings again where the error is swallowed. Other threads receive no signals.
+    Signals reach only the main thread. The alarm rings again if the error is swallowed.
     """
 
-    def ring(*_: Any) -> None:
+    def ring(signum: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"it did not end in {seconds:g} s")
 
     if threading.current_thread() is not threading.main_thread():
