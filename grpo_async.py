@@ -46,7 +46,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -153,8 +153,30 @@ class Loss:
     """Count samples without advantage in the divisor but spend no compute on them."""
 
 
+class GroupSettings(RunSettings):
+    """The settings of any algorithm on groups of rollouts; mopd.py shares the code that reads them.
+
+    Each algorithm declares the fields in its Config, where their defaults stand.
+    """
+
+    advantage: Advantage
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps per batch."""
+        return 1
+
+    @property
+    def skip_zero_advantage(self) -> bool:
+        """Whether samples without advantage cost no compute."""
+        return False
+
+
+C = TypeVar("C", bound=GroupSettings)
+
+
 @checked_dataclass(frozen=True, config=CHECKED)
-class Config(RunSettings):
+class Config(GroupSettings):
     """Train a language model with asynchronous GRPO. Defaults: Nemotron 3 Super."""
 
     prompts_per_step: PositiveInt = 256
@@ -170,13 +192,28 @@ class Config(RunSettings):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a frozen copy of the initial policy is loaded beside the trained one."""
+        """Whether a frozen copy of the initial policy is loaded as well."""
         return self.loss.kl_coef > 0
 
     @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps per batch."""
+        return self.loss.updates_per_batch
+
+    @property
+    def skip_zero_advantage(self) -> bool:
+        """Whether samples without advantage cost no compute."""
+        return self.loss.skip_zero_advantage
+
+    @property
     def scoring_passes(self) -> int:
-        """Forward passes over a batch beside the one that trains, for --dry_run."""
-        return (self.loss.updates_per_batch > 1) + self.has_reference
+        """Forward passes over a batch in addition to the one that trains, for --dry_run."""
+        passes = 0
+        if self.loss.updates_per_batch > 1:  # the logprobs before the first update
+            passes += 1
+        if self.has_reference:
+            passes += 1
+        return passes
 
     def __post_init__(self) -> None:
         """Refuses combinations that cannot work, naming both sides. Raises ValueError."""
@@ -190,7 +227,7 @@ class Config(RunSettings):
             (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
             (P % U == 0, f"prompts_per_step = {P} is no multiple of loss.updates_per_batch = {U}"),
             (P % n == 0, f"prompts_per_step = {P} is no multiple of train_parts = {n}"),
-            (1 in (n, U), f"train_parts = {n} and loss.updates_per_batch = {U}: expected a 1"),
+            (n == 1 or U == 1, f"train_parts = {n} and loss.updates_per_batch = {U}: expected a 1"),
             (self.command.modes or self.group_size > 1, "group_size = 1: expected 2 or more"),
             (not (kl and skips), f"loss.kl_coef = {kl} needs loss.skip_zero_advantage = False"),
         ):
@@ -408,12 +445,12 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 # === Packing ======================================================================================
 
 
-def plan_step(groups: list[Group], cfg: Config, more: bool = False) -> list[Share]:
+def plan_step(groups: list[Group], cfg: GroupSettings, more: bool = False) -> list[Share]:
     """Plans which replica trains which samples of a batch, or of a part that `more` parts follow.
 
     Reads lengths and counts alone: the driver has no tokens.
     """
-    size = len(groups) // cfg.loss.updates_per_batch
+    size = len(groups) // cfg.updates_per_batch
     updates: list[tuple[Update, dict[Place, int]]] = []
     for first in range(0, len(groups), size):
         tokens = 0
@@ -426,14 +463,14 @@ def plan_step(groups: list[Group], cfg: Config, more: bool = False) -> list[Shar
                 tokens += info.trained_tokens
                 sequences += 1
                 # A sample without gradient is counted, and only computed if it is not skipped.
-                if info.has_gradient or not cfg.loss.skip_zero_advantage:
+                if info.has_gradient or not cfg.skip_zero_advantage:
                     lengths[g, j] = info.tokens
         planned = Update(planned_tokens=tokens, planned_sequences=sequences, rows=[], more=more)
         updates.append((planned, lengths))
     return plan_shares(updates, cfg)
 
 
-def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
+def pack(samples: list[Sample], update: Update, cfg: GroupSettings) -> Batch:
     """Joins samples into one row; without samples, the row is one token that trains nothing."""
     samples = samples or [Sample.empty()]
     lengths = [len(sample.tokens_T) for sample in samples]
@@ -567,7 +604,7 @@ class RolloutBuffer:
 class Generator:
     """One vLLM engine, token ids in and token ids out. A plain class; Ray makes it an actor."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: RunSettings):
         self.cfg = cfg
         self.version = -1  # no policy was synced yet
         self.written = Drafts()  # the answers of running requests so far, if this engine is lost
@@ -655,10 +692,10 @@ class Generator:
 # === Rollouts =====================================================================================
 
 
-class RolloutWorker:
+class RolloutWorker(Generic[C]):
     """Renders prompts, runs environments, and computes advantages."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: C):
         self.cfg = cfg
         self.samplers = Samplers(cfg)
 
@@ -873,7 +910,7 @@ class Trainer(SendingRank):
         return probe_gaps(self.policy, answers, self.cfg)
 
 
-def probe_gaps(policy: Policy, answers: list[list[Turn]], cfg: Config) -> list[float]:
+def probe_gaps(policy: Policy, answers: list[list[Turn]], cfg: GroupSettings) -> list[float]:
     """Scores the turns of each engine: the mean |logp - engine_logp| of their tokens, nats."""
     rows = []
     for turns in answers:
@@ -897,7 +934,7 @@ class Engines:
     them join a new process group.
     """
 
-    def __init__(self, cfg: Config, cluster: Cluster):
+    def __init__(self, cfg: RunSettings, cluster: Cluster):
         self.cfg = cfg
         self.cluster = cluster
         self.fleet = Fleet(Generator, cfg, cluster)
@@ -1011,7 +1048,7 @@ class TrainCall(NamedTuple):
     logps: Ref[np.ndarray]
 
 
-class Run:
+class Run(Generic[C]):
     """One training run. `generate_forever` and `train_forever` meet in the buffer."""
 
     # A checkpoint of a run that differs in these, or in its adapters, is refused.
@@ -1020,7 +1057,7 @@ class Run:
     ACTORS: tuple[type, type] = (Trainer, RolloutWorker)
     MAX_DROPPED = 20  # prompts in a row; the next one ends the run with its error
 
-    def __init__(self, cfg: Config, rows: Sequence[dict], val_rows: Sequence[dict]):
+    def __init__(self, cfg: C, rows: Sequence[dict], val_rows: Sequence[dict]):
         self.cfg = cfg
         self.rows = rows
         self.val_rows = val_rows
@@ -1219,7 +1256,7 @@ class Run:
         tokens = 0
         for group in groups:
             for info in group.infos:
-                if info.has_gradient or not self.cfg.loss.skip_zero_advantage:
+                if info.has_gradient or not self.cfg.skip_zero_advantage:
                     tokens += info.tokens
         return tokens
 

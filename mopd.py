@@ -39,7 +39,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -54,6 +54,7 @@ from grpo_async import (
     Advantage,
     Correction,
     GradientSum,
+    GroupSettings,
     RowLoss,
     ScoredRow,
     Trained,
@@ -89,14 +90,9 @@ class Loss:
     reward: NonNegativeFloat = 0.0
     """Weight of the reward's advantage, which compares the samples of a prompt; 0: no rewards."""
 
-    updates_per_batch: ClassVar[int] = 1
-    """No setting: the student's logprobs are those of the one forward pass that trains."""
-    skip_zero_advantage: ClassVar[bool] = False
-    """No setting: hardly a token has an advantage of exactly 0."""
-
 
 @checked_dataclass(frozen=True, config=CHECKED)
-class Config(TeacherSettings):
+class Config(TeacherSettings, GroupSettings):
     """Distil teachers into a language model that samples. P, G and weights: Nemotron 3 Ultra."""
 
     prompts_per_step: PositiveInt = 1024
@@ -196,10 +192,8 @@ def distillation_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 # === Rollouts =====================================================================================
 
 
-class RolloutWorker(grpo_async.RolloutWorker):
+class RolloutWorker(grpo_async.RolloutWorker[Config]):
     """The worker of grpo_async.py, which skips the verification of answers if it can."""
-
-    cfg: Any  # a Config of this file
 
     async def rollout_group(self, engine: "ActorHandle", row: dict, slot: Slot, n: int) -> Rollouts:
         """Returns n answers to one row; verifies them only if their rewards are needed."""
@@ -368,15 +362,14 @@ class Trainer(SendingRank):
 # === The driver ===================================================================================
 
 
-class Run(grpo_async.Run):
+class Run(grpo_async.Run[Config]):
     """The run of grpo_async.py, with teachers that score groups on their way to the buffer."""
 
     MUST_MATCH = (*grpo_async.Run.STREAM, "teachers", "routes", "default_teacher")
     ACTORS = (Trainer, RolloutWorker)
-    cfg: Any  # a Config of this file
 
     def __init__(self, cfg: Config, rows: Sequence[dict], val_rows: Sequence[dict]):
-        super().__init__(cast(Any, cfg), rows, val_rows)
+        super().__init__(cfg, rows, val_rows)
         self.teachers = Teachers(cfg, self.cluster, Teacher)
         self.dispatcher.census = lambda: f"{self.buffer.census()}; {self.teachers.census()}"
 

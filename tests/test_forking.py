@@ -105,7 +105,7 @@ def blocks(language: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "most"),
     [
-        ("opo", 40),
+        ("opo", 45),
         ("dr_grpo", 40),
         ("dapo_refill", 40),
         ("difficulty_band", 50),
