@@ -4,7 +4,7 @@ seed = 42
 val_period = 10000
 save_before = 1800
 rollout_workers = 32
-train_parts = 8  # 256 s a step of RLVR 1 instead of 292: docs/scale.md, training in parts
+train_parts = 8  # a step of RLVR 1 takes 256 s instead of 292: docs/scale.md, training in parts
 
 sampling = {"chat_template_kwargs": {"enable_thinking": True, "truncate_history_thinking": False}}
 advantage = {"penalties": {"tool_call": -5.0, "thinking": -5.0}}

@@ -2,7 +2,7 @@
 
 Two GPUs: --gpu_share 1 --engine.args '{"gpu_memory_utilization": 0.85}'
 Data: python launch/make_gsm8k.py data/math_blend/train.jsonl gsm8k=A.jsonl math=B.jsonl, and
-test.jsonl likewise.
+the same for test.jsonl.
 """
 
 run_dir = "runs/math_blend-{seed}-{time}"

@@ -1,4 +1,4 @@
-"""RLHF of Nemotron 3 Nano, after its RLVR: 32 H100 nodes, and those of the judge."""
+"""RLHF of Nemotron 3 Nano, after its RLVR: 32 H100 nodes, plus 4 for the judge."""
 
 from configs.nano_rlvr import *
 

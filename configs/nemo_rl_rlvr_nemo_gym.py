@@ -1,4 +1,4 @@
-"""The form `nemo_gym` of that step: rows of mathematics, code and tool use."""
+"""The variant `nemo_gym` of nemo_rl_rlvr: rows of mathematics, code and tool use."""
 
 from configs.nemo_rl_rlvr import *
 

@@ -1,4 +1,4 @@
-"""The form `tiny` of that step: five steps on one GPU, to see that all is there."""
+"""The variant `tiny` of nemo_rl_rlvr: five steps on one GPU, to check the installation."""
 
 from configs.nemo_rl_rlvr import *
 

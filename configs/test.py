@@ -1,4 +1,4 @@
-"""All machinery in one minute on one GPU or none: four steps of the tiny model, nothing learnt."""
+"""All components in one minute, with or without a GPU: four steps that teach nothing."""
 
 from configs.tiny import *
 

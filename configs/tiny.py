@@ -1,4 +1,4 @@
-"""The default: a 1M-parameter model learns on a laptop CPU, by all the machinery of a cluster."""
+"""The default: a 1M-parameter model learns on a laptop CPU, with all components of a cluster."""
 
 run_dir = "runs/tiny-{seed}-{time}"
 model = "models/tiny"

@@ -1,4 +1,4 @@
-"""A tiny model unlearns to call tools that are not declared: three minutes on two cores."""
+"""A tiny model learns not to call undeclared tools: three minutes on two cores."""
 
 run_dir = "runs/tiny-dpo-{seed}-{time}"
 model = "models/tiny_tools"

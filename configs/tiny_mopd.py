@@ -1,4 +1,4 @@
-"""Two tiny teachers, of which each is good at one task, make a student good at both."""
+"""Two tiny teachers, each good at one task, make a student good at both."""
 
 from configs.tiny import *
 

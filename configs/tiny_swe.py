@@ -1,4 +1,4 @@
-"""A tiny model learns to repair three small bugs, an agent in a container for each answer."""
+"""A tiny model learns to repair three small bugs, with an agent in a container for each answer."""
 
 run_dir = "runs/tiny-swe-{seed}-{time}"
 model = "models/tiny_swe"

@@ -1,4 +1,4 @@
-"""The teacher of instructions of Nemotron 3 Ultra, after RLVR: 35 B200 nodes, 5 for judges."""
+"""The instruction teacher of Nemotron 3 Ultra, after RLVR: 35 B200 nodes, 5 for judges."""
 
 from configs._ultra import *
 
