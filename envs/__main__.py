@@ -11,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import tyro
 
@@ -26,7 +26,8 @@ from rollout.messages import chat, template_variables
 from rollout.rows import first_of, read_lines
 from settings.environment_services import Services
 
-# Fields that are taken for the reference answer of a row.
+T = TypeVar("T")
+# Fields that are taken for the reference answer of a row, the first one present.
 REFERENCES = ("expected_answer", "answer", "reference_answer", "ground_truth", "solution")
 SHOWN = 800  # characters of a text
 SECONDS = 120.0  # that an async verify may take
@@ -38,14 +39,22 @@ class Answer(NamedTuple):
     row: dict
     text: str
     source: str
-    reward: float = math.nan  # in the run that it is from
+    reward: float = math.nan  # in the run that generated it
+
+
+class Tried(NamedTuple):
+    """The reward of an answer that was tried, and what it cost."""
+
+    reward: float
+    seconds: float
+    reward_in_run: float
 
 
 @dataclass(frozen=True)
 class Args:
     """Checks all rows of a data file, and lets `verify` judge an answer to some of them.
 
-    That is the row's own reference answer, unless a flag names another.
+    The answer is the row's own reference answer, unless a flag names another.
     """
 
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
@@ -63,16 +72,16 @@ class Args:
     model: str = ""
     """Folder of the tokenizer that a parser needs."""
     services: Services = Services()
-    """What environments need from outside, as the run's configuration has it."""
+    """What environments need from outside, as in the run's configuration."""
 
 
 def label(row: dict) -> str:
-    """The environment of a row, and its data set where it names one."""
+    """Returns the environment of a row, and its data set if it names one."""
     return "/".join(str(x) for x in (row["agent_ref"]["name"], row.get("dataset")) if x)
 
 
-def first(items: Iterable, number: int, label_of: Callable[[Any], str]) -> Iterator:
-    """The first items of each label."""
+def first(items: Iterable[T], number: int, label_of: Callable[[T], str]) -> Iterator[T]:
+    """Yields the first `number` items of each label."""
     seen: Counter[str] = Counter()
     for item in items:
         seen[label_of(item)] += 1
@@ -81,10 +90,10 @@ def first(items: Iterable, number: int, label_of: Callable[[Any], str]) -> Itera
 
 
 def of_rows(rows: Iterable[dict], args: Args) -> Iterator[Answer]:
-    """For each row the answers given, or that of its field.
+    """Yields for each row the answers given with -a, or else the answer in its field.
 
-    A row may have no reference: it is named and left out. Raises InputError where the field that
-    was asked for holds no answer.
+    A row without a reference answer is named and left out. Raises InputError if the field given
+    with -f holds no answer.
     """
     for row in rows:
         yield from (Answer(row, text, "given") for text in args.answer)
@@ -92,8 +101,10 @@ def of_rows(rows: Iterable[dict], args: Args) -> Iterator[Answer]:
             continue
         known = [name for name in REFERENCES if row.get(name) is not None]
         if not args.field and not known:
-            what = "no reference answer; -f FIELD or -a TEXT says what to try"
-            print(f"{args.file}:{row['_line']} {label(row)}: not tried, {what}")
+            print(
+                f"{args.file}:{row['_line']} {label(row)}: "
+                "not tried, no reference answer; -f FIELD or -a TEXT says what to try"
+            )
             continue
         field = args.field or known[0]
         try:
@@ -104,7 +115,7 @@ def of_rows(rows: Iterable[dict], args: Args) -> Iterator[Answer]:
 
 
 async def judge(answer: Answer, args: Args) -> envs.Reward:
-    """What `verify` says; raises InputError naming row, module and line where it is no reward."""
+    """Returns the reward of an answer. Raises InputError with row, module and line of an error."""
     params = answer.row["responses_create_params"]
     variables = template_variables(answer.row)
     response = await parsers.read(answer.text, args.model, params.get("tools"), variables)
@@ -121,19 +132,19 @@ async def judge(answer: Answer, args: Args) -> envs.Reward:
 
 
 def show(name: str, text: str) -> None:
-    """Prints a text below its name; of a long one the start."""
+    """Prints a text, cut after SHOWN characters, below its name."""
     more = f" [... {len(text):,} characters]" if len(text) > SHOWN else ""
     print(f"  {name}:\n{textwrap.indent(text[:SHOWN] + more, '    ', lambda line: True)}")
 
 
 async def try_answers(answers: Iterable[Answer], args: Args) -> None:
     """Judges answers, and prints each verdict and a summary for each label."""
-    tried: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    tried: dict[str, list[Tried]] = defaultdict(list)
     for answer in answers:
         name = label(answer.row)
         began = time.perf_counter()
         reward = await judge(answer, args)
-        tried[name].append((reward.value, time.perf_counter() - began, answer.reward))
+        tried[name].append(Tried(reward.value, time.perf_counter() - began, answer.reward))
         print(f"\n{args.file}:{answer.row['_line']} {name}")
         for message in chat(answer.row["responses_create_params"]["input"]):
             show(message["role"], message["content"] or json.dumps(message.get("tool_calls")))
@@ -141,19 +152,24 @@ async def try_answers(answers: Iterable[Answer], args: Args) -> None:
         print(f"  reward {reward.value:g} {json.dumps(reward.info, default=str)}")
     print()
     for name, found in tried.items():
-        rewards, seconds, before = zip(*found, strict=True)
-        then = f", in the run {statistics.fmean(before):.4g}" if args.rollouts else ""
-        mean = f"mean reward {statistics.fmean(rewards):.4g}{then}"
-        spread = f"{min(rewards):g} to {max(rewards):g}"
-        half = statistics.median(seconds)
-        took = f"verify took {1e3 * half:,.2f} ms (median), {1e3 * max(seconds):,.2f} ms at most"
-        print(f"{name}: {len(found)} tried, {mean} ({spread}); {took}")
+        rewards = [one.reward for one in found]
+        seconds = [one.seconds for one in found]
+        in_run = ""
+        if args.rollouts:
+            in_run = f", in the run {statistics.fmean(one.reward_in_run for one in found):.4g}"
+        print(
+            f"{name}: {len(found)} tried, mean reward {statistics.fmean(rewards):.4g}{in_run} "
+            f"({min(rewards):g} to {max(rewards):g}); "
+            f"verify took {1e3 * statistics.median(seconds):,.2f} ms (median), "
+            f"{1e3 * max(seconds):,.2f} ms at most"
+        )
 
 
 def main(argv: list[str]) -> None:
-    """Checks the rows and tries answers. Raises InputError for what is wrong."""
+    """Checks the rows and tries answers. Raises InputError if the flags or the file are wrong."""
     args = tyro.cli(Args, args=argv, prog="python -m envs")
-    if sum(map(bool, (args.answer, args.field, args.rollouts))) > 1:
+    given = [flag for flag in (args.answer, args.field, args.rollouts) if flag]
+    if len(given) > 1:
         raise InputError("-a, -f and -r exclude each other, expected one of them")
     use_services(args.services, args.model)
     rows, bad = read_rows(args.file, math.inf)
@@ -165,9 +181,10 @@ def main(argv: list[str]) -> None:
         module = registry.environment(name)
         if not hasattr(module, "verify"):
             rows = [row for row in rows if row["agent_ref"]["name"] != name]
-            rollout = "its `rollout` of several turns needs a model"
-            why = rollout if hasattr(module, "rollout") else "it compares the answers of a group"
-            print(f"{name}: not tried, {why}")
+            if hasattr(module, "rollout"):
+                print(f"{name}: not tried, its `rollout` of several turns needs a model")
+            else:
+                print(f"{name}: not tried, it compares the answers of a group")
         elif hasattr(module, "rollout") or hasattr(module, "score_group"):
             print(f"{name}: only `verify` is tried, which does not decide alone in training")
     rows = [*served(rows, args.file)]
@@ -180,10 +197,10 @@ def main(argv: list[str]) -> None:
 
 
 def served(rows: Sequence[dict], path: str) -> Iterator[dict]:
-    """The rows whose services are there; `verify` would wait for a judge that no server has.
+    """Yields the rows whose services are available, since `verify` waits for a missing judge.
 
-    Names each environment that lacks one. Raises InputError where no row is left, and where
-    `needs` raises.
+    Names each environment that lacks a service. Raises InputError if no row is left or `needs`
+    raises.
     """
     lacking: dict[str, str] = {}
     count = 0
@@ -191,10 +208,9 @@ def served(rows: Sequence[dict], path: str) -> Iterator[dict]:
         try:
             check_rows.check_services(row)
         except ModuleError as error:
-            lacking.setdefault(
-                f"{label(row)}: not tried, {error}", f"{path}:{row['_line']}: {error}"
-            )
-        except Exception as error:  # of `needs`, which is the user's own code
+            line = f"{label(row)}: not tried, {error}"
+            lacking.setdefault(line, f"{path}:{row['_line']}: {error}")
+        except Exception as error:  # from `needs`, which is the user's own code
             module = registry.environment(row["agent_ref"]["name"])
             why = errors.located(error, str(module.__file__))
             raise InputError(f"{path}:{row['_line']}: needs raised {why}") from None
@@ -208,17 +224,19 @@ def served(rows: Sequence[dict], path: str) -> Iterator[dict]:
 
 
 def read_rollouts(path: str, rows: Sequence[dict]) -> Iterator[Answer]:
-    """The last answer of each rollout in a rollouts.jsonl whose prompt asks what its row asks.
+    """Yields the last answer of each rollout in a rollouts.jsonl whose prompt matches its row.
 
-    Raises InputError for a line that is no rollout, and where no rollout is of these rows.
+    Raises InputError if a line is no rollout, or if no rollout belongs to these rows.
     """
     by_line = {row["_line"]: row for row in rows}
     found = False
     for number, line in enumerate(read_lines(path), 1):
         try:
             rollout = json.loads(line)
-            row, prompt = by_line.get(rollout["row"]), rollout["prompt"]
-            text, reward = rollout["response"][-1], float(rollout["reward"])
+            row = by_line.get(rollout["row"])
+            prompt = rollout["prompt"]
+            text = rollout["response"][-1]
+            reward = float(rollout["reward"])
         except (ValueError, LookupError, TypeError) as error:
             raise InputError(f"{path}:{number}: expected a rollout: {error!r}") from None
         messages = chat(row["responses_create_params"]["input"]) if row else []

@@ -1,4 +1,4 @@
-"""Which rows of NeMo-Gym can be trained on: each is checked before anything of a run starts."""
+"""Checks each row of NeMo-Gym before anything of a run starts: can it be trained on?"""
 
 import functools
 import inspect
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def check_services(row: dict) -> None:
-    """Raises ModuleError if a service is missing that the row's environment needs."""
+    """Raises ModuleError if a service that the row's environment needs is missing."""
     name = row["agent_ref"]["name"]
     for need in needs_of(row):
         if why := need.problem():
@@ -55,8 +55,10 @@ def check_row(row: Any) -> None:
     if most and not hasattr(module, "rollout"):
         raise ValueError(f"compactions is {most}, expected none: its environment has one turn")
     if hasattr(module, "verify") and (has := other_arguments(module.verify)):
-        expected = "expected verify(row, response), the reward of one answer"
-        raise ModuleError(f"{module.__file__} defines verify{has}, {expected}")
+        raise ModuleError(
+            f"{module.__file__} defines verify{has}, "
+            "expected verify(row, response), the reward of one answer"
+        )
     some = has_text(items) or (not items and getattr(module, "ALLOWS_EMPTY_INPUT", False))
     require(some, at + "input", items, "at least one message that holds text")
     try:
@@ -71,7 +73,7 @@ def check_row(row: Any) -> None:
 
 @functools.cache
 def other_arguments(judge: Callable) -> str:
-    """The arguments of a `verify` that takes others than ours, as rewards of TRL do; else ""."""
+    """Returns the signature of a `verify` unlike ours, such as a reward function of TRL, or ""."""
     takes = inspect.signature(judge)
     try:
         takes.bind("row", "response")
@@ -81,26 +83,26 @@ def other_arguments(judge: Callable) -> str:
 
 
 def has_text(items: list | str) -> bool:
-    """Whether anything is said in a conversation, or a tool called."""
+    """Returns whether a conversation holds any text, or a call of a tool."""
     if isinstance(items, str):
         return bool(items.strip())
     return any(item.get("content") or item.get("type", "message") != "message" for item in items)
 
 
 def conversion(row: Any) -> str:
-    """Where to read how a row of another format becomes a Gym row; "" for what may be one."""
+    """Returns a hint how to convert a row of another format; "" if it may be a Gym row."""
     if not isinstance(row, dict) or not row or "responses_create_params" in row:
         return ""
     return f"; the row has {reprlib.repr(list(row))}: docs/own_data.md shows how to convert it"
 
 
 def load_rows(path: str, cfg: "RunSettings") -> Sequence[dict]:
-    """The rows of a JSONL file.
+    """Returns the good rows of a JSONL file.
 
     A line that is malformed, of an unknown environment, or longer than the model allows is counted
-    on the terminal and left out. Raises InputError naming file, line and field where there are more
-    than `data.max_bad_rows` of them, or nothing else, where the model's chat template refuses the
-    first good one, and where vLLM cannot use the parsers of `services`.
+    on the terminal and left out. Raises InputError naming file, line and field if more than
+    `data.max_bad_rows` lines are bad, if none is good, if the model's chat template refuses the
+    first good one, or if vLLM cannot use the parsers of `services`.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{Path(path).resolve()}: expected a JSONL file, not a folder or a pipe")
@@ -116,7 +118,7 @@ def load_rows(path: str, cfg: "RunSettings") -> Sequence[dict]:
 
 
 def use_services(named: Services, model: str) -> None:
-    """Sets what environments use. Raises InputError where a parser cannot be used for the model."""
+    """Sets what environments use. Raises InputError if a parser cannot be used with the model."""
     services.configure(named)
     if problem := parsers.problem(named, model):
         raise InputError(problem)
@@ -125,14 +127,14 @@ def use_services(named: Services, model: str) -> None:
 def read_rows(
     path: str, allowed: float, cfg: "RunSettings | None" = None
 ) -> tuple[Sequence[dict], list[dict]]:
-    """The good rows of a JSONL file, and what is wrong with the others.
+    """Returns the good rows of a JSONL file, and what is wrong with the others.
 
-    Without `cfg` prompts may have any length. Raises InputError where more than `allowed` rows are
-    bad, or all, for an environment's module that cannot be used, and for rows to train on that
-    compare answers where there is only one. Such rows are left out of validation.
+    Without `cfg` prompts may have any length. Raises InputError if more than `allowed` rows, or
+    all, are bad, if the module of an environment cannot be used, and for rows to train on that
+    compare answers if the run gives them only one. Validation leaves such rows out.
     """
     single = single_answers(path, cfg) if cfg else ""
-    alone: Counter[str] = Counter()  # rows by agent, that lack a second answer
+    alone: Counter[str] = Counter()  # rows that lack a second answer, by agent
 
     def is_used(line: str) -> bool:
         agent = parse(line, cfg)["agent_ref"]["name"]
@@ -143,24 +145,29 @@ def read_rows(
     rows, bad = sort_lines(path, allowed, is_used)
     if cfg and alone.total():
         counts = ", ".join(f"{count:,} of {name}" for name, count in alone.items() if count)
-        told = f"{path}: rows that compare answers, {counts}, and {single} = 1"
         if not rows or path == cfg.data.train:
-            raise InputError(f"{told}, expected 2 or more")
-        print(f"{told}: they are not evaluated")
+            raise InputError(
+                f"{path}: rows that compare answers, {counts}, and {single} = 1, expected 2 or more"
+            )
+        print(
+            f"{path}: rows that compare answers, {counts}, and {single} = 1: they are not evaluated"
+        )
     refuse_none(rows, bad)
     return rows, bad
 
 
 def single_answers(path: str, cfg: "RunSettings") -> str:
-    """The setting that gives rows of this file one answer each; "" where they get more."""
-    samples = {"data.val_samples": cfg.data.val_samples} if path == cfg.data.val else {}
-    if path == cfg.data.train and getattr(cfg, "verify", True):  # else nothing is compared
-        samples["group_size"] = getattr(cfg, "group_size", 2)  # not all algorithms have groups
-    return next((name for name, count in samples.items() if count < 2), "")
+    """Returns the setting that gives rows of this file one answer each; "" if they get more."""
+    if path == cfg.data.val and cfg.data.val_samples < 2:
+        return "data.val_samples"
+    is_compared = path == cfg.data.train and getattr(cfg, "verify", True)
+    if is_compared and getattr(cfg, "group_size", 2) < 2:  # not all algorithms have groups
+        return "group_size"
+    return ""
 
 
 def parse(line: str, cfg: "RunSettings | None") -> dict:
-    """The row of a line. Raises ValueError saying what is wrong with it."""
+    """Returns the row of a line. Raises ValueError if it is malformed or cannot be used."""
     row, size = loads(line)
     check_row(row)
     if cfg:
@@ -170,19 +177,21 @@ def parse(line: str, cfg: "RunSettings | None") -> dict:
 
 
 def check_sampling(row: dict, size: int, cfg: "RunSettings") -> None:
-    """Raises ValueError for a row of `size` bytes that the run's settings of sampling refuse."""
+    """Raises ValueError if the run's sampling settings exclude a row of `size` bytes."""
     check_temperature(row, cfg)
     if size + 256 > cfg.sampling.max_model_len:  # a token is at least one byte
         check_length(row, cfg)
 
 
 def check_temperature(row: dict, cfg: "RunSettings") -> None:
-    """Raises ValueError where a row asks for another temperature than the trainer divides by."""
+    """Raises ValueError if a row asks for another temperature than the trainer divides by."""
     temperature = row["responses_create_params"].get("temperature")
     own = cfg.sampling.temperature
     if temperature not in (None, own):
-        at = "responses_create_params.temperature"
-        raise ValueError(f"{at} is {temperature}, expected sampling.temperature = {own}, or null")
+        raise ValueError(
+            f"responses_create_params.temperature is {temperature}, "
+            f"expected sampling.temperature = {own}, or null"
+        )
 
 
 def check_length(row: dict, cfg: "RunSettings") -> None:
@@ -191,25 +200,31 @@ def check_length(row: dict, cfg: "RunSettings") -> None:
     if not params["input"]:
         return
     limit = cfg.sampling.max_model_len
-    at = "responses_create_params.input"
-    expected = f"expected less than sampling.max_model_len = {limit}"
     size = len(json.dumps([params["input"], params.get("tools")], ensure_ascii=False))
     if size > DENSEST * limit:
-        raise ValueError(f"{at} is {size} characters long, {expected} tokens")
+        raise ValueError(
+            f"responses_create_params.input is {size} characters long, "
+            f"expected less than sampling.max_model_len = {limit} tokens"
+        )
     try:
         tokenizer = load_tokenizer(cfg.model)
         with at_most(RENDER_SECONDS):
             length = len(render(tokenizer, row, cfg.sampling.chat_template_kwargs))
     except Exception as error:  # a chat template is the model's own code
-        raise ValueError(f"{at} is refused by the chat template: {error}") from None
+        raise ValueError(
+            f"responses_create_params.input is refused by the chat template: {error}"
+        ) from None
     if length >= limit:
-        raise ValueError(f"{at} is {length} tokens long, {expected}")
+        raise ValueError(
+            f"responses_create_params.input is {length} tokens long, "
+            f"expected less than sampling.max_model_len = {limit}"
+        )
 
 
 def render(
     tokenizer: "PreTrainedTokenizerBase", row: dict, chat_template_kwargs: dict[str, Any]
 ) -> list[int]:
-    """Token ids of the row's conversation, up to where the model's answer begins."""
+    """Returns token ids of the row's conversation, up to where the model's answer begins."""
     params = row["responses_create_params"]
     variables = chat_template_kwargs | template_variables(row)
     return render_messages(tokenizer, params["input"], params.get("tools"), variables)

@@ -1,7 +1,5 @@
 """Resolves the needs of a row: the services outside this program that judging it takes."""
 
-from typing import Any
-
 from core.errors import ModuleError
 from envs import registry, services
 from envs.boxes import box, image_names
@@ -11,12 +9,12 @@ from envs.services import Need
 
 
 def needs_of(row: dict) -> tuple[Need, ...]:
-    """The needs of a row. Raises ModuleError if its environment returns anything else."""
+    """Returns the needs of a row. Raises ModuleError if its environment returns anything else."""
     agent = row["agent_ref"]["name"]
     return tuple(_as_need(need, agent) for need in registry.declared_needs(row))
 
 
-# The strings beside "judges.NAME" that `needs` of a module may return. What one family of
+# The strings that `needs` of a module may return besides "judges.NAME". What only one family of
 # environments needs (Lean, the office's tables, a server of NeMo-Gym) is a Need in its module.
 NAMED = {
     need.name: need
@@ -32,8 +30,8 @@ NAMED = {
 }
 
 
-def _as_need(found: Any, agent: str) -> Need:
-    """The Need itself, or the one that a string names: modules of forks may return strings."""
+def _as_need(found: Need | str, agent: str) -> Need:
+    """Returns a Need as it is, or the Need that a string names, as modules of forks may do."""
     if isinstance(found, Need):
         return found
     text = found if isinstance(found, str) else ""

@@ -1,4 +1,4 @@
-"""Which environment serves a row, and what it makes of the answers to it."""
+"""Finds the environment that serves a row, and lets it score the answers."""
 
 import ast
 import difflib
@@ -26,43 +26,47 @@ if TYPE_CHECKING:
 
 
 def environment(name: str) -> ModuleType:
-    """The module serving `agent_ref.name` == `name`; ValueError with those of like names if none.
+    """Returns the module that serves `agent_ref.name` == `name`.
 
-    Where there is a server of NeMo-Gym's, it has the agents that no module declares. Raises
-    ModuleError, with file and line, where the module cannot be imported.
+    Agents that no module declares are left to NeMo-Gym's servers if services.nemo_gym names any.
+    Raises ValueError with similar names if no module serves `name`, and ModuleError with file and
+    line if its module cannot be imported.
     """
-
     known = served()
     is_known = name in list(known)
     file = "envs." + (known[name] if is_known else "gym/nemo_gym").replace("/", ".")
     if not is_known and not services.current().nemo_gym:
-        expected = f"expected one of {len(known)} agents (docs/environments.md)"
-        if near := difflib.get_close_matches(str(name)[:100], known, 5):
-            expected += f", such as {', '.join(near)}"
-        raise ValueError(f"agent_ref.name is {repr(name)[:100]}, {expected}")
+        near = difflib.get_close_matches(str(name)[:100], known, 5)
+        such_as = f", such as {', '.join(near)}" if near else ""
+        raise ValueError(
+            f"agent_ref.name is {repr(name)[:100]}, "
+            f"expected one of {len(known)} agents (docs/environments.md){such_as}"
+        )
     try:
         module = importlib.import_module(file)
     except Exception as error:  # it is the user's own code
         spec = importlib.util.find_spec(file)
         raise ModuleError(located(error, str(spec and spec.origin))) from error
     if not any(hasattr(module, shape) for shape in ("verify", "rollout", "score_group")):
-        expected = "verify(row, response), rollout or score_group"
-        raise ModuleError(f"{module.__file__} defines no reward, expected a function {expected}")
+        raise ModuleError(
+            f"{module.__file__} defines no reward, "
+            "expected a function verify(row, response), rollout or score_group"
+        )
     return module
 
 
 def only_compares(name: str) -> bool:
-    """Whether an answer has no reward by itself in this agent's environment, but beside others."""
+    """Returns whether this agent's environment scores answers only by comparing them."""
     module = environment(name)
     return not hasattr(module, "verify") and not hasattr(module, "rollout")
 
 
 async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
-    """One scored episode of the row for each sampler.
+    """Rolls out the row once for each sampler, and returns the scored episodes.
 
-    In an environment of one turn the first sampler generates all answers. Where a comparison fails,
+    In an environment of one turn the first sampler generates all answers. If a comparison fails,
     the next call compares the same answers, which the samplers' drafts hold. Raises what the
-    environment raises, TypeError for what is no reward, and ValueError for an episode without
+    environment raises, TypeError if it returns no reward, and ValueError for an episode without
     turns.
     """
     from rollout.episode import Episode
@@ -76,26 +80,32 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
         prompt_ids = samplers[0].render(params["input"], params.get("tools"))
         turns = await samplers[0].generate(prompt_ids, len(samplers))
         if only_compares(name):
-            rewards = [Reward(0.0)] * len(turns)  # until they are compared
+            rewards = [Reward(0.0)] * len(turns)  # replaced once they are compared
         else:
             rewards = await together(verify(row, turn.judged) for turn in turns)
         episodes = [Episode([turn], reward) for turn, reward in zip(turns, rewards, strict=True)]
     for episode in episodes:
         if not isinstance(episode, Episode):
-            returned = f"environment {name!r} returned {reprlib.repr(episode)}"
-            raise TypeError(f"{returned} from rollout, expected an Episode")
+            raise TypeError(
+                f"environment {name!r} returned {reprlib.repr(episode)} from rollout, "
+                "expected an Episode"
+            )
         if not episode.turns:
             raise ValueError(f"environment {name!r} returned an episode without turns")
     if hasattr(module, "score_group"):
         texts = [episode.turns[-1].judged for episode in episodes]
         rewards = await module.score_group([row] * len(texts), texts)
         if len(rewards) != len(texts):
-            returned = f"score_group of environment {name!r} returned {len(rewards)} rewards"
-            raise ValueError(f"{returned}, expected one for each of {len(texts)} responses")
+            raise ValueError(
+                f"score_group of environment {name!r} returned {len(rewards)} rewards, "
+                f"expected one for each of {len(texts)} responses"
+            )
     else:
         rewards = [episode.reward for episode in episodes]
-    pairs = zip(episodes, rewards, strict=True)
-    scored = [replace(episode, reward=_as_reward(name, reward)) for episode, reward in pairs]
+    scored = [
+        replace(episode, reward=_as_reward(name, reward))
+        for episode, reward in zip(episodes, rewards, strict=True)
+    ]
     for episode, sampler in zip(scored, samplers, strict=True):
         if row.get("compactions") and sampler.compaction:
             episode.reward.info |= sampler.compaction.info(episode.turns)
@@ -103,10 +113,10 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """The verdict of the row's environment, whose `verify` may be a function or a coroutine.
+    """Returns the verdict of the row's environment, whose `verify` may be plain or async.
 
-    A function gets a thread of its own: it may block. Raises TypeError where the verdict is neither
-    a Reward nor a number.
+    A plain function gets a thread of its own, as it may block. Raises TypeError if the verdict is
+    neither a Reward nor a number.
     """
     name = row["agent_ref"]["name"]
     judge = environment(name).verify
@@ -119,35 +129,37 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def declared_needs(row: dict) -> tuple[Need | str, ...]:
-    """Calls the `needs` of a row's environment. Names are resolved by envs/needs.py."""
+    """Returns the `needs` of a row's environment; envs/needs.py resolves the strings among them."""
     module = environment(row["agent_ref"]["name"])
     return tuple(getattr(module, "needs", lambda row: ())(row))
 
 
-def _as_reward(name: str, verdict: Any) -> Reward:
+def _as_reward(name: str, verdict: Reward | float) -> Reward:
     reward = verdict if isinstance(verdict, Reward) else Reward(verdict)
     value = _builtin(reward.value)
     if not isinstance(value, numbers.Real) or not isinstance(reward.info, dict):
-        returned = f"environment {name!r} returned {reprlib.repr(verdict)}"
-        raise TypeError(f"{returned}, expected a number or a Reward with one")
+        raise TypeError(
+            f"environment {name!r} returned {reprlib.repr(verdict)}, "
+            "expected a number or a Reward with one"
+        )
     return Reward(float(value), {name: _builtin(v) for name, v in reward.info.items()})
 
 
 def _builtin(value: Any) -> Any:
-    """Python's value of a scalar of numpy: those are no JSON values, and its bool is no number."""
+    """Returns Python's value of a numpy scalar, which JSON refuses, and whose bool is no number."""
     is_scalar = type(value).__module__ == "numpy" and value.ndim == 0
     return value.item() if is_scalar else value
 
 
-# What a module that serves an agent cannot lack. The others are not parsed.
+# Matches every module that serves an agent. Other modules are not parsed.
 SERVES = re.compile(r"\bAGENTS\b|^(async )?def (verify|rollout|score_group)\b", re.MULTILINE)
 
 
 @functools.cache
 def served() -> dict[str, str]:
-    """Agent name -> module, such as maths/math, read from the files.
+    """Maps the name of each agent to its module, such as maths/math, as the files declare them.
 
-    Raises ModuleError where two claim a name.
+    Raises ModuleError if two modules claim a name.
     """
     claimed: dict[str, str] = {}
     root = Path(envs.__path__[0])
@@ -157,16 +169,18 @@ def served() -> dict[str, str]:
             raise ModuleError(f"envs/{name}.py has the name of the folder envs/{name}/: rename it")
         for agent in declared(path):
             if agent in claimed:
-                files = f"envs/{claimed[agent]}.py and envs/{name}.py"
-                raise ModuleError(f"{files} both declare the agent {agent!r}, expected one of them")
+                raise ModuleError(
+                    f"envs/{claimed[agent]}.py and envs/{name}.py "
+                    f"both declare the agent {agent!r}, expected one of them"
+                )
             claimed[agent] = name
     return claimed
 
 
 def declared(path: Path) -> tuple[str, ...]:
-    """What a module's top-level `AGENTS = (...)` says, without importing it; () where it has none.
+    """Returns the names in a module's top-level `AGENTS = (...)`, or (), without importing it.
 
-    Raises ModuleError where it is no literal tuple or list of strings.
+    Raises ModuleError if AGENTS is no literal tuple or list of strings.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -178,12 +192,27 @@ def declared(path: Path) -> tuple[str, ...]:
         targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
         if "AGENTS" not in [target and ast.unparse(target) for target in targets]:
             continue
-        value = getattr(node, "value", None)  # `AGENTS += ...` depends on what stands above it
-        items: list[Any] = [None]
-        if isinstance(value, ast.Tuple | ast.List) and not isinstance(node, ast.AugAssign):
-            items = [getattr(item, "value", None) for item in value.elts]
-        if not all(isinstance(item, str) for item in items):
+        names = _literal_names(node)
+        if names is None:
+            value = getattr(node, "value", None)
             shown = ast.unparse(value) if value else "nothing"
             raise ModuleError(f"{path}: AGENTS is {shown}, expected a literal tuple of names")
-        found = tuple(items)
+        found = names
     return found
+
+
+def _literal_names(node: ast.stmt) -> tuple[str, ...] | None:
+    """Returns the strings of a literal tuple or list that a statement assigns; else None.
+
+    `AGENTS += ...` is refused, as its value depends on earlier statements.
+    """
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return None
+    if not isinstance(node.value, ast.Tuple | ast.List):
+        return None
+    names: list[str] = []
+    for item in node.value.elts:
+        if not isinstance(item, ast.Constant) or not isinstance(item.value, str):
+            return None
+        names.append(item.value)
+    return tuple(names)

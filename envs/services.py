@@ -1,7 +1,8 @@
-"""What environments need from outside this program: whether it is there, and what was seen of it.
+"""Holds the services of this process, checks what environments need of them, and reports outages.
 
-A module that talks to something outside (a judge, the sandbox, Lean) offers a `Need`: it knows what
-is missing and the remedy. An environment's `needs(row)` returns those that its row takes.
+A module that uses something outside this program (a judge, the sandbox, Lean) offers a `Need`,
+which checks that it is available and names the remedy if it is not. An environment's `needs(row)`
+returns the Needs of judging that row.
 """
 
 import contextlib
@@ -12,45 +13,45 @@ from typing import NamedTuple
 
 from settings.environment_services import Services
 
-SILENCE = 20.0  # seconds without an answer of a server; then it has as long for a health check
+SILENCE = 20.0  # seconds without an answer before a health check, which may take as long again
 
 
 class CheckerError(RuntimeError):
-    """A check could not run: its processes do not start, die of any answer, or are starved."""
+    """Raised if a check could not run: its processes do not start, always die, or are starved."""
 
 
 class Away(CheckerError):
-    """A judge was away, and a call has waited for as long as it may. No row is at fault."""
+    """Raised if a call has waited for an absent judge as long as it may. No row is at fault."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Something outside this program that judging a row takes."""
+    """Something outside this program that judging a row requires."""
 
     name: str  # in reports and metrics: "sandbox", "judges.general"; two of one name are equal
     check: Callable[[], str] = field(compare=False)  # why it is unavailable, and the remedy, or ""
-    called: str = field(default="", compare=False)  # in error messages, if not by its name
-    # Whether the nodes of a job may have it if the machine that submits the job lacks it.
+    called: str = field(default="", compare=False)  # in error messages, in place of the name
+    # True if the nodes of a job may have it although the machine that submits the job lacks it.
     of_node: bool = field(default=True, compare=False)
 
     def __str__(self) -> str:
         return self.called or self.name
 
     def problem(self) -> str:
-        """Why it is unavailable and how to fix it; "" if it is available, or taken for granted."""
+        """Returns why it is unavailable and how to fix it; "" if it is available or granted."""
         granted = any(is_granted(self) for is_granted in _granted)
         return "" if granted else self.check()
 
 
 class Limits(NamedTuple):
-    """What this process may use of servers outside."""
+    """Limits for this process's use of servers."""
 
     seconds: float = 3600.0  # that a call may take
-    processes: int = 1  # that divide a server's concurrency among them
+    processes: int = 1  # that share a server's concurrency
 
 
 class Report(NamedTuple):
-    """What this process has seen of the judges, and of what else rows wait for."""
+    """Outages and failures of judges, and of other services, as this process has seen them."""
 
     away: dict[str, str]  # by need, "judges.NAME": its addresses, how long, the last failure
     failures: Counter[str]  # by "NAME/REASON", since this process started
@@ -70,22 +71,22 @@ def configure(services: Services, limits: Limits | None = None) -> None:
 
 
 def current() -> Services:
-    """The services of this process."""
+    """Returns the services of this process."""
     return _current[0]
 
 
 def limits() -> Limits:
-    """What this process may use of servers outside."""
+    """Returns the limits for this process's use of servers."""
     return _limits[0]
 
 
 def patience() -> float:
-    """SILENCE; less where a call may take little time."""
+    """Returns SILENCE, or less if a call may take only little time."""
     return min(SILENCE, limits().seconds / 10)
 
 
 def setting(name: str, called: str = "") -> Need:
-    """The need for a setting of Services that must not be empty."""
+    """Returns the Need for a setting of Services that must not be empty."""
 
     def check() -> str:
         value = getattr(current(), name)
@@ -99,7 +100,7 @@ TOOL_PARSER = setting("tool_parser", "a parser of calls")
 
 @contextlib.contextmanager
 def granting(is_granted: Callable[[Need], bool]) -> Iterator[None]:
-    """Inside the block, a need for which `is_granted` returns True is not checked."""
+    """Skips the check of each Need for which `is_granted` returns True, inside the block."""
     _granted.append(is_granted)
     try:
         yield
@@ -108,7 +109,11 @@ def granting(is_granted: Callable[[Need], bool]) -> Iterator[None]:
 
 
 def report() -> Report:
-    """What this process has seen so far."""
-    reports = [of_mechanism() for of_mechanism in REPORTS]
-    away = {need: state for found in reports for need, state in found.away.items()}
-    return Report(away, sum((found.failures for found in reports), Counter()))
+    """Returns the reports of all mechanisms together."""
+    away: dict[str, str] = {}
+    failures: Counter[str] = Counter()
+    for report_of_mechanism in REPORTS:
+        found = report_of_mechanism()
+        away |= found.away
+        failures += found.failures
+    return Report(away, failures)

@@ -1,23 +1,23 @@
-"""A container for an agent or its judge: an image, limits, commands, files in and out.
+"""Runs containers for agents and their judges: an image, limits, commands, files in and out.
 
     worker --starts--> holder: namespaces of users, mounts, processes; a layer over the image
     each command: nsenter --> the holder's namespaces --> bubblewrap --> box_host.sh --> bash
 
-What commands change stays in the layer, which no other box sees, and ends with the box. A command
-has processes, shared memory and a network (none but its own loopback) by itself: what it leaves
-running ends with it, and nothing of the policy runs between two commands, or while a patch is read.
-Its output goes to a pipe, and its exit code to bubblewrap: no process in the box can forge a frame
-around them. It is root there, with rights over the image's files and no others.
+Changes made by commands stay in the layer, which no other box sees, and which ends with the box.
+Each command has its own processes, shared memory and network (only its loopback): all that it
+leaves running ends with it, so nothing of the policy runs between two commands, or while a patch is
+read. Its output goes to a pipe, and its exit code to bubblewrap: no process in the box can forge a
+frame around them. It is root in the box, with rights over the image's files and no others.
 
-What a command left can also be read by programs of the image as it was, which it cannot replace
-(`aside`). A node has as many boxes at once as its memory holds (envs/boxes/box_budget.py), and may
-have copies of their images (envs/boxes/image_cache.py).
+The files that a command left can also be read by programs of the original image, which it cannot
+replace (`aside`). The memory of a node limits how many boxes it holds at once
+(envs/boxes/box_budget.py). A node may keep copies of their images (envs/boxes/image_cache.py).
 
-An idle box is two processes: the holder, which is the first one in its namespace of processes, and
-its parent. The holder ends when its worker does, also by SIGKILL, as it reads from it. The kernel
-ends with it all that has entered, whatever that is about to do.
+An idle box is two processes: the holder, which is the first process in its PID namespace, and the
+holder's parent. The holder reads from its worker, and so ends when the worker does, even by
+SIGKILL. With the holder the kernel ends every process that has entered its namespace.
 
-No environment by itself: environments use it.
+This is no environment by itself: environments use it.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from core.waits import in_thread
 from envs import services
@@ -40,13 +40,13 @@ from envs.sandbox.sandbox import TICK, Clock, Limits, memory_file
 from envs.services import CheckerError
 
 HOST = Path(__file__).with_name("box_host.sh").read_text(encoding="utf-8")
-START = 60.0  # seconds that a box may take to start, or a command to be killed
+START = 60.0  # seconds for a box to start, or for a killed command to end
 FILE_SECONDS = 60.0  # for a file in or out
 READY = b"ready\n"
-# What its namespaces are, in front of what runs in them as their first process.
+# Makes the namespaces of a box; the command after it runs as their first process.
 OWN = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc")
-# Shared memory lies in the layer, whose size bounds both, and in /mnt/image is the image as it was,
-# with folders for what `aside` mounts. The working folder is still that of sandbox.LAYER.
+# Shared memory lies in the layer, whose size bounds both. /mnt/image holds the original image, with
+# folders for the mounts of `aside`. sandbox.LAYER has set the working folder.
 HOLD = """
 mkdir -m 1777 /mnt/shm && mkdir /mnt/own /mnt/rest /mnt/image || exit
 layers=lowerdir=.,upperdir=/mnt/own,workdir=/mnt/rest,userxattr
@@ -54,17 +54,17 @@ mount -t overlay -o "$layers" none /mnt/image && cd /mnt/image && mkdir -p tmp p
 cd / && echo ready && exec 2>&- && read -r _
 """
 PER_INODE = 4096  # bytes of the layer for each file that may be in it
-CALLS = seccomp_filter(memory=True)  # which a command may not make
+CALLS = seccomp_filter(memory=True)  # system calls that a command may not make
 RIGHTS = ("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID")
 PATHS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ENVIRONMENT = {"PATH": PATHS, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
 OPEN_FILES = 65_536  # of a process
-FIRST_KILLED = 900  # of a command, where the machine is out of memory; engines have 0
-QUICK = 16 << 20  # bytes of output that are read at once; more waits, so that `yes` costs little
-PART = 1 << 16  # bytes that are read at once
-SLOWLY = 0.01  # seconds between two parts then
+FIRST_KILLED = 900  # oom_score_adj of a command; engines have 0
+QUICK = 16 << 20  # bytes of output read at full speed; more is read slowly, so `yes` costs little
+PART = 1 << 16  # bytes read at once
+SLOWLY = 0.01  # seconds between two parts after QUICK bytes
 BESIDE = "/tmp/box"  # where `aside` sees the files of the box
-SOON = 0.05  # seconds between two looks for what a killed command has left
+SOON = 0.05  # seconds between two looks for processes that a killed command has left
 PUT = 'mkdir -p -- "${1%/*}/" && cat >"$1"'
 GET = '[ -f "$1" ] && exec head -c "$2" -- "$1"'
 LONGEST = 100_000  # bytes of a command; the kernel takes no argument of 128 KiB
@@ -82,10 +82,10 @@ class Size(NamedTuple):
 class Ran(NamedTuple):
     """How a command ended."""
 
-    output: str  # stdout and stderr as they came; of much, the beginning and the end
-    code: int | None  # None where it was ended
+    output: str  # stdout and stderr in order of arrival; the beginning and the end if it is long
+    code: int | None  # None if the command was ended
     ended: str  # "" by itself, "time", "memory", "processes", or why the box is gone
-    seconds: float  # that it took
+    seconds: float  # of wall-clock time
 
 
 class View(NamedTuple):
@@ -96,12 +96,12 @@ class View(NamedTuple):
 
 
 class Box:
-    """One container, inside an `async with`, which raises CheckerError where it does not start.
+    """One container, inside an `async with`, which raises CheckerError if it does not start.
 
     `image` is a folder or a .sif, `workdir` the folder in it where commands start. Methods raise
-    CheckerError for what the machine did, never for what a command did: it may remove all files,
-    or kill all processes. Each takes a `sandbox.place()`. Where the node has no room for another
-    box the start waits.
+    CheckerError if the machine fails, never because of a command, which may remove all files or
+    kill all processes. Each method takes a `sandbox.place()`. If the node has no room for another
+    box, the start waits.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Box:
         self.image = Path(image)
         self.workdir = workdir
         self.size = size or Size()
-        self.peak = 0  # bytes, the most memory that was seen
+        self.peak = 0  # bytes of memory at most, as far as seen
         self.started = 0.0  # seconds that the start took
-        self.gone = ""  # why it can be used no more: "memory"
+        self.gone = ""  # why the box cannot be used any more: "memory"
         self.holder: subprocess.Popen | None = None
         self.channel: socket.socket | None = None
         self.lower: sif.Lower | None = None
@@ -135,9 +135,9 @@ class Box:
         await self._close()
 
     async def run(self, command: str, seconds: float, most: int = 1 << 20) -> Ran:
-        """Runs a command of bash in the working folder, for at most this many seconds.
+        """Runs a bash command in the working folder, for at most `seconds`.
 
-        Of its output at most `most` bytes are kept.
+        Keeps at most `most` bytes of its output.
         """
         written = command.encode("utf-8", "replace").replace(b"\0", b"")
         if len(written) > LONGEST:
@@ -147,7 +147,7 @@ class Box:
         return ran._replace(output=output.text())
 
     async def put(self, path: str, content: bytes) -> None:
-        """Writes a file, and makes its folders. Raises ValueError where that is not possible."""
+        """Writes a file, and makes its folders. Raises ValueError if that is impossible."""
         if not _is_path(path):
             raise ValueError(f"{path!r}: expected an absolute path")
         output = Output(1000)
@@ -157,7 +157,7 @@ class Box:
             raise ValueError(f"{path}: {output.text().strip() or ran.ended or ran.code}")
 
     async def get(self, path: str, most: int) -> bytes | None:
-        """The first `most` bytes of a file; None where there is no such file."""
+        """Returns the first `most` bytes of a file; None if there is no such file."""
         if not _is_path(path):
             return None
         output = Output(most, head=most)
@@ -166,10 +166,10 @@ class Box:
         return bytes(output.head) if ran.code == 0 else None
 
     async def aside(self, command: str, seconds: float, most: int, folder: str) -> bytes | None:
-        """The first `most` bytes that a command prints in the image as it was; None if it fails.
+        """Runs a command in the original image, and returns the first `most` bytes that it prints.
 
-        It starts in a folder of the box, whose files it sees below BESIDE and cannot change. What
-        it writes to /tmp is lost.
+        Returns None if the command fails. It starts in a folder of the box, whose files it sees
+        below BESIDE and cannot change. Files that it writes to /tmp are lost.
         """
         output = Output(most, head=most)
         view = self._aside(folder)
@@ -211,7 +211,7 @@ class Box:
         given: bytes = b"",
         view: "View | None" = None,
     ) -> Ran:
-        """Runs a command once there is a place for it."""
+        """Runs a command once it gets a `sandbox.place()`."""
         if self.gone:
             return Ran("", None, self.gone, 0.0)
         async with sandbox.place():
@@ -225,18 +225,22 @@ class Box:
         given: bytes = b"",
         view: "View | None" = None,
     ) -> Ran:
-        """Runs a command with `given` as its input. Raises CheckerError where it did not begin."""
+        """Runs a command with `given` as its input. Raises CheckerError if it did not begin."""
         with contextlib.ExitStack() as stack:
-            status, stdin, calls = (memory_file(text) for text in ("", given, CALLS))
-            for descriptor in (status, stdin, calls):
-                stack.callback(os.close, descriptor)
+            status = memory_file("")
+            stack.callback(os.close, status)
+            stdin = memory_file(given)
+            stack.callback(os.close, stdin)
+            calls = memory_file(CALLS)
+            stack.callback(os.close, calls)
             command = [*self._entering(status, calls, view or self._inside()), *argv]
-            options: dict[str, Any] = {"stdin": stdin, "stderr": subprocess.STDOUT}
             killed = oom_kills()
-            process = await sandbox.start(command, **options, pass_fds=(status, calls))
+            process = await sandbox.start(
+                command, stdin=stdin, stderr=subprocess.STDOUT, pass_fds=(status, calls)
+            )
             ran = await self._finish(process, seconds, output)
             begun = b"exit-code" in os.pread(status, 1000, 0)
-            # Nothing has run, and only a command before can have removed the shell.
+            # Nothing has run, and only an earlier command can have removed the shell.
             begun |= ran.code == 1 and output.head.startswith(b"bwrap: execvp bash")
         if not ran.ended and ran.code == 128 + signal.SIGKILL and oom_kills() > killed:
             ran = ran._replace(code=None, ended="memory")
@@ -253,7 +257,7 @@ class Box:
     async def _finish(
         self, process: asyncio.subprocess.Process, seconds: float, output: "Output"
     ) -> Ran:
-        """Waits for a command, or for the limit that it passes, and kills all that it began."""
+        """Waits until a command ends or passes a limit, and kills all processes that it began."""
         clock = Clock(process.pid)
         reads = asyncio.create_task(output.read(process.stdout))
         waits = asyncio.create_task(process.wait())
@@ -275,9 +279,9 @@ class Box:
         return Ran("", None if ended else process.returncode, ended, took)
 
     async def _sweep(self) -> None:
-        """Kills what bubblewrap has left, where it was killed before its child ends with it.
+        """Kills the processes of a bubblewrap that was killed before its child was tied to it.
 
-        It holds the output, and asyncio waits for a process until that is read.
+        They hold the output open, and asyncio waits for a process until its output is read.
         """
         assert self.holder
         while self.holder.poll() is None:
@@ -287,7 +291,7 @@ class Box:
             await asyncio.sleep(SOON)
 
     def _passed(self, clock: Clock, seconds: float) -> str:
-        """The limit that a command has passed, "" for none. Raises CheckerError if starved."""
+        """Returns the limit that a command passed, or "". Raises CheckerError if it was starved."""
         layer = self._layer()
         limits = Limits(seconds, self.size.memory - layer, self.size.processes)
         ended = clock.verdict(limits)
@@ -295,7 +299,7 @@ class Box:
         return ended
 
     def _layer(self) -> int:
-        """The bytes of the layer and of shared memory. Raises CheckerError where it is gone."""
+        """Returns the bytes of layer and shared memory. Raises CheckerError if the box is gone."""
         assert self.holder
         try:
             found = os.statvfs(f"/proc/{self.holder.pid}/root{sif.WHERE}")
@@ -304,29 +308,29 @@ class Box:
         return (found.f_blocks - found.f_bfree) * found.f_frsize
 
     def _inside(self) -> "View":
-        """What a command of the box sees."""
+        """Returns the View of a command in the box."""
         mounts = ["--bind", "/mnt/root", "/", "--proc", "/proc", "--dev", "/dev"]
         return View([*mounts, "--bind", "/mnt/shm", "/dev/shm"], self.workdir)
 
     def _aside(self, folder: str) -> "View":
-        """What a command beside the box sees; its own files take twice the layer at most.
+        """Returns the View of a command next to the box; its own files may take twice the layer.
 
-        Of the image the working folder is hidden: it has the answers that the box has no more.
+        The image's working folder is hidden: it holds answers that the box no longer has.
         """
         mounts = ["--ro-bind", "/mnt/image", "/", "--proc", "/proc", "--dev", "/dev"]
         mounts += ["--size", "4096", "--tmpfs", folder]
         mounts += ["--size", str(2 * self.size.disk), "--tmpfs", "/tmp"]
-        # Below /tmp a link in the box leads to the image, and not to files of the machine.
+        # Below /tmp a link in the box leads to the image, not to files of the machine.
         return View([*mounts, "--ro-bind", "/mnt/root", BESIDE], f"{BESIDE}{folder}")
 
     def _must_live(self) -> None:
-        """Raises CheckerError where the holder has ended."""
+        """Raises CheckerError if the holder of the box has ended."""
         assert self.holder
         if self.holder.poll() is not None:
             raise CheckerError(f"the holder of a box has ended: code {self.holder.returncode}")
 
     def _entering(self, status: int, calls: int, view: "View") -> list[str]:
-        """The command in front of one that runs it in the box, or beside it."""
+        """Returns the prefix that makes a command run in the box, or next to it."""
         self._must_live()
         assert self.holder and self.lower
         command = ["choom", "-n", str(FIRST_KILLED), "--", *self.lower.user]
@@ -346,7 +350,7 @@ class Box:
         return [*command, "bash", "-c", HOST, "box", str(self.size.processes), view.workdir]
 
     async def _close(self) -> None:
-        """Ends the holder, with which the layer ends, then the use of the image."""
+        """Ends the holder and with it the layer, then releases the image."""
         if self.channel:
             self.channel.close()
         try:
@@ -359,7 +363,7 @@ class Box:
 
 
 class Output:
-    """What a command prints: the first `head` bytes, and of the rest the last ones."""
+    """The output of a command: its first `head` bytes, and the last bytes of the rest."""
 
     def __init__(self, most: int, head: int | None = None) -> None:
         self.first = most // 2 if head is None else head
@@ -369,7 +373,7 @@ class Output:
         self.total = 0
 
     async def read(self, stream: asyncio.StreamReader | None) -> None:
-        """Reads a stream to its end; slowly after QUICK bytes, so that it waits for us."""
+        """Reads a stream to its end; slowly after QUICK bytes, so that the writer has to wait."""
         while stream and (part := await stream.read(PART)):
             self.total += len(part)
             room = self.first - len(self.head)
@@ -381,17 +385,18 @@ class Output:
                 await asyncio.sleep(SLOWLY)
 
     def text(self) -> str:
-        """All of it, or its beginning and its end."""
+        """Returns the whole output, or its beginning and its end."""
         tail = self.tail[max(0, len(self.tail) - self.last) :]
         missing = self.total - len(self.head) - len(tail)
-        middle = f"\n[... {missing} bytes of output are left out ...]\n" if missing else ""
         if not missing:
             return bytes(self.head + tail).decode("utf-8", "replace")
-        return self.head.decode("utf-8", "replace") + middle + tail.decode("utf-8", "replace")
+        beginning = self.head.decode("utf-8", "replace")
+        end = tail.decode("utf-8", "replace")
+        return f"{beginning}\n[... {missing} bytes of output are left out ...]\n{end}"
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends a command. All that it began is dead before bubblewrap ends, where that still lives.
+    """Ends a command. Its processes are dead before bubblewrap ends, if bubblewrap still lives.
 
     Bubblewrap's own first process is the child of nsenter.
     """
@@ -402,19 +407,19 @@ async def _end(process: asyncio.subprocess.Process) -> None:
                     os.kill(pid, signal.SIGKILL)
             await asyncio.wait_for(process.wait(), TICK)
     except TimeoutError:
-        pass  # it has begun nothing yet
+        pass  # bubblewrap has not started anything yet
     finally:
         await sandbox.kill(process)
 
 
 def _is_path(path: str) -> bool:
-    """Whether a command can be given a path, which is absolute."""
+    """Returns whether a path is absolute and can be passed to a command."""
     written = path.encode("utf-8", "replace")
     return path[:1] == "/" and b"\0" not in written and written.decode() == path[:4096]
 
 
 def problem() -> str:
-    """Why no box can be had, and how to mend it; "" for nothing."""
+    """Returns why no box can be started, and how to fix it; "" if nothing prevents it."""
     backend = services.current().sandbox
     if backend != "bubblewrap":
         return f"services.sandbox = {backend!r}, expected 'bubblewrap'"

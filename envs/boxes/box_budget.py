@@ -1,14 +1,15 @@
-"""How many boxes a node holds at once: all its processes together, as its memory allows.
+"""Limits how many boxes all processes of a node hold at once, by the node's memory.
 
-The changed files of a box lie in memory. Those of all boxes may take half of the node's: 128 boxes
-of 2 GiB at once in 512 GiB. The rest is for engines, trainers and commands, of which no more run
-than there are processors. GRPO_BOXES is another number of boxes. One more waits, for a quarter of
-what a rollout may take.
+The changed files of a box lie in memory. The files of all boxes together may take half of the
+node's memory: 128 boxes of 2 GiB at once in 512 GiB. The rest is for engines, trainers and
+commands; no more commands run at once than the node has processors. GRPO_BOXES sets another number
+of boxes. A box beyond the limit waits for a quarter of the time that a rollout may take.
 
-A place is a name among the kernel's abstract sockets, which one process can have at a time and
-loses when it ends. So no count can be wrong, and nothing is left. Each user has places of its own.
+A place is a name among the kernel's abstract sockets, which one process can hold at a time and
+loses when it ends. So no count can be wrong, and nothing is left behind. Each user has separate
+places.
 
-No environment by itself: envs/boxes/box.py uses it.
+This is no environment by itself: envs/boxes/box.py uses it.
 """
 
 import asyncio
@@ -20,7 +21,6 @@ import socket
 import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 from core.waits import within
 from envs import services
@@ -28,20 +28,22 @@ from envs.sandbox.outcome import cgroups
 from envs.services import CheckerError
 
 VARIABLE = "GRPO_BOXES"
-SHARE = 0.5  # of the node's memory, for what boxes have changed
-WAIT = 0.25  # of what a rollout may take
+SHARE = 0.5  # of the node's memory, for the changed files of boxes
+WAIT = 0.25  # of the time that a rollout may take
 LOOK = 0.2  # seconds between two looks for a place
-# Those that wait in this process do so in turn.
-_turns: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
+# The boxes that wait in this process take turns, by event loop.
+_turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Full(CheckerError):
-    """No box of the node has ended in time: another wait would be at the end of the queue."""
+    """Raised if no box of the node ended in time: waiting again means queueing up again."""
 
 
 @contextlib.asynccontextmanager
 async def admitted(disk: int) -> AsyncIterator[None]:
-    """A place for a box with a layer of `disk` bytes. Raises Full where none gets free."""
+    """Holds a place for a box with a layer of `disk` bytes. Raises Full if none gets free."""
     most = boxes(disk)
     loop = asyncio.get_running_loop()
     turn = _turns.setdefault(loop, asyncio.Lock())
@@ -52,16 +54,19 @@ async def admitted(disk: int) -> AsyncIterator[None]:
                 await asyncio.sleep(LOOK)
             return place
 
-    what = "a place for a box on this node"
-    state = f"{most} are open, as many as may be: {VARIABLE} sets another number"
-    seconds = WAIT * services.limits().seconds
-    place = await within(seconds, what, waits(), lambda: state, late=Full)
+    place = await within(
+        WAIT * services.limits().seconds,
+        "a place for a box on this node",
+        waits(),
+        lambda: f"{most} are open, the limit: {VARIABLE} sets another number",
+        late=Full,
+    )
     with place:
         yield
 
 
 def _place(disk: int, most: int) -> socket.socket | None:
-    """One of the places, where one is free."""
+    """Takes a free place; returns None if all are taken."""
     for i in range(most):
         place = socket.socket(socket.AF_UNIX)
         try:
@@ -75,9 +80,9 @@ def _place(disk: int, most: int) -> socket.socket | None:
 
 
 def boxes(disk: int) -> int:
-    """How many boxes may be open at once on this node. Raises CheckerError where GRPO_BOXES is bad.
+    """Returns how many boxes may be open at once on this node, at least one.
 
-    One may always.
+    Raises CheckerError if GRPO_BOXES is malformed.
     """
     given = os.environ.get(VARIABLE, "")
     if given and not re.fullmatch("[1-9][0-9]{0,5}", given):
@@ -86,24 +91,27 @@ def boxes(disk: int) -> int:
 
 
 def memory() -> int:
-    """The bytes of memory of this node, or of the part that a cgroup leaves to this process."""
+    """Returns the bytes of this node's memory, or fewer if a cgroup limits this process."""
     total = re.search(r"MemTotal: *(\d+) kB", Path("/proc/meminfo").read_text())
     assert total
     found = [int(total[1]) << 10]
     for folder in cgroups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            with contextlib.suppress(OSError, ValueError):  # "max" is none
+            with contextlib.suppress(OSError, ValueError):  # "max" means no limit
                 found.append(int((folder / name).read_text()))
     return min(found)
 
 
 def problem(disk: int) -> str:
-    """Why no box of this size gets a place, and how to mend it; "" for nothing."""
+    """Returns why no box of this size gets a place, and how to fix it; "" if one does."""
     try:
         boxes(disk)
     except CheckerError as error:
         return str(error)
-    if (has := memory()) < disk:
-        needs = f"the files that one box changes may take {disk >> 20}"
-        return f"this node has {has >> 20} MiB of memory, {needs}"
+    available = memory()
+    if available < disk:
+        return (
+            f"this node has {available >> 20} MiB of memory, "
+            f"the files that one box changes may take {disk >> 20}"
+        )
     return ""

@@ -1,14 +1,15 @@
-"""Copies of images on a disk of the node, which the boxes of all its processes read.
+"""Keeps copies of images on a disk of the node, which the boxes of all its processes read.
 
 GRPO_IMAGE_CACHE names a folder on that disk; without it images are read where they lie.
-GRPO_IMAGE_CACHE_GIB is the most that the copies take, half of the disk if not set. Where another
-does not fit, those that were not used for longest go, and none that is in use.
+GRPO_IMAGE_CACHE_GIB limits the size of all copies, half of the disk if not set. If another copy
+does not fit, the least recently used ones are removed, but none that is in use.
 
-A copy is a file, NAME-DIGEST.sif, and its time that of its last use. Who uses it has a shared lock
-on it, who writes or removes it an exclusive one: the kernel takes them back where a process ends.
-It is written as NAME-DIGEST.partial, compared with the digest of launch/images.sh, and renamed.
+A copy is a file, NAME-DIGEST.sif, whose time is that of its last use. Its readers hold a shared
+lock on it, and a process that writes or removes it an exclusive one: the kernel releases them when
+a process ends. It is written as NAME-DIGEST.partial, compared with the digest of launch/images.sh,
+and renamed.
 
-No environment by itself: envs/boxes/box.py uses it.
+This is no environment by itself: envs/boxes/box.py uses it.
 """
 
 import asyncio
@@ -33,17 +34,17 @@ FOLDER, MOST = "GRPO_IMAGE_CACHE", "GRPO_IMAGE_CACHE_GIB"
 SHARE = 0.5  # of the disk
 COPY = 900.0  # seconds that a copy may take, by this process or another
 LOOK = 0.1  # seconds between two looks at one that another process writes
-PART = 1 << 22  # bytes that are copied at once
+PART = 1 << 22  # bytes copied at once
 LONGEST = 150  # characters of an image's name that count
-_noted: list[str] = []  # why images are read where they lie, once it was logged
+_noted: list[str] = []  # why images are read where they lie, once that has been logged
 
 
 @contextlib.asynccontextmanager
 async def near(image: Path) -> AsyncIterator[Path]:
-    """What to read of an image: the copy of a .sif on this node, which stays meanwhile, or itself.
+    """Gives the copy of a .sif on this node, which stays inside the block, or the image itself.
 
-    It is the image where no copy can be had, such as on a full disk. Raises CheckerError where the
-    image differs from its digest.
+    It is the image if no copy can be made, as on a full disk. Raises CheckerError if the image
+    differs from its digest.
     """
     folder = os.environ.get(FOLDER)
     if not folder or image.is_dir():
@@ -66,19 +67,19 @@ async def near(image: Path) -> AsyncIterator[Path]:
 
 
 def _give_up(making: asyncio.Future[BinaryIO]) -> None:
-    """Closes a copy that came when it was wanted no more."""
+    """Closes a copy that was made too late to be used."""
     if not making.cancelled() and not making.exception():
         making.result().close()
 
 
 def copy_of(image: Path, folder: Path) -> BinaryIO:
-    """The copy of an image, in use while it is open. Raises OSError where there is none.
+    """Returns the copy of an image, in use while it is open. Raises OSError if none can be made.
 
-    Raises CheckerError where the image is not what its digest says.
+    Raises CheckerError if the image differs from its digest.
     """
     digest = digest_of(image)
-    size, changed = os.stat(image).st_size, os.stat(image).st_mtime_ns
-    mark = digest[:16] or f"{size:x}-{changed:x}"
+    stat = os.stat(image)
+    mark = digest[:16] or f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
     whole = folder / f"{image.stem[:LONGEST]}-{mark}.sif"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     end = time.monotonic() + COPY
@@ -97,7 +98,7 @@ def copy_of(image: Path, folder: Path) -> BinaryIO:
 
 
 def _opened(path: Path, lock: int) -> BinaryIO | None:
-    """A file with a lock; None where another has it, or the file is gone."""
+    """Opens a file and locks it; returns None if another process has it, or the file is gone."""
     with contextlib.suppress(FileNotFoundError):
         file = open(path, "rb")  # noqa: SIM115
         try:
@@ -114,10 +115,10 @@ def _opened(path: Path, lock: int) -> BinaryIO | None:
 
 
 def _write(image: Path, digest: str, lock: BinaryIO, whole: Path) -> None:
-    """Copies an image to the file that is locked, and gives it its name. Raises OSError."""
+    """Copies an image to the locked file, and renames that to `whole`. Raises OSError."""
     partial = Path(lock.name)
     try:
-        if whole.exists():  # another has made it meanwhile
+        if whole.exists():  # another process has made it meanwhile
             return
         with open(image, "rb") as source, open(partial, "wb") as target:
             size = os.fstat(source.fileno()).st_size
@@ -134,8 +135,10 @@ def _write(image: Path, digest: str, lock: BinaryIO, whole: Path) -> None:
             target.flush()
             os.fsync(target.fileno())
         if digest and seen.hexdigest() != digest:
-            remedy = "VERIFY=true bash launch/images.sh fetches it again"
-            raise CheckerError(f"the image {image} differs from its .sha256: {remedy}")
+            raise CheckerError(
+                f"the image {image} differs from its .sha256: "
+                "VERIFY=true bash launch/images.sh fetches it again"
+            )
         with _sole(whole.parent):
             partial.rename(whole)
     finally:
@@ -144,9 +147,9 @@ def _write(image: Path, digest: str, lock: BinaryIO, whole: Path) -> None:
 
 @contextlib.contextmanager
 def _sole(folder: Path) -> Iterator[None]:
-    """Waits until no other process makes room in the folder. Raises OSError where one does not end.
+    """Waits until no other process makes room in the folder. Raises OSError if one takes too long.
 
-    It takes moments, where the disk can set room aside.
+    It takes moments if the file system can reserve space.
     """
     end = time.monotonic() + COPY
     path = folder / "lock"
@@ -160,7 +163,7 @@ def _sole(folder: Path) -> Iterator[None]:
 
 
 def _make_room(folder: Path, size: int) -> None:
-    """Removes copies that are not in use until another fits. Raises OSError where none will."""
+    """Removes copies that are not in use until another fits. Raises OSError if it cannot fit."""
     found = list(_copies(folder))
     taken = sum(stat.st_size for _, stat in found)
     most = limit(folder)
@@ -170,12 +173,15 @@ def _make_room(folder: Path, size: int) -> None:
                 return
             taken -= stat.st_size * _removed(path)
     if taken + size > most or size > shutil.disk_usage(folder).free:
-        room = f"{taken >> 20} MiB of {most >> 20} are in use, {size >> 20} more do not fit"
-        raise OSError(errno.ENOSPC, room, str(folder))
+        raise OSError(
+            errno.ENOSPC,
+            f"{taken >> 20} MiB of {most >> 20} are in use, {size >> 20} more do not fit",
+            str(folder),
+        )
 
 
 def _copies(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """The copies in a folder, and those that are being written."""
+    """Yields the copies in a folder, including unfinished ones."""
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             if path.suffix in (".sif", ".partial"):
@@ -183,7 +189,7 @@ def _copies(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _removed(path: Path) -> bool:
-    """Removes a copy; False where it is in use, or being written."""
+    """Removes a copy; returns False if it is in use or being written."""
     file = _opened(path, fcntl.LOCK_EX)
     if file:
         with file:
@@ -192,7 +198,7 @@ def _removed(path: Path) -> bool:
 
 
 def digest_of(image: Path) -> str:
-    """The SHA-256 beside an image, as launch/images.sh writes it; "" where there is none."""
+    """Returns the SHA-256 next to an image, as launch/images.sh writes it; "" if it is missing."""
     with contextlib.suppress(OSError, ValueError):
         found = re.match("[0-9a-f]{64}", image.with_name(f"{image.name}.sha256").read_text())
         return found[0] if found else ""
@@ -200,14 +206,15 @@ def digest_of(image: Path) -> str:
 
 
 def limit(folder: Path) -> int:
-    """The bytes that copies may take."""
+    """Returns how many bytes the copies may take."""
     given = os.environ.get(MOST)
     return int(float(given) * (1 << 30)) if given else int(SHARE * shutil.disk_usage(folder).total)
 
 
 def problem() -> str:
-    """Why no copy can be kept, and how to mend it; "" for nothing."""
-    folder, given = os.environ.get(FOLDER), os.environ.get(MOST)
+    """Returns why no copy can be kept, and how to fix it; "" if nothing prevents it."""
+    folder = os.environ.get(FOLDER)
+    given = os.environ.get(MOST)
     if given and not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", given):
         return f"{MOST} = {given!r}: expected the GiB that copies of images may take"
     if not folder:

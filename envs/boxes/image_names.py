@@ -1,4 +1,4 @@
-"""Names of images in rows, and the folders or .sif files below services.images that they mean."""
+"""Maps the names of images in rows to folders or .sif files below services.images."""
 
 import contextlib
 import json
@@ -12,32 +12,36 @@ from rollout.rows import raw_lines
 
 
 def folder_of(image: str) -> Path:
-    """The folder of an image: its name without .sif, or with "_" in place of "/" and ":"."""
+    """Returns an image's folder: its name without .sif, or with "_" in place of "/" and ":"."""
     is_file = image.endswith(".sif")
     name = PurePosixPath(image).stem if is_file else re.sub("[/:]", "_", image)
     return Path(services.current().images, name).absolute()
 
 
 def named(path: str) -> Iterator[str]:
-    """The images that the rows of a file name; lines that are no rows name none."""
+    """Yields the images that the rows of a file name; lines that are no rows are skipped."""
     for _, line in raw_lines(path):
-        if b'"image"' in line:
-            with contextlib.suppress(ValueError, RecursionError, AttributeError):
-                row = json.loads(line)
-                about = row.get("metadata")
-                places = (row, about if isinstance(about, dict) else {})
-                yield from (p["image"] for p in places if isinstance(p.get("image"), str))
+        if b'"image"' not in line:
+            continue
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):
+            row = json.loads(line)
+            if isinstance(row.get("image"), str):
+                yield row["image"]
+            metadata = row.get("metadata")
+            if isinstance(metadata, dict) and isinstance(metadata.get("image"), str):
+                yield metadata["image"]
 
 
 def problem() -> str:
-    """Why no patch can be tested in an image, and how to mend it; "" for nothing."""
+    """Returns why images cannot be used, and how to fix it; "" if nothing prevents it."""
     own = services.current()
     if own.images and own.sandbox == "bubblewrap" and os.path.isdir(own.images):
         return ""
     sandbox = f", services.sandbox = {own.sandbox!r}" if own.images else ""
-    expected = "expected services.sandbox = 'bubblewrap', and a folder of unpacked images"
-    expected += " as `bash launch/images.sh ROWS FOLDER` makes it"
-    return f"services.images = {own.images!r}{sandbox}, {expected}"
+    return (
+        f"services.images = {own.images!r}{sandbox}, expected services.sandbox = 'bubblewrap', "
+        "and a folder of unpacked images as `bash launch/images.sh ROWS FOLDER` makes it"
+    )
 
 
 NEED = services.Need("images", problem)

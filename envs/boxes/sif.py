@@ -1,11 +1,11 @@
-"""The image of a row: a .sif or an unpacked folder below services.images.
+"""Opens the image of a row: a .sif or an unpacked folder below services.images.
 
 A .sif is a squashfs with a header. One process of squashfuse_ll shows its files to all boxes of a
-worker that use it, in namespaces of its own: no other process sees the mount, and no privilege is
-needed. It ends with the last of these boxes, or with the worker. Where that is root of the machine,
-it and its boxes belong to the user nobody, whose processes the kernel bounds.
+worker that use it, in separate namespaces: no other process sees the mount, and no privilege is
+needed. It ends with the last of these boxes, or with the worker. If the worker is root of the
+machine, it and its boxes belong to the user nobody, whose processes the kernel bounds.
 
-No environment by itself: envs/boxes/box.py uses it.
+This is no environment by itself: envs/boxes/box.py uses it.
 """
 
 import asyncio
@@ -27,16 +27,15 @@ from envs.boxes.image_names import folder_of
 from envs.sandbox import sandbox, user_limit
 from envs.services import CheckerError
 
-# Of the header, and of each descriptor of what the file holds (github.com/sylabs/sif, pkg/sif).
+# Layout of the header, and of each descriptor of the file's parts (github.com/sylabs/sif, pkg/sif).
 HEADER = struct.Struct("<32s10s3s3s16s8q")
 DESCRIPTOR = struct.Struct("<i?3I7q128s2i376s")
 MAGIC, SQUASHFS = b"SIF_MAGIC\0", b"hsqs"
 SYSTEM = (0x4004, 1, 2)  # a partition, with a squashfs, which is the primary system
 MOST = 1000  # descriptors
 START = 60.0  # seconds that a mount may take
-LOOK = 0.01  # seconds between two looks whether it is there
+LOOK = 0.01  # seconds between two looks for the mount
 WHERE = "/mnt"  # any folder that exists: it is covered only in the mount's own namespace
-
 
 AS_ROOT = "GRPO_BOXES_AS_ROOT"
 WHY_NOT = (
@@ -48,27 +47,29 @@ WHY_NOT = (
 class Lower(NamedTuple):
     """The files of an image."""
 
-    user: list[str]  # the command in front of one that becomes the user who owns them
-    enter: list[str]  # and of one that sees them
+    user: list[str]  # prefix that makes a command run as the user who owns the files
+    enter: list[str]  # prefix that makes a command see the files
     folder: str
-    lost: Callable[[], str]  # why they are there no more, "" while they are
+    lost: Callable[[], str]  # returns why the files are gone, or ""
 
 
 def find(image: str) -> Path:
-    """The folder of an image, or else its .sif. Raises CheckerError where both are missing."""
+    """Returns the folder of an image, or else its .sif. Raises CheckerError if both are missing."""
     folder = folder_of(image)
     file = folder.with_name(f"{folder.name}.sif")
     if folder.is_dir():
         return folder
     if file.is_file():
         return file
-    remedy = "bash launch/images.sh ROWS FOLDER fetches those of a file of rows"
-    raise CheckerError(f"the image {image} is missing: expected {file}, or a folder: {remedy}")
+    raise CheckerError(
+        f"the image {image} is missing: expected {file}, or a folder: "
+        "bash launch/images.sh ROWS FOLDER fetches the images of a file of rows"
+    )
 
 
 @contextlib.asynccontextmanager
 async def opened(image: Path) -> AsyncIterator[Lower]:
-    """The files of an image while a box uses them. Raises CheckerError where there are none."""
+    """Opens the files of an image while a box uses them. Raises CheckerError if that fails."""
     if image.is_dir():
         if root_is_refused():
             raise CheckerError(f"{image} is a folder, and this user is root: {WHY_NOT}")
@@ -88,7 +89,7 @@ async def opened(image: Path) -> AsyncIterator[Lower]:
 
 
 class Mount:
-    """The files of a .sif, shown by a process. Raises CheckerError where it cannot be."""
+    """The files of a .sif, mounted by a process. Raises CheckerError if it cannot be mounted."""
 
     shown: dict[Path, "Mount"] = {}
 
@@ -101,7 +102,7 @@ class Mount:
         command += ["--map-root-user", "--mount", "squashfuse_ll", "-f", "-o", options]
         self.errors = sandbox.memory_file("")
         try:
-            with open(image, "rb") as file:  # which lies where that user may not look
+            with open(image, "rb") as file:  # opened here, as the run's user may not be allowed to
                 command += ["/proc/self/fd/0", WHERE]
                 self.process: subprocess.Popen = sandbox.popen(command, file.fileno(), self.errors)
         except CheckerError:
@@ -111,7 +112,7 @@ class Mount:
         self.enter += [str(self.process.pid), "--"]
 
     async def ready(self) -> None:
-        """Waits until its files are there. Raises CheckerError where they do not come."""
+        """Waits until the files are mounted. Raises CheckerError if that fails."""
         end = time.monotonic() + START
         while time.monotonic() < end:
             if why := self.lost():
@@ -124,7 +125,7 @@ class Mount:
         raise CheckerError(f"the image {self.image} was not mounted in {START:g} s")
 
     def lost(self) -> str:
-        """What its process said and how it ended, "" while it lives."""
+        """Returns the error output of its process and how it ended; "" while it lives."""
         if self.process.poll() is None:
             return ""
         said = os.pread(self.errors, 1000, 0).decode("utf-8", "replace")
@@ -132,7 +133,7 @@ class Mount:
         return f"the image {self.image} is not mounted: code {code}: {' '.join(said.split())}"
 
     async def close(self) -> None:
-        """Ends it."""
+        """Ends the process, and with it the mount."""
         if self.shown.get(self.image) is self:
             del self.shown[self.image]
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -142,11 +143,13 @@ class Mount:
 
 
 def problem() -> str:
-    """Why no image can be opened, and how to mend it; "" for nothing."""
+    """Returns why no image can be opened, and how to fix it; "" if nothing prevents it."""
     images = services.current().images
     if not images or not os.path.isdir(images):
-        expected = "expected a folder of images as `bash launch/images.sh ROWS FOLDER` makes it"
-        return f"services.images = {images!r}, {expected}"
+        return (
+            f"services.images = {images!r}, "
+            "expected a folder of images as `bash launch/images.sh ROWS FOLDER` makes it"
+        )
     if not any(Path(images).glob("*.sif")):
         return f"root opens no folders: {WHY_NOT}" if root_is_refused() else ""
     if not shutil.which("squashfuse_ll"):
@@ -157,18 +160,18 @@ def problem() -> str:
 
 
 def root_is_refused() -> bool:
-    """Whether this user opens no folders."""
+    """Returns whether this user may not use images that are folders."""
     return is_root() and os.environ.get(AS_ROOT) != "1"
 
 
 def is_root() -> bool:
-    """Whether this is root of the machine, and not of a user namespace."""
+    """Returns whether this user is root of the machine, not of a user namespace."""
     inside, outside, _ = Path("/proc/self/uid_map").read_text().split(maxsplit=2)
     return os.geteuid() == 0 and inside == outside == "0"
 
 
 def squashfs_at(path: Path) -> int:
-    """Where the squashfs of a .sif begins, in bytes. Raises CheckerError where it has none."""
+    """Returns the offset of the squashfs in a .sif, in bytes. Raises CheckerError without one."""
     try:
         with open(path, "rb") as file:
             start = file.read(HEADER.size)

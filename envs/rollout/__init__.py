@@ -1,4 +1,4 @@
-"""Aliases for forks: `envs.rollout.chat` is `rollout.chat`, and so are the others."""
+"""Keeps old import paths for forks: `envs.rollout.chat` is `rollout.chat`, and so on."""
 
 import sys
 

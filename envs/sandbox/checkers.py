@@ -1,27 +1,27 @@
-"""Checks that may hang, crash or run code: answers are judged by processes of their own.
+"""Runs checks that may hang, crash or run code, in processes of their own.
 
     Checkers --starts--> server, the library imported --forks, for each thread--> warden
     each request: thread --JSON line--> warden --> check, which the warden forks
 
-A check that may execute an answer judges one and ends, and nothing is left for the next. One that
-executes nothing judges MANY, or ends with its first failure. It has no file open but its end of a
-socket, can write none, sees a scrubbed environment and gains no rights. Where this user is not root
-it can start no process, and trace no warden and no other check. Its warden watches it, kills and
-reaps all that it started, and is the only one that sends to the parent. A verdict counts only
-after a token, which the check reads from its socket when it has judged the answer.
+A check that may execute an answer judges one and ends, and leaves nothing for the next. A check
+that executes nothing judges MANY, or ends with its first failure. It has no file open but its end
+of a socket, can write none, sees a scrubbed environment and gains no rights. If this user is not
+root, it can start no process, and trace no warden and no other check. Its warden watches it, kills
+and reaps all processes that it started, and is the only process that sends to the parent. A verdict
+counts only after a token, which the check reads from its socket when it has judged the answer.
 
-Where services.sandbox is "bubblewrap", all of this runs in it (envs/sandbox/sandbox.py), or raises;
-checks that execute nothing run without it where it is missing here. In it a check sees the
-libraries, the code in envs/, no other process, and nothing else of this machine; as root it can
+If services.sandbox is "bubblewrap", all of this runs in bubblewrap (envs/sandbox/sandbox.py), or
+raises; checks that execute nothing run without it if it is missing here. In bubblewrap a check sees
+the libraries, the code in envs/, no other process, and nothing else of this machine; as root it can
 still start processes, which end with it. An answer that it evaluates as Python can still give
-itself a reward: it can read the expected answer, or change the scorer. Elsewhere it has this
-user's rights, and can
+itself a reward: it can read the expected answer, or change the scorer. Without bubblewrap it has
+this user's rights, and can
     escape its verdict: starve itself, or stop or kill its warden, which is an error, not a 0
-    kill or stop processes of this user, and rewrite those that are no checks, as root any
-    leave processes behind: as root, or itself, where it kills its warden first
+    kill or stop processes of this user, and rewrite any that are no checks (as root, all)
+    leave processes behind: as root, or itself, if it kills its warden first
     read, empty or remove files, connect to hosts, use MEMORY in each child
 
-No environment by itself: environments use it.
+This is no environment by itself: environments use it.
 """
 
 import contextlib
@@ -50,19 +50,19 @@ from envs.sandbox.outcome import OOM
 from envs.sandbox.sandbox import around
 from envs.services import CheckerError
 
-DEADLINE = 10.0  # seconds of CPU of one check; thrice that where others have the CPUs
+DEADLINE = 10.0  # seconds of CPU of one check; thrice as many of wall-clock time
 PATIENCE = 0.5  # seconds of CPU; a longer check begins again in the slow lane
 START_DEADLINE = 120.0  # seconds; a server needs about one second of CPU
 TICK = 0.1  # seconds between two looks at a check
 AWAKE = "RD"  # states of a process that does not sleep
-STOPPED = "Tt"  # from outside, where a check executes nothing of its answers
+STOPPED = "Tt"  # states of a process stopped from outside, if a check executes nothing of answers
 GRACE = 10.0  # seconds that a verdict may be late
 MEMORY = 2 << 30  # bytes of address space; a check uses 0.1 GB
 MANY = 100  # answers that a process judges; a fork of 166 MB costs more than most of them
-LARGE = 512 << 20  # bytes that end a check after its answer: SymPy keeps what it has computed
+LARGE = 512 << 20  # bytes that end a check after its answer: SymPy keeps its results
 LONGEST = 64 << 20  # bytes of a verdict
-TRIES = 3  # of an answer; two are enough where its check dies of it
-# Of the environment a check sees these, and no key, token or address of a service.
+TRIES = 3  # of an answer; two are enough if its check dies of it
+# The only environment variables that a check sees: no key, token or address of a service.
 ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR", "TZ")
 ROOT = str(Path(__file__).resolve().parents[2])
 TOKEN = 16  # bytes
@@ -78,10 +78,10 @@ class Checkers:
     """Processes that run the function made by `factory`, "module:name", under a deadline.
 
     The function takes the request's fields and returns a dict of JSON. `text` is the field that
-    holds the answer. `children` checks run at once, as many as CPUs if None, and half as many slow
-    ones beside them. Each judges `answers` of them: one, or MANY where it executes nothing of them,
-    as else what one does to the process would meet the next. Tied to no event loop. All start when
-    first needed, and end with this process.
+    holds the answer. `children` checks run at once, one per CPU if None, plus half as many slow
+    ones. Each judges `answers` of them: one, or MANY if it executes nothing of them, since changes
+    that one answer makes to the process would affect the next. Tied to no event loop. All processes
+    start when first needed, and end with this process.
     """
 
     def __init__(self, factory: str, children: int | None = None, answers: int = 1) -> None:
@@ -95,11 +95,11 @@ class Checkers:
         self.server: tuple[subprocess.Popen, socket.socket] | None = None
 
     async def run(self, deadline: float, **request: object) -> dict:
-        """The function's answer to `request`; value 0.0 with reason "timeout" after `deadline`.
+        """Returns the function's verdict on `request`, or value 0.0 with reason "timeout".
 
-        In seconds of CPU, or of sleep; neither the wait for a free child nor that for a CPU
-        counts. Value 0.0 with reason "crashed the checker" if a warden sees the check die twice,
-        and live with an empty `text`. Raises CheckerError.
+        `deadline` is in seconds of CPU, or of sleep; waits for a free child or a CPU do not count.
+        The verdict is value 0.0 with reason "crashed the checker" if a warden sees the check die
+        twice, and survive an empty `text`. Raises CheckerError if there is no verdict.
         """
         import asyncio  # takes longer than all else that the registry imports with this module
 
@@ -121,14 +121,16 @@ class Checkers:
                 return verdict
             if "failed" in self._ask(deadline, harmless):
                 return verdict
-            deaths += "died" in verdict
+            if "died" in verdict:
+                deaths += 1
+            if deaths > 1 and oom_kills() > killed:
+                return {"failed": OOM}
             if deaths > 1:
-                crashed = {"value": 0.0, "reason": "crashed the checker"}
-                return {"failed": OOM} if oom_kills() > killed else crashed
+                return {"value": 0.0, "reason": "crashed the checker"}
         return verdict
 
     def _ask(self, deadline: float, request: dict) -> dict:
-        """The warden's verdict, or what `failed`; with "died" where it saw the check die of it."""
+        """Returns the warden's verdict, or {"failed": ...}, with "died" if it saw the check die."""
         warden = getattr(self.own, "warden", None) or self._warden()
         self.own.warden = None
         try:
@@ -164,7 +166,7 @@ class Checkers:
 
     def _start(self) -> tuple[subprocess.Popen, socket.socket]:
         path = [os.path.abspath(folder) for folder in sys.path]
-        # Of the project its code alone: what lies beside it may be the data, with the answers.
+        # Only the project's code can be read: other files of the project may hold the answers.
         reads = [folder for folder in path if folder != ROOT] + [sys.prefix, sys.base_prefix]
         reads += [os.path.join(ROOT, folder) for folder in ("core", "envs", "rollout", "settings")]
         code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve()"
@@ -172,17 +174,22 @@ class Checkers:
         # Address space for the stacks of 128 BLAS threads would alone exceed the memory limit.
         env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         door, theirs = socket.socketpair()
-        with theirs:  # in a session of its own, since Ctrl-C is meant for the parent
+        with theirs:
             before = around(reads, self.answers == 1)
             command = [*before, sys.executable, "-c", code, self.factory]
             command += [str(len(before)), str(self.answers)]
-            return subprocess.Popen(
-                command, env=env, stdin=theirs.fileno(), stdout=2, start_new_session=True
-            ), door
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=theirs.fileno(),
+                stdout=2,
+                start_new_session=True,  # since Ctrl-C is meant for the parent
+            )
+        return process, door
 
 
 class Warden:
-    """A thread's connection to its warden. Raises OSError or ValueError where that is gone."""
+    """A thread's connection to its warden. Raises OSError or ValueError if the warden is gone."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -191,7 +198,7 @@ class Warden:
         greeting, sent, _, _ = connection.recvmsg(1, socket.CMSG_SPACE(PEER.size))
         if not greeting:
             raise OSError("the server has ended")
-        self.pid = PEER.unpack(sent[0][2])[0]  # as this process's namespace counts
+        self.pid = PEER.unpack(sent[0][2])[0]  # in this process's namespace
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
 
     def ask(self, line: str, timeout: float) -> dict:
@@ -201,7 +208,7 @@ class Warden:
 
 
 def serve() -> None:
-    """Serves: a fork for each connection that the parent sends, until it closes."""
+    """Forks a warden for each connection that the parent sends, until the parent closes."""
     door = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     logging.disable(logging.CRITICAL)
@@ -237,8 +244,9 @@ def attend(function: Callable[..., dict], connection: socket.socket) -> None:
         try:
             check = check if check and check.lives() else Check(function, int(sys.argv[3]))
             verdict = check.judge(request, deadline, connection)
-        except OSError as error:  # such as where there is no room for a process or a file
-            check, verdict = None, {"failed": f"a check could not be started: {error}"}
+        except OSError as error:  # for example, no room for a process or a file
+            check = None
+            verdict = {"failed": f"a check could not be started: {error}"}
         print(json.dumps(verdict), file=lines, flush=True)
 
 
@@ -253,14 +261,14 @@ class Check:
         self.go = b"."
 
     def lives(self) -> bool:
-        """Whether it may judge another answer; where it was killed meanwhile, reaps it."""
+        """Returns whether it may judge another answer; reaps it if it was killed meanwhile."""
         if self.left and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             self.left = 0
             end(self.pid)
         return self.left > 0
 
     def judge(self, request: dict, deadline: float, connection: socket.socket) -> dict:
-        """The verdict of one answer, or the reason why it has none."""
+        """Returns the verdict on one answer, or the reason why there is none."""
         token = secrets.token_bytes(TOKEN)
         text = json.dumps([deadline, request]).encode()
         received = bytearray()
@@ -270,7 +278,7 @@ class Check:
             self.channel.sendall(self.go + SIZE.pack(len(text)) + text + token)
             self.go = b""
             verdict = watch(self.pid, deadline, connection, self.channel, received, token)
-        except OSError as error:  # such as where /proc is mounted with hidepid
+        except OSError as error:  # for example, /proc is mounted with hidepid
             verdict = {"failed": f"the check cannot be watched: {error}"}
         found = verdict_of(received, token)
         if verdict or not found or "failed" in found or memory(self.pid) > LARGE:
@@ -289,7 +297,7 @@ class Check:
 
 
 def verdict_of(received: bytearray, token: bytes) -> dict:
-    """What a check has sent after the token; {"failed": ...} where it raised, {} if it forged."""
+    """Returns the verdict that a check sent after the token, {"failed": ...}, or {} if forged."""
     with contextlib.suppress(ValueError):
         if is_whole(received, token):
             verdict = json.loads(received[TOKEN + SIZE.size :])
@@ -298,14 +306,14 @@ def verdict_of(received: bytearray, token: bytes) -> dict:
 
 
 def memory(pid: int) -> int:
-    """The bytes of memory that a process has and shares; 0 where it is gone."""
+    """Returns the resident bytes of a process, shared ones included; 0 if it is gone."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     return 0
 
 
 def begin(function: Callable[..., dict], channel: socket.socket, left: int) -> int:
-    """Forks a check, which becomes this process's child; its pid. Raises OSError."""
+    """Forks a check, which becomes this process's child; returns its pid. Raises OSError."""
     ours, numbers = socket.socketpair()
     with ours:
         with numbers:
@@ -323,7 +331,7 @@ def isolate(
 ) -> None:
     """Forks a check, which in bubblewrap sees no other process if the kernel allows it.
 
-    Sends its pid, as the sender's namespace counts, and ends this process.
+    Sends its pid in the sender's namespace, and ends this process.
     """
     try:
         if sys.argv[2] != "0":
@@ -346,7 +354,7 @@ def check(function: Callable[..., dict], channel: socket.socket, left: int) -> N
         os.dup2(0, 2)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor not in (0, 1, 2, channel.fileno()):
-                with contextlib.suppress(OSError):  # that of the listing is closed already
+                with contextlib.suppress(OSError):  # the listing's own is closed already
                     os.close(descriptor)
         exactly(channel, 1)  # until the warden is its parent
         os.setsid()
@@ -357,14 +365,14 @@ def check(function: Callable[..., dict], channel: socket.socket, left: int) -> N
         for others in reversed(range(left)):
             (size,) = SIZE.unpack(exactly(channel, SIZE.size))
             deadline, request = json.loads(exactly(channel, size))
-            seconds = int(time.process_time() + deadline) + 2  # should it kill its warden
+            seconds = int(time.process_time() + deadline) + 2  # in case it kills its warden
             most = resource.RLIM_INFINITY if others else seconds
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
             try:
                 verdict = function(**request)
             except BaseException as error:
                 verdict = {"failed": f"{type(error).__name__}: {error}"[:200]}
-                if not isinstance(error, OSError | ImportError):  # of the machine, not the answer
+                if not isinstance(error, OSError | ImportError):  # the machine's, not the answer's
                     verdict["died"] = True
             text = json.dumps(verdict).encode()
             channel.sendall(exactly(channel, TOKEN) + SIZE.pack(len(text)) + text)
@@ -373,7 +381,7 @@ def check(function: Callable[..., dict], channel: socket.socket, left: int) -> N
 
 
 def exactly(channel: socket.socket, size: int) -> bytes:
-    """The next `size` bytes. Raises EOFError where the warden is gone."""
+    """Returns the next `size` bytes. Raises EOFError if the warden is gone."""
     received = b""
     while len(received) < size:
         part = channel.recv(size - len(received))
@@ -384,7 +392,7 @@ def exactly(channel: socket.socket, size: int) -> bytes:
 
 
 def is_whole(received: bytearray, token: bytes) -> bool:
-    """Whether a check has sent a verdict after the token."""
+    """Returns whether a check has sent a verdict after the token."""
     head = TOKEN + SIZE.size
     if len(received) < head or not received.startswith(token):
         return False
@@ -399,9 +407,10 @@ def watch(
     received: bytearray,
     token: bytes,
 ) -> dict:
-    """{} once the verdict is whole or the process ended, TIMEOUT, STARVED; ends with the parent.
+    """Returns {} once the verdict is whole or the process has ended, or TIMEOUT or STARVED.
 
-    Collects the check's output meanwhile, as a long verdict would not fit into the channel.
+    Collects the check's output meanwhile, as a long verdict would not fit into the channel. Ends
+    this process if the parent is gone.
     """
     began = before = time.monotonic()
     ran_before, busy_before, _ = clock(pid)
@@ -419,7 +428,9 @@ def watch(
         slept = idle and busy - busy_before < (now - before) / 2
         # A pause of the whole machine is no sleep.
         spent += min(now - before, 2 * TICK) if slept else ran - ran_before
-        before, ran_before, busy_before = now, ran, busy
+        before = now
+        ran_before = ran
+        busy_before = busy
         if select.select([connection], [], [], 0)[0]:
             end(pid)
             sys.exit()
@@ -440,7 +451,10 @@ def receive(channel: socket.socket, received: bytearray) -> bool:
 
 
 def clock(pid: int) -> tuple[float, float, bool]:
-    """Seconds that a process ran, and ran or waited for a CPU; whether the answer lets it sleep."""
+    """Returns the seconds that a process ran, and that it ran or waited for a CPU; True if idle.
+
+    Idle is a process that sleeps by the answer's fault.
+    """
     folder = Path(f"/proc/{pid}")
     ran, queued, _ = map(int, (folder / "schedstat").read_text().split())
     state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
@@ -449,7 +463,7 @@ def clock(pid: int) -> tuple[float, float, bool]:
 
 
 def end(pid: int) -> int:
-    """Kills the process and all that it began, which are this process's children or become it."""
+    """Kills the process and all that it began, which are or become children of this process."""
     os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(ChildProcessError):

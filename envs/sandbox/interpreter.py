@@ -1,20 +1,20 @@
-"""Runs inside the sandbox: a warm Python that forks for each program, to save each the start-up.
+"""Runs inside the sandbox: a warm Python that forks for each program, which saves its start-up.
 
-envs/sandbox/programs.py and sessions.py hand this text to `python -c`: it may import the standard
-library alone.
+envs/sandbox/programs.py and sessions.py pass this text to `python -c`: it may import only the
+standard library.
 
     "ready" line  <-- a room waits for a program
     each input:   JSON line {source, stdin} --> fork --> source runs as __main__
-                  JSON line {stdout, stderr, code, ended} <-- once all that it started is dead
+                  JSON line {stdout, stderr, code, ended} <-- once all its processes are dead
     empty line    --> the room ends, and the next is made
     "alone" line  <-- the kernel allows no rooms here, and this process ends
     code DIED     <-- a room has died of its program
 
-With `sessions` its stdin takes connections, and each is a room where one piece of code after the
-other runs in the same process, as in a notebook:
+With `sessions` its stdin takes connections, each of which gets a room that runs one piece of code
+after the other in the same process, as in a notebook:
 
     "ready" line  <-- the room waits for code; or "alone"
-    each piece:   JSON line, its text --> JSON line {output, cut} <-- what it printed
+    each piece:   JSON line, its text --> JSON line {output, cut} <-- the text that it printed
 """
 
 import ast
@@ -40,41 +40,41 @@ import time
 import traceback
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TextIO
+from typing import TextIO
 
-# What LiveCodeBench's runner imports before a program, which NeMo-Gym's code_gen uses.
+# Imports that LiveCodeBench's runner, used by NeMo-Gym's code_gen, makes before a program.
 PRELUDE = """string re datetime collections heapq bisect copy math random statistics itertools
 functools operator io sys json builtins typing"""
-STDERR = 2000  # its last bytes that are kept
-DUMPABLE = 4  # of prctl: whether others of this user may trace a process and see its files
-# Machine -> its number in linux/audit.h, and those of three kinds of system calls: `socket`;
-# userfaultfd and io_uring_setup, which can do what a filter forbids; and calls for memory that no
-# limit counts, that outlives its process, or that others of this user see: shmget, msgget,
+STDERR = 2000  # last bytes of stderr that are kept
+DUMPABLE = 4  # PR_SET_DUMPABLE: may other processes of this user trace a process, see its files?
+# Machine -> its number in linux/audit.h, and the numbers of three kinds of system calls: `socket`;
+# userfaultfd and io_uring_setup, which can bypass a filter; and calls for memory that no limit
+# counts, that outlives its process, or that other processes of this user see: shmget, msgget,
 # memfd_create, memfd_secret, add_key, request_key and keyctl.
 CALLS = {
     "x86_64": (0xC000003E, 41, (323, 425), (29, 68, 319, 447, 248, 249, 250)),
     "aarch64": (0xC00000B7, 198, (282, 425), (194, 186, 279, 447, 217, 218, 219)),
 }
-VSOCK = 40  # AF_VSOCK, sockets of a virtual machine to its host, which no namespace holds back
+VSOCK = 40  # AF_VSOCK, sockets of a virtual machine to its host, which no namespace isolates
 # CLONE_NEWUSER, NEWPID, NEWNET, NEWIPC and NEWNS of linux/sched.h
 NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000
 NOSUID_NODEV = 2 | 4  # of mount
 FOLDERS = ("/work", "/tmp", "/dev/shm")
 LOOK = 0.02  # seconds between two looks at a program
-PAUSE = 0.2  # seconds between two looks at most, else something stood still
-PAGE = 4096  # bytes, of a file in memory at least
-OTHER, DIED = 2, 3  # exit codes: it has ended for another reason; its child died of a program
+PAUSE = 0.2  # seconds between two looks that count at most; more means that something stood still
+PAGE = 4096  # bytes that a file in memory takes at least
+OTHER, DIED = 2, 3  # exit codes: ended for another reason; its child died of a program
 MOMENTARY = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 LOOPBACK_UP = (0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
-# Codes of a process that a signal ended which anybody may have sent: the machine's owner, a job
-# that is cleared away, or the process itself. Nothing tells who did, so what ends so runs again.
+# Exit codes of a process ended by a signal that anybody may have sent: the machine's owner, a
+# scheduler that removes a job, or the process itself. The sender is unknown, so it runs once more.
 SENT = tuple(-getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "QUIT", "KILL", "TERM"))
 libc = ctypes.CDLL(None, use_errno=True)
 NO_RIGHTS = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # for capset
 
 
 def prelude() -> dict:
-    """The names that a program finds: all of the modules above, and the modules."""
+    """Returns the names that a program finds: the modules of PRELUDE and all of their names."""
     names: dict = {}
     for module in PRELUDE.split():
         exec(f"from {module} import *", names)
@@ -84,10 +84,13 @@ def prelude() -> dict:
 
 
 def prepared() -> ModuleType:
-    """A module with what a program finds, made before any fork: each pays for pages it writes."""
+    """Returns a module with the names that a program finds.
+
+    It is made before any fork, as each fork pays for the pages that it writes.
+    """
     module = ModuleType("__main__")
     errors = os.dup(2)
-    os.dup2(0, 2)  # a stream recalls what it opened: this seeks as a program's file, a pipe cannot
+    os.dup2(0, 2)  # a stream remembers if it can seek: as a program's file this can, a pipe cannot
     stdin, stdout, stderr = fresh_streams("strict")
     os.dup2(errors, 2)
     os.close(errors)
@@ -105,20 +108,21 @@ def main(
     watches: bool = False,
     **limits: float,
 ) -> None:
-    """Serves programs until stdin ends. `contained`: all processes that it sees are its own.
+    """Serves programs until stdin ends.
 
-    `sessions`: it makes those instead. `packages`: a folder to import from. `watches`: it holds
-    programs to their deadline itself.
+    `contained`: all processes that it sees are its own. `sessions`: it serves sessions instead.
+    `packages`: a folder to import from. `watches`: it enforces the deadline of programs itself.
     """
     libc.prctl(DUMPABLE, 0)
-    requests, answers = os.dup(0), os.dup(1)
+    requests = os.dup(0)
+    answers = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     if packages:
         sys.path.append(packages)
         warm("numpy", *(["sympy", "rdkit.Chem.Descriptors"] if sessions else []))
-    refused_calls()  # here, for all forks
+    refused_calls()  # cached here for all forks
     if sessions:
         attend(socket.socket(fileno=requests), contained, rooms, limits)
     program = prepared()
@@ -135,7 +139,7 @@ def main(
             else:
                 print("alone", file=replies, flush=True)
             os._exit(OTHER)
-        if watches and fork():  # as the service does not say how it ended
+        if watches and fork():  # as the service does not report how a program ended
             if fate(os.wait()[1]) == DIED:
                 outcome = {"stdout": "", "stderr": "", "code": -1, "ended": "killed"}
                 print(json.dumps(outcome), file=replies, flush=True)
@@ -144,16 +148,18 @@ def main(
 
 
 def fate(status: int) -> int:
-    """0 for a child that has ended well, DIED for one that a program has harmed, else OTHER.
+    """Returns 0 if a child has ended well, DIED if a program has harmed it, else OTHER.
 
     No program can kill the first process of its room.
     """
     code = os.waitstatus_to_exitcode(status)
-    return OTHER if code in (OTHER, -signal.SIGKILL, -signal.SIGTERM) else DIED if code else 0
+    if code in (OTHER, -signal.SIGKILL, -signal.SIGTERM):
+        return OTHER
+    return DIED if code else 0
 
 
 def warm(*modules: str) -> None:
-    """Imports them, as far as they are there, so that forks need not."""
+    """Imports the modules that are installed, so that forks need not."""
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # no thread outlives a fork
     for name in modules:
         with contextlib.suppress(ImportError):
@@ -162,13 +168,14 @@ def warm(*modules: str) -> None:
 
 
 def enter(size: int, watched: bool = True) -> None:
-    """Makes a room, with folders of this size, and returns as its first process, of no rights.
+    """Makes a room, with folders of this size, and returns as its first process, without rights.
 
-    A parent in between ends with 0 where that process does; unless `watched`, at once. Raises
-    OSError where the kernel forbids it.
+    A parent in between ends with the `fate` of that process, or at once unless `watched`. Raises
+    OSError if the kernel forbids it.
     """
-    libc.prctl(DUMPABLE, 1)  # else /proc/self is root's
-    user, group = os.getuid(), os.getgid()
+    libc.prctl(DUMPABLE, 1)  # else /proc/self belongs to root
+    user = os.getuid()
+    group = os.getgid()
     call(libc.unshare, NAMESPACES)
     maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
     for name, text in maps.items():
@@ -186,8 +193,8 @@ def enter(size: int, watched: bool = True) -> None:
     os.chdir(FOLDERS[0])
 
 
-def call(function: Callable[..., int], *arguments: object) -> None:
-    """Raises OSError where the function of libc fails."""
+def call(function: Callable[..., int], *arguments: int | bytes | ctypes.Array | None) -> None:
+    """Calls a function of libc. Raises OSError if it fails."""
     if function(*arguments):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -203,10 +210,10 @@ def write(path: str, text: str) -> None:
 
 
 def seccomp_filter(memory: bool) -> bytes:
-    """The filter by which what CALLS names fails with ENOSYS, the calls for memory if `memory`.
+    """Returns a filter that makes the calls in CALLS fail with ENOSYS, memory calls if `memory`.
 
-    Of sockets those of VSOCK fail. So does each call of a program for another machine, such as 32
-    bits: its numbers are others. Empty where this machine is unknown.
+    Among sockets only those of VSOCK fail. All calls of a program for another machine, such as 32
+    bits, fail, as their numbers differ. Empty if this machine is unknown.
     """
     if os.uname().machine not in CALLS:
         return b""
@@ -215,7 +222,7 @@ def seccomp_filter(memory: bool) -> bytes:
     load, equal, above, result = 0x20, 0x15, 0x35, 0x06  # of linux/bpf_common.h
     refused = len(numbers) + 8  # the last step
     steps = [(load, 0, 0, 4), (equal, 0, refused - 2, machine), (load, 0, 0, 0)]
-    steps += [(above, refused - 4, 0, 1 << 30)]  # the numbers of x32
+    steps += [(above, refused - 4, 0, 1 << 30)]  # numbers of x32
     steps += [(equal, refused - 5 - i, 0, number) for i, number in enumerate(numbers)]
     steps += [(equal, 0, 2, opens), (load, 0, 0, 16), (equal, 1, 0, VSOCK)]  # its first argument
     steps += [(result, 0, 0, 0x7FFF0000), (result, 0, 0, 0x50000 | errno.ENOSYS)]
@@ -224,7 +231,7 @@ def seccomp_filter(memory: bool) -> bytes:
 
 @functools.cache
 def refused_calls() -> tuple[bytes, ctypes.Array] | None:
-    """The kernel's sock_fprog of the filter, and the memory to which it points; None for none."""
+    """Returns the kernel's sock_fprog of the filter and the memory that it points to, or None."""
     if not (steps := seccomp_filter(memory=True)):
         return None
     text = ctypes.create_string_buffer(steps)
@@ -232,13 +239,13 @@ def refused_calls() -> tuple[bytes, ctypes.Array] | None:
 
 
 def refuse_calls() -> None:
-    """Lets the calls in CALLS fail from now on in this process and all that it begins."""
+    """Makes the calls in CALLS fail from now on in this process and its descendants."""
     if found := refused_calls():
         libc.prctl(22, 2, found[0], 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def bounds_of(limits: dict, contained: bool) -> dict[int, int]:
-    """The kernel's limits of a process, without that of its processor time."""
+    """Returns the kernel's limits of a process, except for its processor time."""
     bounds = {
         resource.RLIMIT_AS: limits["memory"],
         resource.RLIMIT_FSIZE: limits["file_size"],
@@ -252,7 +259,7 @@ def bounds_of(limits: dict, contained: bool) -> dict[int, int]:
 
 
 def confine(limits: dict[int, int]) -> None:
-    """Sets these limits for this process, where it has not less, and refuses what CALLS names."""
+    """Sets these limits for this process unless it has lower ones, and refuses CALLS."""
     for limit, value in limits.items():
         most = resource.getrlimit(limit)[1]
         value = value if most == resource.RLIM_INFINITY else min(value, most)
@@ -295,15 +302,12 @@ def serve(
         if code == -signal.SIGXCPU:
             ended = "time"
         if (code or ended) and oom_kills() > killed:
-            ended = "oom"  # it, or a process that it began
-        answer = {
-            "stdout": os.pread(files[1], output, 0).decode("utf-8", "replace"),
-            "stderr": os.pread(files[2], STDERR, max(0, errors - STDERR)).decode(
-                "utf-8", "replace"
-            ),
-            "code": code,
-            "ended": ended or ("output" if size > output else ""),
-        }
+            ended = "oom"  # of the program, or of a process that it began
+        if not ended and size > output:
+            ended = "output"
+        stdout = os.pread(files[1], output, 0).decode("utf-8", "replace")
+        stderr = os.pread(files[2], STDERR, max(0, errors - STDERR)).decode("utf-8", "replace")
+        answer = {"stdout": stdout, "stderr": stderr, "code": code, "ended": ended}
         for file in files:
             os.close(file)
         print(json.dumps(answer), file=replies, flush=True)
@@ -311,14 +315,14 @@ def serve(
 
 
 def oom_kills() -> int:
-    """How many processes of this machine the kernel has ended for want of memory; 0 if unknown."""
+    """Returns how many processes of this machine the OOM killer has ended; 0 if unknown."""
     with contextlib.suppress(OSError), open("/proc/vmstat") as lines:
         return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     return 0
 
 
 def fork() -> int:
-    """os.fork, tried for some seconds where the machine has no room for a process."""
+    """Forks, and tries again for some seconds if the machine has no room for a process."""
     for _ in range(100):
         with contextlib.suppress(OSError):
             return os.fork()
@@ -327,15 +331,21 @@ def fork() -> int:
 
 
 def ends(pid: int, seconds: float) -> bool:
-    """Waits for a program, and kills it after these seconds, unless it waits for a processor."""
+    """Waits for a program; kills it after these seconds, without waits for a processor.
+
+    Returns whether it ended by itself.
+    """
     spent = 0.0
-    before, queued = time.monotonic(), queues(pid)
+    before = time.monotonic()
+    queued = queues(pid)
     while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        now, found = time.monotonic(), queues(pid)
+        now = time.monotonic()
+        found = queues(pid)
         waited = max((found[thread] - queued.get(thread, 0.0) for thread in found), default=0.0)
         # A pause of this process, or of the whole machine, is no work of the program.
         spent += max(0.0, min(now - before, PAUSE) - waited)
-        before, queued = now, found
+        before = now
+        queued = found
         if spent > seconds:
             os.kill(pid, signal.SIGKILL)
             return False
@@ -344,7 +354,7 @@ def ends(pid: int, seconds: float) -> bool:
 
 
 def queues(pid: int) -> dict[str, float]:
-    """Seconds that each thread of a process has waited for a processor."""
+    """Returns the seconds that each thread of a process has waited for a processor."""
     waited = {}
     for path in glob.iglob(f"/proc/{pid}/task/*/schedstat"):
         with contextlib.suppress(OSError, ValueError, IndexError), open(path) as clocks:
@@ -353,11 +363,12 @@ def queues(pid: int) -> dict[str, float]:
 
 
 def run(source: str, files: list[int], limits: dict[int, int], main: ModuleType) -> None:
-    """Runs a program in a module; ends the process with 0, or with 1 where it raises.
+    """Runs a program in a module; ends the process with 0, or with 1 if the program raises.
 
-    One that is interrupted ends by that signal, as where it is Python's main program.
+    An interrupted program ends by that signal, as Python's main program does.
     """
-    code, interrupted = 1, False
+    code = 1
+    interrupted = False
     try:
         os.setsid()
         for number, file in enumerate(files):
@@ -390,9 +401,11 @@ def run(source: str, files: list[int], limits: dict[int, int], main: ModuleType)
 
 
 def fresh_streams(errors: str = "backslashreplace") -> list[TextIO]:
-    """stdin, stdout and stderr of a program."""
-    how: dict[str, Any] = {"errors": errors, "closefd": False}
-    return [open(0, **how), open(1, "w", **how), open(2, "w", **how)]  # noqa: SIM115
+    """Opens stdin, stdout and stderr of a program."""
+    stdin = open(0, errors=errors, closefd=False)  # noqa: SIM115
+    stdout = open(1, "w", errors=errors, closefd=False)  # noqa: SIM115
+    stderr = open(2, "w", errors=errors, closefd=False)  # noqa: SIM115
+    return [stdin, stdout, stderr]
 
 
 def flush(streams: list[TextIO]) -> None:
@@ -403,10 +416,13 @@ def flush(streams: list[TextIO]) -> None:
 
 
 def clear(contained: bool, pid: int) -> None:
-    """Kills all that a program has left behind; ends this process where that takes too long."""
+    """Kills all processes that a program left; ends this process if that takes too long."""
     for _ in range(1000):
         try:
-            os.kill(-1, signal.SIGKILL) if contained else os.killpg(pid, signal.SIGKILL)
+            if contained:
+                os.kill(-1, signal.SIGKILL)
+            else:
+                os.killpg(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             return
         with contextlib.suppress(ChildProcessError):  # the first process of a room inherits them
@@ -420,9 +436,9 @@ def clear(contained: bool, pid: int) -> None:
 
 
 def attend(door: socket.socket, contained: bool, rooms: bool, limits: dict) -> None:
-    """Makes a session of each connection that comes through the door, until that is closed."""
+    """Makes a session for each connection that comes through the door, until that is closed."""
     gc.freeze()  # a collection would copy the pages that sessions share
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they leave no zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # sessions leave no zombies
     while descriptors := socket.recv_fds(door, 1, 1)[1]:
         with socket.socket(fileno=descriptors[0]) as connection:
             if not os.fork():
@@ -446,7 +462,7 @@ def begin(connection: socket.socket, contained: bool, rooms: bool, limits: dict)
 
 
 def session(connection: socket.socket, limits: dict[int, int], most: int) -> None:
-    """Runs each piece of code that comes, and answers with the text that it has printed."""
+    """Runs each piece of code that comes, and answers with the text that it printed."""
     os.setsid()
     output = os.memfd_create("output")
     for number in (1, 2):
@@ -454,7 +470,7 @@ def session(connection: socket.socket, limits: dict[int, int], most: int) -> Non
     kept = (connection.fileno(), output)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2 and descriptor not in kept:
-            with contextlib.suppress(OSError):  # that of the listing is closed already
+            with contextlib.suppress(OSError):  # the listing's own is closed already
                 os.close(descriptor)
     confine(limits)
     libc.prctl(DUMPABLE, 1)
@@ -467,16 +483,16 @@ def session(connection: socket.socket, limits: dict[int, int], most: int) -> Non
     lines = connection.makefile()
     connection.sendall(b"ready\n")
     for number, line in enumerate(lines, 1):
-        for _ in range(2):  # what did not fit into the output before is written, and forgotten
+        for _ in range(2):  # output that did not fit before is written, and dropped
             os.ftruncate(output, 0)
             os.lseek(output, 0, os.SEEK_SET)
             flush(streams)
         sys.stdin, sys.stdout, sys.stderr = streams
         piece(json.loads(line), f"<cell {number}>", main.__dict__)
         flush(streams)
-        if os.getpid() != me:  # the code has forked, and this is the other one
+        if os.getpid() != me:  # the code has forked, and this is its child
             os._exit(0)
-        if me == 1:  # and all others in the room came from the code
+        if me == 1:  # then all other processes in the room came from the code
             clear(True, me)
         beginning = os.pread(output, 4 * most, 0)
         text = beginning.decode("utf-8", "replace")
@@ -485,7 +501,7 @@ def session(connection: socket.socket, limits: dict[int, int], most: int) -> Non
 
 
 def piece(code: str, name: str, names: dict) -> None:
-    """Runs one piece of code, and prints the value of its last line, or what it raised."""
+    """Runs one piece of code, and prints the value of its last line, or the exception."""
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
     try:
         module = ast.parse(code, name)

@@ -1,10 +1,9 @@
-"""What a run of untrusted code may use, and how it ended."""
+"""Defines the limits of a run of untrusted code, and its outcome."""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import NoneType
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 OOM = "the kernel was out of memory and ended a run"
 REFUSED = "a run was refused a process or thread: the limit of a cgroup (pids.max)"
@@ -12,7 +11,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Limits(NamedTuple):
-    """The limits of a run. All its processes together have the limit of memory of one."""
+    """The limits of a run. The memory limit of one process also holds for all of them together."""
 
     seconds: float = 10.0  # that it runs or sleeps
     memory: int = 2 << 30  # bytes of address space of a process
@@ -28,13 +27,13 @@ class Ran(NamedTuple):
 
     stdout: str
     stderr: str  # its end
-    code: int | None  # negative for a signal; None where it was ended
+    code: int | None  # negative for a signal; None if it was ended
     ended: str  # "" by itself, "time", "memory", "processes" or "output"
     seconds: float
 
 
 def cgroups(kind: str) -> Iterator[Path]:
-    """The folders of the cgroups of this process that count a kind; none where none is known."""
+    """Yields the folders of the cgroups of this process that count a kind, such as "memory"."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
@@ -47,9 +46,9 @@ def cgroups(kind: str) -> Iterator[Path]:
 
 
 def refusals() -> int:
-    """How many processes and threads the cgroups of this process have refused; 0 if unknown.
+    """Returns how many processes and threads this process's cgroups have refused; 0 if unknown.
 
-    Those that a run's own limit refuses do not count.
+    Refusals by a run's own limit do not count.
     """
     total = 0
     for folder in cgroups("pids"):
@@ -58,15 +57,26 @@ def refusals() -> int:
     return total
 
 
-def reported(reply: dict[str, Any], seconds: float) -> Ran:
-    """The outcome of which envs/sandbox/interpreter.py reports; `ended` may be "oom".
+class Report(TypedDict):
+    """The JSON object with which envs/sandbox/interpreter.py reports the outcome of a program."""
 
-    Raises LookupError, TypeError or ValueError where that is none.
+    stdout: str
+    stderr: str
+    code: int
+    ended: str
+
+
+def reported(reply: Report, seconds: float) -> Ran:
+    """Returns the outcome that envs/sandbox/interpreter.py reports; `ended` may be "oom".
+
+    Raises LookupError, TypeError or ValueError if the report is malformed.
     """
-    ended, stdout, stderr = (reply[name] for name in ("ended", "stdout", "stderr"))
+    ended = reply["ended"]
+    stdout = reply["stdout"]
+    stderr = reply["stderr"]
     code = None if ended else reply["code"]
     if not all(isinstance(text, str) for text in (ended, stdout, stderr)):
         raise TypeError(f"expected texts, got {reply!r:.200}")
-    if type(code) not in (int, NoneType) or (code is None) != bool(ended):
+    if not ended and type(code) is not int:
         raise TypeError(f"expected an exit code, got {code!r:.50}")
     return Ran(stdout, stderr, code, ended, seconds)

@@ -1,12 +1,12 @@
-"""Python programs in the sandbox, run by interpreters that are warm before a program comes.
+"""Runs Python programs in the sandbox, in interpreters that are warm before a program comes.
 
     Interpreter --starts--> zygote in bubblewrap, the prelude imported
     each program:      zygote --forks--> room: namespaces and folders of its own
     each of its inputs:  room --forks--> process, in which the program runs
 
-A room ends with its program, so that no program finds anything of the one before it. The zygote
-lives on for the next. It is out of a room's sight: no process of a room can name, trace or stop it.
-Where the kernel forbids rooms, each program has an interpreter of its own, which costs it 40 ms.
+A room ends with its program, so that no program finds anything of an earlier one. The zygote lives
+on for the next. A room cannot see it: no process of a room can name, trace or stop it. If the
+kernel forbids rooms, each program has an interpreter of its own, which costs 40 ms.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from envs.services import CheckerError, current
 START = 60.0  # seconds that an interpreter may take to start
 EXIT = 5.0  # seconds that a dead interpreter's sandbox may take to end
 READY, ALONE = b"ready\n", b"alone\n"
-# Exit codes of an interpreter that no program has harmed, but that was killed or refused a process.
+# Exit codes of an interpreter that was killed or refused a process, but not harmed by a program.
 ENDED = (-9, -15, 128 + 9, 128 + 15, OTHER)
 
 
@@ -41,10 +41,10 @@ async def programs(
 ) -> AsyncGenerator[Ran, None]:
     """Runs a Python program on each input in turn, in a process of its own, one at a time.
 
-    It finds the names of interpreter.PRELUDE. Its runs share a working folder with each other, and
-    no other program. One that harms its interpreter so that it dies, twice, has `ended` "killed",
-    "killed", if a harmless one lives. Raises CheckerError where there is no outcome, as where the
-    interpreter was killed.
+    The program finds the names of interpreter.PRELUDE. Its runs share a working folder with each
+    other, and with no other program. If its interpreter dies of it twice and survives a harmless
+    program, `ended` is "killed". Raises CheckerError if there is no outcome, for example because
+    the interpreter was killed.
     """
     limits = limits or Limits()
     if current().sandbox == "http":
@@ -65,25 +65,27 @@ class Interpreter:
     """A connection to envs/sandbox/interpreter.py in a sandbox, which starts when it is needed."""
 
     idle: dict[Limits, list["Interpreter"]] = defaultdict(list)
-    rooms = True  # whether the kernel lets a sandbox make namespaces in it
+    rooms = True  # False once the kernel has refused namespaces inside a sandbox
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.process: subprocess.Popen | None = None
         self.connection: socket.socket
-        self.asked = False  # whether it owes an answer
+        self.asked = False  # True while it owes an answer
         self.in_rooms = False
-        self.deaths = 0  # of interpreters that a program has harmed
+        self.deaths = 0  # of interpreters, by harm from a program
 
     async def judge(self, source: str, stdin: str) -> Ran:
-        """The outcome of a program. Raises CheckerError where there is none.
+        """Returns the outcome of a program. Raises CheckerError if it has no outcome.
 
-        What a signal ends that may have come from outside runs once more. Where the same happens
-        again, it is the program's own end: a program can send itself each of them, and a program
-        that does so must earn its 0.
+        A program ended by a signal that may have come from outside runs once more. If that happens
+        again, it counts as the program's own end: a program can send each of these signals to
+        itself, and must earn its 0.
         """
-        killed, deaths = oom_kills(), self.deaths
-        refused, full = refusals(), user_limit.full(self.limits)
+        killed = oom_kills()
+        deaths = self.deaths
+        refused = refusals()
+        full = user_limit.full(self.limits)
         for tried in range(2):
             outcome = await self.run(source, stdin)
             if outcome and (outcome.code or outcome.ended):
@@ -102,7 +104,7 @@ class Interpreter:
         return Ran("", "", None, "killed", 0.0)
 
     async def run(self, source: str, stdin: str) -> Ran | None:
-        """The outcome of a program; None where the interpreter died. Raises CheckerError."""
+        """Returns the outcome of a program; None if the interpreter died. Raises CheckerError."""
         process = self.process or await self.start()
         clock = Clock(process.pid)
         request = json.dumps({"source": source, "stdin": stdin}).encode()
@@ -111,7 +113,7 @@ class Interpreter:
         try:
             while not ended and not (await asyncio.wait({answer}, timeout=TICK))[0]:
                 ended = clock.verdict(self.limits)
-            if ended:  # by a parent that had no processor the answer may lie unread
+            if ended:  # if this process was starved, the answer may still be unread
                 await asyncio.wait({answer}, timeout=TICK / 10)
         finally:
             answer.cancel()
@@ -129,7 +131,7 @@ class Interpreter:
         return made
 
     async def died(self) -> bool:
-        """Whether an interpreter whose connection has ended was harmed by a program."""
+        """Returns whether an interpreter whose connection has ended was harmed by a program."""
         assert self.process
         try:
             code = await asyncio.to_thread(self.process.wait, EXIT)
@@ -138,7 +140,7 @@ class Interpreter:
         return code == DIED if self.in_rooms else code not in ENDED
 
     async def leave(self) -> None:
-        """Ends the room; once it has another, the interpreter waits for another program."""
+        """Ends the room; the interpreter makes another, and waits for another program."""
         received = b""
         if self.process and not self.asked:
             with contextlib.suppress(TimeoutError):
@@ -149,7 +151,7 @@ class Interpreter:
             await self.close()
 
     async def ask(self, request: bytes) -> bytes:
-        """The line that answers a line; empty where the interpreter died."""
+        """Sends a line, and returns the answer; empty if the interpreter died."""
         self.asked = True
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().sock_sendall(self.connection, request + b"\n")
@@ -157,7 +159,7 @@ class Interpreter:
         return b""
 
     async def line(self) -> bytes:
-        """The next line of the interpreter; empty where it died."""
+        """Returns the next line of the interpreter; empty if it died."""
         loop = asyncio.get_running_loop()
         text = bytearray()
         while part := await loop.sock_recv(self.connection, 1 << 20):
@@ -168,11 +170,11 @@ class Interpreter:
         return b""
 
     async def start(self) -> subprocess.Popen:
-        """Starts an interpreter with a room. Raises CheckerError where it does not start."""
+        """Starts an interpreter with a room. Raises CheckerError if it does not start."""
         contained = sandbox.isolates() == "bubblewrap"
         rooms = self.in_rooms = contained and Interpreter.rooms
         limits = self.limits
-        packages = await in_thread(sandbox.own_packages)  # which asks a process, once
+        packages = await in_thread(sandbox.own_packages)  # starts a process the first time
         command = [*user_limit.lifted(), *sandbox.limited(limits)]
         if contained:
             command = sandbox.wrapped(limits, rooms=rooms, packages=packages)
@@ -202,8 +204,9 @@ class Interpreter:
         raise CheckerError(f"the sandbox's Python did not start: {why or 'it wrote nothing'}")
 
     async def close(self) -> None:
-        """Ends it, and all that its programs began; the next program starts a new one."""
-        process, self.process = self.process, None
+        """Ends the interpreter and its programs' processes; the next program starts a new one."""
+        process = self.process
+        self.process = None
         if process:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

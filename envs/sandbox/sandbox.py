@@ -1,4 +1,4 @@
-"""The one place that runs untrusted code: in bubblewrap, in a service, or unprotected if asked to.
+"""Runs all untrusted code of this program: in bubblewrap, in a service, or unprotected on demand.
 
     bubblewrap   new user, pid, net, ipc, uts and mount namespaces; no capabilities; the machine's
                  /usr and Python, read-only; a sized tmpfs as working folder; a cleared environment
@@ -7,12 +7,13 @@
                  this user can. Every line that it logs repeats this
 
 A run has limits on processor time, memory, processes, file sizes, open files and output, and a
-deadline after which all that it started is killed. Waiting for a free place, or for a processor
-that others have, does not count against the deadline.
+deadline after which all processes that it started are killed. Waiting for a free place, or for a
+busy processor, does not count against the deadline.
 
-Known fault: bubblewrap ends with this process from some milliseconds after its start on. Where this
-one is killed before that, the run goes on without a deadline: 7 of 40 runs did whose worker was
-killed in their first 30 ms. A command in a box (envs/boxes/box.py) has no such moment.
+Known fault: bubblewrap is tied to this process only some milliseconds after its start. If this
+process is killed before that, the run continues without a deadline: this happened to 7 of 40 runs
+whose worker was killed in their first 30 ms. A command in a box (envs/boxes/box.py) has no such
+moment.
 """
 
 import asyncio
@@ -31,9 +32,9 @@ import sysconfig
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable
+from asyncio.subprocess import PIPE
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 from envs import services
 from envs.sandbox import service, user_limit
@@ -45,26 +46,28 @@ from envs.services import CheckerError, current
 log = logging.getLogger(__name__)
 TICK = 0.5  # seconds between two looks at a run
 NOBODY = ["--reuid", "65534", "--regid", "65534", "--clear-groups"]
-CALLS = seccomp_filter(memory=False)  # which a command may not make
+CALLS = seccomp_filter(memory=False)  # system calls that a command may not make
 WORK = "/work"  # the working folder of a run
 PACKAGES = "/packages"  # libraries of sessions
-PATIENCE = 5  # times its deadline that a run may take where others have the processors
-HUNGRY = 8  # threads of a run that can only wait for each other
+PATIENCE = 5  # times its deadline that a run may take if other processes keep the processors busy
+HUNGRY = 8  # threads of a run: so many can only wait for each other
 START = 60.0  # seconds that an interpreter may take to start
-STDERR = 2000  # characters of it that are kept
+STDERR = 2000  # last characters of stderr that are kept
 BOUND = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
-# What root on the machine owns, and may write where no file of the machine's is bound over it.
+# Files that the machine's root owns, and could write unless a file of the machine is bound over it.
 OF_ROOT = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/acpi", "/proc/scsi")
-# A layer in memory above the folder $0, of $1 bytes, takes its changes; others do not see it.
+# A private layer in memory over the folder $0, of $1 bytes, takes its changes.
 LAYER = """
 cd "$0" && mount -t tmpfs -o "size=$1" none /mnt && mkdir /mnt/over /mnt/work /mnt/root || exit
 layers=lowerdir=.,upperdir=/mnt/over,workdir=/mnt/work,userxattr
 mount -t overlay -o "$layers" none /mnt/root && shift && exec "$@"
 """
 WORKS: list[bool] = []  # [True] once bubblewrap has isolated a process
-# Why bubblewrap will not isolate a process a moment later either.
+# Problems that last: bubblewrap will not isolate a process a moment later either.
 LASTS = re.compile("not on the path|util-linux|the kernel forbids|[Pp]ermission|not permitted")
-PLACES: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+PLACES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+    weakref.WeakKeyDictionary()
+)
 KERNEL = {
     "/proc/sys/user/max_user_namespaces": ("0", "sysctl user.max_user_namespaces=15000"),
     "/proc/sys/kernel/unprivileged_userns_clone": (
@@ -79,9 +82,9 @@ KERNEL = {
 
 
 def problem() -> str:
-    """Why the sandbox cannot isolate a run, and how to mend it; "" if it can.
+    """Returns why the sandbox cannot isolate a run, and how to fix it; "" if it can.
 
-    Bubblewrap is tried once where that works, and again each time where it did not.
+    Bubblewrap is tried on each call until it has worked once.
     """
     if current().sandbox == "http":
         return service.malformed(current().sandbox_url)
@@ -93,21 +96,23 @@ def problem() -> str:
 
 
 def problem_of_start() -> str:
-    """Why no program could run, before a run starts; a service is asked as well."""
-    asks = current().sandbox == "http"
-    why = problem() or (service.problem(current().sandbox_url) if asks else "")
-    return why or ("" if asks else user_limit.problem(Limits()))
+    """Returns why no program could run, before a run starts; also asks a service if it is used."""
+    if why := problem():
+        return why
+    if current().sandbox == "http":
+        return service.problem(current().sandbox_url)
+    return user_limit.problem(Limits())
 
 
 def problem_of_checks() -> str:
-    """Why checks that run answers as code cannot be isolated; "" if they can."""
+    """Returns why checks that run answers as code cannot be isolated; "" if they can."""
     if current().sandbox == "http":
         return "services.sandbox is 'http', which runs programs and no checks: use bubblewrap"
     return problem()
 
 
 def problem_of_bubblewrap() -> str:
-    """Why bubblewrap has not isolated a process just now; "" if it has."""
+    """Returns why bubblewrap has not isolated a process just now; "" if it has."""
     if not shutil.which("bwrap"):
         return "bwrap is not on the path: apt install bubblewrap, or dnf install bubblewrap"
     code = "import os; os.waitpid(os.fork() or os._exit(0), 0)"
@@ -126,7 +131,7 @@ def problem_of_bubblewrap() -> str:
 
 
 def told(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """The end of a command of our own. Raises OSError, and CheckerError where it does not end."""
+    """Runs a trusted command to its end. Raises OSError, and CheckerError if it takes too long."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=START, cwd="/")
     except subprocess.TimeoutExpired:
@@ -135,9 +140,9 @@ def told(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @functools.cache
 def python() -> list[str]:
-    """The sandbox's Python: this one; the machine's where the user nobody may not read this one.
+    """Returns the sandbox's Python: this one, or the machine's if the run's user cannot read it.
 
-    Raises OSError, and CheckerError, where that could not be seen.
+    Raises OSError or CheckerError if that could not be determined.
     """
     own = str(Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}"))
     seen = told([*as_run_user(), "sh", "-c", 'test -x "$0" && echo yes || echo no', own])
@@ -149,9 +154,9 @@ def python() -> list[str]:
 
 @functools.cache
 def own_packages() -> str:
-    """The folder of this Python's packages, where the sandbox's Python can import them; else "".
+    """Returns the folder of this Python's packages if the sandbox's Python can use it, else "".
 
-    Raises CheckerError where that could not be seen.
+    Raises CheckerError if that could not be determined.
     """
     folder = sysconfig.get_path("purelib")
     code = f"import sys; sys.path.append({folder!r}); import numpy"
@@ -159,9 +164,10 @@ def own_packages() -> str:
         tried = told([*as_run_user(), *python(), "-c", code])
     except OSError as error:
         raise CheckerError(f"the sandbox cannot start Python: {error}") from None
-    if tried.returncode and "ModuleNotFoundError" not in tried.stderr:  # it may be for a moment
-        said = f"code {tried.returncode}, {tried.stderr[-300:]!r}"
-        raise CheckerError(f"a Python could not import numpy: {said}")
+    if tried.returncode and "ModuleNotFoundError" not in tried.stderr:  # it may not last
+        raise CheckerError(
+            f"a Python could not import numpy: code {tried.returncode}, {tried.stderr[-300:]!r}"
+        )
     if tried.returncode:
         log.warning("programs of answers cannot import numpy: %s", tried.stderr[-300:])
     return "" if tried.returncode else folder
@@ -175,13 +181,12 @@ def wrapped(
     rooms: bool = False,
     packages: str = "",
 ) -> list[str]:
-    """The command in front of a command that isolates it; `files`: path and descriptor of each.
+    """Returns the prefix that isolates a command; `files` holds the path and descriptor of each.
 
-    `packages` is a folder that it sees as PACKAGES.
-
-    Root becomes the user nobody first, since the kernel bounds no processes of root. Of an image as
-    `root` only the owner of its files can be used. A command that makes `rooms` forbids namespaces
-    in them, and limits the processor time in them, itself.
+    The command sees the folder `packages` as PACKAGES. Root becomes the user nobody first, since
+    the kernel does not limit processes of root. With an image as `root` the run's user is the owner
+    of its files. A command that makes `rooms` itself forbids namespaces and limits the processor
+    time in them.
     """
     command = [*as_run_user(root), *limited(limits, not rooms)]
     if root:
@@ -215,11 +220,11 @@ def wrapped(
 
 
 def around(reads: Iterable[str], executes: bool) -> list[str]:
-    """The command in front of checks that may read these files and folders, and no others.
+    """Returns the prefix for checks that may read these files and folders, and no others.
 
-    Empty where the configured sandbox is another. Where it is bubblewrap and does not work, checks
-    that execute nothing of answers need none if it is missing here. Raises CheckerError for others,
-    and where it fails otherwise, as it may for a moment.
+    Empty if the configured sandbox is not bubblewrap. If bubblewrap is missing or forbidden here,
+    checks that execute nothing of answers run without it. Raises CheckerError for other checks,
+    and if bubblewrap fails for another reason, which may not last.
     """
     if current().sandbox != "bubblewrap":
         return []
@@ -236,7 +241,7 @@ def around(reads: Iterable[str], executes: bool) -> list[str]:
         if folder in BOUND and os.path.islink(folder):
             command += ["--symlink", os.readlink(folder), folder]
             continue
-        # A link in a bound folder is there already, and nothing can be bound where it points.
+        # A link in a bound folder exists already, and nothing can be bound at its target.
         if any(folder.startswith(f"{above}/") for above in bound):
             folder = os.path.realpath(folder)
         command += ["--ro-bind", folder, folder]
@@ -246,32 +251,32 @@ def around(reads: Iterable[str], executes: bool) -> list[str]:
 
 
 def as_run_user(root: str = "") -> list[str]:
-    """The command in front of one that makes it a process of a run's user, with all of its room."""
+    """Returns the prefix that makes a command run as a run's user, with that user's full limits."""
     becomes = ["setpriv", *NOBODY] if os.geteuid() == 0 and not root else []
     return [*user_limit.lifted(), *becomes]
 
 
 def limited(limits: Limits, cpu: bool = True) -> list[str]:
-    """The command in front of a command that gives it limits."""
-    bounds = {"as": limits.memory, "fsize": limits.file_size, "core": 0}
-    bounds |= {"nofile": limits.open_files}
-    bounds |= {"cpu": math.ceil(limits.seconds) + 1} if cpu else {}
-    return ["prlimit", *(f"--{name}={value}" for name, value in bounds.items())]
+    """Returns the prefix that gives limits to a command."""
+    command = ["prlimit", f"--as={limits.memory}", f"--fsize={limits.file_size}", "--core=0"]
+    command += [f"--nofile={limits.open_files}"]
+    command += [f"--cpu={math.ceil(limits.seconds) + 1}"] if cpu else []
+    return command
 
 
 def read_only_kernel() -> list[str]:
-    """Arguments of bubblewrap after which no process changes the kernel's settings in /proc."""
+    """Returns arguments of bubblewrap that make the kernel's settings in /proc read-only."""
     return [word for path in OF_ROOT for word in ("--ro-bind-try", path, path)]
 
 
 def python_folders() -> list[str]:
-    """The folders of the sandbox's Python beside /usr."""
+    """Returns the folders of the sandbox's Python outside /usr."""
     home = Path(python()[0]).parent.parent
     return [] if str(home) == "/usr" else [str(home)]
 
 
 class Clock:
-    """The seconds that a process and all that it began ran or slept; not those in a queue."""
+    """Measures how long a process and its descendants ran or slept, without waits for a CPU."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -280,13 +285,14 @@ class Clock:
         self.clocks: dict[int, tuple[int, int]] = {}
         self.used = math.nan  # seconds of processor time at the last look
         self.memory = 0  # bytes that all of them use
-        self.processes = 0  # of them; of more than may be, some
+        self.processes = 0  # how many they are; a look stops counting above its limit
 
     def look(self, most: int = sys.maxsize) -> None:
         """Adds the time since the last look, for at most this many processes."""
-        found = {}
-        pages, used = 0, 0.0
-        hungry = False  # the kernel counts a wait for a processor when it is over
+        found: dict[int, tuple[int, int]] = {}
+        pages = 0
+        used = 0.0
+        hungry = False  # the kernel counts a wait for a processor only once it is over
         alive = family(self.pid, most + 1)
         self.processes = len(alive)
         for pid in alive[:most]:
@@ -295,28 +301,34 @@ class Clock:
                 pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             for thread in glob.iglob(f"/proc/{pid}/task/*"):
                 with contextlib.suppress(OSError, ValueError, IndexError):
-                    ran, queued, _ = map(int, Path(thread, "schedstat").read_text().split())
-                    found[int(thread.rpartition("/")[2])] = (ran, queued)
+                    running, waiting, _ = map(int, Path(thread, "schedstat").read_text().split())
+                    found[int(thread.rpartition("/")[2])] = (running, waiting)
                     state = Path(thread, "stat").read_text().rpartition(")")[2].split()[0]
                     hungry |= state == "R"
-        ran, queued = (
-            sum(clocks[i] - self.clocks.get(pid, (0, 0))[i] for pid, clocks in found.items())
-            for i in range(2)
-        )
+        ran = queued = 0  # nanoseconds since the last look
+        for thread_id, (ran_by_now, queued_by_now) in found.items():
+            ran_before, queued_before = self.clocks.get(thread_id, (0, 0))
+            ran += ran_by_now - ran_before
+            queued += queued_by_now - queued_before
         now = time.monotonic()
-        # With that of threads and children which began and ended since the last look.
+        # Includes the time of threads and children that began and ended since the last look.
         gained = ran / 1e9 if math.isnan(self.used) else max(0.0, used - self.used)
         # A pause of this process, or of the whole machine, is no sleep of the run.
         elapsed = min(now - self.before, max(2 * TICK, gained))
-        waited = queued / (ran + queued) if len(found) < HUNGRY and ran + queued > 0 else 0.0
+        few = len(found) < HUNGRY
+        waited = queued / (ran + queued) if few and ran + queued > 0 else 0.0
         busy = min(1.0, (ran + queued) / 1e9 / max(elapsed, 1e-9))
-        waits = hungry and len(found) < HUNGRY
-        self.spent += min(elapsed, gained) if waits else elapsed * (1 - waited * busy)
-        self.before, self.clocks, self.used = now, found, used
+        if hungry and few:
+            self.spent += min(elapsed, gained)
+        else:
+            self.spent += elapsed * (1 - waited * busy)
+        self.before = now
+        self.clocks = found
+        self.used = used
         self.memory = pages * os.sysconf("SC_PAGESIZE")
 
     def verdict(self, limits: Limits) -> str:
-        """The limit that was passed, "" for none. Raises CheckerError where it had no processor."""
+        """Returns the limit that was passed, or "". Raises CheckerError if the run was starved."""
         self.look(limits.processes + OWN)
         if self.processes > limits.processes + OWN:
             return "processes"
@@ -331,13 +343,13 @@ class Clock:
 
 
 def processor_time(pid: int) -> float:
-    """Seconds of processor time of a process, its ended threads, and children it has waited for."""
+    """Returns the processor seconds of a process, its ended threads, and children it waited for."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def family(pid: int, most: int = sys.maxsize) -> list[int]:
-    """A process and all that came from it; of more than `most`, some."""
+    """Returns a process and its descendants; stops looking at `most` of them."""
     found = [pid]
     for parent in found:
         if len(found) >= most:
@@ -359,26 +371,31 @@ async def run(
 ) -> Ran:
     """Runs a command in a fresh sandbox, with `files` (path -> text) in its working folder.
 
-    `root` is a folder that takes the place of the machine's files; what the run changes there is
-    lost. `reads` are folders that it sees beside them. Raises CheckerError where there is no
-    outcome.
+    `root` is a folder that takes the place of the machine's files; changes there are lost. `reads`
+    are further folders that the run sees. Raises CheckerError if there is no outcome.
     """
     limits = limits or Limits()
     backend = isolates()
     if root and backend != "bubblewrap":
         raise CheckerError(f"services.sandbox = {backend!r} runs no image, expected 'bubblewrap'")
     with contextlib.ExitStack() as stack:
-        texts: list[str | bytes] = ["", stdin, CALLS, *(files or {}).values()]
-        given = [memory_file(text) for text in texts]
-        for descriptor in given:
+
+        def opened(content: str | bytes) -> int:
+            descriptor = memory_file(content)
             stack.callback(os.close, descriptor)
+            return descriptor
+
+        status = opened("")  # nothing in the sandbox has it
+        given = opened(stdin)
+        calls = opened(CALLS)
+        contents = {path: opened(text) for path, text in (files or {}).items()}
         folder = "/"
         if backend == "bubblewrap":
-            named = zip(files or (), given[3:], strict=True)
-            bounds = [] if root else ["prlimit", f"--nproc={limits.processes}"]
-            status = ["--json-status-fd", str(given[0])]  # nothing in the sandbox has it
-            status += ["--seccomp", str(given[2])] if CALLS else []
-            command = [*wrapped(limits, root, named, reads), *status, *bounds, *argv]
+            command = [*wrapped(limits, root, contents.items(), reads)]
+            command += ["--json-status-fd", str(status)]
+            command += ["--seccomp", str(calls)] if CALLS else []
+            command += [] if root else ["prlimit", f"--nproc={limits.processes}"]
+            command += argv
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             for path, text in (files or {}).items():
@@ -387,25 +404,26 @@ async def run(
                 target.write_text(text, encoding="utf-8", errors="surrogatepass")
             command = [*user_limit.lifted(), *limited(limits), *argv]
         async with place():
-            passed = [given[0], *given[2:]]
-            options: dict[str, Any] = {"stdin": given[1], "pass_fds": passed, "cwd": folder}
-            killed, refused = oom_kills(), refusals()
+            passed = [status, calls, *contents.values()]
+            killed = oom_kills()
+            refused = refusals()
             full = user_limit.full(limits, bool(root))
-            ran = await finish(await start(command, **options), limits)
-        if oom_kills() > killed:  # it, or a process that it began
+            process = await start(command, stdin=given, pass_fds=passed, cwd=folder)
+            ran = await finish(process, limits)
+        if oom_kills() > killed:  # of the run, or of a process that it began
             raise CheckerError(OOM)
         if refusals() > refused:
             raise CheckerError(REFUSED)
         if full or await user_limit.full_after(limits, bool(ran.ended), bool(root)):
             raise CheckerError(FULL)
-        begun = ran.ended or b"exit-code" in os.pread(given[0], 1000, 0)
+        begun = ran.ended or b"exit-code" in os.pread(status, 1000, 0)
         if backend == "bubblewrap" and not begun:
             raise CheckerError(f"bubblewrap did not start a run: code {ran.code}: {ran.stderr}")
         return ran
 
 
 def isolates() -> str:
-    """The backend for commands. Raises CheckerError where it cannot isolate them."""
+    """Returns the backend for commands. Raises CheckerError if it cannot isolate them."""
     if why := problem():
         raise CheckerError(f"the sandbox: {why}")
     if current().sandbox == "http":
@@ -416,7 +434,7 @@ def isolates() -> str:
 
 
 def memory_file(content: str | bytes) -> int:
-    """The descriptor of a file that has this content and is in no folder."""
+    """Returns the descriptor of a file in memory that has this content."""
     if isinstance(content, str):
         content = content.encode("utf-8", "surrogatepass")
     descriptor = os.memfd_create("given")
@@ -426,51 +444,79 @@ def memory_file(content: str | bytes) -> int:
     return descriptor
 
 
-def alone() -> dict[str, Any]:
-    """Options of a process in a session of its own, which sees nothing here but the path."""
-    env = {"PATH": os.environ.get("PATH", os.defpath)}
-    return {"env": env, "start_new_session": True, "cwd": "/"}
+def path_alone() -> dict[str, str]:
+    """Returns an environment that holds only the search path of this process."""
+    return {"PATH": os.environ.get("PATH", os.defpath)}
 
 
 def popen(command: list[str], channel: int, errors: int) -> subprocess.Popen:
-    """A process in a session of its own, which sees nothing of this environment but the path."""
+    """Starts a process in a new session, with no environment variable but the path."""
     try:
-        return subprocess.Popen(command, stdin=channel, stdout=channel, stderr=errors, **alone())
+        return subprocess.Popen(
+            command,
+            stdin=channel,
+            stdout=channel,
+            stderr=errors,
+            env=path_alone(),
+            start_new_session=True,
+            cwd="/",
+        )
     except OSError as error:
         raise CheckerError(f"the sandbox cannot start {command[0]}: {error}") from None
 
 
-async def start(command: list[str], **options: Any) -> asyncio.subprocess.Process:
-    """A process in a session of its own, which sees nothing of this environment but the path."""
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+async def start(
+    command: list[str],
+    *,
+    stdin: int = PIPE,
+    stderr: int = PIPE,
+    pass_fds: Collection[int] = (),
+    cwd: str = "/",
+    limit: int = 1 << 16,
+) -> asyncio.subprocess.Process:
+    """Starts a process in a new session, with no environment variable but the path.
+
+    Its stdout is a pipe, whose lines may have `limit` bytes.
+    """
 
     async def begin() -> asyncio.subprocess.Process:
-        keep_descriptors(options.get("pass_fds", ()))
-        return await asyncio.create_subprocess_exec(*command, **alone() | pipes | options)
+        keep_descriptors(pass_fds)
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=stdin,
+            stdout=PIPE,
+            stderr=stderr,
+            limit=limit,
+            pass_fds=pass_fds,
+            env=path_alone(),
+            start_new_session=True,
+            cwd=cwd,
+        )
 
     made = asyncio.ensure_future(begin())
     try:
         return await asyncio.shield(made)
     except asyncio.CancelledError:
-        await kill(await made)  # asyncio would end the first process alone
+        await kill(await made)  # asyncio would end only the first process
         raise
     except OSError as error:
         raise CheckerError(f"the sandbox cannot start {command[0]}: {error}") from None
 
 
 def keep_descriptors(given: Iterable[int]) -> None:
-    """Lets a child inherit the streams of this process and what is given, no other descriptor.
+    """Lets a child inherit only this process's streams and the given descriptors.
 
-    uvloop, on which Ray runs this process, ignores close_fds: its children would get what other
-    runs were given, and Ray's logs to write to.
+    uvloop, on which Ray runs this process, ignores close_fds: its children would inherit the
+    descriptors of other runs, and could write to Ray's logs.
     """
-    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *given}:
+    is_open = {int(name) for name in os.listdir("/proc/self/fd")}
+    for descriptor in is_open - {0, 1, 2, *given}:
         with contextlib.suppress(OSError):  # it is closed meanwhile
             os.set_inheritable(descriptor, False)
 
 
 def place() -> asyncio.Semaphore:
-    """A place for one run; as many run at once as there are processors."""
+    """Returns a place for one run; at most one run per processor runs at once."""
     loop = asyncio.get_running_loop()
     if loop not in PLACES:
         PLACES[loop] = asyncio.Semaphore(len(os.sched_getaffinity(0)))
@@ -478,7 +524,7 @@ def place() -> asyncio.Semaphore:
 
 
 async def finish(process: asyncio.subprocess.Process, limits: Limits) -> Ran:
-    """Waits for a process, or for the limit that it passes, and kills all that it began."""
+    """Waits until a process ends or passes a limit, and kills all processes that it began."""
     clock = Clock(process.pid)
     out = asyncio.create_task(beginning(process.stdout, limits.output))
     err = asyncio.create_task(end(process.stderr))
@@ -494,20 +540,22 @@ async def finish(process: asyncio.subprocess.Process, limits: Limits) -> Ran:
         # asyncio waits for a process until its pipes are read to the end.
         rest = asyncio.create_task(end(process.stdout)) if out.done() else out
         await kill(process)
-        # Where nothing isolates it, a process that it left behind may hold the pipes.
-        for _ in range(10):  # a pause of this process costs one of them at most
+        # If nothing isolates it, a process that it left behind may hold the pipes.
+        for _ in range(10):  # a pause of this process costs at most one of these waits
             await asyncio.wait({out, rest, err}, timeout=TICK / 10)
         seconds = time.monotonic() - clock.began
-    texts = [task.result() if task.done() else b"" for task in (out, err)]
-    if len(texts[0]) > limits.output:
+    stdout = out.result() if out.done() else b""
+    stderr = err.result() if err.done() else b""
+    if len(stdout) > limits.output:
         ended = "output"
-    out_text, err_text = (text.decode("utf-8", "replace") for text in texts)
+    out_text = stdout.decode("utf-8", "replace")
+    err_text = stderr.decode("utf-8", "replace")
     code = None if ended else process.returncode
     return Ran(out_text[: limits.output], err_text, code, ended, seconds)
 
 
 async def beginning(stream: asyncio.StreamReader | None, limit: int) -> bytes:
-    """The bytes of a stream until it ends, or is longer than the limit."""
+    """Reads a stream until it ends, or is longer than the limit."""
     text = bytearray()
     while stream and len(text) <= limit and (part := await stream.read(1 << 16)):
         text += part
@@ -515,7 +563,7 @@ async def beginning(stream: asyncio.StreamReader | None, limit: int) -> bytes:
 
 
 async def end(stream: asyncio.StreamReader | None) -> bytes:
-    """The last characters of a stream."""
+    """Reads a stream to its end, and returns the last STDERR bytes."""
     text = b""
     while stream and (part := await stream.read(1 << 16)):
         text = (text + part)[-STDERR:]
@@ -523,7 +571,7 @@ async def end(stream: asyncio.StreamReader | None) -> bytes:
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:
-    """Ends a process, its group and its family: bubblewrap's child may not yet end with it."""
+    """Ends a process, its group and its family, as bubblewrap's child may not yet be tied to it."""
     alive = family(process.pid) if process.returncode is None else [process.pid]
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,8 +1,9 @@
-"""The sandbox service of NeMo-Skills (nemo_skills/code_execution), as an HTTP client.
+"""Calls the sandbox service of NeMo-Skills (nemo_skills/code_execution) over HTTP.
 
-It says "completed" of a program that an OOM killer ended, gives no exit code, cuts long output, and
-answers 500 where output is no UTF-8 (local_sandbox_server.py). So a program goes there as the input
-of envs/sandbox/interpreter.py, which prints its outcome as JSON. No JSON means no outcome.
+The service reports "completed" for a program that an OOM killer ended, gives no exit code, cuts
+long output, and answers 500 if output is no UTF-8 (local_sandbox_server.py). So a program is sent
+as the input of envs/sandbox/interpreter.py, which prints its outcome as JSON. No JSON means no
+outcome.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Literal, NotRequired, TypedDict
 
 from core.http import Broken, directly, whole
 from envs.sandbox.interpreter import SENT, STDERR
@@ -25,29 +26,41 @@ from settings.environment_services import is_address
 
 GRACE = 30.0  # seconds that an answer may be late
 AWAY = 900.0  # seconds that the service may be away
-# Seconds that it may take to answer before a run starts. A job has its image fetched first.
+# Seconds that it may take to answer before a run starts. A job fetches its image first.
 STARTS = 300.0 if "SLURM_JOB_ID" in os.environ else 60.0
 START = 20.0  # seconds that a Python there may take to start
-SHARE = 5  # seconds for one of processor time, where others have the processors
-HEADER = "X-Session-ID"  # by which the service's workers are chosen, too
-# Prints how many processes the kernel has ended for want of memory.
+SHARE = 5  # seconds for one second of processor time, if other processes keep processors busy
+HEADER = "X-Session-ID"  # also selects the service's worker
+# Prints how many processes the kernel has killed for lack of memory.
 COUNT = "print(*(line for line in open('/proc/vmstat') if line.startswith('oom_kill ')))"
-FIELDS = ("process_status", "stdout", "stderr")
+Field = Literal["process_status", "stdout", "stderr"]
+FIELDS: tuple[Field, Field, Field] = ("process_status", "stdout", "stderr")
 TEXT = Path(__file__).with_name("interpreter.py").read_text(encoding="utf-8")
 
 
 class Failed(Exception):
-    """A request that may be made again."""
+    """Raised if a request failed and may be made again."""
+
+
+class Reply(TypedDict):
+    """The service's answer to POST /execute."""
+
+    process_status: str
+    stdout: str
+    stderr: str
+    new_session_created: NotRequired[bool]
 
 
 async def program(url: str, source: str, stdin: str, limits: Limits) -> Ran:
-    """The outcome of a Python program there. Raises CheckerError where there is none.
+    """Runs a Python program at the service. Raises CheckerError if it has no outcome.
 
-    A program has killed its interpreter if that was seen twice, a harmless one has an outcome
-    before and after it, and the kernel has ended nothing for want of memory in between. One that a
-    signal in SENT has ended runs once more, and what ends so twice has ended itself.
+    The program itself counts as having killed its interpreter if the interpreter died twice, a
+    harmless program has an outcome before and after it, and the kernel has killed no process for
+    lack of memory in between. A program ended by a signal in SENT runs once more; if it ends so
+    twice, that is its own end.
     """
-    counts, deaths = [], 0
+    counts: list[Ran | None] = []
+    deaths = 0
     for tried in range(2):
         outcome = await attempt(url, source, stdin, limits)
         died = outcome is not None and outcome.ended == "killed"
@@ -63,16 +76,16 @@ async def program(url: str, source: str, stdin: str, limits: Limits) -> Ran:
 
 
 async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | None:
-    """The outcome of a program; None where it has none, or an OOM killer ended it.
+    """Returns the outcome of a program; None if it has none, or an OOM killer ended it.
 
-    Raises CheckerError where it got too little processor time.
+    Raises CheckerError if it got too little processor time.
     """
     began = time.monotonic()
     settings = {"contained": False, "rooms": False, "watches": True, **limits._asdict()}
-    # A file that another program left in the service's folder is no module.
+    # Files that another program left in the service's folder must not be imported.
     path = "sys.path[:] = [folder for folder in sys.path if folder]"
     code = f"import sys; {path}; sys.argv.append({json.dumps(settings)!r})\n{TEXT}"
-    # As ASCII, in the input: an argument holds 128 KiB, and half a surrogate pair is no text.
+    # As ASCII, in the input: an argument holds only 128 KiB, and half a surrogate pair is no text.
     request = json.dumps({"source": source, "stdin": stdin}) + "\n"
     seconds = START + SHARE * limits.seconds
     longest = 6 * (limits.output + STDERR) + 1000  # a byte of output is six of JSON at most
@@ -80,9 +93,10 @@ async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | No
     reply = await execute(url, code, "python", request, allowed)
     if reply["process_status"] == "timeout":
         raise CheckerError(f"the sandbox service at {url} gave no outcome in {seconds:g} s")
-    if "Traceback" in reply["stderr"]:  # of the interpreter: a program's is in its outcome
-        shown = reply["stderr"][-300:]
-        raise CheckerError(f"the interpreter at the sandbox service at {url} failed: {shown}")
+    if "Traceback" in reply["stderr"]:  # the interpreter's, as a program's is in its outcome
+        raise CheckerError(
+            f"the interpreter at the sandbox service at {url} failed: {reply['stderr'][-300:]}"
+        )
     begun, _, line = reply["stdout"].partition("\n")
     with contextlib.suppress(ValueError, LookupError, TypeError):
         outcome = reported(json.loads(line), time.monotonic() - began)
@@ -92,14 +106,19 @@ async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | No
 
 async def execute(
     url: str, code: str, language: str, stdin: str, limits: Limits, session: str = ""
-) -> dict[str, Any]:
-    """The service's answer to POST /execute, whose FIELDS are text. While it is away, this waits.
+) -> Reply:
+    """Returns the service's answer to POST /execute; waits while the service is away.
 
-    `session` names what remembers, for the language "ipython". Raises CheckerError after AWAY
-    seconds, or where the service refuses the request.
+    `session` names the session for the language "ipython". Raises CheckerError after AWAY seconds,
+    or if the service refuses the request.
     """
-    request: dict[str, Any] = {"generated_code": code, "language": language, "std_input": stdin}
-    request |= {"timeout": limits.seconds, "max_output_characters": limits.output}
+    request: dict[str, str | float] = {
+        "generated_code": code,
+        "language": language,
+        "std_input": stdin,
+        "timeout": limits.seconds,
+        "max_output_characters": limits.output,
+    }
     address = f"{url.rstrip('/')}/execute"
     most = 12 * limits.output + (1 << 20)
     began = time.monotonic()
@@ -116,15 +135,17 @@ async def execute(
 
 
 async def post(
-    url: str, request: dict, seconds: float, most: int, session: str = ""
-) -> dict[str, Any]:
-    """The JSON object that a POST is answered with, within these seconds and bytes.
+    url: str, request: dict[str, str | float], seconds: float, most: int, session: str = ""
+) -> Reply:
+    """Posts a request, and returns the JSON object that answers it within these seconds and bytes.
 
-    Raises Failed, and CheckerError where the service refuses the request.
+    Raises Failed, and CheckerError if the service refuses the request.
     """
     import aiohttp  # takes longer than all else that the registry imports with this module
 
-    headers = {"Content-Type": "application/json"} | ({HEADER: session} if session else {})
+    headers = {"Content-Type": "application/json"}
+    if session:
+        headers[HEADER] = session
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(seconds)) as client,
@@ -141,7 +162,7 @@ async def post(
     if answer.status != 200:
         raise CheckerError(f"the sandbox service at {url} refused a request: {shown}")
     try:
-        reply = json.loads(raw)
+        reply: Reply = json.loads(raw)
         if all(isinstance(reply[name], str) for name in FIELDS):
             return reply
     except (ValueError, RecursionError, LookupError, TypeError):
@@ -150,25 +171,28 @@ async def post(
 
 
 def forget(url: str, session: str) -> None:
-    """Ends a session there, if the service is not away."""
+    """Ends a session at the service, unless the service is away."""
     address = f"{url.rstrip('/')}/sessions/{session}"
     request = urllib.request.Request(address, headers={HEADER: session}, method="DELETE")
-    gone = contextlib.suppress(OSError, http.client.HTTPException)
-    with gone, directly(request, GRACE):
+    with contextlib.suppress(OSError, http.client.HTTPException), directly(request, GRACE):
         pass
 
 
 def malformed(url: str) -> str:
-    """Why a URL is no address of a service; "" if it is one."""
+    """Returns why a URL is no address of a service; "" if it is one."""
     return "" if is_address(url) else f"services.sandbox_url = {url!r}, expected http://HOST:PORT"
 
 
 @functools.cache  # it is asked for every row
 def problem(url: str) -> str:
-    """Why no program could run there; "" where it answers. A service may start beside this run."""
+    """Returns why no program could run at the service; "" if it answers in time.
+
+    Waits STARTS seconds, as the service may be starting along with this run.
+    """
     address = f"{url.rstrip('/')}/health"
     until = time.monotonic() + STARTS
-    why, waited = "", False
+    why = ""
+    waited = False
     while time.monotonic() < until:
         try:
             with directly(address, GRACE / 3):

@@ -1,12 +1,12 @@
-"""Python sessions in the sandbox: code comes in pieces, and finds what the pieces before it made.
+"""Runs Python sessions in the sandbox: code comes in pieces, and finds the names of earlier pieces.
 
-    Host --starts--> zygote in bubblewrap, numpy, sympy and rdkit imported as far as there
+    Host --starts--> zygote in bubblewrap, with numpy, sympy and rdkit if they are installed
     each session:    zygote --forks--> room: namespaces, folders and a connection of its own
 
-A session is one process (envs/sandbox/interpreter.py). Between two pieces it stands still, and what
-they started beside it is dead. It ends with its `async with`, also where that is cancelled. As many
-pieces run at once as there are processors. Where the kernel forbids rooms, each session has a
-sandbox of its own; where services.sandbox is "http", it is one of that service.
+A session is one process (envs/sandbox/interpreter.py). Between two pieces it is stopped, and other
+processes that they started are dead. It ends with its `async with`, even if that is cancelled. At
+most one piece per processor runs at once. If the kernel forbids rooms, each session has a sandbox
+of its own; if services.sandbox is "http", it is a session of that service.
 """
 
 import asyncio
@@ -31,10 +31,10 @@ LOST = "The interpreter was restarted: what it knew is lost."
 
 
 class Host:
-    """A process in the sandbox that makes sessions. Raises CheckerError where it does not start."""
+    """A process in the sandbox that makes sessions. Raises CheckerError if it does not start."""
 
     shared: dict[Limits, "Host"] = {}
-    rooms = True  # whether the kernel lets a sandbox make namespaces in it
+    rooms = True  # False once the kernel has refused namespaces inside a sandbox
 
     def __init__(self, limits: Limits) -> None:
         self.contained = sandbox.isolates() == "bubblewrap"
@@ -54,7 +54,7 @@ class Host:
 
     @classmethod
     def of(cls, limits: Limits) -> "Host":
-        """The one for all sessions with these limits; a new one where each needs its own."""
+        """Returns the host of all sessions with these limits; a new one if each needs its own."""
         host = cls.shared.get(limits)
         if host and host.process.poll() is None:
             return host
@@ -66,16 +66,16 @@ class Host:
         return host
 
     def connect(self) -> socket.socket:
-        """A connection to a new session."""
+        """Returns a connection to a new session."""
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         ours.setblocking(False)
-        with theirs, contextlib.suppress(OSError):  # where it has died, no greeting will come
+        with theirs, contextlib.suppress(OSError):  # if it has died, no greeting will come
             socket.send_fds(self.door, [b"."], [theirs.fileno()])
         return ours
 
     def close(self) -> str:
-        """Ends it with all its sessions; returns the end of its stderr."""
+        """Ends the process with all its sessions; returns the end of its stderr."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -95,8 +95,8 @@ class Session:
         self.host: Host | None = None
         self.connection: socket.socket | None = None
         self.pid = 0  # of its process, as this process's namespace counts
-        self.handle = -1  # of the same process, even if its number is given to another
-        self.name = ""  # its name at the service
+        self.handle = -1  # pidfd of the same process, even if its pid is reused
+        self.name = ""  # of the session at the service
 
     async def __aenter__(self) -> "Session":
         return self
@@ -105,9 +105,9 @@ class Session:
         await self.close()
 
     async def run(self, code: str) -> str:
-        """The text that a piece of code prints, or why it was ended.
+        """Runs a piece of code; returns the text that it prints, or why it was ended.
 
-        That is at most `limits.output` characters. Raises CheckerError where it could not run.
+        The text has at most `limits.output` characters. Raises CheckerError if it could not run.
         """
         if current().sandbox == "http":
             return await self.served(code)
@@ -132,7 +132,7 @@ class Session:
             return await self.restarted(ended)
 
     async def restarted(self, ended: str) -> str:
-        """Ends a broken session; returns why. Raises CheckerError unless its code broke it."""
+        """Ends a broken session; returns why. Raises CheckerError unless its own code broke it."""
         assert self.host
         with contextlib.suppress(subprocess.TimeoutExpired):
             await in_thread(self.host.process.wait, TICK / 10)
@@ -140,14 +140,12 @@ class Session:
         await self.close()
         if ended == "time":
             return f"Timed out after {self.limits.seconds:g} s. {LOST}"
-        return (
-            f"Used too much: {ended}. {LOST}"
-            if ended
-            else f"The code ended the interpreter. {LOST}"
-        )
+        if ended:
+            return f"Used too much: {ended}. {LOST}"
+        return f"The code ended the interpreter. {LOST}"
 
     async def ask(self, code: str) -> str | None:
-        """The text that the code has printed; None where the session died or broke the protocol."""
+        """Returns the text that the code prints, or None if the session dies or is malformed."""
         assert self.connection
         loop = asyncio.get_running_loop()
         text = bytearray()
@@ -160,12 +158,14 @@ class Session:
                 if text.endswith(b"\n"):
                     answer = json.loads(text)
                     received = str(answer["output"])[: self.limits.output]
-                    return (received + CUT if answer["cut"] else received).strip("\n").rstrip()
+                    if answer["cut"]:
+                        received += CUT
+                    return received.strip("\n").rstrip()
         return None
 
     async def start(self) -> None:
-        """Connects to a new session. Raises CheckerError where none starts."""
-        await in_thread(sandbox.own_packages)  # which asks a process, once
+        """Connects to a new session. Raises CheckerError if none starts."""
+        await in_thread(sandbox.own_packages)  # starts a process the first time
         host = self.host = Host.of(self.limits)
         self.connection = host.connect()
         received = await self.greeting()
@@ -185,7 +185,7 @@ class Session:
         raise CheckerError(f"the sandbox's Python did not start a session: {why or 'it is dead'}")
 
     async def greeting(self) -> bytes:
-        """The first bytes of a new session, with its process; empty where none came in time."""
+        """Returns the first bytes of a new session, and notes its pid; empty if they are late."""
         assert self.connection
         loop = asyncio.get_running_loop()
         came = asyncio.Event()
@@ -203,15 +203,16 @@ class Session:
         return received
 
     def send(self, number: int) -> None:
-        """Sends a signal to the session's process, which stands still while nothing runs."""
+        """Sends a signal to the session's process, which is stopped while nothing runs."""
         if self.host and self.host.contained:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self.handle, number)
 
     async def close(self) -> None:
-        """Ends the session, and all that it began."""
+        """Ends the session, and all processes that it began."""
         if self.name:
-            name, self.name = self.name, ""
+            name = self.name
+            self.name = ""
             await in_thread(service.forget, current().sandbox_url, name)
         if not self.host or not self.connection:
             return
@@ -228,15 +229,15 @@ class Session:
             await in_thread(self.host.close)
 
     async def served(self, code: str) -> str:
-        """The text that the service's session prints. Raises CheckerError."""
+        """Returns the text that the service's session prints. Raises CheckerError."""
         url = current().sandbox_url
         new = not self.name
         self.name = self.name or uuid.uuid4().hex
         reply = await service.execute(url, code, "ipython", "", self.limits, self.name)
-        status, out, errors = (reply[name] for name in service.FIELDS)
-        # "Session error" is what the service says where it, and not the code, failed.
-        if status not in ("completed", "error", "timeout") or errors.startswith("Session error: "):
+        known = reply["process_status"] in ("completed", "error", "timeout")
+        # The service reports its own failures, not those of the code, as "Session error".
+        if not known or reply["stderr"].startswith("Session error: "):
             raise CheckerError(f"the sandbox service at {url} answered {str(reply)[:200]}")
-        received = (out + errors).rstrip()
+        received = (reply["stdout"] + reply["stderr"]).rstrip()
         lost = reply.get("new_session_created") and not new
         return f"{received}\n{LOST}" if lost else received

@@ -1,8 +1,8 @@
-"""A shell in a terminal of its own, in the sandbox: types keys and returns the screen.
+"""Runs a shell in a terminal of its own, in the sandbox: types keys and returns the screen.
 
-Each has a sandbox. Its first process (envs/sandbox/terminal_host.py) keeps the limits: processor
-time and memory of all its processes together, their number, and the size of its working folder. It
-ends with its `async with`, also where that is cancelled, and nothing of it is left.
+Each shell has a sandbox, whose first process (envs/sandbox/terminal_host.py) enforces the limits:
+processor time and memory of all its processes together, their number, and the size of its working
+folder. It ends with its `async with`, even if that is cancelled, and leaves nothing behind.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TypedDict
 
 from core.waits import in_thread
 from envs import get, require, services
@@ -24,15 +24,15 @@ from envs.sandbox.user_limit import FULL
 from envs.services import CheckerError
 
 TEXT = Path(__file__).with_name("terminal_host.py").read_text(encoding="utf-8")
-START = 60.0  # seconds that a terminal may take to start, or to answer late
+START = 60.0  # seconds for a terminal to start, or for an answer to be late
 PRINTED = 1 << 20  # bytes that the command of a check may print
 READY = "the folder is unpacked\n"
-# What tar says of a folder that cannot be unpacked anywhere: one made step by step can be so.
+# Errors of tar for a folder that cannot be unpacked anywhere, as one made step by step may be.
 OWN_FAULTS = ("No space left", "File name too long")
 # Sequences that move the cursor, choose colours, or name the window.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07?|[ -/]?[0-~])")
 
-# $1 is run in the working folder, which stdin holds; what is in .given goes over it.
+# Unpacks the working folder from stdin, copies the files in .given over it, and runs $1 in it.
 CHECK = f"""
 mkdir -p .given && mv .given /tmp/given && base64 -d | tar -x || exit
 echo {READY.strip()}
@@ -41,15 +41,23 @@ HOME=/tmp exec bash -c "$1" </dev/null
 """
 
 
+class Reply(TypedDict, total=False):
+    """An answer of envs/sandbox/terminal_host.py."""
+
+    screen: str
+    ended: str
+    size: int
+
+
 class Shell:
     """One shell, inside an `async with`; `files` (path -> text) are in its working folder."""
 
     def __init__(self, limits: Limits, files: dict[str, str]) -> None:
         self.limits = limits
         self.files = files
-        self.used = False  # whether anything was typed
+        self.used = False  # True once anything was typed
         self.ended = ""  # the limit that it has passed: "time" or "memory"
-        self.full = False  # whether its user had no room for all its processes
+        self.full = False  # True if its user had no room for all its processes
         self.process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> "Shell":
@@ -65,7 +73,7 @@ class Shell:
         await self.close()
 
     async def start(self) -> None:
-        """Starts the terminal. Raises CheckerError where there is none."""
+        """Starts the terminal. Raises CheckerError if it does not start."""
         if sandbox.isolates() != "bubblewrap":
             raise CheckerError("a shell needs services.sandbox = 'bubblewrap'")
         limits = self.limits
@@ -79,43 +87,47 @@ class Shell:
             bounds = {"seconds": limits.seconds, "memory": limits.memory, "output": limits.output}
             command = [*sandbox.wrapped(limits, files=given), "--as-pid-1"]
             command += ["--seccomp", str(filter)] if sandbox.CALLS else []
-            command += ["prlimit"]
-            command += [f"--nproc={limits.processes}", *sandbox.python(), "-c", TEXT]
-            options: dict[str, Any] = {"pass_fds": passed, "limit": 1 << 20}
-            self.process = await sandbox.start([*command, json.dumps(bounds)], **options)
+            command += ["prlimit", f"--nproc={limits.processes}"]
+            command += [*sandbox.python(), "-c", TEXT, json.dumps(bounds)]
+            self.process = await sandbox.start(command, pass_fds=passed, limit=1 << 20)
         await self.answer(START)
 
     async def type(self, keys: str, seconds: float) -> str:
-        """The text that the terminal shows after these keys, within at most this many seconds.
+        """Types keys, and returns the text that the terminal shows within `seconds`.
 
-        It shows no more once the shell asks for another command. Raises CheckerError.
+        The text ends early once the shell asks for another command. Raises CheckerError.
         """
-        return await self.ask({"keys": keys, "seconds": seconds})
+        return await self.ask({"keys": keys, "seconds": seconds}, seconds)
 
     async def run(self, command: str, seconds: float) -> str:
-        """The text that the terminal shows of a command within `seconds`. Raises CheckerError."""
-        return await self.ask({"command": command, "seconds": seconds})
+        """Runs a command, and returns the text that the terminal shows within `seconds`.
 
-    async def ask(self, request: dict[str, Any]) -> str:
-        """The text that the terminal shows."""
+        Raises CheckerError.
+        """
+        return await self.ask({"command": command, "seconds": seconds}, seconds)
+
+    async def ask(self, request: Mapping[str, str | float], seconds: float) -> str:
+        """Sends a request that takes `seconds`, and returns the text that the terminal shows."""
         if self.ended:
             return ""
         self.used = True
         self.send(request)
-        reply = await self.answer(request["seconds"] + START)
+        reply = await self.answer(seconds + START)
         self.ended = reply["ended"]
         text = ESCAPES.sub("", reply["screen"])
         return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
 
     def seen(self, shown: str) -> str:
-        """The part of the terminal's text that the policy sees."""
+        """Returns the part of the terminal's text that the policy sees."""
         shown = shortened(shown, self.limits.output)
-        return f"{shown}\n[the terminal was ended: too much {self.ended}]" if self.ended else shown
+        if self.ended:
+            return f"{shown}\n[the terminal was ended: too much {self.ended}]"
+        return shown
 
     async def pack(self) -> bytes | None:
-        """Ends all processes; returns a tar of the working folder, None if none could be made.
+        """Ends all processes; returns a tar of the working folder, or None if tar fails.
 
-        Raises CheckerError, also where a command may have been refused a process.
+        Raises CheckerError, also if a command may have been refused a process.
         """
         self.send({"pack": True})
         size = (await self.answer(START))["size"]
@@ -125,22 +137,22 @@ class Shell:
         async with self.late(START):
             return None if size < 0 else await self.process.stdout.readexactly(size)
 
-    def send(self, request: dict[str, Any]) -> None:
+    def send(self, request: Mapping[str, str | float]) -> None:
         """Sends a request, a line of JSON."""
         assert self.process and self.process.stdin
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
 
-    async def answer(self, seconds: float) -> dict[str, Any]:
-        """The answer to a request. Raises CheckerError where it does not come."""
+    async def answer(self, seconds: float) -> Reply:
+        """Returns the answer to a request. Raises CheckerError if it does not come."""
         assert self.process and self.process.stdout
         async with self.late(seconds):
             line = await self.process.stdout.readline()
-            reply: dict[str, Any] = json.loads(line)
+            reply: Reply = json.loads(line)
             return reply
 
     @contextlib.asynccontextmanager
     async def late(self, seconds: float) -> AsyncIterator[None]:
-        """Awaits; raises CheckerError where that takes longer, or fails."""
+        """Limits the time of the block. Raises CheckerError if it takes longer, or fails."""
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -149,22 +161,24 @@ class Shell:
             raise CheckerError(f"a terminal of the sandbox: {error!r}: {complaint}") from None
 
     async def close(self) -> str:
-        """Ends the terminal with all that it began; returns the end of its sandbox's stderr."""
+        """Ends the terminal and its processes; returns the end of its sandbox's stderr."""
         if not self.process:
             return ""
-        process, self.process = self.process, None
+        process = self.process
+        self.process = None
         await sandbox.kill(process)
-        return (await sandbox.end(process.stderr)).decode("utf-8", "replace").strip()[-500:]
+        errors = await sandbox.end(process.stderr)
+        return errors.decode("utf-8", "replace").strip()[-500:]
 
 
 async def said_after(
     folder: bytes, files: dict[str, str], command: str, limits: Limits
 ) -> str | None:
-    """The output of a command in a fresh sandbox, in a packed folder with `files` over its own.
+    """Runs a command in a fresh sandbox, in a packed folder with `files` over its own.
 
-    None where it passes a limit, or the folder is one that cannot be unpacked anywhere. Raises
-    CheckerError, also where unpacking fails for another reason. A command that a signal in SENT
-    has ended runs once more; where it ends so again, it is the folder's fault.
+    Returns its output, or None if it passes a limit, or if the folder cannot be unpacked anywhere.
+    Raises CheckerError, also if unpacking fails for another reason. A command ended by a signal in
+    SENT runs once more; if it ends so again, that is the folder's fault.
     """
     given = {f".given/{path}": text for path, text in files.items()}
     argv = ["bash", "-c", CHECK, "check", command]
@@ -175,19 +189,23 @@ async def said_after(
         if 128 - (ran.code or 0) not in SENT:
             break
     _, begun, output = ran.stdout.partition(READY)
-    if begun or ran.ended or any(fault in ran.stderr for fault in OWN_FAULTS):
-        return None if ran.ended or not begun else output
+    if ran.ended:
+        return None
+    if begun:
+        return output
+    if any(fault in ran.stderr for fault in OWN_FAULTS):
+        return None
     raise CheckerError(f"a folder cannot be unpacked: code {ran.code}: {ran.stderr[-300:]}")
 
 
 def shortened(text: str, most: int) -> str:
-    """The beginning and the end of a text."""
+    """Returns the beginning and the end of a text."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}\n[... output cut ...]\n{text[-half:]}"
 
 
 def check_files(holder: dict, at: str) -> None:
-    """Raises ValueError unless `files` are texts below the working folder."""
+    """Raises ValueError unless the holder's `files` are texts below the working folder."""
     files = get(holder, "files", dict | None, "an object: path -> text, or null", at) or {}
     for path, text in files.items():
         require(isinstance(text, str), f"{at}files.{path}", text, "the text of a file")
@@ -197,7 +215,7 @@ def check_files(holder: dict, at: str) -> None:
 
 
 def problem() -> str:
-    """Why no shell can be had, and how to mend it; "" for nothing."""
+    """Returns why no shell can be started, and how to fix it; "" if nothing prevents it."""
     backend = services.current().sandbox
     if backend != "bubblewrap":
         return f"services.sandbox = {backend!r}, expected 'bubblewrap'"

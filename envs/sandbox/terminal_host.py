@@ -1,13 +1,13 @@
 """Runs inside the sandbox, as its first process: a shell in a terminal, and its limits.
 
-envs/sandbox/shell.py hands this text to `python -c`: it may import the standard library alone.
+envs/sandbox/shell.py passes this text to `python -c`: it may import only the standard library.
 
     {"keys", "seconds"}     --> {"screen", "ended"}: the text that the terminal showed
     {"command", "seconds"}  --> the same, of a whole command
     {"pack": true}          --> {"size"}, then `size` bytes: a tar of /work once all others are dead
 
-No process in the sandbox can kill, stop or trace the first one. A shell that ends is followed by
-another. A process that passes a limit ends all of them, and `ended` names the limit.
+No process in the sandbox can kill, stop or trace the first one. A shell that ends is replaced by
+another. If a limit is passed, all processes are ended, and `ended` names the limit.
 """
 
 import contextlib
@@ -23,18 +23,27 @@ import subprocess
 import sys
 import termios
 import time
-from typing import Any
+from typing import TypedDict
 
 TICK = 0.25  # seconds between two looks at the processes
-SETTLE = 0.03  # seconds in which a prompt follows its notice
+SETTLE = 0.03  # seconds within which a prompt follows its notice
 NOTICE = 9  # the shell's descriptor on which it announces a prompt
 SHELL = ["bash", "--norc", "--noprofile", "--noediting", "-i"]
 COMMAND = "/tmp/.command"
 SIZE = struct.pack("HHHH", 40, 160, 0, 0)  # lines and columns of the terminal
 
 
+class Request(TypedDict, total=False):
+    """A request of envs/sandbox/shell.py."""
+
+    keys: str
+    command: str
+    seconds: float
+    pack: bool
+
+
 def main(seconds: float, memory: int, output: int) -> None:
-    """Serves requests until stdin ends; `seconds` of processor time and `memory` for all."""
+    """Serves requests until stdin ends; `seconds` of CPU and `memory` are for all processes."""
     assert os.getpid() == 1, "kill(-1) must mean the sandbox"
     os.chdir("/")
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
@@ -44,7 +53,7 @@ def main(seconds: float, memory: int, output: int) -> None:
     while True:
         while not select.select([0], [], [], 4 * TICK)[0]:
             terminal.look()
-        request: dict[str, Any] = json.loads(sys.stdin.readline() or "{}")
+        request: Request = json.loads(sys.stdin.readline() or "{}")
         if not request:
             return
         if "pack" in request:
@@ -59,22 +68,24 @@ def main(seconds: float, memory: int, output: int) -> None:
 
 
 def sourced(command: str) -> str:
-    """The line by which the shell runs a command of many lines as one."""
+    """Returns the line that makes the shell run a command of many lines as one."""
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(COMMAND)
         with open(COMMAND, "x", encoding="utf-8", errors="replace") as file:
             file.write(command)
-    except OSError:  # such as where the disk is full
+    except OSError:  # such as a full disk
         return f"{command}\n"
     return f". {COMMAND}\n"
 
 
 class Terminal:
-    """A terminal, its shell, and the time and memory that all processes of the sandbox used."""
+    """A terminal, its shell, and the limits on time and memory of all processes of the sandbox."""
 
     def __init__(self, seconds: float, memory: int, output: int) -> None:
-        self.seconds, self.memory, self.output = seconds, memory, output
+        self.seconds = seconds
+        self.memory = memory
+        self.output = output
         self.ended = ""
         self.looked = 0.0
         self.notices, self.notice = os.pipe()
@@ -93,9 +104,9 @@ class Terminal:
         os.set_blocking(self.tty, False)
 
     def type(self, keys: bytes, seconds: float) -> bytes:
-        """The text that the terminal shows until `seconds` are over, or all keys have had a prompt.
+        """Types keys, and returns the text shown until `seconds` are over or all had a prompt.
 
-        Of much output its beginning and its end.
+        Long output is reduced to its beginning and its end.
         """
         with contextlib.suppress(BlockingIOError):
             os.read(self.notices, 1 << 16)
@@ -116,7 +127,7 @@ class Terminal:
         return bytes(shown)
 
     def asked(self) -> int:
-        """The number of prompts since the last call."""
+        """Returns the number of prompts since the last call."""
         with contextlib.suppress(BlockingIOError):
             return len(os.read(self.notices, 4096))
         return 0
@@ -128,14 +139,15 @@ class Terminal:
         return keys
 
     def read(self) -> bytes:
-        """The new text of the terminal; where its shell has ended or left, another one starts."""
+        """Returns the new text of the terminal; starts another shell if its shell ended or left."""
         gone = self.gone()
         try:
             part = os.read(self.tty, 1 << 14)
         except BlockingIOError:
             part = b""
         except OSError:  # no process has it open
-            part, gone = b"", True
+            part = b""
+            gone = True
         if not gone:
             return part
         os.close(self.tty)
@@ -144,27 +156,32 @@ class Terminal:
         return part + b"\n[the shell has ended with all that it began, and another begins]\n"
 
     def gone(self) -> bool:
-        """Whether the shell has ended; reaps all ended processes, as they become its children."""
+        """Returns whether the shell has ended; reaps all ended processes of the sandbox."""
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
-                self.shell *= pid != self.shell
+                if pid == self.shell:
+                    self.shell = 0
         return not self.shell
 
     def look(self) -> None:
-        """Ends all processes where they used too much."""
+        """Ends all processes if they have used too much."""
         now = time.monotonic()
         if now - self.looked < TICK or self.ended:
             return
         self.looked = now
         self.gone()
-        ran, used = 0.0, 0
+        ran = 0.0
+        used = 0
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError, IndexError, ValueError):
                 with open(f"/proc/{pid}/stat") as file:
                     fields = file.read().rpartition(")")[2].split()
                 ran += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
                 used += int(fields[21]) * os.sysconf("SC_PAGESIZE")
-        self.ended = "time" if ran > self.seconds else "memory" if used > self.memory else ""
+        if ran > self.seconds:
+            self.ended = "time"
+        elif used > self.memory:
+            self.ended = "memory"
         if self.ended:
             kill()
 
@@ -179,13 +196,13 @@ def kill() -> None:
 
 
 def pack() -> None:
-    """Sends the size of a tar of the working folder, then the tar; size -1 where none is made."""
+    """Sends the size of a tar of the working folder, then the tar; size -1 if tar fails."""
     kill()
     tar = os.memfd_create("tar")
     quiet = subprocess.DEVNULL
     subprocess.run(["chmod", "-R", "u+rwX", "/work"], stderr=quiet, check=False)
     made = subprocess.run(["tar", "-c", "-C", "/work", "."], stdout=tar, stderr=quiet, check=False)
-    if made.returncode == -signal.SIGKILL:  # from outside, as nothing else lives here
+    if made.returncode == -signal.SIGKILL:  # sent from outside, as nothing else lives here
         sys.exit("tar was killed")
     size = -1 if made.returncode else os.fstat(tar).st_size
     print(json.dumps({"size": size}), flush=True)
