@@ -1,1 +1,1 @@
-"""Agents that a server of NeMo-Gym, or of the library verifiers, has."""
+"""Agents on a server of NeMo-Gym, or of the library verifiers."""

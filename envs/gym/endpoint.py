@@ -1,23 +1,23 @@
-"""The policy as a server of OpenAI's protocol, for programs that hold conversations themselves.
+"""Serves the policy by OpenAI's protocol, for programs that hold conversations themselves.
 
     program --> POST http://HOST:PORT/GUEST/v1/chat/completions --> the Sampler of that episode
 
 Each rollout worker listens at a port of its own, and each episode has an address of its own. A
-program that needs one address for all episodes when it starts gets that of a router, which passes
-each request on to the address in the request's `metadata["policy"]`:
+program that needs one address for all episodes at its start gets the address of a router, which
+forwards each request to the address in the request's `metadata["policy"]`:
 
     python -m envs.gym.endpoint PORT [HOST]
 
-Where a request repeats the policy's answers, it goes on from the ids that were sampled. Of earlier
-messages only role, content, calls and the id of a result are compared, as programs drop thoughts
+If a request repeats the policy's answers, it continues from the ids that were sampled. Only role,
+content, calls and the id of a result are compared in earlier messages, as programs drop thoughts
 and trim texts. The run decides how to sample: temperature, `tool_choice`, `response_format` and the
-like are not read, as a forced answer is not the policy's own. A shorter `max_tokens` is kept.
+like are not read, as a forced answer is not the policy's own. A shorter `max_tokens` is honoured.
 Several answers (n) and stop words are refused. A stream has the whole answer in one event.
 
-A request for `logprobs` gets the policy's own, of tokens that are called `token_id:N`. A request
-with `return_token_ids` or `return_tokens_as_token_ids` gets prompt_token_ids, generation_token_ids
-and generation_log_probs in the message, as NeMo-Gym does, and `versions` beside it. Nothing that is
-trained on takes this way: an episode is made of the turns that its own sampler saw.
+A request for `logprobs` gets the policy's own; its tokens are named `token_id:N`. A request with
+`return_token_ids` or `return_tokens_as_token_ids` gets prompt_token_ids, generation_token_ids and
+generation_log_probs in the message, as in NeMo-Gym, and `versions` next to it. The training data
+does not take this way: an episode is made of the turns that its own sampler saw.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 
 import aiohttp
 from aiohttp import web
 
-from envs import require
+from envs import Json, require
 from rollout.chat import NoRoom, Said
 from rollout.messages import chat, check_items, check_tools
 
@@ -46,10 +46,33 @@ if TYPE_CHECKING:
 MODEL = "policy"
 LARGEST = 1 << 30  # bytes of a request
 ADDRESS = re.compile(r"http://[\w.:\[\]-]+/[0-9a-f]{32}/v1")
-# Values that some requests have here; any other is refused.
+# The only accepted values of these fields.
 ALLOWED: dict[str, tuple] = {"n": (None, 1), "stop": (None, "", [])}
 IDS = ("return_token_ids", "return_tokens_as_token_ids")
-ENDPOINTS: weakref.WeakKeyDictionary[Any, "asyncio.Task[Endpoint]"] = weakref.WeakKeyDictionary()
+ENDPOINTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, "asyncio.Task[Endpoint]"] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Choice(TypedDict):
+    """The one answer in a chat completion."""
+
+    index: int
+    message: dict
+    finish_reason: str
+    logprobs: NotRequired[dict[str, list[Json]]]
+    versions: NotRequired[list[int]]
+
+
+class Completion(TypedDict):
+    """The answer to a chat request."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: dict[str, int]
 
 
 class Asked(NamedTuple):
@@ -61,7 +84,7 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(cls, body: Any) -> "Asked":
-        """Raises ValueError naming field, value and expectation for what is no request."""
+        """Reads a request. Raises ValueError naming field, value and expectation if it is none."""
         require(isinstance(body, dict), "the request", body, "a JSON object")
         for name, allowed in ALLOWED.items():
             require(body.get(name) in allowed, name, body.get(name), repr(allowed[-1]))
@@ -74,32 +97,35 @@ class Asked(NamedTuple):
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         require(isinstance(limit, int | None), "max_tokens", limit, "a number of tokens")
         require(limit is None or limit > 0, "max_tokens", limit, "1 or more")
-        bare = [tool.get("function", tool).items() for tool in tools or ()]
-        made = [{k: v for k, v in items if k not in ("type", "strict")} for items in bare]
-        offered = [{"type": "function", "function": one} for one in made]
+        offered = []
+        for tool in tools or ():
+            items = tool.get("function", tool).items()
+            function = {key: value for key, value in items if key not in ("type", "strict")}
+            offered.append({"type": "function", "function": function})
         return cls(chat(messages), offered or None, limit)
 
 
 class Guest:
-    """An episode; its conversations are held by another program."""
+    """An episode whose conversations are held by another program."""
 
     def __init__(self, sampler: "Sampler", url: str) -> None:
         self.sampler = sampler
         self.sampling = sampler.sampling
         self.url = url  # the address that the program gets
         self.turns: list[Turn] = []
-        self.said: list[Said] = []  # after each turn
-        self.full: NoRoom | None = None  # for a prompt that had none
-        self.refused = ""  # why a request was, for another reason
-        self.left = False  # the client of the last request did not wait for the answer
+        self.said: list[Said] = []  # the conversation after each turn
+        self.full: NoRoom | None = None  # raised for a prompt that had no room
+        self.refused = ""  # why a request was refused, for another reason
+        self.left = False  # True if the client of the last request did not wait for the answer
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: set[asyncio.Task | None] = set()  # under way
         self.asking = asyncio.Lock()
 
     async def answer(self, asked: Asked) -> "Turn":
-        """The policy's next turn; calls are answered one after the other. Raises NoRoom."""
+        """Returns the policy's next turn; answers one call after the other. Raises NoRoom."""
         async with self.asking:
-            self.sampler.said = said = self.before(asked)
+            said = self.before(asked)
+            self.sampler.said = said
             known = said.messages if said else []
             longest = self.sampling.max_response_tokens
             most = min(asked.max_tokens or longest, longest)
@@ -113,12 +139,12 @@ class Guest:
             return turn
 
     def before(self, asked: Asked) -> Said | None:
-        """The longest conversation of this episode that a request goes on from."""
-        told = [meant(message) for message in asked.messages]
-        latest = reversed(self.said)  # of two that read the same
-        for said in sorted(latest, key=lambda said: -len(said.messages)):
+        """Returns the longest conversation of this episode that a request continues, or None."""
+        repeated = [meant(message) for message in asked.messages]
+        latest_first = reversed(self.said)  # for conversations of the same length
+        for said in sorted(latest_first, key=lambda said: -len(said.messages)):
             known = [meant(message) for message in said.messages]
-            if said.tools == asked.tools and told[: len(known)] == known:
+            if said.tools == asked.tools and repeated[: len(known)] == known:
                 return said
         return None
 
@@ -129,64 +155,73 @@ class Guest:
             self.failed.exception()  # or asyncio would warn that the error was never read
 
 
-def silent(message: Any) -> Any:
-    """A message; content "" where the policy has written none, which programs repeat as null."""
-    says_nothing = isinstance(message, dict) and message.get("content") is None
-    is_ours = says_nothing and message.get("role") == "assistant"
-    return message | {"content": ""} if is_ours else message
+def silent(message: Json) -> Json:
+    """Returns a message, with content "" for an empty answer of the policy repeated as null."""
+    if not isinstance(message, dict) or message.get("role") != "assistant":
+        return message
+    if message.get("content") is not None:
+        return message
+    return message | {"content": ""}
 
 
 def meant(message: dict) -> tuple:
-    """The parts of a repeated message that are compared."""
+    """Returns the parts of a repeated message that count in a comparison."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     made = [(call["name"], call["arguments"]) for call in calls]
     return message["role"], message["content"].strip(), made, message.get("tool_call_id")
 
 
-def completion(turn: "Turn", body: dict[str, Any]) -> dict[str, Any]:
-    """A turn as the answer to a chat request."""
+def completion(turn: "Turn", body: Mapping[str, Json]) -> Completion:
+    """Returns a turn as the answer to a chat request."""
     message = dict(turn.message)
     calls = []
     for call in message.pop("tool_calls", []):
-        # Programs end where arguments are no JSON. Those the message has as {}, for templates too.
+        # Programs break off if arguments are no JSON. The message has {} for such arguments, which
+        # templates need as well.
         function = call["function"]
         text = json.dumps(function["arguments"])
         calls.append(call | {"function": function | {"arguments": text}})
-    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "stop"}
+    choice: Choice = {"index": 0, "message": message, "finish_reason": "stop"}
     if calls:
         message["tool_calls"] = calls
         choice["finish_reason"] = "tool_calls"
     if turn.finish_reason == "length":
         choice["finish_reason"] = "length"
     if body.get("logprobs"):
-        known = zip(turn.token_ids, turn.logps, strict=True)
-        named = ({"token": f"token_id:{token}", "logprob": logp} for token, logp in known)
-        content = [one | {"bytes": None, "top_logprobs": []} for one in named]
+        content: list[Json] = []
+        for token, logp in zip(turn.token_ids, turn.logps, strict=True):
+            name = f"token_id:{token}"
+            content.append({"token": name, "logprob": logp, "bytes": None, "top_logprobs": []})
         choice["logprobs"] = {"content": content}
     if any(body.get(name) for name in IDS):
         message["prompt_token_ids"] = turn.prompt_ids
         message["generation_token_ids"] = turn.token_ids
         message["generation_log_probs"] = turn.logps
         choice["versions"] = turn.versions
-    read, written = len(turn.prompt_ids), len(turn.token_ids)
-    total = {"total_tokens": read + written}
+    read = len(turn.prompt_ids)
+    written = len(turn.token_ids)
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": str(body.get("model") or MODEL),
         "choices": [choice],
-        "usage": {"prompt_tokens": read, "completion_tokens": written} | total,
+        "usage": {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+        },
     }
 
 
-def streamed(made: dict[str, Any]) -> web.Response:
-    """An answer as a stream of one event."""
+def streamed(made: Completion) -> web.Response:
+    """Returns an answer as a stream of one event."""
     (choice,) = made["choices"]
     calls = choice["message"].get("tool_calls", [])
     delta = choice["message"] | {"tool_calls": [{"index": i} | c for i, c in enumerate(calls)]}
-    rest = {name: value for name, value in choice.items() if name != "message"}
-    chunk = made | {"object": "chat.completion.chunk", "choices": [rest | {"delta": delta}]}
+    part = {name: value for name, value in choice.items() if name != "message"}
+    part["delta"] = delta
+    chunk = {**made, "object": "chat.completion.chunk", "choices": [part]}
     text = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
     return web.Response(text=text, content_type="text/event-stream")
 
@@ -199,7 +234,7 @@ class Endpoint:
         self.url = ""
 
     async def start(self) -> "Endpoint":
-        """Listens at a free port of this node."""
+        """Listens at a free port of this node; returns itself."""
         import ray
 
         host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
@@ -231,7 +266,7 @@ class Endpoint:
         except asyncio.CancelledError:
             guest.left = True
             raise
-        except Exception as error:  # such as the death of an engine
+        except Exception as error:  # for example, the death of an engine
             guest.fail(error)
             return refusal(410, f"this episode has failed: {type(error).__name__}")
         finally:
@@ -240,10 +275,10 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def invited(sampler: "Sampler") -> AsyncIterator[Guest]:
-    """An episode in which programs talk to the policy, at `url`, as long as the block lasts."""
+    """Opens an episode in which programs talk to the policy at `url`, for the time of the block."""
     loop = asyncio.get_running_loop()
     started = ENDPOINTS.get(loop)
-    if not started or (started.done() and started.exception()):  # such as a lack of open files
+    if not started or (started.done() and started.exception()):  # such as too many open files
         ENDPOINTS[loop] = loop.create_task(Endpoint().start())
     endpoint = await asyncio.shield(ENDPOINTS[loop])
     name = uuid.uuid4().hex
@@ -259,7 +294,7 @@ async def invited(sampler: "Sampler") -> AsyncIterator[Guest]:
 
 async def listen(app: web.Application, host: str, port: int) -> int:
     """Serves as long as the process lives; returns the port."""
-    # The policy does not go on with an answer whose client has gone.
+    # Handlers are cancelled so that the policy stops an answer whose client has gone.
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, host, port, backlog=4096).start()
@@ -267,21 +302,21 @@ async def listen(app: web.Application, host: str, port: int) -> int:
 
 
 def refusal(status: int, message: str) -> web.Response:
-    """An error of OpenAI's protocol, with a status for which no client asks again."""
-    told = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
-    return web.json_response({"error": told}, status=status)
+    """Returns an error of OpenAI's protocol, with a status for which no client asks again."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
+    return web.json_response({"error": error}, status=status)
 
 
 async def models(request: web.Request) -> web.Response:
-    """The one model that there is."""
+    """Returns the list of models, which has the policy alone."""
     return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
 
 class Router:
-    """Passes requests on to the episodes that they belong to."""
+    """Forwards requests to the episodes that they belong to."""
 
     async def start(self, host: str, port: int) -> str:
-        """Listens; returns the address."""
+        """Starts to listen, and returns the address."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=20)
         every = aiohttp.TCPConnector(limit=0)
         self.session = aiohttp.ClientSession(connector=every, timeout=limits)
@@ -291,23 +326,24 @@ class Router:
         return f"http://{host}:{await listen(app, host, port)}/v1"
 
     async def pass_on(self, request: web.Request) -> web.Response:
-        """The episode's reply."""
+        """Forwards a request, and returns the episode's reply."""
         raw = await request.read()
         try:
             url = json.loads(raw)["metadata"]["policy"]
             require(ADDRESS.fullmatch(url), "metadata.policy", url, "the address of an episode")
         except (ValueError, TypeError, LookupError):
-            why = "the agent does not pass on metadata of its row"
-            return refusal(400, f"no metadata.policy: {why}")
+            return refusal(
+                400, "no metadata.policy: the agent does not pass on metadata of its row"
+            )
         headers = {"Content-Type": "application/json"}
         try:
             path = f"{url}/chat/completions"
             sent = self.session.post(path, data=raw, headers=headers, allow_redirects=False)
             async with sent as answer:
-                body, status = await answer.read(), answer.status
+                body = await answer.read()
         except (aiohttp.ClientError, OSError) as error:
             return refusal(410, f"the run of this episode is gone: {type(error).__name__}: {error}")
-        return web.Response(body=body, status=status, content_type="application/json")
+        return web.Response(body=body, status=answer.status, content_type="application/json")
 
 
 async def route(port: int, host: str = "127.0.0.1") -> None:

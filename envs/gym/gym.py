@@ -1,8 +1,8 @@
-"""NeMo-Gym's servers: the agents that they have, and one try of a row by one of them.
+"""Finds the agents of NeMo-Gym's servers, and lets an agent try a row.
 
-Its head server (`gym env start`, once `ng_run`) knows where each agent is served. Rows go to those
-themselves. An agent that has gone costs time: its rows wait, as those of a judge that is away
-(envs/judge/judge.py), and use up no attempt. It may come back at another port.
+NeMo-Gym's head server (`gym env start`, once `ng_run`) lists the address of each agent. Rows go to
+the agents directly. An agent that is gone costs time: its rows wait, like those of a judge that is
+away (envs/judge/judge.py), and use up no attempt. It may come back at another port.
 """
 
 import asyncio
@@ -16,26 +16,27 @@ import urllib.error
 import urllib.request
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import yaml
 
 from core.http import directly
-from envs import services
+from envs import Json, services
 from envs.judge.judge import Failed, Server, pause
 from envs.services import Away, CheckerError, Report
 
 SECONDS = 5.0  # seconds that a head server may take to list its agents
 SHOWN = 300  # characters of an error
-ABSENT: dict[str, Callable[[], str]] = {}  # need -> why its agent is away
-SERVING: weakref.WeakKeyDictionary[Any, dict[str, "Agent"]] = weakref.WeakKeyDictionary()
+ABSENT: dict[str, Callable[[], str]] = {}  # need -> returns why its agent is away
+SERVING: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, "Agent"]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def agents(head: str) -> dict[str, str]:
-    """The address of each agent that a head server knows.
+    """Returns the address of each agent that a head server lists.
 
-    Raises OSError where it does not answer, ValueError where it is no head server.
+    Raises OSError if it does not answer, ValueError if it is no head server.
     """
     try:
         with directly(f"{head}/global_config_dict_yaml", SECONDS) as answer:
@@ -57,9 +58,9 @@ def agents(head: str) -> dict[str, str]:
 
 
 def place(agent: str) -> str:
-    """The address of an agent at the first head server that has it.
+    """Returns the address of an agent at the first head server that has it.
 
-    Raises OSError where one without an answer may have it, ValueError where none has it.
+    Raises OSError if a server that does not answer may have it, ValueError if no server has it.
     """
     found: dict[str, str] = {}
     silent: OSError | None = None
@@ -76,31 +77,35 @@ def place(agent: str) -> str:
 
 
 def need(agent: str) -> services.Need:
-    """The need for a server that has an agent."""
+    """Returns the Need for a server that has an agent."""
     return services.Need(f"nemo_gym.{agent}", functools.partial(problem, agent))
 
 
 def problem(agent: str) -> str:
-    """Why an agent could try no row, and how to mend it; "" if it could."""
+    """Returns why an agent could try no row, and how to fix it; "" if it could."""
     return _problem(agent, services.current().nemo_gym)
 
 
 @functools.cache  # it is asked for every row
 def _problem(agent: str, heads: tuple[str, ...]) -> str:
-    shown = f"services.nemo_gym = {heads!r}"
     try:
         place(agent)
     except OSError as error:
-        return f"{shown}: {error}; expected a head server that runs (docs/environments.md)"
+        return (
+            f"services.nemo_gym = {heads!r}: {error}; "
+            "expected a head server that runs (docs/environments.md)"
+        )
     except ValueError as error:
-        return f"{shown}: {error}; expected a server that was started with it"
+        return f"services.nemo_gym = {heads!r}: {error}; expected a server that was started with it"
     return ""
 
 
-async def run(agent: str, row: dict[str, Any], failed: asyncio.Future[None]) -> dict[str, Any]:
-    """The result of an agent's try of a row: the row, `response`, `reward` and more.
+async def run(
+    agent: str, row: Mapping[str, Json], failed: asyncio.Future[None]
+) -> Mapping[str, Json]:
+    """Lets an agent try a row, and returns the result: the row, `response`, `reward` and more.
 
-    Raises Away, CheckerError where the try failed, and at once what `failed` raises.
+    Raises Away, CheckerError if the try failed, and at once the exception of `failed`.
     """
     known = SERVING.setdefault(asyncio.get_running_loop(), {})
     return await known.setdefault(agent, Agent(agent)).run(row, failed)
@@ -112,13 +117,15 @@ class Agent:
     def __init__(self, name: str) -> None:
         self.name = name
         self.server: Server | None = None
-        self.why = ""  # it is away
+        self.why = ""  # the reason why it is away
         self.away_since = 0.0
         self.keeper: asyncio.Task | None = None  # while it is away
         self.looking = asyncio.Lock()
 
-    async def run(self, row: dict[str, Any], failed: asyncio.Future[None]) -> dict[str, Any]:
-        """The result of its try of a row."""
+    async def run(
+        self, row: Mapping[str, Json], failed: asyncio.Future[None]
+    ) -> Mapping[str, Json]:
+        """Lets the agent try a row, and returns the result."""
         if not self.server:
             await self.returns("it was not asked before")
         server = self.server
@@ -126,8 +133,11 @@ class Agent:
         call = asyncio.ensure_future(server.request("POST", "run", services.limits().seconds, row))
         try:
             while not call.done():
-                limits: dict[str, Any] = {"timeout": services.patience()}
-                await asyncio.wait([call, failed], return_when=asyncio.FIRST_COMPLETED, **limits)
+                await asyncio.wait(
+                    [call, failed],
+                    timeout=services.patience(),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
                 if failed.done():
                     failed.result()
                 if not await self.lives(server, time.monotonic() - services.patience()):
@@ -143,17 +153,18 @@ class Agent:
             call.cancel()
 
     async def lives(self, server: Server, since: float) -> bool:
-        """Whether a server has answered since then, or does so now."""
-        async with self.looking:  # one looks for all
+        """Returns whether a server has answered since then, or does so now."""
+        async with self.looking:  # one call asks for all
             if server.answered < since:
                 with contextlib.suppress(Failed, CheckerError):
                     await server.request("GET", "", services.patience())
             return server.answered >= since
 
     async def returns(self, why: str) -> None:
-        """Waits until the agent is there. Raises Away when a call would have taken as long."""
+        """Waits until the agent is back. Raises Away after the longest time of a call."""
         if self.keeper is None:
-            self.why, self.away_since = why, time.monotonic()
+            self.why = why
+            self.away_since = time.monotonic()
             self.keeper = asyncio.create_task(self.keep())
         try:
             await asyncio.wait_for(asyncio.shield(self.keeper), services.limits().seconds)
@@ -176,7 +187,7 @@ class Agent:
             self.keeper = None
 
     async def found(self) -> Server | None:
-        """The agent's address by the head servers; None where they have none."""
+        """Returns the agent's server, as the head servers list it; None if they do not."""
         try:
             return Server(await asyncio.to_thread(place, self.name))
         except (OSError, ValueError) as error:
@@ -184,12 +195,12 @@ class Agent:
             return None
 
     def state(self) -> str:
-        """For how long it is away, and why."""
+        """Returns for how long it has been away, and why."""
         return f"for {time.monotonic() - self.away_since:.0f} s: {self.why}"
 
 
 def report() -> Report:
-    """The agents that are away."""
+    """Returns the agents that are away."""
     return Report({need: state() for need, state in ABSENT.items()}, Counter())
 
 

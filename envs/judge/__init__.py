@@ -1,1 +1,1 @@
-"""Models that judge answers: the client, its addresses, and what a verdict looks like."""
+"""Models that judge answers: the client, its addresses, prompts and verdicts."""

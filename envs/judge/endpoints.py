@@ -1,7 +1,8 @@
-"""Where judges are served: what the configuration may say of it, and what is missing.
+"""Finds the addresses of judges, and checks their configuration before a run.
 
-No address may be there when a run starts: launch/judges.sh adds each to the file that JUDGES_FILE
-names, as "NAME http://HOST:PORT/v1", once the server answers. A big model takes half an hour.
+There may be no address yet when a run starts: launch/judges.sh adds each one to the file that
+JUDGES_FILE names, as "NAME http://HOST:PORT/v1", once the server answers. A big model takes half an
+hour.
 """
 
 import contextlib
@@ -9,43 +10,49 @@ import functools
 import json
 import os
 import urllib.error
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from core.http import directly
+from envs import Json
 from envs.judge import prompts
 from settings.environment_services import is_address
 
 VARIABLES = ("JUDGES_FILE", "JUDGES", "JUDGE_NODES")  # of launch/grpo.sbatch
-SECONDS = 5.0  # that a server may take to say what it serves, before a run starts
+SECONDS = 5.0  # that a server may take to list its models, before a run starts
 
 
-def addresses(name: str, judge: dict[str, Any]) -> list[str]:
-    """Where a judge is served: by its configuration or, without a url, by JUDGES_FILE."""
+def addresses(name: str, judge: Mapping[str, Json]) -> list[str]:
+    """Returns the addresses of a judge in its configuration or, without a url, in JUDGES_FILE."""
     urls = judge.get("url") or []
-    found = urls if isinstance(urls, list) else [urls]
+    found = list(urls) if isinstance(urls, list) else [urls]
     if not found:
         lines = text_of(os.environ.get("JUDGES_FILE")).rpartition("\n")[0].splitlines()
         pairs = [line.split() for line in lines]
         found = [pair[1] for pair in pairs if len(pair) == 2 and pair[0] == name]
-    return list(dict.fromkeys(url.rstrip("/") for url in found if is_address(url)))
+    good = [url.rstrip("/") for url in found if isinstance(url, str) and is_address(url)]
+    return list(dict.fromkeys(good))
 
 
 def text_of(path: str | None) -> str:
-    """The text of a file; "" where there is none yet."""
+    """Returns the text of a file; "" if it does not exist yet."""
     with contextlib.suppress(OSError):
         return Path(path or "").read_text(encoding="utf-8", errors="replace")
     return ""
 
 
-def problem(name: str, judge: dict[str, Any]) -> str:
-    """Why a run could not ask a judge, and how to mend it; "" for nothing.
+def problem(name: str, judge: Mapping[str, Json]) -> str:
+    """Returns why a run could not ask a judge, and how to fix it; "" if nothing prevents it.
 
-    A server that does not answer is none: the run waits for it. One that answers must serve it.
+    A server that does not answer is no problem: the run waits for it. A server that answers must
+    serve the judge's model.
     """
-    if (path := judge.get("prompts")) and (wrong := prompts.problem(path)):
-        return f"services.judges[{name!r}]['prompts']: {wrong}"
+    path = judge.get("prompts")
+    if isinstance(path, str) and path:
+        wrong = prompts.problem(path)
+        if wrong:
+            return f"services.judges[{name!r}]['prompts']: {wrong}"
     return _problem(name, json.dumps(judge), *(os.environ.get(key, "") for key in VARIABLES))
 
 
@@ -58,23 +65,29 @@ def _problem(name: str, judge: str, file: str, served: str, nodes: str) -> str:
             return next(filter(None, answers), "")
     lines = (text_of(served) or served).splitlines()
     names = [line.split()[0] for line in lines if line.strip()]
-    comes = bool(file) or nodes not in ("", "0")  # with a job that has yet to be submitted, perhaps
+    comes = bool(file) or nodes not in ("", "0")  # perhaps with a job that is not submitted yet
     if comes and (name in names or not names):
         return ""
     lacks = "JUDGES has no line for it" if comes else "neither JUDGES_FILE nor JUDGE_NODES is set"
-    url = f"services.judges = {{{name!r}: {{'url': 'http://HOST:PORT/v1'}}}}"
-    return f"no url, and {lacks}: expected {url}, or `{name} MODEL GPUS` in JUDGES (docs/judges.md)"
+    return (
+        f"no url, and {lacks}: expected services.judges = "
+        f"{{{name!r}: {{'url': 'http://HOST:PORT/v1'}}}}, "
+        f"or `{name} MODEL GPUS` in JUDGES (docs/judges.md)"
+    )
 
 
 def unserved(url: str, model: str) -> str:
-    """What is wrong with a server that answers; "" for nothing, or for one that does not answer."""
+    """Returns the error of a server that answers; "" if it is fine, or does not answer."""
     try:
         with directly(f"{url}/models", SECONDS) as answer:
             served = [entry["id"] for entry in json.loads(answer.read())["data"]]
     except urllib.error.HTTPError as error:
-        starts = error.code in (408, 429) or error.code >= 500
-        expected = "expected a server of OpenAI's protocol, as vLLM's"
-        return "" if starts else f"GET {url}/models: status {error.code}, {expected}"
+        if error.code in (408, 429) or error.code >= 500:  # it may still be starting
+            return ""
+        return (
+            f"GET {url}/models: status {error.code}, "
+            "expected a server of OpenAI's protocol, as vLLM's"
+        )
     except OSError:
         return ""
     except (ValueError, TypeError, LookupError):

@@ -1,15 +1,15 @@
-"""One client for the models that judge answers: servers that speak OpenAI's protocol, as vLLM does.
+"""Asks models to judge answers, on servers that speak OpenAI's protocol, as vLLM does.
 
     ask --> Judge, one for each name --> the least busy Server that takes calls --> its model
 
 A server that fails FAILURES times in a row takes no calls until it answers a probe; there is one
-probe at a time. Where that is so for all servers of a judge, the judge is away: its calls wait. No
-failure is a verdict. A call that has waited for `timeouts.rollout` raises Away, and the dispatcher
-has the group tried again for as long as that takes (runtime/rollouts/dispatch.py).
+probe at a time. If no server of a judge takes calls, the judge is away: its calls wait. No failure
+is a verdict. A call that has waited for `timeouts.rollout` raises Away, and the dispatcher tries
+the group again until the judge is back (runtime/rollouts/dispatch.py).
 
-The addresses are those of services.judges, or the lines "NAME http://HOST:PORT/v1" of the file
-that the environment variable JUDGES_FILE names. It is read again while a run goes on, so servers
-may come late (launch/judges.sh). docs/judges.md has more.
+The addresses are in services.judges, or in the lines "NAME http://HOST:PORT/v1" of the file that
+the environment variable JUDGES_FILE names. It is read again during a run, so servers may come late
+(launch/judges.sh). See docs/judges.md.
 """
 
 import asyncio
@@ -24,21 +24,21 @@ import re
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, TypedDict, TypeVar
 
 from core.http import Broken, whole
 from core.waits import in_thread
-from envs import services
+from envs import Json, services
 from envs.judge import endpoints
 from envs.judge.prompts import inert
 from envs.services import Away, CheckerError, Report, limits, patience
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-FAILURES = 3  # in a row that keep calls from a server
-UNREAD = 20  # replies in a row without a verdict: such a judge is broken, and no answer is wrong
-TICK = 0.5  # seconds between two looks at which calls may be served
+FAILURES = 3  # in a row, after which a server takes no calls
+UNREAD = 20  # replies in a row without a verdict: then the judge is broken, not the answers
+TICK = 0.5  # seconds between two looks for calls that can be served
 REREAD = 10.0  # seconds between two looks at JUDGES_FILE
 LONGEST_PAUSE = 5.0  # seconds between two probes, or before a call is made again
 LONGEST_REST = 60.0  # seconds for which a server's Retry-After is believed
@@ -48,8 +48,39 @@ TOO_LONG = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)")  # as
 LARGE = 1 << 16  # characters of messages that are not worth a thread
 
 
+class Completion(TypedDict):
+    """The part of a chat completion that is read."""
+
+    choices: "list[Choice]"
+
+
+class Choice(TypedDict, total=False):
+    """One answer in a chat completion."""
+
+    finish_reason: str | None
+    message: "Message"
+
+
+class Message(TypedDict):
+    """The text of an answer in a chat completion."""
+
+    content: str | None
+
+
+class Models(TypedDict):
+    """A server's list of models."""
+
+    data: "list[Model]"
+
+
+class Model(TypedDict):
+    """One model of a server."""
+
+    id: str
+
+
 class Failed(Exception):
-    """A call that may be made again."""
+    """Raised if a call failed and may be made again."""
 
     def __init__(self, reason: str, message: str, rest: float = 0.0) -> None:
         super().__init__(message)
@@ -58,34 +89,41 @@ class Failed(Exception):
 
 
 class TooLong(CheckerError):
-    """A conversation is longer than the judge's context."""
+    """Raised if a conversation is longer than the judge's context."""
 
 
-JUDGES: weakref.WeakKeyDictionary[Any, dict[str, "Judge"]] = weakref.WeakKeyDictionary()
+JUDGES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, "Judge"]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def report() -> Report:
-    """What this process has seen of the judges so far."""
-    every = [judge for judges in list(JUDGES.values()) for judge in judges.values()]
-    away = {f"judges.{one.name}": one.state() for one in every if one.away_since is not None}
-    return Report(away, sum((judge.failures for judge in every), Counter()))
+    """Returns the outages and failures of judges that this process has seen so far."""
+    away: dict[str, str] = {}
+    failures: Counter[str] = Counter()
+    for judges in list(JUDGES.values()):
+        for judge in judges.values():
+            failures += judge.failures
+            if judge.away_since is not None:
+                away[f"judges.{judge.name}"] = judge.state()
+    return Report(away, failures)
 
 
 async def ask(
     name: str,
-    messages: list[dict[str, Any]],
+    messages: list[dict[str, str]],
     read: Callable[[str], T | None],
     tries: int = 1,
-    **sampling: Any,
+    **sampling: Json,
 ) -> T | None:
-    """The verdict that `read` finds in what the judge says; None where it finds none `tries` times.
+    """Asks a judge, and returns the verdict that `read` finds in its reply; None after `tries`.
 
     Control tokens of chat templates in the messages get a space (envs/judge/prompts.py). `read`
-    gets the text behind the judge's thought. `sampling` are parameters of a chat completion
+    gets the text after the judge's thought. `sampling` are parameters of a chat completion
     (temperature, top_p, max_tokens); services.judges[name]["sampling"] overrides them. A reply that
     was cut off has no verdict, and a conversation that is longer than the judge's context gets
-    none. Raises Away, and CheckerError where the judge refuses any other request, or where UNREAD
-    replies in a row have no verdict.
+    none. Raises Away, and CheckerError if the judge refuses any other request, or if UNREAD replies
+    in a row have no verdict.
     """
     if sum(len(message["content"]) for message in messages) > LARGE:
         messages = await in_thread(inert, messages)
@@ -98,7 +136,8 @@ async def ask(
         try:
             verdict = read(await judge.say(messages, sampling))
         except TooLong:
-            verdict, said_nothing = None, tries  # the next one would be refused as well
+            verdict = None
+            said_nothing = tries  # as another try would be refused as well
         judge.unread = 0 if verdict is not None else judge.unread + 1
         if verdict is not None:
             return verdict
@@ -118,27 +157,27 @@ class Server:
         self.failures = 0  # in a row
         self.outages = 0  # since a call succeeded
         self.rests_until = 0.0
-        self.answered = 0.0  # when it last said anything
-        self.model = ""  # that it serves, once it was asked
+        self.answered = 0.0  # time of its last answer
+        self.model = ""  # that it serves, once known
         self.probing: asyncio.Task | None = None  # while it takes no calls
         self.asking = asyncio.Lock()
 
-    async def complete(self, body: dict[str, Any], seconds: float) -> str:
-        """What the model says, without its thought. Raises Failed and CheckerError."""
+    async def complete(self, body: Mapping[str, Json], seconds: float) -> str:
+        """Returns the model's answer, without its thought. Raises Failed and CheckerError."""
         if not body["model"] and not self.model:
             await self.lives()
-        body = body | {"model": body["model"] or self.model}
+        body = {**body, "model": body["model"] or self.model}
         call = asyncio.ensure_future(self.request("POST", "chat/completions", seconds, body))
         try:
             while not (await asyncio.wait([call], timeout=patience()))[0]:
-                async with self.asking:  # one of its calls does so for all
+                async with self.asking:  # one of its calls asks for all
                     await self.wake()
         finally:
             call.cancel()
         return said(self.url, call.result())
 
     async def wake(self) -> None:
-        """Raises Failed where the server has fallen silent, whatever it is asked."""
+        """Raises Failed if the server has stopped answering any request."""
         if not self.probing and time.monotonic() - self.answered > patience():
             with contextlib.suppress(Failed, CheckerError):
                 await self.lives()
@@ -148,20 +187,20 @@ class Server:
 
     async def lives(self) -> None:
         """Asks the server which model it serves. Raises Failed and CheckerError."""
-        told = await self.request("GET", "models", patience())
+        models: Models = await self.request("GET", "models", patience())
         try:
-            self.model = str(told["data"][0]["id"])
+            self.model = str(models["data"][0]["id"])
         except (TypeError, LookupError):
-            raise Failed("garbled", f"GET {self.url}/models gave {str(told)[:REFUSED]}") from None
+            raise Failed("garbled", f"GET {self.url}/models gave {str(models)[:REFUSED]}") from None
 
     async def request(
-        self, method: str, path: str, seconds: float, body: dict[str, Any] | None = None
+        self, method: str, path: str, seconds: float, body: Mapping[str, Json] | None = None
     ) -> Any:
-        """The JSON value that the server answers with. Raises Failed and CheckerError."""
+        """Returns the JSON value of the server's answer. Raises Failed and CheckerError."""
         import aiohttp  # takes longer than all else that environments import with this module
 
         what = f"{method} {self.url}/{path}"
-        # Half a surrogate pair is no character, and servers refuse a request that has one.
+        # Half a surrogate pair is no character, and servers refuse requests that contain one.
         data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace") if body else None
         timeout = aiohttp.ClientTimeout(seconds, sock_connect=patience())
         headers = {"Content-Type": "application/json"}
@@ -179,53 +218,62 @@ class Server:
             reason = "timeout" if isinstance(error, TimeoutError) else "connection"
             raise Failed(reason, f"{what}: {type(error).__name__}: {error}") from None
         self.answered = time.monotonic()
-        told = f"{what}: status {answer.status}: {raw[:REFUSED].decode('utf-8', 'replace')}"
+        received = f"{what}: status {answer.status}: {raw[:REFUSED].decode('utf-8', 'replace')}"
         if answer.status == 429 or answer.status == 408 or answer.status >= 500:
             reason = "429" if answer.status == 429 else "5xx"
-            raise Failed(reason, told, rest(answer.headers.get("Retry-After", "")))
+            raise Failed(reason, received, rest(answer.headers.get("Retry-After", "")))
         if answer.status != 200:
-            raise refusal(
-                told, sum(len(one["content"]) for one in (body or {}).get("messages", []))
-            )
+            raise refusal(received, characters_of(body))
         try:
             return json.loads(raw)
         except (ValueError, RecursionError):
-            raise Failed("garbled", told) from None
+            raise Failed("garbled", received) from None
 
 
-def refusal(told: str, characters: int) -> CheckerError:
-    """The error for a request that a server refuses; `characters` are those of the conversation.
+def characters_of(body: Mapping[str, Json] | None) -> int:
+    """Returns how many characters the messages of a request have; 0 without messages."""
+    messages = (body or {}).get("messages")
+    if not isinstance(messages, list):
+        return 0
+    return sum(len(message["content"]) for message in messages)
+
+
+def refusal(received: str, characters: int) -> CheckerError:
+    """Returns the error for a refused request, whose conversation has so many characters.
 
     A conversation with fewer characters than half of the context's tokens is not too long: the
-    judge is served with too short a context for the tokens that it is asked for.
+    judge's server has too short a context for the number of tokens that it shall generate.
     """
-    context = TOO_LONG.search(told)
+    context = TOO_LONG.search(received)
     if context and characters > int(context[1]) / 2:
-        return TooLong(f"a server refused a conversation of {characters} characters: {told}")
-    return CheckerError(f"a server refused a request: {told}")
+        return TooLong(f"a server refused a conversation of {characters} characters: {received}")
+    return CheckerError(f"a server refused a request: {received}")
 
 
-def said(url: str, told: Any) -> str:
-    """The text of a chat completion behind the thought; "" for what was cut off.
+def said(url: str, completion: Completion) -> str:
+    """Returns the text of a chat completion after the thought; "" if it was cut off.
 
-    Raises Failed where it is no chat completion, or the server has given it up.
+    Raises Failed if it is no chat completion, or the server has aborted it.
     """
     try:
-        ended = told["choices"][0].get("finish_reason")
+        choice = completion["choices"][0]
+        ended = choice.get("finish_reason")
         if ended in ("abort", "error"):
             raise Failed("garbled", f"{url}/chat/completions was given up by the server")
-        if ended == "length":  # a label in it may be one of those that the judge weighs
+        if ended == "length":  # a label in it may be one that the judge was still weighing
             return ""
-        text = told["choices"][0]["message"]["content"] or ""
+        text = choice["message"]["content"] or ""
         text = text.rpartition("</think>")[2]
         return "" if "<think>" in text else text.strip()
     except (TypeError, LookupError, AttributeError):
-        shown = str(told)[:REFUSED]
-        raise Failed("garbled", f"{url}/chat/completions gave no completion: {shown}") from None
+        raise Failed(
+            "garbled",
+            f"{url}/chat/completions gave no completion: {str(completion)[:REFUSED]}",
+        ) from None
 
 
 def rest(retry_after: str) -> float:
-    """The seconds of a header Retry-After, which is a number or a date; 0 where it is neither."""
+    """Returns the seconds in a Retry-After header, a number or a date; 0 if it is neither."""
     try:
         seconds = float(retry_after)
     except ValueError:
@@ -237,7 +285,7 @@ def rest(retry_after: str) -> float:
 
 
 def pause(failures: int) -> float:
-    """Seconds before another try, twice as long after each failure. No two are the same."""
+    """Returns the seconds before another try, doubled after each failure, with random jitter."""
     return random.uniform(0.5, 1.0) * min(2.0 ** min(failures, 10), LONGEST_PAUSE)
 
 
@@ -248,26 +296,30 @@ class Judge:
         self.name = name
         self.servers: dict[str, Server] = {}  # by address
         self.waiting: deque[asyncio.Future[Server]] = deque()
-        self.calls = 0  # that wait or are under way
+        self.calls = 0  # waiting or under way
         self.failures: Counter[str] = Counter()  # by "NAME/REASON"
         self.unread = 0  # replies without a verdict since the last verdict
-        self.last = ""  # failure
+        self.last = ""  # message of the last failure
         self.away_since: float | None = None
         self.back_at = 0.0
         self.keeper: asyncio.Task | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the configuration says of this judge."""
+        """The judge's entry in services.judges."""
         return services.current().judges.get(self.name, {})
 
-    async def say(self, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> str:
-        """What the judge says. Raises Away and CheckerError."""
+    async def say(self, messages: list[dict[str, str]], sampling: Mapping[str, Json]) -> str:
+        """Returns the judge's reply. Raises Away and CheckerError."""
         settings = self.settings
         seconds = limits().seconds
         began = time.monotonic()
-        body = {"model": settings.get("model", ""), "messages": messages}
-        body |= sampling | settings.get("sampling", {})
+        body: dict[str, Json] = {
+            "model": settings.get("model", ""),
+            "messages": messages,
+            **sampling,
+            **settings.get("sampling", {}),
+        }
         self.calls += 1
         if self.keeper is None or self.keeper.done():
             self.keeper = asyncio.create_task(self.keep())
@@ -277,13 +329,14 @@ class Judge:
         except TimeoutError:
             if self.away_since is not None or self.back_at > began:
                 raise Away(f"judge {self.name!r} is away: {self.state()}") from None
-            message = f"judge {self.name!r} gave no answer in {seconds:g} s: {self.last}"
-            raise CheckerError(message) from None
+            raise CheckerError(
+                f"judge {self.name!r} gave no answer in {seconds:g} s: {self.last}"
+            ) from None
         finally:
             self.calls -= 1
 
-    async def until_said(self, body: dict[str, Any]) -> str:
-        """What the first server says that does not fail."""
+    async def until_said(self, body: Mapping[str, Json]) -> str:
+        """Returns the reply of the first server that does not fail."""
         failures = 0
         while True:
             async with self.place() as server:
@@ -293,8 +346,8 @@ class Judge:
             await asyncio.sleep(pause(failures))
             failures += 1
 
-    async def of(self, server: Server, body: dict[str, Any]) -> str | None:
-        """What one server says; None where it fails. Raises CheckerError."""
+    async def of(self, server: Server, body: Mapping[str, Json]) -> str | None:
+        """Returns the reply of one server; None if it fails. Raises CheckerError."""
         try:
             text = await server.complete(body, limits().seconds / 2)
         except Failed as failure:
@@ -307,9 +360,10 @@ class Judge:
                 self.look()
             return None
         except CheckerError:
-            server.model = ""  # it may serve another one by now
+            server.model = ""  # it may serve another model by now
             raise
-        server.failures = server.outages = 0
+        server.failures = 0
+        server.outages = 0
         return text
 
     async def probe(self, server: Server) -> None:
@@ -320,20 +374,20 @@ class Judge:
             try:
                 await server.lives()
                 break
-            except CheckerError:  # it answers, and will refuse calls as well
+            except CheckerError:  # it answers, if only to refuse
                 break
             except Failed as failure:
                 self.last = str(failure)
         log.warning("judge %s: %s answers again", self.name, server.url)
         server.outages += 1
-        server.failures = FAILURES - 1  # another one, and it is asked again
+        server.failures = FAILURES - 1  # one more failure, and it is probed again
         server.probing = None
         self.look()
         self.serve()
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[Server]:
-        """A server for one call, in the order of coming."""
+        """Holds a server for one call, first come, first served."""
         turn = asyncio.get_running_loop().create_future()
         self.waiting.append(turn)
         self.serve()
@@ -345,15 +399,18 @@ class Judge:
             self.serve()
 
     def serve(self) -> None:
-        """Gives waiting calls the servers that take calls, the least busy one first."""
+        """Assigns the servers that take calls to the waiting calls, the least busy server first."""
         most = max(1, self.settings.get("concurrency", 64) // limits().processes)
         now = time.monotonic()
         while self.waiting:
             if self.waiting[0].done():
                 self.waiting.popleft()
                 continue
-            every = self.servers.values()
-            able = [s for s in every if not s.probing and s.busy < most and s.rests_until <= now]
+            able = [
+                server
+                for server in self.servers.values()
+                if not server.probing and server.busy < most and server.rests_until <= now
+            ]
             if not able:
                 return
             server = min(able, key=lambda server: server.busy)
@@ -361,7 +418,7 @@ class Judge:
             self.waiting.popleft().set_result(server)
 
     async def keep(self) -> None:
-        """Reads addresses and serves, as long as there are calls or the judge is away."""
+        """Reads addresses and serves, as long as calls wait or the judge is away."""
         read_at = -REREAD
         while self.calls or self.away_since is not None:
             if time.monotonic() - read_at >= REREAD:
@@ -376,12 +433,13 @@ class Judge:
         """Notes whether any server takes calls."""
         lives = any(not server.probing for server in self.servers.values())
         if lives and self.away_since is not None:
-            self.away_since, self.back_at = None, time.monotonic()
+            self.away_since = None
+            self.back_at = time.monotonic()
         elif not lives and self.away_since is None:
             self.away_since = time.monotonic()
 
     def state(self) -> str:
-        """Its addresses, for how long it is away, and the last failure."""
+        """Returns the judge's addresses, for how long it has been away, and the last failure."""
         since = time.monotonic() - (self.away_since or time.monotonic())
         nowhere = f"no address in JUDGES_FILE = {os.environ.get('JUDGES_FILE')!r}"
         why = self.last or "no server has announced it"
@@ -389,7 +447,7 @@ class Judge:
 
 
 def need(name: str) -> services.Need:
-    """The need for the judge `name`: an address, or a job that brings one."""
+    """Returns the Need for the judge `name`: an address, or a job that brings one."""
 
     def check() -> str:
         return endpoints.problem(name, services.current().judges.get(name, {}))

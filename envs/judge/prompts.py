@@ -1,11 +1,13 @@
-"""The prompts of judges: each module that sends some has them in a file beside it.
+"""Reads and fills the prompts of judges: each module has its prompts in a file next to it.
 
 For maths/same_answer.py that is maths/same_answer.txt. A line `=== NAME` begins a prompt, and a
-line that ends in a backslash goes on in the next one. Places are those of str.format, as {answer}.
+line that ends in a backslash continues in the next one. Placeholders are those of str.format, such
+as {answer}.
 
-An answer is shown as it is, with two exceptions. Markup of the prompt and labels of a verdict in it
-get a space, so that it ends where the prompt says, and a judge that quotes it has said nothing. So
-do control tokens of chat templates, which a server would take for the end of the message.
+An answer is shown unchanged, with two exceptions. In an answer, the prompt's markup and a verdict's
+labels get a space, so that the answer cannot close its place in the prompt, and a judge that quotes
+it gives no verdict. Control tokens of chat templates get a space too, as a server would take them
+for the end of the message.
 """
 
 import functools
@@ -27,26 +29,28 @@ NAMES: dict[str, str] = {}  # of the modules' prompts, by their text
 
 
 def prompts(module: str) -> dict[str, str]:
-    """The prompts of a module, by name; `module` is its `__file__`."""
+    """Returns the prompts of a module, by name; `module` is its `__file__`."""
     found = read(str(Path(module).with_suffix(".txt")))
     NAMES.update((text, name) for name, text in found.items())
     return found
 
 
 def chosen(judge: str, prompt: str) -> str:
-    """A prompt of a module, or that of its name in services.judges[judge]["prompts"], a file.
+    """Returns a module's prompt, or its replacement in the file services.judges[judge]["prompts"].
 
-    Raises CheckerError where the file is damaged.
+    Raises CheckerError if the file is malformed.
     """
     path = current().judges.get(judge, {}).get("prompts")
-    if path and (why := problem(path)):
+    if not path:
+        return prompt
+    if why := problem(path):
         raise CheckerError(why)
-    return read(path).get(NAMES.get(prompt, ""), prompt) if path else prompt
+    return read(path).get(NAMES.get(prompt, ""), prompt)
 
 
 @functools.cache  # it is asked for every row
 def problem(path: str) -> str:
-    """Why prompts of a file cannot stand in for those of the modules; "" for nothing."""
+    """Returns why a file's prompts cannot replace those of the modules; "" if they can."""
     files = Path(__file__).parents[1].rglob("*.txt")
     ours = {name: text for file in files for name, text in read(str(file)).items()}
     try:
@@ -63,15 +67,15 @@ def problem(path: str) -> str:
 
 
 def places(prompt: str) -> set[str]:
-    """The names in braces. Raises ValueError for a brace without its other half."""
+    """Returns the names in braces. Raises ValueError if a brace is unpaired."""
     return {name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None}
 
 
 @functools.cache
 def read(path: str) -> dict[str, str]:
-    """The prompts of a file, by name.
+    """Returns the prompts of a file, by name.
 
-    Raises OSError, and ValueError for what is no UTF-8 or has a name twice.
+    Raises OSError, and ValueError if the file is no UTF-8 or has a name twice.
     """
     text = Path(path).read_text(encoding="utf-8-sig").replace("\\\n", "")
     names_and_texts = re.split(r"^=== (\w+)\n", text, flags=re.MULTILINE)[1:]
@@ -82,15 +86,16 @@ def read(path: str) -> dict[str, str]:
 
 
 def filled(template: str, parts: dict[str, str], **labels: str) -> str:
-    """A prompt with texts in its places <name>{name}</name>, which none of them can open or close.
+    """Fills texts into a prompt's places <name>{name}</name>, which no text can open or close.
 
-    A label in brackets gets a space in them, another one is written small.
+    In the texts a label in brackets gets a space, any other label is written in lower case.
     """
     tag = re.compile(rf"<(?=/?\s*(?:{'|'.join(parts)})\s*/?>)", re.IGNORECASE)
+    bracketed = [label for label in labels.values() if label[:1] == "["]
     small = sorted((label for label in labels.values() if label[:1] != "["), key=len)[::-1]
     shown = {}
     for name, text in parts.items():
-        text = apart(tag.sub("< ", text), (one for one in labels.values() if one[:1] == "["))
+        text = apart(tag.sub("< ", text), bracketed)
         for label in small:
             text = text.replace(label, label.lower())
         shown[name] = text.strip()
@@ -98,7 +103,7 @@ def filled(template: str, parts: dict[str, str], **labels: str) -> str:
 
 
 def apart(text: str, words: Iterable[str]) -> str:
-    """A text in which none of these words stands, in upper or lower case: each gets a space."""
+    """Returns a text in which each of these words, in upper or lower case, is split by a space."""
     for word in words:
         found = re.compile(f"({re.escape(word[0])})(?={re.escape(word[1:])})", re.IGNORECASE)
         text = found.sub(r"\1 ", text)
@@ -106,5 +111,5 @@ def apart(text: str, words: Iterable[str]) -> str:
 
 
 def inert(messages: list[dict]) -> list[dict]:
-    """Messages in whose texts nothing is a control token of a chat template."""
+    """Returns messages whose texts hold no control token of a chat template."""
     return [one | {"content": CONTROL.sub(r"\g<0> ", one["content"])} for one in messages]

@@ -1,4 +1,4 @@
-"""How families of models write their tool calls, by the names of vLLM's tool parsers."""
+"""Recognises the tool calls that families of models write, by the names of vLLM's tool parsers."""
 
 import json
 import re
@@ -43,17 +43,18 @@ LLAMA_HEAD = re.compile(r'"name"\s*:\s*"[^"]*"\s*,\s*"parameters"\s*:')
 
 
 class LlamaForm(NamedTuple):
-    """How Llama 3 writes its calls: {"name": ..., "parameters": {...}}; ..., after any text."""
+    """The calls of Llama 3: {"name": ..., "parameters": {...}}; ..., after any text."""
 
     def read(self, content: str) -> Calls | None:
-        """The whole calls of a content; None where one is broken.
+        """Returns the whole calls in a content; None if one is broken.
 
         Without `<|python_tag|>` an object that has no parameters is an answer in JSON.
         """
         before, tag, text = content.rpartition(PYTHON_TAG)
         text = text.strip()
         opened = LLAMA_START.search(text)
-        at, count = opened.start() if opened else len(text), 0
+        at = opened.start() if opened else len(text)
+        count = 0
         while at < len(text):
             try:
                 call, end = json.JSONDecoder().raw_decode(text, at)
@@ -73,7 +74,7 @@ class LlamaForm(NamedTuple):
 
 
 def is_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
+    """Returns whether a text is a JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -87,7 +88,7 @@ def count_mistral(body: str) -> int:
 
 
 def count_all(call: re.Pattern[str]) -> Callable[[str], int]:
-    """What counts calls that follow each other; the group of `call` holds arguments in JSON."""
+    """Returns a function that counts consecutive calls; group 1 of `call` is arguments in JSON."""
 
     def count(body: str) -> int:
         at = found = 0
@@ -103,7 +104,7 @@ def count_all(call: re.Pattern[str]) -> Callable[[str], int]:
 
 
 def count_glm(body: str) -> int:
-    """1 for a call as GLM 4.5 and later write it, else 0."""
+    """Returns 1 for a call as GLM 4.5 and later write it, else 0."""
     return int(bool(GLM_CALL.fullmatch(body)))
 
 
@@ -112,7 +113,7 @@ KIMI_TAG = re.compile(r"<\|tool_call")
 DEEPSEEK_TAG = re.compile("<｜tool▁")
 DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-# By the names of vLLM's tool parsers. Of the others what they leave in the content is judged.
+# By the names of vLLM's tool parsers. For other parsers, the content that they leave is judged.
 FORMS: dict[str, CallForm] = {
     "": ANY,
     "hermes": tagged(count_hermes),

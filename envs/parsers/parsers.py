@@ -1,15 +1,15 @@
-"""Answers read by vLLM's own parsers of thoughts and tool calls, in a process of their own.
+"""Parses answers with vLLM's own parsers of thoughts and tool calls, in a process of their own.
 
     one thread --JSON lines--> a fork of the server, which has vLLM imported
 
-The server is started with the first answer, where services.reasoning_parser or tool_parser names a
-parser; where neither does, tags are read (rollout/answer_markup.py), and vLLM is not imported. Some
-of vLLM's parsers need quadratic time, and no thread can end them: a fork that uses CPU_SECONDS for
-one answer is killed, and the answer is malformed.
+If services.reasoning_parser or tool_parser names a parser, the server starts with the first answer;
+otherwise tags are read (rollout/answer_markup.py), and vLLM is not imported. Some of vLLM's parsers
+need quadratic time, and no thread can end them: a fork that uses CPU_SECONDS for one answer is
+killed, and the answer is malformed.
 
-A call is whole where the form of the named parser says so (FORMS in answer_markup.py), and where
-the parser read as many as there are. vLLM's parsers mend or drop broken calls without a word, so
-what NeMo-RL looks for, markup that a parser left in the text, would pass them.
+A call is whole if it has the form of the named parser (FORMS in forms.py), and if the parser read
+every call of the text. vLLM's parsers silently mend or drop broken calls, so NeMo-RL's check, which
+looks for markup that a parser left in the text, would accept them.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, TextIO
 
 from core.waits import in_thread
 from envs import services
@@ -35,18 +35,22 @@ from rollout.messages import functions, load_tokenizer
 from rollout.response import Response
 from settings.environment_services import Services
 
-CPU_SECONDS = 20.0  # of one answer; as a rule it takes a few milliseconds, with 1 MB of tags 5 s
-PIECE = 1 << 12  # characters that an engine of vLLM is fed with at once
-READY = "ready\n"  # what the server says before the first answer
+if TYPE_CHECKING:
+    from vllm.parser.abstract_parser import Parser
+
+CPU_SECONDS = 20.0  # for one answer; most take a few milliseconds, 1 MB of tags takes 5 s
+PIECE = 1 << 12  # characters that a parser of vLLM is fed with at once
+READY = "ready\n"  # the server's greeting before the first answer
 
 Parse = Callable[[str, list | None, dict], dict]
 
 
 async def read(text: str, model: str, tools: list | None, template_kwargs: dict) -> Response:
-    """An answer, parsed as the services of this process say, for a row's tools and template.
+    """Parses an answer with the parsers in the services of this process.
 
-    `text` begins with what the prompt has opened; `model` is the folder of the tokenizer. An answer
-    that a parser cannot read is malformed. Raises CheckerError where no parser runs.
+    `text` includes the opening that the prompt already wrote, such as `<think>`; `model` is the
+    folder of the tokenizer; `tools` and `template_kwargs` are those of the row. An answer that a
+    parser cannot read is malformed. Raises CheckerError if no parser runs.
     """
     named = services.current()
     if not is_named(named):
@@ -60,13 +64,13 @@ async def read(text: str, model: str, tools: list | None, template_kwargs: dict)
 
 
 def is_named(named: Services) -> bool:
-    """Whether services name a parser."""
+    """Returns whether services name a parser."""
     return bool(named.reasoning_parser or named.tool_parser)
 
 
 @functools.cache
 def problem(named: Services, model: str) -> str:
-    """Why vLLM's parsers cannot be used with a model, and which ones there are; "" for nothing."""
+    """Returns why vLLM's parsers cannot be used with a model, and which exist; "" if they can."""
     if not is_named(named):
         return ""
     if not model:
@@ -82,22 +86,22 @@ def problem(named: Services, model: str) -> str:
 
 @functools.cache
 def server(*names: str) -> "Server":
-    """The one server of these parsers in this process."""
+    """Returns the one server of these parsers in this process."""
     return Server(names)
 
 
 class Server:
-    """A process that parses answers one after the other; it ends with this one."""
+    """A process that parses one answer after the other; it ends with this process."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names  # of the parsers, and of the model
-        self.thread = ThreadPoolExecutor(1)  # the only one that speaks to the process
-        self.process: subprocess.Popen | None = None
+        self.thread = ThreadPoolExecutor(1)  # the only one that talks to the process
+        self.process: subprocess.Popen[str] | None = None
 
     async def ask(self, request: str) -> dict | None:
-        """The fields of a Response; None where a parser raised, or took too long.
+        """Returns the fields of a Response; None if a parser raised, or took too long.
 
-        Where the process died, a new one is asked once more. Raises CheckerError.
+        If the process dies, a new one is asked once more. Raises CheckerError if that dies as well.
         """
         return await asyncio.wrap_future(self.thread.submit(self._ask, request))
 
@@ -106,52 +110,68 @@ class Server:
             process = self.process or self.start()
             with contextlib.suppress(OSError):
                 print(request, file=process.stdin, flush=True)
-            if line := cast(TextIO, process.stdout).readline():
+            if line := _line_of(process):
                 return json.loads(line)
             self.close()
         raise CheckerError(f"vLLM's parsers {self.names[:2]} died twice of one answer")
 
-    def start(self) -> subprocess.Popen:
-        """Starts the process. Raises CheckerError where it says what keeps it from parsing."""
+    def start(self) -> subprocess.Popen[str]:
+        """Starts the process. Raises CheckerError with the reason if it cannot parse."""
         path = [os.path.abspath(folder) for folder in sys.path]
         code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve()"
-        env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        env = os.environ | env | {"TOKENIZERS_PARALLELISM": "false"}
-        pipe = subprocess.PIPE
-        command = [sys.executable, "-c", code, *self.names, str(CPU_SECONDS)]
-        ways: dict[str, Any] = {"env": env, "stdin": pipe, "stdout": pipe, "text": True}
-        self.process = process = subprocess.Popen(command, start_new_session=True, **ways)
-        greeting = cast(TextIO, process.stdout).readline()
+        own = {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *self.names, str(CPU_SECONDS)],
+            env=os.environ | own,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.process = process
+        greeting = _line_of(process)
         if greeting != READY:
             self.close()
-            said = json.loads(greeting or "null") or f"code {process.returncode} at their start"
-            raise CheckerError(f"vLLM's parsers: {said}")
+            why = json.loads(greeting or "null") or f"code {process.returncode} at their start"
+            raise CheckerError(f"vLLM's parsers: {why}")
         return process
 
     def close(self) -> None:
         """Lets the process end, and waits for it."""
-        cast(subprocess.Popen, self.process).communicate()
+        assert self.process
+        self.process.communicate()
         self.process = None
+
+
+def _line_of(process: subprocess.Popen[str]) -> str:
+    """Returns the next line of a process; "" if it has ended."""
+    assert process.stdout
+    return process.stdout.readline()
 
 
 # --- in the server --------------------------------------------------------------------------------
 
 
 def serve() -> None:
-    """The server's life: it speaks through a fork, until the parent closes the pipe.
+    """Runs the server: parses answers in a fork, until the parent closes the pipe.
 
-    A fork that an answer kept for too long is killed by its timer, which no C code can hold up.
+    A fork that an answer occupies for too long is killed by its timer, which no C code can delay.
     """
     *names, seconds = sys.argv[1:]
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # what a library prints is no answer
-        logging.disable(logging.CRITICAL)  # and one that cannot be parsed is no news
+        os.dup2(2, 1)  # text that a library prints is no answer
+        logging.disable(logging.CRITICAL)  # as libraries log each answer that cannot be parsed
         try:
             parse = make_parse(*names)
             parse("", None, {})
         except Exception as error:  # vLLM's own code
-            said = str(error) if isinstance(error, ValueError) else repr(error)
-            print(json.dumps(said), file=answers, flush=True)
+            why = str(error) if isinstance(error, ValueError) else repr(error)
+            print(json.dumps(why), file=answers, flush=True)
             return
         gc.freeze()  # a collection would copy the pages that forks share
         print(READY, end="", file=answers, flush=True)
@@ -163,26 +183,26 @@ def serve() -> None:
 
 
 def killed_by_timer(pid: int) -> bool:
-    """Waits for the end of a fork; whether it was that of its timer."""
+    """Waits for the end of a fork; returns whether its timer ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGPROF
 
 
 def attend(parse: Parse, answers: TextIO, seconds: float) -> None:
-    """A fork's life: an answer for each line; null where a parser raised."""
+    """Runs a fork: writes one parsed answer for each line, null if a parser raised."""
     for line in iter(sys.stdin.readline, ""):
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             found = json.dumps(parse(*json.loads(line)))
-        except Exception:  # vLLM's own code, and an answer that it was not made for
+        except Exception:  # vLLM's own code, on an answer that it does not expect
             found = "null"
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(found, file=answers, flush=True)
 
 
 def make_parse(reasoning: str, tool: str, model: str) -> Parse:
-    """What parses an answer into the arguments of a Response.
+    """Returns a function that parses an answer into the arguments of a Response.
 
-    Raises ValueError where vLLM does not know a name, or where a parser refuses the tokenizer.
+    Raises ValueError if vLLM does not know a name, or if a parser refuses the tokenizer.
     """
     from vllm.entrypoints.generate.base.protocol import FunctionDefinition
     from vllm.entrypoints.openai.chat_completion.protocol import (
@@ -199,11 +219,12 @@ def make_parse(reasoning: str, tool: str, model: str) -> Parse:
         ("tool", tool, ToolParserManager.lazy_parsers),
     ):
         if name and name not in known:
-            expected = "expected one of: " + ", ".join(sorted(known))
-            raise ValueError(f"services.{kind}_parser = {name!r}: {expected}")
+            raise ValueError(
+                f"services.{kind}_parser = {name!r}: expected one of: {', '.join(sorted(known))}"
+            )
     tokenizer = get_cached_tokenizer(load_tokenizer(model))
     try:
-        made: Any = ParserManager.get_parser(
+        parser_class: type[Parser] = ParserManager.get_parser(
             tool or None, reasoning or None, enable_auto_tools=bool(tool), tokenizer=tokenizer
         )
     except Exception as error:
@@ -216,11 +237,13 @@ def make_parse(reasoning: str, tool: str, model: str) -> Parse:
             )
             for tool in tools or ()
         ]
-        options: dict[str, Any] = {"chat_template_kwargs": template_kwargs}
         request = ChatCompletionRequest.model_construct(
-            messages=[], tools=offered or None, tool_choice="auto", **options
+            messages=[],
+            tools=offered or None,
+            tool_choice="auto",
+            chat_template_kwargs=template_kwargs,
         )
-        parser = made(tokenizer, offered or None, **options)
+        parser = parser_class(tokenizer, offered or None, chat_template_kwargs=template_kwargs)
         feed_in_pieces(parser)
         parts = split(text) if not reasoning else None
         thought, content, calls = parser.parse(
@@ -246,7 +269,7 @@ def make_parse(reasoning: str, tool: str, model: str) -> Parse:
 def malformed(
     text: str, content: str, calls: list[dict], tool_parser: str, marks: tuple[str, str]
 ) -> str:
-    """The flaw of an answer of which a parser made `content` and `calls`, one of FLAWS."""
+    """Returns the flaw, one of FLAWS, of an answer that a parser split into content and calls."""
     if not all(is_object(call["arguments"]) for call in calls):
         return "tool_call"
     if tool_parser in FORMS:
@@ -256,11 +279,11 @@ def malformed(
     return "thinking" if any(mark in content for mark in marks) else ""
 
 
-def feed_in_pieces(parser: Any) -> None:
-    """Lets a parser that vLLM made for streams take a long text in linear time.
+def feed_in_pieces(parser: "Parser") -> None:
+    """Makes a parser that vLLM wrote for streams take a long text in linear time.
 
-    Its lexer copies all that is left for each tag, and its arguments are converted anew for each
-    tag where they are streamed.
+    Its lexer copies the whole rest of the text for each tag, and streamed arguments are converted
+    anew for each tag.
     """
     for half in (parser.reasoning_parser, parser.tool_parser):
         engine = getattr(half, "_parser_engine", None)
