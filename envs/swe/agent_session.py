@@ -1,14 +1,14 @@
-"""The place of an agent in an episode: it samples the answers, has a box, and keeps a journal.
+"""Runs an agent in an episode: samples its answers, opens its box, and keeps a journal.
 
-No environment by itself: envs/swe/swe.py uses it.
+This is no environment by itself: envs/swe/swe.py uses it.
 """
 
 import asyncio
 import time
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from envs import services
+from envs import Json, services
 from envs.boxes import sif
 from envs.boxes.box import Box, Size
 from envs.swe import repository, swe_judge
@@ -25,25 +25,25 @@ GIB = 1 << 30
 
 
 class Over(Exception):
-    """The episode ends here: by "finish", "known" or "time", or by why its box is gone."""
+    """Ends the episode: by "finish", "known" or "time", or by the reason why its box is gone."""
 
 
 class Work(NamedTuple):
-    """What an agent has left, and the verdict on it once there is one."""
+    """The result of an agent, and the verdict on it once it is known."""
 
-    ended: str  # of a Talk, "finish", "time", or why its box is gone
+    ended: str  # as in Talk, or "finish", "time", or why its box is gone
     patch: str | None
     info: dict[str, float]
     verdict: Verdict | None = None
-    summaries: tuple["Turn", ...] = ()  # of the last turn, which a copy of it has not
+    summaries: tuple["Turn", ...] = ()  # those of the last turn, which a copy of the turn lacks
 
 
 class Desk:
-    """The place of one agent: it samples the answers, opens the box, and keeps the journal.
+    """One agent's session: samples the answers, opens the box, and keeps the journal.
 
-    The journal is `heard` of each turn, which the drafts of a try keep for the next one: what was
-    seen of each call, and behind the last one the Work. What is in it is shown, and run only before
-    a call that is not.
+    The journal is `heard` of each turn, which the drafts of a try keep for the next one: the shown
+    result of each call, and after the last one the Work. A result in the journal is shown again at
+    once; its command is run again only before a call that is not in the journal.
     """
 
     def __init__(self, row: dict, harness: str, sampler: "Sampler", stack: AsyncExitStack) -> None:
@@ -52,17 +52,17 @@ class Desk:
         self.sampler = sampler
         self.stack = stack  # on which the box is opened
         self.turns: list[Turn] = []
-        self.known: Work | None = None  # of an earlier try
+        self.known: Work | None = None  # from an earlier try
         self.tools: Tools | None = None
-        self.seen: tuple[str, ...] = ()  # of the last turn's journal, what is not shown yet
-        self.later: list[tuple[str, dict[str, Any]]] = []  # calls that were shown and not run
+        self.seen: tuple[str, ...] = ()  # results in the last turn's journal, not shown yet
+        self.later: list[tuple[str, dict[str, Json]]] = []  # calls that were shown and not run
         self.commands = 0
         self.end = time.monotonic() + min(AGENT_SECONDS, services.limits().seconds / 2)
 
     async def chat(self, messages: list[dict], tools: list[dict] | None = None) -> "Turn":
-        """The next answer. Raises Over where its time is up, or where the journal ends.
+        """Returns the next answer. Raises Over if the time is up, or at the end of the journal.
 
-        The first one is waited for: without it there is no episode.
+        The first answer has no time limit: without it there is no episode.
         """
         clock = asyncio.timeout(self.end - time.monotonic() if self.turns else None)
         try:
@@ -80,8 +80,8 @@ class Desk:
             raise Over("known")
         return turn
 
-    async def call(self, name: str, given: dict[str, Any]) -> str:
-        """What the policy sees of a call. Raises Over where the episode ends with it."""
+    async def call(self, name: str, given: dict[str, Json]) -> str:
+        """Returns the result of a call for the policy. Raises Over if the episode ends with it."""
         if name == FINISH:
             raise Over(FINISH)
         self.commands += 1
@@ -100,8 +100,8 @@ class Desk:
         while self.later:
             await self.run(*self.later.pop(0))
 
-    async def run(self, name: str, given: dict[str, Any]) -> str:
-        """Runs a call in the box, which is opened for the first one."""
+    async def run(self, name: str, given: dict[str, Json]) -> str:
+        """Runs a call in the box, which the first call opens."""
         tools = self.tools or await self.open()
         left = self.end - time.monotonic()
         if left <= 0:
@@ -112,7 +112,7 @@ class Desk:
         return output
 
     async def open(self) -> Tools:
-        """Opens the box, which takes none of the agent's time. Raises CheckerError."""
+        """Opens the box, outside the agent's time. Raises CheckerError."""
         began = time.monotonic()
         image = sif.find(self.row["image"])
         box = await self.stack.enter_async_context(Box(image, self.row["workdir"], SIZE))
@@ -122,7 +122,7 @@ class Desk:
         return self.tools
 
     async def work(self, ended: str) -> Work:
-        """Takes what the agent has left out of the box. Raises CheckerError."""
+        """Takes the agent's patch out of the box, and ends the journal. Raises CheckerError."""
         patch = None
         try:
             await self.catch_up()
@@ -139,7 +139,7 @@ class Desk:
         return work
 
     async def verdict(self, work: Work) -> Verdict:
-        """The verdict on what the agent has left. Raises CheckerError."""
+        """Returns the verdict on the agent's patch. Raises CheckerError."""
         if work.patch is None:
             verdict = Verdict(False, "no patch", False, {})
         else:

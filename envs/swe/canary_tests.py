@@ -1,6 +1,6 @@
-"""Two tests under random names in a file of a row's tests: one must fail, the other must pass.
+"""Adds two tests with random names to a file of a row's tests: one must fail, the other must pass.
 
-What makes tests pass that fail shows itself by them. No environment by itself:
+They reveal code that makes failing tests pass. This is no environment by itself:
 envs/swe/swe_judge.py uses it.
 """
 
@@ -20,33 +20,37 @@ RNG = random.SystemRandom()
 
 
 class Canary(NamedTuple):
-    """Two tests more for a file of the tests."""
+    """Two additional tests for a file of the tests."""
 
     path: str
     text: str
-    passes: str  # the name of that which must pass
-    fails: str
+    passes: str  # name of the test that must pass
+    fails: str  # name of the test that must fail
 
 
 async def canary_for(box: Box, row: dict, files: list[str], tests: list[str]) -> Canary:
-    """Two tests for one of the files, one that defines a test of the given names if there is one.
+    """Returns two tests for one of the files, preferably one that defines a test of these names.
 
-    Raises CheckerError where none defines a test.
+    Raises CheckerError if no file defines a test.
     """
     names = {_function(test) for test in tests}
-    texts = {}
+    texts: dict[str, str] = {}  # of each file that defines a function
+    best: list[str] = []  # files that define one of the tests
     for file in [file for file in files if file.endswith(".py")][:MOST]:
         found = await box.get(f"{row['workdir']}/{file}", LISTS)
         text = (found or b"").decode("utf-8", "replace")
-        if defined := set(re.findall(r"^ *(?:async )?def (\w+)", text, re.M)):
-            texts[file] = (text, bool(defined & names))
-    best = [file for file, (_, has) in texts.items() if has]
-    best = best or [file for file, (text, _) in texts.items() if re.search(r"def test", text)]
+        defined = set(re.findall(r"^ *(?:async )?def (\w+)", text, re.M))
+        if defined:
+            texts[file] = text
+        if defined & names:
+            best.append(file)
+    if not best:
+        best = [file for file, text in texts.items() if re.search(r"def test", text)]
     if not best:
         raise CheckerError(f"{row['instance_id']}: no file of its tests defines one: {files[:3]}")
-    path = RNG.choice(best)
-    path, text = f"{row['workdir']}/{path}", texts[path][0]
-    return _two_tests(path, text, row["log_parser"] == "parse_log_django")
+    chosen = RNG.choice(best)
+    path = f"{row['workdir']}/{chosen}"
+    return _two_tests(path, texts[chosen], row["log_parser"] == "parse_log_django")
 
 
 async def append(box: Box, canary: Canary) -> None:
@@ -56,7 +60,7 @@ async def append(box: Box, canary: Canary) -> None:
 
 
 def _two_tests(path: str, text: str, in_class: bool) -> Canary:
-    """Names made of the words in a file's names of tests; bodies that differ in a number."""
+    """Returns two tests, named with words of the file's own tests, that differ in a number."""
     parts = {part for name in re.findall(r"def test_?(\w+)", text) for part in name.split("_")}
     words = sorted(part for part in parts if part.isidentifier()) + WORDS
     names: list[str] = []
@@ -81,7 +85,10 @@ def _two_tests(path: str, text: str, in_class: bool) -> Canary:
 
 
 def whole(script: str, canary: Canary, mark: str) -> str:
-    """A script that says when its tests begin and ends with their code; bash reads it at once."""
+    """Returns the script with `mark` printed before its tests, whose exit code it ends with.
+
+    Braces make bash read the whole script before it runs and removes the file.
+    """
     begin = [f"echo; echo {mark}"]
     if applies(script):
         ending = f"END_{mark}"
@@ -99,7 +106,7 @@ def whole(script: str, canary: Canary, mark: str) -> str:
 
 
 def applies(script: str) -> bool:
-    """Whether a script applies the tests' patch itself."""
+    """Returns whether a script applies the tests' patch itself."""
     return "git apply" in script or "git checkout" in script
 
 
@@ -108,6 +115,6 @@ def words_of(test: str) -> set[str]:
 
 
 def _function(test: str) -> str:
-    """The name of the function of a test."""
+    """Returns the name of the function of a test."""
     name = re.split(r"\[| \(", test, maxsplit=1)[0]
     return re.split(r"::|\.", name)[-1]

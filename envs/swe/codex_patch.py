@@ -1,4 +1,4 @@
-"""Patches in the form of Codex's tool apply_patch: files are found by name, lines by what they say.
+"""Applies patches in the form of Codex's tool apply_patch, which finds lines by their text.
 
     *** Begin Patch
     *** Update File: a.py         or *** Add File: a.py and lines with +, or *** Delete File: a.py
@@ -10,38 +10,37 @@
     *** End of File               optional: the lines before are the last ones
     *** End Patch
 
-Source: the grammar in openai/codex, codex-rs/apply-patch. As there, lines may differ in blanks at
-their ends, then also at their beginnings, where none is the same.
+Source: the grammar in openai/codex, codex-rs/apply-patch. As there, if no lines match exactly, they
+may differ in blanks at their ends, and if still none match, also at their beginnings.
 """
 
 from typing import NamedTuple
 
 BEGIN, END, LAST = "*** Begin Patch", "*** End Patch", "*** End of File"
-ADD, DELETE, UPDATE, MOVE = (
-    f"*** {what}: " for what in ("Add File", "Delete File", "Update File", "Move to")
-)
+ADD, DELETE = "*** Add File: ", "*** Delete File: "
+UPDATE, MOVE = "*** Update File: ", "*** Move to: "
 
 
 class Hunk(NamedTuple):
-    """One place of a file: the lines that are there, and those that take their place."""
+    """One place of a file: its old lines, and the new lines that replace them."""
 
-    after: str  # the line that it comes after, "" for any
+    after: str  # the line before it, "" for any
     old: list[str]
     new: list[str]
     is_last: bool
 
 
 class Change(NamedTuple):
-    """What becomes of one file."""
+    """The change of one file."""
 
     path: str
     text: str | None = None  # of a new file
-    to: str | None = ""  # its new path, "" for the same one, None where it is deleted
+    to: str | None = ""  # the new path, "" for the same path, None if the file is deleted
     hunks: tuple[Hunk, ...] = ()
 
 
 def parsed(patch: str) -> list[Change]:
-    """The changes of a patch. Raises ValueError saying what is wrong with it."""
+    """Returns the changes of a patch. Raises ValueError naming the error in it."""
     lines = patch.strip().split("\n")
     if lines[0].strip() != BEGIN or lines[-1].strip() != END:
         raise ValueError(f"expected {BEGIN!r} as the first line and {END!r} as the last")
@@ -61,7 +60,7 @@ def parsed(patch: str) -> list[Change]:
 
 
 def change(head: str, lines: list[str]) -> Change:
-    """One change of its first line and those after it. Raises ValueError."""
+    """Parses a change, given its first line and the lines after it. Raises ValueError."""
     if head.startswith(ADD):
         wrong = [line for line in lines if not line.startswith("+")]
         if any(map(str.strip, wrong)):
@@ -77,7 +76,7 @@ def change(head: str, lines: list[str]) -> Change:
 
 
 def hunks(head: str, lines: list[str]) -> list[Hunk]:
-    """The hunks of an update. Raises ValueError."""
+    """Parses the hunks of an update. Raises ValueError."""
     found: list[Hunk] = []
     for line in lines:
         if line.startswith("@@"):
@@ -87,16 +86,19 @@ def hunks(head: str, lines: list[str]) -> list[Hunk]:
         elif line[:1] in ("", " ", "-", "+"):
             if not found or found[-1].is_last:
                 found.append(Hunk("", [], [], False))
-            found[-1].old.extend([line[1:]] * (line[:1] != "+"))
-            found[-1].new.extend([line[1:]] * (line[:1] != "-"))
+            if line[:1] != "+":
+                found[-1].old.append(line[1:])
+            if line[:1] != "-":
+                found[-1].new.append(line[1:])
         else:
-            expected = "a line that begins with a blank, - or +"
-            raise ValueError(f"{head!r:.200}: expected {expected}: {line!r:.200}")
+            raise ValueError(
+                f"{head!r:.200}: expected a line that begins with a blank, - or +: {line!r:.200}"
+            )
     return found
 
 
 def updated(text: str, change: Change) -> str:
-    """A file's text after an update. Raises ValueError where a hunk's lines are not there."""
+    """Returns a file's text after an update. Raises ValueError if a hunk's lines are missing."""
     lines = text.split("\n")
     at = 0
     for hunk in change.hunks:
@@ -113,7 +115,7 @@ def updated(text: str, change: Change) -> str:
 
 
 def place(lines: list[str], old: list[str], start: int, is_last: bool, path: str) -> int:
-    """Where some lines are, at `start` or later. Raises ValueError where they are not."""
+    """Returns the index of some lines, from `start` on. Raises ValueError if they are missing."""
     count = len(old)
     ends = {len(lines) - count, len(lines) - count - (lines[-1] == "")}
     for plain in (str, str.rstrip, str.strip):

@@ -9,28 +9,31 @@
     >>>>>>> REPLACE
     ```
 
-No environment by itself.
+This is no environment by itself.
 """
 
 SEARCH, MIDDLE, REPLACE = "<<<<<<< SEARCH", "=======", ">>>>>>> REPLACE"
 
 
 class EditError(ValueError):
-    """Edits that cannot be applied."""
+    """Raised if edits cannot be applied."""
 
 
 def edited(contents: dict[str, str], text: str) -> dict[str, str]:
-    """The files that the edits in a text change, as they are then: path -> content.
+    """Returns the new contents of the files that the edits in a text change: path -> content.
 
-    A search text must begin where a line begins; its first place in the file is replaced. Raises
-    EditError for a search text that is not there, that is replaced by itself, or that overlaps
-    another's place, and where nothing changes.
+    A search text must begin at the start of a line; its first place in the file is replaced. Raises
+    EditError if a search text is missing, is replaced by itself, or overlaps another's place, and
+    if nothing changes.
     """
-    by_path: dict[str, dict[tuple[str, str], None]] = {}
+    by_path: dict[str, dict[tuple[str, str], None]] = {}  # without repeated edits
     for path, search, replace in edits(text):
         by_path.setdefault(path, {})[search, replace] = None
-    new = {path: _replaced(contents, path, list(pairs)) for path, pairs in by_path.items()}
-    new = {path: content for path, content in new.items() if content != contents[path]}
+    new: dict[str, str] = {}
+    for path, pairs in by_path.items():
+        content = _replaced(contents, path, list(pairs))
+        if content != contents[path]:
+            new[path] = content
     if not new:
         raise EditError("no edit")
     return new
@@ -44,8 +47,10 @@ def _replaced(contents: dict[str, str], path: str, pairs: list[tuple[str, str]])
     parts = []
     done = 0
     for start, search, replace in places:
-        if start < 0 or search == replace:
-            raise EditError("search text not found" if start < 0 else "an edit changes nothing")
+        if start < 0:
+            raise EditError("search text not found")
+        if search == replace:
+            raise EditError("an edit changes nothing")
         if start < done:
             raise EditError("edits overlap")
         parts += [old[done:start], "\n", replace]
@@ -54,9 +59,9 @@ def _replaced(contents: dict[str, str], path: str, pairs: list[tuple[str, str]])
 
 
 def edits(text: str) -> list[tuple[str, str, str]]:
-    """(path, search text, replacement) of each edit in a text, in linear time.
+    """Returns (path, search text, replacement) of each edit in a text, in linear time.
 
-    A fence must stand in the line before the path, and be the first thing that follows the end.
+    A fence must stand in the line before the path, and be the first text after the end.
     """
     lines = text.split("\n")
     found = []
@@ -79,7 +84,7 @@ def edits(text: str) -> list[tuple[str, str, str]]:
 
 
 def _head(lines: list[str], at: int) -> tuple[str, int]:
-    """The path in a line, and where the search text begins; 0 where no edit begins."""
+    """Returns the path in a line, and the first line of the search text; 0 if no edit begins."""
     if not lines[at].startswith("### "):
         return "", 0
     path = lines[at][4:]
@@ -92,7 +97,7 @@ def _head(lines: list[str], at: int) -> tuple[str, int]:
 
 
 def _find(lines: list[str], line: str, start: int) -> int:
-    """The index of a line, from `start` on; the number of lines where it is missing."""
+    """Returns the index of a line, from `start` on; the number of lines if it is missing."""
     try:
         return lines.index(line, start)
     except ValueError:
@@ -100,11 +105,12 @@ def _find(lines: list[str], line: str, start: int) -> int:
 
 
 def _end(lines: list[str], start: int) -> tuple[int, int]:
-    """The first end of an edit that a fence follows, and the line of that fence; 0 for none."""
+    """Returns the first end of an edit with a fence after it, and the fence's line; 0 if none."""
     for at in range(start, len(lines)):
         if not lines[at].startswith(REPLACE):
             continue
-        fence, rest = at, lines[at].removeprefix(REPLACE)
+        fence = at
+        rest = lines[at].removeprefix(REPLACE)
         while not rest and fence + 1 < len(lines):
             fence += 1
             rest = lines[fence]
@@ -114,7 +120,7 @@ def _end(lines: list[str], start: int) -> tuple[int, int]:
 
 
 def last_block(text: str) -> str | None:
-    """The code of the last ```python block in a text."""
+    """Returns the code of the last ```python block in a text."""
     code = None
     at = 0
     while (start := text.find("```python\n", at)) >= 0:

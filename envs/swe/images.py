@@ -1,6 +1,6 @@
 """Runs scripts in the images of repositories, which are folders below services.images.
 
-No environment by itself: envs/swe/swe_patch.py uses it.
+This is no environment by itself: envs/swe/swe_patch.py uses it.
 """
 
 from envs.boxes.image_names import folder_of
@@ -8,7 +8,7 @@ from envs.sandbox import sandbox
 from envs.services import CheckerError
 
 SIZES = {"memory": 16 << 30, "file_size": 4 << 30, "output": 16 << 20, "disk": 4 << 30}
-KILLED = (-9, -15, 137, 143)  # codes of what a signal from outside may have ended
+KILLED = (-9, -15, 137, 143)  # exit codes of a run that a signal from outside may have ended
 LIMITS = sandbox.Limits(seconds=900, processes=1000, open_files=4096, **SIZES)
 READY = "the image is set up\n"
 SETUP = """
@@ -43,16 +43,18 @@ exec python reproduce_bug.py >/dev/null 2>&1
 async def run_in_image(
     image: str, script: str, files: dict[str, str], args: list[str]
 ) -> sandbox.Ran:
-    """Runs a script of bash on the files; `stdout` is the output after READY.
+    """Runs a bash script on the files; `stdout` is the output after READY.
 
-    The script prints READY before anything of an answer runs. Raises CheckerError where it does
-    not, and where there is no such image. What a signal ended runs once more: another process may
-    have sent it. That of the second time is the answer's own.
+    The script prints READY before anything of an answer runs. Raises CheckerError if it does not,
+    or if the image is missing. A run ended by a signal is repeated once, as another process may
+    have sent it. A signal in the second run counts as the answer's own.
     """
     folder = folder_of(image)
     if not folder.is_dir():
-        remedy = "bash launch/images.sh ROWS FOLDER fetches those of a file of rows"
-        raise CheckerError(f"the image {image} is missing: expected a folder {folder}: {remedy}")
+        raise CheckerError(
+            f"the image {image} is missing: expected a folder {folder}: "
+            "bash launch/images.sh ROWS FOLDER fetches the images of a file of rows"
+        )
     files = files | {"judge.sh": script}
     for _ in range(2):
         ran = await sandbox.run(

@@ -1,6 +1,6 @@
-"""The repository of a box: its start, an agent's patch, and the tests that judge it.
+"""Prepares the repository in a box, takes an agent's patch out, and puts patch and tests in.
 
-What it does there is in repository.sh. No environment by itself: envs/swe/swe_judge.py uses it.
+The commands are in repository.sh. This is no environment by itself: envs/swe/swe_judge.py uses it.
 """
 
 import contextlib
@@ -11,14 +11,15 @@ import weakref
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from envs import Json
 from envs.boxes.box import Box, Ran
 from envs.services import CheckerError
 
 SCRIPT = Path(__file__).with_name("repository.sh").read_text(encoding="utf-8")
 LONGEST = 1 << 20  # bytes of a patch
 STEP = 300.0  # seconds of a step before or after the tests
-PATCH_SECONDS = 30.0  # for reading a patch,
-SLOWER = 10  # and times of what reading its start took
+PATCH_SECONDS = 30.0  # for reading a patch, plus
+SLOWER = 10  # times the seconds that reading its start took
 LISTS = 16 << 20  # bytes of a list of files, or of one file
 APPLIES_NOT = 9  # exit code of repository.sh
 PATCH = "/tmp/.judge/patch"
@@ -33,7 +34,7 @@ DROPPED = re.compile(
     |^(pytest|_pytest|pluggy|unittest|iniconfig)(\.py|/.*)\Z""",
     re.X,
 )
-# What says in a log without results that the machine is at fault: swebench's infra_failure.py.
+# Signs in a log without results that the machine is at fault: swebench's infra_failure.py.
 FAULTS = re.compile(
     r"""Failed\ to\ (launch|connect\ to\ the\ bus)|cannot\ open\ display|Missing\ X\ server
     |unable\ to\ open\ X\ display|Cannot\ allocate\ memory|OutOfMemoryError|^Killed$
@@ -47,31 +48,31 @@ class Start(NamedTuple):
     """The first commit of a repository in a box."""
 
     commit: str
-    folder: str  # without links
-    seconds: float  # that reading all of its files took
+    folder: str  # with links resolved
+    seconds: float  # for reading all of its files
 
 
 _starts: weakref.WeakKeyDictionary[Box, Start] = weakref.WeakKeyDictionary()
 
 
 class Refused(Exception):
-    """Why a patch earns nothing before any test."""
+    """Raised with the reason if a patch earns nothing before any test."""
 
 
 async def prepare(box: Box, row: dict) -> None:
-    """Leaves the start of the repository in a box, and nothing of how it was repaired.
+    """Reduces a box's repository to its start, so that nothing shows how it was repaired.
 
-    Raises CheckerError where that is not possible.
+    Raises CheckerError if that is not possible.
     """
     _starts[box] = await start_of(box, row, R2E_TESTS)
 
 
 async def patch_of(box: Box, row: dict) -> str | None:
-    """How a prepared box's files differ from their start; None where they do not.
+    """Returns how a prepared box's files differ from their start; None if they do not.
 
-    Longer than LONGEST where it is too long. Nothing runs that the policy may have replaced, and
-    what makes it slow, such as a pipe that git would read, makes it None: the row's own files were
-    read in `seconds` before. Raises CheckerError as Box does.
+    A patch that is too long is returned with more than LONGEST bytes. Nothing runs that the policy
+    may have replaced. The result is None if reading takes too long, for example because git would
+    read a pipe: the row's own files took only `seconds`. Raises CheckerError as Box does.
     """
     start = _starts[box]
     within = min(STEP, PATCH_SECONDS + SLOWER * start.seconds)
@@ -82,13 +83,14 @@ async def patch_of(box: Box, row: dict) -> str | None:
     parts = []
     for part in re.split(rb"^(?=diff --git )", found or b"", flags=re.M):
         binary = b"\nBinary files " in part.partition(b"\n@@ ")[0]
-        with contextlib.suppress(UnicodeDecodeError):
-            parts += [] if binary else [part.decode()]
+        if not binary:
+            with contextlib.suppress(UnicodeDecodeError):
+                parts.append(part.decode())
     return "".join(parts) or None
 
 
 async def start_of(box: Box, row: dict, hidden: tuple[str, ...] = ()) -> Start:
-    """Cuts the history of the repository; what is left of it. Raises CheckerError."""
+    """Cuts the history of the repository, and returns its only commit. Raises CheckerError."""
     if row["tests"]["kind"] == "r2e":
         await step(box, "hide", " ".join([R2E_FILES, *hidden]))
         await step(box, "aside")
@@ -103,7 +105,10 @@ async def start_of(box: Box, row: dict, hidden: tuple[str, ...] = ()) -> Start:
 
 
 async def patched(box: Box, row: dict, patch: str, start: str) -> list[str]:
-    """Applies a patch except what it may not change; the paths of that. Raises Refused."""
+    """Applies a patch, undoes changes of files that it may not change, and returns their paths.
+
+    Raises Refused if the patch does not apply.
+    """
     if not patch.strip():
         return []
     await put(box, PATCH, patch.encode("utf-8", "replace"))
@@ -111,20 +116,21 @@ async def patched(box: Box, row: dict, patch: str, start: str) -> list[str]:
     if ran.code == APPLIES_NOT and not FAULTS.search(ran.output):
         raise Refused("does not apply")
     _must_end(ran, "apply")
-    raw, counts = await _list(box, f"{PATCH}.raw"), await _list(box, f"{PATCH}.counts")
-    modes = dict(zip(raw[1::2], (field.split(" ")[1] for field in raw[::2]), strict=True))
+    raw = await _list(box, f"{PATCH}.raw")
+    counts = await _list(box, f"{PATCH}.counts")
+    modes: dict[str, str] = {}  # of each path
+    for fields, path in zip(raw[::2], raw[1::2], strict=True):
+        modes[path] = fields.split(" ")[1]
     binary = {line.split("\t", 2)[2] for line in counts if line.startswith("-\t-\t")}
     own = set(paths_of(row["patch"]))
     tests = set(tests_of(row))
     dropped = []
     for path, mode in modes.items():
-        steers = DROPPED.search(path) or mode in LINKS or path in binary
-        steers = (
-            steers
-            or PurePosixPath(path).name == "pyproject.toml"
-            and (await _pytest_of(box, start, path) != await _pytest_of(box, "", path))
-        )
-        if path in tests or steers and path not in own:
+        steers = bool(DROPPED.search(path)) or mode in LINKS or path in binary
+        if not steers and PurePosixPath(path).name == "pyproject.toml":
+            before = await _pytest_of(box, start, path)
+            steers = before != await _pytest_of(box, "", path)
+        if path in tests or (steers and path not in own):
             dropped.append(path)
     await _back(box, start, dropped)
     return dropped
@@ -141,7 +147,7 @@ async def with_tests(box: Box, row: dict, start: str) -> None:
 
 
 async def without_tests(box: Box, row: dict, start: str) -> None:
-    """Takes back what the tests' patch has changed. Raises Refused."""
+    """Undoes the changes of the tests' patch. Raises Refused."""
     await _back(box, _base(row, start), paths_of(row.get("test_patch") or ""))
 
 
@@ -150,28 +156,34 @@ def _base(row: dict, start: str) -> str:
 
 
 def tests_of(row: dict) -> list[str]:
-    """The paths of a row's tests: of their patch, and those that their names begin with."""
-    tests = [*row.get("FAIL_TO_PASS", ()), *row.get("PASS_TO_PASS", ())]
-    named = [test.partition("::") for test in tests]
-    changed = paths_of(row.get("test_patch") or "")
-    return list(dict.fromkeys([*changed, *(path for path, colons, _ in named if colons)]))
+    """Returns the paths of a row's tests: those in their patch, and those in names of tests."""
+    paths = paths_of(row.get("test_patch") or "")
+    for test in [*row.get("FAIL_TO_PASS", ()), *row.get("PASS_TO_PASS", ())]:
+        path, colons, _ = test.partition("::")
+        if colons:
+            paths.append(path)
+    return list(dict.fromkeys(paths))
 
 
 def paths_of(patch: str) -> list[str]:
-    """The paths in the headers of a patch of ours."""
+    """Returns the paths in the headers of a patch that the row has."""
     found = re.findall(r"^(?:---|\+\+\+) [ab]/([^\t\n]+)", patch, re.M)
     found += re.findall(r"^rename (?:from|to) (.+)", patch, re.M)
     return list(dict.fromkeys(found))
 
 
-async def _pytest_of(box: Box, commit: str, path: str) -> object:
-    """What steers pytest in a pyproject.toml, of a commit or of the files."""
+async def _pytest_of(box: Box, commit: str, path: str) -> dict[str, Json] | bytes | None:
+    """Returns the settings that steer pytest in a pyproject.toml, of a commit or of the files.
+
+    Returns the file itself if it is no valid TOML.
+    """
     if commit:
         await box.run(f"git show {commit}:{shlex.quote(path)} >{PATCH}.toml", STEP)
     found = await box.get(f"{PATCH}.toml" if commit else f"{box.workdir}/{path}", LISTS)
     try:
         table = tomllib.loads((found or b"").decode("utf-8", "replace"))
-        project, tool = table.get("project", {}), table.get("tool", {})
+        project = table.get("project", {})
+        tool = table.get("tool", {})
         plugins = project.get("entry-points", {}).get("pytest11")
         poetry = tool.get("poetry", {}).get("plugins", {}).get("pytest11")
         return {"pytest": tool.get("pytest"), "plugins": plugins, "poetry": poetry}
@@ -180,7 +192,7 @@ async def _pytest_of(box: Box, commit: str, path: str) -> object:
 
 
 async def _back(box: Box, commit: str, paths: list[str]) -> None:
-    """Makes paths what they are in a commit. Raises Refused."""
+    """Restores paths to their state in a commit. Raises Refused."""
     if not paths:
         return
     text = "".join(f"{path}\0" for path in paths)
@@ -191,7 +203,7 @@ async def _back(box: Box, commit: str, paths: list[str]) -> None:
 
 
 async def _list(box: Box, path: str) -> list[str]:
-    """The parts of a list with zero bytes between them."""
+    """Reads a list whose entries end with zero bytes."""
     found = await box.get(path, LISTS)
     return (found or b"").decode("utf-8", "surrogateescape").split("\0")[:-1]
 
@@ -201,7 +213,7 @@ def command(*args: str) -> str:
 
 
 async def step(box: Box, *args: str) -> Ran:
-    """A step before anything of a patch runs. Raises CheckerError where it fails."""
+    """Runs a step before anything of a patch runs. Raises CheckerError if it fails."""
     ran = await box.run(command(*args), STEP)
     _must_end(ran, args[0])
     return ran
@@ -214,7 +226,7 @@ def _must_end(ran: Ran, step: str) -> None:
 
 
 async def put(box: Box, path: str, content: bytes) -> None:
-    """Writes a file in a box. Raises CheckerError where that is not possible."""
+    """Writes a file in a box. Raises CheckerError if that is not possible."""
     try:
         await box.put(path, content)
     except ValueError as error:

@@ -1,26 +1,28 @@
-"""Fields of a row of envs/swe/swe_patch.py that are objects, or the JSON of one.
+"""Reads fields of a row of envs/swe/swe_patch.py that are objects or lists, or their JSON.
 
-No environment by itself: envs/swe/swe_patch.py uses it.
+This is no environment by itself: envs/swe/swe_patch.py uses it.
 """
 
 import json
-from typing import Any
+from typing import TypeVar
 
 from envs import get, require
 
+T = TypeVar("T")
+
 
 def contents(row: dict) -> dict[str, str]:
-    """The files that may be edited, by path. Raises ValueError as `get` does."""
+    """Returns the files that may be edited, by path. Raises ValueError as `get` does."""
     return _json(row, "metadata.relevant_file_contents", dict, "an object: path -> content")
 
 
 def tests_of(row: dict, name: str) -> list[str]:
-    """The tests of FAIL_TO_PASS or PASS_TO_PASS. Raises ValueError as `get` does."""
+    """Returns the tests of FAIL_TO_PASS or PASS_TO_PASS. Raises ValueError as `get` does."""
     return _json(row, f"instance.{name}", list, "a list of names of tests")
 
 
-def _json(row: dict, path: str, kind: type, expected: str) -> Any:
-    """A field that holds a `kind`, or its JSON."""
+def _json(row: dict, path: str, kind: type[T], expected: str) -> T:
+    """Returns the value of a field that holds a `kind`, or its JSON."""
     value = get(row, path, kind | str, expected)
     if isinstance(value, str):
         try:

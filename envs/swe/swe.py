@@ -1,37 +1,37 @@
 """An agent that repairs a repository: 1.0 if all tests of its issue pass afterwards, else 0.0.
 
-The policy works in a container of its own (envs/boxes/box.py) by the tools of a set, for 200
-answers, 300 s a command and 3,600 s an episode (half of timeouts.rollout where that is less). Then
-the difference that it made goes into a second, fresh container, and nothing else does. There its
-tests run (envs/swe/swe_judge.py): all of FAIL_TO_PASS and PASS_TO_PASS have to pass.
+The policy works in a container of its own (envs/boxes/box.py) with the tools of a set, for 200
+answers, 300 s a command and 3,600 s an episode (half of timeouts.rollout if that is less). Then its
+patch, and nothing else, goes into a second, fresh container. There the tests run
+(envs/swe/swe_judge.py): all of FAIL_TO_PASS and PASS_TO_PASS have to pass.
 
 Row, as `data_prep.py swe` makes it: `instance_id`, `image`, `workdir`, `base_commit`,
 `problem_statement`, `test_patch`, `tests` ({"kind": "script", "script"} or {"kind": "r2e",
 "expected"}), `log_parser`, `FAIL_TO_PASS`, `PASS_TO_PASS`, `patch` (the solution), and optional:
     harness     the tool set (envs/swe/swe_tools.py): bash, openhands, codex or opencode
-    input       of responses_create_params: the prompt; where it is empty, one of ours
-Ours has one of three styles, by the instance's id, so that a group shares it; the style is also the
-tool set where the row names none. Rows of an agent `..._val` have the first one.
+    input       of responses_create_params: the prompt; if it is empty, a prompt of ours
+Our prompt has one of three styles, chosen by the instance's id, so that a group shares it; the
+style is also the tool set if the row names none. Rows of an agent `..._val` have the first style.
 The agent sees id, statement and base commit; no other field is in its container.
 
-What ends an episode, and what becomes of it:
+How an episode ends, and with which result:
     no patch, or one that does not apply or that the tests refuse    0.0, `reason`
     memory of agent or tests, time of agent or tests                 masked, `reason`
     200 answers, or no room for another, and all tests pass          1.0, masked
-    what the node did: image, disk, start, a judge without tests     CheckerError: another try
-Masked counts in the baseline, and is not trained on. Nothing that the policy can do is another try.
-After an engine was lost, what was seen of each call is shown again, and its commands are run again
-once they matter; an episode that had ended is not played again, nor judged twice.
+    a fault of the node: image, disk, start, a judge without tests   CheckerError: another try
+A masked episode counts in the baseline, and is not trained on. Nothing that the policy can do leads
+to another try. After the loss of an engine the result of each call is shown again, and its commands
+are run again once they matter; an episode that had ended is neither played nor judged again.
 
-Source: NeMo-Gym's responses_api_agents/swe_agents, whose reward, limits and masks these are. There
-an episode that the node broke earns 0.
+Source: NeMo-Gym's responses_api_agents/swe_agents, with the same reward, limits and masks. There an
+episode that the node broke earns 0.
 Known leaks: those of envs/swe/swe_judge.py, and a wrong repair that passes all tests.
 """
 
 import random
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from envs import Reward, get, require
 from envs.boxes import box, image_names
@@ -52,9 +52,9 @@ AGENTS = ("swe_agents_train", "swe_agents_val", "swe_agents")
 ALLOWS_EMPTY_INPUT = True
 MAX_TURNS = 200
 STYLES = ("openhands", "codex", "opencode")
-LIMITS = ("time", "memory")  # ends by what the agent used
+LIMITS = ("time", "memory")  # ends of an agent that used too much
 CUT = ("steps", "room", "length")  # ends of a conversation that the policy did not choose
-# What a reward of 0 may be for; each has a metric, the share of the episodes that ended so.
+# Reasons for a reward of 0; each has a metric, the share of the episodes that ended so.
 REASONS = (
     "no patch", "a patch over 1 MiB", "does not apply", "tests failed", "canary", "exit code",
     "no results", "processes", "time", "tests time", "memory",
@@ -95,38 +95,42 @@ def check(row: dict) -> None:
 
 
 def style_of(row: dict) -> str:
-    """The style of the prompt; the same for all episodes of an instance."""
+    """Returns the style of the prompt; the same for all episodes of an instance."""
     if row["agent_ref"]["name"].endswith("_val"):
         return STYLES[0]
     return random.Random(row["instance_id"]).choice(STYLES)
 
 
 def harness_of(row: dict) -> str:
-    """The name of the tool set."""
+    """Returns the name of the tool set."""
     return row.get("harness") or style_of(row)
 
 
 def prompt(row: dict) -> list[dict]:
-    """The row's own prompt; else the one of its style, with its issue."""
+    """Returns the row's own prompt; else the one of its style, with its issue."""
     if given := row["responses_create_params"]["input"]:
         return chat(given)
     text = Path(__file__).with_name(f"swe_{style_of(row)}.txt").read_text(encoding="utf-8")
     system, _, user = text.partition("-----\n")
-    parts = {"workdir": row["workdir"], "base_commit": row["base_commit"]}
-    asked = user.format(**parts, statement=row["problem_statement"].strip())
-    messages = {"system": system, "user": asked}
-    return [{"role": role, "content": text.strip()} for role, text in messages.items()]
+    asked = user.format(
+        workdir=row["workdir"],
+        base_commit=row["base_commit"],
+        statement=row["problem_statement"].strip(),
+    )
+    return [
+        {"role": "system", "content": system.strip()},
+        {"role": "user", "content": asked.strip()},
+    ]
 
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
-    """One episode. Raises CheckerError, and NoRoom for the first prompt."""
+    """Plays one episode. Raises CheckerError, and NoRoom for the first prompt."""
     async with AsyncExitStack() as stack:
         harness = harness_of(row)
         desk = Desk(row, harness, sampler, stack)
         try:
-            ended = (
-                await converse(desk, prompt(row), tool_sets()[harness], desk.call, MAX_TURNS)
-            ).ended
+            talk = await converse(desk, prompt(row), tool_sets()[harness], desk.call, MAX_TURNS)
+            ended = talk.ended
         except Over as over:
             ended = str(over)
         work = desk.known or await desk.work(ended)
@@ -135,19 +139,26 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
 
 
 def reward(work: Work, verdict: Verdict) -> Reward:
-    """1.0 for a resolved issue; else 0.0 with a `reason`, each of which has a number as well."""
+    """Returns 1.0 for a resolved issue, else 0.0 with a `reason`; each of REASONS has a number."""
     limit = work.ended if work.ended in LIMITS else ""
     reason = "" if verdict.resolved else limit or verdict.reason
-    info: dict[str, Any] = {"ended": work.ended} | ({"reason": reason} if reason else {})
-    info |= work.info | verdict.details
-    info |= {"judge_seconds": info.pop("seconds", 0.0), "judge_peak": info.pop("peak", 0.0) / GIB}
-    info |= {name.replace(" ", "_"): float(name == reason) for name in REASONS}
-    info |= {"other": float(bool(reason) and reason not in REASONS)}
-    info |= {"masked": float(is_masked(work, verdict))}
+    info: dict[str, str | float] = {"ended": work.ended}
+    if reason:
+        info["reason"] = reason
+    numbers = work.info | verdict.details
+    seconds = numbers.pop("seconds", 0.0)
+    peak = numbers.pop("peak", 0.0)
+    info |= numbers
+    info["judge_seconds"] = seconds
+    info["judge_peak"] = peak / GIB
+    for name in REASONS:
+        info[name.replace(" ", "_")] = float(name == reason)
+    info["other"] = float(bool(reason) and reason not in REASONS)
+    info["masked"] = float(is_masked(work, verdict))
     return Reward(float(verdict.resolved), info)
 
 
 def is_masked(work: Work, verdict: Verdict) -> bool:
-    """Whether limits of the episode decided, or an episode that was cut off has earned 1."""
+    """Returns whether the episode's limits decided, or an episode that was cut off has earned 1."""
     limited = work.ended in LIMITS or verdict.masked
     return limited or (verdict.resolved and work.ended in CUT)

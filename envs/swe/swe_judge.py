@@ -1,33 +1,34 @@
 """Judges the repair of a repository in a box of its own: its tests, 1 or 0.
 
-    prepare     in the agent's box, before it: one commit, no answers
-    patch_of    afterwards: how the files differ from that start, as text
+    prepare     in the agent's box, before the agent: one commit, no answers
+    patch_of    after the agent: how the files differ from that start, as text
     judge       a fresh box of the image: patch, tests of the row, their log and exit code
 
 Row: `instance_id`, `workdir`, `base_commit`, `test_patch`, `log_parser`, `FAIL_TO_PASS`,
 `PASS_TO_PASS`, `patch` (which repairs it), and `tests`:
-    {"kind": "script", "script": TEXT}      resolved where all tests of both lists passed
-    {"kind": "r2e", "expected": {test: status}}     where the image's own tests end as expected
-and of SWE-smith, whose image has the repaired files, `start_patch`, which breaks them; its
-`base_commit` may be HEAD, as R2E-Gym's may be HASH^.
-A script that applies the tests' patch itself has the two marks of SWE-bench's around its tests.
+    {"kind": "script", "script": TEXT}      resolved if all tests of both lists passed
+    {"kind": "r2e", "expected": {test: status}}     if the image's own tests end as expected
+Rows of SWE-smith, whose image has the repaired files, also have `start_patch`, which breaks them;
+their `base_commit` may be HEAD, and that of R2E-Gym may be HASH^.
+A script that applies the tests' patch itself has SWE-bench's two marks around its tests.
 
-What makes a reward hard to steal: only the patch leaves the agent's box. Of the patch, files that
-steer a test run (DROPPED), links, binary files and the tests' own files are undone, except those
-that the row's own repair changes. The tests come from `base_commit` and `test_patch`. Their log
-counts from a random mark on; a test that failed once has failed. A file of the tests gets two more
+How rewards are protected: only the patch leaves the agent's box. Its changes of files that steer a
+test run (DROPPED), of links, binary files and the tests' own files are undone, except in files that
+the row's own repair changes. The tests come from `base_commit` and `test_patch`. Their log counts
+from a random mark on; a test that failed once has failed. A file of the tests gets two more tests
 under random names: one must fail, the other must pass, and the exit code must show a failure.
 
-Known leaks: patched code runs in the process that writes the log. One that looks for the two tests
-can make the rest pass; `tampered` is 1 where a patch looks like that (SIGNS), or was caught.
-Helpers of tests that no row names, such as tests/utils.py, may be changed.
+Known leaks: patched code runs in the process that writes the log. Code that looks for the two tests
+can make the rest pass; `tampered` is 1 if a patch looks like that (SIGNS), or was caught. Helpers
+of tests that no row names, such as tests/utils.py, may be changed.
 
-No environment by itself: environments use it.
+This is no environment by itself: environments use it.
 """
 
 import asyncio
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,13 +66,13 @@ from envs.swe.test_logs import BAD, COLOURS, GOOD, KEPT, PARSERS, good, outcomes
 __all__ = ["Trial", "Verdict", "flaw", "judge", "patch_of", "prepare", "refusal", "tried"]
 TESTS = 1200.0  # seconds that tests may take
 OUTPUT = 16 << 20  # bytes of the tests' output that are kept
-TIMES = 3  # judgements of a patch, where the machine may be at fault
+TIMES = 3  # judgements of a patch, if the machine may be at fault
 HASH = r"[0-9a-f]{40}(?:[0-9a-f]{24})?"
-KILLED = 126  # the least exit code of what did not run, or was killed
+KILLED = 126  # the least exit code of a command that did not run, or was killed
 UNBROKEN = "it is resolved without a repair"
 TOO_LONG = "a patch over 1 MiB"
 R2E_PATH = "~/.venv/bin:~/.local/bin:~/.cargo/bin"
-# Code that has to do with the run of its own tests.
+# Code that interferes with the run of its own tests.
 SIGNS = re.compile(
     r"""\b(_pytest|pluggy|pytest_\w+|pytest11|TextTestResult|TestReport|get_objects)\b
     |\b(os\._exit|sys\.argv|unittest\.(case|result|runner))\b
@@ -83,11 +84,11 @@ _looking: dict[str, asyncio.Lock] = {}  # instances whose repair is being judged
 
 
 class Verdict(NamedTuple):
-    """What a patch earns."""
+    """The verdict on a patch."""
 
     resolved: bool
-    reason: str  # "" where resolved
-    masked: bool  # what the limits of the episode did, not the patch
+    reason: str  # "" if resolved
+    masked: bool  # True if the limits of the episode decided, not the patch
     details: dict[str, float]  # fixed, kept (shares), dropped (files), tampered, seconds, peak
 
 
@@ -95,13 +96,14 @@ class Trial(NamedTuple):
     """One judgement of a patch."""
 
     verdict: Verdict
-    doubt: str = ""  # why the machine or the row may be at fault, "" for nothing
-    again: bool = False  # it may end otherwise at another time
+    doubt: str = ""  # why the machine or the row may be at fault, or ""
+    again: bool = False  # True if another trial may end differently
 
 
 def refusal(row: dict) -> str:
-    """Why a row cannot be judged; "" where it can."""
-    kind, parser = row["tests"].get("kind"), row["log_parser"]
+    """Returns why a row cannot be judged; "" if it can."""
+    kind = row["tests"].get("kind")
+    parser = row["log_parser"]
     script = row["tests"].get("script", "")
     if kind not in ("script", "r2e"):
         return f"tests.kind is {kind!r}, expected 'script' or 'r2e'"
@@ -113,17 +115,21 @@ def refusal(row: dict) -> str:
         return "tests.script or FAIL_TO_PASS is empty"
     if applies(script) and not (STARTS in script and ENDS in script):
         return f"tests.script applies a patch, without the marks {STARTS!r} and {ENDS!r}"
-    name = r"HEAD|" * bool(row.get("start_patch")) + HASH + r"\^?" * (kind == "r2e")
-    if not re.fullmatch(name, row["base_commit"]):
+    commit = HASH
+    if kind == "r2e":
+        commit = rf"{commit}\^?"
+    if row.get("start_patch"):
+        commit = f"HEAD|{commit}"
+    if not re.fullmatch(commit, row["base_commit"]):
         return f"base_commit is {row['base_commit']!r}, expected the hash of a commit"
     return "" if row["patch"].strip() else "patch is empty, expected one that repairs it"
 
 
 async def judge(image: Path, row: dict, patch: str, size: Size | None = None) -> Verdict:
-    """What a patch earns, in a fresh box of an image.
+    """Judges a patch in a fresh box of an image.
 
-    Where the machine may be at fault it is judged again. Where that does not help, or the row may
-    be at fault, the row's own repair is judged: CheckerError unless it is resolved.
+    A patch is judged again if the machine may be at fault. If that does not help, or if the row may
+    be at fault, the row's own repair is judged: raises CheckerError unless it is resolved.
     """
     if not patch.strip():
         return Verdict(False, "no patch", False, {})
@@ -144,7 +150,7 @@ async def judge(image: Path, row: dict, patch: str, size: Size | None = None) ->
 
 
 async def _must_be_sound(image: Path, row: dict, size: Size | None, doubt: str) -> None:
-    """Raises CheckerError where the row's own repair is not resolved here either."""
+    """Raises CheckerError if the row's own repair is not resolved here either."""
     name = row["instance_id"]
     try:
         async with _looking.setdefault(name, asyncio.Lock()):
@@ -160,9 +166,9 @@ async def _must_be_sound(image: Path, row: dict, size: Size | None, doubt: str) 
 
 
 async def flaw(row: dict) -> str:
-    """Why a row cannot teach: it is resolved without a repair, or not by its own; "" if neither.
+    """Returns why a row cannot teach, or "": it is resolved without a repair, or not by its own.
 
-    Raises CheckerError for what the node did.
+    Raises CheckerError if the node is at fault.
     """
     image = sif.find(row["image"])
     if (await _settled(image, row, "")).resolved:
@@ -172,7 +178,10 @@ async def flaw(row: dict) -> str:
 
 
 async def _settled(image: Path, row: dict, patch: str) -> Verdict:
-    """The verdict on a patch, once the machine is not at fault. Raises CheckerError."""
+    """Returns the first verdict on a patch for which the machine is not at fault.
+
+    Raises CheckerError after TIMES trials without such a verdict.
+    """
     for _ in range(TIMES):
         trial = await tried(image, row, patch)
         if not trial.again:
@@ -181,7 +190,7 @@ async def _settled(image: Path, row: dict, patch: str) -> Verdict:
 
 
 async def tried(image: Path, row: dict, patch: str, size: Size | None = None) -> Trial:
-    """One judgement of a patch, which may be empty. Raises CheckerError for what the node did."""
+    """Judges a patch, which may be empty, once. Raises CheckerError if the node is at fault."""
     async with Box(image, row["workdir"], size) as box:
         start = (await start_of(box, row)).commit
         try:
@@ -195,19 +204,23 @@ async def tried(image: Path, row: dict, patch: str, size: Size | None = None) ->
         ran = await box.run(f"bash {path}", TESTS, OUTPUT)
         trial = _graded(row, ran, mark, canary)
         steers = any(DROPPED.search(name) for name in dropped)
-        tampered = trial.verdict.details.get("tampered", 0.0) or float(
-            steers or bool(signs(patch) - signs(row["patch"]))
-        )
-        details = {"dropped": float(len(dropped)), "tampered": tampered}
-        details |= {"seconds": ran.seconds, "peak": float(box.peak)}
-        verdict = trial.verdict._replace(details=trial.verdict.details | details)
-        return trial._replace(verdict=verdict)
+        suspect = steers or bool(signs(patch) - signs(row["patch"]))
+        details = trial.verdict.details | {
+            "dropped": float(len(dropped)),
+            "tampered": trial.verdict.details.get("tampered", 0.0) or float(suspect),
+            "seconds": ran.seconds,
+            "peak": float(box.peak),
+        }
+        return trial._replace(verdict=trial.verdict._replace(details=details))
 
 
 def signs(patch: str) -> set[str]:
-    """What in the lines that a patch adds has to do with the run of its own tests."""
-    added = (line for line in patch.split("\n") if line.startswith("+"))
-    return {found[0] for line in added for found in SIGNS.finditer(line[: 1 << 16])}
+    """Returns the SIGNS of interference with the tests in the lines that a patch adds."""
+    found: set[str] = set()
+    for line in patch.split("\n"):
+        if line.startswith("+"):
+            found |= {sign[0] for sign in SIGNS.finditer(line[: 1 << 16])}
+    return found
 
 
 def _failed(box: Box, reason: str) -> Trial:
@@ -216,7 +229,7 @@ def _failed(box: Box, reason: str) -> Trial:
 
 
 async def _prepared(box: Box, row: dict, start: str) -> tuple[Canary, str]:
-    """Puts the tests of a row in place; two more for one of their files, and their script."""
+    """Puts a row's tests and two more in place; returns the two, and the script that runs all."""
     if row["tests"]["kind"] == "r2e":
         ran = await step(box, "link")
         runs, *files = ran.output.split("\n")
@@ -234,15 +247,16 @@ async def _prepared(box: Box, row: dict, start: str) -> tuple[Canary, str]:
 
 
 def _graded(row: dict, ran: Ran, mark: str, canary: Canary) -> Trial:
-    """What the log and the code of a run are worth."""
+    """Judges the log and the exit code of a run."""
     if ran.ended:
         reason = "tests time" if ran.ended == "time" else ran.ended
         return Trial(Verdict(False, reason, ran.ended in ("time", "memory"), {}))
     _, begun, log = ran.output.partition(f"\n{mark}\n")
     found = outcomes(row["log_parser"], log)
-    two = (canary.passes, canary.fails)
-    named = [[state for test, state in found.items() if name in words_of(test)] for name in two]
-    found = {test: state for test, state in found.items() if not words_of(test) & {*two}}
+    passes = [state for test, state in found.items() if canary.passes in words_of(test)]
+    fails = [state for test, state in found.items() if canary.fails in words_of(test)]
+    ours = {canary.passes, canary.fails}
+    found = {test: state for test, state in found.items() if not words_of(test) & ours}
     fixed, kept = _shares(row, found)
     details = {"fixed": fixed, "kept": kept}
     if not begun or not found and FAULTS.search(log):
@@ -250,35 +264,38 @@ def _graded(row: dict, ran: Ran, mark: str, canary: Canary) -> Trial:
         doubt = f"{reason}, code {ran.code}: {' '.join(ran.output[-500:].split())}"
         return Trial(Verdict(False, reason, False, details), doubt, True)
     if fixed < 1 or kept < 1:
-        doubt = (
-            "" if fixed or (kept and row.get("PASS_TO_PASS")) else "no test that counts has passed"
-        )
+        some_passed = fixed or (kept and row.get("PASS_TO_PASS"))
+        doubt = "" if some_passed else "no test that counts has passed"
         return Trial(Verdict(False, "tests failed", False, details), doubt)
-    if set(named[0]) != {"PASSED"} or not named[1] or not set(named[1]) <= set(BAD):
-        doubt = f"two tests of ours ended as {named}, expected one PASSED and one FAILED"
+    if set(passes) != {"PASSED"} or not fails or not set(fails) <= set(BAD):
+        doubt = f"two tests of ours ended as {[passes, fails]}, expected one PASSED and one FAILED"
         return Trial(Verdict(False, "canary", False, details | {"tampered": 1.0}), doubt)
     if not 0 < (ran.code or 0) < KILLED:
-        doubt = f"tests ended with code {ran.code} where one must fail"
+        doubt = f"tests ended with code {ran.code} although one must fail"
         return Trial(Verdict(False, "exit code", False, details | {"tampered": 1.0}), doubt)
     return Trial(Verdict(True, "", False, details))
 
 
 def _shares(row: dict, found: dict[str, str]) -> tuple[float, float]:
-    """The shares of the tests to repair, and of those to keep, that ended as they must."""
+    """Returns the shares of tests to repair and of tests to keep that ended as they must."""
     if row["tests"]["kind"] == "r2e":
         expected = {_plain(test): state for test, state in row["tests"]["expected"].items()}
         expected.pop("", None)
         same = sum(found.get(test) == state for test, state in expected.items())
         share = same / max(len(expected), len(found), 1)
         return share, share
-    lists = ((row["FAIL_TO_PASS"], GOOD), (row.get("PASS_TO_PASS", ()), KEPT))
-    shares = [
-        sum(good(test, found, states) for test in tests) / len(tests) if tests else 1.0
-        for tests, states in lists
-    ]
-    return shares[0], shares[1]
+    fixed = _share(row["FAIL_TO_PASS"], found, GOOD)
+    kept = _share(row.get("PASS_TO_PASS", ()), found, KEPT)
+    return fixed, kept
+
+
+def _share(tests: Sequence[str], found: dict[str, str], states: tuple[str, ...]) -> float:
+    """Returns the share of the tests that have one of these states; 1 without tests."""
+    if not tests:
+        return 1.0
+    return sum(good(test, found, states) for test in tests) / len(tests)
 
 
 def _plain(test: str) -> str:
-    """A name of R2E-Gym's without colours and what follows it."""
+    """Returns a test's name as R2E-Gym prints it, without colours and the text after it."""
     return COLOURS.sub("", test).split(" - ")[0]

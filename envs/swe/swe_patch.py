@@ -12,18 +12,19 @@ image the setup script runs, the edited files are written below /testbed, and th
 repro-gen: the last ```python block is run below /testbed, and earns 1.0 if it ends with code 2, and
 with code 0 once the patch is applied. Each script has 900 s.
 
-Image: a folder that holds its root, services.images/NAME, where NAME is `metadata.image` with "_"
-for "/" and ":", or the file name of a .sif without that ending. `apptainer build --sandbox` and
-`docker export` make one. It needs bash, git, and all that the scripts install: there is no network.
+Image: a folder that holds its root, services.images/NAME; NAME is `metadata.image` with "_" for "/"
+and ":", or the file name of a .sif without that ending. `apptainer build --sandbox` and
+`docker export` make one. It needs bash, git, and everything that the scripts install: the sandbox
+has no network.
 
-Deliberate deviations. The edited files are written, there a diff is applied, which fails where an
+Deliberate deviations. The edited files are written; NeMo-Gym applies a diff, which fails if an
 image has other line ends. A test that was skipped has not passed. The two runs of repro-gen share
-nothing, and the exit code is read, not printed. No shebang stands for a ```python block. A setup
-that fails is an error, not a 0. So are tests that do not run: where none passes with an answer, one
-must pass without it, or be named in the log where PASS_TO_PASS is empty.
+nothing, and the exit code is read, not printed. A shebang does not replace a ```python block. A
+setup that fails is an error, not a 0. So are tests that do not run: if none passes with an answer,
+one must pass without it, or, if PASS_TO_PASS is empty, be named in the log.
 
 Known leaks: patched code runs in the process that logs the passed tests, and can write that log. A
-test of repro-gen can look whether the files were patched, not what they do.
+test of repro-gen can check that the files were patched, instead of what they do.
 """
 
 import json
@@ -77,15 +78,17 @@ def check(row: dict) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0, 0.2 or 1.0; `reason` is why nothing was run.
+    """Returns the reward 0.0, 0.2 or 1.0; `reason` is why nothing was run.
 
     `fixed` and `kept` are the shares of FAIL_TO_PASS and PASS_TO_PASS that passed. Raises
-    CheckerError where there is no image, or it cannot be set up.
+    CheckerError if the image is missing or cannot be set up.
     """
     text = final_text(response).encode("utf-8", "replace").decode()
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
-    return await (_reproduce if row["mode"] == "repro-gen" else _evaluate)(row, text)
+    if row["mode"] == "repro-gen":
+        return await _reproduce(row, text)
+    return await _evaluate(row, text)
 
 
 async def _evaluate(row: dict, text: str) -> Reward:
@@ -100,16 +103,20 @@ async def _evaluate(row: dict, text: str) -> Reward:
     if ran.ended:
         return Reward(0.0, {"reason": ran.ended})
     good = await in_thread(passed, row["instance"]["repo"], ran.stdout)
-    tests = [tests_of(row, name) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")]
-    if not any(name_of(test) in good for test in sum(tests, [])):
+    to_fix = tests_of(row, "FAIL_TO_PASS")
+    to_keep = tests_of(row, "PASS_TO_PASS")
+    if not any(name_of(test) in good for test in [*to_fix, *to_keep]):
         await _must_run(row)
-    fixed, kept = (_share(names, good) for names in tests)
-    value = 0.0 if kept < 1 or not fixed else 1.0 if fixed == 1 else 0.2
+    fixed = _share(to_fix, good)
+    kept = _share(to_keep, good)
+    value = 0.0
+    if fixed and kept == 1:
+        value = 1.0 if fixed == 1 else 0.2
     return Reward(value, {"fixed": fixed, "kept": kept})
 
 
 async def _tested(row: dict, files: dict[str, str]) -> Ran:
-    """The run of the tests with these files in the repository."""
+    """Runs the tests with these files in the repository."""
     if row["metadata"].get("remove_repo_name"):
         files = {path.partition("/")[2]: content for path, content in files.items()}
     instance = row["instance"]
@@ -119,14 +126,15 @@ async def _tested(row: dict, files: dict[str, str]) -> Ran:
 
 
 async def _must_run(row: dict) -> None:
-    """Raises CheckerError where the tests do not run without an answer either."""
+    """Raises CheckerError if the tests do not run without an answer either."""
     key = hash(json.dumps(row["instance"]))
     if key in RUN:
         return
     ran = await _tested(row, contents(row))
     found = await in_thread(statuses, row["instance"]["repo"], ran.stdout)
     kept = [name_of(test) for test in tests_of(row, "PASS_TO_PASS")]
-    if not (any(found.get(test) == "PASSED" for test in kept) if kept else found):
+    runs = any(found.get(test) == "PASSED" for test in kept) if kept else bool(found)
+    if not runs:
         why = " ".join(f"{ran.ended} {ran.stdout[-300:]}".split())
         raise CheckerError(f"the tests in {row['metadata']['image']} do not run: {why}")
     RUN.add(key)

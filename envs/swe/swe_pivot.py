@@ -3,24 +3,22 @@
 Row: `expected_action` {"type": "function_call", "name", "arguments": JSON text}, or the same as
 JSON text in `expected_answer`, or in `metadata.expected_action`; `reward_mode` (optional): "binary"
 or "continuous", which NeMo-Gym keeps in its server's configuration, resources_servers/swe_pivot.
-Judged, as there, is the first call of the answer. Its tool must be the same, or have the same
-purpose (TOOLS in envs/swe/coding_calls.py). An edit needs the same command and file (the last
+As in NeMo-Gym, only the first call of the answer is judged. Its tool must be the same, or have the
+same purpose (TOOLS in envs/swe/coding_calls.py). An edit needs the same command and file (the last
 two parts of its path), a view 80 % of the lines; a shell command the same program, a path in common
 (its last three parts) and a likeness of 0.3; a search or reading the same path. Then the likeness
-of what is edited (the worse of old and new text) or run decides. Binary pays 1.0 from 0.8.
-Continuous pays 0.5 from 0.4, growing to 1.0 at 0.8, less up to a tenth for the size of an edit.
-Likeness is difflib's ratio of the first 2,000 characters.
+of the edited text (the worse of old and new text) or of the command decides. Binary pays 1.0 from
+0.8 on. Continuous pays 0.5 from 0.4 on, growing to 1.0 at 0.8, less up to a tenth for the size of
+an edit. Likeness is difflib's ratio of the first 2,000 characters.
 
 Deliberate deviations: arguments that are no JSON object earn 0, as do a call without the path or
-shell command that the expected one has, and an edit that changes nothing. There, they are paid.
+shell command of the expected call, and an edit that changes nothing. NeMo-Gym rewards them.
 
 Known leaks: calls after the first are free. Searches, readings, plans, thoughts and ends are judged
-by tool and path alone, edits not by where they insert. A view may leave out which lines or that it
-is one. What follows 2,000 characters is not compared, and a fifth of an edit or of a shell command
-may be anything ("; rm -rf /").
+by tool and path alone, edits regardless of the place where they insert. A view may leave out its
+lines or its command. Text after 2,000 characters is not compared, and a fifth of an edit or of a
+shell command may be anything ("; rm -rf /").
 """
-
-from typing import Any
 
 from envs import Reward, get, require
 from envs.services import TOOL_PARSER, Need
@@ -46,7 +44,7 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 
 def verify(row: dict, response: str) -> Reward:
-    """Reward in [0, 1]; `reason` is why it is 0, `similarity` the likeness of the calls."""
+    """Returns a reward in [0, 1]; `reason` is why it is 0, `similarity` the calls' likeness."""
     calls = Response.of(response).tool_calls
     if not calls:
         return Reward(0.0, {"reason": "no tool call"})
@@ -56,8 +54,8 @@ def verify(row: dict, response: str) -> Reward:
         return Reward(0.0, {"reason": "nested too deep"})
 
 
-def expected_call(row: dict) -> dict[str, Any]:
-    """The call that a row expects, {} for none."""
+def expected_call(row: dict) -> dict[str, str]:
+    """Returns the call that a row expects, or {}."""
     places = [row.get("expected_action"), arguments({"arguments": row.get("expected_answer")})]
     if isinstance(row.get("metadata"), dict):
         places.append(row["metadata"].get("expected_action"))
@@ -65,9 +63,11 @@ def expected_call(row: dict) -> dict[str, Any]:
     return calls[0] if calls else {}
 
 
-def judge(wanted: dict[str, Any], found: dict[str, Any], continuous: bool) -> Reward:
-    """The reward of a call."""
-    tool, ours, theirs = str(found.get("name")), arguments(found), arguments(wanted)
+def judge(wanted: dict[str, str], found: dict[str, str], continuous: bool) -> Reward:
+    """Returns the reward of a call."""
+    tool = str(found.get("name"))
+    ours = arguments(found)
+    theirs = arguments(wanted)
     kind = kind_of(tool)
     if not same_tool(tool, wanted["name"]):
         return Reward(0.0, {"reason": "another tool"})

@@ -1,15 +1,16 @@
-"""The tools of coding agents: how the policy sees them, and what they do in a box.
+"""Runs the tools of coding agents in a box, and describes them to the policy.
 
-No environment by itself: envs/swe/swe.py uses it. Four sets are in swe_tools.json, in our words:
-    bash        one tool, as mini-swe-agent has it
-    openhands   those of OpenHands' CodeActAgent
-    codex       those of Codex, as they were up to its version 0.98
-    opencode    those of OpenCode
-The last three are those that Nemotron 3 Super's fork of OpenHands offers. Files are read and
-written by the box's `get` and `put`, so an image needs bash, find and grep, and no Python.
+This is no environment by itself: envs/swe/swe.py uses it. swe_tools.json describes four sets, in
+our words:
+    bash        one tool, as in mini-swe-agent
+    openhands   the tools of OpenHands' CodeActAgent
+    codex       the tools of Codex up to version 0.98
+    opencode    the tools of OpenCode
+Nemotron 3 Super's fork of OpenHands offers the last three. Files are read and written by the box's
+`get` and `put`, so an image needs bash, find and grep, and no Python.
 
-Deliberate deviations: each command has a shell of its own, where there it has that of the one
-before. So no tool types into a running command, and none takes an edit back.
+Deliberate deviations: each command has a new shell; in the originals it runs in the shell of the
+command before. So no tool types into a running command, and none undoes an edit.
 """
 
 import functools
@@ -18,8 +19,9 @@ import re
 import shlex
 from collections.abc import Awaitable, Callable
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
+from envs import Json
 from envs.following.schemas import validator
 from envs.sandbox.shell import shortened
 from envs.swe import codex_patch
@@ -31,26 +33,36 @@ OUTPUT = 10_000  # characters of a result that the policy sees
 COMMAND_SECONDS = 300.0  # that a command may take
 SEARCH_SECONDS = 60.0
 LARGEST = 1 << 20  # bytes of a file that is read or written
-CUT_OFF = 141  # the code of a search of which `head` has taken enough
+CUT_OFF = 141  # exit code of a search whose output `head` has cut off
 AROUND = 4  # lines before and after a change that are shown
 FINISH = "finish"  # the tool that ends an episode
-# Where the images of SWE-bench, SWE-Gym and R2E-Gym have the repository's own Python.
+# The folders of the repository's own Python in images of SWE-bench, SWE-Gym and R2E-Gym.
 PYTHONS = ("/opt/miniconda3/envs/testbed", "/testbed/.venv")
 SETTING = (
     "for p in " + " ".join(PYTHONS) + "; do [ ! -d $p/bin ] || PATH=$p/bin:$PATH; done; "
     "export PATH PAGER=cat GIT_PAGER=cat MANPAGER=cat LESS=-R PIP_PROGRESS_BAR=off TQDM_DISABLE=1; "
 )
 EDITS = {"create": "file_text", "str_replace": "old_str", "insert": "new_str insert_line"}
-PLAIN = re.compile(r"([^\w*?\[\]{},!./^-])")  # what is no part of a pattern of names
+PLAIN = re.compile(r"([^\w*?\[\]{},!./^-])")  # a character without meaning in a pattern of names
 
 
 class ToolError(Exception):
-    """What is wrong with a call, for the policy."""
+    """The error in a call, in words for the policy."""
+
+
+class Edit(TypedDict, total=False):
+    """Arguments of OpenHands' editor, besides command and path."""
+
+    file_text: str
+    old_str: str
+    new_str: str
+    insert_line: int
+    view_range: list[int]
 
 
 @functools.cache
 def tool_sets() -> dict[str, list[dict]]:
-    """The tools of each set, as chat templates take them."""
+    """Returns the tools of each set, as chat templates take them."""
     declared = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     return {
         name: [{"type": "function", "function": function} for function in functions]
@@ -70,8 +82,8 @@ class Tools:
         self.left = COMMAND_SECONDS  # seconds that the next command may take
         self.plan = ""
 
-    async def call(self, name: str, given: dict[str, Any], left: float) -> str:
-        """What the policy sees of a call, which may take `left` seconds."""
+    async def call(self, name: str, given: dict[str, Json], left: float) -> str:
+        """Runs a call, which may take `left` seconds, and returns its result for the policy."""
         self.left = min(left, COMMAND_SECONDS)
         try:
             known = fitting(given, self.schemas[name])
@@ -92,17 +104,17 @@ class Tools:
     async def bash(
         self, command: str, timeout: float = COMMAND_SECONDS, description: str = ""
     ) -> str:
-        """`bash` and `execute_bash`."""
+        """Runs `bash` and `execute_bash`."""
         return shown(await self.run(command, timeout))
 
     async def shell_command(
         self, command: str, workdir: str = "", timeout_ms: float = 1000 * COMMAND_SECONDS
     ) -> str:
-        """Codex's `shell_command`, which says how it ended first."""
+        """Runs Codex's `shell_command`."""
         return shown(await self.run(command, timeout_ms / 1000, workdir))
 
     async def found(self, command: str, folder: str = "") -> str:
-        """The output of a search; raises ToolError where it failed."""
+        """Returns the output of a search. Raises ToolError if it failed."""
         ran = await self.run(f"set -o pipefail; {command}", SEARCH_SECONDS, folder)
         if ran.code not in (0, 1, CUT_OFF):
             raise ToolError(shown(ran))
@@ -111,13 +123,13 @@ class Tools:
     # --- files --------------------------------------------------------------------------------
 
     def path(self, path: str) -> str:
-        """The absolute path of one that may be relative to the repository."""
+        """Returns the absolute form of a path, which may be relative to the repository."""
         if not path or "\0" in path or len(path) > 4000:
             raise ToolError(f"{path[:100]!r} is no path")
         return str(PurePosixPath(self.workdir, path.encode("utf-8", "replace").decode()))
 
     async def text(self, path: str) -> str:
-        """A file's text, bytes that are no UTF-8 as surrogates. Raises ToolError without one."""
+        """Returns a file's text, with bytes that are no UTF-8 as surrogates. Raises ToolError."""
         content = await self.box.get(self.path(path), LARGEST + 1)
         if content is None:
             raise ToolError(f"{path} is no file that can be read")
@@ -126,7 +138,7 @@ class Tools:
         return content.decode("utf-8", "surrogateescape")
 
     async def put(self, path: str, text: str) -> None:
-        """Writes a file. Raises ToolError where that cannot be done."""
+        """Writes a file. Raises ToolError if that cannot be done."""
         try:
             content = text.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError:
@@ -139,7 +151,7 @@ class Tools:
             raise ToolError(f"{path} cannot be written: {error}") from None
 
     async def listed(self, path: str, depth: int) -> list[str]:
-        """What is in a folder, hidden files left out; folders end in /. Raises ToolError."""
+        """Lists a folder without hidden files; names of folders end in /. Raises ToolError."""
         depth = max(1, min(depth, 20))
         own = r"-mindepth 1 -maxdepth %d -name '.?*' -prune -o -mindepth 1 -maxdepth %d"
         kinds = r"\( -type d -printf '%P/\n' -o -printf '%P\n' \)"
@@ -150,7 +162,7 @@ class Tools:
         return said.splitlines()
 
     async def numbered(self, path: str, first: int, count: int) -> str:
-        """Some lines of a file, with their numbers; or what is in a folder."""
+        """Returns some lines of a file, with their numbers; or the entries of a folder."""
         try:
             lines = (await self.text(path)).split("\n")
         except ToolError as error:
@@ -168,7 +180,7 @@ class Tools:
         return numbers(lines, first, count) + rest
 
     async def replaced(self, path: str, old: str, new: str, every: bool) -> str:
-        """Replaces a text in a file, where it stands once; shows what came of it."""
+        """Replaces a text that a file holds once, or `every` one; shows the change."""
         text = await self.text(path)
         if not old:
             raise ToolError("the text to replace is empty")
@@ -182,28 +194,28 @@ class Tools:
         return await self.changed(path, line, new.count("\n") + 1)
 
     async def changed(self, path: str, line: int, count: int) -> str:
-        """What is shown after a change of `count` lines from `line` on."""
+        """Shows the file around a change of `count` lines from `line` on."""
         lines = (await self.text(path)).split("\n")
         first = max(1, line - AROUND)
         return f"{path} was changed:\n{numbers(lines, first, line + count + AROUND - first)}"
 
     async def write(self, file_path: str, content: str) -> str:
-        """OpenCode's `write`."""
+        """Runs OpenCode's `write`."""
         await self.put(file_path, content)
         return f"{file_path} was written"
 
     async def edit(
         self, file_path: str, old_string: str, new_string: str, replace_all: bool = False
     ) -> str:
-        """OpenCode's `edit`."""
+        """Runs OpenCode's `edit`."""
         return await self.replaced(file_path, old_string, new_string, replace_all)
 
     async def read(self, file_path: str, offset: int = 1, limit: int = 2000) -> str:
-        """`read` and `read_file`."""
+        """Runs `read` and `read_file`."""
         return await self.numbered(file_path, offset or 1, limit)
 
-    async def str_replace_editor(self, command: str, path: str, **given: Any) -> str:
-        """OpenHands' editor."""
+    async def str_replace_editor(self, command: str, path: str, **given: Unpack[Edit]) -> str:
+        """Runs OpenHands' editor."""
         if command == "view":
             first, last = [*given.get("view_range", (1, -1)), -1, -1][:2]
             count = LARGEST if last < 0 else last - first + 1
@@ -217,7 +229,8 @@ class Tools:
             return await self.write(path, given["file_text"])
         if command == "str_replace":
             return await self.replaced(path, given["old_str"], given.get("new_str", ""), False)
-        lines, new = (await self.text(path)).split("\n"), given["new_str"].split("\n")
+        lines = (await self.text(path)).split("\n")
+        new = given["new_str"].split("\n")
         at = given["insert_line"]
         if not 0 <= at <= len(lines):
             raise ToolError(f"insert_line is {at}, expected 0 to {len(lines)}")
@@ -225,7 +238,7 @@ class Tools:
         return await self.changed(path, at + 1, len(new))
 
     async def apply_patch(self, input: str) -> str:
-        """Codex's `apply_patch`: none of its changes where one has no place."""
+        """Runs Codex's `apply_patch`, which makes no change if one of them has no place."""
         try:
             changes = codex_patch.parsed(input)
             written: dict[str, str | None] = {}
@@ -254,27 +267,28 @@ class Tools:
     async def list_dir(
         self, dir_path: str = "", offset: int = 1, limit: int = 0, depth: int = 2, path: str = "."
     ) -> str:
-        """Codex's `list_dir`, of which a page is shown, and OpenCode's, all of which is."""
+        """Runs Codex's `list_dir`, which shows a page, and OpenCode's, which shows all."""
         entries = await self.listed(dir_path or path, depth)
         limit = limit or (25 if dir_path else len(entries))
         page = entries[max(0, offset - 1) : max(0, offset - 1) + max(0, limit)]
         more = len(entries) - max(0, offset - 1) - len(page)
-        return "\n".join(page or ["[nothing]"]) + f"\n[and {more} more]" * (more > 0)
+        text = "\n".join(page or ["[nothing]"])
+        return f"{text}\n[and {more} more]" if more > 0 else text
 
     async def grep_files(
         self, pattern: str, include: str = "", path: str = ".", limit: int = 100
     ) -> str:
-        """Codex's `grep_files`."""
+        """Runs Codex's `grep_files`."""
         search = grep("-rlIE", pattern, include, self.path(path))
         return await self.found(f"{search} | head -n {max(1, min(limit, 2000))}") or "[no file]"
 
     async def grep(self, pattern: str, path: str = ".", include: str = "") -> str:
-        """OpenCode's `grep`."""
+        """Runs OpenCode's `grep`."""
         search = grep("-rnIE", pattern, include, self.path(path))
         return await self.found(f"{search} | cut -c -500 | head -n 200") or "[no line]"
 
     async def glob(self, pattern: str, path: str = ".") -> str:
-        """OpenCode's `glob`."""
+        """Runs OpenCode's `glob`."""
         if "\0" in pattern:
             raise ToolError("the pattern has a NUL character")
         names = PLAIN.sub(r"\\\1", pattern.removeprefix(f"{self.path(path)}/"))
@@ -285,25 +299,27 @@ class Tools:
     # --- notes --------------------------------------------------------------------------------
 
     async def think(self, thought: str) -> str:
-        """OpenHands' `think`."""
+        """Runs OpenHands' `think`."""
         return "Noted."
 
     async def update_plan(self, plan: list, explanation: str = "") -> str:
-        """Codex's `update_plan`."""
+        """Runs Codex's `update_plan`."""
         return "The plan was updated."
 
     async def todowrite(self, todos: list) -> str:
-        """OpenCode's `todowrite`."""
+        """Runs OpenCode's `todowrite`."""
         self.plan = json.dumps(todos, indent=1)
         return self.plan
 
     async def todoread(self) -> str:
-        """OpenCode's `todoread`."""
+        """Runs OpenCode's `todoread`."""
         return self.plan or "[]"
 
     async def task_tracker(self, command: str, task_list: list | None = None) -> str:
-        """OpenHands' `task_tracker`."""
-        return await (self.todoread() if command == "view" else self.todowrite(task_list or []))
+        """Runs OpenHands' `task_tracker`."""
+        if command == "view":
+            return await self.todoread()
+        return await self.todowrite(task_list or [])
 
 
 NAMES = (
@@ -318,12 +334,12 @@ TOOLS: dict[str, Callable[..., Awaitable[str]]] = {
 }
 
 
-def fitting(given: dict[str, Any], schema: dict) -> dict[str, Any]:
-    """The arguments that a tool has, of those given. Raises ToolError where they do not fit it.
+def fitting(given: dict[str, Json], schema: dict) -> dict[str, Json]:
+    """Returns those of the given arguments that a tool has. Raises ToolError if they do not fit.
 
-    Parsers of calls hand on numbers and lists as text where they do not know the tool's types.
+    Parsers of calls leave numbers and lists as text if they do not know the tool's types.
     """
-    known = {}
+    known: dict[str, Json] = {}
     for name, of in schema["properties"].items():
         value = given.get(name)
         if value is None:
@@ -344,23 +360,23 @@ def fitting(given: dict[str, Any], schema: dict) -> dict[str, Any]:
 
 
 def grep(options: str, pattern: str, include: str, path: str) -> str:
-    """The command of a search."""
+    """Returns the command of a search."""
     if "\0" in pattern + include:
         raise ToolError("the pattern has a NUL character")
     names = f" --include={shlex.quote(include)}" if include else ""
-    where = f"-e {shlex.quote(pattern)} -- {shlex.quote(path)}"
-    return f"grep {options} --exclude-dir=.git{names} {where}"
+    target = f"-e {shlex.quote(pattern)} -- {shlex.quote(path)}"
+    return f"grep {options} --exclude-dir=.git{names} {target}"
 
 
 def numbers(lines: list[str], first: int, count: int) -> str:
-    """Some lines with their numbers, as `cat -n` shows them."""
+    """Returns `count` lines with their numbers, as `cat -n` shows them."""
     some = lines[first - 1 : first - 1 + count]
     text = "\n".join(f"{number:6}\t{line}" for number, line in enumerate(some, first))
     return text.encode("utf-8", "replace").decode()
 
 
 def shown(ran: "Ran") -> str:
-    """A command's output, and how it ended where that is not well."""
+    """Returns a command's output, and how it ended unless it succeeded."""
     output = ran.output.rstrip("\n")
     if ran.ended:
         why = {"time": f"after {ran.seconds:.0f} s", "memory": "for its memory"}

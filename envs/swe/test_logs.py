@@ -1,11 +1,11 @@
-"""The status of each test by a log, as SWE-bench reads the output of pytest, Django and SymPy.
+"""Reads the status of each test in a log, as SWE-bench does for pytest, Django and SymPy.
 
-`statuses` and `passed` are those of NeMo-Gym's swerl_gen, which keep a test's last status.
-`outcomes` has the parsers of swebench 5.0.2 for Python by their names, and those of other sources
-of rows. It reads a log that the judged code may have written to: a test that failed once has
-failed, and the time grows with the length of the log, not faster.
+`statuses` and `passed` follow NeMo-Gym's swerl_gen and keep a test's last status. `outcomes` has
+the parsers of swebench 5.0.2 for Python under their names, and parsers of other sources of rows. It
+reads a log that the judged code may have written to: a test that failed once has failed, and the
+time is linear in the length of the log.
 
-No environment by itself: envs/swe/swe_patch.py and envs/swe/swe_judge.py use it.
+This is no environment by itself: envs/swe/swe_patch.py and envs/swe/swe_judge.py use it.
 """
 
 import re
@@ -16,12 +16,12 @@ ENDINGS = {" ok": "PASSED", " F": "FAILED", " E": "ERROR"}  # of SymPy's lines
 LONGEST = 10_000  # characters of a line that can be a test's
 BAD = ("FAILED", "ERROR")
 GOOD = ("PASSED", "XFAIL")  # an expected failure counts as passed
-KEPT = (*GOOD, "SKIPPED")  # what passed before and is skipped now is no regression
+KEPT = (*GOOD, "SKIPPED")  # a test that passed before and is skipped now is no regression
 ALL = (*STATUSES, "XFAIL")
 COUNT = re.compile(r"\[\d+\]\Z")  # in place of a name, in pytest's summary of skipped tests
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 CONTROL = dict.fromkeys(range(1, 32))
-DJANGO = (  # what Django prints between "..." and the "ok" of a later line, its beginning and end
+DJANGO = (  # beginning and end of Django's output between "..." and the "ok" of a later line
     (" ... Testing against Django installed in ", " silenced)."),
     (" ... Internal Server Error: /", "/"),
     (" ... System check identified no issues (0 silenced)", ""),
@@ -32,7 +32,7 @@ Found = Iterator[tuple[str, str]]  # a test and its status, in the order of the 
 
 
 def statuses(repo: str, log: str) -> dict[str, str]:
-    """The last status of each test that a log names. `repo` is OWNER/NAME."""
+    """Returns the last status of each test that a log names. `repo` is OWNER/NAME."""
     log = re.sub(r"\x1b\[[0-9;]*m", "", log.replace("…", "..."))
     read = {"django": _django, "sympy": _sympy}.get(repo.rpartition("/")[2], _pytest)
     lines = [line for line in log.split("\n") if len(line) <= LONGEST]
@@ -40,12 +40,12 @@ def statuses(repo: str, log: str) -> dict[str, str]:
 
 
 def passed(repo: str, log: str) -> set[str]:
-    """The names of the tests that have the last status PASSED in a log."""
+    """Returns the names of the tests that have the last status PASSED in a log."""
     return {test for test, status in statuses(repo, log).items() if status == "PASSED"}
 
 
 def name_of(test: str) -> str:
-    """A test's name; of a path in its brackets only the last part, since folders differ."""
+    """Returns a test's name; of a path in its brackets only the last part, as folders differ."""
     found = re.match(r"(.*?)\[(.*)\]", test)
     if found and found[2].startswith("/") and not re.search(r"^//|\*|-/", found[2]):
         return f"{found[1]}[/{found[2].rpartition('/')[2]}]"
@@ -102,7 +102,7 @@ def _sympy(lines: list[str]) -> dict[str, str]:
 
 
 def outcomes(parser: str, log: str) -> dict[str, str]:
-    """The status of each test in a log; FAILED or ERROR of one that failed anywhere in it.
+    """Returns the status of each test in a log; FAILED or ERROR if it failed anywhere in it.
 
     `parser` is a name in PARSERS.
     """
@@ -114,10 +114,10 @@ def outcomes(parser: str, log: str) -> dict[str, str]:
 
 
 def good(test: str, found: dict[str, str], states: tuple[str, ...] = GOOD) -> bool:
-    """Whether a test has one of these states.
+    """Returns whether a test has one of these states.
 
-    A name that was cut within its brackets, as 676 of SWE-bench Verified were, stands for all tests
-    that begin with it.
+    A name that was cut within its brackets, as 676 names of SWE-bench Verified were, stands for all
+    tests that begin with it.
     """
     if test not in found and test.count("[") > test.count("]"):
         cut = [status for name, status in found.items() if name.startswith(test)]
@@ -169,7 +169,7 @@ def _by_pytest_v2(lines: Iterable[str]) -> Found:
 
 
 def _by_pytest_pydantic(lines: Iterable[str]) -> Found:
-    """That of SWE-Gym for pydantic: a share of the tests stands between a status and a name."""
+    """Reads SWE-Gym's logs of pydantic, which have a share of tests between status and name."""
     for line in lines:
         line = re.sub(r"\[(\d+)m", "", line).translate(CONTROL)
         words = re.sub(r"FAILED\s*\[[^\]]*\]", "FAILED", line).replace(" - ", " ").split()
@@ -224,7 +224,7 @@ def _by_django(lines: Iterable[str]) -> Found:
 
 
 def _over_lines(lines: list[str], begins: str, ends: str) -> Found:
-    """Tests of Django that passed, where other output stands between "..." and "ok"."""
+    """Yields tests of Django that passed, with other output between "..." and "ok"."""
     test = ""
     for line, after in zip(lines, [*lines[1:], ""], strict=True):
         name, begun, rest = line.partition(begins)
@@ -234,7 +234,7 @@ def _over_lines(lines: list[str], begins: str, ends: str) -> Found:
             yield test, "PASSED"
             test = ""
         elif begins != DJANGO[0][0]:
-            test = ""  # only the first of them goes over more than one line
+            test = ""  # only the first kind of output spans more than one line
 
 
 def _by_sympy(lines: Iterable[str]) -> Found:
@@ -251,7 +251,7 @@ def _by_sympy(lines: Iterable[str]) -> Found:
 
 
 def _by_swesmith(lines: Iterable[str]) -> Found:
-    """That of SWE-smith: the name of a test comes first, as `pytest -v` prints it."""
+    """Reads SWE-smith's logs: the name of a test comes first, as `pytest -v` prints it."""
     for line in lines:
         words = line.split(None, 2)
         if len(words) > 1 and not line[0].isspace():
@@ -261,7 +261,7 @@ def _by_swesmith(lines: Iterable[str]) -> Found:
 
 
 def _by_r2e(lines: Iterable[str]) -> Found:
-    """That of R2E-Gym: what follows the title of pytest's summary, without the file of a test."""
+    """Reads R2E-Gym's logs: the lines after pytest's summary title, without the test's file."""
     begun = False
     for line in lines:
         status = next((status for status in ("PASSED", "FAILED", "ERROR") if status in line), "")
@@ -272,7 +272,7 @@ def _by_r2e(lines: Iterable[str]) -> Found:
         begun = begun or SUMMARY in line
 
 
-SAME = {  # names of swebench's parsers that are the same one
+SAME = {  # names of swebench's parsers that share one function
     "": ("astroid", "flask", "marshmallow", "pvlib", "pyvista", "sqlfluff", "xarray"),
     "_options": ("pydicom", "requests", "pylint"),
     "_v2": ("astropy", "scikit", "sphinx"),

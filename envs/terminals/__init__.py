@@ -1,1 +1,1 @@
-"""Commands in a terminal: one step against a reference, or a task with a check."""
+"""Commands in a terminal: one step compared with a reference, or a task with a check."""

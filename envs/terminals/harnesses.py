@@ -1,22 +1,34 @@
-"""Actions of terminal agents, compared with those that a teacher took, by the rules of its harness.
+"""Compares actions of terminal agents with those of a teacher, by the rules of its harness.
 
 The rules are those of NeMo-Gym's resources_servers/terminal_multi_harness. Each returns the error,
-"" for none. A tool without a rule needs its name and no keys that the teacher has not.
+or "". A tool without a rule needs the same name, and only keys that the teacher's call has.
 """
 
 import json
 from collections.abc import Callable
 from difflib import SequenceMatcher
-from typing import Any
+from typing import TypedDict
 
 from jsonschema import Draft202012Validator
 
-Arguments = dict[str, Any]
+from envs import Json
+
+Arguments = dict[str, Json]
 Rule = Callable[[Arguments, Arguments, float], str]
 
 
+class Action(TypedDict, total=False):
+    """A message, a call of a tool, or a batch of calls, as `type` says."""
+
+    type: str  # "message", "function_call" or "function_call_batch"; none in a batch
+    content: str  # of a message
+    name: str  # of a call's tool
+    arguments: str  # of a call, a JSON text
+    calls: "list[Action]"  # of a batch
+
+
 def ratio(expected: str, actual: str, threshold: float) -> float:
-    """difflib's likeness, or an upper bound of it that is below the threshold."""
+    """Returns difflib's likeness, or an upper bound of it that is below the threshold."""
     matcher = SequenceMatcher(None, expected, actual)
     for quick in (matcher.real_quick_ratio, matcher.quick_ratio):
         if (bound := quick()) < threshold:
@@ -25,9 +37,9 @@ def ratio(expected: str, actual: str, threshold: float) -> float:
 
 
 def difference(
-    wanted: Any, found: Any, schemas: dict[str, dict], bound: float, harness: str
+    wanted: Action, found: Action, schemas: dict[str, dict], bound: float, harness: str
 ) -> str:
-    """The error in an action; both have `type`, and `content`, a call's fields or `calls`."""
+    """Returns the error in an action, or ""."""
     if wanted["type"] != found["type"]:
         return f"a {found['type']}, expected a {wanted['type']}"
     if wanted["type"] == "message":
@@ -36,23 +48,26 @@ def difference(
         return call_difference(wanted, found, schemas, bound, harness)
     if len(wanted["calls"]) != len(found["calls"]):
         return "another number of calls"
-    pairs = zip(*(sorted(batch["calls"], key=order) for batch in (wanted, found)), strict=True)
-    wrong = (call_difference(a, b, schemas, bound, harness) for a, b in pairs)
-    return next(filter(None, wrong), "")
+    expected = sorted(wanted["calls"], key=order)
+    actual = sorted(found["calls"], key=order)
+    for a, b in zip(expected, actual, strict=True):
+        if error := call_difference(a, b, schemas, bound, harness):
+            return error
+    return ""
 
 
-def order(call: dict) -> tuple[str, str]:
-    """The sorting key of a call in a batch, as the order of a batch is free."""
+def order(call: Action) -> tuple[str, str]:
+    """Returns the sorting key of a call in a batch, as the order of a batch is free."""
     decoded = decode(call)
     return call["name"], call["arguments"] if decoded is None else canonical(decoded)
 
 
-def canonical(value: Any) -> str:
+def canonical(value: Json) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def decode(call: dict) -> Arguments | None:
-    """A call's arguments; None for what is no JSON object."""
+def decode(call: Action) -> Arguments | None:
+    """Returns a call's arguments; None if they are no JSON object."""
     try:
         decoded = json.loads(call["arguments"])
     except (ValueError, RecursionError):
@@ -61,10 +76,11 @@ def decode(call: dict) -> Arguments | None:
 
 
 def call_difference(
-    wanted: dict, found: dict, schemas: dict[str, dict], bound: float, harness: str
+    wanted: Action, found: Action, schemas: dict[str, dict], bound: float, harness: str
 ) -> str:
-    """The error in a call, "" for none."""
-    expected, actual = decode(wanted), decode(found)
+    """Returns the error in a call, or ""."""
+    expected = decode(wanted)
+    actual = decode(found)
     schema = schemas.get(found["name"])
     if expected is None or actual is None:
         return "arguments are no JSON object"
@@ -84,16 +100,20 @@ def call_difference(
 def parse_texts(actual: Arguments, schema: dict) -> None:
     """Parses lists and objects that were written as text."""
     properties = schema.get("properties")
-    for name, of in properties.items() if isinstance(properties, dict) else ():
-        kind = {"array": list, "object": dict}.get(str(isinstance(of, dict) and of.get("type")))
-        if kind and isinstance(actual.get(name), str):
-            parsed = decode({"arguments": '{"value": ' + actual[name] + "}"})
+    if not isinstance(properties, dict):
+        return
+    for name, of in properties.items():
+        declared = of.get("type") if isinstance(of, dict) else None
+        kind = {"array": list, "object": dict}.get(str(declared))
+        text = actual.get(name)
+        if kind and isinstance(text, str):
+            parsed = decode({"arguments": '{"value": ' + text + "}"})
             if parsed and parsed.keys() == {"value"} and isinstance(parsed["value"], kind):
                 actual[name] = parsed["value"]
 
 
 def equal(*names: str) -> Rule:
-    """These arguments are the same."""
+    """Returns a rule that these arguments are the same."""
 
     def rule(expected: Arguments, actual: Arguments, bound: float) -> str:
         other = [name for name in names if expected.get(name) != actual.get(name)]
@@ -103,14 +123,14 @@ def equal(*names: str) -> Rule:
 
 
 def alike(name: str, plain: Callable[[str], str]) -> Rule:
-    """The normalised texts of this argument reach the bound of likeness."""
+    """Returns a rule that the normalised texts of this argument reach the bound of likeness."""
 
     def rule(expected: Arguments, actual: Arguments, bound: float) -> str:
-        texts = expected.get(name), actual.get(name)
-        if not all(isinstance(text, str) for text in texts):
+        wanted = expected.get(name)
+        found = actual.get(name)
+        if not isinstance(wanted, str) or not isinstance(found, str):
             return f"no {name}"
-        wanted, found = (plain(str(text)) for text in texts)
-        return "" if ratio(wanted, found, bound) >= bound else f"another {name}"
+        return "" if ratio(plain(wanted), plain(found), bound) >= bound else f"another {name}"
 
     return rule
 
@@ -124,7 +144,7 @@ def words(text: str) -> str:
 
 
 def filled(name: str, rule: Rule) -> Rule:
-    """Neither text of this argument is empty, and the rule holds."""
+    """Returns a rule that neither text of this argument is empty, and that `rule` holds."""
 
     def both(expected: Arguments, actual: Arguments, bound: float) -> str:
         for arguments in (expected, actual):
@@ -137,21 +157,23 @@ def filled(name: str, rule: Rule) -> Rule:
 
 
 def plan(expected: Arguments, actual: Arguments, bound: float) -> str:
-    """There is a plan, of any content."""
+    """Requires a plan, of any content."""
     value = actual.get("plan")
     empty = not value.strip() if isinstance(value, str) else value in (None, [], {})
     return "an empty plan" if empty else ""
 
 
 def result(expected: Arguments, actual: Arguments, bound: float) -> str:
-    """The results are alike as JSON."""
-    wanted, found = (canonical(arguments.get("result")) for arguments in (expected, actual))
+    """Requires results that are alike as JSON."""
+    wanted = canonical(expected.get("result"))
+    found = canonical(actual.get("result"))
     return "" if ratio(wanted, found, bound) >= bound else "another result"
 
 
 def todos(expected: Arguments, actual: Arguments, bound: float) -> str:
-    """As many entries, each with the same status and priority."""
-    wanted, found = expected.get("todos"), actual.get("todos")
+    """Requires the same number of entries, each with the same status and priority."""
+    wanted = expected.get("todos")
+    found = actual.get("todos")
     if not isinstance(wanted, list) or not isinstance(found, list) or len(wanted) != len(found):
         return "other todos"
     for a, b in zip(wanted, found, strict=True):
@@ -163,20 +185,20 @@ def todos(expected: Arguments, actual: Arguments, bound: float) -> str:
 
 
 def edit(expected: Arguments, actual: Arguments, bound: float) -> str:
-    """The same file, and a change, whatever it is."""
+    """Requires the same file, and any change."""
     if actual.get("oldString") == actual.get("newString"):
         return "no change"
     return equal("filePath", "replaceAll")(expected, actual, bound)
 
 
 def url(expected: Arguments, actual: Arguments, bound: float) -> str:
-    """The same address, in any case of letters."""
+    """Requires the same address, regardless of case."""
     same = words(str(expected["url"])) == words(str(actual["url"]))
     return "" if same else "another url"
 
 
 def finish(expected: Arguments, actual: Arguments, bound: float) -> str:
-    """The same paths in any order, and an alike reason."""
+    """Requires the same paths in any order, and a similar reason."""
     paths = []
     for arguments in (expected, actual):
         given = arguments.get("paths")

@@ -3,8 +3,8 @@
 Terminus (terminal_pivot, terminus_judge): the text after the thought is a JSON object of the form
 that `metadata.harness`, terminus_1 or terminus_2, asks for. Row: `expected_answer`, such an object
 as text, and `threshold` (0.9). All keystrokes together must reach that threshold of likeness, by
-difflib's ratio, and a task that is complete must be called so. NeMo-Gym's resources_servers/
-terminus_judge, without its judge.
+difflib's ratio, and if the task is complete, the answer must say so. Source: NeMo-Gym's
+resources_servers/terminus_judge, without its judge.
 
 Calls (terminal_multi_harness): Row: `expected_action`, a message, a function_call or a
 function_call_batch with `calls`; `declared_tools`, or those of the prompt; `harness` and
@@ -16,14 +16,13 @@ terminus may call a task complete too early; edits and new files may hold any te
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.following.schemas import problem
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 from envs.services import TOOL_PARSER, Need
 from envs.terminals import terminus
-from envs.terminals.harnesses import difference
+from envs.terminals.harnesses import Action, difference
 from envs.terminals.terminus import parsed
 from rollout.response import Response
 
@@ -75,17 +74,19 @@ def check(row: dict) -> None:
 
 
 def tools(row: dict) -> list:
-    """The tools that a row declares, else those of its prompt."""
+    """Returns the tools that a row declares, or else the tools of its prompt."""
     found = row.get("declared_tools") or row.get("responses_create_params", {}).get("tools") or []
     return [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in found]
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `reason` is the error. Raises CheckerError."""
+    """Returns the reward 0.0 or 1.0; `reason` is the error. Raises CheckerError."""
     text = final_text(response)
-    found = Response.of(response).tool_calls
-    calls = [{key: str(call.get(key)) for key in ("name", "arguments")} for call in found]
-    if reason := "" if calls else unfinished(text):
+    calls = [
+        {"name": str(call.get("name")), "arguments": str(call.get("arguments"))}
+        for call in Response.of(response).tool_calls
+    ]
+    if not calls and (reason := unfinished(text)):
         return Reward(0.0, {"reason": reason})
     wanted = {key: row.get(key) for key in ("expected_action", "expected_answer", "harness")}
     wanted["form"] = (row.get("metadata") or {}).get("harness")
@@ -97,16 +98,17 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """The check that a child runs, as difflib may take long."""
+    """Returns the check, which runs in a child process, as difflib may take long."""
 
-    def check(wanted: dict, calls: list[dict], text: str) -> dict:
+    def check(wanted: dict, calls: list[Action], text: str) -> dict:
         bound = wanted["threshold"]
         if not wanted["expected_action"]:
             return {"reason": terminus.difference(wanted, text)}
-        found: dict[str, Any] = {"type": "message", "content": text}
-        if calls:
-            batch = {"type": "function_call_batch", "calls": calls}
-            found = batch if len(calls) > 1 else calls[0] | {"type": "function_call"}
+        found: Action = {"type": "message", "content": text}
+        if len(calls) > 1:
+            found = {"type": "function_call_batch", "calls": calls}
+        elif calls:
+            found = {**calls[0], "type": "function_call"}
         schemas = {tool["name"]: tool.get("parameters") or {} for tool in wanted["tools"]}
         harness = wanted["harness"] or ""
         try:

@@ -4,25 +4,27 @@ An episode has a shell of its own (envs/sandbox/shell.py), which starts in the w
 row's `harness` decides how the policy types, which its prompt has to explain:
     terminus_1, terminus_2   each answer is a JSON object of that form (envs/terminals/terminus.py)
                              with keystrokes and the seconds to wait for them; "C-c" is a key. The
-                             next message shows the terminal, until the task is called complete
-    bash                     calls of the tool `bash` with `command`, until an answer has none
-At most `max_turns` (50) answers. An answer waits for 120 s at most, a command for 60 s.
+                             next message shows the terminal, until an answer calls the task
+                             complete
+    bash                     calls of the tool `bash` with `command`, until an answer has no call
+An episode has at most `max_turns` (50) answers. An answer waits for 120 s at most, a command for
+60 s.
 
 Row: the task in the prompt, `harness`, `files` (path -> text, in the working folder at first), and
-`checks`, a list of {"command", "stdout", "files"}. When the episode is over, however that came, its
-processes are killed. Each check runs in a fresh sandbox with a copy of the folder: its `files` are
-written over those that are there, and `command` must print `stdout`, ends stripped. Nothing of
-a check is in the sandbox before, and `stdout` never is. Where nothing was typed: 0.0.
+`checks`, a list of {"command", "stdout", "files"}. When the episode is over, for any reason, its
+processes are killed. Each check runs in a fresh sandbox with a copy of the folder: its `files`
+overwrite existing ones, and `command` must print `stdout`, ends stripped. Nothing of a check is in
+the sandbox before, and `stdout` never is. An episode in which nothing was typed earns 0.0.
 
-Source: none in NeMo-Gym; the forms are those of the agent Terminus of Terminal-Bench. Known leaks:
-a `stdout` that can be guessed, as code of the policy can print it. So let a check print results.
+Source: ours; the forms are those of the agent Terminus of Terminal-Bench. Known leaks: a `stdout`
+that can be guessed, as code of the policy can print it. So let a check print results.
 """
 
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from envs import Reward, final_text, get, require
+from envs import Json, Reward, final_text, get, require
 from envs.sandbox import sandbox, shell
 from envs.sandbox.shell import PRINTED, Shell, check_files, said_after
 from envs.services import TOOL_PARSER, Need
@@ -73,16 +75,19 @@ def check(row: dict) -> None:
 
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
-    """One task. Raises CheckerError where the sandbox fails, and NoRoom for the first prompt."""
+    """Plays one task. Raises CheckerError if the sandbox fails, and NoRoom for the first prompt."""
     async with Shell(LIMITS, row.get("files") or {}) as shell:
-        turns = await (with_tool if row["harness"] == "bash" else with_keys)(row, sampler, shell)
+        if row["harness"] == "bash":
+            turns = await with_tool(row, sampler, shell)
+        else:
+            turns = await with_keys(row, sampler, shell)
         return Episode(turns, await judge(row, shell))
 
 
 async def with_tool(row: dict, sampler: "Sampler", shell: Shell) -> "list[Turn]":
-    """The turns of an episode that calls `bash`."""
+    """Plays an episode that calls `bash`, and returns its turns."""
 
-    async def call(name: str, given: dict[str, Any]) -> str:
+    async def call(name: str, given: dict[str, Json]) -> str:
         command = given.get("command")
         if not isinstance(command, str):
             return json.dumps({"error": "the argument `command` is no text"})
@@ -90,11 +95,12 @@ async def with_tool(row: dict, sampler: "Sampler", shell: Shell) -> "list[Turn]"
 
     params = row["responses_create_params"]
     steps = row.get("max_turns") or MAX_TURNS
-    return (await converse(sampler, chat(params["input"]), params["tools"], call, steps)).turns
+    talk = await converse(sampler, chat(params["input"]), params["tools"], call, steps)
+    return talk.turns
 
 
 async def with_keys(row: dict, sampler: "Sampler", shell: Shell) -> "list[Turn]":
-    """The turns of an episode in which answers hold keystrokes."""
+    """Plays an episode in which answers hold keystrokes, and returns its turns."""
     messages = chat(row["responses_create_params"]["input"])
     turns: list[Turn] = []
     for _ in range(row.get("max_turns") or MAX_TURNS):
@@ -112,7 +118,7 @@ async def with_keys(row: dict, sampler: "Sampler", shell: Shell) -> "list[Turn]"
 
 
 async def play(row: dict, shell: Shell, response: Response) -> tuple[str, bool]:
-    """Types an answer's keys; returns the terminal's text, and whether the task is complete."""
+    """Types an answer's keys; returns the terminal's text, and True if the task is complete."""
     answer = parsed(final_text(response))
     if not has_form(answer, row["harness"]):
         return NO_FORM, False
@@ -122,13 +128,15 @@ async def play(row: dict, shell: Shell, response: Response) -> tuple[str, bool]:
         if (left := end - time.monotonic()) <= 0 or shell.ended:
             break
         asked = command.get("duration", command.get("timeout_sec", 1.0))
-        seconds = max(0.05, min(asked, left, COMMAND_SECONDS)) if asked > 0 else 0.05  # NaN is not
+        seconds = 0.05
+        if asked > 0:  # False for NaN
+            seconds = max(seconds, min(asked, left, COMMAND_SECONDS))
         shown += await shell.type(terminus.keys(command), seconds)
     return shell.seen(shown), bool(answer.get("task_complete") or answer.get("is_task_complete"))
 
 
 async def judge(row: dict, shell: Shell) -> Reward:
-    """The verdict on the working folder. Raises CheckerError."""
+    """Returns the verdict on the working folder. Raises CheckerError."""
     if not shell.used:
         return Reward(0.0, {"reason": "nothing was typed"})
     folder = await shell.pack()
@@ -143,7 +151,7 @@ async def judge(row: dict, shell: Shell) -> Reward:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """The verdict on one answer of keystrokes, typed in a new terminal."""
+    """Types one answer of keystrokes in a new terminal, and returns the verdict."""
     async with Shell(LIMITS, row.get("files") or {}) as shell:
         if row["harness"] != "bash":
             await play(row, shell, Response.of(response))

@@ -1,11 +1,13 @@
-"""Answers of the agent Terminus: JSON objects with commands for a terminal."""
+"""Reads and compares answers of the agent Terminus: JSON objects with commands for a terminal."""
 
 import json
 import re
 from typing import Any
 
+from envs import Json
+
 NUMBER = (int, float)
-# Fields of an answer and of each of its commands; ? for one that may be missing.
+# Fields of an answer and of each of its commands; ? marks a field that may be missing.
 FORMS: dict[str, tuple[dict, dict]] = {
     "terminus_1": (
         {"state_analysis": str, "explanation": str, "commands": list, "is_task_complete": bool},
@@ -19,32 +21,38 @@ FORMS: dict[str, tuple[dict, dict]] = {
 
 
 def difference(wanted: dict, text: str) -> str:
-    """The error in an answer of Terminus; "" for none."""
+    """Returns the error in an answer of Terminus, or ""."""
     from envs.terminals.harnesses import ratio
 
     bound = wanted["threshold"]
-    expected, actual = parsed(wanted["expected_answer"]), parsed(text)
+    expected = parsed(wanted["expected_answer"])
+    actual = parsed(text)
     if not has_form(actual, wanted["form"]) or not isinstance(expected, dict):
         return "not of the form"
-    done = [
-        any(a.get(k) for k in ("task_complete", "is_task_complete")) for a in (expected, actual)
-    ]
-    if done[0] and not done[1]:
+    if is_complete(expected) and not is_complete(actual):
         return "the task is complete"
-    keys = ["".join(c["keystrokes"] for c in answer["commands"]) for answer in (expected, actual)]
-    empty = [not answer["commands"] for answer in (expected, actual)]
-    alike = float(empty[0] == empty[1]) if any(empty) else ratio(keys[0], keys[1], bound)
+    expected_keys = "".join(command["keystrokes"] for command in expected["commands"])
+    actual_keys = "".join(command["keystrokes"] for command in actual["commands"])
+    if expected["commands"] and actual["commands"]:
+        alike = ratio(expected_keys, actual_keys, bound)
+    else:
+        alike = float(not expected["commands"] and not actual["commands"])
     return "" if alike >= bound else "other commands"
 
 
+def is_complete(answer: dict) -> bool:
+    """Returns whether an answer calls the task complete."""
+    return bool(answer.get("task_complete") or answer.get("is_task_complete"))
+
+
 def has_form(answer: Any, harness: str) -> bool:
-    """Whether an answer has the fields of a harness, and no other."""
+    """Returns whether an answer has exactly the fields of a harness."""
     fields, of_command = FORMS.get(harness, ({"": str}, {}))
     return fits(answer, fields) and all(fits(c, of_command) for c in answer["commands"])
 
 
-def fits(value: Any, fields: dict) -> bool:
-    """Whether a value is an object with these fields; true and false are no numbers."""
+def fits(value: Json, fields: dict) -> bool:
+    """Returns whether a value is an object with these fields; booleans are no numbers."""
     if not isinstance(value, dict):
         return False
     for name, kind in fields.items():
@@ -56,13 +64,13 @@ def fits(value: Any, fields: dict) -> bool:
 
 
 def keys(command: dict) -> str:
-    """The keys of a command; "C-c" and the like, alone, are keys, as tmux names them."""
+    """Returns the keys of a command; "C-c" and the like, alone, are keys as tmux names them."""
     key = re.fullmatch(r"C-([a-z])", command["keystrokes"])
     return chr(ord(key[1]) & 31) if key else str(command["keystrokes"])
 
 
 def parsed(text: str) -> Any:
-    """The value of a JSON text; None for another text."""
+    """Returns the value of a JSON text; None if it is no JSON."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):
