@@ -1,11 +1,11 @@
-"""Groups of samples on disk: one .npz file, written aside and renamed.
+"""Writes groups of samples to one .npz file, aside and then renamed, and reads them again.
 
 The file has a column for each field of `Sample`. Columns that end in `_T` hold the tokens of all
 samples end to end, the others one entry for each sample. Texts, and dictionaries as JSON, are one
 JSON list: numpy would make each text as wide as the longest. Columns that end in `_M` hold arrays
-of any length end to end, and `ends_NAME` where that of each sample ends. Beside them are `slot`,
-`version` and `line` of each group, `group` and `length` of each sample, and `logp_T`, the trainer's
-logprobs, NaN where it computed none.
+of any length end to end, and `ends_NAME` where the array of each sample ends. The file also has
+`slot`, `version` and `line` of each group, `group` and `length` of each sample, and `logp_T`, the
+trainer's logprobs, NaN for tokens without one.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 
 from rollout.episode import Sample
 
@@ -31,11 +32,12 @@ def write_groups(
 ) -> None:
     """Writes groups of samples as one .npz file: `heads` are (slot, version, line) of each.
 
-    `refs` are first, for each list of places (group, place in it), the trainer's logprobs [T] of
-    the samples there, end to end, or nothing. Then come the groups. Raises TypeError for a field of
-    a sample that has no place in such a file.
+    `refs` begin with one array for each list of `places`: the trainer's logprobs [T] of the samples
+    at these places (group, place in it), end to end, or an empty array. The groups follow. They are
+    arguments of their own because Ray fetches no reference inside a list. Raises TypeError for a
+    field of a sample that such a file cannot hold.
     """
-    groups = refs[len(places) :]
+    groups: tuple[list[Sample], ...] = refs[len(places) :]
     logps: dict[tuple[int, int], np.ndarray] = {}
     for at, logp_T in zip(places, refs[: len(places)], strict=True):
         if len(logp_T):
@@ -43,12 +45,15 @@ def write_groups(
             logps |= zip(at, np.split(logp_T, ends[:-1]), strict=True)
     samples = list(itertools.chain(*groups))
     lengths = [len(sample.tokens_T) for sample in samples]
-    columns: dict[str, Any] = dict(zip(HEAD, np.array(heads).reshape(-1, 3).T, strict=True))
+    head_columns = np.array(heads).reshape(-1, 3).T
+    columns: dict[str, Any] = dict(zip(HEAD, head_columns, strict=True))  # for np.savez
     columns["group"] = np.repeat(np.arange(len(groups), dtype=np.int32), [len(g) for g in groups])
     columns["length"] = np.array(lengths, np.int32)
+    columns["logp_T"] = np.full(sum(lengths), np.nan, np.float32)
     scored = [logps.get((g, j)) for g, group in enumerate(groups) for j in range(len(group))]
-    nowhere = np.full(sum(lengths), np.nan, np.float32)
-    columns["logp_T"] = _tokens("logp_T", scored, lengths) if logps else nowhere
+    found_T = _tokens("logp_T", scored, lengths) if logps else None
+    if found_T is not None:
+        columns["logp_T"] = found_T
     for field in dataclasses.fields(Sample):
         if field.name in OWN:
             raise TypeError(f"Sample.{field.name} has the name of a column, expected another name")
@@ -63,11 +68,13 @@ def write_groups(
 
 
 def _columns(name: str, values: list, lengths: list[int]) -> dict[str, np.ndarray]:
-    """What the values of a field become; nothing where all of them are None."""
+    """The columns of a field's values; {} if all of them are None."""
     known = [value for value in values if value is not None]
     if name.endswith("_M"):
+        if not known:
+            return {}
         ends = np.cumsum([0 if value is None else len(value) for value in values])
-        return {name: np.concatenate(known), f"ends_{name}": ends} if known else {}
+        return {name: np.concatenate(known), f"ends_{name}": ends}
     column = _tokens(name, values, lengths) if name.endswith("_T") else _plain(values)
     if column is None:
         return {}
@@ -77,47 +84,48 @@ def _columns(name: str, values: list, lengths: list[int]) -> dict[str, np.ndarra
 
 
 def _tokens(name: str, values: list, lengths: list[int]) -> np.ndarray | None:
-    """One column from the arrays [T, ...] of a field; None where all of them are None."""
+    """One column from the arrays [T, ...] of a field; None if all of them are None."""
     known = [value for value in values if value is not None]
     if not known:
         return None if values else np.zeros(0)
-    blank = _blank(known[0])
     shape = known[0].shape[1:]
+    pieces = []
     for value, n in zip(values, lengths, strict=True):
-        if value is not None and len(value) != n:
+        if value is None:
+            value = np.full((n, *shape), _blank(known[0]), known[0].dtype)
+        if len(value) != n:
             raise ValueError(f"{name} has {len(value)} entries, its sample {n} tokens")
-    pieces = zip(values, lengths, strict=True)
-    whole = [np.full((n, *shape), blank, known[0].dtype) if v is None else v for v, n in pieces]
-    return np.concatenate(whole)
+        pieces.append(value)
+    return np.concatenate(pieces)
 
 
 def _plain(values: list) -> np.ndarray | None:
-    """One column from the values of a field; None where all of them are None."""
+    """One column from the values of a field; None if all of them are None."""
     known = [value for value in values if value is not None]
     if not known:
         return None if values else np.zeros(0)
     if isinstance(known[0], str):
         return np.array(json.dumps(["" if value is None else value for value in values]).encode())
     try:
-        return np.array([_blank(known[0]) if value is None else value for value in values])
+        blank = _blank(np.asarray(known[0]))
+        return np.array([blank if value is None else value for value in values])
     except ValueError:  # sequences of different lengths
         return np.array([None])
 
 
-def _blank(example: Any) -> Any:
-    """What stands in a column for a missing value: NaN, -1 or False."""
-    kind = np.asarray(example).dtype.kind
-    return {"f": np.nan, "i": -1, "b": False}.get(kind)
+def _blank(example: np.ndarray) -> float | None:
+    """The entry of a column for a missing value, by the dtype of the others: NaN, -1 or False."""
+    return {"f": np.nan, "i": -1, "b": False}.get(example.dtype.kind)
 
 
 def listed(column: np.ndarray) -> list:
-    """The entries of a column that has one for each sample."""
+    """Returns the entries of a column that has one for each sample."""
     return column.tolist() if column.shape else json.loads(column.item())
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[Any]:
-    """The columns of a file of groups; an error in reading them is a ValueError that names it."""
+def _opened(path: str) -> Iterator[NpzFile]:
+    """The columns of a file of groups. Raises ValueError with its name if they cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as file:
             yield file
@@ -126,64 +134,72 @@ def _opened(path: str) -> Iterator[Any]:
 
 
 def count_groups(path: str) -> int:
-    """How many groups a file holds. Raises ValueError naming a file that is not of that kind."""
+    """Returns the number of groups in a file. Raises ValueError if it holds no groups."""
     with _opened(path) as columns:
         return len(columns["slot"])
 
 
 def columns(path: str) -> set[str]:
-    """The names of a file's columns. Raises ValueError as `count_groups` does."""
+    """Returns the names of a file's columns. Raises ValueError as `count_groups` does."""
     with _opened(path) as file:
         return set(file.files)
 
 
 def read_groups(path: str) -> tuple:
-    """What `write_groups` wrote: [(slot, version, line, infos)], then the samples of each group.
+    """Reads what `write_groups` wrote: [(slot, version, line, infos)], then each group's samples.
 
-    A column that the file lacks gets the default of its field. Raises ValueError naming a file
-    that is not of that kind.
+    A column that the file lacks gets the default of its field. Raises ValueError, with the name of
+    the file, if it does not hold groups.
     """
     with _opened(path) as file:
-        columns: dict[str, Any] = dict(file)
-        heads = [tuple(map(int, h)) for h in zip(*(columns[k] for k in HEAD), strict=True)]
+        columns = dict(file)
+        head_columns = [columns[name] for name in HEAD]
+        heads = [tuple(map(int, head)) for head in zip(*head_columns, strict=True)]
         groups: list[list[Sample]] = [[] for _ in heads]
-        lengths = columns["length"]
-        if (lengths < 0).any() or (columns["group"] < 0).any():
-            raise ValueError("lengths and groups must be 0 or more")
-        for name, column in columns.items():
-            if name.endswith("_T") and len(column) != sum(lengths):
-                raise ValueError(f"{name} has {len(column)} tokens, expected {sum(lengths)}")
-            if name.endswith("_M") and not name.startswith("ends_"):
-                columns[f"ends_{name}"] = _ends(name, column, columns[f"ends_{name}"])
-        for name in columns.keys() - OWN:
-            if not name.endswith(("_T", "_M")):
-                columns[name] = listed(columns[name])
-        starts = np.cumsum(lengths) - lengths
+        _check_sizes(columns)
+        fields: dict[str, list] = {}
+        for field in dataclasses.fields(Sample):
+            if field.name in columns:
+                fields[field.name] = _entries(field, columns)
         for i, g in enumerate(columns["group"]):
-            part = slice(starts[i], starts[i] + lengths[i])
-            groups[g].append(Sample(**_fields(columns, i, part)))
-    infos = ([sample.info() for sample in group] for group in groups)
-    return [(*head, info) for head, info in zip(heads, infos, strict=True)], *groups
+            values = {name: entries[i] for name, entries in fields.items()}
+            groups[g].append(Sample(**values))
+    with_infos = []
+    for (slot, version, line), group in zip(heads, groups, strict=True):
+        with_infos.append((slot, version, line, [sample.info() for sample in group]))
+    return with_infos, *groups
 
 
-def _ends(name: str, column: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Where each sample's part of a `_M` column begins, and the end. Raises ValueError."""
-    starts = np.concatenate([[0], ends])
-    if (np.diff(starts) < 0).any() or starts[-1] != len(column):
-        raise ValueError(f"{name} has {len(column)} entries, expected {starts[-1]}")
-    return starts
+def _check_sizes(columns: dict[str, np.ndarray]) -> None:
+    """Raises ValueError unless the columns are as long as the samples' lengths and ends add up."""
+    lengths = columns["length"]
+    if (lengths < 0).any() or (columns["group"] < 0).any():
+        raise ValueError("lengths and groups must be 0 or more")
+    for name, column in columns.items():
+        if name.endswith("_T") and len(column) != sum(lengths):
+            raise ValueError(f"{name} has {len(column)} tokens, expected {sum(lengths)}")
+        if name.endswith("_M") and not name.startswith("ends_"):
+            starts = _starts(columns[f"ends_{name}"])
+            if (np.diff(starts) < 0).any() or starts[-1] != len(column):
+                raise ValueError(f"{name} has {len(column)} entries, expected {starts[-1]}")
 
 
-def _fields(columns: dict[str, Any], i: int, part: slice) -> dict[str, Any]:
-    """The fields of sample i, whose tokens are `part` of the columns."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(Sample):
-        if field.name in columns:
-            column = columns[field.name]
-            if field.name.endswith("_M"):
-                ends = columns[f"ends_{field.name}"]
-                values[field.name] = column[ends[i] : ends[i + 1]]
-                continue
-            value: Any = column[part] if field.name.endswith("_T") else column[i]
-            values[field.name] = json.loads(value) if get_origin(field.type) is dict else value
+def _starts(ends: np.ndarray) -> np.ndarray:
+    """Where each sample's part of a `_M` column begins, and where the last one ends."""
+    return np.concatenate([[0], ends])
+
+
+def _entries(field: dataclasses.Field, columns: dict[str, np.ndarray]) -> list:
+    """The value of a field for each sample of a file that has a column for it."""
+    column = columns[field.name]
+    if field.name.endswith("_M"):
+        starts = _starts(columns[f"ends_{field.name}"])
+        return [column[start:end] for start, end in itertools.pairwise(starts)]
+    if field.name.endswith("_T"):
+        lengths = columns["length"]
+        ends = np.cumsum(lengths)
+        return [column[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+    values = listed(column)
+    if get_origin(field.type) is dict:
+        return [json.loads(value) for value in values]
     return values

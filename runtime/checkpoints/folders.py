@@ -1,4 +1,4 @@
-"""Checkpoint folders that are whole or not there: written aside, flushed, renamed, marked last."""
+"""Commits checkpoint folders whole or not at all: written aside, flushed, renamed, marked last."""
 
 import json
 import math
@@ -15,7 +15,7 @@ BLOCK = 1 << 24
 
 
 def crc32(path: Path) -> int:
-    """CRC-32 of a file, in O(1) memory."""
+    """Returns the CRC-32 of a file, in O(1) memory."""
     value = 0
     with open(path, "rb") as file:
         while block := file.read(BLOCK):
@@ -24,15 +24,15 @@ def crc32(path: Path) -> int:
 
 
 def listing(folder: str) -> list[str]:
-    """The files below a folder that this process sees, by relative name."""
+    """Returns the relative names of the files that this process sees below a folder."""
     files = (path for path in Path(folder).rglob("*") if path.is_file())
     return [str(path.relative_to(folder)) for path in files]
 
 
 def split(listings: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The files that each rank flushes: each file once, by a rank that sees it.
+    """Chooses the files that each rank flushes: each file once, by a rank that sees it.
 
-    A shared file system may show a rank the folder of a moment ago, without the others' files.
+    On a shared file system a rank may still see the folder without the others' newest files.
     """
     seen = [set(names) for names in listings]
     parts: list[list[str]] = [[] for _ in seen]
@@ -43,7 +43,7 @@ def split(listings: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def checksums(folder: str, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Flushes files below a folder; the size and CRC-32 of each by its relative name."""
+    """Flushes files below a folder; returns the size and CRC-32 of each by its relative name."""
     paths = {name: Path(folder, name) for name in names}
     for path in paths.values():
         flush(path)
@@ -52,7 +52,7 @@ def checksums(folder: str, names: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 
 def flush(path: Path) -> None:
-    """fsync of a file or a folder."""
+    """Calls fsync on a file or a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -61,9 +61,9 @@ def flush(path: Path) -> None:
 
 
 def commit(aside: str, folder: str, files: dict[str, tuple[int, int]]) -> None:
-    """Makes a written folder appear under its name: rename first, marker last, both flushed.
+    """Renames a written folder to its final name, then marks it; both are flushed.
 
-    The export has a marker of its own: it stays when the rest is deleted.
+    The export gets a marker of its own because it stays when the rest is deleted.
     """
     export = {name.removeprefix(EXPORT): files[name] for name in files if name.startswith(EXPORT)}
     mark(f"{aside}/{EXPORT}", export)
@@ -74,7 +74,7 @@ def commit(aside: str, folder: str, files: dict[str, tuple[int, int]]) -> None:
 
 
 def mark(folder: str, files: dict[str, tuple[int, int]]) -> None:
-    """Says that a folder's files are flushed and whole."""
+    """Writes the marker of a folder whose files are flushed and whole."""
     marker = Path(folder) / f"{MARKER}.partial"
     marker.write_text(json.dumps(files, indent=1))
     flush(marker)
@@ -83,22 +83,23 @@ def mark(folder: str, files: dict[str, tuple[int, int]]) -> None:
 
 
 def step_of(folder: Path) -> int:
-    """The step of a folder named step_000100; -1 for another name."""
+    """Returns the step of a folder named like step_000100; -1 for any other name."""
     match = re.fullmatch(r"step_(\d+)", folder.name)
     return int(match[1]) if match else -1
 
 
 def newest_first(run_dir: str) -> list[Path]:
-    """The checkpoint folders of a run that once were complete."""
+    """Returns the checkpoint folders of a run that have a marker, the newest first."""
     folders = [path.parent for path in Path(run_dir).glob(f"step_*/{MARKER}")]
     return sorted(folders, key=step_of, reverse=True)
 
 
 def damage(folder: str, part: int = 0, parts: int = 1, largest: float = math.inf) -> str:
-    """What is wrong with every `parts`-th file of a checkpoint; empty if nothing is.
+    """Describes the first damage in a checkpoint; "" if all files that are looked at are whole.
 
-    Files of more than `largest` bytes are judged by their size alone. A file that cannot be read is
-    damaged: an older checkpoint may be whole.
+    Looks at every `parts`-th file, from number `part` on. Only the size is compared for files of
+    more than `largest` bytes. A file that cannot be read counts as damaged: an older checkpoint may
+    be whole.
     """
     path = Path(folder, MARKER)
     try:
@@ -118,18 +119,20 @@ def damage(folder: str, part: int = 0, parts: int = 1, largest: float = math.inf
 
 
 def flaw(model: str, part: int = 0, parts: int = 1, largest: float = math.inf) -> str:
-    """`damage` of a model that a run exported, which has a marker; "" for any other model."""
+    """Describes the damage of a model that a run exported, which has a marker; "" for others."""
     if not Path(model, MARKER).is_file():
         return ""
     found = damage(model, part, parts, largest)
-    return found and f"{found}; delete {MARKER} to use a model that you changed"
+    if not found:
+        return ""
+    return f"{found}; delete {MARKER} to use a model that you changed"
 
 
 def prune(run_dir: str, keep: int) -> list[str]:
     """Deletes what resuming needs from all but the newest `keep` checkpoints; hf/ stays.
 
-    Also what is left of those that were given up, or were half deleted when their run died. One
-    whose export is damaged is kept, as the only copy of its policy; returns what is wrong there.
+    Also removes the remains of abandoned or half-deleted checkpoints. A checkpoint whose export is
+    damaged is kept, as the only copy of its policy. Returns a description of each such damage.
     """
     kept = newest_first(run_dir)[:keep]
     problems = []
@@ -141,11 +144,15 @@ def prune(run_dir: str, keep: int) -> list[str]:
         if marked and (problem := damage(str(export))):
             problems.append(problem)
             continue
-        (folder / MARKER).unlink(missing_ok=True)  # first: half of it must not look complete
+        # First, so that a half-deleted checkpoint does not look complete.
+        (folder / MARKER).unlink(missing_ok=True)
         for path in folder.iterdir():
             if path.name == "hf":
                 continue
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         if not any(folder.iterdir()):
             folder.rmdir()
     return problems

@@ -1,8 +1,8 @@
-"""Where a policy comes from: run, code, settings and data of each training, back to the first.
+"""Records the origin of a policy: run, code, settings and data of every training behind it.
 
-`lineage.json` stands in the folder of a run, in each of its checkpoints, and in each exported
-model. A run that begins with such a model has its lineage as `parent`, so a chain of stages is
-whole in the file of the last one:
+`lineage.json` is in the folder of a run, in each of its checkpoints, and in each exported model. A
+run that begins with such a model has its lineage as `parent`, so the file of the last stage holds
+the whole chain:
 
     python -m runtime.checkpoints.lineage runs/rlhf/step_000100/hf
 """
@@ -22,11 +22,11 @@ SAMPLED = 1 << 16  # bytes at the start and at the end of a file
 
 
 def begin(cfg: TrainingSettings, start: dict) -> None:
-    """Writes the lineage of a run that starts; `start` is what config.json holds of it."""
+    """Writes the lineage of a run that starts; `start` is the content of its config.json."""
     resume = cfg.command.resume
     origin = Path(resume if resume not in ("", "auto") else cfg.model)
     trained = any(Path(cfg.writes_to).glob("step_*/complete.json"))
-    goes_on = read(Path(cfg.writes_to)) if resume == "auto" and trained else {}
+    resumed = read(Path(cfg.writes_to)) if resume == "auto" and trained else {}
     data = {"train": cfg.data.train, "val": cfg.data.val}
     lineage = {
         "run": cfg.writes_to,
@@ -36,15 +36,15 @@ def begin(cfg: TrainingSettings, start: dict) -> None:
         "changes": digest(start["diff"].encode()) if start["diff"] else "",
         "config": {name: value for name, value in start.items() if hasattr(cfg, name)},
         "data": {name: source(path) for name, path in data.items() if path},
-        "parent": goes_on.get("parent") or read(origin) or identity(origin),
+        "parent": resumed.get("parent") or read(origin) or identity(origin),
     }
     write(Path(cfg.writes_to), lineage)
 
 
 def mark(cfg: TrainingSettings, folder: str, version: int) -> list[str]:
-    """Writes the lineage of a policy version into its checkpoint, and into the export there.
+    """Writes the lineage of a policy version into its checkpoint and into the export there.
 
-    Returns the names of both files in the checkpoint.
+    Returns the names of the two files, relative to the checkpoint.
     """
     for place in (Path(folder), Path(folder, "hf")):
         write(place, read(Path(cfg.run_dir)) | {"version": version})
@@ -59,7 +59,7 @@ def write(folder: Path, lineage: dict) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The lineage in a folder; {} where there is none."""
+    """Reads the lineage in a folder; {} if it has none."""
     try:
         found = json.loads((folder / FILE).read_text())
     except (OSError, ValueError):
@@ -67,15 +67,21 @@ def read(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) and "parent" in found else {}
 
 
-def source(path: str) -> dict[str, Any]:
-    """A data file, and the manifest that data_prep.py wrote beside it or above it, if any."""
+def source(path: str) -> dict[str, str]:
+    """Describes a data file: its path, and a digest of the manifest of data_prep.py.
+
+    The manifest is in the file's folder or in the one above; without it the digest is "".
+    """
     places = [folder / "manifest.json" for folder in Path(path).parents[:2]]
     found = next((place.read_bytes() for place in places if place.is_file()), b"")
     return {"file": path, "manifest": digest(found) if found else ""}
 
 
-def identity(folder: Path) -> dict[str, Any]:
-    """A model without lineage: its path, and a digest of its files' sizes, starts and ends."""
+def identity(folder: Path) -> dict[str, str]:
+    """Describes a model without lineage: its path, and a digest of its files.
+
+    The digest covers the size, the start and the end of each file.
+    """
     parts = []
     for path in sorted(path for path in folder.glob("*") if path.is_file()):
         size = path.stat().st_size
@@ -87,29 +93,34 @@ def identity(folder: Path) -> dict[str, Any]:
 
 
 def digest(content: bytes) -> str:
-    """The start of a SHA-256."""
+    """Returns the first 16 hexadecimal digits of a SHA-256."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def chain(lineage: dict) -> list[str]:
-    """A line for each training, the last one first, and one for the model at the beginning."""
+    """Returns a line for each training, the last one first, and one for the initial model."""
     lines = []
     while "run" in lineage:
         version = lineage.get("version", "the newest")
-        data = ", ".join(
-            f"{of['file']} ({'manifest ' + of['manifest'] if of['manifest'] else 'no manifest'})"
-            for of in lineage["data"].values()
-        )
-        code = lineage["commit"][:12] or "unknown"
+        files = []
+        for data in lineage["data"].values():
+            manifest = f"manifest {data['manifest']}" if data["manifest"] else "no manifest"
+            files.append(f"{data['file']} ({manifest})")
+        commit = lineage["commit"][:12] or "unknown"
         changes = f" with changes {lineage['changes']}" if lineage["changes"] else ""
-        place = f"{lineage['run']}, version {version}, {lineage['time']}"
-        lines.append(f"{place}: commit {code}{changes}; data {data}")
+        lines.append(
+            f"{lineage['run']}, version {version}, {lineage['time']}: commit {commit}{changes}; "
+            f"data {', '.join(files)}"
+        )
         lineage = lineage["parent"]
     return [*lines, f"{lineage['model']}, digest {lineage['digest']}: no run of this program"]
 
 
 def main(folder: str) -> None:
-    """Prints the chain of a run, a checkpoint or an exported model. Raises InputError."""
+    """Prints the chain of a run, a checkpoint or an exported model.
+
+    Raises InputError if the folder has no lineage.
+    """
     lineage = read(Path(folder))
     if not lineage:
         raise InputError(f"{folder}: expected a run, a checkpoint or an export with {FILE}")

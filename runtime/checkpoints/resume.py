@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and how its folder goes back to that moment."""
+"""Chooses the checkpoint from which a run resumes, and rewinds the run folder to that moment."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from core import jsonl
 from core.errors import InputError
@@ -22,14 +22,17 @@ if TYPE_CHECKING:
     from rollout.rows import Rows
     from runtime.checkpoints.save import Checkpoints
 
-LORA = ("policy.lora_rank", "policy.lora_alpha", "policy.lora_targets")  # of each checkpoint
-WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # of `sampling`: no token is left out
-MISSING = object()  # no value of a setting
+Setting = bool | int | float | str | list | dict | None  # a value in state.json's config
+T = TypeVar("T")
+
+LORA = ("policy.lora_rank", "policy.lora_alpha", "policy.lora_targets")  # must match, in any mode
+WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # values of `sampling` that leave no token out
+MISSING = object()  # stands for a setting that a checkpoint lacks
 EVALUATED = {"validation_reward", "validation_accuracy"}  # one of them ends an evaluation
 
 
 def candidates(cfg: TrainingSettings) -> list[str]:
-    """The checkpoints to try, best first; none where the run is to start anew."""
+    """Returns the checkpoints to try, best first; [] if the run starts anew."""
     resume = cfg.command.resume
     if resume == "auto":
         return [str(folder) for folder in newest_first(cfg.run_dir)]
@@ -39,9 +42,9 @@ def candidates(cfg: TrainingSettings) -> list[str]:
 
 
 def first_whole(cfg: TrainingSettings) -> str:
-    """The best candidate by its marker, by sizes and by the CRC-32 of small files; "" for none.
+    """Returns the best candidate whose marker, sizes and small files' CRC-32 are right; or "".
 
-    Raises InputError where there are candidates and none is whole, or one is needed.
+    Raises InputError if there are candidates but all are damaged, or if one is needed and missing.
     """
     notes = []
     for folder in candidates(cfg):
@@ -54,7 +57,10 @@ def first_whole(cfg: TrainingSettings) -> str:
 
 
 def refuse_none(cfg: TrainingSettings, notes: list[str]) -> None:
-    """Raises InputError where no checkpoint is whole, or none is there to be evaluated."""
+    """Raises InputError if all checkpoints are damaged, or if one to be evaluated is missing.
+
+    `notes` describe the damage of each.
+    """
     if notes:
         raise InputError("no checkpoint is whole: " + "; ".join(notes))
     if cfg.command.resume and cfg.command.eval_only:
@@ -64,32 +70,38 @@ def refuse_none(cfg: TrainingSettings, notes: list[str]) -> None:
 def refuse_other_stream(
     state: dict, cfg: TrainingSettings, rows: "Rows", must_match: Sequence[str]
 ) -> None:
-    """Raises InputError where a run counts or reads prompts unlike the one that was saved."""
+    """Raises InputError if a run counts or reads prompts unlike the run that was saved."""
     saved = state["config"]
     folder = state["folder"]
-    replay, lag = cfg.command.replayed, getattr(cfg, "max_lag", 0)
+    replay = cfg.command.replayed
     if replay and leaf_of(saved, "command.replay", replay) != replay:
-        raise InputError(f"{folder} is of no replay of {replay}")
-    if saved.get("max_lag", 0) > lag:  # what is ready may be as old as that
-        raise InputError(f"{folder} was saved with max_lag = {saved['max_lag']}: not less")
+        raise InputError(f"{folder} was not saved by a replay of {replay}")
+    lag = getattr(cfg, "max_lag", 0)
+    saved_lag = saved.get("max_lag", 0)
+    if saved_lag > lag:  # the saved groups may be as old as that
+        raise InputError(f"max_lag = {lag}: expected {saved_lag} or more, as in {folder}")
     refuse_other_truncation(state, cfg)
     refuse_other_settings(state, cfg, (*must_match, *LORA))
     count, checksum = state["rows"]
     if rows.checksum(count) != checksum or len(rows) < count:
-        message = f"its first {count} rows are not those that {folder} was saved with"
-        why = "were rows changed, added or removed, or are others quarantined now?"
-        raise InputError(f"data.train = {cfg.data.train!r}: {message}: {why}")
+        raise InputError(
+            f"data.train = {cfg.data.train!r}: its first {count} rows are not those that {folder} "
+            "was saved with: were rows changed, added or removed, or are others quarantined now?"
+        )
     prompt = state["progress"]["next_prompt"]
     if len(rows) > count and prompt > count:
-        message = f"{folder} was saved in a later pass over {count} rows, and now there are"
-        raise InputError(f"data.train = {cfg.data.train!r}: {message} {len(rows)}")
+        raise InputError(
+            f"data.train = {cfg.data.train!r}: {folder} was saved in a later pass over "
+            f"{count} rows, and now there are {len(rows)}"
+        )
 
 
 def refuse_other_settings(state: dict, cfg: TrainingSettings, names: Sequence[str]) -> None:
-    """Raises InputError where a checkpoint was saved with another value of one, or with none."""
+    """Raises InputError if a checkpoint lacks one of these settings, or has another value of it."""
     now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # as it was written: tuples are lists
     for name in names:
-        before, after = leaf_of(state["config"], name, MISSING), leaf_of(now, name, None)
+        before = leaf_of(state["config"], name, MISSING)
+        after = leaf_of(now, name, None)
         if before is MISSING:
             raise another_layout(state["folder"], f"lacks config.{name}")
         if before != after:
@@ -97,25 +109,29 @@ def refuse_other_settings(state: dict, cfg: TrainingSettings, names: Sequence[st
 
 
 def refuse_other_truncation(state: dict, cfg: TrainingSettings) -> None:
-    """Raises InputError where finished groups would have sets of tokens and later ones none.
+    """Raises InputError if either the checkpoint or the run truncates its sampling, but not both.
 
-    Or the other way round; where both truncate, each group is trained by the sets that it has.
+    Finished groups and later ones must agree on having sets of tokens. If both truncate, each group
+    is trained with its own sets.
     """
-    before, now = truncation(state["config"]), truncation(dataclasses.asdict(cfg))
-    if bool(before) != bool(now):
-        said = f"was saved with {before}" if before else f"was not saved with {now}"
-        raise InputError(f"{state['folder']} {said}: expected what it was saved with")
+    before = truncation(state["config"])
+    now = truncation(dataclasses.asdict(cfg))
+    folder = state["folder"]
+    if before and not now:
+        raise InputError(f"{folder} was saved with {before}: expected what it was saved with")
+    if now and not before:
+        raise InputError(f"{folder} was not saved with {now}: expected what it was saved with")
 
 
 def truncation(config: dict) -> str:
-    """The settings of a run that leave tokens out, with their values; "" for none."""
+    """Lists the settings of a run that leave tokens out, with their values; "" if all are off."""
     chosen = WHOLE | config.get("sampling", {})
     return ", ".join(f"sampling.{n} = {chosen[n]}" for n in WHOLE if chosen[n] != WHOLE[n])
 
 
-def leaf_of(config: dict, name: str, default: Any) -> Any:
-    """The value of `group.leaf` in nested dictionaries; `default` where there is none."""
-    value: Any = config
+def leaf_of(config: dict, name: str, default: T) -> Setting | T:
+    """Returns the value of `group.leaf` in nested dictionaries; `default` if it is missing."""
+    value: Setting = config
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
             return default
@@ -124,10 +140,10 @@ def leaf_of(config: dict, name: str, default: Any) -> Any:
 
 
 def rewind(run_dir: str, state: dict) -> int:
-    """Takes back what a run folder's files hold of the time after a checkpoint.
+    """Removes from a run folder's files everything that happened after a checkpoint.
 
-    Returns the last version up to the checkpoint's whose evaluation ended, -1 for none: also one
-    that ended after the checkpoint was taken stays.
+    Returns the last version, up to the checkpoint's, whose evaluation ended; -1 without one. It
+    counts even if it ended after the checkpoint was taken.
     """
     version = state.get("version", -1)
     evaluated = -1
@@ -138,11 +154,11 @@ def rewind(run_dir: str, state: dict) -> int:
             evaluated = line["step"]
         return line["step"] <= version
 
-    for kept in Path(run_dir).glob("*.kept"):  # it was killed here
+    for kept in Path(run_dir).glob("*.kept"):  # an earlier rewind was killed here
         finish(kept)
     for folder in newest_first(run_dir):
-        if step_of(folder) > version:
-            (folder / MARKER).unlink()  # of a future that is given up
+        if step_of(folder) > version:  # this run will train that step anew
+            (folder / MARKER).unlink()
     for aside in Path(run_dir).glob("step_*.partial"):
         shutil.rmtree(aside)
     for path in Path(run_dir).glob("samples/step_*.npz"):
@@ -156,9 +172,9 @@ def rewind(run_dir: str, state: dict) -> int:
 
 
 def rewind_rollouts(run_dir: str, state: dict, evaluated: int) -> None:
-    """Takes back rollouts and dropped prompts of the time after a checkpoint.
+    """Removes the rollouts and dropped prompts that came after a checkpoint.
 
-    `evaluated` is the last version whose evaluation stays.
+    Evaluations stay up to version `evaluated`.
     """
     config = state.get("config", {})
     trained = state.get("version", 0) * config.get("prompts_per_step", 0)
@@ -178,15 +194,16 @@ def rewind_rollouts(run_dir: str, state: dict, evaluated: int) -> None:
     for path in Path(run_dir).glob("dropped.jsonl"):
         keep(path, was_dropped)
     for path in Path(run_dir).glob("rollouts.jsonl"):
-        # A line of step s was written before version s, when none of a step above s + max_lag was.
+        # A line of step s was written before version s, and no step above s + max_lag had begun.
         whole = settled(path, state["version"] - config["max_lag"]) if state else 0
         keep(path, is_trained, jsonl.place, whole)
 
 
 def settled(path: Path, step: int) -> int:
-    """Where a line of a step up to `step` begins in a rollouts file, near the last such line.
+    """Returns the byte at which a line of a step up to `step` begins, near the last such line.
 
-    Found by halving, so that a file of any size is read for a moment only; 0 where there is none.
+    Halves the interval, so a rollouts file of any size is read for a moment only; 0 without such a
+    line.
     """
     low, high = 0, path.stat().st_size
     with open(path, "rb") as file:
@@ -195,37 +212,47 @@ def settled(path: Path, step: int) -> int:
             file.seek(middle)
             file.readline()  # the rest of a line
             at, found = next(steps_of(file, high), (middle, math.inf))
-            low, high = (at, high) if found <= step else (low, middle)
+            if found <= step:
+                low = at
+            else:
+                high = middle
     return low
 
 
 def steps_of(file: BinaryIO, end: int) -> Iterator[tuple[int, int]]:
-    """Where each line that is trained begins in a rollouts file, up to byte `end`, and its step."""
+    """Yields the first byte and the step of each trained line of a rollouts file, up to `end`."""
     while (at := file.tell()) < end:
         place = jsonl.place(file.readline())
         if place and place["step"]:
             yield at, place["step"]
 
 
-def keep(path: Path, rule: Callable, parse: Callable = json.loads, start: int = 0) -> None:
-    """Leaves those whole lines of a JSONL file behind byte `start` that obey a rule.
+def keep(
+    path: Path,
+    rule: Callable[[dict], bool],
+    parse: Callable[[bytes], dict | None] = json.loads,
+    start: int = 0,
+) -> None:
+    """Removes the lines of a JSONL file from byte `start` on that do not obey a rule.
 
-    They are written aside before the file is cut, so a process that is killed here can repeat it.
+    Lines that are cut off or cannot be parsed are removed too. The others are written aside before
+    the file is cut, so a process that is killed here can repeat it.
     """
     aside = path.with_suffix(".partial")
     with open(path, "rb") as old, open(aside, "wb") as new:
         old.seek(start)
         for line in old:
-            # Cut off in the middle, or of a program that wrote other lines.
+            # A line may be cut off, or written by a program with other fields.
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                if line.endswith(b"\n") and rule(parse(line)):
+                parsed = parse(line)
+                if parsed is not None and line.endswith(b"\n") and rule(parsed):
                     new.write(line)
     flush(aside)
     finish(aside.rename(path.with_suffix(f".{start}.kept")))
 
 
 def finish(kept: Path) -> None:
-    """Puts the lines that were kept in the place of all that are behind the byte in their name."""
+    """Replaces the end of a JSONL file, from the byte in the name of `kept` on, by its lines."""
     path = kept.with_suffix("").with_suffix(".jsonl")
     start = int(kept.suffixes[-2].removeprefix("."))
     with open(path, "r+b") as file, open(kept, "rb") as lines:
@@ -239,7 +266,7 @@ def finish(kept: Path) -> None:
 async def load(
     checkpoints: "Checkpoints", must_match: Sequence[str] | None, fresh: dict | None
 ) -> dict:
-    """`Checkpoints.load`, where a checkpoint is asked for."""
+    """Does the work of `Checkpoints.load` for a run that resumes, or died in its first step."""
     state = await newest(checkpoints, must_match, fresh)
     if must_match is not None:
         state = state | {"evaluated": rewind(checkpoints.cfg.run_dir, state)}
@@ -247,10 +274,10 @@ async def load(
 
 
 def look(checkpoints: "Checkpoints", must_match: Sequence[str] | None, fresh: dict) -> dict:
-    """The state of the checkpoint that `load` would take, {} for none; nothing is started.
+    """Returns the state of the checkpoint that `load` would choose, or {}; nothing is started.
 
     `fresh` is what the run would save now. Raises InputError as `load` does, except for damage
-    inside of large files, and where a checkpoint to go on from has other fields than `fresh`.
+    inside large files; also if a checkpoint to resume from has other fields than `fresh`.
     """
     folder = first_whole(checkpoints.cfg)
     return state_of(checkpoints, folder, must_match, fresh) if folder else {}
@@ -259,7 +286,7 @@ def look(checkpoints: "Checkpoints", must_match: Sequence[str] | None, fresh: di
 def state_of(
     checkpoints: "Checkpoints", folder: str, must_match: Sequence[str] | None, fresh: dict | None
 ) -> dict:
-    """The state of a whole checkpoint. Raises InputError where it cannot be gone on from."""
+    """Reads the state of a whole checkpoint. Raises InputError if the run cannot continue it."""
     state = json.loads(Path(folder, "state.json").read_text()) | {"folder": folder}
     needed = {"config", "version"} | ({"progress", "rows"} if must_match is not None else set())
     if missing := needed - state.keys():
@@ -274,15 +301,18 @@ def state_of(
 
 
 def another_layout(folder: str, what: str) -> InputError:
-    """The error of a checkpoint whose state.json has other fields than this program writes."""
+    """Makes the error for a checkpoint whose state.json has other fields than this program's."""
     commit = lineage.read(Path(folder)).get("commit") or "unknown"
-    found = f"{folder}: its state.json {what}: it was saved by commit {commit}"
-    return InputError(f"{found}: go on with that, or start anew with model set to its folder hf")
+    return InputError(
+        f"{folder}: its state.json {what}: it was saved by commit {commit}: "
+        "continue with that commit, or start anew with model set to its folder hf"
+    )
 
 
 def refuse_other_layout(state: dict, fresh: dict) -> None:
-    """Raises InputError where a checkpoint has not the fields of `fresh`, which a run saves now."""
-    saved, known = state["progress"].keys(), fresh["progress"].keys()
+    """Raises InputError if a checkpoint has other fields than `fresh`, which the run saves now."""
+    saved = state["progress"].keys()
+    known = fresh["progress"].keys()
     problems = [f"lacks {name}" for name in fresh.keys() - state.keys()]
     problems += [f"lacks progress.{name}" for name in known - saved]
     problems += [f"has progress.{name}, which is unknown here" for name in saved - known]
@@ -293,15 +323,15 @@ def refuse_other_layout(state: dict, fresh: dict) -> None:
 async def newest(
     checkpoints: "Checkpoints", must_match: Sequence[str] | None, fresh: dict | None
 ) -> dict:
-    """Loads the newest checkpoint that is whole into the trainers; its state, {} for none."""
+    """Loads the newest whole checkpoint into the trainers; returns its state, or {} without one."""
     cfg = checkpoints.cfg
     limit = cfg.timeouts.start
     ranks = list(enumerate(checkpoints.cluster.trainers))
     notes = []
     for folder in candidates(cfg):
         checks = (t.call.remote(damage, folder, part, len(ranks)) for part, t in ranks)
-        found = await within(limit, f"{folder} to be read", asyncio.gather(*checks))
-        problems = [text for text in found if text]
+        damages = await within(limit, f"{folder} to be read", asyncio.gather(*checks))
+        problems = [text for text in damages if text]
         if problems:
             notes.append(problems[0])
             print(f"not resumed from {folder}: {problems[0]}")

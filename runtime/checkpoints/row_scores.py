@@ -1,7 +1,7 @@
-"""Numbers that are computed once for each row of a run, and kept in its folder.
+"""Keeps numbers that are computed once for each row of a run in its folder.
 
-A line of reference.jsonl holds those of neighbouring rows, and a key: what they were computed from.
-Lines of another key are of another model or of other rows, and are not read.
+A line of reference.jsonl holds the numbers of neighbouring rows, and a key of what they were
+computed from. Lines with another key belong to another model or to other rows, and are ignored.
 """
 
 import json
@@ -20,7 +20,7 @@ LINE = {"key": str, "first": int, "values": [list]}
 
 
 class Scores:
-    """The numbers of a file's rows, by the row's place among them."""
+    """The numbers of a data file's rows, by the place of the row."""
 
     def __init__(self, cfg: TrainingSettings, rows: Rows):
         model = lineage.identity(Path(cfg.model))["digest"]
@@ -34,20 +34,22 @@ class Scores:
                 self.values |= dict(enumerate(line["values"], line["first"]))
 
     def lacks(self, places: range) -> bool:
-        """Whether any of these rows has no numbers yet."""
+        """True if any of these rows has no numbers yet."""
         return any(i not in self.values for i in places)
 
     def add(self, first: int, values: list[list[float]]) -> None:
-        """Keeps the numbers of rows from place `first` on; they are in the file when it returns.
+        """Stores the numbers of rows from place `first` on; they are in the file when it returns.
 
-        Raises FloatingPointError naming the row whose numbers are not finite.
+        Raises FloatingPointError, with the row, if its numbers are not finite.
         """
         for place, numbers in enumerate(values, first):
             if not all(map(math.isfinite, numbers)):
-                at = f"{self.rows.path}:{self.rows.lines[place]}"
-                raise FloatingPointError(f"{at}: logprobs of the reference are {numbers}")
+                raise FloatingPointError(
+                    f"{self.rows.path}:{self.rows.lines[place]}: "
+                    f"logprobs of the reference are {numbers}"
+                )
         file = LineFile(self.path)
-        found = {"key": self.key, "first": first, "values": values}
-        file.append(json.dumps(found).encode() + b"\n")
+        line = {"key": self.key, "first": first, "values": values}
+        file.append(json.dumps(line).encode() + b"\n")
         file.close()
         self.values |= dict(enumerate(values, first))

@@ -1,8 +1,8 @@
 """Writes checkpoints: folders that are whole or not there. resume.py chooses one to load.
 
-A checkpoint is written aside, flushed to the disk, renamed, and marked last. The marker holds size
-and CRC-32 of every file, so a truncated, half-written or bit-flipped one is recognised and the one
-before it is used.
+A checkpoint is written aside, flushed to the disk, renamed, and marked last. The marker holds the
+size and CRC-32 of every file, so a truncated, half-written or bit-flipped checkpoint is recognised
+and the previous one is used.
 
     step_000100/policy/         shards of weights and AdamW moments (torch.distributed.checkpoint)
     step_000100/groups.npz      finished groups that no step has taken yet
@@ -44,8 +44,8 @@ class ScoredShare(NamedTuple):
 class Checkpoints:
     """Saves, finds and loads a run's checkpoints; trainers and workers of the cluster do the work.
 
-    A checkpoint's state is a dictionary of JSON values. The run chooses what is in it, and finds it
-    again with `folder` and `evaluated` added. `rows` are the `Rows` that it trains on.
+    A checkpoint's state is a dictionary of JSON values. The run chooses its entries; `load` returns
+    it with `folder` and `evaluated` added. `rows` are the `Rows` that the run trains on.
     """
 
     def __init__(self, cfg: TrainingSettings, cluster: "Cluster", rows: Any):
@@ -55,15 +55,15 @@ class Checkpoints:
         self.saving: asyncio.Task | None = None  # the checkpoint that is being written
 
     def exist(self) -> bool:
-        """Whether the run folder holds a checkpoint."""
+        """Returns whether the run folder holds a checkpoint."""
         return bool(newest_first(self.cfg.run_dir))
 
     async def save(
         self, state: dict, groups: "list[Group] | None", tasks: asyncio.TaskGroup
     ) -> None:
-        """Copies this moment, while the caller waits, and writes it as one of `tasks`.
+        """Copies the present state while the caller waits, and writes it as one of `tasks`.
 
-        Raises what the previous checkpoint's writing raised.
+        Raises the error with which writing the previous checkpoint failed.
         """
         await self.written()
         folder = f"{self.cfg.run_dir}/step_{state['version']:06d}"
@@ -73,15 +73,20 @@ class Checkpoints:
         copies = (t.save.remote(f"{folder}.partial") for t in self.cluster.trainers)
         limit = self.cfg.timeouts.train
         await within(limit, "the trainers to copy their state", asyncio.gather(*copies))
-        self.saving = tasks.create_task(self.write_or_tell(folder, state, groups))
+        self.saving = tasks.create_task(self.write_or_explain(folder, state, groups))
 
     async def written(self) -> None:
-        """Returns when no checkpoint is being written. Raises what the writing of one raised."""
+        """Waits until no checkpoint is being written. Raises the error if the writing fails."""
         if self.saving:
             await self.saving
 
-    async def write_or_tell(self, folder: str, state: dict, groups: "list[Group] | None") -> None:
-        """Makes a checkpoint; torch's error for a full disk names neither file nor reason."""
+    async def write_or_explain(
+        self, folder: str, state: dict, groups: "list[Group] | None"
+    ) -> None:
+        """Writes a checkpoint, and adds folder and free space to an error.
+
+        Torch's error for a full disk names neither the file nor the reason.
+        """
         try:
             await self.write(folder, state, groups)
         except Exception as error:
@@ -90,7 +95,7 @@ class Checkpoints:
             raise
 
     async def write(self, folder: str, state: dict, groups: "list[Group] | None") -> None:
-        """Makes a checkpoint of what was copied."""
+        """Writes a checkpoint of the copied state."""
         aside = f"{folder}.partial"
         limit = self.cfg.timeouts.train
         trainers = self.cluster.trainers
@@ -101,15 +106,17 @@ class Checkpoints:
         if groups is not None:
             await self.write_groups(f"{aside}/groups.npz", groups)
             own.append("groups.npz")
-        # Not in the driver: a thread that hangs in a file system would not let it end.
+        # Not in the driver, because a thread that hangs in a file system would keep it from ending.
         calls = [t.call.options(concurrency_group="io").remote for t in trainers]
         asked = asyncio.gather(*(call(listing, aside) for call in calls))
         listings = await within(limit, f"{aside} to be listed", asked)
         listings[0] = [*listings[0], *own]
-        parts = (call(checksums, aside, n) for call, n in zip(calls, split(listings), strict=True))
-        files = await within(limit, f"{aside} to be flushed", asyncio.gather(*parts))
-        merged = dict(itertools.chain(*(part.items() for part in files)))
-        await within(limit, f"{folder} to be committed", calls[0](commit, aside, folder, merged))
+        flushes = []
+        for call, names in zip(calls, split(listings), strict=True):
+            flushes.append(call(checksums, aside, names))
+        flushed = await within(limit, f"{aside} to be flushed", asyncio.gather(*flushes))
+        files = dict(itertools.chain(*(part.items() for part in flushed)))
+        await within(limit, f"{folder} to be committed", calls[0](commit, aside, folder, files))
         deleted = calls[0](folders.prune, self.cfg.run_dir, self.cfg.keep_last)
         for problem in await within(limit, "old checkpoints to be deleted", deleted):
             print(f"kept the checkpoint around a damaged export: {problem}")
@@ -131,34 +138,35 @@ class Checkpoints:
         """Writes a step's groups below samples/, for report and --replay."""
         await self.write_groups(f"{self.cfg.run_dir}/samples/step_{step:06d}.npz", groups, scores)
 
-    async def read_groups(self, path: str, count: int) -> list:
+    async def read_groups(self, path: str, count: int) -> list[Group]:
         """Reads what `write_groups` wrote: `count` groups, their samples by reference."""
-        heads, *samples = self.cluster.task(archive.read_groups, path, returns=1 + count)
-        heads = await within(self.cfg.timeouts.start, f"{path} to be read", heads)
-        pairs = zip(heads, samples, strict=True)
-        return [
-            Group(slot, version, line, infos, ref) for (slot, version, line, infos), ref in pairs
-        ]
+        reading, *samples = self.cluster.task(archive.read_groups, path, returns=1 + count)
+        heads = await within(self.cfg.timeouts.start, f"{path} to be read", reading)
+        groups = []
+        for (slot, version, line, infos), ref in zip(heads, samples, strict=True):
+            groups.append(Group(slot, version, line, infos, ref))
+        return groups
 
-    async def read_ready(self, state: dict) -> list:
-        """The finished groups of the checkpoint that `state` is from."""
+    async def read_ready(self, state: dict) -> list[Group]:
+        """Reads the finished groups of the checkpoint whose state is `state`."""
         count = len(state["ready"])
-        path = f"{state['folder']}/groups.npz"
-        return await self.read_groups(path, count) if count else []
+        if not count:
+            return []
+        return await self.read_groups(f"{state['folder']}/groups.npz", count)
 
     async def load(
         self, must_match: Sequence[str] | None = None, fresh: dict | None = None
     ) -> dict:
-        """Puts trainers and run folder where the checkpoint that is asked for left them.
+        """Restores trainers and run folder to the state of the checkpoint that the command names.
 
-        Returns its state, {} for none. With `must_match` None it is not gone on from: the run
-        folder stays as it is, and any stream of prompts will do. Raises InputError where there are
-        checkpoints and all are damaged. Also where one is of another stream of prompts, differs in
-        a setting that `must_match` names, or has other fields than `fresh`, the state of a run that
-        starts. Also where one is to be evaluated and there is none.
+        Returns its state, {} without a checkpoint. If `must_match` is None, training is not
+        resumed: the run folder stays as it is, and any stream of prompts is accepted. Raises
+        InputError if there are checkpoints but all are damaged; if the checkpoint has another
+        stream of prompts, another value of a setting in `must_match`, or other fields than `fresh`,
+        the state of a run that starts; and if one is to be evaluated and none exists.
         """
-        found = {path.suffix for path in Path(self.cfg.run_dir).glob("*")}
-        dead = {".jsonl", ".kept", ".partial"} & found  # of a run that died in its first step
-        if not self.cfg.command.resume and not dead:
+        suffixes = {path.suffix for path in Path(self.cfg.run_dir).glob("*")}
+        remains = {".jsonl", ".kept", ".partial"} & suffixes  # of a run that died in its first step
+        if not self.cfg.command.resume and not remains:
             return {}
         return await resume.load(self, must_match, fresh)
