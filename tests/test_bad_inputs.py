@@ -439,5 +439,5 @@ def test_ctrl_c_ends_the_start_in_one_line(tmp_path, tiny_model):
             _, told = program.communicate(timeout=30)
         finally:
             program.kill()
-    assert told == "interrupted; --resume auto goes on from the last checkpoint\n"
+    assert told == "interrupted; --resume auto continues from the last checkpoint\n"
     assert program.returncode == 1

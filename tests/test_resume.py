@@ -190,7 +190,8 @@ def test_a_run_goes_on_whatever_ended_it(tiny_config, tmp_path):
         time.sleep(0.5)
     assert program.ends(30) == 1
     assert program.told()[told:].count("\n") < 12, program.told()[told:]
-    assert program.told().endswith("interrupted; --resume auto goes on from the last checkpoint\n")
+    last = "interrupted; --resume auto continues from the last checkpoint\n"
+    assert program.told().endswith(last)
     program.check_slots(cfg, rows=64, steps=len(program.steps()))
     assert all(m["lag_max"] <= cfg.max_lag for m in program.steps())
     validated = [m["step"] for m in program.lines("metrics.jsonl") if "validation_reward" in m]

@@ -1,1 +1,1 @@
-"""Everything in a run folder that a later run reads: checkpoints, samples, scores, lineage."""
+"""Keeps what a later run reads from a run folder: checkpoints, samples, scores, lineage."""

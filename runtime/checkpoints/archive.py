@@ -185,7 +185,7 @@ def _check_sizes(columns: dict[str, np.ndarray]) -> None:
 
 
 def _starts(ends: np.ndarray) -> np.ndarray:
-    """Where each sample's part of a `_M` column begins, and where the last one ends."""
+    """Returns the starts of the samples' parts of a `_M` column, and the end of the last part."""
     return np.concatenate([[0], ends])
 
 

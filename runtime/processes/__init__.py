@@ -1,1 +1,1 @@
-"""A run's processes: its Ray cluster, where each actor runs, and the trainer ranks."""
+"""Starts a run's processes: its Ray cluster, the place of each actor, and the trainer ranks."""

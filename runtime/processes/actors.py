@@ -1,4 +1,4 @@
-"""Ray actors of plain classes: how their processes begin and end, and the logs they leave."""
+"""Makes Ray actors of plain classes: how their processes begin and end, and the logs they leave."""
 
 import faulthandler
 import os
@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
 
 import torch
 
@@ -14,9 +14,16 @@ from core.errors import brief
 from policy import OWNER
 from settings.config import TrainingSettings
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorClass, ActorHandle
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
 
 def check_granted() -> None:
-    """Raises RuntimeError where Ray granted this process a GPU that torch cannot use."""
+    """Raises RuntimeError if Ray granted this process a GPU that torch cannot use."""
     import ray
 
     granted = ray.get_gpu_ids()
@@ -39,14 +46,14 @@ def check_granted() -> None:
 def find_programs() -> None:
     """Puts the programs of this Python's environment first on PATH, as its activation would.
 
-    Without ninja there vLLM takes none of FlashInfer's kernels (vllm/utils/flashinfer.py).
+    Without ninja on PATH, vLLM uses no kernel of FlashInfer (vllm/utils/flashinfer.py).
     """
     own = str(Path(sys.executable).parent)
     os.environ["PATH"] = os.pathsep.join([own, os.environ.get("PATH", os.defpath)])
 
 
 def redirect(folder: Path, name: str) -> None:
-    """Sends this process's output, and that of its children, to a file of its own."""
+    """Sends the output of this process and of its children to a log file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     host = os.uname().nodename
     with open(folder / f"{name}-{host}-{os.getpid()}.log", "a", buffering=1) as file:
@@ -56,44 +63,49 @@ def redirect(folder: Path, name: str) -> None:
 
 
 def last_lines(cfg: TrainingSettings, lines: int = 8) -> str:
-    """The last lines of each actor's log, the latest first, for an error message."""
+    """Returns the last lines of the six latest logs, the latest log first, for an error message."""
     paths = sorted(Path(cfg.run_dir).glob("**/logs/*.log"), key=os.path.getmtime, reverse=True)
-    texts = [(path.name, path.read_text(errors="replace").splitlines()) for path in paths[:6]]
-    return "\n".join(f"--- {name}\n" + "\n".join(t[-lines:]) for name, t in texts if t)
+    shown = []
+    for path in paths[:6]:
+        text = path.read_text(errors="replace").splitlines()
+        if text:
+            shown += [f"--- {path.name}", *text[-lines:]]
+    return "\n".join(shown)
 
 
 def has_gpus() -> bool:
-    """Whether the cluster has any."""
+    """Returns whether the cluster has GPUs."""
     import ray
 
     return bool(ray.cluster_resources().get("GPU"))
 
 
 def cpus() -> int:
-    """The CPUs of the cluster."""
+    """Returns the number of CPUs in the cluster."""
     import ray
 
     return int(ray.cluster_resources().get("CPU", 0))
 
 
-def kill(actor: Any) -> None:
+def kill(actor: "ActorHandle") -> None:
     """Ends the process of an actor."""
     import ray
 
     ray.kill(actor)
 
 
-def cancel(call: Any) -> None:
-    """Ends a call whose result is no longer awaited."""
+def cancel(call: "ObjectRef") -> None:
+    """Cancels a call whose result is no longer awaited."""
     import ray
 
     ray.cancel(call)
 
 
-def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> Any:
-    """A Ray actor of a plain class, which gets what `Process` adds.
+def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> "ActorClass":
+    """Makes a Ray actor class of a plain class, extended by `Process`.
 
-    Without GPUs in the cluster it asks for none, and gets the settings of a CPU.
+    If the cluster has no GPUs, the actor asks for none and gets the environment of a CPU. `options`
+    are Ray's.
     """
     import ray
 
@@ -102,11 +114,13 @@ def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> Any:
 
         options["runtime_env"] = {"env_vars": cpu_variables(cfg)}
         gpus = 0
-    groups = {k: options.pop(k) for k in ("concurrency_groups",) if k in options}
+    of_class: dict[str, Any] = {"num_cpus": 0}
+    if "concurrency_groups" in options:  # Ray wants them when the class is made
+        of_class["concurrency_groups"] = options.pop("concurrency_groups")
     folder = Path(cfg.writes_to) / "logs"
 
     class Process(cls):
-        """What every actor of a run can do beside its own methods."""
+        """The plain class, with what every actor of a run can do."""
 
         def __init__(self, *args: Any):
             redirect(folder, cls.__name__)
@@ -115,14 +129,14 @@ def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> Any:
             check_granted()
             super().__init__(*args)
 
-        def call(self, function: Callable, *args: Any) -> Any:
-            """Runs a function here, where its data is, or where the driver need not wait."""
+        def call(self, function: "Callable[[Unpack[Args]], T]", *args: "Unpack[Args]") -> "T":
+            """Runs a function in this process, next to its data, or to spare the driver a wait."""
             return function(*args)
 
         def watch(self) -> None:
-            """Never returns, so that its end shows the driver the end of this process."""
+            """Never returns: the driver sees the end of this process as the end of this call."""
             threading.Event().wait()
 
     Process.__name__ = Process.__qualname__ = cls.__name__
-    made = ray.remote(num_cpus=0, **groups)(Process)
+    made = ray.remote(**of_class)(Process)
     return made.options(num_gpus=gpus, **options)

@@ -1,4 +1,4 @@
-"""A run's processes: its folder, its Ray cluster and its actors."""
+"""Holds a run's folder and its Ray cluster, and starts its actors."""
 
 import asyncio
 import fcntl
@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
 
@@ -21,6 +22,11 @@ from runtime.processes.trainer_rank import meet
 from runtime.reporting.console import phase
 from settings.config import TrainingSettings
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from policy import WeightMeta
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -30,13 +36,13 @@ class Cluster:
     def __init__(self, cfg: TrainingSettings, Trainer: type, RolloutWorker: type | None = None):
         self.cfg = cfg
         self.Trainer = Trainer
-        self.RolloutWorker: Any = RolloutWorker  # none where there are no rollouts
-        self.trainers: list[Any] = []  # by rank
-        self.senders: list[Any] = []  # of weights: rank 0, and those that join it
-        self.metas: list = []  # what the policy's weights look like
+        self.RolloutWorker = RolloutWorker  # None without rollouts
+        self.trainers: list[ActorHandle] = []  # by rank
+        self.senders: list[ActorHandle] = []  # rank 0 and its node-mates, which send the weights
+        self.metas: list[WeightMeta] = []  # of the policy's weights
 
     def __enter__(self) -> "Cluster":
-        """Raises InputError where the run folder cannot be had."""
+        """Claims the run folder and connects to Ray. Raises InputError if either fails."""
         from runtime.processes.ray_start import connect
 
         self.lock = claim(self.cfg)
@@ -47,8 +53,13 @@ class Cluster:
         search_rarely()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """An error leaves with the last lines that the actors logged."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leaves Ray and frees the run folder; after an error, prints the ends of actors' logs."""
         if isinstance(error, Exception):
             print(last_lines(self.cfg), file=sys.stderr)
         import ray
@@ -58,7 +69,7 @@ class Cluster:
         self.lock.close()
 
     def shares_gpus(self) -> bool:
-        """Whether trainers and engines use the same GPUs."""
+        """Returns whether trainers and engines use the same GPUs."""
         return self.cfg.demand.share < 1 and has_gpus()
 
     def on_signal(self, leave: Callable[[str], None]) -> None:
@@ -93,50 +104,63 @@ class Cluster:
 
     async def start_ranks(
         self, cls: type, cfg: TrainingSettings, gpus: float, homes: list[str]
-    ) -> tuple[list[Any], list[str], list[Any]]:
-        """A network's ranks in order, the node of each ("" without GPUs), what `start` returned."""
-        options = {"concurrency_groups": {"io": 1, "watch": 2}}  # beside the thread that computes
-        made = [actor(cls, gpus, cfg, **options, **placement.on(at)).remote(cfg) for at in homes]
-        found = await meet(made, f"{cls.__name__.lower()} rank", cfg, self.places)
-        return found.ranks, found.nodes if gpus else [""] * len(made), found.starts
+    ) -> tuple["list[ActorHandle]", list[str], list]:
+        """Starts the ranks of a network, one on each of the nodes `homes`.
 
-    def start_worker(self) -> Any:
+        Returns the ranks in order, the node of each ("" without GPUs), and what each rank's `start`
+        returned.
+        """
+        groups = {"io": 1, "watch": 2}  # threads in addition to the one that computes
+        made = []
+        for home in homes:
+            Actor = actor(cls, gpus, cfg, concurrency_groups=groups, **placement.on(home))
+            made.append(Actor.remote(cfg))
+        met = await meet(made, f"{cls.__name__.lower()} rank", cfg, self.places)
+        nodes = met.nodes if gpus else [""] * len(made)
+        return met.ranks, nodes, met.starts
+
+    def start_worker(self) -> "ActorHandle":
         """Starts a rollout worker."""
-        options = {"max_concurrency": 100_000} | placement.of_worker()
-        return actor(self.RolloutWorker, 0, self.cfg, **options).remote(self.cfg)
+        assert self.RolloutWorker
+        options = placement.of_worker()
+        Actor = actor(self.RolloutWorker, 0, self.cfg, max_concurrency=100_000, **options)
+        return Actor.remote(self.cfg)
 
     def task(self, function: Callable, *args: Any, returns: int = 1) -> Any:
-        """Runs a function in a process of its own, near its data, and again if that dies."""
+        """Runs a function in a process of its own, near its data; retries if the process dies.
+
+        Returns Ray's reference to the result, or a list of as many references as it `returns`.
+        """
         import ray
 
-        options = {"num_cpus": 0, "max_retries": 3, "num_returns": returns}
-        return ray.remote(function).options(**options).remote(*args)
+        remote = ray.remote(function)
+        return remote.options(num_cpus=0, max_retries=3, num_returns=returns).remote(*args)
 
-    async def watch(self, trainer: Any) -> None:
-        """Raises as soon as a trainer rank dies, even while no call of it is awaited."""
+    async def watch(self, trainer: "ActorHandle") -> None:
+        """Raises as soon as a trainer rank dies, even while none of its calls is awaited."""
         await trainer.watch.options(concurrency_group="watch").remote()
 
 
 def search_rarely() -> None:
-    """Makes Python search for garbage after a million new objects, and not in what libraries made.
+    """Runs the garbage collector rarely, and skips all objects that exist by now.
 
-    The search took half of the driver's time. Reference cycles, which it is for, appear in the
-    driver only after errors.
+    It took half of the driver's time. Reference cycles, which it is for, appear in the driver only
+    after errors.
     """
     gc.freeze()
     gc.set_threshold(1_000_000)
 
 
-def interrupt(*_: Any) -> None:
+def interrupt(*_: int | FrameType | None) -> None:
     """Ends the program without a traceback."""
-    raise SystemExit("interrupted; --resume auto goes on from the last checkpoint")
+    raise SystemExit("interrupted; --resume auto continues from the last checkpoint")
 
 
 def claim(cfg: TrainingSettings) -> TextIO:
-    """Takes the run folder for this process; keep what it returns as long as the run lives.
+    """Locks the run folder for this process, until the returned file is closed.
 
-    Raises InputError where it cannot be written to, where another run is alive in it, or was and
-    is not to be continued.
+    Raises InputError if the folder cannot be written to, if another run is alive in it, or if it
+    holds a run that the command does not continue.
     """
     command = cfg.command
     folder = Path(cfg.run_dir)
@@ -146,8 +170,9 @@ def claim(cfg: TrainingSettings) -> TextIO:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "a+")  # noqa: SIM115
     except OSError as error:
-        expected = f"expected a folder to write to: {error.strerror}"
-        raise InputError(f"run_dir = {cfg.run_dir!r}: {expected}") from None
+        raise InputError(
+            f"run_dir = {cfg.run_dir!r}: expected a folder to write to: {error.strerror}"
+        ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -155,17 +180,20 @@ def claim(cfg: TrainingSettings) -> TextIO:
         owner = lock.read().strip()
         raise InputError(f"run_dir = {cfg.run_dir!r} is in use by {owner}") from None
     except OSError as error:
-        reason = f"cannot be locked: {error.strerror}"
-        raise InputError(f"run_dir = {cfg.run_dir!r} {reason}") from None
+        raise InputError(f"run_dir = {cfg.run_dir!r} cannot be locked: {error.strerror}") from None
     metrics = folder / "metrics.jsonl"
-    holds_run = (metrics.exists() and metrics.stat().st_size) or any(
-        folder.glob("step_*/complete.json")
-    )
-    here = command.resume == "auto" or (command.resume and Path(command.resume).parent == folder)
-    goes_on = here or command.export or (command.resume and command.eval_only)
-    if not goes_on and holds_run:
-        expected = "expected an empty folder, or --resume auto to go on"
-        raise InputError(f"run_dir = {cfg.run_dir!r} holds a run already: {expected}")
+    has_metrics = metrics.exists() and metrics.stat().st_size > 0
+    holds_run = has_metrics or any(folder.glob("step_*/complete.json"))
+    resumes_here = command.resume == "auto"
+    if command.resume and Path(command.resume).parent == folder:
+        resumes_here = True
+    evaluates_checkpoint = bool(command.resume and command.eval_only)
+    continues = resumes_here or command.export or evaluates_checkpoint
+    if holds_run and not continues:
+        raise InputError(
+            f"run_dir = {cfg.run_dir!r} holds a run already: "
+            "expected an empty folder, or --resume auto to continue that run"
+        )
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {os.uname().nodename}")
     lock.flush()

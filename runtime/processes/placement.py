@@ -1,6 +1,4 @@
-"""What it means to be on a node: where each engine and trainer rank runs, and with which GPUs.
-
-runtime/processes/placement.py chooses the nodes.
+"""Chooses the node of each engine, trainer rank and teacher rank, and its share of GPUs.
 
 The workers of an engine are on one node, and so are the ranks of a tensor-parallel group: what they
 exchange at every layer must not cross the network. Engines fill whole nodes from the first on,
@@ -11,32 +9,36 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from core.errors import InputError
 
 if TYPE_CHECKING:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     from settings.config import TrainingSettings
 
-CPU_NODE = "cpu_node"  # a resource of nodes where the rollout workers run, if there are such
-LEAST_SHARE = 1e-4  # of a GPU: the least that Ray counts
+CPU_NODE = "cpu_node"  # a resource of the nodes for rollout workers, if the cluster has such nodes
+LEAST_SHARE = 1e-4  # of a GPU: the smallest share that Ray counts
 
 
 class Shares(NamedTuple):
-    """How many GPUs the actors ask Ray for, and how many engines fit on one."""
+    """The GPUs that each actor asks Ray for, and the number of engines that fit on one."""
 
     trainer: float
     engine: float
-    beside: int  # engines on a GPU that a trainer rank has as well
-    alone: int
+    beside: int  # engines on a GPU that also has a trainer rank
+    alone: int  # engines on a GPU without one
 
 
 def shares(cfg: "TrainingSettings") -> Shares:
-    """By `gpu_share`. A trainer rank takes more than half: NCCL refuses two of them on a GPU.
+    """Computes the shares of a GPU from `gpu_share`.
 
-    Ray by itself would fill a GPU with trainer ranks before it takes the next.
+    A trainer rank takes more than half of a GPU because NCCL refuses two ranks on one, and Ray by
+    itself would fill a GPU with trainer ranks before it takes the next.
     """
-    engine_gpus, part = cfg.demand.engine_gpus, cfg.demand.share
+    engine_gpus = cfg.demand.engine_gpus
+    part = cfg.demand.share
     if part == 1:
         return Shares(1, engine_gpus, 0, 1)
     trainer = round(max(part, 0.5 + LEAST_SHARE), 4)
@@ -45,10 +47,10 @@ def shares(cfg: "TrainingSettings") -> Shares:
 
 
 def node_mates(cfg: "TrainingSettings", homes: Sequence[str]) -> list[int]:
-    """The trainer ranks beside rank 0 on its node; `homes` are the nodes by rank, "" without GPUs.
+    """Returns the other trainer ranks on the node of rank 0; `homes` are the nodes by rank.
 
-    They join it in sending weights: NCCL leaves a node by the network cards of the group's GPUs.
-    None where GPUs are shared, as gloo sends then.
+    They help rank 0 to send weights: NCCL leaves a node by the network cards of the group's GPUs.
+    [] if GPUs are shared, as gloo sends the weights then, or without GPUs (`homes` are "").
     """
     if cfg.demand.share < 1 or not homes[0]:
         return []
@@ -56,26 +58,36 @@ def node_mates(cfg: "TrainingSettings", homes: Sequence[str]) -> list[int]:
 
 
 def where() -> tuple[str, list]:
-    """The node and the GPUs of this actor."""
+    """Returns the node and the GPUs of this actor."""
     import ray
 
     return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
 
 
-def on(home: str) -> dict[str, Any]:
-    """Ray's options of an actor on a node; another node takes it where that one is lost."""
+class ActorOptions(TypedDict, total=False):
+    """Options with which Ray chooses the node of an actor."""
+
+    scheduling_strategy: "NodeAffinitySchedulingStrategy | str"
+    resources: dict[str, float]
+
+
+def on(home: str) -> ActorOptions:
+    """Returns Ray's options of an actor on a node; if that node is lost, another one takes it."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    strategy: Any = NodeAffinitySchedulingStrategy(home, soft=True) if home else "SPREAD"
-    return {"scheduling_strategy": strategy}
+    if not home:
+        return {"scheduling_strategy": "SPREAD"}
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(home, soft=True)}
 
 
-def of_worker() -> dict[str, Any]:
-    """Ray's options of a rollout worker: on a CPU node, where there are such nodes."""
+def of_worker() -> ActorOptions:
+    """Returns Ray's options of a rollout worker: on a CPU node, if the cluster has such nodes."""
     import ray
 
-    resources = {CPU_NODE: 0.001} if ray.cluster_resources().get(CPU_NODE) else {}
-    return on("") | {"resources": resources}
+    options = on("")
+    has_cpu_nodes = ray.cluster_resources().get(CPU_NODE)
+    options["resources"] = {CPU_NODE: 0.001} if has_cpu_nodes else {}
+    return options
 
 
 # A resource of nodes that are not for engines and trainers: `ray start --resources '{"judge": 1}'`.
@@ -83,14 +95,14 @@ JUDGE = "judge"
 
 
 class Node(NamedTuple):
-    """A node of the cluster, and what engines and trainers may use of it."""
+    """A node of the cluster, and the GPUs there for engines and trainers."""
 
     id: str
     gpus: int
 
 
 class Places(NamedTuple):
-    """The nodes in their order, and the node id of each actor; "": wherever Ray likes."""
+    """The nodes in their order, and the node id of each actor; "" leaves the choice to Ray."""
 
     nodes: list[Node]
     engines: list[str]
@@ -98,25 +110,31 @@ class Places(NamedTuple):
     beside: Sequence[list[str]] = ()  # of each other network, in the order of `cfg.demand.beside`
 
     def free_home(self, taken: Iterable[str]) -> str:
-        """A node for an engine beside those that are on nodes already."""
+        """Returns a node for one more engine, if the others are on the nodes `taken`."""
         left = Counter(self.engines) - Counter(taken)
         return min(left, key=self.engines.index, default="")
 
     def in_order(self, found: Sequence[tuple[str, list]]) -> list[int]:
-        """Which trainer is rank 0, 1, ...: by node, then GPU; `found` says where each is."""
+        """Chooses the trainers for ranks 0, 1, ... by node, then GPU, from the place of each."""
         place = {node.id: i for i, node in enumerate(self.nodes)}
-        return sorted(range(len(found)), key=lambda i: (place.get(found[i][0], -1), found[i][1]))
+
+        def node_and_gpus(trainer: int) -> tuple[int, list]:
+            node, gpus = found[trainer]
+            return place.get(node, -1), gpus
+
+        return sorted(range(len(found)), key=node_and_gpus)
 
 
 def gpus(cfg: "TrainingSettings") -> list[dict[str, int]]:
-    """The engines, trainer and teacher ranks of each GPU, as `shares` counts them."""
+    """Counts the engines, trainer ranks and teacher ranks on each GPU, by `shares`."""
     share = shares(cfg)
     found: list[dict[str, int]] = [{"trainer": 1} for _ in range(cfg.policy.ranks)]
     for _ in range(cfg.demand.engines * cfg.demand.engine_gpus):
-        room = {True: share.beside, False: share.alone}
-        fits = (gpu for gpu in found if gpu.get("engine", 0) < room["trainer" in gpu])
-        gpu = next(fits, None)
-        if gpu is None:
+        for gpu in found:
+            room = share.beside if "trainer" in gpu else share.alone
+            if gpu.get("engine", 0) < room:
+                break
+        else:
             gpu = {}
             found.append(gpu)
         gpu["engine"] = gpu.get("engine", 0) + 1
@@ -124,15 +142,15 @@ def gpus(cfg: "TrainingSettings") -> list[dict[str, int]]:
 
 
 def started_engines(cfg: "TrainingSettings") -> int:
-    """Engines that the command starts."""
+    """Returns the number of engines that the command starts."""
     return 0 if cfg.command.replayed or cfg.command.export else cfg.demand.engines
 
 
 def plan(cfg: "TrainingSettings", nodes: list[Node]) -> Places:
-    """Where all actors fit. Raises InputError naming settings and nodes where they do not.
+    """Chooses a node for each actor. Raises InputError, with settings and nodes, if one cannot fit.
 
-    A cluster without GPUs runs everything on CPUs. Of actors that share GPUs the node alone is
-    chosen, and Ray chooses the GPU.
+    A cluster without GPUs runs everything on CPUs. For actors that share GPUs only the node is
+    chosen; Ray chooses the GPU.
     """
     engines = started_engines(cfg)
     check_gpus(cfg, [node.gpus for node in nodes])
@@ -148,10 +166,11 @@ def plan(cfg: "TrainingSettings", nodes: list[Node]) -> Places:
         held = Counter(trainers)
         room = {n.id: free[n.id] * share.alone + held[n.id] * share.beside for n in order}
         homes = fill(room, engines, size)
-        whole = all(len(on) == ranks for on, (ranks, _) in zip(beside, others(cfg), strict=True))
-        if len(homes) == engines and len(trainers) == cfg.policy.ranks and whole:
+        teachers_fit = [len(on) for on in beside] == [ranks for ranks, _ in others(cfg)]
+        if len(homes) == engines and len(trainers) == cfg.policy.ranks and teachers_fit:
             return Places(nodes, homes, trainers, beside)
-    have = ", ".join(f"{count} x {gpus}" for gpus, count in Counter(n.gpus for n in nodes).items())
+    counts = Counter(node.gpus for node in nodes)
+    have = ", ".join(f"{count} x {gpus}" for gpus, count in counts.items())
     teachers = "".join(f", a teacher of {n} ranks with tp = {by}" for n, by in others(cfg))
     raise InputError(
         f"engine.count = {engines} with engine.tensor_parallel = {size}, and policy.ranks = "
@@ -161,19 +180,23 @@ def plan(cfg: "TrainingSettings", nodes: list[Node]) -> Places:
 
 
 def others(cfg: "TrainingSettings") -> tuple[tuple[int, int], ...]:
-    """(ranks, tp) of each network beside the trained one that the command starts."""
+    """Returns (ranks, tp) of each network that the command starts besides the trained one."""
     command = cfg.command
-    idle = command.replayed or command.export or command.eval_only
-    return () if idle else cfg.demand.beside
+    if command.replayed or command.export or command.eval_only:
+        return ()
+    return cfg.demand.beside
 
 
 def ranks_on(free: dict[str, int], ranks: int, tp: int) -> list[str]:
-    """The nodes of a network's ranks, tp side by side; fewer where there is no room."""
+    """Chooses the nodes of a network's ranks, tp ranks together; fewer if there is no room."""
     return [home for home in fill(free, ranks // tp, tp) for _ in range(tp)]
 
 
 def fill(free: dict[str, int], count: int, size: int) -> list[str]:
-    """The nodes of up to `count` actors that take `size` GPUs each, from the first node on."""
+    """Chooses nodes for up to `count` actors with `size` GPUs each, from the first node on.
+
+    Subtracts their GPUs from `free`.
+    """
     homes: list[str] = []
     for node in free:
         here = min(count - len(homes), free[node] // size)
@@ -183,40 +206,47 @@ def fill(free: dict[str, int], count: int, size: int) -> list[str]:
 
 
 def check_gpus(cfg: "TrainingSettings", gpus: Sequence[float]) -> None:
-    """Raises InputError where the nodes have too few GPUs, or none for what needs one."""
+    """Raises InputError if the nodes have too few GPUs, or none for an attention that needs one."""
     engines = started_engines(cfg)
-    size, ranks, attention = cfg.demand.engine_gpus, cfg.policy.ranks, cfg.policy.attention
-    there = int(sum(gpus))
-    if not there:
+    size = cfg.demand.engine_gpus
+    ranks = cfg.policy.ranks
+    attention = cfg.policy.attention
+    available = int(sum(gpus))
+    if not available:
         if attention.startswith(("flash", "varlen")) and cfg.policy.kind == "fsdp":
-            needs = f"policy.attention = {attention!r} needs a GPU, the cluster has none"
-            raise InputError(f"{needs}: expected auto, or RAY_ADDRESS of another cluster")
+            raise InputError(
+                f"policy.attention = {attention!r} needs a GPU, the cluster has none: "
+                "expected auto, or RAY_ADDRESS of another cluster"
+            )
         return
     share = shares(cfg)
     teachers = sum(count for count, _ in others(cfg))
-    needed = (
-        ranks + teachers + max(0, math.ceil((engines * size - ranks * share.beside) / share.alone))
-    )
-    if needed > there:
-        asked = f"policy.ranks = {ranks}, engine.count = {engines}, engine.tensor_parallel = {size}"
-        asked += f", teachers' ranks = {teachers}" if teachers else ""
-        has = f"gpu_share = {cfg.demand.share:g} need {needed} GPUs, the cluster has {there}"
-        alone = " (no two trainer ranks share one)" if cfg.demand.share < 1 else ""
-        raise InputError(f"{asked} and {has}{alone}: lower one of them")
+    alone = max(0, engines * size - ranks * share.beside)  # engine workers apart from trainers
+    needed = ranks + teachers + math.ceil(alone / share.alone)
+    if needed > available:
+        of_teachers = f", teachers' ranks = {teachers}" if teachers else ""
+        unshared = " (no two trainer ranks share one)" if cfg.demand.share < 1 else ""
+        raise InputError(
+            f"policy.ranks = {ranks}, engine.count = {engines}, engine.tensor_parallel = {size}"
+            f"{of_teachers} and gpu_share = {cfg.demand.share:g} need {needed} GPUs, "
+            f"the cluster has {available}{unshared}: lower one of them"
+        )
 
 
 def nodes() -> list[Node]:
-    """The nodes of the Ray cluster, by name: node-9 comes before node-10."""
+    """Returns the living nodes of the Ray cluster, by name: node-9 comes before node-10."""
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"]]
     found = []
     for node in sorted(alive, key=lambda n: (by_number(n["NodeManagerHostname"]), n["NodeID"])):
-        kept = node["Resources"].keys() & {JUDGE, CPU_NODE}
-        found.append(Node(node["NodeID"], 0 if kept else int(node["Resources"].get("GPU", 0))))
+        gpus = int(node["Resources"].get("GPU", 0))
+        if node["Resources"].keys() & {JUDGE, CPU_NODE}:
+            gpus = 0
+        found.append(Node(node["NodeID"], gpus))
     return found
 
 
 def by_number(name: str) -> list[tuple[int, str]]:
-    """A name as a key that sorts its numbers by value."""
+    """Returns a key for sorting names in which numbers compare by value."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

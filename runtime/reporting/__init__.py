@@ -1,1 +1,1 @@
-"""Everything that a run tells its user: metrics, log files, the console, and W&B."""
+"""Reports a run to its user: metrics, log files, the console, and W&B."""

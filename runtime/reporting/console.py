@@ -1,4 +1,4 @@
-"""What a run shows: what it waits for at first, then its steps, then what came out of it."""
+"""Shows a run on the terminal: what it waits for at first, then its steps."""
 
 import time
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from settings.config import TrainingSettings
 
 BEGAN = time.monotonic()
-# What is shown of a step: those of its metrics that are there.
+# The metrics of a step that are shown, if it has them.
 SHOWN = {
     "reward": "reward {:.3f}",
     "lag_mean": "lag {:.2f}",
@@ -24,25 +24,25 @@ SHOWN = {
 
 
 def phase(what: str) -> None:
-    """Says what a run waits for before its first step, and the seconds since it began."""
+    """Prints what a run waits for before its first step, after the seconds since it began."""
     tqdm.write(f"{time.monotonic() - BEGAN:4.0f} s  {what}")
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> str:
-    """What is shown of a step's metrics."""
+    """Formats the metrics of a step that are shown."""
     return "  ".join(form.format(metrics[k]) for k, form in SHOWN.items() if k in metrics)
 
 
 class Lines:
-    """For a file: one line a step."""
+    """The display for a file: one line for each step."""
 
     def __init__(self, cfg: "TrainingSettings"):
         self.cfg = cfg
         self.done = 0  # steps of this process
-        self.began = 0.0  # when the first of them ended: before it is start-up
+        self.began = 0.0  # the end of its first step: the time before it is start-up
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a step, and how long the rest will take."""
+        """Shows a step, and the time that the others will take."""
         now = time.monotonic()
         self.began = self.began or now
         seconds = (now - self.began) / max(self.done, 1) * (self.cfg.steps - step)
@@ -51,39 +51,38 @@ class Lines:
         print(f"step {step}/{self.cfg.steps}  {shown_metrics(metrics)}{left}", flush=True)
 
     def show_ready(self, groups: int, of: int) -> None:
-        """Shows nothing between two steps."""
+        """Does nothing: a file shows nothing between two steps."""
 
     def close(self) -> None:
-        """Ends nothing."""
-
-
-# TC
+        """Does nothing: a file needs no end."""
 
 
 class Bars:
-    """For a terminal: the steps that are done, and the groups that wait for the next one."""
+    """The display for a terminal: bars of trained steps, and of groups ready for the next step."""
 
     def __init__(self, cfg: "TrainingSettings"):
         self.cfg = cfg
         self.bars: list[tqdm] = []
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a step. The first one starts the bars, so that start-up is not in their time."""
+        """Shows a step. The first step creates the bars, so start-up does not count in them."""
         if not self.bars:
-            steps = {"initial": step - 1, "desc": "steps", "unit": "step", "position": 0}
-            self.bars = [tqdm(total=self.cfg.steps, **steps)]
+            bar = tqdm(
+                total=self.cfg.steps, initial=step - 1, desc="steps", unit="step", position=0
+            )
+            self.bars = [bar]
         self.bars[0].update()
         self.bars[0].set_postfix_str(shown_metrics(metrics))
 
     def show_ready(self, groups: int, of: int) -> None:
-        """Shows how many finished groups no step has taken yet, of those of a step."""
+        """Shows the number of finished groups that no step has taken yet; `of` fill a step."""
         if len(self.bars) == 1:
-            ready = {"desc": "groups ready", "unit": "group", "position": 1, "leave": False}
-            self.bars.append(tqdm(total=of, **ready))
+            bar = tqdm(total=of, desc="groups ready", unit="group", position=1, leave=False)
+            self.bars.append(bar)
         for bar in self.bars[1:]:
             bar.update(groups - bar.n)
 
     def close(self) -> None:
-        """Ends the bars."""
+        """Closes the bars."""
         for bar in reversed(self.bars):
             bar.close()

@@ -1,4 +1,4 @@
-"""Where a run writes: JSON lines, TensorBoard, W&B and the console."""
+"""Writes what a run measures: JSON lines, TensorBoard, W&B and the console."""
 
 import asyncio
 import json
@@ -15,40 +15,38 @@ from core.jsonl import LineFile, WriteError
 from core.waits import in_thread, within
 from runtime.reporting import config_json
 from runtime.reporting.console import Bars, Lines
-from runtime.reporting.rollout_metrics import (
-    disagreement,
-    mismatch_rows,
-    rollout_metrics,
-)
+from runtime.reporting.rollout_metrics import disagreement, mismatch_rows, rollout_metrics
 from runtime.reporting.validation_metrics import validation_line, validation_metrics
 from settings.config import TrainingSettings
 
 if TYPE_CHECKING:
     from rollout.episode import Group, SampleInfo
+    from runtime.reporting.wandb_board import Board
     from runtime.rollouts.dispatch import Slot
 
 
 def in_one_line(error: BaseException) -> str:
-    """The last line of an error, after the place in a file that a remote traceback names last."""
+    """Returns the last line of an error, after the last file and line of a remote traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     places = [line for line in lines if line.startswith('File "')]
     return ": ".join([*places[-1:], lines[-1]])
 
 
 class Log:
-    """metrics.jsonl, TensorBoard, W&B if asked for, and the console."""
+    """The log of a run: its .jsonl files, TensorBoard, W&B if `wandb` is set, and the console."""
 
     FILES = ("starts", "metrics", "mismatch", "dropped", "rollouts")
 
     def __init__(self, files: Sequence[str] = FILES) -> None:
         self.names = files
-        self.cfg: Any = None  # of a run with rollouts or without
+        self.cfg: Any = None  # the run's configuration, of any algorithm
         self.is_open = False
+        self.wandb: Board | None = None
         self.writing = asyncio.Lock()
-        self.unwritten = b""  # lines of groups that came while others were written
+        self.unwritten = b""  # lines of groups that finished while others were being written
 
     def open(self, cfg: TrainingSettings, version: int) -> None:
-        """Opens the files behind policy version `version`."""
+        """Opens the files of a run that continues from policy version `version`."""
         self.is_open = True
         self.cfg = cfg
         folder = Path(cfg.writes_to)
@@ -61,15 +59,12 @@ class Log:
 
         self.speed = Speed(cfg, of_cluster())
         self.board = SummaryWriter(str(folder), purge_step=version + 1)
-        self.wandb: Any = None
         if cfg.wandb:
             from runtime.reporting.wandb_board import Board
 
             self.wandb = Board(cfg, folder)
         self.began = time.time()
-        self.console: Any = Lines(cfg)
-        if sys.stderr.isatty():
-            self.console = Bars(cfg)
+        self.console: Lines | Bars = Bars(cfg) if sys.stderr.isatty() else Lines(cfg)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends the metrics of the step that led to policy version `step`."""
@@ -84,33 +79,36 @@ class Log:
         self.files[name].append(json.dumps(content).encode() + b"\n")
 
     async def rollouts(self, lines: bytes) -> None:
-        """Appends a group's lines while the event loop goes on. Raises WriteError."""
-        if not lines:  # of a group that is not of the share to be written
+        """Appends a group's lines without blocking the event loop. Raises WriteError."""
+        if not lines:  # the group is not in the share that is written
             return
-        file, limit = self.files["rollouts"], self.cfg.timeouts.train
+        file = self.files["rollouts"]
+        limit = self.cfg.timeouts.train
         self.unwritten += lines
         async with self.writing:
-            lines, self.unwritten = self.unwritten, b""
-            if not lines:
+            lines = self.unwritten
+            self.unwritten = b""
+            if not lines:  # another call has written them
                 return
             try:
                 done = in_thread(file.append, lines)
                 await within(limit, f"{file.path} to take lines", done, late=WriteError)
-            except WriteError:  # the groups that wait must fail as well
+            except WriteError:  # the groups that wait for the lock must fail too
                 self.unwritten = lines + self.unwritten
                 raise
 
     def mismatch(self, step: int, tables: list[dict]) -> None:
-        """Writes a step's mismatch table; warns where trainer and engine disagree at lag 0."""
+        """Writes a step's mismatch table; warns if trainer and engine disagree at lag 0."""
         table = {"step": step, "rows": mismatch_rows(tables)}
         self.line("mismatch", table)
-        if apart := disagreement(table):
-            self.note(f"step {step}: {apart}; see docs/debugging.md")
+        problem = disagreement(table)
+        if problem:
+            self.note(f"step {step}: {problem}; see docs/debugging.md")
 
     def drop(self, slot: "Slot", prompt: int, row: str, error: BaseException) -> None:
-        """Writes down a prompt that was given up, its place in the stream, and why.
+        """Writes a line for a prompt that was given up: its place in the stream, and the error.
 
-        Raises the error where it is a RunError: the run must end, and the prompt is good.
+        Raises the error if it is a RunError: the run must end, and the prompt is good.
         """
         if isinstance(error, RunError):
             raise error
@@ -119,40 +117,49 @@ class Log:
         self.note(f"{row} dropped: {in_one_line(error)}")
 
     def evaluation(self, version: int, answered: "list[list[SampleInfo]]", dropped: int) -> None:
-        """Writes the validation metrics of a version, from the answers to each prompt but some."""
-        found = validation_metrics(answered, self.cfg.data.val_samples, dropped)
-        self.write(version, found)
-        self.note(f"version {version}: {validation_line(found)}")
+        """Writes the validation metrics of a version, from the answers to its prompts.
+
+        `dropped` is the number of prompts without answers.
+        """
+        metrics = validation_metrics(answered, self.cfg.data.val_samples, dropped)
+        self.write(version, metrics)
+        self.note(f"version {version}: {validation_line(metrics)}")
 
     def step(self, step: int, groups: "list[Group]", stats: dict[str, float]) -> None:
-        """Writes the step on these groups that led to version `step`, and shows it."""
-        named = {group.slot // self.cfg.prompts_per_step + 1 for group in groups}
-        if named != {step}:  # a fork fills its batches otherwise
-            wrong = f"step {step} trains slots that Slot.record gives to {sorted(named)}"
-            raise RuntimeError(f"{wrong}: rollouts.jsonl names that. Change Slot.record as well")
-        trained = step - 1 if not self.cfg.command.rollout_only else 0
+        """Writes and shows the step on these groups, which led to version `step`.
+
+        Raises RuntimeError if `Slot.record` assigns the groups to another step.
+        """
+        recorded = {group.slot // self.cfg.prompts_per_step + 1 for group in groups}
+        if recorded != {step}:  # a fork fills its batches in another way
+            raise RuntimeError(
+                f"step {step} trains slots that Slot.record gives to {sorted(recorded)}: "
+                "rollouts.jsonl would have the wrong step. Change Slot.record as well"
+            )
+        version = 0 if self.cfg.command.rollout_only else step - 1  # that was trained
         infos = [group.infos for group in groups]
         tokens = sum(info.tokens for of_group in infos for info in of_group)
-        self.trained(step, stats | rollout_metrics(infos, trained) | {"batch_tokens": tokens})
+        self.trained(step, stats | rollout_metrics(infos, version) | {"batch_tokens": tokens})
 
     def trained(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes the training step that led to version `step`, and shows it."""
+        """Writes and shows the training step that led to version `step`."""
         metrics = self.speed.of(metrics)
         self.write(step, metrics)
         self.console.step(step, metrics)
-        if fallen := self.speed.drafts.fallen(metrics):
-            self.note(f"step {step}: {fallen}")
+        warning = self.speed.drafts.fallen(metrics)
+        if warning:
+            self.note(f"step {step}: {warning}")
 
     def show_ready(self, groups: int) -> None:
-        """Shows how many finished groups no step has taken yet."""
+        """Shows the number of finished groups that no step has taken yet."""
         self.console.show_ready(groups, self.cfg.prompts_per_step)
 
     def note(self, message: str) -> None:
-        """A line above the bars."""
+        """Prints a line above the bars."""
         tqdm.write(message)
 
     def close(self) -> None:
-        """Flushes what is buffered."""
+        """Flushes and closes all files."""
         if not self.is_open:
             return
         for part in (self.console, *self.files.values(), self.board):

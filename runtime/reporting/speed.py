@@ -1,4 +1,4 @@
-"""The speed of a run in the field's units: tokens a second, of a GPU, MFU, shares of waiting."""
+"""Computes the speed of a run in the field's units: tokens a second, MFU, shares of waiting."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,20 +16,22 @@ KIND = "accelerator_type:"
 
 
 def of_cluster() -> set[str]:
-    """What Ray calls the GPUs of this cluster, such as H100; empty where there are none."""
+    """Returns Ray's names of the cluster's kinds of GPUs, such as H100; empty without GPUs."""
     resources = ray.cluster_resources() if ray.is_initialized() else {}
+    if not resources.get("GPU"):
+        return set()
     kinds = {name.removeprefix(KIND) for name in resources if name.startswith(KIND)}
-    return (kinds or {"of no known kind"}) if resources.get("GPU") else set()
+    return kinds or {"of no known kind"}
 
 
-# Of a batch, prompts included; what the trainers computed of it; and what all engines did since the
-# last weight update (runtime/engines/stat_logger.py).
+# Tokens of a batch, prompts included; what the trainers computed of the batch; and what all engines
+# did since the last weight update (runtime/engines/stat_logger.py).
 OF_BATCH = ("batch_tokens", "train_tokens", "train_keys")
 COUNTS = (*OF_BATCH, "engine_tokens", "drafts", "draft_tokens", "accepted_draft_tokens")
 
 
 class Speed:
-    """What a run makes of its seconds, on GPUs of some kinds; without any, on CPUs."""
+    """The speed metrics of a run, on GPUs of the kinds of `of_cluster`, or on CPUs."""
 
     def __init__(self, cfg: TrainingSettings, kinds: Collection[str]):
         self.cfg = cfg
@@ -40,9 +42,10 @@ class Speed:
         self.drafts = Acceptance(Path(cfg.writes_to, "metrics.jsonl"))
 
     def of(self, step: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a step, with those of speed in the place of COUNTS."""
+        """Returns the metrics of a step, with metrics of speed instead of COUNTS."""
         found = {name: value for name, value in step.items() if name not in COUNTS}
-        seconds, training = step.get("step_seconds", 0.0), step.get("train_seconds", 0.0)
+        seconds = step.get("step_seconds", 0.0)
+        training = step.get("train_seconds", 0.0)
         if not seconds:  # nothing was trained
             return found
         tokens = step["batch_tokens"]
@@ -59,17 +62,19 @@ class Speed:
             found |= {"sync_share": syncing / seconds}
         if "engine_tokens" in step:
             found |= {"engine_tokens_per_second": step["engine_tokens"] / seconds}
-        if drafts := step.get("drafts"):
+        drafts = step.get("drafts")
+        if drafts:
             accepted = step["accepted_draft_tokens"]
             found |= {"draft_acceptance": accepted / step["draft_tokens"]}
             found |= {"accepted_length": 1 + accepted / drafts}
         return found
 
     def flops(self, step: Mapping[str, float]) -> float:
-        """FLOPs that training a step takes, without computing activations again.
+        """Estimates the FLOPs of training a step, without recomputed activations.
 
-        Passes are three, and those that only score.
+        A batch takes three passes, and the passes that only score it.
         """
         assert self.model
-        passes, frozen = 3 + self.cfg.scoring_passes, bool(self.cfg.policy.lora_rank)
+        passes = 3 + self.cfg.scoring_passes
+        frozen = bool(self.cfg.policy.lora_rank)
         return self.model.flops(step["train_tokens"], step["train_keys"], passes, frozen)

@@ -1,4 +1,4 @@
-"""What a run prints when it ends: what it learned, an answer, the model, what is next."""
+"""Sums up a run when it ends: its validation, an answer, the model, the next command."""
 
 import os
 import re
@@ -20,32 +20,41 @@ if TYPE_CHECKING:
 
 
 ANSWER = {"prompt": str, "response": [str], "reward": int | float}
-# What the call before may have set for itself alone; never a key.
-WANDB = [f"WANDB_{name}" for name in ["MODE", "PROJECT", "ENTITY", "RUN_GROUP", "NAME", "TAGS"]]
-TAIL = 1 << 22  # bytes of rollouts.jsonl in which the last answer is looked for
+# Variables that the previous command may have set for itself alone; never a key.
+WANDB = (
+    "WANDB_MODE",
+    "WANDB_PROJECT",
+    "WANDB_ENTITY",
+    "WANDB_RUN_GROUP",
+    "WANDB_NAME",
+    "WANDB_TAGS",
+)
+TAIL = 1 << 22  # bytes of rollouts.jsonl that are searched for the last answer
 
 
 def summary(cfg: "TrainingSettings") -> list[str]:
-    """What came out of a run, line by line: what it learned, an answer, the model, what is next."""
+    """Returns the result of a run in lines: its validation, an answer, the model, what is next."""
     folder = Path(cfg.writes_to)
     metrics = list(jsonl.read(folder / "metrics.jsonl", jsonl.METRICS))
     lines = [f"done in {tqdm.format_interval(time.monotonic() - BEGAN)}"]
-    alone = "eval_only" in cfg.command.modes  # earlier ones in its folder were of other policies
+    alone = "eval_only" in cfg.command.modes  # earlier lines in its folder are of other policies
     for name in ("validation_reward", "validation_exact", "validation_accuracy"):
         values = [line[name] for line in metrics if isinstance(line.get(name), int | float)]
         if values and alone:
             lines.append(f"{name}: {values[-1]:.3f}")
         elif values:
-            best = f"{max(values):.3f} at best"
-            lines.append(f"{name}: {values[0]:.3f} -> {values[-1]:.3f} ({best})")
-    if answer := last_answer(folder):
-        told = {"prompt": answer["prompt"], "answer": " ".join(answer["response"])}
-        lines += [f"{name}: {in_a_line(text)}" for name, text in told.items()]
+            lines.append(f"{name}: {values[0]:.3f} -> {values[-1]:.3f} ({max(values):.3f} at best)")
+    answer = last_answer(folder)
+    if answer:
+        lines.append(f"prompt: {in_a_line(answer['prompt'])}")
+        lines.append(f"answer: {in_a_line(' '.join(answer['response']))}")
         lines.append(f"reward of this answer: {answer['reward']:.3g}")
-    if dropped := metrics and metrics[-1].get("dropped_prompts"):
+    dropped = metrics[-1].get("dropped_prompts") if metrics else None
+    if dropped:
         reasons = shown(folder / "dropped.jsonl")
         lines.append(f"dropped prompts: {dropped:.0f}, with reasons in {reasons}")
-    if checkpoints := newest_first(cfg.writes_to):
+    checkpoints = newest_first(cfg.writes_to)
+    if checkpoints:
         newest = checkpoints[0]
         lines.append(f"model: {shown(newest / 'hf')}, which transformers and vLLM load")
         if not cfg.command.modes:
@@ -54,7 +63,7 @@ def summary(cfg: "TrainingSettings") -> list[str]:
 
 
 def last_answer(folder: Path) -> dict | None:
-    """The last validation rollout of a run, or its last one of training; None without any."""
+    """Returns the last validation rollout of a run, else its last one of training, else None."""
     path = folder / "rollouts.jsonl"
     if not path.exists():
         return None
@@ -67,13 +76,13 @@ def last_answer(folder: Path) -> dict | None:
 
 
 def in_a_line(text: str) -> str:
-    """The start of a text of the model, without what a terminal would obey."""
+    """Returns the start of a text of the model, without control characters."""
     visible = "".join(letter if letter.isprintable() else " " for letter in text)
     return " ".join(visible.split())[:200]
 
 
 def train_on(cfg: "TrainingSettings", step: int) -> str:
-    """The command that goes on with this run; where it is at its end, for as many steps again."""
+    """Returns the command that continues this run; for twice the steps if it has ended."""
     words = ["--run_dir", shown(cfg.run_dir), "--resume", "auto"]
     replaced = "run[_-]dir|resume"
     if step == cfg.steps:

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: rewards, share of right answers, pass@k, rows that failed."""
+"""Computes the metrics of an evaluation: rewards, share of right answers, pass@k, failed rows."""
 
 import itertools
 import statistics
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 def validation_metrics(
     answered: "list[list[SampleInfo]]", k: int, dropped: int = 0
 ) -> dict[str, float]:
-    """Mean reward, share of right answers (score 1), info and, where k > 1, pass@k.
+    """Computes mean reward, share of right answers (score 1), info and, if k > 1, pass@k.
 
-    `answered` holds the answers to each prompt but those that were dropped. Rewards are shaped,
-    scores are not.
+    `answered` holds the answers to each prompt that was not dropped. Rewards are shaped, scores are
+    not.
     """
-    # An episode in pieces counts once.
+    # An episode in several sequences counts once.
     last = [[info for info in infos if not info.continues] for infos in answered]
     found: dict[str, float] = {"validation_dropped": dropped} if dropped else {}
     for suffix, prompts in by_origin(last).items():
@@ -33,8 +33,10 @@ def validation_metrics(
 
 
 def validation_line(found: dict[str, float]) -> str:
-    """What is shown of an evaluation's metrics."""
+    """Formats the metrics of an evaluation that are shown."""
     dropped = found.get("validation_dropped", 0)
-    text = f"validation reward {found['validation_reward']:.3f}"
-    text += f", exact {found['validation_exact']:.3f}"
-    return text + (f" (dropped prompts: {dropped})" if dropped else "")
+    of_dropped = f" (dropped prompts: {dropped})" if dropped else ""
+    return (
+        f"validation reward {found['validation_reward']:.3f}, "
+        f"exact {found['validation_exact']:.3f}{of_dropped}"
+    )

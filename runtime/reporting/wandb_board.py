@@ -1,10 +1,9 @@
-"""What Weights & Biases gets of a run: its metrics, its data, and the models that it exports."""
+"""Sends a run to Weights & Biases: its metrics, its data, and the models that it exports."""
 
 import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import wandb
 
@@ -15,28 +14,31 @@ from settings.config import TrainingSettings
 
 
 class Board:
-    """A run of W&B that is begun, or gone on with, for a run folder."""
+    """The run of W&B for a run folder, new or resumed."""
 
     def __init__(self, cfg: TrainingSettings, folder: Path):
         self.cfg = cfg
-        self.published: set[Path] = set()  # markers of the exports that W&B knows
-        unique = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-        shown = os.environ.get("WANDB_NAME") or folder.name
-        name = {"dir": folder, "name": shown, "id": unique, "resume": "allow"}
-        self.run: Any = wandb.init(config=config_json.settings(cfg), **name)
-        # Its own step never goes back, as that of a run does which is resumed.
+        self.published: set[Path] = set()  # markers of the exports that were sent to W&B
+        self.run: wandb.Run = wandb.init(
+            config=config_json.settings(cfg),
+            dir=folder,
+            name=os.environ.get("WANDB_NAME") or folder.name,
+            id=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
+            resume="allow",
+        )
+        # W&B's own step never decreases, but the step of a resumed run does.
         self.run.define_metric("*", step_metric="step")
         if not self.run.offline:
             rows = artifact("DataBlendsArtifact-rl", "dataset", Path(cfg.data.train))
             self.run.use_artifact(rows)
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics of a step, `step` among them."""
+        """Logs the metrics of a step, which include `step`."""
         self.run.log(dict(metrics))
         self.publish()
 
     def publish(self) -> None:
-        """Registers the exported models that are whole and that W&B does not know."""
+        """Registers the exported models that are whole and new to W&B."""
         for marker in sorted(Path(self.cfg.writes_to).glob(f"step_*/{EXPORT}{MARKER}")):
             if marker not in self.published:
                 model = artifact("ModelArtifact-rl", "model", marker.parent)
@@ -49,8 +51,8 @@ class Board:
         self.run.finish()
 
 
-def artifact(name: str, kind: str, path: Path) -> Any:
-    """A reference to a file or folder and, of a model, its lineage."""
+def artifact(name: str, kind: str, path: Path) -> "wandb.Artifact":
+    """Makes a reference to a file or a folder, with the lineage of a model."""
     made = wandb.Artifact(name, type=kind, metadata=lineage.read(path))
     made.add_reference(f"file://{path.resolve()}", checksum=False)
     return made

@@ -1,1 +1,1 @@
-"""Checks before any actor starts, and modes other than training."""
+"""Checks a run before any actor starts, and runs it in modes other than training."""

@@ -18,40 +18,45 @@ from settings.hub import missing_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from settings.config import RunSettings, TrainingSettings
+    from settings.config import TrainingSettings
 
-# What makes the models of the embedded configurations.
+# The programs that make the models of the shipped configurations.
 MAKERS = {
     "models/tiny": "launch/make_tiny.py",
     "models/tiny_tools": "launch/make_tiny_tools.py",
     "models/tiny_swe": "launch/make_tiny_swe.py",
 }
-LFS = b"version https://git-lfs"  # how a file begins that git has not fetched
+LFS = b"version https://git-lfs"  # the start of a file that git has not fetched
 LONGEST_HEADER = 100_000_000  # bytes, as the format defines it
-# Rope types whose max_position_embeddings are the scaled ones (vllm/config/model.py).
+# Rope types whose max_position_embeddings is the scaled number (vllm/config/model.py).
 SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
 class Stored(NamedTuple):
-    """A tensor of a safetensors file, by its header."""
+    """A tensor of a safetensors file, as described by the file's header."""
 
     shape: list[int]
     dtype: str  # such as BF16, F8_E4M3, I32
 
 
 def lacking(model: str, name: str) -> str:
-    """What to say of a model's folder without a file, and what makes it."""
-    maker = next((m for end, m in MAKERS.items() if model.endswith(end)), "")
-    if os.path.isdir(model) and (exports := sorted(Path(model).glob("step_*/hf"))):
+    """Returns the message for a model's folder that lacks a file, with what makes the model."""
+    exports = sorted(Path(model).glob("step_*/hf")) if os.path.isdir(model) else []
+    if exports:
         return f"model = {model!r}: expected the model of a run, such as {shown(exports[-1])}"
+    origin = ""
+    for end, maker in MAKERS.items():
+        if model.endswith(end):
+            origin = f" ({maker} makes it)"
+            break
     stage = re.search(r"runs/([a-z]\w+)/step_\d+/hf$", model)
-    made = f" ({maker} makes it)" if maker else ""
-    made = f" (of the run in runs/{stage[1]}; --model names another one)" if stage else made
-    return f"model = {model!r}: expected a folder that holds {name}{made}"
+    if stage:
+        origin = f" (of the run in runs/{stage[1]}; --model names another one)"
+    return f"model = {model!r}: expected a folder that holds {name}{origin}"
 
 
 def check_model(cfg: "TrainingSettings") -> None:
-    """Raises InputError unless the folder is a model that this configuration can train."""
+    """Raises InputError unless the configuration's model can be trained with it."""
     model = cfg.model
     for name in ("config.json", "tokenizer_config.json"):
         if not os.path.isfile(os.path.join(model, name)):
@@ -60,9 +65,10 @@ def check_model(cfg: "TrainingSettings") -> None:
     if b"chat_template" not in settings and not list(Path(model).glob("chat_template*")):
         raise InputError(f"model = {model!r}: its tokenizer has no chat_template, expected one")
     tensors = dict(every_tensor(Path(model)))
-    if found := flaw(model, largest=BLOCK):  # trainers read the large files
-        raise InputError(f"model = {model!r}: {found}")
-    from policy import model_shape  # and transformers, which takes seconds
+    damage = flaw(model, largest=BLOCK)  # trainers read the large files
+    if damage:
+        raise InputError(f"model = {model!r}: {damage}")
+    from policy import model_shape  # imports transformers, which takes seconds
 
     lm = model_shape.build(model)
     check_generation(model)
@@ -82,21 +88,22 @@ def check_model(cfg: "TrainingSettings") -> None:
 
 
 def check_generation(model: str) -> None:
-    """Raises InputError for a generation_config.json that transformers and vLLM cannot read."""
+    """Raises InputError if transformers, and so vLLM, cannot read generation_config.json."""
     from transformers import GenerationConfig
 
     if os.path.isfile(os.path.join(model, "generation_config.json")):
         try:
             GenerationConfig.from_pretrained(model)
-        except Exception as error:  # transformers raises whatever it stumbles over
-            why = f"its generation_config.json cannot be read: {brief(error)}"
-            raise InputError(f"model = {model!r}: {why}") from None
+        except Exception as error:  # transformers raises errors of many kinds
+            raise InputError(
+                f"model = {model!r}: its generation_config.json cannot be read: {brief(error)}"
+            ) from None
 
 
 def every_tensor(folder: Path) -> Iterator[tuple[str, Stored]]:
-    """The tensors in the files that transformers reads, from their headers.
+    """Yields the tensors in the files that transformers reads, from their headers.
 
-    Raises InputError for a file that is missing or damaged. None of weights in another format.
+    Yields nothing for weights in another format. Raises InputError if a file is missing or damaged.
     """
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists():
@@ -108,26 +115,32 @@ def every_tensor(folder: Path) -> Iterator[tuple[str, Stored]]:
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise InputError(f"{index}: expected an index of weights: {brief(error)}") from None
         if lacking:
-            names = f"{index.name} names {lacking[0]}, which is not there"
-            raise InputError(f"model = {str(folder)!r}: {names}: download the model again")
+            raise InputError(
+                f"model = {str(folder)!r}: {index.name} names {lacking[0]}, which is missing: "
+                "download the model again"
+            )
     elif any(folder.glob("*.bin")):
         return
     else:
-        expected = "expected model.safetensors, or an index and the files that it names"
-        raise InputError(f"model = {str(folder)!r}: {expected}")
+        raise InputError(
+            f"model = {str(folder)!r}: "
+            "expected model.safetensors, or an index and the files that it names"
+        )
     for name in files:
         yield from read_header(folder / name).items()
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, by name. Raises InputError where it is not whole."""
+    """Reads the header of a safetensors file: its tensors by name.
+
+    Raises InputError if the file is damaged or not of this format.
+    """
     size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(len(LFS))
         length = int.from_bytes(start[:8], "little")
         file.seek(8)
         text = file.read(length) if length <= min(size, LONGEST_HEADER) else b""
-    again = "download the model again"
     if start == LFS:
         raise InputError(f"{path}: it is the pointer of a file in Git LFS: run git lfs pull")
     try:
@@ -135,54 +148,64 @@ def read_header(path: Path) -> dict[str, Stored]:
         end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         stored = {k: Stored(list(v["shape"]), str(v["dtype"])) for k, v in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise InputError(f"{path}: {size:,} bytes are no safetensors file: {again}") from None
+        raise InputError(
+            f"{path}: {size:,} bytes are not a safetensors file: download the model again"
+        ) from None
     if 8 + length + end != size:
-        raise InputError(f"{path}: {size:,} bytes, expected {8 + length + end:,}: {again}")
+        raise InputError(
+            f"{path}: {size:,} bytes, expected {8 + length + end:,}: download the model again"
+        )
     return stored
 
 
 def check_tensors(folder: str, found: dict[str, Stored], lm: "PreTrainedModel") -> None:
-    """Compares a checkpoint's tensors with those of its architecture. Raises InputError.
+    """Raises InputError unless a checkpoint holds the tensors of its architecture.
 
-    Quantised ones, and those that follow other names, are left to transformers.
+    Quantised checkpoints, and those with unknown names, are left to transformers.
     """
     state = dict(lm.state_dict())
     tied = {*lm.all_tied_weights_keys, *lm.all_tied_weights_keys.values()}
-    if state.keys() - found.keys() - tied:  # 0.2 s, for names that transformers has of its own
+    if state.keys() - found.keys() - tied:  # 0.2 s, for names that transformers has changed
         from transformers.core_model_loading import revert_weight_conversion
 
         state = revert_weight_conversion(lm, state)
     known = state.keys() & found.keys()
     if 2 * len(known) < len(state) or getattr(lm.config, "quantization_config", None):
         return
-    described = f"expected by {type(lm).__name__} of config.json"
+    architecture = type(lm).__name__
     for name in sorted(known):
         shape = list(state[name].shape)
         if found[name].shape != shape:
             raise InputError(
-                f"model = {folder!r}: {name} is {found[name].shape}, {shape} {described}"
+                f"model = {folder!r}: {name} is {found[name].shape}, "
+                f"{shape} expected by {architecture} of config.json"
             )
         if state[name].is_floating_point() and "F" not in found[name].dtype:
-            holds = f"{name} holds {found[name].dtype}, floating-point numbers {described}"
-            raise InputError(f"model = {folder!r}: {holds}")
+            raise InputError(
+                f"model = {folder!r}: {name} holds {found[name].dtype}, "
+                f"floating-point numbers expected by {architecture} of config.json"
+            )
     patterns = lm._keys_to_ignore_on_load_missing or ()
     for name in sorted(state.keys() - known - tied):
         if not any(re.search(pattern, name) for pattern in patterns):
-            raise InputError(f"model = {folder!r}: no tensor {name}, {described}")
+            raise InputError(
+                f"model = {folder!r}: no tensor {name}, expected by {architecture} of config.json"
+            )
 
 
 def check_attention(cfg: "TrainingSettings") -> None:
-    """Raises InputError for an attention that transformers does not have."""
+    """Raises InputError if transformers does not have the attention of `policy.attention`."""
     from policy.attention import AttentionInterface  # with the kernel that is added there
 
     chosen = cfg.policy.attention
     known = ["auto", "eager", *AttentionInterface().valid_keys()]
-    if cfg.policy.kind == "fsdp" and chosen not in known and "/" not in chosen:  # of the hub
+    on_hub = "/" in chosen
+    if cfg.policy.kind == "fsdp" and chosen not in known and not on_hub:
         raise InputError(f"policy.attention = {chosen!r}: expected one of {', '.join(known)}")
 
 
 def check_engine(cfg: "RunSettings", hf: "PreTrainedConfig") -> None:
-    """Raises InputError for what vLLM would refuse of a model with this config.json."""
+    """Raises InputError for settings that vLLM would refuse with this config.json."""
     if cfg.command.replay or cfg.command.export:
         return
     text = hf.get_text_config()
@@ -193,35 +216,50 @@ def check_engine(cfg: "RunSettings", hf: "PreTrainedConfig") -> None:
     positions = getattr(text, "max_position_embeddings", None) or math.inf
     rope = getattr(text, "rope_parameters", None) or {}
     ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    factors = [part.get("factor") for part in ropes if part.get("rope_type") not in SCALED]
-    limit = positions * max(1, *(factor or 1 for factor in factors), 1)
-    limit = max(limit, getattr(text, "model_max_length", None) or 0)
+    factor = 1
+    for part in ropes:
+        if part.get("rope_type") not in SCALED:
+            factor = max(factor, part.get("factor") or 1)
+    limit = max(positions * factor, getattr(text, "model_max_length", None) or 0)
     if cfg.sampling.max_model_len > limit and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
-        has = f"the model's config.json has max_position_embeddings = {positions}"
-        raise InputError(f"sampling.max_model_len = {cfg.sampling.max_model_len}: {has}: lower it")
+        raise InputError(
+            f"sampling.max_model_len = {cfg.sampling.max_model_len}: the model's config.json has "
+            f"max_position_embeddings = {positions}: lower it"
+        )
 
 
 def check_prompts(cfg: "TrainingSettings", lm: "PreTrainedModel") -> None:
-    """Raises InputError unless the tokenizer and its chat template make prompts of messages."""
-    field = f"model = {cfg.model!r}"
+    """Raises InputError unless tokenizer and chat template can turn messages into a prompt."""
+    model = cfg.model
     setting, kwargs = cfg.template_variables
     try:
-        tokenizer = load_tokenizer(cfg.model)
-    except Exception as error:  # transformers raises whatever it stumbles over
-        raise InputError(f"{field}: its tokenizer cannot be read: {brief(error)}") from None
-    asked = [[{"role": "user", "content": text}] for text in ("1 + 1?", "What is a word?")]
+        tokenizer = load_tokenizer(model)
+    except Exception as error:  # transformers raises errors of many kinds
+        raise InputError(
+            f"model = {model!r}: its tokenizer cannot be read: {brief(error)}"
+        ) from None
+    question = [{"role": "user", "content": "1 + 1?"}]
+    other = [{"role": "user", "content": "What is a word?"}]
     try:
         with at_most(RENDER_SECONDS):
-            ids = render_messages(tokenizer, asked[0], None, kwargs)
-            both = [tokenizer.apply_chat_template(m, tokenize=False, **kwargs) for m in asked]
+            ids = render_messages(tokenizer, question, None, kwargs)
+            text = tokenizer.apply_chat_template(question, tokenize=False, **kwargs)
+            other_text = tokenizer.apply_chat_template(other, tokenize=False, **kwargs)
     except Exception as error:  # a chat template is the model's own code
         given = f" with {setting} = {kwargs}" if kwargs else ""
-        why = f"its chat template refuses a question{given}: {brief(error)}"
-        raise InputError(f"{field}: {why}") from None
-    if both[0] == both[1]:
-        raise InputError(f"{field}: its chat template ignores the messages: {both[0]!r} for all")
+        raise InputError(
+            f"model = {model!r}: its chat template refuses a question{given}: {brief(error)}"
+        ) from None
+    if text == other_text:
+        raise InputError(
+            f"model = {model!r}: its chat template ignores the messages: {text!r} for all"
+        )
     if not ids or not all(isinstance(token, int) for token in ids):
-        raise InputError(f"{field}: its tokenizer makes {ids!r} of {both[0]!r}, expected token ids")
+        raise InputError(
+            f"model = {model!r}: its tokenizer makes {ids!r} of {text!r}, expected token ids"
+        )
     words = lm.get_input_embeddings().num_embeddings
     if max(ids) >= words:
-        raise InputError(f"{field}: its tokenizer makes id {max(ids)}, its embedding has {words}")
+        raise InputError(
+            f"model = {model!r}: its tokenizer makes id {max(ids)}, its embedding has {words}"
+        )

@@ -1,9 +1,9 @@
-"""What a configuration is good for beside training from the start.
+"""Runs the modes other than training from the start: resume, evaluate, roll out, replay, export.
 
-A mode is three things handed to a run: how it starts, what generates groups, what takes them.
-A run without rollouts (`TrainingRun`) has some of them, and generates nothing.
+A mode hands three coroutines to a run: one starts it, one generates groups, one takes them.
+A run without rollouts (`TrainingRun`) has only some of the modes, and generates nothing.
 
-    python grpo_async.py --config X --resume auto            go on in the same folder
+    python grpo_async.py --config X --resume auto            continue in the same folder
     python grpo_async.py --config X --resume auto --eval_only
     python grpo_async.py --config X --rollout_only           samples/ of the initial policy
     python grpo_async.py --config X --replay runs/NAME       train on another run's samples/
@@ -14,27 +14,31 @@ A run without rollouts (`TrainingRun`) has some of them, and generates nothing.
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from core import jsonl
 from core.errors import InputError
 from core.waits import within
+from rollout.episode import Group
 from runtime.checkpoints import archive, resume
 from runtime.checkpoints.folders import BLOCK, checksums, listing, mark, newest_first, step_of
 from runtime.checkpoints.resume import EVALUATED
 from runtime.checkpoints.save import Checkpoints
 from runtime.processes.cluster import Cluster
 from runtime.reporting.log import Log
+from settings.config import RunSettings, TrainingSettings
 from settings.reader import C, with_command
 
-Step = Callable[[], Coroutine[Any, Any, None]]
+R = TypeVar("R", bound=RunSettings)
+Step = Callable[[], Coroutine[None, None, None]]
 
 
 class Loops(NamedTuple):
-    """What `Run.run` does: `start`, then `generate` beside `train`, whose end is the run's."""
+    """The parts of `Run.run`: `start`, then `generate` next to `train`, which ends the run."""
 
     start: Step
     generate: Step
@@ -42,48 +46,92 @@ class Loops(NamedTuple):
 
 
 class TrainingRun(Protocol):
-    """What every algorithm's run has."""
+    """A run of any algorithm, as the modes use it."""
 
-    MUST_MATCH: Any  # settings in which a checkpoint may not differ
-    cfg: Any
-    val_rows: Any
     cluster: Cluster
     checkpoints: Checkpoints
     log: Log
-    evaluated: int  # last version that was
-    leaving: str
+    evaluated: int  # last policy version that was evaluated
+    leaving: str  # why the run is to leave; "" if it is not
+
+    @property
+    def MUST_MATCH(self) -> Sequence[str]:
+        """The settings in which a checkpoint may not differ."""
+
+    @property
+    def cfg(self) -> TrainingSettings:
+        """The configuration."""
+
+    @property
+    def val_rows(self) -> Sequence[dict] | None:
+        """The rows of an evaluation."""
 
     async def start(self) -> None:
-        """Starts all actors, and goes on from the checkpoint that is asked for."""
+        """Starts all actors, and resumes from the checkpoint that the command names."""
 
     async def train_forever(self) -> None:
         """Trains all steps."""
 
     def state(self) -> dict:
-        """What a checkpoint holds of the run beside its policy."""
+        """Returns what a checkpoint holds of the run in addition to its policy."""
 
     async def evaluate(self) -> None:
         """Evaluates the present version."""
 
 
-class RolloutRun(TrainingRun, Protocol):
-    """What a run with rollouts has beside it."""
+class GroupBuffer(Protocol):
+    """The buffer of finished groups, as the modes use it."""
 
-    buffer: Any
-    progress: Any
-    engines: Any
+    max_lag: int
+    next_step: int
+    dropped: Counter[str]
+
+    def start(self, slot: int) -> None:
+        """Marks a slot as being generated."""
+
+    def put(self, group: Group) -> None:
+        """Adds a finished group."""
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits until a condition holds."""
+
+    def wake(self) -> None:
+        """Lets all waits look at their conditions again."""
+
+
+class StreamPlace(Protocol):
+    """The place of a run in the stream of prompts, as the modes use it."""
+
+    next_slot: int
+    next_prompt: int
+
+
+class RolloutRun(TrainingRun, Protocol[R]):
+    """A run with rollouts, as the modes use it."""
+
+    cfg: R
+    val_rows: Sequence[dict]
+    engines: Any  # its `Engines`, or the NoEngines of a replay
+
+    @property
+    def buffer(self) -> GroupBuffer:
+        """The finished groups that no step has taken yet."""
+
+    @property
+    def progress(self) -> StreamPlace:
+        """The place in the stream of prompts."""
 
     async def generate_forever(self) -> None:
         """Rolls out all prompts."""
 
-    async def take(self, step: int) -> list:
-        """Groups of a step, all or parts; none where the run is to leave."""
+    async def take(self, step: int) -> list[Group]:
+        """Returns groups of a step, all or a part; [] if the run is to leave."""
 
 
-def loops(run: RolloutRun) -> Loops:
-    """The loops that the command asks for. Raises InputError where they cannot work.
+def loops(run: RolloutRun[R]) -> Loops:
+    """Chooses the loops of the command. Raises InputError if they cannot work.
 
-    Raises SystemExit where there is nothing left to do.
+    Raises SystemExit if nothing is left to do.
     """
     command = run.cfg.command
     if command.eval_only or command.export:
@@ -98,7 +146,7 @@ def loops(run: RolloutRun) -> Loops:
 
 
 def training_loops(run: TrainingRun) -> Loops:
-    """Those of a run without rollouts. Raises as `loops` does."""
+    """Chooses the loops of a run without rollouts. Raises as `loops` does."""
     command = run.cfg.command
     check_checkpoint(run)
     if command.eval_only:
@@ -113,9 +161,9 @@ async def nothing() -> None:
 
 
 def check_checkpoint(run: TrainingRun) -> None:
-    """Looks at the checkpoint that the command goes on from, before anything starts.
+    """Checks the checkpoint from which the command continues, before anything starts.
 
-    Raises InputError where there is none that can be used, and SystemExit where the run is over.
+    Raises InputError if it is needed and cannot be used, SystemExit if the run is complete.
     """
     cfg = run.cfg
     command = cfg.command
@@ -130,7 +178,10 @@ def check_checkpoint(run: TrainingRun) -> None:
     metrics = jsonl.read(Path(cfg.run_dir) / "metrics.jsonl", jsonl.METRICS)
     evaluated = any(EVALUATED & line.keys() for line in metrics if line.get("step") == step)
     if evaluated or not run.val_rows or step > cfg.steps:
-        print(f"nothing to do: step {step} of steps = {cfg.steps} is trained; raise steps to go on")
+        print(
+            f"nothing to do: step {step} of steps = {cfg.steps} is trained; "
+            "raise steps to train further"
+        )
         raise SystemExit
 
 
@@ -138,7 +189,7 @@ def check_checkpoint(run: TrainingRun) -> None:
 
 
 async def evaluate(run: TrainingRun) -> None:
-    """One evaluation. Raises RuntimeError where it was asked to leave before its end."""
+    """Evaluates once. Raises RuntimeError if the run was asked to leave before the end."""
     await run.evaluate()
     if run.evaluated < 0:
         raise RuntimeError(f"left before the evaluation was done ({run.leaving})")
@@ -147,19 +198,22 @@ async def evaluate(run: TrainingRun) -> None:
 # --- rollout_only
 
 
-async def collect(run: RolloutRun) -> None:
-    """Takes each step's groups and writes them; the next may start as if they were trained."""
+async def collect(run: RolloutRun[R]) -> None:
+    """Takes and writes each step's groups; then the next ones may start as if it was trained."""
     for step in range(run.cfg.steps):
         began = time.perf_counter()
-        groups: list = []
-        while run.buffer.next_step <= step:  # a part of them, with train_parts
-            if not (part := await run.take(step)):
+        groups: list[Group] = []
+        while run.buffer.next_step <= step:  # more than once with train_parts
+            part = await run.take(step)
+            if not part:
                 run.log.note(f"left after {step} steps ({run.leaving})")
                 return
             groups += part
         await run.checkpoints.write_samples(step + 1, groups)
-        stats = {"wait_for_rollouts": time.perf_counter() - began}
-        stats["dropped_prompts"] = run.buffer.dropped.total()
+        stats = {
+            "wait_for_rollouts": time.perf_counter() - began,
+            "dropped_prompts": run.buffer.dropped.total(),
+        }
         run.log.step(step + 1, groups, stats)
         run.buffer.max_lag += 1  # the next groups may start, on the same version
         run.buffer.wake()
@@ -169,11 +223,11 @@ async def collect(run: RolloutRun) -> None:
 
 
 class NoEngines:
-    """Stands where the engines would be: none is started, nothing is brought to a version."""
+    """The engines of a run without any: nothing is started, and nothing is synchronised."""
 
     def __init__(self) -> None:
         self.fleet = self
-        self.alive: tuple = ()
+        self.alive: tuple[()] = ()
 
     def launch(self) -> None:
         """Starts nothing."""
@@ -189,11 +243,11 @@ class NoEngines:
         return {}
 
 
-def replayed_files(run: RolloutRun) -> list[Path]:
-    """The files to train on, in the order of their steps; prepares the run for them.
+def replayed_files(run: RolloutRun[R]) -> list[Path]:
+    """Returns the files to train on, in the order of their steps; prepares the run for them.
 
-    Raises InputError where there is none, or one that does not hold a step's groups, or lacks the
-    sets of tokens that truncated sampling is trained by.
+    Raises InputError if there are no files, if one does not hold a step's groups, or if one lacks
+    the sets of tokens with which truncated sampling is trained.
     """
     cfg = run.cfg
     files = sample_files(cfg.command.replay)[: cfg.steps]
@@ -207,20 +261,26 @@ def replayed_files(run: RolloutRun) -> list[Path]:
         except ValueError as error:
             raise InputError(str(error)) from None
         if count != cfg.prompts_per_step:
-            expected = f"prompts_per_step = {cfg.prompts_per_step}"
-            raise InputError(f"{path} holds {count} groups, expected {expected}")
+            raise InputError(
+                f"{path} holds {count} groups, expected prompts_per_step = {cfg.prompts_per_step}"
+            )
         if truncated and not has_sets:
-            missing = "has no sets of tokens that its own were chosen among"
-            raise InputError(f"{path} {missing}, expected them with {truncated}")
+            raise InputError(
+                f"{path} lacks the sets of tokens among which its tokens were chosen, "
+                f"expected them with {truncated}"
+            )
     run.cfg = dataclasses.replace(cfg, steps=len(files))
     run.val_rows = []
-    run.buffer.max_lag = len(files)  # its samples are as old as they are
+    run.buffer.max_lag = len(files)  # samples of any age are accepted
     run.engines = NoEngines()
     return files
 
 
 def sample_files(source: str) -> list[Path]:
-    """The files of samples in a run folder, by their steps. Raises InputError where it has none."""
+    """Returns the files of samples in a run folder, in the order of their steps.
+
+    Raises InputError if the folder has none.
+    """
     found = Path(source).glob("samples/step_*.npz")
     files = sorted(path for path in found if path.stem.removeprefix("step_").isdigit())
     if not files:
@@ -228,12 +288,13 @@ def sample_files(source: str) -> list[Path]:
     return files
 
 
-async def read_forever(run: RolloutRun, files: list[Path]) -> None:
-    """Hands in each file's groups, two steps ahead of the trainer."""
+async def read_forever(run: RolloutRun[R], files: list[Path]) -> None:
+    """Puts each file's groups into the buffer, at most two steps ahead of the trainer."""
     P = run.cfg.prompts_per_step
     for step in range(run.progress.next_slot // P, run.cfg.steps):
         await run.buffer.until(partial(is_near, run, step))
-        for place, group in enumerate(await run.checkpoints.read_groups(str(files[step]), P)):
+        groups = await run.checkpoints.read_groups(str(files[step]), P)
+        for place, group in enumerate(groups):
             slot = step * P + place
             run.progress.next_slot = slot + 1
             run.progress.next_prompt = slot + 1
@@ -241,8 +302,8 @@ async def read_forever(run: RolloutRun, files: list[Path]) -> None:
             run.buffer.put(dataclasses.replace(group, slot=slot, version=step))
 
 
-def is_near(run: RolloutRun, step: int) -> bool:
-    """Whether the trainer is at most two steps behind."""
+def is_near(run: RolloutRun[R], step: int) -> bool:
+    """Returns whether the trainer is less than two steps behind `step`."""
     return run.buffer.next_step >= step - 1
 
 
@@ -250,14 +311,19 @@ def is_near(run: RolloutRun, step: int) -> bool:
 
 
 def of_export(cfg: C) -> C:
-    """The configuration that loads the checkpoint. Raises InputError where there is none."""
+    """Returns the configuration that loads the checkpoint to export.
+
+    Raises InputError if it does not exist.
+    """
     step = cfg.command.export
     folder = Path(cfg.run_dir) / f"step_{step:06d}"
     steps = sorted(map(step_of, newest_first(cfg.run_dir)))
     if step not in steps:
-        known = f"run_dir = {cfg.run_dir!r} has checkpoints of {steps or 'no steps'}"
         model = f"; its model is in {folder / 'hf'}" if (folder / "hf").is_dir() else ""
-        raise InputError(f"export = {step}: {known}, expected one of them{model}")
+        raise InputError(
+            f"export = {step}: run_dir = {cfg.run_dir!r} has checkpoints of "
+            f"{steps or 'no steps'}, expected one of them{model}"
+        )
     return with_command(cfg, resume=str(folder), export=0)
 
 
@@ -268,7 +334,7 @@ async def start_export(run: TrainingRun) -> None:
 
 
 async def export(run: TrainingRun) -> None:
-    """Writes the policy as a model."""
+    """Writes the policy as a model that transformers and vLLM load."""
     folder = f"{run.cfg.run_dir}/step_{run.cfg.command.export:06d}/hf"
     trainers = run.cluster.trainers
     calls = asyncio.gather(*(trainer.export.remote(folder) for trainer in trainers))
@@ -279,5 +345,5 @@ async def export(run: TrainingRun) -> None:
 
 
 def seal(export: str) -> None:
-    """Flushes and marks an export that was written into a checkpoint again."""
+    """Flushes and marks an export that was written once more into a checkpoint."""
     mark(export, checksums(export, listing(export)))

@@ -1,7 +1,7 @@
 """Checks a run's folder, command and arguments before any actor starts; model_checks.py its model.
 
-Settings are checked where they are declared, rows where they are read (rollout/rows.py). Of
-weights only the headers are read.
+Settings are checked where they are declared, rows where they are read (rollout/rows.py). Only the
+headers of weights are read.
 """
 
 import ast
@@ -33,18 +33,18 @@ from settings.reader import C
 if TYPE_CHECKING:
     from settings.config import TrainingSettings
 
-SHORTEST = 1.0  # seconds; no wait of a run is always shorter
+SHORTEST = 1.0  # seconds; any wait of a run may take longer than this
 
 
 class Declaration(NamedTuple):
-    """Where a library declares its arguments."""
+    """The classes in which a library declares its arguments, and their files."""
 
     library: str
     classes: tuple[str, ...]
     files: tuple[str, ...]
 
 
-DECLARED = {  # what the dictionary of a setting may name
+DECLARED = {  # the arguments that the dictionary of a setting may contain
     "engine.args": Declaration("vllm", ("EngineArgs", "AsyncEngineArgs"), ("engine/arg_utils.py",)),
     "policy.megatron.model": Declaration(
         "megatron.core",
@@ -63,32 +63,34 @@ DECLARED = {  # what the dictionary of a setting may name
 
 
 def load(Config: type[C], argv: list[str], default: str) -> C:
-    """A configuration that is read and prepared, for programs beside the algorithms' own."""
+    """Reads and prepares a configuration, for programs other than the algorithms' own."""
     cfg = reader.load(Config, argv, default)
     prepare(cfg)
     return cfg
 
 
 def prepare(cfg: "TrainingSettings") -> None:
-    """Checks what can be checked without a process, and shows the run folder and what ages.
+    """Checks what can be checked without an actor; prints the run folder, and what will age.
 
-    Raises InputError as `check` does.
+    That is a drafter which no update trains (runtime/engines/speculation.py). Raises InputError as
+    `check` does.
     """
-    gc.disable()  # it would go through a million objects again and again as libraries load
+    gc.disable()  # it would search a million objects again and again while libraries load
     try:
         check(cfg)
         check_installed(cfg)
     finally:
         gc.enable()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a file must not hide what a run waits for
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a log file must show what a run waits for
         sys.stdout.reconfigure(line_buffering=True)
     print(f"run folder: {shown(cfg.run_dir)}", flush=True)
-    if said := ageing(cfg):
-        print(said, flush=True)
+    note = ageing(cfg)
+    if note:
+        print(note, flush=True)
 
 
 def check(cfg: "TrainingSettings") -> None:
-    """Raises InputError, naming field, value and remedy, where the run could not start."""
+    """Raises InputError with field, value and remedy if the run could not start."""
     for name, seconds in dataclasses.asdict(cfg.timeouts).items():
         if seconds < SHORTEST:
             raise InputError(f"timeouts.{name} = {seconds:g}: expected {SHORTEST:g} s or more")
@@ -99,10 +101,12 @@ def check(cfg: "TrainingSettings") -> None:
 
 
 def check_installed(cfg: "TrainingSettings") -> None:
-    """Raises InputError where this machine lacks a library that not all runs need."""
+    """Raises InputError if this machine lacks a library that only some runs need."""
     if cfg.wandb and not importlib.util.find_spec("wandb"):
-        install = f"pip install wandb ({shown(sys.executable)} -m pip install wandb)"
-        raise InputError(f"wandb = True: it is not installed; {install}")
+        python = shown(sys.executable)
+        raise InputError(
+            f"wandb = True: it is not installed; pip install wandb ({python} -m pip install wandb)"
+        )
     if cfg.policy.kind == "megatron":
         from policy.megatron.model_check import check_kernels
 
@@ -110,29 +114,36 @@ def check_installed(cfg: "TrainingSettings") -> None:
 
 
 def check_folder(cfg: "TrainingSettings") -> None:
-    """Raises InputError unless the run may have its folder, which is not made yet."""
+    """Raises InputError if the run cannot have its folder; the folder is not created yet."""
     folder = Path(cfg.run_dir)
-    field = f"run_dir = {cfg.run_dir!r}"
-    expected = "expected a folder, or a path where one can be made"
     others = {"/", os.path.expanduser("~"), cfg.model, os.getcwd()}
     if str(folder) in others and not (folder / "starts.jsonl").exists():
-        raise InputError(f"{field}: expected a folder of the run's own")
+        raise InputError(f"run_dir = {cfg.run_dir!r}: expected a folder of the run's own")
     try:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:
-        raise InputError(f"{field}: {error.strerror}, {expected}") from None
-    if not there.is_dir():
-        raise InputError(f"{field}: {there} is a file, {expected}")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"{field}: {there} cannot be written to, {expected}")
-    if there == folder:
+        raise InputError(
+            f"run_dir = {cfg.run_dir!r}: {error.strerror}, "
+            "expected a folder, or a path where one can be created"
+        ) from None
+    if not nearest.is_dir():
+        raise InputError(
+            f"run_dir = {cfg.run_dir!r}: {nearest} is a file, "
+            "expected a folder, or a path where one can be created"
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise InputError(
+            f"run_dir = {cfg.run_dir!r}: {nearest} cannot be written to, "
+            "expected a folder, or a path where one can be created"
+        )
+    if nearest == folder:
         claim(cfg).close()
 
 
 def check_command(cfg: "TrainingSettings") -> None:
-    """Raises InputError where the command needs a checkpoint or samples that are not there.
+    """Raises InputError if the command needs a checkpoint or samples that do not exist.
 
-    Whether they are of this stream of prompts is looked at when its rows have been read.
+    Their stream of prompts is compared with the run's later, once the rows have been read.
     """
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     if cfg.save_before and end and not re.fullmatch(r"\d+(\.\d*)?", end):
@@ -143,12 +154,16 @@ def check_command(cfg: "TrainingSettings") -> None:
 
 
 def check_arguments(cfg: "TrainingSettings") -> None:
-    """Raises InputError for an argument that its library does not have, or not of that type."""
+    """Raises InputError for an argument that its library lacks or gives another type."""
     values = flatten(cfg)
     for field, declared in DECLARED.items():
-        given = values.get(field) or {}  # a run without engines has none of theirs
-        known = arguments(field) if given else {}
-        for name in sorted(given.keys() - known.keys()) if known else ():
+        given = values.get(field)
+        if not given:  # a run without engines lacks their settings
+            continue
+        known = arguments(field)
+        unknown = sorted(given.keys() - known.keys())
+        if known and unknown:
+            name = unknown[0]
             close = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise InputError(f"{field} sets {name!r}, which {declared.library} does not have{hint}")
@@ -158,7 +173,10 @@ def check_arguments(cfg: "TrainingSettings") -> None:
 
 
 def misfit(value: Any, annotation: str) -> str:
-    """Why a value is not of an annotated type; "" if it is, and for names of the library's own."""
+    """Explains why a value does not have an annotated type; "" if it does.
+
+    An annotation that uses the library's own types is not checked.
+    """
     try:
         kind = eval(annotation, dict(vars(typing)))
     except Exception:
@@ -174,15 +192,21 @@ def misfit(value: Any, annotation: str) -> str:
 
 @functools.cache
 def arguments(field: str) -> dict[str, str]:
-    """Their names and annotations, from the library's source, as it takes seconds to import.
+    """Reads the arguments of a setting's library, with their annotations, from its source.
 
-    Empty where that source is not as expected.
+    Importing the library would take seconds. {} if its source is not as expected.
     """
     declared = DECLARED[field]
     spec = importlib.util.find_spec(declared.library)
     paths = [Path(str(spec and spec.origin)).parent / file for file in declared.files]
-    nodes = [ast.parse(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
-    classes = [node for module in nodes for node in module.body if isinstance(node, ast.ClassDef)]
-    fields = [line for node in classes if node.name in declared.classes for line in node.body]
-    every = [field for field in fields if isinstance(field, ast.AnnAssign)]
-    return {ast.unparse(field.target): ast.unparse(field.annotation) for field in every}
+    found = {}
+    for path in paths:
+        if not path.is_file():
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.ClassDef) or node.name not in declared.classes:
+                continue
+            for line in node.body:
+                if isinstance(line, ast.AnnAssign):
+                    found[ast.unparse(line.target)] = ast.unparse(line.annotation)
+    return found

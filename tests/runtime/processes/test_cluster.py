@@ -206,7 +206,7 @@ def test_a_second_ctrl_c_ends_the_program_at_once(handlers):
             assert reasons == ["Ctrl-C"]
         await asyncio.sleep(60)
 
-    with pytest.raises(SystemExit, match="interrupted; --resume auto goes on from the last"):
+    with pytest.raises(SystemExit, match="interrupted; --resume auto continues from the last"):
         asyncio.run(main())
 
 

@@ -312,7 +312,7 @@ def test_another_tokenizer_is_refused(checked, tiny_model, tmp_path):
     tokenizer.add_tokens(["<think>"])
     tokenizer.save_pretrained(other)
     said = refusal(checked(teachers={"one": tiny_model, "two": str(other)}))
-    assert f"teachers['two'] = {str(other)!r}: its tokenizer is not that of model" in said
+    assert f"teachers['two'] = {str(other)!r}: its tokenizer differs from the one of model" in said
     assert "'<think>' is None for the student, " in said
 
 
@@ -323,7 +323,7 @@ def test_another_end_of_sequence_is_refused(checked, tiny_model, tmp_path):
     tokenizer.eos_token = "<pad>"
     tokenizer.save_pretrained(other)
     said = refusal(checked(teachers={"one": tiny_model, "two": str(other)}))
-    assert "eos_token_id is 1 for the student, 0 for this one" in said
+    assert "eos_token_id is 1 for the student, 0 for this teacher" in said
 
 
 def test_a_row_without_a_teacher_is_named_by_its_line(checked):
