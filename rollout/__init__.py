@@ -1,1 +1,1 @@
-"""What every environment needs: rows, prompts, sampling, turns, episodes, samples."""
+"""Provides what every environment needs: rows, prompts, sampling, turns, episodes, samples."""

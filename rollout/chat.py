@@ -1,11 +1,11 @@
-"""A conversation goes on from the token ids that were sampled: no answer is tokenised again.
+"""Continues conversations from the token ids that were sampled: no answer is tokenised again.
 
-    prompt ids + sampled ids + the ids of what the chat template writes after that answer
+    prompt ids + sampled ids + the ids of the text that the chat template writes after that answer
 
-What it writes there is found behind a word that stands in for the answer. So it does not matter how
-a template shows earlier turns: it may drop their thoughts, and they stay; nor what they hold. This
-is the outcome of NeMo-RL's prefix rule (models/generation/openai_server_utils.py), which counts the
-tokens that end messages instead. An answer can spell those.
+To find that text, the conversation is rendered with a word in the place of the answer. So neither
+the content of earlier turns matters nor how the template shows them: thoughts that it drops stay in
+the prompt. NeMo-RL's prefix rule (models/generation/openai_server_utils.py) has the same outcome.
+It counts the tokens that end messages instead, which an answer can spell.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from rollout.episode import Turn
     from rollout.sampler import Sampler
 
-# A megabyte takes a tokenizer a second, in which it lets other threads work.
+# A tokenizer takes a second for a megabyte, and lets other threads work meanwhile.
 RENDERERS = ThreadPoolExecutor(4)
-# Characters per token that no text reaches: one with more is not worth minutes of tokenising.
+# More characters per token than any text has: a longer text is refused before it is tokenised.
 DENSEST = 32
-MARK = "answer-4b1f7c0e92d8"  # templates leave such a word as it is
+MARK = "answer-4b1f7c0e92d8"  # templates do not change such a word
 QUESTION = {"role": "user", "content": "?"}
 
 
@@ -33,23 +33,25 @@ class NoRoom(Exception):
 
 
 class Said(NamedTuple):
-    """A conversation as it was when its last message was sampled."""
+    """A conversation at the moment when its last message was sampled."""
 
     messages: list[dict]
     tools: list[dict] | None
     turn: "Turn"
-    head: int = 0  # messages before the first answer that was sampled
+    head: int = 0  # number of messages before the first sampled answer
 
     @classmethod
     def of(
         cls, before: "Said | None", messages: list[dict], tools: list[dict] | None, turn: "Turn"
     ) -> "Said":
-        """The conversation after an answer to `messages`; `before` is the one that was last."""
-        head = before.head if before and before.leads_to(messages, tools) else len(messages)
-        return cls([dict(message) for message in (*messages, turn.message)], tools, turn, head)
+        """Returns the conversation after an answer to `messages`; `before` is the previous one."""
+        continues = before is not None and before.leads_to(messages, tools)
+        head = before.head if before and continues else len(messages)
+        copies = [dict(message) for message in (*messages, turn.message)]
+        return cls(copies, tools, turn, head)
 
     def leads_to(self, messages: list[dict], tools: list[dict] | None) -> bool:
-        """Whether a conversation goes on from this one."""
+        """Returns whether a conversation continues this one."""
         return tools == self.tools and messages[: len(self.messages)] == self.messages
 
 
@@ -62,13 +64,14 @@ class Template(NamedTuple):
     def prompt(
         self, messages: list[dict], tools: list[dict] | None, said: Said | None, limit: int
     ) -> list[int]:
-        """Token ids up to where the next answer begins, which go on from what was said before.
+        """Returns the token ids up to the start of the next answer, continuing those of `said`.
 
-        Where `messages` do not, or the template hides what is new, all of them are rendered. Raises
-        NoRoom for `limit` tokens or more.
+        If `messages` do not continue `said`, or the template hides the new ones, all messages are
+        rendered. Raises NoRoom for `limit` tokens or more.
         """
         known: list[int] = []
-        text, stopped = None, False
+        text = None
+        stopped = False
         if said and said.leads_to(messages, tools):
             text = self.after(said, messages[len(said.messages) :])
             known = said.turn.prompt_ids + said.turn.token_ids
@@ -78,17 +81,17 @@ class Template(NamedTuple):
             text = self.text(messages, tools)
         if len(text) > DENSEST * limit:
             raise NoRoom(f"{len(text)} characters do not fit into {limit} tokens")
-        whole = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no character
+        whole = text.encode("utf-8", "replace").decode()  # replaces halves of surrogate pairs
         new = self.tokenizer.encode(whole, add_special_tokens=False)
         if stopped and known[-1:] == new[:1]:
-            new = new[1:]  # the answer has ended as the template ends it
+            new = new[1:]  # the answer ends with the token with which the template ends it
         if len(known) + len(new) >= limit:
             raise NoRoom(f"{len(known) + len(new)} tokens leave no room below {limit}")
         return known + new
 
     def text(self, messages: list[dict], tools: list[dict] | None, prompt: bool = True) -> str:
-        """A conversation; with `prompt` up to where the next answer begins."""
-        rendered: Any = self.tokenizer.apply_chat_template(
+        """Renders a conversation; with `prompt`, up to the start of the next answer."""
+        rendered: str = self.tokenizer.apply_chat_template(
             messages,
             tools=functions(tools),
             add_generation_prompt=prompt,
@@ -98,32 +101,35 @@ class Template(NamedTuple):
         return rendered
 
     def after(self, said: Said, new: list[dict]) -> str | None:
-        """What a template writes after an answer, from the token that ends it, for new messages.
+        """Returns the text that a template writes for new messages, from the end of the answer on.
 
-        None where it cannot be told from what stands before.
+        It begins with the token that ends the answer. None if it cannot be separated from the text
+        before it.
         """
         *earlier, answer = said.messages
-        told = [stand_in(m, "-") if m["role"] == "assistant" else m for m in earlier]
+        shortened = [stand_in(m, "-") if m["role"] == "assistant" else m for m in earlier]
         marked = stand_in(answer, MARK)
-        _, found, rest = self.text([*told, marked, *new], said.tools).partition(MARK)
-        _, known, closing = self.text([QUESTION, marked], said.tools, prompt=False).partition(MARK)
+        whole = self.text([*shortened, marked, *new], said.tools)
+        _, found, rest = whole.partition(MARK)
+        ended = self.text([QUESTION, marked], said.tools, prompt=False)
+        _, known, closing = ended.partition(MARK)
         tokens = [token for token in self.tokenizer.all_special_tokens if token in closing]
         end = max(map(closing.rfind, tokens), default=len(closing.rstrip()))
-        clear = found and known and MARK not in rest and rest.startswith(closing[:end])
-        return rest[end:] if clear else None
+        is_clear = found and known and MARK not in rest and rest.startswith(closing[:end])
+        return rest[end:] if is_clear else None
 
 
 class Prompt(NamedTuple):
-    """A prompt, and the tokens that its answer may have; 0 for as many as row and run allow."""
+    """A prompt, and the limit of tokens for its answer; 0 for the limit of row and run."""
 
     ids: list[int]
     most: int = 0
 
 
 async def prompt(sampler: "Sampler", messages: list[dict], tools: list[dict] | None) -> Prompt:
-    """The prompt of a sampler's next turn, for which its compaction may shorten what was said.
+    """Renders the prompt of a sampler's next turn; its compaction may shorten the conversation.
 
-    Raises NoRoom.
+    Raises NoRoom if the prompt leaves no room for an answer.
     """
     if sampler.compaction:
         return await sampler.compaction.prompt(sampler, messages, tools)
@@ -133,7 +139,7 @@ async def prompt(sampler: "Sampler", messages: list[dict], tools: list[dict] | N
 async def rendered(
     sampler: "Sampler", messages: list[dict], tools: list[dict] | None, said: Said | None
 ) -> list[int]:
-    """A prompt that goes on from `said` where it can. Raises NoRoom."""
+    """Renders a prompt, which continues `said` if it can. Raises NoRoom as `Template.prompt`."""
     sampler.tools = tools
     template = Template(sampler.tokenizer, sampler.sampling.chat_template_kwargs)
     limit = sampler.sampling.max_model_len
@@ -142,13 +148,13 @@ async def rendered(
 
 
 def stand_in(answer: dict, word: str) -> dict:
-    """A message in the place of an answer that says one word, in a call where the answer has one.
+    """Makes a message of one word to replace an answer; in a call if the answer has calls.
 
-    It has one call at most, as some templates refuse more.
+    It has only one call, as some templates refuse more.
     """
-    calls = [
-        call | {"function": call["function"] | {"arguments": {"_": word}}}
-        for call in answer.get("tool_calls", ())[-1:]
-    ]
-    said = {"role": "assistant", "content": "" if calls else word}
-    return said | {"tool_calls": calls} if calls else said
+    calls = answer.get("tool_calls", ())
+    if not calls:
+        return {"role": "assistant", "content": word}
+    call = calls[-1]
+    marked = call | {"function": call["function"] | {"arguments": {"_": word}}}
+    return {"role": "assistant", "content": "", "tool_calls": [marked]}

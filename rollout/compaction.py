@@ -1,35 +1,36 @@
-"""An episode that outgrows the window: the policy sums it up, and goes on in a new sequence.
+"""Lets the policy sum up an episode that outgrows the window, and continue in a new sequence.
 
-A row asks for it by `"compactions": N`, how often an episode may be summed up. It happens in
-`Sampler.chat`, so each environment of many turns has it, and none sees it: its messages stay all of
-them. Nothing that is judged comes from a summary.
+A row asks for it with `"compactions": N`, the number of times that an episode may be summed up. It
+happens in `Sampler.chat`, so it works in each environment of many turns, and no environment sees
+it: all messages stay in its own list. Nothing that is judged comes from a summary.
 
     window     | prompt of the row | turn | turn | ... | turn | request, summary |
                                                           |
     the next   | prompt of the row with the summary | that turn | what followed it | turn | ...
 
-When: before a turn whose prompt leaves less room than for an answer, the request and a summary.
-Each of the two may have `sampling.max_response_tokens`, or a quarter of `sampling.max_model_len`
-where that is less. An answer is not let into the room of the summary after it.
+An episode is summed up before a turn whose prompt leaves no room for an answer, the request and a
+summary. Answer and summary may each have `sampling.max_response_tokens`, or a quarter of
+`sampling.max_model_len` if that is less. An answer may not use the room of the summary after it.
 
-The request goes on from the sampled ids, so the summary ends the sequence that it sums up, and is
-trained as every turn is. What the environment said last is not summed up but shown again, behind
-the policy's last message, which the chat template renders. The summary is in no role of its own: it
-is added to the last message of the row's prompt, or a message of the user where that is not one.
-Tokens that are special in the tokenizer are taken out of it, so it cannot end that message.
+The request continues the sampled ids, so the summary ends the sequence that it sums up, and is
+trained like any other turn. The environment's latest messages are not summed up but shown again,
+after the policy's last message, which the chat template renders. The summary has no role of its
+own: it is added to the last message of the row's prompt, or becomes a message of the user if that
+message is not the user's. The tokenizer's special tokens are removed from the summary, so it cannot
+end that message.
 
-Where a summary is cut off or empty, or the new prompt has no room, `NoRoom` is raised, and the
-episode ends as it does at the end of the window; the summary is trained as its last turn. Where the
-request leaves no room for half a summary, or the chat template refuses it, or the row's N are used
-up, the window is the end.
+If a summary is cut off or empty, or the new prompt has no room, `NoRoom` is raised and the episode
+ends as it does at the end of the window; the summary is trained as its last turn. If the request
+leaves no room for half a summary, or the chat template refuses it, or the row's N are used up, the
+episode ends with the window.
 
     info/compacted, info/compactions      share of episodes that were summed up, and how often
-    info/dropped_tokens                   by which their prompts became shorter, of an episode
-    info/compaction_failed                share of episodes that ended by a summary
+    info/dropped_tokens                   tokens by which an episode's prompts became shorter
+    info/compaction_failed                share of episodes that ended with a summary
 
-Others: prime-rl's nano-rlm keeps the system message and the summary, and asks again for one that is
-empty. CompactionRL (arXiv 2607.05378) and SUPO (2510.06727) train summaries as well, all sequences
-of an episode by its one advantage; so does NeMo-RL (pull request 3910).
+Others: prime-rl's nano-rlm keeps the system message and the summary, and asks again if it is empty.
+CompactionRL (arXiv 2607.05378) and SUPO (2510.06727) train summaries too, and all sequences of an
+episode with its one advantage; so does NeMo-RL (pull request 3910).
 """
 
 from typing import TYPE_CHECKING
@@ -53,30 +54,39 @@ FRAME = """
 [What came before was cut. This is your own summary of it:]
 {}
 [End of the summary]"""
-LATER = "(follows the summary)"  # in place of a tool's result that is shown after it
+LATER = "(follows the summary)"  # replaces a tool's result that is shown after the summary
 FAILED = "a summary that is cut off, empty or too long ends the episode"
 MARGIN = 64  # tokens of a template around the request
 
 
 class Compaction:
-    """The summaries of one episode: how many may still be made, and what they came to."""
+    """The summaries of one episode: the number that may still be made, and their statistics."""
 
     def __init__(self, most: int, sampling: "Sampling") -> None:
         self.left = most
         self.limit = sampling.max_model_len
-        self.longest = min(sampling.max_response_tokens, self.limit // 4)  # summary, in tokens
+        self.longest = min(sampling.max_response_tokens, self.limit // 4)  # tokens of a summary
         self.dropped_tokens = 0
         self.failed = False
 
     def info(self, turns: "list[Turn]") -> dict[str, int]:
-        """What it came to in an episode of these turns; a time-out may come before the next one."""
+        """Returns the metrics of an episode of these turns.
+
+        The last turn may have a summary without a next turn, after a time-out.
+        """
         count = sum(bool(turn.summaries) for turn in turns[:-1])
-        counts = {"compacted": min(count, 1), "compactions": count}
-        counts |= {"dropped_tokens": self.dropped_tokens if count else 0}
-        return counts | {"compaction_failed": int(self.failed or bool(turns[-1].summaries))}
+        return {
+            "compacted": min(count, 1),
+            "compactions": count,
+            "dropped_tokens": self.dropped_tokens if count else 0,
+            "compaction_failed": int(self.failed or bool(turns[-1].summaries)),
+        }
 
     async def prompt(self, sampler: "Sampler", messages: list[dict], tools: list | None) -> Prompt:
-        """The prompt of the next turn, after a summary where one is needed. Raises NoRoom."""
+        """Returns the prompt of the next turn, after a summary if one is needed.
+
+        Raises NoRoom if the window is full and no summary helps.
+        """
         if self.failed:
             raise NoRoom(FAILED)
         said = self.usable(sampler.said, messages, tools)
@@ -91,14 +101,15 @@ class Compaction:
         if said and (not ids or self.limit - len(ids) < needed):
             ids = await self.compacted(sampler, said, messages, ids)
         room = self.limit - len(ids)
-        is_later = sampler.said and sampler.said.leads_to(messages, tools)  # than the first answer
-        room -= reserve if self.left and is_later and room >= needed else 0
+        has_answers = sampler.said and sampler.said.leads_to(messages, tools)
+        if self.left and has_answers and room >= needed:
+            room -= reserve
         return Prompt(ids, min(room, sampler.sampling.max_response_tokens))
 
     def usable(
         self, said: "Said | None", messages: list[dict], tools: list | None
     ) -> "Said | None":
-        """A conversation that may be summed up: it has answers before the last one."""
+        """Returns `said` if it may be summed up: it continues, with answers before the last one."""
         if not self.left or not said or not said.leads_to(messages, tools):
             return None
         return said if len(said.messages) > said.head + 1 else None
@@ -106,16 +117,17 @@ class Compaction:
     async def compacted(
         self, sampler: "Sampler", said: "Said", messages: list[dict], ids: list[int]
     ) -> list[int]:
-        """The first prompt of the next window, in the place of `ids`, [] for a prompt too long.
+        """Samples a summary; returns the first prompt of the next window.
 
-        Those are returned where no summary can be asked for. Raises NoRoom.
+        `ids` is the prompt without a summary, [] if it is too long; it is returned if no summary
+        can be asked for. Raises NoRoom if neither prompt can be used.
         """
         new = messages[len(said.messages) :]
         kept = await prompt_of(
             sampler, [*task(said, ""), said.messages[-1], *new], said.tools, None
         )
         if ids and len(ids) - len(kept) <= self.longest:
-            return ids  # a summary may be longer than what it would replace
+            return ids  # a summary may be longer than the messages that it would replace
         results = [message | {"content": LATER} for message in new if message["role"] == "tool"]
         request = [*said.messages, *results, {"role": "user", "content": REQUEST}]
         asked = await prompt_of(sampler, request, said.tools, said)
@@ -127,9 +139,10 @@ class Compaction:
         (summary,) = await sampler.generate(asked, most=min(room, self.longest))
         said.turn.summaries += (summary,)
         text = final_text(summary.judged)
-        good = summary.finish_reason == "stop" and not unfinished(text)
-        going_on = [*task(said, plain_text(text, sampler)), said.messages[-1], *new]
-        shorter = await prompt_of(sampler, going_on, said.tools, None) if good else []
+        shorter: list[int] = []
+        if summary.finish_reason == "stop" and not unfinished(text):
+            continued = [*task(said, plain_text(text, sampler)), said.messages[-1], *new]
+            shorter = await prompt_of(sampler, continued, said.tools, None)
         if not shorter:
             self.failed = True
             raise NoRoom(FAILED)
@@ -141,7 +154,7 @@ class Compaction:
 async def prompt_of(
     sampler: "Sampler", messages: list[dict], tools: list | None, said: "Said | None"
 ) -> list[int]:
-    """A prompt; [] for one that has no room, or that the chat template refuses."""
+    """Renders a prompt; [] if it has no room, or if the chat template refuses it."""
     try:
         return await rendered(sampler, messages, tools, said)
     except Exception:  # a chat template is the model's own code, and the messages are the policy's
@@ -149,7 +162,7 @@ async def prompt_of(
 
 
 def task(said: "Said", summary: str) -> list[dict]:
-    """The messages before the first answer, of which the last one holds the summary."""
+    """Returns the messages before the first answer, with the summary in the last one."""
     *first, last = said.messages[: said.head]
     text = FRAME.format(summary)
     if last["role"] == "user":
@@ -158,9 +171,12 @@ def task(said: "Said", summary: str) -> list[dict]:
 
 
 def plain_text(text: str, sampler: "Sampler") -> str:
-    """A summary without what is special in the tokenizer: it cannot end its message."""
+    """Removes the tokenizer's special tokens from a summary, so it cannot end its message."""
     tokenizer = sampler.tokenizer
-    added = tokenizer.added_tokens_decoder.values()  # some special ones are in no role
-    for token in {*tokenizer.all_special_tokens, *(a.content for a in added if a.special)}:
+    special = {*tokenizer.all_special_tokens}
+    for added in tokenizer.added_tokens_decoder.values():
+        if added.special:  # some of them are not in all_special_tokens
+            special.add(added.content)
+    for token in special:
         text = text.replace(token, " ")
     return text

@@ -1,8 +1,8 @@
-"""Conversations: as rows hold them, as chat templates take them, and as the prompts they become."""
+"""Converts the conversations in rows to messages for chat templates, and to prompts."""
 
 import functools
 import json
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from envs import get, require
 
@@ -11,17 +11,22 @@ if TYPE_CHECKING:
 
 
 def template_variables(row: dict) -> dict[str, Any]:
-    """A row's own variables of the chat template; agents `..._reasoning_off` have a default."""
-    off = row.get("agent_ref", {}).get("name", "").endswith("_reasoning_off")
-    own = (row["responses_create_params"].get("metadata") or {}).get("chat_template_kwargs")
-    return ({"enable_thinking": False} if off else {}) | (as_object(own) or {})
+    """Returns a row's own variables of the chat template.
+
+    Agents `..._reasoning_off` have the default `enable_thinking = False`.
+    """
+    metadata = row["responses_create_params"].get("metadata") or {}
+    own = as_object(metadata.get("chat_template_kwargs")) or {}
+    if row.get("agent_ref", {}).get("name", "").endswith("_reasoning_off"):
+        return {"enable_thinking": False} | own
+    return own
 
 
 def chat(items: list[dict] | str) -> list[dict]:
-    """The messages that a chat template takes.
+    """Converts a row's items to the messages that a chat template takes.
 
-    What the assistant thought, said and called in one turn becomes one message, as in NeMo-Gym's
-    VLLMConverter (responses_api_models/vllm_model/app.py). Its thoughts are `reasoning_content`,
+    The assistant's thought, text and calls in one turn become one message, as in NeMo-Gym's
+    VLLMConverter (responses_api_models/vllm_model/app.py). The thought is `reasoning_content`,
     which templates write in their own way, or leave out; arguments are objects.
     """
     if isinstance(items, str):
@@ -42,7 +47,7 @@ def chat(items: list[dict] | str) -> list[dict]:
 
 
 def extend(message: dict, item: dict) -> None:
-    """Adds an item to the message of the assistant's turn that it belongs to."""
+    """Adds an item of the assistant's turn to the message of that turn."""
     if item.get("type") == "reasoning":
         thought = plain(item.get("summary") or item.get("content") or "").strip("\n")
     else:
@@ -59,40 +64,46 @@ def extend(message: dict, item: dict) -> None:
 
 
 def functions(tools: list[dict] | None) -> list[dict] | None:
-    """The tools that a chat template takes; None for none. Templates would print `strict`."""
+    """Returns the tools that a chat template takes, or None. Templates would print `strict`."""
     made = []
     for tool in tools or ():
-        function = {k: v for k, v in tool.items() if k not in ("type", "strict")}
-        made.append(tool if "function" in tool else {"type": "function", "function": function})
+        if "function" in tool:
+            made.append(tool)
+        else:
+            function = {k: v for k, v in tool.items() if k not in ("type", "strict")}
+            made.append({"type": "function", "function": function})
     return made or None
 
 
 def as_object(given: str | dict | None) -> dict | None:
-    """An object, or the one that a text holds as JSON; {} for no text, None for another text."""
-    try:
-        found = json.loads(given or "{}") if isinstance(given, str | None) else given
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    """Returns an object, given as such or as JSON; {} for an empty text, None if it is not one."""
+    if isinstance(given, str | None):
+        try:
+            given = json.loads(given or "{}")
+        except (ValueError, RecursionError):
+            return None
+    return given if isinstance(given, dict) else None
 
 
 def plain(content: str | list[dict]) -> str:
-    """A content's text; templates would drop or print the parts of the Responses API."""
+    """Returns the text of a content; templates would drop or print parts of the Responses API."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 @functools.cache
 def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
-    """The model's tokenizer. transformers takes 2 s to import, so it waits until it is needed."""
+    """Loads the model's tokenizer. Importing transformers takes 2 s, so it is done only here."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model)
 
 
 def last_question(row: dict) -> str:
-    """The text of the last message of the user in a row; "" where there is none."""
-    messages = chat(row["responses_create_params"]["input"])
-    return next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
+    """Returns the text of the user's last message in a row; "" without one."""
+    for message in reversed(chat(row["responses_create_params"]["input"])):
+        if message["role"] == "user":
+            return message["content"]
+    return ""
 
 
 def render_messages(
@@ -101,25 +112,25 @@ def render_messages(
     tools: list | None,
     chat_template_kwargs: dict[str, Any],
 ) -> list[int]:
-    """Token ids of a conversation, up to where the model's answer begins."""
-    ids = tokenizer.apply_chat_template(
+    """Returns the token ids of a conversation, up to the start of the model's answer."""
+    ids: list[int] = tokenizer.apply_chat_template(
         chat(messages),
         tools=functions(tools),
         add_generation_prompt=True,
         return_dict=False,
         **chat_template_kwargs,
     )
-    return cast(list[int], ids)
+    return ids
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Arguments of apply_chat_template that are no variables of the template.
+# Arguments of apply_chat_template that are not variables of the template.
 OWN = {"chat_template", "tools", "tokenize", "truncation", "max_length", "return_tensors"}
 KINDS = ("message", "reasoning", "function_call", "function_call_output")
 
 
 def check_items(items: list | str, at: str) -> None:
-    """Raises ValueError naming field, value and expectation unless `items` is a conversation."""
+    """Raises ValueError, with field, value and expectation, unless `items` is a conversation."""
     for i, item in enumerate(items if isinstance(items, list) else ()):
         where = f"{at}[{i}]."
         kind = (item.get("type") if isinstance(item, dict) else None) or "message"
@@ -145,26 +156,27 @@ def check_message(item: Any, where: str) -> None:
     get(item, "reasoning_content", str | None, "text or null", where)
     calls = get(item, "tool_calls", list | None, "a list or null", where) or []
     for k, call in enumerate(calls):
-        check_call(get(call, "function", dict, "a call", f"{where}tool_calls[{k}]."), where)
+        function = get(call, "function", dict, "a call", f"{where}tool_calls[{k}].")
+        check_call(function, where)
     kinds = str | list | None if calls else str | list
     check_text(get(item, "content", kinds, "text or a list of parts", where), where + "content")
 
 
 def check_text(content: str | list | None, at: str) -> None:
-    """Raises ValueError unless each part of a content is a text."""
+    """Raises ValueError unless each part of a content has a text."""
     for k, part in enumerate(content if isinstance(content, list) else ()):
         get(part, "text", str, "a string", f"{at}[{k}].")
 
 
 def check_call(call: dict, where: str) -> None:
-    """Raises ValueError unless a function call has a name, and arguments in a JSON object."""
+    """Raises ValueError unless a function call has a name, and a JSON object of arguments."""
     get(call, "name", str, "a string", where)
     given = get(call, "arguments", str | dict, "a JSON object", where)
     require(as_object(given) is not None, where + "arguments", given, "a JSON object")
 
 
 def check_tools(tools: list | None, at: str) -> None:
-    """Raises ValueError unless each tool is a function, in Responses form or in that of chats."""
+    """Raises ValueError unless each tool is a function, in the form of Responses or of chats."""
     for i, tool in enumerate(tools or ()):
         where = f"{at}[{i}]."
         kind = get(tool, "type", str, "a string", where)
@@ -173,7 +185,7 @@ def check_tools(tools: list | None, at: str) -> None:
 
 
 def check_overrides(params: dict, at: str) -> None:
-    """Raises ValueError unless what a row overrides of the run's sampling can be used."""
+    """Raises ValueError unless a row's overrides of the run's sampling can be used."""
     limit = get(params, "max_output_tokens", int | None, "tokens of an answer, or null", at)
     require(limit is None or limit > 0, at + "max_output_tokens", limit, "1 or more")
     asked = params.get("instructions")

@@ -1,10 +1,10 @@
-"""Preference rows of Hugging Face: a prompt and two answers to it, of which one is better.
+"""Reads preference rows of Hugging Face: a prompt, and a better and a worse answer to it.
 
     {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
     {"chosen": [MESSAGE, ...], "rejected": [MESSAGE, ...], "tools": [...]}
 
-Texts are messages: of the user, and of the assistant. Whole conversations need no prompt, which is
-what both begin with; other keys of a row are ignored.
+A text as `prompt` is a message of the user, a text as an answer one of the assistant. Two whole
+conversations need no prompt: it is their common beginning. Other keys of a row are ignored.
 """
 
 import functools
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from settings.config import PairSettings
 
-TEMPLATE_BYTES = 256  # that a chat template may add to an answer's JSON
+TEMPLATE_BYTES = 256  # assumed maximum that a chat template adds to an answer's JSON
 ANSWERS = ("chosen", "rejected")
 
 
 class Conversation(NamedTuple):
-    """A row: the prompt's messages, and the one message of each answer."""
+    """The conversation of a row: the prompt's messages, and one message for each answer."""
 
     prompt: list[dict]
     chosen: dict
@@ -37,7 +37,7 @@ class Conversation(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A conversation's token ids, int32 [T], and where its answer begins."""
+    """A conversation's token ids, int32 [T], and the index at which its answer begins."""
 
     ids_T: np.ndarray
     start: int
@@ -51,21 +51,21 @@ class Pair(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of both."""
+        """The number of tokens in both sequences."""
         return len(self.chosen.ids_T) + len(self.rejected.ids_T)
 
 
 def load_pairs(path: str, cfg: "PairSettings") -> rows.Rows:
-    """The rows of a JSONL file, whose malformed lines are counted on the terminal and left out.
+    """Reads the rows of a JSONL file; malformed lines are left out, and counted on the terminal.
 
-    Raises InputError naming file, line and field where there are more than `data.max_bad_rows` of
-    them, or nothing else, and where the chat template refuses the first good one.
+    Raises InputError, with file, line and field, if more than `data.max_bad_rows` lines are
+    malformed, if no line is good, or if the chat template refuses the first good line.
     """
 
     def is_used(line: str) -> bool:
         row, size = rows.loads(line)
         split(row)
-        # A token is at least one byte; a prompt is in both sequences.
+        # A token has at least one byte, and the prompt is in both sequences.
         if 2 * (size + TEMPLATE_BYTES) > cfg.policy.row_tokens:
             tokenize(row, cfg)
         return True
@@ -78,37 +78,60 @@ def load_pairs(path: str, cfg: "PairSettings") -> rows.Rows:
 
 
 def summary(path: str, max_bad_rows: int) -> tuple[list[str], list[str]]:
-    """What is in a file, and what keeps it from being trained on."""
-    found, bad = rows.sort_lines(path, math.inf, lambda line: bool(split(rows.loads(line)[0])))
-    lines = [f"{len(found) + len(bad):,} pairs" + (f", {len(bad):,} of them bad" if bad else "")]
-    enough = len(bad) <= max_bad_rows and len(found)
-    return lines, [] if enough else [rows.first_of(bad) if bad else f"{path}: holds no pairs"]
+    """Describes a file: lines about its content, and the problems that forbid training on it."""
+
+    def is_pair(line: str) -> bool:
+        row, _ = rows.loads(line)
+        split(row)
+        return True
+
+    found, bad = rows.sort_lines(path, math.inf, is_pair)
+    of_bad = f", {len(bad):,} of them bad" if bad else ""
+    lines = [f"{len(found) + len(bad):,} pairs{of_bad}"]
+    if found and len(bad) <= max_bad_rows:
+        return lines, []
+    if bad:
+        return lines, [rows.first_of(bad)]
+    return lines, [f"{path}: holds no pairs"]
 
 
 def split(row: Any) -> Conversation:
-    """The conversation of a row. Raises ValueError naming field, value and expectation."""
+    """Splits a row into prompt and answers.
+
+    Raises ValueError, with field, value and expectation, if that is impossible.
+    """
     require(isinstance(row, dict), "the row", row, "a JSON object")
     check_tools(get(row, "tools", list | None, "a list of functions or null"), "tools")
-    answers = [messages(row, name, "assistant") for name in ANSWERS]
+    chosen = messages(row, "chosen", "assistant")
+    rejected = messages(row, "rejected", "assistant")
     prompt = messages(row, "prompt", "user") if row.get("prompt") is not None else []
-    if answers[0][0]["role"] != "assistant":  # whole conversations repeat their prompt
-        same = [a == b for a, b in zip(*(items[:-1] for items in answers), strict=False)]
-        count = [*same, False].index(False)
-        prompt = answers[0][:count]
-        answers = [items[count:] for items in answers]
-    for name, items in zip(ANSWERS, answers, strict=True):
+    if chosen[0]["role"] != "assistant":  # whole conversations repeat their prompt
+        count = 0
+        for ours, theirs in zip(chosen[:-1], rejected[:-1], strict=False):
+            if ours != theirs:
+                break
+            count += 1
+        prompt = chosen[:count]
+        chosen = chosen[count:]
+        rejected = rejected[count:]
+    for name, items in (("chosen", chosen), ("rejected", rejected)):
         roles = ", ".join(item["role"] for item in items)
         if roles != "assistant":
-            expected = "expected one message of the assistant after the common prompt"
-            raise ValueError(f"{name} has {roles or 'nothing'}, {expected}")
+            raise ValueError(
+                f"{name} has {roles or 'nothing'}, "
+                "expected one message of the assistant after the common prompt"
+            )
     require(bool(prompt), "prompt", row.get("prompt"), "a question, or messages before the answers")
-    same_answer = answers[0] == answers[1]
-    require(not same_answer, "rejected", row["rejected"], "another answer than chosen")
-    return Conversation(prompt, answers[0][0], answers[1][0])
+    differ = chosen != rejected
+    require(differ, "rejected", row["rejected"], "another answer than chosen")
+    return Conversation(prompt, chosen[0], rejected[0])
 
 
 def messages(row: dict, name: str, role: str) -> list[dict]:
-    """A field's messages; a text is one of a role. Raises ValueError unless they can be shown."""
+    """Returns a field's messages; a text is a message of `role`.
+
+    Raises ValueError if a chat template could not show them.
+    """
     value = get(row, name, str | list, "text or a list of messages")
     require(bool(value), name, value, "text or a list of messages, not empty")
     items = [{"role": role, "content": value}] if isinstance(value, str) else value
@@ -118,7 +141,7 @@ def messages(row: dict, name: str, role: str) -> list[dict]:
 
 
 def render(row: dict, path: str, cfg: "PairSettings") -> Pair:
-    """The token ids of a row of a file. Raises InputError naming its line."""
+    """Returns the token ids of a row of a file. Raises InputError with the row's line."""
     try:
         return tokenize(row, cfg)
     except ValueError as error:
@@ -126,23 +149,28 @@ def render(row: dict, path: str, cfg: "PairSettings") -> Pair:
 
 
 def render_all(found: rows.Rows, places: Iterable[int], cfg: "PairSettings") -> list[Pair]:
-    """The token ids of some rows of a file; takes a while. Raises as `render` does."""
+    """Returns the token ids of some rows of a file; this is slow. Raises as `render` does."""
     return [render(found[i], found.path, cfg) for i in places]
 
 
 def tokenize(row: dict, cfg: "PairSettings") -> Pair:
-    """The token ids of a row. Raises ValueError for what cannot be trained on."""
-    prompt, *answers = split(row)
+    """Returns the token ids of a row. Raises ValueError if it cannot be trained on."""
+    prompt, chosen, rejected = split(row)
     tokenizer = load_tokenizer(cfg.model)
     show = functools.partial(_ids, tokenizer, row.get("tools"), cfg.data.chat_template_kwargs)
-    asked_T = show(prompt, True)
-    pair = Pair(*(_after(asked_T, show([*prompt, answer], False)) for answer in answers))
+    prompt_T = show(prompt, True)
+    pair = Pair(
+        chosen=_after(prompt_T, show([*prompt, chosen], False)),
+        rejected=_after(prompt_T, show([*prompt, rejected], False)),
+    )
     for name, sequence in zip(ANSWERS, pair, strict=True):
         good = 0 < sequence.start < len(sequence.ids_T)
         require(good, name, row[name], "an answer that the chat template shows after the prompt")
     if pair.tokens > cfg.policy.row_tokens:
-        expected = f"expected at most policy.row_tokens = {cfg.policy.row_tokens}"
-        raise ValueError(f"chosen and rejected are {pair.tokens} tokens long, {expected}")
+        raise ValueError(
+            f"chosen and rejected are {pair.tokens} tokens long, "
+            f"expected at most policy.row_tokens = {cfg.policy.row_tokens}"
+        )
     return pair
 
 
@@ -153,7 +181,7 @@ def _ids(
     items: list[dict],
     asks: bool,
 ) -> np.ndarray:
-    """Token ids of a conversation; with `asks`, up to where an answer begins."""
+    """Returns the token ids of a conversation; with `asks`, up to the start of an answer."""
     try:
         ids = tokenizer.apply_chat_template(
             chat(items),
@@ -167,8 +195,8 @@ def _ids(
     return np.array(ids, np.int32)
 
 
-def _after(asked_T: np.ndarray, ids_T: np.ndarray) -> Tokens:
-    """A conversation whose answer begins where it is no longer what was asked."""
-    size = min(len(asked_T), len(ids_T))
-    differs = np.flatnonzero(asked_T[:size] != ids_T[:size])
+def _after(prompt_T: np.ndarray, ids_T: np.ndarray) -> Tokens:
+    """Finds the answer in a conversation: it begins with the first id that is not the prompt's."""
+    size = min(len(prompt_T), len(ids_T))
+    differs = np.flatnonzero(prompt_T[:size] != ids_T[:size])
     return Tokens(ids_T, int(differs[0]) if len(differs) else size)

@@ -1,31 +1,29 @@
-"""An answer as environments judge it: the text, and what its markup says."""
-
-from typing import Any
+"""Represents an answer as environments judge it: the text, and the parts in its markup."""
 
 from rollout.answer_markup import flaw, split
 
 
 class Response(str):
-    """The text of one answer, thought and markup included, with what was parsed from it.
+    """The text of one answer, thought and markup included, with the parts parsed from it.
 
-    vLLM's parsers read it once. Without services.reasoning_parser a thought is what `<think>` tags
-    hold; without services.tool_parser calls are not read.
+    vLLM's parsers read it once. Without services.reasoning_parser the thought is the text in
+    `<think>` tags; without services.tool_parser calls are not read.
     """
 
-    reasoning: str  # the thought, "" for none
-    content: str  # what is said: without thought and calls
-    tool_calls: list[dict[str, Any]]  # {"type": "function_call", "name", "arguments": JSON text}
-    malformed: str  # one of rollout.answer_markup.FLAWS: "tool_call", "thinking", or "" for none
+    reasoning: str  # the thought, or ""
+    content: str  # the text without thought and calls
+    tool_calls: list[dict[str, str]]  # {"type": "function_call", "name", "arguments": JSON text}
+    malformed: str  # one of rollout.answer_markup.FLAWS: "tool_call", "thinking" or ""
 
     def __new__(
         cls,
         text: str,
         reasoning: str = "",
         content: str | None = None,
-        tool_calls: list[dict[str, Any]] | None = None,
+        tool_calls: list[dict[str, str]] | None = None,
         malformed: str = "",
     ) -> "Response":
-        """`content` is the text where it is None."""
+        """Makes a response of its parts; if `content` is None, it is the whole text."""
         response = super().__new__(cls, text)
         response.reasoning = reasoning
         response.content = text if content is None else content
@@ -35,13 +33,14 @@ class Response(str):
 
     @classmethod
     def of(cls, text: str) -> "Response":
-        """A text, read without a parser; a Response is returned as it is.
+        """Reads a text without a parser; returns a Response as it is.
 
         A thought that never ends is content.
         """
         if isinstance(text, Response):
             return text
-        parts = split(text)
-        content = parts.content if "</think>" in text else text
-        reasoning = parts.reasoning if "</think>" in text else ""
+        reasoning = ""
+        content = text
+        if "</think>" in text:
+            reasoning, content = split(text)
         return cls(text, reasoning, content, malformed=flaw(text))

@@ -1,4 +1,4 @@
-"""The lines of a data file: which are good, where each begins, and a record of the bad ones."""
+"""Reads the lines of a data file: finds the good ones, and records the bad ones."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm import tqdm
 
@@ -20,60 +20,74 @@ from core.errors import InputError, ModuleError
 if TYPE_CHECKING:
     from settings.config import TrainingSettings
 
-LONGEST_LINE = 1 << 26  # bytes; what is longer is no row but a file without line breaks
+LONGEST_LINE = 1 << 26  # bytes; a longer line is not a row but a file without line breaks
 
 
 class Rows(Sequence[dict]):
     """The good rows of a JSONL file, in order, each with its line number under `_line`.
 
-    Memory holds 16 bytes of a row, as a blend may have 50 GB: where it begins, its number, and a
-    checksum. Asking for a row raises InputError where the file has changed since.
+    Memory holds only 16 bytes for each row, as a blend may have 50 GB: its first byte in the file,
+    its line number, and a checksum. Reading a row raises InputError if the file has changed.
     """
 
     def __init__(self, path: str):
         self.path = path
-        self.file: Any = None  # opened when the first row is asked for
+        self.file: BinaryIO | None = None  # opened when the first row is read
         self.starts = array("Q")
         self.lines = array("I")
         self.checksums = array("I")
 
     def add(self, start: int, line: int, text: bytes) -> None:
-        """Adds a row that is known to be good."""
+        """Adds a row that has been found good."""
         self.starts.append(start)
         self.lines.append(line)
-        self.checksums.append(zlib.crc32(text.rstrip(b"\n")))  # rows may be appended
+        # Without the line break: a last line gets one when rows are appended to the file.
+        self.checksums.append(zlib.crc32(text.rstrip(b"\n")))
 
     def checksum(self, count: int) -> int:
-        """CRC-32 of the first `count` rows' lines, as they were when the file was read."""
+        """Returns a CRC-32 of the first `count` rows, as they were when the file was read."""
         return zlib.crc32(self.checksums[:count].tobytes())
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: Any) -> Any:
-        self.file = self.file or open(self.path, "rb")  # noqa: SIM115
+        if self.file is None:
+            self.file = open(self.path, "rb")  # noqa: SIM115
         self.file.seek(self.starts[index])
         text = self.file.readline()
         if zlib.crc32(text.rstrip(b"\n")) != self.checksums[index]:
-            place = f"{self.path}:{self.lines[index]}"
-            raise InputError(f"{place}: the file was changed while it was used: start again")
+            raise InputError(
+                f"{self.path}:{self.lines[index]}: "
+                "the file was changed while it was used: start again"
+            )
         return json.loads(text) | {"_line": self.lines[index]}
 
 
 def read_lines(path: str) -> Iterator[str]:
-    """The lines of a file, bytes that are no UTF-8 as surrogates; an endless one is cut off.
+    """Yields the lines of a file, bytes that are not UTF-8 as surrogates; cuts off endless lines.
 
-    Raises InputError where the file cannot be read.
+    Raises InputError if the file cannot be read.
     """
     return (decoded(text) for _, text in raw_lines(path))
 
 
 def raw_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Where each line of a file begins, and its bytes; a bar is shown where it takes a while."""
+    """Yields the start and the bytes of each line of a file; shows a bar if it takes a while.
+
+    Raises InputError if the file cannot be read.
+    """
     start = 0
     try:
-        bar: dict[str, Any] = {"total": os.path.getsize(path), "unit": "B", "unit_scale": True}
-        progress = tqdm(desc=path, delay=2, disable=None, leave=False, **bar)
+        progress = tqdm(
+            desc=path,
+            total=os.path.getsize(path),
+            unit="B",
+            unit_scale=True,
+            delay=2,
+            disable=None,
+            leave=False,
+        )
         with open(path, "rb") as file, progress:
             while line := file.readline(LONGEST_LINE + 1):
                 yield start, line
@@ -83,20 +97,21 @@ def raw_lines(path: str) -> Iterator[tuple[int, bytes]]:
                 start += len(line)
                 progress.update(start - progress.n)
     except OSError as error:
-        tried = os.path.abspath(path)
-        raise InputError(f"{tried}: expected a JSONL file: {error.strerror}") from None
+        raise InputError(
+            f"{os.path.abspath(path)}: expected a JSONL file: {error.strerror}"
+        ) from None
 
 
 def decoded(text: bytes) -> str:
-    """The text of a line, bytes that are no UTF-8 as surrogates."""
+    """Returns the text of a line, with bytes that are not UTF-8 as surrogates."""
     return text.decode("utf-8", "surrogateescape")
 
 
-BAD: dict[str, list[dict]] = {}  # of each file that was loaded, until the run folder is ours
+BAD: dict[str, list[dict]] = {}  # by file, until this process has claimed the run folder
 
 
 def keep_bad(path: str, bad: list[dict], cfg: "TrainingSettings") -> None:
-    """Keeps the bad rows of a file until `quarantine` writes them, and says how many they are."""
+    """Keeps the bad rows of a file until `quarantine` writes them, and prints their number."""
     BAD[path] = bad
     if bad:
         # "responses_create_params.input[3].role is 5, expected ..." is counted under its field.
@@ -109,10 +124,10 @@ def keep_bad(path: str, bad: list[dict], cfg: "TrainingSettings") -> None:
 def sort_lines(
     path: str, allowed: float, is_used: Callable[[str], bool]
 ) -> tuple[Rows, list[dict]]:
-    """The rows of a JSONL file that are used, and what is wrong with the bad ones.
+    """Returns the rows of a JSONL file that are used, and a record of each bad line.
 
-    `is_used` raises ValueError for a bad line. Raises InputError where more than `allowed` are bad,
-    and for an environment's module that cannot be used.
+    `is_used` raises ValueError for a bad line. Raises InputError if more than `allowed` lines are
+    bad, or if an environment's module cannot be used.
     """
     rows = Rows(path)
     bad: list[dict] = []
@@ -130,29 +145,33 @@ def sort_lines(
             bad.append({"file": path, "line": number, "reason": str(error), "text": shown})
         if len(bad) > allowed:
             limit = f", more than data.max_bad_rows = {allowed}" if allowed else ""
-            raise InputError(first_of(bad) + limit)
+            raise InputError(f"{first_of(bad)}{limit}")
     return rows, bad
 
 
 def refuse_none(rows: Rows, bad: list[dict]) -> None:
-    """Raises InputError where a file holds no good row."""
+    """Raises InputError if a file holds no good row."""
     if not rows:
         all_bad = f"; {first_of(bad)}" if bad else ""
         raise InputError(f"{rows.path}: holds no good rows, expected at least one{all_bad}")
 
 
 def first_of(bad: list[dict]) -> str:
-    """What is wrong with the first bad row, and where the others are."""
-    lines = ", ".join(str(row["line"]) for row in bad[:10]) + ", ..." * (len(bad) > 10)
-    more = f" ({len(bad)} bad rows: lines {lines})" if len(bad) > 1 else ""
-    return f"{bad[0]['file']}:{bad[0]['line']}: {bad[0]['reason']}{more}"
+    """Describes the first bad row, and lists the lines of the others."""
+    first = bad[0]
+    more = ""
+    if len(bad) > 1:
+        lines = ", ".join(str(row["line"]) for row in bad[:10])
+        dots = ", ..." if len(bad) > 10 else ""
+        more = f" ({len(bad)} bad rows: lines {lines}{dots})"
+    return f"{first['file']}:{first['line']}: {first['reason']}{more}"
 
 
 def quarantine(cfg: "TrainingSettings") -> None:
-    """Writes the bad rows of the files that were loaded to the run folder, which is ours by now.
+    """Writes the bad rows of all loaded files to the run folder, which this process has claimed.
 
-    Each has its file, line number, reason and first characters. Where nothing is trained the file
-    stays as it is.
+    Each line has file, line number, reason and first characters of a row. If nothing is trained,
+    the file stays as it is.
     """
     if cfg.command.eval_only or cfg.command.export:
         return
@@ -165,26 +184,33 @@ def quarantine(cfg: "TrainingSettings") -> None:
 
 
 def loads(line: str) -> tuple[Any, int]:
-    """The JSON value of a line, and its bytes. Raises ValueError saying what is wrong with it."""
+    """Returns the JSON value of a line, and its size in bytes.
+
+    Raises ValueError, with the reason, for a bad line.
+    """
     if len(line) > LONGEST_LINE:
         raise ValueError(f"the line is longer than {LONGEST_LINE:,} bytes")
     try:
         size = len(line.encode())
         row = json.loads(line, object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
-        if re.search(r"\\u[dD][89a-fA-F]", line):  # half a surrogate pair is no character
+        if re.search(r"\\u[dD][89a-fA-F]", line):  # raises for half a surrogate pair
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
-        is_byte = 0xDC80 <= code <= 0xDCFF
-        what = f"byte {code - 0xDC00:#x}" if is_byte else f"half a pair, \\u{code:x},"
-        raise ValueError(f"expected UTF-8: {what} at character {error.start}") from None
+        if 0xDC80 <= code <= 0xDCFF:  # a byte, as `decoded` shows it
+            raise ValueError(
+                f"expected UTF-8: byte {code - 0xDC00:#x} at character {error.start}"
+            ) from None
+        raise ValueError(
+            f"expected UTF-8: half a pair, \\u{code:x}, at character {error.start}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON: {error}") from None
     return row, size
 
 
 def unique(pairs: list[tuple]) -> dict:
-    """A JSON object. Raises ValueError for one that has a key twice."""
+    """Makes a JSON object. Raises ValueError if a key appears twice."""
     row = dict(pairs)
     if len(row) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -193,7 +219,7 @@ def unique(pairs: list[tuple]) -> dict:
 
 
 def finite(number: str) -> float:
-    """A JSON number. Raises ValueError for NaN, and for what overflows."""
+    """Makes a JSON number. Raises ValueError for NaN, and for a number that overflows."""
     if not math.isfinite(float(number)):
         raise ValueError(f"{reprlib.repr(number)} is not finite")
     return float(number)

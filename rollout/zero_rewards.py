@@ -1,14 +1,14 @@
-"""Flaws of an episode that cost it all of its reward, by the names that a configuration has.
+"""Finds the flaws that cost an episode all of its reward, by their names in a configuration.
 
-    reasoning_is_answer   a turn says as its answer, word for word, what it thought
-    empty_answer          the last turn neither says nor calls anything
-    inner_eos             an end token of the model stands within a turn, or ends it in place of
-                          the tokenizer's own: Nemotron ends with <|im_end|>, never with </s>
-    think_tags            a turn does not open and close one thought, with tokens made for that
+    reasoning_is_answer   the answer of a turn repeats its thought word for word
+    empty_answer          the last turn has neither text nor a call
+    inner_eos             an end token of the model is within a turn, or ends it instead of the
+                          tokenizer's own: Nemotron ends with <|im_end|>, never with </s>
+    think_tags            a turn does not open and close one thought, with the tokens made for that
 
 NeMo-RL has them in apply_reward_penalties (experience/rollouts.py, branch ultra-v3), and sets their
-rewards to 0 after low effort has shaped them, in evaluations as well. It calls an answer empty also
-where an episode ends behind a tool's reply. There the last turn is a call, which we do not.
+rewards to 0 after low effort has shaped them, in evaluations as well. It also calls an answer empty
+if an episode ends after a tool's reply. The last turn is a call then, which is not empty here.
 """
 
 import functools
@@ -27,58 +27,75 @@ if TYPE_CHECKING:
 
 
 def mark(episode: "Episode", names: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether an episode has a flaw of these names; its `info` says of each whether it has."""
+    """Returns whether an episode has any of these flaws; notes each of them in its `info`."""
     every = with_summaries(episode.turns)
-    judged = {name: episode.turns if name == "empty_answer" else every for name in names}
-    found = {name: FLAWS[name](turns, tokenizer) for name, turns in judged.items()}
+    found = {}
+    for name in names:
+        turns = episode.turns if name == "empty_answer" else every
+        found[name] = FLAWS[name](turns, tokenizer)
     episode.reward.info |= found
     return any(found.values())
 
 
 def repeats_its_reasoning(turns: "list[Turn]", tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether a turn's answer is its thought; white space around either does not count."""
-    pairs = ((said.reasoning.strip(), said.content.strip()) for said in (t.judged for t in turns))
-    return any(reasoning and reasoning == content for reasoning, content in pairs)
+    """Returns whether a turn's answer is its thought, white space around both ignored."""
+    for turn in turns:
+        answer = turn.judged
+        reasoning = answer.reasoning.strip()
+        if reasoning and reasoning == answer.content.strip():
+            return True
+    return False
 
 
 def is_empty(turns: "list[Turn]", tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether the last turn says nothing and calls nothing."""
-    said = turns[-1].judged
-    return not (said.tool_calls or said.content.strip())
+    """Returns whether the last turn has neither text nor a call."""
+    last = turns[-1].judged
+    return not (last.tool_calls or last.content.strip())
 
 
 def has_inner_end(turns: "list[Turn]", tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether an end token stands where a turn should not have one."""
+    """Returns whether a turn has an end token within, or ends with another one than its own."""
     every = ends(tokenizer)
     foreign = every - {tokenizer.eos_token_id}
-    return any(every & {*t.token_ids[:-1]} or foreign & {*t.token_ids[-1:]} for t in turns)
+    for turn in turns:
+        if every.intersection(turn.token_ids[:-1]):
+            return True
+        if foreign.intersection(turn.token_ids[-1:]):
+            return True
+    return False
 
 
 @functools.cache
 def ends(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
-    """The tokens at which an engine ends an answer: the tokenizer's, and those of the model."""
+    """Returns the tokens at which an engine ends an answer: the tokenizer's and the model's."""
     path = Path(tokenizer.name_or_path, "generation_config.json")
-    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    named = named if isinstance(named, list) else [named]
-    return frozenset({tokenizer.eos_token_id, *named} - {None})
+    of_model = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    if not isinstance(of_model, list):
+        of_model = [of_model]
+    return frozenset({tokenizer.eos_token_id, *of_model} - {None})
 
 
 def has_odd_tags(turns: "list[Turn]", tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether a turn's think tags are not those that follow from its prompt, or are spelled."""
-    odd = (tag_counts(t) not in expected_counts(t, tokenizer) for t in turns)
-    return any(odd) or any(spells_a_tag(turn, tokenizer) for turn in turns)
+    """Returns whether a turn's think tags do not follow from its prompt, or are spelled."""
+    for turn in turns:
+        if tag_counts(turn) not in expected_counts(turn, tokenizer):
+            return True
+        if spells_a_tag(turn, tokenizer):
+            return True
+    return False
 
 
 def tag_counts(turn: "Turn") -> tuple[int, ...]:
-    """How often a turn writes `<think>` and `</think>`."""
+    """Counts `<think>` and `</think>` in a turn."""
     return tuple(turn.text.count(tag) for tag in THINK)
 
 
 def expected_counts(turn: "Turn", tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int, ...]]:
-    """What a turn's tags may be: it closes the thought that its prompt opened, and opens none.
+    """Returns the counts of think tags that a turn may have.
 
-    It has none where the prompt has closed the thought, as with reasoning off. Where the prompt
-    does neither, the turn may open one itself.
+    It closes the thought that its prompt opened, and opens no other. It has no tag if the prompt
+    has closed the thought, as with reasoning off. If the prompt does neither, the turn may open a
+    thought itself.
     """
     if turn.opening:
         return [(0, 1)]
@@ -87,7 +104,10 @@ def expected_counts(turn: "Turn", tokenizer: "PreTrainedTokenizerBase") -> list[
 
 
 def spells_a_tag(turn: "Turn", tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether a turn writes a tag that is one token with others: no parser of ids sees that."""
+    """Returns whether a turn spells a tag with other tokens than its own.
+
+    Parsers of ids do not see such a tag.
+    """
     for tag, count in zip(THINK, tag_counts(turn), strict=True):
         token = tokenizer.convert_tokens_to_ids(tag)
         is_one = token not in (None, tokenizer.unk_token_id)
