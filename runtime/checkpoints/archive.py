@@ -68,7 +68,7 @@ def write_groups(
 
 
 def _columns(name: str, values: list, lengths: list[int]) -> dict[str, np.ndarray]:
-    """The columns of a field's values; {} if all of them are None."""
+    """Makes the columns of a field's values; {} if all of them are None."""
     known = [value for value in values if value is not None]
     if name.endswith("_M"):
         if not known:
@@ -84,7 +84,7 @@ def _columns(name: str, values: list, lengths: list[int]) -> dict[str, np.ndarra
 
 
 def _tokens(name: str, values: list, lengths: list[int]) -> np.ndarray | None:
-    """One column from the arrays [T, ...] of a field; None if all of them are None."""
+    """Makes one column from the arrays [T, ...] of a field; None if all of them are None."""
     known = [value for value in values if value is not None]
     if not known:
         return None if values else np.zeros(0)
@@ -100,7 +100,7 @@ def _tokens(name: str, values: list, lengths: list[int]) -> np.ndarray | None:
 
 
 def _plain(values: list) -> np.ndarray | None:
-    """One column from the values of a field; None if all of them are None."""
+    """Makes one column from the values of a field; None if all of them are None."""
     known = [value for value in values if value is not None]
     if not known:
         return None if values else np.zeros(0)
@@ -114,7 +114,7 @@ def _plain(values: list) -> np.ndarray | None:
 
 
 def _blank(example: np.ndarray) -> float | None:
-    """The entry of a column for a missing value, by the dtype of the others: NaN, -1 or False."""
+    """Returns a column's entry for a missing value, by the others' dtype: NaN, -1 or False."""
     return {"f": np.nan, "i": -1, "b": False}.get(example.dtype.kind)
 
 
@@ -125,7 +125,7 @@ def listed(column: np.ndarray) -> list:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[NpzFile]:
-    """The columns of a file of groups. Raises ValueError with its name if they cannot be read."""
+    """Opens the columns of a file of groups. Raises ValueError with its name if they cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as file:
             yield file
@@ -190,7 +190,7 @@ def _starts(ends: np.ndarray) -> np.ndarray:
 
 
 def _entries(field: dataclasses.Field, columns: dict[str, np.ndarray]) -> list:
-    """The value of a field for each sample of a file that has a column for it."""
+    """Returns the value of a field for each sample of a file that has a column for it."""
     column = columns[field.name]
     if field.name.endswith("_M"):
         starts = _starts(columns[f"ends_{field.name}"])

@@ -96,7 +96,7 @@ def connect(cfg: TrainingSettings) -> placement.Places:
 
 
 def short_of_files(met: int, beside: int = 0) -> str:
-    """Explains why a process that meets `met` others may open too few files; "" if it may not.
+    """Explains why a process that meets `met` others may open too few files; "" if not.
 
     `beside` is the number of files that do not depend on `met`. The hard limit counts, as Ray
     raises the soft limit of its own processes to it.
