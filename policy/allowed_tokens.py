@@ -1,13 +1,13 @@
-"""Truncated sampling (top_p, top_k, min_p) in training: what the engine chose each token among.
+"""Computes logprobs under truncated sampling (top_p, top_k, min_p), over the engine's token sets.
 
     logp_t  =  z_t[y_t] - log sum_{v in S_t} exp z_t[v]        S_t: the engine's set, not ours
 
 The trainer's own nucleus would differ at its edge, so the engine sends the ids of each set.
-DeepSeek V3.2 calls that "Keep Sampling Mask" (arXiv:2512.02556); vLLM has it since pull request
+DeepSeek V3.2 calls this "Keep Sampling Mask" (arXiv:2512.02556); vLLM has had it since pull request
 49577.
 
-Axes, as suffixes:  T tokens of an answer, a sequence or a row    N of them trained    C of those, a
-    chunk    M ids of sets, end to end    V vocabulary
+Axes, as suffixes:  T tokens of an answer, a sequence or a row    N trained tokens    C a chunk of
+    the N    M ids of sets, end to end    V vocabulary
 """
 
 import itertools
@@ -22,14 +22,14 @@ from policy import Row
 
 
 class Allowed(NamedTuple):
-    """The sets of T tokens: arrays of an answer or of a sequence, tensors of a packed row."""
+    """The sets of T tokens: arrays for an answer or a sequence, tensors for a packed row."""
 
-    count_T: Any  # int32, ids of each set; 0 where nothing was sampled
+    count_T: Any  # int32, number of ids in each set; 0 for a token that was not sampled
     ids_M: Any  # int32
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int]]) -> "Allowed":
-        """From one list of ids for each token."""
+        """Builds the sets from one list of ids for each token."""
         count_T = np.array([len(ids) for ids in sets], np.int32)
         ids = itertools.chain.from_iterable(sets)
         return cls(count_T, np.fromiter(ids, np.int32, int(count_T.sum())))
@@ -41,7 +41,7 @@ class Allowed(NamedTuple):
         return cls(count_T, np.concatenate([part.ids_M for part in parts]))
 
     def after(self, n: int) -> "Allowed":
-        """The sets after the first n."""
+        """Returns the sets after the first n."""
         return Allowed(self.count_T[n:], self.ids_M[self.count_T[:n].sum() :])
 
     def extended(self, more: "Allowed | None") -> "Allowed":
@@ -49,11 +49,11 @@ class Allowed(NamedTuple):
         return Allowed.joined([self, more]) if more else self
 
     def to(self, device: torch.device) -> "Allowed":
-        """The sets of a packed row on this device."""
+        """Returns the sets of a packed row on this device."""
         return Allowed(self.count_T.to(device), self.ids_M.to(device))
 
     def at(self, at_N: Tensor) -> "Choices":
-        """The sets of the tokens at some places of a row. Raises ValueError where one is empty."""
+        """Returns the sets of the tokens at places `at_N`. Raises ValueError if one is empty."""
         count_N = self.count_T[at_N].long()
         if not (count_N > 0).all():
             raise ValueError("a trained token has no set of tokens that the engine chose it among")
@@ -61,27 +61,27 @@ class Allowed(NamedTuple):
 
 
 def choices(row: Row, at_N: Tensor) -> "Choices | None":
-    """What a row's tokens at some places were chosen among; None: the whole vocabulary."""
+    """Returns the sets of a row's tokens at places `at_N`; None: the whole vocabulary."""
     allowed: Allowed | None = getattr(row, "allowed", None)
-    return allowed and allowed.at(at_N)
+    return allowed.at(at_N) if allowed else None
 
 
 class Choices(NamedTuple):
-    """The sets of N trained tokens: where each begins among all ids, and how many it has."""
+    """The sets of N trained tokens: where each begins in `ids_M`, and how many ids it has."""
 
     ids_M: Tensor
     first_N: Tensor
     count_N: Tensor
 
     def keep(self, logits_CV: Tensor, rows: slice, first: int) -> None:
-        """Sets the logits of a chunk to -inf, in place, except those of its tokens' sets.
+        """Sets the logits of a chunk to -inf, in place, except for the ids in its tokens' sets.
 
-        `rows` are the chunk's tokens. Column 0 is row `first` of the vocabulary; other columns may
-        be those of other ranks. Copies as many logits as the sets have ids.
+        `rows` are the chunk's tokens. Column 0 is row `first` of the vocabulary; other ranks may
+        hold the other rows. Copies one logit for each id of the sets.
         """
         count_C = self.count_N[rows]
         row_M = torch.arange(len(count_C), device=count_C.device).repeat_interleave(count_C)
-        # From the place among this chunk's ids to that among all.
+        # From an id's place among this chunk's ids to its place among all ids.
         shift_C = self.first_N[rows] - (count_C.cumsum(0) - count_C)
         place_M = torch.arange(len(row_M), device=row_M.device) + shift_C[row_M]
         column_M = self.ids_M[place_M].long() - first

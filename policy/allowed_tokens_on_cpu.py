@@ -1,9 +1,10 @@
-"""What vLLM's first model runner, the only one on a CPU, lacks: it does not return allowed tokens.
+"""Makes an engine on a CPU return allowed tokens, which vLLM's first model runner does not.
 
-The scheduler, the way to the client and the sampler are vLLM's own.
+That runner is the only one on a CPU. The scheduler, the way to the client and the sampler are
+vLLM's own.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,20 +15,28 @@ from vllm.v1.outputs import LogprobsTensors, SamplingMaskLists
 
 from policy.sync.receiver import WeightReceiver
 
+if TYPE_CHECKING:
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.core.sched.output import GrammarOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
 
 class AnyRunner(VllmConfig):
-    """A configuration that does not ask for the second runner; vLLM checks it in each process."""
+    """A configuration that does not demand the second runner; each process of vLLM checks it."""
 
     def _verify_sampling_replay_config(self) -> None:
-        """Nothing to verify."""
+        """Accepts the configuration."""
 
 
 class Arguments(AsyncEngineArgs):
-    """vLLM's arguments, with which an engine on a CPU returns allowed tokens."""
+    """vLLM's arguments for an engine on a CPU that returns allowed tokens."""
 
-    def create_engine_config(self, *args: Any, **named: Any) -> VllmConfig:
-        """vLLM's own, and the switch that it would refuse."""
-        config = super().create_engine_config(*args, **named)
+    def create_engine_config(
+        self, usage_context: "UsageContext | None" = None, headless: bool = False
+    ) -> VllmConfig:
+        """Returns vLLM's own configuration, with the switch that vLLM would refuse."""
+        config = super().create_engine_config(usage_context, headless)
         config.__class__ = AnyRunner
         config.model_config.return_sampling_mask = True
         config.parallel_config.worker_extension_cls = "policy.allowed_tokens_on_cpu.Receiver"
@@ -35,43 +44,50 @@ class Arguments(AsyncEngineArgs):
 
 
 class Receiver(WeightReceiver):
-    """Mixed into vLLM's workers, which have their sets captured before the first request."""
+    """Mixed into vLLM's workers; captures the token sets from before the first request on."""
 
-    def join_sync_group(self, *meeting: Any) -> int:
-        """As `WeightReceiver` does; a second meeting captures nothing anew."""
+    def join_sync_group(
+        self, wire: bytes, host: str, port: int, first_rank: int, world: int
+    ) -> int:
+        """Joins as `WeightReceiver` does; a second meeting does not capture twice."""
         capture(self.model_runner)
-        return super().join_sync_group(*meeting)
+        return super().join_sync_group(wire, host, port, first_rank, world)
 
 
-def capture(runner: Any) -> None:
-    """Has a runner return what each token was chosen among.
+def capture(runner: "GPUModelRunner") -> None:
+    """Makes a runner return the set that each token was chosen from.
 
-    Its sampler computes logprobs after truncation, -inf outside of the sets, and takes those that
-    were asked for from them: of each request one row, or with drafts one for each token that may
-    be accepted. A second call changes nothing.
+    Its sampler computes logprobs after truncation, -inf outside the sets, and gathers the requested
+    ones from them: one row for each request, or with drafts one for each token that may be
+    accepted. A second call changes nothing.
     """
     if "sample_tokens" in vars(runner):
         return
-    gather, sample = runner.sampler.gather_logprobs, runner.sample_tokens
+    gather = runner.sampler.gather_logprobs
+    sample = runner.sample_tokens
     kept: list[Tensor] = []
 
-    def gather_logprobs(logprobs: Tensor, *args: Any, **named: Any) -> LogprobsTensors:
+    def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
         kept[:] = [logprobs > -torch.inf]
-        return gather(logprobs, *args, **named)
+        return gather(logprobs, num_logprobs, token_ids)
 
-    def sample_tokens(*args: Any, **named: Any) -> Any:
-        output = sample(*args, **named)
+    def sample_tokens(
+        grammar_output: "GrammarOutput | None",
+    ) -> "ModelRunnerOutput | AsyncModelRunnerOutput | None":
+        output = sample(grammar_output)
         if kept and output is not None and output.sampled_token_ids:
-            output.sampling_masks = of_step(kept.pop(), [len(x) for x in output.sampled_token_ids])
+            counts = [len(ids) for ids in output.sampled_token_ids]
+            output.sampling_masks = of_step(kept.pop(), counts)
         return output
 
-    runner.sampler.gather_logprobs, runner.sample_tokens = gather_logprobs, sample_tokens
+    runner.sampler.gather_logprobs = gather_logprobs
+    runner.sample_tokens = sample_tokens
 
 
 def of_step(kept_RV: Tensor, sampled: list[int]) -> SamplingMaskLists:
-    """The sets of a step, by how many tokens each request has sampled.
+    """Returns the sets of a step from `sampled`, the number of tokens that each request sampled.
 
-    All requests have equally many rows R, of which the first are those of its tokens.
+    Every request is padded to the same number of rows of R; its own tokens come first.
     """
     each = len(kept_RV) // len(sampled)
     used = [i * each + j for i, n in enumerate(sampled) for j in range(n)]

@@ -1,4 +1,4 @@
-"""Which network trains: policy/fsdp.py or policy/megatron, by the settings."""
+"""Opens the network that the settings choose, from policy/fsdp.py or policy/megatron."""
 
 import os
 from typing import TYPE_CHECKING, cast
@@ -17,15 +17,18 @@ def open_policy(
     collective_seconds: float = 3600.0,
     reference_of: Policy | None = None,
 ) -> Policy:
-    """The network in the folder `model`, or a frozen one: what `reference_of` was before training.
+    """Opens the network in the folder `model`, frozen if it is the reference of another policy.
 
-    Needs torch's default process group, which all trainer ranks have joined.
-    `collective_seconds` is the deadline of a collective call. Beside adapters the frozen one has
-    logprobs alone, and no memory of its own.
+    `reference_of` is the policy whose weights before training the reference has. If that policy has
+    adapters, the reference shares its memory and offers `logprobs` alone. Needs torch's default
+    process group, which all trainer ranks have joined. `collective_seconds` is the deadline of a
+    collective call.
     """
     if settings.lora_rank and reference_of is not None:
+        from policy.fsdp import FSDPPolicy
         from policy.lora import Base
 
+        assert isinstance(reference_of, FSDPPolicy)  # only it has adapters
         return cast(Policy, Base(reference_of))
     trainable = reference_of is None
     return network(model, settings, temperature, seed, collective_seconds, trainable)
@@ -39,9 +42,9 @@ def network(
     collective_seconds: float,
     trainable: bool = False,
 ) -> Policy:
-    """The same with a frozen network of any folder: a teacher's."""
-    # Rows differ in length: what the allocator reserves grows, so that fragments need not add up.
-    # torch reads the variable at its first allocation on a GPU.
+    """Opens the network of any folder, by default frozen, such as a teacher."""
+    # Rows differ in length: reserved segments that can grow keep fragments from adding up. torch
+    # reads the variable at its first allocation on a GPU.
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if settings.kind == "megatron":

@@ -1,4 +1,4 @@
-"""Weights of a model, as they are read from its files."""
+"""Refuses weights that are not finite, as they are read from a model's files."""
 
 import torch
 from torch import Tensor
@@ -6,13 +6,15 @@ from torch.distributed.tensor import DTensor
 
 
 def refuse_infinite(name: str, tensor: Tensor, folder: str) -> None:
-    """Raises ValueError where a tensor, or this rank's shard of it, is not finite everywhere.
+    """Raises ValueError if a tensor, or this rank's shard of it, has numbers that are not finite.
 
-    Types of one byte are left out, for which torch has no such test on a CPU.
+    Types of one byte are not checked: torch has no such test for them on a CPU.
     """
     if tensor.dtype.itemsize == 1:
         return
     held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if wrong := int((~torch.isfinite(held)).sum()):
-        numbers = f"{wrong} of {held.numel()} numbers are NaN or infinite"
-        raise ValueError(f"model = {folder!r}: {name}: {numbers}: download or export it again")
+        raise ValueError(
+            f"model = {folder!r}: {name}: {wrong} of {held.numel()} numbers are NaN or infinite: "
+            "download or export it again"
+        )

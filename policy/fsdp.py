@@ -1,14 +1,14 @@
-"""Any Hugging Face causal language model, trained under FSDP2.
+"""Trains any Hugging Face causal language model under FSDP2.
 
 Axes:  T tokens of a packed row   N of them trained   V vocabulary   H hidden size
 
 A packed row is several sequences end to end: `tokens_T`, `positions_T` (from 0 in each sequence,
-which keeps them apart) and `mask_T` (what the policy sampled). Only those N tokens meet the LM
-head, in chunks: no N x V tensor ever exists. Gradients are summed over ranks, not averaged: the
-loss divides once, by the token count of the whole batch.
+which keeps them apart) and `mask_T` (the tokens that the policy sampled). Only those N tokens reach
+the LM head, in chunks: no N x V tensor ever exists. Gradients are summed over ranks, not averaged:
+the loss divides once, by the token count of the whole batch.
 
-The model is made without memory, sharded, and then filled: of each tensor of the checkpoint a rank
-reads its own rows.
+The model is built without memory, sharded, and then filled: each rank reads its own rows of every
+tensor of the checkpoint.
 """
 
 import copy
@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace as Packed
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from policy import AnyRow, LossFn, Row, WeightMeta, allowed_tokens, attention, logprobs, on
+from policy import AnyRow, LossFn, Row, Stats, WeightMeta, allowed_tokens, attention, logprobs, on
 from policy.finite_weights import refuse_infinite
 from policy.lora import Adapters
 from policy.optimizer import adamw, learning_rate
@@ -41,11 +42,16 @@ if TYPE_CHECKING:  # pydantic is not needed to train
 
 
 class Outgoing(NamedTuple):
-    """A sharded weight or a whole buffer, as it is sent or exported."""
+    """A sharded weight or a whole buffer, before it is sent or exported."""
 
     name: str  # in the checkpoint
     tensor: Tensor
-    dtype: torch.dtype  # to leave in
+    dtype: torch.dtype  # in which it is sent or exported
+
+
+def shard(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class PackedModel(nn.Module):
@@ -58,7 +64,7 @@ class PackedModel(nn.Module):
         self.entropy = entropy
 
     def forward(self, row: Row) -> Tensor:
-        """Logprobs [T], float32, of the row's own tokens; 0 outside its mask."""
+        """Returns logprobs [T], float32, of the row's own tokens; 0 outside its mask."""
         tokens_T, positions_T, mask_T = row.tokens_T, row.positions_T, row.mask_T
         if (mask_T & (positions_T == 0)).any():
             raise ValueError("mask_T is True at the start of a sequence, which nothing predicts")
@@ -73,7 +79,7 @@ class PackedModel(nn.Module):
         return torch.zeros_like(mask_T, dtype=logp_N.dtype).masked_scatter(mask_T, logp_N)
 
     def plain(self, tokens_T: Tensor) -> Tensor:
-        """What forward must equal for one whole sequence: by the model's own logits, unpacked."""
+        """Returns what `forward` must equal for one whole sequence, from the model's own logits."""
         logits_TV = self.lm(input_ids=tokens_T[None], use_cache=False).logits[0, :-1].float()
         logp_TV = (logits_TV / self.temperature).log_softmax(1)
         return nn.functional.pad(logp_TV.gather(1, tokens_T[1:, None]).squeeze(1), (1, 0))
@@ -83,8 +89,8 @@ class FSDPPolicy:
     """A `Policy` for any dense Hugging Face model; `trainable=False` makes a frozen copy.
 
     Needs the default process group. Weights, gradients and moments are float32 and sharded; a GPU
-    computes in bf16, and keeps a frozen network so. Raises ValueError where the checkpoint lacks a
-    tensor, RuntimeError where packing would mix sequences or the head is more than a matrix.
+    computes in bf16 and keeps a frozen network in bf16. Raises ValueError if the checkpoint lacks a
+    tensor, RuntimeError if packing would mix sequences or the head is more than a matrix.
     """
 
     def __init__(
@@ -98,14 +104,15 @@ class FSDPPolicy:
         self.device = torch.device("cuda" if gpu else "cpu")
         config = AutoConfig.from_pretrained(model)
         attends = attention.prepared(settings.attention, config)
-        make: Any = AutoModelForCausalLM.from_config  # typed as if it took a model's name
+        make = AutoModelForCausalLM.from_config
         dtype = torch.bfloat16 if gpu else torch.float32
         with torch.device("meta"):
             wide = torch.float32 if trainable else dtype
             self.lm = make(config, dtype=wide, attn_implementation=attends)
-            # Written beside training, as its state dict has no FSDP hooks.
+            # Without FSDP's state dict hooks, it can be written while training runs.
             self.shell = make(copy.deepcopy(self.lm.config), dtype=dtype)
-        self.lm.eval().requires_grad_(trainable)  # train(), for its checkpointing, brings dropout
+        # transformers checkpoints only under train(), which would bring dropout.
+        self.lm.eval().requires_grad_(trainable)
         self.adapters = Adapters(self.lm, settings, trainable)
         kinds = self.lm._no_split_modules or ()
         layers = [layer for layer in self.lm.modules() if type(layer).__name__ in kinds]
@@ -116,7 +123,7 @@ class FSDPPolicy:
         self.model: Any = PackedModel(self.lm, temperature, self.entropy)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        # The root last. One rank too: it has a layer at a time in bf16.
+        # The root comes last. Also with one rank, which then holds one layer at a time in bf16.
         for module in (*layers[::-1], self.model):
             fully_shard(module, mesh=mesh, mp_policy=mixed if gpu else MixedPrecisionPolicy())
             module.set_gradient_divide_factor(1.0)
@@ -125,37 +132,43 @@ class FSDPPolicy:
         self._read()
         if trainable:
             self.optimizer = adamw(self._trained().values(), settings)
-            # Its own, because a checkpoint is written while training communicates.
+            # A group for checkpoints alone: they are written while training communicates.
             self.save_group = dist.new_group(backend="gloo")
-            # One copy in memory for all checkpoints: fresh pages cost more than the copying.
+            # All checkpoints are copied to the same memory: fresh pages cost more than the copying.
             self.stager = DefaultStager(StagingOptions(False, False, False, False))
         self._check_architecture()
 
     def _read(self) -> None:
-        """Fills the shards. Raises ValueError naming a tensor that lacks or is NaN."""
+        """Fills the shards. Raises ValueError naming a tensor that is missing or not finite."""
         lm = self.lm
-        # from_pretrained fills what its class makes, and of a DTensor the rows of this rank alone.
-        made: Any = type("Made", (type(lm),), {"__new__": lambda cls, config: lm})
-        how = {"dtype": self.lm.dtype, "output_loading_info": True}
-        _, loaded = made.from_pretrained(self.folder, key_mapping=self.adapters.renamed, **how)
+        # from_pretrained fills the instance of this class, and only this rank's rows of a DTensor.
+        filled: type[PreTrainedModel] = type("Filled", (type(lm),), {"__new__": lambda *_: lm})
+        _, loaded = filled.from_pretrained(
+            self.folder,
+            key_mapping=self.adapters.renamed,
+            dtype=self.lm.dtype,
+            output_loading_info=True,
+        )
         self.adapters.start()
         # Rotary tables were computed on the CPU; shards may still be views of a mapped file.
         self.model._apply(lambda tensor: tensor.to(self.device, copy=True))
         if lacking := sorted(loaded["missing_keys"]):
-            needed = f"{len(lacking)} tensors that {type(lm).__name__} needs"
-            raise ValueError(f"model = {self.folder!r} lacks {needed}, such as {lacking[0]}")
+            raise ValueError(
+                f"model = {self.folder!r} lacks {len(lacking)} tensors that {type(lm).__name__} "
+                f"needs, such as {lacking[0]}"
+            )
         for name, tensor, _ in self._weights():
             refuse_infinite(name, tensor, self.folder)
 
     def forward_backward(
-        self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow], more: bool = False
-    ) -> list[Any]:
-        """Adds up gradients, over ranks after each row; returns what `loss_fn` says of each."""
+        self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow, Stats], more: bool = False
+    ) -> list[Stats]:
+        """Adds up gradients, over ranks after each row; returns the stats of `loss_fn`."""
         stats = []
         for row in map(partial(on, self.device), rows):
             logp_T = self.model(row)
             loss, row_stats = loss_fn(logp_T, row)
-            # The sum of nothing keeps the network in the graph of a loss that is not of it.
+            # The empty sum keeps the network in the graph even if the loss does not depend on it.
             (loss + logp_T[:0].sum()).backward()
             stats.append(row_stats)
         return stats
@@ -171,12 +184,12 @@ class FSDPPolicy:
     def optimizer_step(self, grad_scale: float = 1.0) -> dict[str, float]:
         """Scales the summed gradients, clips their global norm, updates by AdamW and zeroes them.
 
-        Returns the learning rate, the entropy, and as `grad_norm` the norm before clipping.
-        Raises FloatingPointError on every rank where that is not finite: no weight changes then.
+        Returns the learning rate, the entropy, and as `grad_norm` the norm before clipping. Raises
+        FloatingPointError on every rank if the norm is not finite; no weight changes in that case.
         """
         settings = self.settings
         measured = self.entropy.take()
-        grads = [p.grad.to_local() for p in self._trained().values() if p.grad is not None]
+        grads = [shard(p.grad) for p in self._trained().values() if p.grad is not None]
         square = nn.utils.get_total_norm(grads).to(self.device) ** 2
         dist.all_reduce(square)
         norm = abs(grad_scale) * square.sqrt().item()
@@ -192,12 +205,12 @@ class FSDPPolicy:
         self.updates += 1
         return {"grad_norm": norm, "lr": lr} | measured
 
-    def _trained(self) -> dict[str, Any]:
-        """The parameters that have gradients, by name."""
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters that have gradients, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _weights(self) -> Iterator[Outgoing]:
-        """All sharded weights and whole buffers, tied ones once; without what adapters add."""
+        """Yields all sharded weights and whole buffers, tied ones once, adapters not added."""
         names: dict[Tensor, str] = {}
         for name, tensor in self.adapters.weights(self.model.state_dict(keep_vars=True)):
             names.setdefault(tensor, name.removeprefix("lm."))  # tied weights have two names
@@ -207,20 +220,20 @@ class FSDPPolicy:
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights by checkpoint name, copied one at a time, bf16 on GPU; tied ones once."""
+        """Yields whole weights by checkpoint name, one copy at a time, bf16 on GPU; tied once."""
         for name, tensor, dtype in self._weights():
             sent = self.adapters.merged(name, tensor).to(dtype, copy=True)
             yield name, sent.full_tensor() if isinstance(sent, DTensor) else sent
 
     def weight_metas(self) -> list[WeightMeta]:
-        """What `named_weights` yields, in its order; no communication."""
+        """Describes the tensors that `named_weights` yields, in its order; no communication."""
         return [
             WeightMeta(name, tuple(tensor.shape), str(dtype).removeprefix("torch."))
             for name, tensor, dtype in self._weights()
         ]
 
     def export_hf(self, dir: str) -> Callable[[], None]:
-        """Gathers a model for transformers and vLLM on rank 0's CPU. What it returns writes it."""
+        """Gathers a model for transformers and vLLM on rank 0's CPU; returns its writer."""
         state = {name: w.cpu() for name, w in self.named_weights() if dist.get_rank() == 0}
         adapters = self.adapters.unmerged()
         return partial(self._write_hf, dir, state, adapters) if state else lambda: None
@@ -237,23 +250,35 @@ class FSDPPolicy:
         os.rename(aside, dir)
 
     def _state(self) -> dict[str, Any]:
-        """All that training changes, by parameter name: `save` writes it and `load` fills it."""
+        """Returns all that training changes: `save` writes it and `load` fills it."""
         parameters = self._trained()
         for p in parameters.values():
             if p not in self.optimizer.state:
-                zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[p] = {"step": torch.zeros((), device=self.device)} | zeros
-        moments = {name: self.optimizer.state[p] for name, p in parameters.items()}
-        progress = {"updates": torch.tensor(self.updates), "rng": torch.get_rng_state()}
-        return {"weights": parameters, "moments": moments} | progress
+                self.optimizer.state[p] = {
+                    "step": torch.zeros((), device=self.device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+        return {
+            "weights": parameters,
+            "moments": {name: self.optimizer.state[p] for name, p in parameters.items()},
+            "updates": torch.tensor(self.updates),
+            "rng": torch.get_rng_state(),
+        }
 
-    def save(self, dir: str) -> Callable[[], object]:
-        """Copies this rank's shards to memory and starts to write. What it returns waits for it."""
-        start: Any = partial(checkpoint_io.async_save, process_group=self.save_group)
-        return start(self._state(), checkpoint_id=dir, async_stager=self.stager).result
+    def save(self, dir: str) -> Callable[[], None]:
+        """Copies this rank's shards to memory and starts to write them; returns the wait for it."""
+        writing = checkpoint_io.async_save(
+            self._state(),
+            checkpoint_id=dir,
+            async_stager=self.stager,
+            process_group=self.save_group,
+        )
+        assert isinstance(writing, Future)  # the stager has already copied
+        return writing.result
 
     def load(self, dir: str) -> None:
-        """Continues from what `save` wrote, bitwise; each rank reads what it needs."""
+        """Continues from what `save` wrote, bitwise; each rank reads only what it needs."""
         state = self._state()
         checkpoint_io.load(state, checkpoint_id=dir, process_group=self.save_group)
         self.updates = int(state["updates"])
@@ -261,10 +286,12 @@ class FSDPPolicy:
 
     @torch.no_grad()
     def _check_architecture(self) -> None:
-        """Compares a packed row with its two sequences alone, and those with the plain model."""
+        """Compares a packed row with its two sequences alone, and each with the plain model.
+
+        Raises RuntimeError if one of the two differs by more than rounding.
+        """
         index_T = torch.arange(16, device=self.device)
-        words: Any = self.lm.get_input_embeddings().weight
-        tokens_T = 7919 * (index_T + 1) % len(words)
+        tokens_T = 7919 * (index_T + 1) % len(self.lm.get_input_embeddings().weight)
         two = {"positions_T": index_T % 8, "mask_T": index_T % 8 > 0}
         one = {name: x_T[:8] for name, x_T in two.items()}
         packed_T = self.model(Packed(tokens_T=tokens_T, **two))
@@ -274,7 +301,7 @@ class FSDPPolicy:
         gaps = torch.stack([(alone_T - plain_T).abs().mean(), (packed_T - alone_T).abs().mean()])
         dist.all_reduce(gaps, dist.ReduceOp.MAX)
         self.model.reshard()
-        limit = 0.1 if self.device.type == "cuda" else 1e-4  # what bf16, float32 kernels may differ
+        limit = 0.1 if self.device.type == "cuda" else 1e-4  # rounding of bf16, float32 kernels
         causes = (
             "its head is more than hidden @ W.T (soft cap, scale, bias?): teach PackedModel that",
             "its layers ignore position_ids (Mamba, linear attention?): packed rows would mix",

@@ -1,10 +1,10 @@
-"""Bytes of a model on one GPU, and of a rank of `policy/fsdp.py` at its fullest.
+"""Computes the bytes of a model on one GPU, and the peak of a rank of `policy/fsdp.py`.
 
 Axes:  T tokens of the longest row   H hidden size   Q, K width of all query, all key heads
-       V vocabulary   C tokens with logits that exist at once
+       V vocabulary   C tokens whose logits exist at once
 
-Read from config.json alone. The peaks are within a tenth of what torch allocates for Qwen3, dense
-and with experts (a test compares them). Of Mamba, weights and what an engine keeps are counted.
+Only config.json is read. The peaks are within a tenth of what torch allocates for Qwen3, dense and
+with experts (a test compares them). For Mamba, only weights and an engine's states are counted.
 """
 
 import dataclasses
@@ -27,25 +27,28 @@ RESERVE = 4 * GIB  # assumed: CUDA context and graphs, NCCL, an engine's activat
 
 
 def trained(model: Model, cfg: "TrainingSettings") -> int:
-    """Parameters that have gradients: the adapters', where there are some, else all."""
-    rank, chosen = cfg.policy.lora_rank, cfg.policy.lora_targets or model.linear
-    return rank * sum(model.linear.get(leaf, 0) for leaf in chosen) if rank else model.params
+    """Counts the parameters that have gradients: the adapters' with LoRA, else all."""
+    rank = cfg.policy.lora_rank
+    if not rank:
+        return model.params
+    chosen = cfg.policy.lora_targets or model.linear
+    return rank * sum(model.linear.get(leaf, 0) for leaf in chosen)
 
 
 def states(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
-    """Bytes that a rank always holds, sharded: float32, 4 x parameters each; a reference bf16."""
+    """Returns the bytes that a rank always holds, sharded: 4 per parameter, 2 in the reference."""
     model_shard = 4 * model.params / cfg.policy.ranks
     shard = 4 * trained(model, cfg) / cfg.policy.ranks
     adapters = shard if cfg.policy.lora_rank else 0
     held = {"weights, float32": model_shard + adapters}
     held |= {"gradients, float32": shard, "AdamW moments": 2 * shard}
-    if cfg.has_reference and not cfg.policy.lora_rank:  # the model below adapters is theirs
+    if cfg.has_reference and not cfg.policy.lora_rank:  # with LoRA it shares the policy's memory
         held["reference of the KL"] = model_shard / 2
     return held
 
 
 def longest_row(cfg: "TrainingSettings") -> int:
-    """T: a sample above row_tokens has a row of its own."""
+    """Returns T: a sample above row_tokens has a row of its own."""
     return max(cfg.row_limits.values())
 
 
@@ -57,9 +60,9 @@ class Mask(NamedTuple):
 
 
 def mask_bytes(settings: "PolicySettings") -> Mask:
-    """row_tokens squared, from transformers' sdpa_mask, which torch's SDPA converts.
+    """Returns the bytes of transformers' sdpa_mask, row_tokens squared, which SDPA converts.
 
-    Other kernels, "auto" on a GPU among them, and policy/megatron have none.
+    Other kernels, such as "auto" on a GPU, and policy/megatron need no mask.
     """
     masked = settings.kind == "fsdp" and settings.attention == "sdpa"
     square = settings.row_tokens**2 if masked else 0
@@ -67,10 +70,11 @@ def mask_bytes(settings: "PolicySettings") -> Mask:
 
 
 def layer_bytes(model: Model, cfg: "TrainingSettings") -> int:
-    """Bytes that a decoder layer saves for its backward: bf16, and float32 in norms, as in Qwen3.
+    """Returns the bytes that a decoder layer saves for its backward.
 
-    T (16 H + 10 Q + 10 K + ffn); a mask repeats keys and values: T (16 H + 14 Q + 6 K + ffn). The
-    count is that of Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, for these layers.
+    They are bf16, and float32 in norms, as in Qwen3: T (16 H + 10 Q + 10 K + ffn). With a mask,
+    keys and values are repeated: T (16 H + 14 Q + 6 K + ffn). Counted as in Korthikanti et al. 2022
+    (arXiv:2205.05198), section 4.1.
     """
     Q = model.heads * model.head_dim
     K = model.kv_heads * model.head_dim
@@ -80,9 +84,10 @@ def layer_bytes(model: Model, cfg: "TrainingSettings") -> int:
 
 
 def saved_bytes(model: Model, cfg: "TrainingSettings") -> int:
-    """Bytes that all layers keep until backward: with checkpointing bf16 inputs, 2 T H each.
+    """Returns the bytes that all layers keep until backward: 2 T H each with checkpointing.
 
-    Norms that are frozen beside adapters do not keep what they multiply: T (4 H + 2 Q + 2 K) less.
+    These are the layers' bf16 inputs. Without it, LoRA saves T (4 H + 2 Q + 2 K): frozen norms do
+    not keep what they multiply.
     """
     T = longest_row(cfg)
     frozen = 4 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim
@@ -92,24 +97,24 @@ def saved_bytes(model: Model, cfg: "TrainingSettings") -> int:
 
 
 def head_bytes(C: int, V: float, H: int, b: int = 2) -> float:
-    """Most that TokenLogprobs allocates at once, beside inputs and outputs as long as the row.
+    """Returns the peak bytes of TokenLogprobs, in addition to inputs and outputs of the row.
 
     Forward: logits and their log-softmax, 8 C V. Backward: a chunk in float32, the one before in
     bf16, and the head's float32 gradient, 6 C V + 4 V H; at last its bf16 copy, 2 C V + 6 V H. With
-    H = 0 the head is not trained. With b = 4 all is float32, and there is no copy.
+    H = 0 the head is not trained. With b = 4 everything is float32, without a copy.
     """
     copy = b * V * H if b < 4 else 0
     return max(8 * C * V, (4 + b) * C * V + 4 * V * H, b * C * V + 4 * V * H + copy)
 
 
 def moments(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
-    """Bytes beside the states at the four moments at which a rank may be fullest.
+    """Returns the bytes in addition to the states, at the four moments that may be the peak.
 
-    Of the layers, FSDP2 holds two gathered in bf16, one's bf16 gradients and one's float32 input of
-    the reduction: 10 bytes a parameter; the root stays whole. A single rank gathers nothing ahead
-    (8 bytes), but torch 2.13 copies twice more what it reduces (_fsdp_collectives.py,
-    foreach_reduce): 12, once the layer's activations are free. Beside adapters, weights have no
-    gradients (`t` is 0), and what FSDP2 gathers shows: 5 bytes, or 3.
+    FSDP2 holds two gathered layers in bf16, one layer's bf16 gradients and one layer's float32
+    input of the reduction: 10 bytes per parameter; the root stays whole. A single rank gathers
+    nothing ahead (8 bytes), but torch 2.13 makes two more copies of what it reduces
+    (_fsdp_collectives.py, foreach_reduce): 12, once the layer's activations are free. With LoRA,
+    weights have no gradients (`t` is 0), and only what FSDP2 gathers counts: 5 bytes, or 3.
     """
     alone = cfg.policy.ranks == 1
     lora = bool(cfg.policy.lora_rank)
@@ -119,7 +124,7 @@ def moments(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
     layer = model.layer
     ahead, gathered = (0, 3 + 5 * t) if alone else (4, 5 + 5 * t)
     row = 2 * root + saved_bytes(model, cfg) + mask_bytes(cfg.policy).row
-    # The last norm works in float32; its bf16 input and output, the trained ones, their gradients.
+    # The last norm in float32, its bf16 input and output, the trained tokens' and their gradients.
     hidden = 12 * T * model.hidden
     recomputed = layer_bytes(model, cfg) if cfg.policy.recomputes else 0
     head = head_bytes(logprobs.CHUNK, model.vocab, t * model.hidden)
@@ -135,39 +140,39 @@ def moments(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
 
 
 def trainer_bytes(model: Model, cfg: "TrainingSettings") -> float:
-    """Peak of a rank: its states, its fullest moment, the reserve."""
+    """Returns the peak bytes of a rank: its states, its fullest moment and the reserve."""
     return sum(states(model, cfg).values()) + max(moments(model, cfg).values()) + RESERVE
 
 
 class Room(NamedTuple):
-    """Whether a rank of policy/fsdp.py that recomputes nothing fits its GPU."""
+    """The memory that a rank of policy/fsdp.py takes without recomputing, and what its GPU has."""
 
     taken: float  # bytes
-    free: float  # that engines on this GPU leave, less a tenth, by which `taken` may be wrong
-    is_counted: bool  # False: of these layers `taken` does not know all that they save
+    free: float  # bytes that engines on this GPU leave, less the tenth by which `taken` may be off
+    is_counted: bool  # False: `taken` lacks some of what these layers save
 
     @property
     def is_enough(self) -> bool:
-        """Whether activations may stay."""
+        """True if activations may stay in memory."""
         return self.is_counted and self.taken <= self.free
 
 
 def room(model: Model, cfg: "TrainingSettings", memory: float) -> Room:
-    """What a rank takes without checkpointing of a GPU of `memory` bytes."""
+    """Computes the room of a rank without checkpointing on a GPU of `memory` bytes."""
     layout = dataclasses.replace(cfg.policy, activation_checkpointing=False)
     taken = trainer_bytes(model, dataclasses.replace(cfg, policy=layout))
     share = cfg.demand.share
     # Engines on the GPU of a trainer rank, as runtime/processes/placement.py counts them.
     beside = int((1 - max(share, 0.5)) / share + 1e-3)
-    run: Any = cfg  # with rollouts, where a GPU is shared
+    run: Any = cfg  # RunSettings if GPUs are shared: only those have engines
     engine = run.engine.arguments["gpu_memory_utilization"] if beside else 0.0
     return Room(taken, 0.9 * memory * (1 - beside * engine), bool(model.ffn and not model.state))
 
 
 def decided(model: Model, cfg: C, memory: float) -> C:
-    """cfg with activation_checkpointing = "auto" as True or False, for GPUs of `memory` bytes.
+    """Decides activation_checkpointing = "auto" for GPUs of `memory` bytes; returns the settings.
 
-    megatron_sizes.py does not count all that Mamba's layers save, so under Megatron it is True.
+    Under Megatron it is True: megatron_sizes.py does not count all that Mamba's layers save.
     """
     layout = cfg.policy
     if layout.activation_checkpointing != "auto":
@@ -179,12 +184,12 @@ def decided(model: Model, cfg: C, memory: float) -> C:
 
 
 def settled(cfg: "TrainingSettings") -> "PolicySettings":
-    """The policy's settings with "auto" decided for the smallest GPU of all ranks; collective.
+    """Decides "auto" for the smallest GPU of all ranks; returns the policy's settings. Collective.
 
     Without a GPU an H100 is assumed, as in the dry run.
     """
     if cfg.policy.activation_checkpointing != "auto" or cfg.policy.kind == "megatron":
-        return cfg.policy  # which recomputes where it is undecided
+        return cfg.policy  # Megatron recomputes if it is undecided
     device = "cuda" if torch.cuda.is_available() else "cpu"
     memory = torch.tensor(planned("auto").memory, dtype=torch.float64, device=device)
     dist.all_reduce(memory, dist.ReduceOp.MIN)
@@ -192,11 +197,11 @@ def settled(cfg: "TrainingSettings") -> "PolicySettings":
 
 
 def reload_bytes(model: Model, cfg: "RunSettings") -> float:
-    """Bytes of an engine's GPU for a weight update, beside gpu_memory_utilization.
+    """Returns bytes of an engine's GPU for a weight update, in addition to gpu_memory_utilization.
 
-    vLLM keeps a layer's tensors uncut, for all ranks of tp, until all have come;
-    then it makes this rank's part anew (model_loader/reload/layerwise.py). Tensors come in buckets.
-    Those for shared GPUs lie in the host's memory.
+    vLLM keeps a layer's tensors uncut, for all ranks of tp, until all have arrived; then it makes
+    this rank's part anew (model_loader/reload/layerwise.py). Tensors arrive in buckets, which lie
+    in the host's memory if GPUs are shared.
     """
     layer = 2 * max(model.experts, model.biggest)
     part = layer / cfg.engine.tensor_parallel
@@ -204,27 +209,28 @@ def reload_bytes(model: Model, cfg: "RunSettings") -> float:
 
 
 def kv_bytes(model: Model, tp: int) -> int:
-    """KV of one token on one GPU of an engine: layers x (key, value) x heads x width, bf16.
+    """Returns the bytes of one token's KV on one GPU of an engine.
 
-    vLLM gives a GPU at least one KV head, and a compressed KV (MLA) whole.
+    Layers x (key, value) x heads x width, bf16. A GPU has at least one KV head, and a compressed KV
+    (MLA) whole.
     """
     width = model.latent or 2 * max(1, model.kv_heads // tp) * model.head_dim
     return 2 * model.kv_layers * width
 
 
 def kv_budget(model: Model, cfg: "RunSettings", gpu: float) -> float:
-    """Bytes that an engine leaves for KV of a GPU of `gpu` bytes.
+    """Returns the bytes for KV on an engine's GPU of `gpu` bytes.
 
-    gpu_memory_utilization of it, without its share of the bf16 weights and the reserve.
+    This is gpu_memory_utilization of it, less its share of the bf16 weights and the reserve.
     """
     weights = 2 * model.params / cfg.engine.tensor_parallel
     return cfg.engine.arguments["gpu_memory_utilization"] * gpu - weights - RESERVE
 
 
 def kv_tokens(model: Model, cfg: "RunSettings", gpu: float, length: float) -> int:
-    """Tokens that an engine holds at once, of sequences of `length`: their KV and their states.
+    """Returns how many tokens of sequences of `length` an engine holds, with their states.
 
-    While vLLM fills a new block of KV, it has a sequence's states twice; that is not counted.
+    While vLLM fills a new block of KV, it has a sequence's states twice, which is not counted.
     """
     tp = cfg.engine.tensor_parallel
     each = kv_bytes(model, tp) + model.state / tp / length
@@ -232,5 +238,5 @@ def kv_tokens(model: Model, cfg: "RunSettings", gpu: float, length: float) -> in
 
 
 def host_bytes(model: Model, here: int, ranks: int) -> float:
-    """CPU memory of a node with this number of ranks, while each reads its share in float32."""
+    """Returns bytes of CPU memory on a node where `here` of `ranks` ranks read float32 shares."""
     return 4 * model.params * here / ranks

@@ -1,4 +1,4 @@
-"""The GPUs that a run may have, or be planned for."""
+"""Lists the GPUs that a run can be planned for, with their memory and speeds."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,13 @@ GIB = 2**30
 
 
 class Gpu(NamedTuple):
-    """A GPU: the memory that torch finds on it, and the speeds of its data sheet, a second."""
+    """A GPU: the memory that torch reports, and the speeds per second of its data sheet."""
 
     name: str
     memory: float  # bytes
     flops: float  # dense bf16
     hbm: float  # bytes
-    nvlink: float  # bytes to the other GPUs of its node, in one direction
+    nvlink: float  # bytes to the other GPUs of the node, in one direction
 
 
 H100 = Gpu("H100", 79 * GIB, 989e12, 3.35e12, 450e9)
@@ -24,9 +24,9 @@ KNOWN = (H100, H200, B200)
 
 
 def planned(choice: str) -> Gpu:
-    """The GPU that --gpu names; of "auto" the one of this machine, or an H100 where it has none.
+    """Returns the GPU that --gpu names; for "auto" this machine's, or an H100 if it has no GPU.
 
-    A GPU that is none of these has its own memory and an H100's speeds.
+    A GPU that is not in KNOWN is planned with its own memory and an H100's speeds.
     """
     every = {gpu.name.lower(): gpu for gpu in KNOWN}
     if choice != "auto" or not torch.cuda.is_available():

@@ -1,13 +1,14 @@
-"""Logprobs of single tokens, straight from hidden states: the T x V logits never exist.
+"""Computes logprobs of single tokens from hidden states: the T x V logits never exist.
 
 Axes:  N tokens   C a chunk of them   V vocabulary   H hidden size
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
 from policy.allowed_tokens import Choices
@@ -16,40 +17,40 @@ CHUNK = 1024  # tokens whose logits exist at once
 
 
 class Target(NamedTuple):
-    """Each token's column among those of a slice of the vocabulary."""
+    """Each token's column in a slice of the vocabulary."""
 
     column_C1: Tensor  # clamped to the slice
-    here_C1: Tensor  # whether it is one of the slice
+    here_C1: Tensor  # bool, False if the slice does not have the token
 
 
 class SliceLogprobs(NamedTuple):
-    """Of a chunk of tokens, over the whole vocabulary."""
+    """Logprobs of a chunk of tokens over the whole vocabulary, from slices of it."""
 
     logp_C: Tensor
     lse_C: Tensor
 
 
 class Entropy:
-    """The policy's mean entropy in nats over the tokens that it is trained on, without a pass more.
+    """The policy's mean entropy in nats over the trained tokens, without another pass.
 
         H = -sum_v p_v log p_v = logsumexp(z) - p . z      z = W h / temperature
           = -logp_y - ((p - onehot(y)) W) . h / temperature
 
-    Backward has the product with W. In bf16, as it is there, one token is off by some 0.01, and
-    their mean by far less.
+    Backward computes the product with W anyway. In its bf16, one token is off by some 0.01 and the
+    mean by far less.
     """
 
     def __init__(self, device: torch.device):
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
 
     def add(self, entropy_N: Tensor, ranks: int) -> None:
-        """Counts tokens. The entropy of each is the sum of what that many ranks add."""
+        """Counts tokens. Each token's entropy is the sum of what `ranks` ranks add."""
         finite = entropy_N.isfinite()
         nats = torch.where(finite, entropy_N, 0.0).sum()
         self.sums += torch.stack([nats, finite.sum() / ranks])
 
     def take(self) -> dict[str, float]:
-        """The mean over all ranks since the last call, as a metric; 0 where no token was trained.
+        """Returns the mean over all ranks since the last call, as a metric; 0 without tokens.
 
         Collective over the default process group.
         """
@@ -60,16 +61,16 @@ class Entropy:
 
 
 class Head(NamedTuple):
-    """What a rank computes of the head: by default the whole vocabulary, and no entropy."""
+    """A rank's part of the head: by default the whole vocabulary, and no entropy."""
 
-    group: ProcessGroup | None = None  # whose ranks have a slice of the vocabulary each
-    first: int = 0  # row of the vocabulary
+    group: ProcessGroup | None = None  # its ranks have a slice of the vocabulary each
+    first: int = 0  # this rank's first row of the vocabulary
     vocab: int | None = None  # rows from here on are padding
-    entropy: Entropy | None = None  # counts the tokens that are trained
-    choices: Choices | None = None  # what each token was chosen among; None: all
+    entropy: Entropy | None = None  # counts the trained tokens
+    choices: Choices | None = None  # the set that each token was chosen from; None: all tokens
 
     def logits(self, hidden_NH: Tensor, weight_VH: Tensor, rows: slice, scale: float) -> Tensor:
-        """Of a chunk of tokens [C, V]; -inf for padding, and for what sampling left out."""
+        """Returns logits [C, V] of a chunk; -inf for padding and for tokens outside the sets."""
         logits_CV = matmul(hidden_NH[rows], weight_VH.T, scale)
         if self.vocab is not None:
             logits_CV[:, max(0, self.vocab - self.first) :] = -torch.inf
@@ -82,28 +83,34 @@ WHOLE = Head()
 
 
 def matmul(a: Tensor, b: Tensor, alpha: float = 1.0, into: Tensor | None = None) -> Tensor:
-    """`alpha * a @ b` in at least float32: bf16 would move a logit of 20 by up to 0.06."""
+    """Returns `alpha * a @ b` in at least float32: bf16 would move a logit of 20 by up to 0.06.
+
+    If `into` is given, the product is added to it.
+    """
     wide = torch.promote_types(a.dtype, torch.float32)
-    mixed: dict[str, Any] = {"out_dtype": wide} if a.is_cuda and a.dtype != wide else {}
-    if not mixed:  # only GPUs multiply bf16 into a float32 accumulator
+    mixed = a.is_cuda and a.dtype != wide  # only GPUs multiply bf16 into a float32 accumulator
+    if not mixed:
         a = a.to(wide)
         b = b.to(wide)
     out = a.new_empty(len(a), b.shape[1], dtype=wide) if into is None else into
-    return torch.addmm(out, a, b, beta=int(out is into), alpha=alpha, out=out, **mixed)
+    beta = 0 if into is None else 1
+    if mixed:
+        return torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out, out_dtype=wide)
+    return torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
 
 
 def inside(target_C: Tensor, logits_CV: Tensor) -> Target:
-    """Where each target is among the columns."""
+    """Finds each target among the columns."""
     target_C1 = target_C[:, None]
     V = logits_CV.shape[1]
     return Target(target_C1.clamp(0, V - 1), (target_C1 >= 0) & (target_C1 < V))
 
 
 def over_slices(logits_CV: Tensor, target_C: Tensor, group: ProcessGroup) -> SliceLogprobs:
-    """Logprobs over the slices of the vocabulary that the ranks of a group have.
+    """Computes logprobs over the slices of the vocabulary that a group's ranks have; collective.
 
-    The ranks exchange two numbers a token: the logsumexp of their slice, and the target's logit
-    where the slice has it.
+    The ranks exchange two numbers per token: the logsumexp of their slice, and the target's logit
+    if the slice has it, else 0.
     """
     target = inside(target_C, logits_CV)
     logit_C1 = torch.where(target.here_C1, logits_CV.gather(1, target.column_C1), 0.0)
@@ -113,6 +120,17 @@ def over_slices(logits_CV: Tensor, target_C: Tensor, group: ProcessGroup) -> Sli
     lse_RC, logit_RC = torch.stack(every, 1)
     lse_C = lse_RC.logsumexp(0)
     return SliceLogprobs(logit_RC.sum(0) - lse_C, lse_C)
+
+
+class Saved(FunctionCtx):
+    """What `TokenLogprobs.forward` leaves to its backward."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    temperature: float
+    chunk: int
+    head: Head
+    ranks: int  # that share the head
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -125,14 +143,14 @@ class TokenLogprobs(torch.autograd.Function):
     three buys O(C V) memory instead of O(N V). After Cut Cross-Entropy (arXiv:2411.09009) and Liger
     Kernel (arXiv:2410.10989); any function of logp [N], float32, may follow.
 
-    Where a group's ranks share the `head` W is this rank's slice of the vocabulary, and d_h its
-    part of a sum over those ranks. Backward counts the entropy of the tokens. With the `head`'s
-    choices all three are of the truncated policy: softmax and sum over a token's set alone.
+    If a group's ranks share the `head`, W is this rank's slice of the vocabulary, and d_h its part
+    of a sum over those ranks. Backward counts the entropy of the tokens. If the `head` has choices,
+    logprobs, gradients and entropy are the truncated policy's: softmax and sum over a token's set.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Saved,
         hidden_NH: Tensor,
         weight_VH: Tensor,
         target_N: Tensor,
@@ -162,7 +180,7 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_logp_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Saved, d_logp_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, target_N, lse_N, logp_N = ctx.saved_tensors
         scale_N1 = -d_logp_N[:, None] / ctx.temperature
         d_hidden_NH = torch.empty_like(hidden_NH)

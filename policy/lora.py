@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA) on linear layers, by the library peft.
+"""Adds low-rank adapters (LoRA) to linear layers, with the library peft.
 
-    y = W x + (alpha / rank) B A x         A [rank, in], B [out, rank]: they alone are trained
+    y = W x + (alpha / rank) B A x         A [rank, in], B [out, rank]: only these are trained
 
 B starts at 0, so the first policy is the model itself. Engines compute with W + (alpha / rank) B A:
 updates carry A and B (policy/sync/adapter_sync.py), exports the sum. With one alpha for all ranks
@@ -11,7 +11,7 @@ Without Regret", Thinking Machines 2025). Hu et al. 2021 (arXiv:2106.09685).
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -20,17 +20,22 @@ from torch.distributed.tensor import distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
 from core.errors import InputError
+from policy import Row
 
 if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+    from transformers import PreTrainedModel
+
+    from policy.fsdp import FSDPPolicy
     from settings.network import PolicySettings
 
-NAME = "default"  # of the adapter, as peft calls it
+NAME = "default"  # peft's name of the adapter
 
 
-def targets(lm: Any, chosen: Sequence[str]) -> list[str]:
-    """The names of the linear layers that get an adapter: all but the head, or those `chosen`.
+def targets(lm: "PreTrainedModel", chosen: Sequence[str]) -> list[str]:
+    """Returns the names of linear layers that get an adapter: the `chosen`, or all but the head.
 
-    They are chosen by the last part of their names. Raises InputError for one that no layer has.
+    Layers are chosen by the last part of their names. Raises InputError if no layer has that name.
     """
     kinds = nn.Linear | Conv1D
     head = lm.get_output_embeddings()
@@ -38,24 +43,30 @@ def targets(lm: Any, chosen: Sequence[str]) -> list[str]:
     leaves = dict.fromkeys(name.rpartition(".")[2] for name in linear)
     for leaf in chosen:
         if leaf not in leaves:
-            named = f"policy.lora_targets = {tuple(chosen)}: no linear layer is called {leaf!r}"
-            raise InputError(f"{named}, expected some of {', '.join(leaves)}")
+            raise InputError(
+                f"policy.lora_targets = {tuple(chosen)}: no linear layer is called {leaf!r}, "
+                f"expected some of {', '.join(leaves)}"
+            )
     return [name for name in linear if not chosen or name.rpartition(".")[2] in chosen]
 
 
 class Adapters:
-    """The adapters of a model whose parameters need no memory yet; with rank 0 there are none."""
+    """The adapters of a model whose parameters may still lack memory; empty if the rank is 0."""
 
-    def __init__(self, lm: Any, settings: "PolicySettings", trainable: bool = True):
-        self.layers: dict[str, Any] = {}  # by the name of their weight in the checkpoint
+    def __init__(self, lm: "PreTrainedModel", settings: "PolicySettings", trainable: bool = True):
+        self.layers: dict[str, LoraLayer] = {}  # by the name of their weight in the checkpoint
         if not settings.lora_rank or not trainable:
             return
         from peft import LoraConfig, inject_adapter_in_model
 
         names = targets(lm, settings.lora_targets)
-        how = {"r": settings.lora_rank, "lora_alpha": settings.lora_alpha}
         self.scale = settings.lora_alpha / settings.lora_rank
-        self.config = LoraConfig(**how, target_modules=names, task_type="CAUSAL_LM")
+        self.config = LoraConfig(
+            r=settings.lora_rank,
+            lora_alpha=settings.lora_alpha,
+            target_modules=names,
+            task_type="CAUSAL_LM",
+        )
         inject_adapter_in_model(self.config, lm, low_cpu_mem_usage=True)
         # No checkpoint has adapters: `start` fills them.
         lm._keys_to_ignore_on_load_missing = {*(lm._keys_to_ignore_on_load_missing or ()), "lora_"}
@@ -64,14 +75,14 @@ class Adapters:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Where tensors of the checkpoint belong, as `key_mapping` of from_pretrained."""
+        """New names of the checkpoint's tensors, as `key_mapping` of from_pretrained."""
         leaves = "|".join(sorted({re.escape(name.split(".")[-2]) for name in self.layers}))
         kinds = ("weight", "bias") if leaves else ()
         return {rf"\b({leaves})\.{kind}$": rf"\1.base_layer.{kind}" for kind in kinds}
 
     @torch.no_grad()
     def start(self) -> None:
-        """Draws A, uniform in +- 1 / sqrt(in), as whole matrices: alike on any number of ranks."""
+        """Draws whole matrices A, uniform in +- 1 / sqrt(in): the same on any number of ranks."""
         draw = torch.Generator().manual_seed(torch.initial_seed())
         for layer in self.layers.values():
             A = layer.lora_A[NAME].weight
@@ -80,53 +91,55 @@ class Adapters:
             A.copy_(distribute_tensor(whole, A.device_mesh, A.placements, src_data_rank=None))
 
     def weights(self, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The model's own weights of a state dict, by their names in the checkpoint."""
+        """Yields the model's own weights in a state dict, by their names in the checkpoint."""
         for name, tensor in state.items():
             if ".lora_" not in name:
                 yield name.replace(".base_layer.", "."), tensor
 
     def unmerged(self) -> dict[str, Tensor]:
-        """The adapters by the names that peft gives them in a file, whole; collective."""
-        return {
-            f"base_model.model.{name.rpartition('.')[0]}.{part}.weight": (
-                getattr(layer, part)[NAME].weight.detach().full_tensor().to("cpu", copy=True)
-            )
-            for name, layer in self.layers.items()
-            for part in ("lora_A", "lora_B")
-        }
+        """Returns the whole adapters, by the names that peft gives them in a file; collective."""
+        found = {}
+        for name, layer in self.layers.items():
+            path = name.rpartition(".")[0]
+            for part in ("lora_A", "lora_B"):
+                weight = getattr(layer, part)[NAME].weight.detach()
+                whole = weight.full_tensor().to("cpu", copy=True)
+                found[f"base_model.model.{path}.{part}.weight"] = whole
+        return found
 
     def write(self, folder: str, tensors: dict[str, Tensor], model: str) -> None:
-        """Writes what `unmerged` returned as peft reads it, for the model that they adapt."""
+        """Writes the `tensors` of `unmerged` as peft reads them; `model` is the adapted model."""
         self.config.base_model_name_or_path = model
         self.config.inference_mode = True
         self.config.save_pretrained(folder)
         save_file(tensors, f"{folder}/adapter_model.safetensors", {"format": "pt"})
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """A weight with its adapter, sharded as it is; collective."""
+        """Returns a weight with its adapter added, sharded like the weight; collective."""
         layer = self.layers.get(name)
         return weight + layer.get_delta_weight(NAME) if layer else weight
 
     def sides(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """The two factors of what is added to a weight, without the scale; None: it has no adapter.
+        """Returns the two factors of a weight's adapter, without the scale; None: no adapter.
 
-        A layer of GPT-2's keeps its weight the other way round.
+        GPT-2's layers keep their weight transposed.
         """
         layer = self.layers.get(name)
         if layer is None:
             return None
-        A, B = layer.lora_A[NAME].weight.detach(), layer.lora_B[NAME].weight.detach()
+        A = layer.lora_A[NAME].weight.detach()
+        B = layer.lora_B[NAME].weight.detach()
         return (A.T, B.T) if layer.fan_in_fan_out else (B, A)
 
 
 class Base:
-    """The model below a policy's adapters, as a reference: its memory is that of the policy."""
+    """The model below a policy's adapters, as a reference in the policy's own memory."""
 
-    def __init__(self, policy: Any):
+    def __init__(self, policy: "FSDPPolicy"):
         self.policy = policy
 
-    def logprobs(self, rows: Sequence[Any]) -> list[Tensor]:
-        """Those of `Policy.logprobs`, of the model as it was before training."""
+    def logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Returns `Policy.logprobs` of the model as it was before training."""
         layers = self.policy.adapters.layers.values()
         try:
             for layer in layers:

@@ -1,32 +1,32 @@
-"""A model's architecture without its weights: the modules, and their sizes."""
+"""Reads a model's architecture, its modules and their sizes, without its weights."""
 
 import functools
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from core.errors import InputError
 from policy.lora import targets
 
-# Layer types of transformers that keep no KV; of an unknown one, KV is counted.
+# Layer types of transformers that keep no KV; for an unknown type, KV is counted.
 WITHOUT_KV = {"linear_attention", "mamba", "conv", "moe", "mlp", "sparse", "dense"}
 
 
 def build(folder: str) -> PreTrainedModel:
-    """The model of a folder's config.json, without storage on the meta device.
+    """Builds the model of a folder's config.json on the meta device, without storage.
 
-    Raises InputError where transformers makes no language model of it.
+    Raises InputError if transformers cannot make a language model of it.
     """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            # Another dtype would be the default of all threads meanwhile.
+            # Any other dtype would become the default of all threads during the call.
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # transformers raises whatever it stumbles over
+    except Exception as error:  # transformers may raise anything
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise InputError(f"model = {folder!r}: config.json describes no model: {why}") from None
 
@@ -38,13 +38,13 @@ class Model:
     name: str
     params: int
     routed: int  # in routed experts
-    expert_share: float  # of the routed experts, met by one token
-    embedding: int  # that are only looked up: 0 where the head is tied to them
+    expert_share: float  # of the routed experts, used by one token
+    embedding: int  # only looked up; 0 if the head is tied to the embedding
     root: int  # outside of decoder layers
     layer: int  # in the largest decoder layer
     experts: int  # routed, in the layer that has most
     biggest: int  # in the largest tensor
-    tensors: int  # of a weight update, of each expert its own
+    tensors: int  # number of tensors in a weight update, with each expert's counted by itself
     linear: dict[str, int]  # parameters of adapters of rank 1, by the last part of layers' names
     layers: int
     kv_layers: int
@@ -52,28 +52,29 @@ class Model:
     heads: int
     kv_heads: int
     head_dim: int
-    latent: int  # width of a compressed KV (MLA), which all heads share; 0: none
-    state: int  # bytes that an engine keeps of a sequence, however long it is: Mamba's
-    ffn: int  # bytes that a feed-forward saves of each token for its backward, in bf16
+    latent: int  # width of a compressed KV (MLA), which all heads share; 0: not compressed
+    state: int  # bytes of Mamba state that an engine keeps for a sequence of any length
+    ffn: int  # bytes that a feed-forward saves for the backward of each token, in bf16
     vocab: int
 
     @property
     def active(self) -> float:
-        """Parameters that one token meets, embedding and head included."""
+        """Parameters that one token uses, embedding and head included."""
         return self.params - self.routed * (1 - self.expert_share)
 
     def flops(self, tokens: float, keys: float, passes: int, frozen: bool) -> float:
-        """FLOPs of passes over tokens which meet `keys` keys in all: 2 N + 4 Q keys of each layer.
+        """Returns FLOPs of passes over tokens that attend to `keys` keys in total.
 
-        N: active parameters without the lookup. Forward is a pass, backward two, of which frozen
-        weights need one. Kaplan et al. 2020 (arXiv:2001.08361), section 2.1.
+        A pass takes 2 N for each token and 4 Q for each key in each layer. N: active parameters
+        without the lookup, Q: width of all query heads. Forward is one pass, backward two, of which
+        frozen weights need one. Kaplan et al. 2020 (arXiv:2001.08361), section 2.1.
         """
         of_weights = (passes - frozen) * 2 * (self.active - self.embedding) * tokens
         return of_weights + passes * 4 * self.heads * self.head_dim * self.kv_layers * keys
 
 
 def read_model(folder: str) -> Model:
-    """Counts the model of a folder's config.json. Raises InputError where it describes none."""
+    """Counts the model of a folder's config.json. Raises InputError if it does not describe one."""
     lm = build(folder)
     text = lm.config.get_text_config()
     get = functools.partial(field, text)
@@ -114,10 +115,11 @@ def read_model(folder: str) -> Model:
 
 @functools.lru_cache
 def even_length(folder: str, frozen: bool) -> int:
-    """Tokens of a sequence at which attention costs as many FLOPs as the weights do.
+    """Returns the length in tokens at which attention costs as many FLOPs as the weights.
 
-    One of n tokens meets n^2 / 2 keys, so it costs in proportion to n (n + even_length). Without a
-    config.json it is 0: attention alone counts. Raises InputError where that describes no model.
+    A sequence of n tokens attends to n^2 / 2 keys, so its cost is proportional to
+    n (n + even_length). Without a config.json it is 0: attention alone counts. Raises InputError if
+    config.json does not describe a model.
     """
     if not (Path(folder) / "config.json").is_file():
         return 0
@@ -125,8 +127,8 @@ def even_length(folder: str, frozen: bool) -> int:
     return round(2 * model.flops(1, 0, 3, frozen) / max(1, model.flops(0, 1, 3, frozen)))
 
 
-def adapted(lm: Any) -> dict[str, int]:
-    """Inputs and outputs of the linear layers but the head, by the last part of their names."""
+def adapted(lm: PreTrainedModel) -> dict[str, int]:
+    """Sums inputs and outputs of linear layers except the head, by the last part of their names."""
     found: dict[str, int] = {}
     for name in targets(lm, ()):
         leaf = name.rpartition(".")[2]
@@ -135,26 +137,30 @@ def adapted(lm: Any) -> dict[str, int]:
 
 
 def routed(sizes: dict[str, int]) -> int:
-    """Parameters of routed experts, of all by name."""
+    """Counts the parameters of routed experts, given the size of each parameter by name."""
     return sum(size for name, size in sizes.items() if ".experts." in name)
 
 
-def sent(name: str, parameter: Any) -> int:
-    """Tensors that a checkpoint has of a parameter: transformers stacks a layer's experts."""
+def sent(name: str, parameter: Tensor) -> int:
+    """Counts a parameter's tensors in a checkpoint: transformers stacks a layer's experts."""
     if ".experts." not in name or parameter.dim() < 3:
         return 1
     return len(parameter) * (2 if "gate_up" in name else 1)
 
 
-def field(config: Any, *names: str, default: int = 0) -> int:
-    """The first of a config.json's fields of these names that is there and not 0."""
-    return next((v for v in (getattr(config, name, None) for name in names) if v), default)
+def field(config: PretrainedConfig, *names: str, default: int = 0) -> int:
+    """Returns the first of a config.json's fields of these names that is set and not 0."""
+    for name in names:
+        if value := getattr(config, name, None):
+            return value
+    return default
 
 
-def mamba_bytes(config: Any) -> int:
-    """Bytes that a Mamba-2 layer keeps of a sequence: float32 [heads, width, state], bf16 inputs.
+def mamba_bytes(config: PretrainedConfig) -> int:
+    """Returns bytes that a Mamba-2 layer keeps for a sequence.
 
-    The inputs are those of its convolution, of x, B and C.
+    These are its state, float32 [heads, width, state], and the bf16 inputs of its convolution: x, B
+    and C.
     """
     get = functools.partial(field, config)
     heads = get("mamba_num_heads") * get("mamba_head_dim")
@@ -162,10 +168,11 @@ def mamba_bytes(config: Any) -> int:
     return 4 * heads * get("ssm_state_size") + 2 * (get("conv_kernel") - 1) * convolved
 
 
-def feed_forward_bytes(hidden: int, config: Any) -> int:
-    """Bytes a token that `down(silu(gate) * up)` saves: four bf16 tensors as wide as it is inside.
+def feed_forward_bytes(hidden: int, config: PretrainedConfig) -> int:
+    """Returns bytes per token that `down(silu(gate) * up)` saves for its backward.
 
-    Each of a token's experts also copies its input and its output.
+    These are four bf16 tensors of the inner width. Each of a token's experts also copies its input
+    and its output.
     """
     get = functools.partial(field, config)
     inside = get("intermediate_size")

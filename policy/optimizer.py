@@ -1,8 +1,8 @@
-"""AdamW as both back ends use it: its groups of parameters, and the course of its learning rate."""
+"""Sets up AdamW's parameter groups and computes the learning rate, for both back ends."""
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.optim import AdamW
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def learning_rate(update: int, settings: "PolicySettings") -> float:
-    """The learning rate of an update, counted from 0.
+    """Returns the learning rate of an update, counted from 0.
 
-    Linear from `warmup_lr` to `lr`, then the schedule, which ends at `min_lr`. The formulas are
-    those of Megatron-Core's OptimizerParamScheduler.
+    Linear from `warmup_lr` to `lr`, then the schedule, which ends at `min_lr`. The formulas match
+    Megatron-Core's OptimizerParamScheduler.
     """
     peak, floor, warm = settings.lr, settings.min_lr, settings.warmup_steps
     if update < warm:
@@ -25,15 +25,21 @@ def learning_rate(update: int, settings: "PolicySettings") -> float:
     end = settings.lr_decay_steps
     start = end - settings.wsd_decay_steps if settings.lr_schedule == "wsd" else warm
     done = min(max((update - start) / (end - start), 0.0), 1.0)
-    left = (1 + math.cos(math.pi * done)) / 2 if settings.lr_schedule == "cosine" else 1 - done
+    if settings.lr_schedule == "cosine":
+        left = (1 + math.cos(math.pi * done)) / 2
+    else:
+        left = 1 - done
     return floor + (peak - floor) * left
 
 
 def adamw(parameters: Iterable[Tensor], settings: "PolicySettings") -> AdamW:
-    """torch's AdamW. Norms and biases, which have one axis, do not decay."""
+    """Returns torch's AdamW. Norms and biases, which have one axis, do not decay."""
     every = list(parameters)
-    decaying: dict[str, Any] = {"params": [p for p in every if p.ndim > 1]}
-    others = {"params": [p for p in every if p.ndim <= 1], "weight_decay": 0.0}
-    groups = [group for group in (decaying, others) if group["params"]]
-    how: Any = {"lr": settings.lr, "betas": settings.betas, "fused": True}
-    return AdamW(groups, weight_decay=settings.weight_decay, **how)
+    decaying = [p for p in every if p.ndim > 1]
+    others = [p for p in every if p.ndim <= 1]
+    groups: list[dict[str, list[Tensor] | float]] = []
+    if decaying:
+        groups.append({"params": decaying, "weight_decay": settings.weight_decay})
+    if others:
+        groups.append({"params": others, "weight_decay": 0.0})
+    return AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)

@@ -1,1 +1,1 @@
-"""The network on Megatron-Core, which policy.py drives; model_check.py refuses bad input first."""
+"""Trains on Megatron-Core: policy.py drives the network, model_check.py refuses bad input first."""

@@ -1,16 +1,17 @@
-"""Checkpoints of the Megatron policy: each rank copies, writes and reads its share.
+"""Saves and loads checkpoints of the Megatron policy: each rank copies, writes and reads its share.
 
-AdamW's state stays cut as it is over replicas and context parallel ranks, so none is gathered. Any
-number of those goes on from it; another tp, pp or ep does not. Weights, which replicas have in
-common, are dealt out among them. Megatron's own asynchronous way to save forks the trainer, and
-ends with messages in the group that the training uses meanwhile; what is here has its own group.
+AdamW's state stays cut over replicas and context parallel ranks, so nothing is gathered. Any number
+of these ranks can continue from it, but tp, pp and ep must stay the same. Weights, which replicas
+have in common, are dealt out among them. Megatron's own asynchronous save forks the trainer, and
+ends with messages in the group that training uses at the same time; this one has its own group.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -36,13 +37,21 @@ from torch import Tensor
 
 from core.errors import InputError
 
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import (
+        CommonStateDict,
+        ShardedStateDict,
+        ShardedTensor,
+    )
+    from torch.distributed._shard.sharded_tensor import ShardedTensor as TorchShardedTensor
+
 FORMAT = TorchDistSaveShardedStrategy("torch_dist", 1)
 
 
 class Shares:
     """One rank's share of a model and of its optimizer's state: copied, written and read.
 
-    `layout` are the settings that must be the same when a checkpoint is loaded, `group` is the
+    `layout` has the settings that must be the same when a checkpoint is loaded; `group` is the
     process group that writing uses.
     """
 
@@ -50,7 +59,7 @@ class Shares:
         self,
         model: MegatronModule,
         optimizer: ChainedOptimizer,
-        layout: dict[str, Any],
+        layout: dict[str, int | None],
         group: dist.ProcessGroup,
     ):
         self.model = model
@@ -60,30 +69,35 @@ class Shares:
         replicas = mpu.get_data_parallel_group(with_context_parallel=True)
         self.dealer = FullyParallelSaveStrategyWrapper(FORMAT, replicas, do_cache_distribution=True)
 
-    def state(self, loading: bool) -> dict[str, Any]:
-        """All that training changes, each tensor with its place in the whole."""
-        how = {"distrib_optim_sharding_type": "dp_reshardable"}
-        model = self.model.sharded_state_dict(metadata=how)
-        moments = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=how)
+    def state(self, loading: bool) -> "dict[str, ShardedStateDict]":
+        """Returns all that training changes, each tensor with its place in the whole."""
+        metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+        model = self.model.sharded_state_dict(metadata=metadata)
+        moments = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
         return {"model": model, "optimizer": moments}
 
     def save(self, dir: str, updates: int) -> Callable[[], None]:
-        """Copies this rank's share to memory; returns a function that writes it meanwhile."""
+        """Copies this rank's share to memory; returns a function that writes it during training."""
         Path(dir).mkdir(parents=True, exist_ok=True)
         state = self.state(loading=False) | {"updates": updates, "layout": self.layout}
         shards, common = save_preprocess(state, validate_access_integrity=False)
         self.dealer.apply_saving_parallelization(shards)
-        mine = defaultdict(list)
+        mine: dict[str, list[ShardedTensor | ShardedObject]] = defaultdict(list)
         for shard in nested_values(shards):
             if is_main_replica(shard.replica_id):
-                is_object = isinstance(shard, ShardedObject)
-                mine[shard.unique_key if is_object else shard.key].append(shard)
+                key = shard.unique_key if isinstance(shard, ShardedObject) else shard.key
+                mine[key].append(shard)
                 if isinstance(shard.data, Tensor):
                     shard.data = shard.data.detach().to("cpu", copy=True)
         return partial(self._write, dir, mcore_to_pyt_state_dict(mine), common)
 
-    def _write(self, dir: str, shards: dict[str, Any], common: dict[str, Any]) -> None:
-        """Writes the data, and after those of all ranks the metadata that mark the checkpoint."""
+    def _write(
+        self,
+        dir: str,
+        shards: "dict[str, TorchShardedTensor | BytesIO]",
+        common: "CommonStateDict",
+    ) -> None:
+        """Writes the data, and after all ranks' data the metadata that mark the checkpoint."""
         planner = MCoreSavePlanner(flatten_state_dict=False)
         checkpoint_io.save(shards, checkpoint_id=dir, planner=planner, process_group=self.group)
         if dist.get_rank(self.group) == 0:
@@ -94,14 +108,15 @@ class Shares:
     def load(self, dir: str) -> int:
         """Loads a checkpoint of `save`, for any number of replicas; returns its `updates`.
 
-        Raises InputError where it was saved with another `layout`.
+        Raises InputError if it was saved with another `layout`.
         """
         saved = dist_checkpointing.load_common_state_dict(dir)["layout"]
         for name, now in self.layout.items():
             if saved[name] != now:
-                differs = f"{dir} was saved with {name} = {saved[name]}, not {now}"
-                remedy = "set that, or set model to the folder hf beside it and start anew"
-                raise InputError(f"{differs}: {remedy}")
+                raise InputError(
+                    f"{dir} was saved with {name} = {saved[name]}, not {now}: set that, or set "
+                    "model to the folder hf next to it and start anew"
+                )
         state = dist_checkpointing.load(self.state(loading=True), dir)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -1,9 +1,9 @@
-"""Whole tensors of a checkpoint on rank 0, from the shards of a model on all ranks.
+"""Gathers whole tensors of a checkpoint on rank 0, from the shards of a model on all ranks.
 
     ranks that share a tensor  --gather-->  its owner, the first of them  --send-->  rank 0
 
-No other rank takes part. An owner sends many tensors at once: those of a pipeline stage, or a
-layer's experts.
+No other rank takes part. An owner sends many tensors at once: a pipeline stage, or a layer's
+experts.
 """
 
 import itertools
@@ -22,17 +22,19 @@ MESSAGE_BYTES = 256 << 20  # that a rank sends to rank 0 at once
 
 @torch.no_grad()
 def export(weights: Weights) -> Iterator[tuple[str, Tensor | None]]:
-    """The checkpoint's names, with whole tensors on rank 0 and None on the others; collective."""
+    """Yields the checkpoint's names, with whole tensors on rank 0, else None; collective."""
     for entries in messages(weights):
-        for (place, _, _), whole in zip(entries, collect(weights, entries), strict=True):
-            if whole is None:
-                yield from dict.fromkeys(place.names()).items()
-            else:
-                yield from named(whole, place)
+        wholes = collect(weights, entries)
+        for entry, whole in zip(entries, wholes, strict=True):
+            if whole is not None:
+                yield from named(whole, entry.place)
+                continue
+            for name in entry.place.names():
+                yield name, None
 
 
 def messages(weights: Weights) -> Iterator[list[Entry]]:
-    """The model, cut into messages: tensors of one owner and type."""
+    """Cuts the model into messages: tensors of one owner and type."""
     for (owner, dtype), run in itertools.groupby(weights.catalog, lambda e: (e.owner, e.dtype)):
         message: list[Entry] = []
         used = 0
@@ -48,16 +50,16 @@ def messages(weights: Weights) -> Iterator[list[Entry]]:
 
 
 def collect(weights: Weights, entries: list[Entry]) -> list[Tensor | None]:
-    """The whole tensors of a message on rank 0; None for each on the other ranks."""
+    """Returns the whole tensors of a message on rank 0; None for each on the other ranks."""
     rank = dist.get_rank()
     owner = entries[0].owner
     shares = mpu.get_tensor_model_parallel_src_rank() == owner
-    wholes: list[Tensor | None] = [
-        gather(weights.local[place.key].tensor.detach(), place)
-        if rank == owner or shares and place.ranks > 1
-        else None
-        for place, _, _ in entries
-    ]
+    wholes: list[Tensor | None] = []
+    for place, _, _ in entries:
+        if rank == owner or (shares and place.ranks > 1):
+            wholes.append(gather(weights.local[place.key].tensor.detach(), place))
+        else:
+            wholes.append(None)
     if rank == owner != 0:
         dist.send(torch.cat([whole.flatten() for whole in wholes if whole is not None]), 0)
     if rank == 0 != owner:
@@ -70,7 +72,7 @@ def collect(weights: Weights, entries: list[Entry]) -> list[Tensor | None]:
 
 
 def named(whole: Tensor, place: Place) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor in the checkpoint for each part of a whole Megatron tensor."""
+    """Yields name and tensor in the checkpoint for each part of a whole Megatron tensor."""
     cuts = zip(place.pieces, whole.split(place.sizes(), place.dim), strict=True)
     rows: dict[str, list[Tensor]] = {}
     for piece, cut in sorted(cuts, key=lambda pair: pair[0]):
@@ -80,7 +82,7 @@ def named(whole: Tensor, place: Place) -> Iterator[tuple[str, Tensor]]:
 
 
 def gather(tensor: Tensor, place: Place) -> Tensor:
-    """The shards of the ranks that share a tensor, in their order."""
+    """Joins the shards of the ranks that share a tensor, in their order."""
     if place.ranks == 1:
         return tensor.contiguous()
     shards = [torch.empty_like(tensor) for _ in range(place.ranks)]

@@ -1,4 +1,4 @@
-"""The names of a model's tensors: those of Megatron, and those in a checkpoint of its family.
+"""Maps Megatron's names of a model's tensors to the names in a checkpoint of its family.
 
 policy/megatron/hf_weights.py reads these tables in both directions.
 """
@@ -46,11 +46,11 @@ mlp.experts.(\d+).linear_fc2.weight    | columns | {}mixer.experts.\1.down_proj.
 
 
 class Family(NamedTuple):
-    """The names in a family's checkpoints of Megatron's tensors."""
+    """Names of Megatron's tensors in a family's checkpoints."""
 
     table: str
     prefix: str  # of a layer's tensors
-    split: int  # Megatron layers to each of the checkpoint's
+    split: int  # Megatron layers for each layer of the checkpoint
 
 
 TRANSFORMER = Family(LLAMA, "model.layers.{}.", 2)
@@ -59,7 +59,7 @@ FAMILIES["nemotron_h"] = Family(NEMOTRON_H, "backbone.layers.{}.", 1)
 
 
 def padded(vocab: int) -> int:
-    """The rows of Megatron's embedding, padded so that tensor parallel ranks have equally many."""
+    """Returns the rows of Megatron's embedding, padded to equal parts for tensor parallel ranks."""
     return -(-vocab // 128) * 128
 
 
@@ -67,7 +67,7 @@ SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E
 
 
 def pattern(hf: PretrainedConfig) -> str:
-    """Megatron's layers for a config.json: M Mamba-2, * attention, - MLP, E experts."""
+    """Returns Megatron's layers for a config.json: M Mamba-2, * attention, - MLP, E experts."""
     if kinds := getattr(hf, "layers_block_type", None):
         return "".join(SYMBOLS[kind] for kind in kinds)
     step = getattr(hf, "decoder_sparse_step", 0)
@@ -77,6 +77,6 @@ def pattern(hf: PretrainedConfig) -> str:
 
 
 def expert_layers(hf: PretrainedConfig) -> list[int]:
-    """The layers that have experts, as a config.json and vLLM count layers."""
+    """Returns the layers that have experts, as a config.json and vLLM count layers."""
     split = FAMILIES[hf.model_type].split
     return [i // split for i, kind in enumerate(pattern(hf)) if kind == "E"]

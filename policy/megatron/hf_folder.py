@@ -1,4 +1,4 @@
-"""A Megatron policy as a model for transformers and vLLM; each rank writes one file of it."""
+"""Writes a Megatron policy as a model for transformers and vLLM; each rank writes one file."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +20,10 @@ from policy.megatron.hf_weights import ASIDE, Weights
 
 @torch.no_grad()
 def share(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors that this rank is to write, by the checkpoint's names.
+    """Yields the whole tensors that this rank writes, by the checkpoint's names.
 
     Each tensor is in one rank's share, and shares are about equally large. Collective: tensor
-    parallel ranks put together what one of them is to write.
+    parallel ranks put together what one of them writes.
     """
     rank = dist.get_rank()
     mates = dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group())
@@ -50,9 +49,9 @@ def write(dir: str, source: str, share: dict[str, Tensor], group: dist.ProcessGr
     if rank == 0:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-    every: list[Any] = [None] * dist.get_world_size()
+    every: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
     sizes = {name: tensor.nbytes for name, tensor in share.items()}
-    dist.all_gather_object(every, sizes, group)  # behind it the folder is there
+    dist.all_gather_object(every, sizes, group)  # after it, rank 0 has made the folder
     writers = [i for i, sizes in enumerate(every) if sizes]
     files = [f"model-{n:05}-of-{len(writers):05}.safetensors" for n in range(1, len(writers) + 1)]
     if share:
@@ -60,8 +59,10 @@ def write(dir: str, source: str, share: dict[str, Tensor], group: dist.ProcessGr
     dist.barrier(group)
     if rank > 0:
         return
-    places = {name: file for i, file in zip(writers, files, strict=True) for name in every[i]}
-    total = sum(size for sizes in every for size in sizes.values())
+    places: dict[str, str] = {}
+    for writer, file in zip(writers, files, strict=True):
+        places |= dict.fromkeys(every[writer], file)
+    total = sum(sum(sizes.values()) for sizes in every)
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     for name in ("config.json", "generation_config.json"):

@@ -1,7 +1,7 @@
-"""Names, rows and shards: from Megatron's tensors to a Hugging Face checkpoint, and back.
+"""Maps names, rows and shards of Megatron's tensors to a Hugging Face checkpoint, and back.
 
-A tensor that Megatron cuts over its tensor parallel ranks is, put together again, some rows of one
-or more tensors of the checkpoint in another order:
+A tensor that Megatron cuts over its tensor parallel ranks is, once put together again, some rows of
+one or more tensors of the checkpoint in another order:
 
     as the checkpoint has them            q q q q   k k   v v
     as Megatron has them, two groups      q q k v   q q k v
@@ -12,17 +12,20 @@ alternate. Loading reads it from right to left, exporting from left to right.
 
 import itertools
 import re
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from policy import WeightMeta
 from policy.megatron.families import FAMILIES, padded
 from policy.megatron.model_check import ASIDE, Checkpoint
+
+if TYPE_CHECKING:
+    from megatron.core.models.mamba import MambaModel
 
 PADDING = ""  # the name of rows that no checkpoint has
 
@@ -38,7 +41,7 @@ class Piece(NamedTuple):
 class Place(NamedTuple):
     """The checkpoint's pieces of a Megatron tensor, from the first rank's part to the last's."""
 
-    layer: int  # -1: none
+    layer: int  # -1: outside of layers
     pieces: list[Piece]
     dim: int
     ranks: int  # that share it; 1: every rank has all of it
@@ -49,11 +52,11 @@ class Place(NamedTuple):
         return self.layer, self.pieces[0].name
 
     def names(self) -> list[str]:
-        """The checkpoint's tensors that it is made of."""
+        """Returns the names of the checkpoint's tensors that it consists of."""
         return list(dict.fromkeys(p.name for p in self.pieces if p.name != PADDING))
 
     def sizes(self) -> list[int]:
-        """The number of rows, or columns, of each piece."""
+        """Returns the number of rows, or columns, of each piece."""
         return [piece.stop - piece.start for piece in self.pieces]
 
 
@@ -78,18 +81,25 @@ class Entry(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some rows, or columns, that are cut in equally many pieces as others."""
+    """Rows, or columns, of one of the tensors that are cut in n pieces each, and alternate."""
 
     name: str
     start: int
     size: int
 
 
+class Rule(NamedTuple):
+    """A line of a family's table, for one Megatron name."""
+
+    how: str  # the tensor lies: "whole", "rows", "columns", "groups" or "ranks"
+    names: str  # in the checkpoint, as `alternatives` expands them
+
+
 class Weights:
     """One rank's tensors of a model, each with its place in a checkpoint."""
 
-    def __init__(self, folder: str, hf: PretrainedConfig, model: nn.Module):
-        self.hf: Any = hf  # config.json, with the fields of its family
+    def __init__(self, folder: str, hf: PretrainedConfig, model: "MambaModel"):
+        self.hf = hf
         self.file = Checkpoint(folder)
         family = FAMILIES[self.hf.model_type]
         self.prefix = family.prefix
@@ -106,12 +116,12 @@ class Weights:
         self.catalog = self.gather_catalog()
 
     def mark(self, tensor: Any, place: Place, is_expert: bool) -> None:
-        """Sets the attributes that Megatron reads, where it does not set them itself."""
+        """Sets the attributes that Megatron reads but does not always set itself."""
         tensor.allreduce = not is_expert
         tensor.tensor_model_parallel = place.ranks > 1 or is_expert
 
-    def place(self, name: str, model: Any) -> Place:
-        """The place of a parameter. Raises ValueError where the checkpoint has none for it."""
+    def place(self, name: str, model: "MambaModel") -> Place:
+        """Finds the place of a parameter. Raises ValueError if the checkpoint lacks one for it."""
         layer = -1
         prefix = ""
         rest = name
@@ -124,28 +134,31 @@ class Weights:
             each //= mpu.get_expert_model_parallel_world_size()
             number = int(expert[2]) + each * mpu.get_expert_model_parallel_rank()
             rest = f"mlp.experts.{number}.{expert[1]}"
-        homes = [
-            (match, how, names)
-            for rule, how, names in self.table
-            if (match := re.fullmatch(rule, rest))
-        ]
-        if not homes:
+        rule = self.rule(rest)
+        if rule is None:
             raise ValueError(f"{name} has no home in a {self.hf.model_type} checkpoint")
-        match, how, home = homes[0]
-        names = [n.format(prefix) for n in alternatives(match.expand(home))]
+        names = [n.format(prefix) for n in alternatives(rule.names)]
         if names == ["lm_head.weight"] and self.hf.tie_word_embeddings:
             names = [self.table[0][2]]
-        shared = how != "whole" and not expert  # experts are never cut
+        shared = rule.how != "whole" and not expert  # experts are never cut
         ranks = mpu.get_tensor_model_parallel_world_size() if shared else 1
-        return Place(layer, self.pieces(names, how, ranks), int(how == "columns"), ranks)
+        pieces = self.pieces(names, rule.how, ranks)
+        return Place(layer, pieces, int(rule.how == "columns"), ranks)
+
+    def rule(self, name: str) -> Rule | None:
+        """Finds the table's first rule for a Megatron name, its layer's prefix cut off."""
+        for pattern, how, names in self.table:
+            if match := re.fullmatch(pattern, name):
+                return Rule(how, match.expand(names))
+        return None
 
     def pieces(self, names: list[str], how: str, ranks: int) -> list[Piece]:
-        """The rows of some tensors in Megatron's order; they are cut in n, and alternate."""
+        """Returns rows of some tensors in Megatron's order: cut in n, and alternating."""
         hf = self.hf
         dim = int(how == "columns")
         parts = [Part(name, 0, self.file.shape(name)[dim]) for name in names]
         n = {"groups": getattr(hf, "num_key_value_heads", 1), "ranks": ranks}.get(how, 1)
-        if mamba := re.search(r"mixer\.(in_proj|conv1d)", names[0]):  # each of its parts is cut
+        if mamba := re.search(r"mixer\.(in_proj|conv1d)", names[0]):  # each part is cut by itself
             inner = hf.mamba_num_heads * hf.mamba_head_dim
             state = hf.n_groups * hf.ssm_state_size
             sizes = [inner, state, state]  # x, B, C of the convolution
@@ -162,7 +175,7 @@ class Weights:
         ]
 
     def load(self, place: Place, tensor: Tensor) -> None:
-        """Fills a tensor, reading no row that this rank does not need."""
+        """Fills a tensor, reading only the rows that this rank needs."""
         rank = mpu.get_tensor_model_parallel_rank() if place.ranks > 1 else 0
         total = sum(piece.stop - piece.start for piece in place.pieces)
         # This rank's rows, counted from the start of the piece at hand.
@@ -181,12 +194,12 @@ class Weights:
         tensor.data.copy_(torch.cat(parts, place.dim).view_as(tensor))
 
     def gather_catalog(self) -> list[Entry]:
-        """All tensors of the model, in the order of sending.
+        """Returns all tensors of the model, in the order of sending; collective.
 
         Raises ValueError naming a tensor of the checkpoint that no rank has.
         """
         mine = [(place, tensor.dtype) for place, tensor in self.local.values()]
-        every: list[Any] = [None] * dist.get_world_size()
+        every: list[list[tuple[Place, torch.dtype]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(every, mine)
         entries: dict[tuple[int, str], Entry] = {}
         for rank, held in enumerate(every):
@@ -197,17 +210,17 @@ class Weights:
         for name in sorted(self.file.files.keys() - homes):
             if not ASIDE.match(name):
                 raise ValueError(f"{name} of the checkpoint has no home in Megatron's model")
-        # Of a layer's experts, those of one rank follow each other, so that it sends them at once.
+        # One rank's experts of a layer follow each other, so that it sends them at once.
         return sorted(entries.values(), key=lambda e: (e.place.layer, e.owner, e.place.key))
 
     def shape(self, place: Place) -> list[int]:
-        """The shape of a tensor of Megatron's, its shards put together."""
+        """Returns the shape of a Megatron tensor, its shards put together."""
         shape = self.file.shape(place.pieces[0].name)
         shape[place.dim] = sum(place.sizes())
         return shape
 
     def metas(self) -> list[WeightMeta]:
-        """Name, shape and type of each tensor of export.py, in its order; no communication."""
+        """Describes the tensors of export.py, in its order; no communication."""
         return [
             WeightMeta(name, tuple(self.file.shape(name)), str(dtype).removeprefix("torch."))
             for place, dtype, _ in self.catalog
@@ -216,7 +229,7 @@ class Weights:
 
 
 def alternatives(names: str) -> list[str]:
-    """`a.[qkv]_proj` as three names, `a.[gate,up]_proj` as two."""
+    """Expands `a.[qkv]_proj` to three names, `a.[gate,up]_proj` to two."""
     before, _, rest = names.partition("[")
     inside, _, after = rest.partition("]")
     parts = inside.split(",") if "," in inside else list(inside)

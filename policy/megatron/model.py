@@ -1,14 +1,14 @@
-"""The network that policy/megatron/policy.py trains, put together from Megatron-Core's layers.
+"""Builds the network that policy/megatron/policy.py trains, from Megatron-Core's layers.
 
 Every family is a MambaModel, Megatron's stack of single layers: M Mamba-2, * attention, - MLP,
 E experts. A transformer layer is *- or *E; Nemotron-H mixes all four.
 
-Axes:  S places of a padded packed row   L those of this context parallel rank   H hidden size
+Axes:  S places of a padded packed row   L this context parallel rank's places   H hidden size
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,26 +32,29 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from policy.megatron.arguments import transformer_config
+from policy.megatron.arguments import Field, transformer_config
 from policy.megatron.families import padded, pattern
 
 if TYPE_CHECKING:
     from settings.network import PolicySettings
 
+Output = TypeVar("Output")
+
 
 class Architecture(NamedTuple):
     """A config.json in Megatron's terms."""
 
-    layers: str  # families.pattern of it
-    fields: dict[str, Any]  # of TransformerConfig
+    layers: str  # one letter for each, from families.pattern
+    fields: dict[str, Field]  # of TransformerConfig
 
 
-def architecture(hf: Any) -> Architecture:
-    """The architecture that Megatron builds for a config.json."""
+def architecture(hf: PretrainedConfig) -> Architecture:
+    """Returns the architecture that Megatron builds for a config.json."""
     layers = pattern(hf)
-    fields: dict[str, Any] = {
+    fields: dict[str, Field] = {
         "hidden_size": hf.hidden_size,
         "num_attention_heads": hf.num_attention_heads,
         "num_query_groups": hf.num_key_value_heads,
@@ -59,10 +62,15 @@ def architecture(hf: Any) -> Architecture:
         "ffn_hidden_size": hf.intermediate_size,
     }
     if hf.model_type == "nemotron_h":
-        fields |= {"layernorm_epsilon": hf.layer_norm_epsilon, "activation_func": squared_relu}
-        fields |= {"is_hybrid_model": True, "mamba_state_dim": hf.ssm_state_size}
-        fields |= {"mamba_num_heads": hf.mamba_num_heads, "mamba_head_dim": hf.mamba_head_dim}
-        fields |= {"mamba_num_groups": hf.n_groups}
+        fields |= {
+            "layernorm_epsilon": hf.layer_norm_epsilon,
+            "activation_func": squared_relu,
+            "is_hybrid_model": True,
+            "mamba_state_dim": hf.ssm_state_size,
+            "mamba_num_heads": hf.mamba_num_heads,
+            "mamba_head_dim": hf.mamba_head_dim,
+            "mamba_num_groups": hf.n_groups,
+        }
         if "E" in layers:
             fields |= {
                 "num_moe_experts": hf.n_routed_experts,
@@ -76,17 +84,27 @@ def architecture(hf: Any) -> Architecture:
                 "moe_latent_size": hf.moe_latent_size,
             }
     else:
-        fields |= {"layernorm_epsilon": hf.rms_norm_eps, "activation_func": F.silu}
-        fields |= {"gated_linear_unit": True, "add_qkv_bias": hf.model_type == "qwen2"}
-        fields |= {"qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe")}
+        fields |= {
+            "layernorm_epsilon": hf.rms_norm_eps,
+            "activation_func": F.silu,
+            "gated_linear_unit": True,
+            "add_qkv_bias": hf.model_type == "qwen2",
+            "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe"),
+        }
         if "E" in layers:
-            fields |= {"num_moe_experts": hf.num_experts}
-            fields |= {"moe_router_pre_softmax": not hf.norm_topk_prob}
+            fields["num_moe_experts"] = hf.num_experts
+            fields["moe_router_pre_softmax"] = not hf.norm_topk_prob
     if "E" in layers:
-        fields |= {"moe_router_topk": hf.num_experts_per_tok, "moe_router_dtype": "fp32"}
-        fields |= {"moe_ffn_hidden_size": hf.moe_intermediate_size, "moe_grouped_gemm": True}
-        fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
-    fields |= {"num_layers": len(layers), "normalization": "RMSNorm"}
+        fields |= {
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_router_dtype": "fp32",
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_grouped_gemm": True,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+        }
+    fields["num_layers"] = len(layers)
+    fields["normalization"] = "RMSNorm"
     return Architecture(layers, fields)
 
 
@@ -94,7 +112,7 @@ class Places(NamedTuple):
     """A router's view of this context parallel rank's places of a padded row."""
 
     read_L: Tensor  # bool: the engine read this token, so it chose experts for it
-    counted_L: Tensor  # bool: of a sample that is trained, so the balance of experts counts it
+    counted_L: Tensor  # bool: its sample is trained, so the balance of experts counts it
     routes_L: Tensor | None  # [L, expert layers, experts], the engine's choice; -1: unknown
 
 
@@ -108,29 +126,31 @@ class Row(PackedSeqParams):
 
 
 class ExpertLayer(TransformerLayer):
-    """Gives its router the row: also in backward, when the layer is computed again."""
+    """A layer that gives its router the row: also in backward, when it is computed again."""
 
-    def forward(self, *args: Any, packed_seq_params: Row, **rest: Any) -> Any:
+    def forward(
+        self, *args: Tensor | None, packed_seq_params: Row, **rest: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Runs the layer; Megatron calls it with these arguments."""
         self.mlp.router.places = packed_seq_params.places
         return super().forward(*args, packed_seq_params=packed_seq_params, **rest)
 
 
 class Router(TopKRouter):
-    """Counts the tokens of each expert, of those that belong to a trained sample.
+    """A router that counts each expert's tokens in trained samples only.
 
     Megatron moves the bias of each expert by a constant, up or down. Tokens that train nothing,
-    such as that of a row that keeps a rank in step, would move it as far as a whole batch does.
+    such as a row that keeps a rank in step, would move it as far as a whole batch does.
     """
 
     places: Places  # of the row at hand
 
     def mine(self, x_L: Tensor) -> Tensor:
-        """The values of this rank's share of the sequence, from those of each place."""
+        """Cuts this rank's share of the sequence out of the values of all places."""
         return x_L.chunk(self.tp_group.size())[self.tp_group.rank()]
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        # Once: of a checkpointed layer only the second forward pass has gradients.
+        # Once: only the second forward pass of a checkpointed layer has gradients.
         if self.enable_expert_bias and torch.is_grad_enabled():
             self.local_tokens_per_expert += routing_map[self.mine(self.places.counted_L)].sum(0)
 
@@ -143,13 +163,13 @@ class Chosen(NamedTuple):
 
 
 class RouteReplay(nn.Module):
-    """Makes a router choose the experts that the engine chose (R3).
+    """A replay of the engine's choice of experts in one router (R3).
 
-    The router is number `layer` of those of the `layers` layers that have experts.
+    The router is number `layer` among the `layers` layers that have experts.
 
-    Trainer and engine round differently. A token that both send to different experts has different
-    logprobs: arXiv:2510.11370. A place without a whole route chooses for itself. Raises ValueError
-    for routes of another number of layers.
+    Trainer and engine round differently. If they send a token to different experts, its logprobs
+    differ: arXiv:2510.11370. A place without a whole route chooses for itself. Raises ValueError
+    if routes have another number of layers.
     """
 
     followed: Tensor
@@ -181,8 +201,10 @@ class RouteReplay(nn.Module):
             return own
         known = places.routes_L.shape[1]
         if known != self.layers:
-            expected = f"expected those of the {self.layers} that have experts"
-            raise ValueError(f"samples have routes of {known} layers, {expected}")
+            raise ValueError(
+                f"samples have routes of {known} layers, expected the {self.layers} that have "
+                "experts"
+            )
         route_LK = self.share(places.routes_L)[:, self.layer].long()
         sorted_LK = route_LK.sort(1).values  # experts named twice are no route
         whole_L = (sorted_LK[:, 0] >= 0) & (sorted_LK.diff() > 0).all(1)
@@ -192,7 +214,7 @@ class RouteReplay(nn.Module):
 
 
 def stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """The four kinds of layers of a stack."""
+    """Specifies the four kinds of layers of a stack."""
     kind = TESpecProvider()
     bda = get_bias_dropout_add
     column = kind.column_parallel_linear()
@@ -229,17 +251,17 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
     return ModuleSpec(MambaStack, submodules=subs)
 
 
-def build(settings: "PolicySettings", hf: Any, dtype: torch.dtype) -> MambaModel:
-    """This rank's part of the network of a config.json, without weights."""
+def build(settings: "PolicySettings", hf: PretrainedConfig, dtype: torch.dtype) -> MambaModel:
+    """Builds this rank's part of the network of a config.json, without weights."""
     layers, fields = architecture(hf)
     config = transformer_config(settings, fields, dtype)
-    rotary = hf.model_type != "nemotron_h"  # Nemotron-H's attention knows no positions
+    rotary = hf.model_type != "nemotron_h"  # Nemotron-H's attention uses no positions
     last = mpu.is_pipeline_last_stage()
     model = MambaModel(
         config,
         stack_spec(config),
         vocab_size=padded(hf.vocab_size),
-        max_sequence_length=settings.row_tokens,  # only learned positions, which none has, need it
+        max_sequence_length=settings.row_tokens,  # only for learned positions, which no family has
         hybrid_override_pattern=layers,
         pre_process=mpu.is_pipeline_first_stage(),
         post_process=last,
@@ -252,7 +274,7 @@ def build(settings: "PolicySettings", hf: Any, dtype: torch.dtype) -> MambaModel
         # Logits never exist as a whole: the loss multiplies by the head, a chunk at a time.
         model.output_layer.forward = lambda hidden, *_, **unused: (hidden, None)
     for name, parameter in model.named_parameters():
-        # Mamba makes some in float32; Megatron's optimizer mixes up parameters of two dtypes.
+        # Mamba makes some in float32, but Megatron's optimizer confuses parameters of two dtypes.
         parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(not name.endswith("router.weight"))
     for layer in model.decoder.layers if settings.replay_routing else ():
@@ -265,26 +287,27 @@ def build(settings: "PolicySettings", hf: Any, dtype: torch.dtype) -> MambaModel
     return model
 
 
-def checkpointed(forward: Callable[..., Any], hidden_states: Tensor, **rest: Any) -> Any:
-    """A layer that keeps its input alone; MambaStack does not know `recompute_granularity`."""
+def checkpointed(forward: Callable[..., Output], hidden_states: Tensor, **rest: Any) -> Output:
+    """Runs a layer, saving its input alone; MambaStack has no `recompute_granularity`."""
     again = partial(forward, **rest)
     return tensor_parallel.checkpoint(lambda x: again(hidden_states=x), False, hidden_states)
 
 
-def rotary_frequencies(hf: Any) -> Tensor:
-    """The inverse frequencies [head dimension / 2] that transformers uses, scaled ones included.
+def rotary_frequencies(hf: PretrainedConfig) -> Tensor:
+    """Returns transformers' inverse frequencies [head dimension / 2], with their scaling.
 
-    Raises ValueError for a kind of scaling that Megatron cannot be given this way.
+    Raises ValueError for a kind of scaling that frequencies cannot express.
     """
-    rotary: Any = LlamaRotaryEmbedding(hf)
+    rotary = LlamaRotaryEmbedding(hf)
     if rotary.attention_scaling != 1 or rotary.rope_type not in ("default", "linear", "llama3"):
-        kinds = "rope_type default, linear or llama3"
-        raise ValueError(f"rope_parameters = {hf.rope_parameters}: expected {kinds}")
+        raise ValueError(
+            f"rope_parameters = {hf.rope_parameters}: expected rope_type default, linear or llama3"
+        )
     return rotary.inv_freq.clone()
 
 
 class Run(NamedTuple):
-    """Neighbouring places of a padded row, of one sequence."""
+    """Neighbouring places of one sequence in a padded row."""
 
     first: int  # of the sequence
     start: int
@@ -292,10 +315,10 @@ class Run(NamedTuple):
 
 
 def runs(ends: Tensor, n: int, rank: int) -> Iterator[Run]:
-    """The runs of places that context parallel rank `rank` of n has.
+    """Yields the runs of places that context parallel rank `rank` of n has.
 
-    Of a sequence in 2 n parts it has the rank-th from the front and from the back, so that all have
-    the same work under a causal mask: Transformer Engine's layout for packed rows.
+    A sequence has 2 n parts; a rank has the rank-th from the front and from the back, so that all
+    ranks have the same work under a causal mask: Transformer Engine's layout for packed rows.
     """
     every = ends.tolist()
     for first, last in zip(every, every[1:], strict=False):
@@ -308,6 +331,6 @@ def runs(ends: Tensor, n: int, rank: int) -> Iterator[Run]:
 
 
 def local_places(ends: Tensor, n: int, rank: int) -> Tensor:
-    """The places [L] of the padded row that a context parallel rank has, in its order."""
+    """Returns a context parallel rank's places [L] of the padded row, in the rank's order."""
     places = [torch.arange(run.start, run.stop) for run in runs(ends, n, rank)]
     return torch.cat(places).to(ends.device)

@@ -35,15 +35,15 @@ class Checkpoint:
         self.files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor. Raises ValueError where there is none."""
+        """Returns the shape of a tensor. Raises ValueError if the checkpoint lacks it."""
         if name not in self.files:
             raise ValueError(f"the checkpoint has no tensor {name}")
         return self.files[name].get_slice(name).get_shape()
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Rows (dim 0) or columns (dim 1) of a tensor; no more of it is read from disk.
+        """Reads rows (dim 0) or columns (dim 1) of a tensor, and no more of it from disk.
 
-        Raises ValueError where one of their numbers is not finite.
+        Raises ValueError if one of their numbers is not finite.
         """
         cut = self.files[name].get_slice(name)
         found = cut[:, start:stop] if dim else cut[start:stop]
@@ -61,7 +61,7 @@ FIXED = {
 NEMOTRON_H = {
     "norm_topk_prob": True,
     "residual_in_fp32": False,
-    "layer_norm_epsilon": 1e-5,  # what Megatron's Mamba layers have in their own norm
+    "layer_norm_epsilon": 1e-5,  # as in the norm inside Megatron's Mamba layers
 }
 
 
@@ -74,36 +74,42 @@ def check_megatron(model: str, settings: "PolicySettings") -> None:
     check_tensors(model, hf)
     words = len(load_tokenizer(model))
     if words > hf.vocab_size:
-        sizes = f"its tokenizer has {words} tokens, its embedding {hf.vocab_size}"
-        raise InputError(f"model = {model!r}: {sizes}")
+        raise InputError(
+            f"model = {model!r}: its tokenizer has {words} tokens, its embedding {hf.vocab_size}"
+        )
 
 
 def read_config(model: str, settings: "PolicySettings") -> PretrainedConfig:
-    """The model's config.json. Raises InputError for a family or layout that cannot be trained."""
+    """Reads config.json. Raises InputError for a family or a layout that cannot be trained."""
     hf = AutoConfig.from_pretrained(model)
     if hf.model_type not in FAMILIES:
-        known = f"policy.kind = 'megatron' knows {', '.join(FAMILIES)}"
-        raise InputError(f"model = {model!r}: {known}, not {hf.model_type}")
+        raise InputError(
+            f"model = {model!r}: policy.kind = 'megatron' supports {', '.join(FAMILIES)}, "
+            f"not {hf.model_type}"
+        )
     fixed = FIXED | (NEMOTRON_H if hf.model_type == "nemotron_h" else {})
     for name, value in fixed.items():
         if getattr(hf, name, value) != value:
-            found = f"its config.json has {name} = {getattr(hf, name)!r}"
-            only = f"policy.kind = 'megatron' trains {value!r} only"
-            raise InputError(f"model = {model!r}: {found}, {only}")
+            raise InputError(
+                f"model = {model!r}: its config.json has {name} = {getattr(hf, name)!r}, "
+                f"policy.kind = 'megatron' trains {value!r} only"
+            )
     check_layout(settings, hf)
     return hf
 
 
 def check_kernels(model: str) -> None:
-    """Raises InputError where a library of kernels is missing; tests/cpu stands in for them."""
+    """Raises InputError if a library of kernels is missing; tests/cpu stands in for them."""
     hf = AutoConfig.from_pretrained(model)
     kernels = ["transformer_engine"]
     if hf.model_type == "nemotron_h" and torch.cuda.is_available():
         kernels += ["mamba_ssm", "causal_conv1d"]
     for name in kernels:
         if not find_spec(name):
-            remedy = "bash launch/setup.sh megatron; on a CPU put tests/cpu on PYTHONPATH"
-            raise InputError(f"policy.kind = 'megatron' needs {name}, which is missing: {remedy}")
+            raise InputError(
+                f"policy.kind = 'megatron' needs {name}, which is missing: "
+                "bash launch/setup.sh megatron; on a CPU put tests/cpu on PYTHONPATH"
+            )
 
 
 class Divisor(NamedTuple):
@@ -112,17 +118,18 @@ class Divisor(NamedTuple):
     field: str
     value: int
     size: int
-    what: str
+    what: str  # the size's name
 
 
 def check_layout(settings: "PolicySettings", hf: PretrainedConfig) -> None:
     """Checks all divisors of a layout. Raises InputError with the nearest value that divides."""
     experts = getattr(hf, "num_local_experts", 0) or getattr(hf, "num_experts", 0) or 0
-    no_experts = f"{hf.model_type} has no experts"
     if settings.replay_routing and not experts:
-        raise InputError(f"policy.replay_routing = True: {no_experts}, expected False")
+        raise InputError(
+            f"policy.replay_routing = True: {hf.model_type} has no experts, expected False"
+        )
     if settings.ep > 1 and not experts:
-        raise InputError(f"policy.ep = {settings.ep}: {no_experts}, expected 1")
+        raise InputError(f"policy.ep = {settings.ep}: {hf.model_type} has no experts, expected 1")
     for rule in divisors(settings, hf, experts):
         if rule.size % rule.value:
             divide = (n for n in range(1, rule.size + 1) if rule.size % n == 0)
@@ -136,17 +143,16 @@ def check_layout(settings: "PolicySettings", hf: PretrainedConfig) -> None:
         pairs.append(("policy.cp", settings.cp, "n_groups of Mamba / policy.tp", groups))
     for field, value, what, size in pairs:
         if size % value and value % size:
-            both = f"{field} = {value} and {what} = {size}"
-            raise InputError(f"{both}: one must divide the other")
+            raise InputError(f"{field} = {value} and {what} = {size}: one must divide the other")
 
 
 def has_mamba(hf: PretrainedConfig) -> bool:
-    """Whether a model has Mamba layers."""
+    """True if a model has Mamba layers."""
     return "linear_attention" in (getattr(hf, "layers_block_type", None) or ())
 
 
 def divisors(settings: "PolicySettings", hf: PretrainedConfig, experts: int) -> list[Divisor]:
-    """The divisors that a layout must satisfy, in the order in which they are checked."""
+    """Returns the divisors that a layout must satisfy, in the order of checking."""
     tp = settings.tp
     layers = getattr(hf, "layers_block_type", None)
     depth = len(layers) if layers else 2 * hf.num_hidden_layers  # attention and MLP are two
@@ -168,7 +174,7 @@ def divisors(settings: "PolicySettings", hf: PretrainedConfig, experts: int) -> 
 
 
 def check_tensors(folder: str, hf: PretrainedConfig) -> None:
-    """Compares a checkpoint's tensors with those of its architecture, by name and shape.
+    """Compares a checkpoint's tensors with its architecture's, by name and shape.
 
     Raises InputError naming the first that is wrong.
     """
@@ -187,7 +193,7 @@ def check_tensors(folder: str, hf: PretrainedConfig) -> None:
         raise InputError(f"{folder}: no tensor {name}, expected by {hf.model_type}{hint}")
     for name in sorted(found.keys() - expected.keys() - tied):
         if not ASIDE.match(name):
-            raise InputError(f"{folder}: {name} is no tensor of {hf.model_type}")
+            raise InputError(f"{folder}: {name} is not a tensor of {hf.model_type}")
     for name, shape in expected.items():
         if name in found and files.shape(name) != shape:
             raise InputError(f"{folder}: {name} is {files.shape(name)}, expected {shape}")

@@ -1,11 +1,12 @@
-"""A policy on Megatron-Core: one model over TP x PP x CP x EP ranks.
+"""Trains a policy on Megatron-Core: one model over TP x PP x CP x EP ranks.
 
-Axes:  T tokens of a packed row   S its tokens padded so that all ranks have equally many
-       L those of this context parallel rank   N trained ones   H hidden size   V vocabulary
+Axes:  T tokens of a packed row   S tokens of the row, padded to equal parts for all ranks
+       L this context parallel rank's part of S   N trained tokens   H hidden size   V vocabulary
 
 A replica's ranks (TP x CP x PP) train the same packed rows: tensor parallel ranks hold slices of
-every matrix and of the sequence between them (sequence parallelism), context parallel ranks parts
-of every sequence, pipeline stages some layers, expert parallel ranks, across replicas, experts.
+every matrix and of the sequence between matrices (sequence parallelism), context parallel ranks
+hold parts of every sequence, pipeline stages hold some layers, and expert parallel ranks, across
+replicas, hold experts.
 
 The loss is a sum divided once by the count of the whole batch, so gradients are summed, never
 averaged: over replicas and context parallel ranks by DistributedDataParallel, over sequence shards
@@ -17,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,10 +32,11 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers import AutoConfig
 
 import policy
-from policy import AnyRow, LossFn, WeightMeta, allowed_tokens, logprobs, on
+from policy import AnyRow, LossFn, Stats, WeightMeta, allowed_tokens, logprobs, on
 from policy.megatron import hf_folder, hf_weights
 from policy.megatron.arguments import ddp_config, optimizer_config
 from policy.megatron.checkpoint import Shares
@@ -43,6 +45,8 @@ from policy.megatron.model import Places, RouteReplay, Row, build, local_places
 from policy.optimizer import learning_rate
 
 if TYPE_CHECKING:
+    from megatron.core.models.mamba import MambaModel
+
     from settings.network import PolicySettings
 
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # of parameters
@@ -51,8 +55,8 @@ DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # of par
 class Shard:
     """This context parallel rank's part of a packed row.
 
-    A sequence is padded at its end, where nothing that counts can see it, to a multiple of 2 x CP;
-    the last one further, so that the TP ranks share the rest evenly.
+    A sequence is padded at its end, where no real token attends to the padding, to a multiple of
+    2 x CP; the last one further, so that the row divides evenly over the TP ranks.
     """
 
     def __init__(self, row: policy.Row, cp: int, tp: int):
@@ -67,7 +71,7 @@ class Shard:
         source_L = source_S[mine_L]
         real_L = source_L >= 0
         self.tokens_L = torch.where(real_L, row.tokens_T[source_L], 0)
-        # The token of the row that each place predicts; of those that are trained, N.
+        # The token of the row that each place predicts; N of these tokens are trained.
         target_L = source_S.roll(-1)[mine_L]
         self.at_N = ((target_L >= 0) & row.mask_T[target_L]).nonzero().squeeze(1)
         self.target_N = target_L[self.at_N]
@@ -77,7 +81,8 @@ class Shard:
         counted_L = real_L & trained_N[row.seq_T][source_L]
         routes_L = None
         if row.routes_N is not None:
-            # Here, as those of all rows would not fit; the device gets this rank's places alone.
+            # Joined here, as the routes of all rows would not fit; only this rank's places are
+            # copied to the device.
             routes_T = torch.from_numpy(np.concatenate(row.routes_N))
             routes_L = routes_T[source_L.cpu()].to(real_L.device)
             routes_L = torch.where(real_L[:, None, None], routes_L, -1)
@@ -85,7 +90,7 @@ class Shard:
 
 
 def join_groups(settings: "PolicySettings", seed: int, collective_seconds: float) -> None:
-    """Megatron's process groups: tensor parallel ranks side by side, pipeline stages far apart."""
+    """Makes Megatron's process groups: tensor parallel ranks adjacent, pipeline stages apart."""
     if mpu.model_parallel_is_initialized():
         return
     mpu.initialize_model_parallel(
@@ -102,11 +107,11 @@ def join_groups(settings: "PolicySettings", seed: int, collective_seconds: float
 class MegatronPolicy:
     """A `Policy` on Megatron-Core; `trainable=False` makes a frozen copy.
 
-    Needs the default process group, of TP x CP x PP x replicas ranks. On GPU parameters are bf16
+    Needs the default process group, of TP x CP x PP x replicas ranks. On a GPU parameters are bf16
     with float32 main parameters, and gradients are summed in float32, unless `settings.megatron`
-    sets another type; on CPU all is float32. Routers are frozen. The bias by which Nemotron-H
-    chooses experts moves by 1e-3 a step towards those chosen too rarely (arXiv:2408.15664). Raises
-    ValueError naming a tensor that the checkpoint or the model lacks.
+    sets another type; on a CPU everything is float32. Routers are frozen. The bias by which
+    Nemotron-H chooses experts moves by 1e-3 per step towards experts that are chosen too rarely
+    (arXiv:2408.15664). Raises ValueError naming a tensor that the checkpoint or the model lacks.
     """
 
     def __init__(
@@ -134,9 +139,9 @@ class MegatronPolicy:
         others = (mpu.get_tensor_model_parallel_rank(), mpu.get_context_parallel_rank())
         self.reports = mpu.is_pipeline_last_stage() and others == (0, 0)
         self.replays = [m for m in self.model.modules() if isinstance(m, RouteReplay)]
-        # Any: the schedule runs the model, or Megatron's wrapper that sums its gradients.
-        self.chunk: Any = self.model
-        # A frozen copy keeps `requires_grad`: without, Megatron's linear layers round otherwise.
+        # The schedule runs the model, or Megatron's wrapper that sums its gradients.
+        self.chunk: MambaModel | DistributedDataParallel = self.model
+        # A frozen copy keeps `requires_grad`: without it, Megatron's linear layers round otherwise.
         if trainable:
             self._make_optimizer()
 
@@ -148,40 +153,45 @@ class MegatronPolicy:
         apart = get_standard_config_overrides(adam)  # norms and biases, which do not decay
         self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides=apart)
         cut = {f"policy.{axis}": getattr(self.settings, axis) for axis in ("tp", "pp", "ep")}
-        # AdamW's state is cut as Megatron's buffers of gradients are, by their type and buckets.
+        # AdamW's state is cut like Megatron's buffers of gradients, by their type and buckets.
         for name in ("grad_reduce_in_fp32", "overlap_grad_reduce", "bucket_size"):
             cut[f"policy.megatron.ddp.{name}"] = getattr(ddp, name)
         self.shares = Shares(self.model, self.optimizer, cut, self.write_group)
 
     def forward_backward(
-        self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow], more: bool = False
-    ) -> list[Any]:
+        self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow, Stats], more: bool = False
+    ) -> list[Stats]:
         """Adds up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns all stats.
 
         Every rank of a replica passes the same rows and gets the same stats; `loss_fn` is called on
-        the last pipeline stage. Gradients are summed over ranks once an update: by
-        `optimizer_step`, or with `overlap_grad_reduce` beside the last row, where there are no
+        the last pipeline stage. Gradients are summed over ranks once per update: by
+        `optimizer_step`, or with `overlap_grad_reduce` during the last row, unless there are
         `more`.
         """
         alone = self.chunk.no_sync if more else nullcontext
         # The schedule would end `no_sync` before its last row.
         self.model.config.no_sync_func = nullcontext if more else self.chunk.no_sync
         with alone():
-            return self._schedule(rows, loss_fn)
+            return self._schedule(rows, loss_fn, forward_only=False)
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[AnyRow]) -> list[Tensor]:
-        """Logprobs [T] of each packed row, float32, 0 outside its mask; the same on every rank."""
-        return self._schedule(rows, None)
+        """Returns logprobs [T] of each row, float32, 0 outside its mask; the same on every rank."""
 
-    def _schedule(self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow] | None) -> list[Any]:
-        """Runs Megatron's pipeline schedule over packed rows; returns the last stage's results.
+        def loss_fn(logp_T: Tensor, row: policy.Row) -> tuple[Tensor, Tensor]:
+            return logp_T.sum(), logp_T
 
-        These are stats, or without `loss_fn` logprobs.
-        """
-        results: list[Any] = []
+        return self._schedule(rows, loss_fn, forward_only=True)
 
-        def forward_step(waiting: Iterator[AnyRow], model: Any) -> tuple[Tensor, Callable]:
+    def _schedule(
+        self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow, Stats], forward_only: bool
+    ) -> list[Stats]:
+        """Runs Megatron's pipeline schedule over packed rows; returns the last stage's stats."""
+        stats: list[Stats] = []
+
+        def forward_step(
+            waiting: Iterator[AnyRow], model: "MambaModel"
+        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict]]]:
             row = on(self.device, next(waiting))
             shard = Shard(row, self.settings.cp, self.settings.tp)
             hidden = model(
@@ -191,9 +201,9 @@ class MegatronPolicy:
 
         def finish(row: AnyRow, shard: Shard, hidden_1LH: Tensor) -> tuple[Tensor, Tensor, dict]:
             logp_T = self._logp(hidden_1LH[0], row, shard)
-            loss, result = loss_fn(logp_T, row) if loss_fn else (logp_T.sum(), logp_T)
-            results.append(result)
-            # The sum of nothing keeps the network in the graph of a loss that is not of it.
+            loss, row_stats = loss_fn(logp_T, row)
+            stats.append(row_stats)
+            # The empty sum keeps the network in the graph even if the loss does not depend on it.
             return loss + logp_T[:0].sum(), torch.tensor(0), {}
 
         get_forward_backward_func()(
@@ -203,16 +213,16 @@ class MegatronPolicy:
             num_microbatches=len(rows),
             seq_length=self.settings.row_tokens,
             micro_batch_size=1,
-            forward_only=loss_fn is None,
+            forward_only=forward_only,
         )
-        shared = [move(results, "cpu")]
+        shared = [move(stats, "cpu")]
         if self.settings.pp > 1:
             last = mpu.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(shared, last, mpu.get_pipeline_model_parallel_group())
         return move(shared[0], self.device)
 
     def _logp(self, h_LH: Tensor, row: policy.Row, shard: Shard) -> Tensor:
-        """Logprobs [T] of a row's trained tokens, of all its context parallel ranks."""
+        """Computes logprobs [T] of a row's trained tokens, from all its context parallel ranks."""
         if self.settings.tp > 1:  # backward sums the gradients of all slices of the vocabulary
             h_LH = tensor_parallel.gather_from_sequence_parallel_region(h_LH)
         head_VH = self.model.output_layer.weight
@@ -230,7 +240,7 @@ class MegatronPolicy:
             logprobs.Head(ranks, first, self.vocab, self.entropy, choices),
         )
         logp_T = logp_N.new_zeros(len(row.tokens_T)).index_add(0, shard.target_N, logp_N)
-        # Every rank goes on with the whole row; backward passes each the gradient of its tokens.
+        # Every rank continues with the whole row; backward gives each the gradient of its tokens.
         cp = mpu.get_context_parallel_group()
         return tensor_parallel.reduce_from_tensor_model_parallel_region(logp_T, group=cp)
 
@@ -238,9 +248,8 @@ class MegatronPolicy:
         """Sums the gradients over ranks, scales and clips them, updates by AdamW and zeroes them.
 
         Returns the learning rate, the entropy, and as `grad_norm` the norm before clipping.
-        If the norm is not finite, every rank raises FloatingPointError; its weights are untouched
-        and its gradients dropped. The same holds for RuntimeError, which it raises where experts
-        of the engine could not be replayed.
+        Raises FloatingPointError on every rank if the norm is not finite, and RuntimeError if the
+        engine's experts could not be replayed. Weights are then untouched, gradients dropped.
         """
         settings = self.settings
         done = self.updates
@@ -270,7 +279,10 @@ class MegatronPolicy:
         return {"grad_norm": norm, "lr": lr} | measured
 
     def _replayed(self) -> dict[str, float]:
-        """The share of the engine's routes that the last rows followed. Raises RuntimeError."""
+        """Measures the share of the engine's routes that the last rows followed.
+
+        Raises RuntimeError if it is not all of them.
+        """
         if not self.settings.replay_routing:
             return {}
         counts = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -282,8 +294,10 @@ class MegatronPolicy:
         followed, wanted = counts.tolist()
         if followed < wanted:
             self._zero_grad()
-            share = f"the trainer could follow {followed / wanted:.2%} of the engine's routes"
-            raise RuntimeError(f"policy.replay_routing: {share}, not all; does it return them?")
+            raise RuntimeError(
+                f"policy.replay_routing: the trainer could follow {followed / wanted:.2%} of the "
+                "engine's routes, not all; does it return them?"
+            )
         return {"routing_replay_hit_rate": followed / wanted if wanted else 1.0}
 
     def _zero_grad(self) -> None:
@@ -291,17 +305,17 @@ class MegatronPolicy:
         self.optimizer.zero_grad()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Checkpoint names, one at a time, tied ones once; on rank 0 with the whole weights."""
+        """Yields the checkpoint's names and, on rank 0, whole weights; tied ones once."""
         self._gather()
         return export(self.weights)
 
     def _gather(self) -> None:
-        """Whole parameters, where `overlap_param_gather` leaves them to the next forward pass."""
+        """Gathers the parameters that `overlap_param_gather` leaves to the next forward pass."""
         if self.chunk is not self.model and self.chunk.ddp_config.overlap_param_gather:
             self.chunk.start_param_sync(force_sync=True)
 
     def weight_metas(self) -> list[WeightMeta]:
-        """Name, shape and type of each of `named_weights`, in its order; no communication."""
+        """Describes the tensors that `named_weights` yields, in its order; no communication."""
         return self.weights.metas()
 
     def export_hf(self, dir: str) -> Callable[[], None]:
@@ -314,23 +328,18 @@ class MegatronPolicy:
         return partial(hf_folder.write, dir, self.folder, share, self.write_group)
 
     def save(self, dir: str) -> Callable[[], None]:
-        """Copies this rank's share to memory; returns a function that writes it meanwhile."""
+        """Copies this rank's share to memory; returns a function that writes it during training."""
         self._gather()
         return self.shares.save(dir, self.updates)
 
     def load(self, dir: str) -> None:
         """Continues from a checkpoint of `save`, on any number of replicas; each reads its share.
 
-        Raises InputError where that was under another tp, pp or ep, or where gradients had another
-        type or other buckets.
+        Raises InputError if tp, pp, ep, the gradients' type or their buckets were different.
         """
         self.updates = self.shares.load(dir)
 
 
-def move(x: Any, device: torch.device | str) -> Any:
-    """Tensors, in lists and dicts, on a device."""
-    if isinstance(x, list):
-        return [move(item, device) for item in x]
-    if isinstance(x, dict):
-        return {key: move(value, device) for key, value in x.items()}
-    return x.detach().to(device)
+def move(stats: list[Stats], device: torch.device | str) -> list[Stats]:
+    """Moves the tensors of stats to a device, detached."""
+    return tree_map(lambda tensor: tensor.detach().to(device), stats)

@@ -1,1 +1,1 @@
-"""Weight updates: the trainers' side that sends, and the engines' side that receives."""
+"""Updates weights: trainers send them, engines receive and verify them."""

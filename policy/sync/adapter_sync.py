@@ -1,17 +1,17 @@
-"""Weight updates that carry adapters alone: engines add them to the checkpoint that both have.
+"""Sends updates that carry adapters alone: engines add them to the checkpoint that both have.
 
     W = W_0 + scale * left @ right        left [rows, rank], right [rank, columns], float32
 
 W_0 is read from the policy's folder, mapped into memory: the workers of a node share its pages, and
-a new engine needs the next update alone. The sum is what an update of merged weights brings. So
-vLLM's layers, the speed of decoding and the reading back of `Proof` are the same, and nothing
-drifts over updates. LoRA requests of vLLM's would cost kernels in each layer and each engine step.
+a new engine needs only the next update. The sum equals the weight in an update of merged weights.
+So vLLM's layers, the speed of decoding and the reading back of `Proof` are the same, and nothing
+drifts over updates. vLLM's LoRA requests would cost kernels in each layer and each engine step.
 
-Norms, biases and whatever else is no matrix are sent whole. Of each matrix the trainer also sends
-the product with a few vectors, computed without merging. Engines compare it with their sum: they
-notice another base, and an adapter that is ignored, stale, of another layer, rank or scale
-(ms-swift#9855 trained for days on ignored adapters). What changes a row by less than 1.4e-5 of its
-norm is not noticed: that is rounding.
+Norms, biases and other tensors that are not matrices are sent whole. For each matrix the trainer
+also sends its product with a few vectors, computed without merging. Engines compare the product
+with their sum's, which reveals another base, and an adapter that is ignored, stale, or of another
+layer, rank or scale (ms-swift#9855 trained for days on ignored adapters). A change of a row by less
+than 1.4e-5 of its norm is not noticed: it may be rounding.
 
 Axes, as suffixes:  R rows of a matrix    C its columns    K rank    V vectors
 """
@@ -21,7 +21,7 @@ import json
 import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from safetensors import safe_open
@@ -32,34 +32,36 @@ from policy import WeightMeta
 from policy.sync.verification import ROUNDING, vectors
 
 if TYPE_CHECKING:
+    from policy import Policy
     from policy.fsdp import FSDPPolicy
+    from policy.sync.weight_sync import Source
 
 AT_ONCE = 1 << 24  # elements of a matrix that are merged at once, in float32: 64 MiB
-LEFT, RIGHT, PRODUCT = ":left", ":right", ":product"  # what is sent of a matrix, after its name
+LEFT, RIGHT, PRODUCT = ":left", ":right", ":product"  # suffixes to a matrix's name, in an update
 
 
 class Matrices(NamedTuple):
-    """The files of a checkpoint, open: name -> the file that has the tensor."""
+    """The tensors of a checkpoint, by name: each with the open file that has it."""
 
-    homes: dict[str, Any]
+    homes: dict[str, safe_open]
 
     @classmethod
     def of(cls, folder: str, stack: contextlib.ExitStack) -> "Matrices":
-        """All tensors of a folder, for as long as `stack` is open.
+        """Opens the tensors of a folder for as long as `stack` is open; no tensors: no safetensors.
 
-        Of the files that transformers reads: others may be older. Raises OSError where one is gone.
+        Only the files that transformers reads: others may be older. Raises OSError if one is gone.
         """
         index = Path(folder, "model.safetensors.index.json")
         weight_map = json.loads(index.read_text())["weight_map"] if index.exists() else {}
         names = sorted({*weight_map.values()}) or ["model.safetensors"]
         paths = [Path(folder, name) for name in names]
-        if not weight_map and not paths[0].exists():  # weights of another form
+        if not weight_map and not paths[0].exists():  # weights in another format
             return cls({})
         files = [stack.enter_context(safe_open(path, "pt")) for path in paths]
         return cls({name: file for file in files for name in file.keys()})  # noqa: SIM118
 
     def lacking(self, metas: list[WeightMeta]) -> str | None:
-        """The first of these matrices that the folder does not have in this shape."""
+        """Returns the first of these matrices that the folder does not have in this shape."""
         for meta in metas:
             if not is_matrix(meta.shape):
                 continue
@@ -70,39 +72,40 @@ class Matrices(NamedTuple):
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Whether a tensor is read from the folder; others are sent whole."""
+    """True if a tensor is read from the folder; others are sent whole."""
     return len(shape) > 1
 
 
 def matrix(tensor: Tensor) -> Tensor:
-    """A tensor as [R, C]."""
+    """Returns a tensor as [R, C]."""
     return tensor.flatten(1)
 
 
 class AdapterUpdate:
-    """What the trainers send of a policy with adapters, as `Sender` asks a policy for it."""
+    """The tensors that the trainers send of a policy with adapters; a `Source` of `Sender`."""
 
     def __init__(self, policy: "FSDPPolicy"):
         self.policy = policy
         self.base = Base(policy.folder, policy.adapters.scale, policy.weight_metas())
 
     def weight_metas(self) -> list[WeightMeta]:
-        """What `named_weights` yields, in its order."""
+        """Describes the tensors that `named_weights` yields, in its order."""
         metas = []
         for meta in self.base.metas:
             if not is_matrix(meta.shape):
                 metas.append(meta)
                 continue
-            sides = self.policy.adapters.sides(meta.name) or ()
-            for end, side in zip((LEFT, RIGHT), sides, strict=False):
-                metas.append(WeightMeta(meta.name + end, tuple(side.shape), "float32"))
+            if sides := self.policy.adapters.sides(meta.name):
+                left, right = sides
+                metas.append(WeightMeta(meta.name + LEFT, tuple(left.shape), "float32"))
+                metas.append(WeightMeta(meta.name + RIGHT, tuple(right.shape), "float32"))
             probe = (meta.shape[0], len(vectors(1, torch.device("cpu"))))
             metas.append(WeightMeta(meta.name + PRODUCT, probe, "float32"))
         return metas
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Adapters, products, and tensors that are no matrices, by checkpoint name; collective."""
+        """Yields adapters, products and tensors that are not matrices, by name; collective."""
         for name, tensor, dtype in self.policy._weights():
             if not is_matrix(tensor.shape):
                 yield name, whole(tensor.to(dtype, copy=True))
@@ -117,29 +120,38 @@ class AdapterUpdate:
             yield name + PRODUCT, product_RV
 
 
-def outgoing(policy: Any) -> Any:
-    """What updates of a policy send: its adapters alone, where engines can read all else.
+def has_adapters(policy: "Policy") -> "TypeGuard[FSDPPolicy]":
+    """True if a policy trains adapters."""
+    return bool(getattr(getattr(policy, "adapters", None), "layers", None))
 
-    That takes the policy's matrices in its folder, under the names that they have.
+
+def outgoing(policy: "Policy") -> "Source":
+    """Returns the source of a policy's updates: adapters alone, if engines can read all else.
+
+    Engines can if the policy's folder has its matrices, with the same names and shapes.
     """
-    if not getattr(getattr(policy, "adapters", None), "layers", None):
+    if not has_adapters(policy):
         return policy
     update = AdapterUpdate(policy)
     with contextlib.ExitStack() as stack:
         lacking = Matrices.of(policy.folder, stack).lacking(update.base.metas)
     if lacking:
-        said = f"{policy.folder} has no {lacking} of that name and shape"
-        print(f"updates carry merged weights, not adapters alone: {said}", flush=True)
-    return policy if lacking else update
+        print(
+            f"updates carry merged weights, not adapters alone: {policy.folder} has no {lacking} "
+            "of that name and shape",
+            flush=True,
+        )
+        return policy
+    return update
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All shards of a tensor, on each rank; collective."""
+    """Gathers all shards of a tensor, on each rank; collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_product(tensor: Tensor, v_VC: Tensor) -> Tensor:
-    """A matrix times vectors [R, V], sharded as the matrix is."""
+    """Multiplies a matrix by vectors: [R, V], sharded like the matrix."""
     if not isinstance(tensor, DTensor):
         return matrix(tensor).float() @ v_VC.T
     rows_RV = matrix(tensor.to_local()).float() @ v_VC.T
@@ -151,7 +163,7 @@ def local_product(tensor: Tensor, v_VC: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Products of float32 in float32: with TF32, which an engine may choose, none would agree."""
+    """Multiplies float32 in float32: under TF32, which an engine may choose, products differ."""
     chosen = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -161,7 +173,7 @@ def exact_products() -> Iterator[None]:
 
 
 class Base(NamedTuple):
-    """What engines add adapters to. It is pickled to them within `Wire`."""
+    """The checkpoint to which engines add adapters. It is pickled to them within `Wire`."""
 
     folder: str
     scale: float
@@ -170,15 +182,17 @@ class Base(NamedTuple):
     def merged(
         self, sent: Iterator[tuple[str, Tensor]], device: torch.device
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights from what an `AdapterUpdate` sends, as it arrives.
+        """Yields whole weights from an `AdapterUpdate`'s tensors, as they arrive.
 
-        Raises RuntimeError naming a matrix that is not the trainer's.
+        Raises RuntimeError naming a matrix that differs from the trainer's.
         """
         with contextlib.ExitStack() as stack:
             files = Matrices.of(self.folder, stack)
             if lacking := files.lacking(self.metas):
-                where = f"{self.folder}, as node {platform.node()} sees it,"
-                raise RuntimeError(f"{where} has no {lacking} any more: updates add adapters to it")
+                raise RuntimeError(
+                    f"{self.folder}, as node {platform.node()} sees it, has no {lacking} any more: "
+                    "updates add adapters to it"
+                )
             for meta in self.metas:
                 name, tensor = next(sent)
                 if not is_matrix(meta.shape):
@@ -196,7 +210,7 @@ class Base(NamedTuple):
     def add(
         self, meta: WeightMeta, base: Tensor, sides: tuple[Tensor, Tensor] | None, sent_RV: Tensor
     ) -> Tensor:
-        """One weight. Raises RuntimeError where the trainer's has another product."""
+        """Merges one weight. Raises RuntimeError if its product differs from the trainer's."""
         made = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=base.device)
         base_RC, made_RC = matrix(base), matrix(made)
         v_VC = vectors(base_RC.shape[1], base.device)
@@ -210,8 +224,10 @@ class Base(NamedTuple):
             made_RC[rows] = part_RC
             gap_R = (part_RC @ v_VC.T - sent_RV[rows]).norm(dim=1)
             wrong[rows] = ~(gap_R <= ROUNDING[torch.float32] * part_RC.norm(dim=1))
-        if wrong.any():  # so compared, NaN is wrong
+        if wrong.any():  # the negated comparison also finds NaN
             row = int(wrong.int().argmax())
-            said = f"{self.folder} and the adapter that was sent do not make the trainer's weight"
-            raise RuntimeError(f"{meta.name}, row {row}: {said}")
+            raise RuntimeError(
+                f"{meta.name}, row {row}: {self.folder} and the adapter that was sent do not make "
+                "the trainer's weight"
+            )
         return made

@@ -1,19 +1,19 @@
-"""Which part of which tensor goes where in vLLM's layers: asked once, then copied without asking.
+"""Copies tensors straight into vLLM's layers, once vLLM's loaders have shown which part goes where.
 
-vLLM's loaders are Python. They take some 0.5 ms a tensor, a mixture of experts has tens of
-thousands of tensors, and the engine is paused meanwhile. But they do the same each time: they cut
-and copy. So after an update that was proven they are run on tensors without memory, and each copy
-is noted. Where copies fill a layer, every element once, they fill it from then on, and vLLM
-processes the layer as it does after its own loaders. All other layers are left to those.
+The loaders are Python. They take some 0.5 ms per tensor, a mixture of experts has tens of thousands
+of tensors, and the engine is paused meanwhile. But they do the same each time: they cut and copy.
+So after an update that was proven they are run on tensors without memory, and each copy is noted.
+If copies fill a layer, every element once, they fill it from then on, and vLLM processes the layer
+as it does after its own loaders. The loaders still fill all other layers.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -24,7 +24,13 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from policy import WeightMeta
 from policy.sync.verification import is_quantized
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models.interfaces_base import VllmModel
+
 Weights = Iterable[tuple[str, Tensor]]
+Loaded = TypeVar("Loaded")
 
 
 class Part(NamedTuple):
@@ -36,11 +42,11 @@ class Part(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """What a loader does with a tensor: a part of it becomes a part of a layer's."""
+    """A loader's copy of a part of a sent tensor to a part of a layer's tensor."""
 
-    tensor: str  # as it is sent
+    tensor: str  # its name as it is sent
     of: Part
-    target: str  # of the layer
+    target: str  # the name of the layer's tensor
     to: Part
 
 
@@ -53,22 +59,22 @@ class Home(NamedTuple):
 
 
 def storage(tensor: Tensor) -> int:
-    """What views of one tensor have in common."""
+    """Returns the address of a tensor's storage, which all its views share."""
     return tensor.untyped_storage()._cdata
 
 
 def part_of(whole: Tensor, view: Tensor) -> Part:
-    """Where a view's elements are in the tensor that it is of."""
+    """Finds the elements of a view in its whole tensor."""
     offset = int(view.storage_offset() - whole.storage_offset())
     return Part(tuple(view.shape), tuple(view.stride()), offset)
 
 
 def tiles(parts: list[Part], numel: int) -> bool:
-    """Whether parts of a dense tensor have each of its elements once."""
+    """True if parts of a dense tensor have each of its elements once."""
     starts, lengths = [], []
     for size, stride, offset in parts:
         dims = [dim for dim in zip(size, stride, strict=True) if dim[0] != 1]
-        length = 1  # of a run of neighbours
+        length = 1  # of a run of neighbouring elements
         while dims and dims[-1][1] == length:
             length *= dims.pop()[0]
         start_N = np.array([offset])
@@ -83,15 +89,15 @@ def tiles(parts: list[Part], numel: int) -> bool:
 
 
 def part(whole: Tensor, at: Part) -> Tensor:
-    """A view of some elements of a tensor."""
+    """Returns a view of some elements of a tensor."""
     return whole.as_strided(at.size, at.stride, whole.storage_offset() + at.offset)
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what loaders copy from `sent` to `homes`, and does not copy it.
+    """A mode that notes loaders' copies from `sent` to `homes`, without making them.
 
-    `doubted` are layers to which anything else is written, `used` are tensors of which anything
-    else is made.
+    `doubted` has the layers to which anything else is written, `used` the tensors from which
+    anything else is made.
     """
 
     def __init__(self, sent: dict[str, Tensor], homes: list[Home]):
@@ -103,9 +109,13 @@ class Recorder(TorchDispatchMode):
         self.used: set[str] = set()
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        function: "OpOverload",
+        types: Sequence[type],
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> Any:
-        """Runs an operation, unless it writes to a layer."""
+        """Runs an operation, unless it writes to a layer; returns what the operation returns."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         homes = [self.homes[at] for at in map(storage, tensors) if at in self.homes]
         if homes and function._schema.is_mutable:
@@ -113,10 +123,10 @@ class Recorder(TorchDispatchMode):
             return args[0]
         found = function(*args, **(kwargs or {}))
         made = {storage(x) for x in tree_leaves(found) if isinstance(x, Tensor)}
-        self._use(x for x in tensors if storage(x) not in made)  # not a view of it
+        self._use(x for x in tensors if storage(x) not in made)  # a view uses nothing
         return found
 
-    def _note(self, function: Any, homes: list[Home], tensors: list[Tensor]) -> None:
+    def _note(self, function: "OpOverload", homes: list[Home], tensors: list[Tensor]) -> None:
         to, of = tensors[0], tensors[-1]
         is_copy = function is torch.ops.aten.copy_.default and len(homes) == 1
         if is_copy and storage(of) in self.sent and to.shape == of.shape:
@@ -129,23 +139,26 @@ class Recorder(TorchDispatchMode):
             self._use(tensors)
 
     def _use(self, tensors: Iterable[Tensor]) -> None:
-        self.used |= {self.sent[at][0] for at in map(storage, tensors) if at in self.sent}
+        for tensor in tensors:
+            if sent := self.sent.get(storage(tensor)):
+                name, _ = sent
+                self.used.add(name)
 
 
 class Copies:
-    """What fills the layers of a model of vLLM's from tensors that `metas` announce.
+    """The copies that fill a vLLM model's layers from tensors that `metas` announce.
 
-    `filled` has the copies by layer. `readers` has the layers of each tensor that goes this way;
-    any other tensor is for vLLM's loaders.
+    `filled` has the copies by layer. `readers` has the layers of each tensor that is copied; any
+    other tensor is left to vLLM's loaders.
     """
 
     @torch.no_grad()
-    def __init__(self, model: Any, config: Any, metas: list[WeightMeta]):
-        """Asks the loaders. Raises what they raise where a tensor has no memory."""
-        self.layers: dict[str, Any] = dict(model.named_modules())
+    def __init__(self, model: "VllmModel", config: "VllmConfig", metas: list[WeightMeta]):
+        """Observes the loaders. Raises what they raise for a tensor without memory."""
+        self.layers: dict[str, nn.Module] = dict(model.named_modules())
         self.filled: dict[str, list[Copy]] = {}
         self.readers: dict[str, list[str]] = {}
-        self.sources: dict[str, int] = {}  # tensors of a layer that is filled
+        self.sources: dict[str, int] = {}  # by filled layer, the number of its sent tensors
         if config.parallel_config.enable_eplb:  # experts move between two updates
             return
         layerwise.initialize_layerwise_reload(model)
@@ -154,7 +167,7 @@ class Copies:
         finally:
             layerwise.finalize_layerwise_reload(model, config.model_config)
         slow = set(noted.used)
-        while True:  # a tensor goes one way, and all tensors of a layer go the same
+        while True:  # a tensor goes one way, and so do all tensors of its layers
             left = {
                 path
                 for path, copies in noted.copies.items()
@@ -165,7 +178,7 @@ class Copies:
                 break
             slow |= others
         self.filled = {path: noted.copies[path] for path in noted.copies.keys() - left}
-        # Experts of other workers are many, and nothing reads them here.
+        # No layer here reads other workers' experts, which are many.
         unread = {m.name for m in metas if ".experts." in m.name and m.name not in slow}
         self.readers = {name: [] for name in unread}
         for path, copies in self.filled.items():
@@ -173,8 +186,8 @@ class Copies:
                 self.readers.setdefault(name, []).append(path)
         self.sources = {path: len({c.tensor for c in self.filled[path]}) for path in self.filled}
 
-    def _asked(self, model: Any, metas: list[WeightMeta]) -> tuple[Recorder, set[str]]:
-        """What the loaders do, and the layers that their copies fill."""
+    def _asked(self, model: "VllmModel", metas: list[WeightMeta]) -> tuple[Recorder, set[str]]:
+        """Records what the loaders do; also returns the layers that their copies fill."""
         sent = {
             meta.name: torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
             for meta in metas
@@ -195,7 +208,7 @@ class Copies:
             for copy in copies:
                 parts[copy.target].append(copy.to)
             held = get_layer_tensors(layer)
-            # Of buffers that are not saved, vLLM keeps what the layer had.
+            # vLLM does not reload buffers that are not saved.
             if layer._non_persistent_buffers_set & parts.keys():
                 continue
             if all(
@@ -205,8 +218,8 @@ class Copies:
                 whole.add(path)
         return noted, whole
 
-    def load(self, load_weights: Callable[[Weights], Any], weights: Weights) -> Any:
-        """Loads a whole policy, with `load_weights` of vLLM's for what no copies are known of."""
+    def load(self, load_weights: Callable[[Weights], Loaded], weights: Weights) -> Loaded:
+        """Loads a whole policy; vLLM's `load_weights` gets the tensors that have no copies."""
         return load_weights(self._left_of(weights))
 
     @torch.no_grad()
@@ -221,7 +234,7 @@ class Copies:
                     self._fill(path, arrived.pop(path))
 
     def _fill(self, path: str, sent: dict[str, Tensor]) -> None:
-        """Copies what a layer is made of, and has vLLM process it."""
+        """Copies the parts of a layer, and has vLLM process it."""
         layer = self.layers[path]
         info = layerwise.get_layerwise_info(layer)
         if not info.can_load():

@@ -1,4 +1,4 @@
-"""The engine's side of a weight update, within vLLM's workers."""
+"""Receives weight updates within vLLM's workers: the engine's side."""
 
 import contextlib
 import functools
@@ -12,14 +12,20 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from policy import OWNER
 from policy.sync.verification import Proof
 from policy.sync.weight_sync import CUT, CutOff, Wire, buckets, checksum, digest, tensor_in
 
-if TYPE_CHECKING:  # it imports vLLM
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models.interfaces_base import VllmModel
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
     from policy.sync.layer_copies import Copies
+    from policy.sync.weight_sync import Group
 
 CHECK_SECONDS = 0.5  # between two looks whether the senders have ended an update
 RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
@@ -28,17 +34,17 @@ RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
 def end_with(pid: int) -> None:
     """Kills this process within a second after another one has ended, whatever it is doing then.
 
-    So it kills those between the two: the process that starts an engine's workers can hang while
-    waiting for its dead children. Raises psutil.NoSuchProcess where the other one has ended
-    already.
+    It also kills the processes between the two: the process that starts an engine's workers can
+    hang while waiting for its dead children. Raises psutil.NoSuchProcess if the other process has
+    already ended.
     """
-    import psutil  # which vLLM brings
+    import psutil  # installed with vLLM
 
     other = psutil.Process(pid)
-    line: list[Any] = [psutil.Process()]
-    with contextlib.suppress(psutil.AccessDenied):  # to another user's: /proc may hide those
-        while line[-1] and line[-1] != other:
-            line.append(line[-1].parent())
+    line: list[psutil.Process] = [psutil.Process()]  # each one's parent follows it
+    with contextlib.suppress(psutil.AccessDenied):  # /proc may hide another user's processes
+        while line[-1] != other and (parent := line[-1].parent()):
+            line.append(parent)
     between = line[1:-1] if line[-1] == other else []
 
     def watch() -> None:
@@ -54,8 +60,8 @@ def end_with(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def loaded_by(copies: "Copies | None", model: Any) -> Iterator[None]:
-    """Lets `copies` load what reaches a model's `load_weights`, as far as they know how."""
+def loaded_by(copies: "Copies | None", model: "VllmModel") -> Iterator[None]:
+    """Makes `copies` load the tensors that reach a model's `load_weights`, if there are copies."""
     if copies:
         model.load_weights = functools.partial(copies.load, model.load_weights)
     try:
@@ -65,8 +71,10 @@ def loaded_by(copies: "Copies | None", model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched(store: Any, cut: threading.Event, abort: Callable[[], None] | None) -> Iterator[None]:
-    """Sets `cut` and aborts in a thread, once the senders have ended the update or are gone."""
+def watched(
+    store: dist.Store, cut: threading.Event, abort: Callable[[], None] | None
+) -> Iterator[None]:
+    """Sets `cut` and calls `abort` in a thread once the senders have ended the update or died."""
     over = threading.Event()
 
     def watch() -> None:
@@ -93,17 +101,17 @@ def watched(store: Any, cut: threading.Event, abort: Callable[[], None] | None) 
 class WeightReceiver:
     """Mixed into vLLM's workers through `worker_extension_cls`."""
 
-    vllm_config: Any  # of the worker that this is mixed into, as are the next two
-    model_runner: Any
+    vllm_config: "VllmConfig"  # an attribute of vLLM's worker, like the next two
+    model_runner: "GPUModelRunner"
     device: torch.device
-    updates = 0  # that were received
-    cut: threading.Event | None = None  # set once an update is over before all of it came
-    copies: "Copies | None" = None  # which the next update makes by itself
+    updates = 0  # updates received so far
+    cut: threading.Event | None = None  # set if an update ends before all of it has arrived
+    copies: "Copies | None" = None  # the next update makes them without vLLM's loaders
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Also ends this process with the actor around its engine, from here on.
+        """Also makes this process end with the actor around its engine, from now on.
 
-        vLLM's processes would outlive a killed actor, and keep its GPU (vllm#55510).
+        vLLM's processes would outlive a killed actor and keep its GPU (vllm#55510).
         """
         owner = int(os.environ.get(OWNER, os.getpid()))
         if owner != os.getpid():
@@ -115,24 +123,24 @@ class WeightReceiver:
     ) -> int:
         """Meets the senders. `wire` is a pickled `Wire`: vLLM passes bytes on unchanged.
 
-        Returns the bytes that vLLM's profiling left for KV, 0 where it did not profile.
+        Returns the bytes that vLLM's profiling left for KV, 0 if it did not profile.
         """
         self.sync_wire: Wire = pickle.loads(wire)
-        # In each update it warns of layers that no tensor is for: rotary tables, tied heads. What
-        # a policy must bring, `Proof` knows.
+        # Each update would warn of layers that get no tensor, such as rotary tables and tied heads.
+        # `Proof` checks that no tensor is missing.
         logging.getLogger(RELOADER).setLevel(logging.ERROR)
         store = self.sync_wire.store(host, port, world)
         rank = first_rank + self.vllm_config.parallel_config.rank
-        self.sync_group: Any = self.sync_wire.group(store, rank, world)
+        self.sync_group: Group = self.sync_wire.group(store, rank, world)
         self.sync_store = store
         return int(getattr(self, "available_kv_cache_memory_bytes", 0))
 
     def receive_weights(self, verify: bool = False) -> int | None:
-        """Takes a whole policy; a checksum of it if `verify`, else 0.
+        """Receives a whole policy; returns its checksum if `verify`, else 0.
 
-        None where the update was cut off, by its senders or since a member of the group is lost.
-        The model then has layers of two policies, and the next update repeats this one. An error
-        would leave the replies of other workers of the engine unread.
+        Returns None if the update was cut off, by its senders or because a member of the group is
+        lost. The model then has layers of two policies, and the next update repeats this one. An
+        error instead would leave the replies of the engine's other workers unread.
         """
         cut = self.cut = threading.Event()
         # Kernels wait for a lost member until their group is aborted.
@@ -151,7 +159,7 @@ class WeightReceiver:
     def restore_layers(self) -> None:
         """Ends a reload that was cut off: layers get their tensors back, whatever is in them.
 
-        Left as they are, no later update could be loaded.
+        Otherwise no later update could be loaded.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -161,18 +169,19 @@ class WeightReceiver:
             finalize_layerwise_reload(self.model_runner.get_model(), config.model_config)
 
     def take_weights(self, verify: bool) -> int:
-        """Loads what comes through vLLM's reload path; a checksum of it if `verify`, else 0.
+        """Loads an update through vLLM's reload path; returns its checksum if `verify`, else 0.
 
         `model.load_weights` alone is a silent no-op on packed layers (vllm#42821, SkyRL#1680).
-        Reads the loaded parameters back, with `verify` all of them. RuntimeError names one that
-        was not written, or that is not what came.
+        Reads the loaded parameters back, with `verify` all of them. Raises RuntimeError naming a
+        parameter that was not written, or that differs from what was sent.
         """
         from vllm.config import set_current_vllm_config
 
         model = self.model_runner.get_model()
         digests: list[Tensor] = []
         self.updates += 1
-        copies, self.copies = self.copies, None  # kept only by an update that succeeds
+        copies = self.copies
+        self.copies = None  # until this update has succeeded
         proof = Proof(model, None if verify else self.updates)
         with set_current_vllm_config(self.vllm_config), loaded_by(copies, model):
             weights = proof.watch(self.whole(self.incoming(digests, verify)))
@@ -186,7 +195,7 @@ class WeightReceiver:
         return checksum(digests)
 
     def asked(self, model: nn.Module) -> "Copies | None":
-        """What the next update may copy by itself; None where vLLM's loaders do not say."""
+        """Returns the copies for the next update; None if vLLM's loaders cannot be observed."""
         from policy.sync.layer_copies import Copies
 
         try:
@@ -194,12 +203,15 @@ class WeightReceiver:
             return Copies(model, self.vllm_config, (base or self.sync_wire).metas)
         except Exception as error:
             if any(parameter.is_meta for parameter in model.parameters()):
-                raise  # vLLM has not given the layers back
+                raise  # vLLM has not given the layers their memory back
             print(f"each tensor of an update goes through vLLM's loaders: {error!r}", flush=True)
             return None
 
     def refresh_tied_head(self, model: nn.Module) -> None:
-        """On CPU a tied head multiplies by a packed copy of the embedding, made once at start."""
+        """Packs a tied head again: on a CPU it multiplies by a copy of the embedding.
+
+        vLLM makes that copy only once, at the start. On a GPU this waits for the device.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             return
@@ -209,11 +221,11 @@ class WeightReceiver:
             if isinstance(layer, ParallelLMHead):
                 layer.quant_method.process_weights_after_loading(layer)
 
-    def refresh_drafter(self, model: Any) -> None:
-        """Gives MTP heads the policy's output head where they have a copy of it (Nemotron-H).
+    def refresh_drafter(self, model: "VllmModel") -> None:
+        """Copies the policy's output head to MTP heads that have their own copy (Nemotron-H).
 
-        vLLM shares the two if they are equal when both were loaded, but the policy is noise then.
-        CUDA graphs know the copy's memory. An embedding is shared in any case.
+        vLLM shares the two if they are equal when both were loaded, but the policy is still noise
+        at that time. CUDA graphs refer to the copy's memory. The embedding is always shared.
         """
         drafts = self.vllm_config.speculative_config
         draft = self.model_runner.get_draft_model() if drafts else None
@@ -224,12 +236,12 @@ class WeightReceiver:
             self.refresh_tied_head(draft)
 
     def whole(self, sent: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights that an update makes, where it brings adapters alone."""
+        """Returns an update's whole weights: merged ones if it carries adapters alone."""
         base = self.sync_wire.base
         return base.merged(sent, self.device) if base else sent
 
     def incoming(self, digests: list[Tensor], verify: bool) -> Iterator[tuple[str, Tensor]]:
-        """Named tensors, as they arrive; with `verify` it adds each bucket's digest to `digests`.
+        """Yields named tensors as they arrive; if `verify`, adds bucket digests to `digests`.
 
         A bucket is never reused: layers keep views of it.
         """
@@ -241,8 +253,8 @@ class WeightReceiver:
             for place in bucket.slices:
                 yield place.meta.name, tensor_in(buffer, place)
 
-    def arrive(self, work: Any) -> None:
-        """Waits for a bucket; for as long as the update is not cut off, where that can be seen."""
+    def arrive(self, work: dist.Work) -> None:
+        """Waits for a bucket. Raises CutOff if it does not arrive; on a CPU, once `cut` is set."""
         while self.cut and self.sync_wire.device == "cpu" and not work.is_completed():
             if self.cut.is_set():
                 raise CutOff("the senders have ended the update")
@@ -252,4 +264,4 @@ class WeightReceiver:
         except RuntimeError as error:
             if self.cut:
                 self.cut.set()
-            raise CutOff(f"a bucket does not come: {error}") from error
+            raise CutOff(f"a bucket does not arrive: {error}") from error

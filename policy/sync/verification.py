@@ -1,4 +1,4 @@
-"""Whether an engine's worker computes with the weights that were sent to it.
+"""Checks that an engine's worker computes with the weights that were sent to it.
 
 While tensors arrive, a `Proof` keeps a number for each of their rows. vLLM then stacks, cuts, packs
 and copies them. Afterwards those rows must be found in its parameters, in order:
@@ -8,7 +8,8 @@ and copies them. Afterwards those rows must be found in its parameters, in order
     experts, in their kernel's order  the values of each, wherever they lie
     a CPU's linear layers, packed     they multiply a few vectors, and so do the rows that were sent
 
-The last holds to rounding, the others to the bit. Buffers are not compared: no policy sends any.
+The last check allows for rounding, the others are exact. Buffers are not compared: no policy sends
+any.
 
 Axes, as suffixes:  R rows of a matrix    C its columns    V vectors
 """
@@ -18,30 +19,35 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from policy.sync.weight_sync import INTEGERS, row_digests, words_at_once
 
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.models.utils import WeightsMapper
+
 SHARE = 32  # an update that is not verified looks at one in this many parameters
 VECTORS = 4
-ROUNDING = {torch.float32: 3e-5}  # of a row's norm; of other dtypes 0.05
-EXPERTS = 16  # that are digested at once; where they are no plain matrices, they are copied for it
-STACKED = {"q": 0, "k": 1, "v": 2}  # vLLM numbers the parts of other stacks
+ROUNDING = {torch.float32: 3e-5}  # of a row's norm; for other dtypes 0.05
+EXPERTS = 16  # digested at once; unless they are plain matrices, they are copied for it
+STACKED = {"q": 0, "k": 1, "v": 2}  # vLLM numbers the parts of other stacks itself
 EXPERT = re.compile(r"(.+\.experts)\.(?:(\d+)\.)?(\w+?)(?:\.weight)?")
 
 
 @functools.cache
 def vectors(size: int, device: torch.device) -> Tensor:
-    """What packed layers multiply, [V, size]."""
+    """Draws the vectors that packed layers multiply, [V, size]."""
     draw = torch.Generator().manual_seed(size)
     return torch.randn(VECTORS, size, generator=draw).to(device)
 
 
 def value_digests(matrices_ERC: Tensor) -> Tensor:
-    """A number for the bits of each matrix's values, wherever they lie; zeros add nothing."""
+    """Digests the bits of each matrix's values, wherever they lie; zeros add nothing."""
     words_EN = matrices_ERC.contiguous().view(INTEGERS[matrices_ERC.element_size()]).flatten(1)
     total_E = torch.zeros(len(words_EN), dtype=torch.int64, device=words_EN.device)
     for part_EN in words_EN.split(1 + words_at_once(words_EN.device) // (1 + len(total_E)), 1):
@@ -50,46 +56,65 @@ def value_digests(matrices_ERC: Tensor) -> Tensor:
     return total_E
 
 
+class Product(NamedTuple):
+    """The product of sent rows with `vectors`."""
+
+    product_RV: Tensor
+    norm_R: Tensor  # of the rows
+
+
 class Span(NamedTuple):
     """The rows of a parameter that a tensor must have filled."""
 
     tensor: str  # its name in the checkpoint
     start: int
     stop: int
-    digest_R: Any = None  # where the rows can be read
-    product_RV: Any = None  # where the layer may multiply by a packed copy
-    norm_R: Any = None  # of those
-    values: Any = None  # of an expert: the digest of its values [1]
+    digest_R: Tensor | None  # None: the rows cannot be read
+    product: Product | None  # None: the layer does not multiply by a packed copy
+
+
+class ExpertSpan(NamedTuple):
+    """The rows of an expert that a tensor must have filled."""
+
+    tensor: str  # its name in the checkpoint
+    start: int
+    stop: int
+    digest_R: Tensor
+    values: Tensor  # digest of its values [1]
 
 
 class Verdict(NamedTuple):
     """A comparison still on the device, and the function that judges it."""
 
     wrong_N: Tensor  # bool
-    judge: Callable[[Tensor], None]  # of `wrong_N` on the CPU; raises RuntimeError
+    judge: Callable[[Tensor], None]  # takes `wrong_N` on the CPU; raises RuntimeError
 
 
 class Proof:
-    """What one update sends, to be compared with what a model of vLLM's holds after it.
+    """The tensors of one update, to be compared with what a vLLM model holds after it.
 
-    With `turn` it looks at one in SHARE parameters, at others next time; without, at all, and none
-    may be missing. `unverified` are those that it cannot compare, such as quantised ones.
+    With `turn` it looks at one in SHARE parameters, at others next time. Without it, it looks at
+    all, and no parameter may be missing. `unverified` has the names of parameters that it cannot
+    compare, such as quantised ones.
     """
 
     def __init__(self, model: nn.Module, turn: int | None = None):
         from vllm.distributed import get_tensor_model_parallel_rank
 
-        # A class that names no places may move, stack and transpose what it loads.
-        self.mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-        self.modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+        # A model without a mapper may move, stack and transpose what it loads.
+        self.mapper: WeightsMapper | None = getattr(model, "hf_to_vllm_mapper", None)
+        self.modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
         # Kept here: while vLLM reloads, its modules hold stand-ins without memory.
-        self.loaded: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+        self.loaded: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
         self.rank = get_tensor_model_parallel_rank()
         self.turn = turn
         self.spans: dict[str, list[Span]] = defaultdict(list)  # by parameter
-        self.experts: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+        # By parameter, then by this worker's expert.
+        self.experts: dict[str, dict[int, list[ExpertSpan]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         self.unverified: set[str] = set()
-        self.knows_all = self.mapper is not None  # where each tensor belongs
+        self.knows_all = self.mapper is not None  # True: knows where each tensor belongs
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Notes named tensors on their way to vLLM."""
@@ -113,34 +138,36 @@ class Proof:
 
     def _add_rows(self, name: str, target: str, tensor: Tensor) -> None:
         path, _, leaf = target.rpartition(".")
-        module: Any = self.modules.get(path)
-        parameter: Any = self.loaded.get(target)
-        self.knows_all &= parameter is not None
+        module: LinearBase | None = self.modules.get(path)
+        parameter = self.loaded.get(target)
+        if parameter is None:
+            self.knows_all = False
+            self.unverified.add(target)
+            return
         place = None
-        if parameter is not None and not is_quantized(module):
-            shard: Any = getattr(tensor, "shard_id", None)
-            place = self._of_worker(module, parameter, tensor, STACKED.get(shard, shard))
+        if not is_quantized(module):
+            shard: int | str | None = getattr(tensor, "shard_id", None)
+            number = STACKED[shard] if isinstance(shard, str) else shard
+            place = self._of_worker(module, parameter, tensor, number)
         if place is None:
             self.unverified.add(target)
             return
         start, rows_RC = place
         rows_RC = rows_RC.to(parameter.device)
-        if target.endswith(".A"):  # of Mamba, from A_log
+        if target.endswith(".A"):  # Mamba's, sent as A_log
             rows_RC = -rows_RC.float().exp()
         rows_RC = rows_RC.to(parameter.dtype)
-        digest_R = product_RV = norm_R = None
-        if parameter.numel():
-            digest_R = row_digests(rows_RC)
+        digest_R = row_digests(rows_RC) if parameter.numel() else None
+        product = None
         if leaf == "weight" and hasattr(module, "cpu_linear"):
             product_RV = rows_RC.float() @ vectors(rows_RC.shape[1], rows_RC.device).T
-            norm_R = rows_RC.float().norm(dim=1)
-        span = Span(name, start, start + len(rows_RC), digest_R, product_RV, norm_R)
-        self.spans[target].append(span)
+            product = Product(product_RV, rows_RC.float().norm(dim=1))
+        self.spans[target].append(Span(name, start, start + len(rows_RC), digest_R, product))
 
     def _of_worker(
-        self, module: Any, parameter: Tensor, tensor: Tensor, shard: Any
+        self, module: "LinearBase", parameter: Tensor, tensor: Tensor, shard: int | None
     ) -> tuple[int, Tensor] | None:
-        """A tensor's first row in a parameter, and this worker's part of it; None: unknown."""
+        """Returns a tensor's first row in a parameter and this worker's part; None: unknown."""
         rows_RC = tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
         tp = getattr(module, "tp_size", 1)
         rank = getattr(module, "tp_rank", self.rank)
@@ -153,7 +180,7 @@ class Proof:
         size = sizes[shard]
         if len(rows_RC) > size:
             replicas = getattr(module, "num_kv_head_replicas", 1) if shard else 1
-            pads = hasattr(module, "shard_indices")  # a vocabulary, at its end
+            pads = hasattr(module, "shard_indices")  # a vocabulary is padded at its end
             if len(rows_RC) * replicas != size * tp and not pads:
                 return None
             first = rank // replicas * size
@@ -164,19 +191,20 @@ class Proof:
         return sum(sizes[:shard]), rows_RC
 
     def _add_experts(self, name: str, found: re.Match, tensor: Tensor) -> None:
-        """One expert's matrix, or the matrices of all of a layer."""
+        """Notes one expert's matrix, or the matrices of all experts of a layer."""
         path, expert, kind = found.groups()  # no expert: one tensor holds them all
         path += ".routed_experts"
-        module: Any = self.modules.get(path)
+        module: RoutedExperts | None = self.modules.get(path)
         is_down = module is not None and kind == module.ckpt_down_proj_name
         target = f"{path}.{'w2_weight' if is_down else 'w13_weight'}"
         if not self._is_due(target):
             return
-        split = module.moe_config.moe_parallel_config if module else None
-        if split is None or is_quantized(module) or split.enable_eplb:  # copies of experts
+        if module is None or is_quantized(module):
             self.unverified.add(target)
             return
-        if split.tp_size > 1 and (kind == "gate_up_proj" or module.is_fused_checkpoint_transposed):
+        split = module.moe_config.moe_parallel_config
+        is_joint = kind == "gate_up_proj" or module.is_fused_checkpoint_transposed
+        if split.enable_eplb or (split.tp_size > 1 and is_joint):  # EPLB copies experts
             self.unverified.add(target)
             return
         parameter = self.loaded[target]
@@ -186,14 +214,15 @@ class Proof:
             if local >= 0:
                 part_RC = matrix.chunk(split.tp_size, int(is_down))[split.tp_rank]
                 part_RC = part_RC.to(parameter.device, parameter.dtype)
-                span = Span(name, start, start + len(part_RC), row_digests(part_RC))
-                span = span._replace(values=value_digests(part_RC[None]))
+                digest_R = row_digests(part_RC)
+                values = value_digests(part_RC[None])
+                span = ExpertSpan(name, start, start + len(part_RC), digest_R, values)
                 self.experts[target][local].append(span)
 
     def check(self) -> None:
-        """Raises RuntimeError, naming a tensor that the model does not hold as it was sent.
+        """Raises RuntimeError naming a tensor that the model does not hold as it was sent.
 
-        The device is waited for once, however many parameters there are.
+        It waits for the device once, for any number of parameters.
         """
         if verdicts := list(self.verdicts()):
             every = torch.cat([verdict.wrong_N for verdict in verdicts]).cpu()
@@ -203,14 +232,15 @@ class Proof:
 
     @torch.no_grad()
     def verdicts(self) -> Iterator[Verdict]:
-        """Of each parameter that can be compared. Raises RuntimeError for one that was not sent."""
+        """Compares each parameter if it can. Raises RuntimeError for one that was not sent."""
         known = [*self.spans, *self.experts, *self.unverified]
         homes = {id(self.loaded[name]): name for name in known if name in self.loaded}
         for name, before in self.loaded.items():
             path, _, leaf = name.rpartition(".")
             module = self.modules[path]
             parameter = module._parameters[leaf]
-            home = homes.get(id(before), name)  # of a tied head: the embedding
+            assert parameter is not None
+            home = homes.get(id(before), name)  # for a tied head: the embedding
             if home in self.unverified or is_quantized(module) or leaf in ("w13_bias", "w2_bias"):
                 self.unverified.add(home)
             elif home in self.experts:
@@ -223,9 +253,9 @@ class Proof:
                 self.unverified.add(name)
 
     def _of_rows(
-        self, name: str, module: Any, parameter: Tensor, spans: list[Span]
+        self, name: str, module: "LinearBase", parameter: Tensor, spans: list[Span]
     ) -> Iterator[Verdict]:
-        """Whether the rows are there. Raises RuntimeError unless all were sent."""
+        """Compares a parameter's rows. Raises RuntimeError unless all were sent."""
         is_packed = name.endswith(".weight") and hasattr(module, "cpu_linear")
         sizes = getattr(module, "output_partition_sizes", parameter.shape[:1])
         size = getattr(module, "num_org_embeddings_per_partition", sum(sizes))  # without padding
@@ -250,12 +280,15 @@ class Proof:
             if held_R is not None:
                 wrong_R |= held_R[rows] != span.digest_R
             if product_RV is not None:
-                gap_R = (product_RV[rows] - span.product_RV).norm(dim=1)
-                wrong_R |= ~(gap_R <= limit * span.norm_R)  # so written, NaN is wrong
+                assert span.product
+                gap_R = (product_RV[rows] - span.product.product_RV).norm(dim=1)
+                wrong_R |= ~(gap_R <= limit * span.product.norm_R)  # negated: NaN is wrong too
             yield Verdict(wrong_R, functools.partial(refuse, name, "row", f" of {span.tensor}"))
 
-    def _of_experts(self, name: str, parameter: Tensor, sent: dict[int, list[Span]]) -> Verdict:
-        """Whether every expert has its values, and each in its place, if any has.
+    def _of_experts(
+        self, name: str, parameter: Tensor, sent: dict[int, list[ExpertSpan]]
+    ) -> Verdict:
+        """Compares every expert's values and, if any expert has them in order, their places.
 
         Raises RuntimeError unless all were sent.
         """
@@ -269,32 +302,33 @@ class Proof:
         held_ER = torch.cat([row_digests(part.flatten(0, 1)) for part in held]).view(E, -1)
         sent_E = torch.zeros(E, dtype=torch.int64, device=parameter.device)
         moved_E = torch.zeros(E, dtype=torch.bool, device=parameter.device)
-        for spans in zip(*parts, strict=True):  # of all experts, the same rows
-            rows_ER = held_ER[:, spans[0].start : spans[0].stop]
-            digest_ER = torch.stack([span.digest_R for span in spans])
+        for i in range(most):
+            same_rows = [spans[i] for spans in parts]  # of each expert
+            rows_ER = held_ER[:, same_rows[0].start : same_rows[0].stop]
+            digest_ER = torch.stack([span.digest_R for span in same_rows])
             has_rows = rows_ER.shape == digest_ER.shape  # a kernel may hold them transposed
             moved_E |= (rows_ER != digest_ER).any(1) if has_rows else True
-            sent_E += torch.cat([span.values for span in spans])
+            sent_E += torch.cat([span.values for span in same_rows])
         other_E = torch.cat([value_digests(part) for part in held]) != sent_E
         judge = functools.partial(self._judge_experts, name)
         return Verdict(torch.cat([other_E, moved_E]), judge)
 
     def _judge_experts(self, name: str, wrong_N: Tensor) -> None:
         other_E, moved_E = wrong_N.chunk(2)
-        if moved_E.all():  # their kernel's order
+        if moved_E.all():  # their kernel keeps another order
             self.unverified.add(f"the order in {name}")
             moved_E = other_E
         refuse(name, "expert", "", other_E | moved_E)
 
 
 def refuse(name: str, kind: str, where: str, wrong_N: Tensor) -> None:
-    """Raises RuntimeError where some are wrong, with the number of the first one."""
+    """Raises RuntimeError if any is wrong, with the number of the first one."""
     if wrong_N.any():
         first = int(wrong_N.int().argmax())
         raise RuntimeError(f"{name} does not hold {kind} {first}{where} as it was sent")
 
 
-def is_quantized(module: Any) -> bool:
-    """Whether a layer keeps other numbers than it is given."""
+def is_quantized(module: nn.Module | None) -> bool:
+    """True if a layer keeps other numbers than it is given."""
     method = getattr(module, "quant_method", None)
     return method is not None and not type(method).__name__.startswith("Unquantized")

@@ -1,10 +1,11 @@
-"""How weights travel: trainer rank 0 broadcasts buckets, the engines' workers load them.
+"""Sends weights: trainer rank 0 broadcasts buckets, the engines' workers load them.
 
 There is one code path for CPU and GPU; only the backend differs (gloo or nccl). vLLM's own transfer
 engines cannot end an update that has lost an engine: docs/grpo_async.md, detail 26.
 
 Under NCCL the trainer ranks on rank 0's node, its node-mates, are in the group as well. They only
-pass on what comes: so NCCL's rings leave the node by the network cards of all of its GPUs.
+pass on what they receive, so that NCCL's rings leave the node through the network cards of all its
+GPUs.
 """
 
 import functools
@@ -14,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -28,54 +29,77 @@ if TYPE_CHECKING:
     from settings.config import Timeouts
 
 BUCKET_BYTES = 256 << 20
-AHEAD = 3  # broadcasts that a GPU may still have to do when the next bucket is asked for
-WORDS = 1 << 18  # that are digested at once, as int64: they fit into a core's cache
-GPU_WORDS = 1 << 22  # 32 MiB: few kernels, and little memory beside the KV
+AHEAD = 3  # broadcasts that may be pending on a GPU before the next bucket is gathered
+WORDS = 1 << 18  # digested at once, as int64: they fit into a core's cache
+GPU_WORDS = 1 << 22  # 32 MiB: few kernels, and little memory next to the KV
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CUT = "cut"  # in the store of a group whose update was ended
-ROW_BYTES = 1 << 14  # that a digest adds up at once, of which a bucket is a multiple
+CUT = "cut"  # this key in a group's store marks an update that was ended
+ROW_BYTES = 1 << 14  # added up at once by a digest; the size of a bucket is a multiple of it
 
 
 class CutOff(RuntimeError):
-    """An update ended before all of it had come. The next one can repeat it."""
+    """An update ended before all of it had arrived. The next one can repeat it."""
+
+
+class Group(Protocol):
+    """A process group of gloo or NCCL; torch's stubs do not list its collectives."""
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work:
+        """Starts to broadcast a tensor from a rank of the group."""
+
+    def abort(self) -> None:
+        """Ends pending operations."""
+
+
+class Source(Protocol):
+    """The tensors of weight updates: a `Policy`, or its adapters (policy/sync/adapter_sync.py).
+
+    A source that has `base` sends tensors that engines add to that base.
+    """
+
+    def weight_metas(self) -> list[WeightMeta]:
+        """Describes the tensors that `named_weights` yields, in its order."""
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yields names and tensors; collective over the trainer ranks. None on other ranks."""
 
 
 class Wire(NamedTuple):
-    """What both sides of a weight update know before it. It is pickled to the engines."""
+    """The terms of weight updates, known to both sides. It is pickled to the engines."""
 
     metas: list[WeightMeta]  # of all tensors, in the order in which they are sent
-    join_seconds: float  # deadline of meeting
-    seconds: float  # deadline of a broadcast
-    shares_gpu: bool  # whether an engine and a trainer rank may have the same GPU
-    base: "Base | None" = None  # what engines add the tensors to; None: they are the weights
+    join_seconds: float  # deadline for meeting
+    seconds: float  # deadline for a broadcast
+    shares_gpu: bool  # True: an engine and a trainer rank may have the same GPU
+    base: "Base | None" = None  # engines add the tensors to it; None: they are the weights
 
     def store(self, host: str, port: int, world: int) -> dist.TCPStore:
-        """The store at which rank 0 of the group listens."""
+        """Connects to the store at which rank 0 of the group listens."""
         return dist.TCPStore(host, port, world, False, timedelta(seconds=self.join_seconds))
 
     @property
     def device(self) -> str:
-        """Where buckets lie. NCCL refuses two ranks on one GPU: a shared GPU syncs through gloo."""
+        """Device of the buckets: "cpu" if GPUs are shared, as NCCL refuses two ranks on one GPU."""
         return "cuda" if torch.cuda.is_available() and not self.shares_gpu else "cpu"
 
-    def group(
-        self, store: dist.Store, rank: int, world: int
-    ) -> "dist.ProcessGroupGloo | dist.ProcessGroupNCCL":
-        """A process group beside torch's default one: senders, then every engine worker."""
+    def group(self, store: dist.Store, rank: int, world: int) -> Group:
+        """Makes a process group of its own: senders, then every engine worker."""
         prefixed = dist.PrefixStore("weights", store)
         deadline = timedelta(seconds=self.seconds)
+        group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
         if self.device == "cpu":
             meeting = timedelta(seconds=self.join_seconds)
             group = dist.ProcessGroupGloo(prefixed, rank, world, meeting)
             group._set_default_timeout(deadline)
-            return group
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = deadline
-        return dist.ProcessGroupNCCL(prefixed, rank, world, options)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = deadline
+            group = dist.ProcessGroupNCCL(prefixed, rank, world, options)
+        return cast(Group, group)
 
 
 class Slice(NamedTuple):
-    """Where a tensor lies in a bucket."""
+    """The place of a tensor in a bucket."""
 
     meta: WeightMeta
     start: int  # byte
@@ -90,9 +114,9 @@ class Bucket(NamedTuple):
 
 
 def buckets(metas: Iterable[WeightMeta], limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Cuts tensors into broadcasts of at most `limit` bytes, alike on both sides.
+    """Cuts tensors into broadcasts of at most `limit` bytes, the same on both sides.
 
-    A larger tensor travels alone.
+    A larger tensor is sent alone.
     """
     slices: list[Slice] = []
     used = 0
@@ -108,20 +132,20 @@ def buckets(metas: Iterable[WeightMeta], limit: int = BUCKET_BYTES) -> Iterator[
 
 
 def padded(size: int) -> int:
-    """Bytes of a bucket whose tensors take `size`."""
+    """Returns the bytes of a bucket whose tensors take `size`."""
     return -(-size // ROW_BYTES) * ROW_BYTES
 
 
 def tensor_in(buffer: Tensor, place: Slice) -> Tensor:
-    """A view of one tensor of a bucket."""
+    """Returns a view of one tensor of a bucket."""
     flat = buffer[place.start : place.stop].view(getattr(torch, place.meta.dtype))
     return flat.view(place.meta.shape)
 
 
 def gathered(weights: Iterator[tuple[str, Tensor | None]], wire: Wire) -> Iterator[Tensor]:
-    """Gathers named weights into the buffers to broadcast, empty ones where the policy has none.
+    """Gathers named weights into buffers to broadcast, which are empty if all tensors are None.
 
-    Raises ValueError unless they are those that `wire` announces.
+    Raises ValueError unless the names match what `wire` announces.
     """
     for bucket in buckets(wire.metas):
         buffer = torch.empty(0, dtype=torch.uint8, device=wire.device)
@@ -136,12 +160,12 @@ def gathered(weights: Iterator[tuple[str, Tensor | None]], wire: Wire) -> Iterat
 
 
 def digest(buffer: Tensor) -> Tensor:
-    """A number for a bucket's bytes and their places, int64 [1]; waits for no device."""
+    """Digests a bucket's bytes and their places, int64 [1]; does not wait for the device."""
     return row_digests(row_digests(buffer.view(-1, ROW_BYTES))[None])
 
 
 def checksum(digests: list[Tensor]) -> int:
-    """One number for the digests of all buckets, in order; 0 for none."""
+    """Combines the digests of all buckets, in order, to one number; 0 without digests."""
     return int(row_digests(torch.cat(digests)[None])) if digests else 0
 
 
@@ -149,17 +173,17 @@ class Sender:
     """The trainer's side of weight updates. Every rank has one.
 
     Only rank 0 joins the engines, and under NCCL its node-mates. On all of them gathers and
-    broadcasts follow each other in one order, so none waits for another in a circle.
+    broadcasts follow each other in one order, so ranks never wait for each other in a circle.
     """
 
     joined: ClassVar["Sender | None"] = None  # this process's
 
-    def __init__(self, policy: Any, timeouts: "Timeouts", shares_gpu: bool):
-        self.policy = policy  # or what it sends
+    def __init__(self, policy: Source, timeouts: "Timeouts", shares_gpu: bool):
+        self.policy = policy
         base = getattr(policy, "base", None)
         metas = policy.weight_metas()
         self.wire = Wire(metas, waits.ANSWER_SECONDS, timeouts.sync, shares_gpu, base)
-        self.group: Any = None  # of rank 0, its node-mates and the engines' workers
+        self.group: Group | None = None  # of rank 0, its node-mates and the engines' workers
         self.rank = 0  # in that group
         self.store: dist.Store | None = None  # where they met
         self.aborted = False
@@ -167,11 +191,11 @@ class Sender:
 
     @property
     def metas(self) -> list[WeightMeta]:
-        """What the policy's tensors look like, in the order in which they are sent."""
+        """Names, shapes and types of the tensors, in the order in which they are sent."""
         return self.wire.metas
 
     def join(self, store: dist.Store, rank: int, world: int) -> None:
-        """Meets the engines' workers at a store; rank 0 of the trainer and its node-mates do."""
+        """Meets the engines' workers at a store; only rank 0 and its node-mates call it."""
         self.group = self.wire.group(store, rank, world)
         self.store = store
         self.rank = rank
@@ -182,14 +206,15 @@ class Sender:
     def abort(cls) -> None:
         """Ends the update that this process sends; called in another thread than `send`.
 
-        Under NCCL nothing else does: a lost engine leaves the others waiting in their kernels.
+        Under NCCL nothing else ends it: a lost engine leaves the others waiting in their kernels.
         Gloo's own abort does nothing, and `finish` only stops waiting. Engines see CUT.
         """
         if cls.joined:
             cls.joined.aborted = True
             if cls.joined.store:
                 cls.joined.store.set(CUT, "")
-            cls.joined.group.abort()
+            if cls.joined.group:
+                cls.joined.group.abort()
 
     def stage(self) -> None:
         """Gathers the first bucket while the engines still generate; collective over the ranks."""
@@ -199,13 +224,13 @@ class Sender:
     def send(self, verify: bool) -> int:
         """Gathers all weights; rank 0 broadcasts them, node-mates pass them on. Collective.
 
-        Rank 0 returns a checksum of them if `verify`, else 0. Raises RuntimeError where a receiver
-        is gone or the deadline is over, after the last gather.
+        Rank 0 returns their checksum if `verify`, else 0. Raises RuntimeError, after the last
+        gather, if a receiver is gone or the deadline is over.
         """
         packed = self.staged or gathered(self.policy.named_weights(), self.wire)
         self.staged = None
         digests: list[Tensor] = []
-        on_their_way: deque = deque()
+        on_their_way: deque[dist.Work] = deque()
         streams = self.wire.device == "cuda"
         spare = torch.empty(self.passed_on(), dtype=torch.uint8, device=self.wire.device)
         try:
@@ -227,14 +252,15 @@ class Sender:
         return checksum(digests)
 
     def passed_on(self) -> int:
-        """Bytes of the largest bucket on a node-mate, else 0: room for what it did not gather."""
+        """Returns the bytes of the largest bucket on a node-mate, which gathers nothing; else 0."""
         return max(bucket.size for bucket in buckets(self.metas)) if self.rank else 0
 
-    def finish(self, broadcasts: deque, left: int) -> None:
-        """Waits until at most `left` broadcasts are on their way. Raises RuntimeError.
+    def finish(self, broadcasts: deque[dist.Work], left: int) -> None:
+        """Waits until at most `left` broadcasts are on their way.
 
-        `wait()` of NCCL only orders streams: that an engine is gone shows nowhere. Gloo's would
-        wait for a sender that has given up.
+        Raises RuntimeError if the update was ended or the deadline is over. NCCL's `wait()` only
+        orders streams and does not notice a lost engine; gloo's would wait for a sender that has
+        given up.
         """
         deadline = time.monotonic() + self.wire.seconds
         for _ in range(len(broadcasts) - left):
@@ -246,19 +272,21 @@ class Sender:
             if not self.aborted:
                 work.wait()
         if self.aborted:
-            why = f"an engine is lost, or {self.wire.seconds:.0f} s are over"
-            raise RuntimeError(f"the broadcast of weights was ended: {why}")
+            raise RuntimeError(
+                "the broadcast of weights was ended: an engine is lost, or "
+                f"{self.wire.seconds:.0f} s are over"
+            )
 
 
 @functools.cache
 def keys(count: int, device: torch.device) -> Tensor:
-    """Odd random numbers, int64: whatever changes in a word changes its product with one."""
+    """Draws odd numbers, int64: any change of a word changes its product with an odd number."""
     draw = torch.Generator().manual_seed(count)
     return (torch.randint(-(1 << 62), 1 << 62, (count,), generator=draw) * 2 + 1).to(device)
 
 
 def row_digests(rows_RC: Tensor) -> Tensor:
-    """A number for the bits of each row and their places, int64 [R]."""
+    """Digests the bits of each row and their places, int64 [R]."""
     size = rows_RC.element_size()
     narrow = size < 4 and rows_RC.shape[1] * size % 4 == 0
     words_RC = rows_RC.contiguous().view(torch.int32 if narrow else INTEGERS[size])
@@ -268,5 +296,5 @@ def row_digests(rows_RC: Tensor) -> Tensor:
 
 
 def words_at_once(device: torch.device) -> int:
-    """How many words a device digests at once."""
+    """Returns the number of words that a device digests at once."""
     return WORDS if device.type == "cpu" else GPU_WORDS

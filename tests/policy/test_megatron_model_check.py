@@ -91,7 +91,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
     assert "no tensor model.layers.1.mlp.up_proj.weight" in message and "did you mean" in message
     name = "model.layers.0.self_attn.q_proj.lora"
     more = folder("qwen3", tensors=lambda s: s.update({name: s["model.norm.weight"] + 0}))
-    assert f"{name} is no tensor of qwen3" in refusal(more)
+    assert f"{name} is not a tensor of qwen3" in refusal(more)
 
     def cut(state):
         state["model.norm.weight"] = state["model.norm.weight"][:-1].clone()
