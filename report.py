@@ -1,11 +1,10 @@
-"""Pages without network: of a run, and of the curves of several.
+"""Writes the page of a run, or one that compares the curves of several; neither needs a network.
 
     python report.py RUN_DIR           -> RUN_DIR/report.html
     python report.py RUN_DIR OTHER ... -> RUN_DIR/compare.html
 
-All but the tokenizer comes from the run's folder, and the run may still be going: lines and
-archives that are half written are left out, and so are the parts of the page that need a missing
-file.
+Everything but the tokenizer is read from the run's folder, and the run may still be going: lines
+and archives that are half written are left out, and so are parts of the page whose file is missing.
 """
 
 import bisect
@@ -20,7 +19,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
@@ -28,37 +28,81 @@ from core.errors import InputError, shown
 from core.jsonl import METRICS, parse, place, read
 from rollout.answer_markup import FLAWS
 from runtime.checkpoints.archive import listed
-from runtime.reporting.health import health
+from runtime.reporting.health import Finding, Series, health
 from runtime.reporting.log import in_one_line
 from runtime.reporting.summary import summary
 from settings.config import TrainingSettings
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 # Limits of one page: a browser stays quick up to some 50 MB, and long runs write far more.
-LIMITS = {"mismatch": 1000, "rollouts": 2000, "characters": 30_000_000, "pairs": 8}
-RESTATED = ("command_line", "untracked")  # by other lines of what differs
-LAST = "step reward validation_reward validation_exact preference_loss accuracy response_tokens"
-LAST += " tokens_per_second"
+LIMITS = {
+    "mismatch": 1000,
+    "rollouts": 2000,
+    "characters": 30_000_000,
+    "pairs": 8,
+    "samples": 256,
+    "samples_per_step": 64,
+    "tokens": 500_000,
+}
+RESTATED = ("command_line", "untracked")  # settings that other lines of a comparison restate
+LAST = (
+    "step",
+    "reward",
+    "validation_reward",
+    "validation_exact",
+    "preference_loss",
+    "accuracy",
+    "response_tokens",
+    "tokens_per_second",
+)
 INFO = re.compile("(validation_)?info/")
-LIMITS |= {"samples": 256, "samples_per_step": 64, "tokens": 500_000}
-# The fields that the page needs of a line: types, [type of the items], {name: type}. Others are
-# left out.
-CONFIG: dict[str, Any] = {"prompts_per_step": int | None, "steps": int | None, "model": str | None}
-ROW: dict[str, Any] = {"by": str, "key": str, "tokens": int | float}
-ROW |= dict.fromkeys(("mean", "max", "k3", "kept"), int | float | None)
-MISMATCH: dict[str, Any] = {"step": int, "rows": [ROW]}
-ROLLOUT: dict[str, Any] = {"step": int | None, "slot": int, "evaluation": int | None, "row": int}
-ROLLOUT |= {
+Item = TypeVar("Item")
+Json = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+# The fields that the page needs of a line: types, [type of the items], {name: type}. A line that
+# lacks one is left out.
+Form = type | UnionType | list["Form"] | dict[str, "Form"]
+CONFIG: dict[str, Form] = {"prompts_per_step": int | None, "steps": int | None, "model": str | None}
+ROW: dict[str, Form] = {
+    "by": str,
+    "key": str,
+    "tokens": int | float,
+    "mean": int | float | None,
+    "max": int | float | None,
+    "k3": int | float | None,
+    "kept": int | float | None,
+}
+MISMATCH: dict[str, Form] = {"step": int, "rows": [ROW]}
+ROLLOUT: dict[str, Form] = {
+    "step": int | None,
+    "slot": int,
+    "evaluation": int | None,
+    "row": int,
     "env": str,
     "dataset": str | None,
     "prompt": str,
     "response": [str],
     "versions": [[int]],
+    "reward": int | float | None,
+    "advantage": int | float | None,
 }
-ROLLOUT |= {"reward": int | float | None, "advantage": int | float | None}
+
+
+class Page(TypedDict):
+    """The data of a page, as its script reads them."""
+
+    name: str
+    config: dict
+    health: list[Finding]
+    columns: Series
+    mismatch: list[dict]
+    rollouts: dict
+    samples: dict
 
 
 def finish(cfg: TrainingSettings) -> None:
-    """Draws the pages of a run that has ended, and prints what came out of it."""
+    """Draws the pages of a run that has ended, and prints its results."""
     try:
         draw(cfg.writes_to)
         page = f"report: {shown(write(cfg.writes_to))}"
@@ -68,17 +112,17 @@ def finish(cfg: TrainingSettings) -> None:
 
 
 def write(run_dir: str) -> Path:
-    """Writes the page of a run; returns its path. Raises InputError where there is no folder."""
+    """Writes the page of a run; returns its path. Raises InputError if there is no such folder."""
     run = Run.read(Path(run_dir))
     archives = sorted((Path(run_dir) / "samples").glob("step_*.npz"))
-    data = {
+    data: Page = {
         "name": run.name,
         "config": run.config,
         "health": health(run.series, run.mismatch, run.config),
         "columns": run.series,
         "mismatch": run.mismatch,
         "rollouts": rollouts(Path(run_dir) / "rollouts.jsonl"),
-        "samples": samples(archives, run.config.get("model", "")),
+        "samples": samples(archives, run.model),
     }
     return page(Path(run_dir) / "report.html", data)
 
@@ -86,8 +130,8 @@ def write(run_dir: str) -> Path:
 def compare(run_dirs: list[str]) -> Path:
     """Writes a page with the curves of several runs, and the settings in which they differ.
 
-    Returns its path, in the folder of the first. Raises InputError where one is no folder, or there
-    twice.
+    Returns its path, in the folder of the first. Raises InputError if one is not a folder, or if
+    two are the same.
     """
     runs = [Run.read(Path(folder)) for folder in run_dirs]
     folders = [Path(folder).resolve() for folder in run_dirs]
@@ -95,31 +139,17 @@ def compare(run_dirs: list[str]) -> Path:
         raise InputError(f"{' '.join(run_dirs)}: expected the folders of different runs")
     above = os.path.commonpath([folder.parent for folder in folders])
     names = [str(folder.relative_to(above)).replace("/", ":") for folder in folders]
-    every = [flat(run.config) for run in runs]
-    differing = {
-        name: " | ".join(str(config.get(name)) for config in every)
-        for name in dict.fromkeys(name for config in every for name in config)
-        if len({str(config.get(name)) for config in every}) > 1
-    }
-    for name in RESTATED:
-        differing.pop(name, None)
-    ends = {
-        f"{name}, last": " | ".join(last(run.series, name) for run in runs) for name in LAST.split()
-    }
-    ends = {name: text for name, text in ends.items() if text.strip("– |")}
-    models = {run.config.get("model") for run in runs}
-    data = {
+    differs = {"runs": " | ".join(names)} | last_values(runs) | differing([r.config for r in runs])
+    models = {run.model for run in runs}
+    findings: list[Finding] = []
+    for name, run in zip(names, runs, strict=True):
+        for level, text in health(run.series, run.mismatch, run.config):
+            findings.append(Finding(level, f"{name}: {text}"))
+    data: Page = {
         "name": " and ".join(names),
-        "config": {
-            "differs": {"runs": " | ".join(names), **ends, **differing},
-            "model": models.pop() if len(models) == 1 else None,
-        },
-        "health": [
-            (level, f"{name}: {text}")
-            for name, run in zip(names, runs, strict=True)
-            for level, text in health(run.series, run.mismatch, run.config)
-        ],
-        "columns": beside([run.series for run in runs], names),
+        "config": {"differs": differs, "model": models.pop() if len(models) == 1 else None},
+        "health": findings,
+        "columns": side_by_side([run.series for run in runs], names),
         "mismatch": [],
         "rollouts": {"rows": [], "total": 0, "pairs": []},
         "samples": samples([], ""),
@@ -127,26 +157,53 @@ def compare(run_dirs: list[str]) -> Path:
     return page(Path(run_dirs[0]) / "compare.html", data)
 
 
-def last(series: dict[str, list], name: str) -> str:
-    """The last value of a metric, as text; a dash for none."""
+def differing(configs: list[dict[str, Json]]) -> dict[str, str]:
+    """Returns the settings in which runs differ, by dotted name, with the values of all runs."""
+    every = [flat(config) for config in configs]
+    found = {}
+    for name in dict.fromkeys(name for config in every for name in config):
+        values = [str(config.get(name)) for config in every]
+        if len(set(values)) > 1 and name not in RESTATED:
+            found[name] = " | ".join(values)
+    return found
+
+
+def last_values(runs: "list[Run]") -> dict[str, str]:
+    """Returns the last values of the metrics in LAST that at least one run has."""
+    found = {}
+    for name in LAST:
+        text = " | ".join(last(run.series, name) for run in runs)
+        if text.strip("– |"):
+            found[f"{name}, last"] = text
+    return found
+
+
+def last(series: Series, name: str) -> str:
+    """Formats the last value of a metric; a dash if it has no value."""
     values = [value for value in series.get(name, []) if isinstance(value, int | float)]
     return f"{values[-1]:.4g}" if values else "–"
 
 
 class Run(NamedTuple):
-    """What the page shows of a run beside rollouts and samples."""
+    """The part of a run that its page shows in addition to rollouts and samples."""
 
     name: str
-    config: dict[str, Any]
-    series: dict[str, list]
+    config: dict[str, Json]
+    series: Series
     mismatch: list[dict]
+
+    @property
+    def model(self) -> str | None:
+        """The folder of the model; "" if config.json is missing."""
+        model = self.config.get("model", "")
+        return model if isinstance(model, str) else None
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        """Raises InputError where there is no folder."""
+        """Reads a run's folder. Raises InputError if there is no such folder."""
         if not folder.is_dir():
             raise InputError(f"{folder}: expected the folder of a run")
-        config: dict[str, Any] = {}
+        config: dict[str, Json] = {}
         with suppress(OSError):
             text = (folder / "config.json").read_text(errors="replace")
             config = next(parse([text], CONFIG), {})
@@ -157,40 +214,40 @@ class Run(NamedTuple):
         return cls(folder.resolve().name, config, series, mismatch)
 
 
-def page(path: Path, data: dict[str, Any]) -> Path:
-    """Writes the data into the template."""
-    data |= {"written": time.strftime("%Y-%m-%d %H:%M"), "limits": LIMITS}
+def page(path: Path, data: Page) -> Path:
+    """Writes a page: the template with the data, the limits and the time."""
+    whole = {**data, "written": time.strftime("%Y-%m-%d %H:%M"), "limits": LIMITS}
     template = (Path(__file__).parent / "runtime/reporting/report_page.html").read_text()
     # Rollouts are untrusted text: without "<" nothing in them can end the script element.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(whole, separators=(",", ":")).replace("<", "\\u003c")
     path.write_text(template.replace("{{data}}", text, 1))
     return path
 
 
-def flat(config: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """The settings of a config.json by their dotted names."""
-    found: dict[str, Any] = {}
+def flat(config: dict[str, Json], above: str = "") -> dict[str, Json]:
+    """Returns the settings of a config.json by their dotted names."""
+    found: dict[str, Json] = {}
     for name, value in config.items():
         inner = flat(value, f"{above}{name}.") if isinstance(value, dict) else {}
         found |= inner or {above + name: value}
     return found
 
 
-def beside(runs: list[dict[str, list]], names: list[str]) -> dict[str, list]:
-    """The whole batches' metrics of several runs, as METRIC/NAME, on the steps of all."""
+def side_by_side(runs: list[Series], names: list[str]) -> Series:
+    """Returns whole batches' metrics of several runs, as METRIC/NAME, at the steps of all runs."""
     steps = sorted({step for run in runs for step in run.get("step", [])})
-    found: dict[str, list] = {"step": steps}
+    found: Series = {"step": steps}
     for name, run in zip(names, runs, strict=True):
         for metric, values in run.items():
-            parts = 3 if INFO.match(metric) else 1  # an info is of an environment
+            parts = 3 if INFO.match(metric) else 1  # an info names its environment
             if metric != "step" and len(metric.split("/")) == parts:
                 of_step = dict(zip(run["step"], values, strict=True))
                 found[f"{metric}/{name}"] = [of_step.get(step) for step in steps]
     return found
 
 
-def columns(lines: Iterable[dict]) -> dict[str, list]:
-    """Every numeric metric, and `step`, as one value for each step; None where it has none."""
+def columns(lines: Iterable[dict]) -> Series:
+    """Returns every numeric metric, and `step`, as one value for each step; None: no value."""
     rows: dict[int, dict[str, float]] = defaultdict(dict)
     for line in lines:
         rows[line["step"]] |= {k: v for k, v in line.items() if type(v) in (int, float)}
@@ -200,7 +257,7 @@ def columns(lines: Iterable[dict]) -> dict[str, list]:
 
 
 def short(value: float | None, digits: int) -> float | None:
-    """A number rounded for reading; None where it is not finite."""
+    """Rounds a number for reading; None if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
@@ -209,7 +266,7 @@ def short(value: float | None, digits: int) -> float | None:
 class Group(NamedTuple):
     """The place of the neighbouring lines of one group in a file."""
 
-    step: int  # that trains on it, or the policy version that is evaluated
+    step: int  # the step that trains on it, or the policy version that is evaluated
     trained: bool
     slot: int
     path: Path
@@ -218,7 +275,7 @@ class Group(NamedTuple):
     lines: int
 
     def read(self) -> list[dict]:
-        """The rollouts of the group."""
+        """Reads the rollouts of the group."""
         with open(self.path, "rb") as file:
             file.seek(self.start)
             text = file.read(self.end - self.start)
@@ -226,34 +283,36 @@ class Group(NamedTuple):
 
 
 def groups(path: Path) -> Iterator[Group]:
-    """The groups of a file, which may be larger than the memory."""
+    """Yields the groups of a file, which may be larger than the memory."""
     for _, found in itertools.groupby(places(path), key=lambda line: line[:3]):
         lines = list(found)
         yield lines[0]._replace(end=lines[-1].end, lines=len(lines))
 
 
 def places(path: Path) -> Iterator[Group]:
-    """A group for each line that begins with the known fields."""
+    """Yields a group for each line that begins with the known fields."""
     end = 0
     with open(path, "rb") as file:
         for line in file:
             end += len(line)
-            at: dict[str, Any] = place(line) or {"step": None, "evaluation": None}
-            when = at["evaluation"] if at["step"] is None else at["step"]
+            at = place(line)
+            if at is None:
+                continue
+            trained = at["step"] is not None
+            when = at["step"] if trained else at["evaluation"]
             if when is not None:
-                trained = at["step"] is not None
                 yield Group(when, trained, at["slot"], path, end - len(line), end, 1)
 
 
-def evenly(items: list, count: int) -> list:
-    """`count` of the items, evenly spread, with the first and the last."""
+def evenly(items: list[Item], count: int) -> list[Item]:
+    """Picks `count` of the items, evenly spread, with the first and the last."""
     count = min(count, len(items))
     return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def rollouts(path: Path) -> dict:
-    """Whole groups from all of the run, newest first; how many rollouts there are; and `pairs`."""
-    # A validation comes after the step that made its policy, so before it where newest is first.
+    """Picks whole groups from all of the run, newest first; adds their total number and `pairs`."""
+    # A validation comes after the step that made its policy, so it stands before that step here.
     every = sorted(
         groups(path) if path.exists() else (),
         key=lambda group: (-group.step, group.trained, group.slot, group.start),
@@ -272,20 +331,22 @@ def rollouts(path: Path) -> dict:
 
 
 def pairs(every: list[Group]) -> list[list[dict]]:
-    """Some validation prompts, each as [first, last] answer: of the oldest and newest policy."""
+    """Picks validation prompts, each as [first, last] answer: of the oldest and newest policy."""
     validated = [group for group in every if not group.trained]
     if not validated or validated[0].step == validated[-1].step:
         return []
-    ends = validated[-1].step, validated[0].step
-    first, last = ({g.slot: g for g in validated if g.step == end} for end in ends)
+    oldest = validated[-1].step
+    newest = validated[0].step
+    first = {group.slot: group for group in validated if group.step == oldest}
+    last = {group.slot: group for group in validated if group.step == newest}
     slots = evenly(sorted(first.keys() & last.keys()), LIMITS["pairs"])
     found = [[*first[slot].read()[:1], *last[slot].read()[:1]] for slot in slots]
     # A resumed run may have got other validation rows.
     return [pair for pair in found if len(pair) == 2 and pair[0]["prompt"] == pair[1]["prompt"]]
 
 
-def samples(paths: list[Path], model: str) -> dict:
-    """Samples token by token of some steps, newest first; the text of each token id in them."""
+def samples(paths: list[Path], model: str | None) -> dict:
+    """Picks samples of some steps, newest first, token by token; adds the text of each token id."""
     picked = evenly(paths[::-1], LIMITS["samples"] // LIMITS["samples_per_step"])
     kept: list[dict] = []
     for path in picked:
@@ -301,7 +362,7 @@ def samples(paths: list[Path], model: str) -> dict:
 
 
 def unpack(path: Path) -> Iterator[dict]:
-    """The first samples of one step's archive; none of an archive that is half written."""
+    """Yields the first samples of one step's archive; nothing if it is half written."""
     with suppress(Exception):  # broken bytes raise errors of many types
         with np.load(path) as archive:
             a = dict(archive)
@@ -333,26 +394,34 @@ def unpack(path: Path) -> Iterator[dict]:
 
 
 def runs(values: list) -> list[list]:
-    """Equal neighbours as [value, count]."""
+    """Returns equal neighbours as [value, count]."""
     return [[value, len(list(run))] for value, run in itertools.groupby(values)]
 
 
 class Texts(NamedTuple):
-    """The text of each token alone; without the model's tokenizer none, and the reason."""
+    """The text of each token by itself; empty with a problem if the tokenizer cannot be loaded."""
 
     text: dict[int, str]
     problem: str
 
 
-def texts(model: str, ids: set[int]) -> Texts:
-    """The text of each token id, from the tokenizer in the folder `model`."""
+def texts(model: str | None, ids: set[int]) -> Texts:
+    """Returns the text of each token id, from the tokenizer in the folder `model`."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         return Texts({i: tokenizer.decode([i]) for i in sorted(ids)}, "")
-    except Exception as error:  # of any type from a foreign folder; ids can still be shown
+    except Exception as error:  # a foreign folder may raise anything; ids can still be shown
         return Texts({}, f"{type(error).__name__}: the tokenizer of {model!r} cannot be loaded")
+
+
+class Look(TypedDict, total=False):
+    """The look of a curve, as matplotlib names it."""
+
+    color: str
+    alpha: float
+    lw: float
 
 
 def draw(run_dir: str) -> Path:
@@ -367,11 +436,13 @@ def draw(run_dir: str) -> Path:
         2, 1, sharex=True, figsize=(7, 5), height_ratios=(3, 1), layout="constrained"
     )
 
-    def plot(axes: Any, name: str, label: str, form: str = "-", **look: Any) -> None:
+    def plot(axes: "Axes", name: str, label: str, form: str = "-", **look: Unpack[Look]) -> None:
         every = zip(series.get("step", []), series.get(name, []), strict=False)
         points = [(step, value) for step, value in every if value is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), form, label=label, **look)
+            steps = [step for step, _ in points]
+            values = [value for _, value in points]
+            axes.plot(steps, values, form, label=label, **look)
 
     plot(top, "reward", "training batch, mean reward", color="0.75")
     exact = "validation_exact"
@@ -387,10 +458,16 @@ def draw(run_dir: str) -> Path:
     mixed = "samples with two or more versions (share)"
     plot(bottom, "mixed_version_samples", mixed, color="C2")
     bottom.set(xlabel="step")
-    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.97), "ncols": 2, "frameon": False}
-    for axes, where in ((top, {"loc": "lower right"}), (bottom, above | {"fontsize": "small"})):
-        if axes.lines:
-            axes.legend(**where)
+    if top.lines:
+        top.legend(loc="lower right")
+    if bottom.lines:
+        bottom.legend(
+            loc="lower center",
+            bbox_to_anchor=(0.5, 0.97),
+            ncols=2,
+            frameon=False,
+            fontsize="small",
+        )
     bottom.grid(alpha=0.3)
     picture = Path(run_dir) / "reward.png"
     figure.savefig(picture, dpi=150)

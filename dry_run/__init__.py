@@ -1,8 +1,8 @@
-"""The needs and limits of a run, as a table: nothing is started, no weight is read.
+"""Tabulates the needs and limits of a run without starting it or reading its weights.
 
-`explain` counts memory (policy/gpu_memory.py; megatron_sizes.py also what is sent) and estimates
-seconds (pace.py) from a Config and the config.json of its model. prep/check.py looks at the rows.
-The assumptions about the hardware are printed with the result.
+`explain` counts memory (policy/gpu_memory.py) and, under Megatron, bytes sent (megatron_sizes.py),
+and estimates seconds (pace.py), from a Config and the config.json of its model. prep/check.py
+checks the rows. The assumptions about the hardware are printed with the result.
 """
 
 import dataclasses
@@ -30,48 +30,53 @@ JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
 
 
 def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = None) -> str:
-    """The whole table, from the model's config.json and the rows, whose summary may be given.
+    """Returns the whole table, from the model's config.json and the rows.
 
-    Raises InputError where there is none, for a model or a layout that Megatron cannot train, and
-    for an argument that its library does not have.
+    `data` is the rows' summary; None: it is made here. Raises InputError if config.json is missing,
+    if Megatron cannot train the model or the layout, or if a library lacks an argument.
     """
     check_arguments(cfg)
     if not (Path(cfg.model) / "config.json").is_file():
         raise InputError(lacking(cfg.model, "config.json"))
-    megatron = cfg.policy.kind == "megatron"
     model = model_shape.read_model(cfg.model)
     gpu = planned(cfg.command.gpu)
-    asked, cfg = cfg, gpu_memory.decided(model, cfg, gpu.memory)
+    asked = cfg
+    cfg = gpu_memory.decided(model, asked, gpu.memory)
+    if data is None:
+        data = data_rows(cfg)
     active = f", {model.active:,.0f} of them active" if model.routed else ""
-    data = data_rows(cfg) if data is None else data
+    lines = [f"{model.name}: {model.params:,} parameters{active}"]
+    lines += changed(asked, Config)
+    lines += gpu_rows(cfg)
+    if cfg.policy.kind == "megatron":
+        lines += megatron_rows(model, cfg, gpu)
+    else:
+        lines += trainer_rows(model, cfg, gpu)
+    lines += checkpointing_rows(model, asked, cfg, gpu)
+    if isinstance(cfg, RunSettings):
+        lines += engine_rows(model, cfg, gpu)
+    if isinstance(cfg, TeacherSettings):
+        lines += teacher_rows(cfg, gpu)
+    lines += any_step_rows(model, cfg, gpu)
+    if isinstance(cfg, RunSettings):
+        lines += box_rows(cfg)
+    lines += slurm_rows(model, cfg, gpu)
+    lines += assumptions(cfg, gpu)
+    if lacks_board(cfg):
+        lines.append("note: W&B is not installed here: pip install wandb")
+    lines += data.lines
     wrong = problems(model, cfg, gpu) + data.problems
-    lines = [
-        f"{model.name}: {model.params:,} parameters{active}",
-        *changed(asked, Config),
-        *gpu_rows(cfg),
-        *(megatron_rows(model, cfg, gpu) if megatron else trainer_rows(model, cfg, gpu)),
-        *checkpointing_rows(model, asked, cfg, gpu),
-        *(engine_rows(model, cfg, gpu) if isinstance(cfg, RunSettings) else []),
-        *(teacher_rows(cfg, gpu) if isinstance(cfg, TeacherSettings) else []),
-        *any_step_rows(model, cfg, gpu),
-        *(box_rows(cfg) if isinstance(cfg, RunSettings) else []),
-        *slurm_rows(model, cfg, gpu),
-        *assumptions(cfg, gpu),
-        *(["note: W&B is not installed here: pip install wandb"] if lacks_board(cfg) else []),
-        *data.lines,
-        *(f"PROBLEM: {problem}" for problem in wrong),
-        *([] if wrong else ["everything fits"]),
-    ]
+    lines += [f"PROBLEM: {problem}" for problem in wrong] or ["everything fits"]
     return "\n".join(lines)
 
 
 def lacks_board(cfg: TrainingSettings) -> bool:
-    """Whether W&B is asked for and not here; the run may be to start elsewhere."""
+    """True if W&B is asked for and not installed here; the run may start on another machine."""
     return cfg.wandb and not find_spec("wandb")
 
 
 def assumptions(cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """The hardware behind the numbers, and the one thing that is assumed about the lengths."""
+    """Returns the assumptions about the hardware and about the mean length."""
     network = f"{pace.NETWORK_BYTES_S * 8e-9:g} Gb/s of network a GPU"
     launch = f"{pace.LAUNCH_S * 1e3:g} ms"
     disk = f"{pace.DISK_BYTES_S / 1e9:g} GB/s of disk a node"
@@ -91,17 +96,17 @@ def assumptions(cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def row(label: str, value: str, note: str = "") -> str:
-    """One line: what, how much, from what."""
+    """Formats one line: what, how much, from what."""
     return f"  {label:<21}{value:>13}  {note}".rstrip()
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB."""
+    """Formats bytes as GiB."""
     return f"{size / GIB:,.2f}" if size > GIB / 10 or not size else f"{size / GIB:.4f}"
 
 
 def changed(cfg: TrainingSettings, Config: type) -> list[str]:
-    """The fields that differ from their default, and that default; two to a line."""
+    """Lists the fields that differ from their default, and that default; two to a line."""
     lines = ["changed (from)"]
     usual = flatten(Config())
     for path, value in flatten(cfg).items():
@@ -117,7 +122,7 @@ def changed(cfg: TrainingSettings, Config: type) -> list[str]:
 
 
 def gpu_rows(cfg: TrainingSettings) -> list[str]:
-    """GPUs by role, and the nodes that hold them."""
+    """Lists GPUs by role, and the nodes that hold them."""
     gpus = placement.gpus(cfg)
     count, tp, share, _ = cfg.demand
     ranks = cfg.policy.ranks
@@ -134,14 +139,14 @@ def gpu_rows(cfg: TrainingSettings) -> list[str]:
 
 
 def teacher_gpus(cfg: TeacherSettings) -> list[str]:
-    """The ranks of each teacher that has some, and of all."""
+    """Lists the ranks of each teacher that has ranks of its own, and of all teachers."""
     ranks = {host: cfg.layout_of(host).ranks for host in cfg.hosts}
     each = ", ".join(f"{host} {count}" for host, count in ranks.items())
     return [row("teachers", f"{sum(ranks.values())}", each)]
 
 
 def teacher_rows(cfg: TeacherSettings, gpu: Gpu) -> list[str]:
-    """Memory of a teacher's rank, and the share of a step in which it is busy."""
+    """Lists the memory of a teacher's rank, and the share of a step in which it is busy."""
     lines = ["teachers: memory of a rank, GiB; of a step, seconds"]
     share = teacher_costs.shares(cfg)
     step = pace.step_seconds(model_shape.read_model(cfg.model), cfg, gpu)
@@ -157,14 +162,14 @@ def teacher_rows(cfg: TeacherSettings, gpu: Gpu) -> list[str]:
 
 
 def other_checkpointing(cfg: TrainingSettings) -> TrainingSettings:
-    """cfg with activation checkpointing where it has none, or without."""
+    """Returns cfg with activation checkpointing switched: on if it is off, else off."""
     other = not cfg.policy.recomputes
     layout = dataclasses.replace(cfg.policy, activation_checkpointing=other)
     return dataclasses.replace(cfg, policy=layout)
 
 
 def trainer_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """Memory that a trainer rank always holds, and beside it at each of four moments."""
+    """Lists the memory that a trainer rank always holds, and in addition at four moments."""
     states = gpu_memory.states(model, cfg)
     moments = gpu_memory.moments(model, cfg)
     mask = gpu_memory.mask_bytes(cfg.policy)
@@ -206,7 +211,7 @@ def trainer_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 def checkpointing_rows(
     model: Model, asked: TrainingSettings, cfg: TrainingSettings, gpu: Gpu
 ) -> list[str]:
-    """What became of activation_checkpointing = "auto", and why."""
+    """Explains how activation_checkpointing = "auto" was decided, and why; empty if it was not."""
     if asked.policy.activation_checkpointing != "auto":
         return []
     room = gpu_memory.room(model, cfg, gpu.memory)
@@ -219,7 +224,7 @@ def checkpointing_rows(
 
 
 def saving_row(model: Model, cfg: TrainingSettings) -> str:
-    """Memory of a node that a checkpoint takes until it is written."""
+    """Formats the memory of a node that a checkpoint takes until it is written."""
     nodes = pace.trainer_nodes(cfg)
     where = f", on the fullest of {nodes} nodes" if nodes > 1 else " of all that is saved"
     size = gib(pace.checkpoint_bytes(model, cfg).node)
@@ -227,7 +232,7 @@ def saving_row(model: Model, cfg: TrainingSettings) -> str:
 
 
 def megatron_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """Memory of the fullest rank of a Megatron layout, and the bytes that a rank sends."""
+    """Lists the memory of the fullest rank of a Megatron layout, and the bytes a rank sends."""
     layout = cfg.policy
     shape = megatron_sizes.read_shape(cfg.model, layout)
     stage = megatron_sizes.fullest_stage(shape, cfg)
@@ -265,7 +270,7 @@ def megatron_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def traffic_rows(shape: megatron_sizes.Shape, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """Bytes that a Megatron rank sends for each token of its rows, and at each update."""
+    """Lists the bytes that a Megatron rank sends for each token of its rows and at each update."""
     tokens = megatron_sizes.token_bytes(shape, cfg.policy)
     steps = megatron_sizes.step_bytes(shape, cfg.policy)
     seconds = {k: f"{v:,.2f} s a step" for k, v in pace.traffic_seconds(shape, cfg, gpu).items()}
@@ -278,7 +283,7 @@ def traffic_rows(shape: megatron_sizes.Shape, cfg: TrainingSettings, gpu: Gpu) -
 
 
 def engine_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
-    """Memory of an engine on each of its GPUs."""
+    """Lists the memory of an engine on each of its GPUs."""
     tp = cfg.engine.tensor_parallel
     at_once = cfg.engine.arguments["max_num_seqs"]
     utilization = cfg.engine.arguments["gpu_memory_utilization"]
@@ -303,7 +308,7 @@ def engine_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
 
 
 def any_step_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """Seconds of a step, of a run with rollouts or without."""
+    """Lists the seconds of a step, of a run with rollouts or without."""
     if isinstance(cfg, RunSettings):
         return step_rows(model, cfg, gpu)
     tokens = pace.step_tokens(cfg)
@@ -317,7 +322,7 @@ def any_step_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def step_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
-    """Seconds of a step, and the side that binds it."""
+    """Lists the seconds of a step, and the side that binds it."""
     limit = pace.response_limit(cfg)
     batch = pace.batch_size(model, cfg, gpu)
     samples = cfg.prompts_per_step * cfg.group_size
@@ -354,13 +359,13 @@ def step_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
 
 
 def box_rows(cfg: RunSettings) -> list[str]:
-    """What the boxes of a node take, of a run that has some."""
+    """Lists the needs of a node's boxes; empty for a run without boxes."""
     found = boxes.rows(cfg)
     return ["boxes of agents", *(row(*line) for line in found)] if found else []
 
 
 def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """The least seconds of a weight update, and their parts."""
+    """Lists the least seconds of a weight update, and their parts."""
     sent, broadcasts, gathered, messages = pace.update_traffic(model, cfg)
     least = f"at least: rank 0 sends {sent / 1e9:,.1f} GB in {broadcasts:,} buckets"
     cards = pace.networks(cfg)
@@ -372,13 +377,13 @@ def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
         by = "engines read the model below the adapters from memory"
     rows = [row("weight update", f"{seconds:,.2f}", f"{least}; {by}")]
     if messages:
-        what = f"GB that rank 0 gets of others in {messages:,} messages; not in the step"
+        what = f"GB that rank 0 gets from others in {messages:,} messages; not in the step"
         rows.append(row("gathered for it", f"{gathered / 1e9:,.1f}", what))
     return rows
 
 
 def balance_row(model: Model, cfg: RunSettings, gpu: Gpu) -> str:
-    """The fastest split of the same number of GPUs."""
+    """Formats the fastest split of the same number of GPUs."""
     best = pace.balance(model, cfg, gpu)
     if not best:
         return row("balanced split", "-", "no other split of whole GPUs holds a trainer rank")
@@ -389,7 +394,7 @@ def balance_row(model: Model, cfg: RunSettings, gpu: Gpu) -> str:
 
 
 def slurm_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """The allocation to ask for, and when a job needs the signal that it ends."""
+    """Lists the allocation to ask for, and when a job needs the signal that it ends."""
     gpus = len(placement.gpus(cfg))
     step = pace.step_seconds(model, cfg, gpu)
     nodes = math.ceil(gpus / pace.NODE_GPUS) or 1
@@ -408,7 +413,7 @@ def slurm_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def data_rows(cfg: TrainingSettings) -> check.Summary:
-    """The lines of `data_prep.py check` for the data files that exist."""
+    """Returns the lines of `data_prep.py check` for the data files that exist."""
     every = check.Summary([], [])
     for field, path in {"data.train": cfg.data.train, "data.val": cfg.data.val}.items():
         if Path(path).is_file():
@@ -423,31 +428,36 @@ def data_rows(cfg: TrainingSettings) -> check.Summary:
 
 
 def problems(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """The problems of memory and layout, with the fields to change."""
+    """Returns the problems of memory and layout, with the fields to change."""
     trainer = pace.trainer_bytes(model, cfg)
-    save = "" if cfg.policy.recomputes else ", set policy.activation_checkpointing"
-    fsdp = cfg.policy.kind == "fsdp"
-    spread = "policy.ranks" if fsdp else "policy.tp, policy.cp, policy.pp or policy.ep"
-    remedy = f"raise {spread}, lower {' and '.join(cfg.row_limits)}{save}"
     found = []
     if trainer > gpu.memory:
-        found += [f"a trainer rank takes {gib(trainer)} of {gib(gpu.memory)} GiB: {remedy}"]
+        fsdp = cfg.policy.kind == "fsdp"
+        spread = "policy.ranks" if fsdp else "policy.tp, policy.cp, policy.pp or policy.ep"
+        save = "" if cfg.policy.recomputes else ", set policy.activation_checkpointing"
+        found.append(
+            f"a trainer rank takes {gib(trainer)} of {gib(gpu.memory)} GiB: "
+            f"raise {spread}, lower {' and '.join(cfg.row_limits)}{save}"
+        )
     if cfg.policy.tp > pace.NODE_GPUS:
-        found += [f"policy.tp = {cfg.policy.tp}: a node has {pace.NODE_GPUS} GPUs"]
+        found.append(f"policy.tp = {cfg.policy.tp}: a node has {pace.NODE_GPUS} GPUs")
     if isinstance(cfg, RunSettings):
         found += engine_problems(model, cfg, gpu)
     if isinstance(cfg, TeacherSettings):
         found += teacher_costs.problems(cfg, gpu, pace.NODE_GPUS)
     if unknown := sorted({*cfg.policy.lora_targets} - model.linear.keys()):
-        known = ", ".join(model.linear)
-        found += [f"policy.lora_targets: no linear layer is called {unknown[0]!r}, but {known}"]
-    files = {"data.train": cfg.data.train, "data.val": cfg.data.val}
-    absent = [f"{field} = {path!r}" for field, path in files.items() if path and not isfile(path)]
-    return found + [f"{field}: there is no such file" for field in absent]
+        found.append(
+            f"policy.lora_targets: no linear layer is called {unknown[0]!r}, "
+            f"but {', '.join(model.linear)}"
+        )
+    for field, path in {"data.train": cfg.data.train, "data.val": cfg.data.val}.items():
+        if path and not isfile(path):
+            found.append(f"{field} = {path!r}: there is no such file")
+    return found
 
 
 def engine_problems(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
-    """The problems of an engine, or a GPU that it shares, with the fields to change."""
+    """Returns the problems of an engine, or a GPU that it shares, with the fields to change."""
     tp = cfg.engine.tensor_parallel
     length = cfg.sampling.max_model_len
     trainer = pace.trainer_bytes(model, cfg)
@@ -461,18 +471,23 @@ def engine_problems(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
     tokens = gpu_memory.kv_tokens(model, cfg, gpu.memory, length)
     found = []
     if trainer <= gpu.memory < most:
-        taken = f"a shared GPU takes {gib(most)} of {gib(gpu.memory)} GiB"
-        found += [f"{taken}: lower gpu_memory_utilization in engine.args"]
+        found.append(
+            f"a shared GPU takes {gib(most)} of {gib(gpu.memory)} GiB: "
+            "lower gpu_memory_utilization in engine.args"
+        )
     if tokens < length:
-        room = f"an engine's KV holds {tokens:,} tokens, sampling.max_model_len = {length:,}"
-        remedy = "raise engine.tensor_parallel or, in engine.args, gpu_memory_utilization"
-        found += [f"{room}: {remedy}"]
+        found.append(
+            f"an engine's KV holds {tokens:,} tokens, sampling.max_model_len = {length:,}: "
+            "raise engine.tensor_parallel or, in engine.args, gpu_memory_utilization"
+        )
     if cfg.gpu_share == 1 and engine + update > gpu.memory:
-        taken = f"a weight update takes {gib(update)} GiB of an engine's GPU"
-        left = f"gpu_memory_utilization = {utilization:g} leaves {gib(gpu.memory - engine)}"
-        found += [f"{taken}, of which {left}: lower it in engine.args"]
+        found.append(
+            f"a weight update takes {gib(update)} GiB of an engine's GPU, of which "
+            f"gpu_memory_utilization = {utilization:g} leaves {gib(gpu.memory - engine)}: "
+            "lower it in engine.args"
+        )
     if model.heads % tp:
-        found += [f"engine.tensor_parallel = {tp} must divide {model.heads} heads"]
+        found.append(f"engine.tensor_parallel = {tp} must divide {model.heads} heads")
     if tp > pace.NODE_GPUS:
-        found += [f"engine.tensor_parallel = {tp}: a node has {pace.NODE_GPUS} GPUs"]
+        found.append(f"engine.tensor_parallel = {tp}: a node has {pace.NODE_GPUS} GPUs")
     return found

@@ -1,4 +1,4 @@
-"""What the boxes of agents that repair repositories take of a node (envs/boxes/box.py)."""
+"""Counts the boxes of agents that repair repositories, and their needs (envs/boxes/box.py)."""
 
 import math
 import os
@@ -15,12 +15,12 @@ from rollout.rows import raw_lines
 from runtime.processes import placement
 from settings.config import RunSettings
 
-ROWS = b'"swe_agents'  # in a line that is a row of one
+ROWS = b'"swe_agents'  # marks the line of a row whose agent works in a box
 SIZE = Size()
 
 
 class Boxes(NamedTuple):
-    """How many boxes a run has at once: one for each episode."""
+    """The number of boxes that a run has at once: one for each episode."""
 
     episodes: int
     nodes: int  # that have rollout workers
@@ -28,14 +28,15 @@ class Boxes(NamedTuple):
 
 
 def uses(cfg: RunSettings) -> bool:
-    """Whether a file of rows that is there has some whose agents work in boxes."""
+    """True if an existing file of rows has agents that work in boxes."""
+    if not cfg.services.images:
+        return False
     files = [path for path in (cfg.data.train, cfg.data.val) if os.path.isfile(path)]
-    found = (ROWS in line for path in files for _, line in raw_lines(path))
-    return bool(cfg.services.images) and any(found)
+    return any(ROWS in line for path in files for _, line in raw_lines(path))
 
 
 def count(cfg: RunSettings) -> Boxes:
-    """The boxes at once: groups go to the workers in turn, workers are spread over the nodes."""
+    """Counts boxes: workers take groups in turn, and are spread over the nodes."""
     groups = (cfg.max_lag + 1) * cfg.prompts_per_step
     workers = cfg.rollout_workers
     nodes = min(workers, math.ceil(len(placement.gpus(cfg)) / pace.NODE_GPUS) or 1)
@@ -45,7 +46,7 @@ def count(cfg: RunSettings) -> Boxes:
 
 
 def sizes(cfg: RunSettings) -> list[int]:
-    """The bytes of the .sif files that the rows name and that are there."""
+    """Returns the bytes of the existing .sif files that the rows name."""
     services.configure(cfg.services)
     files = [path for path in (cfg.data.train, cfg.data.val) if os.path.isfile(path)]
     named = {name for path in files for name in image_names.named(path)}
@@ -55,21 +56,18 @@ def sizes(cfg: RunSettings) -> list[int]:
 
 
 def rows(cfg: RunSettings) -> list[tuple[str, str, str]]:
-    """Label, number and note of each line for the dry run; none for a run without boxes."""
+    """Returns label, number and note of each line of the dry run; empty without boxes."""
     if not uses(cfg):
         return []
-    boxes, files = count(cfg), sizes(cfg)
+    boxes = count(cfg)
+    files = sizes(cfg)
     groups = f"{cfg.max_lag + 1} x {cfg.prompts_per_step} prompts x {cfg.group_size}"
     workers = f"rollout_workers {cfg.rollout_workers} on {boxes.nodes} nodes"
     half = f"of files that they change: {box_budget.SHARE:.0%} of a node's memory"
     each = f"the processes of one box: {SIZE.memory / GIB:g} at most"
     found = [
         ("episodes at once", f"{boxes.episodes:,}", f"{groups}; {workers}"),
-        (
-            "boxes of a node",
-            f"{boxes.here:,}",
-            f"as many at once where {box_budget.VARIABLE} says so",
-        ),
+        ("boxes of a node", f"{boxes.here:,}", f"all at once if {box_budget.VARIABLE} allows it"),
         ("GiB of memory", f"{boxes.here * SIZE.disk / GIB:,.0f}", f"{half}; {each}"),
     ]
     if files:
@@ -79,22 +77,25 @@ def rows(cfg: RunSettings) -> list[tuple[str, str, str]]:
 
 
 def problems(cfg: RunSettings) -> Iterator[str]:
-    """What this node lacks for its boxes. Prints what makes some of them wait."""
+    """Yields what this node lacks for its boxes. Prints a note if some boxes will have to wait."""
     if why := box_budget.problem(SIZE.disk) or image_cache.problem():
         yield why
         return
-    here, most = count(cfg).here, box_budget.boxes(SIZE.disk)
+    here = count(cfg).here
+    most = box_budget.boxes(SIZE.disk)
     if here > most:
-        waits = f"{box_budget.WAIT * cfg.timeouts.rollout:,.0f} s at most"
-        more = (
+        print(
+            f"note: a node has {here:,} episodes at once, and {most:,} boxes: "
+            f"the others wait, {box_budget.WAIT * cfg.timeouts.rollout:,.0f} s at most: "
             f"raise rollout_workers or {box_budget.VARIABLE}, or lower prompts_per_step or max_lag"
         )
-        print(f"note: a node has {here:,} episodes at once, and {most:,} boxes: ", end="")
-        print(f"the others wait, {waits}: {more}")
-    files, folder = sizes(cfg), os.environ.get(image_cache.FOLDER)
+    files = sizes(cfg)
+    folder = os.environ.get(image_cache.FOLDER)
     if files and folder:
-        limit, largest = image_cache.limit(Path(folder)), max(files)
+        limit = image_cache.limit(Path(folder))
+        largest = max(files)
         if largest > limit:
-            holds = f"{image_cache.FOLDER} = {folder!r} holds {limit / GIB:,.2f} GiB"
-            remedy = f"raise {image_cache.MOST}, or take another disk"
-            yield f"{holds}, the largest image has {largest / GIB:,.2f}: {remedy}"
+            yield (
+                f"{image_cache.FOLDER} = {folder!r} holds {limit / GIB:,.2f} GiB, the largest "
+                f"image has {largest / GIB:,.2f}: raise {image_cache.MOST}, or take another disk"
+            )

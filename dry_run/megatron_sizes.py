@@ -1,24 +1,25 @@
-"""Bytes that a rank of policy/megatron sends and holds at its fullest, from config.json alone.
+"""Computes the bytes that a rank of policy/megatron sends, and its peak, from config.json alone.
 
 Axes:  T places of a packed row   H hidden size   Q, K width of all query, all key heads
        F width inside a feed-forward   k experts of a token   V padded vocabulary
-       C tokens with logits that exist at once
+       C tokens whose logits exist at once
        b bytes of a weight and of an activation: 2 on a GPU; 4 on a CPU, where all is float32
 
-Ring algorithms send, of a tensor of S bytes over n ranks: all-gather and reduce-scatter
-S (n - 1) / n, all-reduce twice that. An all-to-all sends what is not a rank's own. Tokens are taken
-to spread evenly over experts. bench/megatron_layouts.py measures, on a CPU, both within a tenth.
+For a tensor of S bytes over n ranks, ring algorithms send S (n - 1) / n in an all-gather or a
+reduce-scatter, and twice that in an all-reduce. An all-to-all sends what is not a rank's own.
+Tokens are assumed to spread evenly over experts. On a CPU, bench/megatron_layouts.py measures both
+bytes sent and the peak within a tenth.
 
-Not counted are forward passes beside the training one (a KL reference, logprobs before several
-updates); numbers that do not grow with H, such as a router's. Of Mamba's activations only those of
-its projections are, and the layers are those of torch: Transformer Engine keeps less, and with cp
-its backward sends keys and values once more.
+Not counted: forward passes other than the training one (a KL reference, logprobs before several
+updates); numbers that do not grow with H, such as a router's; Mamba's activations other than its
+projections'. The layers are torch's: Transformer Engine keeps less, and with cp its backward sends
+keys and values once more.
 """
 
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from policy import logprobs
 from policy.gpu_memory import RESERVE, head_bytes, longest_row
@@ -28,14 +29,16 @@ from policy.model_shape import field
 from policy.sync.weight_sync import BUCKET_BYTES
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from settings.config import TrainingSettings
     from settings.network import PolicySettings
 
 
 class Shape:
-    """Widths of a model's layers, whole; 0 where it has no such layer. `hf` is its config.json."""
+    """Whole widths of a model's layers; 0 if it has no such layer. `hf` is its config.json."""
 
-    def __init__(self, hf: Any):
+    def __init__(self, hf: "PretrainedConfig"):
         get = functools.partial(field, hf)
         self.layers = pattern(hf)  # M Mamba-2, * attention, - MLP, E experts
         self.hidden = hf.hidden_size
@@ -44,29 +47,29 @@ class Shape:
         self.tied = hf.tie_word_embeddings
         self.bias = hf.model_type == "qwen2"
         self.qk_norm = hf.model_type in ("qwen3", "qwen3_moe")
-        # silu(gate) * up and rotary angles, or relu(up)^2 and attention that knows no positions
+        # silu(gate) * up and rotary angles, or relu(up)^2 and attention without positions
         self.gated = self.rotary = hf.model_type != "nemotron_h"
         self.head_dim = get("head_dim") or hf.hidden_size // hf.num_attention_heads
         self.query = hf.num_attention_heads * self.head_dim
         self.key = hf.num_key_value_heads * self.head_dim
         self.experts = get("num_experts", "n_routed_experts")
-        self.chosen = get("num_experts_per_tok")  # of them, by a token
+        self.chosen = get("num_experts_per_tok")  # experts that a token uses
         self.expert_ffn = get("moe_intermediate_size")
         self.shared_ffn = get("moe_shared_expert_intermediate_size")
         self.latent = get("moe_latent_size")
-        self.seen = self.latent or self.hidden  # by an expert
+        self.seen = self.latent or self.hidden  # width of an expert's input
         self.mamba_heads = get("mamba_num_heads")
         self.groups = get("n_groups")
         self.mamba = self.mamba_heads * get("mamba_head_dim")
         self.state = get("ssm_state_size")
-        # Of the input projection: gate, x, B, C, dt.
+        # The input projection's outputs: gate, x, B, C, dt.
         self.mamba_in = 2 * (self.mamba + self.groups * self.state) + self.mamba_heads
 
 
 def read_shape(model: str, settings: "PolicySettings") -> Shape:
-    """The shape of a model's folder.
+    """Reads the shape of the model in a folder.
 
-    Raises InputError for a model, or a layout, that Megatron cannot train here.
+    Raises InputError for a model or a layout that cannot be trained under Megatron.
     """
     return Shape(read_config(model, settings))
 
@@ -92,14 +95,14 @@ class RankParams(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """The numbers of ranks over which the optimizer's state is spread."""
+    """Numbers of ranks over which the optimizer's state is spread."""
 
     shared: int
     routed: int  # of experts
 
 
 def layer_params(s: Shape, kind: str) -> LayerParams:
-    """Parameters of a layer of a kind."""
+    """Counts the parameters of a layer of this kind."""
     H = s.hidden
     matrices = 3 if s.gated else 2
     if kind == "*":
@@ -118,18 +121,21 @@ def layer_params(s: Shape, kind: str) -> LayerParams:
 
 
 def stage_layers(s: Shape, layout: "PolicySettings", stage: int) -> str:
-    """The layers of a pipeline stage."""
+    """Returns the layers of a pipeline stage."""
     depth = len(s.layers) // layout.pp
     return s.layers[stage * depth : (stage + 1) * depth]
 
 
 def rank_params(s: Shape, layout: "PolicySettings", stage: int) -> RankParams:
-    """Parameters of a rank of a stage.
+    """Counts the parameters of a rank of a stage.
 
-    Tied weights are twice there where first and last stage differ.
+    Tied weights exist twice if the first and the last stage differ.
     """
     each = [layer_params(s, kind) for kind in stage_layers(s, layout, stage)]
-    cut, whole, routed, frozen = map(sum, zip(*each, strict=True))
+    cut = sum(params.cut for params in each)
+    whole = sum(params.whole for params in each)
+    routed = sum(params.routed for params in each)
+    frozen = sum(params.frozen for params in each)
     last = stage == layout.pp - 1
     tables = (stage == 0) + last - (s.tied and layout.pp == 1)
     shared = (cut + tables * s.vocab * s.hidden) / layout.tp + whole + last * s.hidden
@@ -137,17 +143,20 @@ def rank_params(s: Shape, layout: "PolicySettings", stage: int) -> RankParams:
 
 
 def optimizer_spread(layout: "PolicySettings") -> Spread:
-    """The numbers of ranks that share the optimizer's state of a tensor, and of an expert."""
+    """Returns the numbers of ranks that share the optimizer's state of a tensor, of an expert."""
     return Spread(layout.replicas * layout.cp, layout.ranks // layout.pp // layout.ep)
 
 
 def gradient_bytes(layout: "PolicySettings", b: int = 2) -> int:
-    """Bytes of one number of a gradient, as it is summed over rows and ranks."""
+    """Returns the bytes of one number of a gradient while it is summed over rows and ranks."""
     return 4 if layout.megatron.ddp.get("grad_reduce_in_fp32", True) else b
 
 
 def state_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> dict[str, float]:
-    """Bytes that a rank always holds; bf16 weights have float32 main parameters beside moments."""
+    """Returns the bytes that a rank always holds.
+
+    The optimizer has moments and, for bf16 weights, float32 main parameters.
+    """
     params = rank_params(s, cfg.policy, stage)
     spread = optimizer_spread(cfg.policy)
     weights = b * sum(params)
@@ -165,16 +174,16 @@ def state_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> di
 
 
 def key_width(s: Shape, layout: "PolicySettings") -> float:
-    """K of a tensor parallel rank: one head at least."""
+    """Returns K of a tensor parallel rank: one head at least."""
     return max(s.key / layout.tp, s.head_dim)
 
 
 def saved(s: Shape, layout: "PolicySettings", kind: str, b: int = 2) -> float:
-    """Numbers that a layer, beside its input, saves of each of a rank's places for its backward.
+    """Counts the numbers that a layer saves for the backward of each of a rank's places.
 
-    A feed-forward saves 5 F: gate and up, silu(gate), up + 0, their product; an expert also the
-    product scaled by its router. On a CPU RMSNorm saves what it has normalised, and the outputs of
-    attention are put together from those of single sequences.
+    Its input is not counted. A feed-forward saves 5 F: gate and up, silu(gate), up + 0, their
+    product; an expert also the product scaled by its router. On a CPU RMSNorm saves its normalised
+    output, and attention joins the outputs of single sequences.
     """
     tp = layout.tp
     cpu = b == 4
@@ -196,11 +205,11 @@ def saved(s: Shape, layout: "PolicySettings", kind: str, b: int = 2) -> float:
 
 
 def at_work(s: Shape, layout: "PolicySettings", kind: str) -> float:
-    """Numbers of each place, beside the saved ones, where a layer at work is at its fullest.
+    """Counts the numbers of each place, in addition to the saved ones, at the peak of a layer.
 
-    Experts are fullest in forward: their tokens in the order of the row, after the all-to-all, and
-    as outputs in two orders. The others in backward, by gradients: of the feed-forward inside twice
-    (a third takes the place of the product), or of q, k, v and the output; of output and input.
+    Experts peak in forward: their tokens in the order of the row, after the all-to-all, and as
+    outputs in two orders. The other layers peak in backward, by gradients: twice the inside of the
+    feed-forward (a third replaces the product), or q, k, v and the output; then output and input.
     """
     H = s.hidden
     tp = layout.tp
@@ -212,9 +221,9 @@ def at_work(s: Shape, layout: "PolicySettings", kind: str) -> float:
 
 
 def kept_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> float:
-    """Bytes that the layers of a stage keep until backward, for the rows that the pipeline began.
+    """Returns the bytes that a stage's layers keep until backward, for rows in the pipeline.
 
-    Each layer's input, and what `saved` counts without checkpointing; a stage's output stays too.
+    Each layer's input, without checkpointing also what `saved` counts, and a stage's output.
     """
     layout = cfg.policy
     layers = stage_layers(s, layout, stage)
@@ -226,10 +235,10 @@ def kept_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> flo
 
 
 def moments(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> dict[str, float]:
-    """Bytes beside the states at the moments at which a rank may be fullest.
+    """Returns the bytes in addition to the states, at the moments that may be the peak.
 
-    With tp all gathers before a matrix share one buffer, T H. The gradient of a tied head waits for
-    that of the embedding. torch's AdamW takes all its square roots at once.
+    With tp all gathers before a matrix share one buffer, T H. A tied head's gradient waits for the
+    embedding's. torch's AdamW takes all its square roots at once.
     """
     layout = cfg.policy
     H = s.hidden
@@ -248,32 +257,32 @@ def moments(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> dict[s
     }
     if stage < layout.pp - 1:
         return found
-    # The last norm's input and what it saves; the trained places and their gradient, whole.
+    # The last norm's input and what it saves; the whole trained places and their gradient.
     hidden = b * places * H * ((1 + (b == 4)) / layout.tp + 2)
     return {"at the head": kept + hidden + head_bytes(logprobs.CHUNK, V, H, b)} | found
 
 
 def stage_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> float:
-    """Peak of a rank of a stage: its states and its fullest moment."""
+    """Returns the peak bytes of a rank of a stage: its states and its fullest moment."""
     return sum(state_bytes(s, cfg, stage, b).values()) + max(moments(s, cfg, stage, b).values())
 
 
 def fullest_stage(s: Shape, cfg: "TrainingSettings", b: int = 2) -> int:
-    """The stage with the fullest ranks: the first keeps most rows, the last has the head."""
+    """Finds the stage with the fullest ranks: the first keeps most rows, the last has the head."""
     return max(range(cfg.policy.pp), key=lambda stage: stage_bytes(s, cfg, stage, b))
 
 
 def sending_bytes(s: Shape) -> float:
-    """Bytes for sending or exporting the weights: the largest tensor twice, and two buckets.
+    """Returns the bytes to send or export weights: the largest tensor twice, and two buckets.
 
-    Rank 0 has them, whole and in bf16: once as shards or to cut, once put together.
+    Rank 0 holds the tensor whole in bf16: once as shards or before cutting, once put together.
     """
     largest = 2 * s.hidden * max(s.vocab, 2 * s.ffn if s.gated else s.ffn)
     return 2 * (largest + max(BUCKET_BYTES, largest))
 
 
 def trainer_bytes(s: Shape, cfg: "TrainingSettings") -> float:
-    """Peak of the fullest rank on a GPU, with the reserve."""
+    """Returns the peak bytes of the fullest rank on a GPU, with the reserve."""
     stage = fullest_stage(s, cfg)
     sending = sum(state_bytes(s, cfg, stage).values()) + sending_bytes(s)
     return max(stage_bytes(s, cfg, stage), sending) + RESERVE
@@ -283,17 +292,17 @@ def trainer_bytes(s: Shape, cfg: "TrainingSettings") -> float:
 
 
 def ring(n: int) -> float:
-    """Share of a tensor that a rank of n sends in an all-gather or a reduce-scatter."""
+    """Returns the share of a tensor that a rank of n sends in an all-gather or reduce-scatter."""
     return (n - 1) / n
 
 
 def token_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:
-    """Bytes that a rank sends for each place of the rows it trains, by axis; means over the stages.
+    """Returns the bytes that a rank sends per place of its rows, by axis; means over the stages.
 
-    Forward, backward, and forward again with checkpointing. tp: of the two matrices of a layer the
-    first gathers its input (in backward again, and scatters its gradient), the second scatters its
-    output (and gathers its gradient); embedding and head do one of each. pp: activations forward,
-    gradients back. ep: tokens to their experts and back, with a float32 weight.
+    Forward, backward, and forward again with checkpointing. tp: a layer's first matrix gathers its
+    input (again in backward, and scatters its gradient), its second scatters its output (and
+    gathers its gradient); embedding and head do one of each. pp: activations forward, gradients
+    back. ep: tokens to their experts and back, with a float32 weight.
     """
     H = s.hidden
     K = key_width(s, layout)
@@ -303,15 +312,15 @@ def token_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, flo
     again = layout.recomputes
     count = s.layers.count
     pairs = count("*") + count("-") + count("M") + count("E") * (s.shared_ffn > 0)
-    split = tp * s.head_dim > s.key  # then all slices of q, k, v are gathered
+    split = tp * s.head_dim > s.key  # if so, all slices of q, k, v are gathered
     qkv = (2 + again) * count("*") * split * (s.query + 2 * s.key)
     gathered = ((5 + 2 * again) * pairs + 4) * H + qkv
     keys = (2 + again) * count("*") * 2 * K
     routed = (2 + again) * count("E") * s.chosen * (2 * b * s.seen + 4)
     return {
-        # Two float32 numbers of each token from every slice of the vocabulary.
+        # Also two float32 numbers of each token from every slice of the vocabulary.
         "tp": ring(tp) * (b * gathered + 8 * tp) / (cp * pp),
-        # And the row's float32 logprobs, all-reduced.
+        # Also the row's float32 logprobs, all-reduced.
         "cp": ring(cp) * (b * keys + 8) / pp + mamba_exchange(s, layout, b),
         "pp": 2 * ring(pp) * b * H / (tp * cp),
         "ep": ring(layout.ep) * routed / (tp * cp * pp),
@@ -319,9 +328,10 @@ def token_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, flo
 
 
 def mamba_exchange(s: Shape, layout: "PolicySettings", b: int = 2) -> float:
-    """Bytes that a rank's all-to-alls of Mamba over cp send for each place.
+    """Returns the bytes that a rank's all-to-alls of Mamba over cp send for each place.
 
-    Gate, x, B, C and dt, all places of some heads for some places of all heads; the output back.
+    Gate, x, B, C and dt are exchanged: all places of some heads for some places of all heads; then
+    the output is sent back.
     """
     ranks = layout.tp * layout.cp
     groups = max(s.groups, ranks) * s.state
@@ -331,16 +341,16 @@ def mamba_exchange(s: Shape, layout: "PolicySettings", b: int = 2) -> float:
 
 
 class Gathered(NamedTuple):
-    """Bytes and messages that reach trainer rank 0 before it can send the weights on."""
+    """Bytes and messages that trainer rank 0 receives before it can send the weights on."""
 
     size: float  # bytes
     messages: int  # at least
 
 
 def gathered(s: Shape, layout: "PolicySettings") -> Gathered:
-    """bf16 weights that rank 0 does not own: experts of other ranks, and the later stages.
+    """Counts the bf16 weights that rank 0 does not own: other ranks' experts, later stages.
 
-    An owner sends a layer's experts, or what else its stage has, in messages of a bucket's size.
+    An owner sends a layer's experts, or the rest of its stage, in messages of a bucket's size.
     """
     size = 0.0
     messages = 0
@@ -360,15 +370,16 @@ def gathered(s: Shape, layout: "PolicySettings") -> Gathered:
 
 
 def step_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:
-    """Bytes that a rank sends at each update; means over the stages.
+    """Returns the bytes that a rank sends at each update; means over the stages.
 
-    Gradients: reduce-scatter over what shares the weights, all-reduce of norms over tp
-    and of a tied head between first and last stage. Parameters: all-gather; Megatron-Core 0.16.1
-    has an optimizer of its own for experts, and either gathers the parameters of both.
+    Gradients: a reduce-scatter over the ranks that share the weights, an all-reduce of norms over
+    tp and of a tied head between first and last stage. Parameters: an all-gather; Megatron-Core
+    0.16.1 has a separate optimizer for experts, and each of the two gathers all parameters.
     """
     spread = optimizer_spread(layout)
     each = [rank_params(s, layout, stage) for stage in range(layout.pp)]
-    shared, routed, _ = (sum(counts) / layout.pp for counts in zip(*each, strict=True))
+    shared = sum(params.shared for params in each) / layout.pp
+    routed = sum(params.routed for params in each) / layout.pp
     scattered = ring(spread.shared) * shared + ring(spread.routed) * routed
     whole = sum(layer_params(s, kind).whole for kind in s.layers) + s.hidden
     ends = 2 * s.vocab * s.hidden / layout.tp if s.tied and layout.pp > 1 else 0

@@ -1,6 +1,6 @@
-"""GPUs and seconds of a step: a model of the hardware assumed below, good for comparing settings.
+"""Estimates GPUs and seconds of a step on the hardware assumed below, to compare settings.
 
-Only responses are counted, prompts come on top.
+Only responses are counted; prompts come on top.
 """
 
 import dataclasses
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
     from settings.config import TrainingSettings
 
 MFU = 0.3  # assumed; prime-rl measured 0.15 (rows of 16k tokens) to 0.36 (65k) for a 4B model
-LAUNCH_S = 3e-3  # assumed: an engine step beside its arithmetic and memory traffic
+LAUNCH_S = 3e-3  # assumed: an engine step, in addition to its arithmetic and memory traffic
 NETWORK_BYTES_S = 50e9  # InfiniBand NDR: 400 Gb/s, a card for each GPU
-DISK_BYTES_S = 1e9  # assumed: what a node writes to shared storage, or reads from it
+DISK_BYTES_S = 1e9  # assumed: a node writing to shared storage, or reading from it
 HOST_BYTES_S = 25e9  # assumed: from a mapped file to a GPU
-TENSOR_SECONDS = 27e-6  # of an engine's processor, to copy a tensor: bench/reload.py, two cores
+TENSOR_SECONDS = 27e-6  # CPU time of an engine to copy a tensor: bench/reload.py, two cores
 MEAN_SHARE = 0.25  # assumed: mean response over longest response
 NODE_GPUS = 8
 
 
 def ranks_per_node(cfg: "TrainingSettings") -> int:
-    """Trainer ranks that start on the fullest node."""
+    """Returns the number of trainer ranks on the fullest node."""
     return min(cfg.policy.ranks, NODE_GPUS)
 
 
 class Load(NamedTuple):
-    """What a batch holds at most."""
+    """The most that a batch holds."""
 
     sequences: int
-    tokens: int  # that are trained of the longest of them
+    tokens: int  # trained tokens of the longest sequence
 
 
 def load_of(cfg: "TrainingSettings") -> Load:
-    """The load of a batch of rollouts, or of pairs, of which each is in one row."""
+    """Returns the load of a batch of rollouts, or of pairs, each of which is in one row."""
     if isinstance(cfg, RunSettings):
         longest = min(cfg.sampling.max_response_tokens, cfg.sampling.max_model_len)
         return Load(cfg.prompts_per_step * cfg.group_size, longest)
@@ -54,17 +54,17 @@ def load_of(cfg: "TrainingSettings") -> Load:
 
 
 def response_limit(cfg: "TrainingSettings") -> int:
-    """Tokens of the longest response."""
+    """Returns the tokens of the longest response."""
     return load_of(cfg).tokens
 
 
 def step_tokens(cfg: "TrainingSettings") -> int:
-    """Response tokens of a batch at most."""
+    """Returns the most response tokens that a batch may have."""
     return load_of(cfg).sequences * response_limit(cfg)
 
 
 def batch_size(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
-    """Sequences that an engine decodes at once: max_num_seqs, or fewer where KV or rollouts end.
+    """Returns how many sequences an engine decodes at once: max_num_seqs if KV and rollouts allow.
 
     (max_lag + 1) P G rollouts may be in flight; each holds a mean response.
     """
@@ -75,10 +75,10 @@ def batch_size(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
 
 
 def decode_seconds(model: Model, tp: int, batch: float, context: float, gpu: Gpu) -> float:
-    """Seconds until each of `batch` sequences of `context` tokens gets one more.
+    """Returns the seconds until each of `batch` sequences of `context` tokens gets another token.
 
-    LAUNCH_S and the slower of matmuls, 2 FLOPs a weight and token, and memory: bf16 KV, Mamba's
-    states, which are read and written, and the weights that any token meets, 1 - (1 - share)^batch
+    LAUNCH_S plus the slower of matmuls, 2 FLOPs per weight and token, and memory: bf16 KV, Mamba's
+    states, which are read and written, and the weights that any token uses, 1 - (1 - share)^batch
     of the routed experts.
     """
     routed = model.routed * (1 - (1 - model.expert_share) ** batch)
@@ -89,7 +89,10 @@ def decode_seconds(model: Model, tp: int, batch: float, context: float, gpu: Gpu
 
 
 def generation_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
-    """Seconds in which all engines sample a batch of mean responses, read half written."""
+    """Returns the seconds in which all engines sample a batch of mean responses.
+
+    A response counts with half of its tokens in the KV.
+    """
     batch = batch_size(model, cfg, gpu)
     mean = MEAN_SHARE * response_limit(cfg)
     rounds = MEAN_SHARE * step_tokens(cfg) / (cfg.engine.count * batch)
@@ -97,16 +100,16 @@ def generation_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
 
 
 def longest_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
-    """Seconds of the longest response, alone in its engine."""
+    """Returns the seconds of the longest response, alone in its engine."""
     limit = response_limit(cfg)
     return limit * decode_seconds(model, cfg.engine.tensor_parallel, 1, limit / 2, gpu)
 
 
 def train_flops(model: Model, cfg: "TrainingSettings") -> float:
-    """FLOPs of a batch of mean responses (Model.flops).
+    """Returns the FLOPs of a batch of mean responses (Model.flops).
 
-    Passes: forward, two in backward, one to recompute, and those that only score. Masked SDPA
-    multiplies a whole row, flash attention half a sequence on average.
+    Passes: forward, two in backward, one to recompute, and scoring passes. Masked SDPA multiplies a
+    whole row, flash attention half a sequence on average.
     """
     passes = 3 + cfg.policy.recomputes + cfg.scoring_passes
     masked = gpu_memory.mask_bytes(cfg.policy).row
@@ -116,15 +119,15 @@ def train_flops(model: Model, cfg: "TrainingSettings") -> float:
 
 
 def bandwidth(gpu: Gpu, ranks: int) -> float:
-    """Bytes a second between neighbouring ranks, within a node or between nodes."""
+    """Returns the bytes per second between neighbouring ranks, in a node or between nodes."""
     return gpu.nvlink if ranks <= NODE_GPUS else NETWORK_BYTES_S
 
 
 def exposed_seconds(cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
-    """Seconds of a step in which trainer ranks do nothing but send, by what they send.
+    """Returns the seconds of a step in which trainer ranks only send, by what they send.
 
-    These are the all-to-alls of Mamba over cp and of experts over ep. Other traffic may go on
-    beside the work.
+    These are the all-to-alls of Mamba over cp and of experts over ep. Other traffic may overlap
+    with the work.
     """
     layout = cfg.policy
     if layout.kind == "fsdp":
@@ -139,22 +142,22 @@ def exposed_seconds(cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
 
 
 def train_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
-    """Seconds in which all trainer ranks train a batch of mean responses."""
+    """Returns the seconds in which all trainer ranks train a batch of mean responses."""
     work = train_flops(model, cfg) / (cfg.policy.ranks * MFU * gpu.flops)
     return work + sum(exposed_seconds(cfg, gpu).values())
 
 
 def networks(cfg: "TrainingSettings") -> int:
-    """Network cards by which a weight update leaves and enters each node; 0: it stays in a node.
+    """Counts network cards through which a weight update passes on each node; 0: it stays in one.
 
-    The least that the GPUs of its group have on a node: NCCL makes as many rings.
+    NCCL makes as many rings as the group has GPUs on the node with the fewest.
     """
     nodes = [Node(f"{i:06}", NODE_GPUS) for i in range(math.ceil(len(gpus(cfg)) / NODE_GPUS))]
-    if cfg.demand.share < 1:  # gloo sends, on whichever card the route has
+    if cfg.demand.share < 1:  # gloo sends, on the card of the route
         return 1
     try:
         places = plan(cfg, nodes)
-    except InputError:  # nodes of this size have no room for all engines and ranks
+    except InputError:  # engines and ranks do not fit on nodes of this size
         return 1
     homes = sorted(places.trainers)
     group = Counter({homes[0]: 1 + len(node_mates(cfg, homes))})
@@ -164,10 +167,10 @@ def networks(cfg: "TrainingSettings") -> int:
 
 
 def sync_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
-    """Floor of a weight update: what is sent, once out of rank 0's node, or its GPU.
+    """Returns the least seconds of a weight update, sent once out of rank 0's node, or its GPU.
 
-    Meanwhile an engine's processor copies tensor after tensor. Adapters are added to all weights in
-    bf16, which each worker reads from its node's memory.
+    At the same time an engine's processor copies tensor after tensor. Adapters are added to all
+    weights in bf16, which each worker reads from its node's memory.
     """
     network = sent_bytes(model, cfg) / (networks(cfg) * NETWORK_BYTES_S or gpu.nvlink)
     read = 2 * model.params / HOST_BYTES_S if cfg.policy.lora_rank else 0.0
@@ -175,9 +178,9 @@ def sync_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
 
 
 def sent_bytes(model: Model, cfg: "TrainingSettings") -> float:
-    """Bytes of an update: weights in bf16, or adapters in float32 (policy/sync/adapter_sync.py).
+    """Returns the bytes of an update: bf16 weights, or adapters (policy/sync/adapter_sync.py).
 
-    With those, products of each matrix with 4 vectors: at most 16 bytes a row.
+    Adapters are float32, with products of each matrix with 4 vectors: at most 16 bytes per row.
     """
     if not cfg.policy.lora_rank:
         return 2 * model.params
@@ -190,11 +193,11 @@ class Traffic(NamedTuple):
     sent: float  # by trainer rank 0, to the engines
     broadcasts: int
     gathered: float  # before that, by trainer rank 0
-    messages: int
+    messages: int  # in which it is gathered
 
 
 def update_traffic(model: Model, cfg: "TrainingSettings") -> Traffic:
-    """What is gathered and then broadcast in buckets. FSDP2 gathers tensor by tensor."""
+    """Counts what is gathered and then broadcast in buckets. FSDP2 gathers tensor by tensor."""
     layout = cfg.policy
     sent = sent_bytes(model, cfg)
     broadcasts = math.ceil(sent / BUCKET_BYTES)
@@ -208,7 +211,7 @@ def update_traffic(model: Model, cfg: "TrainingSettings") -> Traffic:
 def traffic_seconds(
     shape: megatron_sizes.Shape, cfg: "TrainingSettings", gpu: Gpu
 ) -> dict[str, float]:
-    """Seconds of a step in which a Megatron rank sends, by axis, if nothing overlapped.
+    """Returns the seconds of a step in which a Megatron rank sends, by axis, without overlap.
 
     One update of the weights is counted. Ranks are numbered with tp innermost, then cp, replicas,
     pp; experts are spread over neighbours.
@@ -223,7 +226,7 @@ def traffic_seconds(
 
 
 def last_part(cfg: RunSettings) -> float:
-    """The share of a step that is trained after its last group: `Run.take` joins small parts."""
+    """Returns the share of a step trained after its last group: `Run.take` joins small parts."""
     n = cfg.train_parts
     tokens = MEAN_SHARE * step_tokens(cfg) / n
     joined = min(n, math.ceil(cfg.policy.row_tokens * cfg.policy.replicas / tokens))
@@ -231,10 +234,10 @@ def last_part(cfg: RunSettings) -> float:
 
 
 def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
-    """Seconds of each limit of a step; the largest binds.
+    """Returns the seconds of each limit of a step; the largest binds.
 
-    A step needs the policy of max_lag steps before: its longest rollout and the training of its
-    last part (`train_parts`), one after the other, have max_lag + 1 steps.
+    A step needs the policy of max_lag steps before: its longest rollout, followed by the training
+    of its last part (`train_parts`), may take max_lag + 1 steps.
     """
     training = train_seconds(model, cfg, gpu)
     if not isinstance(cfg, RunSettings):
@@ -252,7 +255,7 @@ def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
 
 
 def teacher_seconds(cfg: RunSettings, gpu: Gpu) -> dict[str, float]:
-    """Seconds in which each teacher scores its share of a batch of mean responses."""
+    """Returns the seconds in which each teacher scores its share of a batch of mean responses."""
     if not isinstance(cfg, TeacherSettings):
         return {}
     keys = MEAN_SHARE * response_limit(cfg) / 2
@@ -260,13 +263,13 @@ def teacher_seconds(cfg: RunSettings, gpu: Gpu) -> dict[str, float]:
 
 
 def step_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
-    """Seconds of a step: its largest limit, and the weight update."""
+    """Returns the seconds of a step: its largest limit plus the weight update."""
     update = sync_seconds(model, cfg, gpu) if cfg.demand.engines else 0.0
     return max(limits(model, cfg, gpu).values()) + update
 
 
 def trainer_bytes(model: Model, cfg: "TrainingSettings") -> float:
-    """Peak of a trainer rank under its policy, with the reserve."""
+    """Returns the peak bytes of a trainer rank of its kind of policy, with the reserve."""
     if cfg.policy.kind == "fsdp":
         return gpu_memory.trainer_bytes(model, cfg)
     shape = megatron_sizes.read_shape(cfg.model, cfg.policy)
@@ -274,14 +277,14 @@ def trainer_bytes(model: Model, cfg: "TrainingSettings") -> float:
 
 
 def split(cfg: RunSettings, engines: int, ranks: int) -> RunSettings:
-    """The same run on these numbers of engines and trainer ranks, each on GPUs of its own."""
+    """Returns the same run with these numbers of engines and trainer ranks, on separate GPUs."""
     engine = dataclasses.replace(cfg.engine, count=engines)
     policy = dataclasses.replace(cfg.policy, ranks=ranks)
     return dataclasses.replace(cfg, gpu_share=1.0, engine=engine, policy=policy)
 
 
 def splits(model: Model, cfg: RunSettings, gpu: Gpu) -> list[RunSettings]:
-    """cfg with each split of its GPUs that holds the trainer, fewest engines first."""
+    """Returns cfg with each split of its GPUs that the trainer fits, fewest engines first."""
     total = sum("teacher" not in gpu for gpu in gpus(cfg))
     tp = cfg.engine.tensor_parallel
     layout = cfg.policy
@@ -292,9 +295,9 @@ def splits(model: Model, cfg: RunSettings, gpu: Gpu) -> list[RunSettings]:
 
 
 def balance(model: Model, cfg: RunSettings, gpu: Gpu) -> RunSettings | None:
-    """The fastest of the splits; None where there is none.
+    """Returns the fastest of the splits; None if no split holds the trainer.
 
-    Where the loops overlap, the slower counts, else their sum; N_g / N_t = W_g / W_t in the ideal.
+    If the loops overlap, the slower one counts, else their sum; ideally N_g / N_t = W_g / W_t.
     """
 
     def seconds(other: RunSettings) -> float:
@@ -308,19 +311,19 @@ class Checkpoint(NamedTuple):
     """Bytes of a checkpoint, the exported model included."""
 
     whole: float
-    node: float  # by the node that writes most; its memory holds a copy of them until then
+    node: float  # of the node that writes most; its memory holds a copy until it is written
 
 
 def trainer_nodes(cfg: "TrainingSettings") -> int:
-    """Nodes that hold the trainer ranks."""
+    """Counts the nodes that hold the trainer ranks."""
     return math.ceil(cfg.policy.ranks / NODE_GPUS)
 
 
 def checkpoint_bytes(model: Model, cfg: "TrainingSettings") -> Checkpoint:
-    """Bytes of a checkpoint by writer: every rank writes its share.
+    """Returns the bytes of a checkpoint, of which every rank writes its share.
 
-    Under Megatron 2 bytes of weights, 12 of main parameters and moments, 2 of export; under FSDP2
-    12 of weights and moments that are trained, and 2 of export, which rank 0 writes alone.
+    Per parameter under Megatron: 2 of weights, 12 of main parameters and moments, 2 of export.
+    Under FSDP2: 12 of trained weights and moments, and 2 of export, which rank 0 writes alone.
     """
     nodes = trainer_nodes(cfg)
     if cfg.policy.kind == "megatron":
@@ -330,15 +333,16 @@ def checkpoint_bytes(model: Model, cfg: "TrainingSettings") -> Checkpoint:
 
 
 def checkpoint_seconds(model: Model, cfg: "TrainingSettings") -> float:
-    """Seconds in which a checkpoint is written, and read back for the CRC-32 of its files."""
+    """Returns the seconds to write a checkpoint and read it back for the CRC-32 of its files."""
     saved = checkpoint_bytes(model, cfg)
     return (saved.node + saved.whole / trainer_nodes(cfg)) / DISK_BYTES_S
 
 
 def signal_seconds(model: Model, cfg: "TrainingSettings", step: float) -> int:
-    """Seconds before its end at which a job needs a signal: a step, a checkpoint, Slurm's 60 s.
+    """Returns how many seconds before its end a job needs a signal.
 
-    The last checkpoint may be being written as the signal comes, and that of the step waits for it.
+    They cover a step, a checkpoint and Slurm's 60 s. The previous checkpoint may still be being
+    written when the signal arrives, and the step's checkpoint waits for it.
     """
     saving = checkpoint_seconds(model, cfg)
     return min(65535, math.ceil(max(step, saving) + saving + 60))  # Slurm takes 16 bits

@@ -1,4 +1,4 @@
-"""What teachers take of GPUs and of time: each scores its share of a batch in one forward pass."""
+"""Estimates teachers' memory and time: each scores its share of a batch in one forward pass."""
 
 import dataclasses
 import functools
@@ -12,12 +12,12 @@ from policy.gpus import Gpu
 from policy.model_shape import Model, read_model
 from settings.distillation import TeacherSettings
 
-ROWS = 2000  # of the training file, from its start, by whose agents the shares are estimated
+ROWS = 2000  # first rows of the training file, whose agents give an estimate of the shares
 
 
 @functools.cache
 def agents(path: str) -> list[tuple[str, str]]:
-    """(agent, dataset) of the first rows of a file; none where there is no such file."""
+    """Returns (agent, dataset) of the first rows of a file; empty if it cannot be read."""
     found = []
     try:
         with open(path, encoding="utf-8") as file:
@@ -30,7 +30,7 @@ def agents(path: str) -> list[tuple[str, str]]:
 
 
 def shares(cfg: TeacherSettings) -> dict[str, float]:
-    """The share of rows that each host scores: by the file's first rows, or else equal ones."""
+    """Returns the share of rows that each host scores, from the file's first rows, else equal."""
     names = [cfg.teacher_of(*row) for row in agents(cfg.data.train)]
     hosts = Counter(cfg.host_of(name) for name in names if name)
     if not hosts:
@@ -39,9 +39,9 @@ def shares(cfg: TeacherSettings) -> dict[str, float]:
 
 
 def seconds(cfg: TeacherSettings, tokens: float, keys: float, flops: float) -> dict[str, float]:
-    """Seconds in which each host scores its share of a batch of `tokens`, each meeting `keys`.
+    """Returns the seconds in which each host scores its share of a batch of `tokens`.
 
-    `flops` are those that a rank reaches in a second.
+    Each token attends to `keys` keys. A rank computes `flops` FLOPs per second.
     """
     found = {}
     for host, share in shares(cfg).items():
@@ -52,9 +52,9 @@ def seconds(cfg: TeacherSettings, tokens: float, keys: float, flops: float) -> d
 
 
 def rank_bytes(cfg: TeacherSettings, host: str) -> float:
-    """Bytes of a rank: bf16 weights of all that it holds, a layer at work, the head, the reserve.
+    """Returns bytes of a rank: its models' bf16 weights, a layer at work, the head, the reserve.
 
-    FSDP2 has two gathered layers and the root whole beside its shard.
+    FSDP2 holds two gathered layers and the whole root in addition to its shard.
     """
     own = cfg.of_host(host)
     total = float(gpu_memory.RESERVE)
@@ -75,21 +75,24 @@ def rank_bytes(cfg: TeacherSettings, host: str) -> float:
 
 
 def working_bytes(model: Model, cfg: TeacherSettings) -> float:
-    """Bytes of a forward pass over the longest row: a layer's tensors, and a chunk of logits."""
+    """Returns the bytes of a forward pass over the longest row: a layer or a chunk of logits."""
     T = max(cfg.policy.row_tokens, cfg.sampling.max_model_len)
     alone = dataclasses.replace(cfg, policy=dataclasses.replace(cfg.policy, lora_rank=0))
     return max(gpu_memory.layer_bytes(model, alone), 8 * logprobs.CHUNK * model.vocab) + 4 * T
 
 
 def problems(cfg: TeacherSettings, gpu: Gpu, node_gpus: int) -> list[str]:
-    """What does not fit, with the fields to change."""
+    """Returns what does not fit, with the fields to change."""
     found = []
     for host in cfg.hosts:
-        taken, tp = rank_bytes(cfg, host), cfg.layout_of(host).tp
+        taken = rank_bytes(cfg, host)
+        tp = cfg.layout_of(host).tp
         if taken > gpu.memory:
-            needs = f"a rank of the teacher {host!r} takes {taken / 2**30:,.2f} of"
-            remedy = f"raise ranks in teacher_layouts[{host!r}], or lower row_tokens there"
-            found.append(f"{needs} {gpu.memory / 2**30:,.2f} GiB: {remedy}")
+            found.append(
+                f"a rank of the teacher {host!r} takes {taken / 2**30:,.2f} of "
+                f"{gpu.memory / 2**30:,.2f} GiB: raise ranks in teacher_layouts[{host!r}], or "
+                "lower row_tokens there"
+            )
         if tp > node_gpus:
             found.append(f"teacher_layouts[{host!r}]: tp = {tp}: a node has {node_gpus} GPUs")
     return found

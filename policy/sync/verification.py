@@ -203,8 +203,10 @@ class Proof:
             self.unverified.add(target)
             return
         split = module.moe_config.moe_parallel_config
-        is_joint = kind == "gate_up_proj" or module.is_fused_checkpoint_transposed
-        if split.enable_eplb or (split.tp_size > 1 and is_joint):  # EPLB copies experts
+        if split.enable_eplb:  # it copies experts
+            self.unverified.add(target)
+            return
+        if split.tp_size > 1 and (kind == "gate_up_proj" or module.is_fused_checkpoint_transposed):
             self.unverified.add(target)
             return
         parameter = self.loaded[target]
