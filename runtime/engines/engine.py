@@ -1,4 +1,4 @@
-"""vLLM's engine as a run uses it: its arguments, and how it is opened."""
+"""Opens vLLM's engine for a run, with the arguments and the methods that the run adds to it."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,14 @@ from settings.config import RunSettings
 from settings.merging import merge
 
 if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine import PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
 def engine_arguments(cfg: RunSettings, on_cpu: bool) -> dict[str, Any]:
-    """vLLM's arguments of each engine; `engine.args` are merged last."""
+    """Returns vLLM's arguments of an engine; `engine.args` are merged last."""
     ours = {
         "model": cfg.model,
         "load_format": "dummy",  # a tensor that the sync forgot shows as noise, not staleness
@@ -33,7 +35,7 @@ def engine_arguments(cfg: RunSettings, on_cpu: bool) -> dict[str, Any]:
         "return_sampling_mask": cfg.sampling.truncates
         and not on_cpu,  # policy/allowed_tokens_on_cpu.py
         "tensor_parallel_size": cfg.engine.tensor_parallel,
-        # Within a placement group of the caller's vLLM would choose Ray for its processes.
+        # In a placement group of its caller, vLLM would choose Ray for its processes.
         "distributed_executor_backend": "mp" if cfg.engine.tensor_parallel > 1 else None,
         "max_model_len": cfg.sampling.max_model_len,
         "logprobs_mode": "processed_logprobs",
@@ -43,18 +45,20 @@ def engine_arguments(cfg: RunSettings, on_cpu: bool) -> dict[str, Any]:
     }
     args = merge(ours, cfg.engine.arguments)
     if drafts := args.get("speculative_config"):
-        # No update reaches a drafter, which would keep the noise of "dummy". Others ignore this.
+        # No update reaches a drafter: with "dummy" it would keep its noise. Drafters without
+        # weights ignore this.
         drafts = {"draft_load_config": {"load_format": "auto"}} | drafts
         args["speculative_config"] = drafts
         if drafts.get("method", "draft_model") == "draft_model":
-            # vLLM reads a whole model as it reads the policy, and ignores draft_load_config.
+            # For a draft model vLLM takes the load format of the policy and ignores
+            # draft_load_config.
             args["load_format"] = drafts["draft_load_config"].get("load_format", "auto")
     return args
 
 
 @contextlib.contextmanager
 def without_collecting() -> Iterator[None]:
-    """Looking for garbage among what is imported takes a third of vLLM's import."""
+    """Stops garbage collection in a block: it would take a third of the time of vLLM's import."""
     gc.disable()
     try:
         yield
@@ -63,9 +67,9 @@ def without_collecting() -> Iterator[None]:
 
 
 class Routes:
-    """Keeps of vLLM's routes, which have every layer, those of layers that have experts.
+    """The layers that have experts, to which vLLM's routes of all layers are cut.
 
-    Nemotron 3 Super has experts in 40 of 88 layers: 1,760 bytes a token, where vLLM returns 3,872.
+    Nemotron 3 Super has experts in 40 of 88 layers: 1,760 bytes a token, while vLLM returns 3,872.
     """
 
     def __init__(self, model: str):
@@ -75,31 +79,29 @@ class Routes:
 
         hf = AutoConfig.from_pretrained(model)
         self.layers = expert_layers(hf)
-        # Signed, as -1 is an unknown expert.
+        # Signed, because -1 is an unknown expert.
         self.dtype = np.int8 if hf.num_local_experts <= 128 else np.int16
 
     def cut(self, answers: "list[CompletionOutput]") -> None:
-        """From [tokens, layers, experts of a token] to [tokens, expert layers, those]."""
+        """Cuts routes [tokens, layers, experts of a token] to [tokens, expert layers, experts]."""
         for answer in answers:
             if answer.routed_experts is not None:
                 answer.routed_experts = answer.routed_experts[:, self.layers].astype(self.dtype)
 
 
 def take_sets(answers: "list[CompletionOutput]") -> None:
-    """Has in place of vLLM's lists what each token was chosen among, as an `Allowed`.
+    """Replaces vLLM's lists of the ids that each token was chosen among by an `Allowed`.
 
-    Raises RuntimeError where vLLM returned none.
+    Raises RuntimeError if vLLM returned no such lists.
     """
     for answer in answers:
         if answer.sampling_mask is None:
-            missing = f"none of the sets that {len(answer.token_ids)} tokens were chosen among"
-            raise RuntimeError(f"vLLM returned {missing}")
-        found: Any = Allowed.of(answer.sampling_mask.token_ids)
-        answer.sampling_mask = found
+            raise RuntimeError(f"vLLM returned no token sets for {len(answer.token_ids)} tokens")
+        answer.sampling_mask = Allowed.of(answer.sampling_mask.token_ids)
 
 
 def open_engine(cfg: RunSettings) -> "AsyncLLM":
-    """An engine without weights: its first update brings them."""
+    """Opens an engine without weights: its first update brings them."""
     with without_collecting():
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
@@ -113,12 +115,17 @@ def open_engine(cfg: RunSettings) -> "AsyncLLM":
     routes = Routes(cfg.model) if cfg.policy.replay_routing else None
 
     class InFlightLLM(AsyncLLM):
-        async def pause_generation(self, *, mode: Any = "keep", clear_cache: bool = False) -> None:
-            """Pauses between two engine steps. vLLM's own would then sleep for 20 ms."""
+        async def pause_generation(
+            self, *, mode: "PauseMode" = "keep", clear_cache: bool = False
+        ) -> None:
+            """Pauses between two engine steps. vLLM's own method would then sleep for 20 ms."""
             await self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
         async def receive_weights(self, version: int, verify: bool) -> list[int]:
-            """A checksum of what each worker received. Raises CutOff."""
+            """Returns a checksum of what each worker received.
+
+            Raises CutOff if the update ended before all of it came.
+            """
             label = self.update_weight_version(str(version))
             received = self.collective_rpc("receive_weights", args=(verify,))
             checksums, _ = await asyncio.gather(received, label)
@@ -126,23 +133,36 @@ def open_engine(cfg: RunSettings) -> "AsyncLLM":
                 raise CutOff(f"update {version} was cut off before all of it came")
             return checksums
 
-        async def generate(self, *args: Any, **named: Any) -> AsyncIterator[Any]:
-            """vLLM's outputs; of their routes those of layers with experts, and sets as arrays."""
-            async for output in super().generate(*args, **named):
+        async def generate(
+            self,
+            prompt: "TokensPrompt",
+            sampling_params: "SamplingParams",
+            request_id: str,
+            *,
+            priority: int = 0,
+        ) -> "AsyncIterator[RequestOutput]":
+            """Yields vLLM's outputs, with the routes of layers with experts, and sets as arrays."""
+            outputs = super().generate(prompt, sampling_params, request_id, priority=priority)
+            async for output in outputs:
                 if routes:
                     routes.cut(output.outputs)
                 if cfg.sampling.truncates:
                     take_sets(output.outputs)
                 yield output
 
-    # The driver would import vLLM to read its error: that takes seconds, while all else waits.
+    # To unpickle vLLM's error the driver would import vLLM: for seconds everything would wait.
     copyreg.pickle(EngineDeadError, lambda raised: (RuntimeError, (str(raised),)))
-    on_cpu, Arguments = current_platform.is_cpu(), AsyncEngineArgs
+    on_cpu = current_platform.is_cpu()
+    arguments_class = AsyncEngineArgs
     if cfg.sampling.truncates and on_cpu:
         from policy.allowed_tokens_on_cpu import Arguments
-    args = Arguments(**engine_arguments(cfg, on_cpu))
-    # LLM_CLASS selects vLLM's offline default of max_num_batched_tokens.
-    how: Any = {"usage_context": UsageContext.LLM_CLASS, "stat_loggers": [lambda *_: meter]}
-    engine = InFlightLLM.from_engine_args(args, **how)
+
+        arguments_class = Arguments
+    args = arguments_class(**engine_arguments(cfg, on_cpu))
+    engine = InFlightLLM.from_engine_args(
+        args,
+        usage_context=UsageContext.LLM_CLASS,  # selects the offline max_num_batched_tokens
+        stat_loggers=[lambda *_: meter],
+    )
     engine.meter = meter
     return engine

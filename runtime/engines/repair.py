@@ -2,11 +2,10 @@
 
 import asyncio
 import dataclasses
-import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
@@ -18,19 +17,22 @@ from runtime.reporting.console import phase
 from settings.config import RunSettings
 
 if TYPE_CHECKING:
-    from runtime.engines.fleet import Fleet
+    from ray.actor import ActorHandle
+
+    from runtime.engines.fleet import Fleet, Received
 
 
 CUT_SECONDS = 2.0  # that an engine may take to notice that an update is over
-LOAD_SECONDS = 5e-4  # and for each tensor: to load it, read it back and ask vLLM's loaders of it
+LOAD_SECONDS = 5e-4  # more for each tensor: vLLM's loaders load it, and it is read back
 HOUR = 3600.0
 MAX_RESTARTS = 3  # times an hour that lost engines are replaced
 
 
 def allowed(fleet: "Fleet") -> bool:
-    """Whether lost engines may be replaced now: MAX_RESTARTS times an hour.
+    """Returns whether lost engines may be replaced now: MAX_RESTARTS times an hour.
 
-    Beyond that those that are left go on. Raises RuntimeError where none is, with the last error.
+    Beyond that the run continues with the engines that are left. Raises RuntimeError, with the last
+    error, if no engine is left.
     """
     now = time.monotonic()
     fleet.repairs = [at for at in fleet.repairs if now - at < HOUR]
@@ -45,75 +47,96 @@ def allowed(fleet: "Fleet") -> bool:
         ) from fleet.error
     if not fleet.is_held:
         fleet.is_held = True
-        why = f"MAX_RESTARTS = {MAX_RESTARTS} (runtime/engines/repair.py) in the last hour"
-        left = len(fleet.alive)
-        tqdm.write(f"{left} engines go on, a lost one is not replaced yet: {why}")
+        tqdm.write(
+            f"{len(fleet.alive)} engines continue, a lost one is not replaced yet: "
+            f"MAX_RESTARTS = {MAX_RESTARTS} (runtime/engines/repair.py) in the last hour"
+        )
     return False
 
 
 def settings_of_successors(fleet: "Fleet") -> RunSettings:
-    """The settings of engines that start beside others.
+    """Returns the settings of engines that start while others run.
 
-    Where a trainer rank uses their GPU meanwhile, vLLM's profiling would take what the rank needs
-    or frees for its own, and refuse to start. So the rank frees what it can, and vLLM gets the
-    size of the KV cache that the first engines found.
+    If a trainer rank uses their GPU meanwhile, vLLM's profiling would take the memory that the rank
+    needs or frees for its own, and refuse to start. So the rank frees what it can, and vLLM gets
+    the size of the KV cache that the first engines found.
     """
     cfg = fleet.cfg
     if not fleet.cluster.shares_gpus():
         return cfg
     for trainer in fleet.cluster.trainers:  # long before the engine's process looks
         trainer.call.options(concurrency_group="watch").remote(torch.cuda.empty_cache)
-    known = {"kv_cache_memory_bytes": fleet.kv_bytes} if fleet.kv_bytes else {}
-    engine = dataclasses.replace(cfg.engine, args=known | cfg.engine.args)
-    return dataclasses.replace(cfg, engine=engine)
+    args = cfg.engine.args
+    if fleet.kv_bytes:
+        args = {"kv_cache_memory_bytes": fleet.kv_bytes} | args
+    return dataclasses.replace(cfg, engine=dataclasses.replace(cfg.engine, args=args))
 
 
 async def replace(fleet: "Fleet") -> None:
     """Starts successors of lost engines; returns when some have started."""
     while True:
         await fleet.missing.wait()
-        await asyncio.sleep(1)  # those that are lost together are replaced together
+        await asyncio.sleep(1)  # engines that are lost together are replaced together
         fleet.launch()
         if await started(fleet):
             return
 
 
-async def end_update(fleet: "Fleet", received: dict[asyncio.Future, Any]) -> BaseException:
-    """Discards the engines that failed in an update; its error, once no send is left waiting.
+async def end_update(
+    fleet: "Fleet", received: "dict[asyncio.Future[Received], ActorHandle]"
+) -> BaseException:
+    """Discards the engines that failed in an update.
 
-    `received` are the engines' calls. An engine from which the update was cut off lives: it waits
-    for the next one. Raises TimeoutError where a send does not end.
+    `received` are the engines' calls. Returns the first error, once no send is left waiting. An
+    engine from which the update was cut off lives: it waits for the next one. Raises TimeoutError
+    if a send does not end.
     """
     limit = fleet.cfg.timeouts.sync
-    failures = [t.exception() for t in {*fleet.sent, *received} if t.done()]
-    errors = [e for e in failures if e and not isinstance(e, CutOff)]
+    errors: list[BaseException] = []
+    for call in {*fleet.sent, *received}:
+        error = failure(call)
+        if error and not isinstance(error, CutOff):
+            errors.append(error)
     if errors:
-        known = {e for t, e in received.items() if t.done() and t.exception() in errors}
-        fleet.discard(list(known), errors[0])
-    # The dead engines' sockets are closed now, so a send that waits for them ends as well. NCCL
+        failed = [engine for call, engine in received.items() if failure(call) in errors]
+        fleet.discard(failed, errors[0])
+    # The sockets of dead engines are closed now, so a send that waits for them ends as well. NCCL
     # has no sockets: its sends are aborted. Engines that have all buckets still load and read back.
     await ask(fleet, fleet.cluster.senders, Sender.abort)
     loading = LOAD_SECONDS * len(fleet.cluster.metas)
     await asyncio.wait(received, timeout=CUT_SECONDS + loading)
-    cut = {e for t, e in received.items() if t.done() and isinstance(t.exception(), CutOff)}
-    lost = {e for t, e in received.items() if not t.done() or t.exception()} - cut
-    errors += [e for t in received if t.done() and (e := t.exception()) and received[t] in lost]
-    error = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
-    fleet.discard(list(lost), error)
-    for actor in cut & fleet.engines.keys():
-        fleet.retire(fleet.engines[actor])
+    cut_off: list[ActorHandle] = []
+    lost: list[ActorHandle] = []
+    for call, engine in received.items():
+        error = failure(call)
+        if isinstance(error, CutOff):
+            cut_off.append(engine)
+            continue
+        if error:
+            errors.append(error)
+        if error or not call.done():
+            lost.append(engine)
+    reason = errors[0] if errors else TimeoutError(f"no answer in {limit:.0f} s")
+    fleet.discard(lost, reason)
+    for engine in cut_off:
+        if engine in fleet.engines:
+            fleet.retire(fleet.engines[engine])
     fleet.grouped = set()
     await within(limit, "the trainers' sends to end", asyncio.wait(fleet.sent))
-    return error
+    return reason
+
+
+def failure(call: asyncio.Future) -> BaseException | None:
+    """Returns the error of a call; None if the call has succeeded or still runs."""
+    return call.exception() if call.done() else None
 
 
 async def discard_dead(fleet: "Fleet", error: Exception, discarded: int) -> None:
-    """Discards the engines that are dead after a failed update.
+    """Discards the engines that are dead after a failed update, and the engines that `error` names.
 
-    Those that the error names are discarded as well. Where it names none, and no more are lost than
-    the `discarded` ones before the update, all are suspect. Re-raises the errors that restarting an
-    engine cannot fix: where no update has ever worked, or a send still runs. Raises TimeoutError
-    where a trainer rank hangs.
+    If it names no engine, and no more are lost than the `discarded` ones before the update, all are
+    suspect. Re-raises the error if restarting an engine cannot fix it: no update has ever worked,
+    or a send still runs. Raises TimeoutError if a trainer rank hangs.
     """
     if not fleet.worked:
         raise error
@@ -128,11 +151,12 @@ async def discard_dead(fleet: "Fleet", error: Exception, discarded: int) -> None
 
 
 async def unless_left(
-    fleet: "Fleet", sync: Coroutine[Any, Any, dict | None], leaving: Callable[[], Any]
+    fleet: "Fleet", sync: Awaitable[dict[str, float] | None], leaving: Callable[[], str]
 ) -> dict[str, float]:
-    """The result of `sync`; cancels it and returns {} once the run is leaving and no engine lives.
+    """Returns the result of `sync`; {} if the run is leaving and no engine lives.
 
-    Also where no engine may be started any more. Raises what `sync` raises in any other case.
+    `sync` is cancelled then. An error of `sync` is raised, unless the run is leaving and no engine
+    lives: no engine may be started any more.
     """
 
     async def stranded() -> None:
@@ -147,75 +171,90 @@ async def unless_left(
         raise
 
 
-async def ask(fleet: "Fleet", trainers: list, function: Callable) -> None:
-    """Calls a function in trainer ranks, whatever they do. TimeoutError names the first one."""
-    asked = [t.call.options(concurrency_group="watch").remote(function) for t in trainers]
+async def ask(
+    fleet: "Fleet", trainers: "list[ActorHandle]", function: Callable[[], int | None]
+) -> None:
+    """Calls a function in trainer ranks, whatever they do meanwhile.
+
+    Raises TimeoutError naming the first rank that does not answer.
+    """
     limit = waits.ANSWER_SECONDS
-    await together(answer(a, limit, f"trainer rank {i}") for i, a in enumerate(asked))
+    answers: list[Awaitable[int | None]] = []
+    for rank, trainer in enumerate(trainers):
+        call = trainer.call.options(concurrency_group="watch").remote(function)
+        answers.append(answer(call, limit, f"trainer rank {rank}"))
+    await together(answers)
 
 
 class EnginesError(RuntimeError):
-    """Engines that live failed at something: replacing them is enough."""
+    """A failure of living engines: replacing them is enough."""
 
-    def __init__(self, engines: list, error: BaseException):
+    def __init__(self, engines: "list[ActorHandle]", error: BaseException):
         super().__init__(str(error))
         self.engines = engines
 
 
 async def started(fleet: "Fleet") -> bool:
-    """Waits for launched engines, discards those that fail; whether some did not."""
+    """Waits for launched engines, and discards the ones that fail.
+
+    Returns whether at least one has started.
+    """
     launched = fleet.starting
     if not launched:
         return False
-    starts = asyncio.wait([e.start for e in launched])
+    starts = asyncio.wait([engine.start for engine in launched])
     try:
         await within(fleet.cfg.timeouts.start, f"{len(launched)} engines to start", starts)
-    except TimeoutError as error:
-        fleet.discard([e.actor for e in launched if not e.start.done()], error)
+    except TimeoutError as late:
+        fleet.discard([engine.actor for engine in launched if not engine.start.done()], late)
     for engine in launched:
-        if engine.start.done() and (failure := engine.start.exception()):
-            fleet.discard([engine.actor], failure)
-    return any(e.start.done() and not e.start.exception() for e in launched)
+        if error := failure(engine.start):
+            fleet.discard([engine.actor], error)
+    return any(engine.start.done() and not engine.start.exception() for engine in launched)
 
 
 async def join(fleet: "Fleet") -> None:
-    """A process group of the senders and all engines that have started.
+    """Makes the process group of the senders and all engines that have started.
 
-    Waits for engines only where there is none.
+    Waits for starting engines only if no engine has started.
     """
     while not fleet.alive:
         fleet.launch()
         await started(fleet)
         fleet.take_in_started()
-    members = fleet.alive  # from here on none may be missing: the others would wait
+    members = fleet.alive  # if one is lost from here on, the others wait for it
     if fleet.grouped == set(members):
         return
-    fleet.grouped = set()  # until all have joined: a group that lacks one is none
+    fleet.grouped = set()  # until all have joined: a group that lacks a member is useless
     if not fleet.worked:
         phase("sending the policy to the engines")
     cfg = fleet.cfg
     tp = cfg.engine.tensor_parallel
     senders = fleet.cluster.senders
-    meeting = senders[0].open_sync_group.remote(len(senders) + cfg.engine.count * tp)
-    meeting = await within(cfg.timeouts.start, "trainer rank 0 to listen", meeting)
+    listens = senders[0].open_sync_group.remote(len(senders) + cfg.engine.count * tp)
+    meeting = await within(cfg.timeouts.start, "trainer rank 0 to listen", listens)
     world = len(senders) + len(members) * tp
-    joins = [s.join_sync_group.remote(meeting, i, world) for i, s in enumerate(senders)]
+    joins: list[Awaitable[list[int] | None]] = []
+    for rank, sender in enumerate(senders):
+        joins.append(sender.join_sync_group.remote(meeting, rank, world))
     for engine, rank in zip(members, range(len(senders), world, tp), strict=True):
         joins.append(member(engine, engine.join_sync_group.remote(*meeting, rank, world)))
     with fleet.occupying():
-        # Each of them gives up after ANSWER_SECONDS by itself, and says why.
+        # Each member gives up after ANSWER_SECONDS by itself, with a reason.
         limit = 2 * waits.ANSWER_SECONDS
         joined = await within(limit, "trainer and engines to connect", together(joins))
     closed = senders[0].close_store.remote()
     await within(cfg.timeouts.start, "trainer rank 0 to close its store", closed)
-    fleet.kv_bytes = fleet.kv_bytes or min(itertools.chain(*joined[len(senders) :]))
+    if not fleet.kv_bytes:
+        of_engines = joined[len(senders) :]
+        fleet.kv_bytes = min(kv for of_workers in of_engines for kv in of_workers or ())
     fleet.grouped = set(members)
 
 
-async def member(engine: Any, joining: Awaitable[list[int]]) -> list[int]:
-    """What an engine reports once it has joined.
+async def member(engine: "ActorHandle", joining: Awaitable[list[int]]) -> list[int]:
+    """Returns the bytes of KV of each worker of an engine, once it has joined.
 
-    Raises EnginesError where it fails before it could have waited too long for another member.
+    Raises EnginesError if it fails before it could have waited too long for another member.
     """
     began = time.monotonic()
     try:

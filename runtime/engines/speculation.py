@@ -1,4 +1,4 @@
-"""Drafts of tokens (speculative decoding): whether a drafter ages, and when it has aged."""
+"""Warns of a drafter (speculative decoding) that ages as the policy moves."""
 
 import json
 import math
@@ -6,31 +6,36 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from settings.config import RunSettings, TrainingSettings
 
 WEIGHTLESS = {"ngram", "[ngram]", "ngram_gpu", "suffix"}  # methods that look tokens up
-STEPS = 5  # whose mean is taken
-FALL = 0.75  # of the mean that was named last, from where on the next one is
+STEPS = 5  # whose mean is compared
+FALL = 0.75  # of the mean that was reported last: below it the next one is reported
 MARK = b'"draft_acceptance"'
 
 
-def ageing(cfg: Any) -> str:
-    """What a run says of its drafter when it starts; "" where no drafter has weights."""
-    drafts = cfg.engine.args.get("speculative_config") if hasattr(cfg, "engine") else None
+def ageing(cfg: TrainingSettings) -> str:
+    """Returns the note about its drafter with which a run starts; "" if no drafter has weights."""
+    if not isinstance(cfg, RunSettings):
+        return ""
+    drafts = cfg.engine.args.get("speculative_config")
     if not drafts or drafts.get("method") in WEIGHTLESS:
         return ""
-    rest = "it will be accepted less often as the policy moves: watch draft_acceptance"
-    return f"note: no update trains the drafter of speculative_config: {rest}"
+    return (
+        "note: no update trains the drafter of speculative_config: "
+        "it will be accepted less often as the policy moves: watch draft_acceptance"
+    )
 
 
 class Acceptance:
-    """Warns of a run whose drafts are accepted less often than in its first steps."""
+    """The share of accepted drafts, which is compared with that of a run's first steps."""
 
     def __init__(self, metrics: Path):
-        """Takes in the lines that a run has written before it was stopped."""
+        """Reads the steps that the run wrote before it was stopped, from its metrics.jsonl."""
         self.latest: deque[float] = deque(maxlen=STEPS)
         self.first = math.nan
-        self.named = math.nan  # as `first`, which no mean is below
+        self.named = math.nan  # the mean that was reported last; no mean is below NaN
         if metrics.exists():
             with open(metrics, "rb") as lines:
                 for line in lines:
@@ -38,7 +43,7 @@ class Acceptance:
                         self.fallen(json.loads(line))
 
     def fallen(self, step: Mapping[str, float]) -> str:
-        """A line where the mean of the last steps has fallen by a quarter, or another; else ""."""
+        """Returns a warning if the mean of the last steps has fallen by another quarter; else ""."""
         if "draft_acceptance" not in step:
             return ""
         self.latest.append(step["draft_acceptance"])
@@ -50,9 +55,8 @@ class Acceptance:
         if mean >= FALL * self.named:
             return ""
         self.named = mean
-        fell = (
-            f"draft_acceptance fell from {self.first:.2f} in the first {STEPS} steps to {mean:.2f}"
+        return (
+            f"draft_acceptance fell from {self.first:.2f} in the first {STEPS} steps to "
+            f"{mean:.2f}, accepted_length is {step['accepted_length']:.2f}: "
+            "train the drafter on this policy's answers, or leave speculative_config out"
         )
-        length = f"accepted_length is {step['accepted_length']:.2f}"
-        remedy = "train the drafter on this policy's answers, or leave speculative_config out"
-        return f"{fell}, {length}: {remedy}"

@@ -1,4 +1,4 @@
-"""What an engine did between two weight updates."""
+"""Counts what an engine does between two weight updates."""
 
 from typing import TYPE_CHECKING
 
@@ -10,16 +10,19 @@ if TYPE_CHECKING:
 
 
 class Meter(StatLoggerBase):
-    """Counts since the last look; vLLM calls `record` after each step of the engine."""
+    """The counts since the last `take`; vLLM calls `record` after each step of the engine."""
 
     def __init__(self, vllm_config: "VllmConfig | None" = None, engine_index: int = 0):
         self.clear()
 
     def clear(self) -> None:
-        """Begins anew."""
+        """Sets all counts to 0."""
         self.kv_use = 0.0
-        self.tokens = self.preempted = 0
-        self.drafts = self.drafted = self.accepted = 0
+        self.tokens = 0
+        self.preempted = 0
+        self.drafts = 0
+        self.drafted = 0
+        self.accepted = 0
 
     def record(
         self,
@@ -40,14 +43,20 @@ class Meter(StatLoggerBase):
             self.accepted += drafts.num_accepted_tokens
 
     def log_engine_initialized(self) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
     def take(self) -> dict[str, float]:
-        """The counts since the last call. Those of drafts are there where there were any."""
-        found: dict[str, float] = {"engine_tokens": self.tokens, "kv_use": self.kv_use}
-        found |= {"preemptions": self.preempted}
+        """Returns the counts since the last call; counts of drafts only if there were drafts."""
+        found: dict[str, float] = {
+            "engine_tokens": self.tokens,
+            "kv_use": self.kv_use,
+            "preemptions": self.preempted,
+        }
         if self.drafts:
-            found |= {"drafts": self.drafts, "draft_tokens": self.drafted}
-            found |= {"accepted_draft_tokens": self.accepted}
+            found |= {
+                "drafts": self.drafts,
+                "draft_tokens": self.drafted,
+                "accepted_draft_tokens": self.accepted,
+            }
         self.clear()
         return found
