@@ -240,7 +240,7 @@ def test_a_missing_answer_of_the_engine_is_an_error():
     take_sets([answer])
     assert answer.sampling_mask.count_T.tolist() == [2, 1]
     answer.sampling_mask = None
-    with pytest.raises(RuntimeError, match="vLLM returned none of the sets that 2 tokens were"):
+    with pytest.raises(RuntimeError, match="vLLM returned no token sets for 2 tokens"):
         take_sets([answer])
 
 
