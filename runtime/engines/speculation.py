@@ -43,7 +43,7 @@ class Acceptance:
                         self.fallen(json.loads(line))
 
     def fallen(self, step: Mapping[str, float]) -> str:
-        """Returns a warning if the mean of the last steps has fallen by another quarter; else ""."""
+        """Returns a warning if the mean of the last steps fell by another quarter; else ""."""
         if "draft_acceptance" not in step:
             return ""
         self.latest.append(step["draft_acceptance"])

@@ -1,50 +1,54 @@
-"""Servers that are away, as rollout workers report them: the run waits, and no deadline runs."""
+"""Holds the run while servers are away, as rollout workers report them: no deadline runs then."""
 
 import asyncio
 import time
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from envs import registry
 from envs.services import Report
 
-LOOK_SECONDS = 1.0  # between two looks whether a server is back
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+LOOK_SECONDS = 1.0  # between two checks whether a server is back
 PATIENCE = 60.0  # seconds until the outage message repeats, then at doubling intervals
 
 
 class Outages:
-    """What the workers report of their servers, and how long the run has waited for any of them."""
+    """The workers' reports of their servers, and how long the run has waited for any server."""
 
     def __init__(self) -> None:
-        self.reports: dict[Any, Report] = {}  # by worker
-        self.troubled: dict[Any, dict[str, str]] = {}  # what is away, by the worker that reports it
+        self.reports: dict[ActorHandle, Report] = {}  # by worker
+        self.troubled: dict[ActorHandle, dict[str, str]] = {}  # reports of what is away, by worker
         self.failures: Counter[str] = Counter()  # by "NAME/REASON", since the last `meters`
-        self.since: float | None = None  # when a worker first reported that one is away
+        self.since: float | None = None  # when the present outage was first reported
         self.earlier = 0.0  # seconds of outages that are over
-        self.metered = 0.0  # seconds of which `meters` has told
-        self.tell_at = -PATIENCE
-        self.told = False  # of the present outage
+        self.metered = 0.0  # seconds that `meters` has returned so far
+        self.tell_at = -PATIENCE  # when to print a message next
+        self.told = False  # whether the present outage was printed
 
-    def receive(self, worker: Any, report: Report) -> None:
-        """Takes note of a worker's report."""
+    def receive(self, worker: "ActorHandle", report: Report) -> None:
+        """Notes a worker's report."""
         old = self.reports.get(worker)
         self.reports[worker] = report
         self.troubled.pop(worker, None)
         if report.away:
             self.troubled[worker] = report.away
-        self.failures += report.failures - (old.failures if old else Counter())
+        known = old.failures if old else Counter()
+        self.failures += report.failures - known
         self.look()
 
-    def forget(self, worker: Any) -> None:
+    def forget(self, worker: "ActorHandle") -> None:
         """Forgets a worker that is gone; its successor has seen no outage yet."""
         self.reports.pop(worker, None)
         self.troubled.pop(worker, None)
         self.look()
 
     def look(self) -> None:
-        """Times the outage, and prints it."""
+        """Starts or ends the outage, and prints that now and then."""
         now = time.monotonic()
         if not self.away():
             if self.told and self.since is not None:
@@ -60,38 +64,54 @@ class Outages:
             self.tell_at = now + max(PATIENCE, now - self.since)
 
     def away(self) -> dict[str, str]:
-        """What is away by any worker's report: need -> addresses, how long, the last failure."""
-        every = list(self.troubled.values())  # hundreds of workers report nothing
-        return {need: text for away in every for need, text in away.items()}
+        """Returns what is away by any report: need -> addresses, how long, the last failure."""
+        found: dict[str, str] = {}
+        for away in self.troubled.values():  # empty in most runs, however many workers they have
+            found |= away
+        return found
 
     def state(self) -> str:
-        """Which servers are away, for error messages; "" for none."""
+        """Returns which servers are away, for error messages; "" if all answer."""
         return "; ".join(f"{need} is away: {why}" for need, why in self.away().items())
 
     def seconds(self) -> float:
-        """Seconds in which some server was away, up to now."""
-        return self.earlier + (time.monotonic() - self.since if self.since is not None else 0.0)
+        """Returns the seconds in which some server was away, up to now."""
+        if self.since is None:
+            return self.earlier
+        return self.earlier + (time.monotonic() - self.since)
 
     def concern(self, row: dict) -> bool:
-        """Whether a server is away that the row needs."""
+        """Returns whether a server is away that the row needs."""
         away = self.away()
         if not away:
             return False
-        needs = registry.declared_needs(row)
-        return any((need if isinstance(need, str) else need.name) in away for need in needs)
+        for need in registry.declared_needs(row):
+            name = need if isinstance(need, str) else need.name
+            if name in away:
+                return True
+        return False
 
     async def over(self, row: dict) -> None:
-        """Waits until no server is away that the row needs.
+        """Waits until all servers that the row needs are back.
 
-        No deadline bounds it: a worker that misses a server looks for it again and again, and
-        reports it.
+        No deadline bounds the wait: a worker that misses a server looks for it again and again, and
+        reports when it is back.
         """
         while self.concern(row):
             await asyncio.sleep(LOOK_SECONDS)
 
     def meters(self) -> dict[str, float]:
-        """Seconds without a server and failed calls since the last time; nothing for none."""
-        seconds, self.metered = self.seconds() - self.metered, self.seconds()
-        failures, self.failures = self.failures, Counter()
-        found = {f"judge_failures/{name}": float(count) for name, count in failures.items()}
-        return found | ({"judge_seconds_away": seconds} if seconds else {})
+        """Returns the seconds without a server and the failed calls since the last call of this.
+
+        A count of 0 is left out.
+        """
+        seconds = self.seconds()
+        away = seconds - self.metered
+        self.metered = seconds
+        found: dict[str, float] = {}
+        for name, count in self.failures.items():
+            found[f"judge_failures/{name}"] = float(count)
+        self.failures = Counter()
+        if away:
+            found["judge_seconds_away"] = away
+        return found

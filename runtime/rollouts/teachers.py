@@ -1,30 +1,34 @@
-"""Teachers on ranks of their own: a queue each, one batch at a time, replaced where they die.
+"""Scores groups with teachers on ranks of their own: a queue each, replaced when they die.
 
-A batch is what came first of the groups that wait, up to a row for each replica. So what a batch
-costs is bounded, and a teacher that is slower than the rest scores full rows.
+A teacher scores one batch at a time. The batch is what came first of the groups that wait, up to a
+row for each replica. So the cost of a batch is bounded, and a teacher that is slower than the
+others scores full rows.
 """
 
 import asyncio
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tqdm import tqdm
 
 from core.errors import RunError, brief
-from core.waits import together, within
+from core.waits import Ref, together, within
 from policy.packing import Place, plan_rows
-from rollout.episode import Group, SampleInfo
+from rollout.episode import Group, Sample, SampleInfo
 from runtime.processes.actors import kill
 from runtime.processes.cluster import Cluster
 from runtime.reporting.console import phase
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
     from settings.config import TrainingSettings
+    from settings.distillation import TeacherSettings
 
 
 ATTEMPTS = 3  # failures of a teacher in a row, to start or to score, that end the run
-PAUSE = 1.0  # seconds, for each failure, until memory of the lost ranks is free
+PAUSE = 1.0  # seconds, for each failure, until the memory of the lost ranks is free
 
 
 class Waiting(NamedTuple):
@@ -36,21 +40,30 @@ class Waiting(NamedTuple):
     scored: "asyncio.Future[Group]"
 
 
+class ScoreCall(NamedTuple):
+    """A rank's call of `score`. Ray keeps the samples; the driver fetches the rest."""
+
+    share: "Scoring"
+    seconds: Ref[float]
+    infos: Ref[list[list[SampleInfo]]]  # of each group; [] from a rank that does not report
+    samples: list[Ref[list[Sample]]]  # of each group, with the teacher's logprobs
+
+
 class Station:
     """The ranks of one teacher, or of several in turn, and the groups that wait for them."""
 
     def __init__(self, name: str, cfg: "TrainingSettings", cluster: Cluster, Teacher: type):
         self.name = name
-        self.cfg = cfg  # whose model and policy are those of these ranks
+        self.cfg = cfg  # with the model and the policy of these ranks
         self.cluster = cluster
         self.Teacher = Teacher
         self.homes: list[str] = []
-        self.ranks: list[Any] = []  # none while it is not there
+        self.ranks: list[ActorHandle] = []  # empty until they have started, and once they are lost
         self.queue: deque[Waiting] = deque()
         self.working: asyncio.Task | None = None
         self.watching: asyncio.Task | None = None
         self.failures = 0  # in a row
-        self.error: RunError | None = None  # once it is given up
+        self.error: RunError | None = None  # once the teacher is given up
         self.longest = 0.0  # seconds from a group's end to its score, since the last `take`
         self.busy = 0.0  # seconds of scoring since then
 
@@ -60,7 +73,10 @@ class Station:
         self.watching = asyncio.create_task(self.watch(self.ranks))
 
     async def score(self, group: Group, model: str) -> Group:
-        """A group with the logprobs of one of the checkpoints. Raises RunError if given up."""
+        """Returns a group with the logprobs of one of the checkpoints.
+
+        Raises RunError if the teacher is given up.
+        """
         if self.error:
             raise self.error
         scored = asyncio.get_running_loop().create_future()
@@ -69,12 +85,12 @@ class Station:
         return await scored
 
     def wake(self) -> None:
-        """Begins to score, unless that goes on already."""
+        """Begins to score, unless scoring is under way."""
         if self.working is None or self.working.done():
             self.working = asyncio.create_task(self.work_off())
 
     async def work_off(self) -> None:
-        """Scores batch after batch. Lost ranks are started again, even where no group waits."""
+        """Scores batch after batch. Starts lost ranks again, even if no group waits."""
         while (self.queue or not self.ranks) and not self.error:
             ranks = self.ranks
             try:
@@ -87,32 +103,37 @@ class Station:
             except Exception as error:
                 self.lose(ranks, error)
 
-    async def score_batch(self, ranks: list[Any]) -> None:
-        """Scores what came first; those groups are in the queue until that is done."""
+    async def score_batch(self, ranks: "list[ActorHandle]") -> None:
+        """Scores what came first; those groups stay in the queue until that is done."""
         batch = self.next_batch()
         if not batch:
-            self.queue.clear()  # cancelled ones
+            self.queue.clear()  # all of them were cancelled
             return
 
-        layout = self.cfg.policy
         shares = plan_scoring([waiting.group.infos for waiting in batch], self.cfg)
-        of_ranks = [shares[layout.replica_of(rank)] for rank in range(layout.ranks)]
-        calls = []
-        for rank, share in zip(ranks, of_ranks, strict=True):
-            samples = (batch[g].group.samples for g in share.groups)
-            score = rank.score.options(num_returns=2 + len(share.groups))
-            calls.append(score.remote(batch[0].model, share.rows, *samples))
-        both = asyncio.gather(*(asyncio.gather(*call[:2]) for call in calls))
+        calls: list[ScoreCall] = []
+        for number, rank in enumerate(ranks):
+            share = shares[self.cfg.policy.replica_of(number)]
+            groups = [batch[g].group.samples for g in share.groups]
+            score = rank.score.options(num_returns=2 + len(groups))
+            seconds, infos, *samples = score.remote(batch[0].model, share.rows, *groups)
+            calls.append(ScoreCall(share, seconds, infos, samples))
         what = f"the teacher {self.name} to score {len(batch)} groups"
-        found = await within(self.cfg.timeouts.train, what, both, self.census)
-        self.busy += max(seconds for seconds, _ in found)
-        for share, (_, infos), (_, _, *refs) in zip(of_ranks, found, calls, strict=True):
-            if infos:  # of this replica's ranks the one that reports
-                for g, of_group, ref in zip(share.groups, infos, refs, strict=True):
-                    self.hand_back(batch[g], of_group, ref)
+        scored = asyncio.gather(
+            asyncio.gather(*(call.seconds for call in calls)),
+            asyncio.gather(*(call.infos for call in calls)),
+        )
+        seconds_of, infos_of = await within(self.cfg.timeouts.train, what, scored, self.census)
+        self.busy += max(seconds_of)
+        for call, of_groups in zip(calls, infos_of, strict=True):
+            if not of_groups:  # another rank of this replica reports
+                continue
+            reported = zip(call.share.groups, of_groups, call.samples, strict=True)
+            for g, of_group, samples in reported:
+                self.hand_back(batch[g], of_group, samples)
 
     def next_batch(self) -> list[Waiting]:
-        """Of those that wait for the same checkpoint as the first one, a row for each replica."""
+        """Returns groups that wait for the checkpoint of the first one, a row for each replica."""
         waiting = [one for one in self.queue if not one.scored.done()]
         room = self.cfg.policy.row_tokens * self.cfg.policy.replicas
         batch: list[Waiting] = []
@@ -125,8 +146,10 @@ class Station:
             batch.append(one)
         return batch
 
-    def hand_back(self, waiting: Waiting, infos: list[SampleInfo], samples: Any) -> None:
-        """Ends the wait for a group."""
+    def hand_back(
+        self, waiting: Waiting, infos: list[SampleInfo], samples: Ref[list[Sample]]
+    ) -> None:
+        """Ends the wait of a group, with its scored samples and their infos."""
         self.queue.remove(waiting)
         self.longest = max(self.longest, time.monotonic() - waiting.since)
         for before, info in zip(waiting.group.infos, infos, strict=True):
@@ -137,10 +160,11 @@ class Station:
         if not waiting.scored.done():
             waiting.scored.set_result(scored)
 
-    def lose(self, ranks: list[Any], error: BaseException) -> None:
-        """Ends the ranks, so that others start; gives up after ATTEMPTS in a row, with RunError.
+    def lose(self, ranks: "list[ActorHandle]", error: BaseException) -> None:
+        """Ends the ranks, so that others start.
 
-        At once where a score is not finite: the same network would find the same.
+        Gives up after ATTEMPTS failures in a row: groups that wait, and groups to come, get a
+        RunError. Gives up at once if a score is not finite: the same network would find the same.
         """
         if self.ranks is not ranks:
             return
@@ -151,15 +175,16 @@ class Station:
         tqdm.write(f"the teacher {self.name} is lost: {brief(error)}")
         if self.failures < ATTEMPTS and not isinstance(error, FloatingPointError):
             return
-        often = f"failed {self.failures} times in a row: {brief(error)}"
-        self.error = RunError(f"the teacher {self.name} {often}")
+        self.error = RunError(
+            f"the teacher {self.name} failed {self.failures} times in a row: {brief(error)}"
+        )
         self.error.__cause__ = error
         for waiting in self.queue:
             if not waiting.scored.done():
                 waiting.scored.set_exception(self.error)
 
-    async def watch(self, ranks: list[Any]) -> None:
-        """Notices that a rank dies, also while none scores."""
+    async def watch(self, ranks: "list[ActorHandle]") -> None:
+        """Notices that a rank dies, even while no batch is scored."""
         try:
             await together(map(self.cluster.watch, ranks))
         except Exception as error:
@@ -167,57 +192,64 @@ class Station:
             self.wake()
 
     def census(self) -> str:
-        """For error messages: how many groups wait, and for how long."""
+        """Returns how many groups wait, and for how long, for error messages."""
         oldest = time.monotonic() - self.queue[0].since if self.queue else 0.0
         state = "" if self.ranks else ", no rank lives"
         return f"{len(self.queue)} groups wait for {self.name} (oldest {oldest:.0f} s{state})"
 
     def take(self) -> tuple[float, float]:
-        """The longest wait and the seconds of scoring since the last call."""
-        found = self.longest, self.busy
-        self.longest = self.busy = 0.0
-        return found
+        """Returns the longest wait and the seconds of scoring since the last call."""
+        longest = self.longest
+        busy = self.busy
+        self.longest = 0.0
+        self.busy = 0.0
+        return longest, busy
 
 
 class Teachers:
     """All teachers of a run."""
 
-    def __init__(self, cfg: Any, cluster: Cluster, Teacher: type):
+    def __init__(self, cfg: "TeacherSettings", cluster: Cluster, Teacher: type):
         self.cfg = cfg
-        self.stations = {
-            host: Station(host, cfg.of_host(host), cluster, Teacher) for host in cfg.hosts
-        }
         self.cluster = cluster
+        self.stations: dict[str, Station] = {}
+        for host in cfg.hosts:
+            self.stations[host] = Station(host, cfg.of_host(host), cluster, Teacher)
 
     async def start(self) -> None:
-        """Starts all of them. Raises what the first that does not start raises."""
+        """Starts all of them. Raises the error of the first one that does not start."""
         phase(f"loading teachers ({', '.join(self.stations)})")
-        pairs = zip(self.stations.values(), self.cluster.places.beside, strict=True)
-        for station, homes in pairs:
+        homes_of = self.cluster.places.beside
+        for station, homes in zip(self.stations.values(), homes_of, strict=True):
             station.homes = homes
         await together(station.start() for station in self.stations.values())
 
     async def score(self, group: Group) -> Group:
-        """A group whose samples have their teacher's logprobs. Raises RunError if it is lost."""
+        """Returns a group whose samples have their teacher's logprobs.
+
+        Raises RunError if the teacher is given up.
+        """
         info = group.infos[0]
         name = self.cfg.teacher_of(info.env, info.dataset)
         station = self.stations[self.cfg.host_of(name)]
         return await station.score(group, self.cfg.teachers[name])
 
     def census(self) -> str:
-        """For error messages."""
+        """Returns how many groups wait for each teacher, for error messages."""
         return "; ".join(station.census() for station in self.stations.values())
 
     def meters(self) -> dict[str, float]:
-        """Of each host since the last call: the longest wait, and the seconds of scoring."""
-        found = {}
+        """Returns each host's longest wait and seconds of scoring since the last call."""
+        found: dict[str, float] = {}
         for name, station in self.stations.items():
-            found[f"teacher_wait/{name}"], found[f"teacher_seconds/{name}"] = station.take()
+            longest, busy = station.take()
+            found[f"teacher_wait/{name}"] = longest
+            found[f"teacher_seconds/{name}"] = busy
         return found
 
 
 class Scoring(NamedTuple):
-    """What a replica of a teacher scores of a batch."""
+    """A replica's share of the groups that a teacher scores."""
 
     groups: list[int]  # of the batch, whole ones
     rows: list[list[Place]]  # which name a group by its place in `groups`
@@ -226,14 +258,14 @@ class Scoring(NamedTuple):
 def plan_scoring(groups: "list[list[SampleInfo]]", cfg: "TrainingSettings") -> list[Scoring]:
     """Spreads whole groups over the replicas of a teacher, the heaviest first to the least busy.
 
-    A replica returns whole groups, so they need not be joined afterwards. What trains nothing is in
-    no row. All have equally many rows, of which some may be empty.
+    A replica returns whole groups, so they need not be joined afterwards. Samples without trained
+    tokens are in no row. All replicas have equally many rows, of which some may be empty.
     """
     from policy.model_shape import even_length  # and transformers, which takes seconds
 
     layout = cfg.policy
     even = even_length(cfg.model, False)
-    works = [sum(i.tokens * (i.tokens + even) for i in infos) for infos in groups]
+    works = [sum(info.tokens * (info.tokens + even) for info in infos) for infos in groups]
     shares: list[list[int]] = [[] for _ in range(layout.replicas)]
     busy = [0] * layout.replicas
     for g in sorted(range(len(groups)), key=lambda g: -works[g]):
@@ -242,10 +274,20 @@ def plan_scoring(groups: "list[list[SampleInfo]]", cfg: "TrainingSettings") -> l
         busy[least] += works[g]
     found = []
     for share in shares:
-        infos = ((k, groups[g]) for k, g in enumerate(share))
-        scored = {(k, j): i.tokens for k, of in infos for j, i in enumerate(of) if i.trained_tokens}
-        places = list(scored)
-        (rows,) = plan_rows(list(scored.values()), layout.row_tokens, 1, even)
+        places: list[Place] = []
+        lengths: list[int] = []
+        for k, g in enumerate(share):
+            for j, info in enumerate(groups[g]):
+                if info.trained_tokens:
+                    places.append((k, j))
+                    lengths.append(info.tokens)
+        (rows,) = plan_rows(lengths, layout.row_tokens, 1, even)
         found.append(Scoring(share, [[places[i] for i in row] for row in rows]))
     most = max(len(scoring.rows) for scoring in found)
-    return [Scoring(of, rows + [[]] * (most - len(rows))) for of, rows in found]
+    return [filled_up(scoring, most) for scoring in found]
+
+
+def filled_up(scoring: Scoring, rows: int) -> Scoring:
+    """Returns a share with empty rows added, until it has `rows` of them."""
+    missing = rows - len(scoring.rows)
+    return scoring._replace(rows=scoring.rows + [[]] * missing)
