@@ -217,7 +217,7 @@ def pack(scored: Sequence[Scored], planned_pairs: int) -> Batch:
 # === Trainer ======================================================================================
 
 
-class Trainer(Rank):
+class Trainer(Rank[Config]):
     """One rank of the policy being trained. A plain class; an actor where it is used."""
 
     def start(self, rank: int, address: tuple[str, int]) -> list:

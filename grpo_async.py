@@ -810,7 +810,7 @@ class Trained(NamedTuple):
         return cls(measured, mismatch_table(samples, logp_T, step, limit), logp_T)
 
 
-class Trainer(SendingRank):
+class Trainer(SendingRank[Config]):
     """One rank of the policy being trained. A plain class; Ray makes it an actor."""
 
     def __init__(self, cfg: Config):

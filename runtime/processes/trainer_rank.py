@@ -1,4 +1,4 @@
-"""What every trainer rank does, whatever it trains: meets the others, saves, loads, exports."""
+"""Runs a trainer rank, whatever it trains: it meets the others, saves, loads and exports."""
 
 import asyncio
 import os
@@ -6,7 +6,7 @@ import pickle
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,32 +18,36 @@ from policy.sync.weight_sync import Sender
 from runtime.checkpoints.folders import flaw
 from runtime.processes import placement
 from runtime.reporting import metrics
-from settings.config import TrainingSettings
+from settings.config import RunSettings, TrainingSettings
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
     from policy import Policy, WeightMeta
-    from policy.sync.weight_sync import Sender
     from runtime.processes.placement import Places
-    from settings.config import TrainingSettings
+
+C = TypeVar("C", bound=TrainingSettings)  # the settings of an algorithm
+R = TypeVar("R", bound=RunSettings)  # the settings of an algorithm that has rollouts
 
 
-class Rank:
-    """A trainer rank, without what an algorithm makes of it. Its `start` sets `policy`."""
+class Rank(Generic[C]):
+    """The part of a trainer rank that all algorithms share. Their `start` sets `policy`."""
 
     policy: "Policy"
+    store: dist.TCPStore  # that this rank opened last
 
-    def __init__(self, cfg: TrainingSettings):
-        self.cfg: Any = cfg  # of the algorithm's class
-        self.store: Any = None  # the TCPStore that this rank opened last
+    def __init__(self, cfg: C):
+        self.cfg = cfg
         self.door = -1  # the descriptor at which it listens
         self.writes: list[Callable] = []  # of the checkpoint that is being written
 
     def open_store(self, world: int) -> tuple[str, int]:
-        """Listens for `world` processes; the port is bound before its address is passed on.
+        """Listens for `world` processes; returns host and port.
 
-        Choosing a free port first and binding it later collides (vLLM issue 28498). The store asks
-        for no secret, so it listens at no address but this, until `close_store`. Raises
-        RuntimeError where this process may not open enough files to meet them all.
+        The port is bound before anyone gets the address: choosing a free port first and binding it
+        later collides (vLLM issue 28498). The store asks for no secret, so it listens at this
+        address only, until `close_store`. Raises RuntimeError if this process may not open enough
+        files to meet them all, or cannot listen.
         """
         from runtime.processes.ray_start import address_of_node, short_of_files
 
@@ -55,16 +59,26 @@ class Rank:
         try:
             listener = socket.create_server((host, 0), family=family, backlog=world)
         except OSError as error:
-            node = f"{os.uname().nodename} cannot listen at its address in the Ray cluster, {host}"
-            remedy = "ray start --node-ip-address gives it another"
-            raise RuntimeError(f"{node}: {error}. {remedy}") from None
-        port, self.door = listener.getsockname()[1], listener.detach()
-        how: Any = {"wait_for_workers": False, "use_libuv": True, "master_listen_fd": self.door}
-        self.store = dist.TCPStore(host, port, world, True, limit, **how)
+            raise RuntimeError(
+                f"{os.uname().nodename} cannot listen at its address in the Ray cluster, {host}: "
+                f"{error}. ray start --node-ip-address gives it another"
+            ) from None
+        port = listener.getsockname()[1]
+        self.door = listener.detach()
+        self.store = dist.TCPStore(
+            host,
+            port,
+            world,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            use_libuv=True,
+            master_listen_fd=self.door,
+        )
         return host, port
 
     def close_store(self) -> None:
-        """Refuses each process that connects from here on. Those that have met stay connected.
+        """Refuses each process that connects from now on. Processes that have met stay connected.
 
         The store's thread keeps polling its descriptor. So /dev/null takes the listener's number.
         """
@@ -84,21 +98,23 @@ class Rank:
         )
 
     def open_policy(self, temperature: float, reference_of: "Policy | None" = None) -> "Policy":
-        """The policy to train, or the frozen reference of one; collective.
+        """Opens the policy to train, or the frozen reference of one; collective.
 
-        Raises RuntimeError where the model was exported by a run and its marker says otherwise.
+        Raises RuntimeError if the model was exported by a run and does not match its marker.
         """
         from policy.gpu_memory import settled
 
         cfg = self.cfg
-        found = "" if reference_of else flaw(cfg.model, dist.get_rank(), cfg.policy.ranks)
-        if found:
-            raise RuntimeError(f"model = {cfg.model!r}: {found}")
-        settings, seconds = settled(cfg), cfg.timeouts.train
-        return open_policy(cfg.model, settings, temperature, cfg.seed, seconds, reference_of)
+        if reference_of is None:
+            problem = flaw(cfg.model, dist.get_rank(), cfg.policy.ranks)
+            if problem:
+                raise RuntimeError(f"model = {cfg.model!r}: {problem}")
+        return open_policy(
+            cfg.model, settled(cfg), temperature, cfg.seed, cfg.timeouts.train, reference_of
+        )
 
     def reduced(self, rows: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-        """The rows' stats in one dict, over all ranks (metrics.reduce_stats); collective."""
+        """Reduces the rows' stats over all ranks to one dict (metrics.reduce_stats); collective."""
         return metrics.reduce_stats(rows, self.policy.dp_group)
 
     def save(self, folder: str) -> None:
@@ -106,12 +122,12 @@ class Rank:
         self.writes = [self.policy.save(f"{folder}/policy"), self.policy.export_hf(f"{folder}/hf")]
 
     def saved(self) -> None:
-        """Returns when what `save` began is written; runs beside the training."""
+        """Returns when what `save` began is written; runs during training, in another thread."""
         for write in self.writes:
             write()
 
     def load(self, folder: str) -> None:
-        """Goes on from a checkpoint, bitwise; collective."""
+        """Continues from a checkpoint, bitwise; collective."""
         self.policy.load(f"{folder}/policy")
 
     def export(self, folder: str) -> None:
@@ -119,25 +135,30 @@ class Rank:
         self.policy.export_hf(folder)()
 
 
-class SendingRank(Rank):
+class SendingRank(Rank[R]):
     """A trainer rank whose policy is sent to engines. Rank 0 and its node-mates join them."""
 
     sender: "Sender"
 
     def open_sender(self) -> list["WeightMeta"]:
-        """Prepares updates of the policy; returns what its weights look like."""
+        """Prepares updates of the policy; returns name and shape of each weight."""
         from policy.sync.adapter_sync import outgoing
 
         self.sender = Sender(outgoing(self.policy), self.cfg.timeouts, self.cfg.gpu_share < 1)
         return self.policy.weight_metas()
 
     def open_sync_group(self, world: int) -> tuple[bytes, str, int]:
-        """Listens for the `world` members of the weight group; what they need to join it."""
-        return pickle.dumps(self.sender.wire), *self.open_store(world)
+        """Listens for the `world` members of the weight group; returns what they need to join."""
+        host, port = self.open_store(world)
+        return pickle.dumps(self.sender.wire), host, port
 
     def join_sync_group(self, meeting: tuple[bytes, str, int], rank: int, world: int) -> None:
         """Meets the engines' workers at the store that trainer rank 0 opened last."""
-        store = self.sender.wire.store(*meeting[1:], world) if rank else self.store
+        if rank == 0:
+            store = self.store
+        else:
+            _, host, port = meeting
+            store = self.sender.wire.store(host, port, world)
         self.sender.join(store, rank, world)
 
     def stage_weights(self) -> None:
@@ -150,17 +171,19 @@ class SendingRank(Rank):
 
 
 class Met(NamedTuple):
-    """Ranks that have started, by their number."""
+    """Ranks that have started, in order."""
 
-    ranks: list[Any]
+    ranks: "list[ActorHandle]"
     nodes: list[str]  # of each
-    starts: list[Any]  # what the `start` of each returned
+    starts: "list[list[WeightMeta] | None]"  # what `start` of each returned; None of a teacher
 
 
-async def meet(made: list[Any], what: str, cfg: "TrainingSettings", places: "Places") -> Met:
+async def meet(
+    made: "list[ActorHandle]", what: str, cfg: TrainingSettings, places: "Places"
+) -> Met:
     """Numbers the actors of a network by their GPUs, and starts them.
 
-    Ends them all where one does not start. TimeoutError says which of them were awaited.
+    If one does not start, all are ended. A TimeoutError names the actors that were awaited.
     """
     import ray
 
@@ -170,8 +193,8 @@ async def meet(made: list[Any], what: str, cfg: "TrainingSettings", places: "Pla
         found = await within(limit, f"the {what}s to start", asked)
         order = places.in_order(found)
         ranks = [made[i] for i in order]
-        store = ranks[0].open_store.remote(len(ranks))
-        address = await within(limit, f"{what} 0 to start", store)
+        listens = ranks[0].open_store.remote(len(ranks))
+        address = await within(limit, f"{what} 0 to start", listens)
         calls = (actor.start.remote(rank, address) for rank, actor in enumerate(ranks))
         starts = await within(limit, f"the {what}s to load", asyncio.gather(*calls))
         closed = ranks[0].close_store.remote()
