@@ -1,4 +1,4 @@
-"""How samples are laid out in packed rows: bin packing from lengths alone."""
+"""Plans which rank trains which samples in which packed rows: bin packing by lengths alone."""
 
 import heapq
 import math
@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from settings.config import TrainingSettings
 
-Place = tuple[int, int]  # (group of the batch, place in the group) of a sample
+Place = tuple[int, int]  # a sample: (its group's number in the batch, its number in the group)
 
 
 class Update(NamedTuple):
@@ -19,19 +19,25 @@ class Update(NamedTuple):
     planned_tokens: int  # trained tokens, over all ranks
     planned_sequences: int
     rows: list[list[Place]]
-    more: bool = False  # other parts of the update follow, before its optimizer step
+    more: bool = False  # other parts of the update follow before its optimizer step
 
 
 class Share(NamedTuple):
-    """What one replica of the policy trains in a step."""
+    """The part of a step that one replica of the policy trains."""
 
-    groups: list[int]  # of the batch, those that it needs
-    updates: list[Update]  # whose rows name a group by its place in `groups`
+    groups: list[int]  # the numbers in the batch of the groups that the rows need
+    updates: list[Update]  # their rows name a group by its place in `groups`
 
     def places(self, first: int) -> list[Place]:
-        """Where in the batch its samples are, in the order of the rows; its groups from `first`."""
-        samples = (at for update in self.updates for row in update.rows for at in row)
-        return [(first + self.groups[g], j) for g, j in samples]
+        """Returns the places of its samples in the batch, in the order of the rows.
+
+        `first` is the number in the batch of the first group that was planned.
+        """
+        places = []
+        for update in self.updates:
+            for row in update.rows:
+                places += [(first + self.groups[g], j) for g, j in row]
+        return places
 
 
 def plan_shares(
@@ -39,8 +45,9 @@ def plan_shares(
 ) -> list[Share]:
     """Spreads the samples of each update over the replicas of the policy.
 
-    `planned` has an update without rows, and the lengths of its samples, for each update of a step.
-    With routes, which are large, a replica gets whole groups as far as all have the same work.
+    `planned` has, for each update of a step, the update without rows and the lengths of its
+    samples. If expert routes are replayed, which are large, a replica gets whole groups as far as
+    that leaves all replicas the same work.
     """
     from policy.model_shape import even_length  # and transformers, which takes seconds
 
@@ -48,45 +55,52 @@ def plan_shares(
     even = even_length(cfg.model, bool(layout.lora_rank))
     shares: list[list[Update]] = [[] for _ in range(layout.replicas)]
     for update, lengths in planned:
-        parts = [list(lengths)]
+        plans: list[list[list[Place]]] = []  # the rows of each replica
         if layout.replay_routing:
-            parts = spread(lengths, layout.replicas, even)
-        ranks = layout.replicas // len(parts)
-        plans = [
-            [[places[i] for i in row] for row in rows]
-            for places in parts
-            for rows in plan_rows([lengths[at] for at in places], layout.row_tokens, ranks, even)
-        ]
-        most = max(map(len, plans))
+            for places in spread(lengths, layout.replicas, even):
+                plans += place_rows(places, lengths, layout.row_tokens, 1, even)
+        else:
+            places = list(lengths)
+            plans += place_rows(places, lengths, layout.row_tokens, layout.replicas, even)
+        most = max(len(rows) for rows in plans)
         for share, rows in zip(shares, plans, strict=True):
-            share.append(update._replace(rows=rows + [[]] * (most - len(rows))))
+            filled_up = rows + [[]] * (most - len(rows))
+            share.append(update._replace(rows=filled_up))
     return [with_needed_groups(updates) for updates in shares]
 
 
+def place_rows(
+    places: list[Place], lengths: dict[Place, int], capacity: int, ranks: int, even: int
+) -> list[list[list[Place]]]:
+    """Distributes samples over the rows of each rank, as `plan_rows` does with their indices."""
+    plans = plan_rows([lengths[at] for at in places], capacity, ranks, even)
+    return [[[places[i] for i in row] for row in rows] for rows in plans]
+
+
 def with_needed_groups(updates: list[Update]) -> Share:
-    """Numbers the groups among those that the rows need."""
+    """Returns the share with these updates: its rows number only the groups that they need."""
     groups = sorted({g for update in updates for row in update.rows for g, _ in row})
     number = {g: k for k, g in enumerate(groups)}
-    renumbered = [
-        update._replace(rows=[[(number[g], j) for g, j in row] for row in update.rows])
-        for update in updates
-    ]
+    renumbered = []
+    for update in updates:
+        rows = [[(number[g], j) for g, j in row] for row in update.rows]
+        renumbered.append(update._replace(rows=rows))
     return Share(groups, renumbered)
 
 
 def plan_rows(
     lengths: list[int], capacity: int, ranks: int, even: int = 0
 ) -> list[list[list[int]]]:
-    """Distributes samples over packed rows: for each rank the same number of rows of indices.
+    """Distributes samples over packed rows; returns equally many rows of indices for each rank.
 
-    Longest first, each into the row with the least work that still has room; where none has, every
-    rank gets one row more. n tokens are work n (n + even): at `even` attention costs as much as the
-    weights. A sample longer than `capacity` gets a row of its own. Equal lengths give equal plans.
-    O(n log n).
+    Longest first, each into the row with the least work that still has room; if no row has room,
+    every rank gets one row more. n tokens are work n (n + even): at `even` attention costs as much
+    as the weights. A sample longer than `capacity` gets a row of its own. Equal lengths give equal
+    plans. O(n log n).
     """
     length_N = np.array(lengths, dtype=np.int64)
     order_N = np.argsort(-length_N, kind="stable")
-    # Of the samples at least as long as one, no more than capacity // its length share a row.
+    # Of all samples that are at least as long as a given one, a row holds capacity // length.
     share_N = np.maximum(1, capacity // np.maximum(1, length_N[order_N]))
     crowd_N = np.arange(1, len(lengths) + 1) / share_N
     least = max(1, crowd_N.max(initial=0), length_N.clip(max=capacity).sum() / capacity)
@@ -102,7 +116,7 @@ def plan_rows(
     add_rows(math.ceil(least / ranks) * ranks)
     for i in order_N.tolist():
         length = lengths[i]
-        # No later sample is longer: what has room for this one stays usable until it is used.
+        # No later sample is longer: a row with room for this one stays usable until it is used.
         while crowded and -crowded[0][0] >= length:
             minus_room, r, work = heapq.heappop(crowded)
             heapq.heappush(usable, (work, r, -minus_room))
@@ -119,17 +133,18 @@ def plan_rows(
     return [[rows[r] for r in heaviest_first[rank::ranks]] for rank in range(ranks)]
 
 
-EXCESS = 0.01  # of the mean work, that the replica with most may have beyond it
+EXCESS = 0.01  # by which the most work of a replica may exceed the mean
 
 
 def spread(lengths: "dict[Place, int]", replicas: int, even: int) -> "list[list[Place]]":
-    """The samples of each replica, from the length of each; the same for the same lengths.
+    """Distributes samples over replicas; the same lengths give the same result.
 
-    n tokens are work n (n + even), as for plan_rows.
+    n tokens are work n (n + even), as in plan_rows.
 
-    Groups go whole to the replica with the least work, heaviest first. Then the replica with most
-    gives single samples to that with least, each as near as there is to half of what they are
-    apart, until EXCESS holds or no sample would bring them nearer.
+    Whole groups go to the replica with the least work, heaviest first. Then the replica with the
+    most work gives single samples to the replica with the least. Each is the sample whose work is
+    nearest to half their difference. That ends once EXCESS holds, or once no sample would bring the
+    two nearer.
     """
     work = {at: n * (n + even) for at, n in lengths.items()}
     groups: dict[int, list[Place]] = defaultdict(list)
