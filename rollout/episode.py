@@ -1,6 +1,6 @@
-"""What the policy and an environment did together, and the token sequences trained on it.
+"""Holds the turns of policy and environment, and makes the token sequences to train on from them.
 
-Tokens in, tokens out: what is trained are the ids that were sampled, never a re-tokenisation.
+Tokens in, tokens out: the sampled ids are trained, never a re-tokenisation of the text.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from rollout.response import Response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-    from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput
 
     from policy.allowed_tokens import Allowed
@@ -30,38 +29,42 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Turn:
-    """What the policy answered to one prompt: ids [T], engine logprobs [T], versions [T]."""
+    """The policy's answer to one prompt: ids [T], engine logprobs [T], versions [T]."""
 
     prompt_ids: list[int]
     token_ids: list[int]
     logps: list[float]
     versions: list[int]
-    finish_reason: str  # "stop", "length" where the answer was cut off, "" for a draft
+    finish_reason: str  # "stop", "length" if the answer was cut off, "" for a draft
     text: str = ""
-    opening: str = ""  # "<think>" where the prompt has begun the answer so
-    # Which experts saw each token of prompt and answer but the last, which the engine did not read:
-    routes: list[np.ndarray] | None = None  # end to end [tokens - 1, expert layers, experts]
+    opening: str = ""  # "<think>" if the prompt already begins the answer with it
+    # The experts that saw each token of prompt and answer, except the last, which the engine did
+    # not read: pieces, end to end [tokens - 1, expert layers, experts].
+    routes: list[np.ndarray] | None = None
     cached: int = 0  # tokens of the prompt that the engine found in its prefix cache
-    allowed: "Allowed | None" = None  # what each token was chosen among; None: the vocabulary
+    allowed: "Allowed | None" = None  # the set of ids for each token; None: the whole vocabulary
 
-    parsed: Response | None = None  # by the parsers of the configuration, once
+    parsed: Response | None = None  # the text, after the parsers of the configuration
     heard: tuple[Any, ...] = ()  # an environment's replies, for the next try if this one fails
-    # What the policy summed up after it (rollout/compaction.py); a copy for a new try has none
+    # The policy's summaries after this turn (rollout/compaction.py); a copy for a new try has none.
     summaries: tuple["Turn", ...] = dataclasses.field(default=(), init=False)
 
     @property
     def judged(self) -> Response:
-        """What an environment judges: the text, and the `<think>` that the prompt had opened."""
-        return Response.of(self.opening + self.text) if self.parsed is None else self.parsed
+        """The text that an environment judges, with the `<think>` that the prompt has opened."""
+        if self.parsed is not None:
+            return self.parsed
+        return Response.of(self.opening + self.text)
 
     @functools.cached_property
     def message(self) -> dict:
-        """What the assistant said, as chat templates take it; each time the same object.
+        """The assistant's message for chat templates; each time the same object.
 
-        Calls have nine digits as their ids, as Mistral's templates ask for, which grow over an
-        episode and are the same when it is played again.
+        The ids of tool calls have nine digits, as Mistral's templates ask for. They grow over an
+        episode, and are the same if it is played again.
         """
-        said, start = self.judged, f"{len(self.prompt_ids):06}"
+        said = self.judged
+        start = f"{len(self.prompt_ids):06}"
         calls = [call | {"id": f"{start}{i:03}"} for i, call in enumerate(said.tool_calls)]
         parts = {"content": said.content, "reasoning_content": said.reasoning, "tool_calls": calls}
         message = {"role": "assistant", "content": ""}
@@ -72,17 +75,17 @@ class Turn:
     def from_vllm(
         cls, prompt_ids: list[int], answer: "CompletionOutput", start: int = 0, cached: int = 0
     ) -> "Turn":
-        """An answer of vLLM from token `start` on; its spans become one version for each token.
+        """Takes vLLM's answer from token `start` on; its spans become one version for each token.
 
-        Raises RuntimeError where something else than the policy or the length limit ended it, or
-        where not every token has a logprob and a version.
+        Raises RuntimeError if something else than the policy or the length limit ended it, or if
+        a token has no logprob or no version.
         """
         if answer.finish_reason not in ("stop", "length", ""):
             raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
         versions: list[int] = []
         for span in answer.weight_versions or ():
             versions += [int(span.version)] * (span.end - max(span.start, start))
-        logps = list(cast("FlatLogprobs", answer.logprobs).logprobs[start:])
+        logps = list(answer.logprobs.logprobs[start:])  # vLLM's FlatLogprobs
         ids = list(answer.token_ids[start:])
         if not len(ids) == len(logps) == len(versions):
             raise RuntimeError(
@@ -90,7 +93,7 @@ class Turn:
                 "versions, expected equally many"
             )
         routes = None if answer.routed_experts is None else [answer.routed_experts]
-        # runtime/engines/engine.py has turned vLLM's masks into sets.
+        # Sets by now: runtime/engines/engine.py replaces vLLM's masks.
         sets: Allowed | None = getattr(answer, "sampling_mask", None)
         return cls(
             prompt_ids,
@@ -104,7 +107,7 @@ class Turn:
         )
 
     def extended(self, more: "Turn") -> "Turn":
-        """This draft and what came after it."""
+        """Returns this draft and its continuation as one turn."""
         return dataclasses.replace(
             more,
             prompt_ids=self.prompt_ids,
@@ -115,7 +118,7 @@ class Turn:
         )
 
     def after(self, n: int) -> "Turn":
-        """The tokens after the first n; without the prompt, which the caller has."""
+        """Returns the tokens after the first n, without the prompt, which the caller has."""
         return Turn(
             [],
             self.token_ids[n:],
@@ -129,22 +132,22 @@ class Turn:
 
 
 class Request(NamedTuple):
-    """What an engine is asked for: n answers to one prompt."""
+    """A request to an engine for n answers to one prompt."""
 
     name: str  # unique
     prompt_ids: list[int]
     n: int
     seed: int
-    drafts: list[Turn]  # what a lost engine had written of each answer; [] for none
+    drafts: list[Turn]  # the tokens of each answer that a lost engine had sampled; [] for none
     max_tokens: int  # of an answer
     sampling: dict[str, float] = {}  # overrides of temperature, top_p, ... in validation
-    priority: int = 0  # the smaller one goes first
+    priority: int = 0  # smaller ones go first
     known_routes: int = 0  # tokens of the prompt whose routes need not be sent again
 
 
 @dataclasses.dataclass(slots=True)
 class SampleInfo:
-    """What the driver knows of a sample: numbers to plan and to log with, no tokens."""
+    """A sample as the driver knows it: numbers for plans and logs, no tokens."""
 
     tokens: int
     trained_tokens: int
@@ -161,12 +164,12 @@ class SampleInfo:
     allowed_tokens: int = -1
     dataset: str = ""
     components: dict[str, float] = dataclasses.field(default_factory=dict)
-    judging: float = 0.0  # seconds in which its group waited for rewards or tools, for no engine
+    judging: float = 0.0  # seconds in which its group waited for rewards or tools, not engines
 
 
 @dataclasses.dataclass
 class Sample:
-    """One token sequence to train on: prompts and the environment's words, masked out, and ours.
+    """One token sequence to train on: the policy's tokens, and what it read, which is masked out.
 
     A field that ends in `_T` has one entry for each token. runtime/checkpoints/archive.py writes
     every field to disk, so one that a fork adds is there after resume and replay.
@@ -182,7 +185,7 @@ class Sample:
     advantage: float = 0.0
     score: float = math.nan  # the environment's reward, before it was shaped
     env: str = ""
-    dataset: str = ""  # what the row calls the data set that it is from
+    dataset: str = ""  # the data set that the row names
     components: dict[str, float] = dataclasses.field(default_factory=dict)  # of Reward.info
     continues: bool = False  # an episode whose earlier tokens are in another sequence
     cache_hits: float = -1.0  # share of later turns' prompts in the prefix cache; -1: no later turn
@@ -193,14 +196,14 @@ class Sample:
 
     @classmethod
     def empty(cls) -> "Sample":
-        """What a packed row without samples holds: one token that trains nothing."""
+        """Returns the sample for a packed row without samples: one token that trains nothing."""
         sample = cls.of([Turn([0], [], [], [], "")])
         sample.reward = sample.score = 0.0
         return sample
 
     @classmethod
     def of(cls, turns: list[Turn]) -> "Sample":
-        """One sequence: in turn, what the environment added and what the policy answered."""
+        """Joins turns to one sequence: in turn, what the environment added and the answer to it."""
         tokens: list[int] = []
         mask: list[bool] = []
         logps: list[float] = []
@@ -231,15 +234,16 @@ class Sample:
         )
 
     def flawed(self, name: str) -> np.ndarray:
-        """Which tokens [T] belong to a message with the flaw of that name, one of FLAWS."""
+        """Marks the tokens [T] of messages with the flaw of that name, one of FLAWS."""
         return self.flaw_T == FLAWS.index(name)
 
     def keep_flaws(self, names: Iterable[str]) -> None:
-        """Forgets all flaws but those of these names."""
-        self.flaw_T[~np.isin(self.flaw_T, [FLAWS.index(name) for name in names])] = 0
+        """Forgets all flaws except the named ones."""
+        kept = [FLAWS.index(name) for name in names]
+        self.flaw_T[~np.isin(self.flaw_T, kept)] = 0
 
     def info(self) -> SampleInfo:
-        """What the driver needs to know of this sample."""
+        """Returns the numbers that the driver needs of this sample."""
         versions = self.version_T[self.version_T >= 0]
         return SampleInfo(
             tokens=len(self.tokens_T),
@@ -288,23 +292,26 @@ class Episode:
     masked: bool = False  # counts in the baseline, and is not trained on
 
     def samples(self, row: dict) -> list[Sample]:
-        """The token sequences of this episode, with what row and environment say of them."""
+        """Returns the token sequences of this episode, with environment, data set and score."""
         samples = stitch(self.turns)
         for sample in samples:
             sample.env = row["agent_ref"]["name"]
             sample.dataset = str(row.get("dataset") or "")
             sample.score = float(self.reward.value)
             sample.components = self.reward.components
-            sample.mask_T &= not self.masked
+            if self.masked:
+                sample.mask_T[:] = False
         return samples
 
     def record(self, tokenizer: "PreTrainedTokenizerBase", row: dict, sample: Sample) -> dict:
-        """A line of rollouts.jsonl without step and slot; versions as [version, tokens] runs.
+        """Returns a line of rollouts.jsonl without step and slot.
 
-        `sample` is any sample of this episode, with its reward and advantage.
+        Its `versions` are pairs [version, tokens]. `sample` is any sample of this episode, with its
+        reward and advantage.
         """
         turns = with_summaries(self.turns)
         versions = itertools.chain.from_iterable(turn.versions for turn in turns)
+        spans = [[version, len(list(run))] for version, run in itertools.groupby(versions)]
         return {
             "row": row["_line"],
             "env": sample.env,
@@ -313,17 +320,20 @@ class Episode:
             "response": [turn.text for turn in turns],
             "reward": sample.reward,
             "advantage": sample.advantage,
-            "versions": [[version, len(list(run))] for version, run in itertools.groupby(versions)],
+            "versions": spans,
             "finish_reason": turns[-1].finish_reason,
             "info": self.reward.info,
         }
 
 
 def shaped_reward(row: dict, episode: Episode, rule: "LowEffort") -> float:
-    """The environment's reward; where the prompt asks for low effort, short pays and long costs.
+    """Returns the environment's reward, changed by length if the prompt asks for low effort.
+
+    A short answer is worth more then, and a long one less:
 
     q = min(1, weight * (1 - tokens / limit));  r' = r + r * max(q, 0) + penalty * min(q, 0)
-    Tokens are those of the last turn. NeMo-RL experience/rollouts.py:1098; Super: 0.2, 3000, 1.
+    The tokens of the last turn count. Super: weight 0.2, limit 3000, penalty 1.
+    Source: NeMo-RL experience/rollouts.py:1098.
     """
     reward = float(episode.reward.value)
     if not rule.weight or rule.marker not in last_question(row):
@@ -334,12 +344,12 @@ def shaped_reward(row: dict, episode: Episode, rule: "LowEffort") -> float:
 
 
 def with_summaries(turns: list[Turn]) -> list[Turn]:
-    """All that was sampled in an episode, in its order."""
+    """Returns all that was sampled in an episode, in order."""
     return [sampled for turn in turns for sampled in (turn, *turn.summaries)]
 
 
 def stitch(turns: list[Turn]) -> list[Sample]:
-    """Turns to sequences: each prompt must start with the exact ids before it, or a new one starts.
+    """Joins turns to sequences; a prompt that does not begin with the exact ids so far starts one.
 
     What the environment added is masked out; flawed answers are marked. All sequences of an episode
     that was cut off are `truncated`. NeMo-RL (environments/nemo_gym.py:280) asserts the same
