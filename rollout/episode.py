@@ -77,8 +77,8 @@ class Turn:
     ) -> "Turn":
         """Takes vLLM's answer from token `start` on; its spans become one version for each token.
 
-        Raises RuntimeError if something else than the policy or the length limit ended it, or if
-        a token has no logprob or no version.
+        Raises RuntimeError if anything other than the policy or the length limit ended it, or if a
+        token has no logprob or no version.
         """
         if answer.finish_reason not in ("stop", "length", ""):
             raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")

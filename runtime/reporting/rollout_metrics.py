@@ -186,9 +186,9 @@ def gap(mismatch: list[dict]) -> float | None:
 
 
 def disagreement(table: dict) -> str:
-    """How far trainer and engine are apart at lag 0, where that is too far; else "".
+    """Returns a warning if trainer and engine are too far apart at lag 0; else "".
 
-    Under an older policy they differ because the policy has moved, which is no error.
+    At a larger lag they differ because the policy has moved, which is no error.
     """
     nats = gap([table])
     if nats is None or nats <= LIMIT:

@@ -48,13 +48,14 @@ class Outages:
         self.look()
 
     def look(self) -> None:
-        """Starts or ends the outage, and prints that now and then."""
+        """Times the outage, and prints its state now and then."""
         now = time.monotonic()
         if not self.away():
             if self.told and self.since is not None:
                 tqdm.write(f"all answer again, after {now - self.since:.0f} s")
             self.earlier = self.seconds()
-            self.since, self.told = None, False
+            self.since = None
+            self.told = False
             return
         if self.since is None:
             self.since = now
