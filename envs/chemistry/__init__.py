@@ -1,1 +1,1 @@
-"""Chemistry: numbers that a molecule has, with and without Python."""
+"""Chemistry: numerical properties of molecules, with and without Python."""

@@ -1,7 +1,7 @@
-"""The number that answers a question about a molecule, in the format that its prompt asks for.
+"""Finds the number that answers a question about a molecule, in the format of its prompt.
 
-What is found is what the regexes of NeMo-Gym's resources_servers/rdkit_chemistry find. Their time
-grows with the square of a hostile text; here it is linear.
+It finds what the regexes of NeMo-Gym's resources_servers/rdkit_chemistry find. Their time grows
+with the square of the length of a hostile text; here it is linear.
 """
 
 import re
@@ -11,14 +11,14 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 class Format(NamedTuple):
-    """How an answer is marked: by what stands before it, and after it."""
+    """The marks around an answer."""
 
     opening: str  # a regex
     closing: str = "\n"  # a text
-    least: int = 1  # characters in between
+    least: int = 1  # minimum number of characters in between
 
 
-# By the names and with the marks of NeMo-Gym's server.
+# Names and marks come from NeMo-Gym's server.
 FORMATS = {
     "fmt_00": Format(r"\(\(", "))", 0),
     "fmt_01": Format(r"\(Answer:\s*", ")"),
@@ -55,13 +55,14 @@ FORMATS = {
 
 
 def marked(text: str, form: Format) -> str:
-    """The last answer in the format; "" for none.
+    """Returns the last answer in the format; "" if there is none.
 
-    That is the last that re.findall gives: an opening, as few characters as can be, a closing.
+    It is the last match of re.findall for: opening, as few characters as possible, closing.
     """
     found, at = "", 0
     opening = re.compile(form.opening)
-    text += "\n" * (form.closing == "\n")
+    if form.closing == "\n":
+        text += "\n"
     while begun := opening.search(text, at):
         end = text.find(form.closing, begun.end() + form.least)
         if end < 0:
@@ -73,7 +74,7 @@ def marked(text: str, form: Format) -> str:
 
 
 def number_in(answer: str) -> float | None:
-    """The number that an answer is, or else the last in it; None for none."""
+    """Returns an answer as a number, else the last number in it; None if it has no number."""
     try:
         return float(answer.strip())
     except ValueError:

@@ -1,24 +1,24 @@
 r"""Properties of molecules that RDKit computes, as numbers: 1.0 for the right one, else 0.0.
 
-Row: `expected_answer` (a number, or one as text) and its `property_type`: "count", "bool",
+Row: `expected_answer` (a number, or a number as text) and its `property_type`: "count", "bool",
 "presence" and "fragment" are compared rounded to integers, "float" up to 1e-6 (relative or
 absolute). `answer_format` is one of FORMATS (answer_format.py); without it `use_box_format` asks
 for \boxed{}, else ((...)). At most 10 answers. A row with the tool `stateful_python_code_exec` has
-a session of Python as in envs/maths/python_tool.py, which can import rdkit; another row has no
-tools.
+a Python session as in envs/maths/python_tool.py, which can import rdkit; other rows have no tools.
 
-Judged is the last text in the format among all that the policy has said, as in NeMo-Gym's
-resources_servers/rdkit_chemistry: the number that it is, or else the last number in it. `no number`
-says that there is none.
+As in NeMo-Gym's resources_servers/rdkit_chemistry, the last text in the format is judged, among
+everything that the policy has said: read as a number, or else the last number in it. The reason
+`no number` means that it has neither.
 
-rdkit comes with `bash launch/setup.sh chemistry`, and only rows with the tool need it. Where
+rdkit comes with `bash launch/setup.sh chemistry`, and only rows with the tool need it. If
 services.sandbox is "http", the service's Python must have it.
 
-Deliberate deviations. An infinite number is a wrong answer, and a row whose expected answer is no
-finite number is refused: there both are failed requests. A thought that does not end is no text.
-Known leaks: hedges, as the last number in the format counts alone ("((not 4))", "((3 or 4))"),
+Deliberate deviations. An infinite number is a wrong answer, and a row whose expected answer is not
+a finite number is refused: in NeMo-Gym both are failed requests. A thought that does not end is not
+text.
+Known leaks: hedges, as only the last number in the format counts ("((not 4))", "((3 or 4))"),
 whatever it is part of ("((C4))", "((9/4))", "((10^4))", "((4 kg))"). Rounding pays for 3.6 as 4.
-Where the values are 0 and 1, half of all guesses earn 1.0.
+If the values are 0 and 1, half of all guesses earn 1.0.
 """
 
 import math
@@ -34,7 +34,6 @@ from rollout.episode import Episode
 from rollout.messages import functions
 
 if TYPE_CHECKING:
-    from rollout.episode import Episode
     from rollout.sampler import Sampler
 
 AGENTS = ("rdkit_chemistry_agent", "rdkit_chemistry")
@@ -49,7 +48,7 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless the row can be judged, and offers this one tool or none."""
+    """Raises ValueError unless the row can be judged and offers this one tool or no tools."""
     kind = get(row, "property_type", str, "one of: " + ", ".join(KINDS))
     require(kind in KINDS, "property_type", kind, "one of: " + ", ".join(KINDS))
     expected = get(row, "expected_answer", str | int | float, "a number")
@@ -60,11 +59,12 @@ def check(row: dict) -> None:
     at = "responses_create_params.tools"
     given = get(row, at, list | None, "a list or null")
     names = [tool["function"]["name"] for tool in functions(given) or ()]
-    require(names in ([], [python_tool.TOOL]), at, names, f"the tool {python_tool.TOOL}, or none")
+    good = names in ([], [python_tool.TOOL])
+    require(good, at, names, f"the tool {python_tool.TOOL}, or no tool")
 
 
-async def rollout(row: dict, sampler: "Sampler") -> "Episode":
-    """One question, of at most 10 answers."""
+async def rollout(row: dict, sampler: "Sampler") -> Episode:
+    """Answers one question in at most 10 answers."""
     talk = await python_tool.converse_with_python(row, sampler, MAX_STEPS)
     texts = [final_text(turn.judged) for turn in talk.turns]
     said = "\n".join(text for text in texts if not unfinished(text))
@@ -72,19 +72,21 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
 
 
 def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0. Its time is linear in the length of the text."""
+    """Returns 0.0 or 1.0, in time linear in the length of the text."""
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
-    form = row.get("answer_format") or ("fmt_07" if row.get("use_box_format") else "fmt_00")
-    found = number_in(marked(text, FORMATS[form]))
+    usual = "fmt_07" if row.get("use_box_format") else "fmt_00"
+    form = FORMATS[row.get("answer_format") or usual]
+    found = number_in(marked(text, form))
     if found is None:
         return Reward(0.0, {"reason": "no number"})
-    return Reward(float(is_right(found, as_number(row["expected_answer"]), row["property_type"])))
+    expected = as_number(row["expected_answer"])
+    return Reward(float(is_right(found, expected, row["property_type"])))
 
 
 def as_number(value: str | float) -> float:
-    """The number that a row's value is; NaN for none."""
+    """Returns a row's value as a number; NaN if it is not one."""
     try:
         return float(value)
     except (ValueError, OverflowError):
@@ -92,7 +94,7 @@ def as_number(value: str | float) -> float:
 
 
 def is_right(found: float, expected: float, kind: str) -> bool:
-    """Whether a number is the expected one, for a property of this kind."""
+    """Returns whether a number is the expected one for a property of this kind."""
     if kind == "float" or not math.isfinite(found):
         return math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-6)
     return round(found) == round(expected)

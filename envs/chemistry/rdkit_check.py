@@ -1,4 +1,4 @@
-"""Whether the Python of a session has RDKit: `bash launch/setup.sh chemistry` installs it."""
+"""Checks that a session's Python has RDKit, which `bash launch/setup.sh chemistry` installs."""
 
 import asyncio
 import functools
@@ -10,20 +10,20 @@ from envs.sandbox import sandbox, service
 from envs.sandbox.outcome import Limits
 
 IMPORT = "import rdkit.Chem; print('imported')"
-LIMITS = Limits(seconds=60.0, output=1000)  # of an import where it has not run before
+LIMITS = Limits(seconds=60.0, output=1000)  # of the first import
 
 
 def problem() -> str:
-    """Why a session could not import rdkit, and how to mend it; "" if it can."""
+    """Returns why a session cannot import rdkit, and the remedy; "" if it can."""
     own = services.current()
     return lacking_there(own.sandbox_url) if own.sandbox == "http" else lacking_here()
 
 
-@functools.cache  # it is asked for every row
+@functools.cache  # called for every row
 def lacking_there(url: str) -> str:
-    """Why the service's Python cannot import rdkit; "" if it can. Raises CheckerError."""
+    """Returns why the service's Python cannot import rdkit; "" if it can. Raises CheckerError."""
     name = uuid.uuid4().hex
-    with ThreadPoolExecutor(1) as pool:  # as a loop may run in this thread
+    with ThreadPoolExecutor(1) as pool:  # because a loop may run in this thread
         asked = service.execute(url, IMPORT, "ipython", "", LIMITS, name)
         reply = pool.submit(asyncio.run, asked).result()
     service.forget(url, name)
@@ -35,7 +35,7 @@ def lacking_there(url: str) -> str:
 
 @functools.cache
 def lacking_here() -> str:
-    """Why the sandbox's Python cannot import rdkit; "" if it can. Raises CheckerError."""
+    """Returns why the sandbox's Python cannot import rdkit; "" if it can. Raises CheckerError."""
     code = f"import sys; sys.path.append({sandbox.own_packages()!r}); {IMPORT}"
     tried = sandbox.told([*sandbox.as_run_user(), *sandbox.python(), "-c", code])
     if not tried.returncode:

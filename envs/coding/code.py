@@ -2,18 +2,18 @@ r"""Programming problems: 1.0 if a Python program passes all tests, else 0.0.
 
 Row: `verifier_metadata.unit_tests` with `inputs`, `outputs` (strings, equally many) and `fn_name`:
 null for programs that read stdin and write stdout, else the function, or the method of `Solution`,
-that is called with an input's lines as JSON values. Judged: what stands between the last two lines
+that is called with an input's lines as JSON values. Judged: the text between the last two lines
 with three backticks after the thought, as in NeMo-Gym's resources_servers/code_gen. Tests run in
 turn until one fails, each in a process of its own in the sandbox, 10 s each.
 
-stdout is right if its lines are, blanks around them aside; numbers may be written otherwise (4.0,
-1e3). A returned value is right if it equals the output as JSON values do, tuples as lists; a number
-or the text of one if it is close (1e-5 of it, 1e-8).
+stdout is right if its lines are, apart from white space around them; numbers may be written in
+another form (4.0, 1e3). A returned value is right if it equals the output as a JSON value, with
+tuples as lists; a number or the text of one is right if it is close (1e-5 relative, 1e-8 absolute).
 
-Deliberate deviations: a process sees one input and no output, so a program cannot read what is
-expected, nor answer with an object that equals everything. It may use the standard library and
-numpy; os, subprocess and open work, in an empty folder, and `from __future__`. It has 2 GiB of
-memory.
+Deliberate deviations: a process sees one input and no output, so a program can neither read the
+expected output nor answer with an object that equals everything. It may use the standard library
+and numpy; os, subprocess and open work, in an empty folder, and so does `from __future__`. It has
+2 GiB of memory.
 Known leaks: none, except too few tests.
 """
 
@@ -22,7 +22,6 @@ import json
 import math
 from contextlib import aclosing
 from decimal import Decimal, InvalidOperation
-from typing import Any
 
 from core.waits import in_thread
 from envs import Reward, final_text, get, require, unfinished
@@ -34,7 +33,8 @@ from envs.services import Need
 AGENTS = ("code_gen_simple_agent", "code_gen")
 LIMITS = Limits(seconds=10.0, output=4 << 20)
 FENCE = "```"
-# Around a program with a function to call: its prints go nowhere, and it is not __main__.
+Value = float | str | list | dict | None  # of JSON
+# Wraps a program whose function is called: its prints go nowhere, and it is not __main__.
 CALL = """
 import json as _json, os as _os, sys as _sys
 _said = _os.dup(1)
@@ -72,67 +72,90 @@ def check(row: dict) -> None:
         size = len(value.strip().encode("utf-8", "surrogatepass"))
         most = f"at most {LIMITS.output} bytes, as a program may print no more"
         require(size <= LIMITS.output, f"{at}.outputs[{i}]", f"a text of {size} bytes", most)
-    for i, (given, value) in enumerate(zip(inputs, outputs, strict=True) if name else ()):
-        for field, lines in ((f"inputs[{i}]", given.split("\n")), (f"outputs[{i}]", [value])):
-            try:
-                list(map(json.loads, lines))
-            except (ValueError, RecursionError) as error:
-                require(False, f"{at}.{field}", lines, f"JSON, because fn_name is given ({error})")
+    if name:
+        for i in range(len(inputs)):
+            check_json(inputs[i].split("\n"), f"{at}.inputs[{i}]")
+            check_json([outputs[i]], f"{at}.outputs[{i}]")
+
+
+def check_json(lines: list[str], path: str) -> None:
+    """Raises ValueError unless each line is JSON, as values of a called function must be."""
+    try:
+        for line in lines:
+            json.loads(line)
+    except (ValueError, RecursionError) as error:
+        require(False, path, lines, f"JSON, because fn_name is given ({error})")
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `passed` counts tests, `reason` and `error` are why one failed.
+    """Returns 0.0 or 1.0; `passed` counts tests, `reason` and `error` say why one failed.
 
-    Raises CheckerError where no test could run.
+    Raises CheckerError if no test could run.
     """
     text = final_text(response)
-    source = block(text)
-    if reason := unfinished(text) or ("" if source else "no code block"):
+    if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
+    source = block(text)
+    if not source:
+        return Reward(0.0, {"reason": "no code block"})
     tests = row["verifier_metadata"]["unit_tests"]
     name = tests.get("fn_name")
     if name:
         source = CALL.format(source=source, name=name.split(".")[-1])
     passed = 0
     reason = error = ""
-    async with aclosing(programs(source or "", tests["inputs"], LIMITS)) as runs:
+    agrees = returns if name else prints
+    async with aclosing(programs(source, tests["inputs"], LIMITS)) as runs:
         async for ran in runs:
             expected = tests["outputs"][passed]
             if ran.ended or ran.code:
-                reason, error = ran.ended or "crashed", ran.stderr[-200:]
-            elif not await in_thread(returns if name else prints, ran.stdout, expected):
+                reason = ran.ended or "crashed"
+                error = ran.stderr[-200:]
+            elif not await in_thread(agrees, ran.stdout, expected):
                 reason = "wrong answer"
             if reason:
                 break
             passed += 1
-    info = {"passed": passed, "tests": len(tests["inputs"])}
-    return Reward(float(not reason), info | ({"reason": reason, "error": error} if reason else {}))
+    info: dict[str, int | str] = {"passed": passed, "tests": len(tests["inputs"])}
+    if reason:
+        info |= {"reason": reason, "error": error}
+    return Reward(float(not reason), info)
 
 
 def block(text: str) -> str | None:
-    """The text between the last two lines that hold three backticks; None for no two."""
+    """Returns the text between the last two lines with three backticks; None without two."""
     lines = text.split("\n")
     fences = [i for i, line in enumerate(lines) if FENCE in line]
-    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else None
+    if len(fences) < 2:
+        return None
+    return "\n".join(lines[fences[-2] + 1 : fences[-1]])
 
 
 def prints(output: str, expected: str) -> bool:
-    """Whether two outputs agree line by line, as texts or as numbers."""
-    lines, right = ([line.strip() for line in t.strip().split("\n")] for t in (output, expected))
+    """Returns whether two outputs agree line by line, as texts or as numbers."""
+    lines = stripped_lines(output)
+    right = stripped_lines(expected)
     return len(lines) == len(right) and all(map(same_line, lines, right))
 
 
+def stripped_lines(output: str) -> list[str]:
+    """Returns the lines of an output, without white space around it and around each of them."""
+    return [line.strip() for line in output.strip().split("\n")]
+
+
 def same_line(line: str, expected: str) -> bool:
+    """Returns whether two lines are equal as texts, or as numbers word by word."""
     if line == expected:
         return True
     with contextlib.suppress(InvalidOperation, ValueError):
-        numbers, right = ([Decimal(word) for word in t.split()] for t in (line, expected))
+        numbers = [Decimal(word) for word in line.split()]
+        right = [Decimal(word) for word in expected.split()]
         return numbers == right
     return False
 
 
 def returns(output: str, expected: str) -> bool:
-    """Whether the JSON of a returned value is the expected one, or nearly the same number."""
+    """Returns whether a returned value, as JSON, is the expected one or nearly the same number."""
     try:
         value, right = json.loads(output), json.loads(expected)
     except (ValueError, RecursionError):
@@ -140,10 +163,12 @@ def returns(output: str, expected: str) -> bool:
     return json.dumps(value) == json.dumps(right) or value == right or is_close(value, right)
 
 
-def is_close(value: Any, right: Any) -> bool:
-    """numpy's allclose of two numbers, which may be the text of one."""
+def is_close(value: Value, right: Value) -> bool:
+    """Returns numpy's allclose of two numbers, each a number or its text."""
+    if not isinstance(value, int | float | str) or not isinstance(right, int | float | str):
+        return False
     try:
         a, b = float(value), float(right)
-    except (TypeError, ValueError, OverflowError):
+    except (ValueError, OverflowError):
         return False
     return math.isfinite(b) and abs(a - b) <= 1e-8 + 1e-5 * abs(b)

@@ -1,20 +1,20 @@
 r"""Answers that a judge compares with the reference: 1.0 for the same, else 0.0.
 
-Row: `expected_answer`; `template_metadata.output_regex`, what of an answer is compared (the last
-match, its first group that is not empty). Judged, as in NeMo-Gym's resources_servers/
-equivalence_llm_judge: the text behind the thought, by the judge `general`; its first label
-counts. An answer without a label is "not the same". Three agents differ in Rules:
+Row: `expected_answer`; `template_metadata.output_regex`, which finds the part of an answer that is
+compared (the first group that is not empty in the last match). Judged, as in NeMo-Gym's
+resources_servers/equivalence_llm_judge: the text after the thought, by the judge `general`; its
+first label counts. A reply without a label means "not the same". Three agents differ in Rules:
 
     equivalence_llm_judge   questions of all fields; a row's regex finds the compared part
-    nl2bash                 commands, in a block behind "Answer:"; asked again in the other order
-    lc_judge                questions about long texts; only the question behind the text is shown
+    nl2bash                 commands, in a block after "Answer:"; asked again in the other order
+    lc_judge                questions about long texts; only the question after the text is shown
 
-As in the released configurations, no Rules look again at a whole answer for half the reward.
+As in the released configurations, no Rules give half the reward for a match in the whole answer.
 
 Deliberate deviations: the instructions are our own, with the published labels, which an answer
-cannot imitate; an answer that is empty or cut off earns 0 unseen. Of an answer that holds a label,
-"the same" counts only where it ends the reply, and nothing contradicts it; there a quoted one is
-paid. Known leaks: those of the judge.
+cannot imitate; an answer that is empty or cut off earns 0 unseen. If an answer holds a label,
+"the same" counts only if it ends the reply and nothing contradicts it; NeMo-Gym pays for a quoted
+one. Known leaks: the judge's.
 """
 
 import re
@@ -53,7 +53,7 @@ def needs(row: dict) -> tuple[Need]:
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless there is a reference answer, and a regex that can be used."""
+    """Raises ValueError unless there is a reference answer and any regex compiles."""
     answer = get(row, "expected_answer", str, "an answer")
     require(answer.strip(), "expected_answer", answer, "an answer")
     get(row, "template_metadata", dict | None, "an object or null")
@@ -66,19 +66,21 @@ def check(row: dict) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """The reward by the rules of the row's agent. Raises CheckerError."""
+    """Returns the reward by the rules of the row's agent. Raises CheckerError."""
     name = row["agent_ref"]["name"].removesuffix("_simple_agent")
     return await judged(row, response, OF_AGENT.get(name, Rules()))
 
 
 async def judged(row: dict, response: str, rules: Rules) -> Reward:
-    """The reward by some rules; `label` is the judge's last label. Raises CheckerError."""
+    """Returns the reward by some rules; `label` is the judge's last label. Raises CheckerError."""
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
-    gold, question = row["expected_answer"], last_question(row).strip()
-    own = (row.get("template_metadata") or {}).get("output_regex") or ""
-    own = own if rules.use_per_record_regex else ""
+    gold = row["expected_answer"]
+    question = last_question(row).strip()
+    own = ""
+    if rules.use_per_record_regex:
+        own = (row.get("template_metadata") or {}).get("output_regex") or ""
     threshold = rules.extraction_length_threshold
     is_long = bool(own) and threshold is not None and len(gold) > threshold
     of_answer = None if is_long else own or rules.response_extract_regex
@@ -98,19 +100,28 @@ async def judged(row: dict, response: str, rules: Rules) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """The check that a child runs, as a regex may take for ever."""
+    """Returns the check that a child runs, because a regex may take for ever."""
 
     def check(patterns: list[str | None], question: str, text: str) -> dict:
-        found = []
-        for pattern, given in zip(patterns, (question, text), strict=True):
-            flags = re.MULTILINE | re.DOTALL
-            matches = list(re.finditer(pattern, given, flags)) if pattern else []
-            last = matches[-1] if matches else None
-            groups = (group for group in last.groups() if group and group.strip()) if last else ()
-            found.append(next(iter(groups), last[0] if last else given).strip())
-        return {"found": found}
+        question_pattern, text_pattern = patterns
+        return {"found": [extracted(question_pattern, question), extracted(text_pattern, text)]}
 
     return check
+
+
+def extracted(pattern: str | None, text: str) -> str:
+    """Returns the part of a text that a regex finds, stripped; all of it without a match.
+
+    The part is the first group that is not blank in the last match, else all of the match.
+    """
+    matches = list(re.finditer(pattern, text, re.MULTILINE | re.DOTALL)) if pattern else []
+    if not matches:
+        return text.strip()
+    last = matches[-1]
+    for group in last.groups():
+        if group and group.strip():
+            return group.strip()
+    return last[0].strip()
 
 
 checkers = Checkers("envs.maths.equivalence:make_check", answers=MANY)

@@ -2,14 +2,15 @@ r"""Mathematics judged by the library math-verify: 1.0 if equivalent to the refe
 
 Row: `expected_answer` (string), with or without one outer `\(..\)` or `$..$`; `question`. Judged,
 as in NeMo-Gym's resources_servers/math_with_judge: the text after `</think>`. Its expressions,
-boxed or not, are compared with `\boxed{expected_answer}`. Where the library finds them unequal and
+boxed or not, are compared with `\boxed{expected_answer}`. If the library finds them unequal and
 services.judges has `general`, that judge compares the extracted answer, or else the text, with the
 reference, in both orders (envs/maths/same_answer.py). Deliberate deviation: a response that never
 closes its `<think>` was cut off and earns 0.
 
 Known leaks, of the library: the task given back as a formula (37*12, an integral), the right side
 of a false equation (3=2), "\neg 2", the other case of a letter, 2% and 200% for 2, and the last
-number of a text without a box ("1 or 2"). NeMo-Gym pins math-verify 0.8, which pays no 2% for 2.
+number of a text without a box ("1 or 2"). NeMo-Gym pins math-verify 0.8, which does not accept 2%
+for 2.
 
 SymPy hangs on answers such as 9^{9^{9^9}}, and no thread or signal handler can interrupt it. So
 checks run in the child processes of envs/sandbox/checkers.py.
@@ -24,7 +25,7 @@ from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 from envs.services import Need
 
 AGENTS = ("math_with_judge_simple_agent", "math_with_judge", "math")
-# Parsed once before any check: the parser learns its grammar by use, and a check inherits that.
+# Parsed once before any check: the parser builds its grammar on first use, and checks inherit it.
 USUAL = r"""
 -\frac{1}{2} 2^{10} \sqrt{2}+3 \frac{3\sqrt{5}}{2} x^2+2x-1 (1,2]\cup[3,\infty) \{1,2\} \pi 0.5
 50\% 1{,}234 x\le{4} x=1,2 \sin{x} \text{A} 12\text{cm} 90^\circ \left(\frac{1}{2},-3\right)
@@ -38,12 +39,12 @@ def check(row: dict) -> None:
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """The judge `general` where `services.judges` has it, else nothing."""
+    """The judge `general` if `services.judges` has it, else nothing."""
     return (judge.need(JUDGE),) if JUDGE in services.current().judges else ()
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; raises CheckerError where no check could run, whatever the answer."""
+    """Returns 0.0 or 1.0. Raises CheckerError if no check could run, whatever the answer."""
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
@@ -57,8 +58,8 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """The check that a child runs, its library imported and warm."""
-    # SymPy would import these while it judges, and a file that cannot be opened means unequal.
+    """Returns the check that a child runs, with its library imported and warm."""
+    # SymPy would import these during a check, where a file that cannot be opened means unequal.
     import sympy.integrals.manualintegrate  # type: ignore[import-untyped]
     import sympy.integrals.prde  # type: ignore[import-untyped]
     import sympy.physics.matrices  # type: ignore[import-untyped]

@@ -1,21 +1,21 @@
 """Mathematics with a Python interpreter that keeps its state: 1.0 for a right answer, else 0.0.
 
-Row: that of the environment that judges, which `verifier_type` names (default math_with_judge),
-and the tool `stateful_python_code_exec` with `code`. At most 50 answers.
-Judged is the last of them, as in NeMo-Gym's resources_servers/ns_tools, which has its verifier
-judge. Each episode has a session of its own in the sandbox (envs/sandbox/sessions.py), which ends
-with it. A call shows what its code printed, the value of its last line, or a traceback: at most
-1,000 characters. After 10 s on a call the interpreter starts anew, and its output states this.
+Row: as for the environment that judges, which `verifier_type` names (default math_with_judge), plus
+the tool `stateful_python_code_exec` with `code`. At most 50 answers, of which the last is judged by
+that verifier, as in NeMo-Gym's resources_servers/ns_tools. Each episode has its own session in the
+sandbox (envs/sandbox/sessions.py), which ends with it. A call shows what its code printed, the
+value of its last line, or a traceback: at most 1,000 characters. After 10 s on a call the
+interpreter is restarted, and its output states this.
 
-numpy and sympy are there where the sandbox's Python has this one's version, and the user nobody may
-read its packages. Where services.sandbox is "http", it is an IPython session of NeMo-Skills'
+numpy and sympy are available if the sandbox's Python has the version of ours and the user nobody
+may read our packages. If services.sandbox is "http", it is an IPython session of NeMo-Skills'
 service.
 
-Deliberate deviations. The sandbox's own interpreter knows no magics of IPython, and shows what was
+Deliberate deviations. The sandbox's own interpreter has no magics of IPython, and shows what was
 printed to stdout and stderr in the order in which it was printed. Processes and threads of a call
-stand still, or end, when it does. A calculation that had no processor is no timeout.
+pause or end when the call does. A calculation that got no CPU does not time out.
 
-Known leaks: those of envs/maths/math.py. The code can see neither the row nor another episode.
+Known leaks: as in envs/maths/math.py. The code can see neither the row nor another episode.
 """
 
 import json
@@ -33,7 +33,6 @@ from rollout.episode import Episode
 from rollout.messages import chat, functions
 
 if TYPE_CHECKING:
-    from rollout.episode import Episode
     from rollout.sampler import Sampler
 
 AGENTS = ("ns_tools_simple_agent", "ns_tools")
@@ -45,12 +44,13 @@ VERIFIERS: dict[str | None, ModuleType] = {"math_with_judge": math, None: math}
 
 def needs(row: dict) -> tuple[Need, ...]:
     """A sandbox, a parser of tool calls, and what the row's verifier needs."""
-    judging = getattr(VERIFIERS[row.get("verifier_type")], "needs", lambda row: ())
-    return sandbox.NEED, TOOL_PARSER, *judging(row)
+    verifier = VERIFIERS[row.get("verifier_type")]
+    judging = verifier.needs(row) if hasattr(verifier, "needs") else ()
+    return sandbox.NEED, TOOL_PARSER, *judging
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless the row can be judged, and offers this one tool."""
+    """Raises ValueError unless the row can be judged and offers this one tool."""
     kind = get(row, "verifier_type", str | None, "the name of a verifier, or null")
     known = ", ".join(filter(None, VERIFIERS))
     require(kind in VERIFIERS, "verifier_type", kind, f"one of: {known}")
@@ -60,14 +60,14 @@ def check(row: dict) -> None:
     VERIFIERS[kind].check(row)
 
 
-async def rollout(row: dict, sampler: "Sampler") -> "Episode":
-    """One task, of at most 50 answers."""
+async def rollout(row: dict, sampler: "Sampler") -> Episode:
+    """Solves one task in at most 50 answers."""
     talk = await converse_with_python(row, sampler, MAX_STEPS)
     return Episode(talk.turns, await verify(row, talk.response))
 
 
 async def converse_with_python(row: dict, sampler: "Sampler", max_steps: int) -> Talk:
-    """A conversation with a Python session of its own, of at most `max_steps` answers."""
+    """Holds a conversation of at most `max_steps` answers, with a Python session of its own."""
     params = row["responses_create_params"]
     async with Session(LIMITS) as python:
 
@@ -82,5 +82,5 @@ async def converse_with_python(row: dict, sampler: "Sampler", max_steps: int) ->
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """The verdict of the row's verifier on the last answer."""
+    """Returns the verdict of the row's verifier on the last answer."""
     return await VERIFIERS[row.get("verifier_type")].verify(row, response)

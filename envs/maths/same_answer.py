@@ -1,4 +1,4 @@
-"""Whether a judge finds two answers to a question the same: for equivalence.py and math.py."""
+"""Asks a judge whether two answers to a question are the same, for equivalence.py and math.py."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ PROMPTS = prompts(__file__)
 
 @dataclass(frozen=True)
 class Rules:
-    """An agent's rules of judging; the fields are those of NeMo-Gym's server."""
+    """An agent's rules for judging, with the fields of NeMo-Gym's server."""
 
     prompt: str = PROMPTS["compare"]
     judge_equal_label: str = "[[A=B]]"
@@ -29,19 +29,19 @@ class Rules:
 
 
 async def both_orders(row: dict, gold: str, answer: str) -> float:
-    """1.0 where the judge finds two answers to a row the same, in either order."""
+    """Returns 1.0 if the judge finds two answers to a row the same in both orders, else 0.0."""
     question = row.get("question") or last_question(row)
     rules = Rules()
-    is_same = await same(question, gold, answer, rules) and await same(
-        question, answer, gold, rules
-    )
-    return float(is_same)
+    if not await same(question, gold, answer, rules):
+        return 0.0
+    return float(await same(question, answer, gold, rules))
 
 
 async def same(question: str, gold: str, candidate: str, rules: Rules) -> bool:
-    """Whether the judge's label is the one for equal answers. Raises CheckerError."""
-    labels = (rules.judge_equal_label, rules.judge_not_equal_label)
+    """Returns whether the judge's label is the one for equal answers. Raises CheckerError."""
+    equal = rules.judge_equal_label
+    other = rules.judge_not_equal_label
     parts = {"question": question, "gold": gold, "candidate": candidate}
-    asked = filled(chosen(JUDGE, rules.prompt), parts, same=labels[0], other=labels[1])
-    found = await choose(JUDGE, asked, labels, f"{gold}\n{candidate}", max_tokens=TOKENS)
-    return found == labels[0]
+    asked = filled(chosen(JUDGE, rules.prompt), parts, same=equal, other=other)
+    answers = f"{gold}\n{candidate}"
+    return await choose(JUDGE, asked, (equal, other), answers, max_tokens=TOKENS) == equal

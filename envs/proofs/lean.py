@@ -1,21 +1,21 @@
-r"""Lean 4 proofs of a given statement, compiled beside Mathlib: 1.0 if Lean accepts it, else 0.0.
+r"""Lean 4 proofs of a given statement, compiled with Mathlib: 1.0 if Lean accepts it, else 0.0.
 
 Row: `header` (imports and options), `formal_statement` (up to its `:= by`), and for readers
 `informal_prefix`, `name`, `split`. Judged, as in NeMo-Gym's resources_servers/
-math_formal_lean: the last fenced block of lean4, else lean3, lean or any, else the whole text. Of a
-block with a theorem or an example only the proof counts, what follows its `:=` and `by`; the row's
-header and statement go before it. Lean must end with code 0 within 30 s and not print "sorry". Here
-one answer is judged; envs/proofs/lean_refinement.py lets others follow upon Lean's errors.
+math_formal_lean: the last fenced block of lean4, else lean3, lean or any, else the whole text. If a
+block has a theorem or an example, only its proof counts, which follows `:=` and `by`; the row's
+header and statement are put before it. Lean must end with code 0 within 30 s and not print "sorry".
+Here one answer is judged; envs/proofs/lean_refinement.py lets more answers follow Lean's errors.
 
 `services.lean` compiles, in the sandbox: a command, or bin/lean of a folder that launch/lean.sh
-made. Or it is the URL of NeMo-Skills' sandbox service, which brings Lean v4.12.0 and Mathlib along.
-So does the service at services.sandbox_url where services.sandbox is "http" and no other is named.
+made. Or it is the URL of NeMo-Skills' sandbox service, which includes Lean v4.12.0 and Mathlib. If
+services.sandbox is "http" and services.lean is empty, the service at services.sandbox_url compiles.
 
 Deliberate deviations. FORBIDDEN words earn 0, wherever they stand: with them an answer runs code
-inside Lean, which can end it with code 0, or has the compiler believed in place of the kernel
-(`native_decide`). All of Lean's output is read, not its first 1,000 characters, after which a
-"sorry" can hide. Where Lean's errors are not in the answer, it must compile the row's header: a
-Lean without Mathlib is an error, not a 0. Once for a header it must refuse a false proof.
+inside Lean, which can end it with code 0, or makes Lean trust the compiler instead of the kernel
+(`native_decide`). All of Lean's output is read, not only its first 1,000 characters, after which a
+"sorry" can hide. If Lean's errors are not in the answer, Lean must compile the row's header: a
+Lean without Mathlib is an error, not a 0. Once per header it must refuse a false proof.
 
 Not checked: which axioms a proof uses (#print axioms). An axiom that an answer adds comes after the
 statement, so the proof cannot use it.
@@ -58,18 +58,18 @@ def check(row: dict) -> None:
 class Attempt(NamedTuple):
     """An answer, its reward and Lean's output."""
 
-    reward: Reward  # 0.0 or 1.0; `reason` is why 0, `lean` the start of Lean's output
+    reward: Reward  # 0.0 or 1.0; `reason` says why 0, `lean` is the start of Lean's output
     source: str = ""  # the file that Lean compiled
-    ran: sandbox.Ran | None = None  # Lean's run; None where it compiled nothing
+    ran: sandbox.Ran | None = None  # Lean's run; None if nothing was compiled
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """The reward of an attempt."""
+    """Returns the reward of an attempt."""
     return (await attempt(row, response)).reward
 
 
 async def attempt(row: dict, response: str) -> Attempt:
-    """Compiles an answer's proof. Raises CheckerError where Lean cannot run."""
+    """Compiles an answer's proof. Raises CheckerError if Lean cannot run."""
     text = final_text(response)
     if reason := unfinished(text):
         return Attempt(Reward(0.0, {"reason": reason}))
@@ -86,12 +86,14 @@ async def attempt(row: dict, response: str) -> Attempt:
         reason = lean_runs.failure(ran)
         if reason and lean_runs.is_unsaid(ran):
             await lean_runs.must_compile(row["header"])
-    info = {"reason": reason, "lean": (ran.stdout + ran.stderr)[:1000]} if reason else {}
-    return Attempt(Reward(float(not reason), info), source, ran)
+    if not reason:
+        return Attempt(Reward(1.0), source, ran)
+    output = (ran.stdout + ran.stderr)[:1000]
+    return Attempt(Reward(0.0, {"reason": reason, "lean": output}), source, ran)
 
 
 def refused(proof: str) -> str:
-    """Why a proof is not compiled; "" where it is."""
+    """Returns why a proof must not be compiled; "" if it may be."""
     if len(proof) > LONGEST:
         return "too long"
     word = FORBIDDEN.search(proof)

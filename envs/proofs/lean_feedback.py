@@ -1,6 +1,6 @@
-"""The text of the question after a failed proof, with Lean's errors. No environment by itself.
+"""Writes the question that follows a failed proof, with Lean's errors. Not an environment.
 
-The layout is that of NeMo-Gym's resources_servers/math_formal_lean.
+The layout is as in NeMo-Gym's resources_servers/math_formal_lean.
 """
 
 import re
@@ -9,8 +9,8 @@ from typing import NamedTuple
 from envs.sandbox.sandbox import Ran
 
 MOST = 8  # errors that are shown
-LONGEST = 2000  # characters of an error, or of Lean's output where it names no line
-BEFORE = 4  # lines that are shown before the one with an error; one is shown after it
+LONGEST = 2000  # characters of an error, or of Lean's output if it names no line
+BEFORE = 4  # lines that are shown before the line with an error; one is shown after it
 # FILE.lean:LINE:COLUMN: KIND, or KIND(NAME) since Lean 4.21, and a colon
 MESSAGE = re.compile(r"^\S*?\.lean:(\d{1,9}):(\d{1,9}): (\w+)(?:\([\w.]*\))?:", re.MULTILINE)
 TIMEOUT = "The compilation timed out. Please simplify your proof or use more efficient tactics."
@@ -29,7 +29,7 @@ with ```. Write nothing else before or after it."""
 
 
 class Found(NamedTuple):
-    """An error, and where Lean found it."""
+    """An error and its place."""
 
     line: int  # from 1
     column: int  # from 0, in characters
@@ -37,18 +37,18 @@ class Found(NamedTuple):
 
 
 def errors(output: str) -> list[Found]:
-    """The errors in Lean's output, each with all lines up to the next message."""
+    """Returns the errors in Lean's output, each with all lines up to the next message."""
     heads = list(MESSAGE.finditer(output))
-    ends = [*(head.start() for head in heads[1:]), len(output)]
-    return [
-        Found(int(head[1]), int(head[2]), output[head.end() : end].strip())
-        for head, end in zip(heads, ends, strict=False)
-        if head[3] == "error"
-    ]
+    found = []
+    for i, head in enumerate(heads):
+        end = heads[i + 1].start() if i + 1 < len(heads) else len(output)
+        if head[3] == "error":
+            found.append(Found(int(head[1]), int(head[2]), output[head.end() : end].strip()))
+    return found
 
 
 def feedback(ran: Ran, source: str) -> str:
-    """The errors of a failed proof, as its author should see them."""
+    """Returns the errors of a failed proof, as its author should see them."""
     if ran.ended == "time":
         return TIMEOUT
     output = f"{ran.stdout}\n{ran.stderr}"
@@ -61,22 +61,24 @@ def feedback(ran: Ran, source: str) -> str:
 
 
 def marked(source: str, found: list[Found]) -> str:
-    """The first errors with the code around them, marked from the column to the line's end."""
+    """Returns the first errors with code around them, marked from the column to the line's end."""
     lines = source.split("\n")
     text = ""
     for number, error in enumerate(found[:MOST], 1):
         at = error.line - 1
         if not 0 <= at < len(lines):
             continue
+        before = lines[max(0, at - BEFORE) : at]
         wrong = f"{lines[at][: error.column]}<error>{lines[at][error.column :]}</error>"
-        shown = [*lines[max(0, at - BEFORE) : at], wrong, *lines[at + 1 : at + 2]]
-        code = "\n".join(shown)
+        after = lines[at + 1 : at + 2]
+        code = "\n".join([*before, wrong, *after])
         text += f"\nError {number}:\n\nCorresponding Code:\n```lean4\n{code}\n\n```\n"
         text += f"\nError Message: {error.message[:LONGEST]}\n"
-    more = len(found) - MOST
-    return text + (f"\n... [Omitted {more} more errors] ...\n" if more > 0 else "")
+    if len(found) > MOST:
+        text += f"\n... [Omitted {len(found) - MOST} more errors] ...\n"
+    return text
 
 
 def question(attempt: str, feedback: str) -> str:
-    """The prompt that takes the place of the conversation after a failed attempt."""
+    """Returns the prompt that replaces the conversation after a failed attempt."""
     return QUESTION.format(attempt=attempt, feedback=feedback)

@@ -1,21 +1,21 @@
 """Lean 4 proofs, corrected up to twice from Lean's errors: 1.0 if Lean accepts one, else 0.0.
 
-Row and judgement are those of envs/proofs/lean.py. After an attempt that failed, the conversation
-is replaced by one question: the attempt, up to 8 of Lean's errors with the code around them, and
-what to do (envs/proofs/lean_feedback.py). Two corrections are asked for. The reward is that of the
-last attempt, and its `attempts` is that attempt's number. So does NeMo-Gym, by its
+Row and judgement are as in envs/proofs/lean.py. After a failed attempt, the conversation is
+replaced by one question: the attempt, up to 8 of Lean's errors with the code around them, and
+what to do (envs/proofs/lean_feedback.py). Up to two corrections are asked for. The last attempt
+gives the reward, and `attempts` is its number. NeMo-Gym does the same with its
 proof_refinement_agent over resources_servers/math_formal_lean.
 
-Only the last attempt is trained, as there. Those before it have failed, and an episode has one
-reward: with it, attempts that failed would be paid for what came after them. So a group compares
-first answers with corrections, as there.
+Only the last attempt is trained, as in NeMo-Gym. The attempts before it have failed, and an episode
+has one reward: they would be paid for what came after them. So a group compares first answers with
+corrections, as in NeMo-Gym.
 
 Deliberate deviations. The question has our words. Errors are read where Lean writes them, on stdout
-as well as on stderr, and from all of it, not its first 1,000 characters. After an attempt that was
-not compiled the question gives the reason. Where a question leaves no room for an answer, the
+as well as on stderr, and from all of it, not only its first 1,000 characters. After an attempt that
+was not compiled the question gives the reason. If a question leaves no room for an answer, the
 attempt before it is the last.
 
-Known leaks: those of envs/proofs/lean.py.
+Known leaks: as in envs/proofs/lean.py.
 """
 
 from typing import TYPE_CHECKING
@@ -38,7 +38,10 @@ needs, check, verify = lean.needs, lean.check, lean.verify
 
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
-    """The last of at most three attempts. Raises CheckerError, and NoRoom for the first of them."""
+    """Tries a proof at most three times; the episode has the last attempt.
+
+    Raises CheckerError if Lean cannot run, and NoRoom if the first prompt leaves no room.
+    """
     from rollout.episode import Episode
 
     turn = await sampler.chat(chat(row["responses_create_params"]["input"]))
@@ -52,13 +55,17 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
         except NoRoom:
             break
         number += 1
-    return Episode([turn], Reward(tried.reward.value, tried.reward.info | {"attempts": number}))
+    info = tried.reward.info | {"attempts": number}
+    return Episode([turn], Reward(tried.reward.value, info))
 
 
 def correction(response: str, tried: lean.Attempt) -> str:
-    """The question that follows a failed attempt."""
+    """Returns the question that follows a failed attempt."""
     reason = tried.reward.info["reason"]
     if reason in ("empty", "truncated"):
         return question("(empty)", UNFINISHED)
-    errors = feedback(tried.ran, tried.source) if tried.ran else f"It is not compiled: {reason}."
+    if tried.ran:
+        errors = feedback(tried.ran, tried.source)
+    else:
+        errors = f"It is not compiled: {reason}."
     return question(final_text(response), errors)

@@ -1,6 +1,6 @@
-"""Runs of Lean: what compiles a file, what it said, and whether it is to be believed.
+"""Runs Lean on a file and decides whether its output can be trusted.
 
-No environment by itself: envs/proofs/lean.py uses it.
+Not an environment: envs/proofs/lean.py uses it.
 """
 
 import re
@@ -13,48 +13,58 @@ from envs.services import CheckerError
 LIMITS = sandbox.Limits(seconds=30, memory=16 << 30, output=200_000)
 ENDED = {"completed": "", "failed": "", "timeout": "time"}  # status of the service -> Ran.ended
 ERROR = re.compile(r":(\d{1,9}):\d+: error")  # as in FILE:LINE:COLUMN: error: unknown identifier
-# What says that the proof is at fault: without it, Lean was killed, or had no memory or disk.
+# The proof is at fault. Without such an error, Lean was killed, or had no memory or disk.
 SAYS_WHY = re.compile(rf"{ERROR.pattern}|stack overflow|deep recursion", re.IGNORECASE)
-# A proof can do no IO and start no thread: what fails so is the machine.
+# The machine is at fault, because a proof can do no IO and start no thread.
 MACHINE = re.compile(r"error: (?:IO error|failed to create thread)")
-COMPILES: set[str] = set()  # headers that this process has seen compiled
-REFUSES: set[str] = set()  # headers below which it has seen a false proof refused
+COMPILES: set[str] = set()  # headers that compiled in this process
+REFUSES: set[str] = set()  # headers below which a false proof was refused in this process
 
 
 async def compile_lean(source: str) -> sandbox.Ran:
-    """Lean's output for a file. Raises CheckerError where Lean cannot run."""
+    """Compiles a file with Lean. Raises CheckerError if Lean cannot run."""
     source = source.encode("utf-8", "replace").decode()
     if url := lean_source.url():
-        reply = await service.execute(url, source, "lean4", "", LIMITS)
-        status, out, err = (reply[key] for key in service.FIELDS)
-        unsaid = not SAYS_WHY.search(out + err) or MACHINE.search(out + err)
-        if status not in ENDED or (status == "failed" and unsaid):
-            raise CheckerError(f"the sandbox service at {url}: {status}: {err[:300]}")
-        ended = "output" if out.endswith("<output cut>") else ENDED[status]
-        return sandbox.Ran(out, err, int(status == "failed"), ended, 0.0)
+        return await compiled_there(url, source)
     command = [*lean_source.command(), "proof.lean"]
     files = {"proof.lean": source}
     return await sandbox.run(command, files=files, reads=folders(command), limits=LIMITS)
 
 
+async def compiled_there(url: str, source: str) -> sandbox.Ran:
+    """Compiles a file in the sandbox service at `url`. Raises CheckerError if Lean cannot run."""
+    reply = await service.execute(url, source, "lean4", "", LIMITS)
+    status, out, err = (reply[key] for key in service.FIELDS)
+    unsaid = not SAYS_WHY.search(out + err) or MACHINE.search(out + err)
+    if status not in ENDED or (status == "failed" and unsaid):
+        raise CheckerError(f"the sandbox service at {url}: {status}: {err[:300]}")
+    ended = "output" if out.endswith("<output cut>") else ENDED[status]
+    return sandbox.Ran(out, err, int(status == "failed"), ended, 0.0)
+
+
 def failure(ran: sandbox.Ran) -> str:
-    """Why Lean did not accept a file: "timeout", "output", "memory", "failed", "sorry", or ""."""
+    """Returns why Lean did not accept a file; "" if it did.
+
+    A reason is "timeout", "output", "memory", "failed" or "sorry".
+    """
     output = ran.stdout + ran.stderr
+    if ran.ended == "time":
+        return "timeout"
     if ran.ended:
-        return "timeout" if ran.ended == "time" else ran.ended
+        return ran.ended
     if ran.code != 0 or ERROR.search(output):
         return "failed"
     return "sorry" if re.search(r"\bsorry\b", output.lower()) else ""
 
 
 async def is_doubtful(header: str, ran: sandbox.Ran) -> bool:
-    """Whether a proof should be compiled again: Lean refused it and named no line of it.
+    """Returns whether to compile a proof again, because Lean refused it but named no line of it.
 
-    Raises CheckerError where the header alone does not compile either.
+    Raises CheckerError if the header alone does not compile either.
     """
     output = ran.stdout + ran.stderr
-    of_answer = (int(line) > header.count("\n") for line in ERROR.findall(output))
-    if any(of_answer):
+    length = header.count("\n")
+    if any(int(line) > length for line in ERROR.findall(output)):
         return False
     if header in COMPILES and (ran.ended or not output.strip()):
         return is_unsaid(ran)
@@ -63,16 +73,16 @@ async def is_doubtful(header: str, ran: sandbox.Ran) -> bool:
 
 
 def is_unsaid(ran: sandbox.Ran) -> bool:
-    """Whether Lean ended in silence, as when it is killed, or by the deadline of a service.
+    """Returns whether Lean ended without output, as when it is killed, or at a service's deadline.
 
-    That is one of the wall clock: the service may have been busy.
+    That deadline counts wall-clock time: the service may have been busy.
     """
     silent = not ran.ended and not (ran.stdout + ran.stderr).strip()
     return silent or (ran.ended == "time" and bool(lean_source.url()))
 
 
 async def must_compile(header: str) -> None:
-    """Raises CheckerError where a header alone does not compile."""
+    """Raises CheckerError if a header alone does not compile."""
     probe = await compile_lean(header + "example : True := trivial\n")
     if reason := failure(probe):
         shown = " ".join((probe.stdout + probe.stderr).split())[:300]
@@ -81,7 +91,7 @@ async def must_compile(header: str) -> None:
 
 
 async def must_refuse(header: str) -> None:
-    """Raises CheckerError where a false proof is accepted: what compiles there is not Lean."""
+    """Raises CheckerError if a false proof is accepted, so that the compiler cannot be Lean."""
     if header in REFUSES:
         return
     probe = await compile_lean(header + "example : False := trivial\n")

@@ -1,6 +1,6 @@
-"""The proof in an answer of envs/proofs/lean.py, and whether Lean is there for it.
+"""Extracts the proof from an answer for envs/proofs/lean.py, and finds the Lean that compiles it.
 
-No environment by itself.
+Not an environment.
 """
 
 import functools
@@ -21,7 +21,7 @@ LANGUAGES = ("lean4", "lean3", "lean", "")
 
 
 def code_of(text: str) -> str:
-    """The last fenced block of the first language that has one, else the text without fences."""
+    """Returns the last fenced block of the first language that has one, else the bare text."""
     if code := code_block(text):
         return code
     text = re.sub(r"\A\s*```(?:lean4|lean3|lean)?", "", text).strip()
@@ -29,29 +29,34 @@ def code_of(text: str) -> str:
 
 
 def code_block(text: str, languages: tuple[str, ...] = LANGUAGES) -> str:
-    """The last block that any of the languages opens, the first of them that has one."""
+    """Returns the last block of the first language that opens one; "" if there is no block."""
     for language in languages:
-        found, at = None, 0
+        found = None
+        at = 0
         while (start := text.find("```" + language, at)) >= 0:
             start += 3 + len(language)
-            if (end := text.find("```", start)) < 0:
+            end = text.find("```", start)
+            if end < 0:
                 break
-            found, at = text[start:end], end + 3
+            found = text[start:end]
+            at = end + 3
         if found is not None:
             return found.strip()
     return ""
 
 
 def proof_of(code: str) -> str:
-    """The code after the `:=` and `by` of the first theorem or example; all code without one."""
+    """Returns the code after `:=` and `by` of the first theorem or example, else all code."""
     lines = code.strip().splitlines()
     heads = (i for i, line in enumerate(lines) if re.match(r"\s*(?:theorem|example)\b", line))
     first = next(heads, len(lines))
     assigned = (i for i in range(first, len(lines)) if ":=" in lines[i])
-    if (at := next(assigned, None)) is None:
+    at = next(assigned, None)
+    if at is None:
         return code.strip()
-    same_line = lines[at].split(":=", 1)[1].strip()
-    proof = [same_line] * bool(same_line) + lines[at + 1 :]
+    proof = lines[at + 1 :]
+    if same_line := lines[at].split(":=", 1)[1].strip():
+        proof = [same_line, *proof]
     head = proof[0].lstrip() if proof else ""
     if head == "by":
         proof = proof[1:]
@@ -61,7 +66,7 @@ def proof_of(code: str) -> str:
 
 
 def url() -> str:
-    """The sandbox service that compiles proofs; "" where a command does."""
+    """Returns the URL of the sandbox service that compiles proofs; "" if a command does so."""
     own = services.current()
     if is_address(own.lean):
         return own.lean
@@ -69,47 +74,61 @@ def url() -> str:
 
 
 def command() -> list[str]:
-    """What compiles a file here: the program of a folder that launch/lean.sh made, or a command."""
+    """Returns the words of the command that compiles a file here.
+
+    Its program is in a folder that launch/lean.sh made, or services.lean is the whole command.
+    """
     own = services.current().lean
-    return [program] if (program := of_folder(own)) else shlex.split(own)
+    program = of_folder(own)
+    return [program] if program else shlex.split(own)
 
 
 def of_folder(lean: str) -> str:
-    """The program in a folder that launch/lean.sh made; "" where `lean` is no folder."""
-    return str(Path(lean, "bin/lean").absolute()) if lean and Path(lean).is_dir() else ""
+    """Returns the program in a folder that launch/lean.sh made; "" if `lean` is not a folder."""
+    if not lean or not Path(lean).is_dir():
+        return ""
+    return str(Path(lean, "bin/lean").absolute())
 
 
 def problem() -> str:
-    """Why no proof can be compiled, and how to mend it; "" for nothing."""
+    """Returns why no proof can be compiled, and the remedy; "" if proofs can be compiled."""
     own = services.current()
     if address := url():
         return service.problem(address)
-    told = f"services.lean = {own.lean!r}"
     if own.sandbox == "http":
-        return f"{told} is a command, and services.sandbox = 'http' runs none: expected the URL"
-    return unavailable(own.lean) and f"{told}{unavailable(own.lean)} expected {EXPECTED}"
+        return (
+            f"services.lean = {own.lean!r} is a command, and services.sandbox = 'http' runs no "
+            "command: expected the URL"
+        )
+    if why := unavailable(own.lean):
+        return f"services.lean = {own.lean!r}{why} expected {EXPECTED}"
+    return ""
 
 
-@functools.cache  # it is asked for every row
+@functools.cache  # called for every row
 def unavailable(lean: str) -> str:
-    """What is wrong with services.lean as a folder or a command; "" for nothing."""
+    """Returns what is wrong with services.lean as a folder or a command; "" if nothing is."""
     if program := of_folder(lean):
         return "" if shutil.which(program) else ": the folder has no program bin/lean;"
     try:
         words = shlex.split(lean)
     except ValueError as error:
         return f": {error};"
-    absent = ": no such folder or command;" if lean else ","
-    return "" if words and shutil.which(words[0]) else absent
+    if words and shutil.which(words[0]):
+        return ""
+    return ": no such folder or command;" if lean else ","
 
 
 def folders(command: list[str]) -> list[str]:
-    """The folders that a command needs beside /usr: those that it names, and of its programs."""
+    """Returns the folders outside /usr that a command needs: named in it, or of its programs."""
     program = shutil.which(command[0]) or command[0]
-    named = [Path(path) for word in [program, *command] for path in re.findall(r"/[^:=]+", word)]
-    found = [path if path.is_dir() else path.resolve().parent for path in named if path.exists()]
-    tops = [path.parent if path.name == "bin" else path for path in found]
-    return sorted({str(path) for path in tops if not path.is_relative_to("/usr")})
+    found = set()
+    for word in [program, *command]:
+        for path in map(Path, re.findall(r"/[^:=]+", word)):
+            if path.exists():
+                folder = path if path.is_dir() else path.resolve().parent
+                found.add(folder.parent if folder.name == "bin" else folder)
+    return sorted(str(folder) for folder in found if not folder.is_relative_to("/usr"))
 
 
 NEED = services.Need("lean", problem)

@@ -6,16 +6,18 @@ the text after the thought, as in NeMo-Gym's resources_servers/calendar. It must
 event with its duration, inside its times, and no two events may overlap. Other fields of an event,
 such as its name, are not compared. A row that expects no event pays any answer.
 
-Of two events with one id the last is judged; an event that is given twice does not overlap itself.
-A text with `<think>` that no parser has read earns 0, as there. Deliberate deviations: texts of an
-event may hold brackets, with which NeMo-Gym's regular expression finds no list; 12:-1 is no time.
+If two events have the same id, the last is judged; an event that is given twice does not overlap
+itself. A text with `<think>` that no parser has read earns 0, as in NeMo-Gym. Deliberate
+deviations: an event's texts may hold brackets, with which NeMo-Gym's regular expression finds no
+list; 12:-1 is not a time.
 
 Known leak: a row that expects no event rewards good and bad answers alike.
 """
 
+import itertools
 import json
 import re
-from typing import Any
+from typing import NamedTuple
 
 from envs import Reward, final_text, get, require, unfinished
 from rollout.response import Response
@@ -23,10 +25,19 @@ from rollout.response import Response
 AGENTS = ("calendar_simple_agent", "calendar")
 TIME = re.compile(r"\s*(\d{1,4})(?::(\d{1,4}))?\s*(am|pm)?\s*", re.ASCII)
 CONSTRAINT = re.compile(r"(before|after|at) (.+)|(between) (.+) and (.+)")
+Value = float | str | list | dict | None  # of JSON
+
+
+class Bounds(NamedTuple):
+    """A constraint, with times in minutes of the day."""
+
+    kind: str  # "before", "after", "at" or "between"
+    first: int
+    last: int  # of "between"; else the same as `first`
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless `exp_cal_state` has duration and times of each event."""
+    """Raises ValueError unless `exp_cal_state` has the duration and times of each event."""
     expected = get(row, "exp_cal_state", dict, "event ids with what is expected of them")
     for name in expected:
         at = f"exp_cal_state.{name}."
@@ -40,16 +51,18 @@ def check(row: dict) -> None:
 
 
 def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `reason` is the error."""
+    """Returns 0.0 or 1.0; `reason` is the error."""
     if not isinstance(response, Response) and "<think>" in response:
         return Reward(0.0, {"reason": "the thought was not parsed"})
     text = final_text(response)
-    reason = unfinished(text) or (row["exp_cal_state"] and problem(row["exp_cal_state"], text))
+    reason = unfinished(text)
+    if not reason and row["exp_cal_state"]:
+        reason = problem(row["exp_cal_state"], text)
     return Reward(0.0, {"reason": reason}) if reason else Reward(1.0)
 
 
 def problem(expected: dict[str, dict], text: str) -> str:
-    """The error in the calendar of a text; "" for none."""
+    """Returns the error in the calendar of a text; "" if there is none."""
     events = {}
     distinct = {}
     for event in first_list(text):
@@ -63,14 +76,16 @@ def problem(expected: dict[str, dict], text: str) -> str:
     if events.keys() != expected.keys():
         return "other events" if events else "no calendar"
     spans = sorted(distinct.values())
-    if any(end > start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)):
-        return "events overlap"
-    wrong = (name for name, span in events.items() if not fits(span, expected[name]))
-    return "constraint violated" if any(wrong) else ""
+    for (_, end), (start, _) in itertools.pairwise(spans):
+        if end > start:
+            return "events overlap"
+    if all(fits(span, expected[name]) for name, span in events.items()):
+        return ""
+    return "constraint violated"
 
 
-def first_list(text: str) -> list[dict[str, Any]]:
-    """The first JSON list of objects in a text; [] where there is none."""
+def first_list(text: str) -> list[dict[str, Value]]:
+    """Returns the first JSON list of objects in a text; [] if there is none."""
     decoder = json.JSONDecoder()
     for start in re.finditer(r"\[\s*\{", text):
         try:
@@ -82,38 +97,44 @@ def first_list(text: str) -> list[dict[str, Any]]:
 
 
 def fits(span: tuple[float, float], expected: dict) -> bool:
-    """Whether an event, from minute to minute of the day, is as long and where it must be."""
+    """Returns whether an event has its duration and times; `span` is in minutes of the day."""
     start, end = span
-    earliest, latest = (minutes(expected[name]) or 0 for name in ("min_time", "max_time"))
-    inside = earliest <= start and end <= latest
-    if end - start != expected["duration"] or not inside:
+    earliest = minutes(expected["min_time"]) or 0
+    latest = minutes(expected["max_time"]) or 0
+    if end - start != expected["duration"] or start < earliest or end > latest:
         return False
     rule = bounds(expected["constraint"] or "")
     if rule is None:
         return True
-    kind, first, last = rule
-    if kind == "at":
-        return start == first
-    return (kind == "before" or start >= first) and (kind == "after" or end <= last)
+    if rule.kind == "at":
+        return start == rule.first
+    if rule.kind == "before":
+        return end <= rule.last
+    if rule.kind == "after":
+        return start >= rule.first
+    return rule.first <= start and end <= rule.last
 
 
-def bounds(rule: str) -> tuple[str, int, int] | None:
-    """Kind and times of a constraint, in minutes of the day; None for what is none."""
+def bounds(rule: str) -> Bounds | None:
+    """Returns the bounds that a constraint sets; None if the text is not a constraint."""
     found = CONSTRAINT.fullmatch(rule)
     if not found:
         return None
-    kind = found[1] or found[3]
-    first, last = minutes(found[2] or found[4]), minutes(found[5] or found[2])
-    return None if first is None or last is None else (kind, first, last)
+    first = minutes(found[2] or found[4])
+    last = minutes(found[5] or found[2])
+    if first is None or last is None:
+        return None
+    return Bounds(found[1] or found[3], first, last)
 
 
-def minutes(time: object) -> int | None:
-    """The minute of the day of "14:30", "2:30pm" or "2pm"; None for what is no time."""
+def minutes(time: Value) -> int | None:
+    """Returns the minute of the day of "14:30", "2:30pm" or "2pm"; None if it is not a time."""
     found = TIME.fullmatch(time) if isinstance(time, str) else None
     if not found or not (found[2] or found[3]):
         return None
     hour = int(found[1])
-    if found[3]:
-        hour = hour % 12 if hour == 12 else hour
-        hour += 12 * (found[3] == "pm")
+    if found[3] and hour == 12:
+        hour = 0
+    if found[3] == "pm":
+        hour += 12
     return 60 * hour + int(found[2] or 0)

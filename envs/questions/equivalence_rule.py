@@ -1,12 +1,12 @@
 """Questions about long texts whose answer is compared as a text: 1.0 if the same, else 0.0.
 
-Row: `expected_answer`. Judged: all of the text behind the thought, as in NeMo-Gym's
-resources_servers/equivalence_rule with its released rule, `exact`: both in small letters, every
-run of blanks and line breaks one blank. Nothing is taken out of a box or a sentence.
+Row: `expected_answer`. Judged: all of the text after the thought, as in NeMo-Gym's
+resources_servers/equivalence_rule with its released rule, `exact`: both in lower case, with each
+run of white space as one space. Nothing is taken out of a box or a sentence.
 
-Deliberate deviations: the rules by similarity, which no released configuration has, are not here;
+Deliberate deviations: the rules by similarity, which no released configuration sets, are left out;
 an empty reference is a bad row, and an answer that is empty or cut off earns 0.
-Known leaks: none. Right answers that earn 0, as there: those with a word or a mark more, such as
+Known leaks: none. Right answers that earn 0, as in NeMo-Gym: with an extra word or mark, such as
 "6." for "6", or with other quotes and dashes than the text has.
 """
 
@@ -23,7 +23,7 @@ def check(row: dict) -> None:
 
 
 def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0."""
+    """Returns 0.0 or 1.0."""
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})

@@ -1,18 +1,19 @@
-"""Answers that are compared as texts: what is extracted, and whether it is the expected one."""
+"""Extracts answers that are compared as texts, and compares them."""
 
 import re
 
 
 def extract(text: str) -> str:
-    r"""The last `<answer>` tag, else the first `\boxed{}`, else everything; stripped.
+    r"""Returns the last `<answer>` tag, else the first `\boxed{}`, else everything; stripped.
 
-    As reasoning_gym.utils.extract_answer and Gym's regular expressions, whose time grows with the
-    square of a hostile text.
+    It finds what reasoning_gym.utils.extract_answer and Gym's regular expressions find; their time
+    grows with the square of the length of a hostile text.
     """
     tagged = None
     end = 0
     while (start := text.find("<answer>", end)) >= 0:
-        if (end := text.find("</answer>", start)) < 0:
+        end = text.find("</answer>", start)
+        if end < 0:
             break
         tagged = text[start + len("<answer>") : end]
     if tagged is not None:
@@ -26,7 +27,10 @@ def extract(text: str) -> str:
 
 
 def is_same(answer: str, expected: str) -> bool:
-    """Whether two answers are equal. Quotes and blanks around an item of a list do not count."""
+    """Returns whether two answers are equal.
+
+    Quotes and white space around an item of a list are ignored.
+    """
 
     def bare(text: str) -> str:
         parts = [part.strip() for part in re.split(r"([\[\],])", text)]

@@ -1,20 +1,20 @@
 r"""Multiple choice: 1.0 if the chosen letter is the right one, else 0.0.
 
-Row: `options` ([{"A": text}, ...]; null texts are no options), `expected_answer` (a letter),
+Row: `options` ([{"A": text}, ...]; null texts are not options), `expected_answer` (a letter),
 `grading_mode`, `template_metadata` with `output_regex` (one or a list) and `answer_prefix`. Judged:
 the text after the thought, as in NeMo-Gym's resources_servers/mcqa. First the row's regexes, in
 turn: the last match holds a letter, in the options or not, or an option's text. Then grading_mode:
     strict_single_letter_boxed   the last \boxed{}: a capital alone ("[C]"), or before one of :).-
     lenient_boxed                the same; else the only option with its text in the box
     lenient_answer_colon         the first "answer:": a letter or an option's text, no more
-    lenient_answer_colon_md      the last "Answer:" or `answer_prefix` that names one letter, in
-                                 Markdown too; "A or B" names none; with a prefix, else the box
+    lenient_answer_colon_md      the last "Answer:" or `answer_prefix` that names one letter, also
+                                 in Markdown; "A or B" names none; with a prefix, else the box
 
-Deliberate deviations: a regex that is none is a bad row; of several groups the first counts. The
+Deliberate deviations: a row with an invalid regex is bad; of several groups the first counts. The
 package nemo-gym 0.4.0 is older: it reads the first box, with one capital alone.
 Known leaks: a box earns 1.0 for its first letter whatever follows the mark ("B. A. C. D.", "B-D"),
-lenient_boxed pays for one that denies the right option ("not B's text"), and
-lenient_answer_colon_md for what follows the letter ("B is wrong", "B or maybe A").
+lenient_boxed pays for a box that denies the right option ("not B's text"), and
+lenient_answer_colon_md pays whatever follows the letter ("B is wrong", "B or maybe A").
 """
 
 import re
@@ -26,13 +26,17 @@ from envs.questions import letters
 from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 
 AGENTS = ("mcqa_simple_agent", "mcqa")
-MODES: tuple[str, ...] = ("strict_single_letter_boxed", "lenient_boxed")
-MODES += ("lenient_answer_colon", "lenient_answer_colon_md")
+MODES = (
+    "strict_single_letter_boxed",
+    "lenient_boxed",
+    "lenient_answer_colon",
+    "lenient_answer_colon_md",
+)
 COLON = re.compile(r"answer\s*:\s*(.+)", re.IGNORECASE)
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless options, answer, mode and regexes are there and can be used."""
+    """Raises ValueError unless options, answer, mode and regexes can be used."""
     options = get(row, "options", list | None, "a list of objects, letter to text") or []
     for i, option in enumerate(options):
         good = isinstance(option, dict) and all(isinstance(v, str | None) for v in option.values())
@@ -48,7 +52,8 @@ def check(row: dict) -> None:
     shown = [k for option in options for k, v in option.items() if is_letter(k) and v is not None]
     named = answer.strip().upper() in map(str.upper, shown)
     require(named or given, "expected_answer", answer, f"one of the options {', '.join(shown)}")
-    for pattern in [given] if isinstance(given, str) else given or []:
+    patterns = [given] if isinstance(given, str) else given or []
+    for pattern in patterns:
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
@@ -56,12 +61,12 @@ def check(row: dict) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `letter` is the chosen one. Raises CheckerError."""
+    """Returns 0.0 or 1.0; `letter` is the chosen one. Raises CheckerError if no check could run."""
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
-    options = {k.upper(): v for option in row.get("options") or [] for k, v in option.items()}
-    options = {k: letters.plain(v) for k, v in options.items() if is_letter(k) and v is not None}
+    given = {k.upper(): v for option in row.get("options") or [] for k, v in option.items()}
+    options = {k: letters.plain(v) for k, v in given.items() if is_letter(k) and v is not None}
     template = row.get("template_metadata") or {}
     letter = None
     if patterns := template.get("output_regex"):
@@ -76,25 +81,28 @@ async def verify(row: dict, response: str) -> Reward:
         mode = row.get("grading_mode") or MODES[0]
         prefix = template.get("answer_prefix") or ""
         letter = await in_thread(choice, text, options, mode, prefix)  # 1 MB take seconds
-    return Reward(float(letter == row["expected_answer"].strip().upper()), {"letter": letter})
+    is_right = letter == row["expected_answer"].strip().upper()
+    return Reward(float(is_right), {"letter": letter})
 
 
 def make_check() -> Callable[..., dict]:
-    """The check that a child runs, as a row's regex may take for ever."""
+    """Returns the check that a child runs, because a row's regex may take for ever."""
 
     def check(patterns: list[str], text: str) -> dict:
         found = []
         for pattern in patterns:
             matches = list(re.finditer(pattern, text, re.IGNORECASE))
-            groups = matches[-1].groups() or (matches[-1][0],) if matches else ()
-            found += [(group or "")[:10_000] for group in groups[:1]]
+            if matches:
+                last = matches[-1]
+                first = last[1] if last.groups() else last[0]
+                found.append((first or "")[:10_000])
         return {"found": found}
 
     return check
 
 
 def choice(text: str, options: dict[str, str], mode: str, prefix: str) -> str | None:
-    """The letter that a text chooses under a grading mode; None for none."""
+    """Returns the letter that a text chooses under a grading mode; None if it chooses none."""
     if mode == "lenient_answer_colon":
         found = COLON.search(text)
         written = letters.unwrapped(found[1]).strip() if found else ""
@@ -112,7 +120,7 @@ def choice(text: str, options: dict[str, str], mode: str, prefix: str) -> str | 
 
 
 def is_letter(text: str) -> bool:
-    """Whether a text is one letter, of any script."""
+    """Returns whether a text is one letter, of any script."""
     return len(text) == 1 and text.isalpha()
 
 

@@ -1,23 +1,23 @@
 r"""Grid puzzles of ARC-AGI: 1.0 if the test's output grid is right in each cell, else 0.0.
 
 Row: `expected_output`, lists of equally many integers from 0 to 9; `agent_mode`, or else the
-agent's name, says what an answer is. Judged: the text after the thought, as in NeMo-Gym's
+agent's name, decides the form of an answer. Judged: the text after the thought, as in NeMo-Gym's
 resources_servers/nvarc.
-    transductive   the grid: what stands between the first \boxed{ and the last }, else everything.
-                   A line is a row. Its words that are one digit are cells, and no other word counts
+    transductive   the grid: the text between the first \boxed{ and the last }, else everything.
+                   A line is a row. Its words of one digit are cells, and no other word counts
     inductive      a program that defines transform(grid): the last ```python block, else the last
                    block without a language, else a text with "def transform". It is called once, in
-                   the sandbox, with `test_input`. What it returns is read as JSON, arrays as lists,
+                   the sandbox, with `test_input`. Its result is read as JSON, arrays as lists,
                    and 1.0, true or "1" as 1. It has 30 s, numpy, scipy and torch
 
-As there, a program that imports os, calls open or uses others of its kind (nvarc_programs) earns
+As in NeMo-Gym, a program that imports os, calls open or uses similar names (nvarc_programs) earns
 0, and its prints are lost. Deliberate deviations: it may define classes, which NeMo-Gym's runner
-cannot, and call 50,000 deep; arrays and tensors in a list are lists too; the 30 s are those of the
-whole program, and no wait for a processor counts.
+cannot, and call 50,000 deep; arrays and tensors in a list are lists too; the 30 s are for the whole
+program, and waiting for a CPU does not count.
 
-Known leaks: what is no word of one digit is skipped, so "-1", "1." and "0 12 1" read 1, 1 and 0 1,
-and a grid needs no box. `train` is not judged: a program earns 1.0 that returns a grid which the
-policy has worked out itself, or that is right for this input alone.
+Known leaks: all but words of one digit is skipped, so "-1", "1." and "0 12 1" read as 1, 1 and 0 1,
+and a grid needs no box. `train` is not judged: a program earns 1.0 even if it returns a grid that
+the policy worked out itself, or if it is right for this input only.
 """
 
 import json
@@ -25,7 +25,7 @@ import re
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.questions import nvarc_programs
-from envs.questions.nvarc_programs import LIMITS, found_in, program, returned
+from envs.questions.nvarc_programs import LIMITS, Returned, found_in, program, returned
 from envs.sandbox import sandbox
 from envs.services import Need
 
@@ -41,52 +41,62 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 
 def mode(row: dict) -> str:
-    """What an answer to a row is: one of MODES, where the row is a good one."""
-    named = "inductive" in row["agent_ref"]["name"]
-    return row.get("agent_mode") or MODES[named]
+    """Returns the form of an answer to a row: one of MODES, if the row passes `check`."""
+    usual = "inductive" if "inductive" in row["agent_ref"]["name"] else "transductive"
+    return row.get("agent_mode") or usual
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless the mode is known, and the grids that it needs are grids."""
+    """Raises ValueError unless the mode is known and the grids that it needs are grids."""
     get(row, "agent_mode", str | None, "text or null")
     known = mode(row)
     require(known in MODES, "agent_mode", known, f"one of: {', '.join(MODES)}, or null")
-    for field in ("expected_output", "test_input")[: 1 + (known == "inductive")]:
-        grid = get(row, field, list, "a grid, a list of lists")
-        require(grid, field, grid, "at least one row")
-        for i, line in enumerate(grid):
-            cells = isinstance(line, list) and all(type(v) is int and 0 <= v <= 9 for v in line)
-            require(cells and line, f"{field}[{i}]", line, "a list of integers from 0 to 9")
-            width = len(grid[0])
-            same = f"{width} cells, as the first row has"
-            require(len(line) == width, f"{field}[{i}]", f"a list of {len(line)}", same)
-        size = len(json.dumps(grid))
-        most = f"at most {LIMITS.output} bytes of JSON, as a program may return no more"
-        require(size <= LIMITS.output, field, f"a grid of {size} bytes", most)
+    check_grid(row, "expected_output")
+    if known == "inductive":
+        check_grid(row, "test_input")
+
+
+def check_grid(row: dict, field: str) -> None:
+    """Raises ValueError unless a field holds rows of equally many integers from 0 to 9."""
+    grid = get(row, field, list, "a grid, a list of lists")
+    require(grid, field, grid, "at least one row")
+    for i, line in enumerate(grid):
+        cells = isinstance(line, list) and all(type(v) is int and 0 <= v <= 9 for v in line)
+        require(cells and line, f"{field}[{i}]", line, "a list of integers from 0 to 9")
+        width = len(grid[0])
+        same = f"{width} cells, as the first row has"
+        require(len(line) == width, f"{field}[{i}]", f"a list of {len(line)}", same)
+    size = len(json.dumps(grid))
+    most = f"at most {LIMITS.output} bytes of JSON, as a program may return no more"
+    require(size <= LIMITS.output, field, f"a grid of {size} bytes", most)
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `reason` and `error` are why it is 0. Raises CheckerError."""
+    """Returns 0.0 or 1.0; `reason` and `error` say why it is 0.
+
+    Raises CheckerError if no program could run.
+    """
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
-    error = ""
     if mode(row) == "transductive":
-        grid = await found_in(text, written)
+        found = Returned(await found_in(text, written))
     else:
         source = await found_in(text, program)
         if source is None:
             return Reward(0.0, {"reason": "no code block"})
-        grid, reason, error = await returned(source, row["test_input"])
-    if not reason and grid != row["expected_output"]:
-        reason = "wrong grid" if grid else "no grid"
-    return Reward(float(not reason), {"reason": reason, "error": error} if reason else {})
+        found = await returned(source, row["test_input"])
+    if not found.failure and found.grid == row["expected_output"]:
+        return Reward(1.0)
+    wrong = "wrong grid" if found.grid else "no grid"
+    return Reward(0.0, {"reason": found.failure or wrong, "error": found.error})
 
 
 def written(text: str) -> list[list[int]]:
-    """The grid that a text holds; [] for none, and for rows that are not equally long."""
+    """Returns the grid in a text; [] if there is none, or if its rows differ in length."""
     opening = text.find("\\boxed{")
-    start, end = opening + len("\\boxed{"), text.rfind("}")
+    start = opening + len("\\boxed{")
+    end = text.rfind("}")
     if opening >= 0 and end > start:
         text = text[start:end]
     grid: list[list[int]] = []
@@ -94,5 +104,6 @@ def written(text: str) -> list[list[int]]:
         cells = [int(word) for word in line.split() if word in CELLS]
         if cells and grid and len(cells) != len(grid[0]):
             return []
-        grid += [cells] if cells else []
+        if cells:
+            grid.append(cells)
     return grid

@@ -1,7 +1,6 @@
-"""Programs of nvarc: which one a text holds, and what its transform makes of a grid.
+"""Finds the program in an answer to nvarc, and runs its transform on a grid in the sandbox.
 
-No environment by itself: nvarc runs answers with it, in the sandbox. nvarc_runner.txt is what runs
-there.
+Not an environment: nvarc uses it. nvarc_runner.txt is the program that runs in the sandbox.
 """
 
 import importlib.util
@@ -10,7 +9,7 @@ import re
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pydantic
 
@@ -21,13 +20,13 @@ from envs.sandbox.programs import programs
 from envs.sandbox.sandbox import Limits
 
 T = TypeVar("T")
-LONG = 20_000  # characters, of which more are read in a thread
+LONG = 20_000  # characters; a longer text is read in a thread
 LIMITS = Limits(seconds=30.0, memory=6 << 30)  # PyTorch for CUDA maps 3.2 GB
 # The first newline after the fence ends it, and nothing is scanned twice.
 PYTHON = re.compile(r"```python[^\S\n]*+\n(.*?)```", re.DOTALL)
 PLAIN = re.compile(r"```[^\S\n]*+\n(.*?)```", re.DOTALL)
 GRID = pydantic.TypeAdapter(list[list[int]])
-# What NeMo-Gym takes from a program: names of Python, and modules that it may not import.
+# NeMo-Gym denies a program these names of Python and these modules.
 NAMES = """open input breakpoint help license credits copyright exit quit vars dir globals
 locals"""
 MODULES = """os subprocess shutil pathlib builtins socket urllib requests http ftplib smtplib pickle
@@ -36,10 +35,18 @@ pty fcntl resource syslog asyncio concurrent"""
 RUNNER = Path(__file__).with_name("nvarc_runner.txt").read_text(encoding="utf-8")
 
 
-def problem() -> str:
-    """Why programs cannot import what their prompts offer, and how to mend it; "" if they can.
+class Returned(NamedTuple):
+    """The result of a program."""
 
-    What the service behind services.sandbox_url can import is not known here.
+    grid: list[list[int]]  # [] if it returned no grid
+    failure: str = ""  # the reason for a failed run
+    error: str = ""  # the end of its stderr
+
+
+def problem() -> str:
+    """Returns why programs cannot import what their prompts offer, and the remedy; "" if they can.
+
+    The imports of the service at services.sandbox_url are not known here.
     """
     if services.current().sandbox == "http":
         return ""
@@ -51,7 +58,7 @@ def problem() -> str:
 
 
 def program(text: str) -> str | None:
-    """The program in a text; None for none."""
+    """Returns the program in a text; None if there is none."""
     for fenced in (PYTHON, PLAIN):
         if blocks := fenced.findall(text):
             return blocks[-1].strip()
@@ -59,26 +66,26 @@ def program(text: str) -> str | None:
 
 
 async def found_in(text: str, function: Callable[[str], T]) -> T:
-    """What a function finds in a text: a megabyte takes it a tenth of a second, so in a thread."""
+    """Returns the result of a function on a text.
+
+    A long text is read in a thread, because a megabyte takes a tenth of a second.
+    """
     return await in_thread(function, text) if len(text) > LONG else function(text)
 
 
-async def returned(source: str, grid: list[list[int]]) -> tuple[list, str, str]:
-    """What a program's transform makes of a grid, [] for no grid; else why it failed, and where.
-
-    Raises CheckerError where no program could run.
-    """
+async def returned(source: str, grid: list[list[int]]) -> Returned:
+    """Runs a program's transform on a grid. Raises CheckerError if no program could run."""
     given = {"source": source, "grid": grid, "names": NAMES.split(), "modules": MODULES.split()}
     runs = programs(RUNNER, [json.dumps(given)], LIMITS)
     async with aclosing(runs):
         ran = await anext(runs)
     if ran.ended or ran.code:
-        return [], ran.ended or "crashed", ran.stderr[-200:]
-    return await found_in(ran.stdout, read), "", ""
+        return Returned([], ran.ended or "crashed", ran.stderr[-200:])
+    return Returned(await found_in(ran.stdout, read))
 
 
 def read(text: str) -> list[list[int]]:
-    """The grid in a program's output; [] for none."""
+    """Returns the grid in a program's output; [] if there is none."""
     try:
         return GRID.validate_python(json.loads(text))
     except (ValueError, RecursionError):

@@ -1,15 +1,15 @@
 r"""Puzzles of the library reasoning-gym, judged by its own scorers: 0.0 to 1.0.
 
-Row: `question`, `answer` (null where the puzzle has many), `metadata` with `source_dataset`, as
+Row: `question`, `answer` (null if the puzzle has many), `metadata` with `source_dataset`, as
 written by NeMo-Gym's resources_servers/reasoning_gym. Judged, as there: the last `<answer>` tag
 after `</think>`, else the first `\boxed{}`, else the whole text, stripped. Deliberate deviations: a
 response that never closes its `<think>` earns 0, and boards are compared as boards (see BOARDS).
 
-The library pays many wrong answers: docs/environments.md lists what is known. Answers to puzzles in
-EVALUATES run as Python, in the sandbox.
+The library pays for many wrong answers: docs/environments.md lists the known ones. Answers to
+puzzles in EVALUATES run as Python, in the sandbox.
 
 A row with `"exact": true` pays 1 for its `answer`, letter by letter, and 0 for any other. It closes
-all of these where there is one right answer and the question states its form. It does not suit
+all these leaks if there is one right answer and the question states its form. It does not suit
 puzzles with many answers, nor: advanced_geometry, codeio, coin_flip, complex_arithmetic,
 decimal_arithmetic, decimal_chain_sum, figlet_font, fraction_simplification, futoshiki,
 group_anagrams, knights_knaves, number_format, palindrome_partitioning, polynomial_equations,
@@ -28,15 +28,24 @@ from envs.services import Need
 AGENTS = ("reasoning_gym_simple_agent", "reasoning_gym")
 # Their scorers compare with tuples, which JSON turned into lists: the right answer would earn 0.05.
 BOARDS = ("arc_agi", "rearc")
-# Its scorer asks whether the answer is a text that is not empty: any is paid.
+# Its scorer accepts any text that is not empty.
 BROKEN = ("game_of_life_halting",)
-# Their scorers call eval or SymPy's parse_expr, which is one.
-EVALUATES = """binary_matrix countdown intermediate_integration n_queens polynomial_multiplication
-puzzle24 simple_integration spiral_matrix string_insertion"""
+# Their scorers call eval, or SymPy's parse_expr, which calls eval.
+EVALUATES = (
+    "binary_matrix",
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+    "spiral_matrix",
+    "string_insertion",
+)
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless the library has a scorer for the row that may judge answers."""
+    """Raises ValueError unless the library has a usable scorer for the row."""
     from reasoning_gym.factory import DATASETS
 
     get(row, "question", str, "a string")
@@ -61,16 +70,16 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 
 def evaluates(row: dict) -> bool:
-    """Whether the row's scorer runs an answer as Python."""
-    return row["metadata"]["source_dataset"] in EVALUATES.split()
+    """Returns whether the row's scorer runs an answer as Python."""
+    return row["metadata"]["source_dataset"] in EVALUATES
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """The library's score, or whether the answer is the row's where `exact` is true.
+    """Returns the library's score; if `exact` is true, 1.0 if the answer is the row's, else 0.0.
 
     `info` has the extracted `answer`, and `scorer_errors`, 1 if the scorer raised. An answer that
-    makes the scorer raise, run for 10 s or die is a wrong one. Raises CheckerError where no check
-    could run, and ValueError where the scorer raises for the row's own answer.
+    makes the scorer raise, run for 10 s or die is a wrong one. Raises CheckerError if no check
+    could run, and ValueError if the scorer raises for the row's own answer.
     """
     text = final_text(response)
     if reason := unfinished(text):
@@ -87,8 +96,8 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """The check that a child runs, its library imported."""
-    # As in envs/maths/math.py: scorers of integrals and polynomials have SymPy import these.
+    """Returns the check that a child runs, with its library imported."""
+    # As in envs/maths/math.py: scorers of integrals and polynomials make SymPy import these.
     import sympy.integrals.manualintegrate  # type: ignore[import-untyped]
     import sympy.integrals.prde  # type: ignore[import-untyped]  # noqa: F401
     from reasoning_gym.factory import DATASETS, get_score_answer_fn
@@ -103,21 +112,25 @@ def make_check() -> Callable[..., dict]:
             metadata["output"] = tuple(map(tuple, metadata["output"]))
         answer = extract(text)
         value, error = score(scorer, answer, entry)
-        verdict = {"value": value, "answer": answer[:200], "scorer_errors": 0}
         if error and entry["answer"] is not None and score(scorer, entry["answer"], entry)[1]:
             return {"row_error": f"metadata cannot be used by its scorer, which raised {error}"}
-        return verdict | ({"reason": error, "scorer_errors": 1} if error else {})
+        verdict = {"value": value, "answer": answer[:200], "scorer_errors": 0}
+        if error:
+            verdict |= {"reason": error, "scorer_errors": 1}
+        return verdict
 
     return check
 
 
 def score(scorer: Callable, answer: str, entry: dict) -> tuple[float, str | None]:
-    """The scorer's value, or 0.0 and what it raised."""
+    """Returns the scorer's value and None, or 0.0 and the error."""
     try:
         value = float(scorer(answer, entry))
-        return (value, None) if math.isfinite(value) else (0.0, f"a score of {value}")
     except BaseException as error:  # an evaluated answer may be "exit()"
         return 0.0, f"{type(error).__name__}: {error}"[:200]
+    if not math.isfinite(value):
+        return 0.0, f"a score of {value}"
+    return value, None
 
 
 checkers = Checkers("envs.questions.reasoning_gym:make_check", answers=MANY)

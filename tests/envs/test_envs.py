@@ -398,7 +398,7 @@ def puzzle_check():
 def entries():
     """A puzzle of each data set whose scorer runs no answer."""
     found = {c["metadata"]["source_dataset"]: c for c in lines("known_answers", "reasoning_gym")}
-    found = {name: c for name, c in found.items() if name not in puzzles.EVALUATES.split()}
+    found = {name: c for name, c in found.items() if name not in puzzles.EVALUATES}
     return [
         {"question": c["question"], "answer": c["reference"], "metadata": c["metadata"]}
         for c in found.values()
@@ -505,7 +505,7 @@ def test_answers_that_the_scorer_evaluates(monkeypatch):
     assert verify(puzzles, CODE_ROW, "0").value == 1
 
 
-@pytest.mark.parametrize("name", puzzles.EVALUATES.split())
+@pytest.mark.parametrize("name", puzzles.EVALUATES)
 def test_a_row_whose_answers_run_as_code_needs_a_sandbox(name, monkeypatch):
     row = replaced(CODE_ROW, ["metadata", "source_dataset"], name)
     check_rows.check_row(row)
@@ -538,7 +538,7 @@ def test_every_scorer_that_evaluates_answers_is_known():
         )
 
     found = {name for name, (dataset, *_) in DATASETS.items() if evaluates(dataset)}
-    assert found == set(puzzles.EVALUATES.split())
+    assert found == set(puzzles.EVALUATES)
 
 
 @pytest.mark.parametrize(("verdict", "value", "info"), [

@@ -151,7 +151,7 @@ test_bad_rows_are_refused = refused(
     ({"use_box_format": "yes"}, "use_box_format is 'yes', expected true, false or null"),
     (
         {TOOLS_AT: {"input": "4?", "tools": [{"type": "function", "name": "search"}]}},
-        rf"tools is \['search'\], expected the tool {TOOL}, or none",
+        rf"tools is \['search'\], expected the tool {TOOL}, or no tool",
     ),
     ({TOOLS_AT: {"input": "4?", "tools": TOOLS * 2}}, "tools is .*, expected the tool"),
     taken=({},),
