@@ -1,1 +1,1 @@
-"""Errands among data that an attacker has written into: nine simulated offices, worked by calls."""
+"""Errands in nine simulated offices, worked by calls, with data that an attacker has changed."""

@@ -1,17 +1,17 @@
-"""The tools of the nine simulated offices, by the names and parameters of NeMo-Gym's.
+"""Defines the tools of the nine simulated offices, with NeMo-Gym's names and parameters.
 
 Each office has the kinds of its records, and a table of its tools, made of the shapes in
-envs/prompt_injection/worlds.py. Where none fits, a function stands above the table. What a tool is
-for is said in the rows, to the policy.
+envs/prompt_injection/worlds.py. If no shape fits, a function stands above the table. The rows
+describe the tools to the policy.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from envs.prompt_injection import worlds
 from envs.prompt_injection.worlds import (
     Args,
     Kind,
+    Output,
     Record,
     World,
     alike,
@@ -29,25 +29,27 @@ from envs.prompt_injection.worlds import (
     write,
 )
 
-LONGEST = 1000  # characters or items of hours times a rate
+LONGEST = 1000  # characters or items that hours times a rate may give
 
 # --- messages of several offices ------------------------------------------------------------------
 
 
-def user(world: World) -> Any:
-    """Who works in the office."""
+def user(world: World) -> Record:
+    """Returns the record of the person who works in the office."""
     return world.tables.get("current_user", {})
 
 
 def send_message(world: World, args: Args) -> str:
-    """Adds a message, whatever the office calls the one who gets it."""
+    """Adds a message; the office's parameter for its receiver may have any of three names."""
     me = user(world)
     author = args["from_"] or me.get("email") or me.get("name", "system@example.com")
     to = args["recipient"] or args["to"] or args["recipients"]
     if isinstance(to, list):
         named = ", ".join(str(each) for each in to)
+    elif to:
+        named = str(to)
     else:
-        named = str(to) if to else "unknown"
+        named = "unknown"
     words = "from to subject body timestamp=sent case_id? related_claim_id?"
     message = filled(words, args | {"from": author, "to": named})
     inbox = world.tables.get("messages")
@@ -79,15 +81,15 @@ PATIENT = Kind("patients", "patient_id", "Patient", needed=True)
 APPOINTMENT = Kind("appointments", "appointment_id", "Appointment", "A", needed=True)
 
 
-def is_patient(record: Record, name: str, value: Any) -> bool:
-    """Whether the name or one of the conditions holds the value."""
+def is_patient(record: Record, name: str, value: str) -> bool:
+    """Returns whether the name or one of the conditions contains the value."""
     is_named = holds(record, name, value)
     wanted = value.lower()
     return any(wanted in each.lower() for each in record.get("conditions", [])) or is_named
 
 
 def prescribe(world: World, args: Args) -> str:
-    """Adds a prescription to those of a patient, who may be unknown."""
+    """Adds a prescription for a patient, who may be unknown."""
     patient = args["patient_id"]
     if patient not in world.tables.get("prescriptions", {}):
         world.tables.setdefault("prescriptions", {})[patient] = []
@@ -96,13 +98,13 @@ def prescribe(world: World, args: Args) -> str:
     return f"Prescribed {args['medication']} {args['dosage']} for patient {patient}."
 
 
-def get_prescriptions(world: World, args: Args) -> Any:
-    """The prescriptions of a patient."""
+def get_prescriptions(world: World, args: Args) -> Output:
+    """Returns the prescriptions of a patient."""
     return world.tables.get("prescriptions", {}).get(args["patient_id"], [])
 
 
-def get_lab_results(world: World, args: Args) -> Any:
-    """What the laboratory found in a patient."""
+def get_lab_results(world: World, args: Args) -> Output:
+    """Returns the laboratory results of a patient."""
     return world.tables.get("lab_results", {}).get(args["patient_id"], [])
 
 
@@ -140,7 +142,7 @@ FEEDBACK = INTERVIEW.add(
 )
 
 
-def submit_feedback(world: World, args: Args) -> Any:
+def submit_feedback(world: World, args: Args) -> Output:
     """Writes feedback into the first interview of a candidate, or into a new one."""
     for interview in INTERVIEW.records(world).values():
         if equal(interview, "candidate_id", args["candidate_id"]):
@@ -150,7 +152,7 @@ def submit_feedback(world: World, args: Args) -> Any:
 
 
 def send_email(world: World, args: Args) -> str:
-    """Adds a mail to the inbox, or to the messages where there is none."""
+    """Adds a mail to the inbox, or to the messages if there is no inbox."""
     author = user(world).get("email", "system@company.example")
     known = args | {"from": author, "to": args["recipient"]}
     mail = filled("from to subject body timestamp=sent", known)
@@ -161,8 +163,8 @@ def send_email(world: World, args: Args) -> str:
     return f"Email sent to {args['recipient']}."
 
 
-def get_inbox(world: World, args: Args) -> Any:
-    """All mails."""
+def get_inbox(world: World, args: Args) -> Output:
+    """Returns all mails."""
     return world.tables.get("inbox", world.tables.get("messages", []))
 
 
@@ -205,7 +207,7 @@ TICKET = Kind("support_tickets", "ticket_id", "Ticket", "T-")
 
 
 def process_refund(world: World, args: Args) -> str:
-    """Marks a refund as processed, or adds one that is."""
+    """Marks a refund as processed, or adds a processed one."""
     key = args["refund_id"]
     if key in REFUND.records(world):
         words = "status=processed amount reason?? admin_notes??"
@@ -247,8 +249,8 @@ GRADE = Kind("grades", "grade_id", prefix="G-")
 STUDENT = Kind("students", "student_id", "Student")
 
 
-def is_student(record: Record, name: str, value: Any) -> bool:
-    """Whether the first and last name hold the value."""
+def is_student(record: Record, name: str, value: str) -> bool:
+    """Returns whether the full name contains the value."""
     whole = f"{record.get('first_name', '')} {record.get('last_name', '')}"
     return value.lower() in whole.lower()
 
@@ -285,8 +287,8 @@ PAYOUT = Kind("payouts", "payout_id", prefix="PO-")
 POLICY = Kind("policies", "policy_id", "Policy")
 
 
-def is_of_claim(record: Record, name: str, value: Any) -> bool:
-    """Whether a message belongs to a claim, under either name."""
+def is_of_claim(record: Record, name: str, value: str) -> bool:
+    """Returns whether a message belongs to a claim, in either of two fields."""
     return equal(record, "related_claim_id", value) or equal(record, name, value)
 
 
@@ -362,8 +364,8 @@ FILE = FILING.add(
 )
 
 
-def add_billing_entry(world: World, args: Args) -> Any:
-    """Adds an entry with its amount. Raises MemoryError for a text a great number of times."""
+def add_billing_entry(world: World, args: Args) -> Output:
+    """Adds an entry with its amount. Raises MemoryError if a text or list would get too long."""
     hours = args["hours"]
     rate = args["rate"]
     for repeated, times in ((hours, rate), (rate, hours)):
@@ -374,8 +376,8 @@ def add_billing_entry(world: World, args: Args) -> Any:
     return ENTRY.action(world, args | {"amount": hours * rate, "billable": billable})
 
 
-def create_filing(world: World, args: Args) -> Any:
-    """Adds a filing, with a list of served parties where none are named."""
+def create_filing(world: World, args: Args) -> Output:
+    """Adds a filing, with an empty list of served parties if none are named."""
     return FILE.action(world, args | {"served_parties": args["served_parties"] or []})
 
 
@@ -433,7 +435,7 @@ def send_carrier_message(world: World, args: Args) -> str:
     return f"Carrier message sent to {args['to']}."
 
 
-def submit_customs(world: World, args: Args) -> Any:
+def submit_customs(world: World, args: Args) -> Output:
     """Writes into the first declaration of a shipment, or into a new one."""
     for declaration in CUSTOMS.records(world).values():
         if equal(declaration, "shipment_id", args["shipment_id"]):
@@ -520,7 +522,7 @@ OFFICES = {
     "logistics": LOGISTICS,
     "real_estate": MESSAGES | REAL_ESTATE,
 }
-# The tools that ignore arguments which they do not know.
+# The tools that ignore unknown arguments.
 OPEN = """
     send_message get_messages search_orders search_products list_courses create_course
     adjust_financial_aid submit_grade search_students search_assets search_kb_articles

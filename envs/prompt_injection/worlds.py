@@ -1,15 +1,17 @@
-"""What the tools of the simulated offices are made of: a world, and the shapes that tools have.
+"""Builds the tools of the simulated offices: a world, and the shapes that tools have.
 
 A world is the `environment` of a row: tables of records by id, and lists of messages. A tool's
 action on it, `action(world, args)`, returns JSON values, or a text for the policy. The shapes below
 make most of the tools in envs/prompt_injection/offices.py.
 
-NeMo-Gym shows the policy what Python says where a function fails. So what is compared first, and
-which of two values is asked first for its `lower`, is part of what a tool does, and is as there.
+NeMo-Gym shows the policy Python's message if a function raises. So the order of comparisons, and
+which of two values has its `lower` called first, are part of a tool's behaviour, and are as in
+NeMo-Gym. For the same reason nothing enforces the types below: a value of another type must raise
+where it does in NeMo-Gym.
 
-Parameters and fields are written as words, which say both: `status` is a required argument that is
-a field of that name, `priority:low` one with a default, `notes?` one whose field is left out where
-it is missing, and `notes??` where it is blank, too. `status=open` is a field that is a constant.
+Parameters and fields are written as words that state both: `status` is a required argument that is
+a field of that name, `priority:low` one with a default, `notes?` one whose field is left out if it
+is missing, and `notes??` if it is missing or blank. `status=open` is a field with a constant value.
 """
 
 import random
@@ -17,58 +19,68 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from envs.tools.calls import JSON
+
 Args = dict[str, Any]
 Record = dict[str, Any]
+Output = str | Record | list[Record]  # of a tool
 Comparison = Callable[[Record, str, Any], bool]  # of a record's field with an argument
 
 
 @dataclass
 class World:
-    """What the tools of an episode read and change.
+    """The data that the tools of an episode read and change.
 
-    New ids look like random ones, but are the same in each episode: one that begins anew, as its
-    engine was lost, gets the results that it had.
+    New ids look random but are the same in each episode: if an episode restarts because its engine
+    was lost, it gets the same results again.
     """
 
     tables: dict[str, Any]
     ids: random.Random = field(default_factory=lambda: random.Random(0))
 
     def new_id(self, prefix: str) -> str:
-        """The prefix and six hexadecimal digits."""
+        """Returns the prefix and six hexadecimal digits."""
         return f"{prefix}{self.ids.getrandbits(24):06X}"
 
 
-Action = Callable[[World, Args], Any]
+Action = Callable[[World, Args], Output]
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call: its parameters, and what it does."""
+    """A function that the policy may call: its parameters and its action."""
 
     required: list[str]
     optional: Args  # parameter -> default
     action: Action
-    is_open: bool = False  # whether other arguments are ignored
+    is_open: bool = False  # other arguments are ignored
 
     def bound(self, name: str, given: Args) -> Args:
-        """The arguments of a call, with defaults. Raises TypeError in the words of Python 3.12."""
+        """Returns the arguments of a call, with defaults.
+
+        Raises TypeError with the message of Python 3.12 if they do not fit the parameters.
+        """
+        known = (*self.required, *self.optional)
         for key in given:
             if key == "env":  # the parameter of Gym's functions that has the world
                 raise TypeError(f"{name}() got multiple values for argument 'env'")
-            if not self.is_open and key not in (*self.required, *self.optional):
+            if not self.is_open and key not in known:
                 raise TypeError(f"{name}() got an unexpected keyword argument '{key}'")
-        if missing := [repr(key) for key in self.required if key not in given]:
+        missing = [repr(key) for key in self.required if key not in given]
+        if len(missing) == 1:
+            raise TypeError(f"{name}() missing 1 required positional argument: {missing[0]}")
+        if missing:
             *most, last = missing
             comma = "," if len(most) > 1 else ""
-            listed = f"{', '.join(most)}{comma} and {last}" if most else last
-            number = f"{len(missing)} required positional argument{'s' if most else ''}"
-            raise TypeError(f"{name}() missing {number}: {listed}")
-        known = (*self.required, *self.optional)
+            raise TypeError(
+                f"{name}() missing {len(missing)} required positional arguments: "
+                f"{', '.join(most)}{comma} and {last}"
+            )
         return self.optional | {key: given[key] for key in known if key in given}
 
 
 def tool(words: str, action: Action) -> Tool:
-    """A tool with these parameters."""
+    """Returns a tool with these parameters."""
     required: list[str] = []
     optional: Args = {}
     for word in words.split():
@@ -83,20 +95,23 @@ def tool(words: str, action: Action) -> Tool:
 
 
 def filled(words: str, args: Args) -> Record:
-    """A record of these fields, in their order."""
+    """Returns a record of these fields, in their order."""
     record = {}
     for word in words.split():
         name, is_constant, constant = word.partition("=")
         name = name.rstrip("?").partition(":")[0]
         value = constant if is_constant else args[name]
-        is_missing = word.endswith("?") and value is None
-        if not is_missing and not (word.endswith("??") and not value):
+        if word.endswith("??"):
+            is_left_out = not value
+        else:
+            is_left_out = word.endswith("?") and value is None
+        if not is_left_out:
             record[name] = value
     return record
 
 
 def write(record: Record, words: str, args: Args) -> None:
-    """Sets these fields, one after the other. Raises TypeError for what is no object."""
+    """Sets these fields, one after the other. Raises TypeError if the record is not an object."""
     for name, value in filled(words, args).items():
         record[name] = value
 
@@ -111,79 +126,81 @@ class Test:
     word: str  # the parameter
     compare: Comparison
     name: str  # of the field
-    is_blank: Callable[[Any], bool] = lambda value: value is None  # whether all records pass
-    is_text: bool = False  # whether it has to be one even where no record is compared with it
+    allows_blank: bool = False  # all records pass if the argument is blank, not only if missing
+    is_text: bool = False  # the argument must be a text even if no record is compared with it
 
     def passed(self, record: Record, args: Args) -> bool:
-        """Whether a record passes."""
+        """Returns whether a record passes."""
         value = args[self.word.rstrip("?")]
-        return self.is_blank(value) or self.compare(record, self.name, value)
+        if value is None or (self.allows_blank and not value):
+            return True
+        return self.compare(record, self.name, value)
 
 
 def must(argument: str, compare: Comparison, name: str = "") -> Test:
-    """Of a required argument with the field `name`, or that of its own name."""
+    """Returns the test of a required argument against the field `name`, by default its own name."""
     return Test(argument, compare, name or argument)
 
 
 def text(argument: str, compare: Comparison, name: str = "") -> Test:
-    """As `must`, of a text."""
+    """Returns a test like `must`, of an argument that must be a text."""
     return Test(argument, compare, name or argument, is_text=True)
 
 
 def given(argument: str, compare: Comparison, name: str = "") -> Test:
-    """As `must`, but the argument may be missing."""
+    """Returns a test like `must`, of an argument that may be missing."""
     return Test(f"{argument}?", compare, name or argument)
 
 
 def where(argument: str, compare: Comparison, name: str = "") -> Test:
-    """As `given`, but a blank one counts as missing."""
-    return Test(f"{argument}?", compare, name or argument, lambda value: not value)
+    """Returns a test like `given`, in which a blank argument counts as missing."""
+    return Test(f"{argument}?", compare, name or argument, allows_blank=True)
 
 
-def equal(record: Record, name: str, value: Any) -> bool:
-    """Whether the field is the value."""
+def equal(record: Record, name: str, value: JSON) -> bool:
+    """Returns whether the field equals the value."""
     return bool(record.get(name) == value)
 
 
-def alike(record: Record, name: str, value: Any) -> bool:
-    """Whether the field is the value, whatever the case; the field is asked first."""
+def alike(record: Record, name: str, value: str) -> bool:
+    """Returns whether the field equals the value in lower case; the field's `lower` runs first."""
     return bool(record.get(name, "").lower() == value.lower())
 
 
-def matches(record: Record, name: str, value: Any) -> bool:
-    """Whether the field is the value, whatever the case; the value is asked first."""
+def matches(record: Record, name: str, value: str) -> bool:
+    """Returns whether the field equals the value in lower case; the value's `lower` runs first."""
     return bool(value.lower() == record.get(name, "").lower())
 
 
-def holds(record: Record, names: str, value: Any) -> bool:
-    """Whether one of the fields holds the value, whatever the case; all of them are asked."""
+def holds(record: Record, names: str, value: str) -> bool:
+    """Returns whether one of the fields contains the value, in lower case; all are evaluated."""
     wanted = value.lower()
     found = [wanted in record.get(name, "").lower() for name in names.split()]
     return any(found)
 
 
-def since(record: Record, name: str, value: Any) -> bool:
-    """Whether the text of the field is not smaller."""
+def since(record: Record, name: str, value: str) -> bool:
+    """Returns whether the text of the field is not smaller."""
     return not record.get(name, "") < value
 
 
-def until(record: Record, name: str, value: Any) -> bool:
-    """Whether the text of the field is not greater."""
+def until(record: Record, name: str, value: str) -> bool:
+    """Returns whether the text of the field is not greater."""
     return not record.get(name, "") > value
 
 
-def at_least(record: Record, name: str, value: Any) -> bool:
-    """Whether the number of the field is not smaller."""
+def at_least(record: Record, name: str, value: float) -> bool:
+    """Returns whether the number of the field is not smaller."""
     return not record.get(name, 0) < value
 
 
-def at_most(record: Record, name: str, value: Any) -> bool:
-    """Whether the number of the field is not greater."""
+def at_most(record: Record, name: str, value: float) -> bool:
+    """Returns whether the number of the field is not greater."""
     return not record.get(name, 0) > value
 
 
-def below(record: Record, name: str, value: Any) -> bool:
-    """Whether the number of the field is smaller."""
+def below(record: Record, name: str, value: float) -> bool:
+    """Returns whether the number of the field is smaller."""
     return bool(record.get(name, 0) < value)
 
 
@@ -196,28 +213,28 @@ class Kind:
 
     table: str
     key: str  # the field, and the argument, with the id of a record
-    word: str = ""  # what an error calls a record
+    word: str = ""  # the name of a record in errors
     prefix: str = ""  # of new ids
     needed: bool = False  # tools fail in a world without this table
 
-    def records(self, world: World) -> Any:
-        """All records, by id. Raises KeyError where a needed table is missing."""
+    def records(self, world: World) -> dict[str, Record]:
+        """Returns all records, by id. Raises KeyError if a needed table is missing."""
         return world.tables[self.table] if self.needed else world.tables.get(self.table, {})
 
-    def made(self, world: World) -> Any:
-        """All records, in a table that is made where it is missing, unless it is needed."""
+    def made(self, world: World) -> dict[str, Record]:
+        """Returns all records, in a table that is created if it is missing and not needed."""
         if not self.needed:
             world.tables.setdefault(self.table, {})
         return world.tables[self.table]
 
     def missing(self, args: Args) -> str:
-        """That there is no such record."""
+        """Returns the error that there is no such record."""
         return f"{self.word} {args[self.key]} not found."
 
     def read(self, words: str = "") -> Tool:
-        """Returns a record, after these fields were written into it."""
+        """Makes a tool that returns a record after writing these fields into it."""
 
-        def action(world: World, args: Args) -> Any:
+        def action(world: World, args: Args) -> Output:
             records = self.records(world)
             if args[self.key] not in records:
                 return {"error": self.missing(args)}
@@ -227,7 +244,7 @@ class Kind:
         return tool(f"{self.key} {words}", action)
 
     def change(self, words: str, said: str) -> Tool:
-        """Writes these fields into a record."""
+        """Makes a tool that writes these fields into a record."""
 
         def action(world: World, args: Args) -> str:
             records = self.records(world)
@@ -239,7 +256,7 @@ class Kind:
         return tool(f"{self.key} {words}", action)
 
     def note(self, argument: str, name: str, said: str) -> Tool:
-        """Adds an argument as a line to the text in the field `name`."""
+        """Makes a tool that adds an argument as a line to the text in the field `name`."""
 
         def action(world: World, args: Args) -> str:
             records = self.records(world)
@@ -253,23 +270,23 @@ class Kind:
         return tool(f"{self.key} {argument}", action)
 
     def add(self, words: str, said: str = "") -> Tool:
-        """Adds a record of these fields, and returns `said`, or without one the record."""
+        """Makes a tool that adds a record of these fields, and returns `said`, else the record."""
 
-        def action(world: World, args: Args) -> Any:
-            key = {self.key: world.new_id(self.prefix)}
-            record = key | filled(words, args)
-            self.made(world)[key[self.key]] = record
-            return said.format_map(args | key) if said else record
+        def action(world: World, args: Args) -> Output:
+            new_id = world.new_id(self.prefix)
+            record = {self.key: new_id} | filled(words, args)
+            self.made(world)[new_id] = record
+            return said.format_map(args | {self.key: new_id}) if said else record
 
         return tool(words, action)
 
     def find(self, *tests: Test, columns: str = "") -> Tool:
-        """The records that pass all tests: whole, or these columns of them."""
+        """Makes a tool that returns the records that pass all tests: whole, or these columns."""
 
-        def action(world: World, args: Args) -> list:
+        def action(world: World, args: Args) -> list[Record]:
             for test in tests:
                 if test.is_text:
-                    args[test.word].lower()
+                    args[test.word].lower()  # raises AttributeError if it is not a text
             found = []
             for record in self.records(world).values():
                 if all(test.passed(record, args) for test in tests):
@@ -280,9 +297,9 @@ class Kind:
         return tool(" ".join(test.word for test in tests), action)
 
     def of_shipment(self) -> Tool:
-        """The first record of a shipment."""
+        """Makes a tool that returns the first record of a shipment."""
 
-        def action(world: World, args: Args) -> Any:
+        def action(world: World, args: Args) -> Output:
             for record in self.records(world).values():
                 if equal(record, "shipment_id", args["shipment_id"]):
                     return record
@@ -292,11 +309,16 @@ class Kind:
 
 
 def messages(table: str, *tests: Test) -> Tool:
-    """The messages, of a table or a list, that pass each test; all make one before the next."""
+    """Makes a tool that returns the messages, of a table or a list, that pass all tests.
 
-    def action(world: World, args: Args) -> list:
+    A test runs on all messages before the next test does.
+    """
+
+    def action(world: World, args: Args) -> list[Record]:
         found = world.tables.get(table, [])
-        found = list(found.values() if isinstance(found, dict) else found)
+        if isinstance(found, dict):
+            found = found.values()
+        found = list(found)
         for test in tests:
             found = [message for message in found if test.passed(message, args)]
         return found
@@ -305,7 +327,7 @@ def messages(table: str, *tests: Test) -> Tool:
 
 
 def append(table: str, words: str, said: str) -> Tool:
-    """Adds a record of these fields to a list."""
+    """Makes a tool that adds a record of these fields to a list."""
 
     def action(world: World, args: Args) -> str:
         world.tables.setdefault(table, []).append(filled(words, args))

@@ -1,73 +1,90 @@
-"""Tool calls of an answer, compared with those that a row expects."""
+"""Compares the tool calls of an answer with the calls that a row expects."""
 
 import functools
 import json
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from envs import get, require
 
+JSON = None | bool | float | str | list["JSON"] | dict[str, "JSON"]
 
-def arguments(call: dict[str, Any]) -> Any:
-    """The parsed arguments of a call; None where they are no JSON."""
+
+def arguments(call: Mapping[str, JSON]) -> Any:
+    """Returns the parsed arguments of a call; None if they are not JSON."""
+    text = call.get("arguments")
+    if not isinstance(text, str):
+        return None
     try:
-        return json.loads(call["arguments"])
-    except (KeyError, TypeError, ValueError, RecursionError):
+        return json.loads(text)
+    except (ValueError, RecursionError):
         return None
 
 
-def check_call(call: Any, at: str) -> None:
+def check_call(call: JSON, at: str) -> None:
     """Raises ValueError unless a row's call at the path `at` has a name and a JSON object."""
     get(call, "name", str, "the name of a tool", at)
     text = get(call, "arguments", str, "a JSON object as text", at)
-    is_object = isinstance(arguments(call), dict)
+    is_object = isinstance(arguments({"arguments": text}), dict)
     require(is_object, at + "arguments", text, "a JSON object as text")
 
 
 def matching(candidates: list[list[int]]) -> int:
-    """The number of expected calls that can have a candidate of their own (Kuhn's algorithm)."""
+    """Returns how many expected calls can have a candidate of their own, by Kuhn's algorithm.
+
+    `candidates` lists for each expected call the numbers of the calls that fit it.
+    """
     owners: dict[int, int] = {}
 
     def place(call: int, seen: set[int]) -> bool:
         for i in candidates[call]:
-            if i not in seen:
-                seen.add(i)
-                if i not in owners or place(owners[i], seen):
-                    owners[i] = call
-                    return True
+            if i in seen:
+                continue
+            seen.add(i)
+            if i not in owners or place(owners[i], seen):
+                owners[i] = call
+                return True
         return False
 
     return sum(place(call, set()) for call in range(len(candidates)))
 
 
-def same(expected: Any, actual: Any, likeness: float, tolerance: float) -> bool:
-    """Whether arguments have the expected types, keys, lengths and values.
+def same(expected: JSON, actual: JSON, likeness: float, tolerance: float) -> bool:
+    """Returns whether arguments have the expected types, keys, lengths and values.
 
     Fractions may differ by less than `tolerance`. Two texts of several words are the same if the
-    words they share are `likeness` of the words of both.
+    words they share are at least the share `likeness` of the words of both.
     """
     if type(actual) is not type(expected):
         return False
-    if isinstance(expected, dict):
-        keys = expected.keys()
-        both = [(expected[key], actual[key]) for key in keys if key in actual]
-        return keys == actual.keys() and all(same(*pair, likeness, tolerance) for pair in both)
-    if isinstance(expected, list):
-        pairs = zip(expected, actual, strict=False)
-        alike = all(same(*pair, likeness, tolerance) for pair in pairs)
-        return len(expected) == len(actual) and alike
-    if isinstance(expected, float):
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        if expected.keys() != actual.keys():
+            return False
+        return all(same(expected[key], actual[key], likeness, tolerance) for key in expected)
+    if isinstance(expected, list) and isinstance(actual, list):
+        if len(expected) != len(actual):
+            return False
+        pairs = zip(expected, actual, strict=True)
+        return all(same(left, right, likeness, tolerance) for left, right in pairs)
+    if isinstance(expected, str) and isinstance(actual, str):
+        return alike(expected, actual, likeness)
+    if type(expected) is float and type(actual) is float:
         return abs(actual - expected) < tolerance
-    if not isinstance(expected, str):
-        return expected == actual
-    words, found = counted(expected), Counter(actual.lower().split())
-    total = words.total() + found.total()
+    return expected == actual
+
+
+def alike(expected: str, actual: str, likeness: float) -> bool:
+    """Returns whether two texts share enough words; a text of fewer than two must be equal."""
+    words = counted(expected)
+    found = Counter(actual.lower().split())
     if min(words.total(), found.total()) < 2:
         return expected == actual
+    total = words.total() + found.total()
     return (words & found).total() / total >= likeness
 
 
 @functools.lru_cache(1000)
-def counted(text: str) -> Counter:
-    """The words of an expected text, which each call of an answer may be compared with."""
+def counted(text: str) -> Counter[str]:
+    """Returns the words of an expected text, cached because it is compared with several calls."""
     return Counter(text.lower().split())

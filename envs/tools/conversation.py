@@ -2,24 +2,24 @@
 
 Row, as in NeMo-Gym's resources_servers/conversational_tool_use_simulation: `policy` (a text),
 `tools` (each with name, description or doc, parameters or params, and returns), `customer_scenario`
-(texts, and `outside_policy_scope`: whether the customer has to be handed over), and the prompt,
-which has the policy and may have a conversation that goes on; `initial_user_message` begins one.
-With `parallel_tool_calls` false, of several calls in an answer only the first is made.
+(texts, and `outside_policy_scope`: whether the customer must be handed over), and the prompt, which
+has the policy and may have a conversation to continue; `initial_user_message` begins a new one.
+If `parallel_tool_calls` is false, only the first of several calls in an answer is made.
 
 The judge "general" plays the customer and the tools (envs/tools/simulation.py), and judges:
     the conversation ends when the customer ends it, within 50 answers of the policy
-    each message of the customer and each result has to be a success, else this raises
-    each message and each call of the policy has to be a success, then all of them together
-1.0 where all are. 0.0 with a `reason` where an answer is cut off or empty, calls what is no tool or
-with arguments that do not fit, or is the 50th and has not ended it; `answers` is their number.
+    each message of the customer and each result must be a success, else this raises
+    each message and each call of the policy must be a success, then all of them together
+1.0 if all are successes. 0.0 with a `reason` if an answer is cut off or empty, calls an unknown
+tool or has arguments that do not fit, or is the 50th without an end; `answers` counts the answers.
 
-A simulator or a judge that fails is never a reward: CheckerError, and the episode begins anew.
-There such samples are masked, and so are those in which the judge refuses customer or tools.
+A failing simulator or judge never gives a reward: CheckerError is raised, and the episode restarts.
+NeMo-Gym masks such samples, and those in which the judge refuses the customer or the tools.
 
-Deliberate deviations. The prompts have our words. What the row brings along is not judged. The
-steps are judged all at once, not one after the other. A call that is not made gets a result that
-states this.
-Known leaks: the judge's taste. Each conversation is another one, as the simulators are sampled.
+Deliberate deviations. The prompts have our words. The row's own part of the conversation is not
+judged. The steps are judged all at once, not one after the other. A call that is not made gets a
+result that states this.
+Known leaks: the judge's taste. Conversations differ, because the simulators are sampled.
 """
 
 import json
@@ -65,16 +65,22 @@ def check(row: dict) -> None:
         get(tool, "name", str, "the name of a tool", f"tools[{i}].")
         for field in ("parameters", "returns"):
             schema = signature(tool)[field]
-            why = "no object" if not isinstance(schema, dict | None) else problem(schema or {})
+            why = "not an object"
+            if isinstance(schema, dict | None):
+                why = problem(schema or {})
             require(not why, f"tools[{i}].{field}", schema, f"a JSON schema: {why}")
     messages = chat(row["responses_create_params"]["input"])
     last = messages[-1] if messages else {}
-    whole = not last.get("tool_calls")
-    require(whole, "responses_create_params.input", last, "no call without its output at the end")
+    is_whole = not last.get("tool_calls")
+    at = "responses_create_params.input"
+    require(is_whole, at, last, "no call without its output at the end")
 
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
-    """One conversation. Raises CheckerError, and NoRoom for the first prompt."""
+    """Plays one conversation.
+
+    Raises CheckerError if the judge fails, and NoRoom if the first prompt leaves no room.
+    """
     from rollout.episode import Episode
 
     messages = chat(row["responses_create_params"]["input"])
@@ -84,27 +90,34 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     simulation = Simulation(row, steps_of(messages))
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         messages.append({"role": "user", "content": await simulation.customer()})
+    tools = row["responses_create_params"].get("tools")
     turns: list[Turn] = []
     reason = None
     while reason is None:
         try:
-            turns.append(await sampler.chat(messages, row["responses_create_params"].get("tools")))
+            turn = await sampler.chat(messages, tools)
         except NoRoom:
             if not turns:
                 raise
             reason = "room"
             break
-        messages.append(turns[-1].message)
-        reason = await follow(row, simulation, turns[-1], messages, len(turns) == MAX_ANSWERS)
+        turns.append(turn)
+        messages.append(turn.message)
+        reason = await follow(row, simulation, turn, messages, len(turns) == MAX_ANSWERS)
     reason = reason or await simulation.verdict()
-    info = {"answers": len(turns)} | ({"reason": reason} if reason else {})
+    info: dict[str, int | str] = {"answers": len(turns)}
+    if reason:
+        info["reason"] = reason
     return Episode(turns, Reward(float(not reason), info))
 
 
 async def follow(
     row: dict, simulation: Simulation, turn: "Turn", messages: list[dict], last: bool
 ) -> str | None:
-    """Plays on after an answer: why it earns nothing, "" if the customer ends it, else None."""
+    """Continues the conversation after an answer of the policy.
+
+    Returns None if it continues, "" if the customer ended it, else why the episode earns nothing.
+    """
     text = final_text(turn.judged)
     made = turn.message.get("tool_calls", [])
     if turn.finish_reason == "length":
@@ -116,36 +129,40 @@ async def follow(
     if not made:
         reply = await simulation.customer()
         messages.append({"role": "user", "content": reply})
-        return "" if ends(reply) else "too many answers" if last else None
+        if ends(reply):
+            return ""
+        return "too many answers" if last else None
     several = row["responses_create_params"].get("parallel_tool_calls", True) is not False
     calls = [
         Step("call", given["arguments"], given["name"], known["id"])
         for known, given in zip(made, turn.judged.tool_calls, strict=True)
     ]
-    for call in calls[: len(calls) if several else 1]:
+    for call in calls if several else calls[:1]:
         simulation.steps.append(call)
         if await simulation.invalid(call):
             return "an invalid call"
     if last:
         return "too many answers"
     for i, call in enumerate(calls):
-        output = await simulation.result(call) if several or i == 0 else ONE_CALL
-        known = {"tool_call_id": call.call_id, "name": call.name}
-        messages.append({"role": "tool", **known, "content": output})
+        output = ONE_CALL
+        if several or i == 0:
+            output = await simulation.result(call)
+        message = {"role": "tool", "tool_call_id": call.call_id, "name": call.name}
+        messages.append(message | {"content": output})
     return None
 
 
 def steps_of(messages: list[dict]) -> list[Step]:
-    """The steps of the conversation that a row brings along."""
+    """Returns the steps of a row's own part of the conversation."""
     steps = []
     for message in messages:
-        text, calls = message.get("content", ""), message.get("tool_calls") or []
+        text = message.get("content", "")
         if message["role"] in ("user", "assistant") and text:
             who = "customer" if message["role"] == "user" else "representative"
             steps.append(Step(who, text))
         elif message["role"] == "tool":
             steps.append(Step("result", text, call_id=message["tool_call_id"]))
-        for call in calls:
+        for call in message.get("tool_calls") or []:
             given = json.dumps(call["function"]["arguments"])
             steps.append(Step("call", given, call["function"]["name"], str(call["id"])))
     return steps

@@ -1,13 +1,13 @@
-"""A simulated customer, simulated tools, and a judge of their conversation with the policy.
+"""Simulates a customer and tools, and judges their conversation with the policy.
 
-All of them are the judge "general", with prompts of their own. A reply that is of no use is asked
-for again, three times in all. Then CheckerError is raised.
+The judge "general" plays all of these parts, each with its own prompts. It is asked up to three
+times for a reply that can be used; then CheckerError is raised.
 """
 
 import json
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from core.waits import in_thread, together
 from envs.following.schemas import validator
@@ -18,30 +18,36 @@ from envs.services import CheckerError
 JUDGE = "general"
 TRIES = 3
 TEMPERATURE = 1.0
-DONE, TRANSFERRED = "###STOP###", "###TRANSFER###"  # what a customer says at the end
+DONE, TRANSFERRED = "###STOP###", "###TRANSFER###"  # which a customer says at the end
 OPENING = "(You have reached the representative, who waits for your first message.)"
 
 PARTS = {"customer": "assistant", "representative": "user"}  # as the customer's model sees them
 
 PROMPTS = prompts(__file__)
+T = TypeVar("T")
 
 
 class Step(NamedTuple):
     """One message, call or result of the conversation."""
 
     who: str  # "customer", "representative", "call" or "result"
-    content: str  # what was said or returned; of a call, its arguments
+    content: str  # the message or result; of a call, its arguments
     name: str = ""  # of the tool
     call_id: str = ""
 
     def line(self) -> str:
-        """The step as JSON, which no text in it can get out of."""
+        """Returns the step as one line of JSON, which no text in it can leave."""
         if self.who == "call":
-            told = {"representative calls": self.name, "arguments": self.content}
-            return json.dumps(told | {"id": self.call_id}, ensure_ascii=False)
-        if self.who == "result":
-            return json.dumps({"returns": self.content, "id": self.call_id}, ensure_ascii=False)
-        return json.dumps({f"{self.who} says": self.content}, ensure_ascii=False)
+            shown = {
+                "representative calls": self.name,
+                "arguments": self.content,
+                "id": self.call_id,
+            }
+        elif self.who == "result":
+            shown = {"returns": self.content, "id": self.call_id}
+        else:
+            shown = {f"{self.who} says": self.content}
+        return json.dumps(shown, ensure_ascii=False)
 
 
 class Simulation:
@@ -49,14 +55,15 @@ class Simulation:
 
     def __init__(self, row: dict, steps: list[Step]) -> None:
         self.steps = steps
-        self.given = len(steps)  # of them, which the row brings along
+        self.given = len(steps)  # how many of them come from the row
         self.tools = {tool["name"]: tool for tool in row["tools"]}
         scenario = row["customer_scenario"]
-        told = [f"{key.replace('_', ' ')}: {text}" for key, text in scenario.items() if text]
+        lines = [f"{key.replace('_', ' ')}: {text}" for key, text in scenario.items() if text]
+        shown = [line for line in lines if not line.startswith("outside policy")]
         outside = bool(scenario.get("outside_policy_scope"))
         self.words = {
             "policy": row["policy"],
-            "scenario": "\n".join(line for line in told if not line.startswith("outside policy")),
+            "scenario": "\n".join(shown),
             "tools": "\n".join(json.dumps(signature(tool)) for tool in row["tools"]),
             "done": DONE,
             "transferred": TRANSFERRED,
@@ -64,29 +71,30 @@ class Simulation:
         }
 
     def transcript(self, end: int | None = None) -> str:
-        """The steps before number `end`, a line each."""
+        """Returns the steps before number `end`, one per line."""
         return "\n".join(step.line() for step in self.steps[:end]) or "(nothing yet)"
 
     async def customer(self) -> str:
-        """The customer's next message, which becomes a step. Raises CheckerError."""
-        first = not any(step.who == "customer" for step in self.steps)
+        """Returns the customer's next message, which becomes a step. Raises CheckerError."""
+        is_first = not any(step.who == "customer" for step in self.steps)
 
         def read(text: str) -> str | None:
-            said = re.sub(r"\A\s*customer:\s*", "", text, flags=re.IGNORECASE).strip()
-            return said if said and not (first and ends(said)) else None
+            message = re.sub(r"\A\s*customer:\s*", "", text, flags=re.IGNORECASE).strip()
+            if not message or (is_first and ends(message)):
+                return None
+            return message
 
-        said = [step for step in self.steps if step.who in PARTS]
-        marks = (DONE, TRANSFERRED)
-        messages = [
-            {"role": PARTS[step.who], "content": apart(step.content, marks)} for step in said
-        ]
-        messages.insert(0, {"role": "user", "content": OPENING})
+        messages = [{"role": "user", "content": OPENING}]
+        for step in self.steps:
+            if step.who in PARTS:
+                content = apart(step.content, (DONE, TRANSFERRED))
+                messages.append({"role": PARTS[step.who], "content": content})
         text = await self.ask("customer", messages, read, "no message of the customer")
         self.steps.append(Step("customer", text))
         return text
 
     async def result(self, call: Step) -> str:
-        """The result of a call, which becomes a step. Raises CheckerError."""
+        """Returns the result of a call, which becomes a step. Raises CheckerError."""
         schema = self.tools[call.name].get("returns")
 
         def read(text: str) -> str | None:
@@ -99,19 +107,21 @@ class Simulation:
         return text
 
     async def invalid(self, call: Step) -> bool:
-        """Whether there is no such tool, or it does not take these arguments."""
+        """Returns whether there is no such tool, or its arguments do not fit."""
         tool = self.tools.get(call.name)
-        schema = tool and signature(tool)["parameters"]
-        return schema is None or not await in_thread(fits, call.content, schema)
+        if tool is None:
+            return True
+        return not await in_thread(fits, call.content, signature(tool)["parameters"])
 
     async def verdict(self) -> str:
-        """The failure of the representative: "a step", "the conversation", or "" for none.
+        """Returns where the representative failed: "a step" or "the conversation"; "" if nowhere.
 
-        Raises CheckerError where customer or tools failed, or a verdict cannot be had.
+        Raises CheckerError if the customer or a tool failed, or the judge gives no verdict.
         """
         new = range(self.given, len(self.steps))
         others = [i for i in new if self.steps[i].who in ("customer", "result")]
-        for i, good in zip(others, await together(map(self.judge, others)), strict=True):
+        verdicts = await together(map(self.judge, others))
+        for i, good in zip(others, verdicts, strict=True):
             if not good:
                 raise CheckerError(f"the judge refused what was simulated: {self.steps[i].line()}")
         own = [i for i in new if i not in others]
@@ -122,7 +132,7 @@ class Simulation:
         return "" if good else "the conversation"
 
     async def judge(self, i: int) -> bool:
-        """Whether a step is a success. Raises CheckerError."""
+        """Returns whether a step is a success. Raises CheckerError."""
         step = self.steps[i]
         name = f"of_{step.who}" if step.who in ("customer", "result") else "of_representative"
         shown = f"{self.transcript(i)}\n\nThe step to judge:\n{step.line()}"
@@ -130,9 +140,9 @@ class Simulation:
         return await self.ask(name, messages, success, f"no verdict on a step of {step.who}")
 
     async def ask(
-        self, prompt: str, messages: list[dict], read: Callable[[str], Any], what: str
-    ) -> Any:
-        """A reply as `read` parses it. Raises CheckerError where it cannot parse three."""
+        self, prompt: str, messages: list[dict], read: Callable[[str], T | None], what: str
+    ) -> T:
+        """Returns a reply as parsed by `read`. Raises CheckerError if three cannot be parsed."""
         system = {"role": "system", "content": chosen(JUDGE, PROMPTS[prompt]).format(**self.words)}
         made = await judge.ask(
             JUDGE, [system, *messages], read, tries=TRIES, temperature=TEMPERATURE
@@ -143,12 +153,12 @@ class Simulation:
 
 
 def ends(said: str) -> bool:
-    """Whether a customer's message ends the conversation."""
+    """Returns whether a customer's message ends the conversation."""
     return DONE in said or TRANSFERRED in said
 
 
 def signature(tool: dict) -> dict:
-    """The signature of a row's tool; its fields have one of two names."""
+    """Returns the signature of a row's tool, whose fields may have either of two names."""
     doc, params = tool.get("doc"), tool.get("params")
     return {
         "name": tool["name"],
@@ -159,12 +169,12 @@ def signature(tool: dict) -> dict:
 
 
 def unfenced(text: str) -> str:
-    """A text without the fence of a block of JSON around it."""
+    """Returns a text without the fence of a JSON block around it."""
     return text.strip().removeprefix("```json").removesuffix("```")
 
 
 def fits(text: str, schema: dict) -> bool:
-    """Whether a text is JSON that a schema allows."""
+    """Returns whether a text is JSON that a schema allows."""
     try:
         return validator(schema).is_valid(json.loads(text))
     except (ValueError, RecursionError):
@@ -172,10 +182,10 @@ def fits(text: str, schema: dict) -> bool:
 
 
 def success(text: str) -> bool | None:
-    """The verdict in a judge's reply; None where it has none."""
+    """Returns the verdict in a judge's reply; None if it has none."""
     try:
-        told = json.loads(unfenced(text))
+        reply = json.loads(unfenced(text))
     except (ValueError, RecursionError):
         return None
-    good = told.get("success") if isinstance(told, dict) else None
+    good = reply.get("success") if isinstance(reply, dict) else None
     return good if isinstance(good, bool) else None

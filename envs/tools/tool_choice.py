@@ -2,27 +2,29 @@
 
 Row: `expected_action`: {"type": "function_call", "name", "arguments": JSON text}, {"type":
 "function_call_batch", "calls": [such calls]} or {"type": "message", "content"};
-`tool_call_comparator_config` (optional): some of SETTINGS, which NeMo-Gym keeps in its server's
-configuration, resources_servers/single_step_tool_use_with_argument_comparison. Without it the
-agent's name chooses them (BY_AGENT). Where calls are expected, each must be among those of the
-answer, in any order; text beside them is not judged. Names must be equal, and arguments have the
-same types, keys, lengths, numbers (fractions within 1e-6) and texts. Of texts of two words or more,
-the shared words must be `word_count_similarity_threshold` of the words of both; this share is 0.5
-for equal texts. Reward 0.0 or 1.0. With `parallel_tool_call_rewarding` the number of calls counts
-too, and the modes `fractional` and `f1` pay for some of the calls. Where a message is expected, any
-text without a call is paid.
+`tool_call_comparator_config` (optional): some fields of Settings, which NeMo-Gym keeps in its
+server's configuration, resources_servers/single_step_tool_use_with_argument_comparison. The agent's
+name chooses the others (BY_AGENT). If calls are expected, each must be among the answer's calls, in
+any order; text next to them is not judged. Names must be equal, and arguments must have the same
+types, keys, lengths, numbers (fractions within 1e-6) and texts. For texts of two words or more, the
+shared words must be at least the share `word_count_similarity_threshold` of the words of both; this
+share is 0.5 for equal texts. Reward 0.0 or 1.0. With `parallel_tool_call_rewarding` the number of
+calls counts too, and the modes `fractional` and `f1` pay for some of the calls. If a message is
+expected, any text without a call is paid.
 
 Deliberate deviations: true is not 1, and a message with a broken tool call earns 0. The package
-nemo-gym 0.4.0 is older: it looks at the first call alone, and knows no batches.
+nemo-gym 0.4.0 is older: it looks only at the first call, and has no batches.
 
 Known leaks: any message is paid. So are more calls than expected, unless their number counts. At
-the threshold 0.1 "the cat" is "the dog", and at 0.0, SWE 1's, any two words are: its reward is the
-tool, the names of the arguments, and those values that are no texts.
+the threshold 0.1 "the cat" equals "the dog", and at 0.0, as in SWE 1, any two texts of several
+words are equal: then the reward depends on the tool, the names of the arguments, and the values
+that are not texts.
 """
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.services import TOOL_PARSER, Need
@@ -40,22 +42,38 @@ AGENTS = (
     "droid_pivot_single_step_tool_use_with_argument_comparison_agent",
     "parallel_tool_calls_single_step_tool_use_with_argument_comparison_agent",
 )
-SETTINGS: dict[str, Any] = {"word_count_similarity_threshold": 0.1}
-SETTINGS |= {"floating_point_comparison_threshold": 1e-6, "parallel_tool_call_rewarding": False}
-SETTINGS |= {"allow_subset": False, "allow_superset": False}
-SETTINGS |= {"parallel_tool_call_reward_mode": "binary_strict"}
-COUNTED = dict.fromkeys(("parallel_tool_call_rewarding", "allow_subset", "allow_superset"), True)
-BY_AGENT: dict[str, dict[str, Any]] = {  # how its name begins -> its settings
-    "search_pivot": {"word_count_similarity_threshold": 0.3},
-    "swe_pivot": {"word_count_similarity_threshold": 0.0},
-    "droid_pivot": {"word_count_similarity_threshold": 0.0},
-    "parallel_tool_calls": COUNTED | {"parallel_tool_call_reward_mode": "f1"},
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The comparator's settings, with the names and defaults of NeMo-Gym."""
+
+    word_count_similarity_threshold: float = 0.1
+    floating_point_comparison_threshold: float = 1e-6
+    parallel_tool_call_rewarding: bool = False
+    allow_subset: bool = False
+    allow_superset: bool = False
+    parallel_tool_call_reward_mode: str = "binary_strict"  # one of MODES
+
+
+USUAL = Settings()
+FIELDS = tuple(field.name for field in dataclasses.fields(Settings))
+BY_AGENT = {  # the beginning of an agent's name -> its settings
+    "search_pivot": Settings(word_count_similarity_threshold=0.3),
+    "swe_pivot": Settings(word_count_similarity_threshold=0.0),
+    "droid_pivot": Settings(word_count_similarity_threshold=0.0),
+    "parallel_tool_calls": Settings(
+        parallel_tool_call_rewarding=True,
+        allow_subset=True,
+        allow_superset=True,
+        parallel_tool_call_reward_mode="f1",
+    ),
 }
 MODES = ("binary_strict", "fractional", "f1")
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless `expected_action` is a known one, and the settings are valid."""
+    """Raises ValueError unless `expected_action` has a known type and the settings are valid."""
     kind = get(row, "expected_action.type", str, "function_call, function_call_batch or message")
     action = row["expected_action"]
     if kind == "message":
@@ -71,15 +89,16 @@ def check(row: dict) -> None:
         check_call(action, "expected_action.")
     field = "tool_call_comparator_config"
     for name, value in (get(row, field, dict | None, "settings or null") or {}).items():
-        require(name in SETTINGS, f"{field}.{name}", value, "one of: " + ", ".join(SETTINGS))
-        usual = SETTINGS[name]
+        at = f"{field}.{name}"
+        require(name in FIELDS, at, value, "one of: " + ", ".join(FIELDS))
+        usual = getattr(USUAL, name)
         if isinstance(usual, float):
             fits = type(value) in (int, float) and 0 <= value <= 0.5
-            require(fits, f"{field}.{name}", value, "a number from 0 to 0.5")
+            require(fits, at, value, "a number from 0 to 0.5")
         elif isinstance(usual, bool):
-            require(isinstance(value, bool), f"{field}.{name}", value, "true or false")
+            require(isinstance(value, bool), at, value, "true or false")
         else:
-            require(value in MODES, f"{field}.{name}", value, "one of: " + ", ".join(MODES))
+            require(value in MODES, at, value, "one of: " + ", ".join(MODES))
 
 
 def needs(row: dict) -> tuple[Need, ...]:
@@ -88,31 +107,39 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 
 def verify(row: dict, response: str) -> Reward:
-    """Reward in [0, 1]; `reason` is why it is less than 1."""
+    """Returns a reward in [0, 1]; `reason` says why it is less than 1."""
     response = Response.of(response)
     action = row["expected_action"]
     calls = response.tool_calls
     missing = unfinished(final_text(response))
     if action["type"] == "message":
-        called = "a tool call" if calls or response.malformed == "tool_call" else None
-        reason = called or missing
-        return Reward(0.0, {"reason": reason}) if reason else Reward(1.0)
+        if calls or response.malformed == "tool_call":
+            return Reward(0.0, {"reason": "a tool call"})
+        return Reward(0.0, {"reason": missing}) if missing else Reward(1.0)
     if not calls:
         return Reward(0.0, {"reason": missing or "no tool call"})
-    known = (own for name, own in BY_AGENT.items() if row["agent_ref"]["name"].startswith(name))
-    settings = SETTINGS | next(known, {}) | (row.get("tool_call_comparator_config") or {})
     expected = action["calls"] if action["type"] == "function_call_batch" else [action]
-    value = score(expected, calls, settings)
+    value = score(expected, calls, settings_of(row))
     return Reward(value, {"reason": "other tool calls"} if value < 1 else {})
 
 
-def score(expected: list[dict], actual: list[dict], settings: dict[str, Any]) -> float:
-    """The reward of calls, at least one, in any order."""
-    likeness = settings["word_count_similarity_threshold"]
-    tolerance = settings["floating_point_comparison_threshold"]
+def settings_of(row: dict) -> Settings:
+    """Returns a row's own settings, and its agent's for the others."""
+    agent = row["agent_ref"]["name"]
+    of_agent = (settings for name, settings in BY_AGENT.items() if agent.startswith(name))
+    own = row.get("tool_call_comparator_config") or {}
+    return dataclasses.replace(next(of_agent, USUAL), **own)
+
+
+def score(
+    expected: Sequence[Mapping[str, str]], actual: Sequence[Mapping[str, str]], settings: Settings
+) -> float:
+    """Returns the reward for the answer's calls, at least one, in any order."""
+    likeness = settings.word_count_similarity_threshold
+    tolerance = settings.floating_point_comparison_threshold
     named = [(call.get("name"), arguments(call)) for call in actual]
 
-    def fitting(call: dict) -> Iterator[int]:
+    def fitting(call: Mapping[str, str]) -> Iterator[int]:
         wanted = arguments(call)
         for i, (name, found) in enumerate(named):
             if name == call["name"] and same(wanted, found, likeness, tolerance):
@@ -120,15 +147,15 @@ def score(expected: list[dict], actual: list[dict], settings: dict[str, Any]) ->
 
     # More candidates than there are expected calls cannot help.
     matched = matching([list(islice(fitting(call), len(expected))) for call in expected])
-    if not settings["parallel_tool_call_rewarding"]:
+    if not settings.parallel_tool_call_rewarding:
         return float(matched == len(expected))
     surplus = len(actual) - len(expected)
-    allowed = settings["allow_superset"] if surplus > 0 else settings["allow_subset"]
-    if surplus and not allowed:
+    is_allowed = settings.allow_superset if surplus > 0 else settings.allow_subset
+    if surplus and not is_allowed:
         return 0.0
-    if settings["parallel_tool_call_reward_mode"] == "f1":
+    if settings.parallel_tool_call_reward_mode == "f1":
         return 2 * matched / (len(expected) + len(actual))
-    needed = min(len(expected), len(actual)) if settings["allow_subset"] else len(expected)
-    if settings["parallel_tool_call_reward_mode"] == "fractional":
+    needed = min(len(expected), len(actual)) if settings.allow_subset else len(expected)
+    if settings.parallel_tool_call_reward_mode == "fractional":
         return matched / needed
     return float(matched == needed)

@@ -1,17 +1,18 @@
-"""The loop of an agent with tools: answers and calls in turn, as in NeMo-Gym's simple_agent."""
+"""Runs an agent with tools: answers and calls in turn, as in NeMo-Gym's simple_agent."""
 
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from envs.tools.calls import arguments
+from envs.tools.calls import JSON, arguments
 from rollout.chat import NoRoom
 from rollout.episode import Turn
 from rollout.messages import functions
 from rollout.response import Response
 
-Call = Callable[[str, dict[str, Any]], Awaitable[str]]  # name and arguments -> what the policy sees
+# Makes a call, by its name and arguments; returns the result that the policy sees.
+Call = Callable[[str, dict[str, JSON]], Awaitable[str]]
 
 
 @dataclass
@@ -21,20 +22,21 @@ class Talk:
     messages: list[dict]  # as chat templates take them
     turns: list[Turn] = field(default_factory=list)
     calls: list[dict[str, str]] = field(default_factory=list)  # as in Response, with a call_id
-    ended: str = "steps"  # "answer" without a call, "length" where it was cut off, "room", "steps"
+    # "answer": without a call; "length": cut off; "room": no room for another; "steps": too many
+    ended: str = "steps"
 
     @property
     def response(self) -> Response:
-        """The last answer, with the calls of all of them, as a verifier judges it."""
+        """The last answer, with the calls of all answers, as a verifier judges it."""
         last = self.turns[-1].judged
         return Response(last, last.reasoning, last.content, self.calls, last.malformed)
 
 
 class Speaker(Protocol):
-    """Samples answers: a Sampler, or what an environment puts in front of it."""
+    """Samples answers: a Sampler, or an environment's wrapper around it."""
 
     async def chat(self, messages: list[dict], tools: list | None = None) -> Turn:
-        """The answer to a conversation."""
+        """Returns the answer to a conversation."""
 
 
 async def converse(
@@ -42,12 +44,12 @@ async def converse(
 ) -> Talk:
     """Lets the policy answer and call tools, for at most `max_steps` answers.
 
-    An answer without a call ends it, also one that only thinks, as in Super's configuration.
+    An answer without a call ends the talk, even if it only thinks, as in Super's configuration.
 
-    `call` may return an error as text; an exception of it ends the rollout. It is not called for a
-    name that is not in `tools`, nor with arguments that are no JSON object: the policy sees an
-    `error`. The calls of an answer that was cut off are not made. Raises NoRoom where the first
-    prompt has none.
+    `call` may return an error as text; an exception that it raises ends the rollout. It is not
+    called for a name that is not in `tools`, nor with arguments that are not a JSON object: then
+    the policy sees an `error`. The calls of an answer that was cut off are not made. Raises NoRoom
+    if the first prompt leaves no room.
     """
     talk = Talk(list(messages))
     names = {tool["function"]["name"] for tool in functions(tools) or ()}
@@ -62,20 +64,25 @@ async def converse(
         talk.turns.append(turn)
         talk.messages.append(turn.message)
         made = turn.message.get("tool_calls", ())
+        calls = []
         for known, parsed in zip(made, turn.judged.tool_calls, strict=True):
-            talk.calls.append(parsed | {"call_id": known["id"]})
-        if turn.finish_reason == "length" or not made:
-            talk.ended = "length" if turn.finish_reason == "length" else "answer"
+            calls.append(parsed | {"call_id": known["id"]})
+        talk.calls += calls
+        if turn.finish_reason == "length":
+            talk.ended = "length"
             break
-        for parsed in talk.calls[-len(made) :]:
+        if not calls:
+            talk.ended = "answer"
+            break
+        for parsed in calls:
             output = await answered(call, parsed, names)
-            known = {"tool_call_id": parsed["call_id"], "name": parsed["name"]}
-            talk.messages.append({"role": "tool", **known, "content": output})
+            message = {"role": "tool", "tool_call_id": parsed["call_id"], "name": parsed["name"]}
+            talk.messages.append(message | {"content": output})
     return talk
 
 
 async def answered(call: Call, parsed: dict[str, str], names: set[str]) -> str:
-    """A tool's result of a call, or the error in the call."""
+    """Returns the result of a call, or the error in the call."""
     if parsed["name"] not in names:
         return json.dumps({"error": f"there is no tool {parsed['name'][:100]!r}"})
     given = arguments(parsed)

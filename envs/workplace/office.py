@@ -1,4 +1,4 @@
-"""The office of NeMo-Gym's workplace_assistant: its tables, and their comparison."""
+"""Loads, changes and compares the tables of NeMo-Gym's workplace_assistant, a simulated office."""
 
 import csv
 import functools
@@ -9,25 +9,53 @@ from typing import Any
 from envs import services
 
 Row = dict[str, Any]
-FILES = {"emails": "emails.csv", "events": "calendar_events.csv", "tasks": "project_tasks.csv"}
-FILES |= {"customers": "customer_relationship_manager_data.csv", "visits": "analytics_data.csv"}
+FILES = {
+    "emails": "emails.csv",
+    "events": "calendar_events.csv",
+    "tasks": "project_tasks.csv",
+    "customers": "customer_relationship_manager_data.csv",
+    "visits": "analytics_data.csv",
+}
 COLUMNS = {
-    "emails": "email_id inbox/outbox sender/recipient subject sent_datetime body",
-    "events": "event_id event_name participant_email event_start duration",
-    "tasks": "task_id task_name assigned_to_email list_name due_date board",
-    "customers": "customer_id assigned_to_email customer_name customer_email customer_phone"
-    " last_contact_date product_interest status follow_up_by notes",
-    "visits": "date_of_visit visitor_id page_views session_duration_seconds traffic_source"
-    " user_engaged",
+    "emails": [
+        "email_id",
+        "inbox/outbox",
+        "sender/recipient",
+        "subject",
+        "sent_datetime",
+        "body",
+    ],
+    "events": ["event_id", "event_name", "participant_email", "event_start", "duration"],
+    "tasks": ["task_id", "task_name", "assigned_to_email", "list_name", "due_date", "board"],
+    "customers": [
+        "customer_id",
+        "assigned_to_email",
+        "customer_name",
+        "customer_email",
+        "customer_phone",
+        "last_contact_date",
+        "product_interest",
+        "status",
+        "follow_up_by",
+        "notes",
+    ],
+    "visits": [
+        "date_of_visit",
+        "visitor_id",
+        "page_views",
+        "session_duration_seconds",
+        "traffic_source",
+        "user_engaged",
+    ],
 }
 EXACT = ("status", "list_name", "board")  # columns in which case counts
 
 
 class Table:
-    """Rows in order. No row is ever changed, but replaced: copies of a table share them.
+    """Rows in order. A row is never changed but replaced, because copies of a table share rows.
 
     `labels` are the names that pandas gives to rows. Its equality, by which NeMo-Gym judges,
-    compares them: to delete a row and then to append one is not the same as the other way round.
+    compares them: deleting a row and then appending one differs from appending and then deleting.
     """
 
     def __init__(self, rows: list[Row], labels: list[int] | None = None) -> None:
@@ -35,35 +63,38 @@ class Table:
         self.labels = list(range(len(rows))) if labels is None else labels
 
     def copy(self) -> "Table":
-        """A table that changes on its own."""
+        """Returns a table that can be changed independently."""
         return Table(self.rows.copy(), self.labels.copy())
 
-    def find(self, column: str, value: Any) -> Row | None:
-        """The first row with this value; None for none."""
+    def find(self, column: str, value: str) -> Row | None:
+        """Returns the first row with this value; None if there is none."""
         return next((row for row in self.rows if row[column] == value), None)
 
     def following(self, column: str) -> int:
-        """The number after the greatest of a column, as texts compare. Raises ValueError."""
+        """Returns the number after the greatest of a column, compared as texts.
+
+        Raises ValueError if there are no rows, or if it is not a number.
+        """
         return int(max(row[column] for row in self.rows)) + 1
 
     def append(self, row: Row, numbered: bool = True) -> None:
-        """Adds a row. `numbered`: all labels are counted anew; else its own is 0."""
+        """Adds a row. If `numbered`, all labels are counted anew, else the row's label is 0."""
         columns = self.rows[0] if self.rows else row
         self.rows.append({column: row[column] for column in columns})
         self.labels = list(range(len(self.rows))) if numbered else [*self.labels, 0]
 
-    def update(self, column: str, value: Any, change: Row) -> None:
+    def update(self, column: str, value: str, change: Row) -> None:
         """Writes `change` into the rows with this value."""
         self.rows = [row | change if row[column] == value else row for row in self.rows]
 
-    def delete(self, column: str, value: Any) -> None:
+    def delete(self, column: str, value: str) -> None:
         """Removes the rows with this value; the others keep their labels."""
         kept = [i for i, row in enumerate(self.rows) if row[column] != value]
         self.rows = [self.rows[i] for i in kept]
         self.labels = [self.labels[i] for i in kept]
 
     def is_same(self, other: "Table") -> bool:
-        """Whether labels and rows agree, in most columns whatever the case."""
+        """Returns whether labels and rows agree, apart from case in most columns."""
         if self.labels != other.labels:
             return False
         pairs = zip(self.rows, other.rows, strict=True)
@@ -79,22 +110,29 @@ class Office:
     tasks: Table
     customers: Table
     plots: Table
-    visits: list[Row]  # which no tool changes
+    visits: list[Row]  # no tool changes them
 
     def copy(self) -> "Office":
-        """An office that changes on its own."""
-        tables = {name: table.copy() for name, table in vars(self).items() if name != "visits"}
-        return Office(**tables, visits=self.visits)
+        """Returns an office that can be changed independently."""
+        return Office(
+            emails=self.emails.copy(),
+            events=self.events.copy(),
+            tasks=self.tasks.copy(),
+            customers=self.customers.copy(),
+            plots=self.plots.copy(),
+            visits=self.visits,
+        )
 
     def difference(self, other: "Office") -> str:
-        """The first table that is not the same; "" for none."""
-        names = [name for name in vars(self) if name != "visits"]
-        differ = (name for name in names if not getattr(self, name).is_same(getattr(other, name)))
-        return next(differ, "")
+        """Returns the name of the first table that differs; "" if none does."""
+        for name in ("emails", "events", "tasks", "customers", "plots"):
+            if not getattr(self, name).is_same(getattr(other, name)):
+                return name
+        return ""
 
 
 def folded(row: Row) -> Row:
-    """A row as it is compared."""
+    """Returns a row as it is compared, in lower case except for the columns in EXACT."""
     return {
         name: value.lower() if isinstance(value, str) and name not in EXACT else value
         for name, value in row.items()
@@ -103,28 +141,37 @@ def folded(row: Row) -> Row:
 
 @functools.cache
 def load(folder: str) -> Office:
-    """The office of a folder with NeMo-Gym's tables; to be copied before it is changed.
+    """Returns the office in a folder with NeMo-Gym's tables, which must be copied before changes.
 
-    Raises OSError where a file is missing, and ValueError for one that is no such table: the calls
-    of a ground truth would find nothing to change in it, and any answer would be right.
+    Raises OSError if a file is missing, and ValueError if one does not have the expected columns:
+    the calls of a ground truth would find nothing to change in it, and any answer would be right.
     """
-    tables = {}
-    for name, file in FILES.items():
-        columns = COLUMNS[name].split()
-        with open(Path(folder, file), newline="", encoding="utf-8") as lines:
-            rows = list(csv.DictReader(lines))
-        if not rows or any(list(row) != columns or None in row.values() for row in rows):
-            raise ValueError(f"{folder}/{file}: expected rows of {', '.join(columns)}")
-        tables[name] = [{key: text or None for key, text in row.items()} for row in rows]
+    tables = {name: read_table(folder, name) for name in FILES}
     for row in tables["visits"]:
         row["user_engaged"] = row["user_engaged"] == "True"
-    visits = tables.pop("visits")
-    known = {name: Table(rows) for name, rows in tables.items()}
-    return Office(**known, plots=Table([]), visits=visits)
+    return Office(
+        emails=Table(tables["emails"]),
+        events=Table(tables["events"]),
+        tasks=Table(tables["tasks"]),
+        customers=Table(tables["customers"]),
+        plots=Table([]),
+        visits=tables["visits"],
+    )
+
+
+def read_table(folder: str, name: str) -> list[Row]:
+    """Returns the rows of a table, with None for empty cells. Raises OSError and ValueError."""
+    columns = COLUMNS[name]
+    file = FILES[name]
+    with open(Path(folder, file), newline="", encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    if not rows or any(list(row) != columns or None in row.values() for row in rows):
+        raise ValueError(f"{folder}/{file}: expected rows of {', '.join(columns)}")
+    return [{key: text or None for key, text in row.items()} for row in rows]
 
 
 def problem() -> str:
-    """Why the office has no tables, and how to mend it; "" for nothing."""
+    """Returns why the office has no tables, and the remedy; "" if it has them."""
     folder = services.current().workplace
     expected = "expected the tables that `bash launch/tables.sh FOLDER` fetches"
     if not folder:

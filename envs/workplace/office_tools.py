@@ -1,10 +1,10 @@
-"""The 27 tools of the office, which read and change its tables.
+"""Implements the 27 tools of the office, which read and change its tables.
 
-Each takes the office and the call's arguments, by the names of NeMo-Gym's schemas, and returns JSON
-values. They answer a refused call with a text. Arguments that they cannot read raise an exception,
-which changes nothing.
+Each takes the office and the call's arguments, with the names and types of NeMo-Gym's schemas, and
+returns a JSON value. A refused call returns a text. Nothing enforces the types: if a tool cannot
+use an argument, it raises an exception and changes nothing.
 
-A search is for a regular expression, whatever the case, as pandas' str.contains understands it.
+A search is for a regular expression, in upper or lower case, as in pandas' str.contains.
 """
 
 import collections
@@ -12,12 +12,16 @@ import datetime
 import re
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TypeVar
 
 import dateutil.parser
 import regex
 
 from envs.workplace.office import Office, Row, Table
+
+Bound = TypeVar("Bound", str, datetime.datetime)
+Page = dict[str, list[Row] | dict[str, int]]
+Output = str | list[str] | Row | list[Row] | Page | dict[str, int] | dict[str, float]
 
 NOW = datetime.datetime(2023, 11, 30, 23, 59)  # the office's clock stands still
 ADDRESS = re.compile(r"[a-zA-Z0-9._%+-]+@[a-zA-Z0-9.-]+\.[a-zA-Z]{2,}\n?")
@@ -37,22 +41,26 @@ LONGEST = 1000  # characters of a search
 
 
 def containing(pattern: str, rows: Iterable[Row], *columns: str) -> list[Row]:
-    """The rows that contain a pattern in one of `columns`. Raises ValueError, regex.error."""
+    """Returns the rows that contain a pattern in one of `columns`.
+
+    Raises ValueError if it is too long, regex.error if it is invalid, and TimeoutError.
+    """
     if len(pattern) > LONGEST:
         raise ValueError(f"a search of {len(pattern)} characters, expected at most {LONGEST}")
     compiled = regex.compile(pattern, regex.IGNORECASE)
     until = time.monotonic() + SEARCH
 
     def holds(text: str | None) -> bool:
+        if text is None:
+            return False
         left = max(1e-3, until - time.monotonic())
-        found = text is not None and compiled.search(text, timeout=left, concurrent=True)
-        return bool(found)
+        return bool(compiled.search(text, timeout=left, concurrent=True))
 
     return [row for row in rows if any(holds(row[column]) for column in columns)]
 
 
 def moment(text: str) -> datetime.datetime:
-    """The time that a text names, as pandas reads it. Raises ValueError for none."""
+    """Returns the time in a text, as pandas reads it. Raises ValueError if it has none."""
     if len(text) > 100 or is_small(text):
         raise ValueError(TIME)
     if text in ("now", "today"):
@@ -68,37 +76,46 @@ def moment(text: str) -> datetime.datetime:
 
 
 def is_small(text: str) -> bool:
-    """Whether a text is a number, and too small for a year."""
+    """Returns whether a text is a number that is too small for a year."""
     try:
         return float(text) < 1000 and not text.startswith("0")
     except ValueError:
         return False
 
 
-def page_of(name: str, rows: list[Row], page: int, page_size: int) -> Any:
-    """One page of the rows that were found, and their number."""
+def page_of(name: str, rows: list[Row], page: int, page_size: int) -> str | Page:
+    """Returns one page of the rows that were found, and their number."""
     if not rows:
         return f"No {name} found."
     pages = (len(rows) + page_size - 1) // page_size
     page = max(1, min(page, pages)) if pages > 0 else 1
     start = (page - 1) * page_size
-    counts = {f"total_{name}": len(rows), "page": page}
-    counts |= {"page_size": page_size, "total_pages": pages}
-    return {name: rows[start : min(start + page_size, len(rows))], "pagination": counts}
+    end = min(start + page_size, len(rows))
+    counts = {
+        f"total_{name}": len(rows),
+        "page": page,
+        "page_size": page_size,
+        "total_pages": pages,
+    }
+    return {name: rows[start:end], "pagination": counts}
 
 
-def field_of(table: Table, column: str, key: Any, field: Any) -> Any:
-    """One field of the row that a key names."""
+def field_of(table: Table, column: str, key: str | None, field: str | None) -> str | Row:
+    """Returns one field of the row that a key names."""
     if not key or not field:
         return f"Missing: {column} and field."
     row = table.find(column, key)
     if not row:
         return "Not found."
-    return {field: row[field]} if field in row else f"No such field. There are: {', '.join(row)}."
+    if field not in row:
+        return f"No such field. There are: {', '.join(row)}."
+    return {field: row[field]}
 
 
-def between(rows: list[Row], first: Any, last: Any, value: Callable[[Row], Any]) -> list[Row]:
-    """The rows whose value lies between two bounds, where these are given."""
+def between(
+    rows: list[Row], first: Bound | None, last: Bound | None, value: Callable[[Row], Bound]
+) -> list[Row]:
+    """Returns the rows whose value lies between two bounds, each of which may be missing."""
     if first:
         rows = [row for row in rows if value(row) >= first]
     if last:
@@ -106,7 +123,7 @@ def between(rows: list[Row], first: Any, last: Any, value: Callable[[Row], Any])
     return rows
 
 
-def removed(table: Table, column: str, key: Any) -> str:
+def removed(table: Table, column: str, key: str | None) -> str:
     """Deletes the rows that a key names."""
     if not key:
         return f"Missing: {column}."
@@ -119,7 +136,7 @@ def removed(table: Table, column: str, key: Any) -> str:
 # --- the directory and emails ---------------------------------------------------------------------
 
 
-def company_directory_find_email_address(office: Office, /, name: str = "") -> Any:
+def company_directory_find_email_address(office: Office, /, name: str = "") -> Output:
     if name == "":
         return "Missing: name."
     known = {row["sender/recipient"] for row in office.emails.rows}
@@ -129,8 +146,8 @@ def company_directory_find_email_address(office: Office, /, name: str = "") -> A
 
 
 def email_get_email_information_by_id(
-    office: Office, /, email_id: Any = None, field: Any = None
-) -> Any:
+    office: Office, /, email_id: str | None = None, field: str | None = None
+) -> Output:
     return field_of(office.emails, "email_id", email_id, field)
 
 
@@ -138,11 +155,11 @@ def email_search_emails(
     office: Office,
     /,
     query: str = "",
-    date_min: Any = None,
-    date_max: Any = None,
+    date_min: str | None = None,
+    date_max: str | None = None,
     page: int = 1,
     page_size: int = 5,
-) -> Any:
+) -> Output:
     words = query.lower().split()
     columns = ("subject", "body", "sender/recipient")
     found = []
@@ -151,13 +168,18 @@ def email_search_emails(
         if all(word in text for word in words):
             found.append(row)
     found.sort(key=lambda row: row["sent_datetime"], reverse=True)
-    first, last = (date and str(moment(date).date()) for date in (date_min, date_max))
+    first = str(moment(date_min).date()) if date_min else None
+    last = str(moment(date_max).date()) if date_max else None
     found = between(found, first, last, lambda row: row["sent_datetime"][:10])
     return page_of("emails", found, page, page_size)
 
 
 def email_send_email(
-    office: Office, /, recipient: Any = None, subject: Any = None, body: Any = None
+    office: Office,
+    /,
+    recipient: str | None = None,
+    subject: str | None = None,
+    body: str | None = None,
 ) -> str:
     if not recipient or not subject or not body:
         return "Missing: recipient, subject or body."
@@ -165,17 +187,25 @@ def email_send_email(
         return "The recipient is no email address."
     emails = office.emails
     number = emails.following("email_id") if emails.rows else 1
-    email = {"email_id": str(number), "inbox/outbox": "outbox"}
-    email |= {"sender/recipient": recipient.lower(), "subject": subject}
-    emails.append(email | {"sent_datetime": str(NOW), "body": body})
+    email = {
+        "email_id": str(number),
+        "inbox/outbox": "outbox",
+        "sender/recipient": recipient.lower(),
+        "subject": subject,
+        "sent_datetime": str(NOW),
+        "body": body,
+    }
+    emails.append(email)
     return "Sent."
 
 
-def email_delete_email(office: Office, /, email_id: Any = None) -> str:
+def email_delete_email(office: Office, /, email_id: str | None = None) -> str:
     return removed(office.emails, "email_id", email_id)
 
 
-def email_forward_email(office: Office, /, email_id: Any = None, recipient: Any = None) -> str:
+def email_forward_email(
+    office: Office, /, email_id: str | None = None, recipient: str | None = None
+) -> str:
     if not email_id or not recipient:
         return "Missing: email_id or recipient."
     email = office.emails.find("email_id", email_id)
@@ -184,7 +214,9 @@ def email_forward_email(office: Office, /, email_id: Any = None, recipient: Any 
     return email_send_email(office, recipient, f"FW: {email['subject']}", email["body"])
 
 
-def email_reply_email(office: Office, /, email_id: Any = None, body: Any = None) -> str:
+def email_reply_email(
+    office: Office, /, email_id: str | None = None, body: str | None = None
+) -> str:
     if not email_id or not body:
         return "Missing: email_id or body."
     email = office.emails.find("email_id", email_id)
@@ -196,12 +228,13 @@ def email_reply_email(office: Office, /, email_id: Any = None, body: Any = None)
 # --- the calendar ---------------------------------------------------------------------------------
 
 
-def is_event_id(key: Any) -> bool:
+def is_event_id(key: str) -> bool:
+    """Returns whether a key has the form of an event's id."""
     return isinstance(key, str) and len(key) == 8 and key.isdigit()
 
 
 def event_problem(event: Row) -> str:
-    """The error in a time and a duration; "" for none."""
+    """Returns the error in an event's time or duration; "" if there is none."""
     try:
         if "event_start" in event:
             moment(event["event_start"])
@@ -216,8 +249,8 @@ def event_problem(event: Row) -> str:
 
 
 def calendar_get_event_information_by_id(
-    office: Office, /, event_id: Any = None, field: Any = None
-) -> Any:
+    office: Office, /, event_id: str | None = None, field: str | None = None
+) -> Output:
     return field_of(office.events, "event_id", event_id, field)
 
 
@@ -225,19 +258,20 @@ def calendar_search_events(
     office: Office,
     /,
     query: str = "",
-    time_min: Any = None,
-    time_max: Any = None,
+    time_min: str | None = None,
+    time_max: str | None = None,
     page: int = 1,
     page_size: int = 5,
-) -> Any:
+) -> Output:
     found = containing(query, office.events.rows, "event_name", "participant_email")
-    first, last = (bound and moment(bound) for bound in (time_min, time_max))
+    first = moment(time_min) if time_min else None
+    last = moment(time_max) if time_max else None
     found = between(found, first, last, lambda row: moment(row["event_start"]))
     found.sort(key=lambda row: moment(row["event_start"]), reverse=True)
     return page_of("events", found, page, page_size)
 
 
-def calendar_create_event(office: Office, /, **given: Any) -> str:
+def calendar_create_event(office: Office, /, **given: str | None) -> str:
     event = exactly(EVENT, given)
     if missing := [name for name, value in event.items() if not value]:
         return f"Missing: {', '.join(missing)}."
@@ -249,14 +283,18 @@ def calendar_create_event(office: Office, /, **given: Any) -> str:
     return key
 
 
-def calendar_delete_event(office: Office, /, event_id: Any = None) -> str:
+def calendar_delete_event(office: Office, /, event_id: str | None = None) -> str:
     if event_id and not is_event_id(event_id):
         return "Wrong event_id: expected 8 digits."
     return removed(office.events, "event_id", event_id)
 
 
 def calendar_update_event(
-    office: Office, /, event_id: Any = None, field: Any = None, new_value: Any = None
+    office: Office,
+    /,
+    event_id: str | None = None,
+    field: str | None = None,
+    new_value: str | None = None,
 ) -> str:
     if not event_id or not field or not new_value:
         return "Missing: event_id, field or new_value."
@@ -276,20 +314,22 @@ def calendar_update_event(
 # --- visits of the website ------------------------------------------------------------------------
 
 
-def visits(office: Office, time_min: Any, time_max: Any) -> list[Row]:
-    """The visits of these days, which compare as texts."""
+def visits(office: Office, time_min: str | None, time_max: str | None) -> list[Row]:
+    """Returns the visits of these days, which are compared as texts."""
     return between(office.visits, time_min, time_max, lambda row: row["date_of_visit"])
 
 
-def by_day(rows: list[Row], value: Callable[[Row], float] = lambda row: 1) -> dict[str, list]:
-    """The values of all rows of a day."""
+def by_day(rows: list[Row], value: Callable[[Row], float]) -> dict[str, list[float]]:
+    """Returns the values of all rows by day."""
     days = collections.defaultdict(list)
     for row in sorted(rows, key=lambda row: row["date_of_visit"]):
         days[row["date_of_visit"]].append(value(row))
     return days
 
 
-def analytics_get_visitor_information_by_id(office: Office, /, visitor_id: Any = None) -> Any:
+def analytics_get_visitor_information_by_id(
+    office: Office, /, visitor_id: str | None = None
+) -> Output:
     if not visitor_id:
         return "Missing: visitor_id."
     return [row for row in office.visits if row["visitor_id"] == visitor_id] or "Not found."
@@ -298,10 +338,10 @@ def analytics_get_visitor_information_by_id(office: Office, /, visitor_id: Any =
 def analytics_create_plot(
     office: Office,
     /,
-    time_min: Any = None,
-    time_max: Any = None,
-    value_to_plot: Any = None,
-    plot_type: Any = None,
+    time_min: str | None = None,
+    time_max: str | None = None,
+    value_to_plot: str | None = None,
+    plot_type: str | None = None,
 ) -> str:
     if not time_min or not time_max:
         return "Missing: time_min or time_max."
@@ -315,29 +355,34 @@ def analytics_create_plot(
 
 
 def analytics_total_visits_count(
-    office: Office, /, time_min: Any = None, time_max: Any = None
-) -> Any:
-    return {day: len(rows) for day, rows in by_day(visits(office, time_min, time_max)).items()}
+    office: Office, /, time_min: str | None = None, time_max: str | None = None
+) -> Output:
+    days = by_day(visits(office, time_min, time_max), lambda row: 1)
+    return {day: len(values) for day, values in days.items()}
 
 
 def analytics_engaged_users_count(
-    office: Office, /, time_min: Any = None, time_max: Any = None
-) -> Any:
+    office: Office, /, time_min: str | None = None, time_max: str | None = None
+) -> Output:
     days = by_day(visits(office, time_min, time_max), lambda row: row["user_engaged"])
     return {day: sum(values) for day, values in days.items()}
 
 
 def analytics_traffic_source_count(
-    office: Office, /, time_min: Any = None, time_max: Any = None, traffic_source: Any = None
-) -> Any:
+    office: Office,
+    /,
+    time_min: str | None = None,
+    time_max: str | None = None,
+    traffic_source: str | None = None,
+) -> Output:
     chosen = visits(office, time_min, time_max)
     days = by_day(chosen, lambda row: traffic_source in (None, "", row["traffic_source"]))
     return {day: sum(values) for day, values in days.items()}
 
 
 def analytics_get_average_session_duration(
-    office: Office, /, time_min: Any = None, time_max: Any = None
-) -> Any:
+    office: Office, /, time_min: str | None = None, time_max: str | None = None
+) -> Output:
     chosen = visits(office, time_min, time_max)
     days = by_day(chosen, lambda row: float(row["session_duration_seconds"]))
     return {day: sum(values) / len(values) for day, values in days.items()}
@@ -347,7 +392,7 @@ def analytics_get_average_session_duration(
 
 
 def task_problem(office: Office, task: Row) -> str:
-    """The error in the values of a task; "" for none."""
+    """Returns the error in the values of a task; "" if there is none."""
     for name, allowed in {"list_name": LISTS, "board": BOARDS}.items():
         if name in task and task[name] not in allowed:
             return f"Wrong {name}: expected one of {', '.join(allowed)}."
@@ -358,12 +403,12 @@ def task_problem(office: Office, task: Row) -> str:
 
 
 def project_management_get_task_information_by_id(
-    office: Office, /, task_id: Any = None, field: Any = None
-) -> Any:
+    office: Office, /, task_id: str | None = None, field: str | None = None
+) -> Output:
     return field_of(office.tasks, "task_id", task_id, field)
 
 
-def project_management_search_tasks(office: Office, /, **given: Any) -> Any:
+def project_management_search_tasks(office: Office, /, **given: str | None) -> Output:
     asked = {name: value for name, value in exactly(TASK, given).items() if value}
     if not asked:
         return "Missing: what to search for."
@@ -377,7 +422,7 @@ def project_management_search_tasks(office: Office, /, **given: Any) -> Any:
     return found
 
 
-def project_management_create_task(office: Office, /, **given: Any) -> str:
+def project_management_create_task(office: Office, /, **given: str | None) -> str:
     task = exactly(TASK, given)
     if missing := [name for name, value in task.items() if not value]:
         return f"Missing: {', '.join(missing)}."
@@ -389,12 +434,16 @@ def project_management_create_task(office: Office, /, **given: Any) -> str:
     return key
 
 
-def project_management_delete_task(office: Office, /, task_id: Any = None) -> str:
+def project_management_delete_task(office: Office, /, task_id: str | None = None) -> str:
     return removed(office.tasks, "task_id", task_id)
 
 
 def project_management_update_task(
-    office: Office, /, task_id: Any = None, field: Any = None, new_value: Any = None
+    office: Office,
+    /,
+    task_id: str | None = None,
+    field: str | None = None,
+    new_value: str | None = None,
 ) -> str:
     if not task_id or not field or not new_value:
         return "Missing: task_id, field or new_value."
@@ -419,8 +468,8 @@ MORE = ("customer_email", "customer_phone", "product_interest", "notes")
 
 
 def customer_relationship_manager_search_customers(
-    office: Office, /, page: int = 1, page_size: int = 5, **given: Any
-) -> Any:
+    office: Office, /, page: int = 1, page_size: int = 5, **given: str | None
+) -> Output:
     bounds = [f"{name}_{bound}" for name in DATES for bound in ("min", "max")]
     asked = {name: value for name, value in exactly((*SEARCHED, *bounds), given).items() if value}
     if not asked:
@@ -430,15 +479,21 @@ def customer_relationship_manager_search_customers(
         column = name.removesuffix("_min").removesuffix("_max")
         if name in SEARCHED:
             found = containing(value, found, name)
-        elif name.endswith("_min"):
-            found = [row for row in found if row[column] is not None and row[column] >= value]
         else:
-            found = [row for row in found if row[column] is not None and row[column] <= value]
+            found = [row for row in found if row[column] is not None]
+            if name.endswith("_min"):
+                found = [row for row in found if row[column] >= value]
+            else:
+                found = [row for row in found if row[column] <= value]
     return page_of("customers", found, page, page_size)
 
 
 def customer_relationship_manager_update_customer(
-    office: Office, /, customer_id: Any = None, field: Any = None, new_value: Any = None
+    office: Office,
+    /,
+    customer_id: str | None = None,
+    field: str | None = None,
+    new_value: str | None = None,
 ) -> str:
     if not customer_id or not field or not new_value:
         return "Missing: customer_id, field or new_value."
@@ -455,7 +510,7 @@ def customer_relationship_manager_update_customer(
     return "Updated."
 
 
-def customer_relationship_manager_add_customer(office: Office, /, **given: Any) -> str:
+def customer_relationship_manager_add_customer(office: Office, /, **given: str | None) -> str:
     customer = exactly((*NEEDED, *MORE, *DATES), {"notes": ""} | given)
     if missing := [name for name in NEEDED if not customer[name]]:
         return f"Missing: {', '.join(missing)}."
@@ -468,13 +523,16 @@ def customer_relationship_manager_add_customer(office: Office, /, **given: Any) 
 
 
 def customer_relationship_manager_delete_customer(
-    office: Office, /, customer_id: Any = None
+    office: Office, /, customer_id: str | None = None
 ) -> str:
     return removed(office.customers, "customer_id", customer_id)
 
 
 def exactly(names: Iterable[str], given: Row) -> Row:
-    """The values of all these names, None where nothing is given. Raises TypeError for others."""
+    """Returns the values of all these names, with None for those that are not given.
+
+    Raises TypeError if another name is given.
+    """
     row = dict.fromkeys(names)
     if unknown := given.keys() - row.keys():
         raise TypeError(f"unknown arguments: {', '.join(sorted(unknown))}")
@@ -482,7 +540,7 @@ def exactly(names: Iterable[str], given: Row) -> Row:
 
 
 KITS = ("company_directory_", "email_", "calendar_", "analytics_", "project_", "customer_")
-TOOLS: dict[str, Callable[..., Any]] = {
+TOOLS: dict[str, Callable[..., Output]] = {
     name: function for name, function in list(globals().items()) if name.startswith(KITS)
 }
 VERBS = ("send", "delete", "forward", "reply", "create", "update", "add")

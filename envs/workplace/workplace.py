@@ -1,30 +1,31 @@
 """Errands in a simulated office, with 27 tools: 1.0 if its tables end as they should, else 0.0.
 
 Row: `ground_truth`, the calls that do the errand, each with `name` and `arguments` (JSON as text);
-none where there is nothing to do. `category`, `environment_name` and `id` are not read. At most 6
-answers. Judged, as in NeMo-Gym's resources_servers/workplace_assistant: the calls of all answers
-and those of the row are played on two fresh offices, where those that fail change nothing. The
-emails, events, tasks, customers and plots must then be equal and in the same order, whatever the
-case of most texts; else 0.0. The folder services.workplace holds NeMo-Gym's five tables.
+an empty list if there is nothing to do. `category`, `environment_name` and `id` are not read. At
+most 6 answers. Judged, as in NeMo-Gym's resources_servers/workplace_assistant: the calls of all
+answers and the calls of the row are played on two fresh offices, where failing calls change
+nothing. The emails, events, tasks, customers and plots must then be equal and in the same order,
+apart from upper and lower case in most texts; else 0.0. The folder services.workplace holds
+NeMo-Gym's five tables.
 
-Deliberate deviations. An answer without calls and without a text behind its thought earns 0, also
-where nothing was to be done. Values that are no texts are compared as they are: Gym takes all of
-them for missing ones, so that any number would do for another. Of the calls that change something
-the first 500 are played. A search takes a second at most. The directory has the people in the
-tables: Gym's list of addresses is not among them. The tools refuse in other words.
+Deliberate deviations. An answer without calls and without a text after its thought earns 0, even if
+there was nothing to do. Values that are not texts are compared as they are: Gym takes all of them
+for missing values, so that any number equals any other. Only the first 500 of the calls that change
+something are played. A search takes at most a second. The directory has the people in the tables:
+Gym's list of addresses is not one of the tables. The tools refuse with other words.
 
-Known leaks: texts are not read, nor are the results of searches. Where nothing is to be done, any
-text earns 1.0.
+Known leaks: neither texts nor the results of searches are read. If there is nothing to do, any text
+earns 1.0.
 """
 
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from core.waits import in_thread
 from envs import Reward, final_text, get, require, services, unfinished
 from envs.services import TOOL_PARSER, CheckerError, Need
-from envs.tools.calls import check_call
+from envs.tools.calls import JSON, check_call
 from envs.tools.tools import converse
 from envs.workplace import office
 from envs.workplace.office import Office, load
@@ -34,7 +35,6 @@ from rollout.messages import chat
 from rollout.response import Response
 
 if TYPE_CHECKING:
-    from rollout.episode import Episode
     from rollout.sampler import Sampler
 
 AGENTS = ("workplace_assistant_simple_agent", "workplace_assistant")
@@ -56,11 +56,11 @@ def check(row: dict) -> None:
         require(known, f"ground_truth[{i}].name", call["name"], "one of: " + ", ".join(TOOLS))
 
 
-async def rollout(row: dict, sampler: "Sampler") -> "Episode":
-    """One errand, of at most 6 answers."""
+async def rollout(row: dict, sampler: "Sampler") -> Episode:
+    """Does one errand in at most 6 answers."""
     office = fresh()
 
-    async def call(name: str, given: dict) -> str:
+    async def call(name: str, given: dict[str, JSON]) -> str:
         return await in_thread(used, office, name, given)
 
     params = row["responses_create_params"]
@@ -69,35 +69,44 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
 
 
 def fresh() -> Office:
-    """The office as each errand finds it. Raises CheckerError where there are no tables."""
+    """Returns the office at the start of an errand. Raises CheckerError if there are no tables."""
     if why := office.problem():
         raise CheckerError(why)
     return load(services.current().workplace).copy()
 
 
-def used(office: Office, name: str, given: dict[str, Any]) -> str:
-    """A tool's answer as JSON text: its `output`, or the error."""
+def used(office: Office, name: str, given: dict[str, JSON]) -> str:
+    """Returns a tool's output as JSON text; if it raises, the output is the error."""
     given = {key: value for key, value in given.items() if value is not None}
     try:
         output = TOOLS[name](office, **given)
-    except Exception as error:  # the policy's arguments caused it, so the policy gets it
+    except Exception as error:  # the policy's arguments caused it, so the policy sees it
         output = f"Error: {type(error).__name__}: {error}"
     return json.dumps({"output": output}, ensure_ascii=False, separators=(",", ":"))
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `reason` is why 0. Raises CheckerError where there are no tables."""
+    """Returns 0.0 or 1.0; `reason` says why 0. Raises CheckerError if there are no tables."""
     calls = Response.of(response).tool_calls
-    if reason := "" if calls else unfinished(final_text(response)):
+    reason = None if calls else unfinished(final_text(response))
+    if reason:
         return Reward(0.0, {"reason": reason})
-    parts = (calls, row.get("ground_truth") or [])
-    made, wanted = await in_thread(lambda: [played(fresh(), part) for part in parts])
-    changed = made.difference(wanted)
-    return Reward(float(not changed), {"reason": f"wrong {changed}"} if changed else {})
+    changed = await in_thread(difference, calls, row.get("ground_truth") or [])
+    return Reward(0.0, {"reason": f"wrong {changed}"}) if changed else Reward(1.0)
+
+
+def difference(calls: list[dict], expected: list[dict]) -> str:
+    """Returns the first table that the calls leave unlike the expected calls; "" if none.
+
+    Raises CheckerError if there are no tables.
+    """
+    made = played(fresh(), calls)
+    wanted = played(fresh(), expected)
+    return made.difference(wanted)
 
 
 def played(office: Office, calls: list[dict]) -> Office:
-    """The office after the calls that change something."""
+    """Returns the office after the calls that change something."""
     changing = [call for call in calls if call.get("name") in WRITES]
     for call in changing[:MOST_CALLS]:
         with contextlib.suppress(Exception):  # such a call changes nothing

@@ -91,14 +91,14 @@ test_what_is_an_attack = gives(
 
 
 def test_every_kind_of_attack_has_its_arguments():
-    kinds = {kind for kinds in DECIDING.values() for kind in kinds.split()}
+    kinds = {kind for kinds in DECIDING.values() for kind in kinds}
     assert len(kinds) == 47
-    assert sum(len(kinds.split()) for kinds in DECIDING.values()) == 51
+    assert sum(len(kinds) for kinds in DECIDING.values()) == 51
     for key, known in DECIDING.items():
-        for kind in known.split():
+        for kind in known:
             both = {key: "a", "zzz": "b"}
-            assert attacks(both, {key: "A", "zzz": "c"}, f"check_{kind}")
-            assert not attacks(both, {key: "b", "zzz": "b"}, f"check_{kind}")
+            assert attacks(both, {key: "A", "zzz": "c"}, kind)
+            assert not attacks(both, {key: "b", "zzz": "b"}, kind)
 
 
 def test_what_is_told_beside_the_reward():
