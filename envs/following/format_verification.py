@@ -1,20 +1,20 @@
 r"""Citations and layouts that the prompt asks for, found by patterns: 1.0 if as asked, else 0.0.
 
 Row: `verifier`, an object with `type`:
-    string_match          each of `expected_markers` stands in the text, and no match of the regexes
-                          `patterns` is another text than one of these
+    string_match          each of `expected_markers` is in the text, and every match of the regexes
+                          `patterns` is one of these markers
     regex, inline_prose   one of the regexes `verify_regex` matches somewhere in
                           `verify_min_matches` lines (1), each of which counts once
-Judged: the text behind the thought, as in NeMo-Gym's resources_servers/format_verification.
+Judged: the text after the thought, as in NeMo-Gym's resources_servers/format_verification.
 
-Deliberate deviations: an answer that is empty or cut off earns 0, also where nothing is expected in
-it. A row that pays any answer, or none, is refused: one without patterns and markers, with a
-`verify_min_matches` below 1, or with a regex that is none. A search without an end earns 0.
+Deliberate deviations: an answer that is empty or cut off earns 0, even if nothing is expected in
+it. A row that pays for any answer, or for no answer, is refused: one without patterns and markers,
+with a `verify_min_matches` below 1, or with an invalid regex. A search without an end earns 0.
 
-Known leaks: what is written is not judged, nor where a citation stands. So the markers alone are
-paid, and three times "- x". In NeMo-Gym's example rows `patterns` finds the expected markers alone,
-and so a text that cites every source is paid; a pattern such as `\[ref:\d+\]` in the row would end
-that. Lines in a code fence count, and any text beside.
+Known leaks: neither the contents nor the places of citations are judged. So the markers alone are
+paid, and so is "- x" three times. In NeMo-Gym's example rows `patterns` finds only the expected
+markers, so a text that cites every source is paid; a pattern such as `\[ref:\d+\]` in the row would
+end that. Lines in a code fence count, and other text may surround them.
 """
 
 import re
@@ -36,7 +36,8 @@ TYPES = (*BY_LINE, "string_match")
 
 def check(row: dict) -> None:
     """Raises ValueError unless the verifier is known and can tell answers apart."""
-    verifier, at = get(row, "verifier", dict, "an object"), "verifier."
+    at = "verifier."
+    verifier = get(row, "verifier", dict, "an object")
     kind = get(verifier, "type", str, "a type", at)
     require(kind in TYPES, at + "type", kind, "one of: " + ", ".join(TYPES))
     if kind in BY_LINE:
@@ -53,7 +54,10 @@ def check(row: dict) -> None:
 
 
 def texts(verifier: dict, name: str) -> list[str]:
-    """A list of the verifier's, whose items are regexes except for markers. Raises ValueError."""
+    """Returns the texts in a field of the verifier.
+
+    Raises ValueError if one is not a text or, except for markers, not a regex.
+    """
     found = get(verifier, name, list | None, "a list of texts or null", "verifier.") or []
     for i, text in enumerate(found):
         at = f"verifier.{name}[{i}]"
@@ -66,11 +70,12 @@ def texts(verifier: dict, name: str) -> list[str]:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `lines` are those that match, or `missing` and `other` count markers.
+    """Returns 0.0 or 1.0; `lines` counts matching lines, or `missing` and `other` count markers.
 
-    Raises CheckerError.
+    Raises CheckerError if no check could run.
     """
-    text = Response.of(response).content.rpartition("</think>")[2]  # its blanks may be the layout
+    # Not stripped, because white space may be the layout.
+    text = Response.of(response).content.rpartition("</think>")[2]
     if reason := unfinished(text.strip()):
         return Reward(0.0, {"reason": reason})
     verifier = row["verifier"]
@@ -79,7 +84,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """The check that a child runs, as a row's regex may take for ever."""
+    """Returns the check that a child runs, because a row's regex may take for ever."""
 
     def check(text: str, verifier: dict) -> dict:
         if verifier["type"] in BY_LINE:

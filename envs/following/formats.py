@@ -1,4 +1,4 @@
-"""Texts in JSON, YAML, XML, TOML and CSV, read as the data that a JSON schema judges."""
+"""Reads texts in JSON, YAML, XML, TOML and CSV as the data that a JSON schema judges."""
 
 import csv
 import io
@@ -11,16 +11,18 @@ from typing import Any
 import xmltodict
 import yaml
 
+from envs.tools.calls import JSON
+
 NUMBERS: dict[str, tuple[re.Pattern[str], Callable[[str], float]]] = {
     "integer": (re.compile(r"\s*[+-]?\d+\s*", re.ASCII), int),
     "number": (re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII), float),
 }
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
-DIGITS = 4300  # Python reads no longer integer
+DIGITS = 4300  # Python reads no integer that is longer
 
 
 def csv_rows(text: str) -> list[dict[str, str]]:
-    """The rows below a header; raises ValueError where there are none, or some are ragged."""
+    """Returns the rows below a header. Raises ValueError if there are no rows, or ragged ones."""
     rows = list(csv.DictReader(io.StringIO(text)))
     # A row that is too long has a cell named None, one that is too short a cell that is None.
     if not rows or any(None in row or None in row.values() for row in rows):
@@ -29,7 +31,7 @@ def csv_rows(text: str) -> list[dict[str, str]]:
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {
-    "json": lambda text: json.loads(text, parse_constant=int),  # no integer is called NaN
+    "json": lambda text: json.loads(text, parse_constant=int),  # int("NaN") raises ValueError
     "yaml": yaml.safe_load,
     "xml": xmltodict.parse,  # refuses entities
     "toml": tomllib.loads,
@@ -37,30 +39,43 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def typed(data: Any, schema: Any) -> Any:
-    """Data of XML or CSV, with texts as numbers and booleans where the schema has these."""
+def typed(data: JSON, schema: JSON) -> JSON:
+    """Returns data of XML or CSV, with texts as numbers and booleans where the schema has these."""
     if not isinstance(schema, dict):
         return data
-    kinds = schema.get("type", [])
-    kinds = kinds if isinstance(kinds, list) else [kinds]
+    kinds = type_names(schema)
     if data is None and "null" in kinds:
         return None
     if "array" in kinds or (isinstance(data, list) and "items" in schema):
-        # <tags><tag>a</tag></tags> reads as {"tag": "a"}, and <tags/> as None.
-        if isinstance(data, dict) and len(data) == 1:
-            (data,) = data.values()
-        items = data if isinstance(data, list) else [] if data is None else [data]
-        return [typed(item, schema.get("items")) for item in items]
+        return [typed(item, schema.get("items")) for item in items_of(data)]
     if isinstance(data, dict):
-        known = schema.get("properties", {})
-        return {key: typed(value, known.get(key)) for key, value in data.items()}
+        known = schema.get("properties")
+        fields = known if isinstance(known, dict) else {}
+        return {key: typed(value, fields.get(key)) for key, value in data.items()}
     if data is None and kinds == ["string"]:
         return ""
     return scalar(data, kinds) if isinstance(data, str) else data
 
 
-def scalar(text: str, kinds: list[str]) -> Any:
-    """The text as the first of the types that it can be; itself where it can be none of them."""
+def type_names(schema: dict[str, JSON]) -> list[str]:
+    """Returns the types that a schema allows; [] if it names none."""
+    kinds = schema.get("type", [])
+    if not isinstance(kinds, list):
+        kinds = [kinds]
+    return [kind for kind in kinds if isinstance(kind, str)]
+
+
+def items_of(data: JSON) -> list[JSON]:
+    """Returns the items of an array: <tags><tag>a</tag></tags> is {"tag": "a"}, <tags/> is None."""
+    if isinstance(data, dict) and len(data) == 1:
+        (data,) = data.values()
+    if data is None:
+        return []
+    return data if isinstance(data, list) else [data]
+
+
+def scalar(text: str, kinds: list[str]) -> str | float | bool | None:
+    """Returns the text as the first of the types that it can be, else the text itself."""
     if not text and "null" in kinds:
         return None
     for kind in kinds:

@@ -1,26 +1,28 @@
 """Instructions that 54 rules check: 1.0 if all are followed, else 0.0; or the share that is.
 
-Row, here or below `verifier_metadata`, which counts first: `instruction_id_list`; `kwargs`, an
-object or null for each of them; `grading_mode`: "binary" (1 if all are followed, the default) or
+Row, at the top or in `verifier_metadata`, which takes precedence: `instruction_id_list`; `kwargs`,
+an object or null for each of them; `grading_mode`: "binary" (1 if all are followed, the default) or
 "fraction" (the share that is). Judged: the text after the thought, by the 54 rules of
 envs/following/instructions.py, as in NeMo-Gym's resources_servers/instruction_following. A rule
 that cannot be applied is not followed.
 
 Deliberate deviations: an answer without text follows nothing, as in IFEval's strict mode; a row
-with missing, negative or empty arguments is refused, where NeMo-Gym draws random ones or none
-can be followed; white space around an answer does not count. Sentences are split by NLTK's Punkt
-with short lists of words (envs/following/sentences.py), as its own model is a download.
+with missing, negative or empty arguments is refused, while NeMo-Gym draws random ones or accepts
+instructions that cannot be followed; white space around an answer is ignored. Sentences are split
+by NLTK's Punkt with short lists of words (envs/following/sentences.py), because its own model must
+be downloaded.
 
-Known leaks: the rules see form alone. What only forbids, or speaks of each sentence or pair of
-words, is followed by one word. Keywords may stand in a list, and all three fixed answers may be
-given. "palindrome" is followed by the word "a", each language by digits, and "repeat_phrase" wants
-a change in the last copy alone.
+Known leaks: the rules see only the form. A rule that only forbids something, or that concerns each
+sentence or pair of words, is followed by an answer of one word. Keywords may stand in a list, and
+all three fixed answers may be given. "palindrome" is followed by the word "a", each language by
+digits, and "repeat_phrase" requires a change only in the last copy.
 """
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, get_args
+from collections.abc import Callable, Hashable
+from types import UnionType
+from typing import get_args
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.following.instructions import RULES, Place, Relation, Word
@@ -28,8 +30,8 @@ from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 
 AGENTS = ("instruction_following_simple_agent", "instruction_following")
 MODES = ("binary", "fraction")
-# What a rule's argument may be: types, and their name in an error.
-KINDS: dict[Any, tuple[Any, str]] = {
+# By the annotation of a rule's argument: its types, and their name in an error.
+KINDS: dict[Hashable, tuple[type | UnionType, str]] = {
     str: (str, "text"),
     Place: (int, "a whole number from 1"),
     int: (int, "a whole number from 0"),
@@ -57,7 +59,7 @@ def check(row: dict) -> None:
 
 
 def check_arguments(name: str, given: dict, path: str) -> None:
-    """Raises ValueError unless a rule can be called with what is given."""
+    """Raises ValueError unless a rule can be called with the arguments in `given`."""
     wanted = parameters(name)
     for argument, value in given.items():
         require(argument in wanted, f"{path}.{argument}", value, f"no such argument of {name}")
@@ -79,28 +81,39 @@ def check_arguments(name: str, given: dict, path: str) -> None:
 
 @functools.cache
 def parameters(name: str) -> dict[str, inspect.Parameter]:
-    """A rule's arguments beside the text."""
+    """Returns a rule's parameters other than the text."""
     named = dict(inspect.signature(RULES[name]).parameters)
     named.pop("text")
     return named
 
 
 def place(row: dict) -> tuple[dict, str]:
-    """A row's fields, and the path to where they are."""
+    """Returns a row's fields, and the path to them in messages."""
     nested = row.get("verifier_metadata")
-    nested = nested if isinstance(nested, dict) else {}
+    if not isinstance(nested, dict):
+        return row, ""
     return row | nested, "verifier_metadata." if "instruction_id_list" in nested else ""
 
 
 def present(given: dict | None) -> dict:
-    """Arguments that are not null; whole numbers that a table has turned into floats are whole."""
-    values = {name: value for name, value in (given or {}).items() if value is not None}
-    whole = {n: int(v) for n, v in values.items() if isinstance(v, float) and v.is_integer()}
-    return values | whole
+    """Returns the arguments that are not null.
+
+    Floats without a fraction become integers again, as some tables store all numbers as floats.
+    """
+    values = {}
+    for name, value in (given or {}).items():
+        if isinstance(value, float) and value.is_integer():
+            values[name] = int(value)
+        elif value is not None:
+            values[name] = value
+    return values
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """The share of instructions that are followed, or whether all are; `followed` names them."""
+    """Returns the share of instructions that are followed, or 1.0 if all are, else 0.0.
+
+    `broken` names the others. Raises CheckerError if no check could run.
+    """
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
@@ -118,14 +131,14 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """The check that a child runs, its libraries imported and warm."""
+    """Returns the check that a child runs, with its libraries imported and warm."""
 
     def check(asked: list, text: str) -> dict:
         followed = []
         for name, given in asked:
             try:
                 followed.append(bool(RULES[name](text, **given)))
-            except Exception:  # such as a keyword that is no regular expression
+            except Exception:  # such as a keyword that is an invalid regular expression
                 followed.append(False)
         return {"followed": followed}
 

@@ -1,9 +1,10 @@
-"""The 54 instructions of verifiable-instructions: for each id a rule that a text may follow.
+"""Checks the 54 instructions of verifiable-instructions, with one rule for each id.
 
-The rules are those of IFEval (google-research/instruction_following_eval) and of IFEvalG
-(allenai/open-instruct), which NeMo-Gym's resources_servers/instruction_following uses. A rule's
-further arguments are the `kwargs` of the instruction; their types are checked when rows are read.
-Keywords are regular expressions there, so they are here.
+A rule's docstring states what a text must do to follow it. The rules come from IFEval
+(google-research/instruction_following_eval) and IFEvalG (allenai/open-instruct), which NeMo-Gym's
+resources_servers/instruction_following uses. A rule's further arguments are the `kwargs` of the
+instruction; their types are checked when rows are read. As in the sources, keywords are regular
+expressions.
 """
 
 import json
@@ -15,7 +16,7 @@ from typing import Literal, NewType
 from envs.following.sentences import sentences, simple_sentences, tokens
 
 Relation = Literal["less than", "at least"]
-Word = str | list  # the first of a list counts
+Word = str | list  # the first item of a list counts
 Place = NewType("Place", int)  # counted from 1
 RULES: dict[str, Callable[..., bool]] = {}
 CLOSED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -32,15 +33,20 @@ def rule(*names: str) -> Callable:
 
 
 def compare(count: int, relation: Relation, limit: float) -> bool:
+    """Returns whether a count is less than a limit, or at least the limit."""
     return count < limit if relation == "less than" else count >= limit
 
 
 def occurrences(pattern: str, text: str) -> int:
+    """Returns the number of matches of a pattern, in upper or lower case."""
     return len(re.findall(pattern.strip(), text, re.IGNORECASE))
 
 
 def parts(pattern: str, text: str) -> int:
-    """Pieces between separators, an empty first or last one aside; -1 where one within is empty."""
+    """Returns the number of pieces between separators; -1 if an inner piece is empty.
+
+    An empty first or last piece does not count.
+    """
     found = re.split(pattern, text)
     inner = found[1:-1] if len(found) > 1 else []
     if any(not piece.strip() for piece in inner):
@@ -49,11 +55,15 @@ def parts(pattern: str, text: str) -> int:
 
 
 def same(text: str, other: str) -> bool:
+    """Returns whether two texts are equal, apart from case and white space around them."""
     return text.strip().lower() == other.strip().lower()
 
 
 def first(word: Word) -> str:
-    return (word if isinstance(word, str) else str(word[0])).strip()
+    """Returns the word, or the first of a list, stripped."""
+    if isinstance(word, str):
+        return word.strip()
+    return str(word[0]).strip()
 
 
 # --- Keywords ---
@@ -98,13 +108,13 @@ def once_and_twice(text: str, keyword1: str, keyword2: str) -> bool:
 
 @rule("keywords:exclude_word_harder")
 def lacks_word_between_blanks(text: str, keyword: str, instruction: str = "") -> bool:
-    """The word does not appear between two blanks."""
+    """The word does not appear between two spaces."""
     return f" {keyword.strip()} " not in text
 
 
 @rule("keywords:no_adjacent_consecutive")
 def no_consecutive_letters(text: str) -> bool:
-    """No two words in a row begin with letters that follow each other in the alphabet."""
+    """No two consecutive words begin with letters that follow each other in the alphabet."""
     letters = [word[0].lower() for word in text.split()]
     if len(letters) > 1 and any(len(letter) != 1 for letter in letters):
         return False
@@ -113,7 +123,7 @@ def no_consecutive_letters(text: str) -> bool:
 
 @rule("keywords:palindrome")
 def has_palindrome(text: str) -> bool:
-    """A word reads the same from behind; one letter does."""
+    """A word reads the same backwards; one letter suffices."""
     return any(word == word[::-1] for word in text.split())
 
 
@@ -127,7 +137,7 @@ def keyword_at(text: str, keyword: Word, n: Place, m: Place) -> bool:
 
 @rule("keywords:start_end")
 def starts_as_it_ends(text: str) -> bool:
-    """The first word is the last, of two or more."""
+    """The first word is also the last, of two or more."""
     words = tokens(text)
     return len(words) > 1 and words[0].lower() == words[-1].lower()
 
@@ -136,7 +146,7 @@ def starts_as_it_ends(text: str) -> bool:
 
 
 def detected(text: str) -> str:
-    """The language that langdetect finds, with the same seed each time; "" for no text it knows."""
+    """Returns the language that langdetect finds with a fixed seed; "" if it finds none."""
     from langdetect import DetectorFactory, LangDetectException, detect
 
     DetectorFactory.seed = 1
@@ -148,31 +158,31 @@ def detected(text: str) -> str:
 
 @rule("language:response_language")
 def in_language(text: str, language: str) -> bool:
-    """The text is in the language; one without letters is in each."""
+    """The text is in the language; a text without letters is in any language."""
     return detected(text) in (language, "")
 
 
 @rule("change_case:english_capital")
 def english_capitals(text: str) -> bool:
-    """English, and all capital letters."""
+    """The text is in English and in capital letters."""
     return text.isupper() and detected(text) in ("en", "")
 
 
 @rule("change_case:english_lowercase")
 def english_lowercase(text: str) -> bool:
-    """English, and no capital letters."""
+    """The text is in English and has no capital letters."""
     return text.islower() and detected(text) in ("en", "")
 
 
 @rule("change_case:capital_word_frequency")
 def capital_words(text: str, capital_frequency: float, capital_relation: Relation) -> bool:
-    """Fewer than, or at least, N words of capitals alone."""
+    """Fewer than, or at least, N words consist of capital letters."""
     return compare(sum(map(str.isupper, tokens(text))), capital_relation, capital_frequency)
 
 
 @rule("count:lowercase_counting")
 def few_lowercase_words(text: str, N: float) -> bool:
-    """At most N words of small letters alone."""
+    """At most N words consist of lower-case letters."""
     return len(re.findall(r"\b[a-z]+\b", text)) <= N
 
 
@@ -181,31 +191,31 @@ def few_lowercase_words(text: str, N: float) -> bool:
 
 @rule("length_constraints:number_words")
 def number_of_words(text: str, num_words: float, relation: Relation) -> bool:
-    """Fewer than, or at least, N words."""
+    """The text has fewer than, or at least, N words."""
     return compare(len(re.findall(r"\w+", text)), relation, num_words)
 
 
 @rule("length_constraints:number_sentences")
 def number_of_sentences(text: str, num_sentences: float, relation: Relation) -> bool:
-    """Fewer than, or at least, N sentences."""
+    """The text has fewer than, or at least, N sentences."""
     return compare(len(sentences(text)), relation, num_sentences)
 
 
 @rule("length_constraints:number_paragraphs")
 def number_of_paragraphs(text: str, num_paragraphs: float) -> bool:
-    """N paragraphs between dividers ***."""
+    """The text has N paragraphs between dividers ***."""
     return parts(r"\s?\*\*\*\s?", text) == num_paragraphs
 
 
 @rule("paragraphs:paragraphs")
 def two_divided_paragraphs(text: str) -> bool:
-    """Two paragraphs between dividers ***."""
+    """The text has two paragraphs between dividers ***."""
     return parts(r"\s?\*\*\*\s?", text) == 2
 
 
 @rule("paragraphs:paragraphs2")
 def two_paragraphs(text: str) -> bool:
-    """Two paragraphs between blank lines."""
+    """The text has two paragraphs between blank lines."""
     return parts("\n\n", text) == 2
 
 
@@ -213,7 +223,7 @@ def two_paragraphs(text: str) -> bool:
 def paragraph_begins_with(
     text: str, num_paragraphs: float, nth_paragraph: Place, first_word: str
 ) -> bool:
-    """N paragraphs between blank lines; the n-th begins with the word."""
+    """The text has N paragraphs between blank lines, and the n-th begins with the word."""
     paragraphs = text.split("\n\n")
     count = sum(bool(paragraph.strip()) for paragraph in paragraphs)
     if nth_paragraph > count or not (words := paragraphs[nth_paragraph - 1].split()):
@@ -224,13 +234,13 @@ def paragraph_begins_with(
 
 @rule("letters:letter_counting")
 def number_of_letters(text: str, N: float, relation: Relation) -> bool:
-    """Fewer than, or at least, N Latin letters."""
+    """The text has fewer than, or at least, N Latin letters."""
     return compare(len(re.findall("[a-zA-Z]", text)), relation, N)
 
 
 @rule("count:counting_composition")
 def composition(text: str, n_sent: float, n_words: float) -> bool:
-    """Three paragraphs between dividers ***, each of n sentences, each of m words and marks."""
+    """The text has three paragraphs between dividers ***, of n sentences, of m words and marks."""
     paragraphs = re.split(r"\s?\*\*\*\s?", text)
     for found in map(simple_sentences, paragraphs):
         if len(found) != n_sent or any(len(tokens(sentence)) != n_words for sentence in found):
@@ -250,7 +260,7 @@ def unique_words(text: str) -> bool:
 
 @rule("detectable_content:number_placeholders")
 def placeholders(text: str, num_placeholders: float) -> bool:
-    """At least N [placeholders]."""
+    """The text has at least N [placeholders]."""
     count = 0
     for line in text.split("\n"):
         start = line.find("[")
@@ -262,7 +272,7 @@ def placeholders(text: str, num_placeholders: float) -> bool:
 
 @rule("detectable_content:postscript")
 def postscript(text: str, postscript_marker: str) -> bool:
-    """A line with the marker, P.S. and P.P.S with a blank or without."""
+    """A line has the marker; P.S. and P.P.S may have spaces in them."""
     marker = postscript_marker.strip()
     usual = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     return bool(re.search(usual.get(marker, marker.lower()), text.lower()))
@@ -270,7 +280,7 @@ def postscript(text: str, postscript_marker: str) -> bool:
 
 @rule("detectable_format:number_bullet_lists")
 def bullets(text: str, num_bullets: float) -> bool:
-    """Exactly N lines that begin with * or -."""
+    """Exactly N lines begin with * or -."""
     stars = re.findall(r"^[^\S\n]*\*[^*].*$", text, re.MULTILINE)
     return len(stars) + len(re.findall(r"^[^\S\n]*-", text, re.MULTILINE)) == num_bullets
 
@@ -283,20 +293,20 @@ def closed_answer(text: str) -> bool:
 
 @rule("detectable_format:number_highlighted_sections")
 def highlights(text: str, num_highlights: float) -> bool:
-    """At least N *highlights* and **highlights** that are not empty."""
+    """The text has at least N *highlights* and **highlights** that are not empty."""
     found = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
     return sum(bool(piece.strip("*").strip()) for piece in found) >= num_highlights
 
 
 @rule("detectable_format:multiple_sections")
 def sections(text: str, section_spliter: str, num_sections: float) -> bool:
-    """At least N headings of the word and a number."""
+    """The text has at least N headings of the word and a number."""
     return len(re.findall(rf"\s?{section_spliter.strip()}\s?\d+\s?", text)) >= num_sections
 
 
 @rule("detectable_format:json_format")
 def is_json(text: str) -> bool:
-    """JSON, in a fence or not."""
+    """The text is JSON, in a fence or not."""
     text = text.strip()
     for fence in ("```json", "```Json", "```JSON", "```"):
         text = text.removeprefix(fence)
@@ -309,7 +319,7 @@ def is_json(text: str) -> bool:
 
 @rule("detectable_format:title")
 def title(text: str) -> bool:
-    """A <<title>> that is not empty."""
+    """The text has a <<title>> that is not empty."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
@@ -319,7 +329,7 @@ def title(text: str) -> bool:
 
 @rule("detectable_format:sentence_hyphens")
 def hyphens(text: str) -> bool:
-    """Sentences are connected by hyphens, without blanks."""
+    """Sentences are connected by hyphens, without spaces."""
     pieces = text.split("-")
     pairs = zip(pieces, simple_sentences(text.replace("-", " ")), strict=False)
     return all(piece == piece.strip() == sentence for piece, sentence in pairs)
@@ -333,7 +343,7 @@ def bracketed_words(text: str) -> bool:
 
 @rule("detectable_format:bigram_wrapping")
 def wrapped_pairs(text: str) -> bool:
-    """Each two words are in <<double brackets>>."""
+    """Each pair of words is in <<double brackets>>."""
     words = text.split()
     pairs = zip(words[::2], words[1::2], strict=False)
     return all(a.startswith("<<") and b.endswith(">>") for a, b in pairs)
@@ -341,7 +351,7 @@ def wrapped_pairs(text: str) -> bool:
 
 @rule("combination:two_responses")
 def two_responses(text: str) -> bool:
-    """Two different answers between six asterisks."""
+    """The text has two different answers, separated by six asterisks."""
     pieces = text.split("******")
     answers = [piece.strip() for piece in pieces if piece.strip()]
     return parts(r"\*{6}", text) == 2 == len(answers) and answers[0] != answers[1]
@@ -349,19 +359,19 @@ def two_responses(text: str) -> bool:
 
 @rule("punctuation:no_comma")
 def no_comma(text: str) -> bool:
-    """No comma."""
+    """The text has no comma."""
     return "," not in text
 
 
 @rule("punctuation:punctuation_dot")
 def no_dot(text: str) -> bool:
-    """No dot."""
+    """The text has no dot."""
     return "." not in text
 
 
 @rule("punctuation:punctuation_exclamation")
 def no_exclamation(text: str) -> bool:
-    """No exclamation mark."""
+    """The text has no exclamation mark."""
     return "!" not in text
 
 
@@ -376,14 +386,14 @@ def ends_with(text: str, end_phrase: str) -> bool:
 
 @rule("startend:quotation")
 def quoted(text: str) -> bool:
-    """All is in double quotes."""
+    """The whole text is in double quotes."""
     text = text.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
 @rule("first_word:first_word_answer")
 def begins_with_word(text: str, first_word: Word) -> bool:
-    """The first word is the word."""
+    """The text begins with the word."""
     return same(text.split()[0], first(first_word))
 
 
@@ -396,7 +406,7 @@ def sentences_begin_with(text: str, first_word: Word) -> bool:
 
 @rule("last_word:last_word_answer")
 def ends_with_word(text: str, last_word: Word) -> bool:
-    """The last word, without its marks, is the word."""
+    """The text ends with the word, apart from marks."""
     return same(re.sub(r"[^\w\s]", "", text.split()[-1]), first(last_word))
 
 
@@ -412,32 +422,32 @@ def sentences_end_with(text: str, last_word: Word) -> bool:
 
 @rule("combination:repeat_prompt")
 def begins_with_prompt(text: str, prompt_to_repeat: str) -> bool:
-    """The prompt comes first."""
+    """The text begins with the prompt."""
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
 @rule("copy:copy", "copy:copying_simple")
 def copy(text: str, prompt_to_repeat: str) -> bool:
-    """The prompt and nothing else."""
+    """The text is the prompt and nothing else."""
     return same(text, prompt_to_repeat)
 
 
 @rule("copy:copying_multiple")
 def copies(text: str, prompt_to_repeat: str, N: float) -> bool:
-    """The prompt N times between six asterisks."""
+    """The text is the prompt N times, separated by six asterisks."""
     pieces = text.split("******")
     return len(pieces) == N and all(same(piece, prompt_to_repeat) for piece in pieces)
 
 
 @rule("new:copy_span_idx")
 def copied_span(text: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """The prompt's characters from one index to another."""
+    """The text is the prompt's characters from one index to another."""
     return same(text, prompt_to_repeat[n_start:n_end])
 
 
 @rule("copy:repeat_phrase")
 def varied_phrase(text: str, phrase: str, small_n: float) -> bool:
-    """The phrase n times with at most one word changed, and one in the last."""
+    """The text has the phrase n times, each with at most one word changed, the last with one."""
     words = phrase.split()
     found = [part.split() for part in re.findall(f"{words[0]} .*? {words[-1]}", text)]
     if len(found) != small_n or not found or any(len(part) != len(words) for part in found):

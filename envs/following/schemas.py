@@ -1,9 +1,8 @@
-"""JSON schemas of draft 2020-12: errors in a schema, and in data under it."""
+"""Checks JSON schemas of draft 2020-12, and makes validators of data."""
 
 import functools
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema_specifications import REGISTRY
@@ -11,12 +10,17 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-VALUES = ("const", "enum", "default", "examples")  # no schemas
+from envs.tools.calls import JSON
+
+VALUES = ("const", "enum", "default", "examples")  # not schemas
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
 
 
-def problem(schema: Any) -> str:
-    """Why a value is no JSON schema; "" if it is one. Raises RecursionError if it is too deep."""
+def problem(schema: JSON) -> str:
+    """Returns why a value is not a JSON schema; "" if it is one.
+
+    Raises RecursionError if it is nested too deep.
+    """
     error = next(_of_schemas().iter_errors(schema), None)
     if error:
         return f"{error.json_path}: {error.message}"[:200]
@@ -29,42 +33,53 @@ def problem(schema: Any) -> str:
     return ""
 
 
-def references(schema: Any) -> Iterator[str]:
-    """Each `$ref` of a schema; none where parts of it have an `$id`, which they begin from."""
+def references(schema: JSON) -> Iterator[str]:
+    """Yields each `$ref` of a schema.
+
+    Yields nothing if a part of it has an `$id`, because references are then relative to that.
+    """
     if "$id" in json.dumps(schema):
         return
-    todo: list[tuple[Any, bool]] = [([schema], True)]
+    todo: list[tuple[list[JSON] | dict[str, JSON], bool]] = [([schema], True)]
     while todo:
         part, is_schema = todo.pop()
         for key, value in part.items() if isinstance(part, dict) else enumerate(part):
             if is_schema and key == "$ref":
-                yield value
+                yield str(value)
             elif isinstance(value, dict | list) and not (is_schema and key in VALUES):
                 todo.append((value, not (is_schema and key in NAMED)))
 
 
-def validator(schema: Any) -> Draft202012Validator:
-    """A validator of data. A schema from elsewhere is not fetched but raises Unresolvable."""
+def validator(schema: JSON) -> Draft202012Validator:
+    """Returns a validator of data.
+
+    Other schemas that it refers to are not fetched: validation raises Unresolvable.
+    """
     return Draft202012Validator(schema, registry=Registry())
 
 
-def strict(schema: Any, is_schema: bool = True) -> Any:
-    """The schema, tightened: its objects have all their properties and no others."""
+def strict(schema: JSON, is_schema: bool = True) -> JSON:
+    """Returns the schema, tightened: its objects have all their properties and no others."""
     if not isinstance(schema, dict):
         return schema
     tight = {key: strict(v, not (is_schema and key in NAMED)) for key, v in schema.items()}
-    if is_schema and isinstance(schema.get("properties"), dict):
-        tight |= {"required": list(schema["properties"]), "additionalProperties": False}
+    properties = schema.get("properties")
+    if is_schema and isinstance(properties, dict):
+        tight["required"] = [*properties]
+        tight["additionalProperties"] = False
     return tight
 
 
 @functools.cache
 def _of_schemas() -> Draft202012Validator:
-    """The schema of schemas in one piece: its own dynamic references take six times as long."""
+    """Returns a validator of schemas whose meta-schema is in one piece.
+
+    The dynamic references of the original take six times as long.
+    """
     meta = Draft202012Validator.META_SCHEMA
     folder = meta["$id"].rpartition("/")[0]
     parts = [REGISTRY.contents(f"{folder}/{part['$ref']}") for part in meta["allOf"]]
-    whole: dict[str, Any] = {"type": ["object", "boolean"]}
+    whole: dict[str, JSON] = {"type": ["object", "boolean"]}
     for key in ("properties", "$defs"):
         whole[key] = {k: v for part in parts for k, v in part.get(key, {}).items()}
     text = json.dumps(whole).replace('"$dynamicRef": "#meta"', '"$ref": "#"')

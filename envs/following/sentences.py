@@ -1,11 +1,19 @@
-"""Words and sentences of a text, as the rules for instructions count them, without a download."""
+"""Splits a text into words and sentences, as the rules for instructions count them.
+
+Nothing is downloaded.
+"""
 
 import functools
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-# With these, Punkt splits as with its own model of English, which is a download: its abbreviations,
-# words that with a capital begin a sentence behind them, and words that do so behind an initial.
+if TYPE_CHECKING:
+    from nltk.tokenize.punkt import PunktSentenceTokenizer
+
+# With these, Punkt splits as with its own model of English, which must be downloaded:
+# abbreviations, words that begin a sentence after one if they have a capital, and words that do so
+# after an initial.
 ABBREVIATIONS = """a.m adm ala ariz aug ave bros c calif chg cie co col colo conn corp cos ct d d.c
 dec dr e f feb fla fri ft g ga gen h ill inc jan jr k kan ky l l.a lt ltd m m.b.a maj messrs mg mich
 minn mr mrs ms n n.c n.j n.y nev nov oct ok okla ore p p.m pa ph.d prof r rep reps s sen sep sept sr
@@ -23,14 +31,15 @@ making may more much music must my never new next no not now of often old on onc
 others our out over own part people perhaps rather say see she should small something take tell than
 that their then those three time to today too two until up use want was water way we well what where
 who why will with work world would write you young"""
-# What IFEval's own splitter changes in turn; <prd> is a dot that ends nothing, <stop> an end.
+# The replacements of IFEval's own splitter, in order; <prd> is a dot that ends nothing, <stop> an
+# end.
 LETTER = "([A-Za-z])"
 STARTER = (
     r"(Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|He\s|She\s|It\s|They\s|Their\s|Our\s|We\s|But\s|However\s"
     r"|That\s|This\s|Wherever)"
 )
 SUFFIX = "(Inc|Ltd|Jr|Sr|Co)"
-STEPS: list[tuple[str, Any]] = [
+STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(Mr|St|Mrs|Ms|Dr)[.]", r"\1<prd>"),
     (r"[.](com|net|org|io|gov|edu|me)", r"<prd>\1"),
     (r"([0-9])[.]([0-9])", r"\1<prd>\2"),
@@ -53,11 +62,12 @@ STEPS: list[tuple[str, Any]] = [
 
 
 @functools.cache
-def punkt() -> Any:
-    """NLTK's Punkt with the words above."""
+def punkt() -> "PunktSentenceTokenizer":
+    """Returns NLTK's Punkt with the words above."""
     from nltk.tokenize import punkt as nltk
 
-    small, also_inside = nltk._ORTHO_MID_LC, nltk._ORTHO_MID_LC | nltk._ORTHO_MID_UC
+    small = nltk._ORTHO_MID_LC
+    also_inside = nltk._ORTHO_MID_LC | nltk._ORTHO_MID_UC
     known = nltk.PunktParameters()
     known.abbrev_types.update(ABBREVIATIONS.split())
     known.ortho_context.update(dict.fromkeys(BEGINNINGS.split(), small))
@@ -66,12 +76,12 @@ def punkt() -> Any:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences that number_sentences counts."""
+    """Returns the sentences that number_sentences counts."""
     return list(punkt().tokenize(text))
 
 
 def tokens(text: str) -> list[str]:
-    """The words and marks of a text, as NLTK's word_tokenize splits them."""
+    """Returns the words and marks of a text, as NLTK's word_tokenize splits them."""
     from nltk.tokenize.destructive import NLTKWordTokenizer
 
     split = NLTKWordTokenizer().tokenize
@@ -79,7 +89,7 @@ def tokens(text: str) -> list[str]:
 
 
 def simple_sentences(text: str) -> list[str]:
-    """The sentences of all other checks: IFEval's own rules, in which each mark ends one."""
+    """Returns the sentences of all other checks, by IFEval's rules: each mark ends a sentence."""
     text = f" {text}  ".replace("\n", " ")
     for pattern, new in STEPS:
         text = re.sub(pattern, new, text)

@@ -4,25 +4,25 @@ Row: `schema_str`, the schema as JSON text; `schema_type`: json (default), yaml,
 `response_mode`: "text" (default), or "tool_call" with `tool_name` and `tool_payload_key`, both
 optional; `xml_coerce_types` (default true). Judged as in NeMo-Gym's
 resources_servers/structured_outputs. The whole text after the thought must parse: in a code fence
-it earns 0. Or there must be one tool call, of that name; judged are its arguments, or what they
-hold under that key. The schema is tightened first: an object has all `properties` that the schema
-names, and no others. Schemas in lists, such as anyOf's, stay as they are, and `format` is not
-checked. XML and CSV know only texts: these become numbers and booleans where the schema has them.
+it earns 0. In the mode "tool_call" there must be one call, of that name; its arguments are judged,
+or their value under that key. The schema is tightened first: an object has all `properties` that
+the schema names, and no others. Schemas in lists, such as anyOf's, stay as they are, and `format`
+is not checked. XML and CSV have only texts: these become numbers and booleans where the schema has
+them.
 
-Deliberate deviations, where NeMo-Gym pays for more: NaN and Infinity are no JSON. A CSV needs a
-data row, without which any line would do, and rows as long as the header. In XML and CSV a number
-is digits, sign, point and exponent, not "1_000" or "nan". Where it pays for nothing: blanks may
-stand before a YAML; XML elements of several types, such as integer or null, become numbers as in
-CSV; a property may have the name `properties`.
+Deliberate deviations. NeMo-Gym also pays for the following: NaN and Infinity are not JSON. A CSV
+needs a data row, without which any line would do, and rows as long as the header. In XML and CSV a
+number is digits, sign, point and exponent, not "1_000" or "nan". NeMo-Gym pays nothing for the
+following: white space may precede a YAML; XML elements of several types, such as integer or null,
+become numbers as in CSV; a property may have the name `properties`.
 
 Known leaks: values are not compared with the document, so any that fit the schema are paid, and so
-are empty lists, comments, a key given twice and arguments beside `tool_payload_key`. Right answers
-that earn 0, as there: unquoted dates in YAML and TOML, and XML numbers behind a $ref.
+are empty lists, comments, duplicate keys and arguments other than `tool_payload_key`. Right answers
+that earn 0, as in NeMo-Gym: unquoted dates in YAML and TOML, and XML numbers behind a $ref.
 """
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from referencing.exceptions import Unresolvable
 
@@ -64,30 +64,36 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Reward 0.0 or 1.0; `reason` is the error, `at` its place.
+    """Returns 0.0 or 1.0; `reason` is the error, `at` its place.
 
-    Raises CheckerError where no check could run, ValueError where the schema refers to another.
+    Raises CheckerError if no check could run, and ValueError if the schema refers to another one.
     """
     if row.get("response_mode") == "tool_call":
-        request = {"kind": "json", "key": row.get("tool_payload_key") or ""}
+        kind = "json"
+        key = row.get("tool_payload_key") or ""
         text, reason = called(row, Response.of(response).tool_calls)
     else:
-        request = {"kind": row.get("schema_type") or "json", "key": ""}
+        kind = row.get("schema_type") or "json"
+        key = ""
         text = final_text(response)
         reason = unfinished(text)
     if reason:
         return Reward(0.0, {"reason": reason})
-    coerce = row.get("xml_coerce_types") is not False
     verdict = await checkers.run(
-        DEADLINE, schema=row["schema_str"], coerce=coerce, text=text, **request
+        DEADLINE,
+        schema=row["schema_str"],
+        kind=kind,
+        key=key,
+        coerce=row.get("xml_coerce_types") is not False,
+        text=text,
     )
     if "row_error" in verdict:
         raise ValueError(verdict["row_error"])
     return Reward(verdict.pop("value"), verdict)
 
 
-def called(row: dict, calls: list[dict[str, Any]]) -> tuple[str, str | None]:
-    """The arguments of the one call that was asked for, and the error in the calls."""
+def called(row: dict, calls: Sequence[Mapping[str, str]]) -> tuple[str, str | None]:
+    """Returns the arguments of the one call that the row asks for, or "" and the error."""
     if len(calls) != 1:
         return "", "several tool calls" if calls else "no tool call"
     if row.get("tool_name") and calls[0].get("name") != row["tool_name"]:
@@ -96,7 +102,7 @@ def called(row: dict, calls: list[dict[str, Any]]) -> tuple[str, str | None]:
 
 
 def make_check() -> Callable[..., dict]:
-    """The check that a child runs, its libraries imported."""
+    """Returns the check that a child runs, with its libraries imported."""
     from envs.following.formats import PARSERS, typed
 
     def check(schema: str, kind: str, key: str, coerce: bool, text: str) -> dict:

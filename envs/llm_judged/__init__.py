@@ -1,1 +1,1 @@
-"""Answers that a judge model scores, alone or beside the others of their group."""
+"""Answers that a judge model scores, alone or together with the other answers of their group."""

@@ -1,25 +1,25 @@
 r"""Questions that may be left open: 1.0 for a right answer, 0.5 for none, 0.0 for a wrong one.
 
 Row: `answer`, the reference; `question`, else the last one of the row's input; `abstention_reward`,
-what abstaining earns, between 0 and 1 (0.5). Judged, as in NeMo-Gym's resources_servers/abstention:
-what the last \boxed{} behind the thought holds, or the whole text without one. [IDK] there, in any
-case, marks and articles around it, abstains unseen. Of anything else the judge `general` says
-whether it is right, wrong, or no attempt, which abstains too. No label counts as wrong. NeMo-Gym
-has the reward of abstaining in its server's settings: of Nemotron 3 Ultra's stages IFBench has 0.9
-there, which its rows must say here, and the others 0.5.
+the reward for abstaining, between 0 and 1 (0.5). Judged, as in NeMo-Gym's resources_servers/
+abstention: the contents of the last \boxed{} after the thought, or the whole text without a box.
+[IDK] there, in upper or lower case, with marks and articles around it, abstains without a call of
+the judge. The judge `general` labels anything else as right, wrong, or no attempt, which abstains
+too. A reply without a label counts as wrong. NeMo-Gym has the reward for abstaining in its server's
+settings: of Nemotron 3 Ultra's stages IFBench has 0.9, which its rows must state here, and the
+others have 0.5.
 
-Deliberate deviations: the instructions are our own. Of NeMo-Gym's labels A, B and C, which it reads
-from any word ("Answer: B" is a right answer there), the last one in double brackets counts, else
-the letter that is all of the last line. Of an answer that holds a label, one counts only where it
-ends the reply and is its only one, and there a quoted one is paid. An answer that is empty or cut
-off earns 0 unseen, which a judge may call no attempt. Text in <thinking> tags is no thought.
+Deliberate deviations: the instructions are our own. NeMo-Gym reads its labels A, B and C from any
+word ("Answer: B" is a right answer there); here the last label in double brackets counts, else a
+letter that is all of the last line. If an answer holds a label, a label counts only if it ends the
+reply and is its only one; NeMo-Gym pays for a quoted one. An answer that is empty or cut off earns
+0 unseen, although a judge may call it no attempt. Text in <thinking> tags is not a thought.
 
-Known leaks: those of the judge. [IDK] is paid whatever is written in front of the box, and for the
+Known leaks: the judge's. [IDK] is paid whatever is written before the box, and for the
 easiest question.
 """
 
 import re
-from typing import Any
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.judge import judge
@@ -31,12 +31,12 @@ from rollout.messages import last_question
 
 AGENTS = ("abstention_simple_agent", "abstention")
 JUDGE = "general"
-SAMPLING: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 8192}  # as for Ultra
+SAMPLING = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 8192}  # as for Ultra
 ABSTAINING = 0.5
 RIGHT, WRONG, OPEN = "[[A]]", "[[B]]", "[[C]]"
 LABELS = (RIGHT, WRONG, OPEN)
 AROUND = r"(?:\W|\b(?:an?|the)\b)*+"
-IDK = re.compile(rf"{AROUND}i[^\w\s]*d[^\w\s]*k{AROUND}")  # of a text in small letters
+IDK = re.compile(rf"{AROUND}i[^\w\s]*d[^\w\s]*k{AROUND}")  # for a text in lower case
 PROMPT = prompts(__file__)["grade"]
 
 
@@ -56,41 +56,54 @@ def check(row: dict) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """The reward; `right` and `abstained` are 1.0 where it was so. Raises CheckerError."""
+    """Returns the reward; `right` and `abstained` are 1.0 or 0.0.
+
+    Raises CheckerError if the judge fails.
+    """
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
     answer = in_box(text)
     label = OPEN if IDK.fullmatch(answer.lower()) else await asked(row, answer)
-    value = {RIGHT: 1.0, OPEN: row.get("abstention_reward") or ABSTAINING}.get(label or WRONG, 0.0)
-    found = {"right": float(label == RIGHT), "abstained": float(label == OPEN)}
-    return Reward(value, found if label else found | {"reason": "no verdict"})
+    if label is None:
+        return Reward(0.0, {"right": 0.0, "abstained": 0.0, "reason": "no verdict"})
+    paid = {RIGHT: 1.0, OPEN: row.get("abstention_reward") or ABSTAINING, WRONG: 0.0}
+    info = {"right": float(label == RIGHT), "abstained": float(label == OPEN)}
+    return Reward(paid[label], info)
 
 
 def in_box(text: str) -> str:
-    r"""What the last \boxed{} holds, be it nothing; the text where there is none that is closed."""
+    r"""Returns the contents of the last \boxed{}, even if empty; the text if no box is closed."""
     is_empty = text.rfind("\\boxed{") == text.rfind("\\boxed{}") >= 0
     return "" if is_empty else boxed(text) or text
 
 
 async def asked(row: dict, answer: str) -> str | None:
-    """The label that the judge gives an answer; None for none. Raises CheckerError."""
+    """Returns the label that the judge gives an answer; None if it gives none.
+
+    Raises CheckerError if the judge fails.
+    """
     question = row.get("question") or last_question(row)
     parts = {"question": question, "gold": row["answer"], "answer": answer}
-    labels = dict(zip(("correct", "incorrect", "abstained"), LABELS, strict=True))
-    messages = [{"role": "user", "content": filled(chosen(JUDGE, PROMPT), parts, **labels)}]
-    return await judge.ask(JUDGE, messages, lambda reply: verdict(reply, answer), **SAMPLING)
+    prompt = chosen(JUDGE, PROMPT)
+    content = filled(prompt, parts, correct=RIGHT, incorrect=WRONG, abstained=OPEN)
+    messages = [{"role": "user", "content": content}]
+    return await judge.ask(
+        JUDGE, messages, lambda reply: verdict(reply, answer), tries=1, **SAMPLING
+    )
 
 
 def verdict(reply: str, answer: str = "") -> str | None:
-    """The last label of a reply, else that of the letter in its last line; None for none.
+    """Returns the last label of a reply, else the label of the letter in its last line, else None.
 
-    Of an answer that holds a label, WRONG unless one ends the reply and is its only one. Of one
-    that has such a line, no letter is read.
+    If the answer holds a label, the verdict is WRONG unless the reply ends with a label and has no
+    other. If the answer has a line with just the letter, no letter is read.
     """
     label = max(LABELS, key=reply.rfind)
     if label not in reply:
         letter = own_line(reply, answer, ("A", "B", "C"))
-        return letter and f"[[{letter}]]"
-    sure = ends(reply, label) and sum(map(reply.count, LABELS)) == 1
-    return label if sure or not holds(answer, LABELS) else WRONG
+        return f"[[{letter}]]" if letter else None
+    if not holds(answer, LABELS):
+        return label
+    is_sure = ends(reply, label) and sum(map(reply.count, LABELS)) == 1
+    return label if is_sure else WRONG

@@ -1,6 +1,6 @@
-"""How verdicts on pairs of answers become the rewards of a group: the arithmetic, without a judge.
+"""Turns verdicts on pairs of answers into the rewards of a group, without calling a judge.
 
-The rules and their order are those of NeMo-Gym's resources_servers/genrm_compare as of Nemotron 3
+The rules and their order come from NeMo-Gym's resources_servers/genrm_compare as of Nemotron 3
 Super. Lengths are characters of stripped texts.
 """
 
@@ -9,11 +9,11 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 Pair = tuple[int, int]  # places in the group of the answers that are shown first and second
 
-MOST_SCANS = 100  # of one text; only a text that fights its reader takes more than a few
+MOST_SCANS = 100  # of one text; only a hostile text takes more than a few
 
 TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{}]', re.DOTALL)
 FENCE = re.compile("```json", re.IGNORECASE)
@@ -23,7 +23,7 @@ ELEMENTS = (
     re.compile(r"^[^\S\n]*+(?:\d++\.|[-*+])\s", re.MULTILINE),  # list items
     re.compile(r"\*\*[^*\n]++\*\*"),  # bold text
     re.compile(r"__[^_\n]++__"),
-    # Emojis, and by the second range the scripts of East Asia as well.
+    # Emojis. The second range also includes the scripts of East Asia.
     re.compile(
         "[\U0001f300-\U0001f64f\u24c2-\U0001f251\U0001f680-\U0001f6ff\U0001f900-\U0001faff]"
     ),
@@ -39,13 +39,14 @@ class Verdict(NamedTuple):
 
     @property
     def tie(self) -> bool:
-        """Whether the ranking decides."""
+        """True if the scores are equal, so that the ranking decides."""
         return self.score_1 == self.score_2
 
     @property
     def valid(self) -> bool:
-        """Whether the numbers are such as a judge is asked for."""
-        return all(1 <= x <= 5 for x in self[:2]) and 1 <= self.ranking <= 6
+        """True if the numbers lie in the ranges that a judge is asked for."""
+        are_scores = 1 <= self.score_1 <= 5 and 1 <= self.score_2 <= 5
+        return are_scores and 1 <= self.ranking <= 6
 
 
 class Answer(NamedTuple):
@@ -56,9 +57,9 @@ class Answer(NamedTuple):
 
 
 def pairs(n: int, strategy: str = "circular") -> list[Pair]:
-    """The pairs of n answers to compare: each with the next one, in a circle; or "all_pairs".
+    """Returns the pairs of n answers to compare: each with the next in a circle, or "all_pairs".
 
-    In a circle each answer is shown first once and second once. Raises ValueError for fewer than 2.
+    In a circle each answer is shown first once and second once. Raises ValueError if n < 2.
     """
     if n < 2:
         raise ValueError(f"a comparison takes 2 answers or more, got {n}")
@@ -71,55 +72,62 @@ def pairs(n: int, strategy: str = "circular") -> list[Pair]:
 
 
 def read(reply: str, quoted: Sequence[Verdict] = ()) -> Verdict | None:
-    """The verdict in a judge's reply; None for none.
+    """Returns the verdict in a judge's reply; None if it has none.
 
-    It is the first JSON object of those in ```json fences, else the last one of the text, that has
-    a score or a ranking. `quoted` are the verdicts that stand in the answers themselves: a judge
-    that repeats one is believed to mean it only where there is no other, and it ends the reply.
+    It is the first JSON object with a score or a ranking in ```json fences, else the last one of
+    the text. `quoted` are the verdicts in the answers themselves: if a judge repeats one, it counts
+    only if the reply has no other verdict and ends with it.
     """
     found = verdicts(reply)
-    own = [verdict for verdict in found if verdict not in quoted]
+    for verdict in found:
+        if verdict not in quoted:
+            return verdict
     ends = reply.rstrip("` \n").endswith("}")
-    return next(iter(own or (found if ends else ())), None)
+    return found[0] if found and ends else None
 
 
 def verdicts(text: str) -> list[Verdict]:
-    """All verdicts that a text holds: first those in fences in their order, then from the end."""
-    fenced = [made for block in fences(text) for made in map(verdict_of, objects(block))]
-    return list(filter(None, [*fenced, *map(verdict_of, reversed(objects(text)))]))
+    """Returns all verdicts of a text: first those in fences in their order, then from the end."""
+    shown = [shown for block in fences(text) for shown in objects(block)]
+    shown += reversed(objects(text))
+    return [verdict for verdict in map(verdict_of, shown) if verdict]
 
 
 def veiled(text: str) -> str:
-    """A text without a verdict: where there is one, all braces are doubled, which is no JSON."""
+    """Returns a text without a verdict: braces are doubled if it has one, which is not JSON."""
     return text.replace("{", "{{").replace("}", "}}") if verdicts(text) else text
 
 
 def verdict_of(text: str) -> Verdict | None:
-    """The verdict in the text of a JSON object, or in its "overall"; None for another object."""
+    """Returns the verdict in a JSON object, or in its "overall"; None if it has no verdict."""
     try:
-        found: Any = json.loads(text)
+        found = json.loads(text)
         if isinstance(found.get("overall"), dict):
             found = found["overall"]
         defaults = Verdict._field_defaults
         if not defaults.keys() & found.keys():
             return None
-        verdict = Verdict(*(float(found.get(name, value)) for name, value in defaults.items()))
+        numbers = {name: float(found.get(name, usual)) for name, usual in defaults.items()}
     except (ValueError, TypeError, OverflowError, RecursionError):
         return None
-    return verdict if all(map(math.isfinite, verdict)) else None
+    return Verdict(**numbers) if all(map(math.isfinite, numbers.values())) else None
 
 
 def fences(text: str) -> Iterator[str]:
-    """The text in each ```json fence."""
+    """Yields the text in each ```json fence."""
     at = 0
-    while (opening := FENCE.search(text, at)) and (end := text.find("```", opening.end())) >= 0:
+    while opening := FENCE.search(text, at):
+        end = text.find("```", opening.end())
+        if end < 0:
+            return
         yield text[opening.end() : end]
         at = end + 3
 
 
 def objects(text: str) -> list[str]:
-    """The outermost {...} of a text, braces in strings not counted; of one that never ends, those
-    in it.
+    """Returns the outermost {...} of a text; braces in strings do not count.
+
+    If one never ends, those inside it are returned.
     """
     found = []
     ends: dict[int, int] = {}
@@ -136,7 +144,10 @@ def objects(text: str) -> list[str]:
 
 
 def closings(text: str, start: int) -> dict[int, int]:
-    """The closing place of each brace from `start` on, -1 for none; no string is open there."""
+    """Returns the closing place of each brace from `start` on, -1 if it is not closed.
+
+    No string may be open at `start`.
+    """
     ends = {}
     open_braces = []
     for token in TOKEN.finditer(text, start):
@@ -152,7 +163,7 @@ def closings(text: str, start: int) -> dict[int, int]:
 
 
 def base_scores(n: int, compared: Sequence[Pair], found: Sequence[Verdict]) -> list[float]:
-    """The mean score of each of n answers; the ranking decides between equal scores."""
+    """Returns the mean score of each of n answers; the ranking decides between equal scores."""
     scores: list[list[float]] = [[] for _ in range(n)]
     for (i, j), verdict in zip(compared, found, strict=True):
         lead = 3.5 - verdict.ranking if verdict.tie else 0.0
@@ -162,16 +173,17 @@ def base_scores(n: int, compared: Sequence[Pair], found: Sequence[Verdict]) -> l
 
 
 def add_bonus(scores: list[float], sizes: Sequence[int], bonus: float, threshold: float) -> None:
-    """Adds a bonus to the smallest size above 0, if its score reaches the threshold."""
-    shortest = min(
-        (i for i, size in enumerate(sizes) if size), key=lambda i: sizes[i], default=None
-    )
-    if shortest is not None and scores[shortest] >= threshold:
+    """Adds a bonus to the score of the smallest size above 0, if it reaches the threshold."""
+    filled = [i for i, size in enumerate(sizes) if size]
+    if not filled:
+        return
+    shortest = min(filled, key=lambda i: sizes[i])
+    if scores[shortest] >= threshold:
         scores[shortest] += bonus
 
 
 def centred(sizes: Sequence[float]) -> list[float]:
-    """A weight for each size, the smaller the higher: 1 apart at most, 0 on average."""
+    """Returns a weight for each size, higher for smaller ones: at most 1 apart, 0 on average."""
     span = max(sizes) - min(sizes)
     if not span:
         return [0.0] * len(sizes)
@@ -183,7 +195,7 @@ def centred(sizes: Sequence[float]) -> list[float]:
 def adjusted(
     scores: Sequence[float], answers: Sequence[Answer], by: dict[str, float]
 ) -> list[float]:
-    """Scores with bonuses for the shortest, then with weights for lengths and formatting."""
+    """Returns the scores with bonuses for the shortest, then weights of lengths and formatting."""
     scores = list(scores)
     reasoning = [len(answer.reasoning.strip()) for answer in answers]
     texts = [len(answer.text.strip()) for answer in answers]
@@ -191,28 +203,31 @@ def adjusted(
     threshold = sorted(scores, reverse=True)[top]
     add_bonus(scores, reasoning, by["reasoning_bonus"], threshold)
     add_bonus(scores, texts, by["answer_bonus"], threshold)
-    style = centred([density(answer.text) for answer in answers])
-    weighed = zip(centred(reasoning), centred(texts), style, strict=True)
-    return [
-        score
-        + (first * by["reasoning_length"] + second * by["answer_length"])
-        + third * by["style"]
-        for score, (first, second, third) in zip(scores, weighed, strict=True)
-    ]
+    reasoning_weights = centred(reasoning)
+    text_weights = centred(texts)
+    style_weights = centred([density(answer.text) for answer in answers])
+    final = []
+    for i, score in enumerate(scores):
+        of_reasoning = reasoning_weights[i] * by["reasoning_length"]
+        of_text = text_weights[i] * by["answer_length"]
+        of_style = style_weights[i] * by["style"]
+        final.append(score + (of_reasoning + of_text) + of_style)
+    return final
 
 
 def elements(text: str) -> list[int]:
-    """The number of headers, list items, bold texts and emojis outside of code blocks."""
+    """Returns the numbers of headers, list items, bold texts and emojis outside code blocks."""
     plain = CODE.sub("", text)
     return [sum(1 for _ in pattern.finditer(plain)) for pattern in ELEMENTS]
 
 
 def density(text: str) -> float:
-    """Formatting for each character outside of code blocks."""
+    """Returns the number of formatting elements per character outside code blocks."""
     plain = CODE.sub("", text)
     return sum(elements(plain)) / len(plain.strip()) if plain.strip() else 0.0
 
 
 def repeats(answer: Answer) -> bool:
-    """Whether an answer is its own reasoning once more, whatever the white space."""
-    return answer.reasoning.split() == answer.text.split() != []
+    """Returns whether an answer repeats its own reasoning, apart from white space."""
+    words = answer.text.split()
+    return bool(words) and answer.reasoning.split() == words

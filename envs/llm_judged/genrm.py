@@ -4,26 +4,27 @@ Row: `principle`, the judge's criterion (default: PRINCIPLE), and `prompt_id`, f
 The answers of a group are compared in a circle, each with the next one, so each is shown first once
 and second once. The judge `genrm` sees the conversation, the principle and both answers without
 their reasoning, under the roles `principle`, `response_1` and `response_2`, which its chat template
-must know. It gives each a score from 1 to 5, and a ranking from 1 (the first is much better) to 6
-(the second is). An answer earns the mean of its two scores. Where the scores of a pair are equal,
-the ranking moves them apart by 5 at most. Then services.genrm weighs, within the group: a bonus for
-the shortest reasoning and for the shortest answer where they are among the best, both lengths, and
+must define. It gives each a score from 1 to 5, and a ranking from 1 (the first is much better) to 6
+(the second is). An answer earns the mean of its two scores. If the scores of a pair are equal, the
+ranking moves them apart by at most 5. Then services.genrm weighs, within the group: a bonus for the
+shortest reasoning and for the shortest answer if they are among the best, both lengths, and
 formatting (envs/llm_judged/comparison.py). An answer that repeats its reasoning earns 1.0.
 
 Source: NeMo-Gym's resources_servers/genrm_compare as of Nemotron 3 Super, with `use_principle`.
 Rows of `genrm_simple_agent_reasoning_off` are answered without a thought
 (rollout/messages.py).
 
-A reply without a verdict is asked for again; after TRIES of them neither answer is better. A judge
-that is away or refuses a request fails the group, which is tried again: its answers and the
-verdicts that were found are kept.
+After a reply without a verdict the judge is asked again; after TRIES such replies neither answer is
+better. If the judge is away or refuses a request, the group fails and is tried again: its answers
+and the verdicts so far are kept.
 
 Deliberate deviations. An answer that is empty, or was cut off while it thought, is shown as "None",
-as there, and earns 0 at most: the length weights would pay it. Numbers that no judge is asked for,
-such as a score of 10, are no verdict. One that stands in an answer is shown with its braces
-doubled, and counts only where it ends a reply that has no other. Where a pair is too long for the
-judge, neither answer is better.
-Known leaks: answers that persuade the judge; East Asian letters count as formatting, as there.
+as in NeMo-Gym, and earns at most 0: the length weights would pay for it. Numbers outside the ranges
+that a judge is asked for, such as a score of 10, are not a verdict. A verdict in an answer is shown
+with its braces doubled, and counts only if it ends a reply that has no other. If a pair is too long
+for the judge, neither answer is better.
+Known leaks: answers that persuade the judge; East Asian letters count as formatting, as in
+NeMo-Gym.
 """
 
 import hashlib
@@ -45,9 +46,9 @@ AGENTS = ("genrm_simple_agent", "genrm_simple_agent_reasoning_off", "genrm_compa
 TRIES = 4
 SAMPLING = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 16384}
 LONGEST = 50_000  # characters of a reply
-MOST = 1000  # groups with verdicts that are kept until they are complete
+MOST = 1000  # incomplete groups whose verdicts are kept
 PRINCIPLE = prompts(__file__)["principle"]
-# By group, the verdicts that a failed attempt at it has got.
+# By group, the verdicts of a failed attempt at it.
 FOUND: dict[str, dict[Pair, Verdict | None]] = {}
 
 
@@ -63,16 +64,18 @@ def check(row: dict) -> None:
 
 
 async def score_group(rows: list[dict], responses: list[str]) -> list[Reward]:
-    """Rewards of a group; `base` is the score before lengths and formatting, `ties` and `unread`
-    the shares of an answer's comparisons that the ranking decided, and that gave no verdict.
+    """Returns the rewards of a group.
 
-    Raises ValueError for fewer than two answers, Away, and CheckerError where the judge refuses.
+    `base` is the score before lengths and formatting; `ties` and `unread` are the shares of an
+    answer's comparisons that the ranking decided, and that gave no verdict.
+
+    Raises ValueError if there are fewer than two answers, Away if the judge is away, and
+    CheckerError if it refuses a request.
     """
     compared = comparison.pairs(len(responses))
     answers = [answer_of(response) for response in responses]
-    own = chosen("genrm", PRINCIPLE)
-    principle = {"role": "principle", "content": rows[0].get("principle") or own}
-    context = [*conversation(rows[0]), principle]
+    principle = rows[0].get("principle") or chosen("genrm", PRINCIPLE)
+    context = [*conversation(rows[0]), {"role": "principle", "content": principle}]
     group, shown, quoted = await in_thread(prepared, context, answers)
     found = FOUND.setdefault(group, {})
     while len(FOUND) > MOST:
@@ -88,7 +91,7 @@ async def score_group(rows: list[dict], responses: list[str]) -> list[Reward]:
 
 
 def answer_of(response: str) -> Answer:
-    """The judged part of a response; no text where it has none, or is still thinking."""
+    """Returns the judged part of a response; its text is "" if it is empty or still thinking."""
     text = final_text(response)
     return Answer(Response.of(response).reasoning, "" if unfinished(text) else text)
 
@@ -96,45 +99,53 @@ def answer_of(response: str) -> Answer:
 def prepared(
     context: list[dict], answers: list[Answer]
 ) -> tuple[str, list[str], list[list[Verdict]]]:
-    """A name for the group; of each answer what is shown, and the verdicts that stand in it."""
+    """Returns a name for the group and, for each answer, the shown text and the verdicts in it."""
     name = hashlib.sha256(json.dumps([context, answers]).encode()).hexdigest()
     shown = [comparison.veiled(answer.text) or "None" for answer in answers]
     return name, shown, [comparison.verdicts(answer.text) for answer in answers]
 
 
 def conversation(row: dict) -> list[dict]:
-    """The messages before the answer, as the judge sees them."""
+    """Returns the messages before the answer, as the judge sees them."""
     messages = chat(row["responses_create_params"]["input"])
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 async def ask(context: list[dict], shown: list[str], quoted: Sequence[Verdict]) -> Verdict | None:
-    """The judge's verdict on two answers; None where it gives none. Raises as `judge.ask` does."""
+    """Returns the judge's verdict on two answers; None if it gives none.
+
+    Raises as `judge.ask` does.
+    """
 
     def read(reply: str) -> Verdict | None:
         verdict = comparison.read(reply, quoted) if len(reply) <= LONGEST else None
         return verdict if verdict and verdict.valid else None
 
-    roles = ("response_1", "response_2")
-    pair = [{"role": role, "content": text} for role, text in zip(roles, shown, strict=True)]
-    return await judge.ask("genrm", [*context, *pair], read, TRIES, **SAMPLING)
+    first = {"role": "response_1", "content": shown[0]}
+    second = {"role": "response_2", "content": shown[1]}
+    return await judge.ask("genrm", [*context, first, second], read, TRIES, **SAMPLING)
 
 
 def rewards(
     answers: list[Answer], compared: list[Pair], found: list[Verdict | None]
 ) -> list[Reward]:
-    """The rewards of a group, from the judge's verdict on each pair."""
+    """Returns the rewards of a group, from the judge's verdict on each pair."""
     given = [verdict or Verdict() for verdict in found]
     base = comparison.base_scores(len(answers), compared, given)
     final = comparison.adjusted(base, answers, weights(current().genrm))
     made = []
     for i, (answer, value) in enumerate(zip(answers, final, strict=True)):
         own = [k for k, pair in enumerate(compared) if i in pair]
-        info: dict = {"base": base[i], "ties": sum(given[k].tie for k in own) / len(own)}
-        info["unread"] = sum(found[k] is None for k in own) / len(own)
+        info: dict[str, float | str] = {
+            "base": base[i],
+            "ties": sum(given[k].tie for k in own) / len(own),
+            "unread": sum(found[k] is None for k in own) / len(own),
+        }
         if comparison.repeats(answer):
-            value, info["reason"] = 1.0, "repeats its reasoning"
+            value = 1.0
+            info["reason"] = "repeats its reasoning"
         elif not answer.text:
-            value, info["reason"] = min(0.0, value), "no answer"
+            value = min(0.0, value)
+            info["reason"] = "no answer"
         made.append(Reward(value, info))
     return made

@@ -3,22 +3,21 @@
 Row: `rubric` ([{"id", "criteria"}]), `prompt`, `reference_response`, and the judge's own words:
 `judge_system_prompt` and `judge_prompt_template` with the places {prompt}, {model_response},
 {standard_response} and {criteria}. Judged, as in NeMo-Gym's resources_servers/inverse_if: the text
-behind the thought, by the judge `general`, one call for each criterion. Its verdict is the "result"
-of a JSON object, PASS or FAIL: that of the first fenced block, else any, else the last of the five
-last lines that has such a word. Rewards are in [0, 1].
+after the thought, by the judge `general`, one call for each criterion. Its verdict is the "result"
+of a JSON object, PASS or FAIL: of the first fenced block, else of any object, else the word in the
+last of the final five lines that has one. Rewards are in [0, 1].
 
-Deliberate deviations: a place that the template lacks or does not know is a bad row; an answer that
-is empty or cut off earns 0 unseen; a reply with neither is counted, and the criterion fails. Lines
-of the template and verdicts in an answer get a space (envs/judge/prompts.py), and of an answer that
-holds a verdict none is read that the reply may quote. There a quoted PASS is paid.
-Known leaks: those of the judge.
+Deliberate deviations: a row is bad if its template lacks a place or has an unknown one; an answer
+that is empty or cut off earns 0 unseen; a reply without a verdict is counted, and the criterion
+fails. Lines of the template and verdicts in an answer get a space (envs/judge/prompts.py), and if
+an answer holds a verdict, no verdict is read that the reply may quote. NeMo-Gym pays for a quoted
+PASS. Known leaks: the judge's.
 """
 
 import functools
 import json
 import re
 import string
-from typing import Any
 
 from core.waits import together
 from envs import Reward, final_text, get, require, unfinished
@@ -29,7 +28,7 @@ from envs.services import Need
 
 AGENTS = ("inverse_if_simple_agent", "inverse_if")
 JUDGE = "general"
-SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "max_tokens": 8192}
+SAMPLING = {"temperature": 0.7, "top_p": 0.8, "max_tokens": 8192}
 PLACES = {"prompt", "model_response", "standard_response", "criteria"}
 FENCED = re.compile(r"```(?:json)?\s*(\{.*?\})\s*```", re.DOTALL)
 OBJECT = re.compile(r'\{[^{}]*"result"\s*:\s*"(?:PASS|FAIL)"[^{}]*\}', re.IGNORECASE)
@@ -64,7 +63,10 @@ def check(row: dict) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """The mean over the rubric; `met` are the numbers of criteria that are. Raises CheckerError."""
+    """Returns the mean over the rubric; `met` lists the numbers of the criteria that are met.
+
+    Raises CheckerError if the judge fails.
+    """
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
@@ -74,23 +76,29 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 async def score(row: dict, criteria: str, text: str) -> float:
-    """1.0 where the judge gives PASS for one criterion. Raises CheckerError."""
-    filled = row["judge_prompt_template"].format(
+    """Returns 1.0 if the judge gives PASS for one criterion, else 0.0.
+
+    Raises CheckerError if the judge fails.
+    """
+    template = row["judge_prompt_template"]
+    filled = template.format(
         prompt=row.get("prompt") or "",
-        model_response=apart(text, [*delimiters(row["judge_prompt_template"]), *spoken(text)]),
+        model_response=apart(text, [*delimiters(template), *spoken(text)]),
         standard_response=row.get("reference_response") or "",
         criteria=criteria,
     )
-    system = row.get("judge_system_prompt")
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": filled})
-    found = await judge.ask(JUDGE, messages, lambda reply: verdict(reply, text), **SAMPLING)
+    messages = [{"role": "user", "content": filled}]
+    if system := row.get("judge_system_prompt"):
+        messages.insert(0, {"role": "system", "content": system})
+    found = await judge.ask(
+        JUDGE, messages, lambda reply: verdict(reply, text), tries=1, **SAMPLING
+    )
     return float(found == "PASS")
 
 
 @functools.cache
 def delimiters(template: str) -> list[str]:
-    """The lines of a template's own text that have a letter; all of a part that has none."""
+    """Returns the lines with a letter in each part of a template; without one, all its lines."""
     found = []
     for own, *_ in string.Formatter().parse(template):
         lines = [line.strip() for line in own.split("\n") if len(line.strip()) > 1]
@@ -99,19 +107,22 @@ def delimiters(template: str) -> list[str]:
 
 
 def spoken(answer: str) -> list[str]:
-    """The beginnings of the verdicts that an answer holds."""
+    """Returns the beginnings of the verdicts that an answer holds."""
     return list(dict.fromkeys(found[0] for found in RESULT.finditer(answer)))
 
 
 def verdict(reply: str, answer: str = "") -> str | None:
-    """PASS or FAIL; None where the reply has neither.
+    """Returns PASS or FAIL; None if the reply has neither.
 
-    Where the answer holds such an object, PASS only where an object ends the reply, and FAIL is not
-    there. Where it holds the word, a word is read only as the last line, and as no line of it.
+    If the answer holds such an object, PASS counts only if an object ends the reply and FAIL is not
+    in it. If the answer holds the word PASS, a word counts only if it is the last line of the reply
+    and not a line of the answer.
     """
     if said := of_object(reply):
-        sure = reply.rstrip("` \n").endswith("}") and "FAIL" not in reply.upper()
-        return said if sure or not spoken(answer) else "FAIL"
+        if not spoken(answer):
+            return said
+        is_sure = reply.rstrip("` \n").endswith("}") and "FAIL" not in reply.upper()
+        return said if is_sure else "FAIL"
     if "PASS" in answer.upper():
         return own_line(reply, answer, WORDS)
     lines = reversed(reply.strip().upper().split("\n")[-5:])
@@ -119,8 +130,10 @@ def verdict(reply: str, answer: str = "") -> str | None:
 
 
 def of_object(reply: str) -> str | None:
-    """PASS or FAIL, the result of a JSON object; None where no object has one."""
-    for found in filter(None, (FENCED.search(reply), OBJECT.search(reply))):
+    """Returns PASS or FAIL, the result of a JSON object; None if no object has one."""
+    for found in (FENCED.search(reply), OBJECT.search(reply)):
+        if found is None:
+            continue
         try:
             result = json.loads(found[found.lastindex or 0])["result"].upper().strip()
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -1,18 +1,18 @@
 """The last answer of a conversation, graded by a rubric: the share of its questions that are met.
 
 Row: `rubric` ([{"question", "pass_criteria" (YES or NO, by default YES)}]), and `context`, the
-conversation as text; else that of the row's input. Judged, as in NeMo-Gym's resources_servers/
-multichallenge: the text behind the thought, by the judge `general`, one call for each question. The
+conversation as text; without it, the row's input. Judged, as in NeMo-Gym's resources_servers/
+multichallenge: the text after the thought, by the judge `general`, one call for each question. The
 last label counts, else YES or NO in the judge's last line. Rewards are in [0, 1].
 
 Deliberate deviations: the instructions are our own, with the published labels; a reply with neither
-label meets no question, also where NO is wanted; an empty rubric is a bad row; an answer that is
-empty or cut off earns 0 unseen. Of an answer that holds a label or such a word, none is read that
-the reply may quote; there it is paid. Known leaks: those of the judge.
+label does not meet its question, even if NO is wanted; an empty rubric is a bad row; an answer that
+is empty or cut off earns 0 unseen. If an answer holds a label or such a word, none is read that the
+reply may quote; NeMo-Gym pays for it. Known leaks: the judge's.
 """
 
 import re
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from core.waits import together
 from envs import Reward, final_text, get, require, unfinished
@@ -24,10 +24,17 @@ from rollout.messages import chat
 
 AGENTS = ("multichallenge_simple_agent", "multichallenge")
 JUDGE = "general"
-SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "max_tokens": 8192}
+SAMPLING = {"temperature": 0.7, "top_p": 0.8, "max_tokens": 8192}
 YES, NO = "[[YES]]", "[[NO]]"
 WORD = re.compile(r"\b(?:yes|no)\b", re.IGNORECASE)
 PROMPT = prompts(__file__)["rubric"]
+
+
+class Item(TypedDict):
+    """A question of a rubric."""
+
+    question: str
+    pass_criteria: NotRequired[str | None]  # "YES" or "NO"
 
 
 def needs(row: dict) -> tuple[Need, ...]:
@@ -36,7 +43,7 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless the rubric has questions, with criteria that are known."""
+    """Raises ValueError unless the rubric has questions with known criteria."""
     rubric = get(row, "rubric", list, "a list of questions")
     require(rubric, "rubric", rubric, "at least one question")
     get(row, "context", str | None, "a text or null")
@@ -49,7 +56,10 @@ def check(row: dict) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """The mean over the rubric; `met` numbers the questions that are. Raises CheckerError."""
+    """Returns the mean over the rubric; `met` lists the numbers of the questions that are met.
+
+    Raises CheckerError if the judge fails.
+    """
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
@@ -60,30 +70,39 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def said_before(row: dict) -> str:
-    """The row's conversation as text."""
+    """Returns the row's conversation as text."""
     messages = chat(row["responses_create_params"]["input"])
     return "\n\n".join(f"[{m['role'].upper()}]: {m['content']}" for m in messages)
 
 
-async def score(item: dict[str, Any], context: str, answer: str) -> float:
-    """1.0 where the judge's verdict is the one that the rubric wants. Raises CheckerError."""
+async def score(item: Item, context: str, answer: str) -> float:
+    """Returns 1.0 if the judge's verdict is the one that the rubric wants, else 0.0.
+
+    Raises CheckerError if the judge fails.
+    """
     parts = {"conversation": context, "answer": answer, "question": item["question"]}
-    messages = [{"role": "user", "content": filled(chosen(JUDGE, PROMPT), parts, yes=YES, no=NO)}]
-    label = await judge.ask(JUDGE, messages, lambda reply: verdict(reply, answer), **SAMPLING)
+    content = filled(chosen(JUDGE, PROMPT), parts, yes=YES, no=NO)
+    messages = [{"role": "user", "content": content}]
+    label = await judge.ask(
+        JUDGE, messages, lambda reply: verdict(reply, answer), tries=1, **SAMPLING
+    )
     return float(label == (item.get("pass_criteria") or "YES"))
 
 
 def verdict(reply: str, answer: str = "") -> str | None:
-    """YES or NO: the last label, else the word in the last line; None for neither.
+    """Returns YES or NO: the last label, else the word in the last line; None without either.
 
-    Of what the answer holds itself, a label counts only where it ends the reply and is its only
-    one, a word where it is all of the line and no line of the answer.
+    If the answer holds a label, a label counts only if it ends the reply and is its only one. If
+    the answer holds a word, a word counts only if it is all of the last line and not a line of the
+    answer.
     """
     yes, no = reply.rfind(YES), reply.rfind(NO)
     if yes >= 0 or no >= 0:
         label, other = (YES, NO) if yes > no else (NO, YES)
-        sure = ends(reply, label) and other not in reply
-        return label.strip("[]") if sure or not holds(answer, (YES, NO)) else None
+        is_sure = ends(reply, label) and other not in reply
+        if holds(answer, (YES, NO)) and not is_sure:
+            return None
+        return label.strip("[]")
     if WORD.search(answer):
         return own_line(reply, answer, ("YES", "NO"))
     last = reply.strip().rpartition("\n")[2].upper()
