@@ -1,4 +1,4 @@
-"""Data for a run: released blends, own questions, pass rates, curricula. docs/data.md explains all.
+"""Prepares data for a run: released blends, own questions, pass rates, curricula. See docs/data.md.
 
     python data_prep.py blend                                  the blends of Nemotron 3 Super
     python data_prep.py check data/rlvr1/train-split.jsonl     can it be trained on?
@@ -11,14 +11,14 @@
     python data_prep.py swe SOURCE OUT --check                 issues of repositories, with tests
     python data_prep.py pivot TRAJECTORIES OUT                 single steps of agents
 
-Every command reads its input line by line and writes aside, so a file under its final name is
-whole. The same input gives the same bytes.
+Every command reads its input line by line and writes to a temporary name, so a file under its final
+name is complete. The same input gives the same bytes.
 """
 
 import dataclasses
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import tyro
 
@@ -33,7 +33,15 @@ from prep.shares import Effort, ReasoningControl
 from prep.swe_rows import Swe
 from prep.tool_pairs import ToolPairs
 
-COMMANDS: dict[str, Callable[..., Any]] = {
+
+class Command(Protocol):
+    """A command with its arguments."""
+
+    def run(self) -> int:
+        """Runs the command; returns its exit code."""
+
+
+COMMANDS: dict[str, Callable[..., Command]] = {
     "blend": Blend,
     "check": Check,
     "rows": Rows,
@@ -59,7 +67,7 @@ def main(argv: list[str]) -> int:
         raise InputError("-- belongs to profile: its run gets the words after it")
     try:
         return command.run()
-    except OSError as error:  # a disk that is full, a folder that may not be written to
+    except OSError as error:  # a full disk, a read-only folder
         raise InputError(f"{error.filename or 'output'}: {error.strerror}") from None
 
 

@@ -1,1 +1,1 @@
-"""The commands of data_prep.py on files of rows: one command, or one part of it, a module."""
+"""The commands of data_prep.py, which work on files of rows: one command per module, or a part."""

@@ -1,4 +1,4 @@
-"""`blend`: released or own files of rows become files for training and validation."""
+"""`blend`: turns released or own files of rows into files for training and validation."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ class Blend:
     only: tuple[str, ...] = ()
     """Blends to prepare, such as rlvr1; none: all."""
     name: str = ""
-    """Name of the blend, where it is only one; empty: that of its file, or "mix"."""
+    """Name of the blend, if there is only one; empty: the name of its file, or "mix"."""
     layout: Literal["super", "nano"] = "super"
     """{train,val}-split.jsonl, or {train,val,test}/data.jsonl."""
     val_holdout: int | None = None
@@ -41,18 +41,18 @@ class Blend:
     sample: int | None = None
     """Rows to take, evenly spread over the blend; they go to NAME/sample-N."""
     mix: str = ""
-    """FILE:WEIGHT,FILE:WEIGHT of the source: one blend, which ends where a file has ended."""
+    """FILE:WEIGHT,FILE:WEIGHT of the source: one blend, which ends when one of its files ends."""
     leave_out: tuple[str, ...] = ()
-    """Agents to leave out, with their rows, such as those that no environment serves yet."""
+    """Agents to leave out, with their rows, such as agents that no environment serves yet."""
     nemo_gym: bool = False
-    """Keep rows of agents that no environment declares: servers of NeMo-Gym have them."""
+    """Keep rows of agents that no environment declares, because servers of NeMo-Gym have them."""
     sources: str = ""
     """Folder of DAPO-Math-17k and Skywork-OR1-RL-Data; empty: they come from the hub."""
     force: bool = False
-    """Write again what is there already."""
+    """Write blends again that are there already."""
 
     def run(self) -> int:
-        """Prepares every blend, except those without an environment unless `only` names them.
+        """Prepares every blend; blends without an environment are skipped unless `only` names them.
 
         Raises InputError for the first bad row.
         """
@@ -69,29 +69,34 @@ class Blend:
             raise InputError(f"--name {self.name}: {folder} holds {len(chosen)}: --only says which")
         if absent := [name for name in chosen if name not in blends]:
             raise InputError(f"{folder}: expected {absent[0]}.jsonl there")
-        every = () if self.only or self.mix else chosen
-        left = {name: unserved(self, blends[name]) for name in every}
-        left = {} if all(left.values()) else left  # the first of them is an error then
-        for name in chosen if not self.mix else ():
-            if of_agents := left.get(name):
-                rows = f"its {of_agents.total():,} rows ({', '.join(of_agents)})"
-                print(f"{blends[name]}: not written, no environment serves {rows}")
-            else:
-                prepare(self, self.name or name, [(blends[name], 1.0)])
         if self.mix:
             weighted = [(folder / path, weight) for path, weight in mix.parts(self.mix)]
             prepare(self, self.name or "mix", weighted)
+            return 0
+        left: dict[str, Counter[str]] = {}
+        if not self.only:
+            left = {name: unserved(self, blends[name]) for name in chosen}
+        if all(left.values()):
+            left = {}  # nothing could be written, so preparing the first one raises
+        for name in chosen:
+            if of_agents := left.get(name):
+                print(
+                    f"{blends[name]}: not written, no environment serves its "
+                    f"{of_agents.total():,} rows ({', '.join(of_agents)})"
+                )
+            else:
+                prepare(self, self.name or name, [(blends[name], 1.0)])
         return 0
 
 
 def unserved(options: Blend, path: Path) -> Counter[str]:
-    """The rows of a file by agent; none where one row would be kept, or names no agent."""
+    """Counts the rows of a file by agent; empty if a row would be kept, or names no agent."""
     known = files.served()
     found: Counter[str] = Counter()
     for line in files.lines(path):
         agent = files.agent(line.row())
-        serves = agent in known or options.nemo_gym
-        if not agent or (serves and agent not in options.leave_out):
+        is_served = agent in known or options.nemo_gym
+        if not agent or (is_served and agent not in options.leave_out):
             return Counter()
         found[agent] += 1
     return found
@@ -101,17 +106,25 @@ def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> No
     """Writes one blend, unless its files were made from the same bytes in the same way."""
     names = LAYOUTS[options.layout]
     folder = Path(options.out, name)
-    folder = folder / f"sample-{options.sample}" if options.sample else folder
-    usual = HELD_OUT[options.layout]
-    holdout = usual if options.val_holdout is None else options.val_holdout
+    if options.sample:
+        folder = folder / f"sample-{options.sample}"
+    holdout = options.val_holdout
+    if holdout is None:
+        holdout = HELD_OUT[options.layout]
     wanted: set[placeholders.Target] = set()
     sources = [scan(path, wanted) | {"weight": weight} for path, weight in weighted]
     questions = placeholders.Questions(options.sources)
-    manifest: dict[str, Any] = {"blend": name, "layout": options.layout}
-    manifest |= {"held_out": f"the last {holdout} rows, order kept", "sample": options.sample}
-    manifest |= {"leave_out": sorted(options.leave_out), "sources": sources}
-    manifest |= {"placeholders": questions.hashes(wanted)}
-    manifest |= {"nemo_gym": True} if options.nemo_gym else {}
+    manifest: dict[str, Any] = {
+        "blend": name,
+        "layout": options.layout,
+        "held_out": f"the last {holdout} rows, order kept",
+        "sample": options.sample,
+        "leave_out": sorted(options.leave_out),
+        "sources": sources,
+        "placeholders": questions.hashes(wanted),
+    }
+    if options.nemo_gym:
+        manifest["nemo_gym"] = True
     run_hash = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
     if not options.force and is_whole(folder, run_hash):
         print(f"{folder}: nothing to do, {run_hash} is there (--force writes it again)")
@@ -144,7 +157,7 @@ def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> No
 
 
 def scan(path: Path, wanted: set[placeholders.Target]) -> dict[str, Any]:
-    """A source's entry of the manifest; adds the targets of its placeholders to `wanted`."""
+    """Returns a source's entry in the manifest; adds its placeholders' targets to `wanted`."""
     digest = hashlib.sha256()
     rows = 0
     for line in files.lines(path):
@@ -159,7 +172,7 @@ def scan(path: Path, wanted: set[placeholders.Target]) -> dict[str, Any]:
 
 
 def is_whole(folder: Path, run_hash: str) -> bool:
-    """Whether a folder holds the files of its manifest, and the manifest that was asked for."""
+    """Returns whether a folder has the manifest with this hash, and the files that it lists."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         splits = manifest["splits"].values()
@@ -176,9 +189,10 @@ def kept(
     questions: placeholders.Questions,
     nemo_gym: bool,
 ) -> Iterator[tuple[dict, str]]:
-    """The rows in order, filled and checked, each with its line; counts those of `left_out`.
+    """Yields the rows in order, filled and checked, each with its line.
 
-    Raises InputError for a row that is malformed or that no environment serves.
+    Rows of agents in `left_out` are counted there instead. Raises InputError if a row is malformed
+    or no environment serves it.
     """
     known = files.served()
     for line in lines:
@@ -187,9 +201,11 @@ def kept(
         if agent in left_out:
             left_out[agent] += 1
         elif agent not in known and not (agent and nemo_gym):
-            expected = f"expected one of: {', '.join(sorted(known))}"
-            remedy = f"--leave_out {agent} leaves its rows out; `check {line.path}` names all"
-            raise InputError(f"{line.place}: agent_ref.name is {agent!r}, {expected}; {remedy}")
+            raise InputError(
+                f"{line.place}: agent_ref.name is {agent!r}, expected one of: "
+                f"{', '.join(sorted(known))}; --leave_out {agent} leaves its rows out; "
+                f"`check {line.path}` names all"
+            )
         elif placeholders.FIELD in row:
             yield questions.fill(row, line.place), ""
         else:
@@ -199,7 +215,7 @@ def kept(
 def merged(
     weighted: list[tuple[Path, float]], counts: list[int], sample: int | None
 ) -> Iterator[files.Line]:
-    """The lines of files of `counts` rows in turn, or a sample of them that is spread evenly."""
+    """Yields the lines of files of `counts` rows in turn, or an evenly spread sample of them."""
     weights = [weight for _, weight in weighted]
     total = sum(1 for _ in mix.order(counts, weights))
     number = min(sample or total, total)
@@ -211,17 +227,19 @@ def merged(
 
 
 def split(rows: Iterable[tuple[dict, str]], outputs: list[files.Output], holdout: int) -> None:
-    """Deals rows out: the last `holdout` to the held-out files in equal runs, all else to train.
+    """Distributes rows: the last `holdout` to the held-out files in equal runs, the rest to train.
 
-    All go to train where there are no more of them than that.
+    All go to train if there are no more than `holdout`.
     """
     train, *others = outputs
     waiting: deque[tuple[dict, str]] = deque()
     for pair in rows:
         waiting.append(pair)
         if len(waiting) > holdout:
-            train.write(*waiting.popleft())
+            row, text = waiting.popleft()
+            train.write(row, text)
     size = -(-len(waiting) // len(others))
-    targets = [others[i // size] if train.rows else train for i in range(len(waiting))]
-    for output, pair in zip(targets, waiting, strict=True):
-        output.write(*pair)
+    is_enough = train.rows > 0
+    for i, (row, text) in enumerate(waiting):
+        output = others[i // size] if is_enough else train
+        output.write(row, text)

@@ -1,4 +1,4 @@
-"""`check`: counts the rows of files, and finds all that is missing for training."""
+"""`check`: counts the rows of files, and finds everything that is missing for training."""
 
 import json
 import re
@@ -30,7 +30,7 @@ class Found:
     rows: int = 0
     datasets: Counter[str] = field(default_factory=Counter)
     bad: Counter[str] = field(default_factory=Counter)  # by error
-    first: dict[str, str] = field(default_factory=dict)  # of each of them: place and message
+    first: dict[str, str] = field(default_factory=dict)  # error -> place and message of the first
     needs: set[Need] = field(default_factory=set)  # of good rows
 
 
@@ -43,16 +43,16 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """Contents of files of rows, and all that is missing; exit code 0 if they can be trained on."""
+    """Contents of files of rows, and what is missing; exit code 0 if they can be trained on."""
 
     files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE...")]
     """JSONL files of rows."""
     services: tuple[str, ...] = ()
-    """Settings of `services` that the run will have; others that are needed are a problem."""
+    """Settings of `services` that the run will have; other needed ones are a problem."""
     nemo_gym: tuple[str, ...] = ()
-    """Head servers of NeMo-Gym, as services.nemo_gym of the run."""
+    """Head servers of NeMo-Gym, as in services.nemo_gym of the run."""
     max_bad_rows: int = 0
-    """Bad rows that a file may hold, as data.max_bad_rows of the run."""
+    """Bad rows that a file may hold, as in data.max_bad_rows of the run."""
 
     def run(self) -> int:
         """Prints the contents and the problems."""
@@ -76,10 +76,10 @@ class Check:
 def summary(
     path: str, max_bad_rows: int, services: Collection[str] = (), cfg: RunSettings | None = None
 ) -> Summary:
-    """Summarises a file. Services that are needed must be configured, or among `services`.
+    """Summarises a file. Needed services must be configured or listed in `services`.
 
-    With `cfg` a prompt must fit its settings of sampling. Raises InputError where the file cannot
-    be read.
+    With `cfg` a prompt must fit its sampling settings. Raises InputError if the file cannot be
+    read.
     """
     known = files.served()
     found = survey(path, cfg)
@@ -91,22 +91,25 @@ def summary(
         module = known.get(name)
         served = f"envs/{module}.py" if module else elsewhere(name)
         kinds = [f"{kind} {count:,}" for kind, count in agent.datasets.most_common(3) if kind]
-        kinds += ["..."] * (len(agent.datasets) > 3)
-        text.append(f"  {name:<40} {agent.rows:>9,}  {served}" + "; " * bool(kinds))
-        text[-1] += ", ".join(kinds)
+        if len(agent.datasets) > 3:
+            kinds.append("...")
+        shown = f"; {', '.join(kinds)}" if kinds else ""
+        text.append(f"  {name:<40} {agent.rows:>9,}  {served}{shown}")
         if bad > max_bad_rows:
-            problems += [f"{agent.first[kind]} ({n:,} rows)" for kind, n in agent.bad.most_common()]
+            for kind, count in agent.bad.most_common():
+                problems.append(f"{agent.first[kind]} ({count:,} rows)")
         for need in sorted(agent.needs, key=lambda need: need.name):
             has = {need.name, need.name.partition(".")[0]} & set(services)
             problem = "" if has else need.problem()
-            text.append(f"  {'':<40} {'':>9}  needs {need.name}" + ", not there" * bool(problem))
+            missing = ", not there" if problem else ""
+            text.append(f"  {'':<40} {'':>9}  needs {need.name}{missing}")
             if problem:
                 problems.append(f"{path}: {name} lacks {need.name}: {problem}")
     return Summary(text, problems)
 
 
 def elsewhere(agent: str) -> str:
-    """The server of an agent that no module of envs/ declares."""
+    """Returns the server of an agent that no module of envs/ declares."""
     if not configured.current().nemo_gym:
         return "no environment serves it"
     try:
@@ -116,7 +119,7 @@ def elsewhere(agent: str) -> str:
 
 
 def survey(path: str, cfg: RunSettings | None = None) -> dict[str, Found]:
-    """The rows of a file by agent, every one of them checked as a run would."""
+    """Returns the rows of a file by agent; every row is checked as a run would check it."""
     found: dict[str, Found] = {}
     for line in files.lines(path):
         problem = ""
@@ -144,7 +147,7 @@ def survey(path: str, cfg: RunSettings | None = None) -> dict[str, Found]:
 
 
 def loose(text: str) -> dict:
-    """The JSON object of a line that may be malformed; {} where there is none."""
+    """Returns the JSON object of a line that may be malformed; {} if there is none."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError):

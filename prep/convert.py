@@ -1,4 +1,4 @@
-"""`rows`: a data set of questions and answers becomes rows."""
+"""`rows`: turns a data set of questions and answers into rows."""
 
 import json
 import re
@@ -27,20 +27,20 @@ class Rows:
     answer: str
     """Column of the reference answer."""
     agent: str
-    """Environment, one of those that a module in envs/ names in AGENTS."""
+    """Environment: a name in the AGENTS of a module in envs/."""
     template: str = "{question}"
     """The user's message; {question} stands for the column."""
     answer_field: str = "expected_answer"
     """Field in which the environment looks for the answer."""
     keep: tuple[str, ...] = ()
-    """Other columns that the rows get, for a reward that reads them."""
+    """Other columns that the rows keep, for a reward that reads them."""
     dataset: str = ""
     """Name of these rows in the metrics."""
     split: str = "train"
     """Split of a folder or of a data set of the hub: files named after it, or all."""
 
     def run(self) -> int:
-        """Writes the rows, each checked. Raises InputError naming the first record that is none."""
+        """Writes the rows, each checked. Raises InputError for the first record that fails."""
         if "{question}" not in self.template:
             raise InputError(f"--template {self.template!r}: expected {{question}} in it")
         patterns = [f"*{kind}" for kind in tables.KINDS]
@@ -65,28 +65,33 @@ class Rows:
         return 0
 
     def missed(self, record: dict, error: ValueError) -> str:
-        """What to say beside an error about a field that is a column under another name."""
-        if re.search(rf"\b{re.escape(self.answer)}\b", str(error)) and self.answer in record:
+        """Returns advice for an error about a field that is a column under another name, or ""."""
+        named = [c for c in record if re.search(rf"\b{re.escape(c)}\b", str(error))]
+        if self.answer in named:
             return f"; the answer is in {self.answer_field}: --answer_field {self.answer}"
-        lost = [c for c in record if re.search(rf"\b{re.escape(c)}\b", str(error))]
-        lost = [c for c in lost if c not in (self.prompt, self.answer, *self.keep)]
-        return f"; {lost[0]} is a column: --keep {lost[0]}" if lost else ""
+        for column in named:
+            if column not in (self.prompt, *self.keep):
+                return f"; {column} is a column: --keep {column}"
+        return ""
 
     def row(self, record: dict, place: str) -> dict[str, Any]:
-        """The row of a record."""
+        """Returns the row of a record."""
         asked = tables.value(record, self.prompt, place)
         answer = tables.value(record, self.answer, place)
-        if final := FINAL.search(answer) if isinstance(answer, str) else None:
+        if not isinstance(answer, str):
+            answer = json.dumps(answer)
+        elif final := FINAL.search(answer):
             answer = final[1].replace(",", "")
+        messages = asked
         if not isinstance(asked, list):
             content = self.template.replace("{question}", str(asked))
-            asked = [{"role": "user", "content": content}]
+            messages = [{"role": "user", "content": content}]
         row = {
-            "responses_create_params": {"input": asked},
+            "responses_create_params": {"input": messages},
             "agent_ref": {"type": "responses_api_agents", "name": self.agent},
             "dataset": self.dataset,
-            "question": tables.value(record, self.prompt, place),
-            self.answer_field: answer if isinstance(answer, str) else json.dumps(answer),
+            "question": asked,
+            self.answer_field: answer,
         }
         kept = {name: tables.value(record, name, place) for name in self.keep}
         if taken := [name for name in kept if name in row]:

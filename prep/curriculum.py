@@ -1,4 +1,4 @@
-"""`curriculum`: rows from easy to hard, in an order that is the training order.
+"""`curriculum`: writes rows in training order, from easy to hard.
 
 Nemotron 3 Nano's report, section 3.2.2: rows that are always solved are dropped; every batch holds
 the same share of each domain; inside a domain rows are drawn by a Gaussian over their pass rate,
@@ -6,9 +6,9 @@ and its mean falls linearly over training. Its width and end points are not publ
 
 Here each row comes exactly once. Then batch b holds the pass rate v in proportion to
 c(v) exp(-(v - mean_b)^2 / (2 width^2)), where c(v) uses up all rows of v. Expanded, the width only
-sets the scale of mean_b, as c(v) takes in the factor of v alone. So one number is left to choose,
-by how much the measured mean falls, and its middle is the mean of the rows. The report's figure
-shows batches that fall from about 0.7 to about 0.4.
+sets the scale of mean_b, because c(v) absorbs the factor that depends on v alone. So one number is
+left to choose, the fall of the measured mean; the middle is the mean of the rows. The report's
+figure shows batches that fall from about 0.7 to about 0.4.
 """
 
 import json
@@ -16,7 +16,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import tyro
@@ -33,14 +33,14 @@ TOLERANCE = 1e-3  # of a batch's mean pass rate, and of the rows of a pass rate
 
 @dataclass
 class Domain:
-    """The rows of a domain that are kept: where each begins in the file, and its pass rate."""
+    """The kept rows of a domain: the byte offset of each in the file, and its pass rate."""
 
     starts: array = field(default_factory=lambda: array("Q"))
     rates: array = field(default_factory=lambda: array("d"))
 
 
 class Profiled(NamedTuple):
-    """The domains of a file, and how many rows are always solved, or have no pass rate."""
+    """The domains of a file, and how many rows are always solved or have no pass rate."""
 
     domains: list[Domain]
     solved: int
@@ -58,9 +58,9 @@ class Curriculum:
     prompts_per_step: int
     """Rows of a batch, as in the run."""
     fall: float = FALL
-    """By how much the mean pass rate falls from the first batch to the last."""
+    """Fall of the mean pass rate from the first batch to the last."""
     by: Literal["dataset", "agent"] = "dataset"
-    """Domain of a row: its `dataset`, or its agent where it has none; or always the agent."""
+    """Domain of a row: its `dataset`, or its agent if it has no `dataset`; or always the agent."""
 
     def run(self) -> int:
         """Writes the rows and prints the number dropped. Raises InputError for a bad pass rate."""
@@ -81,32 +81,39 @@ class Curriculum:
 
 
 def read(path: str, by: str) -> Profiled:
-    """The domains of a file. Raises InputError for a bad pass rate, and where no row is left."""
+    """Returns the domains of a file.
+
+    Raises InputError for a bad pass rate, and if no row is left.
+    """
     domains: dict[str, Domain] = defaultdict(Domain)
     solved = unknown = 0
     for line in files.lines(path):
         row = line.row()
-        rate: Any = row.get("pass_rate")
-        if rate is not None and (type(rate) not in (int, float) or not 0 <= rate <= 1):
+        rate = row.get("pass_rate")
+        if rate is None:
+            unknown += 1
+            continue
+        if type(rate) not in (int, float) or not 0 <= rate <= 1:
             raise InputError(f"{line.place}: pass_rate is {rate!r}, expected 0 to 1")
-        unknown += rate is None
-        solved += rate == 1
-        if rate in (None, 1):
+        if rate == 1:
+            solved += 1
             continue
         tag = row.get("dataset") if by == "dataset" else None
         name = str(tag or files.agent(row))
         domains[name].starts.append(line.start)
         domains[name].rates.append(rate)
     if not domains:
-        missing = f"{unknown:,} of its rows have no pass_rate and {solved:,} are always solved"
-        raise InputError(f"{path}: {missing}, expected others")
+        raise InputError(
+            f"{path}: {unknown:,} of its rows have no pass_rate and {solved:,} are always solved, "
+            "expected others"
+        )
     return Profiled(list(domains.values()), solved, unknown)
 
 
 def arranged(domains: list[Domain], batch: int, fall: float) -> Iterator[tuple[int, int]]:
-    """The training order: domain and row of it, each row once."""
+    """Returns the training order: each row once, as the numbers of its domain and in its domain."""
     sizes = [len(domain.starts) for domain in domains]
-    order = np.fromiter(mix.turns(sizes), np.int32, sum(sizes))  # which uses up all of them
+    order = np.fromiter(mix.turns(sizes), np.int32, sum(sizes))  # uses up all rows
     batches = np.arange(len(order)) // batch
     orders = []
     for i, domain in enumerate(domains):
@@ -116,7 +123,7 @@ def arranged(domains: list[Domain], batch: int, fall: float) -> Iterator[tuple[i
 
 
 def drawn(rates_N: np.ndarray, quota_B: np.ndarray, fall: float) -> Iterator[int]:
-    """The rows of a domain in order, quota_B of them for each batch; of one rate in file order."""
+    """Yields the rows of a domain in order, quota_B per batch; rows of one rate in file order."""
     values_V, kind_N = np.unique(rates_N, return_inverse=True)
     rows = [iter(np.flatnonzero(kind_N == kind)) for kind in range(len(values_V))]
     counts_V = np.bincount(kind_N)
@@ -134,7 +141,9 @@ def drawn(rates_N: np.ndarray, quota_B: np.ndarray, fall: float) -> Iterator[int
 def plan(
     values_V: np.ndarray, counts_V: np.ndarray, quota_B: np.ndarray, fall: float
 ) -> np.ndarray:
-    """The number of rows [B, V] of each pass rate in each batch; sums are quota_B and counts_V.
+    """Returns the number of rows [B, V] of each pass rate in each batch.
+
+    The sums are quota_B and counts_V.
 
     The means of the batches lie on a line that falls by `fall`, or as steeply as the rows allow.
     """
@@ -160,9 +169,9 @@ def plan(
 def steepest(
     values_V: np.ndarray, counts_V: np.ndarray, quota_B: np.ndarray, line_B: np.ndarray
 ) -> float:
-    """The largest fall of a line of means that any order of the rows can have.
+    """Returns the largest fall of a line of means that any order of the rows can have.
 
-    The first k batches hold no more than the easiest rows do.
+    The pass rates of the first k batches sum to at most those of the same number of easiest rows.
     """
     easiest_N = np.cumsum(np.repeat(values_V[::-1], counts_V[::-1]))
     ends_B = np.cumsum(quota_B)[:-1]

@@ -1,4 +1,4 @@
-"""Files of rows: read line by line, written aside, renamed when all of them are whole."""
+"""Reads files of rows line by line, and writes them to temporary names until all are complete."""
 
 import contextlib
 import hashlib
@@ -16,7 +16,7 @@ from rollout.rows import LONGEST_LINE, decoded, raw_lines
 
 
 class Line(NamedTuple):
-    """A line of a file, and where it stands."""
+    """A line of a file and its place."""
 
     path: str
     number: int
@@ -29,7 +29,7 @@ class Line(NamedTuple):
         return f"{self.path}:{self.number}"
 
     def row(self) -> dict:
-        """The line's JSON object. Raises InputError where it holds none, or no UTF-8."""
+        """Returns the line's JSON object. Raises InputError if it is not one, or not UTF-8."""
         try:
             self.text.encode()
             row = json.loads(self.text) if len(self.text) <= LONGEST_LINE else None
@@ -41,23 +41,25 @@ class Line(NamedTuple):
 
 
 def lines(path: str | Path) -> Iterator[Line]:
-    """The lines of a file that are not blank. Raises InputError where it cannot be read."""
-    every = (
-        Line(str(path), number, start, decoded(text))
-        for number, (start, text) in enumerate(raw_lines(str(path)), 1)
-    )
-    return (line for line in every if not line.text.isspace())
+    """Returns the lines of a file that are not blank. Raises InputError if it cannot be read."""
+    for number, (start, text) in enumerate(raw_lines(str(path)), 1):
+        line = Line(str(path), number, start, decoded(text))
+        if not line.text.isspace():
+            yield line
 
 
 def agent(row: dict) -> str:
-    """The row's `agent_ref.name`; "" where it has none."""
+    """Returns the row's `agent_ref.name`; "" if it has none."""
     ref = row.get("agent_ref")
     name = ref.get("name") if isinstance(ref, dict) else None
     return name if isinstance(name, str) else ""
 
 
 def served() -> dict[str, str]:
-    """The modules of envs/ by the agents that they serve. Raises InputError where two claim one."""
+    """Returns the modules of envs/ by the agents that they serve.
+
+    Raises InputError if two modules claim the same agent.
+    """
     try:
         return registry.served()
     except errors.ModuleError as error:
@@ -65,7 +67,7 @@ def served() -> dict[str, str]:
 
 
 def sha256(path: Path) -> str:
-    """The hash of a file's bytes."""
+    """Returns the hash of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -84,7 +86,7 @@ class Output:
         self.datasets: Counter[str] = Counter()
 
     def write(self, row: dict, text: str = "") -> None:
-        """Appends a row; `text` is its line where it has one already, which stays as it is."""
+        """Appends a row; `text` is its line if it has one already, which is kept as it is."""
         line = f"{(text or json.dumps(row)).strip()}\n".encode()
         self.file.write(line)
         self.hash.update(line)
@@ -93,17 +95,21 @@ class Output:
         self.datasets[str(row.get("dataset") or "")] += 1
 
     def summary(self) -> dict[str, Any]:
-        """The entries of a manifest."""
-        counts = {"environments": self.environments, "datasets": self.datasets}
-        about = {"rows": self.rows, "bytes": self.file.tell(), "sha256": self.hash.hexdigest()}
-        return about | {name: dict(sorted(count.items())) for name, count in counts.items()}
+        """Returns the output's entry in the manifest."""
+        return {
+            "rows": self.rows,
+            "bytes": self.file.tell(),
+            "sha256": self.hash.hexdigest(),
+            "environments": dict(sorted(self.environments.items())),
+            "datasets": dict(sorted(self.datasets.items())),
+        }
 
 
 @contextlib.contextmanager
 def writing(*paths: Path) -> Iterator[list[Output]]:
-    """Outputs that appear under their names together when the block is done, or not at all.
+    """Opens outputs that appear under their names together when the block ends, or not at all.
 
-    One without rows leaves no file, nor that of an earlier time.
+    An output without rows leaves no file; an earlier file of that name is removed.
     """
     outputs = [Output(path) for path in paths]
     try:
@@ -125,7 +131,10 @@ def writing(*paths: Path) -> Iterator[list[Output]]:
 
 @contextlib.contextmanager
 def rewriting(source: str, target: str) -> Iterator[Output]:
-    """The one output of a command that reads `source`. Raises InputError where both are one."""
+    """Opens the one output of a command that reads `source`.
+
+    Raises InputError if both are the same file, or if no row was written.
+    """
     if os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target):
         raise InputError(f"{target}: is to be read and to be written, expected two files")
     with writing(Path(target)) as (output,):

@@ -1,4 +1,4 @@
-"""Orders in which files, or domains, take turns: even, and the same each time."""
+"""Computes the order in which files or domains take turns: even, and the same each time."""
 
 import heapq
 import itertools
@@ -11,15 +11,15 @@ from core.errors import InputError
 
 
 def turns(weights: Sequence[float]) -> Iterator[int]:
-    """Yields the next index, for ever: of the first n turns i gets n * weight / sum, +- 1.
+    """Yields the next index, for ever: index i gets n * weight / sum, +- 1, of the first n turns.
 
-    The k-th turn of i lies in its window [k, k + 1) * sum / weight; of the windows that have begun
-    the one that ends first is served (Baruah et al. 1996, proportionate progress).
+    The k-th turn of i lies in its window [k, k + 1) * sum / weight; among the windows that have
+    begun, the one that ends first is served (Baruah et al. 1996, proportionate progress).
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     windows = [sum(exact) / weight for weight in exact]
     slot = math.lcm(*(window.denominator for window in windows))
-    spans = [int(window * slot) for window in windows]  # whole numbers: no rounding
+    spans = [int(window * slot) for window in windows]  # integers, so nothing is rounded
     waiting = [(0, i) for i in range(len(spans))]
     begun: list[tuple[int, int]] = []
     for now in itertools.count(slot, slot):
@@ -32,7 +32,7 @@ def turns(weights: Sequence[float]) -> Iterator[int]:
 
 
 def order(counts: Sequence[int], weights: Sequence[float]) -> Iterator[int]:
-    """Yields the index that gives the next row, until the turn of one that has none left."""
+    """Yields the index that gives the next row, until one takes its turn and has no row left."""
     left = list(counts)
     for i in turns(weights):
         if not left[i]:
@@ -42,7 +42,10 @@ def order(counts: Sequence[int], weights: Sequence[float]) -> Iterator[int]:
 
 
 def parts(spec: str) -> list[tuple[Path, float]]:
-    """The files and weights of FILE:WEIGHT,FILE:WEIGHT. Raises InputError for another form."""
+    """Returns the files and weights of FILE:WEIGHT,FILE:WEIGHT.
+
+    Raises InputError if it has another form.
+    """
     found = []
     for part in spec.split(","):
         path, _, weight = part.strip().rpartition(":")

@@ -1,10 +1,10 @@
-"""`pivot`: turns of agents' trajectories become rows of one step, and those that vary are kept."""
+"""`pivot`: makes rows of one step from agents' trajectories, and keeps rows whose answers vary."""
 
 import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -16,11 +16,11 @@ from rollout.messages import chat, check_items, functions
 
 @dataclass(frozen=True)
 class Pivot:
-    """Turns of trajectories to rows for envs/swe/swe_pivot.py: the next call is what is expected.
+    """Turns of trajectories to rows for envs/swe/swe_pivot.py, which expect the next call.
 
     A line with messages becomes a row for each turn of the assistant that calls a tool. A line that
-    is such a row already, with the pass rate that `profile` gave it, is kept where its answers
-    vary: neither all of them nor none earned a reward, so its group teaches something.
+    is such a row already, with a pass rate from `profile`, is kept if its answers vary: some but
+    not all of them earned a reward, so its group teaches something.
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
@@ -53,16 +53,22 @@ class Pivot:
         return 0
 
     def rows(self, record: dict, number: int, left: Counter[str]) -> Iterator[dict]:
-        """The rows of a line. Raises ValueError and others where it is malformed."""
+        """Yields the rows of a line.
+
+        Raises ValueError, LookupError, TypeError or AttributeError if it is malformed.
+        """
         if "expected_action" in record:
             rate = record.get("pass_rate")
             if rate is not None:
                 expected = "a number from 0 to 1"
                 rate = get(record, "pass_rate", int | float, expected)
                 require(0 <= rate <= 1, "pass_rate", rate, expected)
-            why = {None: "without a pass rate", 0: "never paid", 1: "always paid"}.get(rate)
-            if why:
-                left[why] += 1
+            if rate is None:
+                left["without a pass rate"] += 1
+            elif rate == 0:
+                left["never paid"] += 1
+            elif rate == 1:
+                left["always paid"] += 1
             else:
                 yield record
             return
@@ -79,29 +85,36 @@ class Pivot:
                 left["turns without a call"] += 1
                 continue
             called = calls[0]["function"]
-            action = {"type": "function_call", "name": called["name"]}
             row = {
                 "responses_create_params": {"input": messages[:turn], "tools": tools},
                 "agent_ref": {"type": "responses_api_agents", "name": "swe_pivot"},
-                "expected_action": action | {"arguments": json.dumps(called["arguments"])},
+                "expected_action": {
+                    "type": "function_call",
+                    "name": called["name"],
+                    "arguments": json.dumps(called["arguments"]),
+                },
                 "reward_mode": self.reward_mode,
                 "trajectory_id": str(name or number),
                 "turn": turn,
             }
-            row |= {"dataset": self.dataset} if self.dataset else {}
+            if self.dataset:
+                row["dataset"] = self.dataset
             check_rows.check_row(row)
             yield row
 
 
-def conversation(record: dict[str, Any]) -> tuple[list[dict], list[dict]]:
-    """The messages and tools of a trajectory, each a list or its JSON."""
+def conversation(record: dict) -> tuple[list[dict], list[dict]]:
+    """Returns the messages and tools of a trajectory, each of which is a list or its JSON."""
     params = record.get("responses_create_params") or {}
-    found = []
-    for name, inside in (("messages", "input"), ("tools", "tools")):
-        value = record.get(name) or params.get(inside) or []
-        value = json.loads(value) if isinstance(value, str) else value
-        require(isinstance(value, list), name, value, "a list, or its JSON")
-        found.append(value)
-    require(found[0], "messages", None, "a list of messages")
-    check_items(found[0], "messages")
-    return chat(found[0]), functions(found[1]) or []
+    messages = list_of(record.get("messages") or params.get("input") or [], "messages")
+    tools = list_of(record.get("tools") or params.get("tools") or [], "tools")
+    require(messages, "messages", None, "a list of messages")
+    check_items(messages, "messages")
+    return chat(messages), functions(tools) or []
+
+
+def list_of(value: list | str, name: str) -> list[dict]:
+    """Returns a list, or the list that a text holds as JSON. Raises ValueError if it is neither."""
+    found = json.loads(value) if isinstance(value, str) else value
+    require(isinstance(found, list), name, found, "a list, or its JSON")
+    return found

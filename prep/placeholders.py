@@ -1,8 +1,8 @@
-"""Rows with the question in another data set, for licence reasons: DAPO's and Skywork's.
+"""Fills rows whose question is in another data set for licence reasons, DAPO's or Skywork's.
 
 Such a row has `_hf_placeholder`: {row, question_template}. Templates of the released blends are
-{"prefix"} or {"suffix"} of DAPO's bare question, and {"template"}, or a string, with {question} in
-it. NVIDIA's resolver takes only the string for Skywork: rows then lose their instruction.
+{"prefix"} or {"suffix"} around DAPO's bare question, and {"template"}, or a string, with {question}
+in it. NVIDIA's resolver accepts only the string for Skywork: other rows lose their instruction.
 """
 
 import json
@@ -15,7 +15,7 @@ from prep.files import sha256
 from prep.tables import data_files, located, records, value
 
 FIELD = "_hf_placeholder"
-# What DAPO-Math-17k puts around each of its questions.
+# DAPO-Math-17k puts these texts around each of its questions.
 DAPO_PREFIX = (
     "Solve the following math problem step by step. The last line of your response should be of the"
     " form Answer: $Answer (without quotes) where $Answer is the answer to the problem."
@@ -39,7 +39,7 @@ Target = tuple[Origin, int]  # and the number of its record
 
 
 def target(row: dict, place: str) -> Target:
-    """The place of a row's question. Raises InputError where the row does not name one."""
+    """Returns the place of a row's question. Raises InputError if the row names none."""
     name = row.get("dataset")
     origin = next((origin for origin in ORIGINS if origin.tag in str(name).lower()), None)
     number = row[FIELD].get("row") if isinstance(row[FIELD], dict) else None
@@ -52,16 +52,16 @@ def target(row: dict, place: str) -> Target:
 
 
 class Questions:
-    """The questions and answers that placeholders ask for, on disk; only the index is in memory."""
+    """The questions and answers that placeholders refer to, on disk, with an index in memory."""
 
     def __init__(self, folder: str):
-        """`folder` holds the data sets as ORG/NAME or NAME; "": they come from the hub."""
+        """Takes the data sets from `folder`, as ORG/NAME or NAME; from the hub if it is ""."""
         self.folder = folder
         self.starts: dict[Target, int] = {}
         self.files: dict[str, list[Path]] = {}  # of each data set
 
     def hashes(self, wanted: Set[Target]) -> dict[str, list[str]]:
-        """Hashes of the files of each wanted data set. Raises InputError where one is absent."""
+        """Returns hashes of each wanted data set's files. Raises InputError if one is absent."""
         for origin in {origin for origin, _ in wanted}:
             self.files[origin.hub] = data_files(self._source(origin), origin.split)
         return {hub: list(map(sha256, files)) for hub, files in sorted(self.files.items())}
@@ -76,7 +76,7 @@ class Questions:
         return found
 
     def read(self, wanted: Set[Target], spool: IO[bytes]) -> None:
-        """Copies all that is wanted to a file. Raises InputError for a record that is not there."""
+        """Copies all wanted records to a file. Raises InputError if a record does not exist."""
         self.spool = spool
         for origin in sorted({origin for origin, _ in wanted}):
             numbers = {number for other, number in wanted if other == origin}
@@ -88,11 +88,13 @@ class Questions:
                 spool.write(json.dumps([found, bare(answer)]).encode() + b"\n")
                 numbers.discard(number)
             if numbers:
-                where = f"{files[0].parent}: {origin.hub} ({origin.split})"
-                raise InputError(f"{where}: a placeholder asks for record {min(numbers)}: too few")
+                raise InputError(
+                    f"{files[0].parent}: {origin.hub} ({origin.split}): a placeholder asks for "
+                    f"record {min(numbers)}: too few"
+                )
 
     def fill(self, row: dict, place: str) -> dict:
-        """The row with question, answer and prompt in place of its placeholder."""
+        """Returns the row with question, answer and prompt in place of its placeholder."""
         origin, number = target(row, place)
         self.spool.seek(self.starts[origin, number])
         question, answer = json.loads(self.spool.readline())
@@ -107,20 +109,21 @@ class Questions:
 
 
 def bare(answer: Any) -> str:
-    """An answer; the first one where it is a list as JSON, as Skywork's are."""
+    """Returns an answer; the first one if it is a list or its JSON, as in Skywork's rows."""
     text = str(answer).strip()
-    if isinstance(answer, list) or text[:1] + text[-1:] in ("[]", "{}"):
-        try:
-            several = json.loads(text) if isinstance(answer, str) else answer
-        except ValueError:  # an interval, or a set
-            return text
-        several = list(several.values()) if isinstance(several, dict) else several
-        return str(several[0]).strip() if several else ""
-    return text
+    if not isinstance(answer, list) and text[:1] + text[-1:] not in ("[]", "{}"):
+        return text
+    try:
+        several = json.loads(text) if isinstance(answer, str) else answer
+    except ValueError:  # an interval, or a set
+        return text
+    if isinstance(several, dict):
+        several = list(several.values())
+    return str(several[0]).strip() if several else ""
 
 
-def wrapped(question: str, template: Any, origin: Origin, place: str) -> str:
-    """The prompt of a question. Raises InputError for a template of no known form."""
+def wrapped(question: str, template: dict | str | None, origin: Origin, place: str) -> str:
+    """Returns the prompt of a question. Raises InputError if the template has no known form."""
     if origin.tag == "dapo":
         before, prefix, rest = question.partition(DAPO_PREFIX)
         middle, suffix, after = rest.rpartition(DAPO_SUFFIX)
@@ -133,7 +136,11 @@ def wrapped(question: str, template: Any, origin: Origin, place: str) -> str:
             return f"{question}{template['suffix']}"
     inner = template.get("template") if isinstance(template, dict) else template
     if not isinstance(inner, str) or "{question}" not in inner:
-        expected = "expected {question} in it or in its `template`"
-        expected += ", or a `prefix` or `suffix`" if origin.tag == "dapo" else ""
-        raise InputError(f"{place}: {FIELD}.question_template is {template!r:.80}, {expected}")
-    return inner.replace("{question}", question.strip() if origin.tag == "dapo" else question)
+        also = ", or a `prefix` or `suffix`" if origin.tag == "dapo" else ""
+        raise InputError(
+            f"{place}: {FIELD}.question_template is {template!r:.80}, expected {{question}} in it "
+            f"or in its `template`{also}"
+        )
+    if origin.tag == "dapo":
+        question = question.strip()
+    return inner.replace("{question}", question)

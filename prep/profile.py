@@ -1,4 +1,4 @@
-"""`profile`: how often a model solves each row, by our own rollouts."""
+"""`profile`: measures how often a model solves each row, with our own rollouts."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ FIELDS = ("pass_rate", "pass_rate_total", "pass_rate_passed")
 
 
 class Counts(NamedTuple):
-    """Answers to each line of a file, and those that passed."""
+    """The numbers of answers to each line of a file, and of answers that passed."""
 
     total: Counter[int]
     passed: Counter[int]
@@ -26,7 +26,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """The rows with the pass rate of a model: samples, those that passed, and their share.
+    """The rows with the pass rate of a model: samples, passed samples, and their share.
 
     Settings of the run follow `--`, such as `-- --config configs/math_blend.py`.
     """
@@ -40,14 +40,14 @@ class Profile:
     samples: int = 8
     """Answers to each row."""
     threshold: float = 1.0
-    """Reward from which on an answer passes."""
+    """Reward at which an answer passes."""
     run_dir: str = ""
     """Folder of the run; empty: below runs/, named after OUT and the time."""
     overrides: tyro.conf.Suppress[tuple[str, ...]] = ()
     """Arguments after `--`."""
 
     def run(self) -> int:
-        """Runs an evaluation and writes the rows. Raises InputError where it failed."""
+        """Runs an evaluation and writes the rows. Raises InputError if it failed."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
         run_dir = self.run_dir or f"runs/profile-{Path(self.out).stem}-{stamp}"
         with files.rewriting(self.file, self.out) as output:
@@ -61,23 +61,32 @@ class Profile:
             for line in files.lines(self.file):
                 row = {name: v for name, v in line.row().items() if name not in FIELDS}
                 n = total[line.number]
-                lacking += not n
+                right = passed[line.number]
                 if n:
-                    right = passed[line.number]
-                    row |= dict(zip(FIELDS, (right / n, n, right), strict=True))
+                    row["pass_rate"] = right / n
+                    row["pass_rate_total"] = n
+                    row["pass_rate_passed"] = right
+                else:
+                    lacking += 1
                 output.write(row)
         print(f"  rows without a pass rate, because their rollouts failed: {lacking:,}")
         return 0
 
     def command(self, run_dir: str) -> list[str]:
-        """The command that evaluates the model on the rows."""
-        settings = {"model": self.model, "data.train": self.file, "data.val": self.file}
-        settings |= {"data.val_samples": str(self.samples), "run_dir": run_dir}
-        flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        return [sys.executable, str(ROOT / "grpo_async.py"), "--eval_only", *flags, *self.overrides]
+        """Returns the command that evaluates the model on the rows."""
+        command = [sys.executable, str(ROOT / "grpo_async.py"), "--eval_only"]
+        command += ["--model", self.model]
+        command += ["--data.train", self.file]
+        command += ["--data.val", self.file]
+        command += ["--data.val_samples", str(self.samples)]
+        command += ["--run_dir", run_dir]
+        return [*command, *self.overrides]
 
     def counts(self, path: Path) -> Counts:
-        """The counts of an evaluation's rollouts. Raises InputError for a line that is none."""
+        """Returns the counts of an evaluation's rollouts.
+
+        Raises InputError if a line is not a rollout.
+        """
         counts = Counts(Counter(), Counter())
         for line in files.lines(path):
             rollout = line.row()

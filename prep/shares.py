@@ -1,4 +1,4 @@
-"""`effort` and `reasoning_control`: a share of the rows asks for less of the model.
+"""`effort` and `reasoning_control`: make a share of the rows ask the model for less.
 
 A row is chosen by the hash of its line, so the same rows are chosen each time, in any order.
 """
@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -15,23 +15,23 @@ from core.errors import InputError
 from prep import files
 
 MARKER = "{reasoning effort: low}"  # of the Super recipe, as advantage.low_effort.marker
-# Agents of the domains that the report names, without `_simple_agent`.
+# The agents of the domains in the report, without `_simple_agent`.
 DOMAINS = {
     "math": ("math", "math_with_judge"),
     "stem": ("mcqa", "equivalence_llm_judge"),
     "code": ("code_gen",),
 }
-# Share of the rows of each domain. When one phase follows the other is not published.
+# Share of the rows of each domain. The step at which the phase changes is not published.
 PHASES = {
     "early": {"math": 0.02, "stem": 0.02, "code": 0.02},
     "late": {"math": 0.01, "stem": 0.01},
 }
 OFF, LIMITED = 0.10, 0.03  # shares that Nemotron 3 Nano strips of reasoning, and truncates
-BUDGETS = (1024, 2048, 4096, 8192)  # tokens; the published ones are not known
+BUDGETS = (1024, 2048, 4096, 8192)  # tokens; the report does not publish its budgets
 
 
 def share(text: str, purpose: str) -> float:
-    """A number in [0, 1) that follows from a line alone."""
+    """Returns a number in [0, 1) that depends only on a line and a purpose."""
     digest = hashlib.sha256(f"{purpose}\n{text.strip()}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
@@ -69,23 +69,28 @@ class Effort:
 
 
 def mark(row: dict, place: str) -> None:
-    """Adds the marker to the last user message. Raises InputError where there is none."""
+    """Adds the marker to the last user message. Raises InputError if there is none."""
     params = row.get("responses_create_params") or {}
     items = params.get("input")
     users = [item for item in items or () if isinstance(item, dict) and item.get("role") == "user"]
-    holder, key = (params, "input") if isinstance(items, str) else ((users or [{}])[-1], "content")
+    if isinstance(items, str):
+        holder, key = params, "input"
+    else:
+        holder, key = users[-1] if users else {}, "content"
     parts = holder.get(key)
     if isinstance(parts, list) and parts and isinstance(parts[-1], dict):
         holder, key = parts[-1], "text"
     if not isinstance(holder.get(key), str):
-        at = "responses_create_params.input"
-        raise InputError(f"{place}: {at} holds {items!r:.60}, expected a message of the user")
+        raise InputError(
+            f"{place}: responses_create_params.input holds {items!r:.60}, "
+            "expected a message of the user"
+        )
     holder[key] += f" {MARKER}"
 
 
 @dataclass(frozen=True)
 class ReasoningControl:
-    """Makes some rows be answered without reasoning, and some within a budget of tokens."""
+    """Makes some rows ask for answers without reasoning, and some for answers within a budget."""
 
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
     """JSONL file of rows."""
@@ -94,16 +99,18 @@ class ReasoningControl:
     off: float = OFF
     """Share of the rows that get enable_thinking = false for the chat template."""
     limited: float = LIMITED
-    """Share of the rows, others than those, with a budget in max_output_tokens."""
+    """Share of the rows, not counting those, with a budget in max_output_tokens."""
     budgets: tuple[int, ...] = BUDGETS
-    """Budgets, each as often."""
+    """Budgets, each equally often."""
 
     def run(self) -> int:
         """Writes the rows and prints how many were chosen."""
         good = min(self.off, self.limited) >= 0 and self.off + self.limited <= 1
         if not good or not self.budgets or min(self.budgets) < 1:
-            given = f"--off {self.off} --limited {self.limited} --budgets {self.budgets}"
-            raise InputError(f"{given}: expected shares, together at most 1, and positive budgets")
+            raise InputError(
+                f"--off {self.off} --limited {self.limited} --budgets {self.budgets}: "
+                "expected shares, together at most 1, and positive budgets"
+            )
         counts: Counter[str] = Counter()
         with files.rewriting(self.file, self.out) as output:
             for line in files.lines(self.file):
@@ -114,27 +121,32 @@ class ReasoningControl:
                     continue
                 params = row.get("responses_create_params")
                 if not isinstance(params, dict):
-                    problem = f"responses_create_params is {params!r:.60}, expected an object"
-                    raise InputError(f"{line.place}: {problem}")
+                    raise InputError(
+                        f"{line.place}: responses_create_params is {params!r:.60}, "
+                        "expected an object"
+                    )
                 if place < 0:
                     stop_thinking(params, line.place)
+                    counts["off"] += 1
                 else:
                     budget = self.budgets[int(place / self.limited * len(self.budgets))]
                     own = params.get("max_output_tokens") or budget
                     params["max_output_tokens"] = min(own, budget)
-                counts["off" if place < 0 else "limited"] += 1
+                    counts["limited"] += 1
                 output.write(row)
         print(f"  {counts['off']:,} rows without reasoning, {counts['limited']:,} with a budget")
         return 0
 
 
-def stop_thinking(params: dict[str, Any], place: str) -> None:
+def stop_thinking(params: dict, place: str) -> None:
     """Merges enable_thinking = false into the row's variables of the chat template, a JSON text."""
     metadata = params.setdefault("metadata", {}) or {}
     text = metadata.get("chat_template_kwargs") or "{}"
     try:
         variables = json.loads(text) | {"enable_thinking": False}
     except (TypeError, ValueError):
-        at = "responses_create_params.metadata.chat_template_kwargs"
-        raise InputError(f"{place}: {at} is {text!r:.80}, expected a JSON object as text") from None
+        raise InputError(
+            f"{place}: responses_create_params.metadata.chat_template_kwargs is {text!r:.80}, "
+            "expected a JSON object as text"
+        ) from None
     params["metadata"] = metadata | {"chat_template_kwargs": json.dumps(variables)}

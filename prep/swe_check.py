@@ -1,7 +1,7 @@
-"""`swe --check`: the rows whose own repair is resolved, and which are not resolved without one.
+"""`swe --check`: keeps rows that are resolved with their own repair, and are not without one.
 
-A file beside the rows, OUT.check.jsonl, keeps each verdict: a command that was ended goes on where
-it was. What the machine did, such as an image that is missing, is no verdict.
+A file next to the rows, OUT.check.jsonl, keeps each verdict: after an interruption the command
+continues where it was. A fault of the machine, such as a missing image, is not a verdict.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path, PurePath
-from typing import Any
 
 from core.errors import InputError
 from envs import registry, services
@@ -23,7 +22,7 @@ from settings.environment_services import Services
 
 
 class Checked:
-    """Verdicts on rows, of this time and earlier ones. Raises InputError where no box runs here."""
+    """Verdicts on rows, of this run and earlier ones. Raises InputError if no box runs here."""
 
     def __init__(self, journal: Path, images: str) -> None:
         services.configure(Services(images=images))
@@ -35,32 +34,32 @@ class Checked:
             if why := need.problem():
                 raise InputError(f"--check: {why}")
         self.journal = journal
-        self.verdicts: dict[str, str] = {}  # by key: why a row is left out, "" where it is kept
+        self.verdicts: dict[str, str] = {}  # by key: why a row is left out, "" if it is kept
         self.left = Counter[str]()  # by reason
         self.unjudged = Counter[str]()
         self.first: dict[str, str] = {}
         self.kept = 0
         if journal.exists():
-            self.verdicts = {
-                str(found["row"]): str(found["why"])
-                for found in (line.row() for line in files.lines(journal))
-            }
+            for line in files.lines(journal):
+                found = line.row()
+                self.verdicts[str(found["row"])] = str(found["why"])
 
     def judge(self, rows: Iterable[dict], at_once: int) -> None:
-        """Judges the rows that have no verdict, `at_once` at a time; 0: one for each processor."""
+        """Judges the rows that have no verdict, `at_once` at a time; 0 means one per CPU."""
         asyncio.run(self.judged(rows, at_once or len(os.sched_getaffinity(0))))
 
     def keeps(self, row: dict) -> bool:
-        """Whether a row that was judged is kept."""
+        """Counts a row by its verdict; returns whether it is kept. A row without one is not."""
         why = self.verdicts.get(key_of(row))
         if why:
             self.left[why] += 1
             self.first.setdefault(why, row["instance_id"])
-        self.kept += why == ""
+        elif why == "":
+            self.kept += 1
         return why == ""
 
     async def judged(self, rows: Iterable[dict], at_once: int) -> None:
-        """Judges rows and notes each verdict."""
+        """Judges rows and writes each verdict to the journal."""
         queue = iter(rows)
 
         async def work() -> None:
@@ -86,17 +85,18 @@ class Checked:
                 group.create_task(work())
 
     def lines(self) -> list[str]:
-        """What became of the rows."""
+        """Returns the summary of the verdicts, for printing."""
         judged = self.kept + self.left.total()
         share = f" ({self.kept / judged:.1%})" if judged else ""
         text = [f"  own repairs resolved, and nothing else: {self.kept:,} of {judged:,}{share}"]
-        for title, counts in (("LEFT OUT", self.left), ("NOT JUDGED", self.unjudged)):
-            for why, count in counts.most_common():
-                text.append(f"{title} {count:,}: {why} ({self.first[why]})")
+        for why, count in self.left.most_common():
+            text.append(f"LEFT OUT {count:,}: {why} ({self.first[why]})")
+        for why, count in self.unjudged.most_common():
+            text.append(f"NOT JUDGED {count:,}: {why} ({self.first[why]})")
         return text
 
 
-def key_of(row: dict[str, Any]) -> str:
-    """A hash of all that a verdict depends on."""
+def key_of(row: dict) -> str:
+    """Returns a hash of everything that a verdict depends on."""
     fields = {name: value for name, value in row.items() if name != "agent_ref"}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,24 +1,46 @@
-"""Records of data sets of repositories' issues: SWE-bench, SWE-Gym, R2E-Gym, SWE-smith, NeMo-Gym.
+"""Turns records of issues into rows: SWE-bench, SWE-Gym, R2E-Gym, SWE-smith and NeMo-Gym.
 
-Field names and names of images are those of NeMo-Gym's responses_api_agents/swe_agents (its
+Field names and image names come from NeMo-Gym's responses_api_agents/swe_agents (its
 _find_container and download_containers.py), R2E-Gym's commit_models and swesmith's harness.
 """
 
 import json
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from core.errors import InputError
 from envs import registry
 
-COLUMNS = (
-    *("responses_create_params", "agent_ref", "instance_id", "dataset_name", "problem_statement"),
-    *("repo", "version", "base_commit", "patch", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS"),
-    *("eval_script", "log_parser", "image", "image_name", "docker_image", "commit_hash"),
-    *("repo_name", "parsed_commit_content", "expected_output_json", "registry", "workdir"),
-    *("tests", "harness", "start_patch", "dataset"),
-)
+COLUMNS = [
+    "responses_create_params",
+    "agent_ref",
+    "instance_id",
+    "dataset_name",
+    "problem_statement",
+    "repo",
+    "version",
+    "base_commit",
+    "patch",
+    "test_patch",
+    "FAIL_TO_PASS",
+    "PASS_TO_PASS",
+    "eval_script",
+    "log_parser",
+    "image",
+    "image_name",
+    "docker_image",
+    "commit_hash",
+    "repo_name",
+    "parsed_commit_content",
+    "expected_output_json",
+    "registry",
+    "workdir",
+    "tests",
+    "harness",
+    "start_patch",
+    "dataset",
+]
 AGENT = "swe_agents_train"  # whose environment judges the rows
 WORKDIR = "/testbed"
 ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.S)  # around the text that R2E-Gym shows
@@ -35,40 +57,46 @@ cd {workdir}
 """
 
 
+V = TypeVar("V", list, dict)
+Scripts = Callable[
+    [str, dict[str, Any]], dict[str, str]
+]  # a record's kind and fields -> its tests' script
+
+
 class Refused(Exception):
-    """Why a record cannot become a row that is graded."""
+    """The reason why a record cannot become a row that is graded."""
 
 
 class Issue(NamedTuple):
-    """A record, whatever its format: the fields of SWE-bench, and where it has them others."""
+    """A record of any format, with the fields of SWE-bench and any others that it has."""
 
     place: str
     dataset: str
     fields: dict[str, Any]
     agent: str = ""
-    own: dict[str, Any] | None = None  # the row, where it is one of ours
+    own: dict[str, Any] | None = None  # the row, if the record is one of ours
 
     @property
     def id(self) -> str:
-        """Its instance_id; of R2E-Gym's records repository and commit."""
+        """Its instance_id; for records of R2E-Gym, repository and commit."""
         given = self.fields.get("instance_id")
         if not given and self.fields.get("commit_hash"):
             given = f"{self.fields.get('repo_name')}-{self.fields['commit_hash']}"
         return given if isinstance(given, str) else ""
 
-    def with_those_of(self, other: dict[str, Any]) -> "Issue":
-        """The record with the fields of another one that it lacks."""
+    def completed(self, other: dict[str, Any]) -> "Issue":
+        """Returns the record with the fields of another record that it lacks."""
         return self._replace(fields={**filled(other), **self.fields})
 
     def text(self, name: str, expected: str = "a text") -> str:
-        """A field that holds text. Raises Refused."""
+        """Returns the text in a field. Raises Refused if it has none."""
         value = self.fields.get(name)
         if not isinstance(value, str) or not value.strip():
             raise Refused(f"{name} is {value!r}, expected {expected}")
         return value
 
-    def json(self, name: str, kind: type, expected: str) -> Any:
-        """A field that holds a value, or its JSON. Raises Refused."""
+    def json(self, name: str, kind: type[V], expected: str) -> V:
+        """Returns the value in a field, or the value of its JSON. Raises Refused if it has none."""
         value = self.fields.get(name)
         if isinstance(value, str):
             try:
@@ -81,12 +109,12 @@ class Issue(NamedTuple):
 
 
 def filled(record: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a record that hold something."""
+    """Returns the fields of a record that are neither null nor empty texts."""
     return {name: value for name, value in record.items() if value not in (None, "")}
 
 
 def issue(place: str, record: dict[str, Any], name: str) -> Issue:
-    """The issue of a record. Raises InputError where a row of NeMo-Gym is malformed."""
+    """Returns the issue of a record. Raises InputError if a row of NeMo-Gym is malformed."""
     params = record.get("responses_create_params")
     ref = record.get("agent_ref")
     agent = str(ref.get("name") or "") if isinstance(ref, dict) else ""
@@ -96,17 +124,20 @@ def issue(place: str, record: dict[str, Any], name: str) -> Issue:
         return Issue(place, str(record.get("dataset_name") or name), filled(record))
     about = params.get("metadata") if isinstance(params, dict) else None
     if not isinstance(about, dict):
-        expected = "expected NeMo-Gym's object of an instance"
-        at = "responses_create_params.metadata"
-        raise InputError(f"{place}: {at} is {about!r:.60}, {expected}")
+        raise InputError(
+            f"{place}: responses_create_params.metadata is {about!r:.60}, "
+            "expected NeMo-Gym's object of an instance"
+        )
     inner = about.get("instance_dict") or "{}"
     try:
         inner = json.loads(inner) if isinstance(inner, str) else inner
     except (ValueError, RecursionError):
         inner = None
     if not isinstance(inner, dict):
-        at = "responses_create_params.metadata.instance_dict"
-        raise InputError(f"{place}: {at} is {about['instance_dict']!r:.60}, expected an object")
+        raise InputError(
+            f"{place}: responses_create_params.metadata.instance_dict is "
+            f"{about['instance_dict']!r:.60}, expected an object"
+        )
     fields = filled(inner) | filled({k: v for k, v in about.items() if k != "instance_dict"})
     for other in ("golden_patch", "gold_patch"):
         if other in fields:
@@ -115,7 +146,10 @@ def issue(place: str, record: dict[str, Any], name: str) -> Issue:
 
 
 def kind_of(found: Issue) -> str:
-    """The format of a record, a value of KINDS. Raises Refused for one that has no judge here."""
+    """Returns the format of a record, a value of KINDS.
+
+    Raises Refused if no environment here can judge it.
+    """
     name = found.dataset.rpartition("/")[2].lower()
     if not name.startswith(OTHERS):
         for beginning, kind in KINDS.items():
@@ -128,8 +162,10 @@ def kind_of(found: Issue) -> str:
     raise Refused(f"data set {found.dataset!r}, expected one of {', '.join(KINDS)} (--dataset)")
 
 
-def row(found: Issue, scripts: Callable[[str, dict], dict[str, str]], agent: str) -> dict[str, Any]:
-    """The row of a record. `scripts` gives a kind's record its tests' script, or refuses it.
+def row(found: Issue, scripts: Scripts, agent: str) -> dict[str, Any]:
+    """Returns the row of a record.
+
+    `scripts` returns the script of a record's tests, or raises Refused.
 
     Raises Refused.
     """
@@ -154,7 +190,7 @@ def row(found: Issue, scripts: Callable[[str, dict], dict[str, str]], agent: str
 
 
 def base(found: Issue, image: str, registry: str) -> dict[str, Any]:
-    """The fields that rows of all formats have."""
+    """Returns the fields that rows of all formats have."""
     if not found.id:
         raise Refused("instance_id is missing, expected a text")
     return {
@@ -170,17 +206,20 @@ def base(found: Issue, image: str, registry: str) -> dict[str, Any]:
 
 
 def by_script(found: Issue, fields: dict[str, Any], script: str, parser: str) -> dict[str, Any]:
-    """A row whose tests a script runs."""
+    """Returns a row whose tests are run by a script."""
     expected = "a list of names of tests, or its JSON (--sources names data sets that have it)"
-    lists = {name: found.json(name, list, expected) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
-    tests = {"kind": "script", "script": script}
-    return fields | lists | {"tests": tests, "log_parser": parser}
+    return fields | {
+        "FAIL_TO_PASS": found.json("FAIL_TO_PASS", list, expected),
+        "PASS_TO_PASS": found.json("PASS_TO_PASS", list, expected),
+        "tests": {"kind": "script", "script": script},
+        "log_parser": parser,
+    }
 
 
 def of_bench(
-    found: Issue, scripts: Callable, prefix: str = "swebench", between: str = "_1776_"
+    found: Issue, scripts: Scripts, prefix: str = "swebench", between: str = "_1776_"
 ) -> dict[str, Any]:
-    """The row of a record of SWE-bench, or with its own names of images of SWE-Gym."""
+    """Returns the row of a record of SWE-bench, or of SWE-Gym, which names its images otherwise."""
     tag = f"sweb.eval.x86_64.{found.id.replace('__', between)}".lower()
     owner = {"swebench": "swebench", "swegym": "xingyaoww"}[prefix]
     made = base(found, f"{prefix}_{tag}", str(found.fields.get("image") or f"{owner}/{tag}"))
@@ -191,13 +230,13 @@ def of_bench(
     return by_script(found, made, given["eval_script"], given["log_parser"])
 
 
-def of_gym(found: Issue, scripts: Callable) -> dict[str, Any]:
-    """The row of a record of SWE-Gym."""
+def of_gym(found: Issue, scripts: Scripts) -> dict[str, Any]:
+    """Returns the row of a record of SWE-Gym."""
     return of_bench(found, scripts, "swegym", "_s_")
 
 
-def of_r2e(found: Issue, scripts: Callable) -> dict[str, Any]:
-    """The row of a record of R2E-Gym, whose image has its tests."""
+def of_r2e(found: Issue, scripts: Scripts) -> dict[str, Any]:
+    """Returns the row of a record of R2E-Gym, whose image holds its tests."""
     registry = str(found.fields.get("docker_image") or "")
     if not registry:
         # OWNER__Repo-COMMIT, as NeMo-Gym finds the image.
@@ -217,8 +256,8 @@ def of_r2e(found: Issue, scripts: Callable) -> dict[str, Any]:
     }
 
 
-def of_smith(found: Issue, scripts: Callable) -> dict[str, Any]:
-    """The row of a record of SWE-smith: its patch makes the bug, and reversed repairs it."""
+def of_smith(found: Issue, scripts: Scripts) -> dict[str, Any]:
+    """Returns the row of a record of SWE-smith: its patch makes the bug, reversed it repairs it."""
     registry = found.text("image_name")
     made = base(found, registry.rpartition("/")[2].replace(":", "_"), registry)
     given = scripts("smith", found.fields)
@@ -228,7 +267,7 @@ def of_smith(found: Issue, scripts: Callable) -> dict[str, Any]:
     return by_script(found, made, script, given["log_parser"])
 
 
-MAKERS: dict[str, Callable[[Issue, Callable], dict[str, Any]]] = {
+MAKERS: dict[str, Callable[[Issue, Scripts], dict[str, Any]]] = {
     "bench": of_bench,
     "gym": of_gym,
     "r2e": of_r2e,
@@ -237,7 +276,10 @@ MAKERS: dict[str, Callable[[Issue, Callable], dict[str, Any]]] = {
 
 
 def diff_of(commit: dict[str, Any]) -> str:
-    """The changes of Python files in a commit as R2E-Gym keeps it, as text. Raises Refused."""
+    """Returns the changes of Python files, as text, in a commit in R2E-Gym's form.
+
+    Raises Refused if the commit does not have that form.
+    """
     parts = []
     try:
         for file in commit["file_diffs"]:
@@ -252,54 +294,71 @@ def diff_of(commit: dict[str, Any]) -> str:
                 parts.append(f"+++ {file['plus_file']['path']}")
             for hunk in file["hunks"]:
                 about = hunk["descriptor"]
-                ranges = [range_of(about[f"{side}_range"]) for side in ("old", "new")]
+                old = range_of(about["old_range"])
+                new = range_of(about["new_range"])
                 section = f" {about['section']}" if about.get("section") else ""
-                parts.append(f"@@ -{ranges[0]} +{ranges[1]} @@{section}")
+                parts.append(f"@@ -{old} +{new} @@{section}")
                 lines = hunk["line_group"]["all_lines"]
                 parts += [SIGNS[line["type"]] + line["content"] for line in lines]
     except (LookupError, TypeError, AttributeError) as error:
-        raise Refused(f"parsed_commit_content is no commit of R2E-Gym: {error!r}") from None
+        raise Refused(f"parsed_commit_content is not a commit of R2E-Gym: {error!r}") from None
     return "".join(f"{part}\n" for part in parts)
 
 
 def range_of(lines: dict[str, Any]) -> str:
-    """A range of lines as a patch states it."""
+    """Returns a range of lines as a patch writes it."""
     length = lines.get("length")
-    return f"{lines['start']}" + (f",{length}" if length is not None else "")
+    return f"{lines['start']}" if length is None else f"{lines['start']},{length}"
 
 
 def reverse(patch: str) -> str:
-    """The patch that undoes a patch of git's."""
+    """Returns the patch that undoes a patch of git's."""
     made: list[str] = []
-    left = [0, 0]  # lines of the hunk, of the old file and of the new one
+    old = new = 0  # lines of the hunk that are left, of the old file and of the new one
     for line in patch.split("\n"):
-        if any(left):
-            left[0] -= line[:1] in ("-", " ", "")
-            left[1] -= line[:1] in ("+", " ", "")
-            made.append({"-": "+", "+": "-"}.get(line[:1], line[:1]) + line[1:])
+        if old or new:
+            sign = line[:1]
+            if sign in ("-", " ", ""):
+                old -= 1
+            if sign in ("+", " ", ""):
+                new -= 1
+            made.append({"-": "+", "+": "-"}.get(sign, sign) + line[1:])
         elif hunk := re.match(r"@@ -(\d+(?:,(\d+))?) \+(\d+(?:,(\d+))?) @@(.*)", line):
-            left = [int(hunk[part] or 1) for part in (2, 4)]
+            old = int(hunk[2] or 1)
+            new = int(hunk[4] or 1)
             made.append(f"@@ -{hunk[3]} +{hunk[1]} @@{hunk[5]}")
         else:
             line = header(line)
-            # The old one comes before the new one.
-            second = line.startswith(("--- ", "old mode ", "rename from "))
-            made.insert(len(made) - second, line)
+            if line.startswith(("--- ", "old mode ", "rename from ")):
+                made.insert(len(made) - 1, line)  # the old one comes before the new one
+            else:
+                made.append(line)
     return "\n".join(made)
 
 
+UNDONE = {
+    "new file mode": "deleted file mode",
+    "deleted file mode": "new file mode",
+    "old mode": "new mode",
+    "new mode": "old mode",
+    "rename from": "rename to",
+    "rename to": "rename from",
+}
+
+
 def header(line: str) -> str:
-    """A line of a patch's header in the patch that undoes it."""
+    """Returns a line of a patch's header as it is in the patch that undoes it."""
     if named := re.match(r"(---|\+\+\+) (?:([ab])/(.*)|(/dev/null.*))\Z", line):
         sign = "+++" if named[1] == "---" else "---"
-        return f"{sign} {named[4]}" if named[4] else f"{sign} {'ab'[named[2] == 'a']}/{named[3]}"
+        if named[4]:
+            return f"{sign} {named[4]}"
+        side = "b" if named[2] == "a" else "a"
+        return f"{sign} {side}/{named[3]}"
     if renamed := re.match(r"diff --git a/(.*) b/(.*)\Z", line):
         return f"diff --git a/{renamed[2]} b/{renamed[1]}"
     if index := re.match(r"index (\w+)\.\.(\w+)(.*)", line):
         return f"index {index[2]}..{index[1]}{index[3]}"
-    pairs = (("new file mode", "deleted file mode"), ("old mode", "new mode"))
-    for pair in (*pairs, ("rename from", "rename to")):
-        for here, there in (pair, pair[::-1]):
-            if line.startswith(f"{here} "):
-                return there + line[len(here) :]
+    for here, there in UNDONE.items():
+        if line.startswith(f"{here} "):
+            return there + line[len(here) :]
     return line

@@ -1,4 +1,4 @@
-"""`swe`: issues of repositories, from the data sets that have them, become rows of envs/swe."""
+"""`swe`: turns issues of repositories, from several data sets, into rows of envs/swe."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ class Found:
 
     rows: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # by reason
-    first: dict[str, str] = field(default_factory=dict)  # place and instance of each reason
+    first: dict[str, str] = field(default_factory=dict)  # reason -> place and instance of the first
 
 
 @dataclass(frozen=True)
 class Swe:
-    """Issues of repositories to rows for envs/swe/swe.py; what cannot be graded is left out.
+    """Issues of repositories to rows for envs/swe/swe.py, except issues that cannot be graded.
 
-    Records are those of SWE-bench, SWE-Gym, R2E-Gym and SWE-smith, rows of NeMo-Gym that hold one
-    in their `metadata`, as the blend of SWE 2 has them, and rows that this command has written.
+    Records come from SWE-bench, SWE-Gym, R2E-Gym and SWE-smith, from rows of NeMo-Gym that hold one
+    in their `metadata`, as in the blend of SWE 2, and from rows that this command has written.
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
@@ -36,9 +36,9 @@ class Swe:
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """JSONL file to write."""
     dataset: str = ""
-    """Name of the data set, such as SWE-Gym/SWE-Gym. Empty: that of the record, or SOURCE."""
+    """Name of the data set, such as SWE-Gym/SWE-Gym. Empty: the record's own, or SOURCE."""
     sources: tuple[str, ...] = ()
-    """Data sets, as SOURCE, from which records get what they lack, by instance_id."""
+    """Data sets, given as SOURCE is, with the fields that records lack, by instance_id."""
     tables: str = ""
     """Python that has swebench 4.1, swegym or swesmith, for records without their tests' script."""
     agent: str = swe_formats.AGENT
@@ -48,14 +48,14 @@ class Swe:
     split: str = "train"
     """Split of a folder or of a data set of the hub: files named after it, or all."""
     check: bool = False
-    """Keep rows whose own repair is resolved, and which are not resolved without one."""
+    """Keep rows that are resolved with their own repair, and are not resolved without one."""
     images: str = "data/images"
-    """Folder of the images, as services.images of a run, for --check."""
+    """Folder of the images, as in services.images of a run, for --check."""
     at_once: int = 0
-    """Rows that --check judges at once; 0: as many as there are processors."""
+    """Rows that --check judges at once; 0: one per processor."""
 
     def run(self) -> int:
-        """Writes the rows and prints what was left out; returns 1 where some were not judged."""
+        """Writes the rows and prints what was left out; returns 1 if some were not judged."""
         if self.at_once < 0:
             raise InputError(f"--at_once {self.at_once}: expected 1 or more, or 0")
         found: dict[str, Found] = {}
@@ -67,17 +67,20 @@ class Swe:
             for row in self.rows(found):
                 if not judged or judged.keeps(row):
                     output.write(row)
-            print("\n".join([*summary(found), *(judged.lines() if judged else ())]))
+            lines = summary(found)
+            if judged:
+                lines += judged.lines()
+            print("\n".join(lines))
         return int(bool(judged and judged.unjudged))
 
     def rows(self, found: dict[str, Found]) -> Iterator[dict]:
-        """The rows of all records that can be graded; counts what is found."""
+        """Yields the rows of all records that can be graded; counts all records in `found`."""
         known = self.known()
         own = {"harness": self.harness} if self.harness else {}
         with Scripts(self.tables) as scripts:
             for place, record in records(self.source, self.split):
                 issue = swe_formats.issue(place, record, self.dataset or name_of(self.source))
-                issue = issue.with_those_of(known.get(issue.id, {}))
+                issue = issue.completed(known.get(issue.id, {}))
                 of_name = found.setdefault(issue.dataset, Found())
                 of_name.rows += 1
                 try:
@@ -90,7 +93,7 @@ class Swe:
                 yield row | own
 
     def known(self) -> dict[str, dict]:
-        """The records of `sources` that SOURCE may need, by their instance_id."""
+        """Returns the records of `sources` that SOURCE may need, by their instance_id."""
         if not self.sources:
             return {}
         name = self.dataset or name_of(self.source)
@@ -107,20 +110,20 @@ class Swe:
 
 
 def records(source: str, split: str, field: str = "SOURCE") -> Iterator[tables.Record]:
-    """The records of a data set that a `field` names, each with its place."""
+    """Yields the records of a data set, each with its place; `field` names it in errors."""
     patterns = [f"*{kind}" for kind in tables.KINDS]
     paths = tables.data_files(tables.located(source, patterns, field), split)
-    for _, (place, record) in tables.records(paths, list(swe_formats.COLUMNS)):
+    for _, (place, record) in tables.records(paths, swe_formats.COLUMNS):
         yield place, record
 
 
 def name_of(source: str) -> str:
-    """The name of a data set of the hub; of a file or folder its own."""
+    """Returns the name of a file or folder without its suffix, else the data set's on the hub."""
     return Path(source).stem if Path(source).exists() else source
 
 
 def summary(found: dict[str, Found]) -> list[str]:
-    """A line for each data set, and one for each reason to refuse records of it."""
+    """Returns a line for each data set, and one for each reason why its records were refused."""
     text = []
     for name, of_name in sorted(found.items()):
         refused = of_name.refused.total()

@@ -10,39 +10,41 @@ from core.errors import InputError
 from prep import swe_tables
 from prep.swe_formats import Refused
 
-SECONDS = 120.0  # that an answer may take, and the first one an import
+SECONDS = 120.0  # that the process may take to end
 
 
 class Scripts:
-    """The Python that has the tables, started for the first record that needs it."""
+    """A process of the Python that has the tables, started for the first record that needs it."""
 
     def __init__(self, python: str) -> None:
         self.python = python
         self.process: subprocess.Popen[str] | None = None
 
     def of(self, kind: str, record: dict[str, Any]) -> dict[str, str]:
-        """The answer for a record. Raises Refused where there is none."""
+        """Returns the answer for a record. Raises Refused if there is none."""
         if not self.python:
-            has = "its tests' script is missing"
             raise Refused(
-                f"{has}, expected eval_script, or --tables with {swe_tables.PACKAGES[kind]}"
+                "its tests' script is missing, expected eval_script, or --tables with "
+                f"{swe_tables.PACKAGES[kind]}"
             )
-        answer = self.answer({"kind": kind, "record": record})
+        answer = self.answer(kind, record)
         if why := answer.get("why"):
             raise Refused(f"--tables: {why}")
         return answer
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, str]:
-        """Asks the process. Raises InputError where it does not answer."""
+    def answer(self, kind: str, record: dict[str, Any]) -> dict[str, str]:
+        """Asks the process about a record. Raises InputError if it does not answer."""
         try:
             if self.process is None:
-                pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-                env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
                 self.process = subprocess.Popen(
-                    [self.python, swe_tables.__file__], text=True, env=env, **pipes
+                    [self.python, swe_tables.__file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
                 )
             assert self.process.stdin and self.process.stdout
-            self.process.stdin.write(json.dumps(asked) + "\n")
+            self.process.stdin.write(json.dumps({"kind": kind, "record": record}) + "\n")
             self.process.stdin.flush()
             return json.loads(self.process.stdout.readline())
         except (OSError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""How the tests of a repository are run, where a record does not say it: tables of its data set.
+"""Looks up how a repository's tests are run in tables of its data set, if the record lacks it.
 
-The tables are those of the packages that made the data sets. They need other libraries than ours,
-so another Python imports them: `python swe_tables.py` answers each line of its input by a line.
-Input: {"kind": "bench", "gym" or "smith", "record"}. Output: {"eval_script", "log_parser"}, of
+The tables are in the packages that made the data sets. They need other libraries than ours, so
+another Python imports them: `python swe_tables.py` answers each line of its input with a line.
+Input: {"kind": "bench", "gym" or "smith", "record"}. Output: {"eval_script", "log_parser"}, for
 SWE-smith {"command", "log_parser"}, or {"why"}.
 """
 
@@ -19,13 +19,16 @@ TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 
 
 def lists(record: dict[str, Any]) -> list[str]:
-    """The tests of both lists, each a list or its JSON."""
-    found = [record.get(name) or [] for name in TESTS]
-    return sum((json.loads(part) if isinstance(part, str) else part for part in found), [])
+    """Returns the tests of both lists, each of which is a list or its JSON."""
+    tests: list[str] = []
+    for name in TESTS:
+        part = record.get(name) or []
+        tests += json.loads(part) if isinstance(part, str) else part
+    return tests
 
 
 def of_bench(record: dict[str, Any], package: str) -> dict[str, str]:
-    """The script that SWE-bench's harness of that package runs, and the name of its parser."""
+    """Returns the script that a package's SWE-bench harness runs, and the name of its parser."""
     try:
         scripts = importlib.import_module(f"{package}.harness.test_spec.python")
         make = scripts.make_eval_script_list_py
@@ -34,17 +37,18 @@ def of_bench(record: dict[str, Any], package: str) -> dict[str, str]:
         make = scripts.make_eval_script_list
     specs = importlib.import_module(f"{package}.harness.constants").MAP_REPO_VERSION_TO_SPECS
     parsers = importlib.import_module(f"{package}.harness.log_parsers").MAP_REPO_TO_PARSER
-    repo, version = record["repo"], record["version"]
+    repo = record["repo"]
+    version = record["version"]
     if repo not in parsers or version not in specs.get(repo, {}):
         return {"why": f"{package} does not know version {version} of {repo}"}
-    about = (specs[repo][version], "testbed", WORKDIR)
-    lines = make(record, *about, record["base_commit"], record["test_patch"])
+    spec = specs[repo][version]
+    lines = make(record, spec, "testbed", WORKDIR, record["base_commit"], record["test_patch"])
     script = "\n".join(["#!/bin/bash", "set -uxo pipefail", *lines, ""])
     return {"eval_script": script, "log_parser": parsers[repo].__name__}
 
 
 def of_smith(record: dict[str, Any]) -> dict[str, str]:
-    """The command that SWE-smith's profile of a repository has, with the files of the tests."""
+    """Returns the test command in SWE-smith's profile of a repository, with the test files."""
     profiles = importlib.import_module("swesmith.profiles")
     python = importlib.import_module("swesmith.profiles.python").PythonProfile
     name = record["instance_id"].rsplit(".", 1)[0]
@@ -60,7 +64,7 @@ def of_smith(record: dict[str, Any]) -> dict[str, str]:
 
 
 def answer(line: str) -> dict[str, str]:
-    """The answer to a line."""
+    """Returns the answer to a line of input."""
     asked = json.loads(line)
     kind, record = asked["kind"], asked["record"]
     try:
@@ -74,7 +78,7 @@ def answer(line: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Answers all lines. What the packages print goes nowhere."""
+    """Answers all lines. The packages' own output is dropped."""
     out = sys.stdout
     for line in sys.stdin:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -1,30 +1,34 @@
-"""Data sets of any common format, a batch at a time; and the hub that they come from."""
+"""Finds data sets, on the hub too, and reads any common format one batch at a time."""
 
 import csv
 import json
 import re
 from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 from core.errors import InputError
 from prep.files import lines
 from rollout.rows import LONGEST_LINE
 from settings.hub import HUB_SECONDS
 
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
 KINDS = (".parquet", ".arrow", ".jsonl", ".json", ".csv")
-ABOUT = ("dataset_dict.json", "dataset_info.json", "state.json")  # which `datasets` writes
+ABOUT = ("dataset_dict.json", "dataset_info.json", "state.json")  # written by `datasets`
 CHUNK = 1 << 20  # characters of a JSON array that are read at once
 Record = tuple[str, dict]  # its place, for messages, and its columns
+Batch = Union[list[dict], list[Record], "RecordBatch"]
 
 
 def records(
     files: list[Path], columns: list[str], wanted: Container[int] | None = None
 ) -> Iterator[tuple[int, Record]]:
-    """The records of some files, numbered from 0 through all of them; or those that are wanted.
+    """Yields the records of some files, or only the wanted ones, numbered from 0 across all files.
 
-    `columns` are top-level ones: parquet reads no others. Raises InputError for a file that is not
-    of the format of its suffix.
+    `columns` are top-level columns: parquet reads no others. Raises InputError if a file does not
+    have the format of its suffix.
     """
     start = 0
     for path in files:
@@ -32,22 +36,26 @@ def records(
             for batch in batches(path, columns):
                 places = [i for i in range(len(batch)) if wanted is None or start + i in wanted]
                 for i, record in zip(places, picked(batch, places), strict=True):
-                    of_line = isinstance(record, tuple)
-                    yield start + i, record if of_line else (f"{path}: {start + i}", record)
+                    yield start + i, placed(record, f"{path}: {start + i}")
                 start += len(batch)
         except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors
             raise InputError(f"{path}: expected {path.suffix[1:]}: {error}") from None
 
 
-def picked(batch: Any, places: list[int]) -> list:
-    """Some records of a batch; only these become dictionaries."""
+def placed(record: dict | Record, place: str) -> Record:
+    """Returns a record with its place, unless it has one already, as records of lines have."""
+    return record if isinstance(record, tuple) else (place, record)
+
+
+def picked(batch: Batch, places: list[int]) -> list[dict | Record]:
+    """Returns some records of a batch; only these become dictionaries."""
     if isinstance(batch, list):
         return [batch[place] for place in places]
     return batch.take(places).to_pylist() if places else []
 
 
-def batches(path: Path, columns: list[str]) -> Iterator[Any]:
-    """Lists of one record, or pyarrow's batches of many."""
+def batches(path: Path, columns: list[str]) -> Iterator[Batch]:
+    """Yields lists of one record, or pyarrow's batches of many."""
     if path.suffix == ".parquet":
         from pyarrow import parquet
 
@@ -68,13 +76,13 @@ def batches(path: Path, columns: list[str]) -> Iterator[Any]:
 
 
 def is_array(path: Path) -> bool:
-    """Whether a JSON file holds an array, and not a line for each object."""
+    """Returns whether a JSON file holds an array, rather than one object per line."""
     with open(path, encoding="utf-8") as file:
         return file.read(CHUNK).lstrip().startswith("[")
 
 
 def objects(path: Path) -> Iterator[dict]:
-    """The objects of a JSON array, read in chunks. Raises ValueError."""
+    """Yields the objects of a JSON array, read in chunks. Raises ValueError if it is malformed."""
     decode = json.JSONDecoder().raw_decode
     with open(path, encoding="utf-8") as file:
         text = file.read(CHUNK).lstrip()[1:]
@@ -88,13 +96,16 @@ def objects(path: Path) -> Iterator[dict]:
                 text += more
                 continue
             if not isinstance(record, dict):
-                raise ValueError(f"{record!r:.60} in the array is no object")
+                raise ValueError(f"{record!r:.60} in the array is not an object")
             yield record
             text = text[end:]
 
 
 def value(record: dict, column: str, place: str) -> Any:
-    """The value at a.b.0.c of a record. Raises InputError naming the value found instead."""
+    """Returns the value at a path such as a.b.0.c in a record.
+
+    Raises InputError, with the value that was found instead, if it is missing or null.
+    """
     found: Any = record
     for key in column.split("."):
         inner = None
@@ -103,18 +114,19 @@ def value(record: dict, column: str, place: str) -> Any:
         elif isinstance(found, list) and key.isdigit() and int(key) < len(found):
             inner = found[int(key)]
         if inner is None:
-            has = (
-                f"columns are {list(found)}" if isinstance(found, dict) else f"it is {found!r:.60}"
-            )
+            has = f"it is {found!r:.60}"
+            if isinstance(found, dict):
+                has = f"columns are {list(found)}"
             raise InputError(f"{place}: {column} is missing or null at {key!r}: {has}")
         found = inner
     return found
 
 
 def data_files(source: Path, split: str) -> list[Path]:
-    """A file, or those of the first of KINDS in a folder: the ones that are named after the split.
+    """Returns a file, or the files in a folder that are of the first of KINDS found there.
 
-    All where none is. Raises InputError where there is none of a known kind.
+    If some are named after the split, only these. Raises InputError if there is no file of a known
+    kind.
     """
     every = sorted(source.rglob("*")) if source.is_dir() else [source]
     named = re.compile(rf"(^|[^a-z]){re.escape(split)}([^a-z]|$)")
@@ -127,9 +139,9 @@ def data_files(source: Path, split: str) -> list[Path]:
 
 
 def located(source: str, patterns: list[str], field: str) -> Path:
-    """A file or folder, or the hub's data set ORG/NAME in its cache.
+    """Returns a file or folder, or the hub's data set ORG/NAME in its cache.
 
-    Raises InputError, naming the field that asks for it, where there is neither.
+    Raises InputError, which names the field that asks for it, if neither exists.
     """
     if Path(source).exists():
         return Path(source)
@@ -140,13 +152,16 @@ def located(source: str, patterns: list[str], field: str) -> Path:
     why = ""
     try:  # snapshot_download would ask the same without a deadline
         HfApi().dataset_info(source, timeout=HUB_SECONDS)
-    except Exception as error:  # of the network or of the hub; the cache may have it
+    except Exception as error:  # of the network or the hub; the cache may have the data set
         why = f"{type(error).__name__}: {error}; "
     try:
-        about: dict[str, Any] = {"repo_type": "dataset", "allow_patterns": patterns}
-        return Path(snapshot_download(source, local_files_only=bool(why), **about))
+        folder = snapshot_download(
+            source, repo_type="dataset", allow_patterns=patterns, local_files_only=bool(why)
+        )
     except Exception as error:
         why = " ".join(f"{why}{type(error).__name__}: {error}".split())
-        load = f"hf download --repo-type dataset {source}"
-        problem = f"neither a folder nor on the hub: {why}. Without network, elsewhere: {load}"
-        raise InputError(f"{field} = {source!r}: {problem}, and name the folder") from None
+        raise InputError(
+            f"{field} = {source!r}: neither a folder nor on the hub: {why}. Without network, "
+            f"elsewhere: hf download --repo-type dataset {source}, and name the folder"
+        ) from None
+    return Path(folder)

@@ -1,4 +1,4 @@
-"""`tool_pairs`: preferences against calls of tools that were not given, from our own rollouts."""
+"""`tool_pairs`: makes preferences against calls of tools that were not given, from our rollouts."""
 
 import hashlib
 import json
@@ -20,11 +20,11 @@ KINDS = ("no_tools", "with_tools", "hallucination")
 
 
 class Answer(NamedTuple):
-    """One answer to a row, and where its line begins in the file of rollouts."""
+    """One answer to a row."""
 
-    start: int
+    start: int  # byte offset of its line in the file of rollouts
     is_right: bool
-    calls: bool  # a tool, or tries to
+    calls: bool  # it calls a tool, or tries to
 
 
 class Pair(NamedTuple):
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 
     @property
     def order(self) -> bytes:
-        """The sorting key of a pair: random, and the same each time."""
+        """The sorting key of a pair: random, but the same each time."""
         return hashlib.sha256(repr(self).encode()).digest()
 
 
@@ -45,11 +45,12 @@ class Pair(NamedTuple):
 class ToolPairs:
     """Pairs of answers to rows with and without tools, for dpo.py and for any other DPO trainer.
 
-    Where a row declares tools, a right answer is preferred to a wrong one. Where it declares none,
-    a right one that calls no tool is preferred to a wrong one, and to any that calls one. Each
-    answer is rejected once at most, as the report of Nemotron 3 Nano has 50,000 pairs of 64,000
-    answers (appendix C). Answers that were cut off are left out: none of them ended by itself.
-    So are those of several turns, as rollouts.jsonl does not hold the tools' results.
+    If a row declares tools, a right answer is preferred to a wrong one. If it declares none, a
+    right answer without a call is preferred to a wrong answer, and to any answer with a call. Each
+    answer is rejected at most once, because the report of Nemotron 3 Nano has 50,000 pairs from
+    64,000 answers (appendix C). Answers that were cut off are left out, because they did not end by
+    themselves. Answers of several turns are left out, because rollouts.jsonl does not hold the
+    tools' results.
     """
 
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
@@ -59,11 +60,11 @@ class ToolPairs:
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """JSONL file to write: `prompt`, `chosen` and `rejected` as messages, `tools` of the row."""
     tool_parser: str = ""
-    """services.tool_parser of the run. Empty: calls are those of Hermes and of Qwen3-Coder."""
+    """services.tool_parser of the run. Empty: calls in the forms of Hermes and Qwen3-Coder."""
     threshold: float = 1.0
-    """Reward from which on an answer is right."""
+    """Reward at which an answer is right."""
     per_row: int = 32
-    """Pairs of a row at most."""
+    """Maximum number of pairs per row."""
 
     def run(self) -> int:
         """Writes the pairs, in random order, and prints their kinds."""
@@ -76,16 +77,19 @@ class ToolPairs:
         answers = self.answers(left_out)
         pairs: list[Pair] = []
         with files.rewriting(self.file, self.out) as output:
-            without = []  # tools
+            without: list[Answer] = []  # answers to rows without tools
             for line in files.lines(self.file):
                 row = line.row()
                 given = answers.pop(line.number, [])
                 tools = (row.get("responses_create_params") or {}).get("tools")
-                without += [] if tools else given
+                if not tools:
+                    without += given
                 pairs += list(of_row(line.start, bool(tools), given))[: self.per_row]
             if answers:
-                places = f"{self.rollouts}: an answer to row {min(answers)}"
-                raise InputError(f"{places}, expected a line of {self.file} that holds a row")
+                raise InputError(
+                    f"{self.rollouts}: an answer to row {min(answers)}, "
+                    f"expected a line of {self.file} that holds a row"
+                )
             for pair in sorted(pairs, key=lambda pair: pair.order):
                 output.write(self.preference(pair))
         counts = Counter(pair.kind for pair in pairs)
@@ -98,57 +102,68 @@ class ToolPairs:
         return 0
 
     def answers(self, left_out: Counter[str]) -> dict[int, list[Answer]]:
-        """The answers to each row that can be used. Raises InputError for a line that is none."""
+        """Returns the usable answers to each row; counts the others in `left_out` by reason.
+
+        Raises InputError if a line is not a rollout.
+        """
         form = FORMS[self.tool_parser]
         answers = defaultdict(list)
         for line in files.lines(self.rollouts):
             rollout = line.row()
             try:
-                number, said = int(rollout["row"]), list(rollout["response"])
+                number = int(rollout["row"])
+                texts = list(rollout["response"])
                 is_right = float(rollout["reward"]) >= self.threshold
-                prompt, ended = rollout["prompt"], rollout["finish_reason"]
-                if not all(isinstance(text, str) for text in (prompt, ended, *said)):
-                    raise TypeError("prompt, finish_reason or response holds something but text")
+                prompt = rollout["prompt"]
+                ended = rollout["finish_reason"]
+                if not all(isinstance(text, str) for text in (prompt, ended, *texts)):
+                    raise TypeError("prompt, finish_reason or response is not text")
             except (LookupError, TypeError, ValueError) as error:
                 raise InputError(f"{line.place}: expected a rollout: {error!r}") from None
-            if ended == "length" or len(said) != 1:
-                left_out["cut off" if ended == "length" else "of several turns"] += 1
-                continue
-            found = form.read(split(said[0]).content)
-            answers[number].append(Answer(line.start, is_right, found is None or found.number > 0))
+            if ended == "length":
+                left_out["cut off"] += 1
+            elif len(texts) != 1:
+                left_out["of several turns"] += 1
+            else:
+                found = form.read(split(texts[0]).content)
+                calls = found is None or found.number > 0
+                answers[number].append(Answer(line.start, is_right, calls))
         return answers
 
     def preference(self, pair: Pair) -> dict:
-        """The line of a pair. Raises InputError where the row's prompt is none."""
+        """Returns the line of a pair."""
         asked = object_at(self.file, pair.row)["responses_create_params"]
-        line = {
+        line: dict[str, list[dict] | str] = {
             "prompt": chat(asked["input"]),
             "chosen": said(object_at(self.rollouts, pair.chosen)),
             "rejected": said(object_at(self.rollouts, pair.rejected)),
         }
-        tools = {"tools": functions(asked["tools"])} if asked.get("tools") else {}
-        return line | tools | {"dataset": pair.kind}
+        if tools := functions(asked.get("tools")):
+            line["tools"] = tools
+        line["dataset"] = pair.kind
+        return line
 
 
 def object_at(path: str, start: int) -> dict:
-    """The JSON object of the line that begins at this byte."""
+    """Returns the JSON object of the line that begins at this byte."""
     with open(path, "rb") as file:
         file.seek(start)
         return json.loads(file.readline())
 
 
 def said(rollout: dict) -> list[dict]:
-    """A rollout's one answer as a message, with the tag of a thought that its prompt has opened."""
+    """Returns a rollout's one answer as a message, with the thought's tag if the prompt has it."""
     (text,) = rollout["response"]
     tag = THINK[0]
-    is_opened = rollout["prompt"].rstrip().endswith(tag) and not text.lstrip().startswith(tag)
-    return [{"role": "assistant", "content": f"{tag}\n{text}" if is_opened else text}]
+    if rollout["prompt"].rstrip().endswith(tag) and not text.lstrip().startswith(tag):
+        text = f"{tag}\n{text}"
+    return [{"role": "assistant", "content": text}]
 
 
 def of_row(row: int, has_tools: bool, answers: list[Answer]) -> Iterator[Pair]:
-    """The pairs of the row that begins at byte `row`.
+    """Yields the pairs of the row that begins at byte `row`.
 
-    Every wrong answer makes one, with the next of the right ones.
+    Each wrong answer makes a pair with the next of the right answers.
     """
     right = [answer for answer in answers if answer.is_right and (has_tools or not answer.calls)]
     if not right:
@@ -157,5 +172,10 @@ def of_row(row: int, has_tools: bool, answers: list[Answer]) -> Iterator[Pair]:
     for answer in answers:
         if answer in right:
             continue
-        kind = "with_tools" if has_tools else "hallucination" if answer.calls else "no_tools"
+        if has_tools:
+            kind = "with_tools"
+        elif answer.calls:
+            kind = "hallucination"
+        else:
+            kind = "no_tools"
         yield Pair(row, kind, next(chosen).start, answer.start)
