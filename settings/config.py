@@ -13,7 +13,7 @@ default, each of them declares the setting: `steps` below, `prompts_per_step` in
 """
 
 import dataclasses
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -30,35 +30,35 @@ SamplingParameter = Literal["temperature", "top_p", "top_k", "min_p"]
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Command:
-    """What to do with a configuration; without any of these it is trained from the start."""
+    """The task of a run; by default it trains from the start."""
 
     config: str = ""
     """File of overrides, below configs/ or anywhere."""
     resume: str = ""
-    """Go on in run_dir: from the newest good checkpoint ("auto") or from this folder."""
+    """Resume in run_dir: from the newest good checkpoint ("auto") or from this folder."""
     dry_run: bool = False
     """Print what the run would need and what would limit its speed; start nothing."""
     gpu: PlannedGpu = "auto"
-    """The GPU that dry_run plans for; by default this machine's, or an H100 where it has none."""
+    """GPU that dry_run plans for; auto: that of this machine, or an H100 if it has no GPU."""
     eval_only: bool = False
-    """Evaluate the model, or the checkpoint that `resume` names, and leave."""
+    """Evaluate the model, or the checkpoint that `resume` names, and exit."""
     export: NonNegativeInt = 0
-    """Write this step's checkpoint as a model for transformers and vLLM, and leave."""
+    """Write this step's checkpoint as a model for transformers and vLLM, and exit."""
     rollout_only: bool = False
-    """Write each step's samples with the initial policy; train nothing."""
+    """Write each step's samples, all of the initial policy; train nothing."""
     replay: str = ""
     """Train on the samples that this run folder holds, without an engine."""
 
     @property
     def replayed(self) -> str:
-        """The run folder whose samples are trained on; "" where there is none."""
+        """The run folder whose samples are trained on; "" if the run generates its own."""
         return self.replay
 
     @property
     def modes(self) -> list[str]:
-        """Which of the modes that exclude each other are asked for."""
-        every = ("eval_only", "export", "rollout_only", "replay")
-        return [name for name in every if getattr(self, name)]
+        """The requested modes, of which a run has at most one."""
+        names = ("eval_only", "export", "rollout_only", "replay")
+        return [name for name in names if getattr(self, name)]
 
     def __post_init__(self) -> None:
         """Refuses modes that exclude each other. Raises ValueError."""
@@ -67,29 +67,29 @@ class Command:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class PairCommand:
-    """What to do with a configuration of dpo.py: as `Command`, without rollouts."""
+    """The task of a run of dpo.py; by default it trains from the start."""
 
     config: str = ""
     """File of overrides, below configs/ or anywhere."""
     resume: str = ""
-    """Go on in run_dir: from the newest good checkpoint ("auto") or from this folder."""
+    """Resume in run_dir: from the newest good checkpoint ("auto") or from this folder."""
     dry_run: bool = False
     """Print what the run would need and what would limit its speed; start nothing."""
     gpu: PlannedGpu = "auto"
-    """The GPU that dry_run plans for; by default this machine's, or an H100 where it has none."""
+    """GPU that dry_run plans for; auto: that of this machine, or an H100 if it has no GPU."""
     eval_only: bool = False
-    """Evaluate the model, or the checkpoint that `resume` names, and leave."""
+    """Evaluate the model, or the checkpoint that `resume` names, and exit."""
     export: NonNegativeInt = 0
-    """Write this step's checkpoint as a model for transformers and vLLM, and leave."""
+    """Write this step's checkpoint as a model for transformers and vLLM, and exit."""
 
     @property
     def replayed(self) -> str:
-        """Always "": no samples of another run are trained on."""
+        """Always "": pairs are read from data.train alone."""
         return ""
 
     @property
     def modes(self) -> list[str]:
-        """Which of the modes that exclude each other are asked for."""
+        """The requested modes, of which a run has at most one."""
         return [name for name in ("eval_only", "export") if getattr(self, name)]
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class Data:
     train: str = "data/tiny/train.jsonl"
     """NeMo-Gym rows, used in file order, again from the top when they end."""
     val: str = ""
-    """JSONL rows for evaluation; empty: none."""
+    """JSONL rows for evaluation; empty: no evaluation."""
     max_bad_rows: NonNegativeInt = 0
     """Malformed rows that a data file may hold; they go to quarantine.jsonl in the run folder."""
     val_samples: PositiveInt = 1
@@ -122,7 +122,7 @@ class PairData:
     train: str = "data/tiny_tools/train_pairs.jsonl"
     """Preference rows, used in file order, again from the top when they end."""
     val: str = ""
-    """JSONL rows for evaluation; empty: none."""
+    """JSONL rows for evaluation; empty: no evaluation."""
     max_bad_rows: NonNegativeInt = 0
     """Malformed rows that a data file may hold; they go to quarantine.jsonl in the run folder."""
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -144,21 +144,21 @@ class EngineSettings:
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """vLLM's engine arguments by name, merged last into those of the run."""
     verify_sync_every: NonNegativeInt = 0
-    """Verify the engines' weights every N steps, beside those of new engines; 0: only those."""
+    """Verify the weights of all engines every N steps; 0: only those of each new engine."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """vLLM's arguments that may be overridden, and what overrides them."""
+        """Defaults of vLLM's arguments that `args` may override, with `args` over them."""
         return {"max_num_seqs": 256, "gpu_memory_utilization": 0.85} | self.args
 
     def __post_init__(self) -> None:
-        """Refuses arguments that the run itself sets, and senseless ones. Raises ValueError."""
+        """Refuses arguments that the run itself sets, and wrong values. Raises ValueError."""
         conflicts.of_engine(self)
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Sampling:
-    """How the engines sample, and how long a sequence may become."""
+    """Sampling parameters of the engines, and limits of a sequence's length."""
 
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer divides its logits by it as well."""
@@ -167,28 +167,38 @@ class Sampling:
     top_k: NonNegativeInt = 0
     """Sample among the k likeliest tokens; 0: all, or 512 with top_p or min_p."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Sample among tokens that are at least so likely relative to the likeliest one."""
+    """Sample among tokens at least this likely, relative to the likeliest one."""
     max_model_len: PositiveInt = 65536
     """Tokens of prompt and response together."""
     max_response_tokens: PositiveInt = 65536
-    """Longest response; shorter where max_model_len leaves less room."""
+    """Longest response; shorter if max_model_len leaves less room."""
     chat_template_kwargs: dict[str, Any] = dataclasses.field(
         default_factory=lambda: {"enable_thinking": True}
     )
     """Variables of the chat template (Super adds truncate_history_thinking = False)."""
     validation: dict[SamplingParameter, float | int] = dataclasses.field(default_factory=dict)
-    """How validation samples where it is unlike training: {"temperature": 0.6, "top_p": 0.95}."""
+    """Parameters of validation that differ from training: {"temperature": 0.6, "top_p": 0.95}."""
 
     @property
     def truncates(self) -> bool:
-        """Whether unlikely tokens are left out in training."""
+        """True if training leaves out unlikely tokens."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def parameters(self) -> dict[str, float | int]:
-        """vLLM's sampling parameters of training; top_k bounds what is sent of each token."""
-        chosen = {name: getattr(self, name) for name in get_args(SamplingParameter)}
-        return chosen | {"top_k": self.top_k or 512 * self.truncates}
+        """vLLM's sampling parameters in training.
+
+        If it truncates, top_k is never 0: vLLM sends the set that each token was chosen from.
+        """
+        top_k = self.top_k
+        if self.truncates and top_k == 0:
+            top_k = 512
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": top_k,
+            "min_p": self.min_p,
+        }
 
     def __post_init__(self) -> None:
         """Refuses what vLLM would refuse at the first evaluation. Raises ValueError."""
@@ -197,14 +207,14 @@ class Sampling:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class LowEffort:
-    """Reward by length, where the last user message asks for a short answer."""
+    """Reward by length, for prompts whose last user message asks for a short answer."""
 
     weight: NonNegativeFloat = 0.0
     """Bonus of a short answer; 0: off (Super: 0.2)."""
     tokens: PositiveInt = 3000
-    """Answer length at which that bonus turns into a penalty."""
+    """Answer length at which the bonus turns into a penalty."""
     penalty: NonNegativeFloat = 1.0
-    """Slope of the penalty beyond it."""
+    """Slope of the penalty beyond that length."""
     marker: str = "{reasoning effort: low}"
     """Text in a message that asks for a short answer."""
 
@@ -233,8 +243,15 @@ class PairTimeouts:
     """For one training step."""
 
 
+class TemplateVariables(NamedTuple):
+    """The variables of the chat template, and the setting that holds them."""
+
+    setting: str
+    values: dict[str, Any]
+
+
 class Demand(NamedTuple):
-    """What a run takes of a cluster beside its trainer ranks."""
+    """The resources of a cluster that a run takes in addition to its trainer ranks."""
 
     engines: int = 0
     engine_gpus: int = 1
@@ -256,22 +273,22 @@ class CommonSettings:
     save_period: NonNegativeInt = 100
     """Save and export every N steps, and at the end; 0: only at the end."""
     keep_last: PositiveInt = 2
-    """Checkpoints that can be resumed; of older ones only the exported model stays."""
+    """Checkpoints that stay resumable; of older ones only the exported model stays."""
     save_before: NonNegativeInt = 0
-    """Save and leave this many seconds before the Slurm job ends; 0: never."""
+    """Save and exit this many seconds before the Slurm job ends; 0: never."""
     val_period: NonNegativeInt = 0
     """Evaluate every N steps, at the start and at the end; 0: never."""
     wandb: bool = False
-    """Log to Weights & Biases (pip install wandb), as WANDB_PROJECT, _ENTITY and _RUN_GROUP say."""
+    """Log to Weights & Biases (pip install wandb); see WANDB_PROJECT, _ENTITY and _RUN_GROUP."""
 
     @property
     def has_reference(self) -> bool:
-        """Whether a frozen copy of the initial policy is loaded beside the trained one."""
+        """True if a frozen copy of the initial policy is loaded next to the trained one."""
         return False
 
     @property
     def scoring_passes(self) -> int:
-        """Forward passes over a batch beside the one that trains, for --dry_run."""
+        """Forward passes over a batch in addition to the one that trains, for --dry_run."""
         return 0
 
 
@@ -291,15 +308,15 @@ class RunSettings(CommonSettings, BatchSize):
     max_lag: NonNegativeInt = 1
     """Steps from the policy that starts a group to the one that trains on it; 0: synchronous."""
     train_parts: PositiveInt = 1
-    """Parts of a step, each trained once its groups are there and fill a row of each replica."""
+    """Parts of a step, each trained once its groups are ready and fill a row of each replica."""
     sample_period: NonNegativeInt = 0
     """Write all tokens and logprobs of every Nth step, for report and --replay; 0: never."""
     rollout_workers: PositiveInt = 1
     """Processes that render prompts, run environments and compute advantages."""
     gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """GPU that a trainer rank or an engine takes; 0.5: one of each shares a GPU."""
+    """Share of a GPU that a trainer rank or an engine takes; 0.5: one of each on a GPU."""
     command: tyro.conf.OmitArgPrefixes[Command] = dataclasses.field(default_factory=Command)
-    """What to do with all this; the default is to train from the start."""
+    """The task of the run; by default it trains from the start."""
     data: Data = dataclasses.field(default_factory=Data)
     """Training and validation rows."""
     policy: PolicySettings = dataclasses.field(default_factory=PolicySettings)
@@ -311,30 +328,32 @@ class RunSettings(CommonSettings, BatchSize):
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     """Temperature, lengths and the chat template."""
     services: Services = dataclasses.field(default_factory=Services)
-    """What environments need from outside."""
+    """Parsers, sandboxes, judges and other services of environments."""
 
     @property
     def writes_to(self) -> str:
-        """The folder of metrics, rollouts and logs: an evaluation has one of its own."""
+        """Folder of metrics, rollouts and logs; an evaluation has one of its own."""
         return f"{self.run_dir}/evaluation" if self.command.eval_only else self.run_dir
 
     @property
     def demand(self) -> Demand:
-        """What the run takes of a cluster beside its trainer ranks."""
+        """The resources that the run takes in addition to its trainer ranks."""
         return Demand(self.engine.count, self.engine.tensor_parallel, self.gpu_share)
 
     @property
     def row_limits(self) -> dict[str, int]:
-        """What a packed row may be as long as, by setting: a long sample has a row of its own."""
+        """Limits of a packed row's length, by setting; a long sample gets a row of its own."""
         return {
             "policy.row_tokens": self.policy.row_tokens,
             "sampling.max_model_len": self.sampling.max_model_len,
         }
 
     @property
-    def template_variables(self) -> tuple[str, dict[str, Any]]:
-        """The setting that has the variables of the chat template, and those."""
-        return "sampling.chat_template_kwargs", self.sampling.chat_template_kwargs
+    def template_variables(self) -> TemplateVariables:
+        """The variables of the chat template, and the setting that holds them."""
+        return TemplateVariables(
+            "sampling.chat_template_kwargs", self.sampling.chat_template_kwargs
+        )
 
     def __post_init__(self) -> None:
         """Refuses settings that exclude each other. Raises ValueError naming both."""
@@ -351,7 +370,7 @@ class PairSettings(CommonSettings):
     pairs_per_step: PositiveInt = 128
     """Pairs in a batch."""
     command: tyro.conf.OmitArgPrefixes[PairCommand] = dataclasses.field(default_factory=PairCommand)
-    """What to do with all this; the default is to train from the start."""
+    """The task of the run; by default it trains from the start."""
     data: PairData = dataclasses.field(default_factory=PairData)
     """Training and validation rows."""
     policy: PolicySettings = dataclasses.field(default_factory=PolicySettings)
@@ -361,23 +380,23 @@ class PairSettings(CommonSettings):
 
     @property
     def writes_to(self) -> str:
-        """The folder of metrics and logs: an evaluation has one of its own."""
+        """Folder of metrics and logs; an evaluation has one of its own."""
         return f"{self.run_dir}/evaluation" if self.command.eval_only else self.run_dir
 
     @property
     def demand(self) -> Demand:
-        """What the run takes of a cluster beside its trainer ranks: nothing."""
+        """The resources that the run takes in addition to its trainer ranks: none."""
         return Demand()
 
     @property
     def row_limits(self) -> dict[str, int]:
-        """What a packed row may be as long as, by setting."""
+        """Limit of a packed row's length, by setting."""
         return {"policy.row_tokens": self.policy.row_tokens}
 
     @property
-    def template_variables(self) -> tuple[str, dict[str, Any]]:
-        """The setting that has the variables of the chat template, and those."""
-        return "data.chat_template_kwargs", self.data.chat_template_kwargs
+    def template_variables(self) -> TemplateVariables:
+        """The variables of the chat template, and the setting that holds them."""
+        return TemplateVariables("data.chat_template_kwargs", self.data.chat_template_kwargs)
 
     def __post_init__(self) -> None:
         """Refuses settings that exclude each other. Raises ValueError naming both."""

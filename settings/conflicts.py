@@ -1,4 +1,4 @@
-"""Settings that exclude each other, or that a library would refuse late: found as they are read."""
+"""Refuses settings that exclude each other, or that a library would refuse only later."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from settings.distillation import TeacherSettings
     from settings.network import MegatronSettings, PolicySettings
 
-# Of a row, whose T x T mask torch indexes with 32 bits in SDPA's kernel (pytorch issue 187227).
+# Longest row under SDPA, whose kernel indexes the T x T mask with 32 bits (pytorch issue 187227).
 SDPA_TOKENS = 1 << 16
-# Of one token: vLLM sends wider sets too, as bits of the whole vocabulary.
+# The largest set that a token is chosen from; vLLM sends wider ones as bits of the vocabulary.
 MOST_ALLOWED = 2048
 # vLLM's arguments that the run itself sets, and our setting for each: another value would break it.
 OWN_ENGINE_ARGS = {
@@ -78,99 +78,111 @@ def of_megatron(megatron: "MegatronSettings") -> None:
     for part, names in OWN_MEGATRON_ARGS.items():
         for name in names:
             if name in getattr(megatron, part):
-                own = "which the run itself sets"
-                raise ValueError(f"policy.megatron.{part} sets {name!r}, {own}")
+                raise ValueError(f"policy.megatron.{part} sets {name!r}, which the run itself sets")
 
 
 def of_policy(policy: "PolicySettings") -> None:
-    """Refuses layouts that cannot work, naming both sides. Raises ValueError."""
-    shared = policy.tp * policy.pp * policy.cp
-    unit = 2 * policy.cp * policy.tp
-    megatron = policy.kind == "megatron"
-    product = f"tp * pp * cp = {policy.tp} * {policy.pp} * {policy.cp}"
-    rules = (
-        (
-            megatron or shared == policy.ep == 1,
-            f"{product}, ep = {policy.ep} need policy.kind = 'megatron', not 'fsdp'",
-        ),
-        (
-            megatron or not policy.replay_routing,
-            "replay_routing = True needs policy.kind = 'megatron', not 'fsdp'",
-        ),
-        (
-            megatron or not any(vars(policy.megatron).values()),
-            "megatron needs policy.kind = 'megatron', not 'fsdp'",
-        ),
-        (
-            not (megatron and policy.lora_rank),
-            f"lora_rank = {policy.lora_rank} needs policy.kind = 'fsdp', not 'megatron'",
-        ),
-        (
-            policy.lora_rank or not (policy.lora_targets or policy.lora_alpha != 32),
-            "lora_alpha and lora_targets need lora_rank above 0",
-        ),
-        (policy.ranks % shared == 0, f"ranks = {policy.ranks} is no multiple of {product}"),
-        (
-            policy.ranks // policy.pp % policy.ep == 0,
-            f"ep = {policy.ep} must divide ranks / pp = {policy.ranks // policy.pp}",
-        ),
-        (
-            policy.cp == 1 or policy.row_tokens % unit == 0,
-            f"row_tokens = {policy.row_tokens} is no multiple of 2 * cp * tp = {unit}:"
-            f" try {policy.row_tokens // unit * unit or unit}",
-        ),
-    )
-    for holds, message in (*rules, *of_schedule(policy)):
-        if not holds:
-            raise ValueError(f"policy: {message}")
+    """Refuses layouts and schedules that cannot work, naming both sides. Raises ValueError."""
+    of_kind(policy)
+    of_layout(policy)
+    of_schedule(policy)
 
 
-def of_schedule(policy: "PolicySettings") -> list[tuple[bool, str]]:
-    """What must hold of the learning rate's settings, and what to say where it does not."""
-    kind, end, warm = policy.lr_schedule, policy.lr_decay_steps, policy.warmup_steps
-    falls, last = kind != "constant", policy.wsd_decay_steps
-    return [
-        (
-            falls or not (end or policy.min_lr),
-            "lr_decay_steps and min_lr need an lr_schedule that is not constant",
-        ),
-        (
-            not falls or end > warm,
-            f"lr_schedule = {kind!r} and lr_decay_steps = {end}: expected more than warmup_steps"
-            f" = {warm}, such as steps x loss.updates_per_batch",
-        ),
-        (
-            (kind == "wsd") == bool(last) and (not last or last <= end - warm),
-            f"lr_schedule = {kind!r} and wsd_decay_steps = {last}: expected 0 without wsd, with it"
-            f" 1 to lr_decay_steps - warmup_steps = {end - warm}",
-        ),
-        (policy.min_lr <= policy.lr, f"min_lr = {policy.min_lr} > lr = {policy.lr}"),
-    ]
+def of_kind(policy: "PolicySettings") -> None:
+    """Refuses what only the other kind of policy has. Raises ValueError."""
+    tp, pp, cp, ep = policy.tp, policy.pp, policy.cp, policy.ep
+    if policy.kind == "megatron":
+        if policy.lora_rank:
+            raise ValueError(
+                f"policy: lora_rank = {policy.lora_rank} needs policy.kind = 'fsdp', not 'megatron'"
+            )
+    else:
+        if tp * pp * cp > 1 or ep > 1:
+            raise ValueError(
+                f"policy: tp * pp * cp = {tp} * {pp} * {cp}, ep = {ep} need"
+                " policy.kind = 'megatron', not 'fsdp'"
+            )
+        if policy.replay_routing:
+            raise ValueError(
+                "policy: replay_routing = True needs policy.kind = 'megatron', not 'fsdp'"
+            )
+        if any(vars(policy.megatron).values()):
+            raise ValueError("policy: megatron needs policy.kind = 'megatron', not 'fsdp'")
+    if not policy.lora_rank and (policy.lora_targets or policy.lora_alpha != 32):
+        raise ValueError("policy: lora_alpha and lora_targets need lora_rank above 0")
+
+
+def of_layout(policy: "PolicySettings") -> None:
+    """Refuses ranks and rows that cannot be divided. Raises ValueError."""
+    tp, pp, cp, ep = policy.tp, policy.pp, policy.cp, policy.ep
+    if policy.ranks % (tp * pp * cp):
+        raise ValueError(
+            f"policy: ranks = {policy.ranks} is no multiple of tp * pp * cp = {tp} * {pp} * {cp}"
+        )
+    if policy.ranks // pp % ep:
+        raise ValueError(f"policy: ep = {ep} must divide ranks / pp = {policy.ranks // pp}")
+    unit = 2 * cp * tp
+    if cp > 1 and policy.row_tokens % unit:
+        nearest = policy.row_tokens // unit * unit or unit
+        raise ValueError(
+            f"policy: row_tokens = {policy.row_tokens} is no multiple of 2 * cp * tp = {unit}:"
+            f" try {nearest}"
+        )
+
+
+def of_schedule(policy: "PolicySettings") -> None:
+    """Refuses a schedule of the learning rate that contradicts itself. Raises ValueError."""
+    kind = policy.lr_schedule
+    warm = policy.warmup_steps
+    end = policy.lr_decay_steps
+    last = policy.wsd_decay_steps
+    if kind == "constant":
+        if end or policy.min_lr:
+            raise ValueError(
+                "policy: lr_decay_steps and min_lr need an lr_schedule that is not constant"
+            )
+    elif end <= warm:
+        raise ValueError(
+            f"policy: lr_schedule = {kind!r} and lr_decay_steps = {end}: expected more than"
+            f" warmup_steps = {warm}, such as steps x loss.updates_per_batch"
+        )
+    if kind == "wsd":
+        fits = 1 <= last <= end - warm
+    else:
+        fits = last == 0
+    if not fits:
+        raise ValueError(
+            f"policy: lr_schedule = {kind!r} and wsd_decay_steps = {last}: expected 0 without wsd,"
+            f" with it 1 to lr_decay_steps - warmup_steps = {end - warm}"
+        )
+    if policy.min_lr > policy.lr:
+        raise ValueError(f"policy: min_lr = {policy.min_lr} > lr = {policy.lr}")
 
 
 def of_engine(engine: "EngineSettings") -> None:
-    """Refuses arguments that the run itself sets, and senseless ones. Raises ValueError."""
+    """Refuses arguments that the run itself sets, and values out of range. Raises ValueError."""
     for name, setting in OWN_ENGINE_ARGS.items():
         if name in engine.args:
-            own = f"which the run itself sets{setting and f' by {setting}'}"
-            raise ValueError(f"engine.args sets {name!r}, {own}")
-    for name, kind, most in (("max_num_seqs", int, None), ("gpu_memory_utilization", float, 1)):
-        value = engine.arguments[name]
-        good = isinstance(value, kind | int) and not isinstance(value, bool) and value > 0
-        if not good or (most and value > most):
-            below = f", at most {most}" if most else ""
-            raise ValueError(f"engine.args sets {name} = {value!r}: expected above 0{below}")
+            by = f" by {setting}" if setting else ""
+            raise ValueError(f"engine.args sets {name!r}, which the run itself sets{by}")
+    count = engine.arguments["max_num_seqs"]
+    if not isinstance(count, int) or isinstance(count, bool) or count <= 0:
+        raise ValueError(f"engine.args sets max_num_seqs = {count!r}: expected above 0")
+    share = engine.arguments["gpu_memory_utilization"]
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
+        raise ValueError(
+            f"engine.args sets gpu_memory_utilization = {share!r}: expected above 0, at most 1"
+        )
 
 
 def of_sampling(sampling: "Sampling") -> None:
     """Refuses what vLLM would refuse at the first request or evaluation. Raises ValueError.
 
-    Where training truncates, vLLM returns the allowed tokens of every request, so all are bounded.
+    If training truncates, vLLM returns the allowed tokens of every request, so all are bounded.
     """
     bounded = sampling.truncates
     if sampling.top_k == 1 or sampling.top_k > MOST_ALLOWED:
-        expected = f"0, or 2 to {MOST_ALLOWED:,}"
-        raise ValueError(f"sampling.top_k = {sampling.top_k}: expected {expected}")
+        raise ValueError(f"sampling.top_k = {sampling.top_k}: expected 0, or 2 to {MOST_ALLOWED:,}")
     chosen = sampling.parameters | sampling.validation
     top_k = chosen["top_k"]
     why = "as training has top_p, top_k or min_p"
@@ -183,8 +195,9 @@ def of_sampling(sampling: "Sampling") -> None:
         ("temperature", not bounded or chosen["temperature"] > 0, f"top_k = 1 instead, {why}"),
     ):
         if not holds:
-            value = chosen[name]
-            raise ValueError(f"sampling.validation sets {name} = {value}, expected {expected}")
+            raise ValueError(
+                f"sampling.validation sets {name} = {chosen[name]}, expected {expected}"
+            )
 
 
 def of_command(command: "Command | PairCommand") -> None:
@@ -207,69 +220,98 @@ def of_training(cfg: "TrainingSettings") -> None:
     for name in ("run_dir", "model"):
         if not getattr(cfg, name):
             raise ValueError(f"{name} = '': expected a folder")
-    val = f"val_period = {cfg.val_period} and data.val = {cfg.data.val!r}"
-    if bool(cfg.val_period) != bool(cfg.data.val) and not cfg.command.eval_only:
-        raise ValueError(f"{val}: expected both or neither")
-    if cfg.command.eval_only and not cfg.data.val:
+    command = cfg.command
+    if bool(cfg.val_period) != bool(cfg.data.val) and not command.eval_only:
+        raise ValueError(
+            f"val_period = {cfg.val_period} and data.val = {cfg.data.val!r}:"
+            " expected both or neither"
+        )
+    if command.eval_only and not cfg.data.val:
         raise ValueError("eval_only = True and data.val = '': no rows")
     rows = cfg.row_limits
     longest = max(rows, key=lambda name: rows[name])
-    masked = (cfg.policy.kind, cfg.policy.attention) == ("fsdp", "sdpa")
-    if masked and rows[longest] > SDPA_TOKENS:
-        long = f"{longest} = {rows[longest]}: above {SDPA_TOKENS} a GPU computes wrong values"
-        raise ValueError(f"policy.attention = 'sdpa' and {long}, expected 'auto'")
-    goes_on = "resume = 'auto'" if cfg.command.resume == "auto" else ""
-    goes_on = goes_on or ("export" if cfg.command.export else "")
-    if goes_on and "{time}" in cfg.run_dir:
-        raise ValueError(f"{goes_on}: run_dir has {{time}}")
+    is_masked = cfg.policy.kind == "fsdp" and cfg.policy.attention == "sdpa"
+    if is_masked and rows[longest] > SDPA_TOKENS:
+        raise ValueError(
+            f"policy.attention = 'sdpa' and {longest} = {rows[longest]}:"
+            f" above {SDPA_TOKENS} a GPU computes wrong values, expected 'auto'"
+        )
+    if "{time}" in cfg.run_dir:
+        if command.resume == "auto":
+            raise ValueError("resume = 'auto': run_dir has {time}")
+        if command.export:
+            raise ValueError("export: run_dir has {time}")
 
 
 def of_rollouts(cfg: "RunSettings") -> None:
     """Refuses what engines cannot do, naming both settings. Raises ValueError."""
     if cfg.engine.tensor_parallel > 1 and cfg.gpu_share < 1:
-        parallel = f"engine.tensor_parallel = {cfg.engine.tensor_parallel}"
-        raise ValueError(f"gpu_share = {cfg.gpu_share}: {parallel} needs 1")
-    sampling = cfg.sampling
-    for name, min_p in (
-        ("sampling.min_p", sampling.min_p),
-        ("sampling.validation['min_p']", sampling.validation.get("min_p", 0)),
-    ):
-        if min_p > 0 and cfg.engine.args.get("speculative_config"):
-            drafts = "engine.args has speculative_config, with which vLLM refuses it"
-            raise ValueError(f"{name} = {min_p}: {drafts}, expected 0")
+        raise ValueError(
+            f"gpu_share = {cfg.gpu_share}:"
+            f" engine.tensor_parallel = {cfg.engine.tensor_parallel} needs 1"
+        )
+    if cfg.engine.args.get("speculative_config"):
+        for name, min_p in (
+            ("sampling.min_p", cfg.sampling.min_p),
+            ("sampling.validation['min_p']", cfg.sampling.validation.get("min_p", 0)),
+        ):
+            if min_p > 0:
+                raise ValueError(
+                    f"{name} = {min_p}: engine.args has speculative_config, with which vLLM"
+                    " refuses it, expected 0"
+                )
 
 
 def of_teachers(cfg: "TeacherSettings") -> None:
-    """Refuses names of teachers that are not there, or that no row reaches. Raises ValueError."""
-    known = f"expected one of teachers: {', '.join(cfg.teachers) or 'none'}"
-    named = {f"routes[{agent!r}]": name for agent, name in cfg.routes.items()}
-    named |= {"default_teacher": cfg.default_teacher} if cfg.default_teacher else {}
-    named |= {f"teacher_layouts[{name!r}]": name for name in cfg.teacher_layouts}
-    named |= {f"teacher_beside[{name!r}]": name for name in cfg.teacher_beside}
-    named |= {f"teacher_beside[{a!r}] = {b!r}": b for a, b in cfg.teacher_beside.items()}
-    for field, name in named.items():
-        if name not in cfg.teachers:
-            raise ValueError(f"{field} names {name!r}, {known}")
-    used = {*cfg.routes.values(), cfg.default_teacher}
-    if idle := [name for name in cfg.teachers if name not in used]:
-        raise ValueError(f"teachers has {idle[0]!r}, to which no route leads")
+    """Refuses teachers that are unknown, unused, or contradict each other. Raises ValueError."""
+    for agent, name in cfg.routes.items():
+        of_name(cfg, f"routes[{agent!r}]", name)
+    if cfg.default_teacher:
+        of_name(cfg, "default_teacher", cfg.default_teacher)
+    for name in cfg.teacher_layouts:
+        of_name(cfg, f"teacher_layouts[{name!r}]", name)
+    for name in cfg.teacher_beside:
+        of_name(cfg, f"teacher_beside[{name!r}]", name)
     for name, host in cfg.teacher_beside.items():
-        if (first := cfg.first_of(name)) != name:
+        of_name(cfg, f"teacher_beside[{name!r}] = {host!r}", host)
+    used = {*cfg.routes.values(), cfg.default_teacher}
+    for name in cfg.teachers:
+        if name not in used:
+            raise ValueError(f"teachers has {name!r}, to which no route leads")
+    for name, host in cfg.teacher_beside.items():
+        first = cfg.first_of(name)
+        if first != name:
             raise ValueError(f"teacher_beside has {name!r}, a name of {first!r}: set it for that")
         if cfg.first_of(host) in cfg.teacher_beside:
             raise ValueError(f"teacher_beside[{name!r}] = {host!r}, which is beside another")
+    of_teacher_layouts(cfg)
+
+
+def of_name(cfg: "TeacherSettings", field: str, name: str) -> None:
+    """Refuses the name of a teacher that does not exist. Raises ValueError."""
+    if name not in cfg.teachers:
+        known = ", ".join(cfg.teachers) or "none"
+        raise ValueError(f"{field} names {name!r}, expected one of teachers: {known}")
+
+
+def of_teacher_layouts(cfg: "TeacherSettings") -> None:
+    """Refuses layouts that cannot work, and those of teachers without ranks. Raises ValueError."""
     for name in cfg.teacher_layouts:
-        if (host := cfg.host_of(name)) != name:
+        host = cfg.host_of(name)
+        if host != name:
             raise ValueError(f"teacher_layouts has {name!r}, which has the layout of {host!r}")
     if cfg.teacher_policy.replay_routing:
         raise ValueError("teacher_policy.replay_routing = True: expected False")
+    known = [field.name for field in dataclasses.fields(cfg.teacher_policy)]
     for host in cfg.hosts:
-        field = f"teacher_layouts[{host!r}]"
-        layout = [one.name for one in dataclasses.fields(cfg.teacher_policy)]
-        if unknown := cfg.teacher_layouts.get(host, {}).keys() - layout:
-            raise ValueError(f"{field} sets {min(unknown)!r}, expected one of {', '.join(layout)}")
+        unknown = cfg.teacher_layouts.get(host, {}).keys() - known
+        if unknown:
+            raise ValueError(
+                f"teacher_layouts[{host!r}] sets {min(unknown)!r}, expected one of"
+                f" {', '.join(known)}"
+            )
         try:
             cfg.layout_of(host)
         except pydantic.ValidationError as error:
-            said = error.errors()[0]["msg"].removeprefix("Value error, policy: ")
-            raise ValueError(f"{field}: {said}") from None
+            problem = error.errors()[0]["msg"].removeprefix("Value error, policy: ")
+            raise ValueError(f"teacher_layouts[{host!r}]: {problem}") from None

@@ -1,7 +1,7 @@
-"""The settings of teachers: frozen networks that score what a student has sampled."""
+"""Declares the settings of teachers: frozen networks that score what a student has sampled."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -12,64 +12,69 @@ from settings.network import PolicySettings
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class TeacherSettings(RunSettings):
-    """A training on rollouts that teachers score: which ones, of which rows, on which ranks."""
+    """A training on rollouts, each of which is scored by the teacher of its row."""
 
     teachers: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Name -> folder of a Hugging Face causal LM, or ORG/NAME; one may have several names."""
+    """Name -> folder of a Hugging Face causal LM, or ORG/NAME; a model may have several names."""
     routes: dict[str, str] = dataclasses.field(default_factory=dict)
-    """AGENT, or AGENT/DATASET, which takes precedence -> the teacher of such rows."""
+    """AGENT, or AGENT/DATASET, which takes precedence -> the teacher of its rows."""
     default_teacher: str = ""
-    """The teacher of all other rows; "": such a row is refused."""
+    """The teacher of all other rows; "": they are refused."""
     teacher_policy: PolicySettings = dataclasses.field(default_factory=PolicySettings)
     """Kind and layout of a teacher's network."""
     teacher_layouts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """Teacher -> what is different in its layout: {"swe": {"ranks": 64, "cp": 4}}."""
+    """Teacher -> settings of its own layout: {"swe": {"ranks": 64, "cp": 4}}."""
     teacher_beside: dict[str, str] = dataclasses.field(default_factory=dict)
     """Teacher -> the one whose ranks, and layout, it shares; they score in turn."""
     verify: bool = True
-    """Verify all answers, for the log; False: those of one turn are not, and have reward 0."""
+    """Verify all answers, for the log; False: answers of one turn are not, and get reward 0."""
 
     def teacher_of(self, agent: str, dataset: str = "") -> str:
-        """The teacher of an agent's rows, "" for none."""
+        """Returns the teacher of an agent's rows; "" if they have none."""
         return self.routes.get(f"{agent}/{dataset}") or self.routes.get(agent, self.default_teacher)
 
     def host_of(self, teacher: str) -> str:
-        """The host of a teacher, whose ranks hold it: itself, one of the same model, one beside."""
+        """Returns the teacher whose ranks hold this one: itself, or one that it is beside.
+
+        Of teachers with the same model, that is the first.
+        """
         first = self.first_of(teacher)
         return self.first_of(self.teacher_beside.get(first, first))
 
     def first_of(self, teacher: str) -> str:
-        """The first of the names of a teacher's checkpoint."""
+        """Returns the first name of a teacher's checkpoint."""
         model = self.teachers[teacher]
-        return next(name for name, its_model in self.teachers.items() if its_model == model)
+        return next(name for name, other in self.teachers.items() if other == model)
 
     @property
     def hosts(self) -> list[str]:
-        """The teachers that have ranks of their own, one for each distinct checkpoint at most."""
+        """Teachers that have ranks of their own, at most one for each distinct checkpoint."""
         return list(dict.fromkeys(map(self.host_of, self.teachers)))
 
     def models_beside(self, model: str) -> list[str]:
-        """The checkpoints that the ranks of this one hold, itself first."""
-        mates = (name for name in self.teachers if self.teachers[self.host_of(name)] == model)
-        return list(dict.fromkeys((model, *(self.teachers[name] for name in mates))))
+        """Returns the checkpoints that share the ranks of this one, itself first."""
+        found = [model]
+        for name, other in self.teachers.items():
+            if self.teachers[self.host_of(name)] == model and other not in found:
+                found.append(other)
+        return found
 
     def layout_of(self, host: str) -> PolicySettings:
-        """The layout of a host's ranks; nothing is recomputed, as nothing is trained."""
+        """Returns the layout of a host's ranks; nothing is recomputed, as nothing is trained."""
         changes = {"activation_checkpointing": False} | self.teacher_layouts.get(host, {})
         return dataclasses.replace(self.teacher_policy, **changes)
 
-    def of_host(self, host: str) -> Any:
-        """The settings of a host's ranks, whose `model` and `policy` are its own."""
-        changes: dict[str, Any] = {"model": self.teachers[host], "policy": self.layout_of(host)}
-        return dataclasses.replace(self, **changes)
+    def of_host(self, host: str) -> Self:
+        """Returns the settings of a host's ranks, whose `model` and `policy` are its own."""
+        return dataclasses.replace(self, model=self.teachers[host], policy=self.layout_of(host))
 
     @property
     def teacher_ranks(self) -> tuple[tuple[int, int], ...]:
-        """(ranks, tp) of each host."""
+        """Ranks and tp of each host."""
         layouts = map(self.layout_of, self.hosts)
         return tuple((layout.ranks, layout.tp) for layout in layouts)
 
     def __post_init__(self) -> None:
-        """Refuses teachers that no row can reach, or that are not there. Raises ValueError."""
+        """Refuses teachers that no row can reach, or that do not exist. Raises ValueError."""
         super().__post_init__()
         conflicts.of_teachers(self)

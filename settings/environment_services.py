@@ -1,4 +1,4 @@
-"""Settings of what environments need from outside this program."""
+"""Declares the settings of what environments need from outside this program."""
 
 import os
 import re
@@ -17,14 +17,21 @@ WEIGHTS = {
 
 
 def weights(given: dict[str, float]) -> dict[str, float]:
-    """All weights, those of services.genrm first. Raises ValueError for one that makes no sense."""
+    """Returns all weights: WEIGHTS, overridden by services.genrm.
+
+    Raises ValueError if a name is unknown or a value is out of range.
+    """
     for name, value in given.items():
-        at = f"services.genrm[{name!r}] = {value!r}, expected"
         if name not in WEIGHTS:
-            raise ValueError(f"{at} one of the names {', '.join(WEIGHTS)}")
+            known = ", ".join(WEIGHTS)
+            raise ValueError(
+                f"services.genrm[{name!r}] = {value!r}, expected one of the names {known}"
+            )
         most = 1.0 if name == "top_percentile" else 1e3
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
-            raise ValueError(f"{at} a number from 0 to {most:g}")
+            raise ValueError(
+                f"services.genrm[{name!r}] = {value!r}, expected a number from 0 to {most:g}"
+            )
     return WEIGHTS | given
 
 
@@ -33,31 +40,35 @@ KEYS = ("url", "model", "concurrency", "sampling", "prompts")
 OWN = {"messages", "model", "n", "stream"}  # parameters that a call sets by itself
 
 
-def check(at: str, judge: dict[str, Any]) -> None:
-    """Raises ValueError naming field, value and expectation where a judge is malformed."""
+def check_judge(name: str, judge: dict[str, Any]) -> None:
+    """Raises ValueError naming field, value and expectation if a judge is malformed."""
     urls = judge.get("url") or []
-    urls = urls if isinstance(urls, list) else [urls]
-    count, sampling = judge.get("concurrency", 1), judge.get("sampling", {})
-    is_dict = isinstance(sampling, dict)
+    if not isinstance(urls, list):
+        urls = [urls]
+    count = judge.get("concurrency", 1)
+    sampling = judge.get("sampling", {})
     wrong = [(key, judge[key], f"one of {', '.join(KEYS)}") for key in judge if key not in KEYS]
-    wrong += [("url", url, "http://HOST:PORT/v1") for url in urls if not is_address(url)]
+    for url in urls:
+        if not isinstance(url, str) or not is_address(url):
+            wrong.append(("url", url, "http://HOST:PORT/v1"))
     if not isinstance(judge.get("model", ""), str):
         wrong.append(("model", judge["model"], "the name that the server gives it, or ''"))
     if not isinstance(judge.get("prompts", ""), str):
         wrong.append(("prompts", judge["prompts"], "the path of a file of prompts"))
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         wrong.append(("concurrency", count, "calls at once, 1 or more"))
-    if not is_dict or not all(isinstance(key, str) for key in sampling):
+    if not isinstance(sampling, dict) or not all(isinstance(key, str) for key in sampling):
         wrong.append(("sampling", sampling, "a dictionary such as {'temperature': 0.0}"))
     elif own := sorted(OWN & sampling.keys()):
         wrong.append(("sampling", sampling, f"no {own[0]!r}, which each call sets itself"))
-    for key, value, expected in wrong:
-        raise ValueError(f"{at}[{key!r}] = {value!r}, expected {expected}")
+    if wrong:
+        key, value, expected = wrong[0]
+        raise ValueError(f"services.judges[{name!r}][{key!r}] = {value!r}, expected {expected}")
 
 
-def is_address(url: Any) -> bool:
-    """Whether calls can be made to a URL."""
-    return isinstance(url, str) and bool(ADDRESS.fullmatch(url))
+def is_address(url: str) -> bool:
+    """Returns whether calls can be made to a URL."""
+    return bool(ADDRESS.fullmatch(url))
 
 
 @dataclass(frozen=True)
@@ -71,11 +82,11 @@ class Services:
     tool_parser: str = ""
     """vLLM's parser of tool calls: qwen3_coder, hermes, ...; empty: calls are not read."""
     sandbox: Literal["bubblewrap", "http", "unsafe"] = "bubblewrap"
-    """What runs untrusted code: "http" is the service of NeMo-Skills at sandbox_url."""
+    """Sandbox of untrusted code; "http" is the service of NeMo-Skills at sandbox_url."""
     sandbox_url: str = ""
     """Address of the sandbox service: http://127.0.0.1:6000."""
     lean: str = ""
-    """What compiles Lean: the folder of launch/lean.sh, a command, or a sandbox service's URL."""
+    """Compiler of Lean: the folder of launch/lean.sh, a command, or a sandbox service's URL."""
     images: str = ""
     """Folder of the images or root folders that patches are tested in."""
     workplace: str = ""
@@ -83,12 +94,12 @@ class Services:
     judges: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
     """Models that judge answers, by name: url, model, sampling and others (docs/judges.md)."""
     genrm: dict[str, float] = field(default_factory=dict, hash=False)
-    """Weights of a comparison that are unlike RLVR's, by name (envs/llm_judged/comparison.py)."""
+    """Weights of comparisons that differ from RLVR's, by name (envs/llm_judged/comparison.py)."""
     nemo_gym: tuple[str, ...] = ()
     """Servers of NeMo-Gym or verifiers with the agents that envs/ lacks: http://HOST:PORT."""
 
     def located(self) -> "Services":
-        """The same with absolute paths, since processes have working folders of their own."""
+        """Returns a copy with absolute paths, as processes have working folders of their own."""
         named = {name: getattr(self, name) for name in ("lean", "images", "workplace")}
         folders = {name: os.path.abspath(p) for name, p in named.items() if os.path.isdir(p)}
         judges = {name: dict(judge) for name, judge in self.judges.items()}
@@ -98,14 +109,18 @@ class Services:
         return replace(self, judges=judges, **folders)
 
     def __post_init__(self) -> None:
-        """Refuses servers that no call could be made to, and unknown weights. Raises ValueError."""
+        """Refuses malformed addresses, judges and weights. Raises ValueError."""
         weights(self.genrm)
         if self.sandbox_url and not is_address(self.sandbox_url):
-            expected = "expected an address such as http://127.0.0.1:6000"
-            raise ValueError(f"services.sandbox_url = {self.sandbox_url!r}, {expected}")
+            raise ValueError(
+                f"services.sandbox_url = {self.sandbox_url!r}, expected an address such as"
+                " http://127.0.0.1:6000"
+            )
         for url in self.nemo_gym:
             if not is_address(url) or url.endswith("/"):
-                expected = "expected addresses such as ('http://HOST:PORT',)"
-                raise ValueError(f"services.nemo_gym = {self.nemo_gym!r}, {expected}")
+                raise ValueError(
+                    f"services.nemo_gym = {self.nemo_gym!r}, expected addresses such as"
+                    " ('http://HOST:PORT',)"
+                )
         for name, judge in self.judges.items():
-            check(f"services.judges[{name!r}]", judge)
+            check_judge(name, judge)

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub."""
+"""Finds models in their folders, or fetches them from the Hugging Face hub."""
 
 import json
 import os
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from core.errors import InputError
 
-HUB_SECONDS = 10.0  # that the Hugging Face hub may take to say whether it has a model
+HUB_SECONDS = 10.0  # for the Hugging Face hub to answer whether it has a model
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
 def fetched(model: str, weights: bool) -> str:
-    """The absolute path of a model's folder; ORG/NAME that is no folder comes from the hub.
+    """Returns the absolute path of a model's folder; an ORG/NAME is fetched from the hub.
 
-    A folder that ORG names here, or models/, means a local path. Raises InputError where the hub
-    and its cache have no such model.
+    If ORG is a folder here, or is `models`, the name is a local path. Raises InputError if neither
+    the hub nor its cache has such a model.
     """
     folder = Path(model).resolve()
     is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and not re.search(r"--|\.\.", model)
@@ -32,7 +32,7 @@ def fetched(model: str, weights: bool) -> str:
     why = ""
     try:  # snapshot_download would ask the same without a deadline
         HfApi().model_info(model, timeout=HUB_SECONDS)
-    except Exception as error:  # of the network or of the hub; the cache may have the model
+    except Exception as error:  # from the network or the hub; the cache may have the model
         why = f"{type(error).__name__}: {error}; "
     patterns = [*MODEL_FILES, "*.safetensors"] if weights else [*MODEL_FILES]
     try:
@@ -42,9 +42,10 @@ def fetched(model: str, weights: bool) -> str:
             return found
         why += f"no {lacking[0]} in {found}"
     except Exception as error:
-        absent = type(error) is LocalEntryNotFoundError
-        cache = f"the cache {constants.HF_HUB_CACHE} does not hold it"
-        why += cache if absent else f"{type(error).__name__}: {error}"
+        if type(error) is LocalEntryNotFoundError:  # subclasses have more to say
+            why += f"the cache {constants.HF_HUB_CACHE} does not hold it"
+        else:
+            why += f"{type(error).__name__}: {error}"
     raise InputError(
         f"model = {model!r}: there is no folder {folder} that holds config.json, and the Hugging "
         f"Face hub did not give such a model: {' '.join(why.split())}. Without network, download "
@@ -53,7 +54,7 @@ def fetched(model: str, weights: bool) -> str:
 
 
 def missing_weights(folder: Path) -> list[str]:
-    """The files of weights that a model's index names and its folder lacks."""
+    """Returns the files of weights that a model's index lists and its folder lacks."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

@@ -1,4 +1,4 @@
-"""Operations on the values of settings: assigned by a file, merged, flattened, searched."""
+"""Reads, merges, flattens and searches the values of settings."""
 
 import ast
 import dataclasses
@@ -6,13 +6,24 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from core.errors import InputError, located
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+# What a configuration may assign to a setting or a group: JSON, and tuples.
+Value = None | bool | int | float | str | list["Value"] | tuple["Value", ...] | dict[str, "Value"]
+
+
+def is_group(value: "Value | DataclassInstance") -> "TypeGuard[DataclassInstance]":
+    """Returns whether a value of a setting is a group of settings."""
+    return dataclasses.is_dataclass(value)
+
 
 def merge(old: Any, new: Any) -> Any:
-    """`new`; where both are dictionaries, `old` with the entries of `new`, at any depth.
+    """Returns `new`, or if both are dictionaries `old` with the entries of `new`, at any depth.
 
     An empty dictionary takes the place of the old one.
     """
@@ -21,18 +32,18 @@ def merge(old: Any, new: Any) -> Any:
     return old | {name: merge(old.get(name), value) for name, value in new.items()}
 
 
-class Merged(dict):
+class Merged(dict[str, Value]):
     """The names of a config file. A dictionary that is assigned again is merged into the old one.
 
     So a file that inherits `policy = {"tp": 4}` and assigns `policy = {"lr": 1e-6}` keeps tp.
     """
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: Value) -> None:
         super().__setitem__(name, merge(self.get(name), value))
 
 
-def assigned(path: Path) -> dict[str, Any]:
-    """What a config file assigns. Raises InputError naming file and line."""
+def assigned(path: Path) -> dict[str, Value]:
+    """Runs a config file and returns what it assigns. Raises InputError naming file and line."""
     names = Merged(__file__=str(path), __name__=path.stem)
     try:
         exec(compile(path.read_text(), str(path), "exec"), names)
@@ -49,41 +60,45 @@ def assigned(path: Path) -> dict[str, Any]:
 
 
 def refuse_twice(path: Path) -> None:
-    """Raises InputError for a dictionary that has a key twice, of which Python keeps the last."""
+    """Raises InputError if a dictionary has a key twice, of which Python would keep the last."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Dict):
             keys = Counter(key.value for key in node.keys if isinstance(key, ast.Constant))
             for key, count in keys.items():
                 if count > 1:
-                    where = f"{path}:{node.lineno}: {key!r}"
-                    raise InputError(f"{where} stands {count} times in a dictionary, expected once")
+                    raise InputError(
+                        f"{path}:{node.lineno}: {key!r} stands {count} times in a dictionary,"
+                        " expected once"
+                    )
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json.loads: an object's entries. Raises ValueError for a name that it has twice."""
+def unique(pairs: list[tuple[str, Value]]) -> dict[str, Value]:
+    """Returns the entries of an object, for json.loads. Raises ValueError if a name is repeated."""
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
             raise ValueError(f"{name!r} stands {count} times in an object")
     return dict(pairs)
 
 
-def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of all settings that are no group, by their dotted names."""
-    found: dict[str, Any] = {}
+def flatten(settings: "DataclassInstance", prefix: str = "") -> dict[str, Value]:
+    """Returns the values of all settings that are not groups, by their dotted names."""
+    found: dict[str, Value] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        if dataclasses.is_dataclass(value):
+        if is_group(value):
             found |= flatten(value, f"{prefix}{field.name}.")
         else:
             found[f"{prefix}{field.name}"] = value
     return found
 
 
-def booleans(given: dict, usual: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Numbers that are given as True or False, which pydantic takes for 1 and 0."""
+def booleans(
+    given: dict[str, Value], usual: "DataclassInstance", prefix: str = ""
+) -> Iterator[tuple[str, bool]]:
+    """Yields numbers that are given as True or False, which pydantic would take for 1 and 0."""
     for name, value in given.items():
         default = getattr(usual, str(name), None)
-        if isinstance(value, dict) and dataclasses.is_dataclass(default):
+        if isinstance(value, dict) and is_group(default):
             yield from booleans(value, default, f"{prefix}{name}.")
         elif isinstance(value, bool) and type(default) in (int, float):
             yield f"{prefix}{name}", value

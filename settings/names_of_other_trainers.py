@@ -1,35 +1,36 @@
-"""What the settings of other programs are called here, as the tables of two pages say."""
+"""Looks up what settings of other programs are called here, in the tables of two pages."""
 
 import difflib
 import functools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from core.errors import InputError
+from settings.merging import Value
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = ("from_nemo_rl.md", "from_trl.md")
 # --key, --key=value, and Hydra's key=value, +key=value, ++key=value and ~key.
 FLAG = re.compile(r"(?:--|(?=.*=)\+{0,2}|~)([a-z_][\w.-]*)(=.*)?", re.DOTALL)
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
-NO_SETTING = "no setting takes its place"  # of a group whose keys have lines of their own
+NO_SETTING = "no setting takes its place"  # note of a group whose keys have their own lines
 WORDS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 
 
 def key_of(flag: str) -> str:
-    """The dotted name that a word of the command line may set; "" for any other word."""
+    """Returns the dotted name that a word of the command line may set; "" for any other word."""
     found = FLAG.fullmatch(flag)
     return found[1].replace("-", "_") if found else ""
 
 
 class Name(NamedTuple):
-    """A line of a page about a key."""
+    """A line about a key, in a table of a page."""
 
     key: str
     program: str
-    setting: str  # "none" where there is none
+    setting: str  # "none" if no setting is its counterpart
     note: str
     page: str
 
@@ -40,7 +41,7 @@ class Name(NamedTuple):
 
 @functools.cache
 def listed() -> dict[str, list[Name]]:
-    """The lines of the pages, by key."""
+    """Returns the lines of the pages, by key."""
     found: dict[str, list[Name]] = {}
     for page in PAGES:
         path = DOCS / page
@@ -57,11 +58,11 @@ def listed() -> dict[str, list[Name]]:
 
 
 def meaning(key: str, ours: Collection[str]) -> str:
-    """What a key is here, by its own line or that of a parent; "" where no line helps.
+    """Returns what a key is here, by its own line or that of a parent; "" if no line helps.
 
     A key without a dot may be the last part of one: max_num_steps is grpo.max_num_steps. Below a
-    group that other programs alone have, the nearest key is named. Lines are left out that name a
-    setting which is none of `ours`, as DPO has others than GRPO.
+    group that only other programs have, the nearest key is named. Lines whose setting is not among
+    `ours` are left out, as DPO has other settings than GRPO.
     """
     known = {*ours, *(name.rpartition(".")[0] for name in ours), "none"}
     pairs = "pairs_per_step" in ours
@@ -76,19 +77,21 @@ def meaning(key: str, ours: Collection[str]) -> str:
     found = lines.get(parent, [])
     if found and (parent == key or found[0].note != NO_SETTING):
         return "; ".join(map(str, found))
-    ends = {name: of_key for name, of_key in lines.items() if name.endswith(f".{key}") and of_key}
-    if len({line.setting for of_key in ends.values() for line in of_key}) == 1:
-        name, of_key = next(iter(ends.items()))
-        return f"{name} is {of_key[0]}"
+    ends = [name for name in lines if name.endswith(f".{key}") and lines[name]]
+    settings = {line.setting for name in ends for line in lines[name]}
+    if len(settings) == 1:
+        return f"{ends[0]} is {lines[ends[0]][0]}"
     if not found:
         return ""
-    near = difflib.get_close_matches(key, [name for name, of_key in lines.items() if of_key], 1)
-    nearest = f"; the nearest is {near[0]}, {lines[near[0]][0]}" if near else ""
-    return f"docs/{found[0].page} has no line about it{nearest}"
+    near = difflib.get_close_matches(key, [name for name in lines if lines[name]], 1)
+    if not near:
+        return f"docs/{found[0].page} has no line about it"
+    nearest = lines[near[0]][0]
+    return f"docs/{found[0].page} has no line about it; the nearest is {near[0]}, {nearest}"
 
 
-def within(key: str, value: Any) -> Iterator[str]:
-    """The dotted names of what a dictionary holds at any depth, or the key of any other value."""
+def within(key: str, value: Value) -> Iterator[str]:
+    """Yields the dotted names of a dictionary's entries at any depth; for other values the key."""
     if not isinstance(value, dict) or not value:
         yield key
         return
@@ -96,41 +99,54 @@ def within(key: str, value: Any) -> Iterator[str]:
         yield from within(f"{key}.{name}", inner)
 
 
-def refuse(flags: list[str], ours: Mapping[str, Any]) -> None:
+def refuse(flags: list[str], ours: Mapping[str, Value]) -> None:
     """Raises InputError for a key of another program, naming the setting that is meant here.
 
     Also for a setting of ours in the form of another program, `steps=5` or `--wandb true`, and for
     the last part of its name, such as `--max_grad_norm`.
     """
-    groups = {name.rpartition(".")[0] for name in ours}
-    for before, flag, after in zip(["", *flags], flags, [*flags[1:], ""], strict=False):
-        if not flag.startswith("--") and takes_value(before, ours):
-            continue
+    for at, flag in enumerate(flags):
+        if at and not flag.startswith("--") and takes_value(flags[at - 1], ours):
+            continue  # a value
         key = key_of(flag)
-        value = flag.partition("=")[2] if "=" in flag else after
+        if "=" in flag:
+            value = flag.partition("=")[2]
+        else:
+            value = flags[at + 1] if at + 1 < len(flags) else ""
         refuse_spelling(flag, key, value, ours)
-        if not key or key in ours or f"command.{key}" in ours:
-            continue
-        if within_groups := [f"--{name}" for name in ours if name.endswith(f".{key}")]:
-            raise InputError(f"{flag}: expected {' or '.join(within_groups)}")
-        group, _, leaf = key.rpartition(".")
-        if here := meaning(key, ours) or (meaning(leaf, ours) if group in groups else ""):
-            raise InputError(f"{flag}: {here}")
+        if key and key not in ours and f"command.{key}" not in ours:
+            refuse_key(flag, key, ours)
 
 
-def takes_value(flag: str, ours: Mapping[str, Any]) -> bool:
-    """Whether the word behind this one is its value."""
+def refuse_key(flag: str, key: str, ours: Mapping[str, Value]) -> None:
+    """Raises InputError for a key that is not a setting of ours, if its meaning is known."""
+    full_names = [f"--{name}" for name in ours if name.endswith(f".{key}")]
+    if full_names:
+        raise InputError(f"{flag}: expected {' or '.join(full_names)}")
+    group, _, leaf = key.rpartition(".")
+    here = meaning(key, ours)
+    if not here and group in {name.rpartition(".")[0] for name in ours}:
+        here = meaning(leaf, ours)
+    if here:
+        raise InputError(f"{flag}: {here}")
+
+
+def takes_value(flag: str, ours: Mapping[str, Value]) -> bool:
+    """Returns whether the word after this one is its value."""
     key = key_of(flag)
     default = ours.get(key, ours.get(f"command.{key}"))
     return "=" not in flag and default is not None and not isinstance(default, bool)
 
 
-def refuse_spelling(flag: str, key: str, value: str, ours: Mapping[str, Any]) -> None:
-    """Raises InputError for a setting of ours that is in the form of another program."""
+def refuse_spelling(flag: str, key: str, value: str, ours: Mapping[str, Value]) -> None:
+    """Raises InputError for a setting of ours that is written as in another program."""
     default = ours.get(key, ours.get(f"command.{key}"))
     if isinstance(default, bool) and value.lower() in WORDS:
         group, dot, leaf = key.rpartition(".")
-        expected = f"--{key}" if WORDS[value.lower()] else f"--{group}{dot}no-{leaf}"
+        if WORDS[value.lower()]:
+            expected = f"--{key}"
+        else:
+            expected = f"--{group}{dot}no-{leaf}"
         raise InputError(f"{key} = {value}: expected {expected}, without a value")
     if default is not None and not flag.startswith("--"):
         raise InputError(f"{flag}: expected --{key} {value or 'VALUE'}")

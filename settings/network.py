@@ -1,4 +1,4 @@
-"""The settings of the network, its optimizer and its layout over ranks."""
+"""Declares the settings of the network, its optimizer and its layout over ranks."""
 
 import dataclasses
 from typing import Annotated, Any, Literal
@@ -17,11 +17,11 @@ class MegatronSettings:
     """Megatron-Core's own arguments by name, merged last into those of the run."""
 
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of TransformerConfig: {"moe_permute_fusion": True}."""
+    """Arguments of TransformerConfig: {"moe_permute_fusion": True}."""
     ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of DistributedDataParallelConfig: {"grad_reduce_in_fp32": False}."""
+    """Arguments of DistributedDataParallelConfig: {"grad_reduce_in_fp32": False}."""
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of OptimizerConfig: {"use_precision_aware_optimizer": True}."""
+    """Arguments of OptimizerConfig: {"use_precision_aware_optimizer": True}."""
 
     def __post_init__(self) -> None:
         """Refuses arguments that the run itself sets. Raises ValueError."""
@@ -43,31 +43,31 @@ class PolicySettings:
     warmup_steps: NonNegativeInt = 10
     """Updates of linear warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """The learning rate after the warm-up; wsd: constant, then linear in its wsd_decay_steps."""
+    """Learning rate after the warm-up; wsd: constant, then linear over wsd_decay_steps."""
     lr_decay_steps: NonNegativeInt = 0
-    """Update, counted with the warm-up, from which it is min_lr; for all but constant."""
+    """Update, counted with the warm-up, from which the rate is min_lr; for all but constant."""
     wsd_decay_steps: NonNegativeInt = 0
-    """The last of lr_decay_steps, in which a wsd schedule falls."""
+    """Updates at the end of lr_decay_steps over which a wsd schedule falls."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the schedule."""
     betas: tuple[Rate, Rate] = (0.9, 0.999)
     """AdamW's decay rates of the gradient's mean and square."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW decoupled weight decay, of all but norms and biases."""
+    """AdamW's decoupled weight decay of all weights but norms and biases."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     row_tokens: PositiveInt = 65536
     """Capacity of a packed row. A longer sample gets a row of its own; a longer pair is refused."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute activations in backward; auto: where memory is short, under Megatron always."""
+    """Recompute activations in backward; auto: if memory is short, under Megatron always."""
     attention: str = "auto"
     """attn_implementation of transformers, for fsdp; auto: torch's varlen on a GPU, else sdpa."""
     lora_rank: NonNegativeInt = 0
     """Train adapters of this rank, for fsdp; 0: train the whole model."""
     lora_alpha: PositiveFloat = 32.0
-    """Their output is scaled by lora_alpha / lora_rank."""
+    """The output of an adapter is scaled by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ()
-    """Linear layers that get one, such as q_proj; empty: all but the head."""
+    """Linear layers that get an adapter, such as q_proj; empty: all but the head."""
     tp: PositiveInt = 1
     """Trainer ranks that share every matrix, and the sequence between them; Megatron only."""
     pp: PositiveInt = 1
@@ -79,20 +79,20 @@ class PolicySettings:
     replay_routing: bool = False
     """Train with the experts that the engine chose for each token (R3); Megatron only."""
     megatron: MegatronSettings = dataclasses.field(default_factory=MegatronSettings)
-    """What else Megatron-Core can be told."""
+    """Further arguments of Megatron-Core."""
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are recomputed: also "auto", until policy/gpu_memory.py decides."""
+        """True if activations are recomputed, and for "auto" until policy/gpu_memory.py decides."""
         return self.activation_checkpointing is not False
 
     @property
     def replicas(self) -> int:
-        """Groups of trainer ranks that hold one copy of the policy. Each has rows of its own."""
+        """Number of copies of the policy; the ranks of each copy train rows of their own."""
         return self.ranks // (self.tp * self.pp * self.cp)
 
     def replica_of(self, rank: int) -> int:
-        """The replica that a trainer rank belongs to: tp varies fastest, then cp, replicas, pp."""
+        """Returns the replica of a trainer rank: tp varies fastest, then cp, replicas, pp."""
         return rank // (self.tp * self.cp) % self.replicas
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How a configuration is read: a file of assignments, then command-line flags over it."""
+"""Reads a configuration: a file of assignments, then command-line flags over it."""
 
 import contextlib
 import dataclasses
@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 import pydantic
@@ -20,7 +21,7 @@ from core.errors import InputError
 from settings import names_of_other_trainers
 from settings.error_messages import explain, refuse
 from settings.hub import fetched
-from settings.merging import assigned, booleans, flatten, merge, unique
+from settings.merging import Value, assigned, booleans, flatten, is_group, merge, unique
 
 if TYPE_CHECKING:
     from settings.config import TrainingSettings
@@ -35,8 +36,10 @@ REGISTRY = tyro.constructors.ConstructorRegistry()
 
 
 @REGISTRY.primitive_rule
-def dictionaries(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-    """On the command line a dictionary is JSON: --engine.args '{"max_num_seqs": 512}'."""
+def dictionaries(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[dict[str, Value]] | None:
+    """Reads a dictionary as JSON from the command line: --engine.args '{"max_num_seqs": 512}'."""
     if get_origin(info.type) is not dict:
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
@@ -49,11 +52,11 @@ def dictionaries(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
 
 
 def load(Config: type[C], argv: list[str], default: str) -> C:
-    """The `Config` that `[--config FILE] [--field value ...]` asks for; FILE defaults to `default`.
+    """Returns the `Config` of `[--config FILE] [--field value ...]`; FILE defaults to `default`.
 
     A config file is plain Python assignments to field names; it may `import *` from another one.
     Raises InputError for an unknown or malformed field; tyro exits with a message for bad flags.
-    Whether a run could start with it is checked by runtime/startup/preflight.py.
+    runtime/startup/preflight.py checks whether a run could start with it.
     """
     sys.excepthook = end_in_one_line
     path = ROOT / default
@@ -81,8 +84,10 @@ def check_names(Config: type[C], flags: list[str]) -> None:
         names_of_other_trainers.refuse(flags, leaves(Config))
 
 
-def end_in_one_line(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """For sys.excepthook: Ctrl-C is no error of the program, so it ends without a traceback."""
+def end_in_one_line(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Prints an error as sys.excepthook does, but Ctrl-C, no error of the program, as one line."""
     if issubclass(kind, KeyboardInterrupt):
         print("stopped by Ctrl-C", file=sys.stderr)
     else:
@@ -90,40 +95,48 @@ def end_in_one_line(kind: type[BaseException], error: BaseException, trace: Any)
 
 
 def overridden(base: C, flags: list[str]) -> C:
-    """`base` with what the flags of the command line say. Raises InputError for a wrong value.
+    """Returns `base` with the flags of the command line. Raises InputError for a wrong value.
 
     tyro exits with a message of its own for --help and for flags that it does not know.
     """
     Config = type(base)
     source = base.command.config
     about = f"{(Config.__doc__ or '').strip()}\n\nThe defaults below are those of {source}."
-    texts: dict[str, Any] = {"prog": Path(sys.argv[0]).name, "description": about}
-    told = io.StringIO()
+    program = Path(sys.argv[0]).name
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told):
-            return tyro.cli(Config, default=base, args=flags, registry=REGISTRY, **texts)
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(
+                Config,
+                prog=program,
+                description=about,
+                args=flags,
+                default=base,
+                registry=REGISTRY,
+            )
     except SystemExit as stop:
         cause = stop.__context__
         while cause and not isinstance(cause, pydantic.ValidationError):
             cause = cause.__context__
         if isinstance(cause, pydantic.ValidationError):
             raise InputError(explain(Config, cause)) from None
-        sys.stderr.write(told.getvalue())
+        sys.stderr.write(printed.getvalue())
         raise
 
 
 def with_command(cfg: C, **changes: Any) -> C:
-    """`cfg` with other values in its command."""
+    """Returns `cfg` with other values in its command."""
     replacement: dict[str, Any] = {"command": dataclasses.replace(cfg.command, **changes)}
     return dataclasses.replace(cfg, **replacement)
 
 
 def with_entries(base: C, cfg: C) -> C:
-    """`cfg`, whose dictionaries keep the entries of those of `base` that they do not override."""
+    """Returns `cfg`, whose dictionaries keep the entries of `base` that they do not override."""
     changes = {}
     for field in dataclasses.fields(cfg):
-        old, new = (getattr(settings, field.name) for settings in (base, cfg))
-        if dataclasses.is_dataclass(new):
+        old = getattr(base, field.name)
+        new = getattr(cfg, field.name)
+        if is_group(new):
             changes[field.name] = with_entries(old, new)
         elif isinstance(new, dict):
             changes[field.name] = merge(old, new)
@@ -131,35 +144,38 @@ def with_entries(base: C, cfg: C) -> C:
 
 
 def with_paths(cfg: C) -> C:
-    """The same with absolute paths, because actors have working directories of their own.
+    """Returns `cfg` with absolute paths, because actors have working directories of their own.
 
-    A model of the Hugging Face hub is fetched. Raises InputError where it cannot be had, and for
-    text that no path can hold.
+    A model of the Hugging Face hub is fetched. Raises InputError if it cannot be had, and for text
+    that no path can hold.
     """
     for name, value in flatten(cfg).items():
         if isinstance(value, str):
             check_text(name, value)
     run_dir = cfg.run_dir.replace("{time}", time.strftime("%Y%m%d-%H%M%S"))
     run_dir = run_dir.replace("{seed}", str(cfg.seed))
-    if left := re.search(r"\{\w*\}", run_dir):
+    left = re.search(r"\{\w*\}", run_dir)
+    if left:
         raise InputError(f"run_dir = {cfg.run_dir!r}: {left[0]}: expected {{time}} or {{seed}}")
     command = cfg.command
-    folders: dict[str, Any] = {}
+    folders = {}
     if command.resume not in ("", "auto"):
         folders["resume"] = str(Path(command.resume).resolve())
     if command.replayed:
         folders["replay"] = str(Path(command.replayed).resolve())
     located: dict[str, Any] = {}
-    if services := getattr(cfg, "services", None):  # a run without rollouts has none
+    weights = not command.dry_run
+    services = getattr(cfg, "services", None)
+    if services:  # of a run with rollouts
         located["services"] = services.located()
-    if teachers := getattr(cfg, "teachers", None):
-        weights = not command.dry_run
+    teachers = getattr(cfg, "teachers", None)
+    if teachers:
         located["teachers"] = {name: folder_of(path, weights) for name, path in teachers.items()}
     cfg = dataclasses.replace(
         cfg,
         **located,
         run_dir=str(Path(run_dir).resolve()),
-        model=folder_of(cfg.model, weights=not command.dry_run),
+        model=folder_of(cfg.model, weights),
     )
     return with_command(cfg, **folders)
 
@@ -175,27 +191,27 @@ def check_text(name: str, value: str) -> None:
 
 
 def folder_of(model: str, weights: bool) -> str:
-    """The absolute path of a model's folder, which may come from the hub. Raises InputError."""
+    """Returns the absolute path of a model's folder; the hub may provide it. Raises InputError."""
     if os.path.exists(model):
         return str(Path(model).resolve())
     return fetched(model, weights)
 
 
 def split_config(flag: str) -> list[str]:
-    """`--config=FILE` as the two words that it stands for; any other flag as it is."""
+    """Splits `--config=FILE` into the two words that it stands for; no other flag is changed."""
     return flag.split("=", 1) if flag.startswith("--config=") else [flag]
 
 
 def read(Config: type[C], path: Path) -> C:
     """Runs a config file and checks its names and types. Raises InputError naming file and line."""
     if not path.is_file():
-        there = sorted(ROOT.glob("configs/**/[!_]*.py"))
-        found = ", ".join(str(p.relative_to(ROOT)) for p in there)
-        raise InputError(f"{path.resolve()}: no such config file; there are: {found} in {ROOT}")
+        files = sorted(ROOT.glob("configs/**/[!_]*.py"))
+        names = ", ".join(str(file.relative_to(ROOT)) for file in files)
+        raise InputError(f"{path.resolve()}: no such config file; there are: {names} in {ROOT}")
     if path.suffix in (".yaml", ".yml"):
-        expected = 'a YAML file, expected Python assignments, as policy = {"lr": 1e-6}, or JSON'
         raise InputError(
-            f"{path}: {expected}: docs/from_nemo_rl.md and docs/from_trl.md have names"
+            f'{path}: a YAML file, expected Python assignments, as policy = {{"lr": 1e-6}}, or'
+            " JSON: docs/from_nemo_rl.md and docs/from_trl.md have names"
         )
     chosen = of_json(path) if path.suffix == ".json" else assigned(path)
     fields = {field.name for field in dataclasses.fields(Config)} - {"command"}
@@ -206,8 +222,8 @@ def read(Config: type[C], path: Path) -> C:
     raise refuse(Config, path, chosen)
 
 
-def of_json(path: Path) -> dict[str, Any]:
-    """What a configuration in JSON assigns. Raises InputError naming file and line."""
+def of_json(path: Path) -> dict[str, Value]:
+    """Returns what a configuration in JSON assigns. Raises InputError naming file and line."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except ValueError as error:
@@ -217,6 +233,6 @@ def of_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def leaves(Config: type) -> dict[str, Any]:
-    """Every setting that is no group, by its dotted name, with its default."""
+def leaves(Config: type) -> dict[str, Value]:
+    """Returns the default of every setting that is not a group, by its dotted name."""
     return flatten(Config())

@@ -26,7 +26,7 @@ class Scores:
         model = lineage.identity(Path(cfg.model))["digest"]
         content = zlib.crc32(rows.checksums.tobytes())
         self.rows = rows
-        self.key = f"{model} {content:08x} {cfg.template_variables[1]}"
+        self.key = f"{model} {content:08x} {cfg.template_variables.values}"
         self.path = Path(cfg.run_dir) / FILE
         self.values: dict[int, list[float]] = {}
         for line in jsonl.read(self.path, LINE):

@@ -158,7 +158,7 @@ def check_arguments(cfg: "TrainingSettings") -> None:
     values = flatten(cfg)
     for field, declared in DECLARED.items():
         given = values.get(field)
-        if not given:  # a run without engines lacks their settings
+        if not isinstance(given, dict) or not given:  # a run without engines lacks their settings
             continue
         known = arguments(field)
         unknown = sorted(given.keys() - known.keys())
