@@ -4,11 +4,11 @@
     loss =  sum_pairs ( - w_p  log sigmoid(beta (r(chosen) - r(rejected)))
                         - w_s  mean_t log pi(chosen_t) )   /   (pairs of the whole batch)
 
-Rafailov et al. 2023 (arXiv:2305.18290), with a supervised loss on what was chosen. The report of
-Nemotron 3 Nano tries that against hallucinated tool calls; the defaults are its values.
+Rafailov et al. 2023 (arXiv:2305.18290), with a supervised loss on the chosen answers. The report of
+Nemotron 3 Nano tries it against hallucinated tool calls; the defaults are its values.
 
 The reference pi_ref is the policy before its first step. Trainers score every pair with it once,
-before they train, so no second model is held; what they found stays in the run's folder:
+before they train, so no second model is held; the scores stay in the run folder:
 
     pairs (JSONL, file order) ---> driver: token ids, rows ---> Trainer(s)   FSDP2 or Megatron
                                             ^                       |
@@ -29,11 +29,10 @@ Axes, as suffixes:  T tokens of a packed row    N pairs in that row
 import asyncio
 import dataclasses
 import importlib
-import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,14 +65,14 @@ if TYPE_CHECKING:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Loss:
-    """What is learnt of a pair."""
+    """The two losses of a pair, and their weights."""
 
     beta: PositiveFloat = 0.05
     """Strength of the pull to the reference: the weight of the KL that DPO stands for."""
     preference_weight: NonNegativeFloat = 1.0
-    """Weight of telling the two answers apart."""
+    """Weight of the preference loss, which tells the two answers apart."""
     sft_weight: NonNegativeFloat = 0.2
-    """Weight of the chosen answer's negative log-likelihood, its mean over tokens."""
+    """Weight of the chosen answer's negative log-likelihood, a mean over tokens."""
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
@@ -95,11 +94,11 @@ class Config(PairSettings):
 # === Data =========================================================================================
 
 
-NOT_SCORED = (math.nan, math.nan)  # a loss of such a pair is not finite, and ends the run
+NOT_SCORED = (math.nan, math.nan)  # the loss of such a pair is not finite, which ends the run
 
 
 class Scored(NamedTuple):
-    """A pair, its place in the file, and what the reference says of its answers."""
+    """A pair, its place in the file, and the reference's logprobs of its answers."""
 
     place: int
     pair: Pair
@@ -111,7 +110,7 @@ class Batch:
     """A packed row of N pairs; `planned_pairs` counts the whole update, over all ranks."""
 
     tokens_T: Tensor  # int64
-    positions_T: Tensor  # int64, from 0 in each sequence: what keeps them apart in attention
+    positions_T: Tensor  # int64, from 0 in each sequence, which keeps them apart in attention
     seq_T: Tensor  # int64, which sequence of the row: even ones were chosen, odd ones rejected
     mask_T: Tensor  # bool, the answers' tokens; never the first of a sequence
     ref_logp_S: Tensor  # float64
@@ -123,28 +122,28 @@ class Batch:
 
 
 def sequence_sums(x_T: Tensor, batch: Batch) -> Tensor:
-    """The sum over each answer's tokens [S], in float64: thousands of nats minus thousands."""
+    """Returns sums [S] over the answers' tokens, in float64: thousands of nats minus thousands."""
     at_T = batch.mask_T.nonzero().squeeze(1)
     sums_S = batch.ref_logp_S.new_zeros(len(batch.ref_logp_S))
     return sums_S.index_add(0, batch.seq_T[at_T], x_T[at_T].double())
 
 
 def preference_losses(gap_N: Tensor, rule: Loss) -> Tensor:
-    """The loss [N] of pairs whose chosen answer has a reward higher by `gap_N` [N]."""
+    """Returns the loss [N] of pairs whose chosen answer has a reward higher by `gap_N` [N]."""
     return -logsigmoid(rule.beta * gap_N)
 
 
 class RowLoss(NamedTuple):
-    """The loss of a packed row, with gradient, and the sums that its metrics are made of."""
+    """The loss of a packed row, with gradient, and the sums from which its metrics are made."""
 
     loss: Tensor
     stats: dict[str, Tensor]
 
 
 def dpo_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
-    """The loss of one packed row, given the policy's logprobs `logp_T` [T], with gradient.
+    """Returns the loss of one packed row, given the policy's logprobs `logp_T` [T], with gradient.
 
-    A sum over pairs, divided by the update's planned count, so packing and ranks change nothing.
+    It is a sum over pairs, divided by the update's count, so packing and ranks change nothing.
     Rewards are log-ratios, not multiplied by beta, as in NeMo-RL algorithms/loss_functions.py.
     """
     rule = cfg.loss
@@ -167,47 +166,52 @@ def dpo_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     }
     stats = {name: x_N.detach().sum() for name, x_N in measured.items()}
     stats |= {"train_tokens": batch.mask_T.any() * len(batch.mask_T)}
-    stats |= {"train_keys": batch.positions_T.sum()}  # that a token attends to, beside itself
+    stats |= {"train_keys": batch.positions_T.sum()}  # that tokens attend to, besides themselves
     return RowLoss(loss_N.sum() / batch.planned_pairs, stats)
 
 
 def mean_metrics(total: dict[str, float]) -> dict[str, float]:
-    """NeMo-RL's training metrics, means over pairs except counts, from sums over rows and ranks."""
+    """Returns NeMo-RL's training metrics, from sums over all rows: counts, and means over pairs."""
+    means = {name: x / total["num_valid_samples"] for name, x in total.items()}
     counts = {name: total[name] for name in ("num_valid_samples", "train_tokens", "train_keys")}
-    return {name: x / total["num_valid_samples"] for name, x in total.items()} | counts
+    return means | counts
 
 
 # === Packing ======================================================================================
 
 
 def plan_pairs(pairs: Sequence[Pair], cfg: Config) -> list[list[list[int]]]:
-    """For each replica, a whole copy of the policy, its rows: places in the batch of whole pairs.
+    """Plans the rows of each replica, a whole copy of the policy: places of pairs in the batch.
 
-    All have equally many rows, of which some may be empty.
+    Every replica gets the same number of rows, some of which may be empty.
     """
     from policy.model_shape import even_length  # and transformers, which takes seconds
 
-    # Half as many keys are met by a pair as by one sequence as long as both.
+    # A pair attends to half as many keys as one sequence as long as both of its sequences.
     even = 2 * even_length(cfg.model, bool(cfg.policy.lora_rank))
     lengths = [pair.tokens for pair in pairs]
     return plan_rows(lengths, cfg.policy.row_tokens, cfg.policy.replicas, even)
 
 
 def pack(scored: Sequence[Scored], planned_pairs: int) -> Batch:
-    """One row of several pairs; an empty row is a single token that trains nothing."""
-    sequences = list(itertools.chain(*(one.pair for one in scored)))
-    lengths = [len(sequence.ids_T) for sequence in sequences] or [1]
-
-    def join(pieces: Iterable[np.ndarray], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(pieces))).to(dtype)
-
-    ids = [sequence.ids_T for sequence in sequences] or [np.zeros(1)]
-    masks = [np.arange(len(s.ids_T)) >= s.start for s in sequences] or [np.zeros(1, bool)]
+    """Packs pairs into one row; an empty row is a single token that trains nothing."""
+    sequences = [sequence for one in scored for sequence in one.pair]
+    ids = [sequence.ids_T for sequence in sequences]
+    masks = [np.arange(len(sequence.ids_T)) >= sequence.start for sequence in sequences]
+    if not sequences:
+        ids = [np.zeros(1)]
+        masks = [np.zeros(1, bool)]
+    positions = [np.arange(len(ids_T)) for ids_T in ids]
+    numbers = [np.full(len(ids_T), i) for i, ids_T in enumerate(ids)]
     ref_logps = [logp for one in scored for logp in one.ref_logps or NOT_SCORED]
+
+    def join(pieces: list[np.ndarray], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.concatenate(pieces)).to(dtype)
+
     return Batch(
         tokens_T=join(ids, torch.int64),
-        positions_T=join((np.arange(n) for n in lengths), torch.int64),
-        seq_T=join((np.full(n, i) for i, n in enumerate(lengths)), torch.int64),
+        positions_T=join(positions, torch.int64),
+        seq_T=join(numbers, torch.int64),
         mask_T=join(masks, torch.bool),
         ref_logp_S=torch.tensor(ref_logps, dtype=torch.float64),
         planned_pairs=planned_pairs,
@@ -221,7 +225,7 @@ class Trainer(Rank[Config]):
     """One rank of the policy being trained. A plain class; an actor where it is used."""
 
     def start(self, rank: int, address: tuple[str, int]) -> list:
-        """Joins the other ranks and loads the policy; returns what its weights look like."""
+        """Joins the other ranks and loads the policy; returns names and shapes of its weights."""
         cfg = self.cfg
         torch.manual_seed(cfg.seed)
         self.join_ranks(rank, address)
@@ -229,20 +233,23 @@ class Trainer(Rank[Config]):
         return self.policy.weight_metas()
 
     def score(self, rows: list[list[Scored]], planned_pairs: int) -> dict[int, list[float]]:
-        """Summed logprobs [chosen, rejected] of each pair, by its place, from ranks that report."""
+        """Returns the summed logprobs [chosen, rejected] of each pair by its place.
+
+        Ranks whose policy does not report return {}.
+        """
         batches = [pack(row, planned_pairs) for row in rows]
         logps = self.policy.logprobs(batches)
         found: dict[int, list[float]] = {}
         for row, logp_T, batch in zip(rows, logps, batches, strict=True):
             sums_S = sequence_sums(logp_T, on(logp_T.device, batch))
-            places = (one.place for one in row)
-            found |= zip(places, sums_S.view(-1, 2).tolist(), strict=True)
+            for one, sums in zip(row, sums_S.view(-1, 2).tolist(), strict=True):
+                found[one.place] = sums
         return found if self.policy.reports else {}
 
     def train_step(self, rows: list[list[Scored]], planned_pairs: int) -> dict[str, float]:
         """Gradients over this rank's packed rows, then one optimizer step.
 
-        Raises FloatingPointError on every rank where a loss is not finite; no weight has changed.
+        Raises FloatingPointError on every rank if a loss is not finite; no weight changes then.
         """
         began = time.perf_counter()
         batches = [pack(row, planned_pairs) for row in rows]
@@ -254,11 +261,12 @@ class Trainer(Rank[Config]):
         return measured | {"train_seconds": time.perf_counter() - began}
 
     def evaluate(self, rows: list[list[Scored]], planned_pairs: int) -> dict[str, float]:
-        """Sums over all ranks' pairs of what is measured of them; nothing is trained."""
+        """Returns the metrics of pairs as sums over all ranks; trains nothing."""
         batches = [pack(row, planned_pairs) for row in rows]
         logps = self.policy.logprobs(batches)
-        pairs = zip(logps, batches, strict=True)
-        stats = [dpo_loss(logp_T, on(logp_T.device, of), self.cfg).stats for logp_T, of in pairs]
+        stats = []
+        for logp_T, batch in zip(logps, batches, strict=True):
+            stats.append(dpo_loss(logp_T, on(logp_T.device, batch), self.cfg).stats)
         return self.reduced(stats)
 
 
@@ -282,7 +290,7 @@ class Run:
         self.scores = {of.path: Scores(cfg, of) for of in (rows, val_rows) if of}
         self.version = 0  # steps trained so far
         self.evaluated = -1  # last policy version that was evaluated
-        self.leaving = ""  # why, once the run is asked to save and leave
+        self.leaving = ""  # the reason, once the run is asked to save and exit
 
     async def start(self) -> None:
         """Starts the trainers; scores the pairs while the policy is still the reference."""
@@ -311,15 +319,15 @@ class Run:
         self.log.close()
 
     def leave(self, reason: str) -> None:
-        """Saves and ends the run as soon as the step that is being trained is done."""
+        """Makes the run save and end as soon as the step that is being trained is done."""
         self.leaving = reason
 
     async def score(self, rows: Rows | None, most: int = sys.maxsize) -> None:
-        """The reference's logprobs of the first rows, but of those that are known already."""
+        """Scores the first rows with the reference, except rows that have scores already."""
         if rows is None:
             return
+        scores = self.scores[rows.path]
         for places in self.parts(rows, most):
-            scores = self.scores[rows.path]
             if self.leaving or not scores.lacks(places):
                 continue
             phase(f"scoring pairs {places.start:,} to {places.stop:,} of {rows.path}")
@@ -329,13 +337,13 @@ class Run:
             scores.add(places.start, [found[place] for place in places])
 
     def parts(self, rows: Rows, most: int = sys.maxsize) -> Iterator[range]:
-        """The places of the first rows, as many at once as a batch has."""
+        """Yields the places of the first rows, as many at once as a batch has."""
         count = min(most, len(rows))
         for first in range(0, count, self.cfg.pairs_per_step):
             yield range(first, min(first + self.cfg.pairs_per_step, count))
 
     async def on_trainers(self, method: Callable, rows: Rows, places: Sequence[int]) -> list:
-        """What all ranks return of a method of theirs, each called with its part of these pairs."""
+        """Calls a method of all ranks, each with its part of these pairs; returns their results."""
         pairs = await asyncio.to_thread(render_all, rows, places, self.cfg)
         values = self.scores[rows.path].values
         scored = [Scored(i, pair, values.get(i)) for i, pair in zip(places, pairs, strict=True)]
@@ -378,11 +386,11 @@ class Run:
             self.log.note(f"left at step {self.version} ({self.leaving}); --resume auto goes on")
 
     def is_due(self, period: int) -> bool:
-        """Whether something is to be done at this version: every `period`, and at the end."""
+        """Returns whether something is due at this version: every `period`, and at the end."""
         return self.version == self.cfg.steps or bool(period and self.version % period == 0)
 
     async def evaluate(self) -> None:
-        """Losses and accuracy on the validation pairs, once a version."""
+        """Measures losses and accuracy on the validation pairs, once a version."""
         if self.leaving or not self.val_rows or self.evaluated == self.version:
             return
         total: dict[str, float] = {}
@@ -392,16 +400,18 @@ class Run:
         means = mean_metrics(total)
         del means["train_tokens"], means["train_keys"]  # nothing was trained
         self.log.write(self.version, {f"validation_{name}": x for name, x in means.items()})
-        told = f"accuracy {means['accuracy']:.3f}, preference loss {means['preference_loss']:.4f}"
-        self.log.note(f"version {self.version}: validation {told}")
+        self.log.note(
+            f"version {self.version}: validation accuracy {means['accuracy']:.3f},"
+            f" preference loss {means['preference_loss']:.4f}"
+        )
         self.evaluated = self.version
 
     async def save(self) -> None:
-        """Copies this moment, while the run waits, and writes it while the run goes on."""
+        """Copies the state while the run waits, and writes it while the run continues."""
         await self.checkpoints.save(self.state(), None, self.tasks)
 
     def state(self) -> dict:
-        """What a checkpoint holds beside the policy, as JSON values."""
+        """Returns what a checkpoint holds in addition to the policy, as JSON values."""
         progress = {"next_prompt": self.version * self.cfg.pairs_per_step}
         return {"version": self.version, "progress": progress}
 

@@ -104,11 +104,11 @@ class Config(TeacherSettings, GroupSettings):
     correction: Correction = dataclasses.field(default_factory=lambda: Correction(low=0.2))
     """Importance weights of the tokens, pi_train / pi_engine, and the sequence-error filter."""
     loss: Loss = dataclasses.field(default_factory=Loss)
-    """Weights of what teachers and rewards say."""
+    """Weights of the advantages of teacher and reward."""
 
     @property
     def demand(self) -> Demand:
-        """What the run takes of a cluster beside its trainer ranks."""
+        """The resources that the run takes in addition to its trainer ranks."""
         return super().demand._replace(beside=self.teacher_ranks)
 
     def __post_init__(self) -> None:
