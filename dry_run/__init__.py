@@ -377,7 +377,7 @@ def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
         by = "engines read the model below the adapters from memory"
     rows = [row("weight update", f"{seconds:,.2f}", f"{least}; {by}")]
     if messages:
-        what = f"GB that rank 0 gets from others in {messages:,} messages; not in the step"
+        what = f"GB that rank 0 gets in {messages:,} messages; not in the step"
         rows.append(row("gathered for it", f"{gathered / 1e9:,.1f}", what))
     return rows
 

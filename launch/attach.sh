@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A shell, or a command, on the first node of a job that runs, where `ray status` finds its cluster.
+# Opens a shell, or runs a command, on the first node of a running job; `ray status` works there.
 #   bash launch/attach.sh JOB [COMMAND ...]
-# It is a step of the job beside the others, in the job's image where there is one. The token of the
-# cluster is in logs/NAME/JOB/attach, which only the owner of the job can read.
+# It is another step of the job, in the job's image if it has one. The token of the cluster is in
+# logs/NAME/JOB/attach, which only the owner of the job can read.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
@@ -14,7 +14,7 @@ state=$(squeue --noheader --jobs "$job" --format %T 2>/dev/null) || true
 folders=(logs/*/"$job")
 folder=$PWD/${folders[0]}
 [ -r "$folder/attach" ] || fail "no logs/*/$job/attach: expected a job that was submitted from $PWD"
-[ -s "$folder/head" ] || fail "job $job has no Ray cluster at the moment: its log tells why"
+[ -s "$folder/head" ] || fail "job $job has no Ray cluster at the moment: its log shows why"
 inside=() terminal=()
 # shellcheck source=/dev/null
 . "$folder/attach"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Serves environments of NeMo-Gym to runs, and the policies of those runs to them.
+# Serves environments of NeMo-Gym to runs, and the runs' policies to the environments.
 #   GYM=VENV bash launch/gym.sh CONFIG[,CONFIG...] [more words for ng_run]
-# VENV is a virtual environment with nemo-gym, which needs Python 3.12. A CONFIG is a YAML file of
-# Gym's, such as resources_servers/mcqa/configs/mcqa.yaml. It prints the setting that a run
-# needs: services.nemo_gym. Runs may come and go; without GYM_HOST they have to be on this node.
+# VENV is a virtual environment with nemo-gym, which needs Python 3.12. A CONFIG is one of Gym's
+# YAML files, such as resources_servers/mcqa/configs/mcqa.yaml. It prints the setting that a run
+# needs: services.nemo_gym. Runs may come and go; without GYM_HOST they must be on this node.
 set -euo pipefail
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
 [ $# -gt 0 ] || fail "expected the configurations of NeMo-Gym's servers, with commas between them"
@@ -18,8 +18,8 @@ trap 'kill "$routing" 2>/dev/null' EXIT
 read -r told <&3 || fail "no router at $host:$router: is ROUTER_PORT = $router taken?"
 echo "$told"
 echo "services.nemo_gym = (\"http://$host:$head\",)"
-# Gym makes an environment for each server with uv, of which there is one beside our Python. The ids
-# that are trained on do not take the way through Gym.
+# Gym makes an environment for each server with uv, which is installed next to our Python. The ids
+# that are trained on do not pass through Gym.
 PATH="$GYM/bin:$PATH:$(dirname "$python")" VIRTUAL_ENV=$GYM "$GYM/bin/ng_run" \
     "+config_paths=[$configs,responses_api_models/vllm_model/configs/vllm_model.yaml]" \
     "+policy_base_url=http://$host:$router/v1" +policy_api_key=none +policy_model_name=policy \

@@ -1,12 +1,12 @@
-"""Looks at a run before it is submitted, on a machine that has nothing but Python 3.11.
+"""Checks a run before it is submitted, on a machine that has nothing but Python 3.11.
 
     python3 launch/host.py --config configs/rlvr1.py --model models/super_sft --data.train ...
 
 Takes the arguments of grpo_async.py, or of the program that GRPO_PROGRAM names. launch/submit.sh
-calls it where CONTAINER names an image and there is no .venv: launch/submit_check.py, which needs
-the project's libraries, then runs in the job alone. Of the configuration and its flags those
-settings are read here that say how many nodes the job has and when Slurm warns it. Rows must be
-JSON objects, the model a folder with config.json, and the disk must have room.
+calls it if CONTAINER names an image and the machine has no .venv: launch/submit_check.py, which
+needs the project's libraries, then runs only in the job. Of the configuration and its flags, this
+reads the settings that decide how many nodes the job has and when Slurm warns it. Rows must be JSON
+objects, the model a folder with config.json, and the disk must have room.
 """
 
 import json
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, TypedDict, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from core.errors import InputError
@@ -26,9 +26,9 @@ from runtime.processes.placement import shares
 from settings.merging import assigned
 
 ROOT = Path(__file__).parent.parent
-FREE = 5.0  # times a checkpoint of the policy that the run folder should have room for
+FREE = 5.0  # bytes of a checkpoint, over the bytes of the model's files
 NODE_GPUS = 8
-USED = {  # settings that count here, and their defaults
+USED: dict[str, int | float | str] = {  # settings that count here, and their defaults
     "run_dir": "runs/{time}",
     "model": "models/tiny",
     "data.train": "data/tiny/train.jsonl",
@@ -42,10 +42,39 @@ USED = {  # settings that count here, and their defaults
     "save_period": 100,
     "save_before": 0,
 }
+Settings = TypedDict(
+    "Settings",
+    {
+        "run_dir": str,
+        "model": str,
+        "data.train": str,
+        "data.val": str,
+        "policy.ranks": int,
+        "engine.count": int,
+        "engine.tensor_parallel": int,
+        "gpu_share": float,
+        "keep_last": int,
+        "steps": int,
+        "save_period": int,
+        "save_before": int,
+        "teacher_ranks": int,  # of all teachers
+    },
+)
+Value = TypeVar("Value", bound=int | float | str)
 
 
-def settings(argv: list[str]) -> dict[str, Any]:
-    """What the configuration and the flags over it make of the settings that count.
+class Saving(Protocol):
+    """The settings that decide how much disk a run takes."""
+
+    run_dir: str
+    model: str
+    keep_last: int
+    steps: int
+    save_period: int
+
+
+def settings(argv: list[str]) -> Settings:
+    """Reads the settings that count from the configuration and the flags over it.
 
     Raises InputError for a value of another type. Other settings are read in the job.
     """
@@ -61,23 +90,25 @@ def settings(argv: list[str]) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise InputError(f"{path}: {group} = {values!r}: expected a dictionary")
         value = flags.get(name, values.get(field, default))
-        least = name not in ("save_before", "save_period")
-        if (taken := read(value, default, least)) is None:
+        least = 0 if name in ("save_before", "save_period") else 1
+        taken = read(value, default, least)
+        if taken is None:
             where = "the command line" if name in flags else path
             kinds = {
-                int: f"a whole number, {least:d} or more",
+                int: f"a whole number, {least} or more",
                 float: "a number above 0, 1 at most",
+                str: "a text",
             }
-            expected = kinds.get(type(default), "a text")
-            raise InputError(f"{where}: {name} = {value!r}: expected {expected}")
+            raise InputError(f"{where}: {name} = {value!r}: expected {kinds[type(default)]}")
         found[name] = taken
-    return found | {"teacher_ranks": teacher_ranks(written, flags)}
+    return Settings(**found, teacher_ranks=teacher_ranks(written, flags))
 
 
 def teacher_ranks(written: dict[str, Any], flags: dict[str, str]) -> int:
-    """The ranks of all teachers: those of one checkpoint share theirs, as do those beside another.
+    """Counts the ranks of all teachers.
 
-    Raises InputError for a flag that is no JSON, or a value that is no dictionary.
+    Teachers with the same checkpoint share ranks, as does a teacher that is placed beside another.
+    Raises InputError if a flag is not JSON, or a value is not a dictionary.
     """
     names = ("teachers", "teacher_layouts", "teacher_beside", "teacher_policy")
     values = []
@@ -93,15 +124,16 @@ def teacher_ranks(written: dict[str, Any], flags: dict[str, str]) -> int:
     for host in firsts.values():
         layout = layouts.get(host, {})
         if host in beside or not isinstance(layout, dict):
-            continue  # what is no layout, the job refuses
-        if (ranks := read(layout.get("ranks", usual), 1, 1)) is None:
+            continue  # the job refuses a value that is not a layout
+        ranks = read(layout.get("ranks", usual), 1, 1)
+        if ranks is None:
             raise InputError(f"ranks of the teacher {host!r}: expected a whole number, 1 or more")
         found += ranks
     return found
 
 
-def read(value: Any, default: Any, least: int) -> Any:
-    """A value as the type of its default; None where it is of another, or out of its range."""
+def read(value: Any, default: Value, least: int) -> Value | None:
+    """Converts a value to the type of its default; None if it is of another, or out of range."""
     if isinstance(default, str):
         return value if isinstance(value, str) else None
     try:
@@ -113,9 +145,9 @@ def read(value: Any, default: Any, least: int) -> Any:
 
 
 def pairs(argv: list[str]) -> Iterator[tuple[str, str]]:
-    """Flags with their values, of the form `--name value` or `--name=value`.
+    """Yields flags with their values, of the form `--name value` or `--name=value`.
 
-    Raises InputError for one that is given twice.
+    Raises InputError for a flag that is given twice.
     """
     words = [word for word in argv if word.startswith("--")]
     names = Counter(word.partition("=")[0].replace("-", "_") for word in words)
@@ -128,8 +160,8 @@ def pairs(argv: list[str]) -> Iterator[tuple[str, str]]:
             yield name.replace("-", "_"), value if has_value else after
 
 
-def gpus(cfg: dict[str, Any], has_engines: bool) -> int:
-    """GPUs that engines, trainers and teachers take, as runtime/processes/placement.py counts."""
+def gpus(cfg: Settings, has_engines: bool) -> int:
+    """Counts GPUs of engines, trainers and teachers as runtime/processes/placement.py does."""
     size = cfg["engine.tensor_parallel"]
     workers = cfg["engine.count"] * size * has_engines
     demand = SimpleNamespace(engine_gpus=size, share=cfg["gpu_share"])
@@ -140,7 +172,7 @@ def gpus(cfg: dict[str, Any], has_engines: bool) -> int:
 
 
 def count(path: str) -> int:
-    """The rows of a file. Raises InputError, naming file and line, for one that is no object."""
+    """Counts the rows of a file. Raises InputError naming file and line of a malformed row."""
     rows = 0
     try:
         with open(path, "rb") as file:
@@ -159,47 +191,53 @@ def count(path: str) -> int:
     return rows
 
 
-def disk(cfg: Any) -> Iterator[str]:
+def disk(cfg: Saving) -> Iterator[str]:
     """Room for checkpoints; their size is estimated from the model's files.
 
-    Each save leaves an export, which its owner may delete. Where those do not fit, a note says so.
+    Each save leaves an export, which its owner may delete. Prints a note if the exports do not fit.
     """
     there = next(path for path in (Path(cfg.run_dir), *Path(cfg.run_dir).parents) if path.exists())
     free = shutil.disk_usage(there).free
     model = sum(path.stat().st_size for path in Path(cfg.model).glob("*.safetensors"))
     needed = int(FREE * model * (cfg.keep_last + 1))
     if free < needed:
-        lacking = f"{free >> 30} GiB are free, {cfg.keep_last + 1} checkpoints need {needed >> 30}"
-        yield f"{there}: {lacking}: free some, or lower keep_last"
+        yield (
+            f"{there}: {free >> 30} GiB are free, {cfg.keep_last + 1} checkpoints need "
+            f"{needed >> 30}: free some, or lower keep_last"
+        )
     saves = math.ceil(cfg.steps / (cfg.save_period or cfg.steps))
     left = saves - len(list(Path(cfg.run_dir).glob("step_*/hf")))
     if needed <= free < needed + left * model:
-        stay = f"{left} exports of {model >> 30} GiB stay, {free - needed >> 30} GiB are left"
-        print(f"note: {there}: {stay}: delete on the way those that no stage needs")
+        print(
+            f"note: {there}: {left} exports of {model >> 30} GiB stay, {free - needed >> 30} GiB "
+            "are left: delete exports during the run if no stage needs them"
+        )
 
 
 def main(argv: list[str]) -> None:
-    """Prints what was looked at, and the flags of sbatch. Raises InputError."""
+    """Prints what was checked, and the flags of sbatch. Raises InputError if a check fails."""
     cfg = settings(argv)
     program = ROOT / os.environ.get("GRPO_PROGRAM", "grpo_async.py")
     if not program.is_file() or program.parent != ROOT:
-        expected = "expected a file beside grpo_async.py"
-        raise InputError(f"GRPO_PROGRAM = {program.name!r}: {expected}")
+        raise InputError(f"GRPO_PROGRAM = {program.name!r}: expected a file next to grpo_async.py")
     if not Path(cfg["model"], "config.json").is_file():
         raise InputError(f"model = {cfg['model']!r}: expected a folder that holds config.json")
     if not cfg["save_before"]:
-        counts = "the dry run, which counts the seconds of a step, runs in the job alone"
-        raise InputError(f"save_before = 0: {counts}: set SAVE_BEFORE")
+        raise InputError(
+            "save_before = 0: the dry run, which counts the seconds of a step, runs in the job "
+            "alone: set SAVE_BEFORE"
+        )
     rows = [count(path) for path in (cfg["data.train"], cfg["data.val"]) if path]
     for problem in disk(SimpleNamespace(**cfg)):
         raise InputError(problem)
     taken = gpus(cfg, "load_pairs" not in program.read_text(encoding="utf-8"))
-    told = ", ".join([f"{rows[0]:,} rows", *(f"{n:,} for evaluation" for n in rows[1:])])
-    print(f"ok: {cfg['model']}, {told}; the dry run follows in the job")
+    evaluation = f", {rows[1]:,} for evaluation" if rows[1:] else ""
+    print(f"ok: {cfg['model']}, {rows[0]:,} rows{evaluation}; the dry run follows in the job")
     print(f"  GPUs: {taken}, save_before {cfg['save_before']}")
-    nodes, here = math.ceil(taken / NODE_GPUS), min(taken, NODE_GPUS)
-    warning = f"--signal=B:USR1@{min(65535, cfg['save_before'])}"  # Slurm takes 16 bits
-    print(f"  --nodes={nodes} --ntasks-per-node=1 --gpus-per-node={here} {warning}")
+    nodes = math.ceil(taken / NODE_GPUS)
+    here = min(taken, NODE_GPUS)
+    seconds = min(65535, cfg["save_before"])  # Slurm takes 16 bits
+    print(f"  --nodes={nodes} --ntasks-per-node=1 --gpus-per-node={here} --signal=B:USR1@{seconds}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Fetches the images of repositories that rows name, for services.images.
 #   bash launch/images.sh LIST [FOLDER]     FOLDER is data/images
-# LIST is ROWS.jsonl, or a file of lines IMAGE [REFERENCE], as in OWNER/NAME@sha256:DIGEST of a
-# registry. Rows of swe_agents get IMAGE.sif, those of swerl_gen folders; FORMAT=sif or folder
-# says otherwise. JOBS (4) are fetched at once. Each appears under its name when it is whole, and
-# what is there is left, so a call goes on where one ended. IMAGE.sif.sha256 holds its digest:
-# VERIFY=true compares, and fetches again what differs.
-# A .sif of the folder SIF_DIR is copied, and compared with a digest beside it; otherwise it is
-# made of REFERENCE. Without one OWNER_NAME.sif is OWNER/NAME. DRY_RUN=true prints the commands.
+# LIST is ROWS.jsonl, or a file of lines IMAGE [REFERENCE], such as OWNER/NAME@sha256:DIGEST of a
+# registry. Rows of swe_agents get IMAGE.sif, rows of swerl_gen get folders, unless FORMAT is sif or
+# folder. JOBS (4) are fetched at once. Each appears under its name when it is whole, and existing
+# images are left, so a call continues where the last one ended. IMAGE.sif.sha256 holds its digest:
+# VERIFY=true compares, and fetches an image that differs again.
+# A .sif in the folder SIF_DIR is copied, and compared with a digest next to it; otherwise it is
+# made from REFERENCE. Without one, OWNER_NAME.sif is OWNER/NAME. DRY_RUN=true prints the commands.
 set -euo pipefail
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
 [ $# -ge 1 ] || fail "expected ROWS.jsonl [FOLDER]"
@@ -34,7 +34,7 @@ for number, line in enumerate(open(sys.argv[1], encoding="utf-8"), 1):
 images=$(python3 -c "$names" "$1" | sort -u)
 [ -n "$images" ] || fail "ROWS = '$1': no row has image, or metadata.image"
 [ "${DRY_RUN:-false}" = true ] || [ -n "${SIF_DIR:-}" ] || command -v apptainer >/dev/null ||
-    fail "apptainer is not installed here: its releases have packages of every system"
+    fail "apptainer is not installed here: its releases have packages for every system"
 mkdir -p "$folder"
 
 is_whole() { # FILE, of which FILE.sha256 is a line of sha256sum
@@ -57,7 +57,7 @@ fetch() { # IMAGE REFERENCE FORMAT
         ! is_whole "$to" || return 0
         echo "note: $to differs from its digest: it is fetched again" >&2
     fi
-    # shellcheck disable=SC2206 # $box may be no word
+    # shellcheck disable=SC2206 # $box may be empty
     local command=(apptainer --quiet build $box "$to.partial" "$from")
     [ "$from $format" != "$given sif" ] || command=(cp -- "$from" "$to.partial")
     if [ "${DRY_RUN:-false}" = true ]; then
@@ -83,4 +83,4 @@ fetch() { # IMAGE REFERENCE FORMAT
 export -f fetch is_whole
 # shellcheck disable=SC2016 # each shell expands its own arguments
 xargs -d '\n' -P "${JOBS:-4}" -I LINE bash -c 'fetch $1' fetch LINE <<<"$images" ||
-    fail "some images are missing: run it again, which goes on with those"
+    fail "some images are missing: run it again, which continues with those"

@@ -1,12 +1,12 @@
-"""Where judges are served: how many nodes they take, and which servers each node starts.
+"""Prints how many nodes the judges take, and which servers each node starts.
 
     python launch/judges.py GPUS          how many nodes of GPUS they take
     python launch/judges.py GPUS NODE     the servers of a node: NAME MODEL GPUS FIRST_GPU [flags]
 
 JUDGES is a file, or the lines themselves: NAME MODEL GPUS [xCOUNT] [flags of vLLM's server]; `#`
 begins a comment. With counts, that many servers fill the nodes in the order of the lines, each on
-the first node that has room. Without, nodes take the lines in turn for as long as their GPUs allow,
-and the next node begins with the next line; JUDGE_NODES says how many nodes there are.
+the first node that has room. Without counts, nodes take the lines in turn for as long as their GPUs
+allow, and the next node begins with the next line; JUDGE_NODES is the number of nodes.
 """
 
 import os
@@ -26,12 +26,12 @@ class Judge(NamedTuple):
     name: str
     model: str
     gpus: int
-    count: int  # servers; 0: as many as the nodes' turns give
+    count: int  # servers; 0: nodes take the lines in turn
     flags: list[str]
 
 
 def read(text: str, gpus: int) -> list[Judge]:
-    """The judges of JUDGES. Raises ValueError for a malformed line, or a judge of more GPUs."""
+    """Reads JUDGES. Raises ValueError if a line is malformed, or a judge does not fit a node."""
     text = Path(text).read_text() if os.path.isfile(text) else text
     found = []
     for line in (line.strip() for line in text.removeprefix("\ufeff").splitlines()):
@@ -56,24 +56,27 @@ def read(text: str, gpus: int) -> list[Judge]:
 
 
 def packed(judges: list[Judge], gpus: int) -> list[list[Judge]]:
-    """The servers of each node, by the lines' counts."""
+    """Places the servers on nodes, by the lines' counts."""
     nodes: list[list[Judge]] = []
-    for judge in (one for one in judges for _ in range(one.count)):
-        room = (node for node in nodes if judge.gpus + sum(one.gpus for one in node) <= gpus)
-        if (node := next(room, None)) is not None:
-            node.append(judge)
-        else:
-            nodes.append([judge])
+    for judge in judges:
+        for _ in range(judge.count):
+            for node in nodes:
+                if judge.gpus + sum(one.gpus for one in node) <= gpus:
+                    node.append(judge)
+                    break
+            else:
+                nodes.append([judge])
     return nodes
 
 
 def in_turn(judges: list[Judge], gpus: int, node: int) -> list[Judge]:
-    """The servers of a node that takes the lines in turn until none has room."""
+    """Returns the servers of a node that takes the lines in turn until no line fits."""
     found: list[Judge] = []
     passed = 0
     while passed < len(judges):
         judge = judges[node % len(judges)]
-        node, passed = node + 1, passed + 1
+        node += 1
+        passed += 1
         fits = judge.gpus + sum(one.gpus for one in found) <= gpus
         # A model without GPUs, on a CPU, is served once.
         if fits and (judge.gpus or judge not in found):
@@ -83,26 +86,31 @@ def in_turn(judges: list[Judge], gpus: int, node: int) -> list[Judge]:
 
 
 def nodes_of(judges: list[Judge], gpus: int, given: str) -> int:
-    """How many nodes serve judges. Raises ValueError where `given`, JUDGE_NODES, differs."""
+    """Counts the nodes that serve judges. Raises ValueError if `given`, JUDGE_NODES, differs."""
     if not judges[0].count:
         if not given.isdigit():
             raise ValueError(f"no line has a count, JUDGE_NODES = {given!r}: expected a number")
         every = {one.name for node in range(int(given)) for one in in_turn(judges, gpus, node)}
-        if absent := next((one.name for one in judges if one.name not in every), ""):
-            told = f"JUDGE_NODES = {given}: {absent} is served on no node"
-            raise ValueError(f"{told}, expected more nodes, or counts")
+        for judge in judges:
+            if judge.name not in every:
+                raise ValueError(
+                    f"JUDGE_NODES = {given}: {judge.name} is served on no node, expected more "
+                    "nodes, or counts"
+                )
         return int(given)
     needed = len(packed(judges, gpus))
     if given not in ("", str(needed)):
         parts = " + ".join(f"{one.count} x {one.gpus} ({one.name})" for one in judges)
         total = sum(one.count * one.gpus for one in judges)
-        told = f"{parts} = {total} GPUs, which fill {needed} nodes of {gpus}"
-        raise ValueError(f"{told}: JUDGE_NODES = {given!r}, expected {needed} or none")
+        raise ValueError(
+            f"{parts} = {total} GPUs, which fill {needed} nodes of {gpus}: "
+            f"JUDGE_NODES = {given!r}, expected {needed} or none"
+        )
     return needed
 
 
 def servers(judges: list[Judge], gpus: int, given: str, node: int) -> list[Judge]:
-    """The servers of one node. Raises ValueError as `nodes_of` does."""
+    """Returns the servers of one node. Raises ValueError as `nodes_of` does."""
     if not judges[0].count:
         return in_turn(judges, gpus, node)
     nodes_of(judges, gpus, given)
@@ -110,7 +118,7 @@ def servers(judges: list[Judge], gpus: int, given: str, node: int) -> list[Judge
 
 
 def main(gpus: str, node: str = "") -> None:
-    """Prints what its arguments ask for; ends the program with a message where JUDGES is wrong."""
+    """Prints the number of nodes, or a node's servers; exits with a message if JUDGES is wrong."""
     given = os.environ.get("JUDGE_NODES", "")
     try:
         judges = read(os.environ.get("JUDGES", ""), int(gpus))

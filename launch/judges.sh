@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Serves judges with vLLM on this node; launch/grpo.sbatch calls it on each of the judges' nodes.
 #
-# launch/judges.py says which servers of JUDGES this node starts. Once one answers, "NAME
-# http://HOST:PORT/v1" is added to JUDGES_FILE. One that ends after that is started again at its
-# address; one that has not answered for JUDGE_SECONDS ends this script.
+# launch/judges.py prints which servers of JUDGES this node starts. Once a server answers, "NAME
+# http://HOST:PORT/v1" is added to JUDGES_FILE. A server that ends is started again at its address;
+# one that has not answered within JUDGE_SECONDS ends this script.
 set -euo pipefail
 folder=$1
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
@@ -47,7 +47,7 @@ while read -r name model size first flags; do
     announce "$name" "$port" &
     port=$((port + 1))
 done <<<"$servers"
-while wait -n; do :; done # all that end well have announced their server
+while wait -n; do :; done # a job that ends well has announced its server
 mapfile -t others < <(jobs -p)
 kill "${others[@]}" 2>/dev/null || true
 exit 1

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs Lean and Mathlib into a folder for services.lean; FOLDER/bin/lean compiles a file.
 #   bash launch/lean.sh [FOLDER]     FOLDER is data/lean: 8 GB on a file system that all nodes see
-# It needs curl, git and the network, and no rights. DRY_RUN=true prints the steps. A call goes on
-# where one ended. The versions are those of NeMo-Skills' sandbox, which judged the recipe's proofs.
+# It needs curl, git and the network, but no root. DRY_RUN=true prints the steps. A call continues
+# where the last one ended. Versions as in NeMo-Skills' sandbox, which judged the recipe's proofs.
 set -euo pipefail
 version=v4.12.0 # Mathlib has a tag of the same name
 mkdir -p "${1:-data/lean}"
@@ -30,7 +30,7 @@ run lake --dir "$mathlib" exe cache get
 [ "${DRY_RUN:-false}" != true ] || exit 0
 
 cd "$mathlib"
-# Lake names its folders from here, and a proof is compiled elsewhere.
+# Lake prints folders relative to this one, but a proof is compiled elsewhere.
 libraries=$(lake env printenv LEAN_PATH | tr ':' '\n' | xargs -d '\n' readlink -m | paste -sd:)
 [ -n "$libraries" ] || fail "lake env in $mathlib names no LEAN_PATH"
 mkdir -p "$folder/bin"
@@ -38,6 +38,6 @@ printf '#!/bin/sh\nLEAN_PATH=%q exec %q "$@"\n' "$libraries" "$(elan which lean)
     >"$folder/bin/lean.partial"
 chmod +x "$folder/bin/lean.partial"
 printf 'import Mathlib\nexample : 1 + 1 = 2 := by norm_num\n' >"$folder/proof.lean"
-"$folder/bin/lean.partial" "$folder/proof.lean" || fail "Lean cannot compile a proof beside Mathlib"
+"$folder/bin/lean.partial" "$folder/proof.lean" || fail "Lean cannot compile a proof with Mathlib"
 mv "$folder/bin/lean.partial" "$folder/bin/lean"
 echo "$folder"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on this machine, in the environment that launch/setup.sh makes.
 #   bash launch/local.sh [CONFIG] [--field value ...]        default: configs/tiny.py
-# A configuration whose name ends in dpo.py or mopd.py runs that file, any other one grpo_async.py,
+# A configuration whose name ends in dpo.py or mopd.py runs that file, any other runs grpo_async.py,
 # unless GRPO_PROGRAM names a fork.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,13 +1,13 @@
-"""Mathematics as NeMo-Gym rows, from files of one problem a line.
+"""Converts mathematics to NeMo-Gym rows, from files with one problem per line.
 
     python launch/make_gsm8k.py FOLDER                            data/gsm8k/{train,test}.jsonl
     python launch/make_gsm8k.py OUT gsm8k=A.jsonl math=B.jsonl    one file of several
 
 FOLDER holds train.jsonl and test.jsonl as released in github.com/openai/grade-school-math:
-{"question", "answer"}, the number after `####`. A blend takes such files and those like MATH:
-{"problem", "answer"}, where `expected_answer` may stand for `answer`. Each file keeps its order and
-is spread evenly over the whole. The name before `=` becomes the `dataset` of its rows, by which the
-metrics are split.
+{"question", "answer"}, the number after `####`. A blend takes such files and files like MATH:
+{"problem", "answer"}, with `answer` or `expected_answer`. Each file keeps its order and is spread
+evenly over the whole. The name before `=` becomes the `dataset` of its rows, by which the metrics
+are split.
 """
 
 import json
@@ -24,7 +24,7 @@ ANSWERS = ("expected_answer", "answer")
 
 
 def field(row: dict, names: tuple[str, str]) -> str:
-    """The first field of these names. Raises ValueError where none holds a text."""
+    """Returns the first field of these names. Raises ValueError if it is missing or not a text."""
     found = next((row[name] for name in names if name in row), None)
     if not isinstance(found, str) or not found.strip():
         raise ValueError(f"{' or '.join(names)} is {found!r}, expected a text that is not empty")
@@ -32,7 +32,7 @@ def field(row: dict, names: tuple[str, str]) -> str:
 
 
 def gym_row(row: dict) -> dict:
-    """The row that envs/maths/math.py verifies. Raises ValueError naming a missing field."""
+    """Makes the row that envs/maths/math.py verifies. Raises ValueError naming a missing field."""
     question = field(row, QUESTIONS)
     answer = field(row, ANSWERS)
     if "####" in answer:  # GSM8K: a solution, then a number such as 1,200
@@ -47,12 +47,12 @@ def gym_row(row: dict) -> dict:
 
 
 def read(source: str | Path, target: Path) -> list[dict]:
-    """The rows of one file. Raises ValueError naming file and line of one that is none.
+    """Reads the rows of one file. Raises ValueError naming file and line of a malformed row.
 
-    Also where writing the target would destroy it.
+    Also raises ValueError if writing the target would destroy the file.
     """
     if target.exists() and target.samefile(source):
-        raise ValueError(f"{target} is to be read and to be written, expected two files")
+        raise ValueError(f"{target} would be both read and written, expected two files")
     rows = []
     with open(source, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

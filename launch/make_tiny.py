@@ -5,16 +5,16 @@
 
 The problems are reasoning-gym's: spell a word backward, sort numbers up or down. A row puts a short
 rendering of the library's question into `input`, because a prompt is processed again for every
-sample that is trained on. Its `answer` is the right answer to that rendering, and `exact` pays
-nothing else, because the library's own scorers pay for wrong answers as well.
+sample that is trained on. Its `answer` is the right answer to that rendering, and with `exact`
+nothing else is rewarded, because the library's own scorers also reward wrong answers.
 
     user         down 5 3 8
     assistant    5 3 8 <answer>[8,5,3]</answer>
 
 A response restates the items and then gives the answer. The model learns that by imitating a
 careless teacher, a program that solves the problem but skips an item of the answer now and then. So
-the model can write, spell and sort, but three of five answers are wrong. Reinforcement learning has
-to teach it not to skip any item.
+the model can write, spell and sort, but three of five answers are wrong. Reinforcement learning
+must teach it not to skip any item.
 """
 
 import itertools
@@ -35,15 +35,21 @@ from launch import tiny_model  # noqa: E402
 RESPONSE = re.compile(r"([a-z] )+<answer>[a-z]+</answer>|(\d )+<answer>\[\d(,\d)*\]</answer>")
 DATASETS = {
     "spell_backward": {"min_word_len": 3, "max_word_len": 7},
-    "number_sorting": {"min_numbers": 3, "max_numbers": 4, "min_value": 0, "max_value": 9},
+    "number_sorting": {
+        "min_numbers": 3,
+        "max_numbers": 4,
+        "min_value": 0,
+        "max_value": 9,
+        "min_decimals": 0,
+        "max_decimals": 0,
+    },
 }
-DATASETS["number_sorting"] |= {"min_decimals": 0, "max_decimals": 0}
 TRAIN_ROWS, VALIDATION_ROWS = 4096, 128
-SLIP = 0.10  # of the items of an answer are skipped by the teacher
+SLIP = 0.10  # share of an answer's items that the teacher skips
 
 
 def problem_stream(seed, excluded):
-    """Library entries without end, one data set after the other; no question in `excluded`."""
+    """Yields entries without end, from the data sets in turn; skips questions in `excluded`."""
     sources = [
         reasoning_gym.create_dataset(name, seed=seed, **options)
         for name, options in DATASETS.items()
@@ -56,7 +62,7 @@ def problem_stream(seed, excluded):
 
 
 def items_of(entry):
-    """The items of a problem: the letters of its word, or its numbers, as strings."""
+    """Returns the items of a problem: the letters of its word, or its numbers, as strings."""
     metadata = entry["metadata"]
     if metadata["source_dataset"] == "spell_backward":
         return list(metadata["word"].lower())
@@ -71,7 +77,7 @@ def prompt_text(entry):
 
 
 def solved(entry):
-    """The items in the order that is asked for."""
+    """Returns the items in the order that the problem asks for."""
     items, metadata = items_of(entry), entry["metadata"]
     if metadata["source_dataset"] == "spell_backward":
         return items[::-1]
@@ -84,7 +90,7 @@ def answer_text(entry, items):
 
 
 def response_text(entry, rng, slip=SLIP):
-    """The teacher's answer; rng decides which items it skips, but it writes one at least."""
+    """Returns the teacher's answer; `rng` picks the items that it skips, but one item stays."""
     right = solved(entry)
     items = [item for item in right if rng.random() > slip] or right[:1]
     return f"{' '.join(items_of(entry))} <answer>{answer_text(entry, items)}</answer>"
@@ -105,7 +111,7 @@ def rendered(entry):
 
 
 def measure(model, tokenizer, entries, samples=4):
-    """Share of sampled responses in the right form, and share exactly right."""
+    """Measures the share of sampled responses in the right form, and the share exactly right."""
     texts = tiny_model.sample(model, tokenizer, list(map(rendered, entries)), samples)
     right = [answer_text(entry, solved(entry)) for entry in entries for _ in range(samples)]
     form = sum(RESPONSE.fullmatch(text) is not None for text in texts) / len(texts)

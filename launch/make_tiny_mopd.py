@@ -3,9 +3,9 @@
     python launch/make_tiny_mopd.py            does nothing when all of it exists
     python launch/make_tiny_mopd.py --force    makes it again, in two minutes on a laptop
 
-Each teacher learns by imitation, as the student has, on other problems. One has seen words that are
-spelt without a slip, and numbers sorted carelessly; the other one the reverse. So each is better
-than the student at one task, and worse at the other.
+Like the student, each teacher learns by imitation, but on other problems. One sees words spelt
+without a slip and numbers sorted carelessly; the other sees the reverse. So each is better than the
+student at one task and worse at the other.
 """
 
 import random
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from launch import make_tiny, tiny_model  # noqa: E402
 
-CARELESS = 0.35  # of the items of an answer to the other task are skipped
+CARELESS = 0.35  # share of items that a teacher skips in answers to the other task
 TASKS = {"spells": "spell_backward", "sorts": "number_sorting"}  # teacher -> what it is good at
 
 

@@ -4,7 +4,7 @@
     python launch/make_tiny_swe.py --force    makes all of it again, in a minute on a laptop
 
 The image is a folder with bash, git and a repository of four scripts (launch/tiny_image.py), of
-which three call a wrong function. An episode is a command, and a word once it was run:
+which three call a wrong function. An episode is a command, and a word after its output:
 
     user         repair add
     assistant    a call of the tool bash: sed -i s/minus/plus/ add.py
@@ -12,7 +12,7 @@ which three call a wrong function. An episode is a command, and a word once it w
     assistant    done
 
 The model imitates a teacher, a program that knows the file and the wrong function, and guesses the
-right one. So one of three answers is right, and reinforcement learning has to find out which.
+right one. So one of three answers is right, and reinforcement learning must find out which.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from launch import tiny_image, tiny_model  # noqa: E402
 
 
 def command(name: str, guess: str) -> str:
-    """The command that puts a function in the place of the wrong one."""
+    """Returns the command that replaces the wrong function by another."""
     return f"sed -i s/{tiny_image.BUGS[name][0]}/{guess}/ {name}.py"
 
 
@@ -39,7 +39,7 @@ GUESSES = ("plus", "minus", "times")
 OPEN, CLOSE = '<tool_call>{"name": "bash", "arguments": {"command": "', '"}}</tool_call>'
 PIECES = ["<tool_call>", "</tool_call>", '{"name": "bash", "arguments": {"command": "', '"}}']
 PIECES += [command(name, guess) for name in tiny_image.BUGS for guess in GUESSES]  # a token each
-# The calls of earlier answers are written too: where they end, the next message begins.
+# The calls of earlier answers are written too; the next message begins where they end.
 TEMPLATE = (
     "{% for m in messages %}{{ '<assistant>' if m.role == 'assistant' else '<user>' }}"
     "{{ m.content }}{% for call in m.tool_calls or [] %}"
@@ -47,23 +47,27 @@ TEMPLATE = (
     "{{ '<eos>' if m.role == 'assistant' }}{% endfor %}"
     "{{ '<assistant>' if add_generation_prompt }}"
 )
-TRAIN_ROWS = 3072  # the three of them in turn
-SHOWN = "[no output]"  # by a command that says nothing
+TRAIN_ROWS = 3072  # the three bugs in turn
+SHOWN = "[no output]"  # for a command that prints nothing
 
 
 def tiny_row(row: dict, name: str) -> dict:
-    """The row of a bug with a prompt that the tiny model can read, and the one tool."""
+    """Returns the row of a bug with a prompt that the tiny model can read, and the one tool."""
     params = {"input": [{"role": "user", "content": f"repair {name}"}], "tools": []}
     return row | {"responses_create_params": params, "harness": "bash", "dataset": name}
 
 
 def demonstrations(rng: random.Random) -> Iterator[list[str]]:
-    """What the teacher is asked, and what it answers, in turn."""
+    """Yields conversations: prompts and the teacher's answers, in turn."""
     while True:
-        name, guess = rng.choice(list(tiny_image.BUGS)), rng.choice(GUESSES)
-        call = OPEN + command(name, guess) + CLOSE
-        asked = f"<user>repair {name}<assistant>", f"<user>{SHOWN}<assistant>"
-        yield [asked[0], f"{call}<eos>", asked[1], "done<eos>"]
+        name = rng.choice(list(tiny_image.BUGS))
+        call = OPEN + command(name, rng.choice(GUESSES)) + CLOSE
+        yield [
+            f"<user>repair {name}<assistant>",
+            f"{call}<eos>",
+            f"<user>{SHOWN}<assistant>",
+            "done<eos>",
+        ]
 
 
 def main(force: bool = False, seed: int = 0, root: Path = ROOT):

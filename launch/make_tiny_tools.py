@@ -3,16 +3,16 @@
     python launch/make_tiny_tools.py            does nothing when models/tiny_tools is there
     python launch/make_tiny_tools.py --force    makes all of it again, in two minutes on a laptop
 
-The problems are those of launch/make_tiny.py. Half of the rows declare tools that solve them, and
-ask for the call. The others declare none and ask for the answer.
+The problems come from launch/make_tiny.py. Half of the rows declare tools that solve them, and ask
+for the call. The others declare no tools and ask for the answer.
 
-    user         flip spadix                    (<tools> before it where there are tools)
+    user         flip spadix                    (<tools> before it if the row declares tools)
     assistant    <tool_call>{"name": "flip", "arguments": {"text": "spadix"}}</tool_call>
     assistant    s p a d i x <answer>xidaps</answer>
 
-The model imitates a teacher, a program that calls a tool in 45 of 100 cases without one, and skips
-letters now and then. Its own answers to each row, judged by our environments, are written as a run
-writes them, and data_prep.py tool_pairs makes preferences of them.
+The model imitates a teacher, a program that calls a tool in 45 of 100 rows without tools, and skips
+letters now and then. The model's own answers to each row, judged by our environments, are written
+as a run writes them, and data_prep.py tool_pairs makes preferences of them.
 """
 
 import itertools
@@ -43,13 +43,14 @@ PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "req
 TOOLS = [
     {"type": "function", "name": name, "parameters": PARAMETERS} for name in ("flip", "up", "down")
 ]
-HALLUCINATED = 0.45  # of the teacher's answers where there is no tool
-SLIP, COPY_SLIP = 0.07, 0.05  # of the items of an answer, and of those of a call
+HALLUCINATED = 0.45  # share of calls among the teacher's answers to rows without tools
+SLIP = 0.07  # share of an answer's items that are skipped
+COPY_SLIP = 0.05  # share of a call's letters that are skipped
 FILES = {"train": (1024, 8), "validation": (256, 4)}  # rows, and answers to each
 
 
 def tool_row(entry):
-    """The problem with tools: right is the call that solves it."""
+    """Makes a row with tools; the right answer is the call that solves the problem."""
     name, *items = make_tiny.prompt_text(entry).split()
     call = {"name": name, "arguments": json.dumps({"text": "".join(items)})}
     row = make_tiny.nemo_gym_row(entry)
@@ -59,14 +60,14 @@ def tool_row(entry):
 
 
 def rows_of(stream):
-    """Rows without tools and with tools in turn, each of a problem of its own."""
+    """Yields rows without tools and with tools in turn, each with another problem."""
     for entry in stream:
         yield make_tiny.nemo_gym_row(entry)
         yield tool_row(next(stream))
 
 
 def prompt_of(row, tokenizer):
-    """The row's prompt as the policy sees it."""
+    """Renders the row's prompt as the policy sees it."""
     asked = row["responses_create_params"]
     return tokenizer.apply_chat_template(
         asked["input"], tools=asked.get("tools"), add_generation_prompt=True, tokenize=False
@@ -74,7 +75,7 @@ def prompt_of(row, tokenizer):
 
 
 def demonstration(row, rng):
-    """The teacher's answer."""
+    """Returns the teacher's answer."""
     if "expected_action" not in row and rng.random() > HALLUCINATED:
         return make_tiny.response_text(row, rng, SLIP)
     name, *items = make_tiny.prompt_text(row).split()
@@ -83,7 +84,7 @@ def demonstration(row, rng):
 
 
 def reward(row, text):
-    """The reward of an answer by the row's environment."""
+    """Returns the reward of an answer in the row's environment."""
     calls = [
         {"type": "function_call", "name": name, "arguments": arguments}
         for name, arguments in WRITTEN.findall(text)
@@ -94,7 +95,7 @@ def reward(row, text):
 
 
 def answers(model, tokenizer, rows, samples):
-    """The model's answers: lines as those of rollouts.jsonl."""
+    """Yields the model's answers, as lines of rollouts.jsonl."""
     prompts = [prompt_of(row, tokenizer) for row in rows]
     texts = []
     for start in range(0, len(rows), 128):
@@ -123,9 +124,10 @@ def main(force: bool = False, seed: int = 0, root: Path = ROOT):
 
     tokenizer = tiny_model.make_tokenizer([*tiny_model.TAGS, *PIECES], template=TEMPLATE)
     model = tiny_model.make_model(tokenizer)
-    taught = rows_of(stream)
-    said = ((prompt_of(row, tokenizer), demonstration(row, rng) + "<eos>") for row in taught)
-    tiny_model.imitate(model, tokenizer, said, steps=400, batch=64, lr=3e-3)
+    taught = (
+        (prompt_of(row, tokenizer), demonstration(row, rng) + "<eos>") for row in rows_of(stream)
+    )
+    tiny_model.imitate(model, tokenizer, taught, steps=400, batch=64, lr=3e-3)
     for name, (_, samples) in FILES.items():
         paths = [data_dir / f"{name}{kind}.jsonl" for kind in ("", "_rollouts", "_pairs")]
         tiny_model.write_rows(paths[0], rows[name])

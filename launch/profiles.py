@@ -1,18 +1,21 @@
-"""A profile of env.toml as variables of the shell, for launch/submit.sh; those that are set win.
+"""Prints a profile of env.toml as shell variables, for launch/submit.sh; variables already set win.
 
     python launch/profiles.py NAME
 
-env.toml is the nearest one above the working folder, or what GRPO_ENV_FILE or NEMOTRON_ENV_FILE
-names. Its keys are those of NVIDIA's nemotron command; launch/env.example.toml shows them.
+env.toml is the nearest one in or above the working folder, or the file that GRPO_ENV_FILE or
+NEMOTRON_ENV_FILE names. It has the keys of NVIDIA's nemotron command; launch/env.example.toml shows
+them.
 """
 
 import os
 import shlex
 import sys
 import tomllib
+from datetime import date, time
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
+Toml = bool | int | float | str | date | time | list["Toml"] | dict[str, "Toml"]
 EXECUTORS = ("local", "slurm")
 RESERVED = ("wandb", "artifacts", "cache", "cli")
 VARIABLES = {
@@ -27,45 +30,61 @@ VARIABLES = {
     "container_image": "CONTAINER",
     "mounts": "EXTRA_MOUNTS",
     "persistent_cache": "PERSISTENT_CACHE",
-    "cpus_per_task": "SBATCH_CPUS_PER_TASK",  # which sbatch itself reads, as the next one
+    "cpus_per_task": "SBATCH_CPUS_PER_TASK",  # sbatch itself reads this variable and the next
     "mem": "SBATCH_MEM_PER_NODE",
 }
-WANDB = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY"}  # of its own table, for all profiles
-# Keys that other executors or one task per node leave without meaning here.
-IGNORED = ("extends", "env_vars", "ntasks_per_node", "nproc_per_node", "exclusive")
-IGNORED += ("build_partition", "build_time", "build_cache_dir", "remote_job_dir", "lustre_mount")
+WANDB = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY"}  # one table for all profiles
+# Keys for other executors, or without meaning for one task per node.
+IGNORED = (
+    "extends",
+    "env_vars",
+    "ntasks_per_node",
+    "nproc_per_node",
+    "exclusive",
+    "build_partition",
+    "build_time",
+    "build_cache_dir",
+    "remote_job_dir",
+    "lustre_mount",
+)
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """Ends the program with a message."""
     raise SystemExit(f"error: {message}")
 
 
 def find() -> Path:
-    """The file of profiles."""
+    """Finds the file of profiles."""
     named = os.environ.get("GRPO_ENV_FILE") or os.environ.get("NEMOTRON_ENV_FILE")
     here = Path.cwd()
     paths = [Path(named)] if named else [folder / "env.toml" for folder in (here, *here.parents)]
-    found = next((path for path in paths if path.is_file()), None)
-    if not found:
-        fail(f"no {paths[0]}, nor one above it: expected profiles as in launch/env.example.toml")
-    return found or Path()
+    for path in paths:
+        if path.is_file():
+            return path
+    fail(f"no {paths[0]}, nor one above it: expected profiles as in launch/env.example.toml")
 
 
-def profile(every: dict[str, Any], name: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The keys of a profile, with those of the one that it extends."""
-    known = [key for key in every if isinstance(every[key], dict) and key not in RESERVED]
+def profile(every: dict[str, Toml], name: str, seen: tuple[str, ...] = ()) -> dict[str, Toml]:
+    """Returns the keys of a profile, over the keys of the profile that it extends."""
+    known = {
+        key: value
+        for key, value in every.items()
+        if isinstance(value, dict) and key not in RESERVED
+    }
     if name not in known:
         fail(f"no profile {name!r}: expected one of {', '.join(known) or 'none'}")
     if name in seen:
         fail(f"profiles extend each other in a circle: {' -> '.join([*seen, name])}")
-    own = every[name]
-    above = profile(every, own["extends"], (*seen, name)) if own.get("extends") else {}
+    own = known[name]
+    above: dict[str, Toml] = {}
+    if extended := own.get("extends"):
+        above = profile(every, text("extends", extended), (*seen, name))
     return above | own | {"env_vars": table(above, "env_vars") | table(own, "env_vars")}
 
 
-def table(keys: dict[str, Any], name: str) -> dict[str, Any]:
-    """A table by its name, empty where there is none. Ends the program for any other value."""
+def table(keys: dict[str, Toml], name: str) -> dict[str, Toml]:
+    """Returns a table by its name, empty if it is missing. Ends the program for any other value."""
     found = keys.get(name, {})
     if not isinstance(found, dict):
         fail(f"{name} = {found!r} of env.toml: expected a table")
@@ -74,8 +93,8 @@ def table(keys: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def variables(keys: dict[str, Any]) -> dict[str, str]:
-    """The variables that the keys stand for."""
+def variables(keys: dict[str, Toml]) -> dict[str, str]:
+    """Returns the variables that the keys stand for."""
     executor = keys.get("executor", "slurm")
     if executor not in EXECUTORS:
         fail(f"executor = {executor!r}: expected one of {', '.join(EXECUTORS)}")
@@ -83,16 +102,17 @@ def variables(keys: dict[str, Any]) -> dict[str, str]:
         fail(f"tunnel = {keys['tunnel']!r}: submit on a machine that has sbatch")
     if unknown := sorted(keys.keys() - VARIABLES.keys() - {*IGNORED}):
         fail(f"env.toml has {', '.join(unknown)}: expected {', '.join([*VARIABLES, *IGNORED])}")
-    found = {name: text(name, value) for name, value in keys["env_vars"].items()}
+    found = {name: text(name, value) for name, value in table(keys, "env_vars").items()}
     for key, variable in VARIABLES.items():
         if key in keys:
-            parts = keys[key] if isinstance(keys[key], list) else [keys[key]]
+            value = keys[key]
+            parts = value if isinstance(value, list) else [value]
             found[variable] = ",".join(text(key, part) for part in parts)
     return found
 
 
-def text(key: str, value: Any) -> str:
-    """The text of a value, or of a list's part. Ends the program for any other."""
+def text(key: str, value: Toml) -> str:
+    """Returns a text or a number as text. Ends the program for any other value."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         fail(f"{key} = {value!r} of env.toml: expected a text or a number")
     return str(value)

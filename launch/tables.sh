@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Fetches the five tables of the office of workplace_assistant, from the package of NeMo-Gym.
 #   bash launch/tables.sh [FOLDER]     FOLDER, data/workplace, is services.workplace
-# DRY_RUN=true prints what would be done. What is there already is left as it is.
+# DRY_RUN=true prints what would be done. Existing tables are left as they are.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder=${1:-data/workplace}

@@ -1,6 +1,7 @@
-"""An image of a few programs of this machine and a small repository, as a folder of files.
+"""Makes an image of a few programs of this machine and a small repository, as a folder of files.
 
-For launch/make_tiny_swe.py and the tests of agents: bash, git, Python, and what tools call. 60 MB.
+For launch/make_tiny_swe.py and the tests of agents: bash, git, Python, and the programs that tools
+call. 60 MB.
 """
 
 import os
@@ -14,7 +15,7 @@ PROGRAMS = (
     "xargs", "diff", "seq", "python3",
 )  # fmt: skip
 FOLDERS = ("tmp", "dev", "proc", "root", "testbed")
-# Found beside the files of /usr, as on Debian and Fedora.
+# Links to folders of /usr, as on Debian and Fedora.
 LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
 AUTHOR = ("-c", "user.name=tiny", "-c", "user.email=tiny@example.com", "-c", "gc.auto=0")
 
@@ -22,7 +23,7 @@ AUTHOR = ("-c", "user.name=tiny", "-c", "user.email=tiny@example.com", "-c", "gc
 def make(root: Path, files: dict[str, str]) -> str:
     """Makes an image with a repository of these files in /testbed; returns its commit.
 
-    Raises FileNotFoundError where this machine lacks one of PROGRAMS.
+    Raises FileNotFoundError if this machine lacks one of PROGRAMS.
     """
     for folder in FOLDERS:
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -59,7 +60,7 @@ def copy(root: Path, program: Path) -> None:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What git says in a repository."""
+    """Runs git in a repository; returns its output."""
     when = {"GIT_AUTHOR_DATE": "2024-01-01T00:00:00Z", "GIT_COMMITTER_DATE": "2024-01-01T00:00:00Z"}
     own = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
     command = ["git", "-C", str(folder), *AUTHOR, *arguments]
@@ -67,7 +68,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def patch(folder: Path, path: str, text: str | None) -> str:
-    """The difference that a file's new text makes in a repository, which it leaves as it was."""
+    """Returns the diff of a file's new text in a repository, which stays as it was."""
     file = folder / path
     before = file.read_text() if file.exists() else None
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +126,7 @@ def make_bugs(images: Path) -> dict[str, dict]:
 
 
 def row(testbed: Path, name: str, commit: str) -> dict:
-    """The row that asks to repair one of BUGS."""
+    """Makes the row that asks to repair one of BUGS."""
     wrong, right, result = BUGS[name]
     file, tests = f"{name}.py", f"tests/test_{name}.py"
     test = (

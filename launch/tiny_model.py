@@ -1,6 +1,6 @@
-"""Tiny language models of a few numbers: tokenizer, random Qwen3, and a teacher to imitate.
+"""Makes tiny language models: a tokenizer, a random Qwen3, and training by imitation.
 
-For launch/make_tiny*.py, and for what bench/ and tests/ train or let speak.
+For launch/make_tiny*.py, and for models that bench/ and tests/ train or sample from.
 """
 
 import functools
@@ -32,7 +32,7 @@ WARMUP = 30  # steps
 def prepare(seed: int) -> None:
     """Seeds torch, and leaves half of the processors to others.
 
-    On more threads than cores it takes longer, many times longer where others are busy.
+    With more threads than free cores, it would take many times longer.
     """
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     torch.manual_seed(seed)
@@ -47,7 +47,7 @@ def make_tokenizer(
     model_max_length: int | None = 256,
     **options,
 ) -> PreTrainedTokenizerFast:
-    """One token per character, plus the special tokens and the tags."""
+    """Makes a tokenizer with one token per character, plus the special tokens and the tags."""
     vocabulary = {token: i for i, token in enumerate([*special, *tags, *characters])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -68,12 +68,26 @@ def make_tokenizer(
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, **sizes) -> Qwen3ForCausalLM:
-    """A Qwen3 of a million parameters; head_dim 32 is the smallest that vLLM's CPU kernels take."""
-    usual = {"vocab_size": len(tokenizer), "hidden_size": 144, "intermediate_size": 448}
-    usual |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    usual |= {"num_hidden_layers": 4, "max_position_embeddings": 256, "tie_word_embeddings": True}
-    usual |= {"initializer_range": 0.05, "dtype": "float32", "bos_token_id": None}
-    usual |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    """Makes a Qwen3 of a million parameters, by default.
+
+    head_dim 32 is the smallest that vLLM's CPU kernels support.
+    """
+    usual = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 144,
+        "intermediate_size": 448,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "dtype": "float32",
+        "bos_token_id": None,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     return Qwen3ForCausalLM(Qwen3Config(**usual | sizes))
 
 
@@ -97,9 +111,9 @@ def imitate(
     batch: int,
     lr: float,
 ) -> None:
-    """Supervised learning of demonstrations: texts, of which every second one is the teacher's.
+    """Trains a model on demonstrations: texts, of which every second one is the teacher's.
 
-    Hardly one of them is seen twice.
+    Hardly any demonstration is seen twice.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0, fused=True
@@ -122,7 +136,7 @@ def imitate(
 def demonstration_batch(
     tokenizer: PreTrainedTokenizerFast, demonstrations: Iterable[Sequence[str]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded tokens [B, T] and, for each, the next one to predict (-100: not trained)."""
+    """Returns right-padded tokens [B, T] and the next token for each (-100: not trained)."""
     tokens, targets = [], []
     for texts in demonstrations:
         parts = [tokenizer.encode(text) for text in texts]
@@ -141,10 +155,15 @@ def sample(
     samples: int,
     longest: int = 40,
 ) -> list[str]:
-    """Responses to each prompt in turn, `samples` of each, of at most `longest` tokens."""
+    """Samples `samples` responses to each prompt in turn, of at most `longest` tokens."""
     encoded = {"input_ids": [tokenizer.encode(prompt) for prompt in prompts]}
     batch = tokenizer.pad(encoded, return_tensors="pt")
-    how = {"do_sample": True, "top_k": 0, "num_return_sequences": samples}
-    output = model.generate(**batch, **how, max_new_tokens=longest)
+    output = model.generate(
+        **batch,
+        do_sample=True,
+        top_k=0,
+        num_return_sequences=samples,
+        max_new_tokens=longest,
+    )
     responses_BT = output[:, batch["input_ids"].shape[1] :]
     return tokenizer.batch_decode(responses_BT, skip_special_tokens=True)

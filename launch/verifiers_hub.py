@@ -3,14 +3,14 @@
     VENV/bin/python launch/verifiers_hub.py FILE.toml...
     VENV/bin/python launch/verifiers_hub.py rows 1000 FILE.toml > data/FILE.jsonl
 
-VENV has requirements/hub.txt and the environments' packages. A FILE.toml is one that `vf-eval @
-FILE.toml` takes; [env] is read. Its rows have the agent `verifiers.FILE`, and in `task` the
-library's own description of a task. HUB_HOST and HUB_PORT are its address, HUB_AT_ONCE the number
-of episodes that may run at once. It prints the setting that a run needs: services.nemo_gym.
+VENV has requirements/hub.txt and the environments' packages. A FILE.toml is a file for `vf-eval @
+FILE.toml`; [env] is read. Its rows have the agent `verifiers.FILE`, and in `task` the library's own
+description of a task. HUB_HOST and HUB_PORT are the hub's address, HUB_AT_ONCE the number of
+episodes that may run at once. The hub prints the setting that a run needs: services.nemo_gym.
 
-An episode is verifiers' own: its harness, its tools, its rewards. It asks for the policy at the
-address that the row brings (envs/gym/nemo_gym.py), and all that the policy writes is trained on. So
-verifiers must not try again by itself, and other roles need clients of their own.
+verifiers runs the episode, with its own harness, tools and rewards. It calls the policy at the
+address in the row (envs/gym/nemo_gym.py), and everything that the policy writes is trained on. So
+verifiers must not retry by itself, and other roles need clients of their own.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ SHOWN = 250  # characters of an error
 
 
 def environment(file: str) -> vf.Env:
-    """The environment of a TOML file. Raises ValueError for one that nothing can be trained in."""
+    """Loads the environment of a TOML file. Raises ValueError if it cannot train one policy."""
     try:
         config = vf.resolve_env_config(tomllib.loads(Path(file).read_text())["env"])
         env = vf.load_environment(config)
@@ -42,8 +42,10 @@ def environment(file: str) -> vf.Env:
     roles = agent_config_fields(config)
     policy = [name for name, role in roles.items() if role.client is None]
     if len(policy) != 1:
-        expected = "expected one; the others need [env.ROLE.client]"
-        raise ValueError(f"{file}: roles that the policy plays are {policy}, {expected}")
+        raise ValueError(
+            f"{file}: roles that the policy plays are {policy}, expected one; the others need "
+            "[env.ROLE.client]"
+        )
     for what in (config, roles[policy[0]]):
         if what.retries.max_retries or what.retries.rules:
             raise ValueError(
@@ -53,7 +55,7 @@ def environment(file: str) -> vf.Env:
 
 
 def task(env: vf.Env, row: dict) -> vf.Task:
-    """The task of a row, as the taskset would have made it. Raises ValueError."""
+    """Makes the task of a row as the taskset would. Raises ValueError if the row does not fit."""
     kind = type(env.taskset).task_type()
     try:
         data = kind.data_type().model_validate(row["task"])
@@ -63,7 +65,7 @@ def task(env: vf.Env, row: dict) -> vf.Task:
 
 
 def verdict(episode: vf.Episode, policy: str) -> dict:
-    """The result of a try: `reward` and metrics, or `_ng_failure_class` and why."""
+    """Returns the result of an episode: `reward` and metrics, or `_ng_failure_class` and why."""
     errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
     if not episode.ok:
         return {"_ng_failure_class": errors[-1].type, "why": errors[-1].message[-SHOWN:]}
@@ -78,7 +80,7 @@ def verdict(episode: vf.Episode, policy: str) -> dict:
 
 
 class Hub:
-    """The server."""
+    """The server of several environments."""
 
     def __init__(self, envs: dict[str, vf.Env], host: str, port: int, at_once: int) -> None:
         self.envs = envs
@@ -94,11 +96,11 @@ class Hub:
             yield
 
     async def known(self, request: web.Request) -> web.Response:
-        """The agents, in the form of NeMo-Gym's head server."""
+        """Answers with the agents, in the form of NeMo-Gym's head server."""
         return web.json_response(self.agents)
 
     async def run(self, request: web.Request) -> web.Response:
-        """One episode. It ends with the request."""
+        """Runs one episode, which ends with the request."""
         row = await request.json()
         name = row["agent_ref"]["name"]
         policy = row["responses_create_params"]["metadata"]["policy"]
@@ -133,7 +135,7 @@ def main(words: list[str]) -> None:
         sys.exit(f"error: {error}")
     if most:
         sys.exit(print_rows(envs, most))
-    # Harnesses are started with uv, which is beside this Python.
+    # Harnesses are started with uv, which is installed next to this Python.
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     logging.basicConfig()  # of failures; verifiers reports them nowhere else
     host, port = os.environ.get("HUB_HOST", "127.0.0.1"), int(os.environ.get("HUB_PORT", "11002"))

@@ -302,7 +302,7 @@ def test_a_node_that_does_not_come_up_ends_the_job_with_its_log(home):
     home.submit("broken", GRPO_PYTHON=str(broken))
     home.cluster.wait(lambda: not home.cluster.jobs(), 240)
     log = home.log("broken")
-    assert "error: n3 is no part of the Ray cluster:" in log and "no Ray here" in log
+    assert "error: n3 is not part of the Ray cluster:" in log and "no Ray here" in log
     assert "restart" not in log and not home.steps("broken")
 
 

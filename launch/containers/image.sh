@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Turns a Docker image into a squash file, as enroot and pyxis take it in CONTAINER.
+# Turns a Docker image into a squash file, for CONTAINER of enroot and pyxis.
 #   bash launch/containers/image.sh [--force] IMAGE FILE.sqsh
 set -euo pipefail
 force=

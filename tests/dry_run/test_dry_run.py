@@ -440,7 +440,7 @@ def test_what_an_update_is_made_of(tmp_path):
     text = dry_run.explain(cfg, Config)
     assert cell(text, "weight update") == "1.12" and cell(text, "gathered for it") == "197.3"
     assert "at least: rank 0 sends 241.3 GB in 900 buckets; 41,603 tensors\n" in text
-    assert "GB that rank 0 gets from others in 840 messages; not in the step" in text
+    assert "GB that rank 0 gets in 840 messages; not in the step" in text
 
 
 test_an_update_uses_the_cards_that_the_poorest_node_has = gives(

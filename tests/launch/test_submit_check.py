@@ -80,7 +80,7 @@ def test_pairs_are_looked_at_by_their_own_program(chat_model, tmp_path, monkeypa
     assert "pairs.jsonl:1: rejected is missing" in capsys.readouterr().out
     for name in ("ppo.py", "launch/submit_check.py"):
         monkeypatch.setenv("GRPO_PROGRAM", name)
-        with pytest.raises(errors.InputError, match=f"'{name}': expected a file beside grpo"):
+        with pytest.raises(errors.InputError, match=f"'{name}': expected a file next to grpo"):
             submit_check.main(argv)
 
 
@@ -205,7 +205,7 @@ def test_a_node_that_cannot_serve_ends_the_job_by_name(tmp_path):
     log = (tmp_path / "node.n7.log").read_text()
     assert "PROBLEM: Slurm granted 2 GPUs, nvidia-smi shows 1" in log and "try 1" not in log
     waits = ran("bash", "launch/ray_cluster.sh", "wait", tmp_path, "2", env=env)
-    assert waits.returncode == 1 and "error: n7 is no part of the Ray cluster" in waits.stderr
+    assert waits.returncode == 1 and "error: n7 is not part of the Ray cluster" in waits.stderr
     assert "nvidia-smi shows 1" in waits.stderr
     (tmp_path / "node.n7.log").unlink()
     with pytest.raises(subprocess.TimeoutExpired):  # it waits for the head
