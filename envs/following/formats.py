@@ -11,7 +11,7 @@ from typing import Any
 import xmltodict
 import yaml
 
-from envs.tools.calls import JSON
+from envs import Json
 
 NUMBERS: dict[str, tuple[re.Pattern[str], Callable[[str], float]]] = {
     "integer": (re.compile(r"\s*[+-]?\d+\s*", re.ASCII), int),
@@ -39,7 +39,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def typed(data: JSON, schema: JSON) -> JSON:
+def typed(data: Json, schema: Json) -> Json:
     """Returns data of XML or CSV, with texts as numbers and booleans where the schema has these."""
     if not isinstance(schema, dict):
         return data
@@ -57,7 +57,7 @@ def typed(data: JSON, schema: JSON) -> JSON:
     return scalar(data, kinds) if isinstance(data, str) else data
 
 
-def type_names(schema: dict[str, JSON]) -> list[str]:
+def type_names(schema: dict[str, Json]) -> list[str]:
     """Returns the types that a schema allows; [] if it names none."""
     kinds = schema.get("type", [])
     if not isinstance(kinds, list):
@@ -65,7 +65,7 @@ def type_names(schema: dict[str, JSON]) -> list[str]:
     return [kind for kind in kinds if isinstance(kind, str)]
 
 
-def items_of(data: JSON) -> list[JSON]:
+def items_of(data: Json) -> list[Json]:
     """Returns the items of an array: <tags><tag>a</tag></tags> is {"tag": "a"}, <tags/> is None."""
     if isinstance(data, dict) and len(data) == 1:
         (data,) = data.values()

@@ -10,13 +10,13 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from envs.tools.calls import JSON
+from envs import Json
 
 VALUES = ("const", "enum", "default", "examples")  # not schemas
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
 
 
-def problem(schema: JSON) -> str:
+def problem(schema: Json) -> str:
     """Returns why a value is not a JSON schema; "" if it is one.
 
     Raises RecursionError if it is nested too deep.
@@ -33,14 +33,14 @@ def problem(schema: JSON) -> str:
     return ""
 
 
-def references(schema: JSON) -> Iterator[str]:
+def references(schema: Json) -> Iterator[str]:
     """Yields each `$ref` of a schema.
 
     Yields nothing if a part of it has an `$id`, because references are then relative to that.
     """
     if "$id" in json.dumps(schema):
         return
-    todo: list[tuple[list[JSON] | dict[str, JSON], bool]] = [([schema], True)]
+    todo: list[tuple[list[Json] | dict[str, Json], bool]] = [([schema], True)]
     while todo:
         part, is_schema = todo.pop()
         for key, value in part.items() if isinstance(part, dict) else enumerate(part):
@@ -50,7 +50,7 @@ def references(schema: JSON) -> Iterator[str]:
                 todo.append((value, not (is_schema and key in NAMED)))
 
 
-def validator(schema: JSON) -> Draft202012Validator:
+def validator(schema: Json) -> Draft202012Validator:
     """Returns a validator of data.
 
     Other schemas that it refers to are not fetched: validation raises Unresolvable.
@@ -58,7 +58,7 @@ def validator(schema: JSON) -> Draft202012Validator:
     return Draft202012Validator(schema, registry=Registry())
 
 
-def strict(schema: JSON, is_schema: bool = True) -> JSON:
+def strict(schema: Json, is_schema: bool = True) -> Json:
     """Returns the schema, tightened: its objects have all their properties and no others."""
     if not isinstance(schema, dict):
         return schema
@@ -79,7 +79,7 @@ def _of_schemas() -> Draft202012Validator:
     meta = Draft202012Validator.META_SCHEMA
     folder = meta["$id"].rpartition("/")[0]
     parts = [REGISTRY.contents(f"{folder}/{part['$ref']}") for part in meta["allOf"]]
-    whole: dict[str, JSON] = {"type": ["object", "boolean"]}
+    whole: dict[str, Json] = {"type": ["object", "boolean"]}
     for key in ("properties", "$defs"):
         whole[key] = {k: v for part in parts for k, v in part.get(key, {}).items()}
     text = json.dumps(whole).replace('"$dynamicRef": "#meta"', '"$ref": "#"')

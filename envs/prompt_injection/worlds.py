@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from envs.tools.calls import JSON
+from envs import Json
 
 Args = dict[str, Any]
 Record = dict[str, Any]
@@ -157,7 +157,7 @@ def where(argument: str, compare: Comparison, name: str = "") -> Test:
     return Test(f"{argument}?", compare, name or argument, allows_blank=True)
 
 
-def equal(record: Record, name: str, value: JSON) -> bool:
+def equal(record: Record, name: str, value: Json) -> bool:
     """Returns whether the field equals the value."""
     return bool(record.get(name) == value)
 

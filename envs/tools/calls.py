@@ -6,12 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from envs import get, require
-
-JSON = None | bool | float | str | list["JSON"] | dict[str, "JSON"]
+from envs import Json, get, require
 
 
-def arguments(call: Mapping[str, JSON]) -> Any:
+def arguments(call: Mapping[str, Json]) -> Any:
     """Returns the parsed arguments of a call; None if they are not JSON."""
     text = call.get("arguments")
     if not isinstance(text, str):
@@ -22,7 +20,7 @@ def arguments(call: Mapping[str, JSON]) -> Any:
         return None
 
 
-def check_call(call: JSON, at: str) -> None:
+def check_call(call: Json, at: str) -> None:
     """Raises ValueError unless a row's call at the path `at` has a name and a JSON object."""
     get(call, "name", str, "the name of a tool", at)
     text = get(call, "arguments", str, "a JSON object as text", at)
@@ -50,7 +48,7 @@ def matching(candidates: list[list[int]]) -> int:
     return sum(place(call, set()) for call in range(len(candidates)))
 
 
-def same(expected: JSON, actual: JSON, likeness: float, tolerance: float) -> bool:
+def same(expected: Json, actual: Json, likeness: float, tolerance: float) -> bool:
     """Returns whether arguments have the expected types, keys, lengths and values.
 
     Fractions may differ by less than `tolerance`. Two texts of several words are the same if the

@@ -5,14 +5,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from envs.tools.calls import JSON, arguments
+from envs import Json
+from envs.tools.calls import arguments
 from rollout.chat import NoRoom
 from rollout.episode import Turn
 from rollout.messages import functions
 from rollout.response import Response
 
 # Makes a call, by its name and arguments; returns the result that the policy sees.
-Call = Callable[[str, dict[str, JSON]], Awaitable[str]]
+Call = Callable[[str, dict[str, Json]], Awaitable[str]]
 
 
 @dataclass

@@ -23,9 +23,9 @@ import json
 from typing import TYPE_CHECKING
 
 from core.waits import in_thread
-from envs import Reward, final_text, get, require, services, unfinished
+from envs import Json, Reward, final_text, get, require, services, unfinished
 from envs.services import TOOL_PARSER, CheckerError, Need
-from envs.tools.calls import JSON, check_call
+from envs.tools.calls import check_call
 from envs.tools.tools import converse
 from envs.workplace import office
 from envs.workplace.office import Office, load
@@ -60,7 +60,7 @@ async def rollout(row: dict, sampler: "Sampler") -> Episode:
     """Does one errand in at most 6 answers."""
     office = fresh()
 
-    async def call(name: str, given: dict[str, JSON]) -> str:
+    async def call(name: str, given: dict[str, Json]) -> str:
         return await in_thread(used, office, name, given)
 
     params = row["responses_create_params"]
@@ -75,7 +75,7 @@ def fresh() -> Office:
     return load(services.current().workplace).copy()
 
 
-def used(office: Office, name: str, given: dict[str, JSON]) -> str:
+def used(office: Office, name: str, given: dict[str, Json]) -> str:
     """Returns a tool's output as JSON text; if it raises, the output is the error."""
     given = {key: value for key, value in given.items() if value is not None}
     try:
