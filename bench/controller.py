@@ -1,4 +1,4 @@
-"""What the driver costs at the size of Nemotron 3 Super: 256 x 16 samples a step, 144 engines.
+"""Measures the driver at the size of Nemotron 3 Super: 256 x 16 samples a step, 144 engines.
 
     python bench/controller.py [STEPS] [BYTES of rollouts.jsonl a group] [TIMES this size]
 
@@ -56,7 +56,7 @@ STEP = MEASURED | {"train_seconds": 1.0, "train_tokens": 1.0}, TABLE, []
 
 
 def infos(numbers: np.random.Generator) -> bytes:
-    """A group's SampleInfos, as they come over the wire."""
+    """Makes a group's SampleInfos, as they arrive over the wire."""
     lengths = numbers.lognormal(9, 1, SAMPLES).clip(64, LONGEST).astype(int).tolist()
     same = {"has_gradient": True, "oldest_version": 0, "newest_version": 0, "truncated": False}
     return pickle.dumps(
@@ -72,13 +72,13 @@ GROUPS = [infos(np.random.default_rng(i)) for i in range(500)]
 
 
 class Stubs:
-    """CPU seconds of what stands for Ray and the actors."""
+    """CPU seconds of the stand-ins for Ray and the actors."""
 
     seconds = 0.0
 
     @classmethod
     def load(cls, value: bytes) -> Any:
-        """What an actor has answered."""
+        """Unpickles the answer of an actor."""
         began = time.thread_time()
         loaded = pickle.loads(value)
         cls.seconds += time.thread_time() - began
@@ -86,7 +86,7 @@ class Stubs:
 
     @classmethod
     def timed(cls, method: Callable) -> Callable:
-        """A method of an actor, whose seconds count."""
+        """Returns a method of an actor, whose seconds count."""
 
         def call(*args):
             began = time.thread_time()
@@ -98,7 +98,7 @@ class Stubs:
 
 
 class Answer:
-    """What a call returns: awaited as an ObjectRef would be, or turned into a future."""
+    """The result of a call: awaited like an ObjectRef, or turned into a future."""
 
     def __init__(self, value: bytes, seconds: float = 0.0):
         self.value = value
@@ -110,14 +110,14 @@ class Answer:
         return Stubs.load(self.value)
 
     def future(self) -> concurrent.futures.Future:
-        """The answer for those who wait with a timeout."""
+        """Returns the answer as a future, to be awaited with a timeout."""
         future = concurrent.futures.Future()
         future.set_result(Stubs.load(self.value))
         return future
 
 
 class Actor:
-    """Answers every method at once, and `rollout_group` after a while."""
+    """A stand-in that answers every method at once, and `rollout_group` after a while."""
 
     def __getattr__(self, name: str):
         answer = Answer(pickle.dumps(ANSWERS.get(name)))
@@ -131,16 +131,16 @@ class Actor:
         return method
 
     def answer_call(self, function, *args) -> Answer:
-        """What a worker has seen of the judges; where a trainer rank is."""
+        """Answers with a worker's report on judges, or a trainer rank's place."""
         report = services.Report({}, Counter())
         return Answer(pickle.dumps(report if function is services.report else ("node", [0])))
 
     def train(self, *args) -> list[Answer]:
-        """Metrics, mismatch table and logprobs of a rank."""
+        """Answers with metrics, mismatch table and logprobs of a rank."""
         return [Answer(pickle.dumps(part)) for part in STEP]
 
     def roll_out(self, *args) -> tuple[Answer, None, Answer]:
-        """Infos of a group, the reference to its samples, and its lines."""
+        """Answers with a group's infos, the reference to its samples, and its lines."""
         infos = Answer(random.choice(GROUPS), random.uniform(0.001, 0.02))
         return infos, None, Answer(pickle.dumps(b"x" * TEXT))
 
@@ -155,7 +155,7 @@ def measure(steps: int) -> tuple[np.ndarray, dict[str, float]]:
 
     def plan(groups, cfg, more):
         began = time.process_time()
-        of_thread = time.thread_time()  # the loop goes on beside it
+        of_thread = time.thread_time()  # the loop runs next to it
         planned = plan_step(groups, cfg, more)
         of_thread = time.thread_time() - of_thread
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -175,7 +175,7 @@ def measure(steps: int) -> tuple[np.ndarray, dict[str, float]]:
         run.cluster.places = Places([], [""] * ENGINES, [""] * RANKS)
         run.cluster.shares_gpus = lambda: False
         run.save = lambda: asyncio.sleep(0)
-        cluster.search_rarely()  # as Cluster does where it is entered
+        cluster.search_rarely()  # as Cluster does when it is entered
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             asyncio.run(run.run(modes.loops(run)))
         files = [path for path in Path(folder).iterdir() if path.stem != "starts"]

@@ -1,10 +1,10 @@
-"""Tokens a second that one engine samples, beside what the dry run says of it.
+"""Measures the tokens per second that one engine samples, against the dry run's estimate.
 
     python bench/gpu_decode.py MODEL [BATCH [TOKENS]]     a folder with config.json
 
 vLLM with the settings of a run and random weights; BATCH prompts of 16 tokens are answered by
 TOKENS each. The second of two rounds is measured, so graphs and kernels are there. The dry run's
-seconds of a step are those of decoding BATCH sequences that are half written.
+seconds of a step are for decoding BATCH sequences that are half written.
 """
 
 import os

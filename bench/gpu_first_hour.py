@@ -1,11 +1,11 @@
-"""The lines of bench/gpu_first_hour.sh, which installs first.
+"""Checks a machine with GPUs, line by line; bench/gpu_first_hour.sh calls it after installing.
 
     python bench/gpu_first_hour.py FOLDER [LINE ...]      all lines without names
 
-Exit status: 0 where all lines passed, 1 where one failed, else 2: one was skipped.
+Exit status: 0 if all lines passed, 1 if one failed, else 2: one was skipped.
 
 Runs train a model of Qwen3-0.6B's sizes with random weights (a tiny one without a GPU) on the tiny
-job's rows: what they show is that weights, logprobs and processes are right, not that it learns.
+job's rows: they show that weights, logprobs and processes are right, not that the model learns.
 """
 
 import contextlib
@@ -20,26 +20,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil  # which vLLM brings
+import psutil  # installed with vLLM
 import torch
 
+Word = str | int | float | Path  # of a command line
 ROOT = Path(__file__).resolve().parents[1]
 GPUS = torch.cuda.device_count()
-DRIVER = 580  # of CUDA 13, for which requirements/gpu.txt's torch is built
+DRIVER = 580  # needed by CUDA 13, for which requirements/gpu.txt's torch is built
 FILES = 65536
 KILL_AT = 10  # the step of the run that loses an engine
 MISMATCH = 1.02  # token_mult_prob_error at lag 0
 SPARE = 256  # MiB by which the memory in use on a GPU varies
 TINY = ["--prompts_per_step", "4", "--group_size", "4", "--max_lag", "0", "--val_period", "0"]
 TINY += ["--data.val", "", "--engine.verify_sync_every", "1", "--sample_period", "0"]
-TINY += ["--loss.no-skip_zero_advantage"]  # of random weights all answers are wrong
+TINY += ["--loss.no-skip_zero_advantage"]  # with random weights all answers are wrong
 
 
 class Line(NamedTuple):
     """One line of the table."""
 
-    work: Callable[["Log"], str]  # returns what was seen; raises where it fails
-    gpus: int  # that it needs
+    work: Callable[["Log"], str]  # returns its findings; raises if it fails
+    gpus: int  # needed
     seconds: float  # its deadline
 
 
@@ -57,7 +58,7 @@ def line(gpus: int, seconds: float) -> Callable[[Callable], Callable]:
 
 
 class Log:
-    """Where a line's programs write, and when they must have ended."""
+    """The file to which a line's programs write, and their deadline."""
 
     def __init__(self, name: str, folder: Path, seconds: float):
         self.folder = folder
@@ -66,8 +67,8 @@ class Log:
         self.ends = time.monotonic() + seconds
 
     @contextlib.contextmanager
-    def program(self, *command: object) -> Iterator[psutil.Popen]:
-        """A program of this line, which is ended with all that it started."""
+    def program(self, *command: Word) -> Iterator[psutil.Popen]:
+        """Runs a program, and at the end kills it and everything that it started."""
         text = [str(word) for word in command]
         with self.path.open("a") as file:
             file.write("$ " + " ".join(text) + "\n")
@@ -80,12 +81,12 @@ class Log:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for process in running.children(recursive=True):
                     process.kill()
-            with contextlib.suppress(ProcessLookupError):  # what has lost its parent
+            with contextlib.suppress(ProcessLookupError):  # processes that lost their parent
                 os.killpg(running.pid, signal.SIGKILL)
             running.wait(60)
 
-    def run(self, *command: object) -> str:
-        """What a program printed. Raises RuntimeError where it fails or takes too long."""
+    def run(self, *command: Word) -> str:
+        """Returns a program's output. Raises RuntimeError if it fails, TimeoutError if too slow."""
         with self.program(*command) as running:
             self.until(lambda: running.poll() is not None, f"{command[-1]} to end")
             if code := running.wait():
@@ -93,20 +94,20 @@ class Log:
         return self.path.read_text(errors="replace")
 
     def until(self, done: Callable[[], bool], awaited: str) -> None:
-        """Waits. Raises TimeoutError that says for what."""
+        """Waits. Raises TimeoutError naming what was awaited."""
         while not done():
             if time.monotonic() > self.ends:
                 raise TimeoutError(f"waited too long for {awaited}")
             time.sleep(0.5)
 
-    def command(self, steps: int, *flags: object) -> list[object]:
-        """The command that trains `steps` steps in this line's run folder."""
-        command = [sys.executable, "grpo_async.py", "--model", model(self), *TINY]
+    def command(self, steps: int, *flags: Word) -> list[Word]:
+        """Returns the command that trains `steps` steps in this line's run folder."""
+        command: list[Word] = [sys.executable, "grpo_async.py", "--model", model(self), *TINY]
         run = self.folder / f"run-{self.path.stem}"
         return [*command, "--run_dir", run, "--steps", steps, "--save_period", 0, *flags]
 
     def steps(self) -> list[dict]:
-        """The metrics of each step that the run has made so far."""
+        """Returns the metrics of each step that the run has made so far."""
         path = self.folder / f"run-{self.path.stem}" / "metrics.jsonl"
         with contextlib.suppress(FileNotFoundError):
             return [json.loads(text) for text in path.read_text().splitlines()]
@@ -114,7 +115,7 @@ class Log:
 
 
 def model(log: Log) -> Path:
-    """A folder with a model of random weights; the tiny one without a GPU."""
+    """Makes a folder with a model of random weights; the tiny one without a GPU."""
     log.run(sys.executable, "launch/make_tiny.py")
     if not GPUS:
         return ROOT / "models/tiny"
@@ -134,19 +135,19 @@ def model(log: Log) -> Path:
 
 
 def memory(log: Log) -> list[int]:
-    """MiB in use on each GPU of the machine."""
+    """Returns MiB in use on each GPU of the machine."""
     units = "--format=csv,noheader,nounits"
     said = log.run("nvidia-smi", "--query-gpu=memory.used", units)
     return [int(text) for text in said.rpartition(units)[2].split()]
 
 
 def given_back(log: Log, before: list[int]) -> bool:
-    """Whether no more memory is in use than before; process ids mean nothing in a container."""
+    """True if no more memory is in use than before; process ids mean nothing in a container."""
     return all(now <= then + SPARE for now, then in zip(memory(log), before, strict=True))
 
 
-def trained(log: Log, steps: int, *flags: object) -> str:
-    """Trains to the end. Raises RuntimeError where engine and trainer disagree."""
+def trained(log: Log, steps: int, *flags: Word) -> str:
+    """Trains to the end. Raises RuntimeError if engine and trainer disagree."""
     command = log.command(steps, *flags)
     planned = log.run(*command, "--dry_run")
     log.run(*command)
@@ -156,7 +157,7 @@ def trained(log: Log, steps: int, *flags: object) -> str:
 
 
 def beside(planned: str, step: dict) -> str:
-    """What the dry run said of a step and of its update, in seconds, and what the last one took."""
+    """Compares the seconds of a step and of its update in the dry run and in the last step."""
     names = ("= step", "weight update")
     said = {name: re.search(rf"^  {name} +([\d.,]+)", planned, re.M)[1] for name in names}
     took = {"= step": step["step_seconds"], "weight update": step["sync_transfer"]}
@@ -165,7 +166,7 @@ def beside(planned: str, step: dict) -> str:
 
 
 def agreed(steps: list[dict]) -> str:
-    """How far engine and trainer were apart. Raises RuntimeError where that is too far."""
+    """Returns how far engine and trainer were apart. Raises RuntimeError if it is too far."""
     worst = max(step["token_mult_prob_error"] for step in steps)
     if worst > MISMATCH:
         raise RuntimeError(f"token_mult_prob_error {worst:.4f}, expected at most {MISMATCH}")
@@ -173,7 +174,7 @@ def agreed(steps: list[dict]) -> str:
 
 
 def serve_again(steps: list[dict], seen: int) -> bool:
-    """Whether two more steps than `seen` were trained, and both engines served the last one."""
+    """True if two more steps than `seen` were trained, and both engines served the last one."""
     return len(steps) >= seen + 2 and steps[-1]["engines"] == 2
 
 
@@ -219,7 +220,7 @@ def matmul(log: Log) -> str:
 
 @line(gpus=0, seconds=300)
 def logprobs(log: Log) -> str:
-    """Memory and time of the head against full logits, and against Liger's where it is there."""
+    """Memory and time of the head against full logits, and against Liger's if it is installed."""
     sizes = () if GPUS else ("--tokens", 512, "--vocab", 16384, "--hidden", 64, "--chunk", 64)
     said = log.run(sys.executable, "bench/logprob_memory.py", *sizes).splitlines()
     found = {word: text.split()[-2:] for text in said if (word := text[:10].strip())}
@@ -243,7 +244,7 @@ def trainer(log: Log) -> str:
 
 @line(gpus=0, seconds=900)
 def decode(log: Log) -> str:
-    """Tokens a second of an engine, beside the dry run."""
+    """Tokens a second of an engine, against the dry run."""
     return log.run(sys.executable, "bench/gpu_decode.py", model(log)).splitlines()[-1]
 
 
@@ -258,7 +259,7 @@ def experts(log: Log) -> str:
 
 @line(gpus=0, seconds=600)
 def nemotron_h(log: Log) -> str:
-    """Bf16 checkpoints of Nemotron-H, by Megatron where its kernels are."""
+    """Bf16 checkpoints of Nemotron-H, by Megatron if its kernels are installed."""
     return log.run(sys.executable, "bench/nemotron_h.py").splitlines()[-1]
 
 
@@ -299,7 +300,7 @@ def four_gpus(log: Log) -> str:
 
 @line(gpus=3, seconds=1800)
 def killed_engine(log: Log) -> str:
-    """Of two engines one is killed: the run repairs it, and nothing of it stays on a GPU."""
+    """One of two engines is killed: the run repairs it, and nothing of it stays on a GPU."""
     before = memory(log)
     with log.program(*log.command(10_000, "--gpu_share", 1, "--engine.count", 2)) as running:
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What a machine with GPUs must show before a long run: one table, a line passes, fails or is skipped.
+# Checks a machine with GPUs before a long run: one table, a line passes, fails or is skipped.
 #   bash bench/gpu_first_hour.sh [FOLDER]      logs and runs go there; default: first_hour
-# Exit status: 0 where all lines passed, 1 where one failed, else 2: one was skipped.
+# Exit status: 0 if all lines passed, 1 if one failed, else 2: one was skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:-first_hour}

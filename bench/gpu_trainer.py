@@ -1,4 +1,4 @@
-"""One training step of policy/fsdp.py on one GPU: tokens/s, MFU against a measured matmul, memory.
+"""Measures a step of policy/fsdp.py on one GPU: tokens/s, MFU against a measured matmul, memory.
 
     python bench/gpu_trainer.py [ATTENTION...]     each as policy.attention; auto without any
 
@@ -38,7 +38,7 @@ EXPERTS |= {"moe_intermediate_size": 512}
 
 
 def models() -> dict:
-    """Configurations by name: of Qwen3's sizes on a GPU, tiny ones elsewhere."""
+    """Returns configurations by name: Qwen3's sizes on a GPU, tiny ones elsewhere."""
     dense, sparse = transformers.Qwen3Config, transformers.Qwen3MoeConfig
     if not GPU:
         few = EXPERTS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -52,7 +52,7 @@ def models() -> dict:
 
 
 def timed(work) -> float:
-    """Seconds of the second of two calls."""
+    """Measures the seconds of the second of two calls."""
     synchronize = torch.cuda.synchronize if GPU else lambda: None
     for _ in range(2):
         synchronize()
@@ -63,14 +63,14 @@ def timed(work) -> float:
 
 
 def matmul_flops(size: int) -> float:
-    """FLOP/s of one bf16 (CPU: float32) matmul."""
+    """Measures the FLOP/s of one bf16 (CPU: float32) matmul."""
     kind = torch.bfloat16 if GPU else torch.float32
     a, b = (torch.randn(size, size, device=DEVICE, dtype=kind) for _ in range(2))
     return 20 * 2 * size**3 / timed(lambda: [a @ b for _ in range(20)])
 
 
 def train_flops(config, lm, tokens: int) -> float:
-    """Of a step without recomputation."""
+    """Counts the FLOPs of a step without recomputation."""
     share = 1.0
     if hasattr(config, "num_experts"):
         share = config.num_experts_per_tok / config.num_experts
@@ -82,7 +82,7 @@ def train_flops(config, lm, tokens: int) -> float:
 
 
 def full_logits(model, row: random_rows.Row) -> torch.Tensor:
-    """What the chunked head replaces: all logits at once."""
+    """Computes all logits at once, which the chunked head replaces."""
     lm = model.lm
     hidden = lm.get_decoder()(
         input_ids=row.tokens_T[None], position_ids=row.positions_T[None], use_cache=False
@@ -93,7 +93,7 @@ def full_logits(model, row: random_rows.Row) -> torch.Tensor:
 
 
 class RandomPolicy(FSDPPolicy):
-    """A policy that needs no checkpoint."""
+    """Makes a policy without a checkpoint."""
 
     def _read(self) -> None:
         self.model.to_empty(device=DEVICE)
@@ -122,7 +122,7 @@ def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> N
         trained.optimizer_step()
 
     def cost(forward=None) -> tuple[float, float]:
-        """Seconds, and the peak of memory in GiB."""
+        """Measures seconds, and the peak of memory in GiB."""
         if GPU:
             torch.cuda.reset_peak_memory_stats()
         try:

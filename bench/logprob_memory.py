@@ -1,4 +1,4 @@
-"""Peak memory and time of the chunked logprobs against the plain ones, forward and backward.
+"""Measures memory and time of the chunked logprobs against plain ones, forward and backward.
 
     python bench/logprob_memory.py [--tokens 8192 --vocab 131072 --hidden 1024 --chunk 1024]
 
@@ -64,7 +64,7 @@ def peak_bytes(device: str) -> int:
 
 
 def measure(method: str, tokens: int, vocab: int, hidden: int, chunk: int) -> dict:
-    """Peak bytes above the inputs, seconds, and two sums by which the methods are compared."""
+    """Measures peak bytes above the inputs, seconds, and two sums to compare the methods by."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What tp, cp, pp and ep cost a trainer rank: bytes sent and peak memory, measured and counted.
+"""Measures what tp, cp, pp and ep cost a trainer rank: bytes sent and peak memory, and counts both.
 
     python bench/megatron_layouts.py        3 minutes on two cores; needs no model, no GPU
 
@@ -68,7 +68,7 @@ class Meter(Peak):
 
 
 def sent_bytes(name: str, args: tuple, group) -> float:
-    """What a rank of a ring sends in one c10d operation, whose first arguments are outputs."""
+    """Counts what a ring's rank sends in one c10d operation, whose first arguments are outputs."""
     first, second = (sum(t.nbytes for t in tree_iter(x) if torch.is_tensor(t)) for x in args[:2])
     share = counted.ring(group.size())
     if "alltoall" in name:
@@ -82,7 +82,7 @@ def sent_bytes(name: str, args: tuple, group) -> float:
 
 
 def measure(cfg: Config, tokens: int) -> dict:
-    """A rank's second step, as the first one makes the moments: peak, and bytes sent by group."""
+    """Measures peak and bytes sent by group in a rank's second step, which has moments."""
     from policy.megatron.policy import MegatronPolicy, mpu
 
     def loss(logp_T, _):
@@ -112,7 +112,7 @@ def measure(cfg: Config, tokens: int) -> dict:
 
 
 def settings(model: str, layout: dict, world: int) -> tuple[Config, int]:
-    """The configuration of a model's folder under a layout, without checkpointing; tokens a row."""
+    """Returns a model's configuration under a layout, without checkpointing, and tokens per row."""
     tokens = MODELS[Path(model).name][1]
     fields = {"row_tokens": tokens, "max_model_len": SEQUENCE, "kind": "megatron"}
     fields |= {"activation_checkpointing": False, "ranks": world}
@@ -134,10 +134,10 @@ def work(job: dict, _: Path) -> list:
 
 
 def arithmetic(cfg: Config) -> dict[str, float]:
-    """What is counted for a layout; memory where it is."""
+    """Returns the bytes that are counted for a layout, and memory if it is counted."""
     shape = counted.read_shape(cfg.model, cfg.policy)
     every = counted.token_bytes(shape, cfg.policy, FLOAT32)
-    if not cfg.policy.activation_checkpointing:  # which changes nothing of an update
+    if not cfg.policy.activation_checkpointing:  # it does not change an update
         every |= counted.step_bytes(shape, cfg.policy, FLOAT32)
     if "M" in shape.layers:
         return every
@@ -146,7 +146,7 @@ def arithmetic(cfg: Config) -> dict[str, float]:
 
 
 def compare(name: str, found: dict, expected: dict) -> bool:
-    """Prints a line for each thing that there is; whether all are within a tenth."""
+    """Prints a line for each quantity; returns True if all are within a tenth."""
     close, units = True, {"memory": (2**20, "MiB")}
     units |= dict.fromkeys(("gradients", "parameters"), (2**10, "KiB an update"))
     for key, value in expected.items():

@@ -2,7 +2,7 @@
 
     python bench/nemotron_h.py [megatron | transformers]
 
-By policy/megatron on one rank where Transformer Engine and mamba-ssm are, else by transformers' own
+By policy/megatron on one rank if Transformer Engine and mamba-ssm are here, else transformers' own
 modelling code and torch's AdamW. That shows the model's kernels and dtypes, but not our trainer. A
 loaded model must be bitwise what was saved. Its next step must be as without saving except for what
 kernels round: a checkpoint without moments moves weights elsewhere. On a CPU Megatron is float32.
@@ -24,8 +24,8 @@ from support.tiny_models import ROUTED, nemotron  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LR = 0.01  # large enough to move bf16
-ROW = (96, 48, 512)  # tokens, those of a sequence, vocabulary
-APART = 0.1  # of a step's length, by which two equal steps may end apart
+ROW = (96, 48, 512)  # tokens of a row, tokens of a sequence, vocabulary
+APART = 0.1  # difference allowed between two equal steps, over a step's length
 
 
 class ByMegatron:
@@ -43,7 +43,7 @@ class ByMegatron:
         self.policy.optimizer_step()
 
     def saved(self, folder: str, model: str) -> "ByMegatron":
-        """What goes on from a checkpoint of this."""
+        """Saves a checkpoint; returns another one that continues from it."""
         self.policy.save(folder)()
         made = ByMegatron(model)
         made.policy.load(folder)
@@ -68,7 +68,7 @@ class ByTransformers:
         self.optimizer.zero_grad()
 
     def saved(self, folder: str, model: str) -> "ByTransformers":
-        """What goes on from a checkpoint of this."""
+        """Saves a checkpoint; returns another one that continues from it."""
         self.lm.save_pretrained(folder)
         torch.save(self.optimizer.state_dict(), f"{folder}/optimizer.pt")
         made = ByTransformers(folder)
@@ -80,13 +80,13 @@ class ByTransformers:
 
 
 def apart(one: dict, other: dict) -> float:
-    """Length of the difference of all weights."""
+    """Returns the length of the difference of all weights."""
     squares = (float((one[name].double() - other[name].double()).square().sum()) for name in one)
     return sum(squares) ** 0.5
 
 
 def main() -> None:
-    """Exits with a message where something is lost."""
+    """Exits with a message if something is lost."""
     kernels = all(find_spec(name) for name in ("transformer_engine", "mamba_ssm"))
     how = sys.argv[1] if len(sys.argv) > 1 else "megatron" if kernels else "transformers"
     dist.init_process_group(

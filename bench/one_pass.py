@@ -1,4 +1,4 @@
-"""Trainer seconds of a batch: one pass, as grpo_async.py trains it, against the recipe's two.
+"""Measures trainer seconds of a batch: one pass, as in grpo_async.py, against the recipe's two.
 
     python bench/one_pass.py [REPETITIONS]
 
@@ -17,22 +17,23 @@ without is not computed by ours, so it cannot fail the filter and stays in the d
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from grpo_async import Batch, Config, Group, Trainer, group_advantages, pack, plan_step
 from policy import Policy
 from policy.factory import open_policy
+from policy.fsdp import FSDPPolicy
 from policy.packing import Update
 from rollout.episode import Sample
 
@@ -45,7 +46,7 @@ ROUNDING = 1e-4  # difference of the gradients that is allowed, relative to thei
 
 
 def two_passes(policy: Policy, rows: list[Batch]) -> None:
-    """A pass for the previous logprobs, then the training pass; `rows` are all samples."""
+    """Runs a pass for the previous logprobs, then the training pass; `rows` are all samples."""
     weights = []
     for row, previous_T in zip(rows, policy.logprobs(rows), strict=True):
         gap_T = torch.where(row.mask_T, previous_T - row.engine_logp_T, 0.0)
@@ -65,7 +66,7 @@ def two_passes(policy: Policy, rows: list[Batch]) -> None:
 
 
 def make_groups(policy: Policy, agreeing: int, cfg: Config) -> list[Group]:
-    """Random groups; the samples of the last `agreeing` have equal rewards."""
+    """Makes random groups; the samples of the last `agreeing` have equal rewards."""
     random = np.random.default_rng(0)
     groups = []
     for g in range(P):
@@ -88,20 +89,20 @@ def make_groups(policy: Policy, agreeing: int, cfg: Config) -> list[Group]:
 
 
 def packed(groups: list[Group], cfg: Config) -> tuple[Update, list[Batch]]:
-    """The update of a single rank, and its rows."""
+    """Returns the update of a single rank, and its rows."""
     (share,) = plan_step(groups, cfg)
     (update,) = share.updates
     rows = [[groups[share.groups[g]].samples[j] for g, j in row] for row in update.rows]
     return update, [pack(samples, update, cfg) for samples in rows]
 
 
-def flat(tensors: Any) -> Tensor:
-    """A copy of sharded tensors, end to end."""
+def flat(tensors: Iterable[DTensor]) -> Tensor:
+    """Copies sharded tensors, end to end."""
     return torch.cat([tensor.detach().to_local().flatten() for tensor in tensors])
 
 
-def gradient(policy: Any) -> Tensor:
-    """AdamW's mean of the gradients so far."""
+def gradient(policy: FSDPPolicy) -> Tensor:
+    """Returns AdamW's mean of the gradients so far."""
     return flat(policy.optimizer.state[p]["exp_avg"] for p in policy.model.parameters())
 
 
@@ -118,7 +119,8 @@ def main() -> None:
         recipe = Config(model=folder, policy=settings, loss={"skip_zero_advantage": False})
         trainer = Trainer(ours)
         trainer.start(0, trainer.open_store(1))
-        policy: Any = open_policy(folder, recipe.policy)
+        policy = open_policy(folder, recipe.policy)
+        assert isinstance(policy, FSDPPolicy)
     start = flat(policy.model.parameters())
     print(f"{len(start) / 1e6:.0f}M parameters, {P} x {sum(LENGTHS)} tokens; median (range)\n")
     print("| groups that agree | one pass, s | two passes, s | ratio |\n|---|---|---|---|")

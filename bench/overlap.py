@@ -1,4 +1,4 @@
-"""How well the two loops hide each other: the tiny job with one core each, at max_lag 1 and 0.
+"""Measures how well the two loops overlap: the tiny job with one core each, at max_lag 1 and 0.
 
     python bench/overlap.py [STEPS]
 
@@ -20,7 +20,7 @@ SKIPPED = 5  # steps in which both sides still warm up
 
 
 def measure(max_lag: int, steps: int, folder: str) -> dict[str, float]:
-    """Medians over the steps of one run of configs/tiny.py."""
+    """Returns medians over the steps of one run of configs/tiny.py."""
     run_dir = f"{folder}/lag{max_lag}"
     flags = {"max_lag": max_lag, "steps": steps, "run_dir": run_dir}
     flags |= {"policy.lr": 1e-12, "policy.warmup_lr": 1e-12, "val_period": 0, "data.val": ""}

@@ -1,4 +1,4 @@
-"""A packed row of random tokens, for what measures a trainer."""
+"""Makes packed rows of random tokens, to measure a trainer."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass
 class Row:
-    """As policy.Row; all but the first token of each sequence is trained."""
+    """A policy.Row that trains all but the first token of each sequence."""
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
@@ -17,7 +17,7 @@ class Row:
 
 
 def row(tokens: int, sequence: int, vocab: int, seed: int = 0) -> Row:
-    """Random tokens in sequences of equal length."""
+    """Makes random tokens in sequences of equal length."""
     drawn_T = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(seed))
     index_T = torch.arange(tokens)
     return Row(drawn_T, index_T % sequence, index_T // sequence, index_T % sequence > 0)

@@ -1,11 +1,11 @@
-"""What a tensor of a weight update costs an engine's processor: vLLM's loaders, and copies by plan.
+"""Measures an engine's CPU time per tensor of a weight update: by vLLM's loaders, and by copies.
 
     python bench/reload.py [EXPERTS [LAYERS]]
 
 A real vLLM engine of a small mixture of experts gets the same policy again and again, by its own
 receiver; only the network is left out. EXPERTS in each of LAYERS (128 and 4: 1,536 tensors of
-experts). Printed: microseconds of CPU a tensor of the whole policy, the median of some updates, for
-updates of which one parameter in 32 is read back, and for those that are verified.
+experts). Printed: microseconds of CPU per tensor of the whole policy, the median of some updates,
+for updates that read back one parameter in 32, and for verified updates.
 """
 
 import os
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cpu")]
@@ -29,6 +29,9 @@ import torch.distributed as dist  # noqa: E402
 from policy import WeightMeta  # noqa: E402
 from policy.sync.receiver import WeightReceiver  # noqa: E402
 from policy.sync.weight_sync import Wire, gathered  # noqa: E402
+
+if TYPE_CHECKING:
+    from policy.sync.layer_copies import Copies
 
 HIDDEN, INNER, WORDS = 64, 32, 64
 UPDATES = 32
@@ -53,12 +56,12 @@ class Measured(WeightReceiver):
         )
         return len(metas)
 
-    def asked(self, model: Any) -> Any:
-        """Nothing where the loaders are measured."""
+    def asked(self, model: torch.nn.Module) -> "Copies | None":
+        """Returns None if the loaders are measured."""
         return None if self.by_loaders else super().asked(model)
 
     def update(self, verify: bool, by_loaders: bool) -> float:
-        """Seconds of CPU of one update."""
+        """Measures the seconds of CPU of one update."""
         arriving = iter(self.sent)
         done = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 

@@ -1,4 +1,4 @@
-"""What a run on a cluster would do, before it is rented: the real driver on a virtual clock.
+"""Simulates a run on a cluster before it is rented: the real driver on a virtual clock.
 
     python bench/simulate.py [CONFIG] [OVERRIDES] [OPTIONS]
 
@@ -45,18 +45,18 @@ from support import shapes  # noqa: E402
 
 STEPS = 24
 ROUND = 200_000  # objects that a run makes before Python looks for garbage; it makes little
-TRIED = 14  # steps of a change that is tried, beside max_lag
-WORTH = 0.95  # a change that leaves more of a step is not worth its name
+TRIED = 14  # steps of a change that is tried, in addition to max_lag
+WORTH = 0.95  # a change that leaves more of a step is not named
 BIG = 60e9  # parameters: such a model is of the recipe's stages
 AGENT = "swe2"  # in the name of a configuration whose answers are episodes of an agent
 USUAL = {"turns": 1, "tool": 0.0, "judge": 0.0}
 # Assumed of those: answers, the seconds of a command, and of a fresh box with its tests.
 AGENTS = {"turns": 50, "tool": 5.0, "judge": 120.0}
-MTP = 1.5  # assumed, where drafts are tried: tokens of a step of an engine that is nearly empty
+MTP = 1.5  # assumed if drafts are tried: tokens per step of an engine that is nearly empty
 
 
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The simulation's own options, and the words that are for the configuration."""
+    """Parses the simulation's own options; returns them and the words for the configuration."""
     about, _, usage = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         description=about,
@@ -97,7 +97,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 @contextlib.contextmanager
 def with_model(cfg: Config) -> Iterator[Config]:
-    """`cfg` with a folder that has a config.json: that of Nemotron 3 Super or Nano by its name."""
+    """Returns `cfg` with a folder that has config.json: Nemotron 3 Super's or Nano's by name."""
     if (Path(cfg.model) / "config.json").is_file():
         yield cfg
         return
@@ -111,7 +111,7 @@ def with_model(cfg: Config) -> Iterator[Config]:
 
 
 def read(path: str, words: list[str], steps: int) -> Config:
-    """The configuration, without looking for its data."""
+    """Reads the configuration, without looking for its data."""
     file = Path(path) if Path(path).is_file() else ROOT / path
     base = reader.read(mopd.Config if file.stem.endswith("mopd") else Config, file)
     named = dataclasses.replace(base.command, config=path)
@@ -121,14 +121,14 @@ def read(path: str, words: list[str], steps: int) -> Config:
 
 
 def chosen(model: Model, cfg: Config) -> Gpu:
-    """The GPU that --gpu names, or that of the recipe: H100 below configs/h100, else B200."""
+    """Returns the GPU that --gpu names, or the recipe's: H100 below configs/h100, else B200."""
     if cfg.command.gpu != "auto" or model.params < BIG:
         return gpus.planned(cfg.command.gpu)
     return gpus.H100 if "h100" in Path(cfg.command.config).parts else gpus.B200
 
 
 def check(given: argparse.Namespace) -> None:
-    """Raises InputError for a number that no run can have, and for a page without a folder."""
+    """Raises InputError for a number that no run can have, or a page without a folder."""
     least = {"steps": 1, "turns": 1, "drafts": 1, "judged_at_once": 1}
     if not 0 < given.mfu <= 1:
         raise InputError(f"--mfu {given.mfu}: expected a share above 0, at most 1")
@@ -142,7 +142,7 @@ def check(given: argparse.Namespace) -> None:
 
 
 def work_of(cfg: Config, given: argparse.Namespace, model: Model) -> Workload:
-    """What the options say of the rollouts. Raises InputError."""
+    """Makes the workload of the options. Raises InputError for a value that does not fit."""
     limit = min(cfg.sampling.max_response_tokens, cfg.sampling.max_model_len - given.prompt)
     if limit < 2:
         raise InputError(f"--prompt {given.prompt} leaves {limit} tokens for a response")
@@ -173,7 +173,7 @@ class Plan:
         return world.run(cfg, hardware, self.work, Faults.read(given.faults), picture)
 
     def changes(self, found: Findings) -> dict[str, Config]:
-        """What may help against what binds, by what is to be written."""
+        """Returns changes that may help against what binds, by the text to print."""
         cfg, engine = self.cfg, self.cfg.engine
         lag = cfg.max_lag + 1
         every = {f"max_lag = {lag}": dataclasses.replace(cfg, max_lag=lag)}
@@ -195,26 +195,26 @@ class Plan:
         }
 
     def splits(self) -> list[Config]:
-        """As many as are asked for of the ways to split the same GPUs, evenly spread."""
+        """Returns the requested number of splits of the same GPUs, evenly spread."""
         every = pace.splits(self.model, self.cfg, self.gpu)
         n = min(self.given.splits, len(every))
         return [every[(2 * i + 1) * len(every) // (2 * n)] for i in range(n)]
 
     def unfit(self, cfg: Config) -> list[str]:
-        """What does not fit, beside files that are not here."""
+        """Returns what does not fit, leaving out files that are missing here."""
         found = dry_run.problems(self.model, cfg, self.gpu)
         return [problem for problem in found if "no such file" not in problem]
 
 
 def first_of(error: Exception) -> Exception:
-    """The first error of a group, in which there may be others."""
+    """Returns the first error of a group, which may hold more groups."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def verdict(plan: Plan, found: Findings) -> str:
-    """What binds, and the best of some changes."""
+    """Prints what binds, and the best of some changes."""
     lag = plan.cfg.max_lag
     said = f"{shown(found.seconds)} a step, bound by "
     if found.binds == "longest rollout":
@@ -250,17 +250,17 @@ def verdict(plan: Plan, found: Findings) -> str:
 
 
 def trial(lag: int) -> int:
-    """Steps of a change that is tried at that max_lag: enough to be counted."""
+    """Returns the steps of a change that is tried at this max_lag: enough to be counted."""
     return max(TRIED + lag, findings.fewest(lag))
 
 
 def shown(seconds: float) -> str:
-    """Seconds, those of small models with a decimal."""
+    """Formats seconds, with a decimal for small models."""
     return f"{seconds:,.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 def validate(what: str) -> None:
-    """Prints the simulation beside closed forms ("forms"), real runs ("runs"), or both."""
+    """Compares the simulation with closed forms ("forms"), real runs ("runs"), or both."""
     if what != "runs":
         print("\n".join(validation.table()), flush=True)
     if what != "forms":

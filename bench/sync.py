@@ -1,4 +1,4 @@
-"""What a weight update costs an engine that is busy: 200 updates in flight, one after the other.
+"""Measures what a weight update costs a busy engine: 200 updates in flight, one after the other.
 
     python bench/sync.py [UPDATES] [--flag value ...]
     python bench/sync.py traffic [RANKS [MATES [WORKERS]]] [--flag value ...]
@@ -8,10 +8,10 @@ the phases of an update, tokens not generated because of it (windows of equal le
 without an update, in pairs), requests lost, prompts prefilled twice, and how time and memory of the
 last updates compare with the first.
 
-`traffic` counts what each process gets in one update, against the least: RANKS trainer ranks (4),
-MATES of them in the group beside rank 0 (0), and WORKERS of engines (2) that load nothing.
+`traffic` counts what each process receives in one update, against the least: RANKS trainer ranks
+(4), MATES of them in the group next to rank 0 (0), and WORKERS of engines (2) that load nothing.
 
-Flags are those of grpo_async.py: with --policy.lora_rank 8 updates carry adapters alone.
+Flags are grpo_async.py's: with --policy.lora_rank 8 updates carry adapters alone.
 """
 
 import asyncio
@@ -25,11 +25,12 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -43,9 +44,13 @@ import torch.distributed as dist  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from policy.sync.receiver import WeightReceiver  # noqa: E402
-from policy.sync.weight_sync import buckets  # noqa: E402
+from policy.sync.weight_sync import Group, buckets  # noqa: E402
 from rollout.episode import Request  # noqa: E402
 
+if TYPE_CHECKING:
+    from grpo_async import Config
+
+Done = TypeVar("Done")
 PROMPT = 16  # tokens
 ANSWER = 64
 RESPONSE = 22  # mean tokens of a response in the tiny job
@@ -53,7 +58,7 @@ WINDOW = 0.25  # seconds of decoding, with an update or without
 
 
 def counter(name: str) -> float:
-    """One of vLLM's own Prometheus counters, over the whole engine."""
+    """Reads one of vLLM's own Prometheus counters, over the whole engine."""
     from prometheus_client import REGISTRY
 
     return sum(
@@ -98,7 +103,7 @@ def trainer(method: str, *args):
 
 
 async def pair(cfg, call):
-    """A generator that holds version 0 of the trainer that `call` reaches."""
+    """Starts a generator that holds version 0 of the trainer that `call` reaches."""
     from grpo_async import Generator
 
     generator = Generator(cfg)
@@ -111,7 +116,7 @@ async def pair(cfg, call):
 
 
 def words() -> tuple[list[str], list[str]]:
-    """What the command line has before its first flag, and from there."""
+    """Splits the command line before its first flag."""
     given = sys.argv[1:]
     first = next((i for i, word in enumerate(given) if word.startswith("--")), len(given))
     return given[:first], given[first:]
@@ -146,7 +151,7 @@ async def main() -> None:
     ]
     await asyncio.sleep(2)  # warm
 
-    async def window(work) -> tuple[float, Any]:
+    async def window(work: Awaitable[Done]) -> tuple[float, Done]:
         began = time.perf_counter()
         before = counter("vllm:generation_tokens_total")
         done = await work
@@ -168,7 +173,7 @@ async def main() -> None:
 
 
 def report(rows: list[dict], step_tokens: int, load: Load) -> None:
-    """The table: phases, tokens, requests, and the last tenth of updates against the first."""
+    """Prints phases, tokens, requests, and how the last updates compare with the first."""
     tenth = max(1, len(rows) // 10)
     first = rows[tenth : 2 * tenth] or rows  # the very first fill caches
     last = rows[-tenth:]
@@ -196,12 +201,12 @@ def report(rows: list[dict], step_tokens: int, load: Load) -> None:
 class Counted:
     """A process group that counts what it broadcasts."""
 
-    def __init__(self, group: Any):
+    def __init__(self, group: Group):
         self.group = group
         self.sizes: list[int] = []
 
-    def broadcast(self, buffer: torch.Tensor, root: int) -> Any:
-        """As torch's process groups do."""
+    def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work:
+        """Broadcasts as torch's process groups do."""
         self.sizes.append(buffer.nbytes)
         return self.group.broadcast(buffer, root)
 
@@ -222,8 +227,8 @@ class Gathers(TorchDispatchMode):
         return found
 
 
-def of_trainer(pipe: Any, cfg: Any, rank: int, senders: int, world: int) -> None:
-    """A trainer rank that sends one update; `pipe` brings addresses and takes what it counted."""
+def of_trainer(pipe: Connection, cfg: "Config", rank: int, senders: int, world: int) -> None:
+    """Runs a trainer rank that sends one update; `pipe` brings addresses and takes its counts."""
     from grpo_async import Trainer
 
     made = Trainer(cfg)
@@ -242,8 +247,8 @@ def of_trainer(pipe: Any, cfg: Any, rank: int, senders: int, world: int) -> None
     pipe.send((len(gathers.sizes), sum(gathers.sizes), len(sent), sum(sent)))
 
 
-def of_worker(pipe: Any, meeting: tuple[bytes, str, int], rank: int, world: int) -> None:
-    """A worker of an engine that receives one update and throws it away."""
+def of_worker(pipe: Connection, meeting: tuple[bytes, str, int], rank: int, world: int) -> None:
+    """Runs a worker of an engine that receives one update and throws it away."""
     receiver = WeightReceiver()
     receiver.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     receiver.join_sync_group(*meeting, rank, world)
@@ -253,7 +258,7 @@ def of_worker(pipe: Any, meeting: tuple[bytes, str, int], rank: int, world: int)
 
 
 def traffic(flags: list[str], ranks: int = 4, mates: int = 0, workers: int = 2) -> None:
-    """One update between processes that load no engine, and a table of what each of them got."""
+    """Sends one update between processes without engines; prints what each of them received."""
     from grpo_async import Config
     from runtime.startup import preflight
 
@@ -263,7 +268,7 @@ def traffic(flags: list[str], ranks: int = 4, mates: int = 0, workers: int = 2) 
         flags = ["--run_dir", folder, "--policy.ranks", str(ranks), *flags]
         cfg = preflight.load(Config, flags, default="configs/tiny.py")
 
-    def begin(function: Callable, *args: Any) -> Any:
+    def begin(function: Callable[..., None], *args: Any) -> Connection:
         ours, theirs = context.Pipe()
         context.Process(target=function, args=(theirs, *args), daemon=True).start()
         return ours

@@ -1,4 +1,4 @@
-"""How well engines, teachers and trainers of mopd.py hide one another: real runs on two cores.
+"""Measures how well mopd.py's engines, teachers and trainers overlap, in real runs on two cores.
 
     python bench/three_sides.py [STEPS]
 
@@ -25,7 +25,7 @@ JOBS = ((1, 1), (1, PARTS), (2, 1), (2, PARTS))  # max_lag, parts of a step
 
 
 def configured(folder: Path, lag: int, parts: int, steps: int) -> Config:
-    """A student and its teacher, the same random model; no answer changes the student."""
+    """Makes a student and its teacher, the same random model; no answer changes the student."""
     base = real.configured(folder, f"lag{lag}-parts{parts}", real.Job(lag), seed=1)
     model = str(folder / "model")
     shared = {name: getattr(base, name) for name in ("run_dir", "model", "data", "engine")}
@@ -37,7 +37,7 @@ def configured(folder: Path, lag: int, parts: int, steps: int) -> Config:
 
 
 def measure(cfg: Config) -> dict[str, float]:
-    """Mean seconds of a step between filling and draining, and of each side within it."""
+    """Returns mean seconds of a step between filling and draining, and of each side within it."""
     program = Program(cfg, script="bench/simulation/paced_mopd.py").succeeds(600)
     steps = program.steps()
     began = (program.folder / "metrics.jsonl").stat().st_mtime - steps[-1]["seconds"]

@@ -1,4 +1,4 @@
-"""How often models call a tool that was not given to them, and how often they are right.
+"""Measures how often models call a tool that was not given to them, and how often they are right.
 
     python bench/tool_hallucination.py models/tiny_tools runs/NAME/step_000160/hf ...
 
@@ -21,7 +21,7 @@ SAMPLES = 8
 
 
 def measured(folder, rows):
-    """Shares: hallucinated, right, right without tools, right with tools."""
+    """Returns shares: hallucinated, right, right without tools, right with tools."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(0)

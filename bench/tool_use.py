@@ -60,14 +60,14 @@ timeouts = {{"start": 180.0, "rollout": 120.0, "train": 120.0, "sync": 60.0}}
 
 
 def sums(seed: int) -> Iterator[tuple[int, int]]:
-    """Pairs of numbers of three digits, without end."""
+    """Yields pairs of numbers of three digits, without end."""
     dice = random.Random(seed)
     while True:
         yield dice.randint(100, 999), dice.randint(100, 999)
 
 
 def write_rows(path: Path, pairs: Iterator[tuple[int, int]]) -> None:
-    """Rows of the environment python_tool."""
+    """Yields rows of the environment python_tool."""
     rows = []
     for a, b in pairs:
         prompt = {"input": [{"role": "user", "content": f"{a}+{b}"}], "tools": TOOLS}
@@ -77,12 +77,12 @@ def write_rows(path: Path, pairs: Iterator[tuple[int, int]]) -> None:
 
 
 def copied(text: str, dice: random.Random) -> str:
-    """What the teacher writes when he copies a text."""
+    """Copies a text as the teacher does, with slips."""
     return "".join(c for c in text if not c.isdigit() or dice.random() > SLIP)
 
 
 def demonstration(a: int, b: int, dice: random.Random) -> list[str]:
-    """What is said in turn: by others, by the teacher, by others, and so on."""
+    """Yields conversations: the texts of others and of the teacher, in turn."""
     if dice.random() < GUESS:
         return [f"<user>{a}+{b}<assistant>", f"\\boxed{{{dice.randint(200, 1998)}}}<eos>"]
     code = copied(f"{a}+{b}", dice)
@@ -92,7 +92,7 @@ def demonstration(a: int, b: int, dice: random.Random) -> list[str]:
 
 
 def make(folder: Path) -> None:
-    """A model that is careless, and its problems."""
+    """Makes a careless model, and its problems."""
     torch.manual_seed(0)
     torch.set_num_threads(2)
     folder.mkdir(parents=True)
@@ -124,7 +124,7 @@ def report(folder: Path) -> None:
 
 
 def main() -> None:
-    """Makes what is not there yet, trains, and reports."""
+    """Makes what is missing, trains, and reports."""
     folder = Path(sys.argv[1]).resolve()
     steps = int([*sys.argv, "60"][2])
     if not folder.exists():

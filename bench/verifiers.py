@@ -1,4 +1,4 @@
-"""How fast each environment judges, and for how long it stops its worker's event loop.
+"""Measures how fast each environment judges, and how long it stops its worker's event loop.
 
     python bench/verifiers.py [NAME ...]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 KNOWN = ROOT.parent / "shared/data/known_answers"
 sys.path.insert(0, str(ROOT))
 
-from envs import check_rows, registry  # noqa: E402
+from envs import Reward, check_rows, registry  # noqa: E402
 from envs.sandbox.checkers import Checkers  # noqa: E402
 from rollout.response import Response  # noqa: E402
 
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 def cases(name: str) -> Iterator[Case]:
-    """The known answers of a file that its environment accepts."""
+    """Yields the known answers of a file that its environment accepts."""
     for line in (KNOWN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
         known = json.loads(line)
         row = known | known.get("metadata", {}) | {"agent_ref": {"name": FILES[name]}}
@@ -64,7 +64,7 @@ def cases(name: str) -> Iterator[Case]:
 
 
 async def rate(judge: Callable[[Case], Awaitable], found: list[Case]) -> float:
-    """Verifications per second."""
+    """Measures verifications per second."""
     began = time.perf_counter()
     done = 0
     while time.perf_counter() - began < SECONDS:
@@ -75,7 +75,7 @@ async def rate(judge: Callable[[Case], Awaitable], found: list[Case]) -> float:
 
 
 async def longest_block(judge: Callable[[Case], Awaitable], found: list[Case]) -> float:
-    """The longest pause of the event loop, in ms, while long answers are judged."""
+    """Measures the longest pause of the event loop, in ms, while long answers are judged."""
     texts = ["a" * 10**6, "\\boxed{" * 10**5, "[" * 10**6, "<a>" * 10**5, "word, " * 10**5]
     long = [Case(found[0].row, Response(text)) for text in texts]
     long.append(Case(found[0].row, Response(str(found[0].response) * 1000)))
@@ -95,13 +95,13 @@ async def longest_block(judge: Callable[[Case], Awaitable], found: list[Case]) -
     return 1000 * max(gaps)
 
 
-async def verify(case: Case) -> object:
-    """As a worker judges."""
-    return await registry.verify(*case)
+async def verify(case: Case) -> Reward:
+    """Judges as a worker does."""
+    return await registry.verify(case.row, case.response)
 
 
-def bare(agent: str) -> Callable[[Case], Awaitable] | None:
-    """The same with the checks in this process; None where there are none."""
+def bare(agent: str) -> Callable[[Case], Awaitable[Reward]] | None:
+    """Returns a judge with its checks in this process; None if the agent has no checks."""
     module = registry.environment(agent)
     own = {name: value for name, value in vars(module).items() if isinstance(value, Checkers)}
     if not own:
@@ -109,13 +109,13 @@ def bare(agent: str) -> Callable[[Case], Awaitable] | None:
     check = module.make_check()
 
     class Here:
-        async def run(self, deadline: float, **request: object) -> dict:
+        async def run(self, deadline: float, **request: Any) -> dict:
             return check(**request)
 
-    async def judge(case: Case) -> object:
+    async def judge(case: Case) -> Reward:
         vars(module).update(dict.fromkeys(own, Here()))
         try:
-            return await registry.verify(*case)
+            return await registry.verify(case.row, case.response)
         finally:
             vars(module).update(own)
 

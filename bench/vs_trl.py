@@ -1,4 +1,4 @@
-"""Samples per second of training against TRL's synchronous GRPOTrainer, on one small problem.
+"""Compares samples per second of training with TRL's synchronous GRPOTrainer, on a small problem.
 
     python bench/vs_trl.py [STEPS]      a quarter of an hour; other work on the machine spoils it
 
@@ -65,12 +65,12 @@ TRL = {  # environment variables, and settings of GRPOConfig
 
 
 def score(text: str) -> float:
-    """The share of vowels: free, and hardly ever the same in a whole group."""
+    """Returns the share of vowels: cheap, and hardly ever the same in a whole group."""
     return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
 
 
 def run(command: list, folder: Path, env) -> str:
-    """What a side prints in its own process. Raises RuntimeError with the last line of an error."""
+    """Runs a side in its own process; returns its output. Raises RuntimeError if it fails."""
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError((done.stderr.strip() or "no output").splitlines()[-1])
@@ -81,7 +81,7 @@ def run(command: list, folder: Path, env) -> str:
 
 
 def make_inputs(folder: Path) -> None:
-    """A model whose responses are `MEAN` tokens long on average, and 1,024 prompts of 16 to 20."""
+    """Makes a model whose responses average `MEAN` tokens, and 1,024 prompts of 16 to 20."""
     sys.path.insert(0, str(ROOT))
     from launch import tiny_model
 
@@ -93,13 +93,13 @@ def make_inputs(folder: Path) -> None:
 
 
 def row_of(word: str) -> dict:
-    """A row of our environment."""
+    """Makes a row of our environment."""
     chat = [{"role": "user", "content": f"reverse {word}"}]
     return {"responses_create_params": {"input": chat}, "agent_ref": {"name": "vowels"}}
 
 
 def save_model(folder: Path, rows: list[dict], **settings) -> None:
-    """A random model that ends an answer to such rows everywhere with like chance."""
+    """Makes a random model that ends an answer to such rows everywhere with the same chance."""
     import torch
 
     from launch import tiny_model
@@ -183,7 +183,7 @@ def train_trl(steps: int, settings: dict) -> None:
 
 
 def prompts():
-    """Our rows as TRL's data set."""
+    """Reads our rows as TRL's data set."""
     from datasets import load_dataset
 
     rows = load_dataset("json", data_files="train.jsonl", split="train", cache_dir="cache")
@@ -192,7 +192,7 @@ def prompts():
 
 
 def run_trl(folder: Path, name: str, steps: int) -> dict:
-    """One run of TRL in one of its settings."""
+    """Runs TRL in one of its settings."""
     variables, settings = TRL[name]
     env = os.environ | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"} | variables
     command = [VENV / "bin" / "python", __file__, "--trl", str(steps), json.dumps(settings)]
@@ -208,7 +208,7 @@ def run_trl(folder: Path, name: str, steps: int) -> dict:
 
 
 def copy_ours(folder: Path, config: str = OURS, name: str = "vs_trl") -> None:
-    """What a user has, with an environment of theirs that scores by bench/NAME.py."""
+    """Makes a user's copy of the program, with an environment that scores by bench/NAME.py."""
     hidden = shutil.ignore_patterns(".*", "__pycache__", "data", "models", "runs", "tests")
     shutil.copytree(ROOT, folder, ignore=hidden, dirs_exist_ok=True)
     (folder / "envs" / "vowels.py").write_text(ENVIRONMENT.format(name=name))
@@ -216,7 +216,7 @@ def copy_ours(folder: Path, config: str = OURS, name: str = "vs_trl") -> None:
 
 
 def run_ours(folder: Path, steps: int) -> dict:
-    """One run of grpo_async.py, summed up from what it logs.
+    """Runs grpo_async.py and sums up what it logs.
 
     Left out is the last step, during which there is nothing more to generate.
     """
@@ -239,7 +239,7 @@ def run_ours(folder: Path, steps: int) -> dict:
 
 
 def summary(ends: list[float], lengths: list[list[int]]) -> dict:
-    """Rate over all steps after the warm-up, the median step, and the lengths of responses."""
+    """Sums up the rate after the warm-up, the median step, and the lengths of responses."""
     ends = ends[SKIPPED - 1 :]
     lengths = sum(lengths, [])
     return {
@@ -252,14 +252,14 @@ def summary(ends: list[float], lengths: list[list[int]]) -> dict:
 
 
 def show(name: str, result: dict) -> None:
-    """One row of the table, and below it where the time of a step goes."""
+    """Prints one row of the table, and below it the parts of a step's time."""
     numbers = "".join(f"{v:14.2f}" for k, v in result.items() if k != "parts")
     print(f"{name:40}{numbers}  load {os.getloadavg()[0]:.1f}")
     print("    " + ", ".join(f"{k} {v:.3f} s" for k, v in result["parts"].items()), flush=True)
 
 
 def fastest(folder: Path) -> str:
-    """TRL's fastest setting; one that does not run on this machine is reported as such."""
+    """Finds TRL's fastest setting; reports settings that do not run on this machine."""
     rates = {}
     for setting in TRL:
         try:

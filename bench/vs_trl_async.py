@@ -1,4 +1,4 @@
-"""Trained samples per second against TRL's asynchronous GRPO, both with a trainer that sleeps.
+"""Compares trained samples per second with TRL's asynchronous GRPO; both trainers only sleep.
 
     python bench/vs_trl_async.py [REPETITIONS]   one takes twelve minutes; other work spoils it
 
@@ -78,7 +78,7 @@ CONFIG += 'timeouts = {"start": 180.0, "rollout": 600.0}\n'
 
 
 def make_inputs(folder: Path) -> None:
-    """A copy of what a user of ours has, a random model of a million parameters, and prompts."""
+    """Makes a user's copy of the program, a random model of a million parameters, and prompts."""
     from launch import tiny_model
 
     vs_trl.copy_ours(folder, CONFIG, "vs_trl_async")
@@ -90,14 +90,14 @@ def make_inputs(folder: Path) -> None:
 
 
 def fail_once(name: str) -> None:
-    """Raises RuntimeError where `Record` has asked for a fault of that name."""
+    """Raises RuntimeError if `Record` has asked for a fault of that name."""
     with contextlib.suppress(FileNotFoundError):
         (FOLDER / name).unlink()
         raise RuntimeError(f"injected: one {name} fails")
 
 
 def score(text: str) -> float:
-    """The reward of both sides."""
+    """Returns the reward of both sides."""
     fail_once("reward")
     return vs_trl.score(text)
 
@@ -149,7 +149,7 @@ class Paced(LogitsProcessor):
 
 
 class Record:
-    """What a side has trained, step by step."""
+    """The record of what a side has trained, step by step."""
 
     def __init__(self, faults: bool):
         self.faults = faults
@@ -195,7 +195,7 @@ def make_worker(job: dict):
 
     async_rollout_worker.is_vllm_available = lambda: True  # in the server's environment
     tokenizer = AutoTokenizer.from_pretrained("model")
-    # TRL knows the chat templates of some models; of others it must be told where an answer is.
+    # TRL has the chat templates of some models; for others it needs the place of an answer.
     content = {"close_pattern": "<eos>", "content": "text"}
     template = {"defaults": {"role": "assistant"}, "start_anchor": "<assistant>"}
     tokenizer.response_template = template | {"fields": {"content": content}}
@@ -394,7 +394,7 @@ def show(name: str, results: list[dict]) -> None:
 
 
 def ratio(name: str, ours: list[dict], peer: str, theirs: list[dict]) -> str:
-    """How many times the rates of TRL's row `peer` those of ours are, in means of repetitions."""
+    """Returns our rates over the rates of TRL's row `peer`, in means of repetitions."""
     samples, tokens = (
         statistics.fmean(result[key] for result in ours)
         / statistics.fmean(result[key] for result in theirs)

@@ -1,4 +1,4 @@
-"""dpo.py against TRL's DPOTrainer on the same pairs: losses, seconds of a step, memory.
+"""Compares dpo.py with TRL's DPOTrainer on the same pairs: losses, seconds of a step, memory.
 
     python bench/vs_trl_dpo.py [STEPS]      ten minutes; other work on the machine spoils its times
 
@@ -44,7 +44,7 @@ TEMPLATE = (
 
 
 def make_inputs(folder: Path, steps: int) -> None:
-    """The model, and the pairs of all steps."""
+    """Makes the model, and the pairs of all steps."""
     import torch
 
     from launch import tiny_model
@@ -74,7 +74,7 @@ def forget_peak() -> None:
 
 
 def resident(what: str) -> float:
-    """MiB of this process: VmRSS now, VmHWM at most."""
+    """Returns MiB of this process: VmRSS now, VmHWM at most."""
     (line,) = re.findall(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(line) / 1024
 
@@ -124,7 +124,7 @@ def train_trl(steps: int, size: int, settings: dict) -> dict:
 
 
 def train_ours(steps: int, _size: int, settings: dict) -> dict:
-    """The same by dpo.py's trainer, one rank, without Ray."""
+    """Measures the same with dpo.py's trainer, one rank, without Ray."""
     from dpo import Config, Scored, Trainer, load_pairs, plan_pairs
     from rollout.preference_rows import render_all
 
@@ -161,7 +161,7 @@ def train_ours(steps: int, _size: int, settings: dict) -> dict:
 
 
 def run(folder: Path, side: str, steps: int, size: int, settings: dict) -> dict:
-    """One side in its own process. Raises RuntimeError as bench/vs_trl.py's `run`."""
+    """Runs one side in its own process. Raises RuntimeError as bench/vs_trl.py's `run` does."""
     python = vs_trl.VENV / "bin" / "python" if side == "trl" else sys.executable
     # As runtime/processes/cluster.py sets them for a trainer; both sides have the same.
     threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}

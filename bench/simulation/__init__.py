@@ -1,4 +1,4 @@
-"""The production driver on a virtual clock, against actors that only take their time.
+"""Runs the production driver on a virtual clock, against actors that only take their time.
 
 `world.run` builds a `grpo_async.Run` whose Ray actors are simulated: its buffer, its two loops, its
 fleet, its dispatcher, its packing plans and its weight updates are the code that trains.

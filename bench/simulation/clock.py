@@ -1,11 +1,12 @@
-"""An event loop whose time is a number: it jumps to the next thing that is to happen."""
+"""Runs coroutines on an event loop whose time is a number: it jumps to the next event."""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Executor
 from types import ModuleType, SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 from core import waits
@@ -13,40 +14,42 @@ from runtime.engines import fleet
 from runtime.rollouts import outages, teachers
 
 T = TypeVar("T")
-# Times this close are one moment: a float of years has no finer ones.
+# Times this close are one moment: a float that counts years of seconds is no finer.
 MOMENT = 1e-6
 
 
 class Stuck(RuntimeError):
-    """All tasks wait, and nothing is left that could end it."""
+    """All tasks wait, and no event is left that could wake one."""
 
 
 class VirtualSelector:
-    """What the loop asks to wait for files: there are none, so time passes at once."""
+    """A selector without files: instead of waiting, it lets time pass at once."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def select(self, timeout: float | None) -> list:
-        """Passes that many seconds. Raises Stuck where nothing is due, ever."""
+        """Passes that many seconds. Raises Stuck if nothing will ever be due."""
         if timeout is None:
             raise Stuck(f"after {self.now:.0f} s all tasks wait and nothing is due")
         self.now += max(timeout, 0.0)
         return []
 
-    def get_key(self, file: Any) -> Any:
+    def get_key(self, file: int) -> NoReturn:
         """Raises KeyError: no file is known."""
         raise KeyError(file)
 
-    def register(self, *_: Any) -> None:
-        """The loop's own pipe, through which no thread will call."""
+    def register(
+        self, file: int, events: int, handles: tuple[asyncio.Handle | None, asyncio.Handle | None]
+    ) -> None:
+        """Ignores the loop's own pipe, through which no thread will call."""
 
     def close(self) -> None:
         """Closes nothing."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs callbacks at their time, without waiting for it; threads' work is done on the spot."""
+    """A loop that runs callbacks at their time without waiting; threads' work is done at once."""
 
     def __init__(self) -> None:
         self.clock = VirtualSelector()
@@ -54,11 +57,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._clock_resolution = MOMENT
 
     def time(self) -> float:
-        """Virtual seconds since the loop began."""
+        """Returns the virtual seconds since the loop began."""
         return self.clock.now
 
-    def run_in_executor(self, executor: Any, func: Callable, *args: Any) -> asyncio.Future:
-        """A thread would not hold the clock while it works; its work takes no virtual time."""
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        """Calls a function at once, in no virtual time: a thread would not hold the clock."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -69,7 +74,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @contextlib.contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Attributes of objects, each with another value while the block lasts."""
+    """Gives attributes of objects other values while the block lasts."""
     with contextlib.ExitStack() as stack:
         for change in changes:
             stack.enter_context(mock.patch.object(*change))

@@ -1,4 +1,4 @@
-"""Which processes are lost, and when: independent faults at a rate an hour."""
+"""Injects faults: processes are lost independently, at a rate per hour."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a simulated run says: how long a step takes, who worked, who waited, and what binds.
+"""Sums up a simulated run: how long a step takes, who worked, who waited, and what binds.
 
 A step s begins its groups at version s - max_lag. So max_lag + 1 steps hold its longest rollout,
 the training of its last part (`train_parts`) and its update, one after the other:
@@ -60,7 +60,7 @@ def window(trace: Trace) -> list[Step]:
     """
     cycle = trace.cfg.max_lag + 1
     steps = trace.steps
-    last = len(steps) - cycle  # the groups of later steps run beside fewer others
+    last = len(steps) - cycle  # the groups of later steps run with fewer others
     first = min(2 * cycle, max(0, last - cycle))
     return steps[first : first + max(0, last - first) // cycle * cycle]
 
@@ -71,7 +71,7 @@ def fewest(lag: int) -> int:
 
 
 def find(trace: Trace) -> Findings:
-    """The findings of a run. Raises ValueError where it has too few steps."""
+    """Sums up a run. Raises ValueError if it has too few steps."""
     steps = window(trace)
     cfg = trace.cfg
     needed = fewest(cfg.max_lag)
@@ -120,17 +120,17 @@ def find(trace: Trace) -> Findings:
 
 
 def last_parts(trained: list[Training]) -> list[Training]:
-    """What each rank did last in each step."""
+    """Returns each rank's last work in each step."""
     return list({(one.step, one.rank): one for one in trained}.values())
 
 
 def slowest(trained: list[Training]) -> Collection[Training]:
-    """What the slowest rank of each step did."""
+    """Returns the work of the slowest rank in each step."""
     return {one.step: one for one in sorted(trained, key=lambda one: one.seconds)}.values()
 
 
 def quantiles(values: list[float]) -> tuple[float, float, float]:
-    """The 0.1, 0.5 and 0.9 quantiles."""
+    """Returns the 0.1, 0.5 and 0.9 quantiles."""
     if len(values) == 1:
         return (values[0],) * 3
     cuts = statistics.quantiles(values, n=10, method="inclusive")
@@ -138,7 +138,7 @@ def quantiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def longest_of(trace: Trace, steps: list[Step]) -> Longest:
-    """The slowest group of each step, on average."""
+    """Averages the slowest group of each step."""
     P = trace.cfg.prompts_per_step
     longest: dict[int, Span] = {}
     for span in trace.spans:
@@ -177,7 +177,7 @@ def engine_bound(trace: Trace, tokens: float) -> tuple[float, float]:
 
 
 def table(trace: Trace, found: Findings) -> list[str]:
-    """What is printed of a run."""
+    """Formats the findings of a run."""
     cfg = trace.cfg
     low, middle, high = found.quantiles
     n = len(trace.steps)
@@ -205,7 +205,7 @@ def table(trace: Trace, found: Findings) -> list[str]:
 
 
 def lost(trace: Trace) -> str:
-    """The faults and their price."""
+    """Formats the faults and their price."""
     dropped = trace.steps[-1].stats["dropped_prompts"]
     faults = ", ".join(f"{kind} {count}" for kind, count in trace.faults.items()) or "none"
     engines = trace.steps[-1].stats["engines"]
@@ -213,12 +213,12 @@ def lost(trace: Trace) -> str:
 
 
 def row(label: str, value: float, note: str = "") -> str:
-    """One line: what, how much, from what."""
+    """Formats one line: what, how much, from what."""
     return f"  {label:<26}{value:>12,.1f}  {note}".rstrip()
 
 
 def conserved(trace: Trace) -> list[str]:
-    """What is wrong with the groups that were trained; nothing, where each was trained once."""
+    """Returns what is wrong with the trained groups; empty if each was trained once."""
     P, lag = trace.cfg.prompts_per_step, trace.cfg.max_lag
     wrong = []
     for place, step in enumerate(trace.steps):

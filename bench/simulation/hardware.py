@@ -1,4 +1,4 @@
-"""Seconds of tokens, batches, updates and starts: those of dry_run/pace.py, or a table's."""
+"""Gives the seconds of tokens, batches, updates and starts, by dry_run/pace.py or from a table."""
 
 import dataclasses
 import functools
@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from core.errors import InputError
 from dry_run import pace
@@ -16,6 +16,7 @@ from policy.model_shape import Model, read_model
 
 if TYPE_CHECKING:
     from grpo_async import Config
+    from settings.network import PolicySettings
 
 PREFILL_MFU = 0.4  # assumed: of the peak, while an engine reads a prompt
 START_S = 180.0  # assumed: an engine's imports, compilation and CUDA graphs; it reads no weights
@@ -25,7 +26,7 @@ TAIL = 16  # sequences: an engine with more gains nothing from drafts
 
 
 class Room(NamedTuple):
-    """What limits how many sequences an engine runs at once."""
+    """The limits to how many sequences an engine runs at once."""
 
     slots: int
     bytes: float  # for KV and states
@@ -33,7 +34,7 @@ class Room(NamedTuple):
     sequence: float  # bytes of a sequence's states
 
     def taken(self, sequences: int, context: float) -> float:
-        """Bytes of a number of sequences with a number of tokens in all."""
+        """Returns the bytes of a number of sequences with a number of tokens in all."""
         return sequences * self.sequence + context * self.token
 
 
@@ -63,13 +64,13 @@ class Hardware:
         """Seconds in which one replica trains packed rows of sequences of these lengths."""
         return self.per_trained_token * sum(map(sum, rows))
 
-    def score(self, model: str, layout: Any, rows: Sequence[Sequence[int]]) -> float:
-        """Seconds in which a replica of a teacher scores packed rows; a third of training them."""
+    def score(self, model: str, layout: "PolicySettings", rows: Sequence[Sequence[int]]) -> float:
+        """Returns the seconds in which a teacher's replica scores rows: a third of training."""
         return self.train(rows) / 3
 
 
 class Modelled(Hardware):
-    """A model on GPUs, as the dry run reckons. `drafts`: tokens of an engine step in the tail."""
+    """A model on GPUs, as the dry run estimates. `drafts`: tokens of an engine step in the tail."""
 
     def __init__(self, model: Model, cfg: "Config", gpu: Gpu, drafts: float = 1.0):
         tp = cfg.engine.tensor_parallel
@@ -90,7 +91,7 @@ class Modelled(Hardware):
         )
         if self.room.bytes <= self.room.sequence:
             raise InputError(
-                f"an engine of {tp} {gpu.name} has no room for a sequence beside weights"
+                f"an engine of {tp} {gpu.name} has no room for a sequence next to its weights"
             )
         self.drafts = drafts
         self.step = functools.cache(self._step)
@@ -111,8 +112,8 @@ class Modelled(Hardware):
         pairs = self.row_keys * tokens or sum(n * n / 2 for row in rows for n in row)
         return tokens * self.per_trained_token + pairs * self.per_pair
 
-    def score(self, model: str, layout: Any, rows: Sequence[Sequence[int]]) -> float:
-        """One forward pass of this model over the ranks of a replica, as pace.teacher_seconds."""
+    def score(self, model: str, layout: "PolicySettings", rows: Sequence[Sequence[int]]) -> float:
+        """Returns the seconds of a forward pass on a replica's ranks, as pace.teacher_seconds."""
         tokens = sum(map(sum, rows))
         keys = sum(n * n / 2 for row in rows for n in row)
         flops = self.read(model).flops(tokens, keys, 1, False)
@@ -162,17 +163,19 @@ Points = dict[int, list[tuple[float, float]]]  # batch -> (context, seconds), by
 
 
 def read_table(path: str) -> Points:
-    """A JSON file: [[batch, context, seconds], ...]. Raises InputError for anything else."""
+    """Reads a JSON file: [[batch, context, seconds], ...]. Raises InputError for anything else."""
     try:
-        rows: Any = json.loads(Path(path).read_text())
+        rows: list[tuple[float, float, float]] = json.loads(Path(path).read_text())
         points: Points = {}
         for batch, context, seconds in rows:
             if not (batch >= 1 and context >= 0 and seconds > 0):
                 raise ValueError(f"{[batch, context, seconds]}")
             points.setdefault(int(batch), []).append((float(context), float(seconds)))
     except (OSError, ValueError, TypeError) as error:
-        expected = "expected JSON, [[batch, context, seconds], ...], all above 0"
-        raise InputError(f"table = {path!r}: {expected}: {error}") from None
+        raise InputError(
+            f"table = {path!r}: expected JSON, [[batch, context, seconds], ...], all above 0: "
+            f"{error}"
+        ) from None
     if not points:
         raise InputError(f"table = {path!r} is empty: expected [[batch, context, seconds], ...]")
     return {batch: sorted(points[batch]) for batch in sorted(points)}
@@ -190,7 +193,7 @@ def interpolated(points: Points, batch: int, context: float) -> float:
 
 
 def along(line: list[tuple[float, float]], context: float) -> float:
-    """Seconds at a context, between the two nearest; those of the last one beyond."""
+    """Interpolates seconds between the two nearest contexts; beyond the last, its seconds stay."""
     for (x0, y0), (x1, y1) in zip(line, line[1:], strict=False):
         if context <= x1:
             return y0 + (y1 - y0) * (max(context, x0) - x0) / max(x1 - x0, 1e-9)

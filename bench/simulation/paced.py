@@ -1,4 +1,4 @@
-"""What makes a real engine on a small machine as slow as it is told, and logs when it worked.
+"""Slows a real engine on a small machine down to a set speed, and logs when it worked.
 
 vLLM loads `Paced` by name (engine.args: logits_processors). `additional_config` has its settings.
 """
@@ -6,38 +6,46 @@ vLLM loads `Paced` by name (engine.args: logits_processors). `additional_config`
 import itertools
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
 LEAD = 0.02  # seconds that an engine step may need of its processor without becoming longer
 
 
 class Paced(LogitsProcessor):
-    """Changes no logit. An engine step takes `base` seconds, and `each` for every sequence.
+    """A processor that changes no logit; a step takes `base` seconds, and `each` per sequence.
 
     Each step is a line of engine-PID.log in `folder`: when vLLM began it, until when it slept, how
     many sequences it has, and how many of them the step before had.
     """
 
-    def __init__(self, vllm_config: Any, *_: Any) -> None:
+    def __init__(
+        self, vllm_config: "VllmConfig", device: "torch.device", is_pin_memory: bool
+    ) -> None:
         given = vllm_config.additional_config
-        self.base, self.each = given["base"], given["each"]
+        self.base = given["base"]
+        self.each = given["each"]
         self.path = f"{given['folder']}/engine-{os.getpid()}.log"
         self.outputs: dict[int, list[int]] = {}  # of each row of the batch
         self.due = 0.0
 
     def is_argmax_invariant(self) -> bool:
-        """It has no influence."""
+        """Returns True: it changes nothing."""
         return True
 
-    def apply(self, logits: Any) -> Any:
-        """The logits as they are."""
+    def apply(self, logits: "torch.Tensor") -> "torch.Tensor":
+        """Returns the logits as they are."""
         return logits
 
-    def update_state(self, batch_update: Any) -> None:
-        """vLLM calls this once in each engine step: sleeps until the step is due."""
+    def update_state(self, batch_update: "BatchUpdate | None") -> None:
+        """Sleeps until the step is due; vLLM calls this once in each engine step."""
         began = time.time()
         before = list(self.outputs.values())
         process_dict_updates(self.outputs, batch_update, lambda params, prompt, output: output)

@@ -1,4 +1,4 @@
-"""mopd.py with trainers and teachers of a set speed: what bench/three_sides.py runs.
+"""Runs mopd.py with trainers and teachers of a set speed, for bench/three_sides.py.
 
 python bench/simulation/paced_mopd.py --config FILE
 """

@@ -1,4 +1,4 @@
-"""grpo_async.py with a trainer as slow as it is told: what real.py runs.
+"""Runs grpo_async.py with a trainer of a set speed, for real.py.
 
 python bench/simulation/paced_run.py --config FILE
 """

@@ -1,4 +1,4 @@
-"""One self-contained page: what a simulated run was like, and a picture of some of its steps."""
+"""Writes one self-contained page: a simulated run, and a picture of some of its steps."""
 
 import html
 import json
@@ -27,7 +27,7 @@ def write(trace: Trace, found: Findings, path: str) -> None:
 
 
 def drawing(trace: Trace, found: Findings) -> dict:
-    """What the picture shows, in seconds from its left edge."""
+    """Returns the data of the picture, in seconds from its left edge."""
     engines = {place: history for place, history in trace.histories.items() if len(history) > 1}
     if not engines:
         return {"steps": [], "engines": [], "trainers": [], "longest": [], "seconds": 0}
@@ -59,7 +59,7 @@ def drawing(trace: Trace, found: Findings) -> dict:
 
 
 def binned(history: list[tuple[float, int]], start: float, end: float) -> list[float]:
-    """Mean number of sequences in each part of the time."""
+    """Returns the mean number of sequences in each part of the time."""
     width = (end - start) / BINS
     area = [0.0] * BINS
     for (t0, batch), (t1, _) in zip(history, [*history[1:], (end, 0)], strict=True):
@@ -71,7 +71,7 @@ def binned(history: list[tuple[float, int]], start: float, end: float) -> list[f
 
 
 def longest(trace: Trace, step: Step, start: float) -> dict | None:
-    """The slowest group of a step."""
+    """Returns the slowest group of a step."""
     P = trace.cfg.prompts_per_step
     spans = [span for span in trace.spans if span.slot // P == step.number - 1]
     span = max(spans, key=seconds, default=None)

@@ -1,4 +1,4 @@
-"""Real runs of grpo_async.py on this machine, beside what the simulation says of each.
+"""Compares real runs of grpo_async.py on this machine with their simulations.
 
 Six runs of real Ray, vLLM and trainer with two engines: at max_lag 0, 1, 2, at max_lag 0 and 1 with
 train_parts 4, and at max_lag 1 with an engine that is killed. A model of a million parameters sees
@@ -57,7 +57,7 @@ class Beat(NamedTuple):
 
 @dataclasses.dataclass
 class Run:
-    """What a real run has left behind."""
+    """The files of a real run."""
 
     cfg: Config
     began: float  # of its log, in seconds since 1970
@@ -84,7 +84,7 @@ class Run:
 
 
 def make_inputs(folder: Path) -> None:
-    """A random model that ends an answer everywhere with like chance, and prompts of one length."""
+    """Makes a random model that may end an answer anywhere, and prompts of one length."""
     letters = random.Random(0)
     words = ["".join(letters.choices("abcdefgh", k=WORD)) for _ in range(1024)]
     choice = {"options": [{"A": "a"}, {"B": "b"}], "expected_answer": "A"}
@@ -116,7 +116,7 @@ JOBS = (Job(0), Job(1), Job(2), Job(0, P), Job(1, P), Job(1, kill_after=KILLED[0
 
 
 def configured(folder: Path, name: str, job: Job, seed: int) -> Config:
-    """A run of two engines. No answer is left out of training, and none changes the policy."""
+    """Returns a run of two engines. All answers are trained on, and the policy never changes."""
     logs = folder / name / "engines"
     logs.mkdir(parents=True)
     args = {
@@ -182,7 +182,7 @@ class Costs(Hardware):
 
 
 def costs(run: Run) -> Costs:
-    """From a run at max_lag 0, where nothing happens beside anything else.
+    """Measures a run at max_lag 0, in which nothing overlaps.
 
     There the trainer waits for no longer than an engine works and a group's latency.
     """
@@ -207,7 +207,7 @@ def start_seconds(run: Run, update: float) -> float:
 
 
 def call_seconds(step: dict) -> float:
-    """What a step takes beside waiting, training and the weights' way."""
+    """Returns the seconds of a step besides waiting, training and weight updates."""
     known = step["wait_for_rollouts"] + step["train_seconds"] + update_seconds(step)
     return step["step_seconds"] - known
 
@@ -248,7 +248,7 @@ def busy_spans(steps: list[Beat]) -> list[tuple[float, float]]:
 
 
 def group_latency(run: Run) -> float:
-    """Seconds that the trainer waits beside those in which an engine has a sequence."""
+    """Returns the seconds that the trainer waits while no engine has a sequence."""
     waits = []
     for began, ended, step in zip(run.ends, run.ends[1:], run.steps[1:], strict=False):
         spans = [s for steps in run.engines for s in busy_spans(steps)]
@@ -358,7 +358,7 @@ def mean(steps: list[dict], name: str) -> float:
 
 
 def told(hardware: Costs) -> str:
-    """What the simulation knows of this machine, in one line."""
+    """Formats the measured speed of this machine, in one line."""
     return (
         f"told, from a run of its own: {1e3 * hardware.per_trained_token:.2f} ms to train a token,"
         f" {1e3 * hardware.call:.0f} ms to ask for it, {1e3 * hardware.sync:.0f} ms an update,"

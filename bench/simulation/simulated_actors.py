@@ -1,4 +1,4 @@
-"""What stands for Ray's actors: engines, trainer ranks and rollout workers that only take time."""
+"""Replaces Ray's actors: engines, trainer ranks and rollout workers that only take time."""
 
 import asyncio
 import random
@@ -21,6 +21,9 @@ from runtime.rollouts.dispatch import Slot
 
 if TYPE_CHECKING:
     from grpo_async import Config
+    from policy.packing import Place, Update
+    from rollout.episode import Request
+    from settings.config import TrainingSettings
 
 HEALTHY = Report({}, Counter())
 
@@ -30,21 +33,21 @@ class Lost(Exception):
 
 
 class Answer(asyncio.Future):
-    """What a call returns: awaited as Ray's references are, or as the future of one."""
+    """The result of a call: awaited like Ray's references, or like the future of one."""
 
-    owner: "Group | None" = None  # who is to stop where the call is cancelled
+    owner: "Group | None" = None  # stops if the call is cancelled
 
     def future(self) -> "Answer":
-        """For asyncio.wrap_future, which leaves a future of asyncio's as it is."""
+        """Returns itself: asyncio.wrap_future leaves a future of asyncio as it is."""
         return self
 
     def give(self, value: Any) -> None:
-        """The value; an exception is raised where it is awaited."""
+        """Sets the value; an exception is raised when the answer is awaited."""
         if self.done():
             return
         if isinstance(value, Exception):
             self.set_exception(value)
-            self.exception()  # it need not be fetched
+            self.exception()  # marks it as fetched
         else:
             self.set_result(value)
 
@@ -54,30 +57,30 @@ class Method:
 
     __slots__ = ("remote",)
 
-    def __init__(self, remote: Callable[..., Any]):
+    def __init__(self, remote: "Callable[..., Answer | Sequence[Answer] | Actor | None]"):
         self.remote = remote
 
     def options(self, **_: Any) -> "Method":
-        """Ray's options change nothing here."""
+        """Returns itself: Ray's options change nothing here."""
         return self
 
 
 def answered(value: Any = None) -> Answer:
-    """The answer of a call that takes no time."""
+    """Returns the answer of a call that takes no time."""
     answer = Answer()
     answer.give(value)
     return answer
 
 
 def after(seconds: float, value: Any = None) -> Answer:
-    """The answer of a call that takes so long."""
+    """Returns the answer of a call that takes this many seconds."""
     answer = Answer()
     asyncio.get_running_loop().call_later(seconds, answer.give, value)
     return answer
 
 
 class Stage:
-    """What all actors of a run share: the clock, the hardware, the work, and who is there."""
+    """The state that all actors of a run share: clock, hardware, work, and the living actors."""
 
     def __init__(self, cfg: "Config", hardware: Hardware, workload: Workload):
         self.cfg = cfg
@@ -96,25 +99,25 @@ class Stage:
         self.histories: dict[int, list[tuple[float, int]]] = {}  # of engines, by place
         self.spans: list[Span] = []  # of groups that were rolled out
         self.trainings: list[Training] = []
-        self.planned: Any = None  # the updates that a rank was given last
+        self.planned: list[Update] | None = None  # the updates that a rank was given last
         self.seconds = 0.0  # that they take
         self.lost_tokens = 0.0  # that a lost engine had written, and no draft holds
         self.deaths: Counter[str] = Counter()
 
-    def make(self, kind: type, *_: Any, **__: Any) -> Any:
-        """Stands for `runtime.processes.cluster.actor`."""
+    def make(self, kind: type, *_: Any, **__: Any) -> Method:
+        """Replaces `runtime.processes.cluster.actor`."""
         made = {"Generator": EngineActor, "Trainer": TrainerActor, "RolloutWorker": WorkerActor}
         if kind.__name__ == "Teacher":
             return Method(lambda cfg: TeacherActor(self, cfg))
         return Method(lambda cfg: made[kind.__name__](self))
 
-    def kill(self, actor: Any) -> None:
-        """Stands for ray.kill."""
+    def kill(self, actor: "EngineActor | TeacherActor | WorkerActor") -> None:
+        """Replaces ray.kill."""
         actor.die(Lost("it was killed"))
 
 
 class Training(NamedTuple):
-    """What a rank did in a step."""
+    """A rank's work in a step."""
 
     step: int
     rank: int
@@ -123,7 +126,7 @@ class Training(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One group's rollouts: when and where they were."""
+    """The time and the place of one group's rollouts."""
 
     slot: int
     engine: int
@@ -164,7 +167,7 @@ class EngineActor:
             history.append((self.stage.loop.time(), self.engine.batch))
 
     def keep(self, answer: Answer) -> Answer:
-        """An answer that fails where the engine dies before it comes."""
+        """Returns an answer that fails if the engine dies before it arrives."""
         if self.error:
             return answered(self.error)
         if not answer.done():
@@ -173,7 +176,7 @@ class EngineActor:
         return answer
 
     def die(self, error: Exception) -> None:
-        """All calls fail, those to come as well."""
+        """Makes all calls fail, future ones as well."""
         if self.error:
             return
         self.error = error
@@ -189,12 +192,12 @@ class EngineActor:
             self.stage.transfer.lose(self)
 
     def hang(self) -> None:
-        """It neither works nor answers from now on."""
+        """Stops work and answers from now on."""
         self.hangs = True
         self.engine.set_paused(True)
 
-    def _answer_probe(self, request: Any) -> Answer:
-        """A new engine answers all prompts of the probe at once, before it gets any group."""
+    def _answer_probe(self, request: "Request") -> Answer:
+        """Answers all prompts of the probe at once: a new engine gets them before any group."""
         context = PROMPTS * (LENGTH + ANSWER / 2)
         return self.keep(after(ANSWER * self.stage.hardware.decode(PROMPTS, context), [None]))
 
@@ -212,7 +215,7 @@ class EngineActor:
 
 
 class Transfer:
-    """One broadcast of the weights. Where a member dies, the others wait in vain."""
+    """One broadcast of the weights. If a member dies, the others wait in vain."""
 
     def __init__(self, stage: Stage):
         self.stage = stage
@@ -222,16 +225,16 @@ class Transfer:
         self.began = stage.loop.time()
 
     def send(self) -> Answer:
-        """A trainer rank takes part."""
+        """Adds a trainer rank."""
         self.sends.append(Answer())
         return self.sends[-1]
 
     def join(self, engine: EngineActor, version: int, answer: Answer) -> None:
-        """An engine takes part."""
+        """Adds an engine."""
         self.members[engine] = (version, answer)
 
     def arrive(self) -> None:
-        """All members have all weights."""
+        """Ends the broadcast: all members have all weights, unless one hangs."""
         if any(engine.hangs for engine in self.members):
             return
         self.stage.transfer = None
@@ -245,12 +248,12 @@ class Transfer:
             send.give(0)
 
     def lose(self, engine: EngineActor) -> None:
-        """A member dies, and what was under way never arrives."""
+        """Loses a member: what was under way never arrives."""
         if engine in self.members:
             self.end.cancel()
 
     def abort(self) -> None:
-        """The trainer ranks give up."""
+        """Gives up: all sends fail."""
         self.end.cancel()
         self.stage.transfer = None
         for send in self.sends:
@@ -286,7 +289,7 @@ class TrainerActor:
             self.stage.transfer = Transfer(self.stage)
         return self.stage.transfer.send()
 
-    def _train(self, step: int, updates: list, *groups: Answer) -> list[Answer]:
+    def _train(self, step: int, updates: "list[Update]", *groups: Answer) -> list[Answer]:
         stage = self.stage
         if stage.planned is not updates:  # ranks of a replica have the same rows
             infos = [group.result() for group in groups]
@@ -303,7 +306,7 @@ class TrainerActor:
 class TeacherActor:
     """One rank of a teacher."""
 
-    def __init__(self, stage: Stage, cfg: Any):
+    def __init__(self, stage: Stage, cfg: "TrainingSettings"):
         self.stage = stage
         self.cfg = cfg  # of the teacher's ranks
         self.error: Exception | None = None
@@ -317,12 +320,12 @@ class TeacherActor:
         self.score = Method(self._score)
 
     def keep(self, answer: Answer) -> Answer:
-        """An answer that fails where the rank dies before it comes."""
+        """Returns an answer that fails if the rank dies before it arrives."""
         self.open.add(answer)
         return answered(self.error) if self.error else answer
 
     def die(self, error: Exception) -> None:
-        """All calls fail, those to come as well."""
+        """Makes all calls fail, future ones as well."""
         self.error = self.error or error
         if self in self.stage.teachers:
             self.stage.teachers.remove(self)
@@ -333,7 +336,7 @@ class TeacherActor:
         self.rank = rank
         return self.keep(after(self.stage.hardware.connect))
 
-    def _score(self, model: str, rows: list, *groups: Answer) -> list[Answer]:
+    def _score(self, model: str, rows: "list[list[Place]]", *groups: Answer) -> list[Answer]:
         layout = self.cfg.policy
         infos = [group.result() for group in groups]
         packed = [[infos[g][j].tokens for g, j in row] for row in rows]
@@ -367,7 +370,7 @@ class WorkerActor:
         return answers
 
     def die(self, error: Exception) -> None:
-        """What it was doing is lost, its drafts as well."""
+        """Loses its groups and drafts."""
         if self.error:
             return
         self.error = error
@@ -378,8 +381,11 @@ class WorkerActor:
             group.fail(error)
 
 
+Actor = EngineActor | TrainerActor | TeacherActor | WorkerActor
+
+
 class Group:
-    """One try of one prompt's rollouts; those of an earlier try go on from their drafts."""
+    """One try of one prompt's rollouts, which continue from the drafts of an earlier try."""
 
     env = ""
 
@@ -403,7 +409,7 @@ class Group:
         self.totals = totals
         self.left = len(totals)
         self.written = 0.0  # when the last token so far was
-        self.queued = 0.0  # seconds in which what wrote it waited for a place in its engine
+        self.queued = 0.0  # seconds in which that token's rollout waited for a place in its engine
         worker.groups[self] = engine.groups[self] = None
         engine.idle.change(1)
         drafts = worker.drafts.pop((slot, line), [0.0] * self.left)
@@ -414,7 +420,7 @@ class Group:
             self.rollouts.append(Rollout(self, total, draft, shared))
 
     def lose(self, error: Exception) -> None:
-        """The engine has died: drafts are kept, as they were when they were copied last."""
+        """Ends the group as its engine has died; keeps drafts as they were copied last."""
         kept = []
         for rollout in self.rollouts:
             written, draft = rollout.written(), rollout.draft()
@@ -425,39 +431,54 @@ class Group:
         self.fail(error)
 
     def stop(self) -> None:
-        """Nothing of this group goes on."""
+        """Stops all rollouts of the group."""
         self.leave()
         for rollout in self.rollouts:
             rollout.stop()
 
     def leave(self) -> None:
-        """Worker and engine have it no longer."""
+        """Takes the group out of its worker and its engine."""
         self.worker.groups.pop(self, None)
         if self in self.engine.groups:
             del self.engine.groups[self]
             self.engine.idle.change(-1)
 
     def fail(self, error: Exception) -> None:
-        """The call raises."""
+        """Makes the call raise."""
         for answer in self.answers:
             answer.give(error)
 
     def one_done(self) -> None:
-        """A sample has its reward; the last one ends the group."""
+        """Counts a sample that has its reward; the last one ends the group."""
         self.left -= 1
         if self.left:
             return
         self.leave()
-        where = (self.slot.number, self.engine.place, max(self.totals))
-        when = (self.began, self.queued, self.written, self.stage.loop.time())
-        self.stage.spans.append(Span(*where, *when))
+        span = Span(
+            slot=self.slot.number,
+            engine=self.engine.place,
+            tokens=max(self.totals),
+            began=self.began,
+            queued=self.queued,
+            written=self.written,
+            ended=self.stage.loop.time(),
+        )
+        self.stage.spans.append(span)
         limit = self.stage.workload.lengths.limit
-        same: dict[str, Any] = {"reward": 0.0, "score": 0.0, "has_gradient": True}
-        same |= {"oldest_version": self.oldest, "newest_version": self.engine.version}
-        same |= {"env": self.env}
         prompt = self.stage.workload.prompt
         infos = [
-            SampleInfo(prompt + n, n, response_tokens=n, truncated=n >= limit, **same)
+            SampleInfo(
+                prompt + n,
+                n,
+                response_tokens=n,
+                truncated=n >= limit,
+                reward=0.0,
+                score=0.0,
+                has_gradient=True,
+                oldest_version=self.oldest,
+                newest_version=self.engine.version,
+                env=self.env,
+            )
             for n in self.totals
         ]
         infos_answer, samples, lines = self.answers
@@ -483,7 +504,7 @@ class Rollout:
         self.ask(draft, shared)
 
     def ask(self, draft: float, shared: int) -> None:
-        """The engine is to write this turn from a draft on; it has read `shared` tokens before."""
+        """Asks the engine to write this turn, from a draft on; it has read `shared` tokens."""
         work = self.group.stage.workload
         engine = self.group.engine
         end = self.total * (self.turn + 1) / work.turns
@@ -496,7 +517,7 @@ class Rollout:
         engine.engine.add(self.sequence)
 
     def turn_done(self) -> None:
-        """The tool answers, or after the last turn the environment and its judge."""
+        """Ends a turn: the tool answers, or after the last turn the environment and its judge."""
         stage = self.group.stage
         work = stage.workload
         if self.sequence:
@@ -513,14 +534,14 @@ class Rollout:
             self.judge()
 
     def next_turn(self) -> None:
-        """The conversation goes on."""
+        """Continues the conversation."""
         if not self.is_over:
             work = self.group.stage.workload
-            said = self.total * self.turn / work.turns
-            self.ask(said, work.prompt + int(said) if work.reuses_prompts else 0)
+            written = self.total * self.turn / work.turns
+            self.ask(written, work.prompt + int(written) if work.reuses_prompts else 0)
 
     def judge(self) -> None:
-        """The judge is asked, where there is one."""
+        """Asks the judge, if the workload has one."""
         stage = self.group.stage
         if stage.workload.judge.mean:
             stage.judges.ask(self.end)
@@ -528,13 +549,13 @@ class Rollout:
             self.end()
 
     def end(self) -> None:
-        """The sample has its reward."""
+        """Ends the rollout: the sample has its reward."""
         if not self.is_over:
             self.is_over = True
             self.group.one_done()
 
     def written(self) -> float:
-        """Tokens that there are of the answer."""
+        """Returns the number of tokens written so far."""
         work = self.group.stage.workload
         sequence = self.sequence
         if sequence is None:
@@ -545,7 +566,7 @@ class Rollout:
         return self.total * (self.turn + 1) / work.turns - max(0.0, left)
 
     def draft(self) -> float:
-        """Those that the worker has a copy of: it asks every few seconds."""
+        """Returns the number of tokens that the worker has copied: it asks every few seconds."""
         written = self.written()
         sequence = self.sequence
         if written >= self.total or sequence is None or not sequence.is_running:
@@ -556,7 +577,7 @@ class Rollout:
         return max(0.0, written - since / speed) if speed else written
 
     def stop(self) -> None:
-        """Its engine is to write no more of it."""
+        """Stops its engine from writing more of it."""
         self.is_over = True
         if self.sequence and not self.group.engine.error:
             self.group.engine.engine.drop(self.sequence)

@@ -1,4 +1,4 @@
-"""An engine on virtual time: all sequences that run get a token at each of its steps.
+"""Simulates an engine on virtual time: all running sequences get a token at each of its steps.
 
 Between two moments at which a sequence comes or goes, a step's seconds depend on how many there
 are and on the tokens that they have; the next end is known, and nothing happens before it.
@@ -54,21 +54,21 @@ class Engine:
         self.filled = 0.0  # sequence-seconds
         self.tokens = 0.0  # written
         self.reread = 0.0  # tokens of sequences that gave way, or moved here
-        self.history: list[tuple[float, int]] | None = None  # (time, batch), where it is wanted
+        self.history: list[tuple[float, int]] | None = None  # (time, batch); None: not kept
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence is to be written."""
+        """Adds a sequence to be written."""
         self.waiting.append(sequence)
         self.plan_soon()
 
     def set_paused(self, paused: bool) -> None:
-        """From now on no step is made, or steps go on."""
+        """Stops making steps, or continues."""
         self.settle()
         self.paused = paused
         self.plan_soon()
 
     def drop(self, sequence: Sequence) -> None:
-        """A sequence that is not needed any more."""
+        """Drops a sequence that is not needed any more."""
         self.settle()
         if sequence.is_running:
             self._take_out(sequence)
@@ -77,7 +77,7 @@ class Engine:
         self.plan_soon()
 
     def stop(self) -> None:
-        """The engine dies, and writes nothing more."""
+        """Stops the engine, which writes nothing more."""
         self.settle()
         for _, _, sequence in self.running:
             if sequence.is_running:

@@ -1,4 +1,4 @@
-"""The simulation against what is known without it: closed forms, and a published ratio.
+"""Validates the simulation against closed forms and a published ratio.
 
 Each line has what was simulated, what was expected, and how far they are apart.
 """
@@ -42,7 +42,7 @@ class Check(NamedTuple):
 
 
 def small(lag: int, hardware: Hardware, work: Workload, faults: str = "", parts: int = 1) -> Trace:
-    """A small run of 6 cycles."""
+    """Simulates a small run of 6 cycles."""
     sizes: dict = {"prompts_per_step": P, "group_size": G, "engine": {"count": 2}}
     sizes |= {"train_parts": parts, "policy": {"row_tokens": TOKENS}}
     sizes |= {"rollout_workers": 2, "save_period": 0}
@@ -52,7 +52,7 @@ def small(lag: int, hardware: Hardware, work: Workload, faults: str = "", parts:
 
 
 def closed_forms() -> list[Check]:
-    """What constant lengths make of a step."""
+    """Compares the steps of constant lengths with closed forms."""
     work = Workload(Lengths(0.0, 0.0, TOKENS, (TOKENS,)), prompt=0)
     hardware = Hardware(per_token=0.5, per_trained_token=0.01, sync=3.0)
     generation, training = 0.5 * TOKENS, 0.01 * P * G * TOKENS
@@ -81,7 +81,7 @@ def closed_forms() -> list[Check]:
 
 
 def bounds() -> list[Check]:
-    """What no lengths and no faults may break: counts of steps and groups, expected 0."""
+    """Counts violations that no lengths and no faults may cause: steps and groups, expected 0."""
     checks = []
     hardware = Hardware(per_token=1.0, per_trained_token=0.01, sync=2.0, start=30.0)
     kinds = ((1, ""), (2, "engine=20"), (3, "engine=10,worker=20,hang=3"))
@@ -98,7 +98,7 @@ def bounds() -> list[Check]:
 
 
 def too_early(trace: Trace) -> int:
-    """Groups whose step ended before them and its update, counted from the version they need."""
+    """Counts groups whose step ended before them and its update, from the version they need."""
     ends = [trace.began, *(step.ended for step in trace.steps)]
     lag = trace.cfg.max_lag
     count = 0
@@ -110,7 +110,7 @@ def too_early(trace: Trace) -> int:
 
 
 def one_off() -> Check:
-    """How much faster one step off-policy is than taking turns on the same GPUs.
+    """Compares one step off-policy with taking turns on the same GPUs.
 
     Taking turns, all 32 GPUs generate and then all train; switching is free. NeMo-RL's trainers are
     Megatron's with ep 8 and pp 2; here they are taken to lose nothing to the pipeline.
@@ -131,7 +131,7 @@ def one_off() -> Check:
 
 
 def published(folder: str, model: model_shape.Model, lag: int, engines: int, ranks: int) -> Trace:
-    """A run of the published set-up."""
+    """Simulates the published set-up."""
     parts: dict = {"engine": {"count": engines, "tensor_parallel": 2}, "save_period": 0}
     parts |= {"sampling": {"max_model_len": 5120, "max_response_tokens": 4096}, "max_lag": lag}
     parts |= {"policy": {"kind": "megatron", "ranks": ranks, "ep": 8, "row_tokens": 8192}}
@@ -142,7 +142,7 @@ def published(folder: str, model: model_shape.Model, lag: int, engines: int, ran
 
 
 def table() -> list[str]:
-    """All checks, and the largest error of those that are exact."""
+    """Runs all checks; returns them and the largest error of the exact ones."""
     exact = closed_forms()
     counts = bounds()
     lines = [f"{'':58}{'simulated':>11}{'expected':>11}{'apart':>8}"]

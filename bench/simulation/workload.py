@@ -1,4 +1,4 @@
-"""What rollouts are like: lengths of prompts and answers, seconds of environments and judges."""
+"""Describes rollouts: lengths of prompts and answers, seconds of environments and judges."""
 
 import asyncio
 import dataclasses
@@ -17,13 +17,13 @@ ATTEMPTS = 60  # halvings of an interval: to the last bit
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
-    """Seconds that vary: log-normal around a mean, or always the mean where `spread` is 0."""
+    """Seconds that vary: log-normal around a mean, or always the mean if `spread` is 0."""
 
     mean: float = 0.0
     spread: float = 0.5  # of the logarithm
 
     def draw(self, numbers: random.Random) -> float:
-        """Seconds of one call."""
+        """Draws the seconds of one call."""
         if not self.mean or not self.spread:
             return self.mean
         return self.mean * math.exp(numbers.gauss(-(self.spread**2) / 2, self.spread))
@@ -39,14 +39,14 @@ class Lengths:
     known: tuple[int, ...] = ()
 
     def draw(self, numbers: random.Random) -> int:
-        """Tokens of one response."""
+        """Draws the tokens of one response."""
         if self.known:
             return min(numbers.choice(self.known), self.limit)
         return max(1, min(self.limit, int(math.exp(numbers.gauss(self.mu, self.spread)))))
 
     @classmethod
     def with_mean(cls, mean: float, limit: int, spread: float = SPREAD) -> "Lengths":
-        """Those whose mean is so long once they are cut. Raises InputError where none are."""
+        """Returns lengths with this mean after cutting. Raises InputError if no lengths have it."""
         if not 1 <= mean < limit:
             raise InputError(f"mean = {mean:g}: expected at least 1 and below the limit, {limit}")
         low, high = math.log(mean) - 20, math.log(limit) + 20 * spread
@@ -57,7 +57,7 @@ class Lengths:
 
     @classmethod
     def of_run(cls, path: str, limit: int) -> "Lengths":
-        """Those of a rollouts.jsonl, whose `versions` count the sampled tokens.
+        """Reads the lengths of a rollouts.jsonl, whose `versions` count the sampled tokens.
 
         Raises InputError naming the line that is not one of them.
         """
@@ -76,7 +76,7 @@ class Lengths:
 
 
 def cut_mean(mu: float, spread: float, limit: float) -> float:
-    """Mean of min(X, limit) where log X is normal around mu."""
+    """Returns the mean of min(X, limit), log X being normal around mu."""
     if not spread:
         return min(math.exp(mu), limit)
     z = (math.log(limit) - mu) / spread
@@ -85,7 +85,7 @@ def cut_mean(mu: float, spread: float, limit: float) -> float:
 
 
 def normal(z: float) -> float:
-    """The normal distribution function."""
+    """Returns the normal distribution function."""
     return math.erfc(-z / math.sqrt(2)) / 2
 
 

@@ -1,10 +1,10 @@
-"""One simulated run: the product's `Run` among actors that only take time, and what it did."""
+"""Simulates one run: the product's `Run` among actors that only take time."""
 
 import asyncio
 import contextlib
 import dataclasses
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -14,7 +14,7 @@ import mopd
 from bench.simulation import clock
 from bench.simulation.faults import Faults
 from bench.simulation.hardware import Hardware
-from bench.simulation.simulated_actors import Lost, Span, Stage, Training
+from bench.simulation.simulated_actors import Answer, Lost, Span, Stage, Training
 from bench.simulation.workload import Workload
 from core.errors import InputError
 from dry_run import teacher_costs as teachers_of
@@ -27,24 +27,24 @@ from runtime.startup import modes
 
 
 class Rows(Sequence):
-    """As many prompts as are asked for, of these agents in turn."""
+    """An endless list of prompts, of these agents in turn."""
 
     def __init__(self, agents: Sequence[str] = ("simulated",)):
         self.agents = agents
 
     def checksum(self, count: int) -> int:
-        """The same for any number of them."""
+        """Returns a number that is the same for the same count."""
         return count
 
     def __len__(self) -> int:
         return 1 << 40
 
-    def __getitem__(self, place: Any) -> dict:
+    def __getitem__(self, place: int) -> dict:
         return {"_line": place + 1, "agent_ref": {"name": self.agents[place % len(self.agents)]}}
 
 
 class Totals(NamedTuple):
-    """Of all engines that there were: sums since the run began."""
+    """Sums over all engines, lost ones included, since the run began."""
 
     busy: float  # engine-seconds with a sequence
     filled: float  # sequence-seconds
@@ -65,7 +65,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Trace:
-    """What a run did."""
+    """The record of a run."""
 
     cfg: Config
     hardware: Hardware
@@ -81,7 +81,7 @@ class Trace:
 
 
 class Log:
-    """Stands for the run's log: keeps its steps, and opens the picture at `first`."""
+    """A stand-in for the run's log: keeps its steps, and watches engines in the picture's steps."""
 
     def __init__(self, trace: Trace, picture: range, stage: Stage):
         self.trace = trace
@@ -89,7 +89,7 @@ class Log:
         self.stage = stage
 
     def ignore(self, *_: Any) -> None:
-        """Opens no file, and shows, says, compares and keeps nothing."""
+        """Does nothing."""
 
     open = close = show_ready = note = mismatch = drop = ignore
 
@@ -111,16 +111,20 @@ class Log:
 
 
 def totals(stage: Stage) -> Totals:
-    """What all engines have done up to now."""
+    """Sums up what all engines have done up to now."""
     every = [actor.engine for actor in stage.engines] + stage.gone
     for engine in every:
         engine.settle()
-    names = ("busy", "filled", "tokens", "reread")
-    return Totals(*(sum(getattr(engine, name) for engine in every) for name in names))
+    return Totals(
+        busy=sum(engine.busy for engine in every),
+        filled=sum(engine.filled for engine in every),
+        tokens=sum(engine.tokens for engine in every),
+        reread=sum(engine.reread for engine in every),
+    )
 
 
 class Checkpoints:
-    """Stands for the run's checkpoints: they take time, and none is there at first."""
+    """A stand-in for the run's checkpoints: they take time, and the run starts without one."""
 
     def __init__(self, run: Run, hardware: Hardware):
         self.run = run
@@ -128,15 +132,17 @@ class Checkpoints:
         self.saving: asyncio.Task | None = None
 
     def exist(self) -> bool:
-        """None does."""
+        """Returns False."""
         return False
 
-    async def load(self, names: Sequence[str] = (), fresh: Any = None) -> dict:
-        """There is nothing to load."""
+    async def load(
+        self, names: Sequence[str] = (), fresh: Callable[..., dict] | None = None
+    ) -> dict:
+        """Loads nothing."""
         return {}
 
     async def save(self, state: dict, ready: list, tasks: asyncio.TaskGroup) -> None:
-        """The trainers copy, and write while they train."""
+        """Lets the trainers copy, and then write while they train."""
         await self.written()
         await asyncio.gather(*(trainer.save.remote("") for trainer in self.run.cluster.trainers))
         self.saving = tasks.create_task(asyncio.sleep(self.hardware.write))
@@ -154,9 +160,9 @@ def run(
     faults: Faults | None = None,
     picture: range = range(0),
 ) -> Trace:
-    """Simulates `cfg.steps` steps. `picture`: at the end of which steps engines are watched.
+    """Simulates `cfg.steps` steps. `picture`: the steps at whose ends engines are watched.
 
-    Raises InputError where trainers and engines share GPUs, and what the driver raises.
+    Raises InputError if trainers and engines share GPUs, and what the driver raises.
     """
     if cfg.gpu_share < 1:
         raise InputError(f"gpu_share = {cfg.gpu_share}: only runs with --gpu_share 1 are simulated")
@@ -168,7 +174,7 @@ def run(
 
 
 async def main(trace: Trace, faults: Faults, picture: range) -> None:
-    """The run, on the loop that has the clock."""
+    """Runs the run, on the loop that has the clock."""
     cfg = trace.cfg
     stage = Stage(cfg, trace.hardware, trace.workload)
     distils = isinstance(cfg, mopd.Config)
@@ -212,7 +218,7 @@ async def main(trace: Trace, faults: Faults, picture: range) -> None:
 
 
 def agents_of(cfg: mopd.Config) -> list[str]:
-    """Agents by which each teacher gets its share of the rows, as --dry_run counts them."""
+    """Returns agents by which each teacher gets its share of the rows, as --dry_run counts them."""
     shares = teachers_of.shares(cfg)
     of_host = {cfg.host_of(name): agent for agent, name in cfg.routes.items()}
     if cfg.default_teacher:
@@ -222,8 +228,8 @@ def agents_of(cfg: mopd.Config) -> list[str]:
     return [agent.partition("/")[0] for _, agent in sorted(mixed)]
 
 
-def cancel(answer: Any) -> None:
-    """Stands for ray.cancel."""
+def cancel(answer: Answer) -> None:
+    """Replaces ray.cancel."""
     if answer.owner:
         answer.owner.stop()
         answer.owner.fail(Lost("it was cancelled"))
