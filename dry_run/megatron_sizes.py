@@ -3,7 +3,7 @@
 Axes:  T places of a packed row   H hidden size   Q, K width of all query, all key heads
        F width inside a feed-forward   k experts of a token   V padded vocabulary
        C tokens whose logits exist at once
-       b bytes of a weight and of an activation: 2 on a GPU; 4 on a CPU, where all is float32
+       b bytes of a weight and of an activation: 2 on a GPU; 4 on a CPU (float32)
 
 For a tensor of S bytes over n ranks, ring algorithms send S (n - 1) / n in an all-gather or a
 reduce-scatter, and twice that in an all-reduce. An all-to-all sends what is not a rank's own.

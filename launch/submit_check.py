@@ -231,7 +231,7 @@ def sentences(check: Callable[..., Iterator[str]]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Runs all checks, or those of a node; returns the number of problems."""
+    """Runs all checks, or a node's checks; returns the number of problems."""
     if argv == ["--node"]:
         return report((gpus, compilers))
     with contextlib.nullcontext() if runs_here() else services.granting(may_be_there):

@@ -4,8 +4,8 @@
 
 B starts at 0, so the first policy is the model itself. Engines compute with W + (alpha / rank) B A:
 updates carry A and B (policy/sync/adapter_sync.py), exports the sum. With one alpha for all ranks
-the best learning rate hardly depends on the rank, and is ten times that of full training ("LoRA
-Without Regret", Thinking Machines 2025). Hu et al. 2021 (arXiv:2106.09685).
+the best learning rate hardly depends on the rank, and is ten times full training's ("LoRA Without
+Regret", Thinking Machines 2025). Hu et al. 2021 (arXiv:2106.09685).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Copies tensors straight into vLLM's layers, once vLLM's loaders have shown which part goes where.
+"""Copies tensors straight into vLLM's layers, in the way that vLLM's loaders have shown.
 
 The loaders are Python. They take some 0.5 ms per tensor, a mixture of experts has tens of thousands
 of tensors, and the engine is paused meanwhile. But they do the same each time: they cut and copy.
