@@ -66,9 +66,9 @@ def check_judge(name: str, judge: dict[str, Any]) -> None:
         raise ValueError(f"services.judges[{name!r}][{key!r}] = {value!r}, expected {expected}")
 
 
-def is_address(url: str) -> bool:
-    """Returns whether calls can be made to a URL."""
-    return bool(ADDRESS.fullmatch(url))
+def is_address(url: object) -> bool:
+    """Returns whether calls can be made to a URL, which a configuration may have of any type."""
+    return isinstance(url, str) and ADDRESS.fullmatch(url) is not None
 
 
 @dataclass(frozen=True)

@@ -295,7 +295,7 @@ def test_schedules_drawn_from_seeds():
 # --- the tests can fail ---------------------------------------------------------------------------
 
 LAG = "prompts_per_step - self.max_lag"
-FIRST = "itertools.islice(ours, self.part_size)"
+FIRST = "ours[: self.part_size]"
 ADVANCE = "self.version = version\n        self.wake()"
 RESTORE = "self.version = version\n        self.next_step"
 MUTANTS = {
@@ -318,11 +318,11 @@ MUTANTS = {
     "calls a begun part complete": (">= self.part_size", ">= self.part_size - 1"),
     "waits for what it took": ("self.waiting[step] -= self.part_size", "pass"),
     "takes groups of any step": (" if slot // self.prompts_per_step == step", ""),
-    "takes what came last": (FIRST, "list(ours)[-self.part_size :]"),
-    "takes them as they came": (f"sorted({FIRST})", f"list({FIRST})"),
+    "takes what came last": (FIRST, "ours[-self.part_size :]"),
+    "takes them as they came": ("sorted(came_first)", "list(came_first)"),
     "keeps what it takes": ("self.ready.pop(slot)", "self.ready[slot]"),
     "forgets the parts before": ("self.taken += groups", "self.taken = groups"),
-    "stays at its step": ("self.taken = step + 1, []", "self.taken = step, []"),
+    "stays at its step": ("self.next_step = step + 1", "self.next_step = step"),
     "refuses what is old enough": ("> self.max_lag", ">= self.max_lag"),
 }
 WRONG_STATES = {

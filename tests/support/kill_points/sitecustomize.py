@@ -34,7 +34,7 @@ POINTS = {
     "trainer": {
         "before it joins": "runtime.processes.trainer_rank.SendingRank.join_sync_group",
         "before a step": "grpo_async.Trainer.train_step",
-        "after the optimizer": "grpo_async.Trainer.update",
+        "after the optimizer": "grpo_async.Trainer.optimizer_step",
         "after a step": "grpo_async.Trainer.train_step",
         "before it sends weights": "runtime.processes.trainer_rank.SendingRank.send_weights",
         "after it sent them": "runtime.processes.trainer_rank.SendingRank.send_weights",
