@@ -81,13 +81,13 @@ from runtime.reporting import metrics
 from runtime.reporting.log import Log
 from runtime.reporting.rollout_metrics import MismatchTable, mismatch_table
 from runtime.rollouts.dispatch import Dispatcher, Slot
-from runtime.startup import modes
-from runtime.startup.modes import Loops
 from settings.config import CHECKED, LowEffort, RunSettings
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from runtime.startup.modes import Loops
 
 # === Config =======================================================================================
 
@@ -1103,23 +1103,23 @@ class Run(Generic[C]):
             ready = await self.checkpoints.read_ready(state)
             self.restore(state, ready)
 
-    async def run(self, loops: Loops | None = None) -> None:
+    async def run(self, loops: "Loops | None" = None) -> None:
         """Starts the run and its two loops, or the loops of a mode such as --replay.
 
         Ends when the training loop ends. An error in any loop ends all of them.
         """
-        loops = loops or Loops(self.start, self.generate_forever, self.train_forever)
+        start, generate, train = loops or (self.start, self.generate_forever, self.train_forever)
         self.cluster.on_signal(self.leave)
-        await loops.start()
+        await start()
         async with asyncio.TaskGroup() as tasks:
             self.tasks = tasks  # the writers of checkpoints run among them
             background = [
-                tasks.create_task(loops.generate()),
+                tasks.create_task(generate()),
                 tasks.create_task(self.engines.repair_forever(self)),
             ]
             for trainer in self.cluster.trainers:
                 background.append(tasks.create_task(self.cluster.watch(trainer)))
-            await loops.train()
+            await train()
             for task in background:
                 task.cancel()
         self.log.close()
@@ -1359,7 +1359,7 @@ def main() -> None:
         print(explain(cfg, Config))
         return
     from envs.check_rows import load_rows
-    from runtime.startup import preflight
+    from runtime.startup import modes, preflight
 
     preflight.prepare(cfg)
     rows = load_rows(cfg.data.train, cfg)

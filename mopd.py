@@ -71,7 +71,6 @@ from runtime.processes.trainer_rank import Rank, SendingRank
 from runtime.reporting import metrics
 from runtime.rollouts.dispatch import Slot
 from runtime.rollouts.teachers import Teachers
-from runtime.startup import modes
 from settings.config import CHECKED, Demand
 from settings.distillation import TeacherSettings
 
@@ -416,7 +415,7 @@ def main() -> None:
         print(explain(cfg, Config))
         return
     from envs.check_rows import load_rows
-    from runtime.startup import preflight
+    from runtime.startup import modes, preflight
     from runtime.startup.check_teachers import check_teachers
 
     preflight.prepare(cfg)
