@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, Self
 
+import pydantic
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from settings import conflicts
 from settings.config import CHECKED, RunSettings
 from settings.network import PolicySettings
 
@@ -77,4 +77,59 @@ class TeacherSettings(RunSettings):
     def __post_init__(self) -> None:
         """Refuses teachers that no row can reach, or that do not exist. Raises ValueError."""
         super().__post_init__()
-        conflicts.of_teachers(self)
+        check_teachers(self)
+
+
+def check_teachers(cfg: TeacherSettings) -> None:
+    """Refuses teachers that are unknown, unused, or contradict each other. Raises ValueError."""
+    for agent, name in cfg.routes.items():
+        check_name(cfg, f"routes[{agent!r}]", name)
+    if cfg.default_teacher:
+        check_name(cfg, "default_teacher", cfg.default_teacher)
+    for name in cfg.teacher_layouts:
+        check_name(cfg, f"teacher_layouts[{name!r}]", name)
+    for name in cfg.teacher_beside:
+        check_name(cfg, f"teacher_beside[{name!r}]", name)
+    for name, host in cfg.teacher_beside.items():
+        check_name(cfg, f"teacher_beside[{name!r}] = {host!r}", host)
+    used = {*cfg.routes.values(), cfg.default_teacher}
+    for name in cfg.teachers:
+        if name not in used:
+            raise ValueError(f"teachers has {name!r}, to which no route leads")
+    for name, host in cfg.teacher_beside.items():
+        first = cfg.first_of(name)
+        if first != name:
+            raise ValueError(f"teacher_beside has {name!r}, a name of {first!r}: set it for that")
+        if cfg.first_of(host) in cfg.teacher_beside:
+            raise ValueError(f"teacher_beside[{name!r}] = {host!r}, which is beside another")
+    check_layouts(cfg)
+
+
+def check_name(cfg: TeacherSettings, field: str, name: str) -> None:
+    """Refuses the name of a teacher that does not exist. Raises ValueError."""
+    if name not in cfg.teachers:
+        known = ", ".join(cfg.teachers) or "none"
+        raise ValueError(f"{field} names {name!r}, expected one of teachers: {known}")
+
+
+def check_layouts(cfg: TeacherSettings) -> None:
+    """Refuses layouts that cannot work, and those of teachers without ranks. Raises ValueError."""
+    for name in cfg.teacher_layouts:
+        host = cfg.host_of(name)
+        if host != name:
+            raise ValueError(f"teacher_layouts has {name!r}, which has the layout of {host!r}")
+    if cfg.teacher_policy.replay_routing:
+        raise ValueError("teacher_policy.replay_routing = True: expected False")
+    known = [field.name for field in dataclasses.fields(cfg.teacher_policy)]
+    for host in cfg.hosts:
+        unknown = cfg.teacher_layouts.get(host, {}).keys() - known
+        if unknown:
+            raise ValueError(
+                f"teacher_layouts[{host!r}] sets {min(unknown)!r}, expected one of"
+                f" {', '.join(known)}"
+            )
+        try:
+            cfg.layout_of(host)
+        except pydantic.ValidationError as error:
+            problem = error.errors()[0]["msg"].removeprefix("Value error, policy: ")
+            raise ValueError(f"teacher_layouts[{host!r}]: {problem}") from None
