@@ -383,7 +383,7 @@ class Run:
             await self.save()
         await self.checkpoints.written()
         if self.leaving:
-            self.log.note(f"left at step {self.version} ({self.leaving}); --resume auto goes on")
+            self.log.note(f"left at step {self.version} ({self.leaving}); --resume auto continues")
 
     def is_due(self, period: int) -> bool:
         """Returns whether something is due at this version: every `period`, and at the end."""

@@ -4,21 +4,25 @@
     w_t  =  min(pi_train(t) / pi_engine(t), 5)                      no gradient flows through it
     loss = -sum_t  w_t  A_t  log pi_train(t)  /  (tokens kept in the whole batch)
 
-Only sequences whose mean exp|log pi_train - log pi_engine| is at most 2 are summed. One update per
+A token has its sample's advantage, A_t = A_i, or a penalty. pi_engine is the policy that sampled
+it, in vLLM and up to max_lag versions older: w_t corrects that lag and the engine's rounding. Only
+sequences whose mean exp|log pi_train - log pi_engine| is at most 2 are summed. One update per
 batch is made, so the PPO ratio is 1 and never clips.
+
 All stages of Nemotron 3 Super, NVIDIA's 120B model whose RL recipe is public, have this objective.
-That of the GRPO paper, and some twenty others, are settings or a few lines: docs/variants.md.
+The GRPO paper's objective, and some twenty others, take a setting or a few lines: docs/variants.md.
 
-Two loops run at once and meet in a buffer. Prompts are numbered in file order; group i is trained
-at step i // P and nowhere else, and may start as soon as the policy has version i // P - max_lag:
+Two loops run at once and meet in a buffer. A group of rollouts belongs to a slot. Slot i is trained
+at step i // P and nowhere else, and may start as soon as the policy has version i // P - max_lag
+(max_lag is 1 by default). Slots take the prompts in file order, again from the top when they end:
 
-           prompts (JSONL, file order)                                  P groups of step s
-                 |  group i starts when version >= i // P - max_lag            |
-    RolloutWorker(s) --- token ids ---> Generator(s)                           v
-      environment, reward, advantage     vLLM  ^                          Trainer(s)   FSDP2
-                 |                             |  pause, keep requests and     | or Megatron
-                 v                             |  KV, receive, label, resume   |
-           RolloutBuffer (driver)              +------- weights v + 1 ---------+
+           prompts (JSONL, file order)
+                 |  slot i starts when version >= i // P - max_lag
+    RolloutWorker(s) --- token ids ---> Generator(s)  vLLM
+      environment, reward, advantage           ^  pause, keep requests and KV,
+                 |                             |  receive, label, resume
+                 v                             +--- weights v + 1 ----+
+           RolloutBuffer (driver) --- P groups of step s ---> Trainer(s)  FSDP2 or Megatron
 
 The driver is one asyncio program that moves references and lengths, never tokens.
 
@@ -28,7 +32,7 @@ Axes, as suffixes:  P prompts of a step    G samples of a prompt    T tokens of 
 Policy version v = batches trained so far. Every sampled token carries the version that produced it.
 
 rollout/episode.py (turns, episodes, samples) and policy/__init__.py (the network) complete the
-picture. docs/grpo_async.md argues each deviation from NeMo-RL (branch super-v3).
+picture. docs/grpo_async.md justifies each deviation from NeMo-RL (branch super-v3).
 
     bash launch/local.sh                                            a tiny model learns on a laptop
     python grpo_async.py --config configs/gsm8k.py --steps 100      a file of overrides, then flags
@@ -105,9 +109,9 @@ class Advantage:
     normalize: bool = True
     """Divide by the standard deviation of those rewards."""
     clip: tuple[Unbounded, Unbounded] = (-50.0, 50.0)
-    """Advantages are clamped into this interval; -inf and inf: not at all (Nemotron 3 Nano)."""
+    """Advantages are clamped to this interval; (-inf, inf) turns this off (Nemotron 3 Nano)."""
     overlong_filtering: bool = False
-    """Truncated answers keep their place in the baseline and lose their loss."""
+    """Truncated answers still count in the baseline, but are not trained on."""
     penalties: Penalties = dataclasses.field(default_factory=dict)
     """Replaces the advantage of every token of a message with such a flaw (Super: -5 each)."""
     low_effort: LowEffort = dataclasses.field(default_factory=LowEffort)
@@ -118,7 +122,7 @@ class Advantage:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Correction:
-    """What to do where trainer and engine disagree. Papers differ in level, action, low, high:
+    """What to do if trainer and engine disagree. Papers differ in level, action, low, high:
 
     TIS                 token     truncate  0      5        (Nemotron 3 Super)
     IcePop              token     mask      0.5    5
@@ -128,7 +132,7 @@ class Correction:
     level: Literal["token", "sequence"] = "token"
     """Judge each token's ratio, or the geometric mean of its sequence's ratios."""
     action: Literal["truncate", "mask"] = "truncate"
-    """Clamp the ratio into [low, high], or give weight 0 outside, where the divisor counts on."""
+    """Clamp the ratio into [low, high], or drop tokens outside; the divisor still counts them."""
     low: NonNegativeFloat = 0.0
     """Lower bound of pi_train / pi_engine."""
     high: Annotated[Unbounded, Field(gt=0)] = 5.0
@@ -142,7 +146,7 @@ class Loss:
     """The policy gradient of a batch."""
 
     updates_per_batch: PositiveInt = 1
-    """Optimizer steps per batch, each on another part of it. With one, the PPO ratio is 1."""
+    """Optimizer steps per batch, each on a different part of it. With one, the PPO ratio is 1."""
     ratio_clip: tuple[Annotated[float, Field(ge=0, le=1)], NonNegativeFloat] = (0.2, 0.28)
     """PPO ratio is clipped to [1 - first, 1 + second] (clip-higher, DAPO)."""
     kl_coef: NonNegativeFloat = 0.0
@@ -249,17 +253,19 @@ class Batch:
     engine_logp_T: Tensor  # float32
     advantage_T: Tensor  # float32
     score_N: Tensor  # float32, the environment's rewards before shaping
-    planned_tokens: int
-    planned_sequences: int
+    planned_tokens: int  # of the whole update, over all ranks
+    planned_sequences: int  # likewise
     old_logp_T: Tensor | None = None  # before the batch's first update, if it has several
     ref_logp_T: Tensor | None = None  # of the frozen reference, if there is a KL term
-    routes_N: list[np.ndarray] | None = None  # the engine's experts; the policy joins them
-    allowed: tuple[Tensor, Tensor] | None = None  # the sets that tokens were chosen from (top_p)
+    # The engine's experts of each sequence [its tokens, expert layers, experts of a token].
+    routes_N: list[np.ndarray] | None = None
+    # With top_p: how many ids each token was chosen from [T], and these ids, end to end.
+    allowed: tuple[Tensor, Tensor] | None = None
 
 
 # === The algorithm: pure functions of tensors =====================================================
 
-# A smaller std, relative to the largest reward, is rounding: dividing by it would train on noise.
+# A smaller std, relative to the largest reward, is taken for rounding: it would train on noise.
 SPREAD_FLOOR = 1e-4
 
 
@@ -275,6 +281,7 @@ def group_advantages(rewards_G: Tensor, rule: Advantage) -> Tensor:
     G = len(rewards_G)
     if G < 2:
         return torch.zeros_like(rewards_G)
+    # The sums of float64 are exact here: equal rewards have advantages of exactly 0.
     r_G = rewards_G.double()
     compared_GJ = r_G.expand(G, G)
     if rule.baseline == "leave_one_out":
@@ -299,9 +306,10 @@ def importance_weights(
 ) -> ImportanceWeights:
     """Weighs tokens by the ratio pi_old / pi_engine, whose log is `gap_T` [T].
 
-    pi_old is the policy before the batch's first update. The bounds judge either the token's own
-    ratio or the geometric mean over its sequence. Truncation returns the judged ratio, clamped into
-    the bounds. Masking returns the token's own ratio, or 0 if the judged one is outside.
+    pi_old is the policy before the batch's first update: with one update, pi_train. The bounds
+    judge either the token's own ratio or the geometric mean over its sequence. Truncation returns
+    the judged ratio, clamped into the bounds. Masking returns the token's own ratio, or 0 if the
+    judged one is outside.
     Sources: TIS, Yao et al. 2025; IcePop, Ling team 2025.
     """
     weight_T = gap_T.clamp(-20, 20).exp()  # must not overflow before the rule sees it
@@ -318,7 +326,8 @@ def sequence_mean(x_T: Tensor, mask_T: Tensor, seq_T: Tensor) -> Tensor:
     """Returns the mean over each sequence's trained tokens [N]; 0 for a sequence without any."""
     total_N = x_T.new_zeros(int(seq_T.max()) + 1)
     count_N = total_N.clone().index_add_(0, seq_T, mask_T.to(x_T.dtype))
-    return total_N.index_add_(0, seq_T, torch.where(mask_T, x_T, 0.0)) / count_N.clamp(min=1)
+    total_N.index_add_(0, seq_T, torch.where(mask_T, x_T, 0.0))
+    return total_N / count_N.clamp(min=1)
 
 
 def divisor(tokens: float, sequences: float, cfg: Config) -> float:
@@ -368,6 +377,7 @@ def token_mismatch(logp_T: Tensor, old_logp_T: Tensor, engine_logp_T: Tensor) ->
     """
     gap_T = old_logp_T - engine_logp_T
     mixture_T = torch.logaddexp(old_logp_T, engine_logp_T) - math.log(2)
+    # The direction of the ratios is NeMo-RL's.
     divergence_T = k3(old_logp_T - mixture_T) + k3(engine_logp_T - mixture_T)
     return {
         "token_mult_prob_error": gap_T.abs().clamp(max=20).exp(),
@@ -388,18 +398,18 @@ class RowLoss(NamedTuple):
 def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     """Returns the clipped policy gradient of one packed row.
 
-    `logp_T` [T] are the trainer's logprobs, with gradient. The count that the filter keeps is known
-    only after the last row. So each row is divided by the planned count of the update over all
-    ranks, and the gradients are rescaled once, before the optimizer step:
+    `logp_T` [T] has the trainer's logprob of each token, with gradient. The count that the filter
+    keeps is known only after the last row. So each row is divided by the planned count of the
+    update over all ranks, and the gradients are rescaled once, before the optimizer step:
 
         1,000 tokens are planned                                  each row is divided by 1,000
         the filter drops a sequence of 200                        800 are kept
-        the gradients are multiplied by 1,000 / 800 = 1.25        as if each row had 800 below it
+        the gradients are multiplied by 1,000 / 800 = 1.25        as if divided by 800 at once
 
     A step that is trained in parts divides all of them by the planned count of its first part:
 
         in the same step the first of two parts has 300           each row is divided by 300
-        the gradients are multiplied by 300 / 800                 as if each row had 800 below it
+        the gradients are multiplied by 300 / 800                 as if divided by 800 at once
 
     So the filter costs no second forward pass, and packing changes nothing.
     """
@@ -446,9 +456,11 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 
 
 def plan_step(groups: list[Group], cfg: GroupSettings, more: bool = False) -> list[Share]:
-    """Plans which replica trains which samples of a batch, or of a part that `more` parts follow.
+    """Plans which replica trains which samples of a batch, or of a part of one.
 
-    Reads lengths and counts alone: the driver has no tokens.
+    With `more`, further parts of the same step follow. Reads lengths and counts alone: the driver
+    has no tokens. The places that it plans name a group by its number in `groups`; in a share,
+    rows name a group by its number among the groups that the replica gets.
     """
     size = len(groups) // cfg.updates_per_batch
     updates: list[tuple[Update, dict[Place, int]]] = []
@@ -560,6 +572,10 @@ class RolloutBuffer:
         """Returns whether the next part of a step is ready; usually it is the whole step."""
         return self.waiting[step] >= self.part_size
 
+    def has_taken_all(self, step: int) -> bool:
+        """Returns whether all groups of a step were taken."""
+        return self.next_step > step
+
     def take(self, step: int) -> list[Group]:
         """Removes and returns the next part of a step: the groups that came first, in slot order.
 
@@ -606,11 +622,12 @@ class Generator:
 
     def __init__(self, cfg: RunSettings):
         self.cfg = cfg
-        self.version = -1  # no policy was synced yet
+        self.version = -1  # no policy has been synced yet
         self.written = Drafts()  # the answers of running requests so far, if this engine is lost
 
     async def start(self) -> None:
-        """Builds the engine; its weights come with version 0."""
+        """Builds the engine; its weights come with its first update."""
+        # With `receive_weights` and a `meter`: runtime/engines/engine.py.
         self.engine: AsyncLLM = open_engine(self.cfg)
 
     async def generate(self, request: Request) -> list[Turn]:
@@ -648,7 +665,8 @@ class Generator:
         outputs = self.engine.generate(prompt, params, rest.name, priority=rest.priority)
         (output,) = [output async for output in outputs]
         cached = output.num_cached_tokens or 0
-        turns[j] = draft.extended(Turn.from_vllm([], output.outputs[0], cached=cached))
+        new = Turn.from_vllm(prompt_ids=[], answer=output.outputs[0], cached=cached)
+        turns[j] = draft.extended(new)
 
     def drafts(self, name: str, known: list[int | None]) -> list[Turn | None]:
         """Returns the tokens of each answer after the first `known`; None if the caller has all."""
@@ -776,8 +794,8 @@ class GradientSum:
         self.updates.append(update)
         self.row_stats += row_stats
 
-    def divisor_of(self, update: Update) -> Update:
-        """Returns the update whose planned counts divide this one: the first part of its step."""
+    def first_part(self, update: Update) -> Update:
+        """Returns the first part of the step that `update` is a part of: usually itself."""
         return self.updates[0] if self.updates else update
 
     @property
@@ -852,7 +870,8 @@ class Trainer(SendingRank[Config]):
 
     def pack_rows(self, update: Update, groups: Sequence[list[Sample]]) -> list[PackedRow]:
         """Packs the rows of an update, whose places name a group by its number in `groups`."""
-        planned = self.gradients.divisor_of(update)
+        # Several updates exclude several parts (Config), so no other update is waiting here.
+        planned = self.gradients.first_part(update)
         rows = []
         for places in update.rows:
             samples = [groups[g][j] for g, j in places]
@@ -930,7 +949,7 @@ class Engines:
     """The fleet of generators, kept at one policy version.
 
     An engine that does not acknowledge an update is replaced. An engine that an update was cut off
-    from stays paused, because its layers are of two policies, and gets the update again. All of
+    from stays paused, because its layers come from two policies, and gets the update again. All of
     them join a new process group.
     """
 
@@ -944,7 +963,7 @@ class Engines:
 
         Returns metrics; the seconds of each phase are those of the slowest engine. Raises
         RuntimeError if no engine is left and none may be replaced, or if an engine holds other
-        weights than the trainer; and whatever the very first update raises.
+        weights than the trainer. An error in the very first update is raised as it is.
         """
         fleet = self.fleet
         while True:
@@ -1009,7 +1028,7 @@ class Engines:
 #     log, save, evaluate
 
 
-@checked_dataclass
+@checked_dataclass  # checked, so that the slots, which are texts in JSON, become int again
 class Progress:
     """The driver's place in the stream of prompts. Checkpoints hold every field of it."""
 
@@ -1065,7 +1084,7 @@ class Run(Generic[C]):
         self.buffer = RolloutBuffer(cfg.prompts_per_step, cfg.max_lag, cfg.train_parts)
         self.progress = Progress()
         self.log = Log()
-        self.engines: Any = Engines(cfg, self.cluster)
+        self.engines: Any = Engines(cfg, self.cluster)  # with --replay: modes.NoEngines
         self.dispatcher = Dispatcher(
             cfg,
             self.cluster,
@@ -1125,7 +1144,7 @@ class Run(Generic[C]):
         self.log.close()
 
     def leave(self, reason: str) -> None:
-        """Saves and ends the run as soon as the step that is being trained is done."""
+        """Asks the run to save and end once the part that is being trained is done."""
         self.leaving = reason
         self.buffer.wake()
 
@@ -1138,7 +1157,7 @@ class Run(Generic[C]):
             for slot in itertools.chain(resumed, range(progress.next_slot, last)):
                 await self.buffer.until(partial(self.buffer.may_start, slot))
                 self.buffer.start(slot)
-                if slot == progress.next_slot:
+                if slot == progress.next_slot:  # new: a resumed slot has its prompt
                     progress.next_slot += 1
                     self.assign(slot)
                 tasks.create_task(self.fill(slot))
@@ -1213,14 +1232,14 @@ class Run(Generic[C]):
         while groups := await self.take(step):
             async with self.training:
                 stats = await self.train(step, groups)
-                if self.buffer.next_step > step:  # that was the last part
+                if self.buffer.has_taken_all(step):  # that was the last part
                     stats |= await self.sync_or_leave(step + 1)
                     self.buffer.advance(step + 1)
                     return stats
         return None
 
     async def sync_or_leave(self, version: int) -> dict[str, float]:
-        """Syncs the engines. Returns {} if the run is to leave and no engine lives: it can save."""
+        """Syncs the engines; returns {} if the run is to leave and no engine is alive."""
         fleet = self.engines.fleet
         return await repair.unless_left(fleet, self.engines.sync(version), lambda: self.leaving)
 
@@ -1240,7 +1259,7 @@ class Run(Generic[C]):
         limit = 2 * self.dispatcher.prompt_seconds  # a prompt, and the one that takes its place
         room = self.cfg.policy.row_tokens * self.cfg.policy.replicas
         groups: list[Group] = []
-        while self.buffer.next_step <= step and room > 0:
+        while not self.buffer.has_taken_all(step) and room > 0:
             ready = self.buffer.until(lambda: bool(self.leaving) or self.buffer.has_part(step))
             await self.dispatcher.wait(limit, f"the groups of step {step + 1}", ready)
             if self.leaving:
@@ -1268,7 +1287,7 @@ class Run(Generic[C]):
         """
         cfg = self.cfg
         current = self.current_step
-        more = self.buffer.next_step <= step  # parts follow
+        more = not self.buffer.has_taken_all(step)
         shares = await asyncio.to_thread(plan_step, groups, cfg, more)
         calls: list[TrainCall] = []
         for rank, trainer in enumerate(self.cluster.trainers):
@@ -1279,7 +1298,7 @@ class Run(Generic[C]):
 
         async def finished() -> tuple[dict[str, float], list[MismatchTable]]:
             tables = await asyncio.gather(*(call.mismatch for call in calls))
-            return await calls[0].metrics, tables  # all ranks have the same metrics
+            return await calls[0].metrics, tables  # of all ranks; only the seconds are its own
 
         measured, tables = await self.dispatcher.wait(
             cfg.timeouts.train, "a training step", finished(), judged=False
@@ -1306,7 +1325,7 @@ class Run(Generic[C]):
         version = self.buffer.version
         if self.leaving or not self.val_rows or self.evaluated == version:
             return
-        slots = [Slot(number, version) for number in range(len(self.val_rows))]
+        slots = [Slot(number, evaluation=version) for number in range(len(self.val_rows))]
         self.log.note(f"evaluating version {version} (prompts: {len(slots)})")
         rollouts = self.dispatcher.roll_out_all(self.val_rows, slots, self.cfg.data.val_samples)
         leaves = self.buffer.until(lambda: bool(self.leaving))
@@ -1329,8 +1348,8 @@ class Run(Generic[C]):
     async def save(self) -> None:
         """Copies this moment while the run waits, and writes the copy while the run continues."""
         await self.checkpoints.written()
-        async with self.training:  # or a repair would wait for this save and count it as a failure
-            ready = [*self.buffer.taken, *self.buffer.ready.values()]  # as old as the state
+        async with self.training:  # a repair must not wait for ranks that copy: it would fail
+            ready = [*self.buffer.taken, *self.buffer.ready.values()]  # at the moment of the state
             await self.checkpoints.save(self.state(), ready, self.tasks)
 
     def state(self) -> dict:

@@ -4,21 +4,22 @@
     w_t  =  min(max(pi_train(t) / pi_engine(t), 0.2), 5)           nor through this
     loss = -sum_t  w_t  (a A_t + b A_i)  log pi_train(t)  /  (tokens kept in the whole batch)
 
-The student samples, and the teacher of the row's domain scores each of its tokens. With w = 1 the
-expected gradient of the loss is the gradient of KL(student || teacher) at each state that the
+The student samples, and the teacher that is named for the row scores each of its tokens. With w = 1
+the expected gradient of the loss is the gradient of KL(student || teacher) at each state that the
 student visits. A sequence is kept if its mean exp|log pi_train - log pi_engine| is at most 2.
-A_i is the advantage of the reward in its group (equation 9 of the report of MiMo-V2-Flash,
-arXiv:2601.02780). Nemotron 3 Ultra publishes b = 0: one sample of each prompt, and no reward.
+A_i is the advantage of the reward in its group (equation 9 of the report of MiMo-V2-Flash, which
+masks w instead of clamping it, arXiv:2601.02780). Nemotron 3 Ultra publishes b = 0: one sample of
+each prompt, and no reward.
 
 The loops, the buffer, the engines and the packing come from grpo_async.py. A finished rollout
-passes the queue of its teacher on the way to the buffer:
+passes through its teacher's queue on the way to the buffer:
 
     prompts (JSONL) ---> RolloutWorker(s) ---> Teacher(s) ---> RolloutBuffer ---> Trainer(s)
                            token ids ^         log pi_teacher   (driver)             |
                                      v         of each token                         |
                                Generator(s) <------------ weights v + 1 -------------+
 
-A teacher is a frozen network on ranks of its own. It scores the rollouts that wait in batches, one
+A teacher is a frozen network on ranks of its own. It scores waiting rollouts in batches, one batch
 at a time, while generation and training continue. A teacher that dies is replaced, and its batch is
 scored again.
 
@@ -92,7 +93,7 @@ class Loss:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Config(TeacherSettings, GroupSettings):
-    """Distil teachers into a language model that samples. P, G and weights: Nemotron 3 Ultra."""
+    """Distil teachers into the language model that samples. P, G and weights: Nemotron 3 Ultra."""
 
     prompts_per_step: PositiveInt = 1024
     """P, prompt groups in a batch."""
@@ -143,7 +144,7 @@ class Batch(grpo_async.Batch):
 def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
     """Joins samples into one row; without samples, the row is one token that trains nothing.
 
-    Raises RuntimeError for a sample that no teacher has scored.
+    Raises RuntimeError for a sample without a finite teacher's logprob for each token.
     """
     row = grpo_async.pack(samples, update, cfg)
     pieces = []
@@ -160,7 +161,7 @@ def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
 
 
 def distillation_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
-    """Returns the loss of one packed row; `logp_T` [T] are the student's, with gradient.
+    """Returns the loss of one packed row; `logp_T` [T] has the student's logprobs, with gradient.
 
     It has REINFORCE's form: a batch gives one update, so there is no PPO ratio. It is divided by
     the planned count of the update, or of its first part, as in grpo_async.policy_loss.
@@ -215,9 +216,10 @@ class Teacher(Rank):
     """One rank of one or more frozen networks. A plain class; Ray makes it an actor."""
 
     def start(self, rank: int, address: tuple[str, int]) -> None:
-        """Joins the other ranks and loads the checkpoints that they hold, `cfg.model` first.
+        """Joins the other ranks and loads the checkpoints of the teachers that they serve.
 
-        Raises RuntimeError if a checkpoint was exported by a run and does not match its marker.
+        `cfg` is a host's own: its `model` is the first of these checkpoints. Raises
+        RuntimeError if a checkpoint was exported by a run and does not match its marker.
         """
         cfg = self.cfg
         self.join_ranks(rank, address)
@@ -241,18 +243,18 @@ class Teacher(Rank):
         others return empty lists. Raises FloatingPointError if a logprob is not finite.
         """
         began = time.perf_counter()
-        network = self.networks[model]
+        teacher = self.networks[model]
         packed: list[list[Sample]] = []
         batches: list[grpo_async.Batch] = []
         for places in rows:
             samples = [groups[g][j] for g, j in places]
             packed.append(samples)
             batches.append(grpo_async.pack(samples, Update(1, 1, []), self.cfg))
-        logps = [logp_T.cpu().numpy() for logp_T in network.logprobs(batches)]
+        logps = [logp_T.cpu().numpy() for logp_T in teacher.logprobs(batches)]
         seconds = time.perf_counter() - began
-        if not network.reports:
+        if not teacher.reports:
             return seconds, [], *([] for _ in groups)
-        for group in groups:
+        for group in groups:  # samples without trained tokens are in no row
             for sample in group:
                 sample.teacher_logp_T = np.zeros(len(sample.tokens_T), np.float32)
         for samples, logp_T in zip(packed, logps, strict=True):
@@ -320,7 +322,7 @@ class Trainer(SendingRank):
 
         Returns the rows that have samples, with the student's logprobs.
         """
-        planned = self.gradients.divisor_of(update)
+        planned = self.gradients.first_part(update)
         packed: list[list[Sample]] = []
         batches: list[Batch] = []
         for places in update.rows:
@@ -348,6 +350,7 @@ class Trainer(SendingRank):
         summed = self.gradients
         self.gradients = GradientSum()
         total = self.reduced(summed.row_stats)
+        # Samples that were counted and are in no row count as kept.
         kept = summed.planned_tokens - total["row_tokens"] + total["kept_tokens"]
         grad_scale = max(summed.updates[0].planned_tokens, 1) / max(kept, 1)
         measured = metrics.step_metrics(total, summed.planned_tokens, grad_scale)
@@ -387,7 +390,7 @@ class Run(grpo_async.Run[Config]):
     async def train(self, step: int, groups: list[Group]) -> dict[str, float]:
         """Trains a part of a step; with the last one, adds the student's gap to each teacher."""
         measured = await super().train(step, groups)
-        if self.buffer.next_step <= step:  # parts follow
+        if not self.buffer.has_taken_all(step):
             return measured
         infos = [info for group in self.current_step.groups for info in group.infos]
         return measured | self.kl_by_teacher(infos) | self.teachers.meters()
