@@ -7,9 +7,8 @@
 The student samples, and the teacher that is named for the row scores each of its tokens. With w = 1
 the expected gradient of the loss is the gradient of KL(student || teacher) at each state that the
 student visits. A sequence is kept if its mean exp|log pi_train - log pi_engine| is at most 2.
-A_i is the advantage of the reward in its group (equation 9 of the report of MiMo-V2-Flash, which
-masks w instead of clamping it, arXiv:2601.02780). Nemotron 3 Ultra publishes b = 0: one sample of
-each prompt, and no reward.
+A_i is the advantage of the reward in its group (equation 9 of the report of MiMo-V2-Flash,
+arXiv:2601.02780). Nemotron 3 Ultra publishes b = 0: one sample of each prompt, and no reward.
 
 The loops, the buffer, the engines and the packing come from grpo_async.py. A finished rollout
 passes through its teacher's queue on the way to the buffer:
