@@ -864,8 +864,6 @@ class Trainer(SendingRank[Config]):
             self.stage_weights()
         means = metrics.mean_metrics(measured)
         means["train_seconds"] = time.perf_counter() - began
-        if not self.policy.reports:  # another rank of this replica reports the same rows
-            scored = []
         return Trained.of(means, scored, step, self.cfg.correction.sequence_error_limit)
 
     def pack_rows(self, update: Update, groups: Sequence[list[Sample]]) -> list[PackedRow]:
@@ -892,6 +890,7 @@ class Trainer(SendingRank[Config]):
         """Runs forward and backward over this rank's rows of an update, or of a part of one.
 
         Returns the rows that have samples, with the logprobs that the engine's are compared with.
+        One rank of a replica returns them: the others have the same rows, or no logprobs.
         """
         logps: list[Tensor] = []
 
@@ -901,7 +900,9 @@ class Trainer(SendingRank[Config]):
 
         batches = [row.batch for row in rows]
         self.gradients.add(update, self.policy.forward_backward(batches, loss_fn, update.more))
-        scored = []
+        scored: list[ScoredRow] = []
+        if not self.policy.reports:  # on all but the last pipeline stage, loss_fn was not called
+            return scored
         for row, logp_T in zip(rows, logps, strict=True):
             if row.samples:
                 scored.append(ScoredRow(row.samples, logp_T))

@@ -312,14 +312,13 @@ class Trainer(SendingRank):
             measured = self.optimizer_step()
             self.stage_weights()
         measured["train_seconds"] = time.perf_counter() - began
-        if not self.policy.reports:  # another rank of this replica reports the same rows
-            scored = []
         return Trained.of(measured, scored, step, self.cfg.correction.sequence_error_limit)
 
     def add_gradients(self, update: Update, groups: Sequence[list[Sample]]) -> list[ScoredRow]:
         """Runs forward and backward over this rank's rows of an update, or of a part of one.
 
-        Returns the rows that have samples, with the student's logprobs.
+        Returns the rows that have samples, with the student's logprobs. One rank of a replica
+        returns them: the others have the same rows, or no logprobs.
         """
         planned = self.gradients.first_part(update)
         packed: list[list[Sample]] = []
@@ -335,7 +334,9 @@ class Trainer(SendingRank):
             return distillation_loss(logp_T, batch, self.cfg)
 
         self.gradients.add(update, self.policy.forward_backward(batches, loss_fn, update.more))
-        scored = []
+        scored: list[ScoredRow] = []
+        if not self.policy.reports:  # on all but the last pipeline stage, loss_fn was not called
+            return scored
         for samples, logp_T in zip(packed, logps, strict=True):
             if samples:
                 scored.append(ScoredRow(samples, logp_T))

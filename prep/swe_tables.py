@@ -23,7 +23,10 @@ def lists(record: dict[str, Any]) -> list[str]:
     tests: list[str] = []
     for name in TESTS:
         part = record.get(name) or []
-        tests += json.loads(part) if isinstance(part, str) else part
+        named = json.loads(part) if isinstance(part, str) else part
+        if not isinstance(named, list):
+            raise TypeError(f"a list of tests is {named!r}, expected a list of names")
+        tests += named
     return tests
 
 

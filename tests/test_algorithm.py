@@ -358,6 +358,19 @@ class TablePolicy:
         return {}
 
 
+class EarlierStage(TablePolicy):
+    """A pipeline stage before the last one: it gets the stats, and `loss_fn` is not called."""
+
+    reports = False
+
+    def __init__(self, table, loss):
+        super().__init__(table)
+        self.loss = loss  # (logp_T, batch) -> RowLoss, as on the last stage
+
+    def forward_backward(self, batches, loss_fn, more=False):
+        return super().forward_backward(batches, self.loss, more)
+
+
 def trainer(policy: TablePolicy, **fields) -> Trainer:
     made = Trainer(config(**fields))
     made.policy = policy
@@ -384,6 +397,15 @@ def gradient(samples: list[Sample], rows: list[list[int]], table, **fields) -> t
     update = Update(max(tokens, 1), max(len(present), 1), places)
     trainer(policy, **fields).train_step(0, [update], samples)
     return policy.grads[0]
+
+
+def test_a_stage_that_computes_no_loss_steps_and_reports_nothing():
+    cfg = config()
+    policy = EarlierStage([0.0, -1.0, -1.2], lambda logp_T, batch: policy_loss(logp_T, batch, cfg))
+    group = [sample([1, 2], [-1.1, -1.3], 0.5)]
+    found = trainer(policy).train_step(0, [Update(2, 1, [[(0, 0)]])], group)
+    assert len(policy.grads) == 1 and found.metrics["global_valid_toks"] == 2
+    assert not found.mismatch and len(found.logps) == 0
 
 
 def trained_in_parts(groups: list[Group], parts: int, **fields) -> tuple[TablePolicy, dict]:

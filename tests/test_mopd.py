@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from test_algorithm import TablePolicy, sample
+from test_algorithm import EarlierStage, TablePolicy, sample
 
 import mopd
 from grpo_async import Correction
@@ -256,6 +256,14 @@ def gradient(parts: list[list[list[int]]], **fields) -> tuple[torch.Tensor, dict
         found = made.train_step(0, [part], *([s] for s in SAMPLES))
         assert len(found.logps) == sum(len(SAMPLES[i].tokens_T) for i in used)
     return policy.grads[0], found.metrics
+
+
+def test_a_stage_that_computes_no_loss_steps_and_reports_nothing():
+    cfg = config()
+    policy = EarlierStage(TABLE, lambda logp_T, batch: distillation_loss(logp_T, batch, cfg))
+    found = trainer(policy).train_step(0, [Update(2, 1, [[(0, 0)]])], SAMPLES[:1])
+    assert len(policy.grads) == 1 and found.metrics["num_valid_samples"] == 1
+    assert not found.mismatch and len(found.logps) == 0
 
 
 @pytest.mark.parametrize("blend", [{}, {"loss": {"reward": 0.5}, "group_size": 2}])
