@@ -138,6 +138,7 @@ def test_options_and_settings_that_the_pages_name_exist(page):
     flags |= set(re.findall(r'add\("--(\w+)"', simulate))
     flags |= {"tensor-parallel-size", "max-model-len"}  # of `vllm serve`
     flags |= {"no-build-isolation"}  # of `pip install`
+    flags |= {"tokens"}  # of bench/logprob_memory.py
     text = page.read_text(encoding="utf-8")
     if page.name.startswith("from_"):  # a first column, and an example, have other programs' names
         text = re.sub(r"^\|[^|]*\||^\$ .*|^error: .*", "|", text, flags=re.MULTILINE)
