@@ -3,19 +3,19 @@
 A module declares `AGENTS`, the `agent_ref.name`s it serves (the names in NeMo-Gym's released
 blends), and what it does with a row:
 
-    one turn     verify(row, response) -> Reward or a number, plain or async
-    many turns   async rollout(row, sampler) -> Episode, in place of verify
+    single-turn  verify(row, response) -> Reward or a number, plain or async
+    multi-turn   async rollout(row, sampler) -> Episode, in place of verify
     comparison   async score_group(rows, responses) -> list of Rewards, after either or alone
 
 `response` is a `str` that also holds the thought and calls parsed from it (rollout/response.py).
 
 An optional `check(row)` raises ValueError for a row it could not judge. An optional `needs(row)`
-returns the Needs of judging the row (envs/services.py), such as `judge.need("general")`, or strings
+returns the row's Needs (envs/services.py), such as `judge.need("general")`, or strings
 that envs/needs.py turns into Needs.
 `ALLOWS_EMPTY_INPUT = True` means that `rollout` writes the first prompt itself. A module is
 imported when the first row names one of its agents (envs/registry.py).
 
-data_prep.py asks the module of an environment for more, through optional functions:
+data_prep.py calls further optional functions of an environment's module:
 
     place(agent)       returns the address of an agent's server; raises OSError or ValueError
     refusal(row)       returns why a row that was just made could not be judged; "" if it could
@@ -38,7 +38,7 @@ class Reward:
     """An environment's verdict on one response."""
 
     value: float  # its range is in the environment's docstring
-    info: dict = field(default_factory=dict)  # JSON values; `reason` says why nothing was graded
+    info: dict = field(default_factory=dict)  # JSON values; `reason`: why nothing was graded
 
     @property
     def components(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Tries the rewards of a data file, without engine, model or Ray: `python -m envs FILE.jsonl`."""
+"""Tries the rewards for a data file, without engine, model or Ray: `python -m envs FILE.jsonl`."""
 
 import asyncio
 import json
@@ -27,10 +27,10 @@ from rollout.rows import first_of, read_lines
 from settings.environment_services import Services
 
 T = TypeVar("T")
-# Fields that are taken for the reference answer of a row, the first one present.
+# Fields that may hold a row's reference answer; the first one present is used.
 REFERENCES = ("expected_answer", "answer", "reference_answer", "ground_truth", "solution")
-SHOWN = 800  # characters of a text
-SECONDS = 120.0  # that an async verify may take
+SHOWN = 800  # characters of a text that are shown
+SECONDS = 120.0  # seconds that an async verify may take
 
 
 class Answer(NamedTuple):
@@ -39,11 +39,11 @@ class Answer(NamedTuple):
     row: dict
     text: str
     source: str
-    reward: float = math.nan  # in the run that generated it
+    reward: float = math.nan  # the reward in the run that generated it
 
 
 class Tried(NamedTuple):
-    """The reward of an answer that was tried, and what it cost."""
+    """The reward for an answer that was tried, and its cost."""
 
     reward: float
     seconds: float
@@ -60,7 +60,7 @@ class Args:
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
     """JSONL file of NeMo-Gym rows."""
     number: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 3
-    """Rows, or rollouts, to try of each environment and data set."""
+    """Rows, or rollouts, to try per environment and data set."""
     answer: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(aliases=["-a"])
     ] = ()
@@ -70,18 +70,18 @@ class Args:
     rollouts: Annotated[str, tyro.conf.arg(aliases=["-r"])] = ""
     """rollouts.jsonl of a run on this file: its answers are judged again."""
     model: str = ""
-    """Folder of the tokenizer that a parser needs."""
+    """Tokenizer folder, which a parser needs."""
     services: Services = Services()
-    """What environments need from outside, as in the run's configuration."""
+    """External services that environments need, as in the run's configuration."""
 
 
 def label(row: dict) -> str:
-    """Returns the environment of a row, and its data set if it names one."""
+    """Returns a row's environment, and its data set if it names one."""
     return "/".join(str(x) for x in (row["agent_ref"]["name"], row.get("dataset")) if x)
 
 
 def first(items: Iterable[T], number: int, label_of: Callable[[T], str]) -> Iterator[T]:
-    """Yields the first `number` items of each label."""
+    """Yields the first `number` items with each label."""
     seen: Counter[str] = Counter()
     for item in items:
         seen[label_of(item)] += 1
@@ -115,7 +115,7 @@ def of_rows(rows: Iterable[dict], args: Args) -> Iterator[Answer]:
 
 
 async def judge(answer: Answer, args: Args) -> envs.Reward:
-    """Returns the reward of an answer. Raises InputError with row, module and line of an error."""
+    """Returns an answer's reward. Raises InputError naming the row, module and line of an error."""
     params = answer.row["responses_create_params"]
     variables = template_variables(answer.row)
     response = await parsers.read(answer.text, args.model, params.get("tools"), variables)
@@ -226,7 +226,7 @@ def served(rows: Sequence[dict], path: str) -> Iterator[dict]:
 def read_rollouts(path: str, rows: Sequence[dict]) -> Iterator[Answer]:
     """Yields the last answer of each rollout in a rollouts.jsonl whose prompt matches its row.
 
-    Raises InputError if a line is no rollout, or if no rollout belongs to these rows.
+    Raises InputError if a line is not a rollout, or if no rollout belongs to these rows.
     """
     by_line = {row["_line"]: row for row in rows}
     found = False
@@ -241,7 +241,7 @@ def read_rollouts(path: str, rows: Sequence[dict]) -> Iterator[Answer]:
             raise InputError(f"{path}:{number}: expected a rollout: {error!r}") from None
         messages = chat(row["responses_create_params"]["input"]) if row else []
         asked = messages[-1]["content"] if messages else ""
-        # Rows of the run's other data file have the same line numbers. Templates may change blanks.
+        # Rows in the run's other data file have the same line numbers. Templates may change blanks.
         if row and "".join(asked.split()) in "".join(prompt.split()):
             found = True
             opening = "<think>" if prompt.rstrip().endswith("<think>") else ""

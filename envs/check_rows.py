@@ -1,4 +1,4 @@
-"""Checks each row of NeMo-Gym before anything of a run starts: can it be trained on?"""
+"""Checks, before any part of a run starts, that each NeMo-Gym row can be trained on."""
 
 import functools
 import inspect
@@ -67,13 +67,13 @@ def check_row(row: Any) -> None:
         raise
     except ImportError as error:
         raise ModuleError(located(error, str(module.__file__))) from error
-    except Exception as error:  # such as a KeyError for what the row lacks
+    except Exception as error:  # such as a KeyError for a missing field
         raise ValueError(located(error, str(module.__file__))) from error
 
 
 @functools.cache
 def other_arguments(judge: Callable) -> str:
-    """Returns the signature of a `verify` unlike ours, such as a reward function of TRL, or ""."""
+    """Returns the signature of a `verify` unlike ours, such as a TRL reward function, or ""."""
     takes = inspect.signature(judge)
     try:
         takes.bind("row", "response")
@@ -83,14 +83,14 @@ def other_arguments(judge: Callable) -> str:
 
 
 def has_text(items: list | str) -> bool:
-    """Returns whether a conversation holds any text, or a call of a tool."""
+    """Returns whether a conversation holds any text, or a tool call."""
     if isinstance(items, str):
         return bool(items.strip())
     return any(item.get("content") or item.get("type", "message") != "message" for item in items)
 
 
 def conversion(row: Any) -> str:
-    """Returns a hint how to convert a row of another format; "" if it may be a Gym row."""
+    """Returns a hint on how to convert a row in another format; "" if it may be a Gym row."""
     if not isinstance(row, dict) or not row or "responses_create_params" in row:
         return ""
     return f"; the row has {reprlib.repr(list(row))}: docs/own_data.md shows how to convert it"
@@ -99,10 +99,10 @@ def conversion(row: Any) -> str:
 def load_rows(path: str, cfg: "RunSettings") -> Sequence[dict]:
     """Returns the good rows of a JSONL file.
 
-    A line that is malformed, of an unknown environment, or longer than the model allows is counted
-    on the terminal and left out. Raises InputError naming file, line and field if more than
-    `data.max_bad_rows` lines are bad, if none is good, if the model's chat template refuses the
-    first good one, or if vLLM cannot use the parsers of `services`.
+    A line that is malformed, names an unknown environment, or is longer than the model allows is
+    left out; such lines are counted on the terminal. Raises InputError naming file, line and field
+    if more than `data.max_bad_rows` lines are bad, if none is good, if the model's chat template
+    refuses the first good one, or if vLLM cannot use the parsers of `services`.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{Path(path).resolve()}: expected a JSONL file, not a folder or a pipe")
@@ -127,11 +127,11 @@ def use_services(named: Services, model: str) -> None:
 def read_rows(
     path: str, allowed: float, cfg: "RunSettings | None" = None
 ) -> tuple[Sequence[dict], list[dict]]:
-    """Returns the good rows of a JSONL file, and what is wrong with the others.
+    """Returns the good rows of a JSONL file, and the errors in the others.
 
     Without `cfg` prompts may have any length. Raises InputError if more than `allowed` rows, or
-    all, are bad, if the module of an environment cannot be used, and for rows to train on that
-    compare answers if the run gives them only one. Validation leaves such rows out.
+    all, are bad, if an environment's module cannot be used, or if rows to train on compare answers
+    but the run gives them only one. Validation leaves such rows out.
     """
     single = single_answers(path, cfg) if cfg else ""
     alone: Counter[str] = Counter()  # rows that lack a second answer, by agent
@@ -184,7 +184,7 @@ def check_sampling(row: dict, size: int, cfg: "RunSettings") -> None:
 
 
 def check_temperature(row: dict, cfg: "RunSettings") -> None:
-    """Raises ValueError if a row asks for another temperature than the trainer divides by."""
+    """Raises ValueError if a row asks for a different temperature than the trainer divides by."""
     temperature = row["responses_create_params"].get("temperature")
     own = cfg.sampling.temperature
     if temperature not in (None, own):
@@ -224,7 +224,7 @@ def check_length(row: dict, cfg: "RunSettings") -> None:
 def render(
     tokenizer: "PreTrainedTokenizerBase", row: dict, chat_template_kwargs: dict[str, Any]
 ) -> list[int]:
-    """Returns token ids of the row's conversation, up to where the model's answer begins."""
+    """Returns the token ids of the row's conversation, up to the start of the model's answer."""
     params = row["responses_create_params"]
     variables = chat_template_kwargs | template_variables(row)
     return render_messages(tokenizer, params["input"], params.get("tools"), variables)

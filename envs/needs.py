@@ -1,4 +1,4 @@
-"""Resolves the needs of a row: the services outside this program that judging it takes."""
+"""Resolves a row's needs: the services outside this program that are needed to judge it."""
 
 from core.errors import ModuleError
 from envs import registry, services
@@ -14,8 +14,9 @@ def needs_of(row: dict) -> tuple[Need, ...]:
     return tuple(_as_need(need, agent) for need in registry.declared_needs(row))
 
 
-# The strings that `needs` of a module may return besides "judges.NAME". What only one family of
-# environments needs (Lean, the office's tables, a server of NeMo-Gym) is a Need in its module.
+# The strings that a module's `needs` may return besides "judges.NAME". A service that only one
+# family of environments needs (Lean, the office's tables, a NeMo-Gym server) is a Need in its
+# module.
 NAMED = {
     need.name: need
     for need in (
@@ -31,7 +32,7 @@ NAMED = {
 
 
 def _as_need(found: Need | str, agent: str) -> Need:
-    """Returns a Need as it is, or the Need that a string names, as modules of forks may do."""
+    """Returns a Need as is, or the Need that a string names; forks may return strings."""
     if isinstance(found, Need):
         return found
     text = found if isinstance(found, str) else ""

@@ -64,7 +64,7 @@ def only_compares(name: str) -> bool:
 async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
     """Rolls out the row once for each sampler, and returns the scored episodes.
 
-    In an environment of one turn the first sampler generates all answers. If a comparison fails,
+    In a single-turn environment the first sampler generates all answers. If a comparison fails,
     the next call compares the same answers, which the samplers' drafts hold. Raises what the
     environment raises, TypeError if it returns no reward, and ValueError for an episode without
     turns.
@@ -115,7 +115,7 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
 async def verify(row: dict, response: str) -> Reward:
     """Returns the verdict of the row's environment, whose `verify` may be plain or async.
 
-    A plain function gets a thread of its own, as it may block. Raises TypeError if the verdict is
+    A plain function runs in its own thread, as it may block. Raises TypeError if the verdict is
     neither a Reward nor a number.
     """
     name = row["agent_ref"]["name"]
@@ -146,7 +146,7 @@ def _as_reward(name: str, verdict: Reward | float) -> Reward:
 
 
 def _builtin(value: Any) -> Any:
-    """Returns Python's value of a numpy scalar, which JSON refuses, and whose bool is no number."""
+    """Converts numpy scalars to Python values, as JSON refuses them, and numpy's bool is no int."""
     is_scalar = type(value).__module__ == "numpy" and value.ndim == 0
     return value.item() if is_scalar else value
 
@@ -180,7 +180,7 @@ def served() -> dict[str, str]:
 def declared(path: Path) -> tuple[str, ...]:
     """Returns the names in a module's top-level `AGENTS = (...)`, or (), without importing it.
 
-    Raises ModuleError if AGENTS is no literal tuple or list of strings.
+    Raises ModuleError if AGENTS is not a literal tuple or list of strings.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Holds the services of this process, checks what environments need of them, and reports outages.
+"""Holds this process's services, checks those that environments need, and reports outages.
 
 A module that uses something outside this program (a judge, the sandbox, Lean) offers a `Need`,
 which checks that it is available and names the remedy if it is not. An environment's `needs(row)`
-returns the Needs of judging that row.
+returns the Needs for judging that row.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ class Away(CheckerError):
 class Need:
     """Something outside this program that judging a row requires."""
 
-    name: str  # in reports and metrics: "sandbox", "judges.general"; two of one name are equal
-    check: Callable[[], str] = field(compare=False)  # why it is unavailable, and the remedy, or ""
+    name: str  # in reports and metrics: "sandbox", "judges.general"; those with one name are equal
+    check: Callable[[], str] = field(compare=False)  # returns a problem and its remedy, or ""
     called: str = field(default="", compare=False)  # in error messages, in place of the name
     # True if the nodes of a job may have it although the machine that submits the job lacks it.
     of_node: bool = field(default=True, compare=False)
@@ -46,12 +46,12 @@ class Need:
 class Limits(NamedTuple):
     """Limits for this process's use of servers."""
 
-    seconds: float = 3600.0  # that a call may take
-    processes: int = 1  # that share a server's concurrency
+    seconds: float = 3600.0  # seconds that a call may take
+    processes: int = 1  # processes that share a server's concurrency
 
 
 class Report(NamedTuple):
-    """Outages and failures of judges, and of other services, as this process has seen them."""
+    """Outages and failures of judges and other services, as seen by this process."""
 
     away: dict[str, str]  # by need, "judges.NAME": its addresses, how long, the last failure
     failures: Counter[str]  # by "NAME/REASON", since this process started
@@ -59,8 +59,8 @@ class Report(NamedTuple):
 
 _current = [Services()]
 _limits = [Limits()]
-_granted: list[Callable[[Need], bool]] = []  # by `granting`
-REPORTS: list[Callable[[], Report]] = []  # of each mechanism that was imported
+_granted: list[Callable[[Need], bool]] = []  # predicates set by `granting`
+REPORTS: list[Callable[[], Report]] = []  # report functions of the imported mechanisms
 
 
 def configure(services: Services, limits: Limits | None = None) -> None:
@@ -71,7 +71,7 @@ def configure(services: Services, limits: Limits | None = None) -> None:
 
 
 def current() -> Services:
-    """Returns the services of this process."""
+    """Returns this process's services."""
     return _current[0]
 
 
@@ -81,7 +81,7 @@ def limits() -> Limits:
 
 
 def patience() -> float:
-    """Returns SILENCE, or less if a call may take only little time."""
+    """Returns SILENCE, or less if a call may take only a short time."""
     return min(SILENCE, limits().seconds / 10)
 
 

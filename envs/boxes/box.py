@@ -3,15 +3,15 @@
     worker --starts--> holder: namespaces of users, mounts, processes; a layer over the image
     each command: nsenter --> the holder's namespaces --> bubblewrap --> box_host.sh --> bash
 
-Changes made by commands stay in the layer, which no other box sees, and which ends with the box.
-Each command has its own processes, shared memory and network (only its loopback): all that it
-leaves running ends with it, so nothing of the policy runs between two commands, or while a patch is
-read. Its output goes to a pipe, and its exit code to bubblewrap: no process in the box can forge a
-frame around them. It is root in the box, with rights over the image's files and no others.
+Changes made by commands stay in the layer, which no other box sees and which disappears with the
+box. Each command has its own processes, shared memory and network (only its loopback): anything
+that it leaves running ends with it, so nothing from the policy runs between two commands or while a
+patch is read. Its output goes to a pipe, and its exit code to bubblewrap: no process in the box can
+forge a frame around them. It is root in the box, with rights over the image's files and no others.
 
-The files that a command left can also be read by programs of the original image, which it cannot
-replace (`aside`). The memory of a node limits how many boxes it holds at once
-(envs/boxes/box_budget.py). A node may keep copies of their images (envs/boxes/image_cache.py).
+Programs from the original image, which a command cannot replace, can also read the files that it
+left (`aside`). A node's memory limits how many boxes it holds at once (envs/boxes/box_budget.py). A
+node may keep copies of their images (envs/boxes/image_cache.py).
 
 An idle box is two processes: the holder, which is the first process in its PID namespace, and the
 holder's parent. The holder reads from its worker, and so ends when the worker does, even by
@@ -41,9 +41,9 @@ from envs.services import CheckerError
 
 HOST = Path(__file__).with_name("box_host.sh").read_text(encoding="utf-8")
 START = 60.0  # seconds for a box to start, or for a killed command to end
-FILE_SECONDS = 60.0  # for a file in or out
+FILE_SECONDS = 60.0  # seconds to copy a file in or out
 READY = b"ready\n"
-# Makes the namespaces of a box; the command after it runs as their first process.
+# Makes a box's namespaces; the command after it runs as their first process.
 OWN = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc")
 # Shared memory lies in the layer, whose size bounds both. /mnt/image holds the original image, with
 # folders for the mounts of `aside`. sandbox.LAYER has set the working folder.
@@ -53,17 +53,17 @@ layers=lowerdir=.,upperdir=/mnt/own,workdir=/mnt/rest,userxattr
 mount -t overlay -o "$layers" none /mnt/image && cd /mnt/image && mkdir -p tmp proc dev || exit
 cd / && echo ready && exec 2>&- && read -r _
 """
-PER_INODE = 4096  # bytes of the layer for each file that may be in it
+PER_INODE = 4096  # bytes of the layer per file that it may hold
 CALLS = seccomp_filter(memory=True)  # system calls that a command may not make
 RIGHTS = ("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID")
 PATHS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ENVIRONMENT = {"PATH": PATHS, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
-OPEN_FILES = 65_536  # of a process
+OPEN_FILES = 65_536  # open files per process
 FIRST_KILLED = 900  # oom_score_adj of a command; engines have 0
 QUICK = 16 << 20  # bytes of output read at full speed; more is read slowly, so `yes` costs little
 PART = 1 << 16  # bytes read at once
 SLOWLY = 0.01  # seconds between two parts after QUICK bytes
-BESIDE = "/tmp/box"  # where `aside` sees the files of the box
+BESIDE = "/tmp/box"  # where `aside` sees the box's files
 SOON = 0.05  # seconds between two looks for processes that a killed command has left
 PUT = 'mkdir -p -- "${1%/*}/" && cat >"$1"'
 GET = '[ -f "$1" ] && exec head -c "$2" -- "$1"'
@@ -74,9 +74,9 @@ TOO_LONG = "bash: Argument list too long\n"
 class Size(NamedTuple):
     """The limits of a box."""
 
-    memory: int = 32 << 30  # bytes that its processes and its layer use
-    disk: int = 2 << 30  # bytes of its layer
-    processes: int = 1000  # of a command
+    memory: int = 32 << 30  # bytes that its processes and its layer may use
+    disk: int = 2 << 30  # bytes that its layer may hold
+    processes: int = 1000  # processes that a command may have
 
 
 class Ran(NamedTuple):
@@ -84,14 +84,14 @@ class Ran(NamedTuple):
 
     output: str  # stdout and stderr in order of arrival; the beginning and the end if it is long
     code: int | None  # None if the command was ended
-    ended: str  # "" by itself, "time", "memory", "processes", or why the box is gone
-    seconds: float  # of wall-clock time
+    ended: str  # "" if by itself, else "time", "memory", "processes", or why the box is gone
+    seconds: float  # wall-clock seconds
 
 
 class View(NamedTuple):
     """The files that a command sees."""
 
-    mounts: list[str]  # arguments of bubblewrap
+    mounts: list[str]  # bubblewrap arguments
     workdir: str
 
 
@@ -110,7 +110,7 @@ class Box:
         self.image = Path(image)
         self.workdir = workdir
         self.size = size or Size()
-        self.peak = 0  # bytes of memory at most, as far as seen
+        self.peak = 0  # highest memory use seen, in bytes
         self.started = 0.0  # seconds that the start took
         self.gone = ""  # why the box cannot be used any more: "memory"
         self.holder: subprocess.Popen | None = None
@@ -177,7 +177,7 @@ class Box:
         return bytes(output.head) if ran.code == 0 else None
 
     async def _start(self, file: Path) -> None:
-        """Starts the holder, then a command that does nothing. Raises CheckerError."""
+        """Starts the holder, then a command that does nothing. Raises CheckerError if one fails."""
         if sandbox.isolates() != "bubblewrap":
             raise CheckerError("a box needs services.sandbox = 'bubblewrap'")
         self.lower = await self.stack.enter_async_context(sif.opened(file))
@@ -299,7 +299,7 @@ class Box:
         return ended
 
     def _layer(self) -> int:
-        """Returns the bytes of layer and shared memory. Raises CheckerError if the box is gone."""
+        """Returns the bytes in layer and shared memory. Raises CheckerError if the box is gone."""
         assert self.holder
         try:
             found = os.statvfs(f"/proc/{self.holder.pid}/root{sif.WHERE}")
@@ -308,23 +308,24 @@ class Box:
         return (found.f_blocks - found.f_bfree) * found.f_frsize
 
     def _inside(self) -> "View":
-        """Returns the View of a command in the box."""
+        """Returns the View for a command in the box."""
         mounts = ["--bind", "/mnt/root", "/", "--proc", "/proc", "--dev", "/dev"]
         return View([*mounts, "--bind", "/mnt/shm", "/dev/shm"], self.workdir)
 
     def _aside(self, folder: str) -> "View":
-        """Returns the View of a command next to the box; its own files may take twice the layer.
+        """Returns the View for a command that runs alongside the box.
 
-        The image's working folder is hidden: it holds answers that the box no longer has.
+        The command's own files may take up twice the size of the layer. The image's working folder
+        is hidden: it holds answers that the box no longer has.
         """
         mounts = ["--ro-bind", "/mnt/image", "/", "--proc", "/proc", "--dev", "/dev"]
         mounts += ["--size", "4096", "--tmpfs", folder]
         mounts += ["--size", str(2 * self.size.disk), "--tmpfs", "/tmp"]
-        # Below /tmp a link in the box leads to the image, not to files of the machine.
+        # Below /tmp a link in the box leads to the image, not to the machine's files.
         return View([*mounts, "--ro-bind", "/mnt/root", BESIDE], f"{BESIDE}{folder}")
 
     def _must_live(self) -> None:
-        """Raises CheckerError if the holder of the box has ended."""
+        """Raises CheckerError if the box's holder has ended."""
         assert self.holder
         if self.holder.poll() is not None:
             raise CheckerError(f"the holder of a box has ended: code {self.holder.returncode}")
@@ -363,7 +364,7 @@ class Box:
 
 
 class Output:
-    """The output of a command: its first `head` bytes, and the last bytes of the rest."""
+    """A command's output: its first `head` bytes, and the last bytes of the rest."""
 
     def __init__(self, most: int, head: int | None = None) -> None:
         self.first = most // 2 if head is None else head

@@ -1,13 +1,14 @@
-"""Limits how many boxes all processes of a node hold at once, by the node's memory.
+"""Limits, by a node's memory, how many boxes all its processes hold at once.
 
-The changed files of a box lie in memory. The files of all boxes together may take half of the
-node's memory: 128 boxes of 2 GiB at once in 512 GiB. The rest is for engines, trainers and
-commands; no more commands run at once than the node has processors. GRPO_BOXES sets another number
-of boxes. A box beyond the limit waits for a quarter of the time that a rollout may take.
+A box's changed files are held in memory. Together, the changed files of all boxes may take up half
+of the node's memory: 128 boxes of 2 GiB at once in 512 GiB. The rest is for engines, trainers and
+commands; no more commands run at once than the node has processors. GRPO_BOXES sets a different
+number of boxes. A box beyond the limit waits for up to a quarter of the time that a rollout may
+take.
 
-A place is a name among the kernel's abstract sockets, which one process can hold at a time and
-loses when it ends. So no count can be wrong, and nothing is left behind. Each user has separate
-places.
+A place is a name among the kernel's abstract sockets, which only one process can hold at a time,
+and which it loses when it ends. So no count can be wrong, and nothing is left behind. Each user has
+separate places.
 
 This is no environment by itself: envs/boxes/box.py uses it.
 """
@@ -28,8 +29,8 @@ from envs.sandbox.outcome import cgroups
 from envs.services import CheckerError
 
 VARIABLE = "GRPO_BOXES"
-SHARE = 0.5  # of the node's memory, for the changed files of boxes
-WAIT = 0.25  # of the time that a rollout may take
+SHARE = 0.5  # share of the node's memory for the boxes' changed files
+WAIT = 0.25  # share of the time that a rollout may take
 LOOK = 0.2  # seconds between two looks for a place
 # The boxes that wait in this process take turns, by event loop.
 _turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
@@ -38,12 +39,12 @@ _turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
 
 
 class Full(CheckerError):
-    """Raised if no box of the node ended in time: waiting again means queueing up again."""
+    """Raised if no box on the node ended in time: waiting again means queueing up again."""
 
 
 @contextlib.asynccontextmanager
 async def admitted(disk: int) -> AsyncIterator[None]:
-    """Holds a place for a box with a layer of `disk` bytes. Raises Full if none gets free."""
+    """Holds a place for a box with a layer of `disk` bytes. Raises Full if none becomes free."""
     most = boxes(disk)
     loop = asyncio.get_running_loop()
     turn = _turns.setdefault(loop, asyncio.Lock())
@@ -91,7 +92,7 @@ def boxes(disk: int) -> int:
 
 
 def memory() -> int:
-    """Returns the bytes of this node's memory, or fewer if a cgroup limits this process."""
+    """Returns this node's memory in bytes, or less if a cgroup limits this process."""
     total = re.search(r"MemTotal: *(\d+) kB", Path("/proc/meminfo").read_text())
     assert total
     found = [int(total[1]) << 10]

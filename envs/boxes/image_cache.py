@@ -1,11 +1,12 @@
-"""Keeps copies of images on a disk of the node, which the boxes of all its processes read.
+"""Keeps copies of images on a node's disk, for the boxes of all its processes.
 
 GRPO_IMAGE_CACHE names a folder on that disk; without it images are read where they lie.
-GRPO_IMAGE_CACHE_GIB limits the size of all copies, half of the disk if not set. If another copy
-does not fit, the least recently used ones are removed, but none that is in use.
+GRPO_IMAGE_CACHE_GIB limits the total size of the copies; if it is not set, the limit is half of the
+disk. If another copy does not fit, the least recently used copies are removed, except copies in
+use.
 
-A copy is a file, NAME-DIGEST.sif, whose time is that of its last use. Its readers hold a shared
-lock on it, and a process that writes or removes it an exclusive one: the kernel releases them when
+A copy is a file, NAME-DIGEST.sif; its timestamp shows its last use. Its readers hold a shared lock
+on it, and a process that writes or removes it holds an exclusive one: the kernel releases them when
 a process ends. It is written as NAME-DIGEST.partial, compared with the digest of launch/images.sh,
 and renamed.
 
@@ -31,20 +32,20 @@ from envs.services import CheckerError
 
 log = logging.getLogger(__name__)
 FOLDER, MOST = "GRPO_IMAGE_CACHE", "GRPO_IMAGE_CACHE_GIB"
-SHARE = 0.5  # of the disk
+SHARE = 0.5  # share of the disk
 COPY = 900.0  # seconds that a copy may take, by this process or another
-LOOK = 0.1  # seconds between two looks at one that another process writes
+LOOK = 0.1  # seconds between two looks at a copy that another process writes
 PART = 1 << 22  # bytes copied at once
-LONGEST = 150  # characters of an image's name that count
+LONGEST = 150  # characters of an image's name that are used
 _noted: list[str] = []  # why images are read where they lie, once that has been logged
 
 
 @contextlib.asynccontextmanager
 async def near(image: Path) -> AsyncIterator[Path]:
-    """Gives the copy of a .sif on this node, which stays inside the block, or the image itself.
+    """Yields this node's copy of a .sif, which stays until the block ends, or the image itself.
 
-    It is the image if no copy can be made, as on a full disk. Raises CheckerError if the image
-    differs from its digest.
+    Yields the image if no copy can be made, for example on a full disk. Raises CheckerError if the
+    image differs from its digest.
     """
     folder = os.environ.get(FOLDER)
     if not folder or image.is_dir():
@@ -149,7 +150,7 @@ def _write(image: Path, digest: str, lock: BinaryIO, whole: Path) -> None:
 def _sole(folder: Path) -> Iterator[None]:
     """Waits until no other process makes room in the folder. Raises OSError if one takes too long.
 
-    It takes moments if the file system can reserve space.
+    Making room takes only moments if the file system can reserve space.
     """
     end = time.monotonic() + COPY
     path = folder / "lock"

@@ -19,7 +19,7 @@ def folder_of(image: str) -> Path:
 
 
 def named(path: str) -> Iterator[str]:
-    """Yields the images that the rows of a file name; lines that are no rows are skipped."""
+    """Yields the images named in a file's rows; lines that are not rows are skipped."""
     for _, line in raw_lines(path):
         if b'"image"' not in line:
             continue

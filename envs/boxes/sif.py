@@ -1,9 +1,9 @@
-"""Opens the image of a row: a .sif or an unpacked folder below services.images.
+"""Opens a row's image: a .sif or an unpacked folder below services.images.
 
 A .sif is a squashfs with a header. One process of squashfuse_ll shows its files to all boxes of a
 worker that use it, in separate namespaces: no other process sees the mount, and no privilege is
-needed. It ends with the last of these boxes, or with the worker. If the worker is root of the
-machine, it and its boxes belong to the user nobody, whose processes the kernel bounds.
+needed. It ends with the last of these boxes, or with the worker. If the worker is the machine's
+root, the process and its boxes belong to the user nobody, whose processes the kernel limits.
 
 This is no environment by itself: envs/boxes/box.py uses it.
 """
@@ -27,12 +27,12 @@ from envs.boxes.image_names import folder_of
 from envs.sandbox import sandbox, user_limit
 from envs.services import CheckerError
 
-# Layout of the header, and of each descriptor of the file's parts (github.com/sylabs/sif, pkg/sif).
+# Layout of the header, and of each part's descriptor (github.com/sylabs/sif, pkg/sif).
 HEADER = struct.Struct("<32s10s3s3s16s8q")
 DESCRIPTOR = struct.Struct("<i?3I7q128s2i376s")
 MAGIC, SQUASHFS = b"SIF_MAGIC\0", b"hsqs"
 SYSTEM = (0x4004, 1, 2)  # a partition, with a squashfs, which is the primary system
-MOST = 1000  # descriptors
+MOST = 1000  # maximum number of descriptors
 START = 60.0  # seconds that a mount may take
 LOOK = 0.01  # seconds between two looks for the mount
 WHERE = "/mnt"  # any folder that exists: it is covered only in the mount's own namespace
@@ -45,7 +45,7 @@ WHY_NOT = (
 
 
 class Lower(NamedTuple):
-    """The files of an image."""
+    """An image's files."""
 
     user: list[str]  # prefix that makes a command run as the user who owns the files
     enter: list[str]  # prefix that makes a command see the files
@@ -69,7 +69,7 @@ def find(image: str) -> Path:
 
 @contextlib.asynccontextmanager
 async def opened(image: Path) -> AsyncIterator[Lower]:
-    """Opens the files of an image while a box uses them. Raises CheckerError if that fails."""
+    """Opens an image's files while a box uses them. Raises CheckerError if that fails."""
     if image.is_dir():
         if root_is_refused():
             raise CheckerError(f"{image} is a folder, and this user is root: {WHY_NOT}")
@@ -165,13 +165,13 @@ def root_is_refused() -> bool:
 
 
 def is_root() -> bool:
-    """Returns whether this user is root of the machine, not of a user namespace."""
+    """Returns whether this user is the machine's root, not the root of a user namespace."""
     inside, outside, _ = Path("/proc/self/uid_map").read_text().split(maxsplit=2)
     return os.geteuid() == 0 and inside == outside == "0"
 
 
 def squashfs_at(path: Path) -> int:
-    """Returns the offset of the squashfs in a .sif, in bytes. Raises CheckerError without one."""
+    """Returns the byte offset of the squashfs in a .sif. Raises CheckerError if it has none."""
     try:
         with open(path, "rb") as file:
             start = file.read(HEADER.size)

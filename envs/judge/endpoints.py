@@ -19,8 +19,8 @@ from envs import Json
 from envs.judge import prompts
 from settings.environment_services import is_address
 
-VARIABLES = ("JUDGES_FILE", "JUDGES", "JUDGE_NODES")  # of launch/grpo.sbatch
-SECONDS = 5.0  # that a server may take to list its models, before a run starts
+VARIABLES = ("JUDGES_FILE", "JUDGES", "JUDGE_NODES")  # variables of launch/grpo.sbatch
+SECONDS = 5.0  # seconds that a server may take to list its models, before a run starts
 
 
 def addresses(name: str, judge: Mapping[str, Json]) -> list[str]:
@@ -56,7 +56,7 @@ def problem(name: str, judge: Mapping[str, Json]) -> str:
     return _problem(name, json.dumps(judge), *(os.environ.get(key, "") for key in VARIABLES))
 
 
-@functools.cache  # it is asked for every row
+@functools.cache  # called for every row
 def _problem(name: str, judge: str, file: str, served: str, nodes: str) -> str:
     settings = json.loads(judge)
     if found := addresses(name, settings):

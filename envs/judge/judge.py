@@ -3,12 +3,12 @@
     ask --> Judge, one for each name --> the least busy Server that takes calls --> its model
 
 A server that fails FAILURES times in a row takes no calls until it answers a probe; there is one
-probe at a time. If no server of a judge takes calls, the judge is away: its calls wait. No failure
-is a verdict. A call that has waited for `timeouts.rollout` raises Away, and the dispatcher tries
-the group again until the judge is back (runtime/rollouts/dispatch.py).
+probe at a time. If no server of a judge takes calls, the judge is away: its calls wait. A failure
+is never a verdict. A call that has waited for `timeouts.rollout` raises Away, and the dispatcher
+tries the group again until the judge is back (runtime/rollouts/dispatch.py).
 
 The addresses are in services.judges, or in the lines "NAME http://HOST:PORT/v1" of the file that
-the environment variable JUDGES_FILE names. It is read again during a run, so servers may come late
+the environment variable JUDGES_FILE names. It is read again during a run, so servers may start late
 (launch/judges.sh). See docs/judges.md.
 """
 
@@ -36,16 +36,16 @@ from envs.services import Away, CheckerError, Report, limits, patience
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-FAILURES = 3  # in a row, after which a server takes no calls
-UNREAD = 20  # replies in a row without a verdict: then the judge is broken, not the answers
+FAILURES = 3  # consecutive failures, after which a server takes no calls
+UNREAD = 20  # consecutive replies without a verdict: then the judge is broken, not the answers
 TICK = 0.5  # seconds between two looks for calls that can be served
 REREAD = 10.0  # seconds between two looks at JUDGES_FILE
-LONGEST_PAUSE = 5.0  # seconds between two probes, or before a call is made again
+LONGEST_PAUSE = 5.0  # seconds between two probes, or before a call is retried
 LONGEST_REST = 60.0  # seconds for which a server's Retry-After is believed
 LONGEST = 32 << 20  # bytes of an answer
 REFUSED = 300  # characters of a refusal that are shown
-TOO_LONG = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)")  # as vLLM says it
-LARGE = 1 << 16  # characters of messages that are not worth a thread
+TOO_LONG = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)")  # as vLLM words it
+LARGE = 1 << 16  # characters of messages; handling more is worth a thread
 
 
 class Completion(TypedDict):
@@ -74,13 +74,13 @@ class Models(TypedDict):
 
 
 class Model(TypedDict):
-    """One model of a server."""
+    """One model in a server's list."""
 
     id: str
 
 
 class Failed(Exception):
-    """Raised if a call failed and may be made again."""
+    """Raised if a call failed and may be retried."""
 
     def __init__(self, reason: str, message: str, rest: float = 0.0) -> None:
         super().__init__(message)
@@ -98,7 +98,7 @@ JUDGES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, "Judge"]]
 
 
 def report() -> Report:
-    """Returns the outages and failures of judges that this process has seen so far."""
+    """Returns the judges' outages and failures that this process has seen so far."""
     away: dict[str, str] = {}
     failures: Counter[str] = Counter()
     for judges in list(JUDGES.values()):
@@ -116,14 +116,14 @@ async def ask(
     tries: int = 1,
     **sampling: Json,
 ) -> T | None:
-    """Asks a judge, and returns the verdict that `read` finds in its reply; None after `tries`.
+    """Asks a judge, and returns the verdict that `read` finds in its reply; None if `tries` fail.
 
-    Control tokens of chat templates in the messages get a space (envs/judge/prompts.py). `read`
-    gets the text after the judge's thought. `sampling` are parameters of a chat completion
+    Chat-template control tokens in the messages get a space (envs/judge/prompts.py). `read`
+    gets the text after the judge's thought. `sampling` holds chat-completion parameters
     (temperature, top_p, max_tokens); services.judges[name]["sampling"] overrides them. A reply that
     was cut off has no verdict, and a conversation that is longer than the judge's context gets
-    none. Raises Away, and CheckerError if the judge refuses any other request, or if UNREAD replies
-    in a row have no verdict.
+    none. Raises Away, and CheckerError if the judge refuses any other request, or if UNREAD
+    consecutive replies have no verdict.
     """
     if sum(len(message["content"]) for message in messages) > LARGE:
         messages = await in_thread(inert, messages)
@@ -154,12 +154,12 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = url
         self.busy = 0  # calls under way
-        self.failures = 0  # in a row
-        self.outages = 0  # since a call succeeded
+        self.failures = 0  # consecutive failures
+        self.outages = 0  # outages since a call succeeded
         self.rests_until = 0.0
         self.answered = 0.0  # time of its last answer
-        self.model = ""  # that it serves, once known
-        self.probing: asyncio.Task | None = None  # while it takes no calls
+        self.model = ""  # the model that it serves, once known
+        self.probing: asyncio.Task | None = None  # runs while it takes no calls
         self.asking = asyncio.Lock()
 
     async def complete(self, body: Mapping[str, Json], seconds: float) -> str:
@@ -177,7 +177,7 @@ class Server:
         return said(self.url, call.result())
 
     async def wake(self) -> None:
-        """Raises Failed if the server has stopped answering any request."""
+        """Raises Failed if the server has stopped answering requests."""
         if not self.probing and time.monotonic() - self.answered > patience():
             with contextlib.suppress(Failed, CheckerError):
                 await self.lives()
@@ -197,7 +197,7 @@ class Server:
         self, method: str, path: str, seconds: float, body: Mapping[str, Json] | None = None
     ) -> Any:
         """Returns the JSON value of the server's answer. Raises Failed and CheckerError."""
-        import aiohttp  # takes longer than all else that environments import with this module
+        import aiohttp  # slower than all other imports that environments make with this module
 
         what = f"{method} {self.url}/{path}"
         # Half a surrogate pair is no character, and servers refuse requests that contain one.
@@ -239,10 +239,10 @@ def characters_of(body: Mapping[str, Json] | None) -> int:
 
 
 def refusal(received: str, characters: int) -> CheckerError:
-    """Returns the error for a refused request, whose conversation has so many characters.
+    """Returns the error for a refused request with a conversation of that many characters.
 
     A conversation with fewer characters than half of the context's tokens is not too long: the
-    judge's server has too short a context for the number of tokens that it shall generate.
+    context of the judge's server is too short for the number of tokens to generate.
     """
     context = TOO_LONG.search(received)
     if context and characters > int(context[1]) / 2:
@@ -253,7 +253,7 @@ def refusal(received: str, characters: int) -> CheckerError:
 def said(url: str, completion: Completion) -> str:
     """Returns the text of a chat completion after the thought; "" if it was cut off.
 
-    Raises Failed if it is no chat completion, or the server has aborted it.
+    Raises Failed if it is not a chat completion, or the server has aborted it.
     """
     try:
         choice = completion["choices"][0]
@@ -296,7 +296,7 @@ class Judge:
         self.name = name
         self.servers: dict[str, Server] = {}  # by address
         self.waiting: deque[asyncio.Future[Server]] = deque()
-        self.calls = 0  # waiting or under way
+        self.calls = 0  # calls waiting or under way
         self.failures: Counter[str] = Counter()  # by "NAME/REASON"
         self.unread = 0  # replies without a verdict since the last verdict
         self.last = ""  # message of the last failure
@@ -360,14 +360,14 @@ class Judge:
                 self.look()
             return None
         except CheckerError:
-            server.model = ""  # it may serve another model by now
+            server.model = ""  # it may serve a different model by now
             raise
         server.failures = 0
         server.outages = 0
         return text
 
     async def probe(self, server: Server) -> None:
-        """Asks a server that failed until it answers; then calls are tried again."""
+        """Probes a failed server until it answers; then its calls are retried."""
         log.warning("judge %s: %s fails: %s", self.name, server.url, self.last)
         for failures in itertools.count(server.outages):  # calls may fail though probes do not
             await asyncio.sleep(pause(failures))

@@ -1,13 +1,13 @@
 """Reads and fills the prompts of judges: each module has its prompts in a file next to it.
 
 For maths/same_answer.py that is maths/same_answer.txt. A line `=== NAME` begins a prompt, and a
-line that ends in a backslash continues in the next one. Placeholders are those of str.format, such
-as {answer}.
+line that ends in a backslash continues in the next one. Placeholders use str.format syntax, such as
+{answer}.
 
 An answer is shown unchanged, with two exceptions. In an answer, the prompt's markup and a verdict's
 labels get a space, so that the answer cannot close its place in the prompt, and a judge that quotes
-it gives no verdict. Control tokens of chat templates get a space too, as a server would take them
-for the end of the message.
+it gives no verdict. Chat-template control tokens get a space too, as a server would read them as
+the end of the message.
 """
 
 import functools
@@ -25,7 +25,7 @@ CONTROL = re.compile(
 )
 
 
-NAMES: dict[str, str] = {}  # of the modules' prompts, by their text
+NAMES: dict[str, str] = {}  # names of the modules' prompts, by text
 
 
 def prompts(module: str) -> dict[str, str]:
@@ -48,9 +48,9 @@ def chosen(judge: str, prompt: str) -> str:
     return read(path).get(NAMES.get(prompt, ""), prompt)
 
 
-@functools.cache  # it is asked for every row
+@functools.cache  # called for every row
 def problem(path: str) -> str:
-    """Returns why a file's prompts cannot replace those of the modules; "" if they can."""
+    """Returns why a file's prompts cannot replace the modules' prompts; "" if they can."""
     files = Path(__file__).parents[1].rglob("*.txt")
     ours = {name: text for file in files for name, text in read(str(file)).items()}
     try:
@@ -75,7 +75,7 @@ def places(prompt: str) -> set[str]:
 def read(path: str) -> dict[str, str]:
     """Returns the prompts of a file, by name.
 
-    Raises OSError, and ValueError if the file is no UTF-8 or has a name twice.
+    Raises OSError, and ValueError if the file is not UTF-8 or has a name twice.
     """
     text = Path(path).read_text(encoding="utf-8-sig").replace("\\\n", "")
     names_and_texts = re.split(r"^=== (\w+)\n", text, flags=re.MULTILINE)[1:]
@@ -111,5 +111,5 @@ def apart(text: str, words: Iterable[str]) -> str:
 
 
 def inert(messages: list[dict]) -> list[dict]:
-    """Returns messages whose texts hold no control token of a chat template."""
+    """Returns messages whose texts hold no chat-template control tokens."""
     return [one | {"content": CONTROL.sub(r"\g<0> ", one["content"])} for one in messages]

@@ -1,4 +1,4 @@
-"""Reads the verdict of a judge, for the environments whose judge gives a label.
+"""Reads a judge's verdict, for environments whose judge gives a label.
 
 An answer may hold a label, which the judge may quote. Then a label counts only if nothing in the
 reply contradicts it, and if it stands at the end, where the judge was asked to put it.
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from envs import Json
 from envs.judge import judge
 
-MARKS = " \t\r\n*_`\"'.:!>#-"  # around a word that is a line of its own
+MARKS = " \t\r\n*_`\"'.:!>#-"  # characters around a word on its own line
 
 
 def first_label(text: str, labels: Iterable[str]) -> str | None:
@@ -45,7 +45,7 @@ def ends(reply: str, label: str) -> bool:
 
 
 def own_line(reply: str, answer: str, words: Iterable[str]) -> str | None:
-    """Returns the word that is the last line of a reply, and no line of the answer, or None."""
+    """Returns the word that is the last line of a reply, and not a line of the answer; or None."""
     word = reply.strip().rpartition("\n")[2].strip(MARKS).upper()
     quoted = (line.strip(MARKS).upper() for line in answer.split("\n"))
     return word if word in words and word not in quoted else None

@@ -167,7 +167,7 @@ async def post(
             return reply
     except (ValueError, RecursionError, LookupError, TypeError):
         pass
-    raise Failed(f"expected a JSON object with the texts {', '.join(FIELDS)}, got {shown}")
+    raise Failed(f"expected a JSON object with the string fields {', '.join(FIELDS)}, got {shown}")
 
 
 def forget(url: str, session: str) -> None:

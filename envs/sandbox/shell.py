@@ -158,7 +158,7 @@ class Shell:
                 yield
         except (TimeoutError, ValueError, OSError, EOFError) as error:
             complaint = await self.close()
-            raise CheckerError(f"a terminal of the sandbox: {error!r}: {complaint}") from None
+            raise CheckerError(f"a sandbox terminal: {error!r}: {complaint}") from None
 
     async def close(self) -> str:
         """Ends the terminal and its processes; returns the end of its sandbox's stderr."""

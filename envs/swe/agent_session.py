@@ -29,20 +29,20 @@ class Over(Exception):
 
 
 class Work(NamedTuple):
-    """The result of an agent, and the verdict on it once it is known."""
+    """An agent's result, and the verdict on it once it is known."""
 
     ended: str  # as in Talk, or "finish", "time", or why its box is gone
     patch: str | None
     info: dict[str, float]
     verdict: Verdict | None = None
-    summaries: tuple["Turn", ...] = ()  # those of the last turn, which a copy of the turn lacks
+    summaries: tuple["Turn", ...] = ()  # the last turn's summaries, which a copy of the turn lacks
 
 
 class Desk:
     """One agent's session: samples the answers, opens the box, and keeps the journal.
 
-    The journal is `heard` of each turn, which the drafts of a try keep for the next one: the shown
-    result of each call, and after the last one the Work. A result in the journal is shown again at
+    The journal is each turn's `heard`, which the drafts of a try keep for the next try: the shown
+    result of each call, and after the last call the Work. A result in the journal is shown again at
     once; its command is run again only before a call that is not in the journal.
     """
 
@@ -50,12 +50,12 @@ class Desk:
         self.row = row
         self.harness = harness
         self.sampler = sampler
-        self.stack = stack  # on which the box is opened
+        self.stack = stack  # exit stack on which the box is opened
         self.turns: list[Turn] = []
-        self.known: Work | None = None  # from an earlier try
+        self.known: Work | None = None  # the result of an earlier try
         self.tools: Tools | None = None
         self.seen: tuple[str, ...] = ()  # results in the last turn's journal, not shown yet
-        self.later: list[tuple[str, dict[str, Json]]] = []  # calls that were shown and not run
+        self.later: list[tuple[str, dict[str, Json]]] = []  # calls that were shown but not run
         self.commands = 0
         self.end = time.monotonic() + min(AGENT_SECONDS, services.limits().seconds / 2)
 

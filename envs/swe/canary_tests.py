@@ -1,4 +1,4 @@
-"""Adds two tests with random names to a file of a row's tests: one must fail, the other must pass.
+"""Adds two tests with random names to one of a row's test files: one must fail, the other pass.
 
 They reveal code that makes failing tests pass. This is no environment by itself:
 envs/swe/swe_judge.py uses it.
@@ -15,12 +15,12 @@ from envs.swe.repository import LISTS, put
 
 STARTS, ENDS = ">>>>> Start Test Output", ">>>>> End Test Output"
 WORDS = ["value", "empty", "default"]
-MOST = 8  # files that are looked at
+MOST = 8  # maximum number of files read
 RNG = random.SystemRandom()
 
 
 class Canary(NamedTuple):
-    """Two additional tests for a file of the tests."""
+    """Two additional tests for a test file."""
 
     path: str
     text: str
@@ -29,12 +29,12 @@ class Canary(NamedTuple):
 
 
 async def canary_for(box: Box, row: dict, files: list[str], tests: list[str]) -> Canary:
-    """Returns two tests for one of the files, preferably one that defines a test of these names.
+    """Returns two tests for one of the files, preferably one that defines one of these tests.
 
     Raises CheckerError if no file defines a test.
     """
     names = {_function(test) for test in tests}
-    texts: dict[str, str] = {}  # of each file that defines a function
+    texts: dict[str, str] = {}  # the text of each file that defines a function
     best: list[str] = []  # files that define one of the tests
     for file in [file for file in files if file.endswith(".py")][:MOST]:
         found = await box.get(f"{row['workdir']}/{file}", LISTS)
@@ -60,7 +60,7 @@ async def append(box: Box, canary: Canary) -> None:
 
 
 def _two_tests(path: str, text: str, in_class: bool) -> Canary:
-    """Returns two tests, named with words of the file's own tests, that differ in a number."""
+    """Returns two tests, named with words from the file's own tests, that differ in a number."""
     parts = {part for name in re.findall(r"def test_?(\w+)", text) for part in name.split("_")}
     words = sorted(part for part in parts if part.isidentifier()) + WORDS
     names: list[str] = []
@@ -115,6 +115,6 @@ def words_of(test: str) -> set[str]:
 
 
 def _function(test: str) -> str:
-    """Returns the name of the function of a test."""
+    """Returns the name of a test's function."""
     name = re.split(r"\[| \(", test, maxsplit=1)[0]
     return re.split(r"::|\.", name)[-1]

@@ -1,4 +1,4 @@
-"""Applies patches in the form of Codex's tool apply_patch, which finds lines by their text.
+"""Applies patches in the format of Codex's apply_patch tool, which finds lines by their text.
 
     *** Begin Patch
     *** Update File: a.py         or *** Add File: a.py and lines with +, or *** Delete File: a.py
@@ -31,16 +31,16 @@ class Hunk(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The change of one file."""
+    """The change to one file."""
 
     path: str
-    text: str | None = None  # of a new file
+    text: str | None = None  # text of a new file
     to: str | None = ""  # the new path, "" for the same path, None if the file is deleted
     hunks: tuple[Hunk, ...] = ()
 
 
 def parsed(patch: str) -> list[Change]:
-    """Returns the changes of a patch. Raises ValueError naming the error in it."""
+    """Returns the changes in a patch. Raises ValueError naming the error in it."""
     lines = patch.strip().split("\n")
     if lines[0].strip() != BEGIN or lines[-1].strip() != END:
         raise ValueError(f"expected {BEGIN!r} as the first line and {END!r} as the last")

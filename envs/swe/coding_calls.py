@@ -1,6 +1,6 @@
-"""Compares calls of coding agents' tools: their kind, target and likeness.
+"""Compares calls to coding agents' tools by kind, target and similarity.
 
-As in resources_servers/swe_pivot of NeMo-Gym. `kind` is a category of TOOLS; `found` and `wanted`
+As in NeMo-Gym's resources_servers/swe_pivot. `kind` is a category of TOOLS; `found` and `wanted`
 are the arguments of the answer's call and of the expected call.
 """
 
@@ -28,13 +28,13 @@ TOOLS = {
     "planning": """task_tracker todo_tracker plan_tracker todo_read todo_write update_plan
         list_tasks update_tasks read_todos write_todos edit_plan modify_plan""",
 }
-KINDS: dict[str, str] = {}  # of both str_replace_editor and StrReplaceEditor, in lower case
+KINDS: dict[str, str] = {}  # by name in lower case, with and without underscores: StrReplaceEditor
 for _kind, _names in TOOLS.items():
     for _name in _names.split():
         KINDS[_name] = _kind
         KINDS[_name.replace("_", "")] = _kind
 PATH = re.compile(r"""(?:^|[\s='"(])((?:/[\w._-]+)+|\.\.?/[\w._/-]+|[\w._-]+/[\w._/-]+)""")
-COMPARED = 2000  # characters: the time grows with their square
+COMPARED = 2000  # characters that are compared; the time grows with their square
 LONGEST = 100_000  # characters of a command that are searched for paths
 
 
@@ -55,7 +55,7 @@ def path_of(args: Mapping[str, Json]) -> str:
 
 
 def command_of(args: Mapping[str, Json]) -> str:
-    """Returns the shell command of a call, or ""."""
+    """Returns a call's shell command, or ""."""
     return _first(args, "command", "cmd").strip()
 
 
@@ -98,7 +98,7 @@ def same_target(kind: str, found: Mapping[str, Json], wanted: Mapping[str, Json]
 
 
 def similarity(kind: str, found: Mapping[str, Json], wanted: Mapping[str, Json]) -> float:
-    """Returns the likeness of two calls of one kind, 0 to 1; 1 if only their target matters."""
+    """Returns the similarity of two calls of one kind, 0 to 1; 1 if only their target matters."""
     if kind == "bash":
         run = command_of(found)
         expected = command_of(wanted)
@@ -159,7 +159,7 @@ def _lines(value: Any) -> tuple[int, int] | None:
 
 
 def _ratio(found: str, wanted: str) -> float:
-    """Returns difflib's likeness of the first characters; 1 for two empty texts."""
+    """Returns difflib's similarity for the first characters; 1 for two empty texts."""
     if not found or not wanted:
         return float(found == wanted)
     return SequenceMatcher(None, found[:COMPARED], wanted[:COMPARED]).ratio()

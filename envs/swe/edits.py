@@ -1,4 +1,4 @@
-"""Reads an answer of swe_patch.py: a block of Python, or search/replace edits of files:
+"""Reads an answer of swe_patch.py: a block of Python, or search/replace edits to files:
 
     ```python
     ### path/of/a/file.py
@@ -61,7 +61,7 @@ def _replaced(contents: dict[str, str], path: str, pairs: list[tuple[str, str]])
 def edits(text: str) -> list[tuple[str, str, str]]:
     """Returns (path, search text, replacement) of each edit in a text, in linear time.
 
-    A fence must stand in the line before the path, and be the first text after the end.
+    A fence must be on the line before the path, and be the first text after the end.
     """
     lines = text.split("\n")
     found = []

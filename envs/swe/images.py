@@ -1,4 +1,4 @@
-"""Runs scripts in the images of repositories, which are folders below services.images.
+"""Runs scripts in repository images, which are folders below services.images.
 
 This is no environment by itself: envs/swe/swe_patch.py uses it.
 """
@@ -45,9 +45,9 @@ async def run_in_image(
 ) -> sandbox.Ran:
     """Runs a bash script on the files; `stdout` is the output after READY.
 
-    The script prints READY before anything of an answer runs. Raises CheckerError if it does not,
+    The script prints READY before any part of an answer runs. Raises CheckerError if it does not,
     or if the image is missing. A run ended by a signal is repeated once, as another process may
-    have sent it. A signal in the second run counts as the answer's own.
+    have sent the signal. A signal in the second run counts as the answer's own.
     """
     folder = folder_of(image)
     if not folder.is_dir():

@@ -17,10 +17,10 @@ from envs.services import CheckerError
 
 SCRIPT = Path(__file__).with_name("repository.sh").read_text(encoding="utf-8")
 LONGEST = 1 << 20  # bytes of a patch
-STEP = 300.0  # seconds of a step before or after the tests
-PATCH_SECONDS = 30.0  # for reading a patch, plus
-SLOWER = 10  # times the seconds that reading its start took
-LISTS = 16 << 20  # bytes of a list of files, or of one file
+STEP = 300.0  # seconds for a step before or after the tests
+PATCH_SECONDS = 30.0  # seconds for reading a patch, plus
+SLOWER = 10  # this many times the seconds that reading the start took
+LISTS = 16 << 20  # bytes in a list of files, or in one file
 APPLIES_NOT = 9  # exit code of repository.sh
 PATCH = "/tmp/.judge/patch"
 LINKS = ("120000", "160000")  # modes of symbolic links and of other repositories
@@ -49,14 +49,14 @@ class Start(NamedTuple):
 
     commit: str
     folder: str  # with links resolved
-    seconds: float  # for reading all of its files
+    seconds: float  # seconds that reading all of its files took
 
 
 _starts: weakref.WeakKeyDictionary[Box, Start] = weakref.WeakKeyDictionary()
 
 
 class Refused(Exception):
-    """Raised with the reason if a patch earns nothing before any test."""
+    """Raised with the reason if a patch earns nothing, before any test runs."""
 
 
 async def prepare(box: Box, row: dict) -> None:
@@ -90,7 +90,7 @@ async def patch_of(box: Box, row: dict) -> str | None:
 
 
 async def start_of(box: Box, row: dict, hidden: tuple[str, ...] = ()) -> Start:
-    """Cuts the history of the repository, and returns its only commit. Raises CheckerError."""
+    """Cuts the repository's history, and returns its only commit. Raises CheckerError."""
     if row["tests"]["kind"] == "r2e":
         await step(box, "hide", " ".join([R2E_FILES, *hidden]))
         await step(box, "aside")
@@ -105,7 +105,7 @@ async def start_of(box: Box, row: dict, hidden: tuple[str, ...] = ()) -> Start:
 
 
 async def patched(box: Box, row: dict, patch: str, start: str) -> list[str]:
-    """Applies a patch, undoes changes of files that it may not change, and returns their paths.
+    """Applies a patch, undoes changes to files that it may not change, and returns their paths.
 
     Raises Refused if the patch does not apply.
     """
@@ -118,7 +118,7 @@ async def patched(box: Box, row: dict, patch: str, start: str) -> list[str]:
     _must_end(ran, "apply")
     raw = await _list(box, f"{PATCH}.raw")
     counts = await _list(box, f"{PATCH}.counts")
-    modes: dict[str, str] = {}  # of each path
+    modes: dict[str, str] = {}  # git mode of each path
     for fields, path in zip(raw[::2], raw[1::2], strict=True):
         modes[path] = fields.split(" ")[1]
     binary = {line.split("\t", 2)[2] for line in counts if line.startswith("-\t-\t")}
@@ -137,7 +137,7 @@ async def patched(box: Box, row: dict, patch: str, start: str) -> list[str]:
 
 
 async def with_tests(box: Box, row: dict, start: str) -> None:
-    """Puts the tests of a row in place. Raises Refused."""
+    """Puts a row's tests in place. Raises Refused."""
     await _back(box, _base(row, start), paths_of(row.get("test_patch") or ""))
     if (text := row.get("test_patch") or "").strip():
         await put(box, PATCH, text.encode())
@@ -147,7 +147,7 @@ async def with_tests(box: Box, row: dict, start: str) -> None:
 
 
 async def without_tests(box: Box, row: dict, start: str) -> None:
-    """Undoes the changes of the tests' patch. Raises Refused."""
+    """Undoes the changes made by the test patch. Raises Refused."""
     await _back(box, _base(row, start), paths_of(row.get("test_patch") or ""))
 
 
@@ -156,7 +156,7 @@ def _base(row: dict, start: str) -> str:
 
 
 def tests_of(row: dict) -> list[str]:
-    """Returns the paths of a row's tests: those in their patch, and those in names of tests."""
+    """Returns the paths of a row's tests: from their patch, and from the tests' names."""
     paths = paths_of(row.get("test_patch") or "")
     for test in [*row.get("FAIL_TO_PASS", ()), *row.get("PASS_TO_PASS", ())]:
         path, colons, _ = test.partition("::")
@@ -166,16 +166,16 @@ def tests_of(row: dict) -> list[str]:
 
 
 def paths_of(patch: str) -> list[str]:
-    """Returns the paths in the headers of a patch that the row has."""
+    """Returns the paths in the headers of a patch in the row."""
     found = re.findall(r"^(?:---|\+\+\+) [ab]/([^\t\n]+)", patch, re.M)
     found += re.findall(r"^rename (?:from|to) (.+)", patch, re.M)
     return list(dict.fromkeys(found))
 
 
 async def _pytest_of(box: Box, commit: str, path: str) -> dict[str, Json] | bytes | None:
-    """Returns the settings that steer pytest in a pyproject.toml, of a commit or of the files.
+    """Returns the settings that steer pytest from the pyproject.toml in a commit or in the files.
 
-    Returns the file itself if it is no valid TOML.
+    Returns the file itself if it is not valid TOML.
     """
     if commit:
         await box.run(f"git show {commit}:{shlex.quote(path)} >{PATCH}.toml", STEP)
@@ -213,7 +213,7 @@ def command(*args: str) -> str:
 
 
 async def step(box: Box, *args: str) -> Ran:
-    """Runs a step before anything of a patch runs. Raises CheckerError if it fails."""
+    """Runs a step before any part of a patch runs. Raises CheckerError if it fails."""
     ran = await box.run(command(*args), STEP)
     _must_end(ran, args[0])
     return ran

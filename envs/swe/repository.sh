@@ -1,10 +1,11 @@
-# What envs/swe/swe_judge.py does with a repository in a box, in its folder. It uses bash, git, cp,
-# mkdir, mv, rm, sed and sort of the image. Arguments: one of the functions, and its own.
+# Functions that envs/swe/swe_judge.py runs on a repository in a box, in the repository's folder.
+# They use the image's bash, git, cp, mkdir, mv, rm, sed and sort. Arguments: a function and its
+# arguments.
 set -euo pipefail
 export LC_ALL=C GIT_LITERAL_PATHSPECS=1
 
-# Removes what shows how an image's repository is repaired: caches, and NAMES of files in the
-# repository, and above it.
+# Removes what shows how an image's repository is repaired: caches, and the files NAMES in the
+# repository, in the root folder and in the home folder.
 hide() {
     local name folder
     for name in $1; do
@@ -14,7 +15,7 @@ hide() {
     [ "$1" ] || rm -f /run_tests.sh ~/run_tests.sh
 }
 
-# Moves the tests of R2E-Gym out of the repository.
+# Moves R2E-Gym's tests out of the repository.
 aside() {
     local name
     for name in r2e_tests run_tests.sh; do
@@ -22,7 +23,7 @@ aside() {
     done
 }
 
-# Leaves of the history one commit, of the files as they are, and below it BASE where KEEP is 1:
+# Leaves one commit of the history, with the files as they are, and below it BASE if KEEP is 1:
 # a new folder .git takes the place of the old one. Prints the commit and the folder.
 cut() {
     local base keep=$2 tree start new=.git-new/.git section
@@ -31,7 +32,7 @@ cut() {
     base=$(git rev-parse -q --verify "$1^{commit}") || { echo "no commit $1"; exit 1; }
     export GIT_INDEX_FILE=$PWD/.git/cut-index
     [ ! -f .git/index ] || cp .git/index "$GIT_INDEX_FILE"
-    # An image's files have other inodes than those that git saw, and the same contents.
+    # An image's files have different inodes from the ones that git saw, but the same contents.
     git -c core.checkStat=minimal -c core.trustctime=false add -A
     tree=$(git write-tree)
     unset GIT_INDEX_FILE
@@ -69,8 +70,8 @@ cut() {
     echo "start $start $(pwd -P)"
 }
 
-# Prints how the files differ from the commit START, at most MOST bytes. It runs beside the box
-# (Box.aside): no program is the policy's, and of .git/config it takes nothing that names one.
+# Prints how the files differ from the commit START, at most MOST bytes. It runs next to the box
+# (Box.aside): no program is the policy's, and it takes nothing from .git/config that names one.
 difference() {
     local name value
     exec 2>/dev/null
@@ -89,7 +90,7 @@ difference() {
         rm -f $GIT_DIR/index
         git read-tree "$1"
     fi
-    # In other repositories of the index `git add` runs `git status`, with their own settings.
+    # In other repositories in the index `git add` runs `git status`, with their own settings.
     git ls-files -sz | while IFS= read -rd '' name; do
         [[ $name != 160000* ]] || printf '%s\0' "${name#*$'\t'}"
     done | git update-index -z --skip-worktree --stdin
@@ -99,7 +100,7 @@ difference() {
     head -c "$2" /tmp/patch
 }
 
-# Applies FILE to the commit START, and writes to FILE.raw and FILE.counts what it changes.
+# Applies FILE to the commit START, and writes its changes to FILE.raw and FILE.counts.
 apply() {
     local file=$1 start=$2
     git update-index -q --refresh || true
@@ -108,12 +109,12 @@ apply() {
     git diff --cached --no-ext-diff --no-textconv --no-renames --numstat -z "$start" >"$file.counts"
 }
 
-# Applies FILE to the files alone.
+# Applies FILE to the files only.
 plainly() {
     git apply --whitespace=nowarn "$1"
 }
 
-# Makes the paths in FILE, each with a zero byte at its end, what they are in the commit START.
+# Restores the paths in FILE, each followed by a zero byte, to their state in the commit START.
 back() {
     local start=$1 path
     while IFS= read -rd '' path; do
@@ -128,7 +129,7 @@ back() {
     done <"$2"
 }
 
-# Puts the tests of R2E-Gym into the repository. Prints the path of their script, then their files.
+# Puts R2E-Gym's tests into the repository. Prints the path of their script, then their files.
 link() {
     local folder script=""
     for folder in "" ~; do

@@ -1,4 +1,4 @@
-"""Reads fields of a row of envs/swe/swe_patch.py that are objects or lists, or their JSON.
+"""Reads the fields of envs/swe/swe_patch.py's rows that are objects or lists, or their JSON.
 
 This is no environment by itself: envs/swe/swe_patch.py uses it.
 """

@@ -1,20 +1,20 @@
-"""An agent that repairs a repository: 1.0 if all tests of its issue pass afterwards, else 0.0.
+"""An agent that repairs a repository: 1.0 if all tests for its issue pass afterwards, else 0.0.
 
-The policy works in a container of its own (envs/boxes/box.py) with the tools of a set, for 200
-answers, 300 s a command and 3,600 s an episode (half of timeouts.rollout if that is less). Then its
-patch, and nothing else, goes into a second, fresh container. There the tests run
+The policy works in a container of its own (envs/boxes/box.py) with one set of tools, for up to 200
+answers, 300 s per command and 3,600 s per episode (half of timeouts.rollout if that is less). Then
+its patch, and nothing else, goes into a second, fresh container. There the tests run
 (envs/swe/swe_judge.py): all of FAIL_TO_PASS and PASS_TO_PASS have to pass.
 
 Row, as `data_prep.py swe` makes it: `instance_id`, `image`, `workdir`, `base_commit`,
 `problem_statement`, `test_patch`, `tests` ({"kind": "script", "script"} or {"kind": "r2e",
 "expected"}), `log_parser`, `FAIL_TO_PASS`, `PASS_TO_PASS`, `patch` (the solution), and optional:
     harness     the tool set (envs/swe/swe_tools.py): bash, openhands, codex or opencode
-    input       of responses_create_params: the prompt; if it is empty, a prompt of ours
+    input       in responses_create_params: the prompt; if it is empty, our own prompt
 Our prompt has one of three styles, chosen by the instance's id, so that a group shares it; the
-style is also the tool set if the row names none. Rows of an agent `..._val` have the first style.
+style is also the tool set if the row names none. Rows with an agent `..._val` have the first style.
 The agent sees id, statement and base commit; no other field is in its container.
 
-How an episode ends, and with which result:
+How episodes end, and with which result:
     no patch, or one that does not apply or that the tests refuse    0.0, `reason`
     memory of agent or tests, time of agent or tests                 masked, `reason`
     200 answers, or no room for another, and all tests pass          1.0, masked
@@ -25,7 +25,7 @@ are run again once they matter; an episode that had ended is neither played nor 
 
 Source: NeMo-Gym's responses_api_agents/swe_agents, with the same reward, limits and masks. There an
 episode that the node broke earns 0.
-Known leaks: those of envs/swe/swe_judge.py, and a wrong repair that passes all tests.
+Known leaks: as in envs/swe/swe_judge.py, and a wrong repair that passes all tests.
 """
 
 import random
@@ -52,9 +52,9 @@ AGENTS = ("swe_agents_train", "swe_agents_val", "swe_agents")
 ALLOWS_EMPTY_INPUT = True
 MAX_TURNS = 200
 STYLES = ("openhands", "codex", "opencode")
-LIMITS = ("time", "memory")  # ends of an agent that used too much
+LIMITS = ("time", "memory")  # ends of an episode whose agent used too much
 CUT = ("steps", "room", "length")  # ends of a conversation that the policy did not choose
-# Reasons for a reward of 0; each has a metric, the share of the episodes that ended so.
+# Reasons for a reward of 0; each has a metric: the share of episodes that ended that way.
 REASONS = (
     "no patch", "a patch over 1 MiB", "does not apply", "tests failed", "canary", "exit code",
     "no results", "processes", "time", "tests time", "memory",
@@ -65,7 +65,7 @@ refusal, flaw = swe_judge.refusal, swe_judge.flaw
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """The images of `services.images`, bubblewrap, in which they run, and a parser of calls."""
+    """The images in `services.images`, bubblewrap, in which they run, and a tool-call parser."""
     return image_names.NEED, box.NEED, TOOL_PARSER
 
 
@@ -95,7 +95,7 @@ def check(row: dict) -> None:
 
 
 def style_of(row: dict) -> str:
-    """Returns the style of the prompt; the same for all episodes of an instance."""
+    """Returns the prompt's style, which is the same for all episodes of an instance."""
     if row["agent_ref"]["name"].endswith("_val"):
         return STYLES[0]
     return random.Random(row["instance_id"]).choice(STYLES)
@@ -107,7 +107,7 @@ def harness_of(row: dict) -> str:
 
 
 def prompt(row: dict) -> list[dict]:
-    """Returns the row's own prompt; else the one of its style, with its issue."""
+    """Returns the row's own prompt; else the prompt in its style, with its issue."""
     if given := row["responses_create_params"]["input"]:
         return chat(given)
     text = Path(__file__).with_name(f"swe_{style_of(row)}.txt").read_text(encoding="utf-8")
@@ -139,7 +139,7 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
 
 
 def reward(work: Work, verdict: Verdict) -> Reward:
-    """Returns 1.0 for a resolved issue, else 0.0 with a `reason`; each of REASONS has a number."""
+    """Returns 1.0 for a resolved issue, else 0.0 with a `reason`; each of REASONS has a metric."""
     limit = work.ended if work.ended in LIMITS else ""
     reason = "" if verdict.resolved else limit or verdict.reason
     info: dict[str, str | float] = {"ended": work.ended}

@@ -1,4 +1,4 @@
-"""Judges the repair of a repository in a box of its own: its tests, 1 or 0.
+"""Judges a repository's repair in a box of its own, by the row's tests: 1 or 0.
 
     prepare     in the agent's box, before the agent: one commit, no answers
     patch_of    after the agent: how the files differ from that start, as text
@@ -9,14 +9,15 @@ Row: `instance_id`, `workdir`, `base_commit`, `test_patch`, `log_parser`, `FAIL_
     {"kind": "script", "script": TEXT}      resolved if all tests of both lists passed
     {"kind": "r2e", "expected": {test: status}}     if the image's own tests end as expected
 Rows of SWE-smith, whose image has the repaired files, also have `start_patch`, which breaks them;
-their `base_commit` may be HEAD, and that of R2E-Gym may be HASH^.
-A script that applies the tests' patch itself has SWE-bench's two marks around its tests.
+their `base_commit` may be HEAD; R2E-Gym's may be HASH^. A script that applies the test patch itself
+has SWE-bench's two marks around its tests.
 
-How rewards are protected: only the patch leaves the agent's box. Its changes of files that steer a
-test run (DROPPED), of links, binary files and the tests' own files are undone, except in files that
-the row's own repair changes. The tests come from `base_commit` and `test_patch`. Their log counts
-from a random mark on; a test that failed once has failed. A file of the tests gets two more tests
-under random names: one must fail, the other must pass, and the exit code must show a failure.
+How rewards are protected: only the patch leaves the agent's box. Its changes to files that steer a
+test run (DROPPED), and to links, binary files and the tests' own files are undone, except in files
+that the row's own repair changes. The tests come from `base_commit` and `test_patch`. Their log
+counts from a random mark on; a test that failed once has failed. One of the test files gets two
+more tests with random names: one must fail, the other must pass, and the exit code must show a
+failure.
 
 Known leaks: patched code runs in the process that writes the log. Code that looks for the two tests
 can make the rest pass; `tampered` is 1 if a patch looks like that (SIGNS), or was caught. Helpers
@@ -66,7 +67,7 @@ from envs.swe.test_logs import BAD, COLOURS, GOOD, KEPT, PARSERS, good, outcomes
 __all__ = ["Trial", "Verdict", "flaw", "judge", "patch_of", "prepare", "refusal", "tried"]
 TESTS = 1200.0  # seconds that tests may take
 OUTPUT = 16 << 20  # bytes of the tests' output that are kept
-TIMES = 3  # judgements of a patch, if the machine may be at fault
+TIMES = 3  # judgements per patch, if the machine may be at fault
 HASH = r"[0-9a-f]{40}(?:[0-9a-f]{24})?"
 KILLED = 126  # the least exit code of a command that did not run, or was killed
 UNBROKEN = "it is resolved without a repair"
@@ -159,7 +160,9 @@ async def _must_be_sound(image: Path, row: dict, size: Size | None, doubt: str) 
             trial = await tried(image, row, row["patch"], size)
             if not trial.verdict.resolved:
                 why = trial.doubt or trial.verdict.reason
-                raise CheckerError(f"{name}: {doubt}; its own repair is not resolved: {why}")
+                raise CheckerError(
+                    f"{name}: {doubt}; its own reference patch does not resolve it: {why}"
+                )
             _sound.add(name)
     finally:
         _looking.pop(name, None)
@@ -174,7 +177,9 @@ async def flaw(row: dict) -> str:
     if (await _settled(image, row, "")).resolved:
         return UNBROKEN
     repaired = await _settled(image, row, row["patch"])
-    return "" if repaired.resolved else f"its own repair is not resolved: {repaired.reason}"
+    if repaired.resolved:
+        return ""
+    return f"its own reference patch does not resolve it: {repaired.reason}"
 
 
 async def _settled(image: Path, row: dict, patch: str) -> Verdict:

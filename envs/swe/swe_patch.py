@@ -1,4 +1,4 @@
-r"""Patches and tests for issues of real repositories, judged in the image of each: 1.0, 0.2 or 0.0.
+r"""Patches and tests for issues of real repositories, judged in their images: 1.0, 0.2 or 0.0.
 
 Row, as in NeMo-Gym's resources_servers/swerl_gen: `mode`, `metadata.image`, and
     eval        `metadata.relevant_file_contents` (path -> content, an object or its JSON),
@@ -13,15 +13,15 @@ repro-gen: the last ```python block is run below /testbed, and earns 1.0 if it e
 with code 0 once the patch is applied. Each script has 900 s.
 
 Image: a folder that holds its root, services.images/NAME; NAME is `metadata.image` with "_" for "/"
-and ":", or the file name of a .sif without that ending. `apptainer build --sandbox` and
+and ":", or the file name of a .sif without its suffix. `apptainer build --sandbox` and
 `docker export` make one. It needs bash, git, and everything that the scripts install: the sandbox
 has no network.
 
 Deliberate deviations. The edited files are written; NeMo-Gym applies a diff, which fails if an
-image has other line ends. A test that was skipped has not passed. The two runs of repro-gen share
-nothing, and the exit code is read, not printed. A shebang does not replace a ```python block. A
-setup that fails is an error, not a 0. So are tests that do not run: if none passes with an answer,
-one must pass without it, or, if PASS_TO_PASS is empty, be named in the log.
+image has different line endings. A test that was skipped has not passed. The two runs of repro-gen
+share nothing, and the exit code is read, not printed. A shebang does not replace a ```python block.
+A setup that fails is an error, not a 0. So are tests that do not run: if none passes with an
+answer, one must pass without it, or, if PASS_TO_PASS is empty, be named in the log.
 
 Known leaks: patched code runs in the process that logs the passed tests, and can write that log. A
 test of repro-gen can check that the files were patched, instead of what they do.
@@ -47,7 +47,7 @@ AGENTS = ("swerl_gen_simple_agent", "swerl_gen")
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """The images of `services.images`, and bubblewrap, in which they run."""
+    """The images in `services.images`, and bubblewrap, in which they run."""
     return image_names.NEED, sandbox.NEED
 
 
@@ -78,7 +78,7 @@ def check(row: dict) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns the reward 0.0, 0.2 or 1.0; `reason` is why nothing was run.
+    """Returns the reward 0.0, 0.2 or 1.0; `reason` explains why nothing was run.
 
     `fixed` and `kept` are the shares of FAIL_TO_PASS and PASS_TO_PASS that passed. Raises
     CheckerError if the image is missing or cannot be set up.

@@ -1,4 +1,4 @@
-"""The next tool call of a coding agent, likened to the expected one: 0.0 or 1.0, or between.
+"""A coding agent's next tool call, compared with the expected one: 0.0 or 1.0, or in between.
 
 Row: `expected_action` {"type": "function_call", "name", "arguments": JSON text}, or the same as
 JSON text in `expected_answer`, or in `metadata.expected_action`; `reward_mode` (optional): "binary"
@@ -6,18 +6,18 @@ or "continuous", which NeMo-Gym keeps in its server's configuration, resources_s
 As in NeMo-Gym, only the first call of the answer is judged. Its tool must be the same, or have the
 same purpose (TOOLS in envs/swe/coding_calls.py). An edit needs the same command and file (the last
 two parts of its path), a view 80 % of the lines; a shell command the same program, a path in common
-(its last three parts) and a likeness of 0.3; a search or reading the same path. Then the likeness
-of the edited text (the worse of old and new text) or of the command decides. Binary pays 1.0 from
-0.8 on. Continuous pays 0.5 from 0.4 on, growing to 1.0 at 0.8, less up to a tenth for the size of
-an edit. Likeness is difflib's ratio of the first 2,000 characters.
+(its last three parts) and a similarity of 0.3; a search or a read the same path. The reward then
+depends on the similarity of the edited text (the lower of old and new text) or of the command.
+"binary" gives 1.0 from 0.8 up. "continuous" gives 0.5 at 0.4, rising to 1.0 at 0.8, minus up to a
+tenth for the size of an edit. Similarity is difflib's ratio for the first 2,000 characters.
 
-Deliberate deviations: arguments that are no JSON object earn 0, as do a call without the path or
+Deliberate deviations: arguments that are not a JSON object earn 0, as do a call without the path or
 shell command of the expected call, and an edit that changes nothing. NeMo-Gym rewards them.
 
-Known leaks: calls after the first are free. Searches, readings, plans, thoughts and ends are judged
-by tool and path alone, edits regardless of the place where they insert. A view may leave out its
-lines or its command. Text after 2,000 characters is not compared, and a fifth of an edit or of a
-shell command may be anything ("; rm -rf /").
+Known leaks: calls after the first are free. Searches, reads, plans, thoughts and finishing calls
+are judged by tool and path alone, edits regardless of the place where they insert. A view may leave
+out its lines or its command. Text after 2,000 characters is not compared, and a fifth of an edit or
+of a shell command may be anything ("; rm -rf /").
 """
 
 from envs import Reward, get, require
@@ -39,12 +39,12 @@ def check(row: dict) -> None:
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """A parser of tool calls."""
+    """A tool-call parser."""
     return (TOOL_PARSER,)
 
 
 def verify(row: dict, response: str) -> Reward:
-    """Returns a reward in [0, 1]; `reason` is why it is 0, `similarity` the calls' likeness."""
+    """Returns a reward in [0, 1]; `reason` explains a 0; `similarity` compares the calls."""
     calls = Response.of(response).tool_calls
     if not calls:
         return Reward(0.0, {"reason": "no tool call"})
@@ -64,7 +64,7 @@ def expected_call(row: dict) -> dict[str, str]:
 
 
 def judge(wanted: dict[str, str], found: dict[str, str], continuous: bool) -> Reward:
-    """Returns the reward of a call."""
+    """Returns the reward for a call."""
     tool = str(found.get("name"))
     ours = arguments(found)
     theirs = arguments(wanted)

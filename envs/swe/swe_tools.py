@@ -7,10 +7,10 @@ our words:
     codex       the tools of Codex up to version 0.98
     opencode    the tools of OpenCode
 Nemotron 3 Super's fork of OpenHands offers the last three. Files are read and written by the box's
-`get` and `put`, so an image needs bash, find and grep, and no Python.
+`get` and `put`, so an image needs bash, find and grep, but no Python.
 
-Deliberate deviations: each command has a new shell; in the originals it runs in the shell of the
-command before. So no tool types into a running command, and none undoes an edit.
+Deliberate deviations: each command has a new shell; in the originals it runs in the previous
+command's shell. So no tool types into a running command, and none undoes an edit.
 """
 
 import functools
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from envs.boxes.box import Box, Ran
 
 OUTPUT = 10_000  # characters of a result that the policy sees
-COMMAND_SECONDS = 300.0  # that a command may take
+COMMAND_SECONDS = 300.0  # seconds that a command may take
 SEARCH_SECONDS = 60.0
 LARGEST = 1 << 20  # bytes of a file that is read or written
 CUT_OFF = 141  # exit code of a search whose output `head` has cut off
@@ -43,7 +43,7 @@ SETTING = (
     "export PATH PAGER=cat GIT_PAGER=cat MANPAGER=cat LESS=-R PIP_PROGRESS_BAR=off TQDM_DISABLE=1; "
 )
 EDITS = {"create": "file_text", "str_replace": "old_str", "insert": "new_str insert_line"}
-PLAIN = re.compile(r"([^\w*?\[\]{},!./^-])")  # a character without meaning in a pattern of names
+PLAIN = re.compile(r"([^\w*?\[\]{},!./^-])")  # a character without meaning in a file-name pattern
 
 
 class ToolError(Exception):
@@ -71,7 +71,7 @@ def tool_sets() -> dict[str, list[dict]]:
 
 
 class Tools:
-    """The tools of a set at work in one box."""
+    """One set of tools, at work in one box."""
 
     def __init__(self, name: str, box: "Box", workdir: str) -> None:
         self.box = box
@@ -129,7 +129,7 @@ class Tools:
         return str(PurePosixPath(self.workdir, path.encode("utf-8", "replace").decode()))
 
     async def text(self, path: str) -> str:
-        """Returns a file's text, with bytes that are no UTF-8 as surrogates. Raises ToolError."""
+        """Returns a file's text, with bytes that are not UTF-8 as surrogates. Raises ToolError."""
         content = await self.box.get(self.path(path), LARGEST + 1)
         if content is None:
             raise ToolError(f"{path} is no file that can be read")
@@ -151,7 +151,7 @@ class Tools:
             raise ToolError(f"{path} cannot be written: {error}") from None
 
     async def listed(self, path: str, depth: int) -> list[str]:
-        """Lists a folder without hidden files; names of folders end in /. Raises ToolError."""
+        """Lists a folder without hidden files; folder names end in /. Raises ToolError."""
         depth = max(1, min(depth, 20))
         own = r"-mindepth 1 -maxdepth %d -name '.?*' -prune -o -mindepth 1 -maxdepth %d"
         kinds = r"\( -type d -printf '%P/\n' -o -printf '%P\n' \)"
@@ -238,7 +238,7 @@ class Tools:
         return await self.changed(path, at + 1, len(new))
 
     async def apply_patch(self, input: str) -> str:
-        """Runs Codex's `apply_patch`, which makes no change if one of them has no place."""
+        """Runs Codex's `apply_patch`, which changes nothing if one change has no place."""
         try:
             changes = codex_patch.parsed(input)
             written: dict[str, str | None] = {}
@@ -335,9 +335,9 @@ TOOLS: dict[str, Callable[..., Awaitable[str]]] = {
 
 
 def fitting(given: dict[str, Json], schema: dict) -> dict[str, Json]:
-    """Returns those of the given arguments that a tool has. Raises ToolError if they do not fit.
+    """Returns the given arguments that a tool has. Raises ToolError if they do not fit.
 
-    Parsers of calls leave numbers and lists as text if they do not know the tool's types.
+    Tool-call parsers leave numbers and lists as text if they do not know the tool's types.
     """
     known: dict[str, Json] = {}
     for name, of in schema["properties"].items():
@@ -360,7 +360,7 @@ def fitting(given: dict[str, Json], schema: dict) -> dict[str, Json]:
 
 
 def grep(options: str, pattern: str, include: str, path: str) -> str:
-    """Returns the command of a search."""
+    """Returns the command for a search."""
     if "\0" in pattern + include:
         raise ToolError("the pattern has a NUL character")
     names = f" --include={shlex.quote(include)}" if include else ""

@@ -1,9 +1,9 @@
 """Reads the status of each test in a log, as SWE-bench does for pytest, Django and SymPy.
 
 `statuses` and `passed` follow NeMo-Gym's swerl_gen and keep a test's last status. `outcomes` has
-the parsers of swebench 5.0.2 for Python under their names, and parsers of other sources of rows. It
-reads a log that the judged code may have written to: a test that failed once has failed, and the
-time is linear in the length of the log.
+swebench 5.0.2's Python parsers under their names, and parsers for other row sources. It reads a log
+that the judged code may have written to: a test that failed once has failed, and the time is linear
+in the length of the log.
 
 This is no environment by itself: envs/swe/swe_patch.py and envs/swe/swe_judge.py use it.
 """
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 STATUSES = ("FAILED", "PASSED", "SKIPPED", "ERROR")
-ENDINGS = {" ok": "PASSED", " F": "FAILED", " E": "ERROR"}  # of SymPy's lines
+ENDINGS = {" ok": "PASSED", " F": "FAILED", " E": "ERROR"}  # status by the end of SymPy's lines
 LONGEST = 10_000  # characters of a line that can be a test's
 BAD = ("FAILED", "ERROR")
 GOOD = ("PASSED", "XFAIL")  # an expected failure counts as passed
@@ -116,7 +116,7 @@ def outcomes(parser: str, log: str) -> dict[str, str]:
 def good(test: str, found: dict[str, str], states: tuple[str, ...] = GOOD) -> bool:
     """Returns whether a test has one of these states.
 
-    A name that was cut within its brackets, as 676 names of SWE-bench Verified were, stands for all
+    A name that was cut within its brackets, as 676 names in SWE-bench Verified were, stands for all
     tests that begin with it.
     """
     if test not in found and test.count("[") > test.count("]"):
@@ -169,7 +169,7 @@ def _by_pytest_v2(lines: Iterable[str]) -> Found:
 
 
 def _by_pytest_pydantic(lines: Iterable[str]) -> Found:
-    """Reads SWE-Gym's logs of pydantic, which have a share of tests between status and name."""
+    """Reads SWE-Gym's pydantic logs, which have a share of tests between status and name."""
     for line in lines:
         line = re.sub(r"\[(\d+)m", "", line).translate(CONTROL)
         words = re.sub(r"FAILED\s*\[[^\]]*\]", "FAILED", line).replace(" - ", " ").split()
@@ -224,7 +224,7 @@ def _by_django(lines: Iterable[str]) -> Found:
 
 
 def _over_lines(lines: list[str], begins: str, ends: str) -> Found:
-    """Yields tests of Django that passed, with other output between "..." and "ok"."""
+    """Yields Django tests that passed, with other output between "..." and "ok"."""
     test = ""
     for line, after in zip(lines, [*lines[1:], ""], strict=True):
         name, begun, rest = line.partition(begins)

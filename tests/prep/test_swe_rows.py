@@ -296,7 +296,8 @@ def test_a_check_keeps_rows_whose_own_repair_alone_is_resolved(swe, records, ima
         assert len(rows) == 1 and rows[0]["FAIL_TO_PASS"] == ["tests/test_calc.py::test_half"]
         assert rows[0]["patch"] == records[3]["patch"]
         assert "own repairs resolved, and nothing else: 1 of 3 (33.3%)" in told
-        assert "LEFT OUT 1: its own repair is not resolved: tests failed (me__calc-12)" in told
+        flaw = "its own reference patch does not resolve it: tests failed"
+        assert f"LEFT OUT 1: {flaw} (me__calc-12)" in told
         assert f"LEFT OUT 1: {swe_judge.UNBROKEN} (me__calc-12)" in told
         assert "NOT JUDGED 1: the image IMAGE.sif is missing" in told and "me__gone-1" in told
         journal = (tmp_path / "out.jsonl.check.jsonl").read_text()

@@ -537,7 +537,7 @@ async def test_what_the_machine_or_the_row_does_is_no_verdict(image, row, monkey
     ):
         seen.clear()
         broken = row | {"tests": {"kind": "script", "script": script}}
-        with pytest.raises(CheckerError, match=f"calc-1: .*{message}.*its own repair"):
+        with pytest.raises(CheckerError, match=f"calc-1: .*{message}.*its own reference patch"):
             await judge(image, broken, useless, SMALL)
         assert len(seen) == times and seen == [False] * (times - 1) + [True]
     # What a patch does is its own, as often as it does it.

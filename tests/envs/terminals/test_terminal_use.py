@@ -242,7 +242,7 @@ async def test_only_bubblewrap_holds_shells(name):
 
 
 async def test_a_terminal_that_dies_is_an_error():
-    with pytest.raises(CheckerError, match="a terminal of the sandbox"):
+    with pytest.raises(CheckerError, match="a sandbox terminal"):
         async with Shell(SMALL, {}) as terminal:
             terminal.process.kill()
             await terminal.type("ls\n", 1)
