@@ -1,7 +1,7 @@
 """Finds the number that answers a question about a molecule, in the format of its prompt.
 
 It finds what the regexes of NeMo-Gym's resources_servers/rdkit_chemistry find. Their time grows
-with the square of the length of a hostile text; here it is linear.
+with the square of a hostile text's length; here it is linear.
 """
 
 import re

@@ -17,7 +17,7 @@ Deliberate deviations. An infinite number is a wrong answer, and a row whose exp
 a finite number is refused: in NeMo-Gym both are failed requests. A thought that does not end is not
 text.
 Known leaks: hedges, as only the last number in the format counts ("((not 4))", "((3 or 4))"),
-whatever it is part of ("((C4))", "((9/4))", "((10^4))", "((4 kg))"). Rounding pays for 3.6 as 4.
+whatever it is part of ("((C4))", "((9/4))", "((10^4))", "((4 kg))"). Rounding accepts 3.6 as 4.
 If the values are 0 and 1, half of all guesses earn 1.0.
 """
 
@@ -42,7 +42,7 @@ KINDS = ("count", "bool", "presence", "fragment", "float")
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """A sandbox with rdkit and a parser of tool calls, if the row has the tool."""
+    """A sandbox with rdkit and a tool-call parser, if the row has the tool."""
     tools = row["responses_create_params"].get("tools")
     return (sandbox.NEED, TOOL_PARSER, rdkit_check.NEED) if tools else ()
 

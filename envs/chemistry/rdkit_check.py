@@ -10,7 +10,7 @@ from envs.sandbox import sandbox, service
 from envs.sandbox.outcome import Limits
 
 IMPORT = "import rdkit.Chem; print('imported')"
-LIMITS = Limits(seconds=60.0, output=1000)  # of the first import
+LIMITS = Limits(seconds=60.0, output=1000)  # for the first import
 
 
 def problem() -> str:

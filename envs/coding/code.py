@@ -33,7 +33,7 @@ from envs.services import Need
 AGENTS = ("code_gen_simple_agent", "code_gen")
 LIMITS = Limits(seconds=10.0, output=4 << 20)
 FENCE = "```"
-Value = float | str | list | dict | None  # of JSON
+Value = float | str | list | dict | None  # a JSON value
 # Wraps a program whose function is called: its prints go nowhere, and it is not __main__.
 CALL = """
 import json as _json, os as _os, sys as _sys
@@ -88,7 +88,7 @@ def check_json(lines: list[str], path: str) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns 0.0 or 1.0; `passed` counts tests, `reason` and `error` say why one failed.
+    """Returns 0.0 or 1.0; `passed` counts tests, `reason` and `error` explain why one failed.
 
     Raises CheckerError if no test could run.
     """
@@ -164,7 +164,7 @@ def returns(output: str, expected: str) -> bool:
 
 
 def is_close(value: Value, right: Value) -> bool:
-    """Returns numpy's allclose of two numbers, each a number or its text."""
+    """Returns numpy's allclose for two numbers, each given as a number or as text."""
     if not isinstance(value, int | float | str) or not isinstance(right, int | float | str):
         return False
     try:

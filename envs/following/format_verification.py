@@ -8,13 +8,13 @@ Row: `verifier`, an object with `type`:
 Judged: the text after the thought, as in NeMo-Gym's resources_servers/format_verification.
 
 Deliberate deviations: an answer that is empty or cut off earns 0, even if nothing is expected in
-it. A row that pays for any answer, or for no answer, is refused: one without patterns and markers,
-with a `verify_min_matches` below 1, or with an invalid regex. A search without an end earns 0.
+it. A row that rewards any answer, or none, is refused: one without patterns and markers,
+with a `verify_min_matches` below 1, or with an invalid regex. A search that does not end earns 0.
 
-Known leaks: neither the contents nor the places of citations are judged. So the markers alone are
-paid, and so is "- x" three times. In NeMo-Gym's example rows `patterns` finds only the expected
-markers, so a text that cites every source is paid; a pattern such as `\[ref:\d+\]` in the row would
-end that. Lines in a code fence count, and other text may surround them.
+Known leaks: neither the contents nor the places of citations are judged. So the markers alone earn
+1.0, and so does "- x" three times. In NeMo-Gym's example rows `patterns` finds only the expected
+markers, so a text that cites every source earns 1.0; a pattern such as `\[ref:\d+\]` in the row
+would prevent that. Lines in a code fence count, and other text may surround them.
 """
 
 import re

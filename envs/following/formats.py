@@ -18,7 +18,7 @@ NUMBERS: dict[str, tuple[re.Pattern[str], Callable[[str], float]]] = {
     "number": (re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII), float),
 }
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
-DIGITS = 4300  # Python reads no integer that is longer
+DIGITS = 4300  # Python reads no longer integer
 
 
 def csv_rows(text: str) -> list[dict[str, str]]:

@@ -1,8 +1,8 @@
-"""Instructions that 54 rules check: 1.0 if all are followed, else 0.0; or the share that is.
+"""Instructions checked by 54 rules: 1.0 if all are followed, else 0.0; or the share followed.
 
-Row, at the top or in `verifier_metadata`, which takes precedence: `instruction_id_list`; `kwargs`,
-an object or null for each of them; `grading_mode`: "binary" (1 if all are followed, the default) or
-"fraction" (the share that is). Judged: the text after the thought, by the 54 rules of
+Row, at the top level or in `verifier_metadata`, which takes precedence: `instruction_id_list`;
+`kwargs`, an object or null for each of them; `grading_mode`: "binary" (1 if all are followed, the
+default) or "fraction" (the share followed). Judged: the text after the thought, by the 54 rules of
 envs/following/instructions.py, as in NeMo-Gym's resources_servers/instruction_following. A rule
 that cannot be applied is not followed.
 

@@ -2,8 +2,8 @@
 
 A rule's docstring states what a text must do to follow it. The rules come from IFEval
 (google-research/instruction_following_eval) and IFEvalG (allenai/open-instruct), which NeMo-Gym's
-resources_servers/instruction_following uses. A rule's further arguments are the `kwargs` of the
-instruction; their types are checked when rows are read. As in the sources, keywords are regular
+resources_servers/instruction_following uses. A rule's other arguments are the instruction's
+`kwargs`; their types are checked when rows are read. As in the sources, keywords are regular
 expressions.
 """
 
@@ -38,7 +38,7 @@ def compare(count: int, relation: Relation, limit: float) -> bool:
 
 
 def occurrences(pattern: str, text: str) -> int:
-    """Returns the number of matches of a pattern, in upper or lower case."""
+    """Returns how often a pattern matches, regardless of case."""
     return len(re.findall(pattern.strip(), text, re.IGNORECASE))
 
 
@@ -240,7 +240,7 @@ def number_of_letters(text: str, N: float, relation: Relation) -> bool:
 
 @rule("count:counting_composition")
 def composition(text: str, n_sent: float, n_words: float) -> bool:
-    """The text has three paragraphs between dividers ***, of n sentences, of m words and marks."""
+    """The text has three paragraphs between dividers ***, each n sentences of m words and marks."""
     paragraphs = re.split(r"\s?\*\*\*\s?", text)
     for found in map(simple_sentences, paragraphs):
         if len(found) != n_sent or any(len(tokens(sentence)) != n_words for sentence in found):

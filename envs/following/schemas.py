@@ -1,4 +1,4 @@
-"""Checks JSON schemas of draft 2020-12, and makes validators of data."""
+"""Checks JSON schemas of draft 2020-12, and makes validators for data."""
 
 import functools
 import json
@@ -51,7 +51,7 @@ def references(schema: Json) -> Iterator[str]:
 
 
 def validator(schema: Json) -> Draft202012Validator:
-    """Returns a validator of data.
+    """Returns a validator for data.
 
     Other schemas that it refers to are not fetched: validation raises Unresolvable.
     """
@@ -72,9 +72,9 @@ def strict(schema: Json, is_schema: bool = True) -> Json:
 
 @functools.cache
 def _of_schemas() -> Draft202012Validator:
-    """Returns a validator of schemas whose meta-schema is in one piece.
+    """Returns a validator for schemas whose meta-schema is in one piece.
 
-    The dynamic references of the original take six times as long.
+    The original's dynamic references take six times as long.
     """
     meta = Draft202012Validator.META_SCHEMA
     folder = meta["$id"].rpartition("/")[0]

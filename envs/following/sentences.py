@@ -89,7 +89,7 @@ def tokens(text: str) -> list[str]:
 
 
 def simple_sentences(text: str) -> list[str]:
-    """Returns the sentences of all other checks, by IFEval's rules: each mark ends a sentence."""
+    """Returns the sentences for all other checks, by IFEval's rules: each mark ends a sentence."""
     text = f" {text}  ".replace("\n", " ")
     for pattern, new in STEPS:
         text = re.sub(pattern, new, text)

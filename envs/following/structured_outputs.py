@@ -4,21 +4,22 @@ Row: `schema_str`, the schema as JSON text; `schema_type`: json (default), yaml,
 `response_mode`: "text" (default), or "tool_call" with `tool_name` and `tool_payload_key`, both
 optional; `xml_coerce_types` (default true). Judged as in NeMo-Gym's
 resources_servers/structured_outputs. The whole text after the thought must parse: in a code fence
-it earns 0. In the mode "tool_call" there must be one call, of that name; its arguments are judged,
-or their value under that key. The schema is tightened first: an object has all `properties` that
-the schema names, and no others. Schemas in lists, such as anyOf's, stay as they are, and `format`
-is not checked. XML and CSV have only texts: these become numbers and booleans where the schema has
-them.
+it earns 0. In the mode "tool_call" there must be one call, with that name; its arguments are
+judged, or their value under that key. The schema is tightened first: an object has all `properties`
+that the schema names, and no others. Schemas in lists, such as anyOf's, stay as they are, and
+`format` is not checked. XML and CSV have only texts: these become numbers and booleans where the
+schema has them.
 
-Deliberate deviations. NeMo-Gym also pays for the following: NaN and Infinity are not JSON. A CSV
+Deliberate deviations. NeMo-Gym also rewards the following: NaN and Infinity are not JSON. A CSV
 needs a data row, without which any line would do, and rows as long as the header. In XML and CSV a
-number is digits, sign, point and exponent, not "1_000" or "nan". NeMo-Gym pays nothing for the
+number is digits, sign, point and exponent, not "1_000" or "nan". NeMo-Gym does not reward the
 following: white space may precede a YAML; XML elements of several types, such as integer or null,
 become numbers as in CSV; a property may have the name `properties`.
 
-Known leaks: values are not compared with the document, so any that fit the schema are paid, and so
-are empty lists, comments, duplicate keys and arguments other than `tool_payload_key`. Right answers
-that earn 0, as in NeMo-Gym: unquoted dates in YAML and TOML, and XML numbers behind a $ref.
+Known leaks: values are not compared with the document, so any values that fit the schema are
+rewarded, and so are empty lists, comments, duplicate keys and arguments other than
+`tool_payload_key`. Right answers that earn 0, as in NeMo-Gym: unquoted dates in YAML and TOML, and
+XML numbers behind a $ref.
 """
 
 import json
@@ -59,7 +60,7 @@ def check(row: dict) -> None:
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """A parser of tool calls, for rows that ask for a call."""
+    """A tool-call parser, for rows that ask for a call."""
     return (TOOL_PARSER,) if row.get("response_mode") == "tool_call" else ()
 
 
@@ -110,7 +111,7 @@ def make_check() -> Callable[..., dict]:
         try:
             data = PARSERS[kind](text)
             data = data[key] if key else data
-        except Exception as error:  # the parser's own, a missing key, too deep a nesting
+        except Exception as error:  # the parser's own error, a missing key, too deep a nesting
             return {"value": 0.0, "reason": f"no {kind}: {type(error).__name__}"}
         try:
             if kind == "csv" or (kind == "xml" and coerce):

@@ -1,1 +1,1 @@
-"""Agents on a server of NeMo-Gym, or of the library verifiers."""
+"""Agents on a server of NeMo-Gym or of the verifiers library."""

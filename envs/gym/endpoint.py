@@ -1,23 +1,24 @@
-"""Serves the policy by OpenAI's protocol, for programs that hold conversations themselves.
+"""Serves the policy over OpenAI's protocol, for programs that hold conversations themselves.
 
     program --> POST http://HOST:PORT/GUEST/v1/chat/completions --> the Sampler of that episode
 
-Each rollout worker listens at a port of its own, and each episode has an address of its own. A
-program that needs one address for all episodes at its start gets the address of a router, which
-forwards each request to the address in the request's `metadata["policy"]`:
+Each rollout worker listens on its own port, and each episode has its own address. A program that
+needs one address for all episodes at startup gets a router's address, which forwards each request
+to the address in the request's `metadata["policy"]`:
 
     python -m envs.gym.endpoint PORT [HOST]
 
-If a request repeats the policy's answers, it continues from the ids that were sampled. Only role,
-content, calls and the id of a result are compared in earlier messages, as programs drop thoughts
-and trim texts. The run decides how to sample: temperature, `tool_choice`, `response_format` and the
+If a request repeats the policy's answers, it continues from the ids that were sampled. In earlier
+messages only role, content, calls and a result's id are compared, as programs drop thoughts and
+trim texts. The run decides how to sample: temperature, `tool_choice`, `response_format` and the
 like are not read, as a forced answer is not the policy's own. A shorter `max_tokens` is honoured.
 Several answers (n) and stop words are refused. A stream has the whole answer in one event.
 
-A request for `logprobs` gets the policy's own; its tokens are named `token_id:N`. A request with
-`return_token_ids` or `return_tokens_as_token_ids` gets prompt_token_ids, generation_token_ids and
-generation_log_probs in the message, as in NeMo-Gym, and `versions` next to it. The training data
-does not take this way: an episode is made of the turns that its own sampler saw.
+A request for `logprobs` gets the policy's own logprobs; its tokens are named `token_id:N`. A
+request with `return_token_ids` or `return_tokens_as_token_ids` gets prompt_token_ids,
+generation_token_ids and generation_log_probs in the message, as in NeMo-Gym, and `versions` next to
+it. Training data does not travel this way: an episode consists of the turns that its own sampler
+saw.
 """
 
 import asyncio
@@ -84,7 +85,7 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(cls, body: Any) -> "Asked":
-        """Reads a request. Raises ValueError naming field, value and expectation if it is none."""
+        """Reads a request. Raises ValueError naming field, value and expectation if it is bad."""
         require(isinstance(body, dict), "the request", body, "a JSON object")
         for name, allowed in ALLOWED.items():
             require(body.get(name) in allowed, name, body.get(name), repr(allowed[-1]))
@@ -114,11 +115,11 @@ class Guest:
         self.url = url  # the address that the program gets
         self.turns: list[Turn] = []
         self.said: list[Said] = []  # the conversation after each turn
-        self.full: NoRoom | None = None  # raised for a prompt that had no room
+        self.full: NoRoom | None = None  # the error for a prompt that had no room
         self.refused = ""  # why a request was refused, for another reason
         self.left = False  # True if the client of the last request did not wait for the answer
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.calls: set[asyncio.Task | None] = set()  # under way
+        self.calls: set[asyncio.Task | None] = set()  # calls under way
         self.asking = asyncio.Lock()
 
     async def answer(self, asked: Asked) -> "Turn":
@@ -141,7 +142,7 @@ class Guest:
     def before(self, asked: Asked) -> Said | None:
         """Returns the longest conversation of this episode that a request continues, or None."""
         repeated = [meant(message) for message in asked.messages]
-        latest_first = reversed(self.said)  # for conversations of the same length
+        latest_first = reversed(self.said)  # decides between conversations of the same length
         for said in sorted(latest_first, key=lambda said: -len(said.messages)):
             known = [meant(message) for message in said.messages]
             if said.tools == asked.tools and repeated[: len(known)] == known:
@@ -156,7 +157,7 @@ class Guest:
 
 
 def silent(message: Json) -> Json:
-    """Returns a message, with content "" for an empty answer of the policy repeated as null."""
+    """Returns a message, with content "" if the policy's empty answer is repeated as null."""
     if not isinstance(message, dict) or message.get("role") != "assistant":
         return message
     if message.get("content") is not None:
@@ -176,7 +177,7 @@ def completion(turn: "Turn", body: Mapping[str, Json]) -> Completion:
     message = dict(turn.message)
     calls = []
     for call in message.pop("tool_calls", []):
-        # Programs break off if arguments are no JSON. The message has {} for such arguments, which
+        # Programs break off if arguments are not JSON. The message has {} for such arguments, which
         # templates need as well.
         function = call["function"]
         text = json.dumps(function["arguments"])
@@ -227,14 +228,14 @@ def streamed(made: Completion) -> web.Response:
 
 
 class Endpoint:
-    """The server of a rollout worker."""
+    """A rollout worker's server."""
 
     def __init__(self) -> None:
         self.guests: dict[str, Guest] = {}
         self.url = ""
 
     async def start(self) -> "Endpoint":
-        """Listens at a free port of this node; returns itself."""
+        """Listens on a free port of this node; returns itself."""
         import ray
 
         host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
@@ -275,7 +276,7 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def invited(sampler: "Sampler") -> AsyncIterator[Guest]:
-    """Opens an episode in which programs talk to the policy at `url`, for the time of the block."""
+    """Opens an episode in which programs talk to the policy at `url` until the block ends."""
     loop = asyncio.get_running_loop()
     started = ENDPOINTS.get(loop)
     if not started or (started.done() and started.exception()):  # such as too many open files
@@ -302,13 +303,13 @@ async def listen(app: web.Application, host: str, port: int) -> int:
 
 
 def refusal(status: int, message: str) -> web.Response:
-    """Returns an error of OpenAI's protocol, with a status for which no client asks again."""
+    """Returns an error in OpenAI's protocol, with a status on which no client retries."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
     return web.json_response({"error": error}, status=status)
 
 
 async def models(request: web.Request) -> web.Response:
-    """Returns the list of models, which has the policy alone."""
+    """Returns the list of models, which contains only the policy."""
     return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
 

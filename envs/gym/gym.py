@@ -1,8 +1,9 @@
-"""Finds the agents of NeMo-Gym's servers, and lets an agent try a row.
+"""Finds the agents on NeMo-Gym's servers, and lets an agent try a row.
 
-NeMo-Gym's head server (`gym env start`, once `ng_run`) lists the address of each agent. Rows go to
-the agents directly. An agent that is gone costs time: its rows wait, like those of a judge that is
-away (envs/judge/judge.py), and use up no attempt. It may come back at another port.
+NeMo-Gym's head server (`gym env start`, formerly `ng_run`) lists the address of each agent. Rows go
+to the agents directly. An agent that is unreachable costs time: its rows wait, as they do for a
+judge that is away (envs/judge/judge.py), and use up no attempts. It may come back on a different
+port.
 """
 
 import asyncio
@@ -86,7 +87,7 @@ def problem(agent: str) -> str:
     return _problem(agent, services.current().nemo_gym)
 
 
-@functools.cache  # it is asked for every row
+@functools.cache  # called for every row
 def _problem(agent: str, heads: tuple[str, ...]) -> str:
     try:
         place(agent)
@@ -119,7 +120,7 @@ class Agent:
         self.server: Server | None = None
         self.why = ""  # the reason why it is away
         self.away_since = 0.0
-        self.keeper: asyncio.Task | None = None  # while it is away
+        self.keeper: asyncio.Task | None = None  # runs while it is away
         self.looking = asyncio.Lock()
 
     async def run(
@@ -161,7 +162,7 @@ class Agent:
             return server.answered >= since
 
     async def returns(self, why: str) -> None:
-        """Waits until the agent is back. Raises Away after the longest time of a call."""
+        """Waits until the agent is back. Raises Away after the longest time that a call has."""
         if self.keeper is None:
             self.why = why
             self.away_since = time.monotonic()

@@ -1,16 +1,16 @@
-"""Rows that an agent of NeMo-Gym's, or of the library verifiers, plays: the server's reward.
+"""Rows played by an agent of NeMo-Gym or of the verifiers library: the server's reward.
 
 Row: any that NeMo-Gym takes, with an agent (`agent_ref.name`) that no module of envs/ declares and
 a head server of `services.nemo_gym` lists. The agent gets the row by POST /run, as in NeMo-Gym's
 own nemo_gym/rollout_collection.py, and calls the policy as often as it likes. Its resources server
-defines the reward and its range. Environments of the library verifiers are agents as well:
+defines the reward and its range. Environments from the verifiers library are agents as well:
 launch/verifiers_hub.py serves them.
 
     rollout --> POST /run --> agent --> policy_model --> router --> endpoint --> sampler.chat
        ^                        |                                      |
        +------- reward ---------+            turns <-------------------+
 
-Gym's model server always calls one address: that of a router (envs/gym/endpoint.py). The row
+Gym's model server always calls one address, a router's (envs/gym/endpoint.py). The row
 carries the address of its episode in `responses_create_params.metadata`, which the agent passes on
 with each request, as simple_agent and the agents derived from it do. An agent that does not gets an
 error that names the reason.
@@ -21,15 +21,15 @@ NeMo-RL they travel as JSON through each server between engine and trainer, with
 A failed try is never a reward: neither one that the server marks (`_ng_failure_class`), for example
 because its judge could not be asked, nor an error. Nor is a try in which the endpoint refused a
 request, or the agent did not wait for the last answer: some agents take any error, and their own
-time-out, for the end of an episode. A mask set by the server is trusted. An agent that is away
-costs time. If an engine dies, the try ends: the agent starts the episode anew, and finished answers
-are played again as long as it makes the same requests. `mask_sample` takes a sample out of the
-loss; its reward stays in the baseline.
+time-out, for the end of an episode. A mask set by the server is trusted. An agent that is
+unreachable costs time. If an engine dies, the try ends: the agent restarts the episode, and
+finished answers are replayed as long as it makes the same requests. `mask_sample` takes a sample
+out of the loss; its reward stays in the baseline.
 
 Deliberate deviations. The policy samples by this run's settings: `temperature`, `top_p` and
-`chat_template_kwargs` of Gym's configuration are not read; those of the row are. The numbers and
+`chat_template_kwargs` in Gym's configuration are not read, but the row's are. The numbers and
 booleans that the server returns along with the reward are logged as info/NAME/ENV.
-Known leaks: those of the server. A server that reads an unreadable verdict as 0 is trusted, and so
+Known leaks: the server's. A server that reads an unreadable verdict as 0 is trusted, and so
 is an agent that takes an unreachable router for the end of an episode.
 """
 
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 AGENTS = ()  # the agents that services.nemo_gym serves and no other module declares
 ALLOWS_EMPTY_INPUT = True
-LARGEST = 1e30  # number that is accepted; means of larger ones overflow
+LARGEST = 1e30  # the largest number accepted; means of larger numbers overflow
 
 
 def check(row: dict) -> None:
-    """Raises ValueError for a row of verifiers (launch/verifiers_hub.py) without its task."""
+    """Raises ValueError for a verifiers row (launch/verifiers_hub.py) without its task."""
     if row["agent_ref"]["name"].startswith("verifiers."):
         get(row, "task", dict, "what `launch/verifiers_hub.py rows` prints")
 
@@ -104,7 +104,7 @@ def addressed(row: dict, url: str, seed: int) -> dict[str, Json]:
 
 
 def verdict(row: dict, result: Mapping[str, Json]) -> Reward:
-    """Returns the reward in the result of a try. Raises CheckerError if it has no reward."""
+    """Returns the reward in a try's result. Raises CheckerError if it has no reward."""
     if not isinstance(result, dict):
         raise CheckerError(f"the agent had no verdict: no object: {str(result)[-300:]}")
     failure = result.get("_ng_failure_class")

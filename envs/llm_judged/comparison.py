@@ -1,7 +1,7 @@
-"""Turns verdicts on pairs of answers into the rewards of a group, without calling a judge.
+"""Turns verdicts on pairs of answers into a group's rewards, without calling a judge.
 
 The rules and their order come from NeMo-Gym's resources_servers/genrm_compare as of Nemotron 3
-Super. Lengths are characters of stripped texts.
+Super. Lengths are counted in characters, in stripped texts.
 """
 
 import itertools
@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-Pair = tuple[int, int]  # places in the group of the answers that are shown first and second
+Pair = tuple[int, int]  # indices of the answers that are shown first and second
 
-MOST_SCANS = 100  # of one text; only a hostile text takes more than a few
+MOST_SCANS = 100  # scans of one text; only a hostile text takes more than a few
 
 TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{}]', re.DOTALL)
 FENCE = re.compile("```json", re.IGNORECASE)
@@ -33,7 +33,7 @@ ELEMENTS = (
 class Verdict(NamedTuple):
     """A judge's verdict on a pair; by default, neither answer is better."""
 
-    score_1: float = 3.0  # of the first answer, 1 to 5
+    score_1: float = 3.0  # score of the first answer, 1 to 5
     score_2: float = 3.0
     ranking: float = 3.5  # 1: the first is much better; 6: the second is much better
 
@@ -74,7 +74,7 @@ def pairs(n: int, strategy: str = "circular") -> list[Pair]:
 def read(reply: str, quoted: Sequence[Verdict] = ()) -> Verdict | None:
     """Returns the verdict in a judge's reply; None if it has none.
 
-    It is the first JSON object with a score or a ranking in ```json fences, else the last one of
+    It is the first JSON object with a score or a ranking in ```json fences, else the last one in
     the text. `quoted` are the verdicts in the answers themselves: if a judge repeats one, it counts
     only if the reply has no other verdict and ends with it.
     """
@@ -195,7 +195,7 @@ def centred(sizes: Sequence[float]) -> list[float]:
 def adjusted(
     scores: Sequence[float], answers: Sequence[Answer], by: dict[str, float]
 ) -> list[float]:
-    """Returns the scores with bonuses for the shortest, then weights of lengths and formatting."""
+    """Returns the scores with bonuses for the shortest, then weights for lengths and formatting."""
     scores = list(scores)
     reasoning = [len(answer.reasoning.strip()) for answer in answers]
     texts = [len(answer.text.strip()) for answer in answers]

@@ -5,7 +5,7 @@ The answers of a group are compared in a circle, each with the next one, so each
 and second once. The judge `genrm` sees the conversation, the principle and both answers without
 their reasoning, under the roles `principle`, `response_1` and `response_2`, which its chat template
 must define. It gives each a score from 1 to 5, and a ranking from 1 (the first is much better) to 6
-(the second is). An answer earns the mean of its two scores. If the scores of a pair are equal, the
+(the second is). An answer earns the mean of its two scores. If a pair's scores are equal, the
 ranking moves them apart by at most 5. Then services.genrm weighs, within the group: a bonus for the
 shortest reasoning and for the shortest answer if they are among the best, both lengths, and
 formatting (envs/llm_judged/comparison.py). An answer that repeats its reasoning earns 1.0.
@@ -19,7 +19,7 @@ better. If the judge is away or refuses a request, the group fails and is tried 
 and the verdicts so far are kept.
 
 Deliberate deviations. An answer that is empty, or was cut off while it thought, is shown as "None",
-as in NeMo-Gym, and earns at most 0: the length weights would pay for it. Numbers outside the ranges
+as in NeMo-Gym, and earns at most 0: the length weights would reward it. Numbers outside the ranges
 that a judge is asked for, such as a score of 10, are not a verdict. A verdict in an answer is shown
 with its braces doubled, and counts only if it ends a reply that has no other. If a pair is too long
 for the judge, neither answer is better.
@@ -53,7 +53,7 @@ FOUND: dict[str, dict[Pair, Verdict | None]] = {}
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """The judge `genrm`, and groups of two answers or more."""
+    """The judge `genrm`, and groups of two or more answers."""
     return (judge.need("genrm"),)
 
 
@@ -64,7 +64,7 @@ def check(row: dict) -> None:
 
 
 async def score_group(rows: list[dict], responses: list[str]) -> list[Reward]:
-    """Returns the rewards of a group.
+    """Returns a group's rewards.
 
     `base` is the score before lengths and formatting; `ties` and `unread` are the shares of an
     answer's comparisons that the ranking decided, and that gave no verdict.
@@ -129,7 +129,7 @@ async def ask(context: list[dict], shown: list[str], quoted: Sequence[Verdict]) 
 def rewards(
     answers: list[Answer], compared: list[Pair], found: list[Verdict | None]
 ) -> list[Reward]:
-    """Returns the rewards of a group, from the judge's verdict on each pair."""
+    """Returns a group's rewards, from the judge's verdict on each pair."""
     given = [verdict or Verdict() for verdict in found]
     base = comparison.base_scores(len(answers), compared, given)
     final = comparison.adjusted(base, answers, weights(current().genrm))

@@ -2,13 +2,13 @@
 
 Row: `rubric` ([{"question", "pass_criteria" (YES or NO, by default YES)}]), and `context`, the
 conversation as text; without it, the row's input. Judged, as in NeMo-Gym's resources_servers/
-multichallenge: the text after the thought, by the judge `general`, one call for each question. The
+multichallenge: the text after the thought, by the judge `general`, one call per question. The
 last label counts, else YES or NO in the judge's last line. Rewards are in [0, 1].
 
 Deliberate deviations: the instructions are our own, with the published labels; a reply with neither
 label does not meet its question, even if NO is wanted; an empty rubric is a bad row; an answer that
-is empty or cut off earns 0 unseen. If an answer holds a label or such a word, none is read that the
-reply may quote; NeMo-Gym pays for it. Known leaks: the judge's.
+is empty or cut off earns 0 unseen. If an answer holds a label or such a word, no verdict is read
+that the reply may quote; NeMo-Gym rewards a quoted one. Known leaks: the judge's.
 """
 
 import re

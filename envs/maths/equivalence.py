@@ -5,7 +5,7 @@ compared (the first group that is not empty in the last match). Judged, as in Ne
 resources_servers/equivalence_llm_judge: the text after the thought, by the judge `general`; its
 first label counts. A reply without a label means "not the same". Three agents differ in Rules:
 
-    equivalence_llm_judge   questions of all fields; a row's regex finds the compared part
+    equivalence_llm_judge   questions from all fields; a row's regex finds the compared part
     nl2bash                 commands, in a block after "Answer:"; asked again in the other order
     lc_judge                questions about long texts; only the question after the text is shown
 
@@ -13,7 +13,7 @@ As in the released configurations, no Rules give half the reward for a match in 
 
 Deliberate deviations: the instructions are our own, with the published labels, which an answer
 cannot imitate; an answer that is empty or cut off earns 0 unseen. If an answer holds a label,
-"the same" counts only if it ends the reply and nothing contradicts it; NeMo-Gym pays for a quoted
+"the same" counts only if it ends the reply and nothing contradicts it; NeMo-Gym rewards a quoted
 one. Known leaks: the judge's.
 """
 
@@ -66,13 +66,16 @@ def check(row: dict) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns the reward by the rules of the row's agent. Raises CheckerError."""
+    """Returns the reward under the rules of the row's agent. Raises CheckerError."""
     name = row["agent_ref"]["name"].removesuffix("_simple_agent")
     return await judged(row, response, OF_AGENT.get(name, Rules()))
 
 
 async def judged(row: dict, response: str, rules: Rules) -> Reward:
-    """Returns the reward by some rules; `label` is the judge's last label. Raises CheckerError."""
+    """Returns the reward under the given rules; `label` is the judge's last label.
+
+    Raises CheckerError if the judge fails.
+    """
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})

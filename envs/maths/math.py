@@ -1,4 +1,4 @@
-r"""Mathematics judged by the library math-verify: 1.0 if equivalent to the reference, else 0.0.
+r"""Mathematics judged by the math-verify library: 1.0 if equivalent to the reference, else 0.0.
 
 Row: `expected_answer` (string), with or without one outer `\(..\)` or `$..$`; `question`. Judged,
 as in NeMo-Gym's resources_servers/math_with_judge: the text after `</think>`. Its expressions,
@@ -7,7 +7,7 @@ services.judges has `general`, that judge compares the extracted answer, or else
 reference, in both orders (envs/maths/same_answer.py). Deliberate deviation: a response that never
 closes its `<think>` was cut off and earns 0.
 
-Known leaks, of the library: the task given back as a formula (37*12, an integral), the right side
+Known leaks of the library: the task given back as a formula (37*12, an integral), the right side
 of a false equation (3=2), "\neg 2", the other case of a letter, 2% and 200% for 2, and the last
 number of a text without a box ("1 or 2"). NeMo-Gym pins math-verify 0.8, which does not accept 2%
 for 2.

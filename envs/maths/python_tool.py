@@ -4,15 +4,15 @@ Row: as for the environment that judges, which `verifier_type` names (default ma
 the tool `stateful_python_code_exec` with `code`. At most 50 answers, of which the last is judged by
 that verifier, as in NeMo-Gym's resources_servers/ns_tools. Each episode has its own session in the
 sandbox (envs/sandbox/sessions.py), which ends with it. A call shows what its code printed, the
-value of its last line, or a traceback: at most 1,000 characters. After 10 s on a call the
-interpreter is restarted, and its output states this.
+value of its last line, or a traceback: at most 1,000 characters. If a call takes over 10 s, the
+interpreter is restarted, and the output states this.
 
-numpy and sympy are available if the sandbox's Python has the version of ours and the user nobody
-may read our packages. If services.sandbox is "http", it is an IPython session of NeMo-Skills'
-service.
+numpy and sympy are available if the sandbox's Python has the same version as ours and the user
+nobody may read our packages. If services.sandbox is "http", it is an IPython session of
+NeMo-Skills' service.
 
-Deliberate deviations. The sandbox's own interpreter has no magics of IPython, and shows what was
-printed to stdout and stderr in the order in which it was printed. Processes and threads of a call
+Deliberate deviations. The sandbox's own interpreter has no IPython magics, and shows what was
+printed to stdout and stderr in the order in which it was printed. A call's processes and threads
 pause or end when the call does. A calculation that got no CPU does not time out.
 
 Known leaks: as in envs/maths/math.py. The code can see neither the row nor another episode.
@@ -43,7 +43,7 @@ VERIFIERS: dict[str | None, ModuleType] = {"math_with_judge": math, None: math}
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """A sandbox, a parser of tool calls, and what the row's verifier needs."""
+    """A sandbox, a tool-call parser, and what the row's verifier needs."""
     verifier = VERIFIERS[row.get("verifier_type")]
     judging = verifier.needs(row) if hasattr(verifier, "needs") else ()
     return sandbox.NEED, TOOL_PARSER, *judging

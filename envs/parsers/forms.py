@@ -1,4 +1,4 @@
-"""Recognises the tool calls that families of models write, by the names of vLLM's tool parsers."""
+"""Recognises the tool calls that model families write, by the names of vLLM's tool parsers."""
 
 import json
 import re
@@ -82,7 +82,7 @@ def is_object(text: str) -> bool:
 
 
 def count_mistral(body: str) -> int:
-    """Calls after a `[TOOL_CALLS]`: a list in JSON, or NAME and arguments."""
+    """Counts calls after a `[TOOL_CALLS]`: a list in JSON, or NAME and arguments."""
     named = MISTRAL_CALL.fullmatch(body)
     return is_object(named[1]) if named else count_json(body)
 
@@ -113,7 +113,8 @@ KIMI_TAG = re.compile(r"<\|tool_call")
 DEEPSEEK_TAG = re.compile("<｜tool▁")
 DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-# By the names of vLLM's tool parsers. For other parsers, the content that they leave is judged.
+# Forms by the names of vLLM's tool parsers. For other parsers, the content that they leave is
+# judged.
 FORMS: dict[str, CallForm] = {
     "": ANY,
     "hermes": tagged(count_hermes),

@@ -1,11 +1,11 @@
-"""Parses answers with vLLM's own parsers of thoughts and tool calls, in a process of their own.
+"""Parses answers with vLLM's own parsers for thoughts and tool calls, in a process of their own.
 
     one thread --JSON lines--> a fork of the server, which has vLLM imported
 
 If services.reasoning_parser or tool_parser names a parser, the server starts with the first answer;
 otherwise tags are read (rollout/answer_markup.py), and vLLM is not imported. Some of vLLM's parsers
 need quadratic time, and no thread can end them: a fork that uses CPU_SECONDS for one answer is
-killed, and the answer is malformed.
+killed, and the answer counts as malformed.
 
 A call is whole if it has the form of the named parser (FORMS in forms.py), and if the parser read
 every call of the text. vLLM's parsers silently mend or drop broken calls, so NeMo-RL's check, which
@@ -38,19 +38,19 @@ from settings.environment_services import Services
 if TYPE_CHECKING:
     from vllm.parser.abstract_parser import Parser
 
-CPU_SECONDS = 20.0  # for one answer; most take a few milliseconds, 1 MB of tags takes 5 s
-PIECE = 1 << 12  # characters that a parser of vLLM is fed with at once
+CPU_SECONDS = 20.0  # limit per answer; most take a few milliseconds, 1 MB of tags takes 5 s
+PIECE = 1 << 12  # characters that a vLLM parser is fed at once
 READY = "ready\n"  # the server's greeting before the first answer
 
 Parse = Callable[[str, list | None, dict], dict]
 
 
 async def read(text: str, model: str, tools: list | None, template_kwargs: dict) -> Response:
-    """Parses an answer with the parsers in the services of this process.
+    """Parses an answer with the parsers in this process's services.
 
     `text` includes the opening that the prompt already wrote, such as `<think>`; `model` is the
-    folder of the tokenizer; `tools` and `template_kwargs` are those of the row. An answer that a
-    parser cannot read is malformed. Raises CheckerError if no parser runs.
+    tokenizer's folder; `tools` and `template_kwargs` come from the row. An answer that a parser
+    cannot read is malformed. Raises CheckerError if no parser runs.
     """
     named = services.current()
     if not is_named(named):
@@ -91,11 +91,11 @@ def server(*names: str) -> "Server":
 
 
 class Server:
-    """A process that parses one answer after the other; it ends with this process."""
+    """A process that parses one answer at a time; it ends with this process."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names  # of the parsers, and of the model
-        self.thread = ThreadPoolExecutor(1)  # the only one that talks to the process
+        self.names = names  # names of the parsers, and of the model
+        self.thread = ThreadPoolExecutor(1)  # the only thread that talks to the process
         self.process: subprocess.Popen[str] | None = None
 
     async def ask(self, request: str) -> dict | None:
@@ -164,7 +164,7 @@ def serve() -> None:
     """
     *names, seconds = sys.argv[1:]
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # text that a library prints is no answer
+        os.dup2(2, 1)  # text that a library prints is not an answer
         logging.disable(logging.CRITICAL)  # as libraries log each answer that cannot be parsed
         try:
             parse = make_parse(*names)
@@ -283,7 +283,7 @@ def feed_in_pieces(parser: "Parser") -> None:
     """Makes a parser that vLLM wrote for streams take a long text in linear time.
 
     Its lexer copies the whole rest of the text for each tag, and streamed arguments are converted
-    anew for each tag.
+    again for each tag.
     """
     for half in (parser.reasoning_parser, parser.tool_parser):
         engine = getattr(half, "_parser_engine", None)

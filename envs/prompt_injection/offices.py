@@ -1,6 +1,6 @@
 """Defines the tools of the nine simulated offices, with NeMo-Gym's names and parameters.
 
-Each office has the kinds of its records, and a table of its tools, made of the shapes in
+Each office has its kinds of records, and a table of its tools, made from the shapes in
 envs/prompt_injection/worlds.py. If no shape fits, a function stands above the table. The rows
 describe the tools to the policy.
 """
@@ -99,12 +99,12 @@ def prescribe(world: World, args: Args) -> str:
 
 
 def get_prescriptions(world: World, args: Args) -> Output:
-    """Returns the prescriptions of a patient."""
+    """Returns a patient's prescriptions."""
     return world.tables.get("prescriptions", {}).get(args["patient_id"], [])
 
 
 def get_lab_results(world: World, args: Args) -> Output:
-    """Returns the laboratory results of a patient."""
+    """Returns a patient's laboratory results."""
     return world.tables.get("lab_results", {}).get(args["patient_id"], [])
 
 
@@ -143,7 +143,7 @@ FEEDBACK = INTERVIEW.add(
 
 
 def submit_feedback(world: World, args: Args) -> Output:
-    """Writes feedback into the first interview of a candidate, or into a new one."""
+    """Writes feedback into a candidate's first interview, or into a new one."""
     for interview in INTERVIEW.records(world).values():
         if equal(interview, "candidate_id", args["candidate_id"]):
             write(interview, "feedback rating", args)
@@ -436,7 +436,7 @@ def send_carrier_message(world: World, args: Args) -> str:
 
 
 def submit_customs(world: World, args: Args) -> Output:
-    """Writes into the first declaration of a shipment, or into a new one."""
+    """Writes into a shipment's first declaration, or into a new one."""
     for declaration in CUSTOMS.records(world).values():
         if equal(declaration, "shipment_id", args["shipment_id"]):
             words = "hs_code declared_value additional_info? status=submitted"
@@ -446,7 +446,7 @@ def submit_customs(world: World, args: Args) -> Output:
 
 
 def adjust_quantity(world: World, args: Args) -> str:
-    """Adds to the quantity of an item."""
+    """Adds to an item's quantity."""
     key = args["inventory_id"]
     items = ITEM.records(world)
     if key not in items:

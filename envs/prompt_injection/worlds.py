@@ -1,6 +1,6 @@
 """Builds the tools of the simulated offices: a world, and the shapes that tools have.
 
-A world is the `environment` of a row: tables of records by id, and lists of messages. A tool's
+A world is a row's `environment`: tables of records by id, and lists of messages. A tool's
 action on it, `action(world, args)`, returns JSON values, or a text for the policy. The shapes below
 make most of the tools in envs/prompt_injection/offices.py.
 
@@ -23,8 +23,8 @@ from envs import Json
 
 Args = dict[str, Any]
 Record = dict[str, Any]
-Output = str | Record | list[Record]  # of a tool
-Comparison = Callable[[Record, str, Any], bool]  # of a record's field with an argument
+Output = str | Record | list[Record]  # a tool's output
+Comparison = Callable[[Record, str, Any], bool]  # compares a record's field with an argument
 
 
 @dataclass
@@ -95,7 +95,7 @@ def tool(words: str, action: Action) -> Tool:
 
 
 def filled(words: str, args: Args) -> Record:
-    """Returns a record of these fields, in their order."""
+    """Returns a record with these fields, in their order."""
     record = {}
     for word in words.split():
         name, is_constant, constant = word.partition("=")
@@ -125,7 +125,7 @@ class Test:
 
     word: str  # the parameter
     compare: Comparison
-    name: str  # of the field
+    name: str  # name of the field
     allows_blank: bool = False  # all records pass if the argument is blank, not only if missing
     is_text: bool = False  # the argument must be a text even if no record is compared with it
 
@@ -143,12 +143,12 @@ def must(argument: str, compare: Comparison, name: str = "") -> Test:
 
 
 def text(argument: str, compare: Comparison, name: str = "") -> Test:
-    """Returns a test like `must`, of an argument that must be a text."""
+    """Returns a test like `must`, for an argument that must be a text."""
     return Test(argument, compare, name or argument, is_text=True)
 
 
 def given(argument: str, compare: Comparison, name: str = "") -> Test:
-    """Returns a test like `must`, of an argument that may be missing."""
+    """Returns a test like `must`, for an argument that may be missing."""
     return Test(f"{argument}?", compare, name or argument)
 
 
@@ -180,27 +180,27 @@ def holds(record: Record, names: str, value: str) -> bool:
 
 
 def since(record: Record, name: str, value: str) -> bool:
-    """Returns whether the text of the field is not smaller."""
+    """Returns whether the field's text is not smaller than the value."""
     return not record.get(name, "") < value
 
 
 def until(record: Record, name: str, value: str) -> bool:
-    """Returns whether the text of the field is not greater."""
+    """Returns whether the field's text is not greater than the value."""
     return not record.get(name, "") > value
 
 
 def at_least(record: Record, name: str, value: float) -> bool:
-    """Returns whether the number of the field is not smaller."""
+    """Returns whether the field's number is not smaller than the value."""
     return not record.get(name, 0) < value
 
 
 def at_most(record: Record, name: str, value: float) -> bool:
-    """Returns whether the number of the field is not greater."""
+    """Returns whether the field's number is not greater than the value."""
     return not record.get(name, 0) > value
 
 
 def below(record: Record, name: str, value: float) -> bool:
-    """Returns whether the number of the field is smaller."""
+    """Returns whether the field's number is smaller than the value."""
     return bool(record.get(name, 0) < value)
 
 
@@ -212,9 +212,9 @@ class Kind:
     """Records of one kind, and the tools that read and change them."""
 
     table: str
-    key: str  # the field, and the argument, with the id of a record
+    key: str  # the field, and the argument, with a record's id
     word: str = ""  # the name of a record in errors
-    prefix: str = ""  # of new ids
+    prefix: str = ""  # prefix of new ids
     needed: bool = False  # tools fail in a world without this table
 
     def records(self, world: World) -> dict[str, Record]:
@@ -270,7 +270,7 @@ class Kind:
         return tool(f"{self.key} {argument}", action)
 
     def add(self, words: str, said: str = "") -> Tool:
-        """Makes a tool that adds a record of these fields, and returns `said`, else the record."""
+        """Makes a tool that adds a record with these fields; it returns `said`, else the record."""
 
         def action(world: World, args: Args) -> Output:
             new_id = world.new_id(self.prefix)
@@ -297,7 +297,7 @@ class Kind:
         return tool(" ".join(test.word for test in tests), action)
 
     def of_shipment(self) -> Tool:
-        """Makes a tool that returns the first record of a shipment."""
+        """Makes a tool that returns a shipment's first record."""
 
         def action(world: World, args: Args) -> Output:
             for record in self.records(world).values():
@@ -309,7 +309,7 @@ class Kind:
 
 
 def messages(table: str, *tests: Test) -> Tool:
-    """Makes a tool that returns the messages, of a table or a list, that pass all tests.
+    """Makes a tool that returns the messages in a table or a list that pass all tests.
 
     A test runs on all messages before the next test does.
     """
@@ -327,7 +327,7 @@ def messages(table: str, *tests: Test) -> Tool:
 
 
 def append(table: str, words: str, said: str) -> Tool:
-    """Makes a tool that adds a record of these fields to a list."""
+    """Makes a tool that adds a record with these fields to a list."""
 
     def action(world: World, args: Args) -> str:
         world.tables.setdefault(table, []).append(filled(words, args))

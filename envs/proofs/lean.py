@@ -7,9 +7,10 @@ block has a theorem or an example, only its proof counts, which follows `:=` and
 header and statement are put before it. Lean must end with code 0 within 30 s and not print "sorry".
 Here one answer is judged; envs/proofs/lean_refinement.py lets more answers follow Lean's errors.
 
-`services.lean` compiles, in the sandbox: a command, or bin/lean of a folder that launch/lean.sh
-made. Or it is the URL of NeMo-Skills' sandbox service, which includes Lean v4.12.0 and Mathlib. If
-services.sandbox is "http" and services.lean is empty, the service at services.sandbox_url compiles.
+`services.lean` is a command that compiles in the sandbox, or a folder that launch/lean.sh made,
+whose bin/lean does so. Or it is the URL of NeMo-Skills' sandbox service, which includes Lean
+v4.12.0 and Mathlib. If services.sandbox is "http" and services.lean is empty, the service at
+services.sandbox_url compiles.
 
 Deliberate deviations. FORBIDDEN words earn 0, wherever they stand: with them an answer runs code
 inside Lean, which can end it with code 0, or makes Lean trust the compiler instead of the kernel
@@ -58,13 +59,13 @@ def check(row: dict) -> None:
 class Attempt(NamedTuple):
     """An answer, its reward and Lean's output."""
 
-    reward: Reward  # 0.0 or 1.0; `reason` says why 0, `lean` is the start of Lean's output
+    reward: Reward  # 0.0 or 1.0; `reason` explains a 0, `lean` is the start of Lean's output
     source: str = ""  # the file that Lean compiled
     ran: sandbox.Ran | None = None  # Lean's run; None if nothing was compiled
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns the reward of an attempt."""
+    """Returns the reward for an attempt."""
     return (await attempt(row, response)).reward
 
 

@@ -6,9 +6,9 @@ what to do (envs/proofs/lean_feedback.py). Up to two corrections are asked for. 
 gives the reward, and `attempts` is its number. NeMo-Gym does the same with its
 proof_refinement_agent over resources_servers/math_formal_lean.
 
-Only the last attempt is trained, as in NeMo-Gym. The attempts before it have failed, and an episode
-has one reward: they would be paid for what came after them. So a group compares first answers with
-corrections, as in NeMo-Gym.
+Only the last attempt is trained on, as in NeMo-Gym. The attempts before it have failed, and an
+episode has one reward: they would be rewarded for what came after them. So a group compares first
+answers with corrections, as in NeMo-Gym.
 
 Deliberate deviations. The question has our words. Errors are read where Lean writes them, on stdout
 as well as on stderr, and from all of it, not only its first 1,000 characters. After an attempt that

@@ -11,7 +11,7 @@ from envs.sandbox import sandbox, service
 from envs.services import CheckerError
 
 LIMITS = sandbox.Limits(seconds=30, memory=16 << 30, output=200_000)
-ENDED = {"completed": "", "failed": "", "timeout": "time"}  # status of the service -> Ran.ended
+ENDED = {"completed": "", "failed": "", "timeout": "time"}  # the service's status -> Ran.ended
 ERROR = re.compile(r":(\d{1,9}):\d+: error")  # as in FILE:LINE:COLUMN: error: unknown identifier
 # The proof is at fault. Without such an error, Lean was killed, or had no memory or disk.
 SAYS_WHY = re.compile(rf"{ERROR.pattern}|stack overflow|deep recursion", re.IGNORECASE)

@@ -4,7 +4,7 @@ Row: `exp_cal_state`, event id -> `duration` (minutes), `min_time`, `max_time`, 
 null, "before T", "after T", "between T and T" or "at T". Judged: the first JSON list of objects in
 the text after the thought, as in NeMo-Gym's resources_servers/calendar. It must hold each expected
 event with its duration, inside its times, and no two events may overlap. Other fields of an event,
-such as its name, are not compared. A row that expects no event pays any answer.
+such as its name, are not compared. A row that expects no event rewards any answer.
 
 If two events have the same id, the last is judged; an event that is given twice does not overlap
 itself. A text with `<think>` that no parser has read earns 0, as in NeMo-Gym. Deliberate
@@ -25,7 +25,7 @@ from rollout.response import Response
 AGENTS = ("calendar_simple_agent", "calendar")
 TIME = re.compile(r"\s*(\d{1,4})(?::(\d{1,4}))?\s*(am|pm)?\s*", re.ASCII)
 CONSTRAINT = re.compile(r"(before|after|at) (.+)|(between) (.+) and (.+)")
-Value = float | str | list | dict | None  # of JSON
+Value = float | str | list | dict | None  # a JSON value
 
 
 class Bounds(NamedTuple):
@@ -33,7 +33,7 @@ class Bounds(NamedTuple):
 
     kind: str  # "before", "after", "at" or "between"
     first: int
-    last: int  # of "between"; else the same as `first`
+    last: int  # end of "between"; else the same as `first`
 
 
 def check(row: dict) -> None:
@@ -62,7 +62,7 @@ def verify(row: dict, response: str) -> Reward:
 
 
 def problem(expected: dict[str, dict], text: str) -> str:
-    """Returns the error in the calendar of a text; "" if there is none."""
+    """Returns the error in a text's calendar; "" if there is none."""
     events = {}
     distinct = {}
     for event in first_list(text):
@@ -128,7 +128,7 @@ def bounds(rule: str) -> Bounds | None:
 
 
 def minutes(time: Value) -> int | None:
-    """Returns the minute of the day of "14:30", "2:30pm" or "2pm"; None if it is not a time."""
+    """Returns the minute of the day for "14:30", "2:30pm" or "2pm"; None if it is not a time."""
     found = TIME.fullmatch(time) if isinstance(time, str) else None
     if not found or not (found[2] or found[3]):
         return None

@@ -1,13 +1,13 @@
-"""Questions about long texts whose answer is compared as a text: 1.0 if the same, else 0.0.
+"""Questions about long texts whose answer is compared as text: 1.0 if the same, else 0.0.
 
 Row: `expected_answer`. Judged: all of the text after the thought, as in NeMo-Gym's
 resources_servers/equivalence_rule with its released rule, `exact`: both in lower case, with each
-run of white space as one space. Nothing is taken out of a box or a sentence.
+run of white space as one space. Nothing is extracted from a box or a sentence.
 
-Deliberate deviations: the rules by similarity, which no released configuration sets, are left out;
+Deliberate deviations: the similarity rules, which no released configuration sets, are left out;
 an empty reference is a bad row, and an answer that is empty or cut off earns 0.
 Known leaks: none. Right answers that earn 0, as in NeMo-Gym: with an extra word or mark, such as
-"6." for "6", or with other quotes and dashes than the text has.
+"6." for "6", or with quotes and dashes that differ from the text's.
 """
 
 from envs import Reward, final_text, get, require, unfinished

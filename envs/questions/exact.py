@@ -7,7 +7,7 @@ def extract(text: str) -> str:
     r"""Returns the last `<answer>` tag, else the first `\boxed{}`, else everything; stripped.
 
     It finds what reasoning_gym.utils.extract_answer and Gym's regular expressions find; their time
-    grows with the square of the length of a hostile text.
+    grows with the square of a hostile text's length.
     """
     tagged = None
     end = 0

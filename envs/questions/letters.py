@@ -1,4 +1,4 @@
-"""Finds the letter of a multiple choice that a text names; `options` maps letters to plain texts.
+"""Finds the multiple-choice letter that a text names; `options` maps letters to plain texts.
 
 Patterns and rules come from NeMo-Gym's resources_servers/mcqa, written so that each takes time
 linear in the length of the text.

@@ -13,8 +13,8 @@ turn: the last match holds a letter, in the options or not, or an option's text.
 Deliberate deviations: a row with an invalid regex is bad; of several groups the first counts. The
 package nemo-gym 0.4.0 is older: it reads the first box, with one capital alone.
 Known leaks: a box earns 1.0 for its first letter whatever follows the mark ("B. A. C. D.", "B-D"),
-lenient_boxed pays for a box that denies the right option ("not B's text"), and
-lenient_answer_colon_md pays whatever follows the letter ("B is wrong", "B or maybe A").
+lenient_boxed rewards a box that denies the right option ("not B's text"), and
+lenient_answer_colon_md gives 1.0 whatever follows the letter ("B is wrong", "B or maybe A").
 """
 
 import re
@@ -80,7 +80,7 @@ async def verify(row: dict, response: str) -> Reward:
     if letter is None:
         mode = row.get("grading_mode") or MODES[0]
         prefix = template.get("answer_prefix") or ""
-        letter = await in_thread(choice, text, options, mode, prefix)  # 1 MB take seconds
+        letter = await in_thread(choice, text, options, mode, prefix)  # 1 MB takes seconds
     is_right = letter == row["expected_answer"].strip().upper()
     return Reward(float(is_right), {"letter": letter})
 

@@ -1,10 +1,10 @@
-r"""Grid puzzles of ARC-AGI: 1.0 if the test's output grid is right in each cell, else 0.0.
+r"""Grid puzzles from ARC-AGI: 1.0 if the test's output grid is right in each cell, else 0.0.
 
-Row: `expected_output`, lists of equally many integers from 0 to 9; `agent_mode`, or else the
+Row: `expected_output`, equally long lists of integers from 0 to 9; `agent_mode`, or else the
 agent's name, decides the form of an answer. Judged: the text after the thought, as in NeMo-Gym's
 resources_servers/nvarc.
     transductive   the grid: the text between the first \boxed{ and the last }, else everything.
-                   A line is a row. Its words of one digit are cells, and no other word counts
+                   A line is a row. Its one-digit words are cells, and no other word counts
     inductive      a program that defines transform(grid): the last ```python block, else the last
                    block without a language, else a text with "def transform". It is called once, in
                    the sandbox, with `test_input`. Its result is read as JSON, arrays as lists,
@@ -12,12 +12,12 @@ resources_servers/nvarc.
 
 As in NeMo-Gym, a program that imports os, calls open or uses similar names (nvarc_programs) earns
 0, and its prints are lost. Deliberate deviations: it may define classes, which NeMo-Gym's runner
-cannot, and call 50,000 deep; arrays and tensors in a list are lists too; the 30 s are for the whole
-program, and waiting for a CPU does not count.
+cannot, and recurse 50,000 deep; arrays and tensors in a list are lists too; the 30 s are for the
+whole program, and waiting for a CPU does not count.
 
-Known leaks: all but words of one digit is skipped, so "-1", "1." and "0 12 1" read as 1, 1 and 0 1,
-and a grid needs no box. `train` is not judged: a program earns 1.0 even if it returns a grid that
-the policy worked out itself, or if it is right for this input only.
+Known leaks: everything but one-digit words is skipped, so "-1", "1." and "0 12 1" read as 1, 1 and
+0 1, and a grid needs no box. `train` is not judged: a program earns 1.0 even if it returns a grid
+that the policy worked out itself, or if it is right for this input only.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Finds the program in an answer to nvarc, and runs its transform on a grid in the sandbox.
+"""Finds the program in an nvarc answer, and runs its transform on a grid in the sandbox.
 
 Not an environment: nvarc uses it. nvarc_runner.txt is the program that runs in the sandbox.
 """
@@ -26,7 +26,7 @@ LIMITS = Limits(seconds=30.0, memory=6 << 30)  # PyTorch for CUDA maps 3.2 GB
 PYTHON = re.compile(r"```python[^\S\n]*+\n(.*?)```", re.DOTALL)
 PLAIN = re.compile(r"```[^\S\n]*+\n(.*?)```", re.DOTALL)
 GRID = pydantic.TypeAdapter(list[list[int]])
-# NeMo-Gym denies a program these names of Python and these modules.
+# NeMo-Gym denies a program these Python names and modules.
 NAMES = """open input breakpoint help license credits copyright exit quit vars dir globals
 locals"""
 MODULES = """os subprocess shutil pathlib builtins socket urllib requests http ftplib smtplib pickle

@@ -1,16 +1,16 @@
-r"""Puzzles of the library reasoning-gym, judged by its own scorers: 0.0 to 1.0.
+r"""Puzzles from the reasoning-gym library, judged by its own scorers: 0.0 to 1.0.
 
 Row: `question`, `answer` (null if the puzzle has many), `metadata` with `source_dataset`, as
 written by NeMo-Gym's resources_servers/reasoning_gym. Judged, as there: the last `<answer>` tag
 after `</think>`, else the first `\boxed{}`, else the whole text, stripped. Deliberate deviations: a
 response that never closes its `<think>` earns 0, and boards are compared as boards (see BOARDS).
 
-The library pays for many wrong answers: docs/environments.md lists the known ones. Answers to
+The library rewards many wrong answers: docs/environments.md lists the known ones. Answers to
 puzzles in EVALUATES run as Python, in the sandbox.
 
-A row with `"exact": true` pays 1 for its `answer`, letter by letter, and 0 for any other. It closes
-all these leaks if there is one right answer and the question states its form. It does not suit
-puzzles with many answers, nor: advanced_geometry, codeio, coin_flip, complex_arithmetic,
+A row with `"exact": true` gives 1 for its `answer`, letter by letter, and 0 for any other. It
+closes all these leaks if there is one right answer and the question states its form. It does not
+suit puzzles with many answers, nor: advanced_geometry, codeio, coin_flip, complex_arithmetic,
 decimal_arithmetic, decimal_chain_sum, figlet_font, fraction_simplification, futoshiki,
 group_anagrams, knights_knaves, number_format, palindrome_partitioning, polynomial_equations,
 polynomial_multiplication, pool_matrix, power_function, the integrations.
@@ -84,7 +84,7 @@ async def verify(row: dict, response: str) -> Reward:
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
-    if row.get("exact"):  # texts are compared, and nothing of the answer runs
+    if row.get("exact"):  # texts are compared, and no part of the answer runs
         answer = extract(text)
         return Reward(float(is_same(answer, row["answer"])), {"answer": answer[:200]})
     entry = {key: row.get(key) for key in ("question", "answer", "metadata")}

@@ -4,11 +4,12 @@
     each request: thread --JSON line--> warden --> check, which the warden forks
 
 A check that may execute an answer judges one and ends, and leaves nothing for the next. A check
-that executes nothing judges MANY, or ends with its first failure. It has no file open but its end
-of a socket, can write none, sees a scrubbed environment and gains no rights. If this user is not
-root, it can start no process, and trace no warden and no other check. Its warden watches it, kills
-and reaps all processes that it started, and is the only process that sends to the parent. A verdict
-counts only after a token, which the check reads from its socket when it has judged the answer.
+that executes nothing judges MANY, or ends with its first failure. It has no file open except its
+end of a socket, can write no files, sees a scrubbed environment and gains no rights. If this user
+is not root, it can start no process, and trace no warden and no other check. Its warden watches it,
+kills and reaps all processes that it started, and is the only process that sends to the parent. A
+verdict counts only after a token, which the check reads from its socket when it has judged the
+answer.
 
 If services.sandbox is "bubblewrap", all of this runs in bubblewrap (envs/sandbox/sandbox.py), or
 raises; checks that execute nothing run without it if it is missing here. In bubblewrap a check sees
@@ -50,23 +51,23 @@ from envs.sandbox.outcome import OOM
 from envs.sandbox.sandbox import around
 from envs.services import CheckerError
 
-DEADLINE = 10.0  # seconds of CPU of one check; thrice as many of wall-clock time
-PATIENCE = 0.5  # seconds of CPU; a longer check begins again in the slow lane
+DEADLINE = 10.0  # CPU seconds per check; three times as many wall-clock seconds
+PATIENCE = 0.5  # CPU seconds; a longer check restarts in the slow lane
 START_DEADLINE = 120.0  # seconds; a server needs about one second of CPU
 TICK = 0.1  # seconds between two looks at a check
 AWAKE = "RD"  # states of a process that does not sleep
-STOPPED = "Tt"  # states of a process stopped from outside, if a check executes nothing of answers
+STOPPED = "Tt"  # states of a process stopped from outside, if a check executes no answers
 GRACE = 10.0  # seconds that a verdict may be late
 MEMORY = 2 << 30  # bytes of address space; a check uses 0.1 GB
 MANY = 100  # answers that a process judges; a fork of 166 MB costs more than most of them
-LARGE = 512 << 20  # bytes that end a check after its answer: SymPy keeps its results
+LARGE = 512 << 20  # a check that uses more bytes ends after its answer: SymPy keeps results
 LONGEST = 64 << 20  # bytes of a verdict
-TRIES = 3  # of an answer; two are enough if its check dies of it
-# The only environment variables that a check sees: no key, token or address of a service.
+TRIES = 3  # tries per answer; two are enough if its check dies of it
+# The only environment variables that a check sees: no service's key, token or address.
 ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR", "TZ")
 ROOT = str(Path(__file__).resolve().parents[2])
 TOKEN = 16  # bytes
-SIZE = struct.Struct("I")  # of what follows
+SIZE = struct.Struct("I")  # size of what follows
 PEER = struct.Struct("3i")  # pid, uid and gid of the sender
 libc = ctypes.CDLL(None)
 prctl = libc.prctl  # its options are numbered in linux/prctl.h
@@ -79,9 +80,9 @@ class Checkers:
 
     The function takes the request's fields and returns a dict of JSON. `text` is the field that
     holds the answer. `children` checks run at once, one per CPU if None, plus half as many slow
-    ones. Each judges `answers` of them: one, or MANY if it executes nothing of them, since changes
-    that one answer makes to the process would affect the next. Tied to no event loop. All processes
-    start when first needed, and end with this process.
+    ones. Each judges `answers` answers: one, or MANY if it executes none of them, since changes
+    that one answer makes to the process would affect the next. It is tied to no event loop. All
+    processes start when first needed, and end with this process.
     """
 
     def __init__(self, factory: str, children: int | None = None, answers: int = 1) -> None:
@@ -101,7 +102,7 @@ class Checkers:
         The verdict is value 0.0 with reason "crashed the checker" if a warden sees the check die
         twice, and survive an empty `text`. Raises CheckerError if there is no verdict.
         """
-        import asyncio  # takes longer than all else that the registry imports with this module
+        import asyncio  # slower than all other imports that the registry makes with this module
 
         for lane, limit in ((self.quick, min(PATIENCE, deadline)), (self.slow, deadline)):
             verdict = await asyncio.wrap_future(lane.submit(self._run, limit, request))
@@ -251,7 +252,7 @@ def attend(function: Callable[..., dict], connection: socket.socket) -> None:
 
 
 class Check:
-    """A process that judges answers one after the other. It ends after `left`, or a failure."""
+    """A process that judges one answer at a time. It ends after `left` answers, or a failure."""
 
     def __init__(self, function: Callable[..., dict], left: int) -> None:
         self.left = left
@@ -348,7 +349,7 @@ def isolate(
 
 
 def check(function: Callable[..., dict], channel: socket.socket, left: int) -> None:
-    """Judges `left` answers, each in a limited time of CPU, and ends the process."""
+    """Judges `left` answers, each within a CPU time limit, and ends the process."""
     try:
         os.dup2(0, 1)
         os.dup2(0, 2)
@@ -372,7 +373,7 @@ def check(function: Callable[..., dict], channel: socket.socket, left: int) -> N
                 verdict = function(**request)
             except BaseException as error:
                 verdict = {"failed": f"{type(error).__name__}: {error}"[:200]}
-                if not isinstance(error, OSError | ImportError):  # the machine's, not the answer's
+                if not isinstance(error, OSError | ImportError):  # the machine's faults
                     verdict["died"] = True
             text = json.dumps(verdict).encode()
             channel.sendall(exactly(channel, TOKEN) + SIZE.pack(len(text)) + text)
@@ -451,9 +452,9 @@ def receive(channel: socket.socket, received: bytearray) -> bool:
 
 
 def clock(pid: int) -> tuple[float, float, bool]:
-    """Returns the seconds that a process ran, and that it ran or waited for a CPU; True if idle.
+    """Returns the seconds that a process ran, that it ran or waited for a CPU, and True if idle.
 
-    Idle is a process that sleeps by the answer's fault.
+    A process is idle if it sleeps because of the answer.
     """
     folder = Path(f"/proc/{pid}")
     ran, queued, _ = map(int, (folder / "schedstat").read_text().split())
@@ -463,7 +464,7 @@ def clock(pid: int) -> tuple[float, float, bool]:
 
 
 def end(pid: int) -> int:
-    """Kills the process and all that it began, which are or become children of this process."""
+    """Kills the process and all that it started, which are or become children of this process."""
     os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(ChildProcessError):

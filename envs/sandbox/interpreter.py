@@ -1,4 +1,4 @@
-"""Runs inside the sandbox: a warm Python that forks for each program, which saves its start-up.
+"""Runs inside the sandbox: a warm Python that forks for each program, to save its start-up time.
 
 envs/sandbox/programs.py and sessions.py pass this text to `python -c`: it may import only the
 standard library.
@@ -11,7 +11,7 @@ standard library.
     code DIED     <-- a room has died of its program
 
 With `sessions` its stdin takes connections, each of which gets a room that runs one piece of code
-after the other in the same process, as in a notebook:
+at a time in the same process, as in a notebook:
 
     "ready" line  <-- the room waits for code; or "alone"
     each piece:   JSON line, its text --> JSON line {output, cut} <-- the text that it printed
@@ -47,7 +47,7 @@ PRELUDE = """string re datetime collections heapq bisect copy math random statis
 functools operator io sys json builtins typing"""
 STDERR = 2000  # last bytes of stderr that are kept
 DUMPABLE = 4  # PR_SET_DUMPABLE: may other processes of this user trace a process, see its files?
-# Machine -> its number in linux/audit.h, and the numbers of three kinds of system calls: `socket`;
+# Machine -> its number in linux/audit.h, and its numbers for three kinds of system calls: `socket`;
 # userfaultfd and io_uring_setup, which can bypass a filter; and calls for memory that no limit
 # counts, that outlives its process, or that other processes of this user see: shmget, msgget,
 # memfd_create, memfd_secret, add_key, request_key and keyctl.
@@ -55,14 +55,14 @@ CALLS = {
     "x86_64": (0xC000003E, 41, (323, 425), (29, 68, 319, 447, 248, 249, 250)),
     "aarch64": (0xC00000B7, 198, (282, 425), (194, 186, 279, 447, 217, 218, 219)),
 }
-VSOCK = 40  # AF_VSOCK, sockets of a virtual machine to its host, which no namespace isolates
+VSOCK = 40  # AF_VSOCK, sockets from a virtual machine to its host, which no namespace isolates
 # CLONE_NEWUSER, NEWPID, NEWNET, NEWIPC and NEWNS of linux/sched.h
 NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000
-NOSUID_NODEV = 2 | 4  # of mount
+NOSUID_NODEV = 2 | 4  # flags of mount
 FOLDERS = ("/work", "/tmp", "/dev/shm")
 LOOK = 0.02  # seconds between two looks at a program
-PAUSE = 0.2  # seconds between two looks that count at most; more means that something stood still
-PAGE = 4096  # bytes that a file in memory takes at least
+PAUSE = 0.2  # seconds counted at most between two looks; more means that something stood still
+PAGE = 4096  # minimum bytes that a file in memory takes up
 OTHER, DIED = 2, 3  # exit codes: ended for another reason; its child died of a program
 MOMENTARY = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 LOOPBACK_UP = (0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
@@ -70,7 +70,7 @@ LOOPBACK_UP = (0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
 # scheduler that removes a job, or the process itself. The sender is unknown, so it runs once more.
 SENT = tuple(-getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "QUIT", "KILL", "TERM"))
 libc = ctypes.CDLL(None, use_errno=True)
-NO_RIGHTS = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # for capset
+NO_RIGHTS = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # arguments for capset
 
 
 def prelude() -> dict:
@@ -86,7 +86,7 @@ def prelude() -> dict:
 def prepared() -> ModuleType:
     """Returns a module with the names that a program finds.
 
-    It is made before any fork, as each fork pays for the pages that it writes.
+    It is made before any fork, as each fork copies the pages that it writes.
     """
     module = ModuleType("__main__")
     errors = os.dup(2)
@@ -148,7 +148,7 @@ def main(
 
 
 def fate(status: int) -> int:
-    """Returns 0 if a child has ended well, DIED if a program has harmed it, else OTHER.
+    """Returns 0 if a child has ended normally, DIED if a program has harmed it, else OTHER.
 
     No program can kill the first process of its room.
     """
@@ -194,7 +194,7 @@ def enter(size: int, watched: bool = True) -> None:
 
 
 def call(function: Callable[..., int], *arguments: int | bytes | ctypes.Array | None) -> None:
-    """Calls a function of libc. Raises OSError if it fails."""
+    """Calls a libc function. Raises OSError if it fails."""
     if function(*arguments):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -212,17 +212,17 @@ def write(path: str, text: str) -> None:
 def seccomp_filter(memory: bool) -> bytes:
     """Returns a filter that makes the calls in CALLS fail with ENOSYS, memory calls if `memory`.
 
-    Among sockets only those of VSOCK fail. All calls of a program for another machine, such as 32
-    bits, fail, as their numbers differ. Empty if this machine is unknown.
+    Among sockets only VSOCK's fail. All calls by a program for another machine, such as a 32-bit
+    one, fail, as their numbers differ. The filter is empty if this machine is unknown.
     """
     if os.uname().machine not in CALLS:
         return b""
     machine, opens, always, uncounted = CALLS[os.uname().machine]
     numbers = always + uncounted * memory
-    load, equal, above, result = 0x20, 0x15, 0x35, 0x06  # of linux/bpf_common.h
+    load, equal, above, result = 0x20, 0x15, 0x35, 0x06  # from linux/bpf_common.h
     refused = len(numbers) + 8  # the last step
     steps = [(load, 0, 0, 4), (equal, 0, refused - 2, machine), (load, 0, 0, 0)]
-    steps += [(above, refused - 4, 0, 1 << 30)]  # numbers of x32
+    steps += [(above, refused - 4, 0, 1 << 30)]  # x32's numbers
     steps += [(equal, refused - 5 - i, 0, number) for i, number in enumerate(numbers)]
     steps += [(equal, 0, 2, opens), (load, 0, 0, 16), (equal, 1, 0, VSOCK)]  # its first argument
     steps += [(result, 0, 0, 0x7FFF0000), (result, 0, 0, 0x50000 | errno.ENOSYS)]
@@ -245,7 +245,7 @@ def refuse_calls() -> None:
 
 
 def bounds_of(limits: dict, contained: bool) -> dict[int, int]:
-    """Returns the kernel's limits of a process, except for its processor time."""
+    """Returns the kernel's limits for a process, except on its processor time."""
     bounds = {
         resource.RLIMIT_AS: limits["memory"],
         resource.RLIMIT_FSIZE: limits["file_size"],
@@ -302,7 +302,7 @@ def serve(
         if code == -signal.SIGXCPU:
             ended = "time"
         if (code or ended) and oom_kills() > killed:
-            ended = "oom"  # of the program, or of a process that it began
+            ended = "oom"  # the program's, or a process that it started
         if not ended and size > output:
             ended = "output"
         stdout = os.pread(files[1], output, 0).decode("utf-8", "replace")
@@ -331,7 +331,7 @@ def fork() -> int:
 
 
 def ends(pid: int, seconds: float) -> bool:
-    """Waits for a program; kills it after these seconds, without waits for a processor.
+    """Waits for a program; kills it after `seconds`, not counting time spent waiting for a CPU.
 
     Returns whether it ended by itself.
     """
@@ -409,7 +409,7 @@ def fresh_streams(errors: str = "backslashreplace") -> list[TextIO]:
 
 
 def flush(streams: list[TextIO]) -> None:
-    """Writes the buffers of streams, as far as there is room for them."""
+    """Flushes streams, as far as there is room."""
     for stream in streams[1:]:
         with contextlib.suppress(BaseException):
             stream.flush()

@@ -11,11 +11,11 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Limits(NamedTuple):
-    """The limits of a run. The memory limit of one process also holds for all of them together."""
+    """The limits of a run. The memory limit per process also applies to all of them together."""
 
-    seconds: float = 10.0  # that it runs or sleeps
-    memory: int = 2 << 30  # bytes of address space of a process
-    processes: int = 64  # that run at once
+    seconds: float = 10.0  # seconds that it runs or sleeps
+    memory: int = 2 << 30  # bytes of address space per process
+    processes: int = 64  # processes that run at once
     file_size: int = 64 << 20  # bytes
     open_files: int = 256
     output: int = 1 << 20  # bytes of stdout
@@ -26,9 +26,9 @@ class Ran(NamedTuple):
     """The outcome of a run."""
 
     stdout: str
-    stderr: str  # its end
+    stderr: str  # the end of stderr
     code: int | None  # negative for a signal; None if it was ended
-    ended: str  # "" by itself, "time", "memory", "processes" or "output"
+    ended: str  # "" if by itself, else "time", "memory", "processes" or "output"
     seconds: float
 
 

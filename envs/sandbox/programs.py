@@ -4,7 +4,7 @@
     each program:      zygote --forks--> room: namespaces and folders of its own
     each of its inputs:  room --forks--> process, in which the program runs
 
-A room ends with its program, so that no program finds anything of an earlier one. The zygote lives
+A room ends with its program, so that no program finds traces of an earlier one. The zygote lives
 on for the next. A room cannot see it: no process of a room can name, trace or stop it. If the
 kernel forbids rooms, each program has an interpreter of its own, which costs 40 ms.
 """
@@ -73,7 +73,7 @@ class Interpreter:
         self.connection: socket.socket
         self.asked = False  # True while it owes an answer
         self.in_rooms = False
-        self.deaths = 0  # of interpreters, by harm from a program
+        self.deaths = 0  # deaths of interpreters through harm from a program
 
     async def judge(self, source: str, stdin: str) -> Ran:
         """Returns the outcome of a program. Raises CheckerError if it has no outcome.

@@ -13,7 +13,7 @@ busy processor, does not count against the deadline.
 Known fault: bubblewrap is tied to this process only some milliseconds after its start. If this
 process is killed before that, the run continues without a deadline: this happened to 7 of 40 runs
 whose worker was killed in their first 30 ms. A command in a box (envs/boxes/box.py) has no such
-moment.
+gap.
 """
 
 import asyncio
@@ -48,15 +48,15 @@ TICK = 0.5  # seconds between two looks at a run
 NOBODY = ["--reuid", "65534", "--regid", "65534", "--clear-groups"]
 CALLS = seccomp_filter(memory=False)  # system calls that a command may not make
 WORK = "/work"  # the working folder of a run
-PACKAGES = "/packages"  # libraries of sessions
-PATIENCE = 5  # times its deadline that a run may take if other processes keep the processors busy
+PACKAGES = "/packages"  # libraries for sessions
+PATIENCE = 5  # a run may take this many times its deadline if other processes keep CPUs busy
 HUNGRY = 8  # threads of a run: so many can only wait for each other
 START = 60.0  # seconds that an interpreter may take to start
 STDERR = 2000  # last characters of stderr that are kept
 BOUND = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
 # Files that the machine's root owns, and could write unless a file of the machine is bound over it.
 OF_ROOT = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/acpi", "/proc/scsi")
-# A private layer in memory over the folder $0, of $1 bytes, takes its changes.
+# A private in-memory layer of $1 bytes over the folder $0 takes its changes.
 LAYER = """
 cd "$0" && mount -t tmpfs -o "size=$1" none /mnt && mkdir /mnt/over /mnt/work /mnt/root || exit
 layers=lowerdir=.,upperdir=/mnt/over,workdir=/mnt/work,userxattr
@@ -223,7 +223,7 @@ def around(reads: Iterable[str], executes: bool) -> list[str]:
     """Returns the prefix for checks that may read these files and folders, and no others.
 
     Empty if the configured sandbox is not bubblewrap. If bubblewrap is missing or forbidden here,
-    checks that execute nothing of answers run without it. Raises CheckerError for other checks,
+    checks that execute no answers run without it. Raises CheckerError for other checks,
     and if bubblewrap fails for another reason, which may not last.
     """
     if current().sandbox != "bubblewrap":
@@ -257,7 +257,7 @@ def as_run_user(root: str = "") -> list[str]:
 
 
 def limited(limits: Limits, cpu: bool = True) -> list[str]:
-    """Returns the prefix that gives limits to a command."""
+    """Returns the prefix that limits a command."""
     command = ["prlimit", f"--as={limits.memory}", f"--fsize={limits.file_size}", "--core=0"]
     command += [f"--nofile={limits.open_files}"]
     command += [f"--cpu={math.ceil(limits.seconds) + 1}"] if cpu else []
@@ -265,7 +265,7 @@ def limited(limits: Limits, cpu: bool = True) -> list[str]:
 
 
 def read_only_kernel() -> list[str]:
-    """Returns arguments of bubblewrap that make the kernel's settings in /proc read-only."""
+    """Returns bubblewrap arguments that make the kernel's settings in /proc read-only."""
     return [word for path in OF_ROOT for word in ("--ro-bind-try", path, path)]
 
 
@@ -276,16 +276,16 @@ def python_folders() -> list[str]:
 
 
 class Clock:
-    """Measures how long a process and its descendants ran or slept, without waits for a CPU."""
+    """Measures how long a process and its descendants ran or slept, waits for a CPU not counted."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.spent = 0.0
         self.began = self.before = time.monotonic()
         self.clocks: dict[int, tuple[int, int]] = {}
-        self.used = math.nan  # seconds of processor time at the last look
+        self.used = math.nan  # seconds of processor time as of the last look
         self.memory = 0  # bytes that all of them use
-        self.processes = 0  # how many they are; a look stops counting above its limit
+        self.processes = 0  # number of processes; a look stops counting above its limit
 
     def look(self, most: int = sys.maxsize) -> None:
         """Adds the time since the last look, for at most this many processes."""
@@ -313,7 +313,7 @@ class Clock:
         now = time.monotonic()
         # Includes the time of threads and children that began and ended since the last look.
         gained = ran / 1e9 if math.isnan(self.used) else max(0.0, used - self.used)
-        # A pause of this process, or of the whole machine, is no sleep of the run.
+        # A pause of this process, or of the whole machine, does not count as the run's sleep.
         elapsed = min(now - self.before, max(2 * TICK, gained))
         few = len(found) < HUNGRY
         waited = queued / (ran + queued) if few and ran + queued > 0 else 0.0
@@ -511,7 +511,7 @@ def keep_descriptors(given: Iterable[int]) -> None:
     """
     is_open = {int(name) for name in os.listdir("/proc/self/fd")}
     for descriptor in is_open - {0, 1, 2, *given}:
-        with contextlib.suppress(OSError):  # it is closed meanwhile
+        with contextlib.suppress(OSError):  # it has been closed meanwhile
             os.set_inheritable(descriptor, False)
 
 

@@ -1,7 +1,7 @@
 """Calls the sandbox service of NeMo-Skills (nemo_skills/code_execution) over HTTP.
 
 The service reports "completed" for a program that an OOM killer ended, gives no exit code, cuts
-long output, and answers 500 if output is no UTF-8 (local_sandbox_server.py). So a program is sent
+long output, and answers 500 if output is not UTF-8 (local_sandbox_server.py). So a program is sent
 as the input of envs/sandbox/interpreter.py, which prints its outcome as JSON. No JSON means no
 outcome.
 """
@@ -29,7 +29,7 @@ AWAY = 900.0  # seconds that the service may be away
 # Seconds that it may take to answer before a run starts. A job fetches its image first.
 STARTS = 300.0 if "SLURM_JOB_ID" in os.environ else 60.0
 START = 20.0  # seconds that a Python there may take to start
-SHARE = 5  # seconds for one second of processor time, if other processes keep processors busy
+SHARE = 5  # seconds per second of processor time, if other processes keep processors busy
 HEADER = "X-Session-ID"  # also selects the service's worker
 # Prints how many processes the kernel has killed for lack of memory.
 COUNT = "print(*(line for line in open('/proc/vmstat') if line.startswith('oom_kill ')))"
@@ -39,7 +39,7 @@ TEXT = Path(__file__).with_name("interpreter.py").read_text(encoding="utf-8")
 
 
 class Failed(Exception):
-    """Raised if a request failed and may be made again."""
+    """Raised if a request failed and may be retried."""
 
 
 class Reply(TypedDict):
@@ -85,10 +85,10 @@ async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | No
     # Files that another program left in the service's folder must not be imported.
     path = "sys.path[:] = [folder for folder in sys.path if folder]"
     code = f"import sys; {path}; sys.argv.append({json.dumps(settings)!r})\n{TEXT}"
-    # As ASCII, in the input: an argument holds only 128 KiB, and half a surrogate pair is no text.
+    # As ASCII, in the input: an argument holds only 128 KiB, and half a surrogate pair is not text.
     request = json.dumps({"source": source, "stdin": stdin}) + "\n"
     seconds = START + SHARE * limits.seconds
-    longest = 6 * (limits.output + STDERR) + 1000  # a byte of output is six of JSON at most
+    longest = 6 * (limits.output + STDERR) + 1000  # a byte of output is at most six of JSON
     allowed = limits._replace(seconds=seconds, output=longest)
     reply = await execute(url, code, "python", request, allowed)
     if reply["process_status"] == "timeout":
@@ -141,7 +141,7 @@ async def post(
 
     Raises Failed, and CheckerError if the service refuses the request.
     """
-    import aiohttp  # takes longer than all else that the registry imports with this module
+    import aiohttp  # slower than all other imports that the registry makes with this module
 
     headers = {"Content-Type": "application/json"}
     if session:
@@ -179,11 +179,11 @@ def forget(url: str, session: str) -> None:
 
 
 def malformed(url: str) -> str:
-    """Returns why a URL is no address of a service; "" if it is one."""
+    """Returns why a URL is not a service's address; "" if it is one."""
     return "" if is_address(url) else f"services.sandbox_url = {url!r}, expected http://HOST:PORT"
 
 
-@functools.cache  # it is asked for every row
+@functools.cache  # called for every row
 def problem(url: str) -> str:
     """Returns why no program could run at the service; "" if it answers in time.
 

@@ -4,9 +4,9 @@
     each session:    zygote --forks--> room: namespaces, folders and a connection of its own
 
 A session is one process (envs/sandbox/interpreter.py). Between two pieces it is stopped, and other
-processes that they started are dead. It ends with its `async with`, even if that is cancelled. At
-most one piece per processor runs at once. If the kernel forbids rooms, each session has a sandbox
-of its own; if services.sandbox is "http", it is a session of that service.
+processes that the code started are dead. It ends with its `async with`, even if that is cancelled.
+At most one piece per processor runs at once. If the kernel forbids rooms, each session has a
+sandbox of its own; if services.sandbox is "http", it is a session of that service.
 """
 
 import asyncio
@@ -94,9 +94,9 @@ class Session:
         self.limits = limits
         self.host: Host | None = None
         self.connection: socket.socket | None = None
-        self.pid = 0  # of its process, as this process's namespace counts
+        self.pid = 0  # pid of its process, in this process's namespace
         self.handle = -1  # pidfd of the same process, even if its pid is reused
-        self.name = ""  # of the session at the service
+        self.name = ""  # name of the session at the service
 
     async def __aenter__(self) -> "Session":
         return self

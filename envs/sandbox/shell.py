@@ -25,7 +25,7 @@ from envs.services import CheckerError
 
 TEXT = Path(__file__).with_name("terminal_host.py").read_text(encoding="utf-8")
 START = 60.0  # seconds for a terminal to start, or for an answer to be late
-PRINTED = 1 << 20  # bytes that the command of a check may print
+PRINTED = 1 << 20  # bytes that a check's command may print
 READY = "the folder is unpacked\n"
 # Errors of tar for a folder that cannot be unpacked anywhere, as one made step by step may be.
 OWN_FAULTS = ("No space left", "File name too long")
@@ -152,7 +152,7 @@ class Shell:
 
     @contextlib.asynccontextmanager
     async def late(self, seconds: float) -> AsyncIterator[None]:
-        """Limits the time of the block. Raises CheckerError if it takes longer, or fails."""
+        """Limits the block's time. Raises CheckerError if it takes longer, or fails."""
         try:
             async with asyncio.timeout(seconds):
                 yield

@@ -3,7 +3,7 @@
 envs/sandbox/shell.py passes this text to `python -c`: it may import only the standard library.
 
     {"keys", "seconds"}     --> {"screen", "ended"}: the text that the terminal showed
-    {"command", "seconds"}  --> the same, of a whole command
+    {"command", "seconds"}  --> the same, for a whole command
     {"pack": true}          --> {"size"}, then `size` bytes: a tar of /work once all others are dead
 
 No process in the sandbox can kill, stop or trace the first one. A shell that ends is replaced by
@@ -43,7 +43,7 @@ class Request(TypedDict, total=False):
 
 
 def main(seconds: float, memory: int, output: int) -> None:
-    """Serves requests until stdin ends; `seconds` of CPU and `memory` are for all processes."""
+    """Serves requests until stdin ends; `seconds` of CPU and `memory` limit all processes."""
     assert os.getpid() == 1, "kill(-1) must mean the sandbox"
     os.chdir("/")
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
@@ -68,7 +68,7 @@ def main(seconds: float, memory: int, output: int) -> None:
 
 
 def sourced(command: str) -> str:
-    """Returns the line that makes the shell run a command of many lines as one."""
+    """Returns the line that makes the shell run a multi-line command as one."""
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(COMMAND)
@@ -80,7 +80,7 @@ def sourced(command: str) -> str:
 
 
 class Terminal:
-    """A terminal, its shell, and the limits on time and memory of all processes of the sandbox."""
+    """A terminal, its shell, and the limits on time and memory of all processes in the sandbox."""
 
     def __init__(self, seconds: float, memory: int, output: int) -> None:
         self.seconds = seconds
@@ -104,7 +104,7 @@ class Terminal:
         os.set_blocking(self.tty, False)
 
     def type(self, keys: bytes, seconds: float) -> bytes:
-        """Types keys, and returns the text shown until `seconds` are over or all had a prompt.
+        """Types keys, and returns the text shown until `seconds` pass or each line had a prompt.
 
         Long output is reduced to its beginning and its end.
         """
@@ -139,7 +139,7 @@ class Terminal:
         return keys
 
     def read(self) -> bytes:
-        """Returns the new text of the terminal; starts another shell if its shell ended or left."""
+        """Returns the terminal's new text; starts another shell if its shell ended or left."""
         gone = self.gone()
         try:
             part = os.read(self.tty, 1 << 14)
@@ -156,7 +156,7 @@ class Terminal:
         return part + b"\n[the shell has ended with all that it began, and another begins]\n"
 
     def gone(self) -> bool:
-        """Returns whether the shell has ended; reaps all ended processes of the sandbox."""
+        """Returns whether the shell has ended; reaps all ended processes in the sandbox."""
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
                 if pid == self.shell:
@@ -187,7 +187,7 @@ class Terminal:
 
 
 def kill() -> None:
-    """Ends all processes of the sandbox except this one."""
+    """Ends all processes in the sandbox except this one."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):

@@ -1,4 +1,4 @@
-"""Checks that a user may have as many processes as a run is promised: RLIMIT_NPROC, `ulimit -u`.
+"""Checks that a user may have all processes that a run is promised: RLIMIT_NPROC, `ulimit -u`.
 
 The kernel counts all processes and threads that the user has on the machine, and records nowhere
 that it has refused one. So a run's failure is its own only if, before and after it, there was room
@@ -18,7 +18,7 @@ from envs.sandbox.outcome import Limits
 from envs.services import current
 
 FULL = "the limit of a user's processes (ulimit -u) leaves a run fewer than it was promised"
-NOBODY = 65534  # the user of runs if this process is root
+NOBODY = 65534  # the user that runs have if this process is root
 OWN = 8  # processes of a run that belong to bubblewrap, or to an interpreter
 DYING = 10  # looks, of a tenth of a second each, while killed processes end
 COUNTED = re.compile(r"^Uid:\t(\d+).*^Threads:\t(\d+)", re.M | re.S)

@@ -1,6 +1,6 @@
-"""Compares actions of terminal agents with those of a teacher, by the rules of its harness.
+"""Compares terminal agents' actions with a teacher's, by the rules of its harness.
 
-The rules are those of NeMo-Gym's resources_servers/terminal_multi_harness. Each returns the error,
+The rules come from NeMo-Gym's resources_servers/terminal_multi_harness. Each returns the error,
 or "". A tool without a rule needs the same name, and only keys that the teacher's call has.
 """
 
@@ -18,17 +18,17 @@ Rule = Callable[[Arguments, Arguments, float], str]
 
 
 class Action(TypedDict, total=False):
-    """A message, a call of a tool, or a batch of calls, as `type` says."""
+    """A message, a tool call, or a batch of calls, depending on `type`."""
 
-    type: str  # "message", "function_call" or "function_call_batch"; none in a batch
-    content: str  # of a message
-    name: str  # of a call's tool
-    arguments: str  # of a call, a JSON text
-    calls: "list[Action]"  # of a batch
+    type: str  # "message", "function_call" or "function_call_batch"; missing in a batch
+    content: str  # text of a message
+    name: str  # name of a call's tool
+    arguments: str  # JSON text of a call's arguments
+    calls: "list[Action]"  # the calls in a batch
 
 
 def ratio(expected: str, actual: str, threshold: float) -> float:
-    """Returns difflib's likeness, or an upper bound of it that is below the threshold."""
+    """Returns difflib's similarity, or an upper bound on it that is below the threshold."""
     matcher = SequenceMatcher(None, expected, actual)
     for quick in (matcher.real_quick_ratio, matcher.quick_ratio):
         if (bound := quick()) < threshold:
@@ -67,7 +67,7 @@ def canonical(value: Json) -> str:
 
 
 def decode(call: Action) -> Arguments | None:
-    """Returns a call's arguments; None if they are no JSON object."""
+    """Returns a call's arguments; None if they are not a JSON object."""
     try:
         decoded = json.loads(call["arguments"])
     except (ValueError, RecursionError):
@@ -123,7 +123,7 @@ def equal(*names: str) -> Rule:
 
 
 def alike(name: str, plain: Callable[[str], str]) -> Rule:
-    """Returns a rule that the normalised texts of this argument reach the bound of likeness."""
+    """Returns a rule that the normalised texts of this argument reach the similarity bound."""
 
     def rule(expected: Arguments, actual: Arguments, bound: float) -> str:
         wanted = expected.get(name)

@@ -1,13 +1,13 @@
-"""The next action of an agent in a terminal, compared with a teacher's: 1.0 if alike, else 0.0.
+"""A terminal agent's next action, compared with a teacher's: 1.0 if alike, else 0.0.
 
 Terminus (terminal_pivot, terminus_judge): the text after the thought is a JSON object of the form
 that `metadata.harness`, terminus_1 or terminus_2, asks for. Row: `expected_answer`, such an object
-as text, and `threshold` (0.9). All keystrokes together must reach that threshold of likeness, by
-difflib's ratio, and if the task is complete, the answer must say so. Source: NeMo-Gym's
+as text, and `threshold` (0.9). All keystrokes together must reach that similarity, by difflib's
+ratio, and if the task is complete, the answer must say so. Source: NeMo-Gym's
 resources_servers/terminus_judge, without its judge.
 
 Calls (terminal_multi_harness): Row: `expected_action`, a message, a function_call or a
-function_call_batch with `calls`; `declared_tools`, or those of the prompt; `harness` and
+function_call_batch with `calls`; `declared_tools`, or the prompt's tools; `harness` and
 `threshold` (0.9). The rules are in envs/terminals/harnesses.py.
 
 Deliberate deviation: an answer that is empty or cut off earns 0.
@@ -37,7 +37,7 @@ THRESHOLD = 0.9
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """A parser of tool calls, for rows that expect a call."""
+    """A tool-call parser, for rows that expect a call."""
     return (TOOL_PARSER,) if "expected_action" in row else ()
 
 

@@ -11,13 +11,13 @@ An episode has at most `max_turns` (50) answers. An answer waits for 120 s at mo
 60 s.
 
 Row: the task in the prompt, `harness`, `files` (path -> text, in the working folder at first), and
-`checks`, a list of {"command", "stdout", "files"}. When the episode is over, for any reason, its
+`checks`, a list of {"command", "stdout", "files"}. When the episode ends, for any reason, its
 processes are killed. Each check runs in a fresh sandbox with a copy of the folder: its `files`
-overwrite existing ones, and `command` must print `stdout`, ends stripped. Nothing of a check is in
-the sandbox before, and `stdout` never is. An episode in which nothing was typed earns 0.0.
+overwrite existing ones, and `command` must print `stdout`, ends stripped. No part of a check is in
+the sandbox before that, and `stdout` never is. An episode in which nothing was typed earns 0.0.
 
 Source: ours; the forms are those of the agent Terminus of Terminal-Bench. Known leaks: a `stdout`
-that can be guessed, as code of the policy can print it. So let a check print results.
+that can be guessed, as the policy's code can print it. So let a check print results.
 """
 
 import json
@@ -49,7 +49,7 @@ NO_FORM = "The answer is not one JSON object of the form asked for. Nothing was 
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """Bubblewrap, in which a shell runs, and a parser of tool calls for the harness `bash`."""
+    """Bubblewrap, in which a shell runs, and a tool-call parser for the harness `bash`."""
     return (shell.NEED, TOOL_PARSER) if row["harness"] == "bash" else (shell.NEED,)
 
 

@@ -1,4 +1,4 @@
-"""Reads and compares answers of the agent Terminus: JSON objects with commands for a terminal."""
+"""Reads and compares the Terminus agent's answers: JSON objects with commands for a terminal."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def has_form(answer: Any, harness: str) -> bool:
 
 
 def fits(value: Json, fields: dict) -> bool:
-    """Returns whether a value is an object with these fields; booleans are no numbers."""
+    """Returns whether a value is an object with these fields; booleans are not numbers."""
     if not isinstance(value, dict):
         return False
     for name, kind in fields.items():
@@ -70,7 +70,7 @@ def keys(command: dict) -> str:
 
 
 def parsed(text: str) -> Any:
-    """Returns the value of a JSON text; None if it is no JSON."""
+    """Returns the value of a JSON text; None if it is not JSON."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):

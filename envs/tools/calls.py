@@ -73,7 +73,7 @@ def same(expected: Json, actual: Json, likeness: float, tolerance: float) -> boo
 
 
 def alike(expected: str, actual: str, likeness: float) -> bool:
-    """Returns whether two texts share enough words; a text of fewer than two must be equal."""
+    """Returns whether two texts share enough words; texts of fewer than two words must be equal."""
     words = counted(expected)
     found = Counter(actual.lower().split())
     if min(words.total(), found.total()) < 2:

@@ -48,12 +48,12 @@ ONE_CALL = json.dumps({"error": "one call at a time: this one was not made"})
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """The judge `general`, and a parser of tool calls."""
+    """The judge `general`, and a tool-call parser."""
     return judge.need(JUDGE), TOOL_PARSER
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless the row has a policy, a scenario of the customer, and tools."""
+    """Raises ValueError unless the row has a policy, a customer scenario, and tools."""
     get(row, "policy", str, "the representative's policy")
     wanted = get(row, "customer_scenario.reason_for_contact", str, "what the customer wants")
     require(wanted.strip(), "customer_scenario.reason_for_contact", wanted, "a text")

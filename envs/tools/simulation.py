@@ -18,7 +18,7 @@ from envs.services import CheckerError
 JUDGE = "general"
 TRIES = 3
 TEMPERATURE = 1.0
-DONE, TRANSFERRED = "###STOP###", "###TRANSFER###"  # which a customer says at the end
+DONE, TRANSFERRED = "###STOP###", "###TRANSFER###"  # the end of a customer's last message
 OPENING = "(You have reached the representative, who waits for your first message.)"
 
 PARTS = {"customer": "assistant", "representative": "user"}  # as the customer's model sees them
@@ -31,8 +31,8 @@ class Step(NamedTuple):
     """One message, call or result of the conversation."""
 
     who: str  # "customer", "representative", "call" or "result"
-    content: str  # the message or result; of a call, its arguments
-    name: str = ""  # of the tool
+    content: str  # the message or result; for a call, its arguments
+    name: str = ""  # name of the tool
     call_id: str = ""
 
     def line(self) -> str:

@@ -9,14 +9,14 @@ any order; text next to them is not judged. Names must be equal, and arguments m
 types, keys, lengths, numbers (fractions within 1e-6) and texts. For texts of two words or more, the
 shared words must be at least the share `word_count_similarity_threshold` of the words of both; this
 share is 0.5 for equal texts. Reward 0.0 or 1.0. With `parallel_tool_call_rewarding` the number of
-calls counts too, and the modes `fractional` and `f1` pay for some of the calls. If a message is
-expected, any text without a call is paid.
+calls counts too, and the modes `fractional` and `f1` reward some of the calls. If a message is
+expected, any text without a call earns 1.0.
 
 Deliberate deviations: true is not 1, and a message with a broken tool call earns 0. The package
 nemo-gym 0.4.0 is older: it looks only at the first call, and has no batches.
 
-Known leaks: any message is paid. So are more calls than expected, unless their number counts. At
-the threshold 0.1 "the cat" equals "the dog", and at 0.0, as in SWE 1, any two texts of several
+Known leaks: any message is rewarded. So are more calls than expected, unless their number counts.
+At the threshold 0.1 "the cat" equals "the dog", and at 0.0, as in SWE 1, any two texts of several
 words are equal: then the reward depends on the tool, the names of the arguments, and the values
 that are not texts.
 """
@@ -102,12 +102,12 @@ def check(row: dict) -> None:
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """A parser of tool calls."""
+    """A tool-call parser."""
     return (TOOL_PARSER,)
 
 
 def verify(row: dict, response: str) -> Reward:
-    """Returns a reward in [0, 1]; `reason` says why it is less than 1."""
+    """Returns a reward in [0, 1]; `reason` explains why it is less than 1."""
     response = Response.of(response)
     action = row["expected_action"]
     calls = response.tool_calls

@@ -71,14 +71,14 @@ class Table:
         return next((row for row in self.rows if row[column] == value), None)
 
     def following(self, column: str) -> int:
-        """Returns the number after the greatest of a column, compared as texts.
+        """Returns the number after the greatest one in a column, compared as text.
 
         Raises ValueError if there are no rows, or if it is not a number.
         """
         return int(max(row[column] for row in self.rows)) + 1
 
     def append(self, row: Row, numbered: bool = True) -> None:
-        """Adds a row. If `numbered`, all labels are counted anew, else the row's label is 0."""
+        """Adds a row. If `numbered`, all rows are relabelled from 0, else the row's label is 0."""
         columns = self.rows[0] if self.rows else row
         self.rows.append({column: row[column] for column in columns})
         self.labels = list(range(len(self.rows))) if numbered else [*self.labels, 0]

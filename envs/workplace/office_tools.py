@@ -4,7 +4,7 @@ Each takes the office and the call's arguments, with the names and types of NeMo
 returns a JSON value. A refused call returns a text. Nothing enforces the types: if a tool cannot
 use an argument, it raises an exception and changes nothing.
 
-A search is for a regular expression, in upper or lower case, as in pandas' str.contains.
+A search takes a regular expression, regardless of case, as in pandas' str.contains.
 """
 
 import collections
@@ -311,7 +311,7 @@ def calendar_update_event(
     return "Updated."
 
 
-# --- visits of the website ------------------------------------------------------------------------
+# --- website visits -------------------------------------------------------------------------------
 
 
 def visits(office: Office, time_min: str | None, time_max: str | None) -> list[Row]:
@@ -388,7 +388,7 @@ def analytics_get_average_session_duration(
     return {day: sum(values) / len(values) for day, values in days.items()}
 
 
-# --- tasks of projects ----------------------------------------------------------------------------
+# --- project tasks --------------------------------------------------------------------------------
 
 
 def task_problem(office: Office, task: Row) -> str:

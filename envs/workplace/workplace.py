@@ -2,17 +2,17 @@
 
 Row: `ground_truth`, the calls that do the errand, each with `name` and `arguments` (JSON as text);
 an empty list if there is nothing to do. `category`, `environment_name` and `id` are not read. At
-most 6 answers. Judged, as in NeMo-Gym's resources_servers/workplace_assistant: the calls of all
-answers and the calls of the row are played on two fresh offices, where failing calls change
-nothing. The emails, events, tasks, customers and plots must then be equal and in the same order,
-apart from upper and lower case in most texts; else 0.0. The folder services.workplace holds
-NeMo-Gym's five tables.
+most 6 answers. Judged, as in NeMo-Gym's resources_servers/workplace_assistant: the calls in all
+answers and the row's calls are played on two fresh offices, where failing calls change nothing. The
+emails, events, tasks, customers and plots must then be equal and in the same order, apart from
+upper and lower case in most texts; else 0.0. The folder services.workplace holds NeMo-Gym's five
+tables.
 
 Deliberate deviations. An answer without calls and without a text after its thought earns 0, even if
 there was nothing to do. Values that are not texts are compared as they are: Gym takes all of them
 for missing values, so that any number equals any other. Only the first 500 of the calls that change
 something are played. A search takes at most a second. The directory has the people in the tables:
-Gym's list of addresses is not one of the tables. The tools refuse with other words.
+Gym's list of addresses is not one of the tables. The tools' refusals are worded differently.
 
 Known leaks: neither texts nor the results of searches are read. If there is nothing to do, any text
 earns 1.0.
@@ -43,7 +43,7 @@ MOST_CALLS = 500
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """The tables of the office in `services.workplace`, and a parser of tool calls."""
+    """The office's tables in `services.workplace`, and a tool-call parser."""
     return office.NEED, TOOL_PARSER
 
 
@@ -86,7 +86,7 @@ def used(office: Office, name: str, given: dict[str, Json]) -> str:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns 0.0 or 1.0; `reason` says why 0. Raises CheckerError if there are no tables."""
+    """Returns 0.0 or 1.0; `reason` explains a 0. Raises CheckerError if there are no tables."""
     calls = Response.of(response).tool_calls
     reason = None if calls else unfinished(final_text(response))
     if reason:
@@ -96,7 +96,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def difference(calls: list[dict], expected: list[dict]) -> str:
-    """Returns the first table that the calls leave unlike the expected calls; "" if none.
+    """Returns the first table that the calls leave different from the expected calls, or "".
 
     Raises CheckerError if there are no tables.
     """
