@@ -8,8 +8,8 @@
     python data_prep.py effort FILE OUT --phase early
     python data_prep.py reasoning_control FILE OUT
     python data_prep.py tool_pairs FILE runs/NAME/rollouts.jsonl OUT
-    python data_prep.py swe SOURCE OUT --check                 issues of repositories, with tests
-    python data_prep.py pivot TRAJECTORIES OUT                 single steps of agents
+    python data_prep.py swe SOURCE OUT --check                 repository issues, with tests
+    python data_prep.py pivot TRAJECTORIES OUT                 agents' single steps
 
 Every command reads its input line by line and writes to a temporary name, so a file under its final
 name is complete. The same input gives the same bytes.

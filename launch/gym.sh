@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Serves environments of NeMo-Gym to runs, and the runs' policies to the environments.
+# Serves NeMo-Gym environments to runs, and the runs' policies to the environments.
 #   GYM=VENV bash launch/gym.sh CONFIG[,CONFIG...] [more words for ng_run]
 # VENV is a virtual environment with nemo-gym, which needs Python 3.12. A CONFIG is one of Gym's
 # YAML files, such as resources_servers/mcqa/configs/mcqa.yaml. It prints the setting that a run

@@ -26,7 +26,7 @@ from runtime.processes.placement import shares
 from settings.merging import assigned
 
 ROOT = Path(__file__).parent.parent
-FREE = 5.0  # bytes of a checkpoint, over the bytes of the model's files
+FREE = 5.0  # checkpoint bytes per byte of the model's files
 NODE_GPUS = 8
 USED: dict[str, int | float | str] = {  # settings that count here, and their defaults
     "run_dir": "runs/{time}",
@@ -57,7 +57,7 @@ Settings = TypedDict(
         "steps": int,
         "save_period": int,
         "save_before": int,
-        "teacher_ranks": int,  # of all teachers
+        "teacher_ranks": int,  # ranks of all teachers
     },
 )
 Value = TypeVar("Value", bound=int | float | str)
@@ -76,7 +76,7 @@ class Saving(Protocol):
 def settings(argv: list[str]) -> Settings:
     """Reads the settings that count from the configuration and the flags over it.
 
-    Raises InputError for a value of another type. Other settings are read in the job.
+    Raises InputError for a value of the wrong type. Other settings are read in the job.
     """
     flags = dict(pairs(argv))
     path = Path(flags.get("config", ""))
@@ -107,7 +107,7 @@ def settings(argv: list[str]) -> Settings:
 def teacher_ranks(written: dict[str, Any], flags: dict[str, str]) -> int:
     """Counts the ranks of all teachers.
 
-    Teachers with the same checkpoint share ranks, as does a teacher that is placed beside another.
+    Teachers with the same checkpoint share ranks, as does a teacher that is placed next to another.
     Raises InputError if a flag is not JSON, or a value is not a dictionary.
     """
     names = ("teachers", "teacher_layouts", "teacher_beside", "teacher_policy")
@@ -133,7 +133,7 @@ def teacher_ranks(written: dict[str, Any], flags: dict[str, str]) -> int:
 
 
 def read(value: Any, default: Value, least: int) -> Value | None:
-    """Converts a value to the type of its default; None if it is of another, or out of range."""
+    """Converts a value to its default's type; None if it is of another type, or out of range."""
     if isinstance(default, str):
         return value if isinstance(value, str) else None
     try:
@@ -161,7 +161,7 @@ def pairs(argv: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def gpus(cfg: Settings, has_engines: bool) -> int:
-    """Counts GPUs of engines, trainers and teachers as runtime/processes/placement.py does."""
+    """Counts GPUs for engines, trainers and teachers as runtime/processes/placement.py does."""
     size = cfg["engine.tensor_parallel"]
     workers = cfg["engine.count"] * size * has_engines
     demand = SimpleNamespace(engine_gpus=size, share=cfg["gpu_share"])
@@ -215,7 +215,7 @@ def disk(cfg: Saving) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> None:
-    """Prints what was checked, and the flags of sbatch. Raises InputError if a check fails."""
+    """Prints what was checked, and sbatch's flags. Raises InputError if a check fails."""
     cfg = settings(argv)
     program = ROOT / os.environ.get("GRPO_PROGRAM", "grpo_async.py")
     if not program.is_file() or program.parent != ROOT:

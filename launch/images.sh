@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Fetches the images of repositories that rows name, for services.images.
+# Fetches the repository images that rows name, for services.images.
 #   bash launch/images.sh LIST [FOLDER]     FOLDER is data/images
-# LIST is ROWS.jsonl, or a file of lines IMAGE [REFERENCE], such as OWNER/NAME@sha256:DIGEST of a
+# LIST is ROWS.jsonl, or a file of lines IMAGE [REFERENCE], such as OWNER/NAME@sha256:DIGEST in a
 # registry. Rows of swe_agents get IMAGE.sif, rows of swerl_gen get folders, unless FORMAT is sif or
-# folder. JOBS (4) are fetched at once. Each appears under its name when it is whole, and existing
-# images are left, so a call continues where the last one ended. IMAGE.sif.sha256 holds its digest:
-# VERIFY=true compares, and fetches an image that differs again.
-# A .sif in the folder SIF_DIR is copied, and compared with a digest next to it; otherwise it is
-# made from REFERENCE. Without one, OWNER_NAME.sif is OWNER/NAME. DRY_RUN=true prints the commands.
+# folder. JOBS (4) are fetched at once. Each appears under its name when it is complete, and
+# existing images are kept, so a call resumes where the last one ended. IMAGE.sif.sha256 holds its
+# digest: VERIFY=true compares, and fetches an image that differs again. A .sif in the folder
+# SIF_DIR is copied, and compared with a digest next to it; otherwise it is made from REFERENCE.
+# Without one, OWNER_NAME.sif is OWNER/NAME. DRY_RUN=true prints the commands.
 set -euo pipefail
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
 [ $# -ge 1 ] || fail "expected ROWS.jsonl [FOLDER]"

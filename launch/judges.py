@@ -5,8 +5,9 @@
 
 JUDGES is a file, or the lines themselves: NAME MODEL GPUS [xCOUNT] [flags of vLLM's server]; `#`
 begins a comment. With counts, that many servers fill the nodes in the order of the lines, each on
-the first node that has room. Without counts, nodes take the lines in turn for as long as their GPUs
-allow, and the next node begins with the next line; JUDGE_NODES is the number of nodes.
+the first node that has room. Without counts, each node cycles through the lines until none fits on
+its remaining GPUs, and each node starts one line after the previous node did; JUDGE_NODES is the
+number of nodes.
 """
 
 import os
@@ -26,7 +27,7 @@ class Judge(NamedTuple):
     name: str
     model: str
     gpus: int
-    count: int  # servers; 0: nodes take the lines in turn
+    count: int  # number of servers; 0: nodes cycle through the lines
     flags: list[str]
 
 
@@ -70,7 +71,7 @@ def packed(judges: list[Judge], gpus: int) -> list[list[Judge]]:
 
 
 def in_turn(judges: list[Judge], gpus: int, node: int) -> list[Judge]:
-    """Returns the servers of a node that takes the lines in turn until no line fits."""
+    """Returns the servers of a node that cycles through the lines until none fits."""
     found: list[Judge] = []
     passed = 0
     while passed < len(judges):

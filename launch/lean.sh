@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs Lean and Mathlib into a folder for services.lean; FOLDER/bin/lean compiles a file.
 #   bash launch/lean.sh [FOLDER]     FOLDER is data/lean: 8 GB on a file system that all nodes see
-# It needs curl, git and the network, but no root. DRY_RUN=true prints the steps. A call continues
+# It needs curl, git and the network, but no root. DRY_RUN=true prints the steps. A call resumes
 # where the last one ended. Versions as in NeMo-Skills' sandbox, which judged the recipe's proofs.
 set -euo pipefail
 version=v4.12.0 # Mathlib has a tag of the same name

@@ -1,13 +1,13 @@
 """Converts mathematics to NeMo-Gym rows, from files with one problem per line.
 
     python launch/make_gsm8k.py FOLDER                            data/gsm8k/{train,test}.jsonl
-    python launch/make_gsm8k.py OUT gsm8k=A.jsonl math=B.jsonl    one file of several
+    python launch/make_gsm8k.py OUT gsm8k=A.jsonl math=B.jsonl    one file from several
 
 FOLDER holds train.jsonl and test.jsonl as released in github.com/openai/grade-school-math:
 {"question", "answer"}, the number after `####`. A blend takes such files and files like MATH:
 {"problem", "answer"}, with `answer` or `expected_answer`. Each file keeps its order and is spread
-evenly over the whole. The name before `=` becomes the `dataset` of its rows, by which the metrics
-are split.
+evenly over the whole. The name before `=` becomes its rows' `dataset`, by which the metrics are
+split.
 """
 
 import json
@@ -24,7 +24,7 @@ ANSWERS = ("expected_answer", "answer")
 
 
 def field(row: dict, names: tuple[str, str]) -> str:
-    """Returns the first field of these names. Raises ValueError if it is missing or not a text."""
+    """Returns the first field among these names. Raises ValueError if it is missing or not text."""
     found = next((row[name] for name in names if name in row), None)
     if not isinstance(found, str) or not found.strip():
         raise ValueError(f"{' or '.join(names)} is {found!r}, expected a text that is not empty")
@@ -80,7 +80,7 @@ def convert(source: Path, target: Path) -> int:
 
 
 def blend(parts: list[str], target: Path) -> int:
-    """Writes one file of several, given as NAME=FILE; returns its number of rows."""
+    """Writes one file from several, given as NAME=FILE; returns its number of rows."""
     placed = []
     for part in parts:
         name, _, source = part.partition("=")

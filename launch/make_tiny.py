@@ -1,12 +1,12 @@
 """Makes what the default job needs: a tiny language model and problems that it cannot solve yet.
 
-    python launch/make_tiny.py              does nothing when models/tiny and data/tiny exist
+    python launch/make_tiny.py              does nothing if models/tiny and data/tiny exist
     python launch/make_tiny.py --force      makes them again, in less than a minute on a laptop
 
-The problems are reasoning-gym's: spell a word backward, sort numbers up or down. A row puts a short
-rendering of the library's question into `input`, because a prompt is processed again for every
-sample that is trained on. Its `answer` is the right answer to that rendering, and with `exact`
-nothing else is rewarded, because the library's own scorers also reward wrong answers.
+The problems come from reasoning-gym: spell a word backward, sort numbers up or down. A row puts a
+short rendering of the library's question into `input`, because a prompt is processed again for
+every sample that is trained on. Its `answer` is the right answer to that rendering, and with
+`exact` nothing else is rewarded, because the library's own scorers also reward wrong answers.
 
     user         down 5 3 8
     assistant    5 3 8 <answer>[8,5,3]</answer>

@@ -1,6 +1,6 @@
 """Makes what configs/tiny_mopd.py needs: the student of make_tiny.py, and two teachers for it.
 
-    python launch/make_tiny_mopd.py            does nothing when all of it exists
+    python launch/make_tiny_mopd.py            does nothing if all of it exists
     python launch/make_tiny_mopd.py --force    makes it again, in two minutes on a laptop
 
 Like the student, each teacher learns by imitation, but on other problems. One sees words spelt

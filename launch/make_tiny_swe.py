@@ -1,6 +1,6 @@
 """Makes model, image and rows for configs/tiny_swe.py: the model repairs three small bugs.
 
-    python launch/make_tiny_swe.py            does nothing when models/tiny_swe is there
+    python launch/make_tiny_swe.py            does nothing if models/tiny_swe exists
     python launch/make_tiny_swe.py --force    makes all of it again, in a minute on a laptop
 
 The image is a folder with bash, git and a repository of four scripts (launch/tiny_image.py), of
@@ -12,7 +12,7 @@ which three call a wrong function. An episode is a command, and a word after its
     assistant    done
 
 The model imitates a teacher, a program that knows the file and the wrong function, and guesses the
-right one. So one of three answers is right, and reinforcement learning must find out which.
+right one. So one in three answers is right, and reinforcement learning must find out which.
 """
 
 import itertools
@@ -31,14 +31,14 @@ from launch import tiny_image, tiny_model  # noqa: E402
 
 
 def command(name: str, guess: str) -> str:
-    """Returns the command that replaces the wrong function by another."""
+    """Returns the command that replaces the wrong function with another."""
     return f"sed -i s/{tiny_image.BUGS[name][0]}/{guess}/ {name}.py"
 
 
 GUESSES = ("plus", "minus", "times")
 OPEN, CLOSE = '<tool_call>{"name": "bash", "arguments": {"command": "', '"}}</tool_call>'
 PIECES = ["<tool_call>", "</tool_call>", '{"name": "bash", "arguments": {"command": "', '"}}']
-PIECES += [command(name, guess) for name in tiny_image.BUGS for guess in GUESSES]  # a token each
+PIECES += [command(name, guess) for name in tiny_image.BUGS for guess in GUESSES]  # one token each
 # The calls of earlier answers are written too; the next message begins where they end.
 TEMPLATE = (
     "{% for m in messages %}{{ '<assistant>' if m.role == 'assistant' else '<user>' }}"
@@ -48,7 +48,7 @@ TEMPLATE = (
     "{{ '<assistant>' if add_generation_prompt }}"
 )
 TRAIN_ROWS = 3072  # the three bugs in turn
-SHOWN = "[no output]"  # for a command that prints nothing
+SHOWN = "[no output]"  # the result of a command that prints nothing
 
 
 def tiny_row(row: dict, name: str) -> dict:

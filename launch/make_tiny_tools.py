@@ -1,6 +1,6 @@
 """Makes model and pairs for configs/tiny_dpo.py: the model calls tools that are not declared.
 
-    python launch/make_tiny_tools.py            does nothing when models/tiny_tools is there
+    python launch/make_tiny_tools.py            does nothing if models/tiny_tools exists
     python launch/make_tiny_tools.py --force    makes all of it again, in two minutes on a laptop
 
 The problems come from launch/make_tiny.py. Half of the rows declare tools that solve them, and ask
@@ -12,7 +12,7 @@ for the call. The others declare no tools and ask for the answer.
 
 The model imitates a teacher, a program that calls a tool in 45 of 100 rows without tools, and skips
 letters now and then. The model's own answers to each row, judged by our environments, are written
-as a run writes them, and data_prep.py tool_pairs makes preferences of them.
+as a run writes them, and data_prep.py tool_pairs turns them into preferences.
 """
 
 import itertools
@@ -60,7 +60,7 @@ def tool_row(entry):
 
 
 def rows_of(stream):
-    """Yields rows without tools and with tools in turn, each with another problem."""
+    """Yields rows without tools and with tools in turn, each with a different problem."""
     for entry in stream:
         yield make_tiny.nemo_gym_row(entry)
         yield tool_row(next(stream))

@@ -55,7 +55,7 @@ def fail(message: str) -> NoReturn:
 
 
 def find() -> Path:
-    """Finds the file of profiles."""
+    """Finds the profiles file."""
     named = os.environ.get("GRPO_ENV_FILE") or os.environ.get("NEMOTRON_ENV_FILE")
     here = Path.cwd()
     paths = [Path(named)] if named else [folder / "env.toml" for folder in (here, *here.parents)]
@@ -66,7 +66,7 @@ def find() -> Path:
 
 
 def profile(every: dict[str, Toml], name: str, seen: tuple[str, ...] = ()) -> dict[str, Toml]:
-    """Returns the keys of a profile, over the keys of the profile that it extends."""
+    """Returns a profile's keys, which override the keys of the profile that it extends."""
     known = {
         key: value
         for key, value in every.items()

@@ -15,7 +15,7 @@ code=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mode=$1 folder=$2 name=${SLURMD_NODENAME:-$HOSTNAME}
 python=${GRPO_PYTHON:-$code/.venv/bin/python}
 rank=${SLURM_PROCID:-0} nodes=${SLURM_STEP_NUM_NODES:-1}
-seconds=${CLUSTER_SECONDS:-600} # in which all nodes must join
+seconds=${CLUSTER_SECONDS:-600} # seconds in which all nodes must join
 
 take_band() { # sets `port`, the first of 560 ports; starts with band $1
     local i
@@ -56,7 +56,7 @@ address() { # prints the head's address, once there is a head
     cat "$folder/head"
 }
 
-node() { # fails if the node cannot serve, and after ten tries in a row
+node() { # fails if the node cannot serve, and after ten failed tries in a row
     local try began head=''
     ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"
     # As in runtime/processes/ray_start.py: killed actors end with their children, no worker idles.

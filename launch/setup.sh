@@ -2,9 +2,9 @@
 # Makes .venv with everything that grpo_async needs; does nothing if it is up to date.
 #   bash launch/setup.sh            GPU build if nvidia-smi finds a GPU, else the CPU build
 #   DEVICE=cpu bash launch/setup.sh    a .venv keeps its build: another DEVICE is refused
-#   bash launch/setup.sh test       also the libraries of the tests
+#   bash launch/setup.sh test       also the tests' libraries
 #   bash launch/setup.sh chemistry  also the libraries that answers' code uses for molecules
-#   bash launch/setup.sh megatron   also the kernels of policy.kind = "megatron", compiled here for
+#   bash launch/setup.sh megatron   also the kernels for policy.kind = "megatron", compiled here for
 #                                   an hour or so: they need g++ and the CUDA toolkit 13.0
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -60,10 +60,10 @@ header=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("includ
 stamp=$(cksum <requirements/megatron.txt)
 [ "$(cat .venv/installed-megatron 2>/dev/null)" != "$stamp" ] || exit 0
 echo "setup: compiling requirements/megatron.txt for .venv"
-# Compilers find the headers that torch's wheels bring along, and the ninja of .venv.
+# Compilers find the headers that torch's wheels bring along, and .venv's ninja.
 nvidia=$(.venv/bin/python -c 'import nvidia; print(nvidia.__path__[0])')
 export CPATH=$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH} PATH=$PWD/.venv/bin:$PATH
 .venv/bin/pip install --quiet wheel==0.48.0 # needed by builds without isolation
-# Not uv, and against the torch of .venv: docs/megatron.md explains why.
+# Not uv, and against .venv's torch: docs/megatron.md explains why.
 .venv/bin/pip install --no-build-isolation -r requirements/megatron.txt
 echo "$stamp" >.venv/installed-megatron

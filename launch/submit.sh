@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Submits a run to Slurm: a chain of jobs. Each continues where the one before it ended.
 # docs/cluster.md shows a call and lists the variables. DRY_RUN=true prints what would be submitted.
-# Flags: --profile NAME of env.toml, --jobs N for JOBS, --follow; all others go to GRPO_PROGRAM.
+# Flags: --profile NAME from env.toml, --jobs N for JOBS, --follow; all others go to GRPO_PROGRAM.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
 bad() { printf 'error: %s\n' "$*" >&2 && wrong=1; } # all problems of variables are shown at once
-seconds() { # converts a time limit of Slurm: MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M:S
+seconds() { # converts a Slurm time limit: MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M:S
     [[ $1 =~ ^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$ ]] || fail "SLURM_TIME_LIMIT = '$1': expected H:MM:SS"
     local days=0 rest=$1 h m s
     [[ $1 = *-* || $1 = *:*:* ]] || rest=0:$1:0
@@ -80,7 +80,7 @@ export GRPO_PROGRAM=${GRPO_PROGRAM:-$named} # a fork is named by the variable
 [ "$GRPO_PROGRAM" = grpo_async.py ] || echo "program: $GRPO_PROGRAM"
 needs=$(env -u SLURM_JOB_ID "$python" "launch/$look" "${arguments[@]}") || status=$?
 printf '%s\n' "$needs"
-case $status in 0) ;; 3) exit 0 ;; *) exit 1 ;; esac # 3: the run is over
+case $status in 0) ;; 3) exit 0 ;; *) exit 1 ;; esac # 3: the run has finished
 flag() { sed -nE "s/^.* --$1=(\S+).*$/\1/p" <<<"$needs"; }
 warning=${SAVE_BEFORE:-$(flag signal | sed 's/.*@//')}
 # If no file sets save_before, the run gets it here: it must not depend on Slurm's warning alone.

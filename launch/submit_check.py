@@ -5,11 +5,11 @@
 
 Takes the arguments of grpo_async.py, or of the program that GRPO_PROGRAM names. Prints the dry run
 and a line for each check. Exit status: 0 if all is well, 1 if something must be fixed, 3 if the run
-is over.
+has finished.
 
 The machine that submits may lack what the nodes have. So libraries, GPUs, limits and services are
 checked only in a job (SLURM_JOB_ID), or with GRPO_EXECUTOR=local, when this machine runs it. Before
-a job is submitted, a run of the same folder may still be alive: the job waits for it.
+a job is submitted, a run in the same folder may still be alive: the job waits for it.
 """
 
 import contextlib
@@ -138,7 +138,7 @@ def gpus(cfg: "TrainingSettings | None" = None) -> Iterator[str]:
 
 
 def torch_refuses() -> str:
-    """Returns why torch cannot use a GPU of this node; "" if it can.
+    """Returns why torch cannot use a GPU on this node; "" if it can.
 
     It can under an older driver with compatibility libraries.
     """

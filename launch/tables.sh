@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fetches the five tables of the office of workplace_assistant, from the package of NeMo-Gym.
+# Fetches the five tables of workplace_assistant's office from the NeMo-Gym package.
 #   bash launch/tables.sh [FOLDER]     FOLDER, data/workplace, is services.workplace
 # DRY_RUN=true prints what would be done. Existing tables are left as they are.
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""Makes an image of a few programs of this machine and a small repository, as a folder of files.
+"""Makes an image, a folder of files, from some of this machine's programs and a small repository.
 
 For launch/make_tiny_swe.py and the tests of agents: bash, git, Python, and the programs that tools
 call. 60 MB.
@@ -15,7 +15,7 @@ PROGRAMS = (
     "xargs", "diff", "seq", "python3",
 )  # fmt: skip
 FOLDERS = ("tmp", "dev", "proc", "root", "testbed")
-# Links to folders of /usr, as on Debian and Fedora.
+# Links to folders in /usr, as on Debian and Fedora.
 LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
 AUTHOR = ("-c", "user.name=tiny", "-c", "user.email=tiny@example.com", "-c", "gc.auto=0")
 
@@ -68,7 +68,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def patch(folder: Path, path: str, text: str | None) -> str:
-    """Returns the diff of a file's new text in a repository, which stays as it was."""
+    """Returns the diff for a file's new text in a repository, which stays unchanged."""
     file = folder / path
     before = file.read_text() if file.exists() else None
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ WARMUP = 30  # steps
 def prepare(seed: int) -> None:
     """Seeds torch, and leaves half of the processors to others.
 
-    With more threads than free cores, it would take many times longer.
+    With more threads than free cores, training would take many times longer.
     """
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     torch.manual_seed(seed)
@@ -111,7 +111,7 @@ def imitate(
     batch: int,
     lr: float,
 ) -> None:
-    """Trains a model on demonstrations: texts, of which every second one is the teacher's.
+    """Trains a model on demonstrations: lists of texts, every second of which is the teacher's.
 
     Hardly any demonstration is seen twice.
     """

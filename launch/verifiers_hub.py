@@ -1,4 +1,4 @@
-"""Serves environments of the library verifiers to runs, by the protocol of NeMo-Gym's agents.
+"""Serves environments from the verifiers library to runs, over the protocol of NeMo-Gym's agents.
 
     VENV/bin/python launch/verifiers_hub.py FILE.toml...
     VENV/bin/python launch/verifiers_hub.py rows 1000 FILE.toml > data/FILE.jsonl
@@ -55,7 +55,7 @@ def environment(file: str) -> vf.Env:
 
 
 def task(env: vf.Env, row: dict) -> vf.Task:
-    """Makes the task of a row as the taskset would. Raises ValueError if the row does not fit."""
+    """Makes a row's task as the taskset would. Raises ValueError if the row does not fit."""
     kind = type(env.taskset).task_type()
     try:
         data = kind.data_type().model_validate(row["task"])
@@ -137,7 +137,7 @@ def main(words: list[str]) -> None:
         sys.exit(print_rows(envs, most))
     # Harnesses are started with uv, which is installed next to this Python.
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    logging.basicConfig()  # of failures; verifiers reports them nowhere else
+    logging.basicConfig()  # for failures, which verifiers reports nowhere else
     host, port = os.environ.get("HUB_HOST", "127.0.0.1"), int(os.environ.get("HUB_PORT", "11002"))
     hub = Hub(envs, host, port, int(os.environ.get("HUB_AT_ONCE", "128")))
     app = web.Application(client_max_size=1 << 30)

@@ -1,1 +1,1 @@
-"""The commands of data_prep.py, which work on files of rows: one command per module, or a part."""
+"""The commands of data_prep.py, which work on row files: one command per module, or part of one."""

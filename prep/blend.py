@@ -1,4 +1,4 @@
-"""`blend`: turns released or own files of rows into files for training and validation."""
+"""`blend`: turns row files, released or your own, into training and validation files."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ LAYOUTS = {
     "super": {"train": "train-split.jsonl", "val": "val-split.jsonl"},
     "nano": {name: f"{name}/data.jsonl" for name in ("train", "val", "test")},
 }
-HELD_OUT = {"super": 100, "nano": 1000}  # rows, as in the recipes
+HELD_OUT = {"super": 100, "nano": 1000}  # held-out rows, as in the recipes
 
 
 @dataclass(frozen=True)
@@ -27,29 +27,29 @@ class Blend:
     """Blends to train and validation rows: placeholders filled, the last rows held out."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")] = HUB
-    """Folder of *.jsonl, each of them a blend; such a file; or ORG/NAME of the hub."""
+    """Folder of *.jsonl files, each a blend; one such file; or ORG/NAME on the hub."""
     out: str = "data"
-    """Folder in which each blend gets one of its own."""
+    """Folder in which each blend gets its own folder."""
     only: tuple[str, ...] = ()
-    """Blends to prepare, such as rlvr1; none: all."""
+    """Blends to prepare, such as rlvr1; empty: all."""
     name: str = ""
     """Name of the blend, if there is only one; empty: the name of its file, or "mix"."""
     layout: Literal["super", "nano"] = "super"
     """{train,val}-split.jsonl, or {train,val,test}/data.jsonl."""
     val_holdout: int | None = None
-    """Last rows that are held out (100, of nano 1,000: one half val, the other test)."""
+    """Number of last rows held out (100; for nano 1,000, half val and half test)."""
     sample: int | None = None
     """Rows to take, evenly spread over the blend; they go to NAME/sample-N."""
     mix: str = ""
-    """FILE:WEIGHT,FILE:WEIGHT of the source: one blend, which ends when one of its files ends."""
+    """FILE:WEIGHT,FILE:WEIGHT in the source: one blend, which ends when one of its files ends."""
     leave_out: tuple[str, ...] = ()
     """Agents to leave out, with their rows, such as agents that no environment serves yet."""
     nemo_gym: bool = False
-    """Keep rows of agents that no environment declares, because servers of NeMo-Gym have them."""
+    """Keep rows of agents that no environment declares, because NeMo-Gym servers have them."""
     sources: str = ""
     """Folder of DAPO-Math-17k and Skywork-OR1-RL-Data; empty: they come from the hub."""
     force: bool = False
-    """Write blends again that are there already."""
+    """Rewrite blends that exist already."""
 
     def run(self) -> int:
         """Prepares every blend; blends without an environment are skipped unless `only` names them.
@@ -144,7 +144,7 @@ def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> No
             for (split, path), output in zip(names.items(), outputs, strict=True)
             if output.rows
         }
-        (folder / "manifest.json").unlink(missing_ok=True)  # of the old files
+        (folder / "manifest.json").unlink(missing_ok=True)  # the manifest of the old files
     aside = folder / "manifest.partial"
     aside.write_text(json.dumps(manifest, indent=1) + "\n")
     aside.replace(folder / "manifest.json")
@@ -191,7 +191,7 @@ def kept(
 ) -> Iterator[tuple[dict, str]]:
     """Yields the rows in order, filled and checked, each with its line.
 
-    Rows of agents in `left_out` are counted there instead. Raises InputError if a row is malformed
+    Rows for agents in `left_out` are counted there instead. Raises InputError if a row is malformed
     or no environment serves it.
     """
     known = files.served()
@@ -215,7 +215,7 @@ def kept(
 def merged(
     weighted: list[tuple[Path, float]], counts: list[int], sample: int | None
 ) -> Iterator[files.Line]:
-    """Yields the lines of files of `counts` rows in turn, or an evenly spread sample of them."""
+    """Yields the lines of files with `counts` rows in turn, or an evenly spread sample of them."""
     weights = [weight for _, weight in weighted]
     total = sum(1 for _ in mix.order(counts, weights))
     number = min(sample or total, total)

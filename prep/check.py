@@ -25,17 +25,17 @@ NAMELESS = "(no agent)"
 
 @dataclass
 class Found:
-    """The rows of one agent in a file."""
+    """One agent's rows in a file."""
 
     rows: int = 0
     datasets: Counter[str] = field(default_factory=Counter)
     bad: Counter[str] = field(default_factory=Counter)  # by error
     first: dict[str, str] = field(default_factory=dict)  # error -> place and message of the first
-    needs: set[Need] = field(default_factory=set)  # of good rows
+    needs: set[Need] = field(default_factory=set)  # needs of good rows
 
 
 class Summary(NamedTuple):
-    """The contents of a file, a line for each agent, and the problems that prevent training."""
+    """A file's contents, one line per agent, and the problems that prevent training."""
 
     lines: list[str]
     problems: list[str]
@@ -48,11 +48,11 @@ class Check:
     files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE...")]
     """JSONL files of rows."""
     services: tuple[str, ...] = ()
-    """Settings of `services` that the run will have; other needed ones are a problem."""
+    """`services` settings that the run will have; if another one is needed, that is a problem."""
     nemo_gym: tuple[str, ...] = ()
-    """Head servers of NeMo-Gym, as in services.nemo_gym of the run."""
+    """NeMo-Gym head servers, as in the run's services.nemo_gym."""
     max_bad_rows: int = 0
-    """Bad rows that a file may hold, as in data.max_bad_rows of the run."""
+    """Bad rows that a file may hold, as in the run's data.max_bad_rows."""
 
     def run(self) -> int:
         """Prints the contents and the problems."""
@@ -109,7 +109,7 @@ def summary(
 
 
 def elsewhere(agent: str) -> str:
-    """Returns the server of an agent that no module of envs/ declares."""
+    """Returns the server for an agent that no module of envs/ declares."""
     if not configured.current().nemo_gym:
         return "no environment serves it"
     try:

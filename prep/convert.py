@@ -16,16 +16,16 @@ FINAL = re.compile(r"####\s*\$?(-?\d[\d,]*(?:\.\d+)?)\s*\Z")  # as GSM8K ends a 
 
 @dataclass(frozen=True)
 class Rows:
-    """Questions and answers of any data set to rows that an environment verifies."""
+    """Questions and answers from any data set to rows that an environment verifies."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """A .jsonl, .json, .csv or .parquet; a folder of them; or ORG/NAME of the hub."""
+    """A .jsonl, .json, .csv or .parquet; a folder of them; or ORG/NAME on the hub."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """JSONL file to write."""
     prompt: str
-    """Column of the question, or of a list of messages; a.b.0.c looks inside."""
+    """Column with the question, or with a list of messages; a.b.0.c looks inside."""
     answer: str
-    """Column of the reference answer."""
+    """Column with the reference answer."""
     agent: str
     """Environment: a name in the AGENTS of a module in envs/."""
     template: str = "{question}"
@@ -37,7 +37,7 @@ class Rows:
     dataset: str = ""
     """Name of these rows in the metrics."""
     split: str = "train"
-    """Split of a folder or of a data set of the hub: files named after it, or all."""
+    """Split of a folder or of a data set on the hub: files named after it, or all."""
 
     def run(self) -> int:
         """Writes the rows, each checked. Raises InputError for the first record that fails."""
@@ -75,7 +75,7 @@ class Rows:
         return ""
 
     def row(self, record: dict, place: str) -> dict[str, Any]:
-        """Returns the row of a record."""
+        """Returns a record's row."""
         asked = tables.value(record, self.prompt, place)
         answer = tables.value(record, self.answer, place)
         if not isinstance(answer, str):

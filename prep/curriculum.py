@@ -1,10 +1,10 @@
 """`curriculum`: writes rows in training order, from easy to hard.
 
 Nemotron 3 Nano's report, section 3.2.2: rows that are always solved are dropped; every batch holds
-the same share of each domain; inside a domain rows are drawn by a Gaussian over their pass rate,
+the same share of each domain; within a domain rows are drawn by a Gaussian over their pass rate,
 and its mean falls linearly over training. Its width and end points are not published.
 
-Here each row comes exactly once. Then batch b holds the pass rate v in proportion to
+Here each row appears exactly once. Then batch b holds the pass rate v in proportion to
 c(v) exp(-(v - mean_b)^2 / (2 width^2)), where c(v) uses up all rows of v. Expanded, the width only
 sets the scale of mean_b, because c(v) absorbs the factor that depends on v alone. So one number is
 left to choose, the fall of the measured mean; the middle is the mean of the rows. The report's
@@ -26,14 +26,14 @@ from core.errors import InputError
 from prep import files, mix
 
 FALL = 0.3  # read off the figure of the report
-STEEPEST = 0.9  # of the fall that sorting would give; beyond it a batch holds few pass rates
-SWEEPS = 2000  # at most, to find the plan
-TOLERANCE = 1e-3  # of a batch's mean pass rate, and of the rows of a pass rate
+STEEPEST = 0.9  # share of the fall from sorting; beyond it a batch holds few pass rates
+SWEEPS = 2000  # maximum number of sweeps to find the plan
+TOLERANCE = 1e-3  # tolerance for a batch's mean pass rate and a pass rate's rows
 
 
 @dataclass
 class Domain:
-    """The kept rows of a domain: the byte offset of each in the file, and its pass rate."""
+    """A domain's kept rows: the byte offset of each in the file, and its pass rate."""
 
     starts: array = field(default_factory=lambda: array("Q"))
     rates: array = field(default_factory=lambda: array("d"))
@@ -56,11 +56,11 @@ class Curriculum:
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """JSONL file to write, in training order."""
     prompts_per_step: int
-    """Rows of a batch, as in the run."""
+    """Rows per batch, as in the run."""
     fall: float = FALL
     """Fall of the mean pass rate from the first batch to the last."""
     by: Literal["dataset", "agent"] = "dataset"
-    """Domain of a row: its `dataset`, or its agent if it has no `dataset`; or always the agent."""
+    """A row's domain: its `dataset`, or its agent if it has no `dataset`; or always the agent."""
 
     def run(self) -> int:
         """Writes the rows and prints the number dropped. Raises InputError for a bad pass rate."""
@@ -111,7 +111,7 @@ def read(path: str, by: str) -> Profiled:
 
 
 def arranged(domains: list[Domain], batch: int, fall: float) -> Iterator[tuple[int, int]]:
-    """Returns the training order: each row once, as the numbers of its domain and in its domain."""
+    """Returns the training order: each row once, as its domain's number and its number there."""
     sizes = [len(domain.starts) for domain in domains]
     order = np.fromiter(mix.turns(sizes), np.int32, sum(sizes))  # uses up all rows
     batches = np.arange(len(order)) // batch
@@ -123,7 +123,7 @@ def arranged(domains: list[Domain], batch: int, fall: float) -> Iterator[tuple[i
 
 
 def drawn(rates_N: np.ndarray, quota_B: np.ndarray, fall: float) -> Iterator[int]:
-    """Yields the rows of a domain in order, quota_B per batch; rows of one rate in file order."""
+    """Yields the rows of a domain in order, quota_B per batch; rows of equal rate in file order."""
     values_V, kind_N = np.unique(rates_N, return_inverse=True)
     rows = [iter(np.flatnonzero(kind_N == kind)) for kind in range(len(values_V))]
     counts_V = np.bincount(kind_N)

@@ -1,4 +1,4 @@
-"""Reads files of rows line by line, and writes them to temporary names until all are complete."""
+"""Reads row files line by line, and writes them to temporary names until all are complete."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,7 @@ class Line(NamedTuple):
 
     path: str
     number: int
-    start: int  # of its bytes in the file
+    start: int  # byte offset in the file
     text: str
 
     @property
@@ -124,7 +124,7 @@ def writing(*paths: Path) -> Iterator[list[Output]]:
                 output.path.unlink(missing_ok=True)
     finally:
         for output in outputs:
-            with contextlib.suppress(OSError):  # of a full disk, which was raised before
+            with contextlib.suppress(OSError):  # the error of a full disk, which was raised before
                 output.file.close()
             output.aside.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""`pivot`: makes rows of one step from agents' trajectories, and keeps rows whose answers vary."""
+"""`pivot`: makes single-step rows from agents' trajectories, and keeps rows whose answers vary."""
 
 import json
 from collections import Counter
@@ -16,21 +16,21 @@ from rollout.messages import chat, check_items, functions
 
 @dataclass(frozen=True)
 class Pivot:
-    """Turns of trajectories to rows for envs/swe/swe_pivot.py, which expect the next call.
+    """Trajectory turns to rows for envs/swe/swe_pivot.py, which expect the next call.
 
-    A line with messages becomes a row for each turn of the assistant that calls a tool. A line that
+    A line with messages becomes a row for each assistant turn that calls a tool. A line that
     is such a row already, with a pass rate from `profile`, is kept if its answers vary: some but
     not all of them earned a reward, so its group teaches something.
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
-    """JSONL file: `messages` and `tools` of each trajectory, or rows of this command's."""
+    """JSONL file: `messages` and `tools` of each trajectory, or rows written by this command."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """JSONL file to write."""
     reward_mode: str = "binary"
-    """How a call is paid: binary or continuous."""
+    """How a call is rewarded: binary or continuous."""
     resolved: str = ""
-    """Field of a trajectory that must be true, or at least 1; empty: every one is used."""
+    """Trajectory field that must be true, or at least 1; empty: every trajectory is used."""
     dataset: str = ""
     """Name of these rows in the metrics."""
 
@@ -114,7 +114,7 @@ def conversation(record: dict) -> tuple[list[dict], list[dict]]:
 
 
 def list_of(value: list | str, name: str) -> list[dict]:
-    """Returns a list, or the list that a text holds as JSON. Raises ValueError if it is neither."""
+    """Returns a list as is, or parses it from a JSON string. Raises ValueError if it is neither."""
     found = json.loads(value) if isinstance(value, str) else value
     require(isinstance(found, list), name, found, "a list, or its JSON")
     return found

@@ -1,6 +1,6 @@
-"""Fills rows whose question is in another data set for licence reasons, DAPO's or Skywork's.
+"""Fills in rows whose question, for licence reasons, is in another data set: DAPO or Skywork.
 
-Such a row has `_hf_placeholder`: {row, question_template}. Templates of the released blends are
+Such a row has `_hf_placeholder`: {row, question_template}. Templates in the released blends are
 {"prefix"} or {"suffix"} around DAPO's bare question, and {"template"}, or a string, with {question}
 in it. NVIDIA's resolver accepts only the string for Skywork: other rows lose their instruction.
 """
@@ -35,7 +35,7 @@ ORIGINS = (
     Origin("dapo", "BytedTsinghua-SIA/DAPO-Math-17k", "train"),
     Origin("skywork", "Skywork/Skywork-OR1-RL-Data", "math"),
 )
-Target = tuple[Origin, int]  # and the number of its record
+Target = tuple[Origin, int]  # a data set, and the number of a record in it
 
 
 def target(row: dict, place: str) -> Target:
@@ -58,7 +58,7 @@ class Questions:
         """Takes the data sets from `folder`, as ORG/NAME or NAME; from the hub if it is ""."""
         self.folder = folder
         self.starts: dict[Target, int] = {}
-        self.files: dict[str, list[Path]] = {}  # of each data set
+        self.files: dict[str, list[Path]] = {}  # the files of each data set
 
     def hashes(self, wanted: Set[Target]) -> dict[str, list[str]]:
         """Returns hashes of each wanted data set's files. Raises InputError if one is absent."""
@@ -123,7 +123,7 @@ def bare(answer: Any) -> str:
 
 
 def wrapped(question: str, template: dict | str | None, origin: Origin, place: str) -> str:
-    """Returns the prompt of a question. Raises InputError if the template has no known form."""
+    """Returns the prompt for a question. Raises InputError if the template has no known form."""
     if origin.tag == "dapo":
         before, prefix, rest = question.partition(DAPO_PREFIX)
         middle, suffix, after = rest.rpartition(DAPO_SUFFIX)

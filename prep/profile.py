@@ -18,7 +18,7 @@ FIELDS = ("pass_rate", "pass_rate_total", "pass_rate_passed")
 
 
 class Counts(NamedTuple):
-    """The numbers of answers to each line of a file, and of answers that passed."""
+    """Per line of a file, the number of answers, and the number of answers that passed."""
 
     total: Counter[int]
     passed: Counter[int]
@@ -26,7 +26,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """The rows with the pass rate of a model: samples, passed samples, and their share.
+    """The rows with a model's pass rate: samples, passed samples, and their share.
 
     Settings of the run follow `--`, such as `-- --config configs/math_blend.py`.
     """
@@ -36,13 +36,13 @@ class Profile:
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """JSONL file to write, its rows in the same order."""
     model: str
-    """Folder of the model, or ORG/NAME of the hub."""
+    """Model folder, or ORG/NAME on the hub."""
     samples: int = 8
-    """Answers to each row."""
+    """Answers per row."""
     threshold: float = 1.0
     """Reward at which an answer passes."""
     run_dir: str = ""
-    """Folder of the run; empty: below runs/, named after OUT and the time."""
+    """Run folder; empty: below runs/, named after OUT and the time."""
     overrides: tyro.conf.Suppress[tuple[str, ...]] = ()
     """Arguments after `--`."""
 

@@ -14,14 +14,14 @@ import tyro
 from core.errors import InputError
 from prep import files
 
-MARKER = "{reasoning effort: low}"  # of the Super recipe, as advantage.low_effort.marker
-# The agents of the domains in the report, without `_simple_agent`.
+MARKER = "{reasoning effort: low}"  # from the Super recipe, as in advantage.low_effort.marker
+# The agents for the domains in the report, without `_simple_agent`.
 DOMAINS = {
     "math": ("math", "math_with_judge"),
     "stem": ("mcqa", "equivalence_llm_judge"),
     "code": ("code_gen",),
 }
-# Share of the rows of each domain. The step at which the phase changes is not published.
+# Share of each domain's rows. The step at which the phase changes is not published.
 PHASES = {
     "early": {"math": 0.02, "stem": 0.02, "code": 0.02},
     "late": {"math": 0.01, "stem": 0.01},
@@ -139,7 +139,7 @@ class ReasoningControl:
 
 
 def stop_thinking(params: dict, place: str) -> None:
-    """Merges enable_thinking = false into the row's variables of the chat template, a JSON text."""
+    """Merges enable_thinking = false into the row's chat-template variables, a JSON text."""
     metadata = params.setdefault("metadata", {}) or {}
     text = metadata.get("chat_template_kwargs") or "{}"
     try:

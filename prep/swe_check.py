@@ -1,7 +1,7 @@
 """`swe --check`: keeps rows that are resolved with their own repair, and are not without one.
 
 A file next to the rows, OUT.check.jsonl, keeps each verdict: after an interruption the command
-continues where it was. A fault of the machine, such as a missing image, is not a verdict.
+resumes where it stopped. A fault of the machine, such as a missing image, is not a verdict.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from settings.environment_services import Services
 
 
 class Checked:
-    """Verdicts on rows, of this run and earlier ones. Raises InputError if no box runs here."""
+    """Verdicts on rows, from this run and earlier ones. Raises InputError if no box runs here."""
 
     def __init__(self, journal: Path, images: str) -> None:
         services.configure(Services(images=images))

@@ -1,4 +1,4 @@
-"""Turns records of issues into rows: SWE-bench, SWE-Gym, R2E-Gym, SWE-smith and NeMo-Gym.
+"""Turns issue records into rows: SWE-bench, SWE-Gym, R2E-Gym, SWE-smith and NeMo-Gym.
 
 Field names and image names come from NeMo-Gym's responses_api_agents/swe_agents (its
 _find_container and download_containers.py), R2E-Gym's commit_models and swesmith's harness.
@@ -41,7 +41,7 @@ COLUMNS = [
     "start_patch",
     "dataset",
 ]
-AGENT = "swe_agents_train"  # whose environment judges the rows
+AGENT = "swe_agents_train"  # the agent whose environment judges the rows
 WORKDIR = "/testbed"
 ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.S)  # around the text that R2E-Gym shows
 SIGNS = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}
@@ -68,13 +68,13 @@ class Refused(Exception):
 
 
 class Issue(NamedTuple):
-    """A record of any format, with the fields of SWE-bench and any others that it has."""
+    """A record in any format, with the fields of SWE-bench and any others that it has."""
 
     place: str
     dataset: str
     fields: dict[str, Any]
     agent: str = ""
-    own: dict[str, Any] | None = None  # the row, if the record is one of ours
+    own: dict[str, Any] | None = None  # the row, if the record is one of our rows
 
     @property
     def id(self) -> str:
@@ -114,7 +114,7 @@ def filled(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def issue(place: str, record: dict[str, Any], name: str) -> Issue:
-    """Returns the issue of a record. Raises InputError if a row of NeMo-Gym is malformed."""
+    """Returns a record's issue. Raises InputError if a NeMo-Gym row is malformed."""
     params = record.get("responses_create_params")
     ref = record.get("agent_ref")
     agent = str(ref.get("name") or "") if isinstance(ref, dict) else ""
@@ -163,7 +163,7 @@ def kind_of(found: Issue) -> str:
 
 
 def row(found: Issue, scripts: Scripts, agent: str) -> dict[str, Any]:
-    """Returns the row of a record.
+    """Returns a record's row.
 
     `scripts` returns the script of a record's tests, or raises Refused.
 
@@ -219,7 +219,7 @@ def by_script(found: Issue, fields: dict[str, Any], script: str, parser: str) ->
 def of_bench(
     found: Issue, scripts: Scripts, prefix: str = "swebench", between: str = "_1776_"
 ) -> dict[str, Any]:
-    """Returns the row of a record of SWE-bench, or of SWE-Gym, which names its images otherwise."""
+    """Returns the row for a record of SWE-bench, or of SWE-Gym, which names images differently."""
     tag = f"sweb.eval.x86_64.{found.id.replace('__', between)}".lower()
     owner = {"swebench": "swebench", "swegym": "xingyaoww"}[prefix]
     made = base(found, f"{prefix}_{tag}", str(found.fields.get("image") or f"{owner}/{tag}"))
@@ -231,12 +231,12 @@ def of_bench(
 
 
 def of_gym(found: Issue, scripts: Scripts) -> dict[str, Any]:
-    """Returns the row of a record of SWE-Gym."""
+    """Returns the row for a SWE-Gym record."""
     return of_bench(found, scripts, "swegym", "_s_")
 
 
 def of_r2e(found: Issue, scripts: Scripts) -> dict[str, Any]:
-    """Returns the row of a record of R2E-Gym, whose image holds its tests."""
+    """Returns the row for an R2E-Gym record, whose image holds its tests."""
     registry = str(found.fields.get("docker_image") or "")
     if not registry:
         # OWNER__Repo-COMMIT, as NeMo-Gym finds the image.
@@ -257,7 +257,7 @@ def of_r2e(found: Issue, scripts: Scripts) -> dict[str, Any]:
 
 
 def of_smith(found: Issue, scripts: Scripts) -> dict[str, Any]:
-    """Returns the row of a record of SWE-smith: its patch makes the bug, reversed it repairs it."""
+    """Returns the row for a SWE-smith record: its patch makes the bug; reversed, it repairs it."""
     registry = found.text("image_name")
     made = base(found, registry.rpartition("/")[2].replace(":", "_"), registry)
     given = scripts("smith", found.fields)
@@ -276,9 +276,9 @@ MAKERS: dict[str, Callable[[Issue, Scripts], dict[str, Any]]] = {
 
 
 def diff_of(commit: dict[str, Any]) -> str:
-    """Returns the changes of Python files, as text, in a commit in R2E-Gym's form.
+    """Returns the changes to Python files, as text, in a commit in R2E-Gym's format.
 
-    Raises Refused if the commit does not have that form.
+    Raises Refused if the commit does not have that format.
     """
     parts = []
     try:
@@ -312,9 +312,9 @@ def range_of(lines: dict[str, Any]) -> str:
 
 
 def reverse(patch: str) -> str:
-    """Returns the patch that undoes a patch of git's."""
+    """Returns the patch that reverses a git patch."""
     made: list[str] = []
-    old = new = 0  # lines of the hunk that are left, of the old file and of the new one
+    old = new = 0  # lines left in the hunk, for the old file and for the new one
     for line in patch.split("\n"):
         if old or new:
             sign = line[:1]
@@ -347,7 +347,7 @@ UNDONE = {
 
 
 def header(line: str) -> str:
-    """Returns a line of a patch's header as it is in the patch that undoes it."""
+    """Returns a patch's header line as it is in the reversed patch."""
     if named := re.match(r"(---|\+\+\+) (?:([ab])/(.*)|(/dev/null.*))\Z", line):
         sign = "+++" if named[1] == "---" else "---"
         if named[4]:

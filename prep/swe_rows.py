@@ -1,4 +1,4 @@
-"""`swe`: turns issues of repositories, from several data sets, into rows of envs/swe."""
+"""`swe`: turns repository issues from several data sets into rows for envs/swe."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Swe:
-    """Issues of repositories to rows for envs/swe/swe.py, except issues that cannot be graded.
+    """Repository issues to rows for envs/swe/swe.py, except issues that cannot be graded.
 
-    Records come from SWE-bench, SWE-Gym, R2E-Gym and SWE-smith, from rows of NeMo-Gym that hold one
-    in their `metadata`, as in the blend of SWE 2, and from rows that this command has written.
+    Records come from SWE-bench, SWE-Gym, R2E-Gym and SWE-smith, from NeMo-Gym rows that hold one in
+    their `metadata`, as in the SWE 2 blend, and from rows that this command has written.
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """A .jsonl, .json or .parquet; a folder of them; or ORG/NAME of the hub."""
+    """A .jsonl, .json or .parquet; a folder of them; or ORG/NAME on the hub."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """JSONL file to write."""
     dataset: str = ""
@@ -40,17 +40,17 @@ class Swe:
     sources: tuple[str, ...] = ()
     """Data sets, given as SOURCE is, with the fields that records lack, by instance_id."""
     tables: str = ""
-    """Python that has swebench 4.1, swegym or swesmith, for records without their tests' script."""
+    """Python that has swebench 4.1, swegym or swesmith, for records without their test script."""
     agent: str = swe_formats.AGENT
-    """Agent of records that name none."""
+    """Agent for records that name no agent."""
     harness: str = ""
-    """Tool set of the rows; empty: the environment chooses one for each instance."""
+    """Tool set for the rows; empty: the environment chooses one for each instance."""
     split: str = "train"
-    """Split of a folder or of a data set of the hub: files named after it, or all."""
+    """Split of a folder or of a data set on the hub: files named after it, or all."""
     check: bool = False
     """Keep rows that are resolved with their own repair, and are not resolved without one."""
     images: str = "data/images"
-    """Folder of the images, as in services.images of a run, for --check."""
+    """Image folder for --check, as in a run's services.images."""
     at_once: int = 0
     """Rows that --check judges at once; 0: one per processor."""
 

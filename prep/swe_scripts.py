@@ -1,4 +1,4 @@
-"""Asks prep/swe_tables.py, which runs in another Python, how the tests of a repository are run."""
+"""Asks prep/swe_tables.py, which runs in another Python, how a repository's tests are run."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from core.errors import InputError
 from prep import swe_tables
 from prep.swe_formats import Refused
 
-SECONDS = 120.0  # that the process may take to end
+SECONDS = 120.0  # seconds that the process may take to end
 
 
 class Scripts:

@@ -1,6 +1,6 @@
-"""Looks up how a repository's tests are run in tables of its data set, if the record lacks it.
+"""Looks up how to run a repository's tests in its data set's tables, if the record lacks it.
 
-The tables are in the packages that made the data sets. They need other libraries than ours, so
+The tables are in the packages that made the data sets. They need different libraries from ours, so
 another Python imports them: `python swe_tables.py` answers each line of its input with a line.
 Input: {"kind": "bench", "gym" or "smith", "record"}. Output: {"eval_script", "log_parser"}, for
 SWE-smith {"command", "log_parser"}, or {"why"}.
@@ -76,7 +76,7 @@ def answer(line: str) -> dict[str, str]:
         return of_bench(record, "swegym" if kind == "gym" else "swebench")
     except ImportError as error:
         return {"why": f"{PACKAGES[kind]} cannot be imported: {error}"}
-    except Exception as error:  # of the package's own code
+    except Exception as error:  # from the package's own code
         return {"why": f"{PACKAGES[kind]} makes no script: {error!r}"}
 
 

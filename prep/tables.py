@@ -152,7 +152,7 @@ def located(source: str, patterns: list[str], field: str) -> Path:
     why = ""
     try:  # snapshot_download would ask the same without a deadline
         HfApi().dataset_info(source, timeout=HUB_SECONDS)
-    except Exception as error:  # of the network or the hub; the cache may have the data set
+    except Exception as error:  # from the network or the hub; the cache may have the data set
         why = f"{type(error).__name__}: {error}; "
     try:
         folder = snapshot_download(

@@ -1,4 +1,4 @@
-"""`tool_pairs`: makes preferences against calls of tools that were not given, from our rollouts."""
+"""`tool_pairs`: makes preferences against calls to tools that were not given, from our rollouts."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ class Answer(NamedTuple):
 
     start: int  # byte offset of its line in the file of rollouts
     is_right: bool
-    calls: bool  # it calls a tool, or tries to
+    calls: bool  # True if it calls a tool, or tries to
 
 
 class Pair(NamedTuple):
@@ -49,7 +49,7 @@ class ToolPairs:
     right answer without a call is preferred to a wrong answer, and to any answer with a call. Each
     answer is rejected at most once, because the report of Nemotron 3 Nano has 50,000 pairs from
     64,000 answers (appendix C). Answers that were cut off are left out, because they did not end by
-    themselves. Answers of several turns are left out, because rollouts.jsonl does not hold the
+    themselves. Multi-turn answers are left out, because rollouts.jsonl does not hold the
     tools' results.
     """
 
@@ -60,7 +60,7 @@ class ToolPairs:
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """JSONL file to write: `prompt`, `chosen` and `rejected` as messages, `tools` of the row."""
     tool_parser: str = ""
-    """services.tool_parser of the run. Empty: calls in the forms of Hermes and Qwen3-Coder."""
+    """The run's services.tool_parser. Empty: calls in the Hermes and Qwen3-Coder formats."""
     threshold: float = 1.0
     """Reward at which an answer is right."""
     per_row: int = 32
@@ -131,7 +131,7 @@ class ToolPairs:
         return answers
 
     def preference(self, pair: Pair) -> dict:
-        """Returns the line of a pair."""
+        """Returns the line for a pair."""
         asked = object_at(self.file, pair.row)["responses_create_params"]
         line: dict[str, list[dict] | str] = {
             "prompt": chat(asked["input"]),

@@ -17,7 +17,7 @@ An idle box is two processes: the holder, which is the first process in its PID 
 holder's parent. The holder reads from its worker, and so ends when the worker does, even by
 SIGKILL. With the holder the kernel ends every process that has entered its namespace.
 
-This is no environment by itself: environments use it.
+This is not an environment itself: environments use it.
 """
 
 import asyncio

@@ -10,7 +10,7 @@ A place is a name among the kernel's abstract sockets, which only one process ca
 and which it loses when it ends. So no count can be wrong, and nothing is left behind. Each user has
 separate places.
 
-This is no environment by itself: envs/boxes/box.py uses it.
+This is not an environment itself: envs/boxes/box.py uses it.
 """
 
 import asyncio

@@ -10,7 +10,7 @@ on it, and a process that writes or removes it holds an exclusive one: the kerne
 a process ends. It is written as NAME-DIGEST.partial, compared with the digest of launch/images.sh,
 and renamed.
 
-This is no environment by itself: envs/boxes/box.py uses it.
+This is not an environment itself: envs/boxes/box.py uses it.
 """
 
 import asyncio

@@ -5,7 +5,7 @@ worker that use it, in separate namespaces: no other process sees the mount, and
 needed. It ends with the last of these boxes, or with the worker. If the worker is the machine's
 root, the process and its boxes belong to the user nobody, whose processes the kernel limits.
 
-This is no environment by itself: envs/boxes/box.py uses it.
+This is not an environment itself: envs/boxes/box.py uses it.
 """
 
 import asyncio

@@ -37,7 +37,7 @@ SERVING: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, "Agent"]
 def agents(head: str) -> dict[str, str]:
     """Returns the address of each agent that a head server lists.
 
-    Raises OSError if it does not answer, ValueError if it is no head server.
+    Raises OSError if it does not answer, ValueError if it is not a head server.
     """
     try:
         with directly(f"{head}/global_config_dict_yaml", SECONDS) as answer:

@@ -45,7 +45,7 @@ def text_of(path: str | None) -> str:
 def problem(name: str, judge: Mapping[str, Json]) -> str:
     """Returns why a run could not ask a judge, and how to fix it; "" if nothing prevents it.
 
-    A server that does not answer is no problem: the run waits for it. A server that answers must
+    A server that does not answer is not a problem: the run waits for it. A server that answers must
     serve the judge's model.
     """
     path = judge.get("prompts")

@@ -200,7 +200,7 @@ class Server:
         import aiohttp  # slower than all other imports that environments make with this module
 
         what = f"{method} {self.url}/{path}"
-        # Half a surrogate pair is no character, and servers refuse requests that contain one.
+        # Half a surrogate pair is not a character, and servers refuse requests that contain one.
         data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace") if body else None
         timeout = aiohttp.ClientTimeout(seconds, sock_connect=patience())
         headers = {"Content-Type": "application/json"}

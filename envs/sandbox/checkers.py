@@ -18,11 +18,11 @@ still start processes, which end with it. An answer that it evaluates as Python 
 itself a reward: it can read the expected answer, or change the scorer. Without bubblewrap it has
 this user's rights, and can
     escape its verdict: starve itself, or stop or kill its warden, which is an error, not a 0
-    kill or stop processes of this user, and rewrite any that are no checks (as root, all)
+    kill or stop processes of this user, and rewrite any that are not checks (as root, all)
     leave processes behind: as root, or itself, if it kills its warden first
     read, empty or remove files, connect to hosts, use MEMORY in each child
 
-This is no environment by itself: environments use it.
+This is not an environment itself: environments use it.
 """
 
 import contextlib
@@ -427,7 +427,7 @@ def watch(
         now = time.monotonic()
         ran, busy, idle = clock(pid)
         slept = idle and busy - busy_before < (now - before) / 2
-        # A pause of the whole machine is no sleep.
+        # A pause of the whole machine does not count as sleep.
         spent += min(now - before, 2 * TICK) if slept else ran - ran_before
         before = now
         ran_before = ran

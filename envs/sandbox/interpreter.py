@@ -342,7 +342,7 @@ def ends(pid: int, seconds: float) -> bool:
         now = time.monotonic()
         found = queues(pid)
         waited = max((found[thread] - queued.get(thread, 0.0) for thread in found), default=0.0)
-        # A pause of this process, or of the whole machine, is no work of the program.
+        # A pause of this process, or of the whole machine, is not the program's work.
         spent += max(0.0, min(now - before, PAUSE) - waited)
         before = now
         queued = found

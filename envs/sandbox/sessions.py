@@ -235,7 +235,7 @@ class Session:
         self.name = self.name or uuid.uuid4().hex
         reply = await service.execute(url, code, "ipython", "", self.limits, self.name)
         known = reply["process_status"] in ("completed", "error", "timeout")
-        # The service reports its own failures, not those of the code, as "Session error".
+        # The service reports its own failures, not the code's, as "Session error".
         if not known or reply["stderr"].startswith("Session error: "):
             raise CheckerError(f"the sandbox service at {url} answered {str(reply)[:200]}")
         received = (reply["stdout"] + reply["stderr"]).rstrip()

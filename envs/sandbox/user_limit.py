@@ -2,8 +2,8 @@
 
 The kernel counts all processes and threads that the user has on the machine, and records nowhere
 that it has refused one. So a run's failure is its own only if, before and after it, there was room
-for all processes that it was promised. Processes of other users do not count, nor do those of the
-run itself, which are dead by then.
+for all processes that it was promised. Other users' processes do not count, nor do the run's own,
+which are dead by then.
 """
 
 import asyncio

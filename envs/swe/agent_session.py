@@ -1,6 +1,6 @@
 """Runs an agent in an episode: samples its answers, opens its box, and keeps a journal.
 
-This is no environment by itself: envs/swe/swe.py uses it.
+This is not an environment itself: envs/swe/swe.py uses it.
 """
 
 import asyncio

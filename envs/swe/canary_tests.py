@@ -1,6 +1,6 @@
 """Adds two tests with random names to one of a row's test files: one must fail, the other pass.
 
-They reveal code that makes failing tests pass. This is no environment by itself:
+They reveal code that makes failing tests pass. This is not an environment itself:
 envs/swe/swe_judge.py uses it.
 """
 

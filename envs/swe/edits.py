@@ -9,7 +9,7 @@
     >>>>>>> REPLACE
     ```
 
-This is no environment by itself.
+This is not an environment itself.
 """
 
 SEARCH, MIDDLE, REPLACE = "<<<<<<< SEARCH", "=======", ">>>>>>> REPLACE"

@@ -1,6 +1,6 @@
 """Runs scripts in repository images, which are folders below services.images.
 
-This is no environment by itself: envs/swe/swe_patch.py uses it.
+This is not an environment itself: envs/swe/swe_patch.py uses it.
 """
 
 from envs.boxes.image_names import folder_of

@@ -1,6 +1,6 @@
 """Prepares the repository in a box, takes an agent's patch out, and puts patch and tests in.
 
-The commands are in repository.sh. This is no environment by itself: envs/swe/swe_judge.py uses it.
+The commands are in repository.sh. This is not an environment itself: envs/swe/swe_judge.py uses it.
 """
 
 import contextlib

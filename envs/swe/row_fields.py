@@ -1,6 +1,6 @@
 """Reads the fields of envs/swe/swe_patch.py's rows that are objects or lists, or their JSON.
 
-This is no environment by itself: envs/swe/swe_patch.py uses it.
+This is not an environment itself: envs/swe/swe_patch.py uses it.
 """
 
 import json

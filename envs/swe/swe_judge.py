@@ -23,7 +23,7 @@ Known leaks: patched code runs in the process that writes the log. Code that loo
 can make the rest pass; `tampered` is 1 if a patch looks like that (SIGNS), or was caught. Helpers
 of tests that no row names, such as tests/utils.py, may be changed.
 
-This is no environment by itself: environments use it.
+This is not an environment itself: environments use it.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Runs the tools of coding agents in a box, and describes them to the policy.
 
-This is no environment by itself: envs/swe/swe.py uses it. swe_tools.json describes four sets, in
+This is not an environment itself: envs/swe/swe.py uses it. swe_tools.json describes four sets, in
 our words:
     bash        one tool, as in mini-swe-agent
     openhands   the tools of OpenHands' CodeActAgent

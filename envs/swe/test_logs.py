@@ -5,7 +5,7 @@ swebench 5.0.2's Python parsers under their names, and parsers for other row sou
 that the judged code may have written to: a test that failed once has failed, and the time is linear
 in the length of the log.
 
-This is no environment by itself: envs/swe/swe_patch.py and envs/swe/swe_judge.py use it.
+This is not an environment itself: envs/swe/swe_patch.py and envs/swe/swe_judge.py use it.
 """
 
 import re
@@ -16,7 +16,7 @@ ENDINGS = {" ok": "PASSED", " F": "FAILED", " E": "ERROR"}  # status by the end 
 LONGEST = 10_000  # characters of a line that can be a test's
 BAD = ("FAILED", "ERROR")
 GOOD = ("PASSED", "XFAIL")  # an expected failure counts as passed
-KEPT = (*GOOD, "SKIPPED")  # a test that passed before and is skipped now is no regression
+KEPT = (*GOOD, "SKIPPED")  # a test that passed before and is skipped now is not a regression
 ALL = (*STATUSES, "XFAIL")
 COUNT = re.compile(r"\[\d+\]\Z")  # in place of a name, in pytest's summary of skipped tests
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")

@@ -16,7 +16,7 @@ processes are killed. Each check runs in a fresh sandbox with a copy of the fold
 overwrite existing ones, and `command` must print `stdout`, ends stripped. No part of a check is in
 the sandbox before that, and `stdout` never is. An episode in which nothing was typed earns 0.0.
 
-Source: ours; the forms are those of the agent Terminus of Terminal-Bench. Known leaks: a `stdout`
+Source: ours; the forms come from Terminal-Bench's agent Terminus. Known leaks: a `stdout`
 that can be guessed, as the policy's code can print it. So let a check print results.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Turns a Docker image into a squash file, for CONTAINER of enroot and pyxis.
+# Turns a Docker image into a squash file, for CONTAINER with enroot and pyxis.
 #   bash launch/containers/image.sh [--force] IMAGE FILE.sqsh
 set -euo pipefail
 force=

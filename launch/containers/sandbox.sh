@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the sandbox of NeMo-Skills (stateful Python, Lean 4), at the commit that NeMo-Gym pins.
+# Builds NeMo-Skills' sandbox (stateful Python, Lean 4), at the commit that NeMo-Gym pins.
 #   bash launch/containers/sandbox.sh [TAG]
 set -euo pipefail
 commit=a5da59797890284af4df1c2a9c10990b33623a9d
